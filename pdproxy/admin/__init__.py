@@ -1,0 +1,1 @@
+"""Operator HTTP: health, ready, metrics, nodes."""

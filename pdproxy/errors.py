@@ -1,0 +1,112 @@
+"""Everything that can go wrong, by whose fault it is.
+
+::
+
+    PdproxyError
+    ├── SettingsError          the operator's settings cannot be used; the message says what to change
+    ├── ClientError            what the client gets: a status and an OpenAI-shaped error body
+    └── NodeFault              one leg failed on one node; `Fault` names how
+        (raised by `transport` for the wire, by `legs` for what the answer says)
+
+A `NodeFault` never reaches a client as it is: `lifecycle` decides what follows from it.
+"""
+
+import enum
+import json
+
+
+class PdproxyError(Exception):
+    """The root of the tree."""
+
+
+class SettingsError(PdproxyError):
+    """Settings that cannot be used. The message names the setting and what would work."""
+
+
+class ClientError(PdproxyError):
+    """An answer for the client, in OpenAI's error shape.
+
+    Args:
+        status: the HTTP status, 400 to 599.
+        message: a sentence that says what to do.
+        kind: OpenAI's ``type``, such as ``invalid_request_error``.
+        code: OpenAI's ``code``, a machine-readable word.
+        param: the field of the request that is at fault.
+        headers: further response headers, such as ``retry-after``.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        headers: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.code = code
+        self.param = param
+        self.headers = headers
+
+    def body(self) -> bytes:
+        """The JSON body, OpenAI's shape: ``{"error": {message, type, param, code}}``."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}, ensure_ascii=False).encode()
+
+
+class Fault(enum.StrEnum):
+    """How a leg failed: the rows of the failure table."""
+
+    REFUSED = "refused"
+    """No connection: nothing of the request reached the node."""
+    RESET = "reset"
+    """The connection broke after the request was (partly) sent, or the body ended before its end."""
+    HEADERS_TIMEOUT = "headers_timeout"
+    """No response head within the phase's deadline."""
+    STALL = "stall"
+    """The body stopped arriving for longer than the stall deadline."""
+    CLIENT_ERROR = "client_error"
+    """A 4xx other than 429: the request's own fault."""
+    BUSY = "busy"
+    """A 429, or a 503 with Retry-After: the node is healthy and full."""
+    SERVER_ERROR = "server_error"
+    """A 5xx."""
+    INVALID_BODY = "invalid_body"
+    """A 2xx whose body is not what the endpoint promises."""
+    NO_TICKET = "no_ticket"
+    """A good prefill answer without kv_transfer_params."""
+    ERROR_EVENT = "error_event"
+    """An error that the node reported inside a 200 stream."""
+
+
+class NodeFault(PdproxyError):
+    """One leg failed on one node.
+
+    Args:
+        fault: the row of the failure table.
+        detail: for the log, never for the client: may hold internal addresses.
+        status: the upstream status, where there was one.
+        body: the upstream body (bounded), which a client may be shown when the fault is its own.
+        headers: upstream response headers worth keeping (``retry-after``).
+    """
+
+    def __init__(
+        self,
+        fault: Fault,
+        detail: str,
+        *,
+        status: int | None = None,
+        body: bytes = b"",
+        headers: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        super().__init__(f"{fault}: {detail}")
+        self.fault = fault
+        self.detail = detail
+        self.status = status
+        self.body = body
+        self.headers = headers

@@ -1,0 +1,1 @@
+"""Client HTTP in: routes, parsing, authentication, admission, error responses."""

@@ -1,0 +1,1 @@
+"""One HTTP call to a node on behalf of a request."""

@@ -1,0 +1,1 @@
+"""The vLLM nodes: what they are, how they do, who may join."""

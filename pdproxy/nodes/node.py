@@ -1,0 +1,71 @@
+"""Values about nodes: pure, no I/O."""
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+
+
+class Role(enum.StrEnum):
+    """What a node is asked to do."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class State(enum.StrEnum):
+    """Where a node stands in its life."""
+
+    JOINING = "joining"
+    """Preflight and warm-up are under way: no requests."""
+    UP = "up"
+    PROBING = "probing"
+    """The circuit is half open: one request at a time."""
+    DOWN = "down"
+    """The circuit is open."""
+    DRAINING = "draining"
+    """No new requests; running ones finish or migrate."""
+    REFUSED = "refused"
+    """The preflight found a setting that cannot work; see the reason."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Node:
+    """A vLLM server, one data-parallel rank where there are several.
+
+    Attributes:
+        name: unique, safe to show to operators (never to clients).
+        url: the base, without a trailing slash.
+        role: what it is asked to do.
+        model: the model it serves, as clients name it; "" until known.
+        aliases: further names that are served here (LoRA).
+        weight: relative share of requests, > 0.
+        cohort: nodes pair only within one cohort (vLLM version and cache layout); "" pairs with all.
+    """
+
+    name: str
+    url: str
+    role: Role
+    model: str = ""
+    aliases: tuple[str, ...] = ()
+    weight: float = 1.0
+    cohort: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NodeView:
+    """One node in a snapshot: its state and what runs on it now."""
+
+    node: Node
+    state: State
+    active: int
+    """Legs in flight from this proxy."""
+    share: float = 1.0
+    """0 < share <= 1: the part of its weight that slow start allows now."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All nodes at one moment; what a plan is made from."""
+
+    nodes: tuple[NodeView, ...]
+    facts: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -1,0 +1,85 @@
+"""What the rest of the proxy knows of HTTP towards nodes.
+
+Every failure is a `NodeFault`: REFUSED before the request was sent, RESET and STALL after, HEADERS_TIMEOUT in between.
+Status codes are not failures here: `legs` judges them.
+"""
+
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from pdproxy.request import Headers
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Patience:
+    """How long each phase of one exchange may take, in seconds.
+
+    Attributes:
+        connect: until the connection stands (fault REFUSED when it does not).
+        headers: from the request's last byte to the response head (fault HEADERS_TIMEOUT).
+        stall: between two pieces of the body (fault STALL).
+    """
+
+    connect: float = 5.0
+    headers: float = 600.0
+    stall: float = 120.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outgoing:
+    """One request to a node. ``url`` is absolute; ``headers`` without host, content-length and hop-by-hop ones."""
+
+    method: str
+    url: str
+    headers: Headers = ()
+    body: bytes = b""
+
+
+class Incoming(Protocol):
+    """A response whose head has arrived. Whoever holds it must `aclose` it, on every exit."""
+
+    @property
+    def status(self) -> int: ...
+
+    @property
+    def headers(self) -> Headers: ...
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it arrives (any content coding undone is the caller's matter: we ask for identity).
+
+        Raises:
+            NodeFault: RESET when the body ends before its end, STALL when it stops.
+        """
+        ...
+
+    async def read(self, limit: int) -> bytes:
+        """The whole body.
+
+        Raises:
+            NodeFault: as `chunks`; INVALID_BODY when it is longer than ``limit`` bytes.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Give the connection back if the body was read to its end, else cut it. Idempotent; never raises."""
+        ...
+
+
+class Transport(Protocol):
+    """Sends requests to nodes over pooled connections."""
+
+    async def send(self, request: Outgoing, patience: Patience) -> Incoming:
+        """The response, as soon as its head is here. A cancelled call leaves no connection behind.
+
+        A connection that the peer closed while idle is not a fault: the request goes out again on a fresh one
+        as long as no byte of a response came back and the request is safe to repeat (it was not read).
+
+        Raises:
+            NodeFault: REFUSED, RESET, HEADERS_TIMEOUT.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        ...
