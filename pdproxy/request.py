@@ -3,9 +3,10 @@
 import dataclasses
 import enum
 from collections.abc import Mapping
+from typing import TypeAlias
 
-type Json = Mapping[str, object]
-type Headers = tuple[tuple[str, str], ...]
+Json: TypeAlias = Mapping[str, object]
+Headers: TypeAlias = tuple[tuple[str, str], ...]
 """Header names in lower case, in the order they came."""
 
 
