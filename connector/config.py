@@ -1,0 +1,149 @@
+"""The connector's settings, read once from `kv_connector_extra_config` and the environment.
+
+Keys of ours: `pdproxy_key_file`, `pdproxy_allowed_hosts`, `pdproxy_read_deadline`, `pdproxy_probe_timeout`,
+`pdproxy_verify_timeout`, `pdproxy_read_retries`; of vLLM's: `kv_lease_duration`. Ticket keys never come out of
+the extra config itself, which vLLM logs: only out of a file (one key a line, `#` starts a comment) or out of
+`PDPROXY_TICKET_KEYS` (separated by commas). The first key signs, all verify.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from connector.errors import ConfigError
+
+KEYS_VARIABLE = "PDPROXY_TICKET_KEYS"
+SHORTEST_KEY = 16
+LONGEST_WAIT = 3600.0
+
+
+class Role(StrEnum):
+    """vLLM's `kv_role`: what a node may be asked to do."""
+
+    PREFILL = "kv_producer"
+    DECODE = "kv_consumer"
+    BOTH = "kv_both"
+
+    @property
+    def prefills(self) -> bool:
+        """Whether the node gives out tickets."""
+        return self is not Role.DECODE
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the node accepts tickets."""
+        return self is not Role.PREFILL
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorConfig:
+    """Seconds throughout. `allowed_hosts` empty: any prefill address. `keys` empty: tickets are not signed."""
+
+    role: Role
+    keys: tuple[bytes, ...] = field(default=(), repr=False)
+    allowed_hosts: frozenset[str] = frozenset()
+    read_deadline: float = 30.0
+    probe_timeout: float = 5.0
+    verify_timeout: float = 5.0
+    read_retries: int = 1
+    lease_duration: float = 30.0
+
+    @classmethod
+    def from_extra(
+        cls, role: str, failure_policy: str, extra: Mapping[str, Any], environ: Mapping[str, str]
+    ) -> "ConnectorConfig":
+        """The settings of a node.
+
+        Raises ConfigError, with a sentence, for anything that is out of range or cannot work.
+        """
+        checked = _role(role)
+        if checked.decodes and failure_policy != "recompute":
+            raise ConfigError(
+                f"kv_load_failure_policy is {failure_policy!r}: set it to 'recompute', so that a refused or failed "
+                "transfer is computed locally instead of failing the request."
+            )
+        if extra.get("bidirectional_kv_xfer"):
+            raise ConfigError(
+                "bidirectional_kv_xfer is on: blocks that a decode node lends back are not verified; turn it off."
+            )
+        return cls(
+            role=checked,
+            keys=_keys(extra.get("pdproxy_key_file"), environ.get(KEYS_VARIABLE)),
+            allowed_hosts=_hosts(extra.get("pdproxy_allowed_hosts")),
+            read_deadline=_seconds(extra, "pdproxy_read_deadline", 30.0),
+            probe_timeout=_seconds(extra, "pdproxy_probe_timeout", 5.0),
+            verify_timeout=_seconds(extra, "pdproxy_verify_timeout", 5.0),
+            read_retries=_whole(extra, "pdproxy_read_retries", 1, range(0, 11)),
+            lease_duration=_seconds(extra, "kv_lease_duration", 30.0),
+        )
+
+
+def from_vllm(kv_transfer_config: Any, environ: Mapping[str, str]) -> ConnectorConfig:
+    """The settings out of vLLM's `KVTransferConfig`. Raises ConfigError."""
+    ask: Callable[[str, Any], Any] = kv_transfer_config.get_from_extra_config
+    names = (
+        "bidirectional_kv_xfer",
+        "kv_lease_duration",
+        "pdproxy_key_file",
+        "pdproxy_allowed_hosts",
+        "pdproxy_read_deadline",
+        "pdproxy_probe_timeout",
+        "pdproxy_verify_timeout",
+        "pdproxy_read_retries",
+    )
+    extra = {name: value for name in names if (value := ask(name, None)) is not None}
+    return ConnectorConfig.from_extra(
+        kv_transfer_config.kv_role, kv_transfer_config.kv_load_failure_policy, extra, environ
+    )
+
+
+def _role(role: str) -> Role:
+    try:
+        return Role(role)
+    except ValueError:
+        raise ConfigError(f"kv_role is {role!r}: use 'kv_producer' (prefill) or 'kv_consumer' (decode).") from None
+
+
+def _seconds(extra: Mapping[str, Any], name: str, default: float) -> float:
+    value = extra.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LONGEST_WAIT:
+        raise ConfigError(f"{name} is {value!r}: use a number of seconds over 0 and up to {LONGEST_WAIT:.0f}.")
+    return float(value)
+
+
+def _whole(extra: Mapping[str, Any], name: str, default: int, allowed: range) -> int:
+    value = extra.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value not in allowed:
+        raise ConfigError(f"{name} is {value!r}: use a whole number from {allowed.start} to {allowed.stop - 1}.")
+    return value
+
+
+def _hosts(value: Any) -> frozenset[str]:
+    if value is None:
+        return frozenset()
+    listed = value.split(",") if isinstance(value, str) else value
+    if not isinstance(listed, list | tuple) or not all(isinstance(host, str) for host in listed):
+        raise ConfigError(f"pdproxy_allowed_hosts is {value!r}: use a list of host names or addresses.")
+    return frozenset(host.strip() for host in listed if host.strip())
+
+
+def _keys(path: Any, variable: str | None) -> tuple[bytes, ...]:
+    if path is not None:
+        lines = _read_lines(path)
+    else:
+        lines = (variable or "").split(",")
+    keys = tuple(line.strip().encode() for line in lines if line.strip() and not line.strip().startswith("#"))
+    if (path is not None or variable is not None) and not keys:
+        raise ConfigError(f"no ticket key in {path or KEYS_VARIABLE}: put one in, or leave the setting out.")
+    if any(len(key) < SHORTEST_KEY for key in keys):
+        raise ConfigError(f"a ticket key in {path or KEYS_VARIABLE} is shorter than {SHORTEST_KEY} characters.")
+    return keys
+
+
+def _read_lines(path: Any) -> list[str]:
+    try:
+        return Path(str(path)).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"pdproxy_key_file {path!r} cannot be read: {error}") from error

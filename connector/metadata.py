@@ -1,0 +1,133 @@
+"""What the scheduler side tells the worker side in every step, and what the worker side tells back.
+
+Down: `ConnectorMetadata`, vLLM's own metadata with what our reads, leases and releases need.
+Up: `WorkerReport`, through `build_connector_worker_meta`, merged over ranks by vLLM's output aggregator,
+in the same step output as the `finished_sending` / `finished_recving` that it explains.
+Both are pickled between processes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOrder:
+    """One attempt to read one ticket; stands beside the entry of the same request id in `reqs_to_recv`.
+
+    `nonce`: names this attempt, on every rank; it travels with the completion notice. `attempt`: 0 for the first.
+    `issued_at`: when the ticket was issued, unix seconds by the prefill node's clock (0.0: it did not say).
+    `hit_tokens`, `pull_tokens`: what the local cache held, and what the read brings.
+    """
+
+    nonce: str
+    attempt: int
+    issued_at: float = 0.0
+    hit_tokens: int = 0
+    pull_tokens: int = 0
+
+
+class ConnectorMetadata(NixlConnectorMetadata):
+    """vLLM's metadata plus ours. All keys are request ids of *this* node.
+
+    reads: orders for the entries of `reqs_to_recv` (notify-only entries, with no local blocks, included).
+    readers: prefill side, for the entries of `reqs_to_send`: how many nonces must complete before blocks go.
+    releases: prefill side: end these leases now. A rank that still tracks such a request reports it in
+        `finished_sending` once; one that has reported it already, or never knew it, does nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.reads: dict[str, ReadOrder] = {}
+        self.readers: dict[str, int] = {}
+        self.releases: frozenset[str] = frozenset()
+
+    @classmethod
+    def extending(cls, stock: NixlConnectorMetadata) -> "ConnectorMetadata":
+        """Ours with everything that vLLM's own scheduler side put into `stock`."""
+        ours = cls()
+        vars(ours).update(vars(stock))
+        return ours
+
+
+class ReadOutcome(StrEnum):
+    """How a read ended on a rank. Where ranks differ the worst counts, in this order, last is worst."""
+
+    VERIFIED = "verified"
+    TRANSFER_FAILED = "transfer_failed"
+    UNVERIFIED = "unverified"
+    PEER_UNREACHABLE = "peer_unreachable"
+    NO_PROGRESS = "no_progress"
+    NOT_HELD = "not_held"
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same blocks, if they are still leased, may give a good read at once."""
+        return self in (ReadOutcome.TRANSFER_FAILED, ReadOutcome.UNVERIFIED)
+
+
+_SEVERITY = {outcome: rank for rank, outcome in enumerate(ReadOutcome)}
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnd:
+    """The end of one read attempt. Reported in the step in which the request is in `finished_recving`,
+    or earlier. Bytes add up over ranks; the outcome is the worst of them."""
+
+    nonce: str
+    outcome: ReadOutcome
+    attention_bytes: int = 0
+    state_bytes: int = 0
+
+    def merged(self, other: "ReadEnd") -> "ReadEnd":
+        """Both ranks' ends of one attempt; of two attempts, the other's (the newer)."""
+        if other.nonce != self.nonce:
+            return other
+        return ReadEnd(
+            nonce=self.nonce,
+            outcome=max(self.outcome, other.outcome, key=_SEVERITY.__getitem__),
+            attention_bytes=self.attention_bytes + other.attention_bytes,
+            state_bytes=self.state_bytes + other.state_bytes,
+        )
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):
+    """What one rank, or after merging all ranks, saw since the last step.
+
+    reads_seen: prefill side: request id → nonce → number of ranks on which all of that nonce's readers
+        have given notice.
+    reads_ended: decode side: request id → how its read ended.
+    stalled: decode side: nonce → number of ranks that gave up on a read whose transfer is still live; the local
+        blocks must outlive the request. Reported together with, or before, the failure of that request.
+    drained: decode side: nonce → number of ranks whose live transfer of that nonce has ended at last.
+    """
+
+    reads_seen: dict[str, dict[str, int]] = field(default_factory=dict)
+    reads_ended: dict[str, ReadEnd] = field(default_factory=dict)
+    stalled: dict[str, int] = field(default_factory=dict)
+    drained: dict[str, int] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.reads_seen or self.reads_ended or self.stalled or self.drained)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
+        """This report with another rank's added."""
+        if not isinstance(other, WorkerReport):
+            raise TypeError(f"cannot merge a {type(other).__name__} into a WorkerReport")
+        for request_id, reads in other.reads_seen.items():
+            _add(self.reads_seen.setdefault(request_id, {}), reads)
+        for request_id, end in other.reads_ended.items():
+            mine = self.reads_ended.get(request_id)
+            self.reads_ended[request_id] = end if mine is None else mine.merged(end)
+        _add(self.stalled, other.stalled)
+        _add(self.drained, other.drained)
+        return self
+
+
+def _add(counts: dict[str, int], more: Mapping[str, int]) -> None:
+    for key, number in more.items():
+        counts[key] = counts.get(key, 0) + number
