@@ -1,0 +1,115 @@
+"""Accounts: the small collector that every part of the connector adds to, in whichever thread it runs."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+Group = Literal["attention", "state"]
+"""What a KV-cache group holds: attention grows with the sequence, state (mamba, GDN) is O(1) a request."""
+
+COUNTERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "prompt_tokens": ("source",),
+        "blocks": ("group", "kind"),
+        "bytes": ("group", "kind"),
+        "refused": ("reason",),
+        "reads": ("outcome",),
+        "leases_ended": ("how",),
+        "unused_tickets": (),
+        "junk": ("where",),
+    }
+)
+"""Every counter with the names of its labels."""
+
+HISTOGRAMS: tuple[str, ...] = ("verify_seconds", "lease_age_seconds")
+
+MAX_OBSERVATIONS = 10_000
+"""Observations kept between two drains; more are dropped, so that nobody's memory grows with a stalled reader."""
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What came together since the last drain: lists, since they travel as msgpack to the API server.
+
+    `counts` holds `[counter, label values, increment > 0]`, `seconds` holds `[histogram, seconds]`.
+    """
+
+    counts: list[tuple[str, list[str], int]]
+    seconds: list[tuple[str, float]]
+
+
+class Accounts:
+    """Adds up what one process (scheduler, or one worker rank) did, until someone drains it. Safe in any thread.
+
+    An increment of zero or less is left out: a Prometheus counter must never go back, whatever the caller subtracted.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        self._seconds: list[tuple[str, float]] = []
+
+    def prompt_tokens(self, *, hit: int = 0, pulled: int = 0, computed: int = 0) -> None:
+        """Where a prompt's tokens came from; the three add up to the prompt's length."""
+        for source, tokens in (("hit", hit), ("pulled", pulled), ("computed", computed)):
+            self._add("prompt_tokens", (source,), tokens)
+
+    def blocks(self, group: Group, *, hit: int = 0, pulled: int = 0) -> None:
+        """Logical blocks of one kind of group that were found locally, and that were pulled."""
+        self._add("blocks", (group, "hit"), hit)
+        self._add("blocks", (group, "pulled"), pulled)
+
+    def bytes(self, group: Group, *, pulled: int = 0, spared: int = 0) -> None:
+        """Bytes that were pulled, and bytes that a local hit spared."""
+        self._add("bytes", (group, "pulled"), pulled)
+        self._add("bytes", (group, "spared"), spared)
+
+    def refused(self, reason: str) -> None:
+        """A ticket or an order that was refused. `reason` must come from a fixed list: it becomes a label."""
+        self._add("refused", (reason,), 1)
+
+    def read(self, outcome: str) -> None:
+        """One rank's read of one request came to its end. `outcome` must come from a fixed list."""
+        self._add("reads", (outcome,), 1)
+
+    def lease_ended(self, how: str) -> None:
+        """A prefill node's lease ended. `how` must come from a fixed list."""
+        self._add("leases_ended", (how,), 1)
+
+    def ticket_unused(self) -> None:
+        """A good ticket left nothing to pull, and its state could not be used."""
+        self._add("unused_tickets", (), 1)
+
+    def junk(self, where: str) -> None:
+        """Bytes that made no sense arrived at `where` (`side_channel`, `notice`, `heartbeat`)."""
+        self._add("junk", (where,), 1)
+
+    def verify_seconds(self, seconds: float) -> None:
+        """From a read's last byte to its verdict."""
+        self._observe("verify_seconds", seconds)
+
+    def lease_age_seconds(self, seconds: float) -> None:
+        """How old a lease was when it ended."""
+        self._observe("lease_age_seconds", seconds)
+
+    def drain(self) -> Balance:
+        """What came together since the last call; the accounts start again from zero."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+            seconds, self._seconds = self._seconds, []
+        return Balance([(name, list(labels), value) for (name, labels), value in counts.items()], seconds)
+
+    def _add(self, name: str, labels: tuple[str, ...], value: int) -> None:
+        if value > 0:
+            with self._lock:
+                self._counts[name, labels] += value
+
+    def _observe(self, name: str, seconds: float) -> None:
+        with self._lock:
+            if len(self._seconds) < MAX_OBSERVATIONS:
+                self._seconds.append((name, max(0.0, seconds)))

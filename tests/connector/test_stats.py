@@ -1,0 +1,102 @@
+"""The way of a number: accounts -> stats -> msgpack -> merged -> Prometheus."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+pytest.importorskip("vllm")
+
+from connector.accounts import Accounts
+from connector.node_info import node_info
+from connector.stats import ConnectorPromMetrics, ConnectorStats, drained
+
+
+def filled(**tokens: int) -> ConnectorStats:
+    accounts = Accounts()
+    accounts.prompt_tokens(**tokens)
+    stats = ConnectorStats()
+    stats.take(accounts)
+    return stats
+
+
+def prometheus(registry: CollectorRegistry, info: dict[str, str]) -> ConnectorPromMetrics:
+    types: dict[Any, Any] = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    config: Any = SimpleNamespace(kv_transfer_config=None)
+    return ConnectorPromMetrics(config, types, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]}, info)
+
+
+def test_ours_alone_count_as_something_to_report() -> None:
+    assert ConnectorStats().is_empty()
+    assert not filled(hit=1).is_empty()
+    assert drained(Accounts()) is None
+
+
+def test_stats_are_new_after_they_were_handed_over() -> None:
+    stats = filled(hit=1)
+    handed = stats.clone_and_reset()
+    assert stats.is_empty()
+    assert not handed.is_empty()
+
+
+def test_both_sides_merge_and_reduce_to_one_number_a_series() -> None:
+    merged = filled(hit=3, pulled=2).aggregate(filled(hit=4))
+    reduced = merged.reduce()
+    assert reduced["prompt_tokens/hit"] == 7
+    assert reduced["prompt_tokens/pulled"] == 2
+    assert reduced["Num failed transfers"] == 0
+
+
+def test_numbers_arrive_at_the_metrics_page_of_the_right_engine() -> None:
+    registry = CollectorRegistry()
+    metrics = prometheus(registry, {"role": "kv_consumer"})
+    accounts = Accounts()
+    accounts.prompt_tokens(hit=5)
+    accounts.blocks("state", pulled=3)
+    accounts.ticket_unused()
+    accounts.verify_seconds(0.002)
+    stats = drained(accounts)
+    assert stats is not None
+    wire = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict()))
+    metrics.observe(wire, engine_idx=1)
+    labels = {"model_name": "m", "engine": "1"}
+    value = registry.get_sample_value
+    assert value("pdproxy_connector_prompt_tokens_total", {**labels, "source": "hit"}) == 5
+    assert value("pdproxy_connector_blocks_total", {**labels, "group": "state", "kind": "pulled"}) == 3
+    assert value("pdproxy_connector_unused_tickets_total", labels) == 1
+    assert value("pdproxy_connector_verify_seconds_count", labels) == 1
+    assert value("pdproxy_connector_info", {**labels, "role": "kv_consumer"}) == 1
+
+
+def test_stock_stats_without_our_keys_are_observed_too() -> None:
+    registry = CollectorRegistry()
+    stats = ConnectorStats()
+    stats.record_failed_transfer()
+    data = {key: value for key, value in stats.data.items() if not key.startswith("pdproxy")}
+    prometheus(registry, {}).observe(data)
+    assert b'vllm:nixl_num_failed_transfers_total{engine="0",model_name="m"} 1.0' in generate_latest(registry)
+
+
+def test_the_info_says_what_a_preflight_compares() -> None:
+    config: Any = SimpleNamespace(
+        cache_config=SimpleNamespace(
+            block_size=256,
+            mamba_block_size=256,
+            mamba_cache_mode="align",
+            enable_prefix_caching=True,
+            cache_dtype="auto",
+        ),
+        kv_transfer_config=SimpleNamespace(kv_role="kv_producer", kv_load_failure_policy="recompute"),
+        model_config=SimpleNamespace(model="tiny", dtype="torch.bfloat16"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+    )
+    info = node_info(config, lease_seconds=30, signed=True)
+    assert info["role"] == "kv_producer"
+    assert (info["model"], info["dtype"], info["tp_size"], info["lease_seconds"]) == ("tiny", "bfloat16", "2", "30")
+    assert (info["prefix_caching"], info["signed"]) == ("true", "true")
+    assert all(info.values())
