@@ -1,0 +1,70 @@
+"""The words that label what is counted."""
+
+import enum
+
+
+class Outcome(enum.StrEnum):
+    """How a client's request ended."""
+
+    OK = "ok"
+    """The client got a complete answer."""
+    CLIENT_ERROR = "client_error"
+    """The request itself was at fault (4xx)."""
+    CLIENT_GONE = "client_gone"
+    """The client left before the end."""
+    REJECTED = "rejected"
+    """There was no place for it (429, 503 while draining)."""
+    FAILED = "failed"
+    """We could not serve it (5xx, or an error event in the stream)."""
+
+
+class Phase(enum.StrEnum):
+    """The parts of a request's time."""
+
+    PLAN = "plan"
+    QUEUE = "queue"
+    PREFILL = "prefill"
+    """From the prefill leg's send to its ticket."""
+    HANDOVER = "handover"
+    """From the ticket to the decode leg's response head."""
+    FIRST_TOKEN = "first_token"
+    """From the request's arrival to the first byte of its answer."""
+    TOTAL = "total"
+
+
+class Leg(enum.StrEnum):
+    """The calls that are made to nodes for a request."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    RELEASE = "release"
+    FORWARD = "forward"
+
+
+class Tokens(enum.StrEnum):
+    """Kinds of tokens, as the nodes' usage tells them."""
+
+    PROMPT = "prompt"
+    CACHED = "cached"
+    COMPLETION = "completion"
+
+
+class Answer(enum.StrEnum):
+    """Yes or no, where a label says so."""
+
+    YES = "yes"
+    NO = "no"
+
+
+class Migration(enum.StrEnum):
+    """How the attempt to continue a stream elsewhere ended."""
+
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Release(enum.StrEnum):
+    """How telling a prefill node to free a hand-over ended."""
+
+    DONE = "done"
+    FAILED = "failed"

@@ -1,0 +1,138 @@
+"""What the proxy counts, on an injected registry, by typed methods: no label string is written at a call site."""
+
+import enum
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from pdproxy.errors import Fault
+from pdproxy.observe.labels import Answer, Leg, Migration, Outcome, Phase, Release, Tokens
+from pdproxy.request import Endpoint
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_OTHER = "other"
+"""The endpoint label of what is passed through: a client must not be able to make label values."""
+
+
+class Metrics:
+    """Every series of the proxy. Counting never raises and never waits."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._requests = Counter(
+            "pdproxy_requests_total", "Requests that ended.", ["endpoint", "outcome"], registry=registry
+        )
+        self._phases = Histogram(
+            "pdproxy_phase_seconds", "Time spent in a phase.", ["phase"], buckets=_SECONDS, registry=registry
+        )
+        self._faults = Counter("pdproxy_leg_faults_total", "Legs that failed.", ["leg", "fault"], registry=registry)
+        self._steps = Counter(
+            "pdproxy_steps_total", "What followed a failed leg.", ["leg", "fault", "step"], registry=registry
+        )
+        self._local = Counter(
+            "pdproxy_local_total", "Requests computed on the decode node alone.", ["reason"], registry=registry
+        )
+        self._migrations = Counter(
+            "pdproxy_migrations_total", "Streams that had to continue elsewhere.", ["outcome"], registry=registry
+        )
+        self._continuable = Counter(
+            "pdproxy_continuable_total",
+            "Requests that another node could continue, or not, and why.",
+            ["answer", "reason"],
+            registry=registry,
+        )
+        self._recomputed = Counter(
+            "pdproxy_recomputed_total", "Disaggregated requests whose decode node prefilled again.", registry=registry
+        )
+        self._releases = Counter(
+            "pdproxy_releases_total", "Hand-overs that the proxy released.", ["outcome"], registry=registry
+        )
+        self._active = Gauge("pdproxy_requests_active", "Requests that run now.", registry=registry)
+        self._queued = Gauge("pdproxy_requests_queued", "Requests that wait for a place now.", registry=registry)
+        self._rejected = Counter(
+            "pdproxy_rejected_total", "Requests turned away at the door.", ["reason"], registry=registry
+        )
+        self._tokens = Counter("pdproxy_tokens_total", "Tokens, as nodes report them.", ["kind"], registry=registry)
+        self._node_active = Gauge(
+            "pdproxy_node_active", "Legs in flight on a node.", ["node", "role"], registry=registry
+        )
+        self._node_up = Gauge(
+            "pdproxy_node_up", "1 for the state a node is in, else 0.", ["node", "role", "state"], registry=registry
+        )
+        self._circuit = Counter(
+            "pdproxy_circuit_moves_total", "Moves of a node's circuit.", ["node", "to"], registry=registry
+        )
+
+    def request_ended(self, endpoint: Endpoint | None, outcome: Outcome) -> None:
+        """Count a request that ended; ``endpoint`` is None for one that was passed through."""
+        self._requests.labels(endpoint or _OTHER, outcome).inc()
+
+    def phase_took(self, phase: Phase, seconds: float) -> None:
+        """Record the time that a phase took."""
+        self._phases.labels(phase).observe(seconds)
+
+    def leg_failed(self, leg: Leg, fault: Fault) -> None:
+        """Count a leg that failed on a node."""
+        self._faults.labels(leg, fault).inc()
+
+    def step_taken(self, leg: Leg, fault: Fault, step: enum.StrEnum) -> None:
+        """Count what the failure table made of a fault."""
+        self._steps.labels(leg, fault, step).inc()
+
+    def planned_local(self, reason: enum.StrEnum) -> None:
+        """Count a request that one node computes alone."""
+        self._local.labels(reason).inc()
+
+    def migrated(self, outcome: Migration) -> None:
+        """Count the attempt to continue a stream on another node."""
+        self._migrations.labels(outcome).inc()
+
+    def continuable(self, answer: Answer, reason: enum.StrEnum) -> None:
+        """Count whether a request could be continued elsewhere, should its node die, and why (not)."""
+        self._continuable.labels(answer, reason).inc()
+
+    def recomputed(self) -> None:
+        """Count a disaggregated request whose decode node computed the prompt itself after all."""
+        self._recomputed.inc()
+
+    def released(self, outcome: Release) -> None:
+        """Count a hand-over that the proxy told its node to free."""
+        self._releases.labels(outcome).inc()
+
+    def request_began(self) -> None:
+        """One more request runs."""
+        self._active.inc()
+
+    def request_left(self) -> None:
+        """One request less runs."""
+        self._active.dec()
+
+    def queue_is(self, waiting: int) -> None:
+        """Set how many requests wait."""
+        self._queued.set(waiting)
+
+    def rejected(self, reason: enum.StrEnum) -> None:
+        """Count a request that was turned away."""
+        self._rejected.labels(reason).inc()
+
+    def tokens(self, kind: Tokens, count: int) -> None:
+        """Add tokens; counts that are not positive add nothing."""
+        if count > 0:
+            self._tokens.labels(kind).inc(count)
+
+    def node_active(self, node: str, role: enum.StrEnum, legs: int) -> None:
+        """Set how many legs run on a node."""
+        self._node_active.labels(node, role).set(legs)
+
+    def node_state(self, node: str, role: enum.StrEnum, state: enum.StrEnum) -> None:
+        """Set the one state that a node is in; the other states of the same enumeration become 0."""
+        for each in type(state):
+            self._node_up.labels(node, role, each).set(1 if each is state else 0)
+
+    def node_forgotten(self, node: str, role: enum.StrEnum, states: type[enum.StrEnum]) -> None:
+        """Drop the series of a node that was removed."""
+        self._node_active.remove(node, role)
+        for each in states:
+            self._node_up.remove(node, role, each)
+
+    def circuit_moved(self, node: str, to: enum.StrEnum) -> None:
+        """Count a move of a node's circuit."""
+        self._circuit.labels(node, to).inc()

@@ -1,0 +1,48 @@
+"""What an operator decides: frozen dataclasses (`sections`), read once from a file, the environment and flags (`load`).
+
+`Settings` is what the rest of the proxy takes. It is valid once it exists: `load` raises `SettingsError` otherwise.
+"""
+
+from pdproxy.settings.choices import (
+    Credential,
+    LogFormat,
+    LogLevel,
+    Migrate,
+    NodeRole,
+    OnPrefillFailure,
+    OtelExport,
+)
+from pdproxy.settings.sections import (
+    Deadlines,
+    Health,
+    Keys,
+    Limits,
+    Listen,
+    Log,
+    NodeEntry,
+    Otel,
+    Policy,
+    Settings,
+    Upstream,
+)
+
+__all__ = [
+    "Credential",
+    "Deadlines",
+    "Health",
+    "Keys",
+    "Limits",
+    "Listen",
+    "Log",
+    "LogFormat",
+    "LogLevel",
+    "Migrate",
+    "NodeEntry",
+    "NodeRole",
+    "OnPrefillFailure",
+    "Otel",
+    "OtelExport",
+    "Policy",
+    "Settings",
+    "Upstream",
+]

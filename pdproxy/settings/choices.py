@@ -1,0 +1,62 @@
+"""The settings that are one of a few words."""
+
+import enum
+
+
+class OnPrefillFailure(enum.StrEnum):
+    """What follows when a prefill leg has failed."""
+
+    RETRY = "retry"
+    """Another prefill node, then the decode node computes the prompt itself."""
+    LOCAL = "local"
+    """The decode node computes the prompt itself, at once."""
+    FAIL = "fail"
+    """Another prefill node, then the client gets the error."""
+
+
+class Migrate(enum.StrEnum):
+    """Whether a stream continues on another node when its decode node dies."""
+
+    ON = "on"
+    OFF = "off"
+
+
+class Credential(enum.StrEnum):
+    """What a node gets as its ``Authorization`` header."""
+
+    PASS = "pass"
+    """What the client sent."""
+    REPLACE = "replace"
+    """The credential in ``upstream.credential_file``."""
+    NONE = "none"
+    """Nothing."""
+
+
+class LogLevel(enum.StrEnum):
+    """How much is logged."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class LogFormat(enum.StrEnum):
+    """How a log line looks."""
+
+    JSON = "json"
+    TEXT = "text"
+
+
+class OtelExport(enum.StrEnum):
+    """Where spans go."""
+
+    OFF = "off"
+    OTLP = "otlp"
+
+
+class NodeRole(enum.StrEnum):
+    """What a configured node is asked to do."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
