@@ -1,12 +1,11 @@
-"""Make `.venv` from the locks: `python3.11 deploy/local/bootstrap.py [proxy|node|dev]`.
+"""Make `.venv` from the locks: `python3.11 deploy/local/bootstrap.py`.
 
 Standard library only, since it runs before anything is installed. Does nothing when the environment is already what the
-locks say; starts over when it is not.
+locks say, and brings it there in place when it is not.
 """
 
 import argparse
 import hashlib
-import shutil
 import subprocess
 import sys
 import time
@@ -18,8 +17,8 @@ from pathlib import Path
 WANTED = (3, 11)
 STAMP = ".made-from"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-LOCKS = {"proxy": ("proxy",), "node": ("proxy", "cpu"), "dev": ("proxy", "cpu", "dev")}
-"""What each kind of environment is made of, torch aside."""
+LOCKS = ("proxy", "cpu", "dev", "torch")
+TORCH_LOCK = "torch"
 
 
 class BootstrapError(Exception):
@@ -28,42 +27,43 @@ class BootstrapError(Exception):
 
 @dataclass(frozen=True)
 class Plan:
-    """One environment to make: where, of which locks, for which repository."""
+    """One environment to make: for which repository, and where."""
 
     root: Path
     venv: Path
-    kind: str
 
     @property
     def python(self) -> Path:
         return self.venv / "bin" / "python"
 
-    @property
-    def locks(self) -> tuple[Path, ...]:
-        names = LOCKS[self.kind] if self.kind == "proxy" else (*LOCKS[self.kind], "torch")
-        return tuple(self.root / "requirements" / f"{name}.txt" for name in names)
+    def lock(self, name: str) -> Path:
+        return self.root / "requirements" / f"{name}.txt"
 
-    @property
     def fingerprint(self) -> str:
-        """Changes with the locks, with what the project declares, with the kind and with the place."""
-        parts = [self.kind.encode(), str(self.root).encode(), (self.root / "pyproject.toml").read_bytes()]
-        return hashlib.sha256(b"\0".join([*parts, *(lock.read_bytes() for lock in self.locks)])).hexdigest()
+        """Changes with the locks, with what the project declares of itself, and with the place."""
+        import tomllib  # not there in older Pythons, which check_python is to turn away in words
+
+        declared = tomllib.loads((self.root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        parts = [str(self.root), repr(declared), *(self.lock(name).read_text(encoding="utf-8") for name in LOCKS)]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def is_made(self) -> bool:
         stamp = self.venv / STAMP
-        return self.python.exists() and stamp.exists() and stamp.read_text(encoding="utf-8") == self.fingerprint
+        return self.python.exists() and stamp.exists() and stamp.read_text(encoding="utf-8") == self.fingerprint()
 
 
-def check_python(version: Sequence[int], platform: str) -> None:
+def check_python(version: tuple[int, ...], platform: str) -> None:
     """Raise BootstrapError where the pinned wheels do not fit."""
-    if tuple(version[:2]) != WANTED:
-        found = ".".join(str(part) for part in version[:3])
+    if version[:2] != WANTED:
+        found = ".".join(str(part) for part in version)
         raise BootstrapError(
             f"this needs Python {WANTED[0]}.{WANTED[1]}, for which its dependencies are pinned; found {found} "
             f"at {sys.executable}. Try: make PYTHON=python3.11"
         )
     if platform != "linux":
-        raise BootstrapError(f"vLLM's CPU build and NIXL run on Linux; this is {platform}. Use a Linux VM, WSL or Docker.")
+        raise BootstrapError(
+            f"vLLM's CPU build and NIXL run on Linux; this is {platform}. Use a Linux VM, WSL or Docker."
+        )
 
 
 def pip(plan: Plan, *arguments: str) -> list[str]:
@@ -72,19 +72,18 @@ def pip(plan: Plan, *arguments: str) -> list[str]:
 
 def torch_commands(plan: Plan) -> list[list[str]]:
     """Ways to get torch's CPU build: from where pip is configured to look, else from PyTorch's own index."""
-    lock = str(plan.root / "requirements" / "torch.txt")
-    return [pip(plan, "--no-deps", "-r", lock), pip(plan, "--no-deps", "--index-url", TORCH_INDEX, "-r", lock)]
+    pinned = pip(plan, "--no-deps", "-r", str(plan.lock(TORCH_LOCK)))
+    return [pinned, [*pinned, "--index-url", TORCH_INDEX]]
 
 
 def locked_command(plan: Plan) -> list[str]:
-    files = [part for lock in plan.locks if lock.stem != "torch" for part in ("-r", str(lock))]
+    files = [part for name in LOCKS if name != TORCH_LOCK for part in ("-r", str(plan.lock(name)))]
     return pip(plan, "--no-deps", *files)
 
 
 def project_command(plan: Plan) -> list[str]:
     """Install the project itself, editable: vLLM finds our plugin by its entry point."""
-    isolation = ["--no-build-isolation"] if plan.kind == "dev" else []
-    return pip(plan, "--no-deps", *isolation, "--editable", str(plan.root))
+    return pip(plan, "--no-deps", "--no-build-isolation", "--editable", str(plan.root))
 
 
 def run_first_that_works(commands: Sequence[Sequence[str]]) -> None:
@@ -99,43 +98,41 @@ def run_first_that_works(commands: Sequence[Sequence[str]]) -> None:
 
 
 def make_empty(plan: Plan) -> None:
-    if plan.venv.exists():
-        shutil.rmtree(plan.venv)
-    venv.create(plan.venv, with_pip=True)
+    """Create the environment, or take the one that is there; either way it counts as unfinished from here on."""
+    (plan.venv / STAMP).unlink(missing_ok=True)
+    if not plan.python.exists():
+        venv.create(plan.venv, with_pip=True, clear=True)
 
 
 def steps(plan: Plan) -> list[tuple[str, Callable[[], None]]]:
     """What to do, in order, each with the words that announce it."""
-    told = [
+    return [
         ("an empty environment", lambda: make_empty(plan)),
-        (f"pinned packages ({plan.kind})", lambda: run_first_that_works([locked_command(plan)])),
         ("torch, CPU build", lambda: run_first_that_works(torch_commands(plan))),
+        ("all other pinned packages", lambda: run_first_that_works([locked_command(plan)])),
         ("the project itself", lambda: run_first_that_works([project_command(plan)])),
     ]
-    return [step for step in told if plan.kind != "proxy" or not step[0].startswith("torch")]
 
 
 def make(plan: Plan) -> None:
-    """Make the environment, from nothing."""
+    """Bring the environment to what the locks say."""
     began = time.monotonic()
     todo = steps(plan)
-    print(f"Making {plan.venv} (once; some minutes and 4 GB for a node):", flush=True)
+    print(f"Making {plan.venv} (once; takes some minutes and 5 GB):", flush=True)
     for number, (what, step) in enumerate(todo, 1):
         print(f"  [{number}/{len(todo)}] {what} …", flush=True)
         step()
-    (plan.venv / STAMP).write_text(plan.fingerprint, encoding="utf-8")
+    (plan.venv / STAMP).write_text(plan.fingerprint(), encoding="utf-8")
     print(f"  done in {time.monotonic() - began:.0f} s", flush=True)
 
 
 def main(arguments: Sequence[str]) -> int:
     root = Path(__file__).resolve().parents[2]
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", nargs="?", default="dev", choices=sorted(LOCKS))
-    parser.add_argument("--venv", type=Path, default=root / ".venv")
-    asked = parser.parse_args(arguments)
-    plan = Plan(root, asked.venv.absolute(), asked.kind)
+    parser = argparse.ArgumentParser(description="Make the environment that the locks describe.")
+    parser.add_argument("--venv", type=Path, default=root / ".venv", help="where (default: %(default)s)")
+    plan = Plan(root, parser.parse_args(arguments).venv.absolute())
     try:
-        check_python(sys.version_info, sys.platform)
+        check_python(sys.version_info[:3], sys.platform)
         if not plan.is_made():
             make(plan)
     except BootstrapError as error:

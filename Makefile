@@ -1,0 +1,52 @@
+# One environment, made from the locks in requirements/, serves everything below.
+PYTHON ?= $(or $(shell command -v python3.11),python3)
+VENV := .venv
+RUN := $(VENV)/bin/python
+BOOT := $(PYTHON) deploy/local/bootstrap.py
+FUZZED ?= 2000
+CHECKED := pdproxy connector deploy tests
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test lint unit e2e test-long fuzz bench lock clean
+
+help: ## show this
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+
+env: ## make or mend .venv (everything else does this by itself)
+	@$(BOOT)
+
+demo: env ## start two engines and the proxy, ask a question, stay up (ONCE=1: end after the answer)
+	@exec $(RUN) -m deploy.local.demo $(if $(filter 1,$(ONCE)),--once)
+
+test: lint unit e2e ## everything that must pass
+
+lint: env ## format, style, types, import contracts
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+unit: env ## tests without engines (seconds)
+	$(RUN) -m pytest -m "not e2e and not long"
+
+e2e: env ## tests with real engines (minutes)
+	$(RUN) -m pytest -m "e2e and not long"
+
+test-long: env ## the tests that take minutes each
+	$(RUN) -m pytest -m long
+
+fuzz: env ## property tests with FUZZED examples each (default 2000)
+	FUZZED=$(FUZZED) $(RUN) -m pytest -m "not e2e and not long"
+
+bench: env ## measure the proxy
+	$(RUN) -m tests.bench
+
+# To renew: make a new environment with
+#   pip install 'torch==2.13.0+cpu' -e '.[cpu,dev]'        (torch from PyTorch's CPU index)
+#   pip uninstall -y torchvision torchaudio torchcodec     (CUDA builds; a text model needs none of them)
+# run `make test` in it, and then:
+lock: ## write requirements/*.txt from what is installed in .venv
+	$(RUN) -m deploy.local.lock
+
+clean: ## remove the environment, caches and logs
+	rm -rf $(VENV) .run .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,0 +1,124 @@
+"""One vLLM node on this machine, without a GPU: its command line, its environment, its start."""
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+
+from deploy.local.places import MODEL, ROOT
+from deploy.local.ports import HOST, free_ports, require_free
+from deploy.local.supervise import Part, Supervisor, inherited
+
+SERVER = "vllm.entrypoints.openai.api_server"
+SERVED_NAME = "tiny-hybrid"
+
+
+class Role(Enum):
+    """What a node does; the value is vLLM's name for it. A `PLAIN` node is stock vLLM, with no connector."""
+
+    PREFILL = "kv_producer"
+    DECODE = "kv_consumer"
+    PLAIN = ""
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """How to start one node.
+
+    `gpu_blocks`: size of the KV cache in blocks, for a node that overflows on purpose (vLLM refuses fewer than the
+    longest prompt needs); None leaves it to `VLLM_CPU_KVCACHE_SPACE`, 1 GiB. `connector_config` goes to the connector
+    as `kv_connector_extra_config`. `more_arguments` and `more_environment` come last and so win.
+    """
+
+    name: str
+    role: Role
+    port: int
+    side_channel_port: int
+    model: Path = MODEL
+    served_name: str = SERVED_NAME
+    max_model_len: int = 4096
+    gpu_blocks: int | None = None
+    tensor_parallel_size: int = 1
+    connector_config: Mapping[str, object] = field(default_factory=dict)
+    more_arguments: tuple[str, ...] = ()
+    more_environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A started node; not ready until `/health` says so."""
+
+    spec: NodeSpec
+    part: Part
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.spec.port}"
+
+
+def kv_transfer_config(spec: NodeSpec) -> dict[str, object]:
+    """Our connector under vLLM's name for its own: the module path wins, and checks made by name still pass."""
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_connector_module_path": "connector.facade",
+        "kv_role": spec.role.value,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": dict(spec.connector_config),
+    }
+
+
+def command(spec: NodeSpec) -> list[str]:
+    """Return the command line. Started as a module: the `vllm` command does not find itself as `vllm-cpu`."""
+    line = [sys.executable, "-m", SERVER, "--model", str(spec.model), "--served-model-name", spec.served_name]
+    line += ["--host", HOST, "--port", str(spec.port), "--max-model-len", str(spec.max_model_len)]
+    line += ["--dtype", "bfloat16", "--enforce-eager", "--enable-prefix-caching", "--mamba-cache-mode", "align"]
+    line += ["--enable-prompt-tokens-details"]
+    if spec.tensor_parallel_size > 1:
+        line += ["--tensor-parallel-size", str(spec.tensor_parallel_size)]
+    if spec.gpu_blocks is not None:
+        line += ["--num-gpu-blocks-override", str(spec.gpu_blocks)]
+    if spec.role is not Role.PLAIN:
+        line += ["--kv-transfer-config", json.dumps(kv_transfer_config(spec))]
+    return [*line, *spec.more_arguments]
+
+
+def environment(spec: NodeSpec, base: Mapping[str, str]) -> dict[str, str]:
+    """Return what a small, offline node adds to `base`. Units: cache space in GiB (whole ones), threads per process."""
+    return {
+        **base,
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(spec.side_channel_port),
+        "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "NO_PROXY": HOST,
+        "PYTHONUNBUFFERED": "1",
+        **spec.more_environment,
+    }
+
+
+def start_node(supervisor: Supervisor, spec: NodeSpec) -> Node:
+    """Start a node. Raises PortTakenError if one of its ports is in use."""
+    require_free(spec.port, f"HTTP of {spec.name}", "choose another one, or end whatever listens there")
+    if spec.role is not Role.PLAIN:
+        require_free(
+            spec.side_channel_port,
+            f"NIXL side channel of {spec.name}",
+            "vLLM would hang while starting, without a word; choose another one, or end whatever listens there",
+        )
+    return Node(spec, supervisor.start(spec.name, command(spec), environment(spec, inherited()), ROOT))
+
+
+def on_free_ports(*specs: NodeSpec) -> list[NodeSpec]:
+    """Return the specs with every port that is 0 replaced by a free one."""
+    ports = iter(free_ports(2 * len(specs)))
+    return [
+        replace(spec, port=spec.port or next(ports), side_channel_port=spec.side_channel_port or next(ports))
+        for spec in specs
+    ]

@@ -1,0 +1,99 @@
+"""The whole thing on one machine: prefill nodes, decode nodes, and the proxy in front of them."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deploy.local.node import Node, NodeSpec, Role, on_free_ports, start_node
+from deploy.local.places import ROOT, RUNS
+from deploy.local.ports import HOST, free_ports, require_free
+from deploy.local.readiness import Say, await_ready
+from deploy.local.supervise import Part, Supervisor, inherited
+
+NODES_UP_WITHIN_S = 300.0
+PROXY_UP_WITHIN_S = 60.0
+
+
+@dataclass(frozen=True)
+class ProxySpec:
+    """How to start the proxy: its port (0: any), and more arguments for `pdproxy serve`."""
+
+    port: int = 0
+    more_arguments: tuple[str, ...] = ()
+    more_environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """A started proxy."""
+
+    port: int
+    part: Part
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What is up."""
+
+    prefill: tuple[Node, ...]
+    decode: tuple[Node, ...]
+    proxy: Proxy
+
+
+def pair_specs() -> list[NodeSpec]:
+    """One prefill node and one decode node, on ports yet to be chosen."""
+    return [NodeSpec("prefill", Role.PREFILL, 0, 0), NodeSpec("decode", Role.DECODE, 0, 0)]
+
+
+def proxy_command(port: int, nodes: Sequence[Node], more: Sequence[str]) -> list[str]:
+    flags = {Role.PREFILL: "--prefill", Role.DECODE: "--decode", Role.PLAIN: "--decode"}
+    line = [sys.executable, "-m", "pdproxy", "serve", "--port", str(port)]
+    for node in nodes:
+        line += [flags[node.spec.role], node.url]
+    return [*line, *more]
+
+
+def start_nodes(supervisor: Supervisor, specs: Sequence[NodeSpec], say: Say) -> list[Node]:
+    """Start nodes, all at once, and wait until they answer.
+
+    Raises PortTakenError, PartEndedError with the last log lines, or NotReadyError.
+    """
+    nodes = [start_node(supervisor, spec) for spec in on_free_ports(*specs)]
+    await_nodes(supervisor, nodes, say)
+    return nodes
+
+
+def await_nodes(supervisor: Supervisor, nodes: Sequence[Node], say: Say) -> None:
+    """Wait until all of them answer."""
+    urls = {f"{node.spec.name} node": f"{node.url}/health" for node in nodes}
+    await_ready(urls, within=NODES_UP_WITHIN_S, still_alive=supervisor.require_all_alive, say=say)
+
+
+def start_proxy(supervisor: Supervisor, spec: ProxySpec, nodes: Sequence[Node], say: Say) -> Proxy:
+    """Start the proxy and wait until it is ready to serve. Raises as `start_nodes` does."""
+    port = spec.port or free_ports(1)[0]
+    require_free(port, "HTTP of the proxy", "choose another one, or end whatever listens there")
+    environment = {**inherited(), "PYTHONUNBUFFERED": "1", **spec.more_environment}
+    command = proxy_command(port, nodes, spec.more_arguments)
+    proxy = Proxy(port, supervisor.start("proxy", command, environment, ROOT))
+    urls = {"proxy": f"{proxy.url}/ready"}
+    await_ready(urls, within=PROXY_UP_WITHIN_S, still_alive=supervisor.require_all_alive, say=say)
+    return proxy
+
+
+def start_stack(supervisor: Supervisor, nodes: Sequence[NodeSpec], proxy: ProxySpec, say: Say) -> Stack:
+    """Start everything. Raises as `start_nodes` does."""
+    started = start_nodes(supervisor, nodes, say)
+    prefill = tuple(node for node in started if node.spec.role is Role.PREFILL)
+    decode = tuple(node for node in started if node.spec.role is not Role.PREFILL)
+    return Stack(prefill, decode, start_proxy(supervisor, proxy, started, say))
+
+
+def logs_of(run: str) -> Path:
+    """Where the logs of a run with that name lie."""
+    return RUNS / run

@@ -1,0 +1,16 @@
+"""Settings that all tests share."""
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# A loaded machine is slow without being wrong, and CI is to see the same examples every time.
+UNHURRIED = (HealthCheck.too_slow,)
+settings.register_profile("default", deadline=None, derandomize=True, suppress_health_check=UNHURRIED)
+settings.register_profile(
+    "fuzz",
+    deadline=None,
+    max_examples=int(os.environ.get("FUZZED", "0")) or 1,
+    suppress_health_check=UNHURRIED,
+)
+settings.load_profile("fuzz" if "FUZZED" in os.environ else "default")

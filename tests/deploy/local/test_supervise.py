@@ -1,0 +1,129 @@
+"""Parts and their wardens, with small Python programs for parts: nothing outlives its parent, however that ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy.local.places import ROOT
+from deploy.local.supervise import Part, PartEndedError, Stopped, Supervisor, inherited, stop_signals
+
+WITHIN_S = 60.0
+
+FAMILY = """
+import os, pathlib, subprocess, sys, time
+# A child, and a grandchild in a session of its own, each leaving its process id.
+here = pathlib.Path(sys.argv[1])
+sleeper = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", sleeper, str(here / "grandchild")], start_new_session=True)
+(here / "child").write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FAMILY
+
+PARENT = """
+import sys
+from pathlib import Path
+from deploy.local.supervise import Supervisor, inherited, stop_signals
+with stop_signals(), Supervisor(Path(sys.argv[1]), grace=2.0) as supervisor:
+    supervisor.start("part", [sys.executable, "-c", sys.argv[2], sys.argv[1]], inherited(), Path.cwd())
+    import time
+    time.sleep(600)
+"""
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not what():
+        if time.monotonic() > deadline:
+            pytest.fail(f"did not come about within {WITHIN_S:.0f} s")
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def pids(folder: Path) -> list[int]:
+    """The family's process ids, once both have written theirs."""
+    files = [folder / "child", folder / "grandchild"]
+    wait_for(lambda: all(file.exists() and file.read_text(encoding="utf-8") for file in files))
+    return [int(file.read_text(encoding="utf-8")) for file in files]
+
+
+def start(supervisor: Supervisor, code: str, *arguments: str) -> Part:
+    return supervisor.start("part", [sys.executable, "-c", code, *arguments], inherited(), ROOT)
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
+    with Supervisor(tmp_path, grace=2.0) as running:
+        yield running
+
+
+@pytest.mark.parametrize("code", [FAMILY, DEAF], ids=["polite", "deaf to SIGTERM"])
+def test_close_ends_the_whole_family(supervisor: Supervisor, tmp_path: Path, code: str) -> None:
+    start(supervisor, code, str(tmp_path))
+    family = pids(tmp_path)
+    assert all(is_alive(pid) for pid in family)
+    supervisor.close()
+    assert not any(is_alive(pid) for pid in family)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_parent_that_ends_by_any_signal_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), DEAF], cwd=ROOT, stderr=subprocess.DEVNULL)
+    family = pids(tmp_path)
+    parent.send_signal(number)
+    parent.wait(WITHIN_S)
+    wait_for(lambda: not any(is_alive(pid) for pid in family))
+
+
+def test_a_killed_warden_takes_its_command_along(supervisor: Supervisor, tmp_path: Path) -> None:
+    part = start(supervisor, FAMILY, str(tmp_path))
+    child, grandchild = pids(tmp_path)
+    part.process.kill()
+    wait_for(lambda: not is_alive(child))
+    os.kill(grandchild, signal.SIGKILL)  # nobody is left to look after an orphan of this kind
+
+
+def test_orphans_go_when_the_command_ends_by_itself(supervisor: Supervisor, tmp_path: Path) -> None:
+    part = start(supervisor, FAMILY, str(tmp_path))
+    child, grandchild = pids(tmp_path)
+    os.kill(child, signal.SIGKILL)
+    assert part.process.wait(WITHIN_S) == 128 + signal.SIGKILL
+    assert not is_alive(grandchild)
+
+
+def test_an_ended_part_is_told_with_its_code_and_last_words(supervisor: Supervisor) -> None:
+    part = start(supervisor, "import sys; print('last words', flush=True); sys.exit(7)")
+    part.process.wait(WITHIN_S)
+    with pytest.raises(PartEndedError, match=r"part ended with code 7(.|\n)*last words"):
+        supervisor.require_all_alive()
+
+
+def test_a_stopped_part_is_no_longer_looked_after(supervisor: Supervisor, tmp_path: Path) -> None:
+    part = start(supervisor, FAMILY, str(tmp_path))
+    family = pids(tmp_path)
+    supervisor.require_all_alive()
+    supervisor.stop(part)
+    assert not any(is_alive(pid) for pid in family)
+    supervisor.require_all_alive()
+
+
+def test_a_signal_becomes_an_exception_once_and_the_old_handlers_come_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped) as stopped, stop_signals():
+        signal.raise_signal(signal.SIGTERM)
+    assert stopped.value.number == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
