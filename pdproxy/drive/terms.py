@@ -1,0 +1,49 @@
+"""What the operator allows: deadlines and policy, as the drive needs them."""
+
+import dataclasses
+
+from pdproxy.failures import PrefillPolicy
+from pdproxy.transport.port import Patience
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Terms:
+    """Deadlines in seconds, counts in tries.
+
+    Attributes:
+        connect: until a connection to a node stands.
+        prefill_headers: from a prefill leg's start to its answer's head.
+        decode_headers: from a decode leg's start to its answer's head.
+        stall: between two pieces of any body.
+        release: for the whole errand of releasing one hand-over.
+        on_prefill_failure: what follows a failed prefill leg.
+        retries: how often each leg may be tried again before the client gets a byte.
+        migrations: how often one stream may move to another decode node; 0 turns migration off.
+        ticket_life: how long a ticket can still work after the prefill leg answered (the connector's lease).
+    """
+
+    connect: float = 5.0
+    prefill_headers: float = 600.0
+    decode_headers: float = 600.0
+    stall: float = 120.0
+    release: float = 5.0
+    on_prefill_failure: PrefillPolicy = PrefillPolicy.RETRY
+    retries: int = 2
+    migrations: int = 3
+    ticket_life: float = 30.0
+
+    def prefill_patience(self, remaining: float) -> Patience:
+        """Patience for a prefill leg that may use ``remaining`` seconds of the request's deadline."""
+        return _within(remaining, self.connect, self.prefill_headers, self.stall)
+
+    def decode_patience(self, remaining: float) -> Patience:
+        """Patience for a decode leg that may use ``remaining`` seconds of the request's deadline."""
+        return _within(remaining, self.connect, self.decode_headers, self.stall)
+
+    def release_patience(self) -> Patience:
+        """Patience for the errand that releases a hand-over."""
+        return _within(self.release, self.connect, self.release, self.release)
+
+
+def _within(remaining: float, connect: float, headers: float, stall: float) -> Patience:
+    return Patience(connect=min(connect, remaining), headers=min(headers, remaining), stall=min(stall, remaining))

@@ -1,0 +1,197 @@
+"""The failure table: what follows when a leg fails. Pure; the only place that decides a retry.
+
+``python -m pdproxy.failures`` prints it for docs/failures.md.
+"""
+
+import dataclasses
+import enum
+import sys
+from collections.abc import Mapping
+
+from pdproxy.errors import Fault
+
+
+class Leg(enum.StrEnum):
+    """Which call to a node failed."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Moment(enum.StrEnum):
+    """When it failed, seen from the leg."""
+
+    OPENING = "opening"
+    """Before the leg's first event (of a stream) or before the whole answer was here: the client has nothing of it."""
+    STREAMING = "streaming"
+    """After the leg's first event: the client has bytes."""
+
+
+class PrefillPolicy(enum.StrEnum):
+    """The operator's choice of what follows a failed prefill leg."""
+
+    RETRY = "retry"
+    """Another prefill node; where there is none, or `retries` are used up, compute on the decode node."""
+    LOCAL = "local"
+    """Compute on the decode node at once."""
+    FAIL = "fail"
+    """Give the client the error."""
+
+
+class Step(enum.StrEnum):
+    """What is done next."""
+
+    OTHER_PREFILL = "another prefill node"
+    LOCAL = "compute on the decode node"
+    SAME_TICKET = "another decode node, same ticket"
+    PREFILL_AGAIN = "another decode node, after a new prefill"
+    MIGRATE = "migrate the stream"
+    ANSWER = "the node's answer to the client"
+    FAIL = "our error to the client"
+    ERROR_EVENT = "error event, clean end"
+
+
+FINAL = frozenset({Step.ANSWER, Step.FAIL, Step.ERROR_EVENT})
+"""The steps that end the request."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One row: the steps in the order they are tried (the last one is final), whether the node is to blame, and until when.
+
+    Attributes:
+        steps: the first that `Chances` allow is taken.
+        deadline: the setting within which the fault shows itself.
+        status: of our own error, where it comes to that.
+    """
+
+    steps: tuple[Step, ...]
+    deadline: str
+    status: int = 502
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chances:
+    """What is still possible.
+
+    Attributes:
+        policy: the operator's.
+        retries: tries that are left for this leg.
+        ticket_works: a ticket is at hand that is younger than its lease (it may still be refused: then it is computed).
+        migrations: moves that are left to this stream.
+        continuable: what was produced can be continued exactly.
+    """
+
+    policy: PrefillPolicy
+    retries: int
+    ticket_works: bool
+    migrations: int
+    continuable: bool
+
+    def allow(self, step: Step) -> bool:
+        """Whether ``step`` can be taken now."""
+        match step:
+            case Step.OTHER_PREFILL:
+                return self.policy is PrefillPolicy.RETRY and self.retries > 0
+            case Step.LOCAL:
+                return self.policy is not PrefillPolicy.FAIL
+            case Step.SAME_TICKET:
+                return self.retries > 0 and self.ticket_works
+            case Step.PREFILL_AGAIN:
+                return self.retries > 0
+            case Step.MIGRATE:
+                return self.migrations > 0 and self.continuable
+            case _:
+                return True
+
+
+def decide(leg: Leg, moment: Moment, fault: Fault, chances: Chances) -> Step:
+    """The next step, by the table."""
+    return next(step for step in TABLE[leg, moment, fault].steps if chances.allow(step))
+
+
+def last_resort(leg: Leg, moment: Moment, fault: Fault) -> Step:
+    """The row's final step: for when a step was decided and no node is left to take it."""
+    return TABLE[leg, moment, fault].steps[-1]
+
+
+_PREFILL = (Step.OTHER_PREFILL, Step.LOCAL, Step.FAIL)
+_PREFILL_ANSWERED = (Step.OTHER_PREFILL, Step.LOCAL, Step.ANSWER)
+_DECODE = (Step.SAME_TICKET, Step.PREFILL_AGAIN, Step.FAIL)
+_DECODE_ANSWERED = (Step.SAME_TICKET, Step.PREFILL_AGAIN, Step.ANSWER)
+_STREAM = (Step.MIGRATE, Step.ERROR_EVENT)
+
+TABLE: Mapping[tuple[Leg, Moment, Fault], Row] = {
+    (Leg.PREFILL, Moment.OPENING, Fault.REFUSED): Row(_PREFILL, "connect", 503),
+    (Leg.PREFILL, Moment.OPENING, Fault.RESET): Row(_PREFILL, "prefill_headers"),
+    (Leg.PREFILL, Moment.OPENING, Fault.HEADERS_TIMEOUT): Row(_PREFILL, "prefill_headers", 504),
+    (Leg.PREFILL, Moment.OPENING, Fault.STALL): Row(_PREFILL, "stall", 504),
+    (Leg.PREFILL, Moment.OPENING, Fault.CLIENT_ERROR): Row((Step.ANSWER,), "prefill_headers"),
+    (Leg.PREFILL, Moment.OPENING, Fault.BUSY): Row(_PREFILL_ANSWERED, "prefill_headers"),
+    (Leg.PREFILL, Moment.OPENING, Fault.SERVER_ERROR): Row(_PREFILL_ANSWERED, "prefill_headers"),
+    (Leg.PREFILL, Moment.OPENING, Fault.INVALID_BODY): Row(_PREFILL, "stall"),
+    (Leg.PREFILL, Moment.OPENING, Fault.NO_TICKET): Row(_PREFILL, "stall"),
+    (Leg.PREFILL, Moment.OPENING, Fault.ERROR_EVENT): Row(_PREFILL, "stall"),
+    (Leg.DECODE, Moment.OPENING, Fault.REFUSED): Row(_DECODE, "connect", 503),
+    (Leg.DECODE, Moment.OPENING, Fault.RESET): Row(_DECODE, "decode_headers"),
+    (Leg.DECODE, Moment.OPENING, Fault.HEADERS_TIMEOUT): Row(_DECODE, "decode_headers", 504),
+    (Leg.DECODE, Moment.OPENING, Fault.STALL): Row(_DECODE, "stall", 504),
+    (Leg.DECODE, Moment.OPENING, Fault.CLIENT_ERROR): Row((Step.ANSWER,), "decode_headers"),
+    (Leg.DECODE, Moment.OPENING, Fault.BUSY): Row(_DECODE_ANSWERED, "decode_headers"),
+    (Leg.DECODE, Moment.OPENING, Fault.SERVER_ERROR): Row(_DECODE_ANSWERED, "decode_headers"),
+    (Leg.DECODE, Moment.OPENING, Fault.INVALID_BODY): Row(_DECODE, "stall"),
+    (Leg.DECODE, Moment.OPENING, Fault.NO_TICKET): Row(_DECODE, "stall"),
+    (Leg.DECODE, Moment.OPENING, Fault.ERROR_EVENT): Row(_DECODE, "stall"),
+    (Leg.DECODE, Moment.STREAMING, Fault.RESET): Row(_STREAM, "stall"),
+    (Leg.DECODE, Moment.STREAMING, Fault.STALL): Row(_STREAM, "stall"),
+    (Leg.DECODE, Moment.STREAMING, Fault.INVALID_BODY): Row(_STREAM, "stall"),
+    (Leg.DECODE, Moment.STREAMING, Fault.ERROR_EVENT): Row(_STREAM, "stall"),
+}
+"""Every leg, moment and fault that can meet. A leg that streams has its head behind it: no REFUSED, no status."""
+
+BLAMED = frozenset(
+    {Fault.REFUSED, Fault.RESET, Fault.HEADERS_TIMEOUT, Fault.STALL, Fault.SERVER_ERROR, Fault.INVALID_BODY}
+)
+"""What may count against a node."""
+
+DOUBTED = frozenset({Fault.SERVER_ERROR, Fault.ERROR_EVENT})
+"""What a request may have caused itself: it counts against the node only once another node has served the same request."""
+
+
+def blame(fault: Fault) -> str:
+    """Whether a fault counts against the node, in words."""
+    if fault in DOUBTED:
+        return "once another node has served the request" if fault in BLAMED else "no"
+    return "yes" if fault in BLAMED else "no"
+
+
+def document() -> str:
+    """The table as Markdown."""
+    lines = [_INTRODUCTION, "| leg | moment | fault | what follows | counts against the node | seen within |"]
+    lines.append("|---|---|---|---|---|---|")
+    for (leg, moment, fault), row in TABLE.items():
+        steps = "; else ".join(step.value for step in row.steps)
+        if Step.FAIL in row.steps:
+            steps += f" ({row.status})"
+        lines.append(f"| {leg} | {moment} | {fault} | {steps} | {blame(fault)} | `{row.deadline}` |")
+    return "\n".join(lines) + "\n"
+
+
+_INTRODUCTION = """# What follows a failure
+
+Made by `python -m pdproxy.failures` from `pdproxy/failures.py`; a test compares.
+
+The first step that is still possible is taken:
+- *another prefill node*: while the policy is `retry` and `retries` are left; where no other node is there, the next step.
+- *compute on the decode node*: unless the policy is `fail`.
+- *same ticket*: while `retries` are left and the ticket is younger than the lease. No prefill runs again.
+- *after a new prefill*: while `retries` are left.
+- *migrate*: while `migrations` are left and the stream can be continued exactly.
+- A step that finds no node left gives way to the last one of its row.
+
+The deadline of the whole request ends every one of these (504, or the error event). Each failed leg's hand-over is released.
+"""
+
+
+if __name__ == "__main__":
+    sys.stdout.write(document())

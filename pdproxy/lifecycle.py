@@ -1,0 +1,92 @@
+"""The life of one prompt's request: its states, and the moves that are allowed.
+
+::
+
+    PLANNING → PREFILLING → HANDING_OVER → STREAMING → ENDED
+        └──────────(local)──────┘   ↑          │
+                                    └ PLANNING ┘ (migration)
+
+What each failure does next is the table in `failures`; nobody else decides a retry.
+"""
+
+import enum
+
+from pdproxy.errors import PdproxyError
+
+
+class Stage(enum.StrEnum):
+    """Where a request stands."""
+
+    PLANNING = "planning"
+    """Nodes are being chosen: no I/O."""
+    PREFILLING = "prefilling"
+    """The prefill leg is under way."""
+    HANDING_OVER = "handing_over"
+    """The decode leg is under way; the client has nothing of this leg yet."""
+    STREAMING = "streaming"
+    """The decode node's events are passing through."""
+    ENDED = "ended"
+    """Nothing is held any more."""
+
+
+class Move(enum.StrEnum):
+    """What happened."""
+
+    PREFILL = "prefill"
+    """A plan with a prefill node was made."""
+    LOCAL = "local"
+    """The decode node is to compute the prompt by itself."""
+    TICKET = "ticket"
+    """The prefill node answered with a ticket."""
+    AGAIN = "again"
+    """Back to planning, because a leg failed."""
+    SAME_TICKET = "same_ticket"
+    """Another decode node gets the ticket that is at hand."""
+    FIRST_EVENT = "first_event"
+    """The decode node's first event is here."""
+    MIGRATE = "migrate"
+    """The stream moves to another node: plan again from what was produced."""
+    END = "end"
+    """The answer is complete, failed for good, or the client has gone."""
+
+
+MOVES = {
+    (Stage.PLANNING, Move.PREFILL): Stage.PREFILLING,
+    (Stage.PLANNING, Move.LOCAL): Stage.HANDING_OVER,
+    (Stage.PREFILLING, Move.TICKET): Stage.HANDING_OVER,
+    (Stage.PREFILLING, Move.AGAIN): Stage.PLANNING,
+    (Stage.HANDING_OVER, Move.SAME_TICKET): Stage.HANDING_OVER,
+    (Stage.HANDING_OVER, Move.AGAIN): Stage.PLANNING,
+    (Stage.HANDING_OVER, Move.FIRST_EVENT): Stage.STREAMING,
+    (Stage.STREAMING, Move.MIGRATE): Stage.PLANNING,
+    (Stage.PLANNING, Move.END): Stage.ENDED,
+    (Stage.PREFILLING, Move.END): Stage.ENDED,
+    (Stage.HANDING_OVER, Move.END): Stage.ENDED,
+    (Stage.STREAMING, Move.END): Stage.ENDED,
+    (Stage.ENDED, Move.END): Stage.ENDED,
+}
+"""Every allowed move; any other one raises. Ending is allowed anywhere, and twice."""
+
+
+class IllegalMove(PdproxyError):
+    """A move that the table does not have: a bug of ours, never of a client or a node."""
+
+
+class Life:
+    """Where one request stands; changes by `move` alone."""
+
+    __slots__ = ("stage",)
+
+    def __init__(self) -> None:
+        self.stage = Stage.PLANNING
+
+    def move(self, move: Move) -> None:
+        """Go on.
+
+        Raises:
+            IllegalMove: the table has no such move from here.
+        """
+        after = MOVES.get((self.stage, move))
+        if after is None:
+            raise IllegalMove(f"{move} is not a move from {self.stage}")
+        self.stage = after
