@@ -50,6 +50,14 @@ class Node:
     weight: float = 1.0
     cohort: str = ""
 
+    def serves(self, model: str) -> bool:
+        """Whether clients may ask this node for ``model``; a node whose model is unknown is taken to serve any."""
+        return self.model in ("", model) or model in self.aliases
+
+    def pairs_with(self, cohort: str) -> bool:
+        """Whether a ticket can pass between this node and a node of ``cohort``."""
+        return "" in (self.cohort, cohort) or self.cohort == cohort
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeView:
@@ -61,6 +69,14 @@ class NodeView:
     """Legs in flight from this proxy."""
     share: float = 1.0
     """0 < share <= 1: the part of its weight that slow start allows now."""
+    trials: int = 0
+    """While PROBING: requests taken since the circuit became half open and not yet judged. One is all it may get."""
+    reason: str = ""
+    """For operators: why it is in this state (the setting that was refused, the last fault)."""
+
+    def takes_requests(self) -> bool:
+        """Whether a plan may send something here now."""
+        return self.state is State.UP or (self.state is State.PROBING and self.trials == 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,0 +1,38 @@
+"""What the pool tells whoever counts: a port, so that the pool needs no registry."""
+
+from typing import Protocol
+
+from pdproxy.nodes.circuit import Phase
+from pdproxy.nodes.node import Node, State
+
+
+class NodeWatch(Protocol):
+    """Told of every change; must not block or raise."""
+
+    def active(self, node: Node, count: int) -> None:
+        """``count`` legs are in flight on ``node`` now."""
+        ...
+
+    def state(self, node: Node, state: State) -> None:
+        """``node`` is in ``state`` now."""
+        ...
+
+    def circuit_moved(self, node: Node, to: Phase) -> None:
+        """The node's circuit changed its phase."""
+        ...
+
+    def gone(self, node: Node) -> None:
+        """``node`` left the pool: forget its series."""
+        ...
+
+
+class Unwatched:
+    """Counts nothing."""
+
+    def active(self, node: Node, count: int) -> None: ...
+
+    def state(self, node: Node, state: State) -> None: ...
+
+    def circuit_moved(self, node: Node, to: Phase) -> None: ...
+
+    def gone(self, node: Node) -> None: ...

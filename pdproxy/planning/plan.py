@@ -1,0 +1,230 @@
+"""Which nodes a request goes to, and whether to disaggregate at all: pure, decided from a snapshot before any I/O."""
+
+import dataclasses
+import enum
+from collections.abc import Iterable
+
+from pdproxy.errors import PdproxyError
+from pdproxy.nodes.node import Node, NodeView, Role, Snapshot
+
+
+class Lack(enum.StrEnum):
+    """Why no plan could be made."""
+
+    NO_DECODE = "no_decode"
+    """No decode node for the model takes requests now (down, draining, joining, refused, on trial)."""
+    NO_PREFILL = "no_prefill"
+    """No prefill node takes requests now, and the policy forbids to do without."""
+    EXCLUDED = "excluded"
+    """There are nodes that take requests, but all were excluded (tried already)."""
+    NO_PAIR = "no_pair"
+    """Prefill and decode nodes there are, but none of one cohort, and the policy forbids to do without prefill."""
+
+
+class NoNode(PdproxyError):
+    """No plan can be made now; it may be possible later."""
+
+    def __init__(self, reason: Lack, model: str) -> None:
+        super().__init__(f"no node for {model!r}: {reason}")
+        self.reason = reason
+        self.model = model
+
+
+class UnknownModel(PdproxyError):
+    """No node, in whatever state, serves this model.
+
+    Attributes:
+        model: what the client asked for.
+        known: what it could have asked for.
+    """
+
+    def __init__(self, model: str, known: tuple[str, ...]) -> None:
+        super().__init__(f"no node serves {model!r}")
+        self.model = model
+        self.known = known
+
+
+class Without(enum.StrEnum):
+    """What to do when no prefill node can be had."""
+
+    LOCAL = "local"
+    """The decode node computes the prompt itself."""
+    FAIL = "fail"
+
+
+class Reason(enum.StrEnum):
+    """Why the plan is what it is (`Needs.local` may add its own words)."""
+
+    DISAGGREGATED = "disaggregated"
+    SHORT_PROMPT = "short_prompt"
+    NO_PREFILL = "no_prefill"
+    NO_PAIR = "no_pair"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanPolicy:
+    """The operator's choices.
+
+    Attributes:
+        without_prefill: when no prefill node can be had.
+        local_below_tokens: prompts known to be shorter are computed on the decode node; 0 for none.
+    """
+
+    without_prefill: Without = Without.LOCAL
+    local_below_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Needs:
+    """What a request asks of a plan.
+
+    Attributes:
+        model: as the client named it.
+        local: why it cannot be disaggregated, a short word for the metric; None when it can.
+        excluded: names of nodes that must not be used (they failed this request).
+        decode: the decode node to keep if it still takes requests (affinity).
+        cohort: the decode node must pair with it (a ticket is at hand); "" for any.
+        prompt_tokens: how long the prompt is, where known.
+    """
+
+    model: str
+    local: str | None = None
+    excluded: frozenset[str] = frozenset()
+    decode: str | None = None
+    cohort: str = ""
+    prompt_tokens: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """Where a request goes. ``prefill`` is None when the decode node computes everything; ``reason`` says why."""
+
+    prefill: Node | None
+    decode: Node
+    reason: str
+
+
+def plan(snapshot: Snapshot, needs: Needs, policy: PlanPolicy, turn: int) -> Plan:
+    """The least loaded pair that may work together.
+
+    Args:
+        turn: a counter that grows by one with each plan: equally loaded nodes take turns by it.
+
+    Raises:
+        UnknownModel: no node serves the model.
+        NoNode: none can take it now.
+    """
+    known(snapshot, needs.model)
+    local = _why_local(needs, policy)
+    if local is not None:
+        return Plan(None, choose(snapshot, Role.DECODE, needs, turn), local)
+    prefills = _candidates(snapshot, Role.PREFILL, needs)
+    decodes = _kept(_candidates(snapshot, Role.DECODE, needs), needs.decode)
+    if not decodes:
+        raise NoNode(_lack(snapshot, Role.DECODE, needs, Lack.NO_DECODE), needs.model)
+    pair = _pair(prefills, decodes, turn)
+    if pair is not None:
+        return Plan(pair[0], pair[1], Reason.DISAGGREGATED)
+    if policy.without_prefill is Without.FAIL:
+        lack = Lack.NO_PAIR if prefills else _lack(snapshot, Role.PREFILL, needs, Lack.NO_PREFILL)
+        raise NoNode(lack, needs.model)
+    return Plan(None, _least(decodes, turn).node, Reason.NO_PAIR if prefills else Reason.NO_PREFILL)
+
+
+def choose(snapshot: Snapshot, role: Role, needs: Needs, turn: int) -> Node:
+    """The least loaded node of one role: another decode node for the same ticket, another prefill node for a decode.
+
+    Raises:
+        UnknownModel: no node serves the model.
+        NoNode: none can take it now.
+    """
+    known(snapshot, needs.model)
+    views = _candidates(snapshot, role, needs)
+    if not views:
+        missing = Lack.NO_DECODE if role is Role.DECODE else Lack.NO_PREFILL
+        raise NoNode(_lack(snapshot, role, needs, missing), needs.model)
+    kept = _kept(views, needs.decode) if role is Role.DECODE else views
+    return _least(kept, turn).node
+
+
+def known(snapshot: Snapshot, model: str) -> None:
+    """Refuse a model that no decode node serves, in whatever state; one whose model is not known yet might.
+
+    Raises:
+        UnknownModel: so it is.
+    """
+    decodes = [view.node for view in snapshot.nodes if view.node.role is Role.DECODE]
+    if decodes and not any(node.serves(model) for node in decodes):
+        raise UnknownModel(model, models(snapshot))
+
+
+def models(snapshot: Snapshot) -> tuple[str, ...]:
+    """Every name that a client may ask for, served by a decode node, sorted."""
+    decodes = (view.node for view in snapshot.nodes if view.node.role is Role.DECODE)
+    return tuple(sorted({name for node in decodes for name in (node.model, *node.aliases) if name}))
+
+
+def _why_local(needs: Needs, policy: PlanPolicy) -> str | None:
+    if needs.local is not None:
+        return needs.local
+    if needs.prompt_tokens is not None and needs.prompt_tokens < policy.local_below_tokens:
+        return Reason.SHORT_PROMPT
+    return None
+
+
+def _serving(snapshot: Snapshot, role: Role, needs: Needs) -> Iterable[NodeView]:
+    return (
+        view
+        for view in snapshot.nodes
+        if view.node.role is role
+        and view.takes_requests()
+        and view.node.serves(needs.model)
+        and view.node.pairs_with(needs.cohort)
+    )
+
+
+def _candidates(snapshot: Snapshot, role: Role, needs: Needs) -> list[NodeView]:
+    return [view for view in _serving(snapshot, role, needs) if view.node.name not in needs.excluded]
+
+
+def _lack(snapshot: Snapshot, role: Role, needs: Needs, otherwise: Lack) -> Lack:
+    return Lack.EXCLUDED if any(True for _ in _serving(snapshot, role, needs)) else otherwise
+
+
+def _kept(views: list[NodeView], name: str | None) -> list[NodeView]:
+    """Only the node of this name if it is there, else all."""
+    return [view for view in views if view.node.name == name] or views
+
+
+def _load(view: NodeView) -> float:
+    """What the node's load would be with this request, per unit of the weight that it may use now."""
+    return (view.active + 1) / (view.node.weight * view.share)
+
+
+def _least(views: list[NodeView], turn: int) -> NodeView:
+    lowest = min(map(_load, views))
+    ties = [view for view in views if _load(view) == lowest]
+    return ties[turn % len(ties)]
+
+
+def _pair(prefills: list[NodeView], decodes: list[NodeView], turn: int) -> tuple[Node, Node] | None:
+    """The least loaded prefill and decode node of the cohort in which the two together are least loaded."""
+    cohorts = sorted({view.node.cohort for view in (*prefills, *decodes)})
+    found = (_pair_of(cohort, prefills, decodes, turn // len(cohorts)) for cohort in cohorts)
+    pairs = [pair for pair in found if pair is not None]
+    if not pairs:
+        return None
+    lowest = min(_load(prefill) + _load(decode) for prefill, decode in pairs)
+    ties = [pair for pair in pairs if _load(pair[0]) + _load(pair[1]) == lowest]
+    prefill, decode = ties[turn % len(ties)]
+    return prefill.node, decode.node
+
+
+def _pair_of(
+    cohort: str, prefills: list[NodeView], decodes: list[NodeView], turn: int
+) -> tuple[NodeView, NodeView] | None:
+    fit_prefill = [view for view in prefills if view.node.cohort in ("", cohort)]
+    fit_decode = [view for view in decodes if view.node.cohort in ("", cohort)]
+    if not fit_prefill or not fit_decode:
+        return None
+    return _least(fit_prefill, turn), _least(fit_decode, turn)
