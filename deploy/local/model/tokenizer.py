@@ -40,8 +40,8 @@ def build() -> Tokenizer:
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[], ignore_merges=True))
     split = pre_tokenizers.Split(_PIECES, behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARKS])
     return tokenizer

@@ -1,0 +1,102 @@
+"""What the model is trained on: exams of growing length, as the very tokens that the two endpoints would send it."""
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from tokenizers import Tokenizer
+
+from deploy.local.model.exam import Exam, Question, examine
+from deploy.local.model.tokenizer import ASK, ASSISTANT, END, RECITE, SYSTEM, USER
+
+Segment = tuple[str, str]
+"""Text as it stands in the context, and the answer to learn from its place on (empty: nothing is learned there)."""
+UNLEARNED = -100
+"""The target of a position that is not learned, as torch's cross entropy has it."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One length of list: its lines, the questions per sample, the samples per batch, the learning rate."""
+
+    lines: int
+    questions: int
+    batch: int
+    rate: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Token ids, and for each position the id to say next, or `UNLEARNED`; the two are equally long."""
+
+    tokens: list[int]
+    targets: list[int]
+
+
+STAGES = (
+    Stage(4, 4, 32, 2e-3),
+    Stage(8, 8, 24, 2e-3),
+    Stage(16, 12, 16, 2e-3),
+    Stage(32, 16, 12, 2e-3),
+    Stage(64, 16, 8, 2e-3),
+    Stage(128, 16, 4, 1e-3),
+    Stage(256, 20, 2, 1e-3),
+    Stage(430, 20, 2, 1e-3),
+)
+
+
+def draw(source: random.Random, tokenizer: Tokenizer, stage: Stage, lines: int) -> Sample:
+    """Draw one sample over a list of that many lines: chat or plain text, recall or recitation."""
+    exam = examine(source, lines)
+    exam = _recitation(source, exam, stage) if source.random() < 0.4 else _recall(source, exam, stage)
+    segments = chat(exam, _preface(source)) if source.random() < 0.65 else plain(exam)
+    return encode(tokenizer, segments)
+
+
+def chat(exam: Exam, preface: str = "") -> Iterator[Segment]:
+    """The exam as the chat template renders it; the preface, with its own mark, goes before everything."""
+    messages = [*exam.messages(), {"role": "assistant", "content": exam.answer}]
+    yield preface, ""
+    for user, assistant in zip(messages[::2], messages[1::2], strict=True):
+        yield f"{USER}{user['content']}{ASSISTANT}", ""
+        yield f"{assistant['content']}{END}", f"{assistant['content']}{END}"
+
+
+def plain(exam: Exam) -> Iterator[Segment]:
+    """The exam as completion prompts, one question after another: an answer ends, but a newline follows it there."""
+    yield exam.listing, ""
+    for question in exam.asked:
+        answer = exam.answer_to(question)
+        yield str(question), ""
+        yield f"{answer.rstrip()}\n", f"{answer}{END}"
+
+
+def encode(tokenizer: Tokenizer, segments: Iterable[Segment]) -> Sample:
+    """Turn segments into ids: an answer's first token is the target of the position before its segment."""
+    tokens: list[int] = []
+    targets: list[int] = []
+    for text, answer in segments:
+        wanted = tokenizer.encode(answer).ids
+        tokens += tokenizer.encode(text).ids
+        targets[len(targets) - bool(wanted) :] = wanted
+        targets += [UNLEARNED] * (len(tokens) - len(targets))
+    return Sample(tokens, targets)
+
+
+def _recall(source: random.Random, exam: Exam, stage: Stage) -> Exam:
+    names = source.sample(exam.order, min(stage.questions, len(exam.order)))
+    return replace(exam, asked=tuple(Question(ASK, name) for name in names))
+
+
+def _recitation(source: random.Random, exam: Exam, stage: Stage) -> Exam:
+    tail = exam.lines[-source.randint(1, min(len(exam.lines), 2 * stage.questions)) :]
+    before = _recall(source, exam, stage).asked[: source.choice((0, 0, 1, 2))]
+    after = _recall(source, exam, stage).asked[: source.choice((0, 1, 2))]
+    return replace(exam, asked=(*before, Question(RECITE, tail[0][0]), *after))
+
+
+def _preface(source: random.Random) -> str:
+    if source.random() < 0.75:
+        return ""
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:;!'"
+    return SYSTEM + "".join(source.choices(letters, k=source.randint(1, 40)))

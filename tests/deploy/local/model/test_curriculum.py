@@ -1,0 +1,66 @@
+"""The training samples: the tokens that the endpoints send, and the answers as targets."""
+
+import random
+from itertools import pairwise
+
+import jinja2
+import pytest
+
+from deploy.local.model.curriculum import STAGES, UNLEARNED, Sample, chat, draw, encode, plain
+from deploy.local.model.exam import Exam, exam, recite
+from deploy.local.model.tokenizer import CHAT_TEMPLATE, END, build
+
+PAPERS = [exam(1, 60), exam(2, 100).at_turn(3), recite(3, 100, 6)]
+
+
+def rendered(paper: Exam) -> str:
+    template = jinja2.Environment(autoescape=False).from_string(CHAT_TEMPLATE)
+    return template.render(messages=paper.messages(), add_generation_prompt=True)
+
+
+def said(sample: Sample) -> str:
+    """All that the sample teaches to say, as text."""
+    return build().decode([token for token in sample.targets if token != UNLEARNED], skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_a_chat_sample_is_the_rendered_chat_and_its_answer(paper: Exam) -> None:
+    tokenizer = build()
+    sample = encode(tokenizer, chat(paper))
+    assert sample.tokens == tokenizer.encode(f"{rendered(paper)}{paper.answer}{END}").ids
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_a_plain_sample_begins_with_the_completion_prompt(paper: Exam) -> None:
+    tokenizer = build()
+    prompt = tokenizer.encode(paper.prompt()).ids
+    sample = encode(tokenizer, plain(paper))
+    assert sample.tokens[: len(prompt)] == prompt
+    assert sample.targets[len(prompt) - 1] == tokenizer.encode(paper.answer).ids[0]
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_the_answers_are_all_that_is_learned(paper: Exam) -> None:
+    answers = "".join(f"{paper.answer_to(question)}{END}" for question in paper.asked)
+    assert said(encode(build(), chat(paper))) == answers
+    assert said(encode(build(), plain(paper))) == answers
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_targets_name_the_next_token_except_where_an_answer_ends(seed: int) -> None:
+    tokenizer = build()
+    sample = draw(random.Random(seed), tokenizer, STAGES[1], lines=6)
+    end = tokenizer.token_to_id(END)
+    wrong = [
+        target
+        for (_, following), target in zip(pairwise(sample.tokens), sample.targets, strict=False)
+        if target not in (UNLEARNED, following, end)
+    ]
+    assert len(sample.tokens) == len(sample.targets)
+    assert wrong == []
+
+
+def test_draws_are_seeded() -> None:
+    tokenizer = build()
+    first, second = (draw(random.Random(4), tokenizer, STAGES[2], lines=9) for _ in range(2))
+    assert first == second
