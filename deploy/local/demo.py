@@ -1,0 +1,114 @@
+"""Prefill/decode disaggregation on a laptop: `python -m deploy.local.demo [--once] [--port PORT]`."""
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from enum import Enum
+
+import httpx
+
+from deploy.local.ask import Answer, AnswerError, ask, curl_line
+from deploy.local.hits import await_change, describe, read
+from deploy.local.model.exam import Exam, exam
+from deploy.local.places import MODEL
+from deploy.local.ports import PortTakenError
+from deploy.local.readiness import NotReadyError
+from deploy.local.stack import ProxySpec, Stack, logs_of, pair_specs, start_stack
+from deploy.local.supervise import PartEndedError, Stopped, Supervisor, stop_signals
+
+SEED = 2026
+TOKENS = 800
+TOKENS_TO_TRY = 62
+TURNS = (1, 2)
+REQUEST_TIMEOUT_S = 120.0
+LOOK_EVERY_S = 0.5
+
+
+class Afterwards(Enum):
+    """What to do once the answers were shown."""
+
+    END = "end"
+    STAY = "stay"
+
+
+class DemoError(Exception):
+    """The demonstration did not show what it is to show."""
+
+
+def say(line: str) -> None:
+    print(f"  {line}", flush=True)
+
+
+def show_turn(client: httpx.Client, stack: Stack, story: Exam, turn: int) -> None:
+    """Ask one question of the conversation and tell how the answer came about. Raises DemoError on a wrong answer."""
+    told = story.at_turn(turn)
+    decode = stack.decode[0].url
+    before = read(client, decode)
+    print(f"\nTurn {turn}: a list of {len(story.lines)} names and numbers, then: {told.asked[-1]}", flush=True)
+    print("  answer:", end="", flush=True)
+    answer = ask(client, stack.proxy.url, story.conversation(turn))
+    show_way(answer)
+    for line in describe(await_change(before, lambda: read(client, decode))):
+        say(f"decode node, {line}")
+    if answer.text.strip() != told.answer.strip():
+        raise DemoError(f"the answer should have been {told.answer.strip()!r}")
+
+
+def show_way(answer: Answer) -> None:
+    say(f"first token after {answer.first_token * 1000:.0f} ms, all of it after {answer.whole * 1000:.0f} ms")
+    for line in answer.told():
+        say(line)
+
+
+def show(stack: Stack) -> None:
+    """Hold a short conversation; its second turn finds the first one's attention blocks on the decode node."""
+    story = exam(SEED, TOKENS)
+    with httpx.Client(timeout=REQUEST_TIMEOUT_S, trust_env=False) as client:
+        for turn in TURNS:
+            show_turn(client, stack, story, turn)
+    print(f"\nTry it yourself:\n{curl_line(stack.proxy.url, exam(SEED, TOKENS_TO_TRY).messages())}", flush=True)
+
+
+def stay(supervisor: Supervisor) -> None:
+    """Stay up until told to stop, or until a part ends."""
+    print("\nUp until Ctrl-C.", flush=True)
+    while True:
+        supervisor.require_all_alive()
+        time.sleep(LOOK_EVERY_S)
+
+
+def run(port: int, afterwards: Afterwards) -> None:
+    if not (MODEL / "config.json").exists():
+        raise DemoError(f"there is no model in {MODEL}")
+    logs = logs_of("demo")
+    with stop_signals(), Supervisor(logs) as supervisor:
+        print(f"Starting two vLLM nodes and the proxy on this machine (logs: {logs}):", flush=True)
+        show(start_stack(supervisor, pair_specs(), ProxySpec(port), say))
+        if afterwards is Afterwards.STAY:
+            stay(supervisor)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m deploy.local.demo", description="Try pdproxy on this machine.")
+    parser.add_argument(
+        "--once", dest="afterwards", action="store_const", const=Afterwards.END, default=Afterwards.STAY,
+        help="end after the answers",
+    )  # fmt: skip
+    parser.add_argument("--port", type=int, default=0, help="the proxy's port (default: a free one)")
+    asked = parser.parse_args(arguments)
+    try:
+        run(asked.port, asked.afterwards)
+    except Stopped as stopped:
+        print("\nStopped; nothing is left running.", flush=True)
+        wanted = stopped.number == signal.SIGINT and asked.afterwards is Afterwards.STAY
+        return 0 if wanted else 128 + stopped.number
+    except (DemoError, AnswerError, PortTakenError, PartEndedError, NotReadyError, httpx.HTTPError) as error:
+        print(f"\nerror: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
