@@ -1,0 +1,139 @@
+"""What intake does for a request: authenticate, read, find a place, have it answered, pass the answer on."""
+
+import asyncio
+import dataclasses
+import json
+
+from pdproxy.clock import Clock
+from pdproxy.drive.reply import Reply
+from pdproxy.errors import ClientError
+from pdproxy.intake import asgi
+from pdproxy.intake.admission import Admission
+from pdproxy.intake.exchange import Exchange
+from pdproxy.intake.identity import onward
+from pdproxy.intake.keys import Keys
+from pdproxy.intake.presence import Presence
+from pdproxy.legs.body import parse, scrub
+from pdproxy.nodes.node import Snapshot
+from pdproxy.nodes.pool import Pool
+from pdproxy.orchestrate import Orchestrator
+from pdproxy.request import ClientRequest, Endpoint, Headers, Json
+from pdproxy.settings import Credential
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rules:
+    """What the operator set for the door.
+
+    Attributes:
+        body_bytes: the longest body.
+        upload_seconds: between two pieces of a body.
+        request_seconds: for a request as a whole.
+        credential: whose credential a node gets; ``own`` is the operator's.
+    """
+
+    body_bytes: int
+    upload_seconds: float
+    request_seconds: float
+    credential: Credential
+    own: str
+
+
+class Service:
+    """Answers requests.
+
+    Args:
+        keys: who may come in.
+        admission: who runs when.
+        orchestrator: what answers.
+        pool: what is served.
+    """
+
+    def __init__(
+        self, keys: Keys, admission: Admission, orchestrator: Orchestrator, pool: Pool, clock: Clock, rules: Rules
+    ) -> None:
+        self.keys = keys
+        self._admission = admission
+        self._orchestrator = orchestrator
+        self._pool = pool
+        self._clock = clock
+        self._rules = rules
+
+    def snapshot(self) -> Snapshot:
+        """The nodes as they are now."""
+        return self._pool.snapshot()
+
+    async def generate(self, exchange: Exchange, endpoint: Endpoint) -> None:
+        """Answer a request whose body the proxy understands.
+
+        Raises:
+            ClientError: what the client did wrong, or why it cannot be served.
+            ClientGone: there is nobody to answer.
+        """
+        holder = self.keys.holder(exchange.headers)
+        arrived = self._clock.now()
+        body = scrub(parse(endpoint, await self._read(exchange)))
+        request = self._request(exchange, endpoint, body, arrived)
+        async with Presence(exchange.receive), self._admission.place(holder, request.priority):
+            await self._pass_on(exchange, await self._orchestrator.answer(request))
+
+    async def forward(self, exchange: Exchange) -> None:
+        """Have one node answer a request that the proxy does not understand.
+
+        Raises:
+            ClientError, ClientGone: as `generate`.
+        """
+        holder = self.keys.holder(exchange.headers)
+        raw = await self._read(exchange)
+        headers, path = self._onward(exchange), exchange.path + exchange.query
+        async with Presence(exchange.receive), self._admission.place(holder, 0):
+            reply = await self._orchestrator.forward(exchange.method, path, headers, raw, model_of(raw))
+            await self._pass_on(exchange, reply)
+
+    async def _read(self, exchange: Exchange) -> bytes:
+        try:
+            async with asyncio.timeout(self._rules.upload_seconds):
+                return await asgi.read_body(exchange.receive, exchange.headers, self._rules.body_bytes)
+        except TimeoutError:
+            text = f"The body did not arrive within {self._rules.upload_seconds:g} s."
+            raise ClientError(408, text, code="upload_timeout", headers=(("connection", "close"),)) from None
+
+    def _request(self, exchange: Exchange, endpoint: Endpoint, body: Json, arrived: float) -> ClientRequest:
+        priority = body.get("priority")
+        return ClientRequest(
+            request_id=exchange.request_id,
+            endpoint=endpoint,
+            body=body,
+            headers=self._onward(exchange),
+            model=str(body.get("model", "")),
+            stream=body.get("stream") is True,
+            priority=priority if isinstance(priority, int) else 0,
+            arrived=arrived,
+            deadline=arrived + self._rules.request_seconds,
+        )
+
+    def _onward(self, exchange: Exchange) -> Headers:
+        return onward(exchange.headers, exchange.request_id, self._rules.credential, self._rules.own)
+
+    async def _pass_on(self, exchange: Exchange, reply: Reply) -> None:
+        headers = (*reply.headers, ("x-request-id", exchange.request_id))
+        if isinstance(reply.body, bytes):
+            await asgi.send_whole(exchange.send, reply.status, headers, reply.body)
+            return
+        try:
+            await asgi.send_head(exchange.send, reply.status, headers)
+            async for piece in reply.body:
+                await exchange.send({"type": "http.response.body", "body": piece, "more_body": True})
+            await exchange.send({"type": "http.response.body", "body": b""})
+        finally:
+            await reply.body.aclose()
+
+
+def model_of(raw: bytes) -> str:
+    """The ``model`` of a JSON body; "" where there is none or the body is something else (a form)."""
+    try:
+        body = json.loads(raw)
+    except ValueError:
+        return ""
+    model = body.get("model") if isinstance(body, dict) else None
+    return model if isinstance(model, str) else ""
