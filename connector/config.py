@@ -75,7 +75,7 @@ class ConnectorConfig:
             read_deadline=_seconds(extra, "pdproxy_read_deadline", 30.0),
             probe_timeout=_seconds(extra, "pdproxy_probe_timeout", 5.0),
             verify_timeout=_seconds(extra, "pdproxy_verify_timeout", 5.0),
-            read_retries=_whole(extra, "pdproxy_read_retries", 1, range(0, 11)),
+            read_retries=_whole(extra, "pdproxy_read_retries", 1, range(11)),
             lease_duration=_seconds(extra, "kv_lease_duration", 30.0),
         )
 
@@ -130,10 +130,7 @@ def _hosts(value: Any) -> frozenset[str]:
 
 
 def _keys(path: Any, variable: str | None) -> tuple[bytes, ...]:
-    if path is not None:
-        lines = _read_lines(path)
-    else:
-        lines = (variable or "").split(",")
+    lines = _read_lines(path) if path is not None else (variable or "").split(",")
     keys = tuple(line.strip().encode() for line in lines if line.strip() and not line.strip().startswith("#"))
     if (path is not None or variable is not None) and not keys:
         raise ConfigError(f"no ticket key in {path or KEYS_VARIABLE}: put one in, or leave the setting out.")

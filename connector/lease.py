@@ -64,7 +64,7 @@ class Ended:
 class LeaseTable:
     """Every lease of this node, keyed by the request id that tickets name.
 
-    `ranks` is the number of worker ranks that report each read (tensor × pipeline parallel).
+    `ranks` is the number of worker ranks that report each read (tensor times pipeline parallel).
     """
 
     def __init__(self, *, ranks: int, memory: float, capacity: int) -> None:

@@ -40,7 +40,7 @@ class ConnectorMetadata(NixlConnectorMetadata):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.reads: dict[str, ReadOrder] = {}
         self.readers: dict[str, int] = {}
         self.releases: frozenset[str] = frozenset()
@@ -49,7 +49,7 @@ class ConnectorMetadata(NixlConnectorMetadata):
     def extending(cls, stock: NixlConnectorMetadata) -> "ConnectorMetadata":
         """Ours with everything that vLLM's own scheduler side put into `stock`."""
         ours = cls()
-        vars(ours).update(vars(stock))
+        ours.__dict__.update(stock.__dict__)
         return ours
 
 

@@ -1,0 +1,231 @@
+"""The ticket: what a prefill leg returns, what a decode node may act on. Pure: no engine, no clock, no I/O.
+
+`parse` turns whatever came in `kv_transfer_params` into a `Ticket` or a `Refusal`; a hostile sender is assumed and
+nothing raises. A ticket fits exactly one shape of engine (`Expected`): every group is there, with as many blocks as
+its number of tokens needs. The signature covers every field that a decode node acts on (`Ticket.signed_fields`);
+`remote_prefill_cached_tokens`, which vLLM adds after us, is outside it and is not used.
+"""
+
+import hashlib
+import hmac
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from connector import fields
+from connector.fields import Reason, Refusal
+
+VERSION = 1
+OURS = "pdproxy"
+MOST_TOKENS = 1 << 24
+MOST_RANKS = 4096
+
+_DOMAIN = b"pdproxy ticket\n"
+
+
+class GroupKind(StrEnum):
+    """How many blocks a group holds: one a block of tokens, only those in a window, or one in all."""
+
+    ATTENTION = "attention"
+    WINDOW = "window"
+    STATE = "state"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """One KV-cache group that travels. `block_size` in tokens."""
+
+    kind: GroupKind
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What this engine can take. No `keys`: signatures are not looked at. No `hosts`: any address."""
+
+    groups: tuple[GroupShape, ...]
+    keys: tuple[bytes, ...] = ()
+    hosts: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A ticket whose every field was checked. `issued_at`: unix seconds by the prefill node's clock."""
+
+    engine_id: str
+    request_id: str
+    host: str
+    port: int
+    tp_size: int
+    dcp_size: int
+    pp_size: int
+    num_tokens: int
+    block_ids: tuple[tuple[int, ...], ...]
+    block_sizes: tuple[int, ...]
+    registration: int | None
+    readers: int
+    issued_at: float
+    digest: str
+    version: int = VERSION
+
+    def signed_fields(self) -> list[tuple[str, Any]]:
+        """Everything that the signature covers, by name, in the order in which it is encoded."""
+        return [
+            ("version", self.version),
+            ("engine_id", self.engine_id),
+            ("request_id", self.request_id),
+            ("host", self.host),
+            ("port", self.port),
+            ("tp_size", self.tp_size),
+            ("dcp_size", self.dcp_size),
+            ("pp_size", self.pp_size),
+            ("num_tokens", self.num_tokens),
+            ("block_ids", self.block_ids),
+            ("block_sizes", self.block_sizes),
+            ("registration", self.registration),
+            ("readers", self.readers),
+            ("issued_at", self.issued_at),
+            ("digest", self.digest),
+        ]
+
+    def params(self) -> dict[str, Any]:
+        """The clean `kv_transfer_params` that vLLM's own decode side may see: nothing else gets through."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": self.request_id,
+            "remote_host": self.host,
+            "remote_port": self.port,
+            "remote_block_ids": [list(ids) for ids in self.block_ids],
+            "remote_num_tokens": self.num_tokens,
+            "remote_blocks_expiry_time": None,
+            "remote_registration_generation": self.registration,
+            "tp_size": self.tp_size,
+            "dcp_size": self.dcp_size,
+            "pp_size": self.pp_size,
+            "transfer_mode": "pull",
+        }
+
+
+def encode(ticket: Ticket) -> bytes:
+    """The canonical bytes that are signed: JSON of [name, value] pairs, ASCII, no blanks."""
+    return _DOMAIN + json.dumps(ticket.signed_fields(), separators=(",", ":"), ensure_ascii=True).encode()
+
+
+def sign(ticket: Ticket, keys: Sequence[bytes]) -> str | None:
+    """HMAC-SHA256 with the first key, in hex; None without a key."""
+    return _mac(keys[0], encode(ticket)) if keys else None
+
+
+def genuine(ticket: Ticket, signature: str, keys: Sequence[bytes]) -> bool:
+    """Whether any of `keys` made `signature`; every key is tried, in constant time each."""
+    encoded = encode(ticket)
+    made = [hmac.compare_digest(_mac(key, encoded), signature) for key in keys]
+    return any(made)
+
+
+def wire(ticket: Ticket, keys: Sequence[bytes]) -> dict[str, Any]:
+    """The ticket as the prefill node answers it, signed when there is a key."""
+    ours = {
+        "v": ticket.version,
+        "digest": ticket.digest,
+        "block_sizes": list(ticket.block_sizes),
+        "readers": ticket.readers,
+        "issued_at": ticket.issued_at,
+        "signature": sign(ticket, keys),
+    }
+    return {**ticket.params(), OURS: ours}
+
+
+def parse(raw: Any, expected: Expected) -> Ticket | Refusal:
+    """A ticket that this engine may act on, or why not. Never raises."""
+    try:
+        ticket, signature = _read(raw)
+        _check_signature(ticket, signature, expected.keys)
+        _check_host(ticket, expected.hosts)
+        _check_groups(ticket, expected.groups)
+    except fields.Refused as refused:
+        return refused.refusal
+    return ticket
+
+
+def _read(raw: Any) -> tuple[Ticket, str | None]:
+    if not isinstance(raw, dict):
+        raise fields.Refused(Reason.NOT_AN_OBJECT, "kv_transfer_params is not an object")
+    ours = _ours(raw)
+    ticket = Ticket(
+        engine_id=fields.plain_name(raw, "remote_engine_id"),
+        request_id=fields.plain_name(raw, "remote_request_id"),
+        host=fields.host(raw),
+        port=fields.whole(raw, "remote_port", 1, 65535),
+        tp_size=fields.whole(raw, "tp_size", 1, MOST_RANKS),
+        dcp_size=fields.whole(raw, "dcp_size", 1, MOST_RANKS, absent=1),
+        pp_size=fields.whole(raw, "pp_size", 1, MOST_RANKS, absent=1),
+        num_tokens=fields.whole(raw, "remote_num_tokens", 1, MOST_TOKENS),
+        block_ids=fields.block_ids(raw.get("remote_block_ids")),
+        block_sizes=fields.block_sizes(ours.get("block_sizes")),
+        registration=fields.registration(raw),
+        readers=fields.whole(ours, "readers", 1, 1024),
+        issued_at=fields.moment(ours.get("issued_at")),
+        digest=fields.digest_hex(ours, "digest"),
+    )
+    if raw.get("transfer_mode", "pull") != "pull" or raw.get("remote_blocks_expiry_time") is not None:
+        raise fields.Refused(Reason.BAD_FIELD, "not a ticket for a pull from a prefill node")
+    return ticket, None if ours.get("signature") is None else fields.digest_hex(ours, "signature")
+
+
+def _ours(raw: dict[Any, Any]) -> dict[Any, Any]:
+    ours = raw.get(OURS)
+    if ours is None:
+        raise fields.Refused(Reason.MISSING_FIELD, f"{OURS} is missing: not issued by this connector")
+    if not isinstance(ours, dict):
+        raise fields.Refused(Reason.BAD_FIELD, f"{OURS} is not an object")
+    version = ours.get("v")
+    if type(version) is not int or version != VERSION:
+        raise fields.Refused(Reason.UNKNOWN_VERSION, f"only version {VERSION} is known here")
+    return ours
+
+
+def _check_signature(ticket: Ticket, signature: str | None, keys: Sequence[bytes]) -> None:
+    if not keys:
+        return
+    if signature is None:
+        raise fields.Refused(Reason.UNSIGNED, "the ticket is not signed, and this node has a key")
+    if not genuine(ticket, signature, keys):
+        raise fields.Refused(Reason.BAD_SIGNATURE, "no key of this node made the signature")
+
+
+def _check_host(ticket: Ticket, hosts: frozenset[str]) -> None:
+    if hosts and ticket.host not in hosts:
+        raise fields.Refused(Reason.HOST, "remote_host is not in pdproxy_allowed_hosts")
+
+
+def _check_groups(ticket: Ticket, groups: tuple[GroupShape, ...]) -> None:
+    if not len(ticket.block_ids) == len(ticket.block_sizes) == len(groups):
+        raise fields.Refused(Reason.GROUPS, f"this model has {len(groups)} cache groups")
+    for blocks, size, shape in zip(ticket.block_ids, ticket.block_sizes, groups, strict=True):
+        _check_group(blocks, size, shape, ticket)
+
+
+def _check_group(blocks: tuple[int, ...], size: int, shape: GroupShape, ticket: Ticket) -> None:
+    if size % shape.block_size and shape.block_size % size:
+        raise fields.Refused(Reason.GROUPS, "block sizes of the two nodes do not divide each other")
+    most = -(-ticket.num_tokens // size)
+    match shape.kind:
+        case GroupKind.STATE:
+            fits = len(blocks) == 1
+        case GroupKind.WINDOW:
+            fits = 1 <= len(blocks) <= most
+        case GroupKind.ATTENTION:
+            fits = 1 <= len(blocks) <= most if ticket.dcp_size > 1 else len(blocks) == most
+    if not fits:
+        raise fields.Refused(Reason.BLOCKS, f"{len(blocks)} blocks in a {shape.kind} group do not fit the tokens")
+    if shape.kind is not GroupKind.WINDOW and (0 in blocks or len(set(blocks)) != len(blocks)):
+        raise fields.Refused(Reason.BLOCKS, f"a block of a {shape.kind} group is null or named twice")
+
+
+def _mac(key: bytes, message: bytes) -> str:
+    return hmac.new(key, message, hashlib.sha256).hexdigest()
