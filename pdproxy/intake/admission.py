@@ -86,27 +86,31 @@ class Admission:
         heapq.heappush(self._waiting, entry)
         self._tell()
         try:
-            await asyncio.wait_for(asyncio.shield(turn), self._patience)
-        except BaseException as error:
+            # Not wait_for: in Python 3.11 that swallows a cancellation which comes together with the turn.
+            async with asyncio.timeout(self._patience):
+                await turn
+        except TimeoutError:
             self._abandon(entry)
-            if isinstance(error, TimeoutError):
-                text = f"No place became free within {self._patience:g} s: try again later."
-                raise self._refused(Rejection.QUEUE_TIMEOUT, text, 5) from None
+            text = f"No place became free within {self._patience:g} s: try again later."
+            raise self._refused(Rejection.QUEUE_TIMEOUT, text, 5) from None
+        except asyncio.CancelledError:
+            self._abandon(entry)
             raise
 
     def _abandon(self, entry: tuple[int, int, asyncio.Future[None]]) -> None:
-        turn = entry[2]
-        if turn.done() and not turn.cancelled():
+        if not entry[2].cancelled():
             self._give()  # The place came in the same moment as the end of the wait: pass it on.
-            return
-        turn.cancel()
-        self._waiting.remove(entry)
-        heapq.heapify(self._waiting)
+        elif entry in self._waiting:
+            self._waiting.remove(entry)
+            heapq.heapify(self._waiting)
         self._tell()
 
     def _give(self) -> None:
-        if self._waiting:
-            heapq.heappop(self._waiting)[2].set_result(None)
+        while self._waiting:
+            turn = heapq.heappop(self._waiting)[2]
+            if not turn.done():
+                turn.set_result(None)
+                break
         else:
             self._free += 1
         self._tell()

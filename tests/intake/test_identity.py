@@ -1,0 +1,47 @@
+"""Names of requests, and the headers that go on."""
+
+import pytest
+
+from pdproxy.intake.identity import onward, request_id
+from pdproxy.settings import Credential
+
+CAME = (
+    ("host", "front"),
+    ("connection", "keep-alive, X-Private"),
+    ("x-private", "1"),
+    ("authorization", "Bearer sk-client"),
+    ("cookie", "a=b"),
+    ("content-length", "3"),
+    ("transfer-encoding", "chunked"),
+    ("x-pdproxy-anything", "1"),
+    ("x-tenant", "blue"),
+    ("traceparent", "00-1-1-01"),
+)
+
+
+def test_end_to_end_headers_go_on_and_no_others() -> None:
+    names = dict(onward(CAME, "req-1", Credential.NONE, ""))
+    assert names == {
+        "x-tenant": "blue",
+        "traceparent": "00-1-1-01",
+        "x-request-id": "req-1",
+        "content-type": "application/json",
+    }
+
+
+@pytest.mark.parametrize(
+    ("credential", "expected"),
+    [(Credential.PASS, "Bearer sk-client"), (Credential.REPLACE, "Bearer ours"), (Credential.NONE, None)],
+)
+def test_the_credential_is_the_operators_choice(credential: Credential, expected: str | None) -> None:
+    assert dict(onward(CAME, "req-1", credential, "ours")).get("authorization") == expected
+
+
+@pytest.mark.parametrize("theirs", ["abc-1", "a" * 128, "A.b:c_d"])
+def test_a_usable_name_is_kept(theirs: str) -> None:
+    assert request_id((("x-request-id", theirs),)) == theirs
+
+
+@pytest.mark.parametrize("theirs", ["", "a" * 129, "with space", 'quote"', "line\nbreak", "é"])
+def test_any_other_name_is_replaced(theirs: str) -> None:
+    assert request_id((("x-request-id", theirs),)).startswith("req-")

@@ -1,0 +1,52 @@
+"""Who may come in."""
+
+from pathlib import Path
+
+import pytest
+
+from pdproxy.errors import ClientError, SettingsError
+from pdproxy.intake.keys import ANYBODY, Holder, Keys, parse_lines, read_keys
+
+KEYS = Keys(dict(parse_lines(["# ours", "", "sk-one alice 3", "sk-two  # no name"])))
+
+
+@pytest.mark.parametrize(
+    ("header", "value", "holder"),
+    [
+        ("authorization", "Bearer sk-one", Holder("alice", 3)),
+        ("authorization", "bearer  sk-one ", Holder("alice", 3)),
+        ("x-api-key", "sk-two", Holder("line-4")),
+    ],
+)
+def test_a_key_names_its_holder(header: str, value: str, holder: Holder) -> None:
+    assert KEYS.holder(((header, value),)) == holder
+
+
+@pytest.mark.parametrize("value", ["Bearer sk-three", "Bearer", "", "Basic sk-one", "sk-one", "Bearer sk-one extra"])
+def test_anything_else_stays_out(value: str) -> None:
+    with pytest.raises(ClientError) as caught:
+        KEYS.holder((("authorization", value),))
+    assert caught.value.status == 401
+    assert ("www-authenticate", "Bearer") in caught.value.headers
+
+
+def test_without_keys_everybody_comes_in() -> None:
+    assert read_keys(None).holder(()) is ANYBODY
+
+
+@pytest.mark.parametrize("line", ["secret-word a 0", "secret-word a two", "secret-word a 1 more", "secret-word a -1"])
+def test_a_wrong_line_is_named_by_number_and_never_quoted(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"fine\n{line}\n")
+    with pytest.raises(SettingsError, match="line 2") as caught:
+        read_keys(path)
+    assert "secret-word" not in str(caught.value)
+
+
+def test_a_file_that_would_lock_everybody_out_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# nobody\n")
+    with pytest.raises(SettingsError, match="holds no key"):
+        read_keys(path)
+    with pytest.raises(SettingsError, match="cannot be read"):
+        read_keys(tmp_path / "absent")
