@@ -168,6 +168,26 @@ class Pool:
         member.reason = reason
         self._move(member, member.circuit, Stage.REFUSED)
 
+    def waiting(self, name: str, reason: str) -> None:
+        """Say why the node does not join yet; ignored for a node that has left.
+
+        A refused node whose preflight cannot be repeated keeps the reason of its refusal.
+        """
+        member = self._members.get(name)
+        if member is not None and member.stage is Stage.JOINING:
+            member.reason = reason
+
+    def rejoin(self, name: str) -> None:
+        """Back to JOINING: the end of a drain, or something new to look at.
+
+        Raises:
+            UnknownNode: it has left.
+        """
+        member = self._member(name)
+        member.reason, member.leaving = "", asyncio.Event()
+        self._move(member, member.circuit, Stage.JOINING)
+        self.changed.set()
+
     def drain(self, name: str) -> None:
         """No new requests from now on. `Drainer` watches over the deadline.
 
@@ -199,19 +219,21 @@ class Pool:
         """The outcome of an active health probe that ``began`` at that monotonic second.
 
         A timed-out probe is no miss if a leg heard from the node since ``began``: it is busy, not dead. `failures`
-        misses in a row open the circuit, and streams are told to leave. A node that has left is ignored.
+        misses in a row open the circuit; streams are told to leave once they are silent too. A node that has left is
+        ignored.
         """
         member = self._members.get(name)
         if member is None:
             return
-        if fault is None or (fault is Fault.HEADERS_TIMEOUT and member.progressed_at >= began):
+        heard = member.progressed_at >= began
+        if fault is None or (heard and fault in (Fault.HEADERS_TIMEOUT, Fault.STALL)):
             member.misses = 0
             return
         member.misses += 1
         if member.lost() and member.circuit.phase is not Phase.OPEN:
             member.reason = f"health: {fault}"
             self._move(member, member.circuit.opened(self._clock.now()))
-        if member.lost():
+        if member.lost() and not heard:
             member.leaving.set()
 
     def lost(self, name: str) -> bool:

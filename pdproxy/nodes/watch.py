@@ -4,6 +4,7 @@ from typing import Protocol
 
 from pdproxy.nodes.circuit import Phase
 from pdproxy.nodes.node import Node, State
+from pdproxy.observe.metrics import Metrics
 
 
 class NodeWatch(Protocol):
@@ -36,3 +37,22 @@ class Unwatched:
     def circuit_moved(self, node: Node, to: Phase) -> None: ...
 
     def gone(self, node: Node) -> None: ...
+
+
+class MetricsWatch:
+    """Puts it all on the proxy's metrics."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def active(self, node: Node, count: int) -> None:
+        self._metrics.node_active(node.name, node.role, count)
+
+    def state(self, node: Node, state: State) -> None:
+        self._metrics.node_state(node.name, node.role, state)
+
+    def circuit_moved(self, node: Node, to: Phase) -> None:
+        self._metrics.circuit_moved(node.name, to)
+
+    def gone(self, node: Node) -> None:
+        self._metrics.node_forgotten(node.name, node.role, State)

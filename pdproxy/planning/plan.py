@@ -53,7 +53,7 @@ class Without(enum.StrEnum):
 
 
 class Reason(enum.StrEnum):
-    """Why the plan is what it is (`Needs.local` may add its own words)."""
+    """Why the plan is what it is (or it is `Needs.local`)."""
 
     DISAGGREGATED = "disaggregated"
     SHORT_PROMPT = "short_prompt"
@@ -80,7 +80,7 @@ class Needs:
 
     Attributes:
         model: as the client named it.
-        local: why it cannot be disaggregated, a short word for the metric; None when it can.
+        local: why it cannot be disaggregated, in one of the words of an enumeration; None when it can.
         excluded: names of nodes that must not be used (they failed this request).
         decode: the decode node to keep if it still takes requests (affinity).
         cohort: the decode node must pair with it (a ticket is at hand); "" for any.
@@ -88,7 +88,7 @@ class Needs:
     """
 
     model: str
-    local: str | None = None
+    local: enum.StrEnum | None = None
     excluded: frozenset[str] = frozenset()
     decode: str | None = None
     cohort: str = ""
@@ -101,7 +101,7 @@ class Plan:
 
     prefill: Node | None
     decode: Node
-    reason: str
+    reason: enum.StrEnum
 
 
 def plan(snapshot: Snapshot, needs: Needs, policy: PlanPolicy, turn: int) -> Plan:
@@ -164,7 +164,7 @@ def models(snapshot: Snapshot) -> tuple[str, ...]:
     return tuple(sorted({name for node in decodes for name in (node.model, *node.aliases) if name}))
 
 
-def _why_local(needs: Needs, policy: PlanPolicy) -> str | None:
+def _why_local(needs: Needs, policy: PlanPolicy) -> enum.StrEnum | None:
     if needs.local is not None:
         return needs.local
     if needs.prompt_tokens is not None and needs.prompt_tokens < policy.local_below_tokens:

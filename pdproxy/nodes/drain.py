@@ -1,0 +1,77 @@
+"""Seeing nodes out: running requests finish, or are told to leave when the deadline comes."""
+
+import asyncio
+import enum
+import logging
+
+from pdproxy.clock import Clock
+from pdproxy.nodes.pool import Pool, UnknownNode
+from pdproxy.nodes.race import first_of
+
+_LOG = logging.getLogger(__name__)
+
+
+class After(enum.Enum):
+    """What becomes of a node that was seen out."""
+
+    KEEP = "keep"
+    """It stays, DRAINING, until it is removed or rejoins."""
+    REMOVE = "remove"
+
+
+class Drainer:
+    """Owns the tasks that watch over drains; `aclose` ends them.
+
+    Args:
+        grace: seconds for streams to move elsewhere once they were told to leave.
+    """
+
+    def __init__(self, pool: Pool, clock: Clock, grace: float = 30.0) -> None:
+        self._pool = pool
+        self._clock = clock
+        self._grace = grace
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def start(self, name: str, seconds: float, after: After) -> None:
+        """No new requests from now on; at the latest in ``seconds``, running ones are told to leave.
+
+        A drain that is under way is replaced.
+
+        Raises:
+            UnknownNode: it has left.
+        """
+        self._pool.drain(name)
+        self.stop(name)
+        task = asyncio.get_running_loop().create_task(self._see_out(name, seconds, after))
+        self._tasks[name] = task
+        task.add_done_callback(lambda done: self._forget(name, done))
+
+    def stop(self, name: str) -> None:
+        """Watch no longer; the node stays as it is."""
+        task = self._tasks.pop(name, None)
+        if task is not None:
+            task.cancel()
+
+    async def aclose(self) -> None:
+        """End all watching."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _see_out(self, name: str, seconds: float, after: After) -> None:
+        try:
+            idle, leaving = self._pool.idle(name), self._pool.leaving(name)
+            await first_of(idle.wait(), self._clock.sleep(seconds))
+            if not idle.is_set():
+                _LOG.info("node %s: the drain deadline came, running requests move elsewhere", name)
+                leaving.set()
+                await first_of(idle.wait(), self._clock.sleep(self._grace))
+        except UnknownNode:
+            return
+        if after is After.REMOVE:
+            self._pool.remove(name)
+
+    def _forget(self, name: str, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(name) is task:
+            del self._tasks[name]

@@ -1,0 +1,112 @@
+"""What a node says of itself, read out of its answers: pure."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from pdproxy.nodes.node import Node
+
+INFO_METRIC = "pdproxy_connector_info"
+"""The gauge whose labels tell the connector's settings."""
+
+_NO_LABELS: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Card:
+    """What ``GET /v1/models`` tells.
+
+    Attributes:
+        names: every name served here, base models before adapters.
+        root: the path that the model was loaded from; "" where not told.
+        max_model_len: the longest sequence in tokens; None where not told.
+    """
+
+    names: tuple[str, ...] = ()
+    root: str = ""
+    max_model_len: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Facts:
+    """Everything that a preflight found out about one node.
+
+    Attributes:
+        node: as it was configured.
+        card: its models.
+        version: of vLLM; "" where not told.
+        labels: of our connector; empty when the node runs another one or none.
+    """
+
+    node: Node
+    card: Card = dataclasses.field(default_factory=Card)
+    version: str = ""
+    labels: Mapping[str, str] = _NO_LABELS
+
+    def joined(self) -> Node:
+        """The node with what was found filled in: model, aliases, cohort. What was configured wins."""
+        model = self.node.model or next(iter(self.card.names), "")
+        aliases = dict.fromkeys((*self.node.aliases, *(name for name in self.card.names if name != model)))
+        return dataclasses.replace(self.node, model=model, aliases=tuple(aliases), cohort=self.cohort())
+
+    def cohort(self) -> str:
+        """Nodes of one cohort can exchange tickets: the NIXL handshake hashes the vLLM version; "" if not told."""
+        version, connector = self.labels.get("vllm_version", self.version), self.labels.get("connector_version")
+        return version if connector is None else f"{version}+{connector}"
+
+    def setting(self, name: str) -> str | None:
+        """A setting as the node published it; None where it did not."""
+        if name == "model":
+            return self.labels.get("model") or self.card.root or None
+        return self.labels.get(name)
+
+
+def read_card(body: bytes) -> Card:
+    """The models of a ``/v1/models`` answer; an unusable answer tells nothing. Adapters have a ``parent``."""
+    entries = [entry for entry in _list(_object(body).get("data")) if isinstance(_mapping(entry).get("id"), str)]
+    base = [entry for entry in map(_mapping, entries) if not entry.get("parent")]
+    adapters = [entry for entry in map(_mapping, entries) if entry.get("parent")]
+    first = base[0] if base else {}
+    root, longest = first.get("root"), first.get("max_model_len")
+    return Card(
+        tuple(str(entry["id"]) for entry in (*base, *adapters)),
+        root if isinstance(root, str) else "",
+        longest if isinstance(longest, int) else None,
+    )
+
+
+def read_version(body: bytes) -> str:
+    """The version of a ``/version`` answer; "" if unusable."""
+    version = _object(body).get("version")
+    return version if isinstance(version, str) else ""
+
+
+def read_labels(body: bytes) -> Mapping[str, str]:
+    """The labels of the connector's info metric in a ``/metrics`` answer; empty without one."""
+    lines = (line for line in body.decode("utf-8", "replace").splitlines() if line.startswith(INFO_METRIC + "{"))
+    line = next(lines, None)
+    if line is None:
+        return _NO_LABELS
+    try:
+        samples = [sample for family in text_string_to_metric_families(line + "\n") for sample in family.samples]
+    except ValueError:
+        return _NO_LABELS
+    return MappingProxyType(dict(samples[0].labels)) if samples else _NO_LABELS
+
+
+def _object(body: bytes) -> Mapping[str, object]:
+    try:
+        return _mapping(json.loads(body))
+    except ValueError:
+        return {}
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: object) -> list[object]:
+    return value if isinstance(value, list) else []

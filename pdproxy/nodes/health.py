@@ -1,0 +1,114 @@
+"""Active health: asks every node in turn, brings new ones in, gives silent ones up and takes them back."""
+
+import asyncio
+import dataclasses
+
+from pdproxy.clock import Clock
+from pdproxy.errors import Fault, NodeFault
+from pdproxy.nodes.ask import get
+from pdproxy.nodes.join import Joiner
+from pdproxy.nodes.node import Node, NodeView, State
+from pdproxy.nodes.pool import Pool
+from pdproxy.nodes.race import first_of
+from pdproxy.request import Headers
+from pdproxy.transport.port import Patience, Transport
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HealthRules:
+    """Times in seconds. How many misses in a row give a node up is `CircuitRules.failures`.
+
+    Attributes:
+        interval: between two probes of a node.
+        timeout: for one probe's answer.
+    """
+
+    interval: float = 5.0
+    timeout: float = 5.0
+
+
+class Health:
+    """Visits nodes, each at its own pace: a slow one delays no other.
+
+    Args:
+        pool: what is told.
+        joiner: brings nodes in.
+        transport: the way to the nodes.
+        headers: sent with each probe.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        joiner: Joiner,
+        transport: Transport,
+        clock: Clock,
+        rules: HealthRules | None = None,
+        headers: Headers = (),
+    ) -> None:
+        self._pool = pool
+        self._joiner = joiner
+        self._transport = transport
+        self._clock = clock
+        self._rules = rules or HealthRules()
+        self._headers = headers
+        self._visiting: set[str] = set()
+        self._unreachable: set[str] = set()
+
+    async def run(self) -> None:
+        """Visit every node each interval, new ones at once, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                self._pool.changed.clear()
+                for view in self._pool.snapshot().nodes:
+                    if view.node.name not in self._visiting:
+                        self._visiting.add(view.node.name)
+                        group.create_task(self._visit(view))
+                await first_of(self._pool.changed.wait(), self._clock.sleep(self._rules.interval))
+
+    async def visit_all(self) -> None:
+        """One visit to each node, and its end: for a start that wants to know the nodes before it takes requests."""
+        await asyncio.gather(*(self.visit(view) for view in self._pool.snapshot().nodes))
+
+    async def _visit(self, view: NodeView) -> None:
+        try:
+            await self.visit(view)
+        finally:
+            self._visiting.discard(view.node.name)
+
+    async def visit(self, view: NodeView) -> None:
+        """Join, probe or take back one node, as its state asks for."""
+        if not self._is_there(view.node):
+            return
+        if view.state in (State.JOINING, State.REFUSED):
+            await self._joiner.attempt(view.node.name)
+            return
+        began = self._clock.now()
+        fault = await self._probe(view.node)
+        if not self._is_there(view.node):
+            return
+        if fault is None and self._was_away(view.node.name):
+            self._unreachable.discard(view.node.name)
+            await self._joiner.attempt(view.node.name)
+            return
+        if fault is Fault.REFUSED:
+            self._unreachable.add(view.node.name)
+        self._pool.probed(view.node.name, fault, began)
+
+    def _was_away(self, name: str) -> bool:
+        """Whether it may have come back as something else: another version behind the same address."""
+        return name in self._unreachable or self._pool.lost(name)
+
+    async def _probe(self, node: Node) -> Fault | None:
+        patience = Patience(connect=self._rules.timeout, headers=self._rules.timeout, stall=self._rules.timeout)
+        try:
+            status, _ = await get(self._transport, f"{node.url}/health", self._headers, patience)
+        except NodeFault as fault:
+            return fault.fault
+        return Fault.SERVER_ERROR if status >= 500 else None
+
+    def _is_there(self, node: Node) -> bool:
+        there = any(view.node.name == node.name for view in self._pool.snapshot().nodes)
+        if not there:
+            self._unreachable.discard(node.name)
+        return there

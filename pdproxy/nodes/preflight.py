@@ -1,0 +1,89 @@
+"""Asks nodes about themselves before they get requests; also what `pdproxy check` prints."""
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+
+from pdproxy.errors import Fault, NodeFault
+from pdproxy.nodes.ask import get
+from pdproxy.nodes.facts import Facts, read_card, read_labels, read_version
+from pdproxy.nodes.judge import Verdict, judge
+from pdproxy.nodes.node import Node
+from pdproxy.request import Headers
+from pdproxy.transport.port import Patience, Transport
+
+PATIENCE = Patience(connect=5.0, headers=10.0, stall=10.0)
+
+
+class Preflight:
+    """Reads what a node publishes.
+
+    Args:
+        transport: the way to the nodes.
+        headers: sent with each question (a credential that nodes ask for).
+        patience: for each question.
+    """
+
+    def __init__(self, transport: Transport, headers: Headers = (), patience: Patience = PATIENCE) -> None:
+        self._transport = transport
+        self._headers = headers
+        self._patience = patience
+
+    async def inspect(self, node: Node) -> Facts:
+        """What the node says of itself. Only /v1/models must be there; what else is missing is left empty.
+
+        Raises:
+            NodeFault: it cannot be reached, or /v1/models answers with an error.
+        """
+        status, body = await self._get(node, "/v1/models")
+        if status != 200:
+            raise NodeFault(Fault.SERVER_ERROR, f"/v1/models answers {status}", status=status)
+        return Facts(
+            node,
+            read_card(body),
+            read_version(await self._extra(node, "/version")),
+            read_labels(await self._extra(node, "/metrics")),
+        )
+
+    async def _extra(self, node: Node, path: str) -> bytes:
+        """A body that may be missing: b"" then."""
+        try:
+            status, body = await self._get(node, path)
+        except NodeFault as fault:
+            if fault.fault is Fault.INVALID_BODY:
+                return b""
+            raise
+        return body if status == 200 else b""
+
+    async def _get(self, node: Node, path: str) -> tuple[int, bytes]:
+        return await get(self._transport, node.url + path, self._headers, self._patience)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Checked:
+    """One row of `pdproxy check`: ``facts`` is a NodeFault when the node could not be asked."""
+
+    node: Node
+    facts: Facts | NodeFault
+    verdict: Verdict = dataclasses.field(default_factory=Verdict)
+
+    def good(self) -> bool:
+        """Whether the node would be admitted."""
+        return isinstance(self.facts, Facts) and not self.verdict.refusals
+
+
+async def check(preflight: Preflight, nodes: Sequence[Node]) -> list[Checked]:
+    """Ask every node at once, then judge each against the ones named before it, as if they joined in this order."""
+    answers = await asyncio.gather(*(_try(preflight, node) for node in nodes))
+    rows: list[Checked] = []
+    for node, facts in zip(nodes, answers, strict=True):
+        accepted = [row.facts for row in rows if row.good() and isinstance(row.facts, Facts)]
+        rows.append(Checked(node, facts, judge(facts, accepted) if isinstance(facts, Facts) else Verdict()))
+    return rows
+
+
+async def _try(preflight: Preflight, node: Node) -> Facts | NodeFault:
+    try:
+        return await preflight.inspect(node)
+    except NodeFault as fault:
+        return fault
