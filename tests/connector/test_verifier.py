@@ -1,0 +1,179 @@
+"""Every question gets exactly one answer: the peer's, or none in time; over real sockets, with real junk."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from connector.accounts import Accounts
+from connector.lease import Verdict
+from connector.open_batches import Judged, OpenBatches
+from connector.question import MOST_QUESTIONS, Batch, Question, read_request, write_answer
+from connector.side_channel import Listener, tcp
+from connector.verifier import Verifier
+
+HOST = "127.0.0.1"
+PATIENCE = 30.0
+HERE = (HOST, 1)
+
+
+def question(nonce: str) -> Question:
+    return Question("P", "r-" + nonce, nonce)
+
+
+def number(message: bytes) -> int:
+    batch = read_request(message)
+    assert isinstance(batch, Batch)
+    return batch.number
+
+
+def test_an_answer_settles_its_batch_once() -> None:
+    batches = OpenBatches(timeout=1)
+    (message,) = batches.ask(HERE, [question("a"), question("b")], now=0)
+    reply = write_answer(number(message), [Verdict.HELD, Verdict.EXPIRED])
+    assert batches.answer(HERE, reply) == [Judged("a", Verdict.HELD), Judged("b", Verdict.EXPIRED)]
+    assert batches.answer(HERE, reply) == []
+    assert len(batches) == 0
+
+
+def test_an_answer_from_another_address_settles_nothing() -> None:
+    batches = OpenBatches(timeout=1)
+    (message,) = batches.ask(HERE, [question("a")], now=0)
+    assert batches.answer((HOST, 2), write_answer(number(message), [Verdict.HELD])) == []
+    assert len(batches) == 1
+
+
+def test_an_answer_of_the_wrong_length_counts_as_none() -> None:
+    batches = OpenBatches(timeout=1)
+    (message,) = batches.ask(HERE, [question("a"), question("b")], now=0)
+    assert batches.answer(HERE, write_answer(number(message), [Verdict.HELD])) == [Judged("a", None), Judged("b", None)]
+
+
+def test_silence_is_an_answer_when_the_time_is_up() -> None:
+    batches = OpenBatches(timeout=2)
+    batches.ask(HERE, [question("a")], now=10)
+    assert batches.next_due() == 12
+    assert batches.overdue(11.9) == ([], set())
+    assert batches.overdue(12) == ([Judged("a", None)], {HERE})
+    assert batches.next_due() is None
+
+
+@given(st.integers(0, 2 * MOST_QUESTIONS + 3))
+def test_long_batches_are_cut_and_no_question_is_lost(count: int) -> None:
+    batches = OpenBatches(timeout=1)
+    messages = batches.ask(HERE, [question(str(index)) for index in range(count)], now=0)
+    read = [read_request(message) for message in messages]
+    asked = [one.nonce for batch in read if isinstance(batch, Batch) for one in batch.questions]
+    assert asked == [str(index) for index in range(count)]
+    assert len(batches.overdue(1)[0]) == count
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def collect(verifier: Verifier, count: int) -> dict[str, Verdict | None]:
+    found: list[Judged] = []
+    deadline = time.monotonic() + PATIENCE
+    while len(found) < count:
+        assert time.monotonic() < deadline, f"only {len(found)} of {count} answers came"
+        found += verifier.answers()
+        time.sleep(0.005)
+    assert len(found) == len({one.nonce for one in found}) == count
+    return {one.nonce: one.verdict for one in found}
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    number = free_port()
+    listener = Listener(HOST, number, {}, judge, Accounts())
+    listener.start()
+    yield number
+    listener.stop()
+
+
+def judge(engine_id: str, request_id: str, nonce: str) -> Verdict:
+    return Verdict.HELD if request_id == "r-" + nonce else Verdict.UNKNOWN
+
+
+def test_questions_of_several_steps_are_answered(port: int) -> None:
+    with closing(Verifier(timeout=PATIENCE)) as verifier:
+        verifier.ask({(HOST, port): [question("a"), Question("P", "other", "b")]})
+        verifier.ask({})
+        verifier.ask({(HOST, port): [question("c")]})
+        assert collect(verifier, 3) == {"a": Verdict.HELD, "b": Verdict.UNKNOWN, "c": Verdict.HELD}
+
+
+def test_a_dead_peer_delays_nobody_else_and_is_asked_again_later(port: int) -> None:
+    dead = free_port()
+    with closing(Verifier(timeout=1.0)) as verifier:
+        verifier.ask({(HOST, dead): [question("lost")], (HOST, port): [question("fine")]})
+        assert collect(verifier, 2) == {"lost": None, "fine": Verdict.HELD}
+        late = Listener(HOST, dead, {}, judge, Accounts())
+        late.start()
+        with closing(Closing(late)):
+            answer: Verdict | None = None
+            deadline = time.monotonic() + PATIENCE
+            while answer is None and time.monotonic() < deadline:
+                verifier.ask({(HOST, dead): [question("again")]})
+                answer = collect(verifier, 1)["again"]
+            assert answer is Verdict.HELD
+
+
+def test_an_address_that_cannot_be_dialled_is_silence() -> None:
+    with closing(Verifier(timeout=0.2)) as verifier:
+        verifier.ask({("not a host name", 1): [question("a")]})
+        assert collect(verifier, 1) == {"a": None}
+
+
+def test_junk_from_a_peer_is_silence() -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    peer = context.socket(zmq.ROUTER)
+    number = peer.bind_to_random_port("tcp://" + HOST)
+    assert tcp(HOST, number) == f"tcp://{HOST}:{number}"
+    stop = threading.Event()
+
+    def babble() -> None:
+        while not stop.is_set():
+            if peer.poll(50):
+                frames = peer.recv_multipart()
+                for junk in (b"", b"\xc1", write_answer(99, [Verdict.HELD])):
+                    peer.send_multipart([frames[0], b"", junk])
+
+    thread = threading.Thread(target=babble)
+    thread.start()
+    with closing(Verifier(timeout=0.5)) as verifier:
+        verifier.ask({(HOST, number): [question("a")]})
+        assert collect(verifier, 1) == {"a": None}
+    stop.set()
+    thread.join()
+    context.destroy(linger=0)
+
+
+def test_close_ends_the_thread_and_twice_is_fine(port: int) -> None:
+    verifier = Verifier(timeout=PATIENCE)
+    verifier.ask({(HOST, port): [question("a")]})
+    verifier.close()
+    verifier.close()
+    assert not any(thread.name == "pdproxy_verifier" for thread in threading.enumerate())
+
+
+class Closing:
+    """A listener, with the method that `closing` calls."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+
+    def close(self) -> None:
+        self._listener.stop()
