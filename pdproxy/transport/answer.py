@@ -1,0 +1,104 @@
+"""Reads the answers that come on one connection: bytes in, heads and bodies out. No I/O."""
+
+import httptools
+
+from pdproxy.request import Headers
+from pdproxy.transport.faults import PARSING, Garbage
+
+_OVERHEAD = 128 * 1024
+"""Bytes that may come without any of them being body: bounds heads, interim answers, chunk extensions, trailers."""
+_BODILESS = frozenset({204, 304})
+
+
+class AnswerReader:
+    """One answer at a time, as many as the connection lives to carry.
+
+    Attributes:
+        status: the HTTP status, once `has_head`.
+        headers: names in lower case, once `has_head`.
+        has_head: the final (not 1xx) head has come.
+        ended: the whole answer has come.
+        reusable: it has ended, and the connection can carry another.
+        silent: no byte has come since `expect`.
+        pending: bytes of body that nobody has taken yet.
+    """
+
+    def __init__(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self.expect("GET")
+
+    def expect(self, method: str) -> None:
+        """Make ready for the answer to a request with this method."""
+        self.status = 0
+        self.headers: Headers = ()
+        self.has_head = self.ended = self.reusable = False
+        self.silent = True
+        self.pending = 0
+        self._bodiless = method == "HEAD"
+        self._ends_with_connection = False
+        self._fields: list[tuple[str, str]] = []
+        self._pieces: list[bytes] = []
+        self._overhead = 0
+
+    def feed(self, data: bytes) -> None:
+        """Take what came.
+
+        Raises:
+            Garbage: it is not HTTP, an upgrade, or far too much head.
+        """
+        self.silent = False
+        before = self.pending
+        try:
+            self._parser.feed_data(data)
+        except PARSING as error:
+            if not self.ended:
+                raise Garbage(f"not an HTTP answer ({type(error).__name__}: {error})") from error
+            self.reusable = False
+        self._bound(len(data), self.pending > before)
+
+    def feed_eof(self) -> bool:
+        """Take the end of the connection. True where that is how the answer ends (no length, not chunked)."""
+        if self.has_head and self._ends_with_connection:
+            self.ended = True
+        self.reusable = False
+        return self.ended
+
+    def take(self) -> bytes:
+        """All of the body that is here and was not taken yet."""
+        pieces, self._pieces, self.pending = self._pieces, [], 0
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _bound(self, came: int, progressed: bool) -> None:
+        self._overhead = 0 if progressed else self._overhead + came
+        if self._overhead > _OVERHEAD and not self.ended:
+            raise Garbage(f"more than {_OVERHEAD} bytes came that are no body")
+
+    # What httptools calls.
+
+    def on_message_begin(self) -> None:
+        if self.ended:
+            self.reusable = False  # more came than was asked for: nobody knows what it answers
+        self._fields = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.has_head:  # trailers are dropped
+            self._fields.append((name.lower().decode("latin-1"), value.decode("latin-1").strip()))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200 or self.has_head:
+            return
+        self.status, self.headers, self.has_head = status, tuple(self._fields), True
+        framed = any(name in ("content-length", "transfer-encoding") for name, _ in self._fields)
+        self._ends_with_connection = not framed and status not in _BODILESS
+        self.ended = self._bodiless  # the parser cannot know; the connection is not used again
+
+    def on_body(self, body: bytes) -> None:
+        if not self.ended:
+            self._pieces.append(body)
+            self.pending += len(body)
+
+    def on_message_complete(self) -> None:
+        if self.has_head and not self.ended:
+            self.ended = True
+            self.reusable = self._parser.should_keep_alive()

@@ -1,0 +1,172 @@
+"""One connection to a node: an asyncio protocol around an `AnswerReader`."""
+
+import asyncio
+from collections.abc import Callable
+from typing import cast
+
+from pdproxy.errors import Fault, NodeFault
+from pdproxy.transport.answer import AnswerReader
+from pdproxy.transport.faults import Garbage, out_of_patience, while_exchanging
+from pdproxy.transport.watchdog import Watchdog
+from pdproxy.transport.wire import Origin
+
+_FULL = 256 * 1024
+"""Bytes of body that wait here before the node is made to wait."""
+_ONE_WRITE = 64 * 1024
+"""Up to this size head and body are joined: one system call is worth more than the copy."""
+
+
+class Connection(asyncio.Protocol):
+    """Carries one exchange at a time. Whoever took it ends with `cut`, or gives it back to the pool while `fit`.
+
+    Attributes:
+        origin: what it leads to.
+        answer: what has come back.
+        idle_since: when it was last given back, by the pool's clock.
+        idled: how long it had been idle when it was taken, in seconds; 0 for a fresh one.
+    """
+
+    def __init__(self, origin: Origin, on_lost: Callable[["Connection"], None]) -> None:
+        self.origin = origin
+        self.answer = AnswerReader()
+        self.idle_since = self.idled = 0.0
+        self._where = f"{origin.host}:{origin.port}"
+        self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
+        self._watchdog = Watchdog(self._loop, self._bite)
+        self._transport: asyncio.Transport | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._patience = (Fault.HEADERS_TIMEOUT, 0.0)
+        self._failure: NodeFault | None = None
+        self._busy = self._lost = self._paused = False
+
+    @property
+    def lost(self) -> bool:
+        """It is gone, or on its way."""
+        return self._lost or self._transport is None or self._transport.is_closing()
+
+    @property
+    def fit(self) -> bool:
+        """The exchange is over on both sides, and another may follow."""
+        written = self._transport is not None and self._transport.get_write_buffer_size() == 0
+        return self.answer.reusable and written and not self.lost
+
+    @property
+    def fileno(self) -> int:
+        """The socket's descriptor, -1 once it is closed."""
+        return -1 if self._transport is None else int(self._transport.get_extra_info("socket").fileno())
+
+    def begin(self, method: str, head: bytes, body: bytes) -> None:
+        """Send a request. What comes from now on is its answer."""
+        self.answer.expect(method)
+        self._failure = None if not self.lost else while_exchanging(None, self._where)
+        self._busy = True
+        if self._transport is None or self.lost:
+            return
+        if len(body) <= _ONE_WRITE:
+            self._transport.write(head + body)
+        else:
+            self._transport.write(head)
+            self._transport.write(body)
+
+    async def head(self, seconds: float) -> None:
+        """Return when the answer's head has come.
+
+        Raises:
+            NodeFault: RESET, or HEADERS_TIMEOUT when it took longer than ``seconds``.
+        """
+        while not self.answer.has_head:
+            await self._wait(Fault.HEADERS_TIMEOUT, seconds)
+
+    async def piece(self, seconds: float) -> bytes:
+        """The next of the body, b"" at its end.
+
+        Raises:
+            NodeFault: RESET, or STALL when nothing came for ``seconds``.
+        """
+        while not self.answer.pending and not self.answer.ended:
+            await self._wait(Fault.STALL, seconds)
+        piece = self.answer.take()
+        self._resume()
+        return piece
+
+    def rest(self) -> None:
+        """The exchange is over: what comes now was not asked for."""
+        self._busy = False
+        self.answer.take()
+        self._resume()
+
+    def cut(self) -> None:
+        """Close at once, whatever is under way; whoever waits for it gets RESET. Idempotent."""
+        self._fail(NodeFault(Fault.RESET, f"{self._where}: closed by us"))
+        self._watchdog.stop()
+
+    async def _wait(self, fault: Fault, seconds: float) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._waiter = self._loop.create_future()
+        self._patience = (fault, seconds)
+        self._watchdog.watch(seconds)
+        try:
+            await self._waiter
+        finally:
+            self._watchdog.rest()
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _awaited(self) -> bool:
+        """What came is what is waited for: half a head must not buy a node more time."""
+        if self._patience[0] is Fault.HEADERS_TIMEOUT:
+            return self.answer.has_head
+        return self.answer.pending > 0 or self.answer.ended
+
+    def _bite(self) -> None:
+        self._fail(out_of_patience(*self._patience, self._where))
+
+    def _fail(self, failure: NodeFault) -> None:
+        self._failure = self._failure or failure
+        if self._transport is not None:
+            self._transport.abort()
+        self._wake()
+
+    def _resume(self) -> None:
+        if self._paused and self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+        self._paused = False
+
+    # What asyncio calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
+        self._transport.set_write_buffer_limits(high=0)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._busy:
+            self.cut()
+            return
+        try:
+            self.answer.feed(data)
+        except Garbage as error:
+            self._fail(while_exchanging(error, self._where))
+            return
+        if self.answer.pending > _FULL and self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+            self._paused = True
+        if self._awaited():
+            self._wake()
+
+    def resume_writing(self) -> None:
+        """The last byte of the request is out: the wait for the head counts from here."""
+        if self._waiter is not None:
+            self._watchdog.watch(self._patience[1])
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
+        self._watchdog.stop()
+        if self._busy and not self.answer.ended and (exc is not None or not self.answer.feed_eof()):
+            self._failure = self._failure or while_exchanging(exc, self._where)
+        self._wake()
+        self._on_lost(self)

@@ -1,0 +1,44 @@
+"""The one place where foreign errors become `NodeFault`.
+
+What can reach us from below, and what it means:
+
+::
+
+    while connecting    OSError (refused, unreachable, name not found, TLS, time out)  → REFUSED
+                        UnicodeError (a host name that IDNA cannot encode)             → REFUSED
+    while exchanging    OSError, or the end of the connection                          → RESET
+                        httptools' errors, `Garbage`: what came is not HTTP            → RESET
+"""
+
+import httptools
+
+from pdproxy.errors import Fault, NodeFault
+
+CONNECTING: tuple[type[Exception], ...] = (OSError, UnicodeError)
+"""What `create_connection` raises: `TimeoutError`, `socket.gaierror` and `ssl.SSLError` are OSErrors."""
+
+PARSING: tuple[type[Exception], ...] = (httptools.HttpParserError, httptools.HttpParserUpgrade)
+"""What `feed_data` raises."""
+
+
+class Garbage(Exception):
+    """What came on a connection is not an HTTP/1.1 answer that we accept."""
+
+
+def while_connecting(error: Exception, where: str) -> NodeFault:
+    """A connection that never stood: nothing of the request reached the node."""
+    return NodeFault(Fault.REFUSED, f"{where}: {_words(error)}")
+
+
+def while_exchanging(error: Exception | None, where: str) -> NodeFault:
+    """A connection that broke, or that ended (``None``), before the answer did."""
+    return NodeFault(Fault.RESET, f"{where}: {_words(error) if error else 'closed before the answer ended'}")
+
+
+def out_of_patience(fault: Fault, seconds: float, where: str) -> NodeFault:
+    """Nothing came for too long: HEADERS_TIMEOUT or STALL."""
+    return NodeFault(fault, f"{where}: nothing came for {seconds:g} s")
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
