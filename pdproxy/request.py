@@ -49,3 +49,70 @@ class ClientRequest:
 def header(headers: Headers, name: str) -> str | None:
     """The first value of a header, by its lower-case name."""
     return next((value for key, value in headers if key == name), None)
+
+
+class Addition(enum.StrEnum):
+    """What the proxy asks a decode node for beyond what the client asked; taken out of the answer again."""
+
+    TOKEN_IDS = "return_token_ids"
+    """So that a broken stream can go on elsewhere."""
+    USAGE = "include_usage"
+    """The final usage event."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shape:
+    """What kind of request a body is: all that planning, driving and relaying need to know of it.
+
+    Attributes:
+        prompts: how many prompts it holds; more than one is split, one hand-over each.
+        choices: ``n``, at least 1: how many answers to each prompt, so how many readers of a hand-over.
+        stream: whether the answer comes as server-sent events.
+        local_because: why it cannot be disaggregated (a word for a metric), None where it can.
+        final_because: why a broken stream cannot go on elsewhere (a word), None where it can.
+        asked: which of our additions the client asked for itself, so that they stay in the answer.
+        held_back: characters that vLLM holds back for stop strings (the longest one's length less one).
+        greedy: temperature 0: computing the same tokens again gives the same tokens.
+        max_tokens: what the client allows, None where it does not say.
+    """
+
+    prompts: int
+    choices: int
+    stream: bool
+    local_because: str | None = None
+    final_because: str | None = None
+    asked: frozenset[Addition] = frozenset()
+    held_back: int = 0
+    greedy: bool = False
+    max_tokens: int | None = None
+
+    @property
+    def disaggregable(self) -> bool:
+        """Whether prefill and decode may run on two nodes."""
+        return self.local_because is None
+
+    @property
+    def continuable(self) -> bool:
+        """Whether a stream that breaks can go on elsewhere, as far as the request tells."""
+        return self.final_because is None
+
+    @property
+    def additions(self) -> frozenset[Addition]:
+        """What to ask the decode node for on top of the client's wishes."""
+        wanted = frozenset({Addition.TOKEN_IDS}) if self.stream and self.continuable else frozenset()
+        return wanted - self.asked
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Continuation:
+    """From where a broken stream goes on.
+
+    Attributes:
+        prompt_token_ids: the prompt, as the first node tokenized it.
+        produced_token_ids: the tokens to append to it; their text has reached the client.
+        overlap: characters of the continuation's text that the client already has (greedy requests only).
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    produced_token_ids: tuple[int, ...]
+    overlap: int = 0
