@@ -1,0 +1,85 @@
+"""What goes in and out of the nodes' endpoints."""
+
+import urllib.parse
+from typing import Annotated
+
+import pydantic
+
+from pdproxy.nodes.node import Node, NodeView, Role, State
+
+
+class NewNode(pydantic.BaseModel):
+    """A node to take in."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    url: str
+    role: Role
+    name: Annotated[str, pydantic.Field(pattern=r"^[A-Za-z0-9._:\[\]-]{0,128}$")] = ""
+    """Empty takes the address's host and port."""
+    model: str = ""
+    aliases: tuple[str, ...] = ()
+    weight: Annotated[float, pydantic.Field(gt=0, le=1000, allow_inf_nan=False)] = 1.0
+
+    @pydantic.field_validator("url")
+    @classmethod
+    def _is_base(cls, url: str) -> str:
+        return base_url(url)
+
+    def node(self) -> Node:
+        """The node that the pool takes in."""
+        name = self.name or urllib.parse.urlsplit(self.url).netloc
+        return Node(name, self.url, self.role, self.model, self.aliases, self.weight)
+
+
+class NodeStatus(pydantic.BaseModel):
+    """A node as it stands."""
+
+    name: str
+    url: str
+    role: Role
+    state: State
+    model: str
+    aliases: tuple[str, ...]
+    weight: float
+    share: float
+    active: int
+    cohort: str
+    reason: str
+
+
+class NodeList(pydantic.BaseModel):
+    """All nodes."""
+
+    nodes: list[NodeStatus]
+
+
+def status(view: NodeView) -> NodeStatus:
+    """One node for the operator."""
+    node = view.node
+    return NodeStatus(
+        name=node.name,
+        url=node.url,
+        role=node.role,
+        state=view.state,
+        model=node.model,
+        aliases=node.aliases,
+        weight=node.weight,
+        share=view.share,
+        active=view.active,
+        cohort=node.cohort,
+        reason=view.reason,
+    )
+
+
+def base_url(url: str) -> str:
+    """The base address without a trailing slash.
+
+    Raises:
+        ValueError: it is no http(s) base address.
+    """
+    parts = urllib.parse.urlsplit(url)
+    usable = parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.query or parts.fragment)
+    if not usable or parts.username is not None or parts.path not in ("", "/") or (parts.port or 1) < 1:
+        raise ValueError("must be a base address such as http://10.0.0.1:8000")
+    return f"{parts.scheme}://{parts.netloc}"

@@ -1,0 +1,41 @@
+"""`pdproxy check` for a person: which nodes were found, and whether they can work together."""
+
+from collections.abc import Iterable, Sequence
+
+from pdproxy.errors import NodeFault
+from pdproxy.nodes.preflight import Checked
+
+_HEAD = ("NODE", "ROLE", "MODEL", "COHORT", "VERDICT")
+
+
+def table(rows: Sequence[Checked]) -> str:
+    """One line per node, then what there is to say about each, by the name of the setting."""
+    cells = [_HEAD, *(_cells(row) for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(_HEAD))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    return "\n".join([*lines, *(note for row in rows for note in _notes(row))])
+
+
+def passed(rows: Iterable[Checked]) -> bool:
+    """Whether every node would be admitted."""
+    return all(row.good() for row in rows)
+
+
+def _cells(row: Checked) -> tuple[str, str, str, str, str]:
+    if isinstance(row.facts, NodeFault):
+        return row.node.name, row.node.role, row.node.model or "?", "?", "unreachable"
+    node = row.facts.joined()
+    return node.name, node.role, node.model or "?", node.cohort or "?", _verdict(row)
+
+
+def _verdict(row: Checked) -> str:
+    if row.verdict.refusals:
+        return "refused"
+    return "ok, with warnings" if row.verdict.warnings else "ok"
+
+
+def _notes(row: Checked) -> list[str]:
+    if isinstance(row.facts, NodeFault):
+        return [f"{row.node.name}: {row.facts}"]
+    refusals = [f"{row.node.name}: refused: {finding}" for finding in row.verdict.refusals]
+    return refusals + [f"{row.node.name}: warning: {finding}" for finding in row.verdict.warnings]
