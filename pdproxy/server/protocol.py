@@ -10,7 +10,7 @@ import typing
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from pdproxy.errors import ClientError
+from pdproxy.errors import ClientError, PdproxyError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -19,6 +19,10 @@ class HeadLimits:
 
     size: int
     seconds: float
+
+
+class HeadTooLargeError(PdproxyError):
+    """A complete head that is longer than the limit; answered already."""
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -41,17 +45,21 @@ class GuardedProtocol(HttpToolsProtocol):
         super().data_received(data)
         # The piece that ends the head may hold a body as well: only a head that is still open has outgrown its limit.
         if self._in_head and self._head > self.limits.size:
-            self._refuse(431, f"The request's headers are longer than {self.limits.size} bytes.", "headers_too_large")
+            self._refuse_size()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         if not self._in_head:
             self._begin_head()
+            self._head = 1
             self._late = self.loop.call_later(self.limits.seconds, self._too_late)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._late.cancel()
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self.limits.size:
+            self._refuse_size()
+            raise HeadTooLargeError  # Ends the parsing: the application must not hear of this request.
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -66,6 +74,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(408, f"The headers did not arrive within {self.limits.seconds:g} s.", "headers_timeout")
         else:
             self.transport.close()
+
+    def _refuse_size(self) -> None:
+        self._refuse(431, f"The request's headers are longer than {self.limits.size} bytes.", "headers_too_large")
 
     def _refuse(self, status: int, message: str, code: str) -> None:
         if self.transport.is_closing():
