@@ -9,13 +9,8 @@ import sys
 from collections.abc import Mapping
 
 from pdproxy.errors import Fault
-
-
-class Leg(enum.StrEnum):
-    """Which call to a node failed."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
+from pdproxy.observe.labels import Leg
+from pdproxy.settings.choices import OnPrefillFailure
 
 
 class Moment(enum.StrEnum):
@@ -25,17 +20,6 @@ class Moment(enum.StrEnum):
     """Before the leg's first event (of a stream) or before the whole answer was here: the client has nothing of it."""
     STREAMING = "streaming"
     """After the leg's first event: the client has bytes."""
-
-
-class PrefillPolicy(enum.StrEnum):
-    """The operator's choice of what follows a failed prefill leg."""
-
-    RETRY = "retry"
-    """Another prefill node; where there is none, or `retries` are used up, compute on the decode node."""
-    LOCAL = "local"
-    """Compute on the decode node at once."""
-    FAIL = "fail"
-    """Give the client the error."""
 
 
 class Step(enum.StrEnum):
@@ -57,10 +41,10 @@ FINAL = frozenset({Step.ANSWER, Step.FAIL, Step.ERROR_EVENT})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One row: the steps in the order they are tried (the last one is final), whether the node is to blame, and until when.
+    """One row: what is tried, in which order, and until when.
 
     Attributes:
-        steps: the first that `Chances` allow is taken.
+        steps: the first that `Chances` allow is taken; the last one is final.
         deadline: the setting within which the fault shows itself.
         status: of our own error, where it comes to that.
     """
@@ -82,7 +66,7 @@ class Chances:
         continuable: what was produced can be continued exactly.
     """
 
-    policy: PrefillPolicy
+    policy: OnPrefillFailure
     retries: int
     ticket_works: bool
     migrations: int
@@ -92,9 +76,9 @@ class Chances:
         """Whether ``step`` can be taken now."""
         match step:
             case Step.OTHER_PREFILL:
-                return self.policy is PrefillPolicy.RETRY and self.retries > 0
+                return self.policy is not OnPrefillFailure.LOCAL and self.retries > 0
             case Step.LOCAL:
-                return self.policy is not PrefillPolicy.FAIL
+                return self.policy is not OnPrefillFailure.FAIL
             case Step.SAME_TICKET:
                 return self.retries > 0 and self.ticket_works
             case Step.PREFILL_AGAIN:
@@ -149,19 +133,17 @@ TABLE: Mapping[tuple[Leg, Moment, Fault], Row] = {
 }
 """Every leg, moment and fault that can meet. A leg that streams has its head behind it: no REFUSED, no status."""
 
-BLAMED = frozenset(
-    {Fault.REFUSED, Fault.RESET, Fault.HEADERS_TIMEOUT, Fault.STALL, Fault.SERVER_ERROR, Fault.INVALID_BODY}
-)
-"""What may count against a node."""
+BLAMED = frozenset({Fault.REFUSED, Fault.RESET, Fault.HEADERS_TIMEOUT, Fault.STALL, Fault.INVALID_BODY})
+"""What counts against a node at once."""
 
 DOUBTED = frozenset({Fault.SERVER_ERROR, Fault.ERROR_EVENT})
-"""What a request may have caused itself: it counts against the node only once another node has served the same request."""
+"""What a request may have caused itself: it counts only once another node has served the same request."""
 
 
 def blame(fault: Fault) -> str:
     """Whether a fault counts against the node, in words."""
     if fault in DOUBTED:
-        return "once another node has served the request" if fault in BLAMED else "no"
+        return "once another node has served the request"
     return "yes" if fault in BLAMED else "no"
 
 
@@ -182,14 +164,14 @@ _INTRODUCTION = """# What follows a failure
 Made by `python -m pdproxy.failures` from `pdproxy/failures.py`; a test compares.
 
 The first step that is still possible is taken:
-- *another prefill node*: while the policy is `retry` and `retries` are left; where no other node is there, the next step.
+- *another prefill node*: unless the policy is `local`, while `retries` are left; where no other is there, the next step.
 - *compute on the decode node*: unless the policy is `fail`.
 - *same ticket*: while `retries` are left and the ticket is younger than the lease. No prefill runs again.
 - *after a new prefill*: while `retries` are left.
 - *migrate*: while `migrations` are left and the stream can be continued exactly.
 - A step that finds no node left gives way to the last one of its row.
 
-The deadline of the whole request ends every one of these (504, or the error event). Each failed leg's hand-over is released.
+The deadline of the whole request ends every one of these (504, or the error event). What a leg held is released.
 """
 
 

@@ -21,8 +21,8 @@ class Orchestrator:
         """The reply to a request for a generating endpoint.
 
         A streamed reply comes back as soon as its first event is here. An upstream error that is the client's own comes
-        back as a `Reply` with the node's status and body. Cancelling the awaiting task, or `aclose` on the reply's stream,
-        means that the client has gone: legs end, hand-overs are released, load is given back.
+        back as a `Reply` with the node's status and body. Cancelling the awaiting task, or `aclose` on the reply's
+        stream, means that the client has gone: legs end, hand-overs are released, load is given back.
 
         Raises:
             ClientError: no such model (404), nothing can serve it now (503), all tries failed (502), too late (504).

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from pdproxy.failures import PrefillPolicy
+from pdproxy.planning.plan import PlanPolicy, Without
+from pdproxy.settings.choices import OnPrefillFailure
 from pdproxy.transport.port import Patience
 
 
@@ -19,6 +20,8 @@ class Terms:
         on_prefill_failure: what follows a failed prefill leg.
         retries: how often each leg may be tried again before the client gets a byte.
         migrations: how often one stream may move to another decode node; 0 turns migration off.
+        local_below_tokens: prompts known to be shorter are computed on the decode node; 0 for none.
+        fan_out: how many prompts of one list run at once.
         ticket_life: how long a ticket can still work after the prefill leg answered (the connector's lease).
     """
 
@@ -27,10 +30,17 @@ class Terms:
     decode_headers: float = 600.0
     stall: float = 120.0
     release: float = 5.0
-    on_prefill_failure: PrefillPolicy = PrefillPolicy.RETRY
+    on_prefill_failure: OnPrefillFailure = OnPrefillFailure.RETRY
     retries: int = 2
     migrations: int = 3
+    local_below_tokens: int = 0
+    fan_out: int = 64
     ticket_life: float = 30.0
+
+    def plan_policy(self) -> PlanPolicy:
+        """What planning needs to know of it."""
+        fail = self.on_prefill_failure is OnPrefillFailure.FAIL
+        return PlanPolicy(Without.FAIL if fail else Without.LOCAL, self.local_below_tokens)
 
     def prefill_patience(self, remaining: float) -> Patience:
         """Patience for a prefill leg that may use ``remaining`` seconds of the request's deadline."""

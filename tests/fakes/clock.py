@@ -1,0 +1,33 @@
+"""A clock that moves only when a test says so."""
+
+import asyncio
+import heapq
+import itertools
+
+
+class FakeClock:
+    """Monotonic seconds from 1000. `advance` moves it and wakes who waits."""
+
+    def __init__(self) -> None:
+        self._now = 1000.0
+        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._turn = itertools.count()
+
+    def now(self) -> float:
+        return self._now
+
+    async def sleep(self, seconds: float) -> None:
+        if seconds <= 0:
+            await asyncio.sleep(0)
+            return
+        waiter = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (self._now + seconds, next(self._turn), waiter))
+        await waiter
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass."""
+        self._now += seconds
+        while self._waiting and self._waiting[0][0] <= self._now:
+            waiter = heapq.heappop(self._waiting)[2]
+            if not waiter.done():
+                waiter.set_result(None)

@@ -1,0 +1,52 @@
+"""What prefill nodes hold for decode nodes, and whether everybody behaved."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(slots=True)
+class Held:
+    """Blocks of one prefill leg."""
+
+    node: str
+    prompt: tuple[int, ...]
+    readers: int
+
+
+class Fabric:
+    """Shared by the fake nodes of one test: the KV transfer between them."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Held] = {}
+        self.released: list[str] = []
+        self.wrong: list[str] = []
+        """Misuse: a ticket for another prompt, one hand-over id used twice."""
+        self.pulled = 0
+        self._seen: set[str] = set()
+
+    def hold(self, hand_over: str, held: Held) -> None:
+        """A prefill leg began."""
+        if hand_over in self._seen:
+            self.wrong.append(f"hand-over {hand_over} was used twice")
+        self._seen.add(hand_over)
+        self.held[hand_over] = held
+
+    def free(self, hand_over: str) -> None:
+        """The proxy released it, or the prefill node refused the leg."""
+        self.held.pop(hand_over, None)
+
+    def release(self, hand_over: str) -> None:
+        """The proxy's errand. Unknown ids are fine: the blocks may have been pulled."""
+        self.released.append(hand_over)
+        self.free(hand_over)
+
+    def pull(self, hand_over: str, prompt: tuple[int, ...], readers: int) -> bool:
+        """A decode node reads; False when nothing is held any more (it recomputes)."""
+        held = self.held.get(hand_over)
+        if held is None:
+            return False
+        if held.prompt != prompt or held.readers != readers:
+            self.wrong.append(f"ticket {hand_over} is for another prompt or number of readers")
+            return False
+        self.free(hand_over)
+        self.pulled += 1
+        return True

@@ -1,0 +1,92 @@
+"""A fake node on a real socket of 127.0.0.1, with asyncio streams: for the few checks that need sockets."""
+
+import asyncio
+import contextlib
+
+from tests.fakes.faults import Ill
+from tests.fakes.node import FakeNode, Script
+
+
+class LoopbackNode:
+    """Serves a `FakeNode` over HTTP/1.1; also an async context manager."""
+
+    def __init__(self, node: FakeNode) -> None:
+        self.node = node
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        """Listen; on the port it had before, if there was one."""
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def kill(self) -> None:
+        """Stop listening and cut every connection."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def connections(self) -> int:
+        """Open connections."""
+        return len(self._tasks)
+
+    async def __aenter__(self) -> "LoopbackNode":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.kill()
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+                while await self._exchange(reader, writer):
+                    pass
+        finally:
+            writer.transport.abort()
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head = await reader.readuntil(b"\r\n\r\n")
+        lines = head.decode("latin-1").split("\r\n")
+        headers = tuple(
+            (name.lower(), value.strip()) for name, _, value in (line.partition(":") for line in lines[1:-2])
+        )
+        length = int(dict(headers).get("content-length", "0"))
+        script = self.node.respond(lines[0].split(" ")[1], await reader.readexactly(length), headers)
+        self.node.running += 1
+        try:
+            return await self._play(script, reader, writer)
+        finally:
+            self.node.running -= 1
+
+    async def _play(self, script: Script, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        if script.status:
+            head = "".join(f"{name}: {value}\r\n" for name, value in script.headers)
+            writer.write(f"HTTP/1.1 {script.status} X\r\n{head}transfer-encoding: chunked\r\n\r\n".encode())
+        for piece in script.pieces:
+            writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            await writer.drain()
+            await asyncio.sleep(0)
+        match script.ill:
+            case Ill.RESET:
+                return False
+            case Ill.STALL | Ill.HANG:
+                await reader.read(1)
+                return False
+            case _:
+                writer.write(b"0\r\n\r\n")
+                await writer.drain()
+                return True

@@ -1,0 +1,116 @@
+"""Fake nodes behind the transport port, in memory: no sockets, no wall time. A timeout only moves the fake clock."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+
+from pdproxy.errors import Fault, NodeFault
+from pdproxy.request import Headers
+from pdproxy.transport.port import Incoming, Outgoing, Patience
+from tests.fakes.clock import FakeClock
+from tests.fakes.faults import Ill
+from tests.fakes.node import FakeNode, Script
+
+
+class MemoryTransport:
+    """Implements `pdproxy.transport.port.Transport` over fake nodes.
+
+    Every await gives the loop a turn, so that concurrent requests interleave and a cancellation can come in between.
+    """
+
+    def __init__(self, nodes: Iterable[FakeNode], clock: FakeClock) -> None:
+        self._nodes = {node.url: node for node in nodes}
+        self._clock = clock
+        self.open: set[MemoryIncoming] = set()
+        """Answers that nobody has closed yet."""
+
+    async def send(self, request: Outgoing, patience: Patience) -> Incoming:
+        """See the port."""
+        origin, path = _split(request.url)
+        node = self._nodes.get(origin)
+        await asyncio.sleep(0)
+        if node is None or node.refuses():
+            raise NodeFault(Fault.REFUSED, f"{origin} refused")
+        script = node.respond(path, request.body, request.headers)
+        node.running += 1
+        try:
+            await asyncio.sleep(0)
+            self._fail_before_head(script, patience)
+        except BaseException:
+            node.running -= 1
+            node.cut += 1
+            raise
+        incoming = MemoryIncoming(self, node, script, patience, self._clock)
+        self.open.add(incoming)
+        return incoming
+
+    def _fail_before_head(self, script: Script, patience: Patience) -> None:
+        if script.status != 0:
+            return
+        if script.ill is Ill.RESET:
+            raise NodeFault(Fault.RESET, "reset before the head")
+        self._clock.advance(patience.headers)
+        raise NodeFault(Fault.HEADERS_TIMEOUT, "no head")
+
+    async def aclose(self) -> None:
+        """Nothing to close."""
+
+
+class MemoryIncoming:
+    """An answer whose pieces come one a turn of the loop."""
+
+    def __init__(
+        self, transport: MemoryTransport, node: FakeNode, script: Script, patience: Patience, clock: FakeClock
+    ) -> None:
+        self._transport = transport
+        self._node = node
+        self._script = script
+        self._patience = patience
+        self._clock = clock
+        self._ended = False
+        self._closed = False
+
+    @property
+    def status(self) -> int:
+        return self._script.status
+
+    @property
+    def headers(self) -> Headers:
+        return self._script.headers
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """See the port."""
+        for piece in self._script.pieces:
+            await asyncio.sleep(0)
+            if self._closed:
+                raise NodeFault(Fault.RESET, "closed while it was read")
+            yield piece
+        await asyncio.sleep(0)
+        match self._script.ill:
+            case Ill.RESET:
+                raise NodeFault(Fault.RESET, "reset in the body")
+            case Ill.STALL:
+                self._clock.advance(self._patience.stall)
+                raise NodeFault(Fault.STALL, "the body stalled")
+            case _:
+                self._ended = True
+
+    async def read(self, limit: int) -> bytes:
+        """See the port."""
+        whole = b"".join([piece async for piece in self.chunks()])
+        if len(whole) > limit:
+            raise NodeFault(Fault.INVALID_BODY, "too long")
+        return whole
+
+    async def aclose(self) -> None:
+        """See the port."""
+        if not self._closed:
+            self._closed = True
+            self._node.running -= 1
+            self._node.cut += int(not self._ended)
+            self._transport.open.discard(self)
+
+
+def _split(url: str) -> tuple[str, str]:
+    scheme, _, rest = url.partition("://")
+    host, _, path = rest.partition("/")
+    return f"{scheme}://{host}", "/" + path

@@ -1,0 +1,169 @@
+"""A fake vLLM node without sockets: what it answers is a script of pieces; `memory` and `loopback` carry it."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tests.fakes.fabric import Fabric, Held
+from tests.fakes.faults import Ill, Trouble
+from tests.fakes.speech import Question, answer, error, events
+
+JSON = (("content-type", "application/json"),)
+EVENTS = (("content-type", "text/event-stream; charset=utf-8"),)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Script:
+    """An answer: the head, the pieces of the body, and how it goes wrong (after ``until`` pieces)."""
+
+    status: int
+    headers: tuple[tuple[str, str], ...]
+    pieces: tuple[bytes, ...]
+    ill: Ill | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Seen:
+    """One request that reached the node."""
+
+    path: str
+    body: Mapping[str, Any]
+    headers: tuple[tuple[str, str], ...]
+
+
+class FakeNode:
+    """Answers as vLLM 0.32 does, as far as the proxy can tell.
+
+    Args:
+        name: its url is ``http://<name>:8000`` for the memory transport.
+        fabric: shared with the nodes it exchanges state with.
+        burst: tokens that one streamed event carries.
+    """
+
+    def __init__(self, name: str, fabric: Fabric, burst: int = 1) -> None:
+        self.name = name
+        self.fabric = fabric
+        self.burst = burst
+        self.trouble: Trouble | None = None
+        self.seen: list[Seen] = []
+        self.recomputed = 0
+        self.running = 0
+        self.cut = 0
+        """Legs that the proxy gave up."""
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.name}:8000"
+
+    def legs(self) -> list[Seen]:
+        """Requests that were not releases."""
+        return [seen for seen in self.seen if not _releases(seen.body)]
+
+    def refuses(self) -> bool:
+        """Whether no connection can be had now."""
+        return self._falls_ill(Ill.REFUSE) is not None
+
+    def respond(self, path: str, raw: bytes, headers: tuple[tuple[str, str], ...] = ()) -> Script:
+        """The script for one request."""
+        body: Mapping[str, Any] = json.loads(raw) if raw else {}
+        self.seen.append(Seen(path, body, headers))
+        released = _releases(body)
+        if released:
+            self.fabric.release(released)
+            return Script(200, JSON, (b"{}",))
+        return self._troubled(self._healthy(path, body), body)
+
+    def _healthy(self, path: str, body: Mapping[str, Any]) -> Script:
+        if path not in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"):
+            return Script(200, JSON, (json.dumps({"path": path, "node": self.name}).encode(),))
+        refused = _invalid(body)
+        if refused is not None:
+            return Script(400, JSON, (error(400, refused),))
+        question = Question.of(path, body, self.burst)
+        params = body.get("kv_transfer_params") or {}
+        if params.get("do_remote_decode"):
+            return self._prefill(question, params)
+        cached = self._attend(question, params)
+        pieces = events(question, cached) if question.stream else (answer(question, cached, None),)
+        return Script(200, EVENTS if question.stream else JSON, pieces)
+
+    def _prefill(self, question: Question, params: Mapping[str, Any]) -> Script:
+        hand_over = str(params["pdproxy_hand_over"])
+        readers = int(params.get("pdproxy_readers") or 1)
+        self.fabric.hold(hand_over, Held(self.name, tuple(question.prompt), readers))
+        ticket = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self.name,
+                  "remote_request_id": hand_over, "remote_prefill_cached_tokens": 1}  # fmt: skip
+        return Script(200, JSON, (answer(question, 1, ticket),))
+
+    def _attend(self, question: Question, params: Mapping[str, Any]) -> int:
+        """Prompt tokens that need not be computed, as usage tells them."""
+        if not params.get("do_remote_prefill"):
+            return 0
+        if self.fabric.pull(str(params["remote_request_id"]), tuple(question.prompt), question.n):
+            own = len(question.prompt) - 1
+        else:
+            self.recomputed += 1
+            own = 0
+        told = params.get("remote_prefill_cached_tokens")
+        return own if told is None else int(told)
+
+    def _falls_ill(self, *ills: Ill) -> Trouble | None:
+        trouble = self.trouble
+        if trouble is None or trouble.ill not in ills:
+            return None
+        self.trouble = dataclasses.replace(trouble, times=trouble.times - 1) if trouble.times > 1 else None
+        return trouble
+
+    def _troubled(self, script: Script, body: Mapping[str, Any]) -> Script:
+        trouble = self._falls_ill(*(set(Ill) - {Ill.REFUSE}))
+        if trouble is None:
+            return script
+        if trouble.ill is Ill.STATUS:
+            self._drop(body)
+            return Script(trouble.status, JSON + trouble.headers, (error(trouble.status, "the node says no"),))
+        if trouble.ill is Ill.NO_TICKET:
+            self._drop(body)
+            return dataclasses.replace(script, pieces=(_without_ticket(script.pieces[0]),))
+        if trouble.at < 0 and trouble.ill is not Ill.GARBAGE:
+            return dataclasses.replace(script, status=0, pieces=(), ill=trouble.ill)
+        return _cut_off(script, trouble)
+
+    def _drop(self, body: Mapping[str, Any]) -> None:
+        params = body.get("kv_transfer_params") or {}
+        self.fabric.free(str(params.get("pdproxy_hand_over")))
+
+
+def _cut_off(script: Script, trouble: Trouble) -> Script:
+    kept = script.pieces[: max(0, trouble.at)]
+    match trouble.ill:
+        case Ill.GARBAGE:
+            return dataclasses.replace(script, pieces=(*kept, b"data: {not json\n\n"))
+        case Ill.ERROR_EVENT:
+            return dataclasses.replace(
+                script, pieces=(*kept, b"data: " + error(500, "engine died") + b"\n\n", b"data: [DONE]\n\n")
+            )
+        case Ill.SHORT:
+            return dataclasses.replace(script, pieces=kept)
+        case _:
+            return dataclasses.replace(script, pieces=kept, ill=trouble.ill)
+
+
+def _without_ticket(body: bytes) -> bytes:
+    return json.dumps({**json.loads(body), "kv_transfer_params": None}).encode()
+
+
+def _releases(body: Mapping[str, Any]) -> str | None:
+    return (body.get("kv_transfer_params") or {}).get("pdproxy_release")
+
+
+def _invalid(body: Mapping[str, Any]) -> str | None:
+    """What vLLM refuses, as far as a proxy can cause it."""
+    most = body.get("max_tokens") or body.get("max_completion_tokens")
+    if most is not None and (body.get("min_tokens") or 0) > most:
+        return "min_tokens must be less than or equal to max_tokens"
+    if body.get("stream_options") and not body.get("stream"):
+        return "Stream options can only be defined when `stream=True`."
+    if most is not None and most < 1:
+        return "max_tokens must be at least 1"
+    return None

@@ -1,0 +1,205 @@
+"""What a fake node writes: questions read from bodies, answers and events in vLLM's shapes."""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tests.fakes.tongue import Said, speak, tokenize
+
+_names = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Question:
+    """A request as the engine sees it."""
+
+    path: str
+    name: str
+    model: str
+    prompt: list[int]
+    count: int
+    n: int
+    stops: list[str]
+    stream: bool
+    usage: bool
+    continuous: bool
+    ids: bool
+    burst: int
+
+    @classmethod
+    def of(cls, path: str, body: Mapping[str, Any], burst: int) -> "Question":
+        """Read a body."""
+        most = body.get("max_completion_tokens") or body.get("max_output_tokens") or body.get("max_tokens") or 16
+        stop = body.get("stop") or body.get("stop_sequences") or []
+        options = body.get("stream_options") or {}
+        return cls(
+            path=path,
+            name=f"{'chatcmpl' if 'chat' in path else 'cmpl'}-{next(_names)}",
+            model=str(body.get("model")),
+            prompt=_prompt(path, body),
+            count=int(most),
+            n=int(body.get("n") or 1),
+            stops=[stop] if isinstance(stop, str) else list(stop),
+            stream=bool(body.get("stream")),
+            usage=bool(options.get("include_usage")),
+            continuous=bool(options.get("continuous_usage_stats")),
+            ids=bool(body.get("return_token_ids")),
+            burst=burst,
+        )
+
+    def chat(self) -> bool:
+        return self.path == "/v1/chat/completions"
+
+    def head(self) -> dict[str, Any]:
+        """The fields that every answer and event begin with."""
+        kind = ("chat.completion.chunk" if self.stream else "chat.completion") if self.chat() else "text_completion"
+        return {"id": self.name, "object": kind, "created": 1_790_000_000 + hash(self.name) % 1000, "model": self.model}
+
+    def spoken(self, choice: int) -> Iterator[Said]:
+        return speak(self.prompt, self.count, self.stops, self.burst, choice)
+
+    def tally(self, cached: int, completion: int) -> dict[str, Any]:
+        """vLLM's usage, with prompt tokens details."""
+        total = len(self.prompt) + completion
+        return {"prompt_tokens": len(self.prompt), "total_tokens": total, "completion_tokens": completion,
+                "prompt_tokens_details": {"cached_tokens": cached}}  # fmt: skip
+
+
+def error(status: int, message: str) -> bytes:
+    """vLLM's error body."""
+    return json.dumps({"error": {"message": message, "type": "FakeError", "param": None, "code": status}}).encode()
+
+
+def answer(question: Question, cached: int, ticket: dict[str, Any] | None) -> bytes:
+    """A whole answer."""
+    choices, completion = [], 0
+    for index in range(question.n):
+        said = list(question.spoken(index))
+        tokens = [token for step in said for token in step.tokens]
+        completion += len(tokens)
+        choices.append(_choice(question, index, "".join(step.text for step in said), tokens, said[-1]))
+    whole: dict[str, Any] = {
+        **question.head(),
+        "usage": question.tally(cached, completion),
+        "kv_transfer_params": ticket,
+    }
+    match question.path:
+        case "/v1/messages":
+            whole |= {"type": "message", "role": "assistant", "stop_reason": "max_tokens"}
+            whole["content"] = [{"type": "text", "text": choices[0]["message"]["content"]}]
+            whole["usage"] = {"input_tokens": len(question.prompt), "output_tokens": completion}
+        case "/v1/responses":
+            whole |= {"object": "response", "status": "completed"}
+            whole["output"] = [
+                {"type": "message", "content": [{"type": "output_text", "text": choices[0]["message"]["content"]}]}
+            ]
+            whole["usage"] = {"input_tokens": len(question.prompt), "output_tokens": completion}
+        case _:
+            whole["choices"] = choices
+    if question.ids and question.chat():
+        whole["prompt_token_ids"] = question.prompt
+    return json.dumps(whole, ensure_ascii=False).encode()
+
+
+def _choice(question: Question, index: int, text: str, tokens: list[int], last: Said) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": last.finish, "stop_reason": last.stop}
+    if question.path == "/v1/completions":
+        choice["text"] = text
+        choice["prompt_token_ids"] = question.prompt if question.ids else None
+    else:
+        choice["message"] = {"role": "assistant", "content": text}
+    choice["token_ids"] = tokens if question.ids else None
+    return choice
+
+
+def events(question: Question, cached: int) -> tuple[bytes, ...]:
+    """A streamed answer, one piece an event."""
+    match question.path:
+        case "/v1/messages":
+            return tuple(_messages(question))
+        case "/v1/responses":
+            return tuple(_responses(question))
+        case _:
+            return tuple(_chunks(question, cached))
+
+
+def _chunks(question: Question, cached: int) -> Iterator[bytes]:
+    head, counts = question.head(), [0] * question.n
+    if question.chat():
+        for index in range(question.n):
+            role = {
+                "index": index,
+                "delta": {"role": "assistant", "content": ""},
+                "logprobs": None,
+                "finish_reason": None,
+            }
+            opening = {**head, "choices": [role]}
+            if question.continuous:
+                opening["usage"] = question.tally(cached, 0)
+            if question.ids:
+                opening["prompt_token_ids"] = question.prompt
+            yield _data(opening)
+    for steps in itertools.zip_longest(*(question.spoken(index) for index in range(question.n))):
+        for index, said in enumerate(steps):
+            if said is not None:
+                first, counts[index] = counts[index] == 0, counts[index] + len(said.tokens)
+                yield _data(_chunk(question, head, index, said, first, cached, counts[index]))
+    if question.usage:
+        yield _data({**head, "choices": [], "usage": question.tally(cached, sum(counts))})
+    yield b"data: [DONE]\n\n"
+
+
+def _chunk(
+    question: Question, head: dict[str, Any], index: int, said: Said, first: bool, cached: int, count: int
+) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": index}
+    if question.chat():
+        choice["delta"] = {"content": said.text}
+    else:
+        choice["text"] = said.text
+    choice |= {"logprobs": None, "finish_reason": said.finish, "stop_reason": said.stop}
+    if question.path == "/v1/completions":
+        choice["prompt_token_ids"] = question.prompt if question.ids and first else None
+    choice["token_ids"] = said.tokens if question.ids else None
+    chunk = {**head, "choices": [choice]}
+    if question.continuous:
+        chunk["usage"] = question.tally(cached, count)
+    return chunk
+
+
+def _messages(question: Question) -> Iterator[bytes]:
+    message = {"id": question.name, "type": "message", "role": "assistant", "content": [], "model": question.model}
+    yield _event("message_start", {"type": "message_start", "message": message})
+    for said in question.spoken(0):
+        delta = {"type": "text_delta", "text": said.text}
+        yield _event("content_block_delta", {"type": "content_block_delta", "index": 0, "delta": delta})
+    yield _event("message_stop", {"type": "message_stop"})
+
+
+def _responses(question: Question) -> Iterator[bytes]:
+    yield _event("response.created", {"type": "response.created", "response": {"id": question.name}})
+    for said in question.spoken(0):
+        yield _event("response.output_text.delta", {"type": "response.output_text.delta", "delta": said.text})
+    yield _event("response.completed", {"type": "response.completed", "response": {"id": question.name}})
+
+
+def _data(value: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _event(name: str, value: Mapping[str, Any]) -> bytes:
+    return b"event: " + name.encode() + b"\n" + _data(value)
+
+
+def _prompt(path: str, body: Mapping[str, Any]) -> list[int]:
+    given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
+    if given is not None:
+        return list(given)
+    if path == "/v1/completions":
+        prompt = body["prompt"]
+        while isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            prompt = prompt[0]
+        return list(prompt) if isinstance(prompt, list) else tokenize(str(prompt))
+    return tokenize(json.dumps(body.get("messages") or body.get("input")))
