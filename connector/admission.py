@@ -56,11 +56,12 @@ class Facts:
     """What must be known of the request itself.
 
     `suitable`: None, or why its KV cannot be handed over (embeddings, a session, prompt log-probabilities).
-    `expected_tokens`: how many tokens a ticket for it must cover. `digest`: of its first n tokens.
+    `expected_tokens`: how many tokens a ticket for it must cover; None for a request that vLLM's API server makes
+    only to end it at once, so that its ticket is given back: its prompt is a stand-in. `digest`: of its first n tokens.
     """
 
     suitable: str | None
-    expected_tokens: int
+    expected_tokens: int | None
     digest: Callable[[int], str]
 
 
@@ -112,6 +113,8 @@ class Gate:
         ticket = parse(raw, self.expected)
         if isinstance(ticket, Refusal):
             return ticket
+        if facts.expected_tokens is None:
+            return Decode(ticket)
         if ticket.num_tokens != facts.expected_tokens:
             return Refusal(Reason.NUMBER, "the ticket covers another number of tokens than this prompt needs")
         if ticket.digest != facts.digest(ticket.num_tokens):

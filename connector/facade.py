@@ -11,10 +11,8 @@ Scheduler process (one per engine; all of it on the engine's thread but the list
         reads ended → accounts and retry; stalled → quarantine), then `finished_sending` → `LeaseTable.end`,
         all of it before vLLM frees a block.
     request end ─ request_finished_all_groups ──► the signed ticket; a lease is opened.
-    set_xfer_handshake_metadata ──► `side_channel.Listener(host, port, encoded, judge)`, started and stopped by us:
-        `encoded: Mapping[tuple[int, int], bytes]` by (pp rank, tp rank), as vLLM encodes them;
-        `judge: Callable[[str, str, str], Verdict]` takes (engine id, request id, nonce), from the listener's thread;
-        `start()` raises SideChannelError when the address is taken (vLLM's own hangs); `stop()` joins.
+    set_xfer_handshake_metadata ──► `side_channel.Listener(host, port, encoded, judge, accounts)`, ours in the place
+        of vLLM's; it asks `SchedulerSide.judge(engine id, request id, nonce)` from its own thread.
 
 Worker process (per rank): `worker_side.WorkerSide`, a subclass of vLLM's pull worker, made here as
 `WorkerSide(vllm_config, engine_id, kv_cache_config, config)` with `config: ConnectorConfig`.
@@ -23,8 +21,8 @@ Worker process (per rank): `worker_side.WorkerSide`, a subclass of vLLM's pull w
     build_connector_worker_meta() → `WorkerReport | None`, called by the model runner after get_transfer_results.
     get_kv_connector_stats → `stats.ConnectorStats | None`.
 
-Accounts: `stats.Accounts().add(name, amount=1, **labels)` on either side, `take() -> ConnectorStats | None`
-empties them for `get_kv_connector_stats`.
+Accounts: both sides add to an `accounts.Accounts`, which `get_kv_connector_stats` drains into
+`stats.ConnectorStats`; vLLM carries those to the API server's /metrics.
 
 On the wire (HTTP), all under `kv_transfer_params`:
     prefill leg   {"do_remote_decode": true, "pdproxy_hand_over": ID, "pdproxy_readers": n}; both of ours optional
@@ -32,3 +30,77 @@ On the wire (HTTP), all under `kv_transfer_params`:
     decode leg    the answer's dict, as it is
     release       {"pdproxy_release": ID} with any one-token request to the same node and data-parallel rank
 """
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPullConnector
+
+from connector.config import ConnectorConfig, from_vllm
+from connector.node_info import node_info
+from connector.stats import ConnectorPromMetrics, ConnectorStats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from connector.scheduler_side import SchedulerSide
+    from connector.worker_side import WorkerSide
+
+
+class NixlConnector(NixlPullConnector):
+    """vLLM's pull connector with both halves replaced by ours.
+
+    It bears the name of vLLM's own, since platform code decides by the configured name. Raises ConfigError.
+    """
+
+    connector_scheduler: "SchedulerSide | None"
+    connector_worker: "WorkerSide | None"
+
+    def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+        # Past NixlPullConnector's constructor, which would build vLLM's halves, the worker's with a NIXL agent.
+        NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
+        config = from_vllm(vllm_config.kv_transfer_config, os.environ)
+        if role == KVConnectorRole.SCHEDULER:
+            from connector.scheduler_side import SchedulerSide
+
+            self.connector_scheduler = SchedulerSide(vllm_config, self.engine_id, kv_cache_config, config)
+        else:
+            from connector.worker_side import WorkerSide
+
+            self.connector_worker = WorkerSide(vllm_config, self.engine_id, kv_cache_config, config)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
+        """vLLM's block pool, once it exists; scheduler's process only."""
+        if self.connector_scheduler is not None:
+            self.connector_scheduler.bind_gpu_block_pool(gpu_block_pool)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """What this rank tells the scheduler side after a step."""
+        return None if self.connector_worker is None else self.connector_worker.build_connector_worker_meta()
+
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        """Either side's stats since the last call."""
+        if self.connector_scheduler is not None:
+            return self.connector_scheduler.take_stats()
+        return None if self.connector_worker is None else self.connector_worker.get_kv_connector_stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        """Stats out of the dict that came from another process, or empty ones."""
+        return ConnectorStats() if data is None else ConnectorStats(data=data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ConnectorPromMetrics:
+        """The Prometheus side, in the API server's process."""
+        config: ConnectorConfig = from_vllm(vllm_config.kv_transfer_config, os.environ)
+        info = node_info(vllm_config, lease_seconds=config.lease_duration, signed=bool(config.keys))
+        return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, info)

@@ -1,0 +1,114 @@
+"""The prefill node's side of hand-overs, in its scheduler's process: tickets given out, leases, releases.
+
+It decides; `scheduler_side` carries out. Times come from the two clocks passed in: `now` is monotonic, for leases;
+`wall` is unix seconds, for what a ticket says to another machine.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from connector.accounts import Accounts
+from connector.admission import Prefill
+from connector.handover import HandOvers
+from connector.lease import LeaseTable
+from connector.ticket import Ticket, wire
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseOrders:
+    """For the workers: new leases with their number of readers, and leases to end now."""
+
+    readers: dict[str, int]
+    releases: frozenset[str]
+
+
+class PrefillDesk:
+    """Every request that was asked for a ticket, from its arrival until its blocks are free."""
+
+    def __init__(
+        self,
+        *,
+        leases: LeaseTable,
+        hand_overs: HandOvers,
+        accounts: Accounts,
+        keys: tuple[bytes, ...],
+        block_sizes: tuple[int, ...],
+        now: Callable[[], float],
+        wall: Callable[[], float],
+    ) -> None:
+        self._leases = leases
+        self._hand_overs = hand_overs
+        self._accounts = accounts
+        self._keys = keys
+        self._block_sizes = block_sizes
+        self._now = now
+        self._wall = wall
+        self._readers: dict[str, int] = {}
+        self._new: dict[str, int] = {}
+        self._releases: set[str] = set()
+
+    def arrive(self, request_id: str, order: Prefill) -> bool:
+        """A prefill leg has come. False when its hand-over was released before: compute, but hold nothing."""
+        if order.hand_over is not None and self._hand_overs.arrive(order.hand_over, request_id):
+            return False
+        self._readers[request_id] = order.readers
+        return True
+
+    def release(self, hand_over: str) -> None:
+        """Let go of everything under this id: leases now, running requests at their end, later ones on arrival."""
+        for request_id in self._hand_overs.release(hand_over, self._now()):
+            if self._leases.ask_release(request_id):
+                self._releases.add(request_id)
+
+    def wanted(self, request_id: str) -> bool:
+        """Whether the request, now ending, still has a taker."""
+        return request_id in self._readers and not self._hand_overs.released(request_id)
+
+    def issue(self, request_id: str, stock: Mapping[str, Any], digest: str) -> dict[str, Any]:
+        """Open a lease and make the ticket out of what vLLM's own connector would answer."""
+        readers = self._readers[request_id]
+        self._leases.open(request_id, readers=readers, now=self._now())
+        self._new[request_id] = readers
+        ticket = Ticket(
+            engine_id=stock["remote_engine_id"],
+            request_id=stock["remote_request_id"],
+            host=stock["remote_host"],
+            port=stock["remote_port"],
+            tp_size=stock["tp_size"],
+            dcp_size=stock["dcp_size"],
+            pp_size=stock["pp_size"],
+            num_tokens=stock["remote_num_tokens"],
+            block_ids=tuple(tuple(ids) for ids in stock["remote_block_ids"]),
+            block_sizes=self._block_sizes,
+            registration=stock.get("remote_registration_generation"),
+            readers=readers,
+            issued_at=round(self._wall(), 3),
+            digest=digest,
+        )
+        return wire(ticket, self._keys)
+
+    def drop(self, request_id: str) -> None:
+        """The request ended without a ticket; nothing is held."""
+        self._readers.pop(request_id, None)
+        self._hand_overs.leave(request_id)
+
+    def hear(self, reads_seen: Mapping[str, Mapping[str, int]]) -> None:
+        """The workers' news of completed reads; before `sent` of the same step."""
+        for request_id, reads in reads_seen.items():
+            self._leases.note_reads(request_id, reads)
+
+    def sent(self, request_ids: Iterable[str]) -> None:
+        """vLLM is about to free these requests' blocks."""
+        for request_id in request_ids:
+            ended = self._leases.end(request_id, self._now())
+            self.drop(request_id)
+            if ended is not None:
+                self._accounts.lease_ended(ended.ending)
+                self._accounts.lease_age_seconds(ended.held_for)
+
+    def take_orders(self) -> LeaseOrders:
+        """What the workers must hear with the next step; handed out once."""
+        orders = LeaseOrders(self._new, frozenset(self._releases))
+        self._new, self._releases = {}, set()
+        return orders

@@ -1,0 +1,254 @@
+"""The half in the scheduler's process: vLLM's pull scheduler, with every ticket judged and every lease kept.
+
+`facade` says when vLLM calls what. Each hook first lets a desk decide, and vLLM's own code then acts on clean params.
+"""
+
+import logging
+import secrets
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
+
+from connector.accounts import Accounts, Group
+from connector.admission import Decode, Facts, Gate, Local, Order, Prefill, Release
+from connector.config import ConnectorConfig
+from connector.decode_desk import DecodeDesk
+from connector.fields import Reason, Refusal, usable_name
+from connector.groups import group_shapes
+from connector.handover import HandOvers
+from connector.lease import LeaseTable, Verdict
+from connector.ledger import Entry, Ledger
+from connector.metadata import ConnectorMetadata, WorkerReport
+from connector.prefill_desk import PrefillDesk
+from connector.prompt import is_plain, prompt_digest
+from connector.quarantine import Quarantine
+from connector.side_channel import Listener
+from connector.stats import ConnectorStats, drained
+from connector.ticket import Expected, GroupKind
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger("vllm.pdproxy.scheduler")
+
+MEMORY = 600.0
+"""Seconds for which an ended lease and a released hand-over id are remembered: longer than any read may take."""
+CAPACITY = 65536
+
+
+class SchedulerSide(NixlPullConnectorScheduler):
+    """One per engine (and so per data-parallel rank). Everything but `judge` runs on the engine's thread."""
+
+    def __init__(
+        self, vllm_config: "VllmConfig", engine_id: str, kv_cache_config: "KVCacheConfig", config: ConnectorConfig
+    ) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        parallel = vllm_config.parallel_config
+        self.accounts = Accounts()
+        self._shapes = group_shapes(kv_cache_config)
+        self._gate = Gate(config.role, Expected(self._shapes, config.keys, config.allowed_hosts))
+        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        self._leases = LeaseTable(ranks=ranks, memory=MEMORY, capacity=CAPACITY)
+        self._prefill = PrefillDesk(
+            leases=self._leases,
+            hand_overs=HandOvers(memory=MEMORY, capacity=CAPACITY),
+            accounts=self.accounts,
+            keys=config.keys,
+            block_sizes=tuple(shape.block_size for shape in self._shapes),
+            now=time.monotonic,
+            wall=time.time,
+        )
+        self._decode = DecodeDesk(
+            accounts=self.accounts, retries=config.read_retries, make_nonce=lambda: secrets.token_hex(8)
+        )
+        self._ledger = Ledger(self.accounts)
+        self._quarantine = Quarantine()
+        self._listener: Listener | None = None
+        if not config.keys:
+            log.warning(
+                "Tickets are neither signed nor checked for a signature: give prefill and decode nodes a common key "
+                "(pdproxy_key_file or PDPROXY_TICKET_KEYS) wherever others can reach them."
+            )
+
+    # ---- a request arrives
+
+    def on_new_request(self, request: "Request") -> None:
+        """Judge the request's `kv_transfer_params`, whoever wrote them; vLLM then sees clean ones or none."""
+        order = self._gate.judge(request.kv_transfer_params, self._facts(request))
+        request.kv_transfer_params = self._take(request, order)
+        super().on_new_request(request)
+
+    def _facts(self, request: "Request") -> Facts:
+        num_prompt_tokens = request.num_prompt_tokens
+        ending = request.abort_immediately
+        return Facts(
+            suitable=None if ending else self._unsuitable(request),
+            expected_tokens=None if ending else self._get_remote_prefill_token_count(num_prompt_tokens),
+            digest=lambda num_tokens: prompt_digest(request, num_tokens),
+        )
+
+    def _unsuitable(self, request: "Request") -> str | None:
+        if not is_plain(request):
+            return "prompt embeddings have no digest"
+        if request.resumable:
+            return "a session's prompt still grows"
+        if request.skip_reading_prefix_cache:
+            return "prompt log-probabilities need every token computed here"
+        if request.num_prompt_tokens <= self._prefill_backoff():
+            return "the prompt is too short to hand over"
+        return None if usable_name(request.request_id) else "the request id cannot stand in a ticket"
+
+    def _take(self, request: "Request", order: Order) -> dict[str, Any] | None:
+        match order:
+            case Local():
+                return None
+            case Prefill():
+                return order.params() if self._prefill.arrive(request.request_id, order) else None
+            case Decode(ticket):
+                self._decode.accept(request, ticket)
+                return ticket.params()
+            case Release(hand_over):
+                self._prefill.release(hand_over)
+                return None
+            case Refusal(reason, detail):
+                self._refuse(request.request_id, reason, detail)
+                return None
+
+    def _refuse(self, request_id: str, reason: Reason, detail: str) -> None:
+        self.accounts.refused(reason)
+        log.warning("Request %s: kv_transfer_params refused (%s): %s. Computing locally.", request_id, reason, detail)
+
+    # ---- a step is planned
+
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        """vLLM plans the read; we order its attempt, and note where the prompt's tokens come from."""
+        params = request.kv_transfer_params
+        reads = params is not None and bool(params.get("do_remote_prefill"))
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        planned = self._reqs_need_recv.get(request.request_id) if reads else None
+        if request.num_computed_tokens == 0 and request.num_preemptions == 0:
+            self._plan(request, num_external_tokens, planned)
+        if planned is not None:
+            every = [block for group in blocks.blocks for block in group]
+            hit = self._get_remote_prefill_token_count(request.num_prompt_tokens) - num_external_tokens
+            self._decode.order(request.request_id, blocks=every, hit=hit, pull=num_external_tokens)
+
+    def _plan(self, request: "Request", pulled: int, planned: Any) -> None:
+        stats = request.prefill_stats
+        if stats is None:
+            return
+        hit = stats.num_local_cached_tokens
+        computed = stats.num_prompt_tokens - hit - pulled
+        self._ledger.plan(request.request_id, Entry(hit, pulled, computed, self._blocks(planned) if pulled else {}))
+
+    def _blocks(self, planned: Any) -> dict[Group, tuple[int, int]]:
+        """Blocks (hit, pulled) by kind, out of what vLLM's `_reqs_need_recv` holds for a request."""
+        _, to_pull, hashed, _ = planned
+        counts: dict[Group, tuple[int, int]] = {"attention": (0, 0), "state": (0, 0)}
+        for shape, group, ids in zip(self._shapes, self.kv_cache_config.transfer_group_ids, to_pull, strict=True):
+            kind: Group = "state" if shape.kind is GroupKind.STATE else "attention"
+            hit, pulled = counts[kind]
+            counts[kind] = (hit + hashed[group], pulled + len(ids))
+        return counts
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ConnectorMetadata:
+        """vLLM's orders to the workers, with ours beside them."""
+        meta = ConnectorMetadata.extending(super().build_connector_meta(scheduler_output))
+        orders = self._prefill.take_orders()
+        meta.readers, meta.releases = orders.readers, orders.releases
+        meta.reads = self._decode.take_orders(meta.reqs_to_recv)
+        return meta
+
+    # ---- a step is done
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """Close the books of this step; vLLM frees blocks only after it."""
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self._prefill.hear(report.reads_seen)
+            self._decode.hear(report, self._quarantine)
+        self._prefill.sent(connector_output.finished_sending or ())
+        super().update_connector_output(connector_output)
+        self._settle(connector_output.finished_recving or set(), connector_output.failed_recving)
+
+    def _settle(self, finished: set[str], failed: set[str]) -> None:
+        for request_id in finished:
+            if request_id in failed:
+                self._ledger.forget(request_id)
+            else:
+                self._ledger.good(request_id)
+        settled = self._decode.settle(finished, failed)
+        for request in settled.again:
+            request.kv_transfer_params["do_remote_prefill"] = True
+            super().on_new_request(request)
+        for request in settled.give_back:
+            self._give_back(request)
+
+    def _give_back(self, request: "Request") -> None:
+        """Have vLLM give notice for a ticket that will not be read: an entry with no local blocks."""
+        self._reqs_need_recv[request.request_id] = (request, [], (), False)
+        self._decode.give_back(request.request_id)
+
+    # ---- a request ends
+
+    def request_finished(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Answer a prefill leg with a ticket and keep its blocks; let everything else go."""
+        request_id = request.request_id
+        params = request.kv_transfer_params or {}
+        self._ledger.forget(request_id)
+        if params.get("do_remote_decode") and not self._prefill.wanted(request_id):
+            self._reqs_not_processed.add(request_id)
+            self._reqs_need_save.pop(request_id, None)
+            self._prefill.drop(request_id)
+            return False, None
+        held, answer = super().request_finished(request, block_ids)
+        if not params.get("do_remote_decode"):
+            self._decode.leave(request_id)
+            return held, answer
+        if not held or answer is None:
+            self._prefill.drop(request_id)
+            return False, None
+        return True, self._prefill.issue(request_id, answer, prompt_digest(request, answer["remote_num_tokens"]))
+
+    # ---- the engine starts and stops
+
+    def bind_gpu_block_pool(self, pool: "BlockPool") -> None:
+        """vLLM's block pool, for the quarantine."""
+        self._quarantine.bind(pool)
+
+    def judge(self, engine_id: str, request_id: str, nonce: str) -> Verdict:
+        """The side channel's answer to a decode node; called in the listener's thread."""
+        return self._leases.judge(request_id, nonce) if engine_id == self.engine_id else Verdict.UNKNOWN
+
+    def set_xfer_handshake_metadata(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """Start the side channel, ours in the place of vLLM's. Raises SideChannelError when the port is taken."""
+        if self._listener is not None:
+            return
+        for payload in metadata.values():
+            if not isinstance(payload, NixlHandshakePayload):
+                raise TypeError(f"expected NixlHandshakePayload, got {type(payload).__name__}")
+        encoded = {ranks: msgspec.msgpack.encode(payload) for ranks, payload in metadata.items()}
+        self._listener = Listener(self.side_channel_host, self.side_channel_port, encoded, self.judge, self.accounts)
+        self._listener.start()
+
+    def take_stats(self) -> ConnectorStats | None:
+        """The scheduler side's accounts since the last call."""
+        return drained(self.accounts)
+
+    def shutdown(self) -> None:
+        """Stop the side channel."""
+        if self._listener is not None:
+            self._listener.stop()
+            self._listener = None
+        super().shutdown()
