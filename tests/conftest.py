@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A loaded machine is slow without being wrong, and CI is to see the same examples every time.
@@ -14,3 +15,8 @@ settings.register_profile(
     suppress_health_check=UNHURRIED,
 )
 settings.load_profile("fuzz" if "FUZZED" in os.environ else "default")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with engines of their own go first: once the shared ones are up they stay, and memory is not endless."""
+    items.sort(key=lambda item: item.get_closest_marker("own_engines") is None)

@@ -9,7 +9,8 @@ An environment is tried out first (`make lock` says how to make one), then froze
 
 All are complete, so they are installed with `--no-deps`: the resolver would otherwise pull in CUDA builds of the torch
 family. Three of that family are left out on purpose: a text model needs none of them, and their CUDA builds break
-`import transformers` on a machine without CUDA.
+`import transformers` on a machine without CUDA. Triton is left out too: without a GPU vLLM does not use it, and it is a
+gigabyte.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,7 +24,7 @@ from deploy.local.places import REQUIREMENTS
 
 PROJECT = "pdproxy"
 TORCH = frozenset({"torch"})
-LEFT_OUT = frozenset({PROJECT, "pip", "torchvision", "torchaudio", "torchcodec"})
+LEFT_OUT = frozenset({PROJECT, "pip", "torchvision", "torchaudio", "torchcodec", "triton"})
 
 Installed = Mapping[str, Distribution]
 

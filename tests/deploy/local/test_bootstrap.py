@@ -1,0 +1,113 @@
+"""What the environment is made of, when it counts as made, and how a failure is told."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.local.bootstrap import (
+    LOCKS,
+    STAMP,
+    TORCH_INDEX,
+    BootstrapError,
+    Plan,
+    check_python,
+    locked_command,
+    run_first_that_works,
+    torch_commands,
+)
+from deploy.local.places import REQUIREMENTS
+
+PROJECT = '[project]\nname = "x"\n'
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    """A repository with locks, and an environment that looks made."""
+    (tmp_path / "requirements").mkdir()
+    for name in LOCKS:
+        (tmp_path / "requirements" / f"{name}.txt").write_text(f"{name}==1\n", encoding="utf-8")
+    (tmp_path / "pyproject.toml").write_text(PROJECT, encoding="utf-8")
+    made = Plan(tmp_path, tmp_path / "venv")
+    made.python.parent.mkdir(parents=True)
+    made.python.touch()
+    (made.venv / STAMP).write_text(made.fingerprint(), encoding="utf-8")
+    return made
+
+
+def test_made_stays_made(plan: Plan) -> None:
+    assert plan.is_made()
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_a_changed_lock_makes_it_stale(plan: Plan, lock: str) -> None:
+    plan.lock(lock).write_text("other==2\n", encoding="utf-8")
+    assert not plan.is_made()
+
+
+def test_only_what_the_project_declares_of_itself_counts(plan: Plan) -> None:
+    settings = plan.root / "pyproject.toml"
+    settings.write_text(PROJECT + "[tool.ruff]\nline-length = 1\n", encoding="utf-8")
+    assert plan.is_made()
+    settings.write_text('[project]\nname = "y"\n', encoding="utf-8")
+    assert not plan.is_made()
+
+
+def test_an_unfinished_environment_is_not_made(plan: Plan) -> None:
+    (plan.venv / STAMP).unlink()
+    assert not plan.is_made()
+
+
+def test_without_an_interpreter_it_is_not_made(plan: Plan) -> None:
+    plan.python.unlink()
+    assert not plan.is_made()
+
+
+def test_the_right_python_passes() -> None:
+    check_python((3, 11, 9), "linux")
+
+
+@pytest.mark.parametrize("version", [(3, 9, 2), (3, 10, 0), (3, 12, 1), (4, 11, 0)])
+def test_a_wrong_python_is_named_with_a_way_out(version: tuple[int, ...]) -> None:
+    with pytest.raises(BootstrapError, match=rf"needs Python 3\.11.*found {'.'.join(map(str, version))}(.|\n)*PYTHON="):
+        check_python(version, "linux")
+
+
+def test_another_system_is_turned_away() -> None:
+    with pytest.raises(BootstrapError, match="run on Linux; this is darwin"):
+        check_python((3, 11, 9), "darwin")
+
+
+def test_torch_is_looked_for_where_pip_is_configured_first(plan: Plan) -> None:
+    configured, public = torch_commands(plan)
+    assert TORCH_INDEX not in configured
+    assert public == [*configured, "--index-url", TORCH_INDEX]
+
+
+def test_nothing_is_left_to_the_resolver(plan: Plan) -> None:
+    command = locked_command(plan)
+    assert "--no-deps" in command
+    assert [part for part in command if part.endswith(".txt")] == [
+        str(plan.lock(name)) for name in ("proxy", "cpu", "dev")
+    ]
+
+
+def test_the_next_command_is_tried_when_one_fails(tmp_path: Path) -> None:
+    proof = tmp_path / "proof"
+    run_first_that_works([[sys.executable, "-c", "raise SystemExit(1)"], ["touch", str(proof)]])
+    assert proof.exists()
+
+
+def test_a_failure_says_what_each_command_said() -> None:
+    failing = [[sys.executable, "-c", f"raise SystemExit({word!r})"] for word in ("first words", "second words")]
+    with pytest.raises(BootstrapError, match=r"first words(.|\n)*second words"):
+        run_first_that_works(failing)
+
+
+def test_the_locks_pin_everything_exactly_once_and_leave_cuda_builds_out() -> None:
+    pins = [line for name in LOCKS for line in (REQUIREMENTS / f"{name}.txt").read_text(encoding="utf-8").splitlines()]
+    names = [pin.partition("==")[0] for pin in pins]
+    assert all("==" in pin for pin in pins)
+    assert len(set(names)) == len(names)
+    assert not {"torchvision", "torchaudio", "torchcodec"} & set(names)
+    assert "torch==2.13.0+cpu" in pins

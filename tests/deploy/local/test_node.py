@@ -1,0 +1,79 @@
+"""A node's command line and environment, and what is checked before it starts."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from deploy.local.node import NodeSpec, Role, command, environment, on_free_ports, start_node
+from deploy.local.ports import HOST, PortTakenError
+from deploy.local.supervise import Supervisor
+
+
+def option(line: list[str], name: str) -> str:
+    return line[line.index(name) + 1]
+
+
+def transfer_config(line: list[str]) -> dict[str, object]:
+    config = json.loads(option(line, "--kv-transfer-config"))
+    assert isinstance(config, dict)
+    return config
+
+
+@pytest.mark.parametrize(("role", "name"), [(Role.PREFILL, "kv_producer"), (Role.DECODE, "kv_consumer")])
+def test_a_node_gets_our_connector_its_role_and_recompute(role: Role, name: str) -> None:
+    config = transfer_config(command(NodeSpec("n", role, 8000, 9000, connector_config={"kv_lease_duration": 7})))
+    assert config == {
+        "kv_connector": "NixlConnector",
+        "kv_connector_module_path": "connector.facade",
+        "kv_role": name,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"kv_lease_duration": 7},
+    }
+
+
+def test_a_plain_node_has_no_connector() -> None:
+    assert "--kv-transfer-config" not in command(NodeSpec("n", Role.PLAIN, 8000, 9000))
+
+
+def test_size_and_ranks_are_passed_on_only_when_given() -> None:
+    plain = command(NodeSpec("n", Role.DECODE, 8000, 9000))
+    assert "--num-gpu-blocks-override" not in plain
+    assert "--tensor-parallel-size" not in plain
+    small = command(NodeSpec("n", Role.DECODE, 8000, 9000, gpu_blocks=48, tensor_parallel_size=2))
+    assert option(small, "--num-gpu-blocks-override") == "48"
+    assert option(small, "--tensor-parallel-size") == "2"
+
+
+def test_listens_on_loopback_and_what_is_added_comes_last() -> None:
+    spec = NodeSpec("n", Role.DECODE, 8123, 9000, model=Path("/m"), served_name="s", more_arguments=("--seed", "1"))
+    line = command(spec)
+    assert (option(line, "--host"), option(line, "--port")) == (HOST, "8123")
+    assert (option(line, "--model"), option(line, "--served-model-name")) == ("/m", "s")
+    assert line[-2:] == ["--seed", "1"]
+
+
+def test_the_environment_is_built_on_the_given_one() -> None:
+    spec = NodeSpec("n", Role.DECODE, 8123, 9123, more_environment={"OMP_NUM_THREADS": "2"})
+    made = environment(spec, {"PATH": "/bin", "HF_HUB_OFFLINE": "0"})
+    assert made["PATH"] == "/bin"
+    assert made["HF_HUB_OFFLINE"] == "1"
+    assert made["OMP_NUM_THREADS"] == "2"
+    assert (made["VLLM_NIXL_SIDE_CHANNEL_HOST"], made["VLLM_NIXL_SIDE_CHANNEL_PORT"]) == (HOST, "9123")
+
+
+def test_only_missing_ports_are_filled_in_and_all_differ() -> None:
+    first, second = on_free_ports(NodeSpec("a", Role.PREFILL, 8123, 0), NodeSpec("b", Role.DECODE, 0, 0))
+    ports = [first.port, first.side_channel_port, second.port, second.side_channel_port]
+    assert first.port == 8123
+    assert 0 not in ports
+    assert len(set(ports)) == 4
+
+
+def test_a_side_channel_in_use_is_said_before_anything_starts(tmp_path: Path) -> None:
+    with socket.create_server((HOST, 0)) as taken, Supervisor(tmp_path) as supervisor:
+        spec = on_free_ports(NodeSpec("decode", Role.DECODE, 0, taken.getsockname()[1]))[0]
+        with pytest.raises(PortTakenError, match=r"NIXL side channel of decode.*would hang while starting"):
+            start_node(supervisor, spec)
+    assert not list(tmp_path.iterdir())
