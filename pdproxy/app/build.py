@@ -1,0 +1,155 @@
+"""Everything the proxy consists of, put together."""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+
+from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR, CollectorRegistry
+
+from pdproxy.admin.app import admin_app
+from pdproxy.admin.desk import Desk
+from pdproxy.app.secrets import node_tls, own_credential, own_headers, read_secret
+from pdproxy.clock import SystemClock
+from pdproxy.drive.means import Means
+from pdproxy.drive.terms import Terms
+from pdproxy.intake.admission import Admission
+from pdproxy.intake.door import AsgiApp, Door
+from pdproxy.intake.keys import read_keys
+from pdproxy.intake.service import Rules, Service
+from pdproxy.nodes.circuit import CircuitRules
+from pdproxy.nodes.drain import Drainer
+from pdproxy.nodes.health import Health, HealthRules
+from pdproxy.nodes.join import Joiner
+from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.pool import Pool
+from pdproxy.nodes.preflight import Preflight
+from pdproxy.nodes.warm import WarmUp
+from pdproxy.nodes.watch import MetricsWatch
+from pdproxy.observe.metrics import Metrics
+from pdproxy.orchestrate import Orchestrator
+from pdproxy.planning.plan import Without
+from pdproxy.settings import Migrate, NodeEntry, OnPrefillFailure, Settings
+from pdproxy.transport.http import HttpTransport
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Proxy:
+    """A proxy that runs: its two applications, and what tells it to go.
+
+    Attributes:
+        clients: the ASGI application for clients.
+        operators: the ASGI application for operators.
+        leaving: to be set when the end begins.
+    """
+
+    clients: AsgiApp
+    operators: AsgiApp
+    leaving: asyncio.Event
+
+
+def nodes_of(entries: tuple[NodeEntry, ...]) -> list[Node]:
+    """The nodes of the settings, named by role and order: ``prefill-0``, ``decode-1``."""
+    counts = dict.fromkeys(Role, 0)
+    nodes = []
+    for entry in entries:
+        role = Role(entry.role)
+        name = f"{role}-{counts[role]}"
+        counts[role] += 1
+        nodes.append(Node(name, entry.url.rstrip("/"), role, entry.model, entry.aliases, entry.weight))
+    return nodes
+
+
+@contextlib.asynccontextmanager
+async def proxy(settings: Settings) -> AsyncIterator[Proxy]:
+    """Build, watch the nodes while inside, then let go of everything.
+
+    Raises:
+        SettingsError: a file that the settings name cannot be used.
+    """
+    clock, registry, leaving = SystemClock(), _registry(), asyncio.Event()
+    metrics = Metrics(registry)
+    credential = own_credential(settings.upstream)
+    headers = own_headers(credential)
+    pool = _pool(settings, clock, metrics)
+    transport = HttpTransport(clock, node_tls(settings.upstream))
+    drainer = Drainer(pool, clock, settings.deadlines.drain)
+    orchestrator = Orchestrator(Means(transport, pool, metrics, clock, terms_of(settings)))
+    service = _service(settings, orchestrator, pool, metrics, clock, credential)
+    operators = admin_app(_desk(settings, pool, drainer, registry, leaving))
+    joiner = Joiner(pool, Preflight(transport, headers), WarmUp(transport, headers))
+    health = Health(pool, joiner, transport, clock, _health_rules(settings), headers)
+    watching = asyncio.create_task(health.run(), name="health")
+    try:
+        yield Proxy(Door(service, operators), operators, leaving)
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await drainer.aclose()
+        await orchestrator.aclose()
+        await transport.aclose()
+
+
+def _registry() -> CollectorRegistry:
+    registry = CollectorRegistry()
+    for collector in (PROCESS_COLLECTOR, PLATFORM_COLLECTOR, GC_COLLECTOR):
+        registry.register(collector)
+    return registry
+
+
+def _pool(settings: Settings, clock: SystemClock, metrics: Metrics) -> Pool:
+    health = settings.health
+    rules = CircuitRules(failures=health.failures, cool_down=health.cool_down, slow_start=health.slow_start)
+    pool = Pool(clock, rules, MetricsWatch(metrics))
+    for node in nodes_of(settings.nodes):
+        pool.add(node)
+    return pool
+
+
+def _health_rules(settings: Settings) -> HealthRules:
+    return HealthRules(interval=settings.health.interval, timeout=settings.health.timeout)
+
+
+def terms_of(settings: Settings) -> Terms:
+    """The part of the settings that the drive goes by."""
+    deadlines, policy = settings.deadlines, settings.policy
+    terms = Terms(
+        connect=deadlines.connect,
+        prefill_headers=deadlines.prefill_headers,
+        decode_headers=deadlines.decode_headers,
+        stall=deadlines.stall,
+        release=deadlines.release,
+        on_prefill_failure=policy.on_prefill_failure,
+        retries=policy.retries,
+    )
+    return terms if policy.migrate is Migrate.ON else dataclasses.replace(terms, migrations=0)
+
+
+def _service(
+    settings: Settings, orchestrator: Orchestrator, pool: Pool, metrics: Metrics, clock: SystemClock, credential: str
+) -> Service:
+    limits = settings.limits
+    admission = Admission(limits.concurrency, limits.queue, limits.queue_seconds, metrics, limits.key_concurrency)
+    rules = Rules(
+        body_bytes=limits.body_bytes,
+        upload_seconds=settings.deadlines.stall,
+        request_seconds=settings.deadlines.request,
+        credential=settings.upstream.credential,
+        own=credential,
+    )
+    return Service(read_keys(settings.keys.file), admission, orchestrator, pool, clock, rules)
+
+
+def _desk(
+    settings: Settings, pool: Pool, drainer: Drainer, registry: CollectorRegistry, leaving: asyncio.Event
+) -> Desk:
+    fails = settings.policy.on_prefill_failure is OnPrefillFailure.FAIL
+    return Desk(
+        pool=pool,
+        drainer=drainer,
+        registry=registry,
+        leaving=leaving,
+        without_prefill=Without.FAIL if fails else Without.LOCAL,
+        drain_seconds=settings.deadlines.drain,
+        token=read_secret(settings.listen.admin_token_file, "listen.admin_token_file") or None,
+    )

@@ -1,0 +1,70 @@
+"""``pdproxy serve``: the proxy on its two ports, until a signal."""
+
+import asyncio
+import logging
+import math
+
+import uvicorn
+from uvicorn.loops.auto import auto_loop_factory
+
+from pdproxy.app.build import Proxy, proxy
+from pdproxy.errors import SettingsError
+from pdproxy.intake.door import AsgiApp
+from pdproxy.server.ports import Port, bind
+from pdproxy.server.ports import serve as serve_ports
+from pdproxy.server.protocol import HeadLimits, guarded
+from pdproxy.settings import Settings
+
+_LOG = logging.getLogger("pdproxy")
+
+HEAD_SECONDS = 30.0
+"""For a request's head: what a slow mobile client may need, and no more."""
+
+
+def serve(settings: Settings) -> int:
+    """Run until SIGTERM or SIGINT; the process's exit status.
+
+    Raises:
+        SettingsError: an address or a file of the settings cannot be used.
+    """
+    with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+        runner.run(_serve(settings))
+    return 0
+
+
+async def _serve(settings: Settings) -> None:
+    async with proxy(settings) as running:
+        ports = _ports(settings, running)
+        _LOG.info("clients: %s, operators: %s", *(port.address for port in ports))
+        await serve_ports(ports, running.leaving)
+        _LOG.info("ended")
+
+
+def _ports(settings: Settings, running: Proxy) -> list[Port]:
+    listen = settings.listen
+    clients = bind(listen.host, listen.port, "listen.port")
+    try:
+        operators = bind(listen.admin_host, listen.admin_port, "listen.admin_port")
+    except SettingsError:
+        clients.close()
+        raise
+    tls = {"ssl_certfile": listen.tls_certificate, "ssl_keyfile": listen.tls_key}
+    return [
+        Port(_config(settings, running.clients, **tls), clients),
+        Port(_config(settings, running.operators), operators),
+    ]
+
+
+def _config(settings: Settings, app: AsgiApp, **tls: object) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=guarded(HeadLimits(settings.limits.header_bytes, HEAD_SECONDS)),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=math.ceil(settings.deadlines.drain),
+        **tls,  # type: ignore[arg-type]
+    )

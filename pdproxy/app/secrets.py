@@ -1,0 +1,53 @@
+"""What lies in files because it must not lie in settings: credentials, certificates."""
+
+import ssl
+from pathlib import Path
+
+from pdproxy.errors import SettingsError
+from pdproxy.request import Headers
+from pdproxy.settings import Credential, Upstream
+
+
+def read_secret(path: Path | None, setting: str) -> str:
+    """A file's one word; "" without a file.
+
+    Raises:
+        SettingsError: it cannot be read, or is empty, or holds several words.
+    """
+    if path is None:
+        return ""
+    try:
+        words = path.read_text().split()
+    except OSError as error:
+        raise SettingsError(f"{setting}: {path} cannot be read: {error.strerror}.") from error
+    if len(words) != 1:
+        raise SettingsError(f"{setting}: {path} must hold one word, and holds {len(words)}.")
+    return words[0]
+
+
+def own_credential(upstream: Upstream) -> str:
+    """The operator's credential for the nodes; "" where none is set.
+
+    Raises:
+        SettingsError: ``replace`` without a file, or an unusable file.
+    """
+    if upstream.credential is Credential.REPLACE and upstream.credential_file is None:
+        raise SettingsError("upstream.credential is 'replace': name the file in upstream.credential_file.")
+    return read_secret(upstream.credential_file, "upstream.credential_file")
+
+
+def own_headers(credential: str) -> Headers:
+    """What the proxy's own questions to nodes (health, preflight, releases) carry."""
+    return (("authorization", f"Bearer {credential}"),) if credential else ()
+
+
+def node_tls(upstream: Upstream) -> ssl.SSLContext:
+    """How https nodes are trusted.
+
+    Raises:
+        SettingsError: the file of authorities is unusable.
+    """
+    try:
+        return ssl.create_default_context(cafile=upstream.ca_file)
+    except OSError as error:
+        raise SettingsError(f"upstream.ca_file: {upstream.ca_file} is not usable: {error}.") from error
