@@ -1,0 +1,52 @@
+"""Every foreign error has its row: nothing from below reaches the proxy under its own name."""
+
+import asyncio
+import inspect
+import socket
+import ssl
+
+import httptools.parser.errors
+import pytest
+
+from pdproxy.errors import Fault
+from pdproxy.transport.faults import CONNECTING, PARSING, out_of_patience, while_connecting, while_exchanging
+
+
+def errors_in(*modules: object) -> list[type[Exception]]:
+    found = {
+        each
+        for module in modules
+        for name, each in inspect.getmembers(module, inspect.isclass)
+        if issubclass(each, Exception) and not name.startswith("_")
+    }
+    return sorted(found, key=lambda each: each.__qualname__)
+
+
+@pytest.mark.parametrize("error", errors_in(socket, ssl))
+def test_whatever_a_socket_or_tls_raises_is_mapped(error: type[Exception]) -> None:
+    assert issubclass(error, CONNECTING)
+
+
+@pytest.mark.parametrize("error", errors_in(httptools.parser.errors))
+def test_whatever_the_parser_raises_is_mapped(error: type[Exception]) -> None:
+    assert issubclass(error, PARSING)
+
+
+def test_the_lists_are_not_empty() -> None:
+    assert len(errors_in(socket, ssl)) >= 5
+    assert len(errors_in(httptools.parser.errors)) >= 5
+
+
+def test_timeouts_of_asyncio_are_mapped() -> None:
+    assert issubclass(asyncio.TimeoutError, CONNECTING)
+
+
+def test_a_fault_says_where_and_what() -> None:
+    refused = while_connecting(ConnectionRefusedError(111, "nobody"), "node:1")
+    assert refused.fault is Fault.REFUSED
+    assert "node:1" in refused.detail
+    assert "nobody" in refused.detail
+    assert while_connecting(TimeoutError(), "node:1").detail == "node:1: TimeoutError"
+    assert while_exchanging(None, "node:1").fault is Fault.RESET
+    assert while_exchanging(ConnectionResetError("gone"), "node:1").detail == "node:1: ConnectionResetError: gone"
+    assert out_of_patience(Fault.STALL, 2.5, "node:1").detail == "node:1: nothing came for 2.5 s"

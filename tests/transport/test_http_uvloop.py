@@ -1,0 +1,47 @@
+"""The same cases on uvloop, whose transports differ from asyncio's in the details."""
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+
+import pytest
+import uvloop
+
+from pdproxy.transport.http import HttpTransport
+from tests.transport import test_http
+from tests.transport.test_http import HandClock
+
+Case = Callable[..., Awaitable[None]]
+GIVEN = frozenset({"transport", "clock"})
+
+
+def plain_cases() -> dict[str, Case]:
+    """The cases that are not parametrized."""
+    found = inspect.getmembers(test_http, inspect.iscoroutinefunction)
+    return {
+        name: case
+        for name, case in found
+        if name.startswith("test_") and inspect.signature(case).parameters.keys() <= GIVEN
+    }
+
+
+async def play(case: Case) -> None:
+    clock = HandClock()
+    transport = HttpTransport(clock)
+    wanted = inspect.signature(case).parameters.keys()
+    given = {"transport": transport, "clock": clock}
+    try:
+        await case(**{name: given[name] for name in wanted})
+    finally:
+        await transport.aclose()
+    assert transport.connections == 0
+
+
+@pytest.mark.parametrize("name", plain_cases())
+def test_holds_on_uvloop(name: str) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(play(plain_cases()[name]))
+
+
+def test_there_are_cases() -> None:
+    assert len(plain_cases()) > 20

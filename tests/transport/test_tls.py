@@ -1,0 +1,51 @@
+"""https nodes: trusted authorities only, and the same manners."""
+
+import ssl
+from pathlib import Path
+
+import pytest
+
+from pdproxy.errors import Fault, NodeFault
+from pdproxy.transport.http import HttpTransport
+from pdproxy.transport.port import Outgoing
+from tests.transport.peer import always, peer
+from tests.transport.test_http import PATIENT, HandClock, ask, post
+
+HERE = Path(__file__).parent / "tls"
+
+
+def serving() -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(HERE / "certificate.pem", HERE / "key.pem")
+    return context
+
+
+async def test_a_trusted_node_answers_over_one_connection() -> None:
+    trusting = ssl.create_default_context(cafile=HERE / "certificate.pem")
+    transport = HttpTransport(HandClock(), trusting)
+    big = b"x" * 2**20
+    async with peer(always(big), tls=serving()) as there:
+        for _ in range(3):
+            assert await ask(transport, post(there, big)) == (200, big)
+        assert len(there.visits) == 1
+        await transport.aclose()
+        await there.all_gone()
+
+
+async def test_an_untrusted_node_is_refused() -> None:
+    transport = HttpTransport(HandClock())
+    async with peer(always(b"secret"), tls=serving()) as there:
+        with pytest.raises(NodeFault) as caught:
+            await transport.send(post(there, b"never sent"), PATIENT)
+        assert caught.value.fault is Fault.REFUSED
+        assert not there.visits
+    await transport.aclose()
+
+
+async def test_plain_http_to_an_https_node_is_a_fault() -> None:
+    transport = HttpTransport(HandClock())
+    async with peer(always(b""), tls=serving()) as there:
+        with pytest.raises(NodeFault) as caught:
+            await transport.send(Outgoing("GET", f"http://127.0.0.1:{there.port}/"), PATIENT)
+        assert caught.value.fault is Fault.RESET
+    await transport.aclose()
