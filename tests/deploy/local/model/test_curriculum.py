@@ -8,7 +8,8 @@ import pytest
 
 from deploy.local.model.curriculum import STAGES, UNLEARNED, Sample, chat, draw, encode, plain
 from deploy.local.model.exam import Exam, exam, recite
-from deploy.local.model.tokenizer import CHAT_TEMPLATE, END, build
+from deploy.local.model.marks import END
+from deploy.local.model.tokenizer import CHAT_TEMPLATE, build
 
 PAPERS = [exam(1, 60), exam(2, 100).at_turn(3), recite(3, 100, 6)]
 

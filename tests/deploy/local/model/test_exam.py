@@ -3,8 +3,9 @@
 import pytest
 
 from deploy.local.model.exam import Exam, Question, exam, recite
+from deploy.local.model.marks import ASK, RECITE
 from deploy.local.model.names import NAMES
-from deploy.local.model.tokenizer import ASK, RECITE, build
+from deploy.local.model.tokenizer import build
 
 
 def number_of(name: str, listing: str) -> str:

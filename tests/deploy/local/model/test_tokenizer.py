@@ -3,8 +3,9 @@
 import jinja2
 import pytest
 
+from deploy.local.model.marks import SPECIAL
 from deploy.local.model.names import NAMES
-from deploy.local.model.tokenizer import CHAT_TEMPLATE, SPECIAL, VOCABULARY, build
+from deploy.local.model.tokenizer import CHAT_TEMPLATE, VOCABULARY, build
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,33 @@
+"""How the proxy is told of its nodes; parts that fail while starting."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from deploy.local.node import Node, NodeSpec, Role
+from deploy.local.stack import pair_specs, proxy_command
+from deploy.local.supervise import Part
+
+
+def started(spec: NodeSpec, folder: Path) -> Node:
+    with subprocess.Popen(["true"]) as process:
+        return Node(spec, Part(spec.name, folder / "log", process))
+
+
+def test_a_pair_is_one_node_of_each_role() -> None:
+    assert [spec.role for spec in pair_specs()] == [Role.PREFILL, Role.DECODE]
+
+
+@pytest.mark.parametrize(
+    ("roles", "flags"),
+    [
+        ((Role.PREFILL, Role.DECODE), ["--prefill", "http://127.0.0.1:8001", "--decode", "http://127.0.0.1:8002"]),
+        ((Role.PLAIN,), ["--decode", "http://127.0.0.1:8001"]),
+    ],
+    ids=["pair", "one plain engine"],
+)
+def test_each_node_is_named_by_its_role(tmp_path: Path, roles: tuple[Role, ...], flags: list[str]) -> None:
+    nodes = [started(NodeSpec(f"n{i}", role, 8000 + i, 0), tmp_path) for i, role in enumerate(roles, 1)]
+    line = proxy_command(8000, nodes, ["--log-level", "debug"])
+    assert line[1:] == ["-m", "pdproxy", "serve", "--port", "8000", *flags, "--log-level", "debug"]
