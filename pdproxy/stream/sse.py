@@ -7,9 +7,8 @@ that begins with a colon is a comment.
 import dataclasses
 import re
 
-EVENT_BYTES = 64 * 1024 * 1024
+EVENT_BYTES = 16 * 1024 * 1024
 """The longest event that is buffered; log-probabilities of a long prompt fit."""
-_END = re.compile(rb"\r\n\r\n|\r\n\n|\r\n\r(?!\n)|\n\r\n|\n\n|\n\r(?!\n)|\r\r\n|\r\n|\r\r|\r|\n")
 _LINE = re.compile(rb"\r\n|\r|\n")
 
 
@@ -30,3 +29,66 @@ class Event:
 
 class EventTooLong(ValueError):
     """An event grew beyond `EVENT_BYTES`."""
+
+
+class SseParser:
+    """Frames a body that arrives in pieces."""
+
+    def __init__(self) -> None:
+        self._left = b""
+
+    @property
+    def rest(self) -> bytes:
+        """What came after the last whole event; not empty at the end of a body means that it was cut."""
+        return self._left
+
+    def feed(self, piece: bytes) -> list[Event]:
+        """The events that ``piece`` completes.
+
+        Raises:
+            EventTooLong: `EVENT_BYTES` came without an event's end.
+        """
+        block = self._left + piece
+        ends = _ends_lf(block) if b"\r" not in block else _ends_any(block)
+        events = [_event(block[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+        self._left = block[ends[-1] :] if ends else block
+        if len(self._left) > EVENT_BYTES:
+            raise EventTooLong(f"an event of more than {EVENT_BYTES} bytes")
+        return events
+
+
+def _ends_lf(block: bytes) -> list[int]:
+    """Where events end, in a block whose lines end in LF alone, as vLLM writes them."""
+    ends: list[int] = []
+    at = block.find(b"\n\n")
+    while at >= 0:
+        ends.append(at + 2)
+        at = block.find(b"\n\n", at + 2)
+    return ends
+
+
+def _ends_any(block: bytes) -> list[int]:
+    """Where events end, whatever ends their lines. A CR at the very end waits: LF may follow it."""
+    ends: list[int] = []
+    line_start = 0
+    for match in _LINE.finditer(block):
+        if match.end() == len(block) and match.group() == b"\r":
+            break
+        if match.start() == line_start:
+            ends.append(match.end())
+        line_start = match.end()
+    return ends
+
+
+def _event(raw: bytes) -> Event:
+    if raw.startswith(b"data: ") and raw.endswith(b"\n\n") and raw.find(b"\n") == len(raw) - 2 and b"\r" not in raw:
+        return Event(raw, b"", raw[6:-2])
+    name, lines = b"", []
+    for line in _LINE.split(raw):
+        field, _, value = line.partition(b":")
+        value = value.removeprefix(b" ")
+        if field == b"data":
+            lines.append(value)
+        elif field == b"event":
+            name = value
+    return Event(raw, name, b"\n".join(lines) if lines else None)

@@ -1,0 +1,86 @@
+"""What one choice of a streamed answer has said: pure bookkeeping of tokens against text.
+
+Text lags behind tokens. vLLM holds back as many characters as a stop string could still take away (`held_back`), and a
+character whose bytes are spread over several tokens comes with the last of them. A stream may go on elsewhere only from
+a token whose whole text the client has; so each boundary between tokens is kept with the length of *all* text up to it:
+what was sent plus what was held back (vLLM 0.32, ``v1/engine/detokenizer.py``, ``get_next_output_text``).
+"""
+
+import dataclasses
+from collections import deque
+
+
+class Diverged(ValueError):
+    """A continuation's text is not what the client already has."""
+
+
+@dataclasses.dataclass(slots=True)
+class Told:
+    """One choice.
+
+    Attributes:
+        held_back: characters held back for stop strings.
+        tokens: the ids so far.
+        shown: characters that the client has.
+        heard: characters that the node sent; less than ``shown`` while a continuation repeats what is known.
+        finish: the finish reason, once there is one.
+        detailed: log-probabilities or ids of single tokens reached the client.
+    """
+
+    held_back: int = 0
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    shown: int = 0
+    heard: int = 0
+    finish: str | None = None
+    detailed: bool = False
+    next_offset: int = 0
+    base_offset: int = 0
+    _marks: deque[tuple[int, int]] = dataclasses.field(default_factory=lambda: deque([(0, 0)]))
+    _tail: str = ""
+
+    def hear(self, text: str, token_ids: list[int]) -> str:
+        """Take what one event said; what of its text is new to the client.
+
+        Raises:
+            Diverged: while a continuation repeats known text, and it is another.
+        """
+        self.tokens += token_ids
+        if not text:
+            return ""
+        new = self._new_part(text)
+        self.heard += len(text)
+        self.shown = max(self.shown, self.heard)
+        self._tail += new
+        self._marks.append((len(self.tokens), self.heard + self.held_back))
+        self._forget()
+        return new
+
+    def boundary(self) -> tuple[int, str]:
+        """The last token whose whole text the client has, as a count; and the text shown beyond it."""
+        return self._marks[0][0], self._tail
+
+    def rewind(self) -> None:
+        """The next events continue from `boundary`."""
+        count, length = self._marks[0]
+        del self.tokens[count:]
+        self._marks = deque([(count, length)])
+        self.heard = length
+        self.base_offset = self.next_offset
+
+    def settled(self) -> bool:
+        """Whether no known text is left to be repeated."""
+        return self.heard >= self.shown
+
+    def _new_part(self, text: str) -> str:
+        known = self._tail[len(self._tail) - (self.shown - self.heard) :] if self.heard < self.shown else ""
+        common = min(len(known), len(text))
+        if known[:common] != text[:common]:
+            raise Diverged(f"expected {known[:common]!r}, got {text[:common]!r}")
+        return text[common:]
+
+    def _forget(self) -> None:
+        """Drop boundaries before the last usable one, and the text before it."""
+        start = self._marks[0][1]
+        while len(self._marks) > 1 and self._marks[1][1] <= self.shown:
+            self._marks.popleft()
+        self._tail = self._tail[self._marks[0][1] - start :]
