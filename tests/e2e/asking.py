@@ -1,0 +1,42 @@
+"""Asking a model through the official client, in each of its ways."""
+
+import enum
+from collections.abc import AsyncIterable
+from typing import Any, cast
+
+from openai import AsyncOpenAI
+
+from deploy.local.model.exam import Exam
+from deploy.local.node import SERVED_NAME
+
+
+class Way(enum.StrEnum):
+    """How a question is put."""
+
+    COMPLETION = "completion"
+    COMPLETION_STREAM = "completion, streamed"
+    CHAT = "chat"
+    CHAT_STREAM = "chat, streamed"
+
+
+async def answer(client: AsyncOpenAI, way: Way, question: Exam, max_tokens: int = 8) -> str:
+    """The text that comes back, at temperature 0."""
+    fixed: dict[str, Any] = {"model": SERVED_NAME, "temperature": 0, "max_tokens": max_tokens}
+    match way:
+        case Way.COMPLETION:
+            whole = await client.completions.create(prompt=question.prompt(), **fixed)
+            return str(whole.choices[0].text)
+        case Way.CHAT:
+            said = await client.chat.completions.create(messages=cast(Any, question.messages()), **fixed)
+            return said.choices[0].message.content or ""
+        case Way.COMPLETION_STREAM:
+            stream = await client.completions.create(prompt=question.prompt(), stream=True, **fixed)
+            return await joined(choice.text async for part in stream for choice in part.choices)
+        case Way.CHAT_STREAM:
+            parts = await client.chat.completions.create(messages=cast(Any, question.messages()), stream=True, **fixed)
+            return await joined(choice.delta.content or "" async for part in parts for choice in part.choices)
+
+
+async def joined(pieces: AsyncIterable[str]) -> str:
+    """All pieces as one text."""
+    return "".join([piece async for piece in pieces])
