@@ -28,6 +28,7 @@ class Verifier:
         self._asked: queue.SimpleQueue[tuple[Address, tuple[Question, ...]] | None] = queue.SimpleQueue()
         self._judged: queue.SimpleQueue[Judged] = queue.SimpleQueue()
         self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
         self._woken.setblocking(False)
         self._thread: threading.Thread | None = None
 
@@ -37,7 +38,7 @@ class Verifier:
             self._asked.put((address, tuple(asked)))
         if questions:
             self._start()
-            self._wake.send(b"?")
+            self._nudge()
 
     def answers(self) -> list[Judged]:
         """Every answer that came since the last call."""
@@ -51,7 +52,7 @@ class Verifier:
         """End the thread and close its sockets. May be called twice."""
         if self._thread is not None:
             self._asked.put(None)
-            self._wake.send(b"?")
+            self._nudge()
             self._thread.join()
             self._thread = None
         self._wake.close()
@@ -61,6 +62,11 @@ class Verifier:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="pdproxy_verifier", daemon=True)
             self._thread.start()
+
+    def _nudge(self) -> None:
+        # A full pipe has nudges enough in it.
+        with contextlib.suppress(BlockingIOError):
+            self._wake.send(b"?")
 
     def _run(self) -> None:
         with contextlib.closing(Peers()) as peers:

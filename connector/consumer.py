@@ -1,0 +1,132 @@
+"""The reads of one decode rank, from the order to the verdict. Pure: time is passed in, seconds, monotonic.
+
+    ordered ──► posted ──► landed ──► judged          (verified, unverified, not held)
+       │           └──────► failed                    (the transfer said so)
+       └──────────────────► failed                    (the peer could not be reached)
+    ordered, posted ──► given up, at the deadline ──► failed
+
+A read that is given up after it was posted is *stalled*: its transfer may still write, so its local blocks must
+outlive the request. Its handle is never released while it is live, since a release does not prove that the
+network card has stopped; it is polled until the transfer reports its end, and only then are the blocks let go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from connector.lease import Verdict
+from connector.metadata import ReadEnd, ReadOutcome
+from connector.open_batches import Address, Judged
+from connector.question import Question
+from connector.read_sizes import ReadSize
+
+
+class _Stage(Enum):
+    ORDERED = auto()
+    POSTED = auto()
+    LANDED = auto()
+
+
+@dataclass(slots=True)
+class _Flight:
+    question: Question
+    address: Address
+    size: ReadSize
+    since: float
+    stage: _Stage = _Stage.ORDERED
+    given_up: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Overdue:
+    """A read to give up. `live`: it was posted, so that its transfer may go on."""
+
+    request_id: str
+    engine_id: str
+    nonce: str
+    live: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """The end of one read, the seconds from its last byte to its verdict, and the bytes that a local hit spared it."""
+
+    request_id: str
+    end: ReadEnd
+    verify_seconds: float
+    spared: int
+
+
+class Flights:
+    """Every read that this rank was ordered to do and has not reported. `deadline`: from the order to the last byte."""
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+        self._flights: dict[str, _Flight] = {}
+        self._by_nonce: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        """How many reads are not over."""
+        return len(self._flights)
+
+    def begin(self, request_id: str, question: Question, address: Address, size: ReadSize, now: float) -> None:
+        """A read is ordered; an earlier one of the same request must be over."""
+        self._flights[request_id] = _Flight(question, address, size, now)
+        self._by_nonce[question.nonce] = request_id
+
+    def posted(self, request_id: str) -> None:
+        """The transfer is under way."""
+        self._flights[request_id].stage = _Stage.POSTED
+
+    def overdue(self, now: float) -> list[Overdue]:
+        """Reads whose last byte has not come in time, each told once; `failed` must follow."""
+        late = []
+        for request_id, flight in self._flights.items():
+            waiting = flight.stage is not _Stage.LANDED and not flight.given_up
+            if waiting and now - flight.since >= self._deadline:
+                flight.given_up = True
+                asked = flight.question
+                late.append(Overdue(request_id, asked.engine_id, asked.nonce, flight.stage is _Stage.POSTED))
+        return late
+
+    def failed(self, request_id: str) -> ReadEnd:
+        """The read is over without its bytes."""
+        flight = self._over(request_id)
+        if flight.stage is _Stage.ORDERED:
+            outcome = ReadOutcome.PEER_UNREACHABLE
+        else:
+            outcome = ReadOutcome.NO_PROGRESS if flight.given_up else ReadOutcome.TRANSFER_FAILED
+        return ReadEnd(flight.question.nonce, outcome)
+
+    def landed(self, request_ids: Iterable[str], now: float) -> dict[Address, list[Question]]:
+        """The last byte is here: what must be asked, and whom, before the requests may run."""
+        asked: dict[Address, list[Question]] = {}
+        for request_id in request_ids:
+            flight = self._flights[request_id]
+            flight.stage, flight.since = _Stage.LANDED, now
+            asked.setdefault(flight.address, []).append(flight.question)
+        return asked
+
+    def judged(self, judged: Judged, now: float) -> Landing | None:
+        """The verdict is here. None when no read waits for it."""
+        request_id = self._by_nonce.get(judged.nonce)
+        if request_id is None or self._flights[request_id].stage is not _Stage.LANDED:
+            return None
+        flight = self._over(request_id)
+        outcome = _outcome(judged.verdict)
+        size = flight.size if outcome is ReadOutcome.VERIFIED else ReadSize()
+        end = ReadEnd(judged.nonce, outcome, size.attention, size.state)
+        return Landing(request_id, end, now - flight.since, size.spared)
+
+    def _over(self, request_id: str) -> _Flight:
+        flight = self._flights.pop(request_id)
+        del self._by_nonce[flight.question.nonce]
+        return flight
+
+
+def _outcome(verdict: Verdict | None) -> ReadOutcome:
+    if verdict is None:
+        return ReadOutcome.UNVERIFIED
+    return ReadOutcome.VERIFIED if verdict.good else ReadOutcome.NOT_HELD

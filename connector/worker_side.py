@@ -1,0 +1,198 @@
+"""One rank's side of the connector: vLLM's pull worker, whose reads are verified and whose notices are guarded.
+
+What is overridden, and why:
+    start_load_kv          puts each read's nonce behind the request id that vLLM's notice carries; leases, releases
+    _read_blocks_for_req   a ticket that vLLM's own code cannot pair fails its request, not the engine
+    _nixl_handshake        pings the peer first, so that a dead one does not cost vLLM's fixed five seconds
+    _get_new_notifs        junk and forged notices end nothing
+    get_transfer_results   a read that has landed waits for its verdict; one that hangs is given up
+    _engines_with_inflight_transfers   a given-up read's engine stays registered while its transfer is live
+vLLM's descriptor building is left alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+
+from connector.accounts import Accounts
+from connector.consumer import Flights
+from connector.metadata import ConnectorMetadata, ReadEnd, ReadOrder, ReadOutcome, WorkerReport
+from connector.notices import Done, Heartbeat, parse, tagged
+from connector.producer import ReadsSeen
+from connector.question import Question
+from connector.read_sizes import group_sizes, read_size
+from connector.side_channel import ping
+from connector.stats import ConnectorStats
+from connector.verifier import Verifier
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqMeta
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from connector.config import ConnectorConfig
+
+logger = logging.getLogger(__name__)
+
+UNPAIRABLE = (AssertionError, IndexError, KeyError, NotImplementedError, TypeError, ValueError)
+"""What vLLM raises when a ticket's blocks do not fit what this node allocated, or the peer's layout."""
+
+
+class WorkerSide(NixlPullConnectorWorker):
+    """Both roles, as vLLM's own: a rank reads what it is ordered to read, and answers for what it has leased."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig, config: ConnectorConfig
+    ) -> None:
+        self._verifier = Verifier(config.verify_timeout)
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        self.xfer_stats = ConnectorStats()
+        self._config = config
+        self._accounts = Accounts()
+        self._sizes = group_sizes(kv_cache_config)
+        self._flights = Flights(config.read_deadline)
+        self._seen = ReadsSeen()
+        self._released: set[str] = set()
+        self._stalled: dict[str, list[int]] = {}
+        self._stalled_engines: dict[str, str] = {}
+        self._report = WorkerReport()
+
+    def start_load_kv(self, metadata: ConnectorMetadata) -> None:
+        """Begin the reads, leases and releases of this step."""
+        for request_id, meta in metadata.reqs_to_recv.items():
+            self._begin(request_id, meta, metadata.reads[request_id])
+        super().start_load_kv(metadata)
+        for request_id in metadata.reqs_not_processed:
+            self._seen.forget(request_id)
+        for request_id in metadata.reqs_to_send:
+            if request_id in self._reqs_to_send:
+                self._seen.lease(request_id, metadata.readers.get(request_id, 1))
+        self._released |= metadata.releases & self._reqs_to_send.keys()
+
+    def get_transfer_results(self) -> KVConnectorTransferResults:
+        """vLLM's results of this step, less the reads that wait for their verdict, plus those that have it."""
+        self._give_up_overdue()
+        results: KVConnectorTransferResults = super().get_transfer_results()
+        self._drain_stalled()
+        for request_id in results.failed_recving:
+            self._end(request_id, self._flights.failed(request_id))
+        self._verifier.ask(
+            self._flights.landed(sorted(results.finished_recving - results.failed_recving), time.monotonic())
+        )
+        results.finished_recving &= results.failed_recving
+        self._add_judged(results)
+        self._report.reads_seen.update(self._seen.take_report())
+        for request_id in results.finished_sending:
+            self._seen.forget(request_id)
+        return results
+
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """What the scheduler must hear of this step; None when there is nothing."""
+        report, self._report = self._report, WorkerReport()
+        return report or None
+
+    def get_kv_connector_stats(self) -> Any:
+        """vLLM's transfer stats with this rank's accounts."""
+        self.xfer_stats.take(self._accounts)
+        return super().get_kv_connector_stats()
+
+    def shutdown(self) -> None:
+        """End the verifier, then as vLLM does."""
+        self._verifier.close()
+        super().shutdown()
+
+    def _begin(self, request_id: str, meta: ReqMeta, order: ReadOrder) -> None:
+        remote = meta.remote
+        question = Question(remote.engine_id, remote.request_id, order.nonce)
+        remote.request_id = tagged(remote.request_id, order.nonce)
+        if _awaited(meta):
+            size = read_size(self._sizes, meta.local_block_ids, remote.block_ids, order.hit_tokens)
+            self._flights.begin(request_id, question, (remote.host, remote.port), size, time.monotonic())
+
+    def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
+        if _awaited(meta) and self._recving_metadata.get(req_id) is not meta:
+            return  # Given up while its handshake was under way: the blocks may be another request's by now.
+        try:
+            super()._read_blocks_for_req(req_id, meta)
+        except UNPAIRABLE as error:
+            self._log_failure("ticket_does_not_fit", req_id, error=error, meta=meta)
+            self._recv_failures.add(req_id)
+        if _awaited(meta) and req_id in self._recving_transfers:
+            self._flights.posted(req_id)
+
+    def _nixl_handshake(self, host: str, port: int, *args: Any, **kwargs: Any) -> Any:
+        ping(host, port, self._config.probe_timeout)
+        return super()._nixl_handshake(host, port, *args, **kwargs)
+
+    def _get_new_notifs(self) -> set[str]:
+        for messages in self.nixl_wrapper.get_new_notifs().values():
+            for message in messages:
+                self._hear(message)
+        ended: set[str] = self._seen.take_done() | (self._released & self._reqs_to_send.keys())
+        self._released.clear()
+        for request_id in ended:
+            self._reqs_to_process.discard(request_id)
+            self._reqs_to_send.pop(request_id, None)
+        return ended
+
+    def _hear(self, message: bytes) -> None:
+        notice = parse(message)
+        if isinstance(notice, Heartbeat):
+            self._handle_heartbeat(notice.payload)
+        elif not isinstance(notice, Done):
+            self._accounts.junk("notice")
+        elif notice.request_id in self._reqs_to_send or notice.request_id in self._reqs_to_process:
+            self._seen.notice(notice)
+        else:
+            # Late, or forged. The reader learns it when it asks; here it must end nothing.
+            self.xfer_stats.record_notification_after_expiry()
+
+    def _give_up_overdue(self) -> None:
+        for late in self._flights.overdue(time.monotonic()):
+            logger.warning("Giving up on the read for %s: no end after the deadline.", late.request_id)
+            handles = self._recving_transfers.pop(late.request_id, None)
+            if handles:
+                self._stalled[late.nonce] = handles
+                self._stalled_engines[late.nonce] = late.engine_id
+                self._report.stalled[late.nonce] = 1
+            self._recv_failures.add(late.request_id)
+
+    def _drain_stalled(self) -> None:
+        if self._stalled:
+            drained, _ = self._pop_done_transfers(self._stalled)
+            for nonce in drained:
+                del self._stalled_engines[nonce]
+                self._report.drained[nonce] = 1
+
+    def _engines_with_inflight_transfers(self) -> set[str]:
+        busy: set[str] = super()._engines_with_inflight_transfers()
+        return busy | set(self._stalled_engines.values())
+
+    def _add_judged(self, results: KVConnectorTransferResults) -> None:
+        for judged in self._verifier.answers():
+            landing = self._flights.judged(judged, time.monotonic())
+            if landing is None:
+                continue
+            self._accounts.verify_seconds(landing.verify_seconds)
+            self._accounts.bytes("attention", spared=landing.spared)
+            results.finished_recving.add(landing.request_id)
+            if landing.end.outcome is not ReadOutcome.VERIFIED:
+                logger.warning("The read for %s is %s: computing it here.", landing.request_id, landing.end.outcome)
+                results.failed_recving.add(landing.request_id)
+            self._end(landing.request_id, landing.end)
+
+    def _end(self, request_id: str, end: ReadEnd) -> None:
+        self._report.reads_ended[request_id] = end
+        self._accounts.read(end.outcome.value)
+        self._accounts.bytes("attention", pulled=end.attention_bytes)
+        self._accounts.bytes("state", pulled=end.state_bytes)
+
+
+def _awaited(meta: ReqMeta) -> bool:
+    """Whether the scheduler waits for this read; otherwise it only gives notice (vLLM's own distinction)."""
+    return bool(meta.awaiting_kvs) or any(meta.local_block_ids)

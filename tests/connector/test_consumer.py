@@ -1,0 +1,112 @@
+"""A read ends exactly once, with the outcome that its way deserves, and never runs before its verdict."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from connector.consumer import Flights, Overdue
+from connector.lease import Verdict
+from connector.metadata import ReadEnd, ReadOutcome
+from connector.open_batches import Judged
+from connector.question import Question
+from connector.read_sizes import GroupSize, ReadSize, read_size
+
+HERE = ("10.0.0.1", 5600)
+ASKED = Question("P", "remote", "nonce-1")
+SIZE = ReadSize(attention=300, state=40, spared=100)
+
+
+def flying(deadline: float = 10) -> Flights:
+    flights = Flights(deadline)
+    flights.begin("r", ASKED, HERE, SIZE, now=0)
+    return flights
+
+
+@pytest.mark.parametrize("verdict", list(Verdict))
+def test_a_landed_read_is_good_only_with_a_good_verdict(verdict: Verdict) -> None:
+    flights = flying()
+    flights.posted("r")
+    assert flights.landed(["r"], now=2) == {HERE: [ASKED]}
+    landing = flights.judged(Judged("nonce-1", verdict), now=2.5)
+    assert landing is not None
+    assert (landing.request_id, landing.verify_seconds) == ("r", 0.5)
+    if verdict in (Verdict.HELD, Verdict.RELEASED_BY_YOU):
+        assert landing.end == ReadEnd("nonce-1", ReadOutcome.VERIFIED, 300, 40)
+        assert landing.spared == 100
+    else:
+        assert landing.end == ReadEnd("nonce-1", ReadOutcome.NOT_HELD, 0, 0)
+        assert landing.spared == 0
+    assert len(flights) == 0
+
+
+def test_no_verdict_in_time_is_not_a_good_one() -> None:
+    flights = flying()
+    flights.landed(["r"], now=1)
+    landing = flights.judged(Judged("nonce-1", None), now=6)
+    assert landing is not None
+    assert landing.end.outcome is ReadOutcome.UNVERIFIED
+
+
+def test_a_verdict_settles_nothing_before_the_last_byte_and_nothing_twice() -> None:
+    flights = flying()
+    assert flights.judged(Judged("nonce-1", Verdict.HELD), now=1) is None
+    assert flights.judged(Judged("another", Verdict.HELD), now=1) is None
+    flights.landed(["r"], now=1)
+    assert flights.judged(Judged("nonce-1", Verdict.HELD), now=1) is not None
+    assert flights.judged(Judged("nonce-1", Verdict.HELD), now=1) is None
+
+
+def test_why_a_read_failed() -> None:
+    assert flying().failed("r").outcome is ReadOutcome.PEER_UNREACHABLE
+    posted = flying()
+    posted.posted("r")
+    assert posted.failed("r").outcome is ReadOutcome.TRANSFER_FAILED
+
+
+def test_a_read_is_given_up_once_at_its_deadline() -> None:
+    flights = flying(deadline=10)
+    flights.posted("r")
+    assert flights.overdue(9.9) == []
+    assert flights.overdue(10) == [Overdue("r", "P", "nonce-1", live=True)]
+    assert flights.overdue(20) == []
+    assert flights.failed("r").outcome is ReadOutcome.NO_PROGRESS
+
+
+def test_a_read_that_never_reached_its_peer_is_not_live_when_given_up() -> None:
+    flights = flying(deadline=10)
+    assert flights.overdue(10) == [Overdue("r", "P", "nonce-1", live=False)]
+    assert flights.failed("r").outcome is ReadOutcome.PEER_UNREACHABLE
+
+
+def test_waiting_for_the_verdict_is_not_the_reads_fault() -> None:
+    flights = flying(deadline=10)
+    flights.landed(["r"], now=9)
+    assert flights.overdue(100) == []
+
+
+def test_the_second_attempt_is_not_settled_by_the_first_ones_verdict() -> None:
+    flights = flying()
+    flights.failed("r")
+    flights.begin("r", Question("P", "remote", "nonce-2"), HERE, SIZE, now=1)
+    flights.landed(["r"], now=2)
+    assert flights.judged(Judged("nonce-1", Verdict.HELD), now=3) is None
+    assert flights.judged(Judged("nonce-2", Verdict.HELD), now=3) is not None
+
+
+def test_questions_of_one_peer_go_together() -> None:
+    flights = Flights(10)
+    for name, address in (("a", HERE), ("b", HERE), ("c", ("10.0.0.2", 5600))):
+        flights.begin(name, Question("P", name, "n-" + name), address, SIZE, now=0)
+    asked = flights.landed(["a", "b", "c"], now=1)
+    assert {address: [one.nonce for one in questions] for address, questions in asked.items()} == {
+        HERE: ["n-a", "n-b"],
+        ("10.0.0.2", 5600): ["n-c"],
+    }
+
+
+def test_the_size_of_a_read_is_what_both_sides_have() -> None:
+    groups = [GroupSize(True, 256, 7), GroupSize(False, 256, 100)]
+    assert read_size(groups, [[3], [1, 2]], [[9], [4, 5, 6, 7]], hit_tokens=600) == ReadSize(200, 7, 200)
+    assert read_size(groups, [], [[9], [4]], hit_tokens=0) == ReadSize(0, 0, 0)
