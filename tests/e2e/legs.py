@@ -1,0 +1,50 @@
+"""The two legs of a request, sent by hand, as a proxy sends them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from deploy.local.node import SERVED_NAME
+from tests.e2e.conftest import REQUEST_TIMEOUT_S
+
+Params = dict[str, Any]
+TO_HAND_OVER: Params = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a node answered. `cached` is what its usage says of cached prompt tokens."""
+
+    text: str
+    ticket: Params | None
+    cached: int
+    logprobs: tuple[float, ...]
+
+
+def complete(url: str, prompt: str, max_tokens: int = 8, params: Params | None = None) -> Completion:
+    """One completion at temperature 0, with the log-probability of each token. Raises httpx.HTTPError."""
+    body: dict[str, Any] = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    body |= {"logprobs": 1} | ({"kv_transfer_params": params} if params is not None else {})
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT_S, trust_env=False)
+    answer.raise_for_status()
+    got = answer.json()
+    choice, details = got["choices"][0], got["usage"].get("prompt_tokens_details") or {}
+    return Completion(
+        choice["text"],
+        got.get("kv_transfer_params"),
+        details.get("cached_tokens") or 0,
+        tuple(choice["logprobs"]["token_logprobs"]),
+    )
+
+
+def prefill(url: str, prompt: str, **more: Any) -> Params:
+    """The prefill leg: its ticket."""
+    ticket = complete(url, prompt, 1, {**TO_HAND_OVER, **more}).ticket
+    assert ticket is not None, "the prefill node gave no ticket"
+    return ticket
+
+
+def release(url: str, hand_over: str) -> None:
+    """Tell a prefill node to let go of a hand-over."""
+    complete(url, "?", 1, {"pdproxy_release": hand_over})
