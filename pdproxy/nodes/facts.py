@@ -12,7 +12,9 @@ from pdproxy.nodes.node import Node
 INFO_METRIC = "pdproxy_connector_info"
 """The gauge whose labels tell the connector's settings."""
 
-_NO_LABELS: Mapping[str, str] = MappingProxyType({})
+
+def _no_labels() -> Mapping[str, str]:
+    return MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class Facts:
     node: Node
     card: Card = dataclasses.field(default_factory=Card)
     version: str = ""
-    labels: Mapping[str, str] = _NO_LABELS
+    labels: Mapping[str, str] = dataclasses.field(default_factory=_no_labels)
 
     def joined(self) -> Node:
         """The node with what was found filled in: model, aliases, cohort. What was configured wins."""
@@ -89,12 +91,12 @@ def read_labels(body: bytes) -> Mapping[str, str]:
     lines = (line for line in body.decode("utf-8", "replace").splitlines() if line.startswith(INFO_METRIC + "{"))
     line = next(lines, None)
     if line is None:
-        return _NO_LABELS
+        return _no_labels()
     try:
         samples = [sample for family in text_string_to_metric_families(line + "\n") for sample in family.samples]
     except ValueError:
-        return _NO_LABELS
-    return MappingProxyType(dict(samples[0].labels)) if samples else _NO_LABELS
+        return _no_labels()
+    return MappingProxyType(dict(samples[0].labels)) if samples else _no_labels()
 
 
 def _object(body: bytes) -> Mapping[str, object]:

@@ -1,0 +1,179 @@
+"""The operator's HTTP application."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pdproxy.admin.app import admin_app
+from pdproxy.admin.desk import Desk
+from pdproxy.nodes.drain import Drainer
+from pdproxy.nodes.node import Node, Role, State
+from pdproxy.nodes.pool import Pool
+from pdproxy.nodes.watch import MetricsWatch
+from pdproxy.observe.metrics import Metrics
+from pdproxy.planning.plan import Without
+from tests.fakes.clock import FakeClock
+from tests.nodes.turns import until
+
+PREFILL = Node("p1", "http://p1", Role.PREFILL, "tiny")
+DECODE = Node("d1", "http://d1", Role.DECODE, "tiny")
+NEW = {"url": "http://127.0.0.1:9/", "role": "decode"}
+
+
+def a_desk(token: str | None = None, without_prefill: Without = Without.LOCAL) -> Desk:
+    clock, registry = FakeClock(), CollectorRegistry()
+    pool = Pool(clock, watch=MetricsWatch(Metrics(registry)))
+    return Desk(pool, Drainer(pool, clock), registry, asyncio.Event(), without_prefill, 30, token)
+
+
+def client_of(desk: Desk) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(admin_app(desk)), base_url="http://admin")
+
+
+def serve(desk: Desk, *nodes: Node) -> None:
+    for node in nodes:
+        desk.pool.add(node)
+        desk.pool.admit(node)
+
+
+@pytest.fixture
+async def desk() -> AsyncIterator[Desk]:
+    made = a_desk()
+    yield made
+    await made.drainer.aclose()
+
+
+@pytest.fixture
+async def client(desk: Desk) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(desk) as made:
+        yield made
+
+
+async def test_it_is_alive_without_nodes(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/health")).json() == {"status": "ok"}
+
+
+async def test_it_is_ready_with_a_decode_node(client: httpx.AsyncClient, desk: Desk) -> None:
+    assert (await client.get("/ready")).status_code == 503
+    serve(desk, PREFILL)
+    assert (await client.get("/ready")).json() == {"status": "no decode node serves"}
+    serve(desk, DECODE)
+    assert (await client.get("/ready")).status_code == 200
+
+
+async def test_it_needs_a_prefill_node_where_the_policy_says_so() -> None:
+    desk = a_desk(without_prefill=Without.FAIL)
+    async with client_of(desk) as client:
+        serve(desk, DECODE)
+        assert (await client.get("/ready")).status_code == 503
+        serve(desk, PREFILL)
+        assert (await client.get("/ready")).status_code == 200
+
+
+async def test_it_is_not_ready_when_it_is_about_to_end(client: httpx.AsyncClient, desk: Desk) -> None:
+    serve(desk, DECODE)
+    desk.leaving.set()
+    assert (await client.get("/ready")).status_code == 503
+    assert (await client.get("/health")).status_code == 200
+
+
+async def test_metrics_are_shown_in_the_form_asked_for(client: httpx.AsyncClient, desk: Desk) -> None:
+    serve(desk, DECODE)
+    plain = await client.get("/metrics")
+    assert plain.headers["content-type"].startswith("text/plain")
+    assert 'pdproxy_node_up{node="d1",role="decode",state="up"} 1.0' in plain.text
+    open_metrics = await client.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
+    assert open_metrics.text.endswith("# EOF\n")
+
+
+async def test_nodes_are_listed_with_what_runs_on_them(client: httpx.AsyncClient, desk: Desk) -> None:
+    serve(desk, DECODE)
+    with desk.pool.occupy("d1"):
+        (listed,) = (await client.get("/nodes")).json()["nodes"]
+    assert (listed["name"], listed["state"], listed["active"], listed["model"]) == ("d1", "up", 1, "tiny")
+    assert (await client.get("/nodes/d1")).json()["name"] == "d1"
+
+
+async def test_a_node_is_added_and_joins(client: httpx.AsyncClient, desk: Desk) -> None:
+    answer = await client.post("/nodes", json=NEW)
+    assert answer.status_code == 201
+    assert (answer.json()["name"], answer.json()["state"]) == ("127.0.0.1:9", "joining")
+    assert desk.pool.view("127.0.0.1:9").node.url == "http://127.0.0.1:9"
+    assert (await client.post("/nodes", json=NEW)).status_code == 409
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"url": "ftp://x"}, "url"),
+        ({"url": "http://user:pass@x"}, "url"),
+        ({"url": "http://x/v1"}, "url"),
+        ({"url": "http://x:99999"}, "url"),
+        ({"url": "http://"}, "url"),
+        ({"role": "both"}, "role"),
+        ({"weight": 0}, "weight"),
+        ({"name": "a b"}, "name"),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+async def test_an_unusable_node_is_refused_by_its_field(
+    client: httpx.AsyncClient, desk: Desk, change: dict[str, object], param: str
+) -> None:
+    answer = await client.post("/nodes", json={**NEW, **change})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert desk.pool.snapshot().nodes == ()
+
+
+async def test_a_node_is_drained_and_rejoins(client: httpx.AsyncClient, desk: Desk) -> None:
+    serve(desk, DECODE)
+    answer = await client.post("/nodes/d1/drain?seconds=10")
+    assert (answer.status_code, answer.json()["state"]) == (202, "draining")
+    assert (await client.post("/nodes/d1/rejoin")).json()["state"] == "joining"
+
+
+async def test_a_node_is_removed_when_its_requests_ended(client: httpx.AsyncClient, desk: Desk) -> None:
+    serve(desk, DECODE)
+    leg = desk.pool.occupy("d1")
+    assert (await client.delete("/nodes/d1")).status_code == 202
+    assert desk.pool.view("d1").state is State.DRAINING
+    leg.release()
+    await until(lambda: not desk.pool.snapshot().nodes)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/nodes/x"), ("DELETE", "/nodes/x"), ("POST", "/nodes/x/drain"), ("POST", "/nodes/x/rejoin")],
+)
+async def test_an_unknown_node_is_a_404(client: httpx.AsyncClient, method: str, path: str) -> None:
+    answer = await client.request(method, path)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "node_not_found"
+
+
+@pytest.mark.parametrize("seconds", ["-1", "nan", "inf", "x"])
+async def test_a_drain_needs_a_usable_deadline(client: httpx.AsyncClient, desk: Desk, seconds: str) -> None:
+    serve(desk, DECODE)
+    assert (await client.post(f"/nodes/d1/drain?seconds={seconds}")).status_code == 400
+    assert desk.pool.view("d1").state is State.UP
+
+
+async def test_with_a_token_nodes_are_the_operators_alone() -> None:
+    async with client_of(a_desk(token="s3cret")) as client:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic s3cret"}):
+            refused = await client.get("/nodes", headers=headers)
+            assert refused.status_code == 401
+            assert refused.headers["www-authenticate"] == "Bearer"
+        assert (await client.get("/nodes", headers={"authorization": "bearer s3cret"})).status_code == 200
+        assert (await client.get("/health")).status_code == 200
+
+
+async def test_a_web_page_of_another_origin_changes_nothing(client: httpx.AsyncClient, desk: Desk) -> None:
+    serve(desk, DECODE)
+    foreign = await client.post("/nodes/d1/drain", headers={"origin": "http://evil.example"})
+    assert foreign.status_code == 403
+    assert desk.pool.view("d1").state is State.UP
+    assert (await client.post("/nodes/d1/drain", headers={"origin": "http://admin"})).status_code == 202

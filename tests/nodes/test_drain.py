@@ -1,0 +1,98 @@
+"""Seeing nodes out."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from pdproxy.nodes.drain import After, Drainer
+from pdproxy.nodes.node import Node, Role, State
+from pdproxy.nodes.pool import Pool, UnknownNode
+from tests.fakes.clock import FakeClock
+from tests.nodes.turns import settle, until
+
+NODE = Node("d1", "http://d1", Role.DECODE, "tiny")
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def pool(clock: FakeClock) -> Pool:
+    made = Pool(clock)
+    made.add(NODE)
+    made.admit(NODE)
+    return made
+
+
+@pytest.fixture
+async def drainer(pool: Pool, clock: FakeClock) -> AsyncIterator[Drainer]:
+    made = Drainer(pool, clock, grace=5)
+    yield made
+    await made.aclose()
+
+
+async def test_an_idle_node_is_removed_at_once(pool: Pool, drainer: Drainer) -> None:
+    drainer.start("d1", 30, After.REMOVE)
+    assert pool.view("d1").state is State.DRAINING
+    await until(lambda: not pool.snapshot().nodes)
+
+
+async def test_running_requests_may_finish(pool: Pool, drainer: Drainer, clock: FakeClock) -> None:
+    leg, leaving = pool.occupy("d1"), pool.leaving("d1")
+    drainer.start("d1", 30, After.REMOVE)
+    await settle()
+    clock.advance(29)
+    await settle()
+    assert not leaving.is_set()
+    leg.release()
+    await until(lambda: not pool.snapshot().nodes)
+
+
+async def test_at_the_deadline_streams_are_told_to_leave_and_get_time_for_it(
+    pool: Pool, drainer: Drainer, clock: FakeClock
+) -> None:
+    leg, leaving = pool.occupy("d1"), pool.leaving("d1")
+    drainer.start("d1", 30, After.REMOVE)
+    await settle()
+    clock.advance(30)
+    await until(leaving.is_set)
+    assert pool.view("d1").state is State.DRAINING
+    await settle()
+    clock.advance(5)
+    await until(lambda: not pool.snapshot().nodes)
+    leg.release()
+
+
+async def test_a_drained_node_is_kept_if_so_wanted(pool: Pool, drainer: Drainer) -> None:
+    drainer.start("d1", 30, After.KEEP)
+    await settle()
+    assert pool.view("d1").state is State.DRAINING
+
+
+async def test_a_second_drain_replaces_the_first(pool: Pool, drainer: Drainer, clock: FakeClock) -> None:
+    with pool.occupy("d1"):
+        drainer.start("d1", 30, After.KEEP)
+        await settle()
+        drainer.start("d1", 0, After.REMOVE)
+        await until(pool.leaving("d1").is_set)
+    await until(lambda: not pool.snapshot().nodes)
+
+
+async def test_a_stopped_drain_has_no_deadline_any_more(pool: Pool, drainer: Drainer, clock: FakeClock) -> None:
+    with pool.occupy("d1"):
+        drainer.start("d1", 30, After.REMOVE)
+        await settle()
+        drainer.stop("d1")
+        pool.rejoin("d1")
+        await settle()
+        clock.advance(100)
+        await settle()
+        assert not pool.leaving("d1").is_set()
+    assert pool.view("d1").state is State.JOINING
+
+
+async def test_an_unknown_node_cannot_be_drained(drainer: Drainer) -> None:
+    with pytest.raises(UnknownNode):
+        drainer.start("nobody", 30, After.KEEP)

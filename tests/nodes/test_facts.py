@@ -1,0 +1,46 @@
+"""What nodes say of themselves."""
+
+import json
+
+import pytest
+
+from pdproxy.nodes.facts import Card, Facts, read_card, read_labels, read_version
+from pdproxy.nodes.node import Node, Role
+from tests.nodes.village import LABELS, metrics
+
+NODE = Node("p1", "http://p1", Role.PREFILL)
+
+
+def test_base_models_come_before_adapters() -> None:
+    body = {"data": [
+        {"id": "lora", "root": "/loras/1", "parent": "tiny"},
+        {"id": "tiny", "root": "/models/tiny", "parent": None, "max_model_len": 4096},
+    ]}  # fmt: skip
+    assert read_card(json.dumps(body).encode()) == Card(("tiny", "lora"), "/models/tiny", 4096)
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"data": 3}', b'{"data": [3, {"id": 4}]}', b"\xff"])
+def test_unusable_answers_tell_nothing(body: bytes) -> None:
+    assert read_card(body) == Card()
+    assert read_version(body) == ""
+    assert read_labels(body) == {}
+
+
+def test_the_connectors_labels_are_read_out_of_all_metrics() -> None:
+    assert read_labels(metrics(LABELS)) == LABELS
+    assert read_labels(metrics(None)) == {}
+    assert read_labels(b'pdproxy_connector_info{role="x" 1\n') == {}
+
+
+def test_what_was_configured_wins_over_what_was_found() -> None:
+    facts = Facts(NODE, Card(("tiny", "lora")), "0.32.0")
+    assert facts.joined() == Node("p1", "http://p1", Role.PREFILL, "tiny", ("lora",), 1.0, "0.32.0")
+    configured = Node("p1", "http://p1", Role.PREFILL, "lora", ("mine",), 2.0)
+    assert Facts(configured, Card(("tiny", "lora"))).joined().model == "lora"
+    assert Facts(configured, Card(("tiny", "lora"))).joined().aliases == ("mine", "tiny")
+
+
+def test_a_cohort_is_what_the_handshake_compares() -> None:
+    assert Facts(NODE).cohort() == ""
+    assert Facts(NODE, version="0.32.0").cohort() == "0.32.0"
+    assert Facts(NODE, version="0.32.0", labels=LABELS).cohort() == "0.32.0+0.1.0"

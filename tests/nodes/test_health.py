@@ -1,0 +1,190 @@
+"""Active health, visit by visit and as it runs."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from pdproxy.errors import Fault
+from pdproxy.nodes.circuit import CircuitRules
+from pdproxy.nodes.health import Health
+from pdproxy.nodes.join import Joiner
+from pdproxy.nodes.node import Role, State
+from pdproxy.nodes.pool import Pool
+from pdproxy.nodes.preflight import Preflight
+from tests.fakes.clock import FakeClock
+from tests.nodes.turns import settle, until
+from tests.nodes.village import House, Village
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def village() -> Village:
+    return Village(p1=House(Role.PREFILL), d1=House(Role.DECODE))
+
+
+@pytest.fixture
+async def pool(clock: FakeClock, village: Village) -> Pool:
+    made = Pool(clock, CircuitRules(failures=3, cool_down=10))
+    made.add(village.node("p1"))
+    made.add(village.node("d1"))
+    return made
+
+
+@pytest.fixture
+def health(pool: Pool, village: Village, clock: FakeClock) -> Health:
+    return Health(pool, Joiner(pool, Preflight(village)), village, clock)
+
+
+def state(pool: Pool, name: str) -> State:
+    return pool.view(name).state
+
+
+@asynccontextmanager
+async def running(health: Health) -> AsyncIterator[None]:
+    task = asyncio.create_task(health.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_first_visit_brings_nodes_in(pool: Pool, health: Health) -> None:
+    await health.visit_all()
+    assert [view.state for view in pool.snapshot().nodes] == [State.UP, State.UP]
+
+
+@pytest.mark.parametrize("fault", [Fault.HEADERS_TIMEOUT, Fault.REFUSED, Fault.RESET, Fault.STALL])
+async def test_three_misses_in_a_row_give_a_node_up(pool: Pool, village: Village, health: Health, fault: Fault) -> None:
+    await health.visit_all()
+    village.houses["d1"].fault = fault
+    await health.visit_all()
+    await health.visit_all()
+    assert state(pool, "d1") is State.UP
+    await health.visit_all()
+    assert state(pool, "d1") is State.DOWN
+    assert state(pool, "p1") is State.UP
+    assert pool.leaving("d1").is_set()
+
+
+async def test_a_node_that_says_it_is_dead_is_believed(pool: Pool, village: Village, health: Health) -> None:
+    await health.visit_all()
+    village.houses["d1"].paths["/health"] = (503, b"")
+    for _ in range(3):
+        await health.visit_all()
+    assert state(pool, "d1") is State.DOWN
+
+
+async def test_a_node_without_a_health_page_is_alive(pool: Pool, village: Village, health: Health) -> None:
+    await health.visit_all()
+    village.houses["d1"].paths["/health"] = (404, b"")
+    for _ in range(5):
+        await health.visit_all()
+    assert state(pool, "d1") is State.UP
+
+
+async def test_slow_probes_now_and_then_change_nothing(pool: Pool, village: Village, health: Health) -> None:
+    await health.visit_all()
+    for fault in [Fault.HEADERS_TIMEOUT, Fault.HEADERS_TIMEOUT, None] * 5:
+        village.houses["d1"].fault = fault
+        await health.visit_all()
+        assert state(pool, "d1") is State.UP
+
+
+async def test_a_node_that_comes_back_passes_its_preflight_again(pool: Pool, village: Village, health: Health) -> None:
+    await health.visit_all()
+    village.houses["d1"].fault = Fault.HEADERS_TIMEOUT
+    for _ in range(3):
+        await health.visit_all()
+    village.houses["d1"].fault = None
+    village.houses["d1"].labels = None
+    village.houses["d1"].version = "0.33.0"
+    await health.visit_all()
+    assert state(pool, "d1") is State.UP
+    assert pool.view("d1").node.cohort == "0.33.0"
+    assert pool.view("d1").share < 1
+
+
+async def test_a_quick_restart_behind_the_same_address_is_noticed(pool: Pool, village: Village, health: Health) -> None:
+    await health.visit_all()
+    village.houses["d1"].fault = Fault.REFUSED
+    await health.visit_all()
+    assert state(pool, "d1") is State.UP
+    village.houses["d1"].fault = None
+    village.houses["d1"].labels = None
+    await health.visit_all()
+    assert pool.view("d1").node.cohort == "0.32.0"
+
+
+async def test_a_circuit_that_requests_opened_is_not_closed_by_a_health_page(
+    pool: Pool, clock: FakeClock, health: Health
+) -> None:
+    await health.visit_all()
+    for _ in range(3):
+        pool.report("d1", Fault.SERVER_ERROR)
+    await health.visit_all()
+    assert state(pool, "d1") is State.DOWN
+    clock.advance(10)
+    await health.visit_all()
+    assert state(pool, "d1") is State.PROBING
+
+
+async def test_a_draining_node_is_not_taken_back(pool: Pool, village: Village, health: Health) -> None:
+    await health.visit_all()
+    pool.drain("d1")
+    village.houses["d1"].fault = Fault.REFUSED
+    for _ in range(4):
+        await health.visit_all()
+    village.houses["d1"].fault = None
+    await health.visit_all()
+    assert state(pool, "d1") is State.DRAINING
+
+
+async def test_it_runs_by_the_clock(pool: Pool, village: Village, clock: FakeClock, health: Health) -> None:
+    async with running(health):
+        await until(lambda: all(view.state is State.UP for view in pool.snapshot().nodes))
+        village.houses["d1"].fault = Fault.REFUSED
+        asked = village.houses["d1"].asked
+        for probes in (1, 2, 3):
+            await settle()
+            clock.advance(5)
+            await settle()
+            assert asked.count(("/health", None)) == probes
+        await until(lambda: state(pool, "d1") is State.DOWN)
+
+
+async def test_a_node_added_later_is_visited_at_once(pool: Pool, village: Village, health: Health) -> None:
+    async with running(health):
+        await until(lambda: state(pool, "p1") is State.UP)
+        village.houses["d2"] = House(Role.DECODE)
+        pool.add(village.node("d2"))
+        await until(lambda: state(pool, "d2") is State.UP)
+
+
+async def test_a_slow_node_delays_no_other(pool: Pool, village: Village, clock: FakeClock, health: Health) -> None:
+    async with running(health):
+        await until(lambda: all(view.state is State.UP for view in pool.snapshot().nodes))
+        village.houses["p1"].held.clear()
+        for probes in (1, 2, 3):
+            await settle()
+            clock.advance(5)
+            await settle()
+            assert village.houses["d1"].asked.count(("/health", None)) == probes
+        assert village.houses["p1"].asked.count(("/health", None)) == 0
+
+
+async def test_a_node_removed_while_it_is_visited_harms_nobody(pool: Pool, village: Village, health: Health) -> None:
+    async with running(health):
+        village.houses["d1"].held.clear()
+        await until(lambda: state(pool, "p1") is State.UP)
+        pool.remove("d1")
+        village.houses["d1"].held.set()
+        village.houses["d2"] = House(Role.DECODE)
+        pool.add(village.node("d2"))
+        await until(lambda: state(pool, "d2") is State.UP)

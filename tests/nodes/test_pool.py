@@ -1,0 +1,233 @@
+"""Membership, load and conduct."""
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pdproxy.errors import Fault
+from pdproxy.nodes.circuit import NODE_FAULTS, CircuitRules
+from pdproxy.nodes.node import Node, Role, State
+from pdproxy.nodes.pool import DuplicateNode, Pool, UnknownNode
+from pdproxy.nodes.watch import MetricsWatch
+from pdproxy.observe.metrics import Metrics
+from tests.fakes.clock import FakeClock
+
+NODE = Node("d1", "http://d1", Role.DECODE, "tiny")
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def pool(clock: FakeClock, registry: CollectorRegistry) -> Pool:
+    made = Pool(clock, CircuitRules(failures=3, cool_down=10, slow_start=20), MetricsWatch(Metrics(registry)))
+    made.add(NODE)
+    made.admit(NODE)
+    return made
+
+
+def break_it(pool: Pool, fault: Fault = Fault.RESET) -> None:
+    for _ in range(3):
+        pool.report("d1", fault)
+
+
+def test_a_node_joins_before_it_serves(clock: FakeClock) -> None:
+    pool = Pool(clock)
+    pool.add(NODE)
+    assert pool.view("d1").state is State.JOINING
+    assert pool.changed.is_set()
+    pool.admit(NODE)
+    assert pool.view("d1").state is State.UP
+
+
+def test_a_name_is_given_once(pool: Pool) -> None:
+    with pytest.raises(DuplicateNode):
+        pool.add(NODE)
+
+
+def test_legs_are_counted_and_released_once(pool: Pool) -> None:
+    first, second = pool.occupy("d1"), pool.occupy("d1")
+    assert pool.view("d1").active == 2
+    first.release()
+    first.release()
+    assert pool.view("d1").active == 1
+    assert not pool.idle("d1").is_set()
+    with second:
+        pass
+    assert pool.view("d1").active == 0
+    assert pool.idle("d1").is_set()
+
+
+@pytest.mark.parametrize("fault", sorted(NODE_FAULTS))
+def test_node_faults_in_a_row_open_the_circuit(pool: Pool, fault: Fault) -> None:
+    break_it(pool, fault)
+    assert pool.view("d1").state is State.DOWN
+    assert fault in pool.view("d1").reason
+
+
+@pytest.mark.parametrize("fault", sorted(set(Fault) - NODE_FAULTS))
+def test_what_a_client_caused_never_counts(pool: Pool, fault: Fault) -> None:
+    for _ in range(50):
+        pool.report("d1", fault)
+    assert pool.view("d1").state is State.UP
+
+
+def test_one_request_tries_a_half_open_circuit(pool: Pool, clock: FakeClock) -> None:
+    break_it(pool)
+    clock.advance(10)
+    assert pool.view("d1").takes_requests()
+    trial = pool.occupy("d1")
+    assert pool.view("d1").state is State.PROBING
+    assert not pool.view("d1").takes_requests()
+    pool.report("d1", None)
+    trial.release()
+    assert pool.view("d1").state is State.UP
+    assert pool.view("d1").share < 1
+    clock.advance(20)
+    assert pool.view("d1").share == 1
+
+
+def test_a_trial_that_proves_nothing_gives_its_place_back(pool: Pool, clock: FakeClock) -> None:
+    break_it(pool)
+    clock.advance(10)
+    pool.occupy("d1").release()
+    assert pool.view("d1").takes_requests()
+
+
+def test_streams_from_before_do_not_take_the_trials_place(pool: Pool, clock: FakeClock) -> None:
+    old = pool.occupy("d1")
+    break_it(pool)
+    clock.advance(10)
+    assert pool.view("d1").takes_requests()
+    trial = pool.occupy("d1")
+    old.release()
+    assert not pool.view("d1").takes_requests()
+    trial.release()
+    assert pool.view("d1").active == 0
+
+
+def test_a_failed_trial_opens_it_again(pool: Pool, clock: FakeClock) -> None:
+    break_it(pool)
+    clock.advance(10)
+    with pool.occupy("d1"):
+        pool.report("d1", Fault.RESET)
+    assert pool.view("d1").state is State.DOWN
+    clock.advance(10)
+    assert pool.view("d1").state is State.DOWN
+    clock.advance(10)
+    assert pool.view("d1").state is State.PROBING
+
+
+def test_missed_probes_count_only_in_a_row(pool: Pool, clock: FakeClock) -> None:
+    for _ in range(20):
+        pool.probed("d1", Fault.HEADERS_TIMEOUT, clock.now())
+        pool.probed("d1", Fault.HEADERS_TIMEOUT, clock.now())
+        pool.probed("d1", None, clock.now())
+    assert pool.view("d1").state is State.UP
+
+
+def test_a_busy_node_never_flaps(pool: Pool, clock: FakeClock) -> None:
+    stream = pool.occupy("d1")
+    for _ in range(20):
+        began = clock.now()
+        clock.advance(5)
+        stream.progress()
+        pool.probed("d1", Fault.HEADERS_TIMEOUT, began)
+    assert pool.view("d1").state is State.UP
+    assert not pool.leaving("d1").is_set()
+
+
+def test_progress_of_yesterday_saves_nobody(pool: Pool, clock: FakeClock) -> None:
+    stream = pool.occupy("d1")
+    stream.progress()
+    clock.advance(1)
+    for _ in range(3):
+        pool.probed("d1", Fault.HEADERS_TIMEOUT, clock.now())
+    assert pool.view("d1").state is State.DOWN
+    assert pool.leaving("d1").is_set()
+
+
+def test_streams_that_still_flow_need_not_leave_a_closed_door(pool: Pool, clock: FakeClock) -> None:
+    stream = pool.occupy("d1")
+    for _ in range(3):
+        began = clock.now()
+        stream.progress()
+        pool.probed("d1", Fault.REFUSED, began)
+    assert pool.view("d1").state is State.DOWN
+    assert not pool.leaving("d1").is_set()
+    clock.advance(1)
+    pool.probed("d1", Fault.REFUSED, clock.now())
+    assert pool.leaving("d1").is_set()
+
+
+def test_a_node_given_up_by_health_stays_down_until_it_joins_anew(pool: Pool, clock: FakeClock) -> None:
+    for _ in range(3):
+        pool.probed("d1", Fault.REFUSED, clock.now())
+    clock.advance(1000)
+    assert pool.view("d1").state is State.DOWN
+    assert pool.lost("d1")
+    pool.admit(NODE)
+    assert pool.view("d1").state is State.UP
+    assert not pool.leaving("d1").is_set()
+    assert not pool.lost("d1")
+
+
+def test_a_draining_node_takes_nothing_and_stays_so(pool: Pool) -> None:
+    pool.drain("d1")
+    assert pool.view("d1").state is State.DRAINING
+    pool.admit(NODE)
+    pool.refuse("d1", "block_size")
+    assert pool.view("d1").state is State.DRAINING
+    pool.rejoin("d1")
+    assert pool.view("d1").state is State.JOINING
+
+
+def test_a_refused_node_says_why(pool: Pool) -> None:
+    pool.refuse("d1", "block_size: 16 here, 256 on p1")
+    assert pool.view("d1").state is State.REFUSED
+    assert pool.view("d1").reason == "block_size: 16 here, 256 on p1"
+
+
+def test_a_removed_node_is_forgotten_and_its_legs_are_told(pool: Pool, registry: CollectorRegistry) -> None:
+    leg, leaving = pool.occupy("d1"), pool.leaving("d1")
+    pool.remove("d1")
+    pool.remove("d1")
+    assert leaving.is_set()
+    leg.progress()
+    leg.release()
+    pool.report("d1", Fault.RESET)
+    pool.probed("d1", Fault.RESET, 0)
+    assert pool.snapshot().nodes == ()
+    assert registry.get_sample_value("pdproxy_node_active", {"node": "d1", "role": "decode"}) is None
+    with pytest.raises(UnknownNode):
+        pool.occupy("d1")
+
+
+def test_a_leg_of_a_removed_node_does_not_count_on_its_successor(pool: Pool) -> None:
+    old = pool.occupy("d1")
+    pool.remove("d1")
+    pool.add(NODE)
+    new = pool.occupy("d1")
+    old.release()
+    assert pool.view("d1").active == 1
+    new.release()
+
+
+def test_what_happens_is_counted(pool: Pool, clock: FakeClock, registry: CollectorRegistry) -> None:
+    leg = pool.occupy("d1")
+    assert registry.get_sample_value("pdproxy_node_active", {"node": "d1", "role": "decode"}) == 1
+    leg.release()
+    break_it(pool)
+    clock.advance(10)
+    pool.snapshot()
+    up = {"node": "d1", "role": "decode"}
+    assert registry.get_sample_value("pdproxy_node_up", {**up, "state": "probing"}) == 1
+    assert registry.get_sample_value("pdproxy_node_up", {**up, "state": "up"}) == 0
+    for phase in ("open", "half_open"):
+        assert registry.get_sample_value("pdproxy_circuit_moves_total", {"node": "d1", "to": phase}) == 1

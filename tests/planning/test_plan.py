@@ -1,0 +1,211 @@
+"""Plans: pure decisions from a snapshot."""
+
+import collections
+import enum
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdproxy.nodes.node import Node, NodeView, Role, Snapshot, State
+from pdproxy.planning.plan import (
+    Lack,
+    Needs,
+    NoNode,
+    Plan,
+    PlanPolicy,
+    Reason,
+    UnknownModel,
+    Without,
+    choose,
+    models,
+    plan,
+)
+
+POLICY = PlanPolicy()
+NEEDS = Needs("tiny")
+
+
+class Why(enum.StrEnum):
+    """A reason of the caller's own."""
+
+    PROMPT_LOGPROBS = "prompt_logprobs"
+
+
+def view(name: str, active: int = 0, state: State = State.UP, **more: object) -> NodeView:
+    """A node whose role is its first letter."""
+    role = Role.PREFILL if name.startswith("p") else Role.DECODE
+    of_view = {key: more.pop(key) for key in ("share", "trials") if key in more}
+    node = Node(name, f"http://{name}", role, **{"model": "tiny", **more})  # type: ignore[arg-type]
+    return NodeView(node, state, active, **of_view)  # type: ignore[arg-type]
+
+
+def make(*views: NodeView, needs: Needs = NEEDS, policy: PlanPolicy = POLICY, turn: int = 0) -> Plan:
+    return plan(Snapshot(views), needs, policy, turn)
+
+
+def names(made: Plan) -> tuple[str | None, str]:
+    return (made.prefill.name if made.prefill else None), made.decode.name
+
+
+def test_the_least_loaded_pair_gets_the_request() -> None:
+    made = make(view("p1", 3), view("p2", 1), view("d1", 0), view("d2", 5))
+    assert names(made) == ("p2", "d1")
+    assert made.reason is Reason.DISAGGREGATED
+
+
+def test_equally_loaded_nodes_take_turns() -> None:
+    views = [view(name) for name in ("p1", "p2", "p3", "d1", "d2", "d3")]
+    made = [make(*views, turn=turn) for turn in range(9)]
+    assert collections.Counter(each.prefill.name for each in made if each.prefill) == {"p1": 3, "p2": 3, "p3": 3}
+    assert collections.Counter(each.decode.name for each in made) == {"d1": 3, "d2": 3, "d3": 3}
+
+
+def test_the_same_turn_gives_the_same_plan() -> None:
+    views = [view(name) for name in ("p1", "p2", "d1", "d2")]
+    assert make(*views, turn=7) == make(*views, turn=7)
+
+
+def test_weight_and_slow_start_bound_what_a_node_gets() -> None:
+    assert names(make(view("p1"), view("d1", 5, weight=3.0), view("d2", 2)))[1] == "d1"
+    assert names(make(view("p1"), view("d1", 0, share=0.1), view("d2", 8)))[1] == "d2"
+    assert names(make(view("p1"), view("d1", 0, share=0.1), view("d2", 10)))[1] == "d1"
+
+
+def test_a_node_on_trial_gets_one_request() -> None:
+    assert names(make(view("p1"), view("d1", 0, State.PROBING), view("d2", 4)))[1] == "d1"
+    assert names(make(view("p1"), view("d1", 0, State.PROBING, trials=1), view("d2", 4)))[1] == "d2"
+
+
+@pytest.mark.parametrize("state", [State.JOINING, State.DOWN, State.DRAINING, State.REFUSED])
+def test_nodes_that_do_not_serve_get_nothing(state: State) -> None:
+    made = make(view("p1", 0, state), view("d1", 0, state), view("d2", 9))
+    assert names(made) == (None, "d2")
+    assert made.reason is Reason.NO_PREFILL
+    with pytest.raises(NoNode) as caught:
+        make(view("p1"), view("d1", 0, state))
+    assert caught.value.reason is Lack.NO_DECODE
+
+
+def test_without_prefill_the_policy_may_forbid_to_go_on() -> None:
+    with pytest.raises(NoNode) as caught:
+        make(view("d1"), policy=PlanPolicy(without_prefill=Without.FAIL))
+    assert caught.value.reason is Lack.NO_PREFILL
+
+
+def test_what_cannot_be_disaggregated_is_planned_locally() -> None:
+    made = make(view("p1"), view("d1"), needs=Needs("tiny", local=Why.PROMPT_LOGPROBS))
+    assert made == Plan(None, view("d1").node, Why.PROMPT_LOGPROBS)
+
+
+def test_a_short_prompt_is_planned_locally() -> None:
+    policy = PlanPolicy(local_below_tokens=100)
+    assert make(view("p1"), view("d1"), needs=Needs("tiny", prompt_tokens=99), policy=policy).prefill is None
+    assert make(view("p1"), view("d1"), needs=Needs("tiny", prompt_tokens=100), policy=policy).prefill is not None
+    assert make(view("p1"), view("d1"), needs=Needs("tiny"), policy=policy).prefill is not None
+
+
+def test_an_unknown_model_is_told_from_one_that_is_down() -> None:
+    views = (view("p1"), view("d1", 0, State.DOWN, aliases=("lora",)))
+    with pytest.raises(UnknownModel) as unknown:
+        make(*views, needs=Needs("huge"))
+    assert unknown.value.known == ("lora", "tiny")
+    with pytest.raises(NoNode):
+        make(*views, needs=Needs("lora"))
+
+
+def test_a_node_whose_model_is_not_known_yet_may_be_the_one() -> None:
+    with pytest.raises(NoNode):
+        make(view("d1", 0, State.JOINING, model=""), needs=Needs("huge"))
+    with pytest.raises(NoNode):
+        make(needs=Needs("huge"))
+
+
+def test_models_live_apart() -> None:
+    views = (view("p1"), view("d1"), view("p2", model="big"), view("d2", model="big"))
+    assert names(make(*views, needs=Needs("big"))) == ("p2", "d2")
+    assert models(Snapshot(views)) == ("big", "tiny")
+
+
+def test_an_adapter_pairs_where_both_nodes_have_it() -> None:
+    views = (view("p1"), view("p2", 5, aliases=("lora",)), view("d1", 5, aliases=("lora",)), view("d2"))
+    assert names(make(*views, needs=Needs("lora"))) == ("p2", "d1")
+
+
+def test_pairs_stay_within_a_cohort() -> None:
+    views = (view("p1", 9, cohort="a"), view("p2", 0, cohort="b"), view("d1", 0, cohort="a"), view("d2", 9, cohort="a"))
+    assert names(make(*views)) == ("p1", "d1")
+
+
+def test_the_less_loaded_cohort_gets_the_request() -> None:
+    of_a = (view("p1", 4, cohort="a"), view("d1", 4, cohort="a"))
+    of_b = (view("p2", 1, cohort="b"), view("d2", 5, cohort="b"))
+    views = (*of_a, *of_b)
+    assert names(make(*views)) == ("p2", "d2")
+
+
+def test_no_pair_in_any_cohort_means_local_or_nothing() -> None:
+    views = (view("p1", cohort="a"), view("d1", cohort="b"))
+    assert make(*views).reason is Reason.NO_PAIR
+    with pytest.raises(NoNode) as caught:
+        make(*views, policy=PlanPolicy(without_prefill=Without.FAIL))
+    assert caught.value.reason is Lack.NO_PAIR
+
+
+def test_a_node_of_unknown_cohort_pairs_with_any() -> None:
+    assert names(make(view("p1"), view("d1", cohort="b"))) == ("p1", "d1")
+    assert names(make(view("p1", cohort="b"), view("d1"))) == ("p1", "d1")
+
+
+def test_excluded_nodes_are_left_alone() -> None:
+    views = (view("p1"), view("p2", 9), view("d1"), view("d2", 9))
+    assert names(make(*views, needs=Needs("tiny", excluded=frozenset({"p1", "d1"})))) == ("p2", "d2")
+    with pytest.raises(NoNode) as caught:
+        make(*views, needs=Needs("tiny", excluded=frozenset({"d1", "d2"})))
+    assert caught.value.reason is Lack.EXCLUDED
+
+
+def test_a_wanted_decode_node_is_kept_while_it_serves() -> None:
+    views = (view("p1"), view("d1"), view("d2", 9))
+    assert names(make(*views, needs=Needs("tiny", decode="d2"))) == ("p1", "d2")
+    assert names(make(*views, needs=Needs("tiny", decode="gone"))) == ("p1", "d1")
+
+
+def test_another_decode_node_for_a_ticket_is_of_its_cohort() -> None:
+    snapshot = Snapshot((view("d1", cohort="a"), view("d2", 9, cohort="b"), view("d3", 7, cohort="b")))
+    needs = Needs("tiny", cohort="b", excluded=frozenset({"d3"}))
+    assert choose(snapshot, Role.DECODE, needs, 0).name == "d2"
+    with pytest.raises(NoNode) as caught:
+        choose(snapshot, Role.PREFILL, needs, 0)
+    assert caught.value.reason is Lack.NO_PREFILL
+
+
+_VIEWS = st.builds(
+    lambda role, index, active, state, cohort, weight: view(
+        f"{role}{index}", active, state, cohort=cohort, weight=weight
+    ),
+    st.sampled_from("pd"),
+    st.integers(0, 9),
+    st.integers(0, 5),
+    st.sampled_from(State),
+    st.sampled_from(["", "a", "b"]),
+    st.sampled_from([0.5, 1.0, 4.0]),
+)
+
+
+@given(st.lists(_VIEWS, max_size=12, unique_by=lambda each: each.node.name), st.integers(0, 100))
+def test_a_plan_is_always_allowed(views: list[NodeView], turn: int) -> None:
+    serving = {each.node.name for each in views if each.takes_requests()}
+    try:
+        made = make(*views, turn=turn)
+    except NoNode:
+        assert not any(name.startswith("d") for name in serving)
+        return
+    assert made.decode.name in serving
+    if made.prefill is None:
+        prefills = [each.node for each in views if each.node.name in serving and each.node.role is Role.PREFILL]
+        decodes = [each.node for each in views if each.node.name in serving and each.node.role is Role.DECODE]
+        assert not any(one.pairs_with(other.cohort) for one in prefills for other in decodes)
+    else:
+        assert made.prefill.name in serving
+        assert made.prefill.pairs_with(made.decode.cohort)
