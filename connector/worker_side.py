@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from connector.config import ConnectorConfig
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger("vllm.pdproxy.worker")
 
 UNPAIRABLE = (AssertionError, IndexError, KeyError, NotImplementedError, TypeError, ValueError)
 """What vLLM raises when a ticket's blocks do not fit what this node allocated, or the peer's layout."""
@@ -154,7 +154,7 @@ class WorkerSide(NixlPullConnectorWorker):
 
     def _give_up_overdue(self) -> None:
         for late in self._flights.overdue(time.monotonic()):
-            logger.warning("Giving up on the read for %s: no end after the deadline.", late.request_id)
+            log.warning("Giving up on the read for %s: no end after the deadline.", late.request_id)
             handles = self._recving_transfers.pop(late.request_id, None)
             if handles:
                 self._stalled[late.nonce] = handles
@@ -182,7 +182,7 @@ class WorkerSide(NixlPullConnectorWorker):
             self._accounts.bytes("attention", spared=landing.spared)
             results.finished_recving.add(landing.request_id)
             if landing.end.outcome is not ReadOutcome.VERIFIED:
-                logger.warning("The read for %s is %s: computing it here.", landing.request_id, landing.end.outcome)
+                log.warning("The read for %s is %s: computing it here.", landing.request_id, landing.end.outcome)
                 results.failed_recving.add(landing.request_id)
             self._end(landing.request_id, landing.end)
 
