@@ -1,5 +1,6 @@
 # One environment, made from the locks in requirements/, serves everything below.
-PYTHON ?= $(or $(shell command -v python3.11),python3)
+IS_3_11 := import sys; sys.exit(sys.version_info[:2] != (3, 11))
+PYTHON ?= $(or $(shell for p in python3.11 python3; do $$p -c '$(IS_3_11)' 2>/dev/null && echo $$p && break; done),python3)
 VENV := .venv
 RUN := $(VENV)/bin/python
 BOOT := $(PYTHON) deploy/local/bootstrap.py

@@ -70,6 +70,11 @@ def pip(plan: Plan, *arguments: str) -> list[str]:
     return [str(plan.python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *arguments]
 
 
+def borrowed_pip(plan: Plan) -> list[str]:
+    """Install pip into the environment with the pip of the Python that runs this."""
+    return [sys.executable, "-m", "pip", "--python", str(plan.python), "install", "--quiet", "pip"]
+
+
 def torch_commands(plan: Plan) -> list[list[str]]:
     """Ways to get torch's CPU build: from where pip is configured to look, else from PyTorch's own index."""
     pinned = pip(plan, "--no-deps", "-r", str(plan.lock(TORCH_LOCK)))
@@ -100,8 +105,13 @@ def run_first_that_works(commands: Sequence[Sequence[str]]) -> None:
 def make_empty(plan: Plan) -> None:
     """Create the environment, or take the one that is there; either way it counts as unfinished from here on."""
     (plan.venv / STAMP).unlink(missing_ok=True)
-    if not plan.python.exists():
+    if plan.python.exists():
+        return
+    try:
         venv.create(plan.venv, with_pip=True, clear=True)
+    except subprocess.CalledProcessError:  # Debian splits ensurepip off; this Python's own pip can do it instead
+        venv.create(plan.venv, with_pip=False, clear=True)
+        run_first_that_works([borrowed_pip(plan)])
 
 
 def steps(plan: Plan) -> list[tuple[str, Callable[[], None]]]:

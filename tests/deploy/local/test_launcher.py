@@ -24,6 +24,8 @@ WHOLE_RUN_S = 500.0
 DOWN_WITHIN_S = 90.0
 MARK = "PDPROXY_TEST_RUN"
 ENGINE = "vllm.entrypoints.openai.api_server"
+OF_MAKE = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "ONCE"}
+"""What a `make` that runs this test hands down, and another one is not to take up."""
 CORE = "VLLM::EngineCore"
 DEMO = [sys.executable, "-m", "deploy.local.demo"]
 
@@ -82,7 +84,7 @@ def launched(mark: str, tmp_path: Path) -> Iterator[Callable[[list[str]], subpro
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, MARK: mark},
+            env={**{name: value for name, value in os.environ.items() if name not in OF_MAKE}, MARK: mark},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
