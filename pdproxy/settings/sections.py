@@ -49,7 +49,9 @@ class Upstream:
     """How nodes are spoken to."""
 
     credential: Annotated[Credential, Meaning("What a node gets as its Authorization header.")] = Credential.PASS
-    credential_file: Annotated[Path | None, Meaning("File with the credential that `replace` sends.")] = None
+    credential_file: Annotated[
+        Path | None, Meaning("File with the credential that `replace` sends and that our own health checks carry.")
+    ] = None
     ca_file: Annotated[Path | None, Meaning("PEM authorities for https nodes; empty uses the system's.")] = None
 
 
@@ -109,7 +111,7 @@ class Health:
 class Keys:
     """Who may ask."""
 
-    file: Annotated[Path | None, Meaning("File with one API key a line; without it anyone may ask.")] = None
+    file: Annotated[Path | None, Meaning("File with API keys; without it anyone may ask.")] = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

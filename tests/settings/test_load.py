@@ -1,0 +1,182 @@
+"""Settings from a file, the environment and flags, and what is said when they cannot be used."""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from pdproxy.errors import SettingsError
+from pdproxy.settings import Migrate, NodeEntry, NodeRole, OnPrefillFailure, Settings
+from pdproxy.settings.flags import Parser, add_flags, read_flags
+from pdproxy.settings.given import Given
+from pdproxy.settings.leaves import leaves
+from pdproxy.settings.load import load
+
+P = {"url": "http://p:1", "role": NodeRole.PREFILL}
+
+
+def flags(*words: str) -> Given:
+    parser = Parser(allow_abbrev=False)
+    add_flags(parser)
+    parsed: argparse.Namespace = parser.parse_args(words)
+    return read_flags(parsed)
+
+
+def file(folder: Path, text: str) -> Path:
+    path = folder / "pdproxy.yaml"
+    path.write_text(text)
+    return path
+
+
+def complaint(
+    given: Given | None = None, config: Path | None = None, environment: Mapping[str, str] | None = None
+) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load(given, config, environment)
+    return str(caught.value)
+
+
+def test_nothing_said_is_the_defaults() -> None:
+    assert load() == Settings()
+
+
+def test_two_flags_are_enough() -> None:
+    settings = load(flags("--prefill", "http://p:1/", "--decode", "http://d:1", "--decode", "http://d:2"))
+    assert settings.nodes == (
+        NodeEntry(url="http://p:1", role=NodeRole.PREFILL),
+        NodeEntry(url="http://d:1", role=NodeRole.DECODE),
+        NodeEntry(url="http://d:2", role=NodeRole.DECODE),
+    )
+
+
+def test_a_file_says_everything(tmp_path: Path) -> None:
+    text = """
+    listen: {host: 0.0.0.0, port: 9000}
+    nodes:
+      - {url: "http://p:1", role: prefill, model: m, aliases: [lora], weight: 2}
+    deadlines: {stall: 90s}
+    limits: {body_bytes: 1MiB}
+    policy: {on_prefill_failure: local, migrate: off}
+    keys:
+    """
+    settings = load(config=file(tmp_path, text))
+    assert (settings.listen.host, settings.listen.port) == ("0.0.0.0", 9000)
+    assert settings.nodes == (
+        NodeEntry(url="http://p:1", role=NodeRole.PREFILL, model="m", aliases=("lora",), weight=2.0),
+    )
+    assert settings.deadlines.stall == 90.0
+    assert settings.deadlines.connect == 5.0
+    assert settings.limits.body_bytes == 2**20
+    assert settings.policy.on_prefill_failure is OnPrefillFailure.LOCAL
+    assert settings.policy.migrate is Migrate.OFF
+
+
+def test_flags_beat_the_environment_and_that_the_file(tmp_path: Path) -> None:
+    config = file(tmp_path, "deadlines: {connect: 1, stall: 1, drain: 1}")
+    environment = {"PDPROXY_CONFIG": str(config), "PDPROXY_DEADLINES_STALL": "2", "PDPROXY_DEADLINES_DRAIN": "2"}
+    deadlines = load(flags("--deadlines-drain", "3"), None, environment).deadlines
+    assert (deadlines.connect, deadlines.stall, deadlines.drain) == (1.0, 2.0, 3.0)
+
+
+def test_the_strongest_source_that_names_nodes_names_them_all(tmp_path: Path) -> None:
+    config = file(tmp_path, "nodes: [{url: 'http://file:1', role: decode}]")
+    environment = {"PDPROXY_PREFILL": "http://p:1, http://p:2", "PDPROXY_DECODE": "http://d:1"}
+    assert [node.url for node in load(None, config).nodes] == ["http://file:1"]
+    assert [node.url for node in load(None, config, environment).nodes] == ["http://p:1", "http://p:2", "http://d:1"]
+    assert [node.url for node in load(flags("--decode", "http://f:1"), config, environment).nodes] == ["http://f:1"]
+
+
+def test_every_setting_has_a_variable_and_a_flag_of_its_own() -> None:
+    every = leaves()
+    assert len(every) > 30
+    assert len({leaf.variable for leaf in every}) == len({leaf.flag for leaf in every}) == len(every)
+    for leaf in every:
+        assert leaf.meaning.text.endswith(".")
+        assert leaf.meaning.text[0].isupper()
+
+
+def test_short_flags() -> None:
+    listen = load(flags("--host", "::1", "--port", "0", "--admin-port", "0")).listen
+    assert (listen.host, listen.port, listen.admin_port) == ("::1", 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (
+            {"PDPROXY_DEADLINE_STALL": "1"},
+            "the environment variable PDPROXY_DEADLINE_STALL names no setting. Did you mean PDPROXY_DEADLINES_STALL?",
+        ),
+        (
+            {"PDPROXY_LISTN_PORT": "1"},
+            "the environment variable PDPROXY_LISTN_PORT names no setting. Did you mean PDPROXY_LISTEN_PORT?",
+        ),
+        (
+            {"PDPROXY_DEADLINES_STALL": "soon"},
+            "PDPROXY_DEADLINES_STALL: deadlines.stall must be a number of seconds above 0, not 'soon'.",
+        ),
+        ({"PDPROXY_PREFILL": "p:1"}, "the prefill node: 'p:1' is not an address such as http://10.0.0.1:8000."),
+        ({"PDPROXY_CONFIG": "/nowhere"}, "the file /nowhere cannot be read: No such file or directory."),
+    ],
+)
+def test_what_is_wrong_in_the_environment_is_named(environment: dict[str, str], message: str) -> None:
+    assert complaint(environment=environment) == message
+
+
+def test_what_others_put_in_the_environment_is_left_alone() -> None:
+    others = {
+        "PDPROXY_SERVICE_HOST": "10.0.0.1",
+        "PDPROXY_SERVICE_PORT_HTTP": "80",
+        "PDPROXY_PORT": "tcp://10.0.0.1:80",
+        "PDPROXY_PORT_80_TCP_ADDR": "10.0.0.1",
+        "PDPROXY_ADMIN_SERVICE_HOST": "10.0.0.2",
+        "PDPROXY_TICKET_KEYS": "secret",
+        "PATH": "/bin",
+    }
+    assert load(environment=others) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("deadline: {}", "there is no section 'deadline'. Did you mean deadlines?"),
+        ("limits: {bodybytes: 1}", "there is no setting 'limits.bodybytes'. Did you mean limits.body_bytes?"),
+        ("limits: 5", "limits must map names to values, not be 5."),
+        ("[1]", "the file must map names to values, not be [1]."),
+        ("log: {level: loud}", "log.level must be one of debug, info, warning, error, not 'loud'."),
+        ("log: {level: info}\nlog: {format: json}", "'log' is there twice"),
+        ("log: {", "is not YAML"),
+        ("nodes: {}", "nodes must be a list of entries with url and role."),
+        ("nodes: [{url: 'http://a'}]", "nodes[0]: a node needs role."),
+        ("nodes: [{url: 'http://a', role: decode, wieght: 2}]", "there is no setting 'wieght'. Did you mean weight?"),
+        ("nodes: [{url: 'http://a', role: both}]", "role must be one of prefill, decode, not 'both'."),
+        ("nodes: [{url: 'http://a', role: decode, weight: 0}]", "weight must be a number above 0, not 0."),
+        ("nodes: [{url: 'http://a/', role: decode}, {url: 'http://a', role: decode}]", "is there twice; use weight"),
+        ("nodes: [{url: 'http://u:p@a', role: decode}]", "an address has no credentials"),
+        ("nodes: [{url: 'http://a:99999', role: decode}]", "is not an address such as"),
+        ("listen: {port: 1, admin_port: 1}", "listen.port and listen.admin_port are both 1"),
+        ("listen: {tls_key: /nowhere}", "listen.tls_certificate and listen.tls_key go together"),
+        ("keys: {file: /nowhere}", "keys.file: there is no file /nowhere."),
+        ("upstream: {credential: replace}", "name the file in upstream.credential_file."),
+        ("otel: {export: otlp, endpoint: here}", "otel.endpoint: 'here' is not an address"),
+        ("? [a, b]\n: 1", "found unhashable key"),
+    ],
+)
+def test_what_is_wrong_in_the_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    assert message in complaint(config=file(tmp_path, text))
+
+
+def test_a_file_may_repeat_itself_with_anchors(tmp_path: Path) -> None:
+    text = """
+    nodes:
+      - &first {url: "http://a", role: decode, weight: 3}
+      - {<<: *first, url: "http://b"}
+    """
+    assert [node.weight for node in load(config=file(tmp_path, text)).nodes] == [3.0, 3.0]
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "binary"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "is not YAML" in complaint(config=path)
