@@ -1,0 +1,244 @@
+"""A real vLLM scheduler with our connector in it, on a CPU, and no model: the test plays the workers.
+
+The model is the repository's tiny hybrid one, of which only the config is read; its cache groups are made here, with
+blocks of 16 tokens, so that small prompts fill them.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from connector.metadata import ConnectorMetadata, ReadEnd, ReadOutcome, WorkerReport
+from connector.scheduler_side import SchedulerSide
+from connector.stats import COUNTS
+
+MODEL = Path(__file__).parents[2] / "deploy" / "local" / "model" / "tiny-hybrid"
+BLOCK = 16
+
+
+def attention() -> KVCacheSpec:
+    """A full-attention group."""
+    return FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.bfloat16)
+
+
+def state(mode: str) -> KVCacheSpec:
+    """A mamba group in one of vLLM's cache modes, with a page as large as attention's."""
+    page = BLOCK * 2 * 16 * 2
+    return MambaSpec(
+        block_size=BLOCK if mode != "none" else 4096,
+        shapes=((page // 2,),),
+        dtypes=(torch.bfloat16,),
+        mamba_cache_mode=mode,
+    )
+
+
+HYBRID = (attention(), state("align"))
+DENSE = (attention(),)
+
+
+@dataclass
+class Node:
+    """One engine's scheduler; `step` runs it once, with what the test says that the workers saw."""
+
+    scheduler: Scheduler
+    hasher: Any
+    metas: list[ConnectorMetadata] = field(default_factory=list)
+    tally: Counter[tuple[str, ...]] = field(default_factory=Counter)
+
+    @property
+    def side(self) -> SchedulerSide:
+        """Our half of the connector."""
+        side = self.scheduler.connector.connector_scheduler
+        assert isinstance(side, SchedulerSide)
+        return side
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that nobody holds."""
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def add(
+        self, request_id: str, tokens: Sequence[int], params: Any = None, *, max_tokens: int = 4, **more: Any
+    ) -> Request:
+        """Send a request in, with whatever `kv_transfer_params`."""
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **more.pop("sampling", {}))
+        sampling.extra_args = {"kv_transfer_params": params}
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(tokens),
+            sampling_params=sampling,
+            pooling_params=None,
+            block_hasher=self.hasher,
+            **more,
+        )
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self, seen: KVConnectorOutput | None = None) -> list[EngineCoreOutput]:
+        """Plan, run (every scheduled request samples the token 7 once its prompt is done), take the output in."""
+        plan = self.scheduler.schedule()
+        assert isinstance(plan.kv_connector_metadata, ConnectorMetadata)
+        self.metas.append(plan.kv_connector_metadata)
+        outputs = list(self.scheduler.update_from_output(plan, self._ran(plan, seen)).values())
+        for stats in (each.scheduler_stats.kv_connector_stats for each in outputs if each.scheduler_stats):
+            self._tally((stats or {}).get(COUNTS, ()))
+        return [output for each in outputs for output in each.outputs]
+
+    def _ran(self, plan: SchedulerOutput, seen: KVConnectorOutput | None) -> ModelRunnerOutput:
+        names = list(plan.num_scheduled_tokens)
+        sampled = []
+        for name in names:
+            request = self.scheduler.requests[name]
+            sampled.append([7] if request.num_computed_tokens >= request.num_tokens else [])
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            kv_connector_output=seen,
+        )
+
+    def run_out(self, request_id: str, steps: int = 50) -> list[EngineCoreOutput]:
+        """Step until the request ends; its outputs."""
+        mine: list[EngineCoreOutput] = []
+        for _ in range(steps):
+            mine += [output for output in self.step() if output.request_id == request_id]
+            if mine and mine[-1].finish_reason is not None:
+                return mine
+        raise AssertionError(f"{request_id} did not end within {steps} steps")
+
+    def abort(self, request_id: str) -> None:
+        """The client is gone."""
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def counts(self, name: str) -> dict[str, int]:
+        """One counter from the start, by its label values joined with a slash."""
+        self._tally(self.side.accounts.drain().counts)
+        return {"/".join(labels): count for (counter, *labels), count in self.tally.items() if counter == name}
+
+    def _tally(self, counts: Iterable[tuple[str, Sequence[str], int]]) -> None:
+        for name, labels, count in counts:
+            self.tally[name, *labels] += count
+
+
+def make_node(
+    role: str = "kv_producer",
+    groups: Sequence[KVCacheSpec] = HYBRID,
+    *,
+    num_blocks: int = 400,
+    engine_id: str | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Node:
+    """An engine's scheduler, as vLLM builds it, on `groups`."""
+    config = _config(role, groups, engine_id or role, num_blocks, extra or {})
+    cache = KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec([f"layer{index}"], spec) for index, spec in enumerate(groups)],
+    )
+    hash_fn = get_hash_fn_by_name("sha256")
+    init_none_hash(hash_fn)
+    scheduler = Scheduler(
+        vllm_config=config,
+        kv_cache_config=cache,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK,
+        hash_block_size=BLOCK,
+        log_stats=True,
+    )
+    return Node(scheduler, get_request_block_hasher(BLOCK, hash_fn))
+
+
+def _config(
+    role: str, groups: Sequence[KVCacheSpec], engine_id: str, num_blocks: int, extra: Mapping[str, Any]
+) -> VllmConfig:
+    modes = [spec.mamba_cache_mode for spec in groups if isinstance(spec, MambaSpec)]
+    cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True, mamba_cache_mode=modes[0] if modes else "none")
+    cache.num_gpu_blocks = num_blocks
+    transfer = KVTransferConfig(
+        kv_connector="NixlConnector",
+        kv_connector_module_path="connector.facade",
+        kv_role=role,
+        engine_id=engine_id,
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config=dict(extra),
+    )
+    model = ModelConfig(model=str(MODEL), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=4096)
+    return VllmConfig(
+        model_config=model,
+        cache_config=cache,
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=32,
+            max_num_batched_tokens=4096,
+            max_model_len=4096,
+            is_encoder_decoder=False,
+            enable_chunked_prefill=True,
+            disable_hybrid_kv_cache_manager=False,
+        ),
+        parallel_config=ParallelConfig(),
+        device_config=DeviceConfig("cpu"),
+        kv_transfer_config=transfer,
+    )
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Token ids, different for every seed from the first on."""
+    return [(seed * 7919 + index * 31) % 900 + 10 for index in range(length)]
+
+
+def sent(*request_ids: str, report: WorkerReport | None = None) -> KVConnectorOutput:
+    """The workers say: these requests' blocks may go."""
+    return KVConnectorOutput(finished_sending=set(request_ids), kv_connector_worker_meta=report)
+
+
+def received(node: Node, *request_ids: str) -> KVConnectorOutput:
+    """The workers say: these reads are good."""
+    ends = {name: ReadEnd(nonce_of(node, name), ReadOutcome.VERIFIED) for name in request_ids}
+    return KVConnectorOutput(finished_recving=set(request_ids), kv_connector_worker_meta=WorkerReport(reads_ended=ends))
+
+
+def lost(node: Node, outcome: ReadOutcome, *request_ids: str, stalled: Iterable[str] = ()) -> KVConnectorOutput:
+    """The workers say: these reads failed."""
+    ends = {name: ReadEnd(nonce_of(node, name), outcome) for name in request_ids}
+    report = WorkerReport(reads_ended=ends, stalled=dict.fromkeys(stalled, 1))
+    return KVConnectorOutput(
+        finished_recving=set(request_ids), failed_recving=set(request_ids), kv_connector_worker_meta=report
+    )
+
+
+def nonce_of(node: Node, request_id: str) -> str:
+    """The nonce of the last attempt that was ordered for a request."""
+    for meta in reversed(node.metas):
+        if request_id in meta.reads:
+            return meta.reads[request_id].nonce
+    raise AssertionError(f"no read was ordered for {request_id}")
+
+
+def take_ticket(node: Node, tokens: Sequence[int], request_id: str = "p-0", **ours: Any) -> dict[str, Any]:
+    """Run a prefill leg to its end; the ticket as the proxy would get it."""
+    node.add(request_id, tokens, {"do_remote_decode": True, **ours}, max_tokens=1)
+    ticket = node.run_out(request_id)[-1].kv_transfer_params
+    assert ticket is not None
+    return dict(ticket)
