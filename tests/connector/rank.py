@@ -96,7 +96,10 @@ def vllm_state(worker: Any) -> None:
     worker.__dict__.update(
         nixl_wrapper=Agent(),
         transfer_topo=SimpleNamespace(
-            get_engine_info=lambda engine: remote, tp_ratio=lambda size: 1, block_size_ratio=lambda size: 1
+            get_engine_info=lambda engine: remote,
+            tp_ratio=lambda size: 1,
+            block_size_ratio=lambda size: 1,
+            unregister_remote_engine=lambda engine: None,
         ),
         kv_cache_config=cache_config(),
         engine_id="D",
@@ -116,6 +119,8 @@ def vllm_state(worker: Any) -> None:
         tp_mappings={PEER: plan},
         dst_region_group_ids={PEER: [0]},
         dst_region_num_blocks={},
+        dst_region_mem_types={},
+        kv_caches_base_addr={},
         dst_num_blocks={PEER: 64, "D": 64},
         dst_uses_region_group_mapping={PEER: False},
         dst_xfer_side_handles=defaultdict(dict, {PEER: {0: 1}}),
