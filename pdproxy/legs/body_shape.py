@@ -18,7 +18,9 @@ OUTPUT_RULES = {
     "echo": "echo",
     "use_beam_search": "beam_search",
 }
-SERVER_TOOLS = "function"
+MOST_READERS = 1024
+"""How many reads of one hand-over a prefill node's connector grants."""
+CLIENT_TOOLS = "function"
 """The only kind of a response's tools that the client runs: others run on the node, in further generations."""
 
 
@@ -56,6 +58,8 @@ def _local(endpoint: Endpoint, body: Json) -> str | None:
         return "beam_search"
     if _max_tokens(body) == 0:
         return "no_tokens"
+    if isinstance(choices := body.get("n"), int) and choices > MOST_READERS:
+        return "choices"
     if endpoint is Endpoint.RESPONSES:
         return _local_response(body)
     return _local_prompt(body) if endpoint is Endpoint.COMPLETIONS else None
@@ -68,7 +72,7 @@ def _scores_prompt(endpoint: Endpoint, body: Json) -> bool:
 
 def _local_response(body: Json) -> str | None:
     tools = body.get("tools")
-    if isinstance(tools, list) and any(isinstance(t, dict) and t.get("type") != SERVER_TOOLS for t in tools):
+    if isinstance(tools, list) and any(isinstance(t, dict) and t.get("type") != CLIENT_TOOLS for t in tools):
         return "server_tools"
     return "stored_prompt" if body.get("prompt") is not None else None
 

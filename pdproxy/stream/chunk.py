@@ -51,8 +51,8 @@ class Choice:
         text = self.said.get(self.key)
         return text if isinstance(text, str) else ""
 
-    @text.setter
-    def text(self, text: str) -> None:
+    def put_text(self, text: str) -> None:
+        """Replace the text, where there is any."""
         if self.key in self.said:
             self.said[self.key] = text
 

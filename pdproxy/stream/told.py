@@ -4,14 +4,25 @@ Text lags behind tokens. vLLM holds back as many characters as a stop string cou
 character whose bytes are spread over several tokens comes with the last of them. A stream may go on elsewhere only from
 a token whose whole text the client has; so each boundary between tokens is kept with the length of *all* text up to it:
 what was sent plus what was held back (vLLM 0.32, ``v1/engine/detokenizer.py``, ``get_next_output_text``).
+
+An event of one token that brought text ends on a whole character. An event of several (speculation, a slow reader) may
+end inside one; it did not if the text goes on with an ASCII character, for the rest of a torn one never is.
 """
 
 import dataclasses
-from collections import deque
 
 
 class Diverged(ValueError):
     """A continuation's text is not what the client already has."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mark:
+    """A boundary between tokens: how many, the length of all text up to it, and whether it ends a character."""
+
+    tokens: int
+    length: int
+    whole: bool
 
 
 @dataclasses.dataclass(slots=True)
@@ -35,8 +46,9 @@ class Told:
     detailed: bool = False
     next_offset: int = 0
     base_offset: int = 0
-    _marks: deque[tuple[int, int]] = dataclasses.field(default_factory=lambda: deque([(0, 0)]))
+    _marks: list[Mark] = dataclasses.field(default_factory=lambda: [Mark(0, 0, whole=True)])
     _tail: str = ""
+    """The shown text from the first mark on."""
 
     def hear(self, text: str, token_ids: list[int]) -> str:
         """Take what one event said; what of its text is new to the client.
@@ -51,20 +63,20 @@ class Told:
         self.heard += len(text)
         self.shown = max(self.shown, self.heard)
         self._tail += new
-        self._marks.append((len(self.tokens), self.heard + self.held_back))
+        self._marks.append(Mark(len(self.tokens), self.heard + self.held_back, whole=len(token_ids) == 1))
         self._forget()
         return new
 
     def boundary(self) -> tuple[int, str]:
         """The last token whose whole text the client has, as a count; and the text shown beyond it."""
-        return self._marks[0][0], self._tail
+        return self._marks[0].tokens, self._tail
 
     def rewind(self) -> None:
         """The next events continue from `boundary`."""
-        count, length = self._marks[0]
-        del self.tokens[count:]
-        self._marks = deque([(count, length)])
-        self.heard = length
+        mark = self._marks[0]
+        del self.tokens[mark.tokens :]
+        self._marks = [mark]
+        self.heard = mark.length
         self.base_offset = self.next_offset
 
     def settled(self) -> bool:
@@ -80,7 +92,12 @@ class Told:
 
     def _forget(self) -> None:
         """Drop boundaries before the last usable one, and the text before it."""
-        start = self._marks[0][1]
-        while len(self._marks) > 1 and self._marks[1][1] <= self.shown:
-            self._marks.popleft()
-        self._tail = self._tail[self._marks[0][1] - start :]
+        start = self._marks[0].length
+        last = max((at for at, mark in enumerate(self._marks) if at and self._usable(mark, start)), default=0)
+        self._marks = [self._marks[last], *(mark for mark in self._marks[last + 1 :] if mark.length >= self.shown)]
+        self._tail = self._tail[self._marks[0].length - start :]
+
+    def _usable(self, mark: Mark, start: int) -> bool:
+        if mark.length >= self.shown:
+            return mark.whole and mark.length == self.shown
+        return mark.whole or self._tail[mark.length - start].isascii()

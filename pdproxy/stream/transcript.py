@@ -96,7 +96,7 @@ class Transcript:
         told = self.choices.get(0, Told())
         count, known = told.boundary()
         if known and not self.shape.greedy:
-            raise NotContinuable("stop_strings")
+            raise NotContinuable("stop_strings" if self.shape.held_back else "merged_tokens")
         if count < len(told.tokens) and told.detailed:
             raise NotContinuable("token_details")
         return Continuation(self.prompt_token_ids, tuple(told.tokens[:count]), len(known))
@@ -162,7 +162,7 @@ class Transcript:
         self.started = self.started or choice.says
         new = self._new_text(told, choice.text, ids)
         if self._again:
-            choice.text = new
+            choice.put_text(new)
         self._finish(told, choice.finish)
         return bool(new or choice.finish or choice.parsed or detail)
 
