@@ -1,11 +1,14 @@
 """What goes in and out of the nodes' endpoints."""
 
+import re
 import urllib.parse
 from typing import Annotated
 
 import pydantic
 
 from pdproxy.nodes.node import Node, NodeView, Role, State
+
+_BASE_URL = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?/?")
 
 
 class NewNode(pydantic.BaseModel):
@@ -78,8 +81,7 @@ def base_url(url: str) -> str:
     Raises:
         ValueError: it is no http(s) base address.
     """
-    parts = urllib.parse.urlsplit(url)
-    usable = parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.query or parts.fragment)
-    if not usable or parts.username is not None or parts.path not in ("", "/") or (parts.port or 1) < 1:
+    parts = _BASE_URL.fullmatch(url)
+    if parts is None or int(parts["port"] or 1) not in range(1, 65536):
         raise ValueError("must be a base address such as http://10.0.0.1:8000")
-    return f"{parts.scheme}://{parts.netloc}"
+    return url.rstrip("/")

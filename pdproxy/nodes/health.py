@@ -10,6 +10,7 @@ from pdproxy.nodes.join import Joiner
 from pdproxy.nodes.node import Node, NodeView, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.race import first_of
+from pdproxy.nodes.vitals import Stillness, observed, read_vitals
 from pdproxy.request import Headers
 from pdproxy.transport.port import Patience, Transport
 
@@ -21,10 +22,12 @@ class HealthRules:
     Attributes:
         interval: between two probes of a node.
         timeout: for one probe's answer.
+        stuck: an engine with requests that makes no step for so long misses its probes, whatever its HTTP server says.
     """
 
     interval: float = 5.0
     timeout: float = 5.0
+    stuck: float = 60.0
 
 
 class Health:
@@ -54,6 +57,7 @@ class Health:
         self._headers = headers
         self._visiting: set[str] = set()
         self._unreachable: set[str] = set()
+        self._still: dict[str, Stillness] = {}
 
     async def run(self) -> None:
         """Visit every node each interval, new ones at once, until cancelled."""
@@ -84,7 +88,7 @@ class Health:
             await self._joiner.attempt(view.node.name)
             return
         began = self._clock.now()
-        fault = await self._probe(view.node)
+        fault = await self._probe(view.node) or await self._stuck(view.node, began)
         if not self._is_there(view.node):
             return
         if fault is None and self._was_away(view.node.name):
@@ -100,15 +104,37 @@ class Health:
         return name in self._unreachable or self._pool.lost(name)
 
     async def _probe(self, node: Node) -> Fault | None:
-        patience = Patience(connect=self._rules.timeout, headers=self._rules.timeout, stall=self._rules.timeout)
         try:
-            status, _ = await get(self._transport, f"{node.url}/health", self._headers, patience)
+            status, _ = await get(self._transport, f"{node.url}/health", self._headers, self._patience())
         except NodeFault as fault:
             return fault.fault
         return Fault.SERVER_ERROR if status >= 500 else None
+
+    async def _stuck(self, node: Node, now: float) -> Fault | None:
+        """STALL for an engine that stands still. Only asked of nodes whose legs have been silent for an interval.
+
+        One that was given up is asked too: its legs have left, and it must have moved before it may come back.
+        """
+        if not self._pool.silent(node.name, now - self._rules.interval) and not self._pool.lost(node.name):
+            self._still.pop(node.name, None)
+            return None
+        try:
+            _, body = await get(self._transport, f"{node.url}/metrics", self._headers, self._patience())
+        except NodeFault:
+            return None  # its health was answered just now: a slow /metrics alone proves nothing
+        vitals = read_vitals(body)
+        if vitals is None:
+            return None
+        still = observed(self._still.get(node.name), vitals, now)
+        self._still[node.name] = still
+        return Fault.STALL if still.seconds(now) >= self._rules.stuck else None
+
+    def _patience(self) -> Patience:
+        return Patience(connect=self._rules.timeout, headers=self._rules.timeout, stall=self._rules.timeout)
 
     def _is_there(self, node: Node) -> bool:
         there = any(view.node.name == node.name for view in self._pool.snapshot().nodes)
         if not there:
             self._unreachable.discard(node.name)
+            self._still.pop(node.name, None)
         return there

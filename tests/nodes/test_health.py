@@ -188,3 +188,68 @@ async def test_a_node_removed_while_it_is_visited_harms_nobody(pool: Pool, villa
         village.houses["d2"] = House(Role.DECODE)
         pool.add(village.node("d2"))
         await until(lambda: state(pool, "d2") is State.UP)
+
+
+async def visits(health: Health, clock: FakeClock, count: int) -> None:
+    """As many rounds, five seconds apart."""
+    for _ in range(count):
+        clock.advance(5)
+        await health.visit_all()
+
+
+def engine(running: int, steps: int) -> tuple[int, bytes]:
+    return 200, f"vllm:num_requests_running {running}\nvllm:iteration_tokens_total_count {steps}\n".encode()
+
+
+async def test_an_engine_that_stands_still_is_given_up_though_its_server_answers(
+    pool: Pool, village: Village, clock: FakeClock, health: Health
+) -> None:
+    await health.visit_all()
+    village.houses["d1"].paths["/metrics"] = engine(1, 7)
+    with pool.occupy("d1"):
+        await visits(health, clock, 14)
+        assert state(pool, "d1") is State.UP
+        await visits(health, clock, 1)
+        assert state(pool, "d1") is State.DOWN
+        assert pool.leaving("d1").is_set()
+    await visits(health, clock, 50)
+    assert state(pool, "d1") is State.DOWN
+    village.houses["d1"].paths["/metrics"] = engine(1, 8)
+    await visits(health, clock, 1)
+    assert state(pool, "d1") is State.UP
+
+
+async def test_a_long_prefill_that_steps_on_is_left_alone(
+    pool: Pool, village: Village, clock: FakeClock, health: Health
+) -> None:
+    await health.visit_all()
+    with pool.occupy("p1"):
+        for steps in range(50):
+            village.houses["p1"].paths["/metrics"] = engine(1, steps)
+            await visits(health, clock, 1)
+    assert state(pool, "p1") is State.UP
+
+
+async def test_a_node_that_streams_is_not_even_asked_for_its_vitals(
+    pool: Pool, village: Village, clock: FakeClock, health: Health
+) -> None:
+    await health.visit_all()
+    village.houses["d1"].asked.clear()
+    village.houses["d1"].paths["/metrics"] = engine(1, 7)
+    with pool.occupy("d1") as stream:
+        for _ in range(50):
+            stream.progress()
+            await visits(health, clock, 1)
+    assert state(pool, "d1") is State.UP
+    assert ("/metrics", None) not in village.houses["d1"].asked
+
+
+@pytest.mark.parametrize("answer", [Fault.HEADERS_TIMEOUT, (404, b""), engine(0, 7)])
+async def test_missing_vitals_prove_nothing(
+    pool: Pool, village: Village, clock: FakeClock, health: Health, answer: tuple[int, bytes] | Fault
+) -> None:
+    await health.visit_all()
+    village.houses["d1"].paths["/metrics"] = answer
+    with pool.occupy("d1"):
+        await visits(health, clock, 50)
+    assert state(pool, "d1") is State.UP
