@@ -1,0 +1,63 @@
+"""Blocks under a live read stay out of the pool until every rank's read has ended."""
+
+from dataclasses import dataclass
+
+from connector.quarantine import Quarantine
+
+
+@dataclass
+class Block:
+    references: int = 1
+    is_null: bool = False
+
+
+class Pool:
+    """Counts references as vLLM's does."""
+
+    def touch(self, blocks: list[Block]) -> None:
+        for block in blocks:
+            block.references += 1
+
+    def free_blocks(self, ordered_blocks: list[Block]) -> None:
+        for block in ordered_blocks:
+            block.references -= 1
+
+
+def bound() -> Quarantine:
+    quarantine = Quarantine()
+    quarantine.bind(Pool())
+    return quarantine
+
+
+def test_blocks_outlive_their_request() -> None:
+    quarantine, blocks = bound(), [Block(), Block()]
+    quarantine.stall("n", blocks, ranks=1)
+    Pool().free_blocks(blocks)
+    assert [block.references for block in blocks] == [1, 1]
+    quarantine.drain({"n": 1})
+    assert [block.references for block in blocks] == [0, 0]
+    assert len(quarantine) == 0
+
+
+def test_the_last_rank_frees() -> None:
+    quarantine, block = bound(), Block()
+    quarantine.stall("n", [block], ranks=1)
+    quarantine.stall("n", [block], ranks=1)
+    quarantine.drain({"n": 1})
+    assert block.references == 2
+    quarantine.drain({"n": 1})
+    assert block.references == 1
+
+
+def test_null_blocks_and_strangers_are_left_alone() -> None:
+    quarantine, null = bound(), Block(is_null=True)
+    quarantine.stall("n", [null], ranks=1)
+    quarantine.drain({"other": 1})
+    assert null.references == 1
+    assert len(quarantine) == 1
+
+
+def test_nothing_can_be_held_before_there_is_a_pool() -> None:
+    quarantine = Quarantine()
+    quarantine.stall("n", [Block()], ranks=1)
+    assert len(quarantine) == 0
