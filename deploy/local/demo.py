@@ -85,7 +85,12 @@ def run(port: int, afterwards: Afterwards) -> None:
     logs = logs_of("demo")
     with stop_signals(), Supervisor(logs) as supervisor:
         print(f"Starting two vLLM nodes and the proxy on this machine (logs: {logs}):", flush=True)
-        show(start_stack(supervisor, pair_specs(), ProxySpec(port), say))
+        stack = start_stack(supervisor, pair_specs(), ProxySpec(port), say)
+        try:
+            show(stack)
+        except (AnswerError, httpx.HTTPError):
+            supervisor.require_all_alive()  # a part that ended is the better explanation
+            raise
         if afterwards is Afterwards.STAY:
             stay(supervisor)
 

@@ -15,6 +15,10 @@ SERVER = "vllm.entrypoints.openai.api_server"
 SERVED_NAME = "tiny-hybrid"
 
 
+ENOUGH_BLOCKS = 2048
+"""128 MiB of the tiny model's cache. Memory that is never used still costs time: a node touches all of it to start."""
+
+
 class Role(Enum):
     """What a node does; the value is vLLM's name for it. A `PLAIN` node is stock vLLM, with no connector."""
 
@@ -27,7 +31,7 @@ class Role(Enum):
 class NodeSpec:
     """How to start one node.
 
-    `gpu_blocks`: size of the KV cache in blocks, for a node that overflows on purpose (vLLM refuses fewer than the
+    `gpu_blocks`: size of the KV cache in blocks; few for a node that overflows on purpose (vLLM refuses fewer than the
     longest prompt needs); None leaves it to `VLLM_CPU_KVCACHE_SPACE`, 1 GiB. `connector_config` goes to the connector
     as `kv_connector_extra_config`. `more_arguments` and `more_environment` come last and so win.
     """
@@ -39,7 +43,7 @@ class NodeSpec:
     model: Path = MODEL
     served_name: str = SERVED_NAME
     max_model_len: int = 4096
-    gpu_blocks: int | None = None
+    gpu_blocks: int | None = ENOUGH_BLOCKS
     tensor_parallel_size: int = 1
     connector_config: Mapping[str, object] = field(default_factory=dict)
     more_arguments: tuple[str, ...] = ()

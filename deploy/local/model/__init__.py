@@ -1,4 +1,4 @@
-"""A hybrid model (3 gated-delta-net layers, 1 full-attention layer) small enough for two CPU cores, trained to recall."""
+"""A hybrid model (3 gated-delta-net layers, 1 full-attention layer) for two CPU cores, trained to recall."""
 
 from pathlib import Path
 

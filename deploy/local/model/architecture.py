@@ -6,7 +6,8 @@ All four experts are active: a choice between experts would flip on bfloat16 rou
 
 from transformers import GenerationConfig, Qwen3NextConfig
 
-from deploy.local.model.tokenizer import END, PAD, SPECIAL, VOCABULARY
+from deploy.local.model.marks import END, PAD, SPECIAL
+from deploy.local.model.tokenizer import VOCABULARY
 
 CONTEXT = 4096
 
@@ -17,7 +18,7 @@ def config() -> Qwen3NextConfig:
         architectures=["Qwen3NextForCausalLM"],
         vocab_size=VOCABULARY,
         hidden_size=128,
-        intermediate_size=256,
+        intermediate_size=128,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=1,
@@ -33,7 +34,7 @@ def config() -> Qwen3NextConfig:
         shared_expert_intermediate_size=64,
         mlp_only_layers=[0, 1, 2],
         max_position_embeddings=CONTEXT,
-        initializer_range=0.05,
+        initializer_range=0.02,
         tie_word_embeddings=False,
         eos_token_id=SPECIAL.index(END),
         pad_token_id=SPECIAL.index(PAD),

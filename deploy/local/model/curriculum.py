@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from tokenizers import Tokenizer
 
 from deploy.local.model.exam import Exam, Question, examine
-from deploy.local.model.tokenizer import ASK, ASSISTANT, END, RECITE, SYSTEM, USER
+from deploy.local.model.marks import ASK, END, RECITE, SYSTEM, USER
 
 Segment = tuple[str, str]
 """Text as it stands in the context, and the answer to learn from its place on (empty: nothing is learned there)."""
+LONGEST_RECITATION = 48
+"""Lines: recitations begin among the last so many."""
 UNLEARNED = -100
 """The target of a position that is not learned, as torch's cross entropy has it."""
 
@@ -23,6 +25,8 @@ class Stage:
     questions: int
     batch: int
     rate: float
+    passed: float
+    """The share of answer tokens that must be right to go on."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +38,21 @@ class Sample:
 
 
 STAGES = (
-    Stage(4, 4, 32, 2e-3),
-    Stage(8, 8, 24, 2e-3),
-    Stage(16, 12, 16, 2e-3),
-    Stage(32, 16, 12, 2e-3),
-    Stage(64, 16, 8, 2e-3),
-    Stage(128, 16, 4, 1e-3),
-    Stage(256, 20, 2, 1e-3),
-    Stage(430, 20, 2, 1e-3),
+    Stage(4, 8, 32, 2e-3, 0.92),
+    Stage(8, 12, 24, 2e-3, 0.93),
+    Stage(16, 16, 16, 2e-3, 0.95),
+    Stage(32, 20, 10, 2e-3, 0.97),
+    Stage(64, 24, 6, 2e-3, 0.98),
+    Stage(128, 32, 4, 1e-3, 0.985),
+    Stage(256, 32, 2, 1e-3, 0.99),
+    Stage(430, 32, 2, 1e-3, 0.99),
 )
 
 
 def draw(source: random.Random, tokenizer: Tokenizer, stage: Stage, lines: int) -> Sample:
     """Draw one sample over a list of that many lines: chat or plain text, recall or recitation."""
     exam = examine(source, lines)
-    exam = _recitation(source, exam, stage) if source.random() < 0.4 else _recall(source, exam, stage)
+    exam = _recitation(source, exam) if source.random() < 0.3 else _recall(source, exam, stage.questions)
     segments = chat(exam, _preface(source)) if source.random() < 0.65 else plain(exam)
     return encode(tokenizer, segments)
 
@@ -58,7 +62,7 @@ def chat(exam: Exam, preface: str = "") -> Iterator[Segment]:
     messages = [*exam.messages(), {"role": "assistant", "content": exam.answer}]
     yield preface, ""
     for user, assistant in zip(messages[::2], messages[1::2], strict=True):
-        yield f"{USER}{user['content']}{ASSISTANT}", ""
+        yield f"{USER}{user['content']}", ""
         yield f"{assistant['content']}{END}", f"{assistant['content']}{END}"
 
 
@@ -83,16 +87,18 @@ def encode(tokenizer: Tokenizer, segments: Iterable[Segment]) -> Sample:
     return Sample(tokens, targets)
 
 
-def _recall(source: random.Random, exam: Exam, stage: Stage) -> Exam:
-    names = source.sample(exam.order, min(stage.questions, len(exam.order)))
+def _recall(source: random.Random, exam: Exam, questions: int) -> Exam:
+    names = source.choices(exam.order, k=questions)
     return replace(exam, asked=tuple(Question(ASK, name) for name in names))
 
 
-def _recitation(source: random.Random, exam: Exam, stage: Stage) -> Exam:
-    tail = exam.lines[-source.randint(1, min(len(exam.lines), 2 * stage.questions)) :]
-    before = _recall(source, exam, stage).asked[: source.choice((0, 0, 1, 2))]
-    after = _recall(source, exam, stage).asked[: source.choice((0, 1, 2))]
-    return replace(exam, asked=(*before, Question(RECITE, tail[0][0]), *after))
+def _recitation(source: random.Random, exam: Exam) -> Exam:
+    before = _recall(source, exam, source.choice((0, 0, 1, 2))).asked
+    after = _recall(source, exam, source.choice((0, 1, 2))).asked
+    tail = exam.lines[-LONGEST_RECITATION:]
+    times = source.randint(1, max(1, 16 // len(exam.lines)))
+    recited = tuple(Question(RECITE, name) for name, _ in source.choices(tail, k=times))
+    return replace(exam, asked=(*before, *recited, *after))
 
 
 def _preface(source: random.Random) -> str:

@@ -17,7 +17,7 @@ from transformers import Qwen3NextForCausalLM
 from deploy.local.model import MODEL_PATH
 from deploy.local.model.curriculum import UNLEARNED, Sample, Segment, chat, encode
 from deploy.local.model.exam import Exam, exam, recite
-from deploy.local.model.tokenizer import END
+from deploy.local.model.marks import END
 
 LENGTHS = (200, 800, 2000)
 SEEDS = range(16)

@@ -1,7 +1,7 @@
 """Seeded questions with one right answer each, for the tiny model: a long list of names and numbers, then one name.
 
-A list line is `name 482\\n`, five tokens. `? name` asks for that name's number; the model answers ` 482` (with the space)
-and ends. `> name` asks it to go on from that name to the end of the list, line by line; it answers
+A list line is `name 482\\n`, five tokens. `? name` asks for that name's number; the model answers ` 482` (with the
+space) and ends. `> name` asks it to go on from that name to the end of the list, line by line; it answers
 ` 482\\nnext 193\\n…last 777\\n` and ends.
 """
 
@@ -9,8 +9,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from deploy.local.model.marks import ASK, RECITE
 from deploy.local.model.names import NAMES
-from deploy.local.model.tokenizer import ASK, RECITE
 
 TOKENS_PER_LINE = 5
 MOST_LINES = 430

@@ -9,26 +9,23 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
+from deploy.local.model.marks import MARKS, SPECIAL
 from deploy.local.model.names import NAMES
 
-PAD, END, SYSTEM, USER, ASSISTANT = SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
-ASK, RECITE = MARKS = ("? ", "> ")
-"""The two questions. Each is one token that ends in its space, so that the name after it is the name of the list."""
 VOCABULARY = 1024
 
+# An answer begins right after the question's name, as a number does in the list: the assistant has no mark of its own,
+# and a prompt for an answer is what the user said.
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {%- if message.role == 'assistant' -%}
-<|assistant|>{{ message.content }}<|end|>
+{{ message.content }}<|end|>
 {%- elif message.role == 'system' -%}
 <|system|>{{ message.content | trim }}
 {%- else -%}
 <|user|>{{ message.content | trim }}
 {%- endif -%}
 {%- endfor -%}
-{%- if add_generation_prompt -%}
-<|assistant|>
-{%- endif -%}
 """
 
 _PIECES = Regex(r" ?[0-9]|\n| ?[A-Za-z]+| ?[^\sA-Za-z0-9]+|\s")

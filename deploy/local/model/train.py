@@ -20,7 +20,6 @@ from deploy.local.model.tokenizer import build
 from deploy.local.model.trainer import Outcome, Trainer
 
 SEED = 7
-PASSED = 0.985
 WINDOW = 15
 LONGEST_STAGE = 2000
 FINISH = 1000
@@ -43,7 +42,7 @@ class Course:
                 self._step(stage, self._source.randint(3, stage.lines), stage.rate)
                 continue
             right.append(self._step(stage, stage.lines, stage.rate).right)
-            if len(right) == WINDOW and sum(right) / WINDOW >= PASSED:
+            if len(right) == WINDOW and sum(right) / WINDOW >= stage.passed:
                 return
         raise RuntimeError(f"lists of {stage.lines} lines were not learned in {LONGEST_STAGE} steps")
 

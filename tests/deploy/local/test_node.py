@@ -38,7 +38,7 @@ def test_a_plain_node_has_no_connector() -> None:
 
 
 def test_size_and_ranks_are_passed_on_only_when_given() -> None:
-    plain = command(NodeSpec("n", Role.DECODE, 8000, 9000))
+    plain = command(NodeSpec("n", Role.DECODE, 8000, 9000, gpu_blocks=None))
     assert "--num-gpu-blocks-override" not in plain
     assert "--tensor-parallel-size" not in plain
     small = command(NodeSpec("n", Role.DECODE, 8000, 9000, gpu_blocks=48, tensor_parallel_size=2))
