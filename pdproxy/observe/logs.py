@@ -1,0 +1,89 @@
+"""Logs: one line a record, JSON or text, on top of the standard library's logging.
+
+Whoever logs says what a line is about in ``extra``: ``_LOG.info("client left", extra={"request_id": name})``.
+"""
+
+import datetime as dt
+import json
+import logging
+from collections.abc import Mapping
+from typing import TextIO
+
+from pdproxy.observe.labels import Outcome, Phase
+from pdproxy.settings import Log, LogFormat
+
+_STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", "color_message"}
+_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)} | {10: "\\n", 13: "\\r"}
+"""What could end a line, or steer a terminal."""
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time (UTC), level, logger, message, and the ``extra`` fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_extras(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    """``time LEVEL logger: message key=value …``; a traceback follows on lines of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        extras = "".join(f" {name}={value}" for name, value in _extras(record).items())
+        text = f"{record.name}: {record.getMessage()}{extras}".translate(_ESCAPES)
+        line = f"{_time(record)} {record.levelname} {text}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def configure(log: Log, stream: TextIO) -> logging.Handler:
+    """Send the proxy's records, and warnings of the libraries, to a stream. Called once, where a process starts.
+
+    Returns:
+        The handler, so that a test can take it out again.
+    """
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter() if log.format is LogFormat.JSON else TextFormatter())
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.getLogger("pdproxy").setLevel(log.level.upper())
+    return handler
+
+
+def request_ended(
+    logger: logging.Logger,
+    outcome: Outcome,
+    request_id: str,
+    timeline: Mapping[Phase, float],
+    facts: Mapping[str, object],
+) -> None:
+    """Log the one line that every request leaves.
+
+    Args:
+        logger: whose line it is.
+        outcome: how it ended.
+        request_id: its name.
+        timeline: seconds spent in each phase.
+        facts: what else is known: endpoint, model, nodes, status. Never a body, a ticket or a key.
+    """
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    spent = {f"{phase}_ms": round(seconds * 1000, 1) for phase, seconds in timeline.items()}
+    logger.info("request ended", extra={"request_id": request_id, "outcome": outcome.value, **facts, **spent})
+
+
+def _time(record: logging.LogRecord) -> str:
+    moment = dt.datetime.fromtimestamp(record.created, dt.UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _extras(record: logging.LogRecord) -> dict[str, object]:
+    return {name: value for name, value in record.__dict__.items() if name not in _STANDARD}

@@ -1,0 +1,99 @@
+"""OpenTelemetry: a span for each client request and one for each call to a node, joined by ``traceparent``.
+
+Off, nothing of this is in the way of a request: the client's own ``traceparent`` just goes on to the nodes.
+On, `TracedApp` goes around the clients' application and `transport.traced.TracedTransport` around the transport.
+"""
+
+import dataclasses
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from opentelemetry import trace
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from pdproxy import __version__
+from pdproxy.errors import SettingsError
+from pdproxy.request import Endpoint, Headers
+from pdproxy.settings import Otel, OtelExport
+
+CARRIED = ("traceparent", "tracestate")
+"""The headers of W3C Trace Context."""
+
+_PATHS = frozenset(Endpoint)
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+Receive = Callable[[], Awaitable[Message]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tracing:
+    """What makes spans, and what sends the last of them (blocking, a few seconds at most)."""
+
+    tracer: trace.Tracer
+    close: Callable[[], None]
+
+
+def tracing_of(otel: Otel) -> Tracing | None:
+    """Tracing as the settings want it; None where they want none.
+
+    Raises:
+        SettingsError: it is wanted, and the packages for it are not there.
+    """
+    if otel.export is OtelExport.OFF:
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise SettingsError("otel.export is otlp: that needs the extra, pip install 'pdproxy[otel]'.") from error
+    provider = TracerProvider(resource=Resource.create({"service.name": otel.service}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=otel.endpoint)))
+    return Tracing(provider.get_tracer("pdproxy", __version__), provider.shutdown)
+
+
+def outward(headers: Headers, span: trace.Span) -> Headers:
+    """The headers for a call that ``span`` stands for: it is the parent of what the node does."""
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier, trace.set_span_in_context(span))
+    return (*(field for field in headers if field[0] not in CARRIED), *carrier.items())
+
+
+class TracedApp:
+    """An ASGI application with a server span around each request; its parent is the client's span, if it sent one."""
+
+    def __init__(self, app: App, tracer: trace.Tracer) -> None:
+        self._app = app
+        self._tracer = tracer
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        method, path = scope["method"], scope["path"]
+        with self._tracer.start_as_current_span(
+            f"{method} {path}" if path in _PATHS else method,
+            context=TraceContextTextMapPropagator().extract(_carried(scope)),
+            kind=trace.SpanKind.SERVER,
+            attributes={"http.request.method": method, "url.path": path},
+        ) as span:
+            await self._app(scope, receive, _noting(span, send))
+
+
+def _carried(scope: Message) -> dict[str, str]:
+    pairs = ((name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"])
+    return {name: value for name, value in pairs if name in CARRIED}
+
+
+def _noting(span: trace.Span, send: Send) -> Send:
+    async def noting(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            span.set_attribute("http.response.status_code", message["status"])
+            if message["status"] >= 500:
+                span.set_status(trace.StatusCode.ERROR)
+        await send(message)
+
+    return noting

@@ -1,0 +1,98 @@
+"""A transport that leaves a span for each call made on behalf of a traced request."""
+
+from collections.abc import AsyncIterator
+from urllib.parse import urlsplit
+
+from opentelemetry import trace
+
+from pdproxy.errors import NodeFault
+from pdproxy.observe.tracing import outward
+from pdproxy.request import Headers
+from pdproxy.transport.port import Incoming, Outgoing, Patience, Transport
+
+
+class TracedTransport:
+    """See `port.Transport`. A call outside of any trace, such as a health check, leaves no span."""
+
+    def __init__(self, inner: Transport, tracer: trace.Tracer) -> None:
+        self._inner = inner
+        self._tracer = tracer
+
+    async def send(self, request: Outgoing, patience: Patience) -> Incoming:
+        """As the inner transport, under a client span that lasts until the answer is closed."""
+        if not trace.get_current_span().get_span_context().is_valid:
+            return await self._inner.send(request, patience)
+        span = self._begin(request)
+        told = Outgoing(request.method, request.url, outward(request.headers, span), request.body)
+        try:
+            incoming = await self._inner.send(told, patience)
+        except BaseException as error:
+            _end(span, error)
+            raise
+        span.set_attribute("http.response.status_code", incoming.status)
+        return TracedIncoming(incoming, span)
+
+    async def aclose(self) -> None:
+        """Close the inner transport."""
+        await self._inner.aclose()
+
+    def _begin(self, request: Outgoing) -> trace.Span:
+        parts = urlsplit(request.url)
+        attributes: dict[str, str | int] = {
+            "http.request.method": request.method,
+            "server.address": parts.hostname or "",
+            "server.port": parts.port or (443 if parts.scheme == "https" else 80),
+            "url.path": parts.path,
+        }
+        return self._tracer.start_span(request.method, kind=trace.SpanKind.CLIENT, attributes=attributes)
+
+
+class TracedIncoming:
+    """See `port.Incoming`."""
+
+    def __init__(self, inner: Incoming, span: trace.Span) -> None:
+        self._inner = inner
+        self._span = span
+
+    @property
+    def status(self) -> int:
+        return self._inner.status
+
+    @property
+    def headers(self) -> Headers:
+        return self._inner.headers
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it arrives; a fault is noted."""
+        try:
+            async for piece in self._inner.chunks():
+                yield piece
+        except NodeFault as fault:
+            _note(self._span, fault)
+            raise
+
+    async def read(self, limit: int) -> bytes:
+        """The whole body; a fault is noted."""
+        try:
+            return await self._inner.read(limit)
+        except NodeFault as fault:
+            _note(self._span, fault)
+            raise
+
+    async def aclose(self) -> None:
+        """Close the answer, and with it the span."""
+        try:
+            await self._inner.aclose()
+        finally:
+            self._span.end()
+
+
+def _end(span: trace.Span, error: BaseException) -> None:
+    _note(span, error)
+    span.end()
+
+
+def _note(span: trace.Span, error: BaseException) -> None:
+    kind = error.fault.value if isinstance(error, NodeFault) else type(error).__name__
+    span.set_attribute("error.type", kind)
+    span.set_status(trace.StatusCode.ERROR)

@@ -1,0 +1,87 @@
+"""What is counted, and under which names."""
+
+import enum
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pdproxy.errors import Fault
+from pdproxy.observe.labels import Answer, Leg, Migration, Outcome, Phase, Release, Tokens
+from pdproxy.observe.metrics import Metrics
+from pdproxy.request import Endpoint
+
+
+class Word(enum.StrEnum):
+    ONE = "one"
+    TWO = "two"
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def metrics(registry: CollectorRegistry) -> Metrics:
+    return Metrics(registry)
+
+
+def test_everything_is_counted_under_its_name(metrics: Metrics, registry: CollectorRegistry) -> None:
+    metrics.request_ended(Endpoint.CHAT, Outcome.OK)
+    metrics.request_ended(None, Outcome.FAILED)
+    metrics.phase_took(Phase.PREFILL, 0.5)
+    metrics.leg_failed(Leg.PREFILL, Fault.STALL)
+    metrics.step_taken(Leg.DECODE, Fault.RESET, Word.ONE)
+    metrics.planned_local(Word.TWO)
+    metrics.migrated(Migration.DONE)
+    metrics.continuable(Answer.NO, Word.ONE)
+    metrics.recomputed()
+    metrics.released(Release.FAILED)
+    metrics.request_began()
+    metrics.queue_is(3)
+    metrics.rejected(Word.ONE)
+    metrics.tokens(Tokens.CACHED, 512)
+    metrics.node_active("n", Word.ONE, 2)
+    metrics.circuit_moved("n", Word.TWO)
+    expected: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {
+        ("pdproxy_requests_total", (("endpoint", "/v1/chat/completions"), ("outcome", "ok"))): 1,
+        ("pdproxy_requests_total", (("endpoint", "other"), ("outcome", "failed"))): 1,
+        ("pdproxy_phase_seconds_sum", (("phase", "prefill"),)): 0.5,
+        ("pdproxy_leg_faults_total", (("leg", "prefill"), ("fault", "stall"))): 1,
+        ("pdproxy_steps_total", (("leg", "decode"), ("fault", "reset"), ("step", "one"))): 1,
+        ("pdproxy_local_total", (("reason", "two"),)): 1,
+        ("pdproxy_migrations_total", (("outcome", "done"),)): 1,
+        ("pdproxy_continuable_total", (("answer", "no"), ("reason", "one"))): 1,
+        ("pdproxy_recomputed_total", ()): 1,
+        ("pdproxy_releases_total", (("outcome", "failed"),)): 1,
+        ("pdproxy_requests_active", ()): 1,
+        ("pdproxy_requests_queued", ()): 3,
+        ("pdproxy_rejected_total", (("reason", "one"),)): 1,
+        ("pdproxy_tokens_total", (("kind", "cached"),)): 512,
+        ("pdproxy_node_active", (("node", "n"), ("role", "one"))): 2,
+        ("pdproxy_circuit_moves_total", (("node", "n"), ("to", "two"))): 1,
+    }
+    for (name, labels), value in expected.items():
+        assert registry.get_sample_value(name, dict(labels)) == value, name
+    metrics.request_left()
+    assert registry.get_sample_value("pdproxy_requests_active") == 0
+
+
+def test_a_node_is_in_one_state_until_it_is_forgotten(metrics: Metrics, registry: CollectorRegistry) -> None:
+    def states() -> dict[Word, float | None]:
+        return {
+            word: registry.get_sample_value("pdproxy_node_up", {"node": "n", "role": "one", "state": word})
+            for word in Word
+        }
+
+    metrics.node_state("n", Word.ONE, Word.ONE)
+    metrics.node_state("n", Word.ONE, Word.TWO)
+    assert states() == {Word.ONE: 0, Word.TWO: 1}
+    metrics.node_forgotten("n", Word.ONE, Word)
+    metrics.node_forgotten("n", Word.ONE, Word)
+    assert states() == {Word.ONE: None, Word.TWO: None}
+
+
+def test_tokens_never_count_backwards(metrics: Metrics, registry: CollectorRegistry) -> None:
+    metrics.tokens(Tokens.PROMPT, -5)
+    assert registry.get_sample_value("pdproxy_tokens_total", {"kind": "prompt"}) in (None, 0)

@@ -1,0 +1,182 @@
+"""Spans of a request and of its calls to nodes hang together; without tracing nothing is in the way."""
+
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
+
+from pdproxy.errors import Fault, NodeFault
+from pdproxy.observe.tracing import Message, Receive, Send, TracedApp, tracing_of
+from pdproxy.request import Headers, header
+from pdproxy.settings import Otel, OtelExport
+from pdproxy.transport.port import Incoming, Outgoing, Patience
+from pdproxy.transport.traced import TracedTransport
+
+CLIENT = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
+
+
+class Kept(SpanExporter):
+    """Keeps finished spans."""
+
+    def __init__(self) -> None:
+        self.spans: list[ReadableSpan] = []
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.spans += spans
+        return SpanExportResult.SUCCESS
+
+
+class Answer:
+    """A node's answer; faulty where it has a fault."""
+
+    status = 200
+    headers: Headers = ()
+
+    def __init__(self, fault: NodeFault | None) -> None:
+        self.fault = fault
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        yield b"one"
+        if self.fault:
+            raise self.fault
+
+    async def read(self, limit: int) -> bytes:
+        if self.fault:
+            raise self.fault
+        return b"one"
+
+    async def aclose(self) -> None:
+        pass
+
+
+class Nodes:
+    """A transport that keeps what was sent."""
+
+    def __init__(self, refuse: NodeFault | None = None, broken: NodeFault | None = None) -> None:
+        self.sent: list[Outgoing] = []
+        self.refuse = refuse
+        self.broken = broken
+
+    async def send(self, request: Outgoing, patience: Patience) -> Incoming:
+        self.sent.append(request)
+        if self.refuse:
+            raise self.refuse
+        return Answer(self.broken)
+
+    async def aclose(self) -> None:
+        self.sent.clear()
+
+
+@pytest.fixture
+def kept() -> Kept:
+    return Kept()
+
+
+@pytest.fixture
+def tracer(kept: Kept) -> trace.Tracer:
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    return provider.get_tracer("test")
+
+
+async def run_app(nodes: Nodes, tracer: trace.Tracer, *headers: tuple[bytes, bytes], status: int = 200) -> None:
+    """One client request that makes one call to a node."""
+    transport = TracedTransport(nodes, tracer)
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        sent = Outgoing("POST", "http://node:1/v1/completions", (("traceparent", "the client's"), ("x", "y")))
+        incoming = await transport.send(sent, Patience())
+        assert await incoming.read(10) == b"one"
+        await incoming.aclose()
+        await send({"type": "http.response.start", "status": status})
+
+    async def receive() -> Message:
+        return {}
+
+    async def send(message: Message) -> None:
+        pass
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": list(headers)}
+    await TracedApp(app, tracer)(scope, receive, send)
+
+
+async def test_a_node_sees_a_child_of_the_clients_trace(kept: Kept, tracer: trace.Tracer) -> None:
+    nodes = Nodes()
+    await run_app(nodes, tracer, (b"traceparent", CLIENT.encode()), status=503)
+    call, request = kept.spans
+    assert call.parent is not None
+    assert request.parent is not None
+    assert request.context is not None
+    assert call.context is not None
+    assert request.name == "POST /v1/completions"
+    assert request.status.status_code is trace.StatusCode.ERROR
+    assert trace.format_trace_id(request.context.trace_id) == "ab" * 16
+    assert trace.format_span_id(request.parent.span_id) == "cd" * 8
+    assert call.parent.span_id == request.context.span_id
+    told = header(nodes.sent[0].headers, "traceparent")
+    assert told == f"00-{'ab' * 16}-{trace.format_span_id(call.context.span_id)}-01"
+    assert [name for name, _ in nodes.sent[0].headers] == ["x", "traceparent"]
+
+
+async def test_without_a_client_trace_a_new_one_begins(kept: Kept, tracer: trace.Tracer) -> None:
+    await run_app(Nodes(), tracer)
+    call, request = kept.spans
+    assert request.parent is None
+    assert call.parent is not None
+    assert call.attributes is not None
+    assert call.attributes["server.address"] == "node"
+    assert call.attributes["http.response.status_code"] == 200
+
+
+async def test_a_call_outside_of_any_trace_leaves_no_span(kept: Kept, tracer: trace.Tracer) -> None:
+    nodes = Nodes()
+    request = Outgoing("GET", "http://node:1/health")
+    incoming = await TracedTransport(nodes, tracer).send(request, Patience())
+    await incoming.aclose()
+    assert nodes.sent == [request]
+    assert not kept.spans
+
+
+async def test_faults_are_noted_and_end_the_span(kept: Kept, tracer: trace.Tracer) -> None:
+    refused, stalled = NodeFault(Fault.REFUSED, "nobody"), NodeFault(Fault.STALL, "silence")
+    with pytest.raises(NodeFault):
+        await run_app(Nodes(refuse=refused), tracer)
+    with tracer.start_as_current_span("request"):
+        incoming = await TracedTransport(Nodes(broken=stalled), tracer).send(Outgoing("GET", "http://n/"), Patience())
+        with pytest.raises(NodeFault):
+            _ = [piece async for piece in incoming.chunks()]
+        await incoming.aclose()
+    errors = [
+        span.attributes["error.type"] for span in kept.spans if span.attributes and "error.type" in span.attributes
+    ]
+    assert errors == ["refused", "stall"]
+
+
+async def test_other_scopes_pass_untouched(kept: Kept, tracer: trace.Tracer) -> None:
+    seen: list[Message] = []
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        seen.append(scope)
+
+    async def receive() -> Message:
+        return {}
+
+    async def send(message: Message) -> None:
+        pass
+
+    await TracedApp(app, tracer)({"type": "lifespan"}, receive, send)
+    assert seen == [{"type": "lifespan"}]
+    assert not kept.spans
+
+
+def test_off_is_nothing_at_all() -> None:
+    assert tracing_of(Otel()) is None
+
+
+def test_on_makes_spans() -> None:
+    tracing = tracing_of(Otel(export=OtelExport.OTLP, endpoint="http://127.0.0.1:9/v1/traces"))
+    assert tracing is not None
+    assert tracing.tracer.start_span("x").get_span_context().is_valid  # never ended, so never sent
+    tracing.close()
