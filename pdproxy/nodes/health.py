@@ -22,11 +22,13 @@ class HealthRules:
     Attributes:
         interval: between two probes of a node.
         timeout: for one probe's answer.
+        joining: between two tries to bring a node in that is not reachable yet.
         stuck: an engine with requests that makes no step for so long misses its probes, whatever its HTTP server says.
     """
 
     interval: float = 5.0
     timeout: float = 5.0
+    joining: float = 1.0
     stuck: float = 60.0
 
 
@@ -56,25 +58,37 @@ class Health:
         self._rules = rules or HealthRules()
         self._headers = headers
         self._visiting: set[str] = set()
+        self._visited: dict[str, float] = {}
         self._unreachable: set[str] = set()
         self._still: dict[str, Stillness] = {}
 
     async def run(self) -> None:
-        """Visit every node each interval, new ones at once, until cancelled."""
+        """Visit every node each interval, joining ones more often, new ones at once, until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
                 self._pool.changed.clear()
-                for view in self._pool.snapshot().nodes:
-                    if view.node.name not in self._visiting:
-                        self._visiting.add(view.node.name)
-                        group.create_task(self._visit(view))
-                await first_of(self._pool.changed.wait(), self._clock.sleep(self._rules.interval))
+                for view in self._due():
+                    self._visiting.add(view.node.name)
+                    group.create_task(self._visit(view))
+                pause = min(self._rules.joining, self._rules.interval)
+                await first_of(self._pool.changed.wait(), self._clock.sleep(pause))
+
+    def _due(self) -> list[NodeView]:
+        now = self._clock.now()
+        views = self._pool.snapshot().nodes
+        self._visited = {view.node.name: self._visited.get(view.node.name, float("-inf")) for view in views}
+        return [view for view in views if view.node.name not in self._visiting and self._is_due(view, now)]
+
+    def _is_due(self, view: NodeView, now: float) -> bool:
+        interval = self._rules.joining if view.state is State.JOINING else self._rules.interval
+        return now - self._visited[view.node.name] >= interval
 
     async def visit_all(self) -> None:
         """One visit to each node, and its end: for a start that wants to know the nodes before it takes requests."""
         await asyncio.gather(*(self.visit(view) for view in self._pool.snapshot().nodes))
 
     async def _visit(self, view: NodeView) -> None:
+        self._visited[view.node.name] = self._clock.now()
         try:
             await self.visit(view)
         finally:

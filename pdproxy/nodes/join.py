@@ -30,8 +30,12 @@ class Joiner:
         self._accepted: dict[str, Facts] = {}
 
     async def attempt(self, name: str) -> None:
-        """Try to bring one node of the pool in; it stays as it is when it cannot be reached."""
-        node = self._pool.view(name).node
+        """Try to bring one node of the pool in; it stays as it is when it cannot be reached.
+
+        Raises:
+            UnknownNode: it has left.
+        """
+        node = self._pool.configured(name)
         try:
             facts = await self._preflight.inspect(node)
         except NodeFault as fault:
@@ -91,4 +95,5 @@ class Joiner:
 
     def _has(self, node: Node) -> bool:
         """Whether the pool still has this very node (it may have been removed, even replaced, while we asked)."""
-        return any(view.node.name == node.name and view.node.url == node.url for view in self._pool.snapshot().nodes)
+        there = any(view.node.name == node.name for view in self._pool.snapshot().nodes)
+        return there and self._pool.configured(node.name) == node

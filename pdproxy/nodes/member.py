@@ -25,6 +25,8 @@ class Member:
     """Mutable; only the pool touches it.
 
     Attributes:
+        node: with what the preflight found filled in.
+        configured: as it was given to the pool.
         active: legs in flight.
         trials: of these, the ones that were sent to try a half-open circuit.
         misses: active health probes failed in a row.
@@ -35,6 +37,7 @@ class Member:
 
     node: Node
     circuit: Circuit
+    configured: Node
     stage: Stage = Stage.JOINING
     active: int = 0
     trials: int = 0

@@ -51,10 +51,18 @@ class Roster:
         """
         if node.name in self._members:
             raise DuplicateNode(node.name)
-        self._members[node.name] = member = Member(node, Circuit(self._rules))
+        self._members[node.name] = member = Member(node, Circuit(self._rules), node)
         self._watch.active(node, 0)
         self._watch.state(node, member.state())
         self.changed.set()
+
+    def configured(self, name: str) -> Node:
+        """The node as it was given to `add` or `amend`, without what a preflight found: it may have changed since.
+
+        Raises:
+            UnknownNode: it has left.
+        """
+        return self._member(name).configured
 
     def admit(self, node: Node) -> None:
         """Let the node of this name serve, with what the preflight found out about it; it starts slowly.
@@ -100,6 +108,15 @@ class Roster:
         member.reason, member.leaving = "", asyncio.Event()
         self._move(member, member.circuit, Stage.JOINING)
         self.changed.set()
+
+    def amend(self, node: Node) -> None:
+        """Other settings for the node of this name; it joins again with them, and running requests go on.
+
+        Raises:
+            UnknownNode: it has left.
+        """
+        self._member(node.name).configured = node
+        self.rejoin(node.name)
 
     def drain(self, name: str) -> None:
         """No new requests from now on. `Drainer` watches over the deadline.

@@ -159,6 +159,20 @@ async def test_it_runs_by_the_clock(pool: Pool, village: Village, clock: FakeClo
         await until(lambda: state(pool, "d1") is State.DOWN)
 
 
+async def test_a_node_that_comes_up_late_is_tried_every_second(
+    pool: Pool, village: Village, clock: FakeClock, health: Health
+) -> None:
+    village.houses["d1"].fault = Fault.REFUSED
+    async with running(health):
+        await settle()
+        village.houses["p1"].asked.clear()
+        village.houses["d1"].fault = None
+        clock.advance(1)
+        await settle()
+        assert state(pool, "d1") is State.UP
+        assert ("/health", None) not in village.houses["p1"].asked
+
+
 async def test_a_node_added_later_is_visited_at_once(pool: Pool, village: Village, health: Health) -> None:
     async with running(health):
         await until(lambda: state(pool, "p1") is State.UP)

@@ -1,6 +1,7 @@
 """Joining: preflight, judgement, warm-up, UP."""
 
 import asyncio
+import dataclasses
 
 import pytest
 
@@ -152,3 +153,23 @@ async def test_a_check_judges_in_the_order_given(village: Village) -> None:
     assert [row.good() for row in rows] == [True, False, False]
     assert [finding.setting for finding in rows[1].verdict.refusals] == ["mamba_cache_mode"]
     assert isinstance(rows[2].facts, NodeFault)
+
+
+async def test_a_node_that_serves_something_else_now_is_taken_as_that(
+    pool: Pool, village: Village, joiner: Joiner
+) -> None:
+    add(pool, village, "p1")
+    await joiner.attempt("p1")
+    village.houses["p1"].names = ("huge",)
+    await joiner.attempt("p1")
+    assert pool.view("p1").state is State.UP
+    assert (pool.view("p1").node.model, pool.view("p1").node.aliases) == ("huge", ())
+
+
+async def test_an_amended_node_joins_again_with_its_new_settings(pool: Pool, village: Village, joiner: Joiner) -> None:
+    add(pool, village, "p1")
+    await joiner.attempt("p1")
+    pool.amend(dataclasses.replace(village.node("p1"), weight=3.0))
+    assert pool.view("p1").state is State.JOINING
+    await joiner.attempt("p1")
+    assert pool.view("p1").node.weight == 3.0
