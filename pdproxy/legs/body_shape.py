@@ -93,8 +93,13 @@ def _final(endpoint: Endpoint, body: Json) -> str | None:
         return "choices"
     if any(body.get(key) for key in OUTPUT_PENALTIES):
         return "penalties"
-    rule = next((word for key, word in OUTPUT_RULES.items() if body.get(key) not in (None, False, [], {})), None)
+    rule = next((word for key, word in OUTPUT_RULES.items() if _is_set(body.get(key))), None)
     return rule or _final_format(body) or (_final_chat(body) if endpoint is Endpoint.CHAT else None)
+
+
+def _is_set(value: object) -> bool:
+    """Whether a field asks for something; 0 does."""
+    return value is not None and value is not False and value not in ([], {})
 
 
 def _final_format(body: Json) -> str | None:

@@ -194,10 +194,9 @@ def test_of_other_endpoints_the_end_and_errors_are_noticed(endpoint: Endpoint, l
     transcript = Transcript(endpoint, Shape(1, 1, stream=True, final_because="messages"))
     raw = b'event: first\ndata: {"type":"first"}\n\n'
     assert transcript.take(events(raw)[0]) == raw
-    assert transcript.started
-    assert not transcript.ended
+    assert (transcript.started, transcript.ended) == (True, False)
     transcript.take(events(b"event: " + last + b'\ndata: {"type":"last"}\n\n')[0])
-    assert transcript.ended
+    assert (transcript.started, transcript.ended) == (True, True)
     with pytest.raises(NodeFault):
         transcript.take(events(b'event: error\ndata: {"type":"error","error":{"message":"x"}}\n\n')[0])
 

@@ -1,0 +1,165 @@
+"""The three calls to nodes: what goes out, what an answer means, and that every response is closed."""
+
+import json
+
+import pytest
+
+from pdproxy.errors import Fault, NodeFault
+from pdproxy.legs.decode import decode, read_answer
+from pdproxy.legs.judge import FAULT_BODY_BYTES, fault_of
+from pdproxy.legs.prefill import PrefillAnswer, prefill
+from pdproxy.legs.release import release
+from pdproxy.nodes.node import Node, Role
+from pdproxy.request import Endpoint, Headers, Json
+from pdproxy.transport.port import Patience
+from tests.legs.wire import Wire
+
+NODE = Node("p0", "http://127.0.0.1:1", Role.PREFILL)
+PATIENCE = Patience(1, 2, 3)
+HEADERS: Headers = (("accept-encoding", "gzip"), ("x-request-id", "r1"), ("content-type", "text/plain"))
+STREAM: Headers = (("content-type", "text/event-stream; charset=utf-8"),)
+TICKET = {"remote_host": "h", "remote_prefill_cached_tokens": 4}
+
+
+def wire(answer: Json) -> Wire:
+    return Wire(200, json.dumps(answer).encode())
+
+
+async def run_prefill(to: Wire, endpoint: Endpoint = Endpoint.CHAT) -> PrefillAnswer:
+    return await prefill(to, NODE, endpoint, {"model": "m", "user": "ü\ud800"}, HEADERS, PATIENCE)
+
+
+async def test_a_prefill_brings_a_ticket() -> None:
+    to = wire({"kv_transfer_params": TICKET, "usage": {"prompt_tokens": 9}, "prompt_token_ids": [1, 2]})
+    assert await run_prefill(to) == PrefillAnswer(TICKET, 4, 9, (1, 2))
+    (request,) = to.requests
+    assert (request.method, request.url) == ("POST", "http://127.0.0.1:1/v1/chat/completions")
+    assert json.loads(request.body) == {"model": "m", "user": "ü\ud800"}
+    assert request.headers == (
+        ("x-request-id", "r1"),
+        ("content-type", "application/json"),
+        ("accept-encoding", "identity"),
+    )
+    assert to.patience == [PATIENCE]
+    assert to.answer.closed
+
+
+@pytest.mark.parametrize(
+    ("usage", "cached", "prompt"),
+    [
+        ({"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 3}}, 3, 9),
+        ({"prompt_tokens": 9, "prompt_tokens_details": None}, None, 9),
+        ({"input_tokens": 9, "input_tokens_details": {"cached_tokens": 3}}, 3, 9),
+        ({"input_tokens": 6, "cache_read_input_tokens": 3}, 3, 9),
+        ({}, None, None),
+        (None, None, None),
+    ],
+)
+async def test_usage_is_read_as_each_endpoint_writes_it(usage: object, cached: int | None, prompt: int | None) -> None:
+    answer = await run_prefill(wire({"kv_transfer_params": {"remote_host": "h"}, "usage": usage}))
+    assert (answer.cached_tokens, answer.prompt_tokens) == (cached, prompt)
+
+
+async def test_completions_have_the_prompts_ids_in_a_choice() -> None:
+    answer = await run_prefill(wire({"kv_transfer_params": TICKET, "choices": [{"prompt_token_ids": [5]}]}))
+    assert answer.prompt_token_ids == (5,)
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        (b'{"kv_transfer_params": null}', Fault.NO_TICKET),
+        (b'{"kv_transfer_params": {}}', Fault.NO_TICKET),
+        (b"{}", Fault.NO_TICKET),
+        (b"<html>", Fault.INVALID_BODY),
+        (b"[1]", Fault.INVALID_BODY),
+        (b"", Fault.INVALID_BODY),
+    ],
+)
+async def test_an_answer_without_a_ticket_is_a_fault(body: bytes, fault: Fault) -> None:
+    to = Wire(200, body)
+    with pytest.raises(NodeFault) as caught:
+        await run_prefill(to)
+    assert caught.value.fault is fault
+    assert to.answer.closed
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "fault"),
+    [
+        (400, (), Fault.CLIENT_ERROR),
+        (404, (), Fault.CLIENT_ERROR),
+        (422, (), Fault.CLIENT_ERROR),
+        (429, (), Fault.BUSY),
+        (503, (("retry-after", "1"),), Fault.BUSY),
+        (503, (), Fault.SERVER_ERROR),
+        (500, (), Fault.SERVER_ERROR),
+        (502, (), Fault.SERVER_ERROR),
+        (302, (), Fault.INVALID_BODY),
+        (101, (), Fault.INVALID_BODY),
+    ],
+)
+async def test_a_status_names_the_fault(status: int, headers: Headers, fault: Fault) -> None:
+    assert fault_of(status, headers) is fault
+    to = Wire(status, b'{"error": {"message": "no"}}', (("x-secret", "10.0.0.1"), *headers))
+    with pytest.raises(NodeFault) as caught:
+        await run_prefill(to)
+    error = caught.value
+    assert (error.fault, error.status, error.body, error.headers) == (fault, status, to_body(to), headers)
+    assert to.answer.closed
+
+
+def to_body(to: Wire) -> bytes:
+    return b"".join(to.answer.pieces)
+
+
+async def test_an_endless_error_is_not_kept() -> None:
+    to = Wire(500, b"x" * (FAULT_BODY_BYTES + 1))
+    with pytest.raises(NodeFault) as caught:
+        await run_prefill(to)
+    assert caught.value.body == b""
+
+
+async def test_a_decode_leg_hands_its_body_on() -> None:
+    to = Wire(200, b"data: [DONE]\n\n", STREAM)
+    incoming = await decode(to, NODE, Endpoint.COMPLETIONS, {"stream": True}, HEADERS, PATIENCE)
+    assert [piece async for piece in incoming.chunks()] == [b"data: [", b"DONE]\n\n"]
+    assert to.requests[0].url.endswith("/v1/completions")
+    assert not to.answer.closed
+
+
+@pytest.mark.parametrize(("stream", "headers"), [(True, (("content-type", "application/json"),)), (False, STREAM)])
+async def test_a_stream_must_be_one_and_nothing_else_may(stream: bool, headers: Headers) -> None:
+    to = Wire(200, b"{}", headers)
+    with pytest.raises(NodeFault) as caught:
+        await decode(to, NODE, Endpoint.CHAT, {"stream": stream}, HEADERS, PATIENCE)
+    assert caught.value.fault is Fault.INVALID_BODY
+    assert to.answer.closed
+
+
+async def test_a_whole_answer_is_read_and_closed() -> None:
+    to = Wire(200, b'{"id": "1"}')
+    assert await read_answer(to.answer) == {"id": "1"}
+    assert to.answer.closed
+    with pytest.raises(NodeFault):
+        await read_answer(Wire(200, b'{"id": "1"}').answer, limit=3)
+
+
+async def test_a_release_is_a_cheap_completion() -> None:
+    to = wire({"choices": []})
+    await release(to, NODE, "m", "hand-over-0123456789", PATIENCE, (("authorization", "Bearer x"),))
+    (request,) = to.requests
+    assert request.url.endswith("/v1/completions")
+    assert ("authorization", "Bearer x") in request.headers
+    assert json.loads(request.body) == {
+        "model": "m",
+        "prompt": [0],
+        "max_tokens": 1,
+        "kv_transfer_params": {"pdproxy_release": "hand-over-0123456789"},
+    }
+    assert to.answer.closed
+
+
+async def test_a_failed_release_is_a_fault() -> None:
+    with pytest.raises(NodeFault):
+        await release(Wire(500, b""), NODE, "m", "hand-over-0123456789", PATIENCE)

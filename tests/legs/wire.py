@@ -1,0 +1,47 @@
+"""A transport that answers from a script, and remembers."""
+
+from collections.abc import AsyncIterator
+
+from pdproxy.errors import Fault, NodeFault
+from pdproxy.request import Headers
+from pdproxy.transport.port import Incoming, Outgoing, Patience
+
+
+class Answer:
+    """A scripted response."""
+
+    def __init__(self, status: int, headers: Headers, pieces: list[bytes]) -> None:
+        self.status = status
+        self.headers = headers
+        self.pieces = pieces
+        self.closed = 0
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        for piece in self.pieces:
+            yield piece
+
+    async def read(self, limit: int) -> bytes:
+        body = b"".join(self.pieces)
+        if len(body) > limit:
+            raise NodeFault(Fault.INVALID_BODY, "too long")
+        return body
+
+    async def aclose(self) -> None:
+        self.closed += 1
+
+
+class Wire:
+    """Gives every request the same answer."""
+
+    def __init__(self, status: int, body: bytes, headers: Headers = (("content-type", "application/json"),)) -> None:
+        self.answer = Answer(status, headers, [body[:7], body[7:]])
+        self.requests: list[Outgoing] = []
+        self.patience: list[Patience] = []
+
+    async def send(self, request: Outgoing, patience: Patience) -> Incoming:
+        self.requests.append(request)
+        self.patience.append(patience)
+        return self.answer
+
+    async def aclose(self) -> None:
+        pass
