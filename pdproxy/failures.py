@@ -164,7 +164,7 @@ _INTRODUCTION = """# What follows a failure
 Made by `python -m pdproxy.failures` from `pdproxy/failures.py`; a test compares.
 
 The first step that is still possible is taken:
-- *another prefill node*: unless the policy is `local`, while `retries` are left; where no other is there, the next step.
+- *another prefill node*: unless the policy is `local`, while `retries` are left; where there is no other, the next.
 - *compute on the decode node*: unless the policy is `fail`.
 - *same ticket*: while `retries` are left and the ticket is younger than the lease. No prefill runs again.
 - *after a new prefill*: while `retries` are left.

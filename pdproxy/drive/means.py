@@ -1,12 +1,20 @@
 """What every part of the drive is handed: its dependencies, in one value."""
 
 import dataclasses
+import itertools
+import secrets
+from collections.abc import Callable, Iterator
 
 from pdproxy.clock import Clock
 from pdproxy.drive.terms import Terms
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
 from pdproxy.transport.port import Transport
+
+
+def unguessable() -> str:
+    """A name for a hand-over: 128 bits of the system's randomness, in hex."""
+    return secrets.token_hex(16)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -19,6 +27,8 @@ class Means:
         metrics: what is counted.
         clock: monotonic time.
         terms: deadlines and policy.
+        name: makes hand-over ids; nobody may be able to guess one.
+        turns: counts plans, so that equally loaded nodes take turns.
     """
 
     transport: Transport
@@ -26,3 +36,5 @@ class Means:
     metrics: Metrics
     clock: Clock
     terms: Terms
+    name: Callable[[], str] = unguessable
+    turns: Iterator[int] = dataclasses.field(default_factory=itertools.count)

@@ -1,0 +1,71 @@
+"""Requests that the proxy does not understand: one node answers, byte for byte."""
+
+from pdproxy.drive.means import Means
+from pdproxy.drive.reply import Reply
+from pdproxy.drive.verdict import no_node, unknown_model, verdict
+from pdproxy.errors import ClientError, Fault, NodeFault
+from pdproxy.failures import BLAMED, Moment, Step
+from pdproxy.legs.judge import ANSWER_BYTES
+from pdproxy.nodes.node import Node, Role
+from pdproxy.observe.labels import Leg, Outcome
+from pdproxy.planning.plan import Needs, NoNode, UnknownModel, choose, models
+from pdproxy.request import Headers
+from pdproxy.transport.port import Outgoing
+
+_KEPT = ("content-type", "retry-after", "www-authenticate")
+
+
+async def forward(means: Means, method: str, path: str, sent: Headers, body: bytes, model: str) -> Reply:
+    """The reply of a decode node. Another one is asked only where the first could not be reached at all.
+
+    Raises:
+        ClientError: no such model, no node, or the node failed.
+    """
+    request = Outgoing(method, path, (*sent, ("accept-encoding", "identity")), body)
+    avoided: frozenset[str] = frozenset()
+    while True:
+        try:
+            node = _choose(means, model, avoided)
+        except ClientError:
+            means.metrics.request_ended(None, Outcome.FAILED)
+            raise
+        try:
+            reply = await _ask(means, node, request)
+        except NodeFault as fault:
+            avoided |= {node.name}
+            _failed(means, node, fault)
+            if fault.fault is not Fault.REFUSED or len(avoided) > means.terms.retries:
+                means.metrics.request_ended(None, Outcome.FAILED)
+                raise verdict(Leg.DECODE, Moment.OPENING, Step.FAIL, fault) from fault
+        else:
+            means.metrics.request_ended(None, Outcome.OK if reply.status < 400 else Outcome.CLIENT_ERROR)
+            return reply
+
+
+async def _ask(means: Means, node: Node, request: Outgoing) -> Reply:
+    there = Outgoing(request.method, node.url + request.url, request.headers, request.body)
+    with means.pool.occupy(node.name):
+        incoming = await means.transport.send(there, means.terms.decode_patience(means.terms.decode_headers))
+        try:
+            answer = await incoming.read(ANSWER_BYTES)
+        finally:
+            await incoming.aclose()
+    means.pool.report(node.name, None)
+    return Reply(incoming.status, tuple(pair for pair in incoming.headers if pair[0] in _KEPT), answer)
+
+
+def _failed(means: Means, node: Node, fault: NodeFault) -> None:
+    means.metrics.leg_failed(Leg.FORWARD, fault.fault)
+    if fault.fault in BLAMED:
+        means.pool.report(node.name, fault.fault)
+
+
+def _choose(means: Means, model: str, avoided: frozenset[str]) -> Node:
+    snapshot = means.pool.snapshot()
+    wanted = model or next(iter(models(snapshot)), "")
+    try:
+        return choose(snapshot, Role.DECODE, Needs(wanted, excluded=avoided), next(means.turns))
+    except UnknownModel as error:
+        raise unknown_model(error) from error
+    except NoNode as error:
+        raise no_node(error) from error

@@ -1,0 +1,75 @@
+"""What one prompt's request holds of nodes, written down before anything can interrupt, given back on every exit."""
+
+from pdproxy.drive.errands import Errands
+from pdproxy.drive.job import Job
+from pdproxy.nodes.node import Node
+from pdproxy.nodes.pool import Occupied, Pool
+from pdproxy.transport.port import Incoming
+
+
+class Holdings:
+    """A decode node's place, an open response, a hand-over that nobody has read yet."""
+
+    def __init__(self, pool: Pool, errands: Errands, job: Job) -> None:
+        self._pool = pool
+        self._errands = errands
+        self._job = job
+        self._place: Occupied | None = None
+        self._prefilling: Occupied | None = None
+        self._incoming: Incoming | None = None
+        self._unread: tuple[Node, str] | None = None
+
+    def occupy(self, decode: Node) -> None:
+        """Take a place on a decode node; the one held before is given back."""
+        self.vacate()
+        self._place = self._pool.occupy(decode.name)
+
+    def vacate(self) -> None:
+        """Give the decode node's place back."""
+        if self._place is not None:
+            self._place.release()
+            self._place = None
+
+    def begin_prefill(self, node: Node, hand_over: str) -> None:
+        """A prefill leg is about to be sent: from now on the node may hold blocks by this name."""
+        self._prefilling = self._pool.occupy(node.name)
+        self._unread = (node, hand_over)
+
+    def end_prefill(self) -> None:
+        """The prefill leg has ended, in whatever way; its blocks may wait for a reader."""
+        if self._prefilling is not None:
+            self._prefilling.release()
+            self._prefilling = None
+
+    def settled(self) -> None:
+        """Nothing is held by the hand-over's name any more: it was read, or never taken up."""
+        self._unread = None
+
+    def abandon(self) -> None:
+        """Have the hand-over freed, if nobody has read it."""
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            self._errands.release(unread[0], self._job.request.model, unread[1], self._job.headers)
+
+    def keep(self, incoming: Incoming) -> Incoming:
+        """A response arrived: it is closed by `hang_up`."""
+        self._incoming = incoming
+        return incoming
+
+    def progress(self) -> None:
+        """The decode node is alive."""
+        if self._place is not None:
+            self._place.progress()
+
+    async def hang_up(self) -> None:
+        """End the decode leg: its place first, for closing may be interrupted."""
+        self.vacate()
+        incoming, self._incoming = self._incoming, None
+        if incoming is not None:
+            await incoming.aclose()
+
+    async def aclose(self) -> None:
+        """Give everything back. Idempotent."""
+        self.end_prefill()
+        self.abandon()
+        await self.hang_up()

@@ -1,0 +1,111 @@
+"""Reads one decode leg's stream: bytes in, what the client sees out."""
+
+from collections.abc import AsyncIterator
+
+from pdproxy.drive.recount import Tally, tally
+from pdproxy.drive.tail import Tail
+from pdproxy.errors import Fault, NodeFault
+from pdproxy.stream.sse import Event, EventTooLong, SseParser
+from pdproxy.stream.transcript import NotContinuable, Transcript
+from pdproxy.transport.port import Incoming
+
+
+class Listener:
+    """One leg. A fault in the middle of a piece comes up only after what stood before it was handed out.
+
+    Args:
+        incoming: the response; whoever made the listener closes it.
+        transcript: outlives the leg, and knows what the client has.
+        ticketed: whether the leg has a ticket, so that recomputing is worth noticing.
+        tail: takes out the usage event where only we asked for it.
+    """
+
+    def __init__(self, incoming: Incoming, transcript: Transcript, ticketed: bool, tail: Tail | None) -> None:
+        self._chunks: AsyncIterator[bytes] = incoming.chunks()
+        self._transcript = transcript
+        self._ticketed = ticketed
+        self._tail = tail
+        self._parser = SseParser()
+        self._trouble: NodeFault | NotContinuable | None = None
+        self.heard = False
+        """A data event came."""
+        self.over = False
+        """The body ended, and the stream with it."""
+        self.tally: Tally | None = None
+        """The last usage that the leg told."""
+
+    @property
+    def recomputed(self) -> bool:
+        """The leg had a ticket and computed the prompt all the same, as far as it tells."""
+        return self._ticketed and self.tally is not None and self.tally.recomputed
+
+    async def first(self) -> bytes:
+        """Everything up to and with the first data event.
+
+        Raises:
+            NodeFault: as `next`.
+        """
+        pieces = []
+        while not (self.heard or self.over):
+            pieces.append(await self.next())
+        return b"".join(pieces)
+
+    async def next(self) -> bytes:
+        """What the client sees of the next piece; may be empty.
+
+        Raises:
+            NodeFault: RESET where the body ended before the stream did; what the transport and the transcript raise.
+            NotContinuable: the leg says something else than the client already has.
+        """
+        if self._trouble is not None:
+            raise self._trouble
+        piece = await self._piece()
+        if piece is None:
+            return self._end()
+        return b"".join(map(self._take, self._events(piece)))
+
+    def flush(self) -> bytes:
+        """What was kept back for an event that did not come."""
+        return b"" if self._tail is None else self._tail.flush()
+
+    async def _piece(self) -> bytes | None:
+        try:
+            return await anext(self._chunks, None)
+        except NodeFault:
+            if not self._transcript.ended:
+                raise
+            return None  # cut after its end: nothing is missing
+
+    def _end(self) -> bytes:
+        if not self._transcript.ended:
+            raise NodeFault(Fault.RESET, "the body ended before the stream did")
+        self.over = True
+        return b""
+
+    def _events(self, piece: bytes) -> list[Event]:
+        try:
+            return self._parser.feed(piece)
+        except EventTooLong as error:
+            raise NodeFault(Fault.INVALID_BODY, "an event of the stream has no end") from error
+
+    def _take(self, event: Event) -> bytes:
+        if event.data is None or self._trouble is not None:
+            return event.raw if self._trouble is None else b""
+        if b'"usage":{' in event.data:
+            self._note(event.data)
+            if self._tail is not None and self._tail.ours(event.data):
+                return self._tail.close(event.data)
+        try:
+            seen = self._transcript.take(event)
+        except (NodeFault, NotContinuable) as trouble:
+            if not self.heard:
+                raise
+            self._trouble = trouble
+            return b""
+        self.heard = True
+        return seen if self._tail is None else self._tail.keep(event.data, seen)
+
+    def _note(self, data: bytes) -> None:
+        self.tally = tally(data) or self.tally
+        if self.recomputed:
+            self._transcript.cached_tokens = None  # what the prefill node had cached served nobody

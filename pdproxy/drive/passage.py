@@ -1,0 +1,271 @@
+"""One prompt's way through plan, prefill and decode, up to a leg that answers.
+
+All that is held meanwhile is in `Holdings`: `aclose` gives it back, whenever it comes.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from pdproxy.drive.conduct import Conduct
+from pdproxy.drive.errands import Errands
+from pdproxy.drive.handover import HandOver
+from pdproxy.drive.holdings import Holdings
+from pdproxy.drive.job import Job
+from pdproxy.drive.means import Means
+from pdproxy.drive.planner import Planner
+from pdproxy.drive.recount import Tally
+from pdproxy.drive.timeline import Timeline
+from pdproxy.drive.verdict import from_client, no_node, too_late, unknown_model, verdict
+from pdproxy.drive.why import Why
+from pdproxy.errors import Fault, NodeFault, PdproxyError
+from pdproxy.failures import Chances, Moment, Step, decide, last_resort
+from pdproxy.legs.body import decode_body, prefill_body
+from pdproxy.legs.decode import decode
+from pdproxy.legs.prefill import prefill
+from pdproxy.lifecycle import Life, Move
+from pdproxy.nodes.node import Node
+from pdproxy.observe.labels import Leg, Phase, Tokens
+from pdproxy.planning.plan import NoNode, Plan, UnknownModel
+from pdproxy.request import Addition, Json
+from pdproxy.transport.port import Incoming
+
+_log = logging.getLogger(__name__)
+_NOTHING_HELD = frozenset({Fault.REFUSED, Fault.BUSY, Fault.CLIENT_ERROR, Fault.NO_TICKET})
+"""Prefill faults after which the node surely holds nothing for us."""
+Got = TypeVar("Got")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ask:
+    """What goes to the nodes.
+
+    Attributes:
+        body: the client's, or its continuation.
+        additions: what the decode leg asks for on top.
+    """
+
+    body: Json
+    additions: frozenset[Addition]
+
+
+class Passage:
+    """Whoever makes one must `aclose` it, on every exit.
+
+    Args:
+        means: dependencies.
+        errands: for releases that outlive the request.
+        job: what has to be answered.
+        timeline: of the client's request.
+    """
+
+    def __init__(self, means: Means, errands: Errands, job: Job, timeline: Timeline) -> None:
+        self._means = means
+        self._errands = errands
+        self._job = job
+        self._timeline = timeline
+        self.recomputed = False
+        """The decode node had a ticket and computed the prompt all the same, as far as it told."""
+        self._life = Life()
+        self._conduct = Conduct(means.pool)
+        self._planner = Planner(means, job, self._conduct)
+        self._retries = dict.fromkeys((Leg.PREFILL, Leg.DECODE), 0)
+        self._fault: tuple[Leg, NodeFault] | None = None
+        self._node: Node | None = None
+        self.holdings = Holdings(means.pool, errands, job)
+        self.hand_over: HandOver | None = None
+        """The ticket that the decode leg has; None where it computes the prompt itself."""
+
+    @property
+    def node_name(self) -> str:
+        """The decode node that was chosen last; "" before there is one."""
+        return "" if self._node is None else self._node.name
+
+    async def open(self, ask: Ask, listen: Callable[[Incoming], Awaitable[Got]]) -> Got:
+        """Bring a request to a decode node; what ``listen`` made of the answer.
+
+        Raises:
+            ClientError: all chances are used up.
+            Answered: a node's own error goes to the client.
+        """
+        self._fault = None
+        self._retries = dict.fromkeys(self._retries, self._means.terms.retries)
+        self._planner.anew()
+        node = await self._obtain(ask.body)
+        while True:
+            try:
+                return await self._attempt(node, ask, listen)
+            except NodeFault as raised:
+                fault = from_client(raised)
+            await self.holdings.hang_up()
+            node = await self._elsewhere(self._judge(Leg.DECODE, fault), fault, ask.body)
+
+    async def _elsewhere(self, step: Step, fault: NodeFault, body: Json) -> Node:
+        """The decode node that gets the next try."""
+        if step is Step.SAME_TICKET and self.hand_over is not None:
+            other = self._planner.other_decode(self.hand_over.node)
+            if other is not None:
+                self._life.move(Move.SAME_TICKET)
+                return self._take(other)
+        if step in (Step.SAME_TICKET, Step.PREFILL_AGAIN):
+            self._life.move(Move.AGAIN)
+            self.holdings.abandon()
+            return await self._obtain(body)
+        raise verdict(Leg.DECODE, Moment.OPENING, step, fault)
+
+    async def _obtain(self, body: Json) -> Node:
+        """Plan and prefill until a ticket is here, or the decode node is to compute alone; that decode node."""
+        self.hand_over = None
+        while (chosen := self._plan()).prefill is not None:
+            self._life.move(Move.PREFILL)
+            try:
+                self.hand_over = await self._prefill(chosen.prefill, body)
+            except NodeFault as raised:
+                self._after_prefill(from_client(raised))
+            else:
+                self._life.move(Move.TICKET)
+                return chosen.decode
+        self._means.metrics.planned_local(Why.of(chosen.reason))
+        self._life.move(Move.LOCAL)
+        return chosen.decode
+
+    def _after_prefill(self, fault: NodeFault) -> None:
+        match self._judge(Leg.PREFILL, fault):
+            case Step.OTHER_PREFILL:
+                pass
+            case Step.LOCAL:
+                self._planner.without_prefill(Why.PREFILL_FAILED)
+            case step:
+                raise verdict(Leg.PREFILL, Moment.OPENING, step, fault)
+        self._life.move(Move.AGAIN)
+
+    async def _prefill(self, node: Node, body: Json) -> HandOver:
+        job, means = self._job, self._means
+        name = means.name()
+        leg = prefill_body(job.endpoint, body, name, job.shape.choices)
+        patience = means.terms.prefill_patience(self.remaining())
+        self.holdings.begin_prefill(node, name)
+        try:
+            answer = await prefill(means.transport, node, job.endpoint, leg, job.headers, patience)
+        except NodeFault as fault:
+            self._failed(Leg.PREFILL, node.name, fault)
+            if fault.fault in _NOTHING_HELD:
+                self.holdings.settled()
+            self.holdings.abandon()
+            raise
+        finally:
+            self.holdings.end_prefill()
+        self._timeline.mark(Phase.PREFILL)
+        self._conduct.served(Leg.PREFILL, node.name)
+        return HandOver(name, node, answer, means.clock.now())
+
+    async def _attempt(self, node: Node, ask: Ask, listen: Callable[[Incoming], Awaitable[Got]]) -> Got:
+        job, means = self._job, self._means
+        ticket = None if self.hand_over is None else self.hand_over.ticket()
+        leg = decode_body(job.endpoint, ask.body, ticket, ask.additions)
+        patience = means.terms.decode_patience(self.remaining())
+        try:
+            incoming = await decode(means.transport, node, job.endpoint, leg, job.headers, patience)
+            self._timeline.mark(Phase.HANDOVER)
+            got = await listen(self.holdings.keep(incoming))
+        except NodeFault as fault:
+            self._failed(Leg.DECODE, node.name, from_client(fault))
+            raise
+        self._life.move(Move.FIRST_EVENT)
+        self.holdings.settled()
+        self._conduct.served(Leg.DECODE, node.name)
+        return got
+
+    def _plan(self) -> Plan:
+        try:
+            chosen = self._planner.plan()
+        except UnknownModel as error:
+            raise unknown_model(error) from error
+        except NoNode as error:
+            raise self._nobody(error) from error
+        self._timeline.mark(Phase.PLAN)
+        self._take(chosen.decode)
+        return chosen
+
+    def _take(self, decode_node: Node) -> Node:
+        """Occupied from the plan on, so that the plans that follow see the load."""
+        self.holdings.occupy(decode_node)
+        self._node = decode_node
+        return decode_node
+
+    def _nobody(self, error: NoNode) -> PdproxyError:
+        """No node is left: the last fault tells why, if there was one."""
+        if self._fault is None:
+            return no_node(error)
+        leg, fault = self._fault
+        return verdict(leg, Moment.OPENING, last_resort(leg, Moment.OPENING, fault.fault), fault)
+
+    def _judge(self, leg: Leg, fault: NodeFault) -> Step:
+        self._fault = (leg, fault)
+        step = decide(leg, Moment.OPENING, fault.fault, self._chances(leg))
+        self._retries[leg] -= 1
+        self._means.metrics.step_taken(leg, fault.fault, step)
+        return step
+
+    def _chances(self, leg: Leg) -> Chances:
+        terms, hand_over = self._means.terms, self.hand_over
+        works = hand_over is not None and self._means.clock.now() - hand_over.born < terms.ticket_life
+        return Chances(terms.on_prefill_failure, self._retries[leg], works, migrations=0, continuable=False)
+
+    def _failed(self, leg: Leg, name: str, fault: NodeFault) -> None:
+        """Count a fault; one that our own deadline made is not the node's."""
+        job = self._job
+        self._means.metrics.leg_failed(leg, fault.fault)
+        _log.warning("request %s: %s leg on %s failed: %s", job.name, leg, name, fault)
+        if self._means.clock.now() < job.request.deadline:
+            self._conduct.failed(leg, name, fault.fault)
+
+    async def leave(self) -> None:
+        """The stream has to move: end its leg, and do not come back to its node."""
+        self._life.move(Move.MIGRATE)
+        self._conduct.forgive()
+        self._conduct.shun(self.node_name)
+        await self.holdings.hang_up()
+
+    async def aclose(self) -> None:
+        """Give everything back. Idempotent."""
+        self._life.move(Move.END)
+        await self.holdings.aclose()
+
+    def leg_failed(self, fault: NodeFault) -> None:
+        """The decode leg failed after its first event."""
+        self._failed(Leg.DECODE, self.node_name, fault)
+
+    def elsewhere(self) -> bool:
+        """Whether another decode node could take over now."""
+        self._conduct.shun(self.node_name)
+        return self._planner.elsewhere()
+
+    def settle(self, tally: Tally) -> None:
+        """A decode leg told its usage: count it, and whether the ticket was of use."""
+        self.recomputed = self.hand_over is not None and tally.recomputed
+        metrics = self._means.metrics
+        metrics.tokens(Tokens.PROMPT, tally.prompt or 0)
+        metrics.tokens(Tokens.COMPLETION, tally.completion or 0)
+        metrics.tokens(Tokens.CACHED, self._cached(tally))
+        if self.recomputed and self.hand_over is not None:
+            metrics.recomputed()
+            _log.warning("request %s: %s computed the prompt again", self._job.name, self.node_name)
+            self._errands.release(self.hand_over.node, self._job.request.model, self.hand_over.name, self._job.headers)
+
+    def _cached(self, tally: Tally) -> int:
+        if self.hand_over is None or self.recomputed:
+            return tally.cached or 0
+        return self.hand_over.cached_tokens or 0
+
+    def remaining(self) -> float:
+        """Seconds of the request's deadline that are left.
+
+        Raises:
+            ClientError: 504 where none are.
+        """
+        left = self._job.request.deadline - self._means.clock.now()
+        if left <= 0:
+            raise too_late()
+        return left
