@@ -62,14 +62,9 @@ class TracedIncoming:
     def headers(self) -> Headers:
         return self._inner.headers
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    def chunks(self) -> AsyncIterator[bytes]:
         """The body as it arrives; a fault is noted."""
-        try:
-            async for piece in self._inner.chunks():
-                yield piece
-        except NodeFault as fault:
-            _note(self._span, fault)
-            raise
+        return _Noting(self._inner.chunks(), self._span)
 
     async def read(self, limit: int) -> bytes:
         """The whole body; a fault is noted."""
@@ -85,6 +80,24 @@ class TracedIncoming:
             await self._inner.aclose()
         finally:
             self._span.end()
+
+
+class _Noting:
+    """Not a generator: that would be over once a read of it was cancelled, and look like the body's end."""
+
+    def __init__(self, pieces: AsyncIterator[bytes], span: trace.Span) -> None:
+        self._pieces = pieces
+        self._span = span
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        try:
+            return await anext(self._pieces)
+        except NodeFault as fault:
+            _note(self._span, fault)
+            raise
 
 
 def _end(span: trace.Span, error: BaseException) -> None:

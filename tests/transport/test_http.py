@@ -5,11 +5,13 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
+from opentelemetry import trace
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.transport.http import STALE, HttpTransport
 from pdproxy.transport.pool import KEEP
 from pdproxy.transport.port import Incoming, Outgoing, Patience
+from pdproxy.transport.traced import TracedTransport
 from tests.transport.peer import (
     GENEROUS,
     Peer,
@@ -252,7 +254,7 @@ async def test_nobody_listening_is_refused(transport: HttpTransport) -> None:
     assert await fault_of(transport, post(there)) is Fault.REFUSED
 
 
-@pytest.mark.parametrize("host", ["name.invalid", "a..b"])
+@pytest.mark.parametrize("host", ["a..b", ".", "x" * 64 + ".invalid"])
 async def test_a_name_that_leads_nowhere_is_refused(transport: HttpTransport, host: str) -> None:
     assert await fault_of(transport, Outgoing("GET", f"http://{host}:1/")) is Fault.REFUSED
 
@@ -370,6 +372,33 @@ async def test_a_send_cancelled_at_any_turn_of_the_loop_leaves_nothing(transport
         await there.all_gone()
     await transport.aclose()
     assert transport.connections == 0
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["bare", "traced"])
+async def test_a_cancelled_read_loses_nothing(transport: HttpTransport, traced: bool) -> None:
+    go_on = asyncio.Event()
+
+    async def script(visit: Visit) -> None:
+        await visit.request()
+        await visit.say(CHUNKED)
+        await go_on.wait()
+        await visit.say(b"5\r\nhello\r\n0\r\n\r\n")
+        await visit.until_gone()
+
+    async with peer(script) as there:
+        with trace.use_span(trace.NonRecordingSpan(trace.SpanContext(1, 1, is_remote=False))):
+            through = TracedTransport(transport, trace.NoOpTracer()) if traced else transport
+            incoming = await through.send(post(there), PATIENT)
+        pieces = incoming.chunks()
+        reading = asyncio.ensure_future(anext(pieces, b"over"))
+        await asyncio.sleep(0)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        go_on.set()
+        assert await anext(pieces, b"over") == b"hello"
+        assert await anext(pieces, b"over") == b"over"
+        await incoming.aclose()
 
 
 async def test_closing_before_the_end_cuts_the_connection(transport: HttpTransport) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.transport.http import HttpTransport
-from pdproxy.transport.port import Outgoing
-from tests.transport.peer import always, peer
+from pdproxy.transport.port import Outgoing, Patience
+from tests.transport.peer import GENEROUS, Visit, always, peer
 from tests.transport.test_http import PATIENT, HandClock, ask, post
 
 HERE = Path(__file__).parent / "tls"
@@ -48,4 +48,19 @@ async def test_plain_http_to_an_https_node_is_a_fault() -> None:
         with pytest.raises(NodeFault) as caught:
             await transport.send(Outgoing("GET", f"http://127.0.0.1:{there.port}/"), PATIENT)
         assert caught.value.fault is Fault.RESET
+    await transport.aclose()
+
+
+async def test_a_handshake_that_nobody_answers_counts_as_connecting() -> None:
+    async def mute(visit: Visit) -> None:
+        await visit.until_gone()
+
+    transport = HttpTransport(HandClock())
+    async with peer(mute) as there:
+        patience = Patience(connect=0.1, headers=GENEROUS, stall=GENEROUS)
+        with pytest.raises(NodeFault) as caught:
+            await transport.send(Outgoing("GET", f"https://127.0.0.1:{there.port}/"), patience)
+        assert caught.value.fault is Fault.REFUSED
+        assert "TimeoutError" in caught.value.detail
+        await there.all_gone()
     await transport.aclose()
