@@ -60,6 +60,8 @@ def _local(endpoint: Endpoint, body: Json) -> str | None:
         return "no_tokens"
     if isinstance(choices := body.get("n"), int) and choices > MOST_READERS:
         return "choices"
+    if endpoint is not Endpoint.COMPLETIONS and _open_truncation(body):
+        return "open_truncation"
     if endpoint is Endpoint.RESPONSES:
         return _local_response(body)
     return _local_prompt(body) if endpoint is Endpoint.COMPLETIONS else None
@@ -68,6 +70,13 @@ def _local(endpoint: Endpoint, body: Json) -> str | None:
 def _scores_prompt(endpoint: Endpoint, body: Json) -> bool:
     # vLLM takes an echoed request's logprobs (chat: top_logprobs, 0 where missing) for prompt_logprobs.
     return endpoint is Endpoint.CHAT or body.get("logprobs") is not None
+
+
+def _open_truncation(body: Json) -> bool:
+    # vLLM cuts a prompt to the context less one token where a limit is given, as the prefill leg's is, and to the
+    # whole context where none is: two different prompts (renderers/params.py, max_truncation_tokens).
+    open_ended = body.get("truncate_prompt_tokens") == -1 or body.get("truncation") == "auto"
+    return open_ended and _max_tokens(body) is None
 
 
 def _local_response(body: Json) -> str | None:

@@ -4,16 +4,15 @@ The grammar is WHATWG HTML's "server-sent events": lines end in LF, CRLF or CR, 
 that begins with a colon is a comment.
 """
 
-import dataclasses
 import re
+from typing import NamedTuple
 
 EVENT_BYTES = 16 * 1024 * 1024
 """The longest event that is buffered; log-probabilities of a long prompt fit."""
 _LINE = re.compile(rb"\r\n|\r|\n")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One event or comment block.
 
     Attributes:

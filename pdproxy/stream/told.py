@@ -10,14 +10,14 @@ end inside one; it did not if the text goes on with an ASCII character, for the 
 """
 
 import dataclasses
+from typing import NamedTuple
 
 
 class Diverged(ValueError):
     """A continuation's text is not what the client already has."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """A boundary between tokens: how many, the length of all text up to it, and whether it ends a character."""
 
     tokens: int
@@ -59,6 +59,8 @@ class Told:
         self.tokens += token_ids
         if not text:
             return ""
+        if not self.held_back and len(token_ids) == 1 and self.heard == self.shown:
+            return self._simply(text)
         new = self._new_part(text)
         self.heard += len(text)
         self.shown = max(self.shown, self.heard)
@@ -66,6 +68,13 @@ class Told:
         self._marks.append(Mark(len(self.tokens), self.heard + self.held_back, whole=len(token_ids) == 1))
         self._forget()
         return new
+
+    def _simply(self, text: str) -> str:
+        """The common case: one token, nothing held back, nothing repeated. The boundary is here."""
+        self.shown = self.heard = self.heard + len(text)
+        self._marks = [Mark(len(self.tokens), self.shown, whole=True)]
+        self._tail = ""
+        return text
 
     def boundary(self) -> tuple[int, str]:
         """The last token whose whole text the client has, as a count; and the text shown beyond it."""

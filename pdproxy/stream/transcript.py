@@ -9,11 +9,13 @@ import re
 from pdproxy.errors import Fault, NodeFault, PdproxyError
 from pdproxy.request import Addition, Continuation, Endpoint, Shape
 from pdproxy.stream.chunk import Choice, Chunk, parse_object
+from pdproxy.stream.plain import Plain, plain
 from pdproxy.stream.sse import Event
 from pdproxy.stream.told import Diverged, Told
 from pdproxy.stream.usage import true_event, true_usage
 
 DONE = b"[DONE]"
+DATA = b"data: "
 _IDS = re.compile(rb'("(?:prompt_)?token_ids":)\s*\[[\d,\s]*\]')
 """Cannot match inside a JSON string: its quotes would be escaped."""
 _FINISH = b'"finish_reason":"'
@@ -49,6 +51,7 @@ class Transcript:
         """The stream's own end was seen; a body that ends without it was cut."""
         self.choices: dict[int, Told] = {}
         self._broken_by = shape.final_because
+        self._strips = Addition.TOKEN_IDS in shape.additions
         self._finishes = 0
         self._first: Chunk | None = None
         self._again = False
@@ -128,12 +131,20 @@ class Transcript:
         return true_event(self.endpoint, event, data, self.cached_tokens)
 
     def _take_chunk(self, event: Event, data: bytes) -> bytes:
+        said = plain(data) if self.started and not self._again and self._strips else None
+        if said is not None and event.raw.startswith(DATA):
+            return self._hear_plain(event.raw, said)
         if self._again or self.shape.continuable:
             return self._follow(event, Chunk(self.endpoint, parse_object(data)))
         if not self.started:
             self._begin(Chunk(self.endpoint, parse_object(data)))
         self._finishes += data.count(_FINISH)
         return true_event(self.endpoint, event, data, self.cached_tokens)
+
+    def _hear_plain(self, raw: bytes, said: Plain) -> bytes:
+        told = self.choices.setdefault(said.choice, Told(self.shape.held_back))
+        self._new_text(told, said.text, said.token_ids)
+        return raw[: len(DATA) + said.ids_from] + b"null" + raw[len(DATA) + said.ids_to :]
 
     def _begin(self, chunk: Chunk) -> None:
         self._first = self._first or chunk
@@ -146,10 +157,10 @@ class Transcript:
         visible = [self._hear(choice) for choice in chunk.choices]
         if self._again:
             return self._rewritten(chunk, self._first, any(visible))
-        if chunk.empty and Addition.TOKEN_IDS in self.shape.additions:
+        if chunk.empty and self._strips:
             return b""  # sent only because of the ids that we asked for
         fixed = true_event(self.endpoint, event, event.data or b"", self.cached_tokens)
-        return _IDS.sub(rb"\1null", fixed) if Addition.TOKEN_IDS in self.shape.additions else fixed
+        return _IDS.sub(rb"\1null", fixed) if self._strips else fixed
 
     def _hear(self, choice: Choice) -> bool:
         """Take what one choice said; whether anything of it is new to the client."""

@@ -20,6 +20,7 @@ MODELS = {
     Endpoint.MESSAGES: ("anthropic/protocol.py", "AnthropicMessagesRequest"),
 }
 REFUSED = {"prompt_embeds", "previous_response_id"}
+PLANNED_LOCALLY = {"use_beam_search"}
 SHAPES_THE_PROMPT = {
     "model", "prompt", "messages", "input", "instructions", "system", "suffix", "previous_input_messages", "tools",
     "tool_choice", "parallel_tool_calls", "response_format", "text", "output_config", "thinking", "reasoning",
@@ -51,7 +52,7 @@ def fields(endpoint: Endpoint) -> set[str]:
 
 @pytest.mark.parametrize("endpoint", MODELS)
 def test_every_field_has_its_place(endpoint: Endpoint) -> None:
-    placed = [DROPPED, FORBIDDEN, REFUSED, SHAPES_THE_PROMPT, HARMLESS, set(ONE_TOKEN[endpoint])]
+    placed = [DROPPED, FORBIDDEN, REFUSED, PLANNED_LOCALLY, SHAPES_THE_PROMPT, HARMLESS, set(ONE_TOKEN[endpoint])]
     assert fields(endpoint) - set().union(*placed) == set()
 
 

@@ -69,13 +69,18 @@ class Engine:
     def _choice(self, text: str, ids: list[int], finish: str | None) -> dict[str, object]:
         said: dict[str, object] = {"delta": {"content": text}} if self.endpoint is Endpoint.CHAT else {"text": text}
         logprobs = {"text_offset": [0] * len(ids), "tokens": ["x"] * len(ids)} if self.details else None
-        return {**said, "logprobs": logprobs, "finish_reason": finish, "token_ids": ids if self.ids else None}
+        chat = self.endpoint is Endpoint.CHAT
+        stop = {} if chat else {"stop_reason": None}
+        return {**said, "logprobs": logprobs, "finish_reason": finish, **stop, "token_ids": ids if self.ids else None}
 
     def _event(self, name: str, choice: dict[str, object], prompt: list[int] | None) -> bytes:
         chat = self.endpoint is Endpoint.CHAT
         shown = prompt if self.ids else None
         head = {"id": f"cmpl-{name}", "object": "text_completion", "created": len(name), "model": "m"}
-        inner = {"index": 0, **choice} if chat else {"index": 0, **choice, "prompt_token_ids": shown}
+        inner = {"index": 0, **choice}
+        if not chat:
+            ids = inner.pop("token_ids")
+            inner |= {"prompt_token_ids": shown, "token_ids": ids}
         outer = {"prompt_token_ids": shown} if chat and prompt is not None else {}
         return self._data({**head, "choices": [inner], **outer})
 
