@@ -60,6 +60,11 @@ class OpenBatches:
             return [Judged(nonce, None) for nonce in asked.nonces]
         return [Judged(nonce, verdict) for nonce, verdict in zip(asked.nonces, read[1], strict=True)]
 
+    def lost(self, address: Address) -> list[Judged]:
+        """The peer at `address` has gone: nothing that it was asked will be answered."""
+        gone = [number for number, asked in self._open.items() if asked.address == address]
+        return [Judged(nonce, None) for number in gone for nonce in self._open.pop(number).nonces]
+
     def overdue(self, now: float) -> tuple[list[Judged], set[Address]]:
         """Questions that nobody answered in time, and the addresses that were silent."""
         late = [number for number, asked in self._open.items() if asked.due <= now]

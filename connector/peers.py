@@ -13,13 +13,17 @@ from connector.open_batches import Address
 from connector.question import LONGEST_MESSAGE
 from connector.side_channel import tcp
 
+LOST = zmq.Event.DISCONNECTED | zmq.Event.CONNECT_RETRIED
+"""What ZMQ reports of a peer that closed its side, and of one that refused the connection."""
+
 
 class Peers:
-    """One DEALER socket an address. A silent peer's socket is dropped, and what waited in it with it."""
+    """One DEALER socket an address, watched: a peer that dies is known at once, not when the time is up."""
 
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets: dict[Address, zmq.Socket[bytes]] = {}
+        self._monitors: dict[Address, zmq.Socket[bytes]] = {}
         self._poller = zmq.Poller()
 
     def send(self, address: Address, message: bytes) -> None:
@@ -45,11 +49,18 @@ class Peers:
                         found.append((address, peer.recv_multipart(flags=zmq.NOBLOCK)[-1]))
         return found
 
+    def lost(self, ready: Mapping[Any, int]) -> list[Address]:
+        """Addresses whose peer has gone or refuses; `drop` them."""
+        return [address for address, monitor in self._monitors.items() if monitor in ready]
+
     def drop(self, address: Address) -> None:
         """Close the socket to `address`, with whatever still waits in it; the next `send` opens a new one."""
-        peer = self._sockets.pop(address, None)
-        if peer is not None:
+        if address in self._sockets:
+            peer, monitor = self._sockets.pop(address), self._monitors.pop(address)
             self._poller.unregister(peer)
+            self._poller.unregister(monitor)
+            peer.disable_monitor()
+            monitor.close(linger=0)
             peer.close(linger=0)
 
     def close(self) -> None:
@@ -62,7 +73,8 @@ class Peers:
             peer.linger = 0
             peer.maxmsgsize = LONGEST_MESSAGE
             peer.ipv6 = ":" in address[0]
-            self._sockets[address] = peer
-            self._poller.register(peer, zmq.POLLIN)
+            self._sockets[address], self._monitors[address] = peer, peer.get_monitor_socket(LOST)
+            for watched in (peer, self._monitors[address]):
+                self._poller.register(watched, zmq.POLLIN)
             peer.connect(tcp(*address))
         return self._sockets[address]

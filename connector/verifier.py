@@ -77,7 +77,7 @@ class Verifier:
                     self._drain_wake()
                 for address, message in peers.receive(ready):
                     self._tell(self._batches.answer(address, message))
-                self._give_up(peers)
+                self._give_up(peers, peers.lost(ready))
 
     def _send(self, peers: Peers) -> bool:
         """Send what was asked; False when the end was asked for."""
@@ -90,11 +90,12 @@ class Verifier:
                     peers.send(order[0], message)
         return True
 
-    def _give_up(self, peers: Peers) -> None:
+    def _give_up(self, peers: Peers, lost: Iterable[Address]) -> None:
         judged, silent = self._batches.overdue(self._clock())
         self._tell(judged)
-        for address in silent:
+        for address in silent | set(lost):
             peers.drop(address)
+            self._tell(self._batches.lost(address))
 
     def _nap(self) -> float:
         due = self._batches.next_due()

@@ -3,6 +3,7 @@
 What is overridden, and why:
     start_load_kv          puts each read's nonce behind the request id that vLLM's notice carries; leases, releases
     _read_blocks_for_req   a ticket that vLLM's own code cannot pair fails its request, not the engine
+    __init__               gives the worker its CPU cores back, which vLLM's pins to one (see `cores`)
     _nixl_handshake        pings the peer first, so that a dead one does not cost vLLM's fixed five seconds
     _get_new_notifs        junk and forged notices end nothing
     get_transfer_results   a read that has landed waits for its verdict; one that hangs is given up
@@ -20,8 +21,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 
 from connector.accounts import Accounts
 from connector.consumer import Flights
+from connector.cores import own_cores
 from connector.metadata import ConnectorMetadata, ReadEnd, ReadOrder, ReadOutcome, WorkerReport
 from connector.notices import Done, Heartbeat, parse, tagged
+from connector.open_batches import Address
 from connector.producer import ReadsSeen
 from connector.question import Question
 from connector.read_sizes import group_sizes, read_size
@@ -32,7 +35,7 @@ from connector.verifier import Verifier
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqMeta
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import RemoteMeta, ReqMeta
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from connector.config import ConnectorConfig
@@ -50,7 +53,9 @@ class WorkerSide(NixlPullConnectorWorker):
         self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig, config: ConnectorConfig
     ) -> None:
         self._verifier = Verifier(config.verify_timeout)
-        super().__init__(vllm_config, engine_id, kv_cache_config)
+        self._addresses: dict[str, Address] = {}
+        with own_cores():
+            super().__init__(vllm_config, engine_id, kv_cache_config)
         self.xfer_stats = ConnectorStats()
         self._config = config
         self._accounts = Accounts()
@@ -117,6 +122,10 @@ class WorkerSide(NixlPullConnectorWorker):
     def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
         if _awaited(meta) and self._recving_metadata.get(req_id) is not meta:
             return  # Given up while its handshake was under way: the blocks may be another request's by now.
+        if _awaited(meta) and self._is_elsewhere(meta.remote):
+            log.warning("The ticket of %s names another address than its engine %s has.", req_id, meta.remote.engine_id)
+            self._recv_failures.add(req_id)
+            return
         try:
             super()._read_blocks_for_req(req_id, meta)
         except UNPAIRABLE as error:
@@ -125,9 +134,18 @@ class WorkerSide(NixlPullConnectorWorker):
         if _awaited(meta) and req_id in self._recving_transfers:
             self._flights.posted(req_id)
 
-    def _nixl_handshake(self, host: str, port: int, *args: Any, **kwargs: Any) -> Any:
+    def _is_elsewhere(self, remote: RemoteMeta) -> bool:
+        """Whether a handshake with the engine was made elsewhere: whom to ask after the read is then unknown."""
+        known = self._addresses.get(remote.engine_id)
+        return remote.engine_id in self._remote_agents and known not in (None, (remote.host, remote.port))
+
+    def _nixl_handshake(
+        self, host: str, port: int, remote_tp_size: int, expected_engine_id: str, *args: Any, **kwargs: Any
+    ) -> Any:
         ping(host, port, self._config.probe_timeout)
-        return super()._nixl_handshake(host, port, *args, **kwargs)
+        made = super()._nixl_handshake(host, port, remote_tp_size, expected_engine_id, *args, **kwargs)
+        self._addresses[expected_engine_id] = (host, port)
+        return made
 
     def _get_new_notifs(self) -> set[str]:
         for messages in self.nixl_wrapper.get_new_notifs().values():

@@ -67,6 +67,15 @@ def test_silence_is_an_answer_when_the_time_is_up() -> None:
     assert batches.next_due() is None
 
 
+def test_a_lost_peer_answers_all_of_its_questions_with_none() -> None:
+    batches = OpenBatches(timeout=1)
+    batches.ask(HERE, [question("a")], now=0)
+    batches.ask((HOST, 2), [question("b")], now=0)
+    batches.ask(HERE, [question("c")], now=0)
+    assert batches.lost(HERE) == [Judged("a", None), Judged("c", None)]
+    assert len(batches) == 1
+
+
 @given(st.integers(0, 2 * MOST_QUESTIONS + 3))
 def test_long_batches_are_cut_and_no_question_is_lost(count: int) -> None:
     batches = OpenBatches(timeout=1)
@@ -115,9 +124,9 @@ def test_questions_of_several_steps_are_answered(port: int) -> None:
         assert collect(verifier, 3) == {"a": Verdict.HELD, "b": Verdict.UNKNOWN, "c": Verdict.HELD}
 
 
-def test_a_dead_peer_delays_nobody_else_and_is_asked_again_later(port: int) -> None:
+def test_a_refusing_peer_is_known_at_once_delays_nobody_and_is_asked_again_later(port: int) -> None:
     dead = free_port()
-    with closing(Verifier(timeout=1.0)) as verifier:
+    with closing(Verifier(timeout=100 * PATIENCE)) as verifier:
         verifier.ask({(HOST, dead): [question("lost")], (HOST, port): [question("fine")]})
         assert collect(verifier, 2) == {"lost": None, "fine": Verdict.HELD}
         late = Listener(HOST, dead, {}, judge, Accounts())
@@ -129,6 +138,26 @@ def test_a_dead_peer_delays_nobody_else_and_is_asked_again_later(port: int) -> N
                 verifier.ask({(HOST, dead): [question("again")]})
                 answer = collect(verifier, 1)["again"]
             assert answer is Verdict.HELD
+
+
+def test_a_peer_that_dies_with_a_question_open_is_known_at_once() -> None:
+    with closing(socket.socket()) as mortal:
+        mortal.bind((HOST, 0))
+        mortal.listen()
+        with closing(Verifier(timeout=100 * PATIENCE)) as verifier:
+            verifier.ask({(HOST, int(mortal.getsockname()[1])): [question("a")]})
+            caller, _ = mortal.accept()
+            caller.close()
+            assert collect(verifier, 1) == {"a": None}
+
+
+def test_a_silent_peer_is_given_up_when_the_time_is_up() -> None:
+    with closing(socket.socket()) as silent:
+        silent.bind((HOST, 0))
+        silent.listen()
+        with closing(Verifier(timeout=0.2)) as verifier:
+            verifier.ask({(HOST, int(silent.getsockname()[1])): [question("a")]})
+            assert collect(verifier, 1) == {"a": None}
 
 
 def test_an_address_that_cannot_be_dialled_is_silence() -> None:

@@ -141,7 +141,7 @@ def test_a_read_of_blocks_that_were_not_held_fails(make: MakeRank, prefill: Pref
 
 
 def test_a_read_that_nobody_vouches_for_fails(make: MakeRank, prefill: Prefill) -> None:
-    worker = make(verify_timeout=0.2)
+    worker = make()
     prefill.listener.stop()
     step(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7]))
     agent(worker).end(0)
@@ -189,6 +189,15 @@ def test_a_port_that_nobody_listens_on_fails_the_read(make: MakeRank) -> None:
     worker = make()
     step(worker, read_step("r", NONCE, free_port(), local=[3], remote=[7], engine="gone"))
     assert until_received(worker).failed_recving == {"r"}
+    assert report(worker).reads_ended["r"].outcome is ReadOutcome.PEER_UNREACHABLE
+
+
+def test_a_ticket_with_another_address_than_its_engine_has_is_not_read(make: MakeRank, prefill: Prefill) -> None:
+    worker = make()
+    worker._addresses[PEER] = (HOST, prefill.port)
+    results = step(worker, read_step("r", NONCE, prefill.port + 1, local=[3], remote=[7]))
+    assert results.failed_recving == {"r"}
+    assert agent(worker).blocks == {}
     assert report(worker).reads_ended["r"].outcome is ReadOutcome.PEER_UNREACHABLE
 
 
