@@ -27,10 +27,13 @@ from pdproxy.nodes.preflight import Preflight
 from pdproxy.nodes.warm import WarmUp
 from pdproxy.nodes.watch import MetricsWatch
 from pdproxy.observe.metrics import Metrics
+from pdproxy.observe.tracing import TracedApp, Tracing, tracing_of
 from pdproxy.orchestrate import Orchestrator
 from pdproxy.planning.plan import Without
 from pdproxy.settings import Migrate, NodeEntry, OnPrefillFailure, Settings
 from pdproxy.transport.http import HttpTransport
+from pdproxy.transport.port import Transport
+from pdproxy.transport.traced import TracedTransport
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,7 +75,8 @@ async def proxy(settings: Settings) -> AsyncIterator[Proxy]:
     credential = own_credential(settings.upstream)
     headers = own_headers(credential)
     pool = _pool(settings, clock, metrics)
-    transport = HttpTransport(clock, node_tls(settings.upstream))
+    tracing = tracing_of(settings.otel)
+    transport = traced(HttpTransport(clock, node_tls(settings.upstream)), tracing)
     drainer = Drainer(pool, clock, settings.deadlines.drain)
     orchestrator = Orchestrator(Means(transport, pool, metrics, clock, terms_of(settings)))
     service = _service(settings, orchestrator, pool, metrics, clock, credential)
@@ -81,13 +85,21 @@ async def proxy(settings: Settings) -> AsyncIterator[Proxy]:
     health = Health(pool, joiner, transport, clock, _health_rules(settings), headers)
     watching = asyncio.create_task(health.run(), name="health")
     try:
-        yield Proxy(Door(service, operators), operators, leaving)
+        door = Door(service, operators)
+        yield Proxy(TracedApp(door, tracing.tracer) if tracing else door, operators, leaving)
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         await drainer.aclose()
         await orchestrator.aclose()
         await transport.aclose()
+        if tracing:
+            await asyncio.to_thread(tracing.close)
+
+
+def traced(transport: Transport, tracing: Tracing | None) -> Transport:
+    """The transport with a span around each call, where tracing is on."""
+    return TracedTransport(transport, tracing.tracer) if tracing else transport
 
 
 def _registry() -> CollectorRegistry:
@@ -121,6 +133,7 @@ def terms_of(settings: Settings) -> Terms:
         release=deadlines.release,
         on_prefill_failure=policy.on_prefill_failure,
         retries=policy.retries,
+        local_below_tokens=policy.local_below_tokens,
     )
     return terms if policy.migrate is Migrate.ON else dataclasses.replace(terms, migrations=0)
 

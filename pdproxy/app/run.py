@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import sys
 
 import uvicorn
 from uvicorn.loops.auto import auto_loop_factory
@@ -10,6 +11,7 @@ from uvicorn.loops.auto import auto_loop_factory
 from pdproxy.app.build import Proxy, proxy
 from pdproxy.errors import SettingsError
 from pdproxy.intake.door import AsgiApp
+from pdproxy.observe.logs import configure
 from pdproxy.server.ports import Port, bind
 from pdproxy.server.ports import serve as serve_ports
 from pdproxy.server.protocol import HeadLimits, guarded
@@ -27,6 +29,7 @@ def serve(settings: Settings) -> int:
     Raises:
         SettingsError: an address or a file of the settings cannot be used.
     """
+    configure(settings.log, sys.stderr)
     with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
         runner.run(_serve(settings))
     return 0
