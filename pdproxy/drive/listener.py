@@ -5,8 +5,9 @@ from collections.abc import AsyncIterator
 from pdproxy.drive.recount import Tally, tally
 from pdproxy.drive.tail import Tail
 from pdproxy.errors import Fault, NodeFault
+from pdproxy.stream.chunk import parse_object
 from pdproxy.stream.sse import Event, EventTooLong, SseParser
-from pdproxy.stream.transcript import NotContinuable, Transcript
+from pdproxy.stream.transcript import CHUNKED, DONE, NotContinuable, Transcript
 from pdproxy.transport.port import Incoming
 
 
@@ -91,11 +92,15 @@ class Listener:
     def _take(self, event: Event) -> bytes:
         if event.data is None or self._trouble is not None:
             return event.raw if self._trouble is None else b""
+        if self._transcript.ended and self._transcript.endpoint in CHUNKED:
+            return b""
         if b'"usage":{' in event.data:
             self._note(event.data)
             if self._tail is not None and self._tail.ours(event.data):
                 return self._tail.close(event.data)
         try:
+            if not self.heard and event.data != DONE:
+                parse_object(event.data)  # the first event decides whether this is an answer at all
             seen = self._transcript.take(event)
         except (NodeFault, NotContinuable) as trouble:
             if not self.heard:

@@ -21,6 +21,8 @@ class Fabric:
         self.wrong: list[str] = []
         """Misuse: a ticket for another prompt, one hand-over id used twice."""
         self.pulled = 0
+        self.deaf = False
+        """No read succeeds: decode nodes compute, though blocks are held."""
         self._seen: set[str] = set()
 
     def hold(self, hand_over: str, held: Held) -> None:
@@ -42,7 +44,7 @@ class Fabric:
     def pull(self, hand_over: str, prompt: tuple[int, ...], readers: int) -> bool:
         """A decode node reads; False when nothing is held any more (it recomputes)."""
         held = self.held.get(hand_over)
-        if held is None:
+        if held is None or self.deaf:
             return False
         if held.prompt != prompt or held.readers != readers:
             self.wrong.append(f"ticket {hand_over} is for another prompt or number of readers")

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.fakes.fabric import Fabric, Held
 from tests.fakes.faults import Ill, Trouble
-from tests.fakes.speech import Question, answer, error, events
+from tests.fakes.speech import Question, answer, error, error_events, events
 
 JSON = (("content-type", "application/json"),)
 EVENTS = (("content-type", "text/event-stream; charset=utf-8"),)
@@ -72,7 +72,11 @@ class FakeNode:
         if released:
             self.fabric.release(released)
             return Script(200, JSON, (b"{}",))
-        return self._troubled(self._healthy(path, body), body)
+        trouble = self._falls_ill(*(set(Ill) - {Ill.REFUSE}))
+        if trouble is not None and trouble.ill is Ill.STATUS:
+            return Script(trouble.status, JSON + trouble.headers, (error(trouble.status, "the node says no"),))
+        script = self._healthy(path, body)
+        return script if trouble is None else self._troubled(path, script, trouble, body)
 
     def _healthy(self, path: str, body: Mapping[str, Any]) -> Script:
         if path not in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"):
@@ -115,34 +119,26 @@ class FakeNode:
         self.trouble = dataclasses.replace(trouble, times=trouble.times - 1) if trouble.times > 1 else None
         return trouble
 
-    def _troubled(self, script: Script, body: Mapping[str, Any]) -> Script:
-        trouble = self._falls_ill(*(set(Ill) - {Ill.REFUSE}))
-        if trouble is None:
-            return script
-        if trouble.ill is Ill.STATUS:
-            self._drop(body)
-            return Script(trouble.status, JSON + trouble.headers, (error(trouble.status, "the node says no"),))
+    def _troubled(self, path: str, script: Script, trouble: Trouble, body: Mapping[str, Any]) -> Script:
         if trouble.ill is Ill.NO_TICKET:
             self._drop(body)
             return dataclasses.replace(script, pieces=(_without_ticket(script.pieces[0]),))
         if trouble.at < 0 and trouble.ill is not Ill.GARBAGE:
             return dataclasses.replace(script, status=0, pieces=(), ill=trouble.ill)
-        return _cut_off(script, trouble)
+        return _cut_off(script, trouble, path)
 
     def _drop(self, body: Mapping[str, Any]) -> None:
         params = body.get("kv_transfer_params") or {}
         self.fabric.free(str(params.get("pdproxy_hand_over")))
 
 
-def _cut_off(script: Script, trouble: Trouble) -> Script:
+def _cut_off(script: Script, trouble: Trouble, path: str) -> Script:
     kept = script.pieces[: max(0, trouble.at)]
     match trouble.ill:
         case Ill.GARBAGE:
             return dataclasses.replace(script, pieces=(*kept, b"data: {not json\n\n"))
         case Ill.ERROR_EVENT:
-            return dataclasses.replace(
-                script, pieces=(*kept, b"data: " + error(500, "engine died") + b"\n\n", b"data: [DONE]\n\n")
-            )
+            return dataclasses.replace(script, pieces=(*kept, *error_events(path, "engine died")))
         case Ill.SHORT:
             return dataclasses.replace(script, pieces=kept)
         case _:

@@ -9,6 +9,7 @@ from typing import Any
 from tests.fakes.tongue import Said, speak, tokenize
 
 _names = itertools.count()
+FINGERPRINT = {"system_fingerprint": "vllm-0.32.0-fake"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,6 +71,13 @@ class Question:
 def error(status: int, message: str) -> bytes:
     """vLLM's error body."""
     return json.dumps({"error": {"message": message, "type": "FakeError", "param": None, "code": status}}).encode()
+
+
+def error_events(path: str, message: str) -> tuple[bytes, ...]:
+    """How a node ends a stream that failed."""
+    if path in ("/v1/messages", "/v1/responses"):
+        return (b"event: error\ndata: " + error(500, message) + b"\n\n",)
+    return (b"data: " + error(500, message) + b"\n\n", b"data: [DONE]\n\n")
 
 
 def answer(question: Question, cached: int, ticket: dict[str, Any] | None) -> bytes:
@@ -147,7 +155,7 @@ def _chunks(question: Question, cached: int) -> Iterator[bytes]:
                 first, counts[index] = counts[index] == 0, counts[index] + len(said.tokens)
                 yield _data(_chunk(question, head, index, said, first, cached, counts[index]))
     if question.usage:
-        yield _data({**head, "choices": [], "usage": question.tally(cached, sum(counts))})
+        yield _data({**head, "choices": [], "usage": question.tally(cached, sum(counts)), **FINGERPRINT})
     yield b"data: [DONE]\n\n"
 
 
@@ -164,6 +172,8 @@ def _chunk(
         choice["prompt_token_ids"] = question.prompt if question.ids and first else None
     choice["token_ids"] = said.tokens if question.ids else None
     chunk = {**head, "choices": [choice]}
+    if said.finish and not question.usage:
+        chunk |= FINGERPRINT
     if question.continuous:
         chunk["usage"] = question.tally(cached, count)
     return chunk

@@ -1,0 +1,122 @@
+"""What every request is when nothing goes wrong."""
+
+import pytest
+
+from pdproxy.request import Endpoint
+from tests.drive.answers import story, text_of
+from tests.drive.prompts import body_for, prompt_ids, right
+from tests.drive.world import World
+
+
+@pytest.mark.parametrize("endpoint", Endpoint)
+async def test_a_whole_answer_is_the_decode_nodes(endpoint: Endpoint) -> None:
+    world = World()
+    got = await world.ask(endpoint, body_for(endpoint, stream=False))
+    assert (got.status, text_of(endpoint, got.json())) == (200, right(endpoint))
+    assert got.headers["x-pdproxy-route"] == "disaggregated"
+    assert got.headers["content-type"] == "application/json"
+    assert got.json()["kv_transfer_params"] is None
+    assert world.fabric.pulled == 1
+    assert world.fabric.released == []
+    await world.settle()
+
+
+@pytest.mark.parametrize("endpoint", Endpoint)
+async def test_a_stream_is_passed_on_to_its_end(endpoint: Endpoint) -> None:
+    world = World()
+    got = await world.ask(endpoint, body_for(endpoint, stream=True))
+    told = story(endpoint, got.body)
+    assert (got.status, told.texts[0], told.error, told.ended) == (200, right(endpoint), None, True)
+    assert got.headers["content-type"].startswith("text/event-stream")
+    assert world.fabric.pulled == 1
+    assert world.count("pdproxy_requests_total", endpoint=endpoint, outcome="ok") == 1
+    await world.settle()
+
+
+async def test_what_only_we_asked_for_is_not_in_the_stream() -> None:
+    world = World()
+    got = await world.ask(Endpoint.COMPLETIONS, body_for(Endpoint.COMPLETIONS, stream=True))
+    told = story(Endpoint.COMPLETIONS, got.body)
+    assert told.usage is None
+    assert all(chunk["choices"][0].get("token_ids") is None for chunk in told.chunks)
+    assert all(chunk["choices"][0].get("prompt_token_ids") is None for chunk in told.chunks)
+
+
+async def test_cached_tokens_are_the_prefill_sides() -> None:
+    world = World()
+    got = await world.ask(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=False))
+    assert got.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+    asked = body_for(Endpoint.CHAT, stream=True, stream_options={"include_usage": True})
+    told = story(Endpoint.CHAT, (await world.ask(Endpoint.CHAT, asked)).body)
+    assert told.usage is not None
+    assert told.usage["prompt_tokens_details"] == {"cached_tokens": 1}
+    assert told.usage["prompt_tokens"] == len(prompt_ids(Endpoint.CHAT))
+    await world.settle()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_recomputing_is_seen(stream: bool) -> None:
+    world = World(prefills=1, decodes=1)
+    world.fabric.deaf = True
+    got = await world.ask(Endpoint.COMPLETIONS, body_for(Endpoint.COMPLETIONS, stream=stream))
+    assert got.status == 200
+    assert world.count("pdproxy_recomputed_total") == 1
+    assert got.headers.get("x-pdproxy-recomputed") == (None if stream else "1")
+    await world.settle()
+
+
+async def test_several_prompts_are_answered_in_order() -> None:
+    world = World()
+    prompts = ["alpha beta gamma", [5, 6, 7, 8], "delta"]
+    for stream in (False, True):
+        bodies = [{"prompt": prompt, "max_tokens": 4, "stream": stream, "temperature": 0} for prompt in prompts]
+        single = [await world.ask(Endpoint.COMPLETIONS, body) for body in bodies]
+        merged_prompts: list[object] = ["alpha beta gamma", "delta"]
+        both = await world.ask(Endpoint.COMPLETIONS, {**bodies[0], "prompt": merged_prompts})
+        if stream:
+            told = story(Endpoint.COMPLETIONS, both.body)
+            assert told.texts == {
+                0: story(Endpoint.COMPLETIONS, single[0].body).texts[0],
+                1: story(Endpoint.COMPLETIONS, single[2].body).texts[0],
+            }
+            assert (told.ended, len(told.ids)) == (True, 1)
+        else:
+            texts = [choice["text"] for choice in both.json()["choices"]]
+            assert texts == [single[index].json()["choices"][0]["text"] for index in (0, 2)]
+            assert [choice["index"] for choice in both.json()["choices"]] == [0, 1]
+            assert both.json()["usage"]["completion_tokens"] == 8
+        await world.settle()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_several_answers_share_a_hand_over(stream: bool) -> None:
+    world = World()
+    got = await world.ask(Endpoint.COMPLETIONS, body_for(Endpoint.COMPLETIONS, stream=stream, n=3))
+    assert got.status == 200
+    assert world.fabric.pulled == 1
+    assert world.prefills[0].seen[0].body["kv_transfer_params"]["pdproxy_readers"] == 3
+    await world.settle()
+
+
+async def test_an_unknown_model_is_404() -> None:
+    world = World()
+    got = await world.ask(Endpoint.CHAT, {**body_for(Endpoint.CHAT, stream=False), "model": "other"})
+    assert (got.status, got.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_the_fingerprint_stays_with_the_finish() -> None:
+    world = World()
+    plain = await world.ask(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=True))
+    asked = body_for(Endpoint.CHAT, stream=True, stream_options={"include_usage": True})
+    withusage = await world.ask(Endpoint.CHAT, asked)
+    marked = [chunk for chunk in story(Endpoint.CHAT, plain.body).chunks if "system_fingerprint" in chunk]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in marked] == ["length"]
+    marked = [chunk for chunk in story(Endpoint.CHAT, withusage.body).chunks if "system_fingerprint" in chunk]
+    assert [chunk["choices"] for chunk in marked] == [[]]
+
+
+async def test_other_paths_go_to_one_node() -> None:
+    world = World()
+    reply = await world.orchestrator.forward("POST", "/tokenize", (), b"{}", "tiny")
+    assert (reply.status, reply.body) == (200, b'{"path": "/tokenize", "node": "d0"}')
+    await world.settle()
