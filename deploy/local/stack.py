@@ -17,9 +17,10 @@ PROXY_UP_WITHIN_S = 60.0
 
 @dataclass(frozen=True)
 class ProxySpec:
-    """How to start the proxy: its port (0: any), and more arguments for `pdproxy serve`."""
+    """How to start the proxy: its ports (0: any), and more arguments for `pdproxy serve`."""
 
     port: int = 0
+    admin_port: int = 0
     more_arguments: tuple[str, ...] = ()
     more_environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -29,11 +30,18 @@ class Proxy:
     """A started proxy."""
 
     port: int
+    admin_port: int
     part: Part
 
     @property
     def url(self) -> str:
+        """Where clients connect."""
         return f"http://{HOST}:{self.port}"
+
+    @property
+    def admin_url(self) -> str:
+        """Where operators connect: metrics and node administration."""
+        return f"http://{HOST}:{self.admin_port}"
 
 
 @dataclass(frozen=True)
@@ -50,9 +58,10 @@ def pair_specs() -> list[NodeSpec]:
     return [NodeSpec("prefill", Role.PREFILL, 0, 0), NodeSpec("decode", Role.DECODE, 0, 0)]
 
 
-def proxy_command(port: int, nodes: Sequence[Node], more: Sequence[str]) -> list[str]:
+def proxy_command(port: int, admin_port: int, nodes: Sequence[Node], more: Sequence[str]) -> list[str]:
     flags = {Role.PREFILL: "--prefill", Role.DECODE: "--decode", Role.PLAIN: "--decode"}
-    line = [sys.executable, "-m", "pdproxy", "serve", "--port", str(port)]
+    line = [sys.executable, "-m", "pdproxy", "serve", "--host", HOST, "--port", str(port)]
+    line += ["--admin-port", str(admin_port)]
     for node in nodes:
         line += [flags[node.spec.role], node.url]
     return [*line, *more]
@@ -76,11 +85,12 @@ def await_nodes(supervisor: Supervisor, nodes: Sequence[Node], say: Say) -> None
 
 def start_proxy(supervisor: Supervisor, spec: ProxySpec, nodes: Sequence[Node], say: Say) -> Proxy:
     """Start the proxy and wait until it is ready to serve. Raises as `start_nodes` does."""
-    port = spec.port or free_ports(1)[0]
-    require_free(port, "HTTP of the proxy", "choose another one, or end whatever listens there")
+    port, admin_port = (given or free for given, free in zip((spec.port, spec.admin_port), free_ports(2), strict=True))
+    for number, purpose in ((port, "clients' HTTP of the proxy"), (admin_port, "operators' HTTP of the proxy")):
+        require_free(number, purpose, "choose another one, or end whatever listens there")
     environment = {**inherited(), "PYTHONUNBUFFERED": "1", **spec.more_environment}
-    command = proxy_command(port, nodes, spec.more_arguments)
-    proxy = Proxy(port, supervisor.start("proxy", command, environment, ROOT))
+    command = proxy_command(port, admin_port, nodes, spec.more_arguments)
+    proxy = Proxy(port, admin_port, supervisor.start("proxy", command, environment, ROOT))
     urls = {"proxy": f"{proxy.url}/ready"}
     await_ready(urls, within=PROXY_UP_WITHIN_S, still_alive=supervisor.require_all_alive, say=say)
     return proxy

@@ -29,5 +29,6 @@ def test_a_pair_is_one_node_of_each_role() -> None:
 )
 def test_each_node_is_named_by_its_role(tmp_path: Path, roles: tuple[Role, ...], flags: list[str]) -> None:
     nodes = [started(NodeSpec(f"n{i}", role, 8000 + i, 0), tmp_path) for i, role in enumerate(roles, 1)]
-    line = proxy_command(8000, nodes, ["--log-level", "debug"])
-    assert line[1:] == ["-m", "pdproxy", "serve", "--port", "8000", *flags, "--log-level", "debug"]
+    line = proxy_command(8000, 8100, nodes, ["--log-level", "debug"])
+    listen = ["--host", "127.0.0.1", "--port", "8000", "--admin-port", "8100"]
+    assert line[1:] == ["-m", "pdproxy", "serve", *listen, *flags, "--log-level", "debug"]
