@@ -110,9 +110,11 @@ class Continuation:
     Attributes:
         prompt_token_ids: the prompt, as the first node tokenized it.
         produced_token_ids: the tokens to append to it; their text has reached the client.
-        overlap: characters of the continuation's text that the client already has (greedy requests only).
+        overlap: characters of the continuation's text that the client already has.
+        forced: the text that a sampled continuation must begin with; a greedy one does so by itself.
     """
 
     prompt_token_ids: tuple[int, ...]
     produced_token_ids: tuple[int, ...]
     overlap: int = 0
+    forced: str = ""

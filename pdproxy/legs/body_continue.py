@@ -5,12 +5,16 @@ from pdproxy.request import Continuation, Endpoint, Json
 COMPLETIONS_DEFAULT_TOKENS = 16
 """What vLLM's completions endpoint allows where ``max_tokens`` is missing or null."""
 
+SYNTAX = frozenset("\\^$.|?*+()[]{}/-")
+"""What a pattern must escape to mean the character itself."""
+
 
 def continuation_body(endpoint: Endpoint, body: Json, continuation: Continuation) -> dict[str, object]:
     """A body whose prompt is the old one and all tokens so far, allowed what is left.
 
     Completions take token ids as their prompt; chat takes them in ``kv_transfer_params.prompt_token_ids``, which
-    `prefill_body` and `decode_body` keep. A seed moves on, so that the same random numbers are not drawn again.
+    `prefill_body` and `decode_body` keep. A seed moves on, so that the same random numbers are not drawn again. Where
+    the client has a part of a token's text, a sampled continuation is held to that text by a grammar.
 
     Args:
         endpoint: completions or chat.
@@ -26,7 +30,21 @@ def continuation_body(endpoint: Endpoint, body: Json, continuation: Continuation
     ids = [*continuation.prompt_token_ids, *continuation.produced_token_ids]
     _put_prompt(endpoint, rest, ids)
     _spend(endpoint, rest, len(continuation.produced_token_ids))
+    if continuation.forced:
+        rest["structured_outputs"] = {"regex": beginning_with(continuation.forced)}
     return rest
+
+
+def beginning_with(text: str) -> str:
+    """A pattern for any text that begins with ``text``, as every grammar backend of vLLM reads it."""
+    return "".join(_literal(character) for character in text) + r"[\s\S]*"
+
+
+def _literal(character: str) -> str:
+    if character in SYNTAX:
+        return "\\" + character
+    # vLLM refuses a bare NUL; other control characters are spelled out with it.
+    return f"\\u{ord(character):04x}" if ord(character) < 32 else character
 
 
 def _put_prompt(endpoint: Endpoint, rest: dict[str, object], ids: list[int]) -> None:

@@ -98,11 +98,10 @@ class Transcript:
             raise NotContinuable("no_token_ids")
         told = self.choices.get(0, Told())
         count, known = told.boundary()
-        if known and not self.shape.greedy:
-            raise NotContinuable("stop_strings" if self.shape.held_back else "merged_tokens")
         if count < len(told.tokens) and told.detailed:
             raise NotContinuable("token_details")
-        return Continuation(self.prompt_token_ids, tuple(told.tokens[:count]), len(known))
+        forced = "" if self.shape.greedy else known
+        return Continuation(self.prompt_token_ids, tuple(told.tokens[:count]), len(known), forced)
 
     def resume(self) -> None:
         """The next events come from the request that `continuation` described."""

@@ -1,6 +1,7 @@
 """Every request shape, on its way to two nodes."""
 
 import itertools
+import re
 
 import pytest
 
@@ -214,6 +215,17 @@ def test_a_chat_goes_on_by_token_ids_through_both_legs() -> None:
     assert ids.items() <= first.items()
     assert decode_body(Endpoint.CHAT, rest, TICKET, frozenset())["kv_transfer_params"] == {**ids, **TICKET}
     assert decode_body(Endpoint.CHAT, rest, None, frozenset())["kv_transfer_params"] == ids
+
+
+@pytest.mark.parametrize("text", ["a b", "(^.*$)[x]{2}|?+\\", "\n\t\0", "é😀", "x/y-z", '"quoted"', "\u2028"])
+def test_a_sampled_continuation_is_held_to_what_the_client_has(text: str) -> None:
+    rest = continuation_body(Endpoint.CHAT, chat(), Continuation((1,), (2,), len(text), text))
+    rule = rest["structured_outputs"]
+    assert isinstance(rule, dict)
+    assert re.fullmatch(rule["regex"], text + " and\nmore")
+    assert re.fullmatch(rule["regex"], text)
+    assert not re.fullmatch(rule["regex"], "x" + text)
+    assert "structured_outputs" not in continuation_body(Endpoint.CHAT, chat(), Continuation((1,), (2,), len(text)))
 
 
 @pytest.mark.parametrize("endpoint", [Endpoint.MESSAGES, Endpoint.RESPONSES])

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.request import Addition, Endpoint, Shape
+from pdproxy.request import Addition, Continuation, Endpoint, Shape
 from pdproxy.stream.transcript import NotContinuable, Transcript
 from tests.stream.engine import Engine, events, heard
 
@@ -65,10 +65,27 @@ def test_the_client_sees_one_answer_wherever_the_stream_breaks(engine: Engine) -
         assert len(seen[3]) == 1
 
 
-@pytest.mark.parametrize("engine", [e for e in engines() if not e.stops and e.per_event == 1], ids=str)
-def test_sampled_streams_go_on_where_no_text_is_held_back(engine: Engine) -> None:
-    for cut in range(len(engine.stream())):
-        assert heard(broken(engine, [cut], greedy=False))[0] == engine.answer()[0]
+@pytest.mark.parametrize("engine", engines(), ids=str)
+def test_sampled_streams_are_held_to_the_text_that_the_client_has(engine: Engine) -> None:
+    text = engine.answer()[0]
+    for cut in range(1, len(engine.stream()) - 2):
+        transcript = Transcript(engine.endpoint, shape(engine, greedy=False))
+        seen = heard(take_all(transcript, engine.stream()[:cut]))[0]
+        if transcript.finished:
+            continue
+        going_on = transcript.continuation()
+        assert going_on.overlap == len(going_on.forced)
+        assert text.startswith(seen)
+        assert seen.endswith(going_on.forced)
+        settled = "".join(engine.pieces[: len(going_on.produced_token_ids)])
+        assert settled + going_on.forced == seen
+
+
+def test_a_sampled_stream_without_held_text_is_free() -> None:
+    engine = Engine(("ab", "cd", "ef"))
+    transcript = Transcript(engine.endpoint, shape(engine, greedy=False))
+    take_all(transcript, engine.stream()[:2])
+    assert transcript.continuation() == Continuation((7, 8, 9), (100, 101))
 
 
 @pytest.mark.parametrize("endpoint", CHUNKED)
@@ -111,9 +128,7 @@ def test_offsets_of_log_probabilities_count_on() -> None:
     [
         (Engine(("a", "b", "c"), ids=False), None, True, "no_token_ids"),
         (Engine(("a", "b", "c")), "penalties", True, "penalties"),
-        (Engine(("abc", "def", "g"), stops=("xxx",)), None, False, "stop_strings"),
         (Engine(("a", "", "b"), details=True), None, True, "token_details"),
-        (Engine(("a", "", "b", "c"), per_event=2), None, False, "merged_tokens"),
     ],
 )
 def test_what_cannot_go_on_says_why(engine: Engine, final: str | None, greedy: bool, reason: str) -> None:
