@@ -98,11 +98,13 @@ class Fan:
 
     async def aclose(self) -> None:
         """End every stream. Idempotent."""
+        if self._ready or self.outcome is None:
+            self.outcome, self._ready = Outcome.CLIENT_GONE, b""
         try:
             await _end(self._tasks)
         finally:
             if self._opened:
-                self._ended(self.outcome or Outcome.CLIENT_GONE)
+                self._ended(self.outcome)
 
     async def _fill(self) -> None:
         while not self._ready:

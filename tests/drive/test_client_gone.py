@@ -1,0 +1,136 @@
+"""The client leaves, at every single await: nothing may be left anywhere."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pdproxy.request import Endpoint
+from tests.drive.prompts import WORDS, body_for
+from tests.drive.world import World
+from tests.fakes.faults import Ill, Trouble
+
+COMPLETIONS = Endpoint.COMPLETIONS
+
+
+def healthy(world: World) -> None:
+    """Nothing goes wrong."""
+
+
+def everything_fails_first(world: World) -> None:
+    """Each leg is tried twice, the second decode leg breaks off in its middle."""
+    world.prefills[0].trouble = Trouble(Ill.RESET, at=0, times=1)
+    world.decodes[0].trouble = Trouble(Ill.RESET, times=1)
+    world.decodes[1].trouble = Trouble(Ill.RESET, at=3, times=1)
+
+
+def decode_stalls(world: World) -> None:
+    """The ticket grows old while a decode node hangs: prefill runs again."""
+    world.decodes[0].trouble = Trouble(Ill.HANG, times=1)
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "whole": body_for(COMPLETIONS, stream=False, tokens=4),
+    "stream": body_for(COMPLETIONS, stream=True, tokens=6),
+    "choices": body_for(COMPLETIONS, stream=True, tokens=3, n=2),
+    "prompts": {**body_for(COMPLETIONS, stream=False, tokens=3), "prompt": [WORDS, "four five"]},
+    "prompt-streams": {**body_for(COMPLETIONS, stream=True, tokens=3), "prompt": [WORDS, "four five"]},
+}
+
+
+async def _turns(count: int, task: asyncio.Task[Any]) -> None:
+    for _ in range(count):
+        if task.done():
+            return
+        await asyncio.sleep(0)
+
+
+async def _until_held(world: World) -> None:
+    for _ in range(100):
+        if world.fabric.held:
+            return
+        await asyncio.sleep(0)
+    pytest.fail("no prefill leg came")
+
+
+@pytest.mark.parametrize("cancels", [1, 2], ids=["once", "twice"])
+@pytest.mark.parametrize("prepare", [healthy, everything_fails_first, decode_stalls])
+@pytest.mark.parametrize("body", BODIES.values(), ids=list(BODIES))
+async def test_cancelled_at_every_await(body: dict[str, Any], prepare: Callable[[World], None], cancels: int) -> None:
+    for turn in range(1000):
+        world = World(decodes=3)
+        prepare(world)
+        task = asyncio.ensure_future(world.ask(COMPLETIONS, body))
+        await _turns(turn, task)
+        finished = task.done()
+        for _ in range(cancels):
+            task.cancel()
+            await asyncio.sleep(0)
+        outcome = (await asyncio.gather(task, return_exceptions=True))[0]
+        assert finished or isinstance(outcome, asyncio.CancelledError)
+        await world.settle()
+        assert len(asyncio.all_tasks()) == 1, "no task of ours is left"
+        if finished:
+            assert turn > 5
+            return
+        ends = [
+            world.count("pdproxy_requests_total", endpoint=COMPLETIONS, outcome=end) for end in ("client_gone", "ok")
+        ]
+        assert sum(ends) == (1 if turn else 0), "before its first turn the request was never there"
+    pytest.fail("the request never finished")
+
+
+@pytest.mark.parametrize("body", [BODIES["stream"], BODIES["prompt-streams"]], ids=["one", "many"])
+async def test_closed_after_every_piece(body: dict[str, Any]) -> None:
+    pieces = 0
+    while True:
+        world = World()
+        reply = await world.orchestrator.answer(world.request(COMPLETIONS, body))
+        assert not isinstance(reply.body, bytes)
+        taken, body_so_far = 0, b""
+        async for piece in reply.body:
+            taken, body_so_far = taken + 1, body_so_far + piece
+            if taken > pieces:
+                break
+        await reply.body.aclose()
+        await reply.body.aclose()
+        await world.settle()
+        assert len(asyncio.all_tasks()) == 1
+        if taken <= pieces:
+            break
+        outcome = "ok" if body_so_far.endswith(b"[DONE]\n\n") else "client_gone"
+        assert world.count("pdproxy_requests_total", endpoint=COMPLETIONS, outcome=outcome) == 1
+        pieces += 1
+    assert pieces >= 6
+
+
+async def test_gone_between_prefill_and_decode_releases_the_hand_over() -> None:
+    world = World()
+    task = asyncio.ensure_future(world.ask(COMPLETIONS, BODIES["whole"]))
+    await _until_held(world)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await world.settle()
+    assert len(world.fabric.released) == 1
+    assert world.count("pdproxy_releases_total", outcome="done") == 1
+    assert world.prefills[0].seen[-1].body["kv_transfer_params"] == {"pdproxy_release": world.fabric.released[0]}
+
+
+async def test_nothing_is_released_where_the_decode_node_read_it() -> None:
+    world = World()
+    await world.ask(COMPLETIONS, BODIES["stream"])
+    await world.settle()
+    assert world.fabric.released == []
+
+
+async def test_a_failed_release_is_counted_and_does_no_harm() -> None:
+    world = World(prefills=1, decodes=1)
+    task = asyncio.ensure_future(world.ask(COMPLETIONS, BODIES["whole"]))
+    await _until_held(world)
+    world.prefills[0].trouble = Trouble(Ill.REFUSE)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await world.orchestrator.aclose()
+    assert world.count("pdproxy_releases_total", outcome="failed") == 1
+    assert world.orchestrator.errands == 0
