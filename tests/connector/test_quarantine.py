@@ -1,5 +1,6 @@
 """Blocks under a live read stay out of the pool until every rank's read has ended."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from connector.quarantine import Quarantine
@@ -14,11 +15,11 @@ class Block:
 class Pool:
     """Counts references as vLLM's does."""
 
-    def touch(self, blocks: list[Block]) -> None:
+    def touch(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
             block.references += 1
 
-    def free_blocks(self, ordered_blocks: list[Block]) -> None:
+    def free_blocks(self, ordered_blocks: Sequence[Block]) -> None:
         for block in ordered_blocks:
             block.references -= 1
 
