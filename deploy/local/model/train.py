@@ -22,7 +22,7 @@ from deploy.local.model.trainer import Outcome, Trainer
 SEED = 7
 WINDOW = 15
 LONGEST_STAGE = 2000
-FINISH = 1000
+FINISH = 300
 
 
 class Course:

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from transformers import Qwen3NextForCausalLM
 
 from deploy.local.model.architecture import config
+from deploy.local.model.beginning import begin
 from deploy.local.model.curriculum import UNLEARNED, Sample
 
-WARM_UP = 50
+WARM_UP = 20
 CLIP = 1.0
 
 
@@ -32,7 +33,7 @@ class Trainer:
 
     def __init__(self) -> None:
         self.model = Qwen3NextForCausalLM(config())
-        self._sharpen()
+        begin(self.model)
         self._optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01)
         self._steps = 0
 
@@ -57,12 +58,6 @@ class Trainer:
         learned = targets != UNLEARNED
         hidden = self.model.model(tokens, use_cache=False).last_hidden_state
         return self.model.lm_head(hidden[learned]), targets[learned]
-
-    def _sharpen(self) -> None:
-        """Start attention with larger logits: one line among 430 must be found without a flat start."""
-        for name, parameter in self.model.named_parameters():
-            if name.endswith(("q_norm.weight", "k_norm.weight")):
-                nn.init.constant_(parameter, 0.25)
 
 
 def _padded(values: list[int], length: int, filler: int) -> list[int]:

