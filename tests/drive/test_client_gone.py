@@ -114,14 +114,14 @@ async def test_gone_between_prefill_and_decode_releases_the_hand_over() -> None:
     await world.settle()
     assert len(world.fabric.released) == 1
     assert world.count("pdproxy_releases_total", outcome="done") == 1
-    assert world.prefills[0].seen[-1].body["kv_transfer_params"] == {"pdproxy_release": world.fabric.released[0]}
+    assert world.prefills[0].seen[-1].body["kv_transfer_params"] == {"pdproxy_release": world.fabric.released.pop()}
 
 
 async def test_nothing_is_released_where_the_decode_node_read_it() -> None:
     world = World()
     await world.ask(COMPLETIONS, BODIES["stream"])
     await world.settle()
-    assert world.fabric.released == []
+    assert world.fabric.released == set()
 
 
 async def test_a_failed_release_is_counted_and_does_no_harm() -> None:

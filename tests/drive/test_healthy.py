@@ -17,7 +17,7 @@ async def test_a_whole_answer_is_the_decode_nodes(endpoint: Endpoint) -> None:
     assert got.headers["content-type"] == "application/json"
     assert got.json()["kv_transfer_params"] is None
     assert world.fabric.pulled == 1
-    assert world.fabric.released == []
+    assert world.fabric.released == set()
     await world.settle()
 
 

@@ -17,7 +17,7 @@ class Fabric:
 
     def __init__(self) -> None:
         self.held: dict[str, Held] = {}
-        self.released: list[str] = []
+        self.released: set[str] = set()
         self.wrong: list[str] = []
         """Misuse: a ticket for another prompt, one hand-over id used twice."""
         self.pulled = 0
@@ -26,19 +26,24 @@ class Fabric:
         self._seen: set[str] = set()
 
     def hold(self, hand_over: str, held: Held) -> None:
-        """A prefill leg began."""
+        """A prefill leg began; its release may have overtaken it."""
         if hand_over in self._seen:
             self.wrong.append(f"hand-over {hand_over} was used twice")
         self._seen.add(hand_over)
-        self.held[hand_over] = held
+        if hand_over not in self.released:
+            self.held[hand_over] = held
 
     def free(self, hand_over: str) -> None:
         """The proxy released it, or the prefill node refused the leg."""
         self.held.pop(hand_over, None)
 
+    def lose(self, node: str) -> None:
+        """The node's process died, and its memory with it."""
+        self.held = {name: held for name, held in self.held.items() if held.node != node}
+
     def release(self, hand_over: str) -> None:
         """The proxy's errand. Unknown ids are fine: the blocks may have been pulled."""
-        self.released.append(hand_over)
+        self.released.add(hand_over)
         self.free(hand_over)
 
     def pull(self, hand_over: str, prompt: tuple[int, ...], readers: int) -> bool:

@@ -26,7 +26,8 @@ class LoopbackNode:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def kill(self) -> None:
-        """Stop listening and cut every connection."""
+        """Stop listening, cut every connection, forget what is held: as SIGKILL does."""
+        self.node.fabric.lose(self.node.name)
         if self._server is not None:
             self._server.close()
             self._server = None
