@@ -11,7 +11,7 @@ from connector.lease import Verdict
 from connector.metadata import ReadEnd, ReadOutcome
 from connector.open_batches import Judged
 from connector.question import Question
-from connector.read_sizes import GroupSize, ReadSize, read_size
+from connector.read_sizes import ReadSize
 
 HERE = ("10.0.0.1", 5600)
 ASKED = Question("P", "remote", "nonce-1")
@@ -104,9 +104,3 @@ def test_questions_of_one_peer_go_together() -> None:
         HERE: ["n-a", "n-b"],
         ("10.0.0.2", 5600): ["n-c"],
     }
-
-
-def test_the_size_of_a_read_is_what_both_sides_have() -> None:
-    groups = [GroupSize(True, 256, 7), GroupSize(False, 256, 100)]
-    assert read_size(groups, [[3], [1, 2]], [[9], [4, 5, 6, 7]], hit_tokens=600) == ReadSize(200, 7, 200)
-    assert read_size(groups, [], [[9], [4]], hit_tokens=0) == ReadSize(0, 0, 0)
