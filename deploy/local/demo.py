@@ -11,6 +11,7 @@ import httpx
 
 from deploy.local.ask import Answer, AnswerError, ask, curl_line
 from deploy.local.hits import await_change, describe, read
+from deploy.local.joined import NodeRefusedError
 from deploy.local.model.exam import Exam, exam
 from deploy.local.places import MODEL
 from deploy.local.ports import PortTakenError
@@ -109,7 +110,15 @@ def main(arguments: Sequence[str]) -> int:
         print("\nStopped; nothing is left running.", flush=True)
         wanted = stopped.number == signal.SIGINT and asked.afterwards is Afterwards.STAY
         return 0 if wanted else 128 + stopped.number
-    except (DemoError, AnswerError, PortTakenError, PartEndedError, NotReadyError, httpx.HTTPError) as error:
+    except (
+        DemoError,
+        AnswerError,
+        PortTakenError,
+        PartEndedError,
+        NotReadyError,
+        NodeRefusedError,
+        httpx.HTTPError,
+    ) as error:
         print(f"\nerror: {error}", file=sys.stderr, flush=True)
         return 1
     return 0

@@ -17,7 +17,7 @@ Counts = Tally[tuple[str, ...]]
 """How many, by series and label values: ("pdproxy_connector_blocks_total", "attention", "hit")."""
 
 PATIENCE_S = 10.0
-POLL_S = 0.1
+POLL_S = 0.25
 
 
 def parse(exposition: str) -> Counts:
@@ -37,13 +37,16 @@ def read(client: httpx.Client, url: str) -> Counts:
 
 
 def await_change(before: Counts, look: Callable[[], Counts], patience: float = PATIENCE_S) -> Counts:
-    """Return what was added since `before`; a node tells of a request a moment after it answered.
+    """Return what was added since `before`, once two looks agree; a node tells a moment after it answered.
 
     Empty when nothing was added within `patience` seconds.
     """
     deadline = time.monotonic() + patience
-    while not (added := look() - before) and time.monotonic() < deadline:
+    seen: Counts = Tally()
+    added = look() - before
+    while (not added or added != seen) and time.monotonic() < deadline:
         time.sleep(POLL_S)
+        seen, added = added, look() - before
     return added
 
 

@@ -1,5 +1,6 @@
 """Wait until servers answer, and say meanwhile how it goes."""
 
+import http.client
 import time
 import urllib.error
 import urllib.request
@@ -18,14 +19,20 @@ class NotReadyError(Exception):
     """Something did not come up in time."""
 
 
-def answers(url: str) -> bool:
-    """Whether a GET of `url` gives 200. Goes straight there, whatever proxy the environment names."""
+def fetch(url: str) -> bytes | None:
+    """Return the body of a GET that gave 200, else None. Goes straight there, whatever proxy the environment names."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=PROBE_TIMEOUT_S) as response:
-            return bool(response.status == HTTPStatus.OK)
-    except (urllib.error.URLError, TimeoutError, ConnectionError):
-        return False
+            body: bytes = response.read()
+            return body if response.status == HTTPStatus.OK else None
+    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError):
+        return None
+
+
+def answers(url: str) -> bool:
+    """Whether a GET of `url` gives 200."""
+    return fetch(url) is not None
 
 
 class Clock:

@@ -3,26 +3,42 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
+from deploy.local.joined import all_joined
 from deploy.local.node import Node, NodeSpec, Role, on_free_ports, start_node
 from deploy.local.places import ROOT, RUNS
 from deploy.local.ports import HOST, free_ports, require_free
-from deploy.local.readiness import Say, await_ready
+from deploy.local.readiness import Probe, Say, answers, await_ready
 from deploy.local.supervise import Part, Supervisor, inherited
 
 NODES_UP_WITHIN_S = 300.0
 PROXY_UP_WITHIN_S = 60.0
 
 
+class Until(Enum):
+    """How long to wait for a proxy; the value is what is asked for at its operators' port."""
+
+    JOINED = "/nodes"
+    """Every node serves."""
+    READY = "/ready"
+    """Requests are served, by some of the nodes."""
+    ALIVE = "/health"
+
+
+PROBES: Mapping[Until, Probe] = {Until.JOINED: all_joined, Until.READY: answers, Until.ALIVE: answers}
+
+
 @dataclass(frozen=True)
 class ProxySpec:
-    """How to start the proxy: its ports (0: any), and more arguments for `pdproxy serve`."""
+    """How to start the proxy: its ports (0: any), more arguments for `pdproxy serve`, and when it counts as started."""
 
     port: int = 0
     admin_port: int = 0
     more_arguments: tuple[str, ...] = ()
     more_environment: Mapping[str, str] = field(default_factory=dict)
+    until: Until = Until.JOINED
 
 
 @dataclass(frozen=True)
@@ -84,15 +100,20 @@ def await_nodes(supervisor: Supervisor, nodes: Sequence[Node], say: Say) -> None
 
 
 def start_proxy(supervisor: Supervisor, spec: ProxySpec, nodes: Sequence[Node], say: Say) -> Proxy:
-    """Start the proxy and wait until it is ready to serve. Raises as `start_nodes` does."""
+    """Start the proxy and wait for it. Raises as `start_nodes` does, and NodeRefusedError."""
     port, admin_port = (given or free for given, free in zip((spec.port, spec.admin_port), free_ports(2), strict=True))
     for number, purpose in ((port, "clients' HTTP of the proxy"), (admin_port, "operators' HTTP of the proxy")):
         require_free(number, purpose, "choose another one, or end whatever listens there")
     environment = {**inherited(), "PYTHONUNBUFFERED": "1", **spec.more_environment}
     command = proxy_command(port, admin_port, nodes, spec.more_arguments)
     proxy = Proxy(port, admin_port, supervisor.start("proxy", command, environment, ROOT))
-    urls = {"proxy": f"{proxy.url}/ready"}
-    await_ready(urls, within=PROXY_UP_WITHIN_S, still_alive=supervisor.require_all_alive, say=say)
+    await_ready(
+        {"proxy": proxy.admin_url + spec.until.value},
+        within=PROXY_UP_WITHIN_S,
+        still_alive=supervisor.require_all_alive,
+        say=say,
+        probe=PROBES[spec.until],
+    )
     return proxy
 
 

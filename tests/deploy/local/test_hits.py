@@ -42,9 +42,9 @@ def test_nothing_counted_is_nothing_to_tell() -> None:
     assert describe(Tally()) == []
 
 
-def test_waits_for_a_node_that_tells_a_moment_later() -> None:
+def test_waits_for_a_node_that_tells_a_moment_later_and_not_all_at_once() -> None:
     before: Counts = Tally({(TOKENS, "hit"): 5})
-    looks: Iterator[Counts] = iter([before, before, Tally({(TOKENS, "hit"): 12})])
+    looks: Iterator[Counts] = iter([before, before, Tally({(TOKENS, "hit"): 9}), *[Tally({(TOKENS, "hit"): 12})] * 2])
     assert await_change(before, lambda: next(looks)) == {(TOKENS, "hit"): 7}
 
 
