@@ -1,7 +1,6 @@
 """Reading a node's counters."""
 
 from collections import Counter as Tally
-from collections.abc import Iterator
 
 from deploy.local.hits import Counts, await_change, describe, parse
 
@@ -24,6 +23,10 @@ vllm:other_total{engine="0"} 7.0
 TOKENS = "pdproxy_connector_prompt_tokens_total"
 
 
+def counted(hit: int) -> Counts:
+    return Tally({(TOKENS, "hit"): hit})
+
+
 def test_engines_are_added_up_and_other_series_left_alone() -> None:
     counts = parse(EXPOSITION)
     assert counts[TOKENS, "hit"] == 768
@@ -43,11 +46,11 @@ def test_nothing_counted_is_nothing_to_tell() -> None:
 
 
 def test_waits_for_a_node_that_tells_a_moment_later_and_not_all_at_once() -> None:
-    before: Counts = Tally({(TOKENS, "hit"): 5})
-    looks: Iterator[Counts] = iter([before, before, Tally({(TOKENS, "hit"): 9}), *[Tally({(TOKENS, "hit"): 12})] * 2])
+    before, some, all_of_it = counted(5), counted(9), counted(12)
+    looks = iter([before, before, some, all_of_it, all_of_it])
     assert await_change(before, lambda: next(looks)) == {(TOKENS, "hit"): 7}
 
 
 def test_gives_up_when_nothing_comes() -> None:
-    before: Counts = Tally({(TOKENS, "hit"): 5})
+    before = counted(5)
     assert not await_change(before, lambda: before, patience=0.0)
