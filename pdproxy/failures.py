@@ -126,12 +126,10 @@ TABLE: Mapping[tuple[Leg, Moment, Fault], Row] = {
     (Leg.DECODE, Moment.OPENING, Fault.INVALID_BODY): Row(_DECODE, "stall"),
     (Leg.DECODE, Moment.OPENING, Fault.NO_TICKET): Row(_DECODE, "stall"),
     (Leg.DECODE, Moment.OPENING, Fault.ERROR_EVENT): Row(_DECODE, "stall"),
-    (Leg.DECODE, Moment.STREAMING, Fault.RESET): Row(_STREAM, "stall"),
-    (Leg.DECODE, Moment.STREAMING, Fault.STALL): Row(_STREAM, "stall"),
-    (Leg.DECODE, Moment.STREAMING, Fault.INVALID_BODY): Row(_STREAM, "stall"),
-    (Leg.DECODE, Moment.STREAMING, Fault.ERROR_EVENT): Row(_STREAM, "stall"),
+    **{(Leg.DECODE, Moment.STREAMING, fault): Row(_STREAM, "stall") for fault in Fault},
 }
-"""Every leg, moment and fault that can meet. A leg that streams has its head behind it: no REFUSED, no status."""
+"""Every leg, moment and fault; a prefill leg never streams. A leg that streams has its head behind it: what a head can
+say comes up there only through a confused node, and is treated like any break."""
 
 BLAMED = frozenset({Fault.REFUSED, Fault.RESET, Fault.HEADERS_TIMEOUT, Fault.STALL, Fault.INVALID_BODY})
 """What counts against a node at once."""

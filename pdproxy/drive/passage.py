@@ -217,7 +217,7 @@ class Passage:
         """Count a fault; one that our own deadline made is not the node's."""
         job = self._job
         self._means.metrics.leg_failed(leg, fault.fault)
-        _log.warning("request %s: %s leg on %s failed: %s", job.name, leg, name, fault)
+        _log.warning("request %s: %s leg on %s: %s: %s", job.name, leg, name, fault.fault, fault.detail)
         if self._means.clock.now() < job.request.deadline:
             self._conduct.failed(leg, name, fault.fault)
 

@@ -1,0 +1,115 @@
+"""A mixed load while nodes are killed at random: every answer is judged, and in the end nothing may be left."""
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import random
+from collections import Counter
+
+from pdproxy.drive.passage import Passage
+from pdproxy.drive.relay import Relay
+from pdproxy.drive.terms import Terms
+from pdproxy.errors import ClientError
+from pdproxy.fanout import Fan
+from tests.drive.town import Town, town
+from tests.fakes.faults import Ill, Trouble
+from tests.fakes.loopback import LoopbackNode
+from tests.soak.asking import PATIENT, Asking, asking
+
+WORKERS = 16
+ILLS = (Ill.RESET, Ill.STATUS, Ill.GARBAGE, Ill.NO_TICKET, Ill.ERROR_EVENT, Ill.SHORT, Ill.STALL, Ill.HANG)
+TERMS = Terms(connect=5.0, prefill_headers=1.0, decode_headers=1.0, stall=1.0, release=5.0)
+"""Short deadlines: a slow machine may pass them, which costs a retry and nothing else."""
+
+
+@dataclasses.dataclass(slots=True)
+class Tally:
+    """What came of the requests: complete, broken (cleanly), refused (cleanly), left."""
+
+    ended: Counter[str] = dataclasses.field(default_factory=Counter)
+    kills: int = 0
+
+
+async def soak(seconds: float, seed: int) -> Tally:
+    """Run for ``seconds``; everything is checked."""
+    tally = Tally()
+    async with town(prefills=3, decodes=3, terms=TERMS) as place:
+        until = asyncio.get_running_loop().time() + seconds
+        killer = asyncio.create_task(_kill(place, random.Random(seed), tally))
+        async with asyncio.TaskGroup() as workers:
+            for number in range(WORKERS):
+                workers.create_task(_work(place, random.Random(seed + 1 + number), until, tally, f"w{number}"))
+        killer.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await killer
+        await place.close()
+    _check_nothing_left()
+    return tally
+
+
+async def _work(place: Town, dice: random.Random, until: float, tally: Tally, name: str) -> None:
+    loop, number = asyncio.get_running_loop(), 0
+    while loop.time() < until:
+        number += 1
+        async with asyncio.timeout(PATIENT):
+            tally.ended[await _ask(place, asking(dice), f"{name}-{number}")] += 1
+        await asyncio.sleep(0)
+
+
+async def _ask(place: Town, asked: Asking, name: str) -> str:
+    request = asked.request(name, asyncio.get_running_loop().time())
+    try:
+        reply = await place.orchestrator.answer(request)
+    except ClientError as error:
+        return _refused(error.status)
+    if isinstance(reply.body, bytes):
+        return _judged(asked, reply.body) if reply.status == 200 else _refused(reply.status)
+    pieces: list[bytes] = []
+    try:
+        async for piece in reply.body:
+            pieces.append(piece)
+            if asked.leaves is not None and len(pieces) > asked.leaves:
+                return "left"
+    finally:
+        await reply.body.aclose()
+    return _judged(asked, b"".join(pieces))
+
+
+def _judged(asked: Asking, body: bytes) -> str:
+    return "complete" if asked.judge(body) else "broken"
+
+
+def _refused(status: int) -> str:
+    assert status in (429, 500, 502, 503, 504), status
+    return "refused"
+
+
+async def _kill(place: Town, dice: random.Random, tally: Tally) -> None:
+    """One node after the other is killed and restarted, or falls ill once."""
+    while True:
+        await asyncio.sleep(dice.uniform(0.02, 0.2))
+        node = dice.choice(place.nodes)
+        if dice.random() < 0.5:
+            node.node.trouble = Trouble(
+                dice.choice(ILLS), at=dice.randint(-1, 6), status=dice.choice((429, 500, 503)), times=1
+            )
+        else:
+            tally.kills += 1
+            await _restart(node, dice.uniform(0.01, 0.3))
+
+
+async def _restart(node: LoopbackNode, pause: float) -> None:
+    await node.kill()
+    try:
+        await asyncio.sleep(pause)
+    finally:
+        await node.start()
+
+
+def _check_nothing_left() -> None:
+    """No task but this one, and none of the objects that a request is made of."""
+    assert len(asyncio.all_tasks()) == 1
+    gc.collect()
+    left = Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, Passage | Relay | Fan))
+    assert left == Counter()

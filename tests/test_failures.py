@@ -1,0 +1,65 @@
+"""The failure table: complete, ended by a final step, and what the documentation says."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from pdproxy.errors import Fault
+from pdproxy.failures import BLAMED, DOUBTED, FINAL, TABLE, Chances, Moment, Step, decide, document, last_resort
+from pdproxy.nodes.circuit import NODE_FAULTS
+from pdproxy.observe.labels import Leg
+from pdproxy.settings.choices import OnPrefillFailure
+
+NOTHING = Chances(OnPrefillFailure.FAIL, retries=0, ticket_works=False, migrations=0, continuable=False)
+
+
+def test_every_fault_has_its_row() -> None:
+    opening = itertools.product((Leg.PREFILL, Leg.DECODE), (Moment.OPENING,), Fault)
+    streaming = itertools.product((Leg.DECODE,), (Moment.STREAMING,), Fault)
+    assert set(TABLE) == {*opening, *streaming}
+
+
+def test_only_the_last_step_of_a_row_is_final() -> None:
+    for row in TABLE.values():
+        assert [step in FINAL for step in row.steps] == [False] * (len(row.steps) - 1) + [True]
+
+
+@pytest.mark.parametrize("key", TABLE, ids=str)
+def test_without_any_chance_the_last_step_is_left(key: tuple[Leg, Moment, Fault]) -> None:
+    assert decide(*key, NOTHING) is last_resort(*key)
+
+
+@pytest.mark.parametrize(
+    ("leg", "fault", "chances", "step"),
+    [
+        (Leg.PREFILL, Fault.RESET, Chances(OnPrefillFailure.RETRY, 1, False, 0, False), Step.OTHER_PREFILL),
+        (Leg.PREFILL, Fault.RESET, Chances(OnPrefillFailure.RETRY, 0, False, 0, False), Step.LOCAL),
+        (Leg.PREFILL, Fault.RESET, Chances(OnPrefillFailure.LOCAL, 1, False, 0, False), Step.LOCAL),
+        (Leg.PREFILL, Fault.RESET, Chances(OnPrefillFailure.FAIL, 1, False, 0, False), Step.OTHER_PREFILL),
+        (Leg.PREFILL, Fault.RESET, Chances(OnPrefillFailure.FAIL, 0, False, 0, False), Step.FAIL),
+        (Leg.PREFILL, Fault.CLIENT_ERROR, Chances(OnPrefillFailure.RETRY, 2, False, 3, True), Step.ANSWER),
+        (Leg.DECODE, Fault.RESET, Chances(OnPrefillFailure.RETRY, 1, True, 0, False), Step.SAME_TICKET),
+        (Leg.DECODE, Fault.RESET, Chances(OnPrefillFailure.RETRY, 1, False, 0, False), Step.PREFILL_AGAIN),
+        (Leg.DECODE, Fault.BUSY, Chances(OnPrefillFailure.RETRY, 0, True, 0, False), Step.ANSWER),
+    ],
+)
+def test_the_first_step_that_is_possible_is_taken(leg: Leg, fault: Fault, chances: Chances, step: Step) -> None:
+    assert decide(leg, Moment.OPENING, fault, chances) is step
+
+
+@pytest.mark.parametrize(("moves", "continuable"), [(0, True), (1, False)])
+def test_a_stream_moves_only_while_it_may_and_can(moves: int, continuable: bool) -> None:
+    chances = Chances(OnPrefillFailure.RETRY, 0, False, moves, continuable)
+    assert decide(Leg.DECODE, Moment.STREAMING, Fault.RESET, chances) is Step.ERROR_EVENT
+    able = Chances(OnPrefillFailure.RETRY, 0, False, 1, continuable=True)
+    assert decide(Leg.DECODE, Moment.STREAMING, Fault.RESET, able) is Step.MIGRATE
+
+
+def test_what_counts_is_what_the_circuit_counts() -> None:
+    assert (BLAMED | DOUBTED) - {Fault.ERROR_EVENT} == NODE_FAULTS
+
+
+def test_the_documentation_is_the_table() -> None:
+    page = Path(__file__).parents[1] / "docs" / "failures.md"
+    assert page.read_text() == document(), "run: python -m pdproxy.failures > docs/failures.md"
