@@ -1,0 +1,158 @@
+"""A small Kubernetes API server: EndpointSlices, listed and watched over real HTTP on 127.0.0.1."""
+
+import asyncio
+import contextlib
+import json
+import urllib.parse
+from collections.abc import Mapping
+from typing import Any
+
+GONE = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
+
+
+def a_slice(name: str, *hosts: str, version: int = 0, port: int = 8000, **conditions: bool) -> dict[str, Any]:
+    """A slice with these endpoints, all in the same condition."""
+    endpoints = [{"addresses": [host], "conditions": conditions or {"ready": True}} for host in hosts]
+    metadata = {"name": name, "namespace": "ai", "resourceVersion": str(version)}
+    return {"metadata": metadata, "ports": [{"name": "http", "port": port}], "endpoints": endpoints}
+
+
+class ApiServer:
+    """What tests change is told to every watch; history is kept until it is compacted."""
+
+    def __init__(self) -> None:
+        self.slices: dict[str, dict[str, Any]] = {}
+        self.version = 100
+        self.oldest = 100
+        self.asked: list[Mapping[str, str]] = []
+        """The query of every request, and its authorization."""
+        self.refusals: list[int] = []
+        """Statuses to answer the next requests with."""
+        self._history: list[tuple[int, bytes]] = []
+        self._changed = asyncio.Condition()
+        self._connections: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self._ending = asyncio.Event()
+
+    async def __aenter__(self) -> "ApiServer":
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        await self.cut()
+
+    @property
+    def url(self) -> str:
+        assert self._server is not None
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def lists(self) -> int:
+        return sum("watch" not in query for query in self.asked)
+
+    async def put(self, name: str, *hosts: str, **conditions: bool) -> None:
+        """A slice is made or changed."""
+        self.version += 1
+        sort = "MODIFIED" if name in self.slices else "ADDED"
+        self.slices[name] = a_slice(name, *hosts, version=self.version, **conditions)
+        await self.tell(sort, self.slices[name])
+
+    async def delete(self, name: str) -> None:
+        """A slice is deleted."""
+        self.version += 1
+        gone = self.slices.pop(name)
+        gone["metadata"]["resourceVersion"] = str(self.version)
+        await self.tell("DELETED", gone)
+
+    async def tell(self, sort: str, item: Mapping[str, Any]) -> None:
+        """Send an event as it is; it belongs to the present version."""
+        await self.send(json.dumps({"type": sort, "object": item}).encode() + b"\n")
+
+    async def send(self, line: bytes) -> None:
+        """Send bytes to every watch, now and (from its version on) later."""
+        async with self._changed:
+            self._history.append((self.version, line))
+            self._changed.notify_all()
+
+    async def end_watches(self) -> None:
+        """End every watch as a server does whose time is over."""
+        async with self._changed:
+            self._ending.set()
+            self._changed.notify_all()
+        await self._closed()
+        self._ending.clear()
+
+    async def cut(self) -> None:
+        """Cut every connection."""
+        for task in tuple(self._connections):
+            task.cancel()
+        await self._closed()
+
+    def compact(self) -> None:
+        """Forget how it came to this."""
+        self.version += 1
+        self.oldest = self.version
+        self._history.clear()
+
+    async def _closed(self) -> None:
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One request a connection."""
+        try:
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                await self._answer(self._read(head), writer)
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+        finally:
+            writer.transport.abort()
+
+    def _read(self, head: str) -> Mapping[str, str]:
+        first, *lines = head.split("\r\n")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        target = urllib.parse.urlsplit(first.split(" ")[1])
+        query = dict(urllib.parse.parse_qsl(target.query)) | {"path": target.path}
+        query |= {"authorization": headers.get("authorization", "")}
+        self.asked.append(query)
+        return query
+
+    async def _answer(self, query: Mapping[str, str], writer: asyncio.StreamWriter) -> None:
+        if self.refusals:
+            _whole(writer, self.refusals.pop(0), {"message": "not now"})
+        elif "watch" not in query:
+            listed = {"metadata": {"resourceVersion": str(self.version)}, "items": list(self.slices.values())}
+            _whole(writer, 200, listed)
+        elif int(query["resourceVersion"]) < self.oldest:
+            _whole(writer, 410, GONE)
+        else:
+            await self._watch(int(query["resourceVersion"]), writer)
+
+    async def _watch(self, since: int, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n")
+        await writer.drain()
+        told = sum(version <= since for version, _ in self._history)
+        while not self._ending.is_set():
+            for _, line in self._history[told:]:
+                # Half a line at a time: events do not come in one piece.
+                for piece in (line[: len(line) // 2], line[len(line) // 2 :]):
+                    writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+                    await writer.drain()
+                told += 1
+            async with self._changed:
+                while len(self._history) <= told and not self._ending.is_set():
+                    await self._changed.wait()
+        writer.write(b"0\r\n\r\n")
+
+
+def _whole(writer: asyncio.StreamWriter, status: int, body: Mapping[str, Any]) -> None:
+    raw = json.dumps(body).encode()
+    head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    writer.write(f"{head}content-length: {len(raw)}\r\n\r\n".encode() + raw)
