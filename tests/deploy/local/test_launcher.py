@@ -108,7 +108,8 @@ def test_the_demonstration_answers_tells_how_and_ends_with_nothing_left(
     assert process.returncode == 0, output
     for turn in (1, 2):
         assert f"answer: {exam(SEED, TOKENS).at_turn(turn).answer.strip()}" in output
-    assert "server-timing: " in output
+    assert output.count("x-pdproxy-route: disaggregated") == 2
+    assert output.count("server-timing: ") == 2
     assert "first token after" in output
     assert "curl -N http://127.0.0.1:" in output
     first, second = output.split("Turn 2")
