@@ -72,6 +72,11 @@ class NixlConnector(NixlPullConnector):
 
             self.connector_worker = WorkerSide(vllm_config, self.engine_id, kv_cache_config, config)
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 - vLLM names the argument
+        """No (vLLM 0.33 asks): tickets would outlive the memory that they name."""
+        return False
+
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         """vLLM's block pool, once it exists; scheduler's process only."""
         if self.connector_scheduler is not None:

@@ -92,6 +92,7 @@ class Ticket:
 
     def params(self) -> dict[str, Any]:
         """The clean `kv_transfer_params` that vLLM's own decode side may see: nothing else gets through."""
+        registered = {} if self.registration is None else {"remote_registration_generation": self.registration}
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -102,7 +103,7 @@ class Ticket:
             "remote_block_ids": [list(ids) for ids in self.block_ids],
             "remote_num_tokens": self.num_tokens,
             "remote_blocks_expiry_time": None,
-            "remote_registration_generation": self.registration,
+            **registered,
             "tp_size": self.tp_size,
             "dcp_size": self.dcp_size,
             "pp_size": self.pp_size,

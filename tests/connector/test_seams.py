@@ -1,0 +1,129 @@
+"""What we touch of vLLM is there in every version that we support."""
+
+from pathlib import Path
+
+import pytest
+
+from connector.seams.__main__ import FOLDER, installed_shape, main
+from connector.seams.check import Seams, broken, fits, seams, wanted
+from connector.seams.ours import Touch, Touches, touches
+from connector.seams.theirs import Library, Shape
+
+CONTRACTS = Path(__file__).parent / "contracts"
+FOUND = touches(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def installed() -> Shape:
+    return installed_shape()
+
+
+@pytest.fixture(scope="module")
+def known(installed: Shape) -> Seams:
+    return seams(FOUND, installed)
+
+
+def test_the_installed_version_is_the_one_we_were_built_on(installed: Shape) -> None:
+    assert installed.version == "0.32.0"
+
+
+def test_the_installed_version_has_every_seam(known: Seams, installed: Shape) -> None:
+    assert list(broken(known, installed)) == []
+
+
+@pytest.mark.parametrize("path", sorted(CONTRACTS.glob("*.json")), ids=lambda path: path.stem)
+def test_another_version_has_every_seam(known: Seams, path: Path) -> None:
+    """To renew a contract: `python -m connector.seams --wheel WHEEL --describe` (see there)."""
+    shape = Shape.load(path.read_text(encoding="utf-8"))
+    assert shape.version == path.stem
+    assert wanted(FOUND) <= shape.names
+    assert list(broken(known, shape)) == []
+
+
+def test_the_seams_are_few(known: Seams) -> None:
+    """A ceiling, so that one more is a decision."""
+    assert len(known.overrides) <= 35
+    assert len(known) <= 150
+
+
+def test_the_list_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert "NixlPullConnectorScheduler.on_new_request(self, request)" in printed
+
+
+BASE = """
+from .deep import Config
+class Base:
+    config: Config
+    def __init__(self, one): self.kept = one
+    def hook(self, request): ...
+    @property
+    def name(self) -> str: ...
+class Sub(Base):
+    def other(self): ...
+"""
+DEEP = "class Config:\n    size: int = 1\n"
+
+
+def shape_of(base: str = BASE, deep: str = DEEP) -> Shape:
+    sources = {"vllm": "", "vllm.base": base, "vllm.deep": deep}
+    return Library(sources.get).shape("9.9", frozenset({"vllm.base:Sub"}))
+
+
+def ours(tmp_path: Path, text: str) -> Touches:
+    (tmp_path / "mine.py").write_text("from vllm.base import Sub\n" + text, encoding="utf-8")
+    return touches(tmp_path)
+
+
+MINE = """
+class Mine(Sub):
+    def __init__(self, one, more): super().__init__(one)
+    def hook(self, request): return self.kept, self.config.size
+    def added(self): return self.hook
+def use(sub: "Sub | None", sure: Sub): return sub.name, sure.config.size
+"""
+
+
+def test_a_seam_is_what_vllm_has_too(tmp_path: Path) -> None:
+    known = seams(ours(tmp_path, MINE), shape_of())
+    assert [touch.chain for touch in known.overrides] == [("__init__",), ("hook",)]
+    assert {touch.chain for touch in known.uses} == {("__init__",), ("kept",), ("config",), ("hook",)}
+    assert {touch.chain for touch in known.reads} == {("name",), ("config", "size")}
+    assert list(broken(known, shape_of())) == []
+
+
+@pytest.mark.parametrize(
+    ("base", "deep", "names"),
+    [
+        (BASE.replace("def hook(self, request)", "def hook(self, request, more)"), DEEP, "calls"),
+        (BASE.replace("def hook", "def renamed"), DEEP, "never calls"),
+        (BASE.replace("self.kept", "self.lost"), DEEP, "kept"),
+        (BASE.replace("def name", "def label"), DEEP, "name"),
+        (BASE, DEEP.replace("size", "length"), "config.size"),
+    ],
+)
+def test_a_change_in_vllm_is_found(tmp_path: Path, base: str, deep: str, names: str) -> None:
+    known = seams(ours(tmp_path, MINE), shape_of())
+    faults = list(broken(known, shape_of(base, deep)))
+    assert faults
+    assert all("9.9" in fault for fault in faults)
+    assert any(names in fault for fault in faults)
+
+
+def test_a_shape_survives_as_json() -> None:
+    assert Shape.load(shape_of().dump()) == shape_of()
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "fitting"),
+    [
+        (("self", "a"), ("self", "b"), True),
+        (("self", "a"), ("self",), False),
+        (("self",), ("self", "a"), False),
+        (("self", "a", "*args", "**kwargs"), ("self", "a", "b", "c"), True),
+        (("self", "z", "*args"), ("self", "a", "b"), False),
+    ],
+)
+def test_what_vllm_passes_must_fit(mine: tuple[str, ...], theirs: tuple[str, ...], fitting: bool) -> None:
+    assert fits(Touch("vllm.base:Sub", ("hook",), mine), theirs) is fitting
