@@ -1,0 +1,55 @@
+{{/* What a schema cannot say: values that do not go together. */}}
+{{- define "pdproxy.checks" -}}
+{{- $v := .Values -}}
+{{- range $role := list "prefill" "decode" -}}
+  {{- $r := get $v $role -}}
+  {{- $all := mul (int $r.gpus.count) (int $r.hosts) -}}
+  {{- if and (gt (int $r.gpus.count) 0) (ne (int $all) (int $r.tensorParallel)) -}}
+    {{- fail (printf "%s.tensorParallel is %d, but a %s node has %d GPUs (gpus.count %d on each of %d hosts): make them equal. For more engines use replicas." $role (int $r.tensorParallel) $role (int $all) (int $r.gpus.count) (int $r.hosts)) -}}
+  {{- end -}}
+  {{- if gt (int $r.autoscaling.minReplicas) (int $r.autoscaling.maxReplicas) -}}
+    {{- fail (printf "%s.autoscaling.minReplicas is above maxReplicas." $role) -}}
+  {{- end -}}
+  {{- if and (eq $r.autoscaling.kind "keda") (not $v.keda.prometheus) -}}
+    {{- fail (printf "%s.autoscaling.kind is keda: set keda.prometheus to the address of the Prometheus that scrapes the proxy." $role) -}}
+  {{- end -}}
+  {{- if and (gt (int $r.hosts) 1) (eq $v.model.storage.kind "claimPerPod") -}}
+    {{- fail (printf "model.storage.kind claimPerPod does not go with %s.hosts above 1: use claim, existingClaim or hostPath." $role) -}}
+  {{- end -}}
+{{- end -}}
+{{- if gt (int $v.proxy.autoscaling.minReplicas) (int $v.proxy.autoscaling.maxReplicas) -}}
+  {{- fail "proxy.autoscaling.minReplicas is above maxReplicas." -}}
+{{- end -}}
+{{- $ucx := $v.transfer.ucxPorts -}}
+{{- if ge (int $ucx.first) (int $ucx.last) -}}
+  {{- fail "transfer.ucxPorts.first must be below last: each worker of a node takes ports of its own." -}}
+{{- end -}}
+{{- range $name, $port := dict "transfer.sideChannelPort" $v.transfer.sideChannelPort "nodes.httpPort" $v.nodes.httpPort -}}
+  {{- if and (ge (int $port) (int $ucx.first)) (le (int $port) (int $ucx.last)) -}}
+    {{- fail (printf "%s (%d) lies within transfer.ucxPorts (%d to %d): move one of them." $name (int $port) (int $ucx.first) (int $ucx.last)) -}}
+  {{- end -}}
+{{- end -}}
+{{- if eq (int $v.transfer.sideChannelPort) (int $v.nodes.httpPort) -}}
+  {{- fail "transfer.sideChannelPort and nodes.httpPort are the same: each needs its own." -}}
+{{- end -}}
+{{- range $name := list "hostPath" "existingClaim" -}}
+  {{- if and (eq $v.model.storage.kind $name) (not (get $v.model.storage $name)) -}}
+    {{- fail (printf "model.storage.kind is %s: say which one in model.storage.%s." $name $name) -}}
+  {{- end -}}
+{{- end -}}
+{{- range $name := list "apiKeys" "tickets" -}}
+  {{- $secret := get $v $name -}}
+  {{- if and $secret.keys $secret.existingSecret -}}
+    {{- fail (printf "%s.keys and %s.existingSecret are both set: the secret would win silently, so keep one." $name $name) -}}
+  {{- end -}}
+{{- end -}}
+{{- if and $v.metrics.podMonitor.enabled $v.networkPolicy.enabled (not $v.networkPolicy.scrapers) -}}
+  {{- fail "metrics.podMonitor.enabled: the NetworkPolicy lets only the proxy speak HTTP to nodes; name Prometheus in networkPolicy.scrapers." -}}
+{{- end -}}
+{{- if and $v.ingress.enabled (not $v.ingress.host) -}}
+  {{- fail "ingress.enabled: set ingress.host to the name that clients use." -}}
+{{- end -}}
+{{- if and $v.httpRoute.enabled (not $v.httpRoute.parentRefs) -}}
+  {{- fail "httpRoute.enabled: name the Gateway in httpRoute.parentRefs." -}}
+{{- end -}}
+{{- end -}}

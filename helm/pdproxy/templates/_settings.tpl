@@ -1,0 +1,30 @@
+{{/* The proxy's settings file: what the operator says, and over it what the chart decides. */}}
+{{- define "pdproxy.settings" -}}
+{{- $v := .Values -}}
+{{- $listen := dict "host" $v.proxy.listenAddress "port" 8080 "admin_host" $v.proxy.listenAddress "admin_port" 8081 -}}
+{{- $upstream := dict "credential" (ternary "none" "pass" $v.apiKeys.enabled) -}}
+{{- if $v.access.enabled -}}
+  {{- $_ := set $listen "admin_token_file" "/etc/pdproxy/access/admin.token" -}}
+  {{- $upstream = dict "credential" "replace" "credential_file" "/etc/pdproxy/access/node.key" -}}
+{{- end -}}
+{{- $own := dict "listen" $listen "upstream" $upstream
+      "deadlines" (dict "drain" $v.proxy.drainSeconds "request" $v.proxy.requestSeconds) -}}
+{{- if $v.apiKeys.enabled -}}
+  {{- $_ := set $own "keys" (dict "file" "/etc/pdproxy/keys/api.keys") -}}
+{{- end -}}
+{{- $_ := set $own "nodes" (fromYamlArray (include "pdproxy.staticNodes" .)) -}}
+{{- toYaml (mergeOverwrite (deepCopy $v.proxy.settings) $own) -}}
+{{- end -}}
+
+{{/* Every node by its stable name. Where nodes are scaled, all that there may be: the proxy takes one in when it answers. */}}
+{{- define "pdproxy.staticNodes" -}}
+{{- $root := . -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $r := get $root.Values $role -}}
+{{- $count := ternary (int $r.replicas) (int $r.autoscaling.maxReplicas) (eq $r.autoscaling.kind "none") -}}
+{{- $name := include "pdproxy.workload" (dict "root" $root "component" $role) -}}
+{{- range $i := until $count }}
+- { role: {{ $role }}, url: "http://{{ $name }}-{{ $i }}.{{ $name }}.{{ $root.Release.Namespace }}.svc:{{ $root.Values.nodes.httpPort }}" }
+{{- end -}}
+{{- end -}}
+{{- end -}}
