@@ -20,6 +20,9 @@ from pdproxy.stream.errors import error_event
 from pdproxy.stream.transcript import NotContinuable, Transcript
 from pdproxy.transport.port import Incoming
 
+ALIVE_SECONDS = 0.5
+"""How often a stream's progress is told to active health."""
+
 
 class Relay:
     """The stream of one prompt; a `ReplyStream` once it is `open`. Whoever makes one must `aclose` it, on every exit.
@@ -42,6 +45,7 @@ class Relay:
         self._moves = means.terms.migrations
         self._ready = b""
         self._done = False
+        self._told_at = 0.0
         self.outcome: Outcome | None = None
         """How it ended, or would if it ended now; None until it is open."""
 
@@ -125,8 +129,15 @@ class Relay:
             return await self._broken(listener, from_client(fault))
         except (ClientError, NotContinuable) as error:
             return await self._fail(error)
-        self._passage.holdings.progress()
+        self._alive()
         return piece
+
+    def _alive(self) -> None:
+        """Tell active health now and then that the node is at work."""
+        now = self._means.clock.now()
+        if now >= self._told_at + ALIVE_SECONDS:
+            self._told_at = now
+            self._passage.holdings.progress()
 
     async def _broken(self, listener: Listener, fault: NodeFault) -> bytes:
         """The node failed in the middle of its answer."""

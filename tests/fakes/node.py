@@ -138,7 +138,7 @@ def _cut_off(script: Script, trouble: Trouble, path: str) -> Script:
         case Ill.GARBAGE:
             return dataclasses.replace(script, pieces=(*kept, b"data: {not json\n\n"))
         case Ill.ERROR_EVENT:
-            return dataclasses.replace(script, pieces=(*kept, *error_events(path, "engine died")))
+            return dataclasses.replace(script, pieces=(*kept, *error_events(path, trouble.status, "engine died")))
         case Ill.SHORT:
             return dataclasses.replace(script, pieces=kept)
         case _:

@@ -73,11 +73,11 @@ def error(status: int, message: str) -> bytes:
     return json.dumps({"error": {"message": message, "type": "FakeError", "param": None, "code": status}}).encode()
 
 
-def error_events(path: str, message: str) -> tuple[bytes, ...]:
+def error_events(path: str, status: int, message: str) -> tuple[bytes, ...]:
     """How a node ends a stream that failed."""
     if path in ("/v1/messages", "/v1/responses"):
-        return (b"event: error\ndata: " + error(500, message) + b"\n\n",)
-    return (b"data: " + error(500, message) + b"\n\n", b"data: [DONE]\n\n")
+        return (b"event: error\ndata: " + error(status, message) + b"\n\n",)
+    return (b"data: " + error(status, message) + b"\n\n", b"data: [DONE]\n\n")
 
 
 def answer(question: Question, cached: int, ticket: dict[str, Any] | None) -> bytes:

@@ -1,0 +1,62 @@
+"""Requests that the proxy does not understand."""
+
+import json
+
+import pytest
+
+from pdproxy.errors import ClientError
+from tests.drive.world import MODEL, World
+from tests.fakes.faults import Ill, Trouble
+
+
+async def _forward(world: World, model: str = MODEL) -> tuple[int, bytes]:
+    sent = (("content-type", "application/json"),)
+    reply = await world.orchestrator.forward("POST", "/v1/embeddings?x=1", sent, b'{"input":"a"}', model)
+    assert isinstance(reply.body, bytes)
+    return reply.status, reply.body
+
+
+@pytest.mark.parametrize("model", [MODEL, ""])
+async def test_a_node_of_the_model_answers(model: str) -> None:
+    world = World()
+    status, body = await _forward(world, model)
+    assert (status, json.loads(body)["path"]) == (200, "/v1/embeddings?x=1")
+    assert world.count("pdproxy_requests_total", endpoint="other", outcome="ok") == 1
+    await world.settle()
+
+
+async def test_another_node_is_asked_where_the_first_is_unreachable() -> None:
+    world = World()
+    world.decodes[0].trouble = Trouble(Ill.REFUSE)
+    assert json.loads((await _forward(world))[1])["node"] == "d1"
+    await world.settle()
+
+
+@pytest.mark.parametrize("trouble", [Trouble(Ill.RESET), Trouble(Ill.HANG), Trouble(Ill.RESET, at=0)], ids=str)
+async def test_what_may_have_been_done_is_not_asked_again(trouble: Trouble) -> None:
+    world = World()
+    world.decodes[0].trouble = trouble
+    with pytest.raises(ClientError) as caught:
+        await _forward(world)
+    assert caught.value.status in (502, 504)
+    assert world.decodes[1].seen == []
+    await world.settle()
+
+
+async def test_a_nodes_error_is_passed_on() -> None:
+    world = World()
+    world.decodes[0].trouble = Trouble(Ill.STATUS, status=422)
+    assert (await _forward(world))[0] == 422
+    await world.settle()
+
+
+async def test_an_unknown_model_is_404_and_no_node_is_503() -> None:
+    world = World()
+    with pytest.raises(ClientError) as caught:
+        await _forward(world, "other")
+    assert caught.value.status == 404
+    for node in world.decodes:
+        world.pool.drain(node.name)
+    with pytest.raises(ClientError) as caught:
+        await _forward(world)
+    assert (caught.value.status, dict(caught.value.headers)["retry-after"]) == (503, "1")

@@ -1,0 +1,126 @@
+"""The small pure parts of the drive."""
+
+import pytest
+
+from pdproxy.drive.conduct import Conduct
+from pdproxy.drive.handover import HandOver
+from pdproxy.drive.recount import Tally, tally
+from pdproxy.drive.tail import Tail
+from pdproxy.drive.timeline import Timeline
+from pdproxy.drive.verdict import Answered, verdict
+from pdproxy.drive.why import Why
+from pdproxy.errors import ClientError, Fault, NodeFault
+from pdproxy.failures import Moment, Step
+from pdproxy.legs.prefill import PrefillAnswer
+from pdproxy.nodes.node import Node, Role
+from pdproxy.observe.labels import Leg, Phase
+from tests.drive.world import World
+
+
+def test_usage_is_read_where_there_is_one() -> None:
+    usage = b'{"prompt_tokens": 20,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":19}}'
+    assert tally(b'{"choices":[],"usage":' + usage + b"}") == Tally(20, 3, 19)
+    assert tally(b'{"choices":[{"text":"\\"prompt_tokens\\":7"}]}') is None
+    assert tally(b'{"usage":{"prompt_tokens":5,"completion_tokens":1}}') == Tally(5, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "cached", "recomputed"),
+    [(100, 99, False), (100, 96, False), (100, 0, True), (100, 64, True), (100, None, False), (None, 3, False)],
+)
+def test_recomputing_shows_in_the_cached_tokens(prompt: int | None, cached: int | None, recomputed: bool) -> None:
+    assert Tally(prompt, 1, cached).recomputed is recomputed
+
+
+def test_the_decode_node_is_not_told_what_the_prefill_node_had_cached() -> None:
+    answer = PrefillAnswer({"do_remote_prefill": True, "remote_prefill_cached_tokens": 7, "x": [1]}, 7)
+    hand_over = HandOver("id", Node("p", "http://p", Role.PREFILL), answer, 0.0)
+    assert hand_over.ticket() == {"do_remote_prefill": True, "x": [1]}
+    assert hand_over.cached_tokens == 7
+
+
+FINISH = b'{"id":"1","choices":[{"text":"x","finish_reason":"stop"}]}'
+USAGE = b'{"id":"1","choices":[],"usage":{"prompt_tokens":1},"system_fingerprint":"f"}'
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
+
+
+def test_the_tail_gives_the_fingerprint_back_to_the_finish() -> None:
+    tail = Tail()
+    assert tail.keep(FINISH, _event(FINISH)) == b""
+    assert tail.ours(USAGE)
+    assert tail.close(USAGE) == _event(FINISH[:-1] + b',"system_fingerprint":"f"}')
+    assert tail.flush() == b""
+
+
+def test_the_tail_loses_nothing_where_no_usage_comes() -> None:
+    tail = Tail()
+    tail.keep(FINISH, _event(FINISH))
+    assert tail.keep(b"[DONE]", b"data: [DONE]\n\n") == _event(FINISH) + b"data: [DONE]\n\n"
+
+
+def test_the_tail_passes_everything_else_at_once() -> None:
+    assert Tail().keep(b'{"choices":[{"text":"x"}]}', b"seen") == b"seen"
+
+
+async def test_a_5xx_counts_once_another_node_has_served_the_request() -> None:
+    world = World()
+    conduct = Conduct(world.pool)
+    conduct.failed(Leg.DECODE, "d0", Fault.SERVER_ERROR)
+    conduct.served(Leg.PREFILL, "p0")
+    assert world.pool.view("d0").reason == "", "a good prefill says nothing about decoding"
+    conduct.served(Leg.DECODE, "d1")
+    assert world.pool.view("d0").reason == "last fault: server_error"
+
+
+async def test_a_5xx_does_not_count_where_the_same_node_served_it_later() -> None:
+    world = World()
+    conduct = Conduct(world.pool)
+    conduct.failed(Leg.DECODE, "d0", Fault.SERVER_ERROR)
+    conduct.served(Leg.DECODE, "d0")
+    assert world.pool.view("d0").reason == ""
+
+
+async def test_what_a_client_caused_never_counts() -> None:
+    world = World()
+    conduct = Conduct(world.pool)
+    for fault in (Fault.CLIENT_ERROR, Fault.BUSY, Fault.NO_TICKET):
+        conduct.failed(Leg.DECODE, "d0", fault)
+    conduct.served(Leg.DECODE, "d1")
+    assert world.pool.view("d0").reason == ""
+    assert conduct.avoided == {"d0"}
+
+
+@pytest.mark.parametrize("leg", [Leg.PREFILL, Leg.DECODE])
+@pytest.mark.parametrize("fault", Fault)
+def test_a_verdict_never_tells_what_is_inside(leg: Leg, fault: Fault) -> None:
+    said = verdict(leg, Moment.OPENING, Step.FAIL, NodeFault(fault, "10.0.0.1:8000 secret"))
+    assert isinstance(said, ClientError)
+    assert 500 <= said.status < 600
+    assert b"10.0.0.1" not in said.body()
+
+
+def test_a_nodes_own_answer_keeps_its_status_body_and_wait() -> None:
+    fault = NodeFault(Fault.BUSY, "", status=429, body=b'{"error":{}}', headers=(("retry-after", "9"), ("server", "x")))
+    said = verdict(Leg.DECODE, Moment.OPENING, Step.ANSWER, fault)
+    assert isinstance(said, Answered)
+    assert (said.reply.status, said.reply.body) == (429, b'{"error":{}}')
+    assert said.reply.headers == (("content-type", "application/json"), ("retry-after", "9"))
+
+
+def test_a_word_that_is_not_known_is_other() -> None:
+    assert (Why.of("echo"), Why.of("brand_new"), Why.of(None)) == (Why.ECHO, Why.OTHER, Why.NONE)
+
+
+async def test_the_timeline_tells_phases_in_milliseconds() -> None:
+    world = World()
+    timeline = Timeline(world.clock, world.means.metrics, world.clock.now() - 1)
+    world.clock.advance(0.5)
+    timeline.mark(Phase.PREFILL)
+    world.clock.advance(0.25)
+    timeline.mark(Phase.HANDOVER)
+    timeline.first()
+    assert timeline.header() == "prefill;dur=500.0, handover;dur=250.0, first_token;dur=1750.0"
+    assert world.count("pdproxy_phase_seconds_count", phase="prefill") == 1

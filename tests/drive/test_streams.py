@@ -1,0 +1,196 @@
+"""What can happen to a stream besides a fault: drains, deadlines, sampling, errors that are the client's own."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from pdproxy.drive.reply import Reply
+from pdproxy.drive.terms import Terms
+from pdproxy.request import Endpoint
+from tests.drive.answers import story
+from tests.drive.prompts import body_for, right
+from tests.drive.world import World
+from tests.fakes.faults import Ill, Trouble
+
+CHAT, COMPLETIONS = Endpoint.CHAT, Endpoint.COMPLETIONS
+
+
+async def _begin(world: World, endpoint: Endpoint, **more: Any) -> Reply:
+    return await world.orchestrator.answer(world.request(endpoint, body_for(endpoint, stream=True, **more)))
+
+
+async def _pieces(reply: Reply, count: int) -> bytes:
+    stream: AsyncIterator[bytes] = aiter_of(reply)
+    return b"".join([await anext(stream) for _ in range(count)])
+
+
+def aiter_of(reply: Reply) -> AsyncIterator[bytes]:
+    """The stream of a reply that is one."""
+    assert not isinstance(reply.body, bytes)
+    return reply.body
+
+
+async def _rest(reply: Reply) -> bytes:
+    return b"".join([piece async for piece in aiter_of(reply)])
+
+
+async def test_a_stream_moves_when_its_node_leaves() -> None:
+    world = World()
+    reply = await _begin(world, CHAT)
+    seen = await _pieces(reply, 3)
+    world.pool.leaving("d0").set()
+    told = story(CHAT, seen + await _rest(reply))
+    assert (told.texts[0], told.roles, len(told.ids)) == (right(CHAT), 1, 1)
+    assert len(world.decodes[1].legs()) == 1
+    assert world.count("pdproxy_migrations_total", outcome="done") == 1
+    assert world.pool.view("d0").reason == "", "leaving is no fault"
+    await world.settle()
+
+
+@pytest.mark.parametrize("more", [{"presence_penalty": 1.0}, {"n": 2}], ids=str)
+async def test_a_stream_that_cannot_move_stays_on_a_leaving_node(more: dict[str, object]) -> None:
+    world = World()
+    reply = await _begin(world, COMPLETIONS, **more)
+    seen = await _pieces(reply, 2)
+    world.pool.leaving("d0").set()
+    told = story(COMPLETIONS, seen + await _rest(reply))
+    assert (told.texts[0], told.error) == (right(COMPLETIONS), None)
+    assert world.decodes[1].legs() == []
+    await world.settle()
+
+
+async def test_a_stream_with_nowhere_to_go_stays() -> None:
+    world = World(decodes=1)
+    reply = await _begin(world, CHAT)
+    world.pool.leaving("d0").set()
+    assert story(CHAT, await _rest(reply)).texts[0] == right(CHAT)
+    await world.settle()
+
+
+async def test_a_node_that_is_removed_loses_its_streams_to_others() -> None:
+    world = World()
+    reply = await _begin(world, CHAT)
+    world.pool.remove("d0")
+    assert story(CHAT, await _rest(reply)).texts[0] == right(CHAT)
+    assert len(world.decodes[1].legs()) == 1
+    await world.settle()
+
+
+async def test_the_deadline_ends_a_stream_with_an_error_event() -> None:
+    world = World()
+    reply = await _begin(world, CHAT)
+    world.clock.advance(3600)
+    told = story(CHAT, await _rest(reply))
+    assert told.error is not None
+    assert (told.error["code"], told.ended) == ("deadline", True)
+    await world.settle()
+
+
+async def test_the_deadline_bounds_every_leg() -> None:
+    world = World(terms=Terms(prefill_headers=10_000, decode_headers=10_000))
+    world.prefills[0].trouble = world.prefills[1].trouble = Trouble(Ill.HANG)
+    began = world.clock.now()
+    got = await world.ask(CHAT, body_for(CHAT, stream=False))
+    assert (got.status, got.json()["error"]["code"]) == (504, "deadline")
+    assert world.clock.now() - began == pytest.approx(3600)
+    assert world.pool.view("p0").reason == "", "our own deadline is no fault of a node"
+    await world.settle()
+
+
+async def test_migration_can_be_turned_off() -> None:
+    world = World(terms=Terms(migrations=0))
+    world.decodes[0].trouble = Trouble(Ill.RESET, at=3)
+    told = story(CHAT, (await world.ask(CHAT, body_for(CHAT, stream=True))).body)
+    assert told.error is not None
+    assert world.decodes[1].legs() == []
+    assert world.count("pdproxy_steps_total", leg="decode", fault="reset", step="error event, clean end") == 1
+    await world.settle()
+
+
+async def test_without_another_node_the_stream_ends_in_an_error_event() -> None:
+    world = World(decodes=1)
+    world.decodes[0].trouble = Trouble(Ill.RESET, at=3, times=1)
+    told = story(CHAT, (await world.ask(CHAT, body_for(CHAT, stream=True))).body)
+    assert told.error is not None
+    assert right(CHAT).startswith(told.texts[0])
+    assert world.count("pdproxy_migrations_total", outcome="failed") == 1
+    await world.settle()
+
+
+async def test_a_sampled_stream_goes_on_from_where_the_client_is() -> None:
+    world = World()
+    world.decodes[0].trouble = Trouble(Ill.RESET, at=4)
+    body = body_for(COMPLETIONS, stream=True)
+    del body["temperature"]
+    told = story(COMPLETIONS, (await world.ask(COMPLETIONS, body)).body)
+    assert (told.texts[0], told.error) == (right(COMPLETIONS), None)
+    await world.settle()
+
+
+async def test_an_error_event_with_a_4xx_is_the_clients_own() -> None:
+    world = World()
+    world.decodes[0].trouble = Trouble(Ill.ERROR_EVENT, at=0, status=400)
+    got = await world.ask(CHAT, body_for(CHAT, stream=True))
+    assert (got.status, got.json()["error"]["code"]) == (400, 400)
+    assert world.decodes[1].legs() == []
+    await world.settle()
+
+
+async def test_a_4xx_in_the_middle_is_passed_on_and_ends_the_stream() -> None:
+    world = World()
+    world.decodes[0].trouble = Trouble(Ill.ERROR_EVENT, at=3, status=400)
+    told = story(CHAT, (await world.ask(CHAT, body_for(CHAT, stream=True))).body)
+    assert told.error is not None
+    assert (told.error["code"], told.ended) == (400, True)
+    assert world.decodes[1].legs() == []
+    await world.settle()
+
+
+async def test_a_stream_that_breaks_after_its_last_word_is_finished_by_us() -> None:
+    world = World()
+    world.decodes[0].trouble = Trouble(Ill.RESET, at=9)  # the role, eight tokens; usage and the end are missing
+    asked = body_for(CHAT, stream=True, stream_options={"include_usage": True})
+    told = story(CHAT, (await world.ask(CHAT, asked)).body)
+    assert (told.texts[0], told.finishes, told.ended, told.error) == (right(CHAT), {0: "length"}, True, None)
+    assert told.usage is not None
+    assert told.usage["completion_tokens"] == 8
+    assert world.decodes[1].legs() == []
+    await world.settle()
+
+
+async def test_whether_streams_could_be_continued_is_counted() -> None:
+    world = World()
+    await world.ask(CHAT, body_for(CHAT, stream=True))
+    await world.ask(CHAT, body_for(CHAT, stream=True, presence_penalty=1.0))
+    assert world.count("pdproxy_continuable_total", answer="yes", reason="none") == 1
+    assert world.count("pdproxy_continuable_total", answer="no", reason="penalties") == 1
+
+
+async def test_what_cannot_be_disaggregated_is_computed_by_one_node() -> None:
+    world = World()
+    got = await world.ask(COMPLETIONS, body_for(COMPLETIONS, stream=False, prompt_logprobs=1))
+    assert (got.status, got.headers["x-pdproxy-route"]) == (200, "local")
+    assert world.count("pdproxy_local_total", reason="prompt_logprobs") == 1
+    assert [node.legs() for node in world.prefills] == [[], []]
+
+
+async def test_streams_in_parallel_do_not_mix() -> None:
+    world = World()
+    bodies = [
+        {"prompt": f"alpha {number} beta", "max_tokens": 6, "stream": True, "temperature": 0} for number in range(40)
+    ]
+    alone = [story(COMPLETIONS, (await world.ask(COMPLETIONS, body)).body).texts for body in bodies]
+    together = await asyncio.gather(*(world.ask(COMPLETIONS, body, name=f"r-{i}") for i, body in enumerate(bodies)))
+    assert [story(COMPLETIONS, got.body).texts for got in together] == alone
+    await world.settle()
+
+
+async def test_load_is_spread_and_given_back() -> None:
+    world = World()
+    streams = [await _begin(world, CHAT) for _ in range(6)]
+    assert [view.active for view in world.pool.snapshot().nodes] == [0, 0, 3, 3]
+    for reply in streams:
+        await _rest(reply)
+    await world.settle()
