@@ -1,5 +1,6 @@
 """How a node comes in: preflight, judgement, warm-up, UP."""
 
+import asyncio
 import logging
 
 from pdproxy.errors import NodeFault
@@ -76,12 +77,9 @@ class Joiner:
     async def _warm(self, node: Node) -> None:
         if self._warm_up is None:
             return
-        for partner in self._partners(node)[:WARMED_PAIRS]:
-            prefill, decode = (node, partner) if node.role is Role.PREFILL else (partner, node)
-            try:
-                await self._warm_up.pair(prefill, decode, decode.model)
-            except NodeFault as fault:
-                _LOG.warning("no warm-up from %s to %s: %s", prefill.name, decode.name, fault)
+        partners = self._partners(node)[:WARMED_PAIRS]
+        pairs = ((node, partner) if node.role is Role.PREFILL else (partner, node) for partner in partners)
+        await asyncio.gather(*(_warm_pair(self._warm_up, prefill, decode) for prefill, decode in pairs))
 
     def _partners(self, node: Node) -> list[Node]:
         return [
@@ -97,3 +95,11 @@ class Joiner:
         """Whether the pool still has this very node (it may have been removed, even replaced, while we asked)."""
         there = any(view.node.name == node.name for view in self._pool.snapshot().nodes)
         return there and self._pool.configured(node.name) == node
+
+
+async def _warm_pair(warm_up: WarmUp, prefill: Node, decode: Node) -> None:
+    """A pair that stays cold is slower once, no reason to keep a node out."""
+    try:
+        await warm_up.pair(prefill, decode, decode.model)
+    except NodeFault as fault:
+        _LOG.warning("no warm-up from %s to %s: %s", prefill.name, decode.name, fault)

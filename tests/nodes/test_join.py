@@ -12,6 +12,7 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import Preflight, check
 from pdproxy.nodes.warm import WarmUp
 from tests.fakes.clock import FakeClock
+from tests.nodes.turns import until
 from tests.nodes.village import LABELS, House, Village
 
 
@@ -173,3 +174,15 @@ async def test_an_amended_node_joins_again_with_its_new_settings(pool: Pool, vil
     assert pool.view("p1").state is State.JOINING
     await joiner.attempt("p1")
     assert pool.view("p1").node.weight == 3.0
+
+
+async def test_a_slow_partner_delays_no_other_warm_up(pool: Pool, village: Village, joiner: Joiner) -> None:
+    add(pool, village, "d1", "d2", "p1")
+    await asyncio.gather(joiner.attempt("d1"), joiner.attempt("d2"))
+    village.houses["d1"].held.clear()
+    attempt = asyncio.create_task(joiner.attempt("p1"))
+    await until(lambda: len(village.houses["d2"].completions()) == 1)
+    assert pool.view("p1").state is State.JOINING
+    village.houses["d1"].held.set()
+    await attempt
+    assert pool.view("p1").state is State.UP

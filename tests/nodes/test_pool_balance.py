@@ -1,0 +1,62 @@
+"""Whatever happens to a pool, its counts balance."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdproxy.errors import Fault
+from pdproxy.nodes.node import Node, Role, State
+from pdproxy.nodes.pool import Occupied, Pool, UnknownNode
+from tests.fakes.clock import FakeClock
+
+NODES = {name: Node(name, f"http://{name}", Role.DECODE, "tiny") for name in ("a", "b")}
+MOVES = st.tuples(
+    st.sampled_from(["occupy", "release", "good", "bad", "miss", "seen", "wait", "admit", "drain", "rejoin", "renew"]),
+    st.sampled_from(sorted(NODES)),
+)
+
+
+def play(pool: Pool, clock: FakeClock, legs: list[Occupied], move: str, name: str) -> None:
+    """One thing that happens."""
+    moves: dict[str, Callable[[], object]] = {
+        "occupy": lambda: legs.append(pool.occupy(name)) if pool.view(name).takes_requests() else None,
+        "release": lambda: legs.pop(0).release() if legs else None,
+        "good": lambda: pool.report(name, None),
+        "bad": lambda: pool.report(name, Fault.RESET),
+        "miss": lambda: pool.probed(name, Fault.REFUSED, clock.now()),
+        "seen": lambda: pool.probed(name, None, clock.now()),
+        "wait": lambda: clock.advance(7),
+        "admit": lambda: pool.admit(NODES[name]),
+        "drain": lambda: pool.drain(name),
+        "rejoin": lambda: pool.rejoin(name),
+        "renew": lambda: (pool.remove(name), pool.add(NODES[name])),  # type: ignore[func-returns-value]
+    }
+    moves[move]()
+
+
+@given(st.lists(MOVES, max_size=80))
+def test_counts_balance_and_trials_stay_single(moves: list[tuple[str, str]]) -> None:
+    clock = FakeClock()
+    pool, legs = Pool(clock), list[Occupied]()
+    for node in NODES.values():
+        pool.add(node)
+        pool.admit(node)
+    for move, name in moves:
+        play(pool, clock, legs, move, name)
+        for view in pool.snapshot().nodes:
+            assert view.active >= 0
+            assert 0 <= view.trials <= (1 if view.state is State.PROBING else view.active)
+    for leg in legs:
+        leg.release()
+    for view in pool.snapshot().nodes:
+        assert (view.active, view.trials) == (0, 0)
+        assert pool.idle(view.node.name).is_set()
+
+
+@pytest.mark.parametrize("ask", ["view", "occupy", "leaving", "drain", "rejoin", "configured", "idle"])
+def test_a_pool_without_the_node_says_so(ask: str) -> None:
+    with pytest.raises(UnknownNode) as caught:
+        getattr(Pool(FakeClock()), ask)("nobody")
+    assert caught.value.name == "nobody"
