@@ -89,12 +89,14 @@ def step(worker: WorkerSide, metadata: ConnectorMetadata | None = None) -> KVCon
     return worker.get_transfer_results()
 
 
-def until_received(worker: WorkerSide) -> KVConnectorTransferResults:
+def until_received(worker: WorkerSide, metadata: ConnectorMetadata | None = None) -> KVConnectorTransferResults:
+    """The first results with a read in them, from the very step that orders it (`metadata`) on."""
     deadline = time.monotonic() + PATIENCE
     while True:
-        results = step(worker)
+        results = step(worker, metadata)
         if results.finished_recving:
             return results
+        metadata = None
         assert time.monotonic() < deadline, "no read came to its end"
         time.sleep(0.005)
 
@@ -160,8 +162,7 @@ def test_a_failed_transfer_is_not_asked_about(make: MakeRank, prefill: Prefill) 
 
 def test_a_hanging_read_is_given_up_and_its_transfer_left_alone(make: MakeRank, prefill: Prefill) -> None:
     worker = make(read_deadline=0.05)
-    step(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7]))
-    assert until_received(worker).failed_recving == {"r"}
+    assert until_received(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7])).failed_recving == {"r"}
     told = report(worker)
     assert told.reads_ended["r"].outcome is ReadOutcome.NO_PROGRESS
     assert (told.stalled, told.drained) == ({NONCE: 1}, {})
@@ -187,8 +188,9 @@ def test_a_ticket_that_vllm_cannot_pair_fails_its_request_alone(make: MakeRank, 
 
 def test_a_port_that_nobody_listens_on_fails_the_read(make: MakeRank) -> None:
     worker = make()
-    step(worker, read_step("r", NONCE, free_port(), local=[3], remote=[7], engine="gone"))
-    assert until_received(worker).failed_recving == {"r"}
+    assert until_received(
+        worker, read_step("r", NONCE, free_port(), local=[3], remote=[7], engine="gone")
+    ).failed_recving == {"r"}
     assert report(worker).reads_ended["r"].outcome is ReadOutcome.PEER_UNREACHABLE
 
 
@@ -213,8 +215,7 @@ def test_a_read_given_up_during_its_handshake_never_touches_the_blocks(make: Mak
     assert blocked.wait(PATIENCE)
     metadata = read_step("r", NONCE, prefill.port, local=[3], remote=[7], engine="slow")
     meta = metadata.reqs_to_recv["r"]
-    step(worker, metadata)
-    assert until_received(worker).failed_recving == {"r"}
+    assert until_received(worker, metadata).failed_recving == {"r"}
     assert report(worker).stalled == {}
     # What the handshake's end does: the request comes up for its read, long after it was given up.
     worker._remote_agents["slow"] = {(0, 0): "peer"}
