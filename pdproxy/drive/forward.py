@@ -21,7 +21,8 @@ async def forward(means: Means, method: str, path: str, sent: Headers, body: byt
     Raises:
         ClientError: no such model, no node, or the node failed.
     """
-    request = Outgoing(method, path, (*sent, ("accept-encoding", "identity")), body)
+    kept = tuple(pair for pair in sent if pair[0] != "accept-encoding")
+    request = Outgoing(method, path, (*kept, ("accept-encoding", "identity")), body)
     avoided: frozenset[str] = frozenset()
     while True:
         try:

@@ -16,19 +16,21 @@ from pdproxy.drive.job import Job
 from pdproxy.drive.means import Means
 from pdproxy.drive.planner import Planner
 from pdproxy.drive.recount import Tally
+from pdproxy.drive.settlement import settle
 from pdproxy.drive.timeline import Timeline
-from pdproxy.drive.verdict import from_client, no_node, too_late, unknown_model, verdict
+from pdproxy.drive.tries import Tries
+from pdproxy.drive.verdict import from_client, too_late, unknown_model, verdict
 from pdproxy.drive.why import Why
-from pdproxy.errors import Fault, NodeFault, PdproxyError
-from pdproxy.failures import Chances, Moment, Step, decide, last_resort
+from pdproxy.errors import Fault, NodeFault
+from pdproxy.failures import Moment, Step
 from pdproxy.legs.body import decode_body, prefill_body
 from pdproxy.legs.decode import decode
 from pdproxy.legs.prefill import prefill
 from pdproxy.lifecycle import Life, Move
 from pdproxy.nodes.node import Node
-from pdproxy.observe.labels import Leg, Phase, Tokens
+from pdproxy.observe.labels import Leg, Phase
 from pdproxy.planning.plan import NoNode, Plan, UnknownModel
-from pdproxy.request import Addition, Json
+from pdproxy.request import Addition, Endpoint, Json
 from pdproxy.transport.port import Incoming
 
 _log = logging.getLogger(__name__)
@@ -70,8 +72,7 @@ class Passage:
         self._life = Life()
         self._conduct = Conduct(means.pool)
         self._planner = Planner(means, job, self._conduct)
-        self._retries = dict.fromkeys((Leg.PREFILL, Leg.DECODE), 0)
-        self._fault: tuple[Leg, NodeFault] | None = None
+        self._tries = Tries(means)
         self._node: Node | None = None
         self.holdings = Holdings(means.pool, errands, job)
         self.hand_over: HandOver | None = None
@@ -89,8 +90,7 @@ class Passage:
             ClientError: all chances are used up.
             Answered: a node's own error goes to the client.
         """
-        self._fault = None
-        self._retries = dict.fromkeys(self._retries, self._means.terms.retries)
+        self._tries = Tries(self._means)
         self._planner.anew()
         node = await self._obtain(ask.body)
         while True:
@@ -99,7 +99,7 @@ class Passage:
             except NodeFault as raised:
                 fault = from_client(raised)
             await self.holdings.hang_up()
-            node = await self._elsewhere(self._judge(Leg.DECODE, fault), fault, ask.body)
+            node = await self._elsewhere(self._tries.judge(Leg.DECODE, fault, self.hand_over), fault, ask.body)
 
     async def _elsewhere(self, step: Step, fault: NodeFault, body: Json) -> Node:
         """The decode node that gets the next try."""
@@ -131,7 +131,7 @@ class Passage:
         return chosen.decode
 
     def _after_prefill(self, fault: NodeFault) -> None:
-        match self._judge(Leg.PREFILL, fault):
+        match self._tries.judge(Leg.PREFILL, fault, None):
             case Step.OTHER_PREFILL:
                 pass
             case Step.LOCAL:
@@ -173,7 +173,8 @@ class Passage:
             self._failed(Leg.DECODE, node.name, from_client(fault))
             raise
         self._life.move(Move.FIRST_EVENT)
-        self.holdings.settled()
+        if _reads_at_once(job):
+            self.holdings.settled()
         self._conduct.served(Leg.DECODE, node.name)
         return got
 
@@ -183,7 +184,7 @@ class Passage:
         except UnknownModel as error:
             raise unknown_model(error) from error
         except NoNode as error:
-            raise self._nobody(error) from error
+            raise self._tries.nobody(error) from error
         self._timeline.mark(Phase.PLAN)
         self._take(chosen.decode)
         return chosen
@@ -194,30 +195,12 @@ class Passage:
         self._node = decode_node
         return decode_node
 
-    def _nobody(self, error: NoNode) -> PdproxyError:
-        """No node is left: the last fault tells why, if there was one."""
-        if self._fault is None:
-            return no_node(error)
-        leg, fault = self._fault
-        return verdict(leg, Moment.OPENING, last_resort(leg, Moment.OPENING, fault.fault), fault)
-
-    def _judge(self, leg: Leg, fault: NodeFault) -> Step:
-        self._fault = (leg, fault)
-        step = decide(leg, Moment.OPENING, fault.fault, self._chances(leg))
-        self._retries[leg] -= 1
-        self._means.metrics.step_taken(leg, fault.fault, step)
-        return step
-
-    def _chances(self, leg: Leg) -> Chances:
-        terms, hand_over = self._means.terms, self.hand_over
-        works = hand_over is not None and self._means.clock.now() - hand_over.born < terms.ticket_life
-        return Chances(terms.on_prefill_failure, self._retries[leg], works, migrations=0, continuable=False)
-
     def _failed(self, leg: Leg, name: str, fault: NodeFault) -> None:
         """Count a fault; one that our own deadline made is not the node's."""
         job = self._job
         self._means.metrics.leg_failed(leg, fault.fault)
-        _log.warning("request %s: %s leg on %s: %s: %s", job.name, leg, name, fault.fault, fault.detail)
+        level = logging.INFO if fault.fault is Fault.CLIENT_ERROR else logging.WARNING
+        _log.log(level, "request %s: %s leg on %s: %s: %s", job.name, leg, name, fault.fault, fault.detail)
         if self._means.clock.now() < job.request.deadline:
             self._conduct.failed(leg, name, fault.fault)
 
@@ -243,21 +226,8 @@ class Passage:
         return self._planner.elsewhere()
 
     def settle(self, tally: Tally) -> None:
-        """A decode leg told its usage: count it, and whether the ticket was of use."""
-        self.recomputed = self.hand_over is not None and tally.recomputed
-        metrics = self._means.metrics
-        metrics.tokens(Tokens.PROMPT, tally.prompt or 0)
-        metrics.tokens(Tokens.COMPLETION, tally.completion or 0)
-        metrics.tokens(Tokens.CACHED, self._cached(tally))
-        if self.recomputed and self.hand_over is not None:
-            metrics.recomputed()
-            _log.warning("request %s: %s computed the prompt again", self._job.name, self.node_name)
-            self._errands.release(self.hand_over.node, self._job.request.model, self.hand_over.name, self._job.headers)
-
-    def _cached(self, tally: Tally) -> int:
-        if self.hand_over is None or self.recomputed:
-            return tally.cached or 0
-        return self.hand_over.cached_tokens or 0
+        """A decode leg told its usage."""
+        self.recomputed = settle(self._means, self._errands, self._job, self.hand_over, tally)
 
     def remaining(self) -> float:
         """Seconds of the request's deadline that are left.
@@ -269,3 +239,12 @@ class Passage:
         if left <= 0:
             raise too_late()
         return left
+
+
+def _reads_at_once(job: Job) -> bool:
+    """Whether a decode leg's first event proves that the hand-over was read.
+
+    The first of several choices may come before the others have read; and a stream of responses begins with events
+    about itself. There the hand-over counts as unread until the stream ends well: releasing once more does no harm.
+    """
+    return not job.shape.stream or (job.shape.choices == 1 and job.endpoint is not Endpoint.RESPONSES)

@@ -82,7 +82,7 @@ class Relay:
     async def aclose(self) -> None:
         """End the legs, release what they hold. Idempotent."""
         if self.outcome is Outcome.CLIENT_GONE and self._transcript.ended and not self._ready:
-            self.outcome = Outcome.OK  # many clients leave as soon as they have read the end
+            self._finish(Outcome.OK)  # many clients leave as soon as they have read the end
         self._done, self._ready = True, b""
         self._settle()
         try:
@@ -197,6 +197,8 @@ class Relay:
 
     def _finish(self, outcome: Outcome) -> None:
         self._done, self.outcome = True, outcome
+        if outcome is Outcome.OK:
+            self._passage.holdings.settled()
         self._settle()
 
     def _settle(self) -> None:

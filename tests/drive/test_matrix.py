@@ -12,7 +12,7 @@ import pytest
 from pdproxy.drive.terms import Terms
 from pdproxy.request import Endpoint
 from pdproxy.settings.choices import OnPrefillFailure
-from tests.drive.answers import story, text_of
+from tests.drive.answers import story, text_of, without_garbage
 from tests.drive.prompts import body_for, prompt_ids, right
 from tests.drive.world import Got, World
 from tests.fakes.faults import Ill, Trouble
@@ -137,11 +137,6 @@ async def test_decode_leg_before_its_first_event(cell: Cell) -> None:
     assert world.count("pdproxy_leg_faults_total", leg="decode", fault=cell.fault("decode")) == tried
     _check_blame(cell, world, "d0", served=got.status == 200)
     await world.settle()
-
-
-def without_garbage(endpoint: Endpoint, body: bytes) -> bytes:
-    """Of messages and responses no event is parsed that need not be: nonsense in them is passed on as it is."""
-    return body if endpoint in CHUNKED else body.replace(b"data: {not json\n\n", b"")
 
 
 def _check_blame(cell: Cell, world: World, name: str, *, served: bool) -> None:
