@@ -52,4 +52,25 @@
 {{- if and $v.httpRoute.enabled (not $v.httpRoute.parentRefs) -}}
   {{- fail "httpRoute.enabled: name the Gateway in httpRoute.parentRefs." -}}
 {{- end -}}
+{{- include "pdproxy.checks.settings" . -}}
+{{- end -}}
+
+{{/* What the chart decides itself, and where to say it instead. */}}
+{{- define "pdproxy.checks.settings" -}}
+{{- $said := .Values.proxy.settings -}}
+{{- $elsewhere := dict
+      "nodes" "nodes come from prefill and decode"
+      "keys" "use apiKeys"
+      "listen" "the pod's ports are fixed; TLS ends at the Ingress or Gateway" -}}
+{{- range $section, $hint := $elsewhere -}}
+  {{- if hasKey $said $section -}}{{- fail (printf "proxy.settings.%s cannot be set: %s." $section $hint) -}}{{- end -}}
+{{- end -}}
+{{- range $name, $value := dict "drain" "drainSeconds" "request" "requestSeconds" -}}
+  {{- if hasKey ($said.deadlines | default dict) $name -}}
+    {{- fail (printf "proxy.settings.deadlines.%s cannot be set: use proxy.%s, which other timeouts follow." $name $value) -}}
+  {{- end -}}
+{{- end -}}
+{{- if and $said.upstream .Values.access.enabled -}}
+  {{- fail "proxy.settings.upstream cannot be set while access.enabled gives the proxy its own key for the nodes." -}}
+{{- end -}}
 {{- end -}}

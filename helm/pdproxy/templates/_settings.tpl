@@ -2,7 +2,7 @@
 {{- define "pdproxy.settings" -}}
 {{- $v := .Values -}}
 {{- $listen := dict "host" $v.proxy.listenAddress "port" 8080 "admin_host" $v.proxy.listenAddress "admin_port" 8081 -}}
-{{- $upstream := dict "credential" (ternary "none" "pass" $v.apiKeys.enabled) -}}
+{{- $upstream := $v.proxy.settings.upstream | default (dict "credential" (ternary "none" "pass" $v.apiKeys.enabled)) -}}
 {{- if $v.access.enabled -}}
   {{- $_ := set $listen "admin_token_file" "/etc/pdproxy/access/admin.token" -}}
   {{- $upstream = dict "credential" "replace" "credential_file" "/etc/pdproxy/access/node.key" -}}

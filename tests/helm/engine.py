@@ -1,0 +1,115 @@
+"""Helm, as the tests ask it."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "helm" / "pdproxy"
+RELEASE, NAMESPACE = "demo", "llm"
+
+Manifest = dict[str, Any]
+
+
+class Refused(Exception):
+    """Helm would not; the message is what an operator reads."""
+
+
+class Engine:
+    """One child process, asked in turn."""
+
+    def __init__(self, child: "subprocess.Popen[str]") -> None:
+        self._child = child
+
+    def render(self, values: Mapping[str, Any], kubeconfig: str = "") -> dict[str, str]:
+        """Text by template. Raises Refused."""
+        reply: dict[str, str] = self._ask("render", values, kubeconfig)
+        return reply
+
+    def lint(self, values: Mapping[str, Any]) -> list[str]:
+        """What `helm lint --strict` finds. Raises Refused."""
+        reply: list[str] = self._ask("lint", values)
+        return reply
+
+    def manifests(self, values: Mapping[str, Any], kubeconfig: str = "") -> "Manifests":
+        """What would be applied. Raises Refused."""
+        files = self.render(values, kubeconfig)
+        texts = [text for path, text in files.items() if path.endswith(".yaml")]
+        return Manifests([found for text in texts for found in yaml.safe_load_all(text) if found])
+
+    def _ask(self, do: str, values: Mapping[str, Any], kubeconfig: str = "") -> Any:
+        question = {"do": do, "chart": str(CHART), "values": values, "release": RELEASE, "namespace": NAMESPACE}
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        self._child.stdin.write(json.dumps({**question, "kubeconfig": kubeconfig}) + "\n")
+        self._child.stdin.flush()
+        reply = json.loads(self._child.stdout.readline())
+        if "error" in reply:
+            raise Refused(reply["error"])
+        return reply["reply"]
+
+
+class Manifests:
+    """Rendered objects."""
+
+    def __init__(self, found: list[Manifest]) -> None:
+        self.all = found
+
+    def of(self, kind: str) -> list[Manifest]:
+        """All of a kind."""
+        return [each for each in self.all if each["kind"] == kind]
+
+    def one(self, kind: str, ending: str = "") -> Manifest:
+        """The only one of a kind whose name ends so."""
+        [found] = [each for each in self.of(kind) if each["metadata"]["name"].endswith(ending)]
+        return found
+
+    def node(self, role: str) -> Manifest:
+        """The pod of a role's nodes (of the leader, where a node has several machines)."""
+        for each in self.of("StatefulSet") + self.of("LeaderWorkerSet"):
+            if each["metadata"]["name"].endswith(f"-{role}"):
+                spec = each["spec"]
+                pod: Manifest = spec["leaderWorkerTemplate"]["leaderTemplate"] if "template" not in spec else spec["template"]
+                return pod
+        raise LookupError(role)
+
+
+def only_container(pod: Manifest) -> Manifest:
+    """The container of a pod (template)."""
+    [container] = pod["spec"]["containers"]
+    found: Manifest = container
+    return found
+
+
+def read_values(path: Path | None) -> dict[str, Any]:
+    """A values file; None: no values, the chart's defaults."""
+    values: dict[str, Any] = {} if path is None else yaml.safe_load(path.read_text())
+    return values
+
+
+def value_files() -> dict[str, Path | None]:
+    """The values that everything must hold for, by name."""
+    paths = sorted([*CHART.glob("ci/*-values.yaml"), *CHART.glob("examples/*.yaml")])
+    return {"default": None, **{path.stem: path for path in paths}}
+
+
+@contextmanager
+def engine() -> Iterator[Engine]:
+    """Helm, while inside."""
+    command = [sys.executable, "-m", "tests.helm.engine_child"]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            yield Engine(child)
+        finally:
+            assert child.stdin is not None
+            child.stdin.close()
+            try:
+                child.wait(30)
+            except subprocess.TimeoutExpired:
+                child.kill()
