@@ -1,7 +1,7 @@
 """Seeded questions with one right answer each, for the tiny model: a long list of names and numbers, then one name.
 
-A list line is `name 482\\n`, five tokens. `? name` asks for that name's number; the model answers ` 482` (with the
-space) and ends. `> name` asks it to go on from that name to the end of the list, line by line; it answers
+A list line is `name 482\\n`, five tokens. `? name =` asks for that name's number; the model answers ` 482` (with the
+space) and ends. `> name =` asks it to go on from that name to the end of the list, line by line; it answers
 ` 482\\nnext 193\\n…last 777\\n` and ends.
 """
 
@@ -9,10 +9,11 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from deploy.local.model.marks import ASK, RECITE
+from deploy.local.model.marks import ASK, CUE, RECITE
 from deploy.local.model.names import NAMES
 
 TOKENS_PER_LINE = 5
+QUESTION_TOKENS = 3
 MOST_LINES = 430
 """The longest list that the model was trained on."""
 
@@ -21,13 +22,13 @@ Line = tuple[str, str]
 
 @dataclass(frozen=True)
 class Question:
-    """One question: a mark (`? ` or `> `) and a name of the list."""
+    """One question: a mark (`? ` or `> `), a name of the list, the cue."""
 
     mark: str
     name: str
 
     def __str__(self) -> str:
-        return self.mark + self.name
+        return f"{self.mark}{self.name}{CUE}"
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def examine(source: random.Random, lines: int) -> Exam:
 
 def lines_for(tokens: int) -> int:
     """How many lines fit a prompt of that many tokens, its question counted. Raises `ValueError` out of range."""
-    lines = (tokens - 2) // TOKENS_PER_LINE
+    lines = (tokens - QUESTION_TOKENS) // TOKENS_PER_LINE
     if not 2 <= lines <= MOST_LINES:
         raise ValueError(f"{tokens} tokens make a list of {lines} lines; the model knows 2 to {MOST_LINES}")
     return lines

@@ -9,13 +9,13 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from deploy.local.model.marks import MARKS, SPECIAL
+from deploy.local.model.marks import CUE, MARKS, SPECIAL
 from deploy.local.model.names import NAMES
 
 VOCABULARY = 1024
 
-# An answer begins right after the question's name, as a number does in the list: the assistant has no mark of its own,
-# and a prompt for an answer is what the user said.
+# An answer begins right after the question's cue: the assistant has no mark of its own, and what asks for an answer is
+# what the user said.
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {%- if message.role == 'assistant' -%}
@@ -53,6 +53,7 @@ def save(folder: Path) -> None:
 def _tokens() -> Iterator[str]:
     yield from SPECIAL
     yield from MARKS
+    yield f"Ġ{CUE.strip()}"
     yield from (f"Ġ{digit}" for digit in range(10))
     yield from sorted(pre_tokenizers.ByteLevel.alphabet())
     yield from NAMES

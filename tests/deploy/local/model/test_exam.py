@@ -3,7 +3,7 @@
 import pytest
 
 from deploy.local.model.exam import Exam, Question, exam, recite
-from deploy.local.model.marks import ASK, RECITE
+from deploy.local.model.marks import ASK, CUE, RECITE
 from deploy.local.model.names import NAMES
 from deploy.local.model.tokenizer import build
 
@@ -27,7 +27,7 @@ def test_names_are_distinct() -> None:
 def test_the_answer_stands_in_the_list(seed: int) -> None:
     paper = exam(seed, 400)
     listing, _, name = paper.prompt().partition(ASK)
-    assert paper.answer == number_of(name, listing)
+    assert paper.answer == number_of(name.removesuffix(CUE), listing)
 
 
 @pytest.mark.parametrize("tokens", [20, 200, 800, 2000])
@@ -56,20 +56,20 @@ def test_a_later_turn_has_the_earlier_ones_in_its_context() -> None:
     first, answer, second = paper.conversation(2)
     assert first == paper.messages()[0]
     assert answer == {"role": "assistant", "content": paper.answer}
-    assert second == {"role": "user", "content": f"{ASK}{paper.order[1]}"}
+    assert second == {"role": "user", "content": f"{ASK}{paper.order[1]}{CUE}"}
     assert paper.at_turn(2).answer == paper.ask(1).answer
-    assert paper.at_turn(2).prompt() == f"{paper.prompt()}{paper.answer}\n{ASK}{paper.order[1]}"
+    assert paper.at_turn(2).prompt() == f"{paper.prompt()}{paper.answer}\n{ASK}{paper.order[1]}{CUE}"
 
 
 def test_a_recitation_goes_on_to_the_end_of_the_list() -> None:
     paper = recite(4, 400, lines=10)
     prompt, _, name = paper.prompt().partition(RECITE)
-    assert prompt.endswith(f"{name}{paper.answer}")
+    assert prompt.endswith(f"{name.removesuffix(CUE)}{paper.answer}")
     assert paper.answer.count("\n") == 10
     assert len(build().encode(paper.answer).ids) == 5 * 10 - 1
 
 
-@pytest.mark.parametrize("tokens", [0, 11, 3000])
+@pytest.mark.parametrize("tokens", [0, 12, 3000])
 def test_a_size_that_the_model_does_not_know_is_refused(tokens: int) -> None:
     with pytest.raises(ValueError, match="lines"):
         exam(0, tokens)
