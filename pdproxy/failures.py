@@ -145,6 +145,28 @@ def blame(fault: Fault) -> str:
     return "yes" if fault in BLAMED else "no"
 
 
+NOT_CONTINUABLE: Mapping[str, str] = {
+    "messages": "a stream of /v1/messages: it carries no token ids",
+    "responses": "a stream of /v1/responses: it carries no token ids",
+    "choices": "`n` above 1: each choice stands elsewhere",
+    "penalties": "presence or frequency penalties: they count the output, which would begin anew",
+    "bad_words": "`bad_words`: they are matched over the output",
+    "reasoning": "reasoning that is being parsed, or a thinking budget",
+    "tool_calls": "tools that may be called: their parser's state is on the node",
+    "structured_output": "structured output or a response format: the grammar's state is on the node",
+    "media": "images, audio or video in the prompt: token ids do not carry them",
+    "echo": "`echo`",
+    "prompt_logprobs": "`prompt_logprobs`",
+    "beam_search": "beam search",
+    "repetition_detection": "repetition detection",
+    "watermarking": "watermarking",
+    "token_details": "log-probabilities or token ids whose tokens' text is not out yet",
+    "no_token_ids": "the node sent no token ids",
+    "diverged": "sampling: the other node said something else than the part of a word or stop string that the client has",
+}
+"""Why a stream that broke off is ended with an error event: the words of `pdproxy_continuable_total`, explained."""
+
+
 def document() -> str:
     """The table as Markdown."""
     lines = [_INTRODUCTION, "| leg | moment | fault | what follows | counts against the node | seen within |"]
@@ -154,6 +176,8 @@ def document() -> str:
         if Step.FAIL in row.steps:
             steps += f" ({row.status})"
         lines.append(f"| {leg} | {moment} | {fault} | {steps} | {blame(fault)} | `{row.deadline}` |")
+    lines += [_EXCEPTIONS, "| reason | what it is |", "|---|---|"]
+    lines += [f"| {word} | {meaning} |" for word, meaning in NOT_CONTINUABLE.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -170,6 +194,14 @@ The first step that is still possible is taken:
 - A step that finds no node left gives way to the last one of its row.
 
 The deadline of the whole request ends every one of these (504, or the error event). What a leg held is released.
+"""
+
+_EXCEPTIONS = """
+# Which streams cannot be continued
+
+Everything else goes on at another node, token by token: completions by token ids, chat by the ids of its prompt.
+These end with an error event once generated text has reached the client; before that, they too are asked anew.
+`pdproxy_continuable_total` counts requests by these words.
 """
 
 

@@ -5,8 +5,22 @@ from pathlib import Path
 
 import pytest
 
+from pdproxy.drive.why import Why
 from pdproxy.errors import Fault
-from pdproxy.failures import BLAMED, DOUBTED, FINAL, TABLE, Chances, Moment, Step, decide, document, last_resort
+from pdproxy.failures import (
+    BLAMED,
+    DOUBTED,
+    FINAL,
+    NOT_CONTINUABLE,
+    TABLE,
+    Chances,
+    Moment,
+    Step,
+    decide,
+    document,
+    last_resort,
+)
+from pdproxy.legs.body_shape import OUTPUT_RULES
 from pdproxy.nodes.circuit import NODE_FAULTS
 from pdproxy.observe.labels import Leg
 from pdproxy.settings.choices import OnPrefillFailure
@@ -58,6 +72,15 @@ def test_a_stream_moves_only_while_it_may_and_can(moves: int, continuable: bool)
 
 def test_what_counts_is_what_the_circuit_counts() -> None:
     assert (BLAMED | DOUBTED) - {Fault.ERROR_EVENT} == NODE_FAULTS
+
+
+def test_every_reason_against_continuing_is_a_word_of_the_metric() -> None:
+    assert {Why.of(word) for word in NOT_CONTINUABLE} == {Why(word) for word in NOT_CONTINUABLE}
+
+
+@pytest.mark.parametrize("word", sorted({*OUTPUT_RULES.values(), "penalties", "choices", "messages", "responses"}))
+def test_every_reason_of_a_body_is_documented(word: str) -> None:
+    assert word in NOT_CONTINUABLE
 
 
 def test_the_documentation_is_the_table() -> None:

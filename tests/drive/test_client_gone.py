@@ -124,6 +124,21 @@ async def test_nothing_is_released_where_the_decode_node_read_it() -> None:
     assert world.fabric.released == set()
 
 
+@pytest.mark.parametrize("endpoint", [Endpoint.RESPONSES, COMPLETIONS], ids=["responses", "choices"])
+async def test_a_first_event_that_proves_no_reading_leaves_the_hand_over_unread(endpoint: Endpoint) -> None:
+    body = body_for(endpoint, stream=True, **({"n": 2} if endpoint is COMPLETIONS else {}))
+    world = World()
+    await world.ask(endpoint, body)
+    await world.settle()
+    assert world.fabric.released == set(), "the whole stream came: all have read"
+    reply = await world.orchestrator.answer(world.request(endpoint, body))
+    assert not isinstance(reply.body, bytes)
+    await anext(reply.body)
+    await reply.body.aclose()
+    await world.settle()
+    assert len(world.fabric.released) == 1
+
+
 async def test_a_failed_release_is_counted_and_does_no_harm() -> None:
     world = World(prefills=1, decodes=1)
     task = asyncio.ensure_future(world.ask(COMPLETIONS, BODIES["whole"]))
