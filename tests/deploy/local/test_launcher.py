@@ -130,12 +130,17 @@ def test_ctrl_c_while_starting_takes_everything_down(
     wait_for(lambda: not marked(mark), DOWN_WITHIN_S)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("number", "grown"), [(signal.SIGTERM, engines), (signal.SIGKILL, cores)], ids=["SIGTERM early", "SIGKILL late"]
+)
 def test_a_signal_to_the_launcher_takes_everything_down(
-    mark: str, launched: Callable[[list[str]], subprocess.Popen[str]], number: signal.Signals
+    mark: str,
+    launched: Callable[[list[str]], subprocess.Popen[str]],
+    number: signal.Signals,
+    grown: Callable[[int], list[int]],
 ) -> None:
     process = launched(DEMO)
-    wait_for(lambda: len(cores(process.pid)) >= 2, WHOLE_RUN_S)
+    wait_for(lambda: len(grown(process.pid)) >= 2, WHOLE_RUN_S)
     process.send_signal(number)
     process.communicate(timeout=DOWN_WITHIN_S)
     wait_for(lambda: not marked(mark), DOWN_WITHIN_S)
