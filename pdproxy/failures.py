@@ -162,7 +162,7 @@ NOT_CONTINUABLE: Mapping[str, str] = {
     "watermarking": "watermarking",
     "token_details": "log-probabilities or token ids whose tokens' text is not out yet",
     "no_token_ids": "the node sent no token ids",
-    "diverged": "sampling: the other node said something else than the part of a word or stop string that the client has",
+    "diverged": "sampling: the other node said something else than what the client has of a word or stop string",
 }
 """Why a stream that broke off is ended with an error event: the words of `pdproxy_continuable_total`, explained."""
 
