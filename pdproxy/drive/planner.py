@@ -2,6 +2,7 @@
 
 from pdproxy.drive.conduct import Conduct
 from pdproxy.drive.job import Job
+from pdproxy.drive.length import most_tokens
 from pdproxy.drive.means import Means
 from pdproxy.drive.why import Why
 from pdproxy.nodes.node import Node, Role
@@ -16,6 +17,8 @@ class Planner:
         self._job = job
         self._conduct = conduct
         self._local = _why(job)
+        short = means.terms.local_below_tokens > 0
+        self._tokens = most_tokens(job.endpoint, job.body) if short else None
 
     def plan(self) -> Plan:
         """Which nodes now.
@@ -54,7 +57,9 @@ class Planner:
         return choose(self._means.pool.snapshot(), Role.DECODE, needs, next(self._means.turns))
 
     def _needs(self, cohort: str = "") -> Needs:
-        return Needs(self._job.request.model, self._local, self._conduct.avoided, cohort=cohort)
+        return Needs(
+            self._job.request.model, self._local, self._conduct.avoided, cohort=cohort, prompt_tokens=self._tokens
+        )
 
 
 def _why(job: Job) -> Why | None:

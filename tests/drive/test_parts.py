@@ -4,8 +4,10 @@ import pytest
 
 from pdproxy.drive.conduct import Conduct
 from pdproxy.drive.handover import HandOver
+from pdproxy.drive.length import most_tokens
 from pdproxy.drive.recount import Tally, tally
 from pdproxy.drive.tail import Tail
+from pdproxy.drive.terms import Terms
 from pdproxy.drive.timeline import Timeline
 from pdproxy.drive.verdict import Answered, verdict
 from pdproxy.drive.why import Why
@@ -14,6 +16,7 @@ from pdproxy.failures import Moment, Step
 from pdproxy.legs.prefill import PrefillAnswer
 from pdproxy.nodes.node import Node, Role
 from pdproxy.observe.labels import Leg, Phase
+from pdproxy.request import Endpoint, Json
 from tests.drive.world import World
 
 
@@ -124,3 +127,26 @@ async def test_the_timeline_tells_phases_in_milliseconds() -> None:
     timeline.first()
     assert timeline.header() == "prefill;dur=500.0, handover;dur=250.0, first_token;dur=1750.0"
     assert world.count("pdproxy_phase_seconds_count", phase="prefill") == 1
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "most"),
+    [
+        (Endpoint.COMPLETIONS, {"prompt": "abc"}, 4),
+        (Endpoint.COMPLETIONS, {"prompt": "\u00e9"}, 3),
+        (Endpoint.COMPLETIONS, {"prompt": [1, 2, 3]}, 3),
+        (Endpoint.COMPLETIONS, {"prompt": []}, None),
+        (Endpoint.CHAT, {"messages": []}, None),
+    ],
+)
+def test_a_prompts_length_is_bounded_where_it_can_be(endpoint: Endpoint, body: Json, most: int | None) -> None:
+    assert most_tokens(endpoint, body) == most
+
+
+async def test_a_surely_short_prompt_is_computed_by_one_node() -> None:
+    world = World(terms=Terms(local_below_tokens=10))
+    short = await world.ask(Endpoint.COMPLETIONS, {"prompt": [4, 5, 6], "max_tokens": 2})
+    long = await world.ask(Endpoint.COMPLETIONS, {"prompt": list(range(20)), "max_tokens": 2})
+    assert short.headers["x-pdproxy-route"] == "local"
+    assert long.headers["x-pdproxy-route"] == "disaggregated"
+    assert world.count("pdproxy_local_total", reason="short_prompt") == 1
