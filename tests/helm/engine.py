@@ -75,7 +75,9 @@ class Manifests:
         for each in self.of("StatefulSet") + self.of("LeaderWorkerSet"):
             if each["metadata"]["name"].endswith(f"-{role}"):
                 spec = each["spec"]
-                pod: Manifest = spec["leaderWorkerTemplate"]["leaderTemplate"] if "template" not in spec else spec["template"]
+                pod: Manifest = (
+                    spec["leaderWorkerTemplate"]["leaderTemplate"] if "template" not in spec else spec["template"]
+                )
                 return pod
         raise LookupError(role)
 

@@ -86,9 +86,7 @@ def test_selectors_find_their_pods(rendered: Rendered, values: str) -> None:
     for service in manifests.of("Service"):
         index = {"leaderworkerset.sigs.k8s.io/worker-index": "0"}  # which that controller puts on leaders
         found = [
-            pod
-            for pod in pods
-            if service["spec"]["selector"].items() <= {**pod["metadata"]["labels"], **index}.items()
+            pod for pod in pods if service["spec"]["selector"].items() <= {**pod["metadata"]["labels"], **index}.items()
         ]
         assert len(found) == 1, service["metadata"]["name"]
 

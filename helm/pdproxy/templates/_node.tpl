@@ -70,9 +70,11 @@ spec:
         timeoutSeconds: 5
         failureThreshold: 3
       {{- end }}
+      {{- if $v.nodes.leaveSeconds }}
       lifecycle:
         preStop:
           sleep: { seconds: {{ $v.nodes.leaveSeconds }} }
+      {{- end }}
       resources:
         {{- include "pdproxy.node.resources" $r | nindent 8 }}
       securityContext:

@@ -1,0 +1,101 @@
+"""Only the proxy speaks HTTP to nodes; only nodes of the other role reach a node's side channel and UCX ports."""
+
+import itertools
+
+import pytest
+
+from tests.helm.conftest import Rendered
+from tests.helm.engine import Engine, Manifests
+from tests.helm.policies import Pod, allowed
+from tests.helm.settings import pod_of
+
+HTTP, SIDE_CHANNEL, UCX_FIRST, UCX_LAST, NCCL = 8000, 5600, 20000, 20999, 29501
+CLOSED = ["default", "qwen3.6-35b-a3b-1p1d", "qwen3.5-397b-a17b-2p4d-tp8", "full-values"]
+STRANGER = Pod({"app": "stranger"})
+ABROAD = Pod({}, home=False, namespace={"kubernetes.io/metadata.name": "elsewhere"})
+
+
+def pods(manifests: Manifests) -> dict[str, Pod]:
+    """Every sort of pod, by what it is."""
+    return {
+        "proxy": Pod(pod_of(manifests)["metadata"]["labels"]),
+        "prefill": Pod(manifests.node("prefill")["metadata"]["labels"]),
+        "decode": Pod(manifests.node("decode")["metadata"]["labels"]),
+        "smoke": Pod(manifests.one("Pod")["metadata"]["labels"]),
+        "stranger": STRANGER,
+        "abroad": ABROAD,
+    }
+
+
+def through(manifests: Manifests, port: int) -> set[tuple[str, str]]:
+    """Who may connect to whom on a port, as far as nodes are asked."""
+    there = pods(manifests)
+    policies = manifests.of("NetworkPolicy")
+    asked = itertools.product(there, ("prefill", "decode"))
+    return {(source, node) for source, node in asked if allowed(policies, there[source], there[node], port)}
+
+
+@pytest.mark.parametrize("values", CLOSED)
+def test_only_the_proxy_speaks_http_to_nodes(rendered: Rendered, values: str) -> None:
+    assert through(rendered(values), HTTP) == {("proxy", "prefill"), ("proxy", "decode")}
+
+
+@pytest.mark.parametrize("values", CLOSED[:3])
+@pytest.mark.parametrize("port", [SIDE_CHANNEL, UCX_FIRST, UCX_LAST])
+def test_transfers_go_between_the_roles_in_both_directions(rendered: Rendered, values: str, port: int) -> None:
+    assert through(rendered(values), port) == {("prefill", "decode"), ("decode", "prefill")}
+
+
+@pytest.mark.parametrize("values", CLOSED[:3])
+@pytest.mark.parametrize("port", [22, UCX_LAST + 1, NCCL])
+def test_nothing_else_reaches_a_node(rendered: Rendered, values: str, port: int) -> None:
+    assert through(rendered(values), port) == set()
+
+
+def test_machines_of_one_node_reach_each_other_but_not_by_http(rendered: Rendered) -> None:
+    full = rendered("full-values")  # there a decode node has two machines
+    assert through(full, NCCL) == {("decode", "decode")}
+    assert through(full, SIDE_CHANNEL) == {("prefill", "decode"), ("decode", "prefill"), ("decode", "decode")}
+
+
+def test_the_ports_are_those_that_the_nodes_use(helm: Engine) -> None:
+    moved = {
+        "nodes": {"httpPort": 9000},
+        "transfer": {"sideChannelPort": 6000, "ucxPorts": {"first": 7000, "last": 7099}},
+    }
+    manifests = helm.manifests(moved)
+    assert through(manifests, 9000) == {("proxy", "prefill"), ("proxy", "decode")}
+    assert through(manifests, 6000) == through(manifests, 7099) == {("prefill", "decode"), ("decode", "prefill")}
+    assert through(manifests, HTTP) == through(manifests, SIDE_CHANNEL) == through(manifests, UCX_FIRST) == set()
+    env = {each["name"]: each.get("value") for each in manifests.node("decode")["spec"]["containers"][0]["env"]}
+    assert env["UCX_TCP_PORT_RANGE"] == "7000-7099"
+
+
+def test_who_reaches_the_proxy(rendered: Rendered) -> None:
+    open_to_all = rendered("default")
+    there, policies = pods(open_to_all), open_to_all.of("NetworkPolicy")
+    assert all(allowed(policies, there[name], there["proxy"], 8080) for name in ("smoke", "stranger", "abroad"))
+    assert {name for name in there if allowed(policies, there[name], there["proxy"], 8081)} == {"smoke"}
+
+
+def test_clients_and_scrapers_can_be_named(rendered: Rendered) -> None:
+    full = rendered("full-values")
+    there, policies = pods(full), full.of("NetworkPolicy")
+    gateway = Pod({}, home=False, namespace={"kubernetes.io/metadata.name": "gateways"})
+    prometheus = Pod({}, home=False, namespace={"kubernetes.io/metadata.name": "monitoring"})
+    assert allowed(policies, gateway, there["proxy"], 8080)
+    assert allowed(policies, there["smoke"], there["proxy"], 8080)
+    assert not allowed(policies, STRANGER, there["proxy"], 8080)
+    assert allowed(policies, prometheus, there["proxy"], 8081)
+    assert not allowed(policies, gateway, there["proxy"], 8081)
+    assert allowed(policies, prometheus, there["prefill"], HTTP)  # podMonitor is on
+
+
+def test_names_can_be_looked_up_and_weights_fetched(rendered: Rendered) -> None:
+    default = rendered("default")
+    there, policies = pods(default), default.of("NetworkPolicy")
+    dns = Pod({"k8s-app": "kube-dns"}, home=False, namespace={"kubernetes.io/metadata.name": "kube-system"})
+    assert all(allowed(policies, there[name], dns, 53, "UDP") for name in ("proxy", "prefill", "decode"))
+    assert allowed(policies, there["decode"], ABROAD, 443)
+    assert not allowed(policies, there["decode"], ABROAD, 80)
+    assert not allowed(policies, there["proxy"], ABROAD, 443)

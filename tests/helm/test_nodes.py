@@ -1,0 +1,162 @@
+"""The nodes' pods: what vLLM and the connector are told, what each machine must give."""
+
+import functools
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from connector.config import ConnectorConfig
+from pdproxy.settings import NodeRole
+from tests.helm.conftest import Rendered
+from tests.helm.engine import Engine, Manifest, Manifests, only_container, value_files
+from tests.helm.settings import loaded
+
+ALL = pytest.mark.parametrize("values", value_files())
+ROLES = pytest.mark.parametrize("role", ["prefill", "decode"])
+
+
+def arguments(pod: Manifest) -> dict[str, str]:
+    """Flags of `vllm serve` by name; the model under ""."""
+    model, *flags = only_container(pod)["args"]
+    return {"": model, **{name: value for name, _, value in (flag.partition("=") for flag in flags)}}
+
+
+def variables(pod: Manifest) -> dict[str, Any]:
+    """A container's environment: value or source."""
+    return {each["name"]: each.get("value", each.get("valueFrom")) for each in only_container(pod)["env"]}
+
+
+@functools.cache
+def vllm_flags() -> frozenset[str]:
+    """The flags of `vllm serve`, read out of its sources: importing it takes longer than all of these tests."""
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("there is no vLLM here")
+    root = Path(spec.origin).parent
+    text = "".join((root / part).read_text() for part in ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py"))
+    fields = {"--" + name.replace("_", "-") for name in re.findall(r"^    (\w+):", text, re.MULTILINE)}
+    return frozenset(fields | set(re.findall(r'"(--[\w-]+)"', text)))
+
+
+@ALL
+@ROLES
+def test_the_connector_accepts_its_configuration(rendered: Rendered, values: str, role: str, tmp_path: Path) -> None:
+    said = json.loads(arguments(rendered(values).node(role))["--kv-transfer-config"])
+    assert (said["kv_connector"], said["kv_connector_module_path"]) == ("NixlConnector", "connector.facade")
+    extra = said["kv_connector_extra_config"]
+    if "pdproxy_key_file" in extra:
+        mounts = [mount["mountPath"] for mount in only_container(rendered(values).node(role))["volumeMounts"]]
+        assert str(Path(extra["pdproxy_key_file"]).parent) in mounts
+        (tmp_path / "ticket.keys").write_text("0123456789abcdef\n")
+        extra["pdproxy_key_file"] = str(tmp_path / "ticket.keys")
+    config = ConnectorConfig.from_extra(said["kv_role"], said["kv_load_failure_policy"], extra, {})
+    assert (config.role.prefills, config.role.decodes) == (role == "prefill", role == "decode")
+    assert config.lease_duration == 30
+
+
+@ALL
+@ROLES
+def test_vllm_knows_every_flag(rendered: Rendered, values: str, role: str) -> None:
+    known = vllm_flags()
+    unknown = {flag for flag in arguments(rendered(values).node(role)).keys() - {""} if flag not in known}
+    assert not unknown
+
+
+@ALL
+@ROLES
+def test_the_side_channel_is_at_the_pods_own_address(rendered: Rendered, values: str, role: str) -> None:
+    pod = rendered(values).node(role)
+    said = variables(pod)
+    assert said["POD_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+    assert said["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "$(POD_IP)"
+    ports = {port["name"]: port["containerPort"] for port in only_container(pod)["ports"]}
+    assert said["VLLM_NIXL_SIDE_CHANNEL_PORT"] == str(ports["side-channel"]) == "5600"
+    assert arguments(pod)["--port"] == str(ports["http"])
+    assert pod["spec"]["enableServiceLinks"] is False
+    [shm] = [volume for volume in pod["spec"]["volumes"] if volume["name"] == "shm"]
+    assert shm["emptyDir"]["medium"] == "Memory"
+
+
+@ALL
+@ROLES
+def test_has_the_time_to_end(rendered: Rendered, values: str, role: str) -> None:
+    pod = rendered(values).node(role)
+    pause = only_container(pod)["lifecycle"]["preStop"]["sleep"]["seconds"]
+    grace = pod["spec"]["terminationGracePeriodSeconds"]
+    assert grace > pause + int(arguments(pod)["--shutdown-timeout"])
+
+
+def most_of(manifests: Manifests, name: str) -> int:
+    """How many nodes there may be of a workload."""
+    found = [each["spec"] for each in manifests.all if each["metadata"]["name"] == name]
+    counts = [spec.get("maxReplicas", spec.get("maxReplicaCount", spec.get("replicas", 0))) for spec in found]
+    return int(max(counts))
+
+
+@ALL
+def test_the_proxy_finds_every_node_by_its_own_name(rendered: Rendered, values: str, tmp_path: Path) -> None:
+    manifests = rendered(values)
+    nodes = loaded(manifests, tmp_path).nodes
+    for role in NodeRole:
+        name = f"{manifests.one('Deployment')['metadata']['name']}-{role}"
+        count = most_of(manifests, name)
+        wanted = {f"http://{name}-{index}.{name}.llm.svc:8000" for index in range(count)}
+        assert {node.url for node in nodes if node.role is role} == wanted
+
+
+def test_two_prefill_and_four_decode_nodes_of_eight_gpus(rendered: Rendered) -> None:
+    manifests = rendered("qwen3.5-397b-a17b-2p4d-tp8")
+    counts = {each["metadata"]["name"]: each["spec"]["replicas"] for each in manifests.of("StatefulSet")}
+    assert counts == {"demo-pdproxy-prefill": 2, "demo-pdproxy-decode": 4}
+    for role in ("prefill", "decode"):
+        pod = manifests.node(role)
+        container = only_container(pod)
+        assert arguments(pod)["--tensor-parallel-size"] == "8"
+        limits = {"nvidia.com/gpu": 8, "rdma/hca_shared_devices_a": 1, "memory": "1Ti"}
+        assert container["resources"]["limits"] == limits
+        assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+
+
+def test_one_and_one(rendered: Rendered) -> None:
+    manifests = rendered("qwen3.6-35b-a3b-1p1d")
+    assert [each["spec"]["replicas"] for each in manifests.of("StatefulSet")] == [1, 1]
+    assert arguments(manifests.node("prefill"))[""] == "Qwen/Qwen3.6-35B-A3B"
+    assert "capabilities" not in only_container(manifests.node("prefill"))["securityContext"]
+    for workload in manifests.of("StatefulSet"):
+        [claim] = workload["spec"]["volumeClaimTemplates"]
+        assert claim["spec"]["resources"]["requests"]["storage"] == "120Gi"
+
+
+def test_a_node_of_several_machines(rendered: Rendered) -> None:
+    group = rendered("full-values").one("LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]
+    leader, worker = arguments(group["leaderTemplate"]), arguments(group["workerTemplate"])
+    for said in (leader, worker):
+        assert said["--nnodes"] == str(group["size"])
+        assert said["--node-rank"] == "$(NODE_RANK)"
+        assert said["--master-addr"] == "$(LWS_LEADER_ADDRESS)"
+    assert "--headless" in worker
+    assert "--headless" not in leader
+    assert "startupProbe" in only_container(group["leaderTemplate"])
+    assert "startupProbe" not in only_container(group["workerTemplate"])
+    rank = variables(group["workerTemplate"])["NODE_RANK"]["fieldRef"]["fieldPath"]
+    assert rank == "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']"
+
+
+@pytest.mark.parametrize(
+    ("storage", "volume"),
+    [
+        ({"kind": "emptyDir"}, {"emptyDir": {"sizeLimit": "200Gi"}}),
+        ({"kind": "hostPath", "hostPath": "/srv"}, {"hostPath": {"path": "/srv", "type": "DirectoryOrCreate"}}),
+        ({"kind": "existingClaim", "existingClaim": "w"}, {"persistentVolumeClaim": {"claimName": "w"}}),
+        ({"kind": "claim"}, {"persistentVolumeClaim": {"claimName": "demo-pdproxy-models"}}),
+    ],
+)
+def test_weights_come_from_where_they_are(helm: Engine, storage: dict[str, str], volume: dict[str, Any]) -> None:
+    manifests = helm.manifests({"model": {"storage": storage}})
+    volumes = manifests.node("decode")["spec"]["volumes"]
+    assert {"name": "models", **volume} in volumes
+    assert len(manifests.of("PersistentVolumeClaim")) == (1 if storage["kind"] == "claim" else 0)

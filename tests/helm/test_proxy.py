@@ -1,0 +1,113 @@
+"""The proxy's pods: the proxy itself accepts what the chart says to it, and has the time to end."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pdproxy.settings import Credential
+from pdproxy.settings.file import read_file
+from pdproxy.settings.leaves import leaves, sections
+from tests.helm.conftest import Rendered
+from tests.helm.engine import CHART, Engine, Refused, only_container, value_files
+from tests.helm.settings import loaded, pod_of
+
+ALL = pytest.mark.parametrize("values", value_files())
+
+
+@ALL
+def test_the_proxy_accepts_its_settings(rendered: Rendered, values: str, tmp_path: Path) -> None:
+    manifests = rendered(values)
+    settings = loaded(manifests, tmp_path)
+    container = only_container(pod_of(manifests))
+    assert container["args"] == ["serve", "--config=/etc/pdproxy/settings/pdproxy.yaml"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"http": settings.listen.port, "admin": settings.listen.admin_port}
+    assert settings.listen.host == settings.listen.admin_host == "0.0.0.0"
+    for path in read_file(tmp_path / "pdproxy.yaml").values.values():
+        if str(path.value).startswith(str(tmp_path)):
+            inside = "/etc/pdproxy" + str(path.value).removeprefix(str(tmp_path))
+            assert any(inside.startswith(mount["mountPath"] + "/") for mount in container["volumeMounts"])
+
+
+@ALL
+def test_ends_after_its_streams(rendered: Rendered, values: str, tmp_path: Path) -> None:
+    pod = pod_of(rendered(values))
+    pause = only_container(pod)["lifecycle"]["preStop"]["sleep"]["seconds"]
+    drain = loaded(rendered(values), tmp_path).deadlines.drain
+    assert pod["spec"]["terminationGracePeriodSeconds"] >= pause + drain + 10
+
+
+@ALL
+def test_can_do_no_harm(rendered: Rendered, values: str) -> None:
+    for pod in (pod_of(rendered(values)), rendered(values).one("Pod")):
+        spec, container = pod["spec"], only_container(pod)
+        assert spec["enableServiceLinks"] is False
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_what_operators_say_arrives(rendered: Rendered, tmp_path: Path) -> None:
+    settings = loaded(rendered("full-values"), tmp_path)
+    assert (settings.limits.body_bytes, settings.policy.retries, settings.deadlines.stall) == (16777216, 3, 60.0)
+    assert settings.log.level == "warning"
+
+
+@pytest.mark.parametrize(
+    ("keys", "access", "credential"),
+    [(True, True, "replace"), (False, True, "replace"), (True, False, "none"), (False, False, "pass")],
+)
+def test_clients_keys_do_not_reach_nodes(
+    helm: Engine, tmp_path: Path, keys: bool, access: bool, credential: Credential
+) -> None:
+    manifests = helm.manifests({"apiKeys": {"enabled": keys}, "access": {"enabled": access}})
+    settings = loaded(manifests, tmp_path)
+    assert settings.upstream.credential == credential
+    assert (settings.keys.file is not None) is keys
+    names = {each["name"] for each in only_container(manifests.node("decode"))["env"]}
+    assert ("VLLM_API_KEY" in names) is access
+
+
+def test_the_credential_can_be_chosen_where_nodes_have_no_key(helm: Engine, tmp_path: Path) -> None:
+    said = {"access": {"enabled": False}, "proxy": {"settings": {"upstream": {"credential": "pass"}}}}
+    assert loaded(helm.manifests(said), tmp_path).upstream.credential == "pass"
+    with pytest.raises(Refused, match=r"upstream cannot be set while access\.enabled"):
+        helm.manifests({"proxy": said["proxy"]})
+
+
+def test_every_setting_can_be_said(helm: Engine) -> None:
+    """The schema lists the settings of each section that it knows; a new one must be listed too."""
+    schema = yaml.safe_load((CHART / "values.schema.json").read_text())
+    listed = schema["properties"]["proxy"]["properties"]["settings"]["properties"]
+    for section in sections():
+        if isinstance(listed.get(section), dict):
+            names = [leaf.name for leaf in leaves() if leaf.section == section]
+            assert sorted(listed[section]["properties"]) == sorted(names), section
+
+
+def test_replicas_are_left_to_the_autoscaler(helm: Engine, rendered: Rendered) -> None:
+    assert "replicas" not in rendered("full-values").one("Deployment")["spec"]
+    assert rendered("default").one("Deployment")["spec"]["replicas"] == 2
+    assert rendered("default").of("HorizontalPodAutoscaler") == []
+
+
+def test_the_way_in_does_not_cut_streams(rendered: Rendered, tmp_path: Path) -> None:
+    full = rendered("full-values")
+    longest = loaded(full, tmp_path).deadlines.request
+    annotations = full.one("Ingress")["metadata"]["annotations"]
+    nginx = "nginx.ingress.kubernetes.io/"
+    assert annotations[nginx + "proxy-buffering"] == "off"
+    assert int(annotations[nginx + "proxy-read-timeout"]) > longest
+    timeouts = full.one("HTTPRoute")["spec"]["rules"][0]["timeouts"]
+    assert all(int(value.removesuffix("s")) > longest for value in timeouts.values())
+    assert annotations["example.com/x"] == "1"
+
+
+def test_no_pause_is_no_hook(helm: Engine) -> None:
+    """Clusters before 1.34 refuse a sleep of no seconds."""
+    manifests = helm.manifests({"proxy": {"leaveSeconds": 0}, "nodes": {"leaveSeconds": 0}})
+    for pod in (pod_of(manifests), manifests.node("prefill"), manifests.node("decode")):
+        assert "lifecycle" not in only_container(pod)

@@ -1,0 +1,90 @@
+"""A value that cannot work is refused before anything is applied, with a sentence that says what would."""
+
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.helm.engine import CHART, Engine, Refused, read_values, value_files
+
+REFUSED = [
+    # by the schema
+    ("proxy: {replicas: -1}", "at '/proxy/replicas': minimum: got -1, want 0"),
+    ("proxy: {replicas: two}", "at '/proxy/replicas': got string, want integer"),
+    ("prefil: {replicas: 2}", "additional properties 'prefil' not allowed"),
+    ("model: {storage: {kind: nfs}}", "must be one of 'emptyDir', 'hostPath', 'existingClaim', 'claim', 'claimPerPod'"),
+    ("model: {storage: {size: 200GB}}", "at '/model/storage/size': value must be 'a size such as 16Gi'"),
+    ("model: {gpuMemory: 90}", "at '/model/gpuMemory': maximum: got 90, want 1"),
+    ("model: {extraArgs: --x}", "at '/model/extraArgs': got string, want array"),
+    ("transfer: {sideChannelPort: 70000}", "at '/transfer/sideChannelPort': maximum: got 70,000, want 65,535"),
+    ("prefill: {gpus: {resource: gpu}}", "must be 'an extended resource such as nvidia.com/gpu'"),
+    ("prefill: {maxUnavailable: all}", "must be 'a number, or a percentage such as 25%'"),
+    ("decode: {extraEnv: [{name: A, value: 1}]}", "at '/decode/extraEnv/0/value': got number, want string"),
+    ("image: {proxy: {repository: 'pdproxy:1'}}", "must be 'a name without tag or digest: those go to tag'"),
+    ("tickets: {keys: [short]}", "must be 'a key of 16 characters or more, without blanks, # and commas'"),
+    ("apiKeys: {keys: ['key-0123 bob many']}", "must be 'a key of 8 characters or more, then perhaps a name"),
+    ("keda: {prometheus: prometheus}", "must be 'an address such as http://prometheus:9090'"),
+    ("proxy: {settings: {policy: {retrys: 1}}}", "at '/proxy/settings/policy': additional properties 'retrys' not"),
+    ("proxy: {settings: {log: {level: loud}}}", "must be one of 'debug', 'info', 'warning', 'error'"),
+    # by what does not go together
+    ("prefill: {tensorParallel: 8}", "tensorParallel is 8, but a prefill node has 1 GPUs"),
+    ("decode: {autoscaling: {minReplicas: 9}}", "decode.autoscaling.minReplicas is above maxReplicas"),
+    ("decode: {autoscaling: {kind: keda}}", "set keda.prometheus to the address"),
+    ("decode: {hosts: 2, tensorParallel: 2}\nmodel: {storage: {kind: claimPerPod}}", "does not go with decode.hosts"),
+    ("proxy: {autoscaling: {minReplicas: 20}}", "proxy.autoscaling.minReplicas is above maxReplicas"),
+    ("transfer: {ucxPorts: {first: 9, last: 8}}", "transfer.ucxPorts.first must be below last"),
+    ("transfer: {sideChannelPort: 20000}", "transfer.sideChannelPort (20000) lies within transfer.ucxPorts"),
+    ("transfer: {sideChannelPort: 8000}", "transfer.sideChannelPort and nodes.httpPort are the same"),
+    ("model: {storage: {kind: existingClaim}}", "say which one in model.storage.existingClaim"),
+    ("apiKeys: {keys: [key-0123], existingSecret: mine}", "apiKeys.keys and apiKeys.existingSecret are both set"),
+    ("metrics: {podMonitor: {enabled: true}}", "name Prometheus in networkPolicy.scrapers"),
+    ("ingress: {enabled: true}", "set ingress.host"),
+    ("httpRoute: {enabled: true}", "name the Gateway in httpRoute.parentRefs"),
+    ("proxy: {settings: {nodes: []}}", "proxy.settings.nodes cannot be set: nodes come from prefill and decode"),
+    ("proxy: {settings: {keys: {file: x}}}", "proxy.settings.keys cannot be set: use apiKeys"),
+    ("proxy: {settings: {deadlines: {drain: 9}}}", "deadlines.drain cannot be set: use proxy.drainSeconds"),
+]
+
+
+@pytest.mark.parametrize(("values", "sentence"), REFUSED, ids=[values for values, _ in REFUSED])
+def test_is_refused_with_a_sentence(helm: Engine, values: str, sentence: str) -> None:
+    with pytest.raises(Refused) as refused:
+        helm.render(yaml.safe_load(values))
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        "proxy: {settings: {policy: {migrate: off}}}",
+        "proxy: {settings: {limits: {body_bytes: 16MiB}}}",
+        "proxy: {maxUnavailable: 25%}",
+        "prefill: {replicas: 0}",
+        "nodes: {sharedMemory: 1.5Gi}",
+        "image: {proxy: {repository: 'registry.example:5000/a/pdproxy'}}",
+        "apiKeys: {keys: [key-01234567 bob 8]}",
+        "decode: {gpus: {count: 4}, hosts: 2, tensorParallel: 8}",
+        "global: {anything: 1}",
+    ],
+)
+def test_is_taken(helm: Engine, values: str) -> None:
+    assert helm.render(yaml.safe_load(values))
+
+
+def named(values: Any, schema: dict[str, Any], schemas: dict[str, Any], path: str = "") -> list[str]:
+    """The values that the schema does not describe."""
+    schema = schemas[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+    if not isinstance(values, dict) or "properties" not in schema:
+        return []
+    missing = [f"{path}/{name}" for name in values.keys() - schema["properties"].keys()]
+    known = values.keys() & schema["properties"].keys()
+    return missing + [
+        each for name in known for each in named(values[name], schema["properties"][name], schemas, f"{path}/{name}")
+    ]
+
+
+@pytest.mark.parametrize("values", value_files())
+def test_the_schema_describes_every_value(values: str) -> None:
+    schema = yaml.safe_load((CHART / "values.schema.json").read_text())
+    path = value_files()[values] or CHART / "values.yaml"
+    assert named(read_values(path), schema, schema["$defs"]) == []
