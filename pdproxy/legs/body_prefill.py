@@ -15,6 +15,9 @@ DROPPED = frozenset(
         "stop", "stop_sequences", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "stream_interval",
         "logit_bias", "allowed_token_ids", "bad_words", "frequency_penalty", "presence_penalty", "repetition_penalty",
         "structured_outputs", "thinking_token_budget", "repetition_detection", "watermarking", "max_tool_calls",
+        # the token is thrown away; and in vLLM 0.32 for CPUs a seed together with a prompt that is computed in chunks
+        # ends the engine ("CPU Generator does not use offset")
+        "seed",
         # only costs
         "logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids", "return_tokens_as_token_ids",
         "return_token_ids", "return_prompt_text", "return_token_offsets", "routed_experts_prompt_start", "echo",

@@ -56,7 +56,7 @@ def test_what_shapes_the_prompt_stays() -> None:
         "mm_processor_kwargs": {}, "media_io_kwargs": {}, "truncate_prompt_tokens": 5, "truncation_side": "left",
         "cache_salt": "s", "reasoning_effort": "low", "response_format": {"type": "json_object"}, "priority": 3,
         "suffix": "end", "vllm_xargs": {"a": 1}, "system": "be kind", "thinking": {}, "instructions": "x",
-        "reasoning": {}, "temperature": 0.5, "seed": 1, "user": "u", "unknown_vendor_field": 1,
+        "reasoning": {}, "temperature": 0.5, "user": "u", "unknown_vendor_field": 1,
     }  # fmt: skip
     body = chat(**shaping)
     assert {key: value for key, value in prefill_body(Endpoint.CHAT, body, HAND_OVER, 1).items() if key in body} == body

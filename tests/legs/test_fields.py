@@ -30,7 +30,7 @@ SHAPES_THE_PROMPT = {
 }  # fmt: skip
 HARMLESS = {
     # how the one token is sampled, and what is checked of it: an invalid value is refused before the prefill runs
-    "temperature", "top_p", "top_k", "min_p", "seed", "length_penalty", "skip_special_tokens",
+    "temperature", "top_p", "top_k", "min_p", "length_penalty", "skip_special_tokens",
     "spaces_between_special_tokens", "n",
     # whose request it is, and how soon it is served
     "priority", "session_id", "user", "metadata", "service_tier", "prompt_cache_key", "store",
