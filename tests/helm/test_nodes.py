@@ -160,3 +160,11 @@ def test_weights_come_from_where_they_are(helm: Engine, storage: dict[str, str],
     volumes = manifests.node("decode")["spec"]["volumes"]
     assert {"name": "models", **volume} in volumes
     assert len(manifests.of("PersistentVolumeClaim")) == (1 if storage["kind"] == "claim" else 0)
+
+
+def test_without_gpus_the_images_own_model_is_served(rendered: Rendered) -> None:
+    pod = rendered("no-gpu").node("decode")
+    container = only_container(pod)
+    assert container["resources"]["limits"].keys() == {"memory"}
+    assert arguments(pod)["--model"] == arguments(pod)[""]
+    assert not any(arguments(pod)[""].startswith(mount["mountPath"] + "/") for mount in container["volumeMounts"])

@@ -5,6 +5,7 @@ import os
 import sys
 import urllib.error
 import urllib.request
+from typing import Any
 
 
 def headers() -> dict[str, str]:
@@ -17,12 +18,13 @@ def headers() -> dict[str, str]:
     return {"authorization": f"Bearer {words[0]}"}
 
 
-def ask(url: str, body: dict[str, object] | None = None) -> dict[str, object]:
+def ask(url: str, body: dict[str, object] | None = None) -> dict[str, Any]:
     """One answer. Raises URLError (HTTPError among them) or ValueError."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json", **headers()})
     with urllib.request.urlopen(request, timeout=120) as answer:
-        return json.load(answer)
+        found: dict[str, Any] = json.load(answer)
+        return found
 
 
 def main() -> int:

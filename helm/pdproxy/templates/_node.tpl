@@ -93,8 +93,9 @@ spec:
       emptyDir: { medium: Memory, sizeLimit: {{ $v.nodes.sharedMemory }} }
     {{- include "pdproxy.node.models" .root | nindent 4 }}
     {{- if $v.tickets.enabled }}
+    # Readable to whatever user the image runs as: nobody else is in the pod.
     - name: tickets
-      secret: { secretName: {{ include "pdproxy.secret.tickets" .root }}, defaultMode: 0400 }
+      secret: { secretName: {{ include "pdproxy.secret.tickets" .root }}, defaultMode: 0444 }
     {{- end }}
     {{- with $r.extraVolumes }}
     {{- toYaml . | nindent 4 }}
