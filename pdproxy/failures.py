@@ -119,7 +119,7 @@ TABLE: Mapping[tuple[Leg, Moment, Fault], Row] = {
     (Leg.DECODE, Moment.OPENING, Fault.REFUSED): Row(_DECODE, "connect", 503),
     (Leg.DECODE, Moment.OPENING, Fault.RESET): Row(_DECODE, "decode_headers"),
     (Leg.DECODE, Moment.OPENING, Fault.HEADERS_TIMEOUT): Row(_DECODE, "decode_headers", 504),
-    (Leg.DECODE, Moment.OPENING, Fault.STALL): Row(_DECODE, "stall", 504),
+    (Leg.DECODE, Moment.OPENING, Fault.STALL): Row(_DECODE, "decode_headers", 504),
     (Leg.DECODE, Moment.OPENING, Fault.CLIENT_ERROR): Row((Step.ANSWER,), "decode_headers"),
     (Leg.DECODE, Moment.OPENING, Fault.BUSY): Row(_DECODE_ANSWERED, "decode_headers"),
     (Leg.DECODE, Moment.OPENING, Fault.SERVER_ERROR): Row(_DECODE_ANSWERED, "decode_headers"),

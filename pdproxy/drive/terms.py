@@ -14,7 +14,7 @@ class Terms:
     Attributes:
         connect: until a connection to a node stands.
         prefill_headers: from a prefill leg's start to its answer's head.
-        decode_headers: from a decode leg's start to its answer's head.
+        decode_headers: from a decode leg's start to its answer's head, and again to a stream's first event.
         stall: between two pieces of any body.
         release: for the whole errand of releasing one hand-over.
         on_prefill_failure: what follows a failed prefill leg.
@@ -48,7 +48,8 @@ class Terms:
 
     def decode_patience(self, remaining: float) -> Patience:
         """Patience for a decode leg that may use ``remaining`` seconds of the request's deadline."""
-        return _within(remaining, self.connect, self.decode_headers, self.stall)
+        patience = _within(remaining, self.connect, self.decode_headers, self.stall)
+        return dataclasses.replace(patience, first=patience.headers)
 
     def release_patience(self) -> Patience:
         """Patience for the errand that releases a hand-over."""

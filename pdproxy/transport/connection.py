@@ -116,6 +116,7 @@ class Connection(asyncio.Protocol):
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+            self._watchdog.rest()  # what was awaited is here, even if the waiter runs only after the timer
 
     def _awaited(self) -> bool:
         """What came is what is waited for: half a head must not buy a node more time."""

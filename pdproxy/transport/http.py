@@ -69,7 +69,7 @@ class HttpTransport:
         except BaseException:
             connection.cut()
             raise
-        return Received(connection, self._pool, patience.stall)
+        return Received(connection, self._pool, patience)
 
     async def _connect(self, target: Target, seconds: float) -> Connection:
         loop = asyncio.get_running_loop()
@@ -95,10 +95,11 @@ class HttpTransport:
 class Received:
     """An answer whose head is here; see `port.Incoming`."""
 
-    def __init__(self, connection: Connection, pool: Pool, stall: float) -> None:
+    def __init__(self, connection: Connection, pool: Pool, patience: Patience) -> None:
         self._connection = connection
         self._pool = pool
-        self._stall = stall
+        self._stall = patience.stall
+        self._wait = patience.stall if patience.first is None else patience.first
         self._closed = False
         self.status: int = connection.answer.status
         self.headers: Headers = connection.answer.headers
@@ -113,9 +114,10 @@ class Received:
     async def __anext__(self) -> bytes:
         if self._closed:
             raise StopAsyncIteration
-        piece = await self._connection.piece(self._stall)
+        piece = await self._connection.piece(self._wait)
         if not piece:
             raise StopAsyncIteration
+        self._wait = self._stall
         return piece
 
     async def read(self, limit: int) -> bytes:

@@ -19,11 +19,14 @@ class Patience:
         connect: until the connection stands (fault REFUSED when it does not).
         headers: from the request's last byte to the response head (fault HEADERS_TIMEOUT).
         stall: between two pieces of the body (fault STALL).
+        first: from the head to the body's first piece (fault STALL); None is ``stall``. A node sends a stream's head
+            at once, and its first event only when the prompt was computed.
     """
 
     connect: float = 5.0
     headers: float = 600.0
     stall: float = 120.0
+    first: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

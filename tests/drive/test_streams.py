@@ -194,3 +194,14 @@ async def test_load_is_spread_and_given_back() -> None:
     for reply in streams:
         await _rest(reply)
     await world.settle()
+
+
+@pytest.mark.parametrize(("at", "seconds"), [(0, 77.0), (3, 11.0)])
+async def test_a_first_event_may_take_as_long_as_a_head(at: int, seconds: float) -> None:
+    world = World(terms=Terms(decode_headers=77.0, stall=11.0))
+    world.decodes[0].trouble = Trouble(Ill.STALL, at=at)
+    began = world.clock.now()
+    told = story(CHAT, (await world.ask(CHAT, body_for(CHAT, stream=True))).body)
+    assert told.texts[0] == right(CHAT)
+    assert world.clock.now() - began == seconds
+    await world.settle()

@@ -89,7 +89,8 @@ class MemoryIncoming:
             case Ill.RESET:
                 raise NodeFault(Fault.RESET, "reset in the body")
             case Ill.STALL:
-                self._clock.advance(self._patience.stall)
+                first = None if self._script.pieces else self._patience.first
+                self._clock.advance(self._patience.stall if first is None else first)
                 raise NodeFault(Fault.STALL, "the body stalled")
             case _:
                 self._ended = True

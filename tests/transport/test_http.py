@@ -334,6 +334,16 @@ async def test_a_body_that_stops_is_a_stall(transport: HttpTransport) -> None:
     assert caught.value.fault is Fault.STALL
 
 
+async def test_the_first_piece_has_a_patience_of_its_own(transport: HttpTransport) -> None:
+    async with peer(saying(CHUNKED)) as there:
+        incoming = await transport.send(post(there), Patience(GENEROUS, GENEROUS, stall=GENEROUS, first=0.05))
+        with pytest.raises(NodeFault, match=r"0\.05 s") as caught:
+            await anext(incoming.chunks())
+        await incoming.aclose()
+        await there.all_gone()
+    assert caught.value.fault is Fault.STALL
+
+
 async def test_a_slow_reader_is_not_a_stall(transport: HttpTransport) -> None:
     async with peer(saying(CHUNKED + b"5\r\nhello\r\n0\r\n\r\n")) as there:  # all in one packet
         incoming = await transport.send(post(there), Patience(GENEROUS, GENEROUS, stall=0.01))
