@@ -29,6 +29,11 @@ On the wire (HTTP), all under `kv_transfer_params`:
     its answer    vLLM's ticket + {"pdproxy": {"v": 1, "digest", "block_sizes", "readers", "issued_at", "signature"}}
     decode leg    the answer's dict, as it is
     release       {"pdproxy_release": ID} with any one-token request to the same node and data-parallel rank
+
+Bounds. Blocks whose proxy was killed go `kv_lease_duration` (30 s unless set) after their prefill ended; a decode node
+that has the request queued or running renews them until it has read, or is gone, and then at most once more.
+Versions. vLLM's NIXL handshake hashes its own version: nodes of two versions refuse each other, the read ends as
+`transfer_failed` or `peer_unreachable`, and the decode node computes the prompt. An unknown ticket version is refused.
 """
 
 import os

@@ -62,11 +62,15 @@ class HandOvers:
             del self._by_id[hand_over]
 
     def _forget(self, now: float) -> None:
-        """Drop released ids that are too old or too many; ids that living requests carry stay."""
-        for hand_over in list(self._by_id):
-            entry = self._by_id[hand_over]
-            fresh = entry.released_at is None or now - entry.released_at <= self._memory
-            if fresh and len(self._by_id) <= self._capacity:
-                return
-            if not entry.requests:
-                del self._by_id[hand_over]
+        """Drop released ids that are too old or too many, oldest first; ids that living requests carry stay."""
+        excess = len(self._by_id) - self._capacity
+        dead: list[str] = []
+        for hand_over, entry in self._by_id.items():
+            if entry.requests:
+                continue
+            old = entry.released_at is not None and now - entry.released_at > self._memory
+            if not old and len(dead) >= excess:
+                break
+            dead.append(hand_over)
+        for hand_over in dead:
+            del self._by_id[hand_over]

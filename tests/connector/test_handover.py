@@ -54,3 +54,12 @@ def test_a_flood_of_releases_does_not_make_it_forget_living_requests() -> None:
     for index in range(100):
         known.release(f"{ID}-{index}", now=0.0)
     assert known.released("a")
+
+
+def test_a_long_prefill_does_not_keep_old_releases_alive() -> None:
+    known = table(memory=60.0)
+    known.arrive(ID, "a")
+    known.release("another-id-0123456789", now=0.0)
+    known.release("a-third-id-0123456789", now=100.0)
+    assert not known.arrive("another-id-0123456789", "b")
+    assert known.release(ID, now=100.0) == {"a"}
