@@ -99,8 +99,7 @@ class Listener:
             if self._tail is not None and self._tail.ours(event.data):
                 return self._tail.close(event.data)
         try:
-            if not self.heard and event.data != DONE:
-                parse_object(event.data)  # the first event decides whether this is an answer at all
+            self._check(event.data)
             seen = self._transcript.take(event)
         except (NodeFault, NotContinuable) as trouble:
             if not self.heard:
@@ -109,6 +108,15 @@ class Listener:
             return b""
         self.heard = True
         return seen if self._tail is None else self._tail.keep(event.data, seen)
+
+    def _check(self, data: bytes) -> None:
+        """The first event decides whether this is an answer at all; of the others a glance at both ends must do."""
+        if data == DONE:
+            return
+        if not self.heard:
+            parse_object(data)
+        elif data[:1] != b"{" or data[-1:] != b"}":
+            raise NodeFault(Fault.INVALID_BODY, "an event of the stream is no JSON object")
 
     def _note(self, data: bytes) -> None:
         self.tally = tally(data) or self.tally

@@ -87,8 +87,3 @@ def text_of(endpoint: Endpoint, answer: dict[str, Any]) -> str:
             return str(answer["content"][0]["text"])
         case _:
             return str(answer["output"][0]["content"][0]["text"])
-
-
-def without_garbage(endpoint: Endpoint, body: bytes) -> bytes:
-    """Of messages and responses no event is parsed that need not be: nonsense in them is passed on as it is."""
-    return body if endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT) else body.replace(b"data: {not json\n\n", b"")

@@ -6,13 +6,14 @@ Everything happens in memory and on a fake clock: no cell can depend on the mach
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from pdproxy.drive.terms import Terms
 from pdproxy.request import Endpoint
 from pdproxy.settings.choices import OnPrefillFailure
-from tests.drive.answers import story, text_of, without_garbage
+from tests.drive.answers import story, text_of
 from tests.drive.prompts import body_for, prompt_ids, right
 from tests.drive.world import Got, World
 from tests.fakes.faults import Ill, Trouble
@@ -66,7 +67,7 @@ class Cell:
         if not self.stream:
             assert text_of(self.endpoint, got.json()) == right(self.endpoint)
             return
-        told = story(self.endpoint, without_garbage(self.endpoint, got.body))
+        told = story(self.endpoint, got.body)
         assert (told.texts[0], told.error, told.ended) == (right(self.endpoint), None, True)
 
     def check_error(self, got: Got, world: World) -> None:
@@ -158,7 +159,7 @@ async def test_decode_leg_in_the_middle(endpoint: Endpoint, ill: Ill, at: int, a
     for node in world.decodes if all_ill else world.decodes[:1]:
         node.trouble = Trouble(ill, at=at)
     got = await world.ask(endpoint, body_for(endpoint, stream=True))
-    told = story(endpoint, without_garbage(endpoint, got.body))
+    told = story(endpoint, got.body)
     assert (got.status, told.ended) == (200, True)
     assert right(endpoint).startswith(told.texts.get(0, ""))
     if told.error is None:
@@ -171,6 +172,30 @@ async def test_decode_leg_in_the_middle(endpoint: Endpoint, ill: Ill, at: int, a
         assert len(told.ids) == len(told.created) == 1
         assert told.roles == (1 if endpoint is Endpoint.CHAT else 0)
         assert told.usage is None
+    await world.settle()
+
+
+@pytest.mark.parametrize(
+    "more", [{"presence_penalty": 1.0}, {"n": 2}, {"response_format": {"type": "json_object"}}], ids=str
+)
+@pytest.mark.parametrize("at", [1, 2, 5])
+@pytest.mark.parametrize("ill", STREAMING)
+@pytest.mark.parametrize("endpoint", CHUNKED)
+async def test_what_cannot_be_continued_ends_in_an_error_event(
+    endpoint: Endpoint, ill: Ill, at: int, more: dict[str, Any]
+) -> None:
+    world = World()
+    world.decodes[0].trouble = Trouble(ill, at=at)
+    told = story(endpoint, (await world.ask(endpoint, body_for(endpoint, stream=True, **more))).body)
+    assert told.ended
+    if endpoint is Endpoint.CHAT and at <= more.get("n", 1):
+        assert told.error is None, "nothing but roles was out: asked anew"
+    if told.error is None:
+        assert told.texts[0] == right(endpoint)
+        assert at < 5, "text was out"
+    else:
+        assert right(endpoint).startswith(told.texts[0])
+        assert world.decodes[1].legs() == []
     await world.settle()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pdproxy.request import ClientRequest, Endpoint
-from tests.drive.answers import story, text_of, without_garbage
+from tests.drive.answers import story, text_of
 from tests.drive.world import MODEL
 from tests.fakes.tongue import speak, tokenize
 
@@ -43,7 +43,7 @@ class Asking:
         if not self.body["stream"]:
             assert self._whole(json.loads(body)) == self.right
             return True
-        told = story(self.endpoint, without_garbage(self.endpoint, body))
+        told = story(self.endpoint, body)
         assert told.ended, "the stream did not end properly"
         if told.error is None:
             assert told.texts == self.right
