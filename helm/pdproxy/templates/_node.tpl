@@ -185,10 +185,11 @@ spec:
 {{- end -}}
 
 {{- define "pdproxy.node.resources" -}}
-{{- $limits := deepCopy (.resources.limits | default dict) -}}
+{{- $resources := deepCopy (.resources | default dict) -}}
+{{- $limits := $resources.limits | default dict -}}
 {{- if .gpus.count -}}{{- $_ := set $limits .gpus.resource .gpus.count -}}{{- end -}}
 {{- if .rdma.enabled -}}{{- $_ := set $limits .rdma.resource .rdma.count -}}{{- end -}}
-{{- mergeOverwrite (deepCopy .resources) (dict "limits" $limits) | toYaml -}}
+{{- set $resources "limits" $limits | toYaml -}}
 {{- end -}}
 
 {{- define "pdproxy.node.security" -}}
