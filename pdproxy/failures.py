@@ -25,15 +25,26 @@ class Moment(enum.StrEnum):
 class Step(enum.StrEnum):
     """What is done next."""
 
-    OTHER_PREFILL = "another prefill node"
-    LOCAL = "compute on the decode node"
-    SAME_TICKET = "another decode node, same ticket"
-    PREFILL_AGAIN = "another decode node, after a new prefill"
-    MIGRATE = "migrate the stream"
-    ANSWER = "the node's answer to the client"
-    FAIL = "our error to the client"
-    ERROR_EVENT = "error event, clean end"
+    OTHER_PREFILL = "other_prefill"
+    """Another prefill node."""
+    LOCAL = "local"
+    """Compute on the decode node."""
+    SAME_TICKET = "same_ticket"
+    """Another decode node, the same ticket."""
+    PREFILL_AGAIN = "prefill_again"
+    """Another decode node, after a new prefill."""
+    MIGRATE = "migrate"
+    """Continue the stream on another node."""
+    ANSWER = "answer"
+    """The node's answer goes to the client."""
+    FAIL = "fail"
+    """Our error goes to the client."""
+    ERROR_EVENT = "error_event"
+    """An error event, and a clean end of the stream."""
 
+
+FREE = frozenset({Fault.REFUSED})
+"""Faults that use no retry up: nothing of the request reached the node, and no node is tried twice."""
 
 FINAL = frozenset({Step.ANSWER, Step.FAIL, Step.ERROR_EVENT})
 """The steps that end the request."""
@@ -172,7 +183,7 @@ def document() -> str:
     lines = [_INTRODUCTION, "| leg | moment | fault | what follows | counts against the node | seen within |"]
     lines.append("|---|---|---|---|---|---|")
     for (leg, moment, fault), row in TABLE.items():
-        steps = "; else ".join(step.value for step in row.steps)
+        steps = "; else ".join(_STEPS[step] for step in row.steps)
         if Step.FAIL in row.steps:
             steps += f" ({row.status})"
         lines.append(f"| {leg} | {moment} | {fault} | {steps} | {blame(fault)} | `{row.deadline}` |")
@@ -180,6 +191,17 @@ def document() -> str:
     lines += [f"| {word} | {meaning} |" for word, meaning in NOT_CONTINUABLE.items()]
     return "\n".join(lines) + "\n"
 
+
+_STEPS = {
+    Step.OTHER_PREFILL: "another prefill node",
+    Step.LOCAL: "compute on the decode node",
+    Step.SAME_TICKET: "another decode node, same ticket",
+    Step.PREFILL_AGAIN: "another decode node, after a new prefill",
+    Step.MIGRATE: "migrate the stream",
+    Step.ANSWER: "the node's answer to the client",
+    Step.FAIL: "our error to the client",
+    Step.ERROR_EVENT: "error event, clean end",
+}
 
 _INTRODUCTION = """# What follows a failure
 
@@ -191,6 +213,7 @@ The first step that is still possible is taken:
 - *same ticket*: while `retries` are left and the ticket is younger than the lease. No prefill runs again.
 - *after a new prefill*: while `retries` are left.
 - *migrate*: while `migrations` are left and the stream can be continued exactly.
+- A node that could not be reached at all uses no retry up: where `retries` is not 0, every node is tried.
 - A step that finds no node left gives way to the last one of its row.
 
 The deadline of the whole request ends every one of these (504, or the error event). What a leg held is released.

@@ -18,7 +18,7 @@ class Terms:
         stall: between two pieces of any body.
         release: for the whole errand of releasing one hand-over.
         on_prefill_failure: what follows a failed prefill leg.
-        retries: how often each leg may be tried again before the client gets a byte.
+        retries: how often each leg may be tried again before the client gets a byte; unreachable nodes do not count.
         migrations: how often one stream may move to another decode node; 0 turns migration off.
         local_below_tokens: prompts known to be shorter are computed on the decode node; 0 for none.
         fan_out: how many prompts of one list run at once.

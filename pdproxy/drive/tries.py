@@ -4,7 +4,7 @@ from pdproxy.drive.handover import HandOver
 from pdproxy.drive.means import Means
 from pdproxy.drive.verdict import no_node, verdict
 from pdproxy.errors import NodeFault, PdproxyError
-from pdproxy.failures import Chances, Moment, Step, decide, last_resort
+from pdproxy.failures import FREE, Chances, Moment, Step, decide, last_resort
 from pdproxy.observe.labels import Leg
 from pdproxy.planning.plan import NoNode
 
@@ -21,7 +21,7 @@ class Tries:
         """The next step after a failed leg."""
         self._last = (leg, fault)
         step = decide(leg, Moment.OPENING, fault.fault, self._chances(leg, hand_over))
-        self._left[leg] -= 1
+        self._left[leg] -= fault.fault not in FREE
         self._means.metrics.step_taken(leg, fault.fault, step)
         return step
 

@@ -105,7 +105,7 @@ async def test_migration_can_be_turned_off() -> None:
     told = story(CHAT, (await world.ask(CHAT, body_for(CHAT, stream=True))).body)
     assert told.error is not None
     assert world.decodes[1].legs() == []
-    assert world.count("pdproxy_steps_total", leg="decode", fault="reset", step="error event, clean end") == 1
+    assert world.count("pdproxy_steps_total", leg="decode", fault="reset", step="error_event") == 1
     await world.settle()
 
 
@@ -204,4 +204,25 @@ async def test_a_first_event_may_take_as_long_as_a_head(at: int, seconds: float)
     told = story(CHAT, (await world.ask(CHAT, body_for(CHAT, stream=True))).body)
     assert told.texts[0] == right(CHAT)
     assert world.clock.now() - began == seconds
+    await world.settle()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_one_node_of_many_that_can_be_reached_is_found(role: str) -> None:
+    world = World(prefills=6, decodes=6, terms=Terms(retries=1))
+    for node in (world.prefills if role == "prefill" else world.decodes)[:5]:
+        node.trouble = Trouble(Ill.REFUSE)
+    got = await world.ask(CHAT, body_for(CHAT, stream=True))
+    assert story(CHAT, got.body).texts[0] == right(CHAT)
+    assert got.headers["x-pdproxy-route"] == "disaggregated"
+    assert sum(len(node.legs()) for node in world.prefills) == 1
+    await world.settle()
+
+
+async def test_a_request_that_breaks_nodes_meets_only_a_few() -> None:
+    world = World(decodes=8, terms=Terms(retries=2))
+    for node in world.decodes:
+        node.trouble = Trouble(Ill.RESET)
+    assert (await world.ask(CHAT, body_for(CHAT, stream=False))).status == 502
+    assert sum(len(node.legs()) for node in world.decodes) == 3
     await world.settle()
