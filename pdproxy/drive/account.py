@@ -5,37 +5,41 @@ import logging
 from pdproxy.drive.means import Means
 from pdproxy.drive.timeline import Timeline
 from pdproxy.observe.labels import Outcome, Phase
+from pdproxy.observe.logs import request_ended
 from pdproxy.request import ClientRequest
 
 _log = logging.getLogger(__name__)
+_LONGEST_MODEL = 200
+"""Characters of a model's name that a log line shows: a client can send any."""
 
 
 class Account:
-    """Open until `end` is called for the first time."""
+    """Open, and shown as on the way, until `end` is called for the first time."""
 
     def __init__(self, means: Means, request: ClientRequest) -> None:
-        self._metrics = means.metrics
+        self._means = means
         self._request = request
         self._open = True
         self.timeline = Timeline(means.clock, means.metrics, request.arrived)
+        means.live.begin(request, self.timeline)
 
     def end(self, outcome: Outcome) -> None:
         """The request has ended."""
         if not self._open:
             return
         self._open = False
-        total = self.timeline.total()
-        self._metrics.request_ended(self._request.endpoint, outcome)
-        self._metrics.phase_took(Phase.TOTAL, total)
-        _log.info(
-            "request %s %s %s: %s in %.3f s (%s)",
-            self._request.request_id,
-            self._request.endpoint,
-            self._request.model,
-            outcome,
-            total,
-            self.timeline.header(),
-        )
+        request, timeline = self._request, self.timeline
+        timeline.end()
+        self._means.live.end(request, outcome)
+        self._means.metrics.request_ended(request.endpoint, outcome)
+        facts = {"endpoint": request.endpoint.value, "model": request.model[:_LONGEST_MODEL], **_nodes(timeline)}
+        request_ended(_log, outcome, request.request_id, timeline.took, facts)
+
+
+def _nodes(timeline: Timeline) -> dict[str, str]:
+    """Prefill and decode node, as far as it came."""
+    told = {"prefill_node": Phase.PREFILL, "decode_node": Phase.HANDOVER}
+    return {name: timeline.nodes[phase] for name, phase in told.items() if phase in timeline.nodes}
 
 
 def outcome_of(status: int) -> Outcome:

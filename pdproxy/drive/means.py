@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Iterator
 
 from pdproxy.clock import Clock
+from pdproxy.drive.live import Live
 from pdproxy.drive.terms import Terms
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
@@ -27,6 +28,7 @@ class Means:
         metrics: what is counted.
         clock: monotonic time.
         terms: deadlines and policy.
+        live: requests on the way, for the operator to see.
         name: makes hand-over ids; nobody may be able to guess one.
         turns: counts plans, so that equally loaded nodes take turns.
     """
@@ -36,5 +38,6 @@ class Means:
     metrics: Metrics
     clock: Clock
     terms: Terms
+    live: Live = dataclasses.field(default_factory=Live)
     name: Callable[[], str] = unguessable
     turns: Iterator[int] = dataclasses.field(default_factory=itertools.count)

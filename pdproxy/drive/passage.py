@@ -13,6 +13,7 @@ from pdproxy.drive.errands import Errands
 from pdproxy.drive.handover import HandOver
 from pdproxy.drive.holdings import Holdings
 from pdproxy.drive.job import Job
+from pdproxy.drive.live import Failure
 from pdproxy.drive.means import Means
 from pdproxy.drive.planner import Planner
 from pdproxy.drive.recount import Tally
@@ -99,7 +100,7 @@ class Passage:
             except NodeFault as raised:
                 fault = from_client(raised)
             await self.holdings.hang_up()
-            node = await self._elsewhere(self._tries.judge(Leg.DECODE, fault, self.hand_over), fault, ask.body)
+            node = await self._elsewhere(self._judge(Leg.DECODE, node, fault), fault, ask.body)
 
     async def _elsewhere(self, step: Step, fault: NodeFault, body: Json) -> Node:
         """The decode node that gets the next try."""
@@ -122,7 +123,7 @@ class Passage:
             try:
                 self.hand_over = await self._prefill(chosen.prefill, body)
             except NodeFault as raised:
-                self._after_prefill(from_client(raised))
+                self._after_prefill(chosen.prefill, from_client(raised))
             else:
                 self._life.move(Move.TICKET)
                 return chosen.decode
@@ -130,8 +131,8 @@ class Passage:
         self._life.move(Move.LOCAL)
         return chosen.decode
 
-    def _after_prefill(self, fault: NodeFault) -> None:
-        match self._tries.judge(Leg.PREFILL, fault, None):
+    def _after_prefill(self, node: Node, fault: NodeFault) -> None:
+        match self._judge(Leg.PREFILL, node, fault):
             case Step.OTHER_PREFILL:
                 pass
             case Step.LOCAL:
@@ -140,12 +141,18 @@ class Passage:
                 raise verdict(Leg.PREFILL, Moment.OPENING, step, fault)
         self._life.move(Move.AGAIN)
 
+    def _judge(self, leg: Leg, node: Node, fault: NodeFault) -> Step:
+        step = self._tries.judge(leg, fault, self.hand_over)
+        self.show_failure(leg, node.name, fault, step)
+        return step
+
     async def _prefill(self, node: Node, body: Json) -> HandOver:
         job, means = self._job, self._means
         name = means.name()
         leg = prefill_body(job.endpoint, body, name, job.shape.choices)
         patience = means.terms.prefill_patience(self.remaining())
         self.holdings.begin_prefill(node, name)
+        self._timeline.enter(Phase.PREFILL, node.name)
         try:
             answer = await prefill(means.transport, node, job.endpoint, leg, job.headers, patience)
         except NodeFault as fault:
@@ -156,7 +163,6 @@ class Passage:
             raise
         finally:
             self.holdings.end_prefill()
-        self._timeline.mark(Phase.PREFILL)
         self._conduct.served(Leg.PREFILL, node.name)
         return HandOver(name, node, answer, means.clock.now())
 
@@ -165,9 +171,10 @@ class Passage:
         ticket = None if self.hand_over is None else self.hand_over.ticket()
         leg = decode_body(job.endpoint, ask.body, ticket, ask.additions)
         patience = means.terms.decode_patience(self.remaining())
+        self._timeline.enter(Phase.HANDOVER, node.name)
         try:
             incoming = await decode(means.transport, node, job.endpoint, leg, job.headers, patience)
-            self._timeline.mark(Phase.HANDOVER)
+            self._timeline.enter(Phase.DECODE, node.name)
             got = await listen(self.holdings.keep(incoming))
         except NodeFault as fault:
             self._failed(Leg.DECODE, node.name, from_client(fault))
@@ -179,13 +186,13 @@ class Passage:
         return got
 
     def _plan(self) -> Plan:
+        self._timeline.enter(Phase.PLAN)
         try:
             chosen = self._planner.plan()
         except UnknownModel as error:
             raise unknown_model(error) from error
         except NoNode as error:
             raise self._tries.nobody(error) from error
-        self._timeline.mark(Phase.PLAN)
         self._take(chosen.decode)
         return chosen
 
@@ -219,6 +226,11 @@ class Passage:
     def leg_failed(self, fault: NodeFault) -> None:
         """The decode leg failed after its first event."""
         self._failed(Leg.DECODE, self.node_name, fault)
+
+    def show_failure(self, leg: Leg, node: str, fault: NodeFault, step: Step) -> None:
+        """Let the operator see a leg's failure, and what is done about it."""
+        failure = Failure(self._means.clock.now(), self._job.name, leg, node, fault.fault, step)
+        self._means.live.failed(self._job.request, failure)
 
     def elsewhere(self) -> bool:
         """Whether another decode node could take over now."""

@@ -150,6 +150,7 @@ class Relay:
         chances = Chances(self._means.terms.on_prefill_failure, 0, False, self._moves, self._continuable())
         step = decide(Leg.DECODE, Moment.STREAMING, fault.fault, chances)
         self._means.metrics.step_taken(Leg.DECODE, fault.fault, step)
+        self._passage.show_failure(Leg.DECODE, self._passage.node_name, fault, step)
         return await (self._migrate() if step is Step.MIGRATE else self._fail(fault))
 
     async def _migrate(self) -> bytes:

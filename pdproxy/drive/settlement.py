@@ -4,6 +4,7 @@ import logging
 
 from pdproxy.drive.errands import Errands
 from pdproxy.drive.handover import HandOver
+from pdproxy.drive.hits import Way
 from pdproxy.drive.job import Job
 from pdproxy.drive.means import Means
 from pdproxy.drive.recount import Tally
@@ -20,7 +21,9 @@ def settle(means: Means, errands: Errands, job: Job, hand_over: HandOver | None,
     recomputed = hand_over is not None and tally.recomputed
     means.metrics.tokens(Tokens.PROMPT, tally.prompt or 0)
     means.metrics.tokens(Tokens.COMPLETION, tally.completion or 0)
-    means.metrics.tokens(Tokens.CACHED, _cached(hand_over, tally, recomputed=recomputed))
+    cached = _cached(hand_over, tally, recomputed=recomputed)
+    means.metrics.tokens(Tokens.CACHED, cached)
+    means.live.hits.count(_way(hand_over, recomputed=recomputed), tally.prompt or 0, cached)
     if hand_over is not None and recomputed:
         means.metrics.recomputed()
         _log.warning("request %s: the decode node computed the prompt again", job.name)
@@ -32,3 +35,9 @@ def _cached(hand_over: HandOver | None, tally: Tally, *, recomputed: bool) -> in
     if hand_over is None or recomputed:
         return tally.cached or 0
     return hand_over.cached_tokens or 0
+
+
+def _way(hand_over: HandOver | None, *, recomputed: bool) -> Way:
+    if hand_over is None:
+        return Way.LOCAL
+    return Way.RECOMPUTED if recomputed else Way.DISAGGREGATED

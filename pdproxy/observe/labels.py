@@ -27,6 +27,8 @@ class Phase(enum.StrEnum):
     """From the prefill leg's send to its ticket."""
     HANDOVER = "handover"
     """From the ticket to the decode leg's response head."""
+    DECODE = "decode"
+    """From there to the end of the answer."""
     FIRST_TOKEN = "first_token"
     """From the request's arrival to the first byte of its answer."""
     TOTAL = "total"
@@ -54,6 +56,13 @@ class Answer(enum.StrEnum):
 
     YES = "yes"
     NO = "no"
+
+
+class Task(enum.StrEnum):
+    """What goes on beside the requests."""
+
+    HEALTH = "health"
+    DISCOVERY = "discovery"
 
 
 class Migration(enum.StrEnum):

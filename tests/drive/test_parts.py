@@ -120,13 +120,20 @@ def test_a_word_that_is_not_known_is_other() -> None:
 async def test_the_timeline_tells_phases_in_milliseconds() -> None:
     world = World()
     timeline = Timeline(world.clock, world.means.metrics, world.clock.now() - 1)
-    world.clock.advance(0.5)
-    timeline.mark(Phase.PREFILL)
-    world.clock.advance(0.25)
-    timeline.mark(Phase.HANDOVER)
+    for phase, seconds in ((Phase.PREFILL, 0.5), (Phase.PREFILL, 0.25), (Phase.HANDOVER, 0.25), (Phase.DECODE, 0.125)):
+        world.clock.advance(seconds)
+        timeline.enter(phase, phase)
     timeline.first()
-    assert timeline.header() == "prefill;dur=500.0, handover;dur=250.0, first_token;dur=1750.0"
+    told = "plan;dur=500.0, prefill;dur=500.0, handover;dur=125.0, first_token;dur=2125.0"
+    assert timeline.header() == told
     assert world.count("pdproxy_phase_seconds_count", phase="prefill") == 1
+    assert world.count("pdproxy_phase_seconds_count", phase="decode") == 0
+    world.clock.advance(2.0)
+    assert (timeline.so_far(Phase.DECODE), timeline.so_far(Phase.PREFILL)) == (2.0, 0.5)
+    timeline.end()
+    assert timeline.header() == told
+    assert world.count("pdproxy_phase_seconds_sum", phase="decode") == 2.0
+    assert world.count("pdproxy_phase_seconds_sum", phase="total") == 4.125
 
 
 @pytest.mark.parametrize(
