@@ -55,4 +55,4 @@ class MetricsWatch:
         self._metrics.circuit_moved(node.name, to)
 
     def gone(self, node: Node) -> None:
-        self._metrics.node_forgotten(node.name, node.role, State)
+        self._metrics.node_forgotten(node.name, node.role, State, Phase)

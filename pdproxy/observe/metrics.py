@@ -5,7 +5,7 @@ import enum
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdproxy.errors import Fault
-from pdproxy.observe.labels import Answer, Leg, Migration, Outcome, Phase, Release, Tokens
+from pdproxy.observe.labels import Answer, Leg, Migration, Outcome, Phase, Release, Task, Tokens
 from pdproxy.request import Endpoint
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -59,6 +59,9 @@ class Metrics:
         )
         self._circuit = Counter(
             "pdproxy_circuit_moves_total", "Moves of a node's circuit.", ["node", "to"], registry=registry
+        )
+        self._tasks = Counter(
+            "pdproxy_task_failures_total", "Background tasks that had to be begun again.", ["task"], registry=registry
         )
 
     def request_ended(self, endpoint: Endpoint | None, outcome: Outcome) -> None:
@@ -127,12 +130,20 @@ class Metrics:
         for each in type(state):
             self._node_up.labels(node, role, each).set(1 if each is state else 0)
 
-    def node_forgotten(self, node: str, role: enum.StrEnum, states: type[enum.StrEnum]) -> None:
-        """Drop the series of a node that was removed."""
+    def node_forgotten(
+        self, node: str, role: enum.StrEnum, states: type[enum.StrEnum], phases: type[enum.StrEnum]
+    ) -> None:
+        """Drop the series of a node that was removed: those of its states and of its circuit's phases too."""
         self._node_active.remove(node, role)
         for each in states:
             self._node_up.remove(node, role, each)
+        for phase in phases:
+            self._circuit.remove(node, phase)
 
     def circuit_moved(self, node: str, to: enum.StrEnum) -> None:
         """Count a move of a node's circuit."""
         self._circuit.labels(node, to).inc()
+
+    def task_failed(self, task: Task) -> None:
+        """Count a background task that ended unexpectedly."""
+        self._tasks.labels(task).inc()

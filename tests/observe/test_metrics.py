@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import Fault
-from pdproxy.observe.labels import Answer, Leg, Migration, Outcome, Phase, Release, Tokens
+from pdproxy.observe.labels import Answer, Leg, Migration, Outcome, Phase, Release, Task, Tokens
 from pdproxy.observe.metrics import Metrics
 from pdproxy.request import Endpoint
 
@@ -43,6 +43,7 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
     metrics.tokens(Tokens.CACHED, 512)
     metrics.node_active("n", Word.ONE, 2)
     metrics.circuit_moved("n", Word.TWO)
+    metrics.task_failed(Task.HEALTH)
     expected: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {
         ("pdproxy_requests_total", (("endpoint", "/v1/chat/completions"), ("outcome", "ok"))): 1,
         ("pdproxy_requests_total", (("endpoint", "other"), ("outcome", "failed"))): 1,
@@ -60,6 +61,7 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
         ("pdproxy_tokens_total", (("kind", "cached"),)): 512,
         ("pdproxy_node_active", (("node", "n"), ("role", "one"))): 2,
         ("pdproxy_circuit_moves_total", (("node", "n"), ("to", "two"))): 1,
+        ("pdproxy_task_failures_total", (("task", "health"),)): 1,
     }
     for (name, labels), value in expected.items():
         assert registry.get_sample_value(name, dict(labels)) == value, name
@@ -77,9 +79,11 @@ def test_a_node_is_in_one_state_until_it_is_forgotten(metrics: Metrics, registry
     metrics.node_state("n", Word.ONE, Word.ONE)
     metrics.node_state("n", Word.ONE, Word.TWO)
     assert states() == {Word.ONE: 0, Word.TWO: 1}
-    metrics.node_forgotten("n", Word.ONE, Word)
-    metrics.node_forgotten("n", Word.ONE, Word)
+    metrics.circuit_moved("n", Word.TWO)
+    metrics.node_forgotten("n", Word.ONE, Word, Word)
+    metrics.node_forgotten("n", Word.ONE, Word, Word)
     assert states() == {Word.ONE: None, Word.TWO: None}
+    assert registry.get_sample_value("pdproxy_circuit_moves_total", {"node": "n", "to": "two"}) is None
 
 
 def test_tokens_never_count_backwards(metrics: Metrics, registry: CollectorRegistry) -> None:
