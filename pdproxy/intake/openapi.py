@@ -17,18 +17,24 @@ _MESSAGES = {
     },
 }
 _PROMPT = {"oneOf": [{"type": "string", "minLength": 1}, {"type": "array", "minItems": 1, "items": {"type": "string"}}]}
+_LIMIT = {"type": "integer", "minimum": 1}
 _COMMON = {
-    "model": _TEXT,
+    "model": {"type": "string", "minLength": 1},
     "stream": {"type": "boolean"},
-    "max_tokens": {"type": "integer", "minimum": 1},
     "temperature": {"type": "number", "minimum": 0, "maximum": 2},
-    "seed": {"type": "integer"},
 }
-_OWN: dict[Endpoint, dict[str, object]] = {
+_SEED = {"type": "integer", "minimum": 0, "maximum": 2**63 - 1}
+_NEEDED: dict[Endpoint, dict[str, object]] = {
     Endpoint.COMPLETIONS: {"prompt": _PROMPT},
     Endpoint.CHAT: {"messages": _MESSAGES},
-    Endpoint.MESSAGES: {"messages": _MESSAGES},
+    Endpoint.MESSAGES: {"messages": _MESSAGES, "max_tokens": _LIMIT},
     Endpoint.RESPONSES: {"input": _TEXT},
+}
+_MORE: dict[Endpoint, dict[str, object]] = {
+    Endpoint.COMPLETIONS: {"max_tokens": _LIMIT, "seed": _SEED},
+    Endpoint.CHAT: {"max_tokens": _LIMIT, "max_completion_tokens": _LIMIT, "seed": _SEED},
+    Endpoint.MESSAGES: {},
+    Endpoint.RESPONSES: {"max_output_tokens": _LIMIT},
 }
 
 
@@ -45,16 +51,19 @@ def document() -> bytes:
     return json.dumps(shown).encode()
 
 
-def _described(text: str) -> dict[str, object]:
-    return {"description": text, "content": {"application/json": {"schema": {"type": "object"}}}}
+def _described(text: str, **schema: object) -> dict[str, object]:
+    return {"description": text, "content": {"application/json": {"schema": {"type": "object", **schema}}}}
 
 
-_ERROR = _described("An error in OpenAI's shape.")
+_SAID = {"type": "object", "required": ["message", "type"], "properties": {"message": _TEXT, "type": _TEXT}}
+_ERROR = _described("An error in OpenAI's shape.", required=["error"], properties={"error": _SAID})
 _ALIVE = {"200": _described("Yes."), "503": _described("Not now.")}
 
 
 def _generating(endpoint: Endpoint) -> dict[str, object]:
-    schema = {"type": "object", "required": ["model", *_OWN[endpoint]], "properties": {**_COMMON, **_OWN[endpoint]}}
+    needed = _NEEDED[endpoint]
+    properties = {**_COMMON, **needed, **_MORE[endpoint]}
+    schema = {"type": "object", "required": ["model", *needed], "properties": properties}
     answer = _described("The answer.")
     answer["content"] = {kind: {"schema": {}} for kind in ("application/json", "text/event-stream")}
     errors = {str(status): _ERROR for status in (400, 401, 404, 408, 413, 415, 422, 429, 500, 502, 503, 504)}
