@@ -8,19 +8,22 @@ from prometheus_client.exposition import choose_encoder
 from pdproxy.admin.desk import Desk, Readiness, readiness
 from pdproxy.admin.guard import guard
 from pdproxy.admin.nodes import router
+from pdproxy.admin.ui import page_router, state_router
 from pdproxy.errors import ClientError
 from pdproxy.nodes.pool import DuplicateNode, UnknownNode
 
 
 def admin_app(desk: Desk) -> FastAPI:
-    """Health, readiness and metrics for everyone on this port; nodes for the operator."""
+    """Health, readiness, metrics and the empty page for everyone on this port; nodes and requests for the operator."""
     app = FastAPI(title="pdproxy administration", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(ClientError, _client_error)
     app.add_exception_handler(UnknownNode, _unknown_node)
     app.add_exception_handler(DuplicateNode, _duplicate_node)
     app.add_exception_handler(RequestValidationError, _invalid)
     _add_signs(app, desk)
-    app.include_router(router(desk), dependencies=[Depends(guard(desk.token))])
+    app.include_router(page_router())
+    for guarded in (router(desk), state_router(desk)):
+        app.include_router(guarded, dependencies=[Depends(guard(desk.token))])
     return app
 
 

@@ -6,6 +6,8 @@ import enum
 
 from prometheus_client import CollectorRegistry
 
+from pdproxy.clock import Clock, SystemClock
+from pdproxy.drive.live import Live
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Role, Snapshot, State
 from pdproxy.nodes.pool import Pool
@@ -23,7 +25,9 @@ class Desk:
         leaving: set when the proxy itself is about to end: it is not ready any more.
         without_prefill: whether decode nodes alone make it ready.
         drain_seconds: a drain's deadline where the operator names none.
-        token: what the endpoints under /nodes ask for; None asks for nothing.
+        token: what the endpoints under /nodes, and /ui/state, ask for; None asks for nothing.
+        live: requests on the way.
+        clock: the one that ``live`` was told times of.
     """
 
     pool: Pool
@@ -33,6 +37,8 @@ class Desk:
     without_prefill: Without = Without.LOCAL
     drain_seconds: float = 30.0
     token: str | None = None
+    live: Live = dataclasses.field(default_factory=Live)
+    clock: Clock = dataclasses.field(default_factory=SystemClock)
 
 
 class Readiness(enum.StrEnum):

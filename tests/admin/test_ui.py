@@ -1,0 +1,93 @@
+"""The live page and what it asks for, without a browser."""
+
+import asyncio
+import re
+
+import httpx
+from prometheus_client import CollectorRegistry
+
+from pdproxy.admin.app import admin_app
+from pdproxy.admin.desk import Desk
+from pdproxy.admin.ui import policy
+from pdproxy.drive.live import Failure
+from pdproxy.errors import Fault
+from pdproxy.failures import Step
+from pdproxy.nodes.drain import Drainer
+from pdproxy.observe.labels import Leg
+from pdproxy.request import Endpoint
+from tests.drive.prompts import body_for
+from tests.drive.world import World, read
+
+CHAT = body_for(Endpoint.CHAT, stream=True)
+
+
+def client_of(world: World, token: str | None = None) -> httpx.AsyncClient:
+    drainer = Drainer(world.pool, world.clock)
+    live, clock = world.means.live, world.clock
+    desk = Desk(world.pool, drainer, CollectorRegistry(), asyncio.Event(), token=token, live=live, clock=clock)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(admin_app(desk)), base_url="http://admin")
+
+
+async def test_a_request_is_shown_with_where_its_time_goes() -> None:
+    world = World(prefills=1, decodes=1)
+    async with client_of(world) as client:
+        reply = await world.orchestrator.answer(world.request(Endpoint.CHAT, CHAT))
+        world.clock.advance(2.5)
+        state = (await client.get("/ui/state")).json()
+        (shown,) = state["requests"]
+        assert (state["ready"], state["on_the_way"]) == ("ready", 1)
+        assert (shown["id"], shown["model"], shown["endpoint"]) == ("r-1", "tiny", "/v1/chat/completions")
+        assert (shown["prefill"], shown["decode"], shown["phase"]) == ("p0", "d0", "decode")
+        assert shown["seconds"] == {"queue": 0, "plan": 0, "prefill": 0, "handover": 0, "decode": 2.5}
+        assert [(node["name"], node["state"], node["active"]) for node in state["nodes"]] == [
+            ("p0", "up", 0),
+            ("d0", "up", 1),
+        ]
+        await read(reply)
+        after = (await client.get("/ui/state")).json()
+    assert (after["on_the_way"], after["requests"]) == (0, [])
+    assert {of["way"]: of["prompts"] for of in after["hits"]} == {"disaggregated": 1, "local": 0, "recomputed": 0}
+    await world.settle()
+
+
+async def test_of_very_many_requests_the_newest_are_shown() -> None:
+    world = World(prefills=1, decodes=1)
+    replies = [await world.orchestrator.answer(world.request(Endpoint.CHAT, CHAT, name=f"r-{n}")) for n in range(60)]
+    async with client_of(world) as client:
+        state = (await client.get("/ui/state")).json()
+    assert state["on_the_way"] == 60
+    assert [shown["id"] for shown in state["requests"]] == [f"r-{n}" for n in range(59, 9, -1)]
+    for reply in replies:
+        await read(reply)
+    await world.settle()
+
+
+async def test_a_failure_is_shown_with_its_consequence() -> None:
+    world = World(prefills=1, decodes=1)
+    request = world.request(Endpoint.CHAT, CHAT, name="r-7")
+    failure = Failure(world.clock.now(), "r-7", Leg.DECODE, "d0", Fault.STALL, Step.MIGRATE)
+    world.means.live.failed(request, failure)
+    world.clock.advance(3)
+    async with client_of(world) as client:
+        (shown,) = (await client.get("/ui/state")).json()["failures"]
+    assert shown == {
+        "ago": 3.0, "id": "r-7", "leg": "decode", "node": "d0", "fault": "stall", "step": "migrate", "outcome": ""
+    }  # fmt: skip
+
+
+async def test_with_a_token_the_page_is_empty_and_the_state_is_the_operators_alone() -> None:
+    async with client_of(World(), token="s3cret") as client:
+        assert (await client.get("/ui")).status_code == 200
+        assert (await client.get("/ui/state")).status_code == 401
+        assert (await client.get("/ui/state", headers={"authorization": "Bearer s3cret"})).status_code == 200
+
+
+async def test_the_page_takes_nothing_from_elsewhere() -> None:
+    async with client_of(World()) as client:
+        page = await client.get("/ui")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert page.headers["content-security-policy"] == policy(page.text)
+    assert "unsafe" not in page.headers["content-security-policy"]
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert not re.search(r"https?://|\son\w+=|\sstyle=|innerHTML|insertAdjacentHTML|document\.write", page.text)
+    assert not re.search(r"(src|href)=(?!\"(data:,|#content|/metrics)\")", page.text)
