@@ -9,6 +9,8 @@ from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTO
 
 from pdproxy.admin.app import admin_app
 from pdproxy.admin.desk import Desk
+from pdproxy.app.discovery import Sources, Surroundings
+from pdproxy.app.keeper import Keeper
 from pdproxy.app.secrets import node_tls, own_credential, own_headers, read_secret
 from pdproxy.clock import SystemClock
 from pdproxy.drive.means import Means
@@ -18,6 +20,7 @@ from pdproxy.intake.door import AsgiApp, Door
 from pdproxy.intake.keys import read_keys
 from pdproxy.intake.service import Rules, Service
 from pdproxy.nodes.circuit import CircuitRules
+from pdproxy.nodes.discovery.follow import Follower
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.health import Health, HealthRules
 from pdproxy.nodes.join import Joiner
@@ -26,6 +29,7 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import Preflight
 from pdproxy.nodes.warm import WarmUp
 from pdproxy.nodes.watch import MetricsWatch
+from pdproxy.observe.labels import Task
 from pdproxy.observe.metrics import Metrics
 from pdproxy.observe.tracing import TracedApp, Tracing, tracing_of
 from pdproxy.orchestrate import Orchestrator
@@ -64,7 +68,7 @@ def nodes_of(entries: tuple[NodeEntry, ...]) -> list[Node]:
 
 
 @contextlib.asynccontextmanager
-async def proxy(settings: Settings) -> AsyncIterator[Proxy]:
+async def proxy(settings: Settings, around: Surroundings) -> AsyncIterator[Proxy]:
     """Build, watch the nodes while inside, then let go of everything.
 
     Raises:
@@ -75,21 +79,26 @@ async def proxy(settings: Settings) -> AsyncIterator[Proxy]:
     credential = own_credential(settings.upstream)
     headers = own_headers(credential)
     pool = _pool(settings, clock, metrics)
+    sources = Sources(settings.discovery, clock, around)
     tracing = tracing_of(settings.otel)
     transport = traced(HttpTransport(clock, node_tls(settings.upstream)), tracing)
     drainer = Drainer(pool, clock, settings.deadlines.drain)
-    orchestrator = Orchestrator(Means(transport, pool, metrics, clock, terms_of(settings)))
+    means = Means(transport, pool, metrics, clock, terms_of(settings))
+    orchestrator = Orchestrator(means)
     service = _service(settings, orchestrator, pool, metrics, clock, credential)
-    operators = admin_app(_desk(settings, pool, drainer, registry, leaving))
+    operators = admin_app(_desk(settings, means, drainer, registry, leaving))
     joiner = Joiner(pool, Preflight(transport, headers), WarmUp(transport, headers))
     health = Health(pool, joiner, transport, clock, _health_rules(settings), headers)
-    watching = asyncio.create_task(health.run(), name="health")
+    keeper = Keeper(clock, metrics)
+    keeper.keep(Task.HEALTH, health.run)
+    for source in sources.all:
+        keeper.keep(Task.DISCOVERY, Follower(pool, drainer, source, settings.deadlines.drain).run)
     try:
         door = Door(service, operators)
         yield Proxy(TracedApp(door, tracing.tracer) if tracing else door, operators, leaving)
     finally:
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        await keeper.aclose()
+        await sources.aclose()
         await drainer.aclose()
         await orchestrator.aclose()
         await transport.aclose()
@@ -154,15 +163,17 @@ def _service(
 
 
 def _desk(
-    settings: Settings, pool: Pool, drainer: Drainer, registry: CollectorRegistry, leaving: asyncio.Event
+    settings: Settings, means: Means, drainer: Drainer, registry: CollectorRegistry, leaving: asyncio.Event
 ) -> Desk:
     fails = settings.policy.on_prefill_failure is OnPrefillFailure.FAIL
     return Desk(
-        pool=pool,
+        pool=means.pool,
         drainer=drainer,
         registry=registry,
         leaving=leaving,
         without_prefill=Without.FAIL if fails else Without.LOCAL,
         drain_seconds=settings.deadlines.drain,
         token=read_secret(settings.listen.admin_token_file, "listen.admin_token_file") or None,
+        live=means.live,
+        clock=means.clock,
     )

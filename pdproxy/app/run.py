@@ -3,12 +3,14 @@
 import asyncio
 import logging
 import math
+import os
 import sys
 
 import uvicorn
 from uvicorn.loops.auto import auto_loop_factory
 
 from pdproxy.app.build import Proxy, proxy
+from pdproxy.app.discovery import Surroundings
 from pdproxy.errors import SettingsError
 from pdproxy.intake.door import AsgiApp
 from pdproxy.observe.logs import configure
@@ -36,7 +38,7 @@ def serve(settings: Settings) -> int:
 
 
 async def _serve(settings: Settings) -> None:
-    async with proxy(settings) as running:
+    async with proxy(settings, Surroundings(os.environ)) as running:
         ports = _ports(settings, running)
         _LOG.info("clients: %s, operators: %s", *(port.address for port in ports))
         await serve_ports(ports, running.leaving)

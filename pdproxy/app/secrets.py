@@ -47,7 +47,16 @@ def node_tls(upstream: Upstream) -> ssl.SSLContext:
     Raises:
         SettingsError: the file of authorities is unusable.
     """
+    return tls(upstream.ca_file, "upstream.ca_file")
+
+
+def tls(authorities: Path | None, what: str) -> ssl.SSLContext:
+    """Trust in the authorities of a PEM file; None for the system's.
+
+    Raises:
+        SettingsError: the file is unusable.
+    """
     try:
-        return ssl.create_default_context(cafile=upstream.ca_file)
+        return ssl.create_default_context(cafile=authorities)
     except OSError as error:
-        raise SettingsError(f"upstream.ca_file: {upstream.ca_file} is not usable: {error}.") from error
+        raise SettingsError(f"{what}: {authorities} is not usable: {error}.") from error

@@ -5,15 +5,18 @@
 
 from pdproxy.settings.choices import (
     Credential,
+    Finding,
     LogFormat,
     LogLevel,
     Migrate,
     NodeRole,
     OnPrefillFailure,
     OtelExport,
+    Scheme,
 )
 from pdproxy.settings.sections import (
     Deadlines,
+    Discovery,
     Health,
     Keys,
     Limits,
@@ -29,6 +32,8 @@ from pdproxy.settings.sections import (
 __all__ = [
     "Credential",
     "Deadlines",
+    "Discovery",
+    "Finding",
     "Health",
     "Keys",
     "Limits",
@@ -43,6 +48,7 @@ __all__ = [
     "Otel",
     "OtelExport",
     "Policy",
+    "Scheme",
     "Settings",
     "Upstream",
 ]

@@ -4,8 +4,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from pdproxy.errors import SettingsError
-from pdproxy.settings.choices import Credential, OtelExport
-from pdproxy.settings.sections import Listen, NodeEntry, Settings, Upstream
+from pdproxy.settings.choices import Credential, Finding, OtelExport
+from pdproxy.settings.sections import Discovery, Listen, NodeEntry, Settings, Upstream
 
 
 def agree(settings: Settings) -> None:
@@ -17,6 +17,7 @@ def agree(settings: Settings) -> None:
     _listen(settings.listen)
     _upstream(settings.upstream)
     _nodes(settings.nodes)
+    _discovery(settings.discovery)
     if settings.otel.export is OtelExport.OTLP:
         _url("otel.endpoint", settings.otel.endpoint)
     for key, path in _files(settings).items():
@@ -50,6 +51,28 @@ def _nodes(nodes: tuple[NodeEntry, ...]) -> None:
         seen.add((node.url, node.role))
 
 
+def _discovery(discovery: Discovery) -> None:
+    for role, kind in (("prefill", discovery.prefill), ("decode", discovery.decode)):
+        needed = _needed(kind, role)
+        if needed and not getattr(discovery, needed):
+            raise SettingsError(f"discovery.{role} is {kind}: that needs discovery.{needed}.")
+    if discovery.api:
+        _url("discovery.api", discovery.api)
+
+
+def _needed(kind: Finding, role: str) -> str:
+    """The setting without which nothing can be found; "" where there is none."""
+    match kind:
+        case Finding.FILE:
+            return "file"
+        case Finding.DNS:
+            return f"{role}_name"
+        case Finding.KUBERNETES:
+            return f"{role}_selector"
+        case Finding.STATIC:
+            return ""
+
+
 def _url(what: str, url: str) -> None:
     try:
         parts = urlsplit(url)
@@ -70,4 +93,5 @@ def _files(settings: Settings) -> dict[str, Path | None]:
         "upstream.credential_file": settings.upstream.credential_file,
         "upstream.ca_file": settings.upstream.ca_file,
         "keys.file": settings.keys.file,
+        "discovery.file": settings.discovery.file,
     }

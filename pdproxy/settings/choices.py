@@ -60,3 +60,23 @@ class NodeRole(enum.StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+class Finding(enum.StrEnum):
+    """Where the nodes of a role come from, besides ``nodes``."""
+
+    STATIC = "static"
+    """From nowhere else."""
+    FILE = "file"
+    """A file, which is read again and again."""
+    DNS = "dns"
+    """A name: its addresses, or its SRV records."""
+    KUBERNETES = "kubernetes"
+    """EndpointSlices, which are watched."""
+
+
+class Scheme(enum.StrEnum):
+    """How an address begins."""
+
+    HTTP = "http"
+    HTTPS = "https"

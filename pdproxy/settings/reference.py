@@ -29,7 +29,7 @@ The vLLM nodes that are known from the start: a list in the file,
 `PDPROXY_PREFILL` and `PDPROXY_DECODE` (addresses with commas between them) in the environment,
 `--prefill URL` and `--decode URL` (repeatable) on the command line.
 Where a stronger source names any node, those of the weaker ones are not used.
-More can be added while the proxy runs.
+More can be found (`discovery`), or added while the proxy runs.
 
 ```yaml
 nodes:

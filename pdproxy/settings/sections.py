@@ -6,12 +6,14 @@ from typing import Annotated
 
 from pdproxy.settings.choices import (
     Credential,
+    Finding,
     LogFormat,
     LogLevel,
     Migrate,
     NodeRole,
     OnPrefillFailure,
     OtelExport,
+    Scheme,
 )
 from pdproxy.settings.meaning import Meaning
 
@@ -42,6 +44,32 @@ class NodeEntry:
     model: Annotated[str, Meaning("Model as clients name it; empty asks the node.")] = ""
     aliases: Annotated[tuple[str, ...], Meaning("Further names served here, such as LoRA adapters.")] = ()
     weight: Annotated[float, Meaning("Relative share of requests.", above=0)] = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Discovery:
+    """Where nodes come from, besides `nodes`. They join through the preflight and leave by draining."""
+
+    prefill: Annotated[Finding, Meaning("How prefill nodes are found.")] = Finding.STATIC
+    decode: Annotated[Finding, Meaning("How decode nodes are found.")] = Finding.STATIC
+    scheme: Annotated[Scheme, Meaning("How nodes found by `dns` and `kubernetes` are spoken to.")] = Scheme.HTTP
+    file: Annotated[Path | None, Meaning("For `file`: YAML list of nodes, each as in `nodes`, of both roles.")] = None
+    file_interval: Annotated[float, Meaning("Between two looks into the file.", "seconds", above=0)] = 5.0
+    prefill_name: Annotated[str, Meaning("For `dns`: the name of the prefill nodes.")] = ""
+    decode_name: Annotated[str, Meaning("For `dns`: the name of the decode nodes.")] = ""
+    dns_port: Annotated[
+        int, Meaning("For `dns`: the nodes' port; 0 looks SRV records up, which say it.", least=0, most=65535)
+    ] = 0
+    dns_interval: Annotated[float, Meaning("Between two look-ups of a name.", "seconds", above=0)] = 10.0
+    prefill_selector: Annotated[
+        str, Meaning("For `kubernetes`: labels such as kubernetes.io/service-name=prefill, of EndpointSlices.")
+    ] = ""
+    decode_selector: Annotated[str, Meaning("For `kubernetes`: the same for the decode nodes.")] = ""
+    namespace: Annotated[str, Meaning("For `kubernetes`: where the slices are; empty is the pod's own.")] = ""
+    port_name: Annotated[str, Meaning("For `kubernetes`: the name of the nodes' port; empty is the first one.")] = ""
+    api: Annotated[
+        str, Meaning("For `kubernetes`: address of the API server; empty takes the one the pod is told.")
+    ] = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +165,7 @@ class Settings:
 
     listen: Listen = Listen()
     nodes: tuple[NodeEntry, ...] = ()
+    discovery: Discovery = Discovery()
     upstream: Upstream = Upstream()
     deadlines: Deadlines = Deadlines()
     limits: Limits = Limits()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pdproxy.errors import SettingsError
-from pdproxy.settings import Migrate, NodeEntry, NodeRole, OnPrefillFailure, Settings
+from pdproxy.settings import Finding, Migrate, NodeEntry, NodeRole, OnPrefillFailure, Settings
 from pdproxy.settings.flags import Parser, add_flags, read_flags
 from pdproxy.settings.given import Given
 from pdproxy.settings.leaves import leaves
@@ -180,3 +180,26 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     path = tmp_path / "binary"
     path.write_bytes(b"\xff\xfe\x00")
     assert "is not YAML" in complaint(config=path)
+
+
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        (("--discovery-prefill", "file"), "discovery.file"),
+        (("--discovery-decode", "dns", "--discovery-prefill-name", "p"), "discovery.decode_name"),
+        (("--discovery-prefill", "kubernetes"), "discovery.prefill_selector"),
+    ],
+)
+def test_a_way_to_find_nodes_needs_what_it_looks_for(words: tuple[str, ...], missing: str) -> None:
+    assert complaint(flags(*words)).endswith(f"that needs {missing}.")
+
+
+def test_nodes_are_found_as_the_environment_says() -> None:
+    said = {"PDPROXY_DISCOVERY_DECODE": "dns", "PDPROXY_DISCOVERY_DECODE_NAME": "d", "PDPROXY_DISCOVERY_DNS_PORT": "80"}
+    discovery = load(environment=said).discovery
+    assert (discovery.decode, discovery.decode_name, discovery.dns_port) == (Finding.DNS, "d", 80)
+    assert discovery.prefill is Finding.STATIC
+
+
+def test_the_api_is_an_address() -> None:
+    assert "discovery.api" in complaint(flags("--discovery-api", "cluster"))

@@ -9,7 +9,7 @@ from pdproxy.clock import Clock
 from pdproxy.errors import SettingsError
 from pdproxy.nodes.discovery.entries import read_entries
 from pdproxy.nodes.discovery.source import Known
-from pdproxy.nodes.node import Node
+from pdproxy.nodes.node import Node, Role
 
 _LOG = logging.getLogger(__name__)
 
@@ -19,12 +19,16 @@ class FileSource:
 
     Args:
         interval: seconds between two looks.
+        roles: whose nodes are taken; others in the file are not looked at.
     """
 
-    def __init__(self, path: Path, clock: Clock, interval: float = 5.0) -> None:
+    def __init__(
+        self, path: Path, clock: Clock, interval: float = 5.0, roles: frozenset[Role] = frozenset(Role)
+    ) -> None:
         self._path = path
         self._clock = clock
         self._interval = interval
+        self._roles = roles
         self._complaint = ""
 
     async def sightings(self) -> AsyncGenerator[tuple[Node, ...], None]:
@@ -43,7 +47,7 @@ class FileSource:
             self._complain(str(error))
             return None
         self._complaint = ""
-        return nodes
+        return tuple(node for node in nodes if node.role in self._roles)
 
     def _complain(self, complaint: str) -> None:
         """Say it once, not at every look."""

@@ -1,0 +1,92 @@
+"""Nodes that the settings say how to find are found, in a whole proxy."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from pdproxy.app.build import Proxy, proxy
+from pdproxy.app.discovery import Sources, Surroundings
+from pdproxy.errors import SettingsError
+from pdproxy.nodes.discovery.account import ServiceAccount
+from pdproxy.nodes.discovery.dns_wire import Service
+from pdproxy.settings import Discovery, Finding, Health, NodeEntry, NodeRole, Settings
+from tests.admin.asking import state_of
+from tests.fakes.clock import FakeClock
+from tests.nodes.discovery.apiserver import ApiServer
+
+NEVER = Health(interval=3600)
+
+
+class Zone:
+    """Names that resolve to what a test says."""
+
+    def __init__(self, addresses: dict[str, tuple[str, ...]], services: dict[str, tuple[Service, ...]]) -> None:
+        self._addresses = addresses
+        self._services = services
+
+    async def addresses(self, name: str) -> tuple[str, ...]:
+        return self._addresses[name]
+
+    async def services(self, name: str) -> tuple[Service, ...]:
+        return self._services[name]
+
+
+async def found(running: Proxy, count: int) -> dict[str, str]:
+    """Role by address, once there are so many; the limit only ends a hang."""
+    async with asyncio.timeout(60):
+        while True:
+            nodes = (await state_of(running.operators))["nodes"]
+            if len(nodes) == count:
+                return {node["url"]: node["role"] for node in nodes}
+            await asyncio.sleep(0.01)
+
+
+async def test_of_a_file_the_roles_that_ask_for_it_are_taken(tmp_path: Path) -> None:
+    path = tmp_path / "nodes.yaml"
+    path.write_text("[{url: 'http://127.0.0.1:1', role: decode}, {url: 'http://127.0.0.1:2', role: prefill}]")
+    one = Settings(
+        nodes=(NodeEntry(url="http://127.0.0.1:3", role=NodeRole.PREFILL),),
+        discovery=Discovery(decode=Finding.FILE, file=path, file_interval=0.05),
+        health=NEVER,
+    )
+    async with proxy(one, Surroundings()) as running:
+        assert await found(running, 2) == {"http://127.0.0.1:3": "prefill", "http://127.0.0.1:1": "decode"}
+        path.write_text("[{url: 'http://127.0.0.1:1', role: decode}, {url: 'http://127.0.0.1:4', role: decode}]")
+        assert "http://127.0.0.1:4" in await found(running, 3)
+
+
+async def test_names_are_looked_up_with_a_port_or_for_services() -> None:
+    zone = Zone({"p": ("127.0.0.7",), "d": ("127.0.0.8",)}, {"p": (Service(1, "127.0.0.9", 9),)})
+    both = Discovery(prefill=Finding.DNS, prefill_name="p", decode=Finding.DNS, decode_name="d", dns_port=4)
+    around = Surroundings(resolver=zone)
+    async with proxy(Settings(discovery=both, health=NEVER), around) as running:
+        assert await found(running, 2) == {"http://127.0.0.7:4": "prefill", "http://127.0.0.8:4": "decode"}
+    services = Discovery(prefill=Finding.DNS, prefill_name="p")
+    async with proxy(Settings(discovery=services, health=NEVER), around) as running:
+        assert await found(running, 1) == {"http://127.0.0.9:9": "prefill"}
+
+
+async def test_endpoint_slices_are_watched_with_the_service_account(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("t0ken")
+    (tmp_path / "namespace").write_text("ai")
+    async with ApiServer() as server:
+        await server.put("slice", "127.0.0.81")
+        told = Discovery(decode=Finding.KUBERNETES, decode_selector="role=decode", port_name="http", api=server.url)
+        around = Surroundings(account=ServiceAccount(tmp_path))
+        async with proxy(Settings(discovery=told, health=NEVER), around) as running:
+            assert await found(running, 1) == {"http://127.0.0.81:8000": "decode"}
+            await server.put("more", "127.0.0.82")
+            assert "http://127.0.0.82:8000" in await found(running, 2)
+        asked = server.asked[0]
+    assert asked["path"] == "/apis/discovery.k8s.io/v1/namespaces/ai/endpointslices"
+    assert (asked["labelSelector"], asked["authorization"]) == ("role=decode", "Bearer t0ken")
+
+
+def test_outside_a_cluster_kubernetes_is_refused_with_what_is_missing(tmp_path: Path) -> None:
+    told = Discovery(decode=Finding.KUBERNETES, decode_selector="x")
+    account, inside = ServiceAccount(tmp_path), {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+    with pytest.raises(SettingsError, match="KUBERNETES_SERVICE_HOST"):
+        Sources(told, FakeClock(), Surroundings())
+    with pytest.raises(SettingsError, match=r"ca\.crt"):
+        Sources(told, FakeClock(), Surroundings(inside, account))
