@@ -98,4 +98,12 @@ def test_names_can_be_looked_up_and_weights_fetched(rendered: Rendered) -> None:
     assert all(allowed(policies, there[name], dns, 53, "UDP") for name in ("proxy", "prefill", "decode"))
     assert allowed(policies, there["decode"], ABROAD, 443)
     assert not allowed(policies, there["decode"], ABROAD, 80)
-    assert not allowed(policies, there["proxy"], ABROAD, 443)
+    assert not allowed(policies, there["proxy"], ABROAD, 80)
+
+
+def test_the_api_server_is_reached_only_by_who_asks_it(helm: Engine) -> None:
+    for kind, reached in (("kubernetes", True), ("dns", False), ("static", False)):
+        manifests = helm.manifests({"discovery": {"kind": kind}})
+        there, policies = pods(manifests), manifests.of("NetworkPolicy")
+        assert allowed(policies, there["proxy"], ABROAD, 443) is reached
+        assert allowed(policies, there["proxy"], ABROAD, 6443) is reached

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from connector.config import ConnectorConfig
-from pdproxy.settings import NodeRole
 from tests.helm.conftest import Rendered
-from tests.helm.engine import Engine, Manifest, Manifests, only_container, value_files
-from tests.helm.settings import loaded
+from tests.helm.engine import Engine, Manifest, only_container, value_files
 
 ALL = pytest.mark.parametrize("values", value_files())
 ROLES = pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -88,24 +86,6 @@ def test_has_the_time_to_end(rendered: Rendered, values: str, role: str) -> None
     pause = only_container(pod)["lifecycle"]["preStop"]["sleep"]["seconds"]
     grace = pod["spec"]["terminationGracePeriodSeconds"]
     assert grace > pause + int(arguments(pod)["--shutdown-timeout"])
-
-
-def most_of(manifests: Manifests, name: str) -> int:
-    """How many nodes there may be of a workload."""
-    found = [each["spec"] for each in manifests.all if each["metadata"]["name"] == name]
-    counts = [spec.get("maxReplicas", spec.get("maxReplicaCount", spec.get("replicas", 0))) for spec in found]
-    return int(max(counts))
-
-
-@ALL
-def test_the_proxy_finds_every_node_by_its_own_name(rendered: Rendered, values: str, tmp_path: Path) -> None:
-    manifests = rendered(values)
-    nodes = loaded(manifests, tmp_path).nodes
-    for role in NodeRole:
-        name = f"{manifests.one('Deployment')['metadata']['name']}-{role}"
-        count = most_of(manifests, name)
-        wanted = {f"http://{name}-{index}.{name}.llm.svc:8000" for index in range(count)}
-        assert {node.url for node in nodes if node.role is role} == wanted
 
 
 def test_two_prefill_and_four_decode_nodes_of_eight_gpus(rendered: Rendered) -> None:

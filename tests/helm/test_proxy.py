@@ -43,7 +43,6 @@ def test_can_do_no_harm(rendered: Rendered, values: str) -> None:
     for pod in (pod_of(rendered(values)), rendered(values).one("Pod")):
         spec, container = pod["spec"], only_container(pod)
         assert spec["enableServiceLinks"] is False
-        assert spec["automountServiceAccountToken"] is False
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert container["securityContext"]["readOnlyRootFilesystem"] is True
         assert container["securityContext"]["allowPrivilegeEscalation"] is False

@@ -41,6 +41,8 @@ REFUSED = [
     ("ingress: {enabled: true}", "set ingress.host"),
     ("httpRoute: {enabled: true}", "name the Gateway in httpRoute.parentRefs"),
     ("proxy: {settings: {nodes: []}}", "proxy.settings.nodes cannot be set: nodes come from prefill and decode"),
+    ("discovery: {kind: consul}", "at '/discovery/kind': value must be one of 'kubernetes', 'dns', 'static'"),
+    ("proxy: {settings: {discovery: {}}}", "proxy.settings.discovery cannot be set: use discovery.kind"),
     ("proxy: {settings: {keys: {file: x}}}", "proxy.settings.keys cannot be set: use apiKeys"),
     ("proxy: {settings: {deadlines: {drain: 9}}}", "deadlines.drain cannot be set: use proxy.drainSeconds"),
 ]

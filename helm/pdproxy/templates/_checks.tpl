@@ -60,6 +60,7 @@
 {{- $said := .Values.proxy.settings -}}
 {{- $elsewhere := dict
       "nodes" "nodes come from prefill and decode"
+      "discovery" "use discovery.kind"
       "keys" "use apiKeys"
       "listen" "the pod's ports are fixed; TLS ends at the Ingress or Gateway" -}}
 {{- range $section, $hint := $elsewhere -}}

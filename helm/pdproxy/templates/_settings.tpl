@@ -12,8 +12,31 @@
 {{- if $v.apiKeys.enabled -}}
   {{- $_ := set $own "keys" (dict "file" "/etc/pdproxy/keys/api.keys") -}}
 {{- end -}}
-{{- $_ := set $own "nodes" (fromYamlArray (include "pdproxy.staticNodes" .)) -}}
+{{- if eq $v.discovery.kind "static" -}}
+  {{- $_ := set $own "nodes" (fromYamlArray (include "pdproxy.staticNodes" .)) -}}
+{{- else -}}
+  {{- $_ := set $own "discovery" (fromYaml (include "pdproxy.discovery" .)) -}}
+{{- end -}}
 {{- toYaml (mergeOverwrite (deepCopy $v.proxy.settings) $own) -}}
+{{- end -}}
+
+{{- define "pdproxy.discovery" -}}
+{{- $kind := .Values.discovery.kind -}}
+{{- range $role := list "prefill" "decode" }}
+{{- $service := include "pdproxy.headless" (dict "root" $ "component" $role) }}
+{{ $role }}: {{ $kind }}
+{{- if eq $kind "kubernetes" }}
+{{ $role }}_selector: kubernetes.io/service-name={{ $service }}
+{{- else }}
+{{ $role }}_name: {{ $service }}.{{ $.Release.Namespace }}.svc
+{{- end }}
+{{- end }}
+{{- if eq $kind "kubernetes" }}
+namespace: {{ .Release.Namespace }}
+port_name: http
+{{- else }}
+dns_port: {{ .Values.nodes.httpPort }}
+{{- end }}
 {{- end -}}
 
 {{/* Every node by its stable name. Where nodes are scaled, all that there may be: the proxy takes one in when it answers. */}}

@@ -1,0 +1,86 @@
+"""The proxy looks for nodes where the chart puts them, and has the rights for it."""
+
+from pathlib import Path
+
+import pytest
+
+from pdproxy.settings import NodeRole
+from tests.helm.engine import Engine, Manifest, Manifests, read_values, value_files
+from tests.helm.settings import loaded, pod_of
+
+ALL = pytest.mark.parametrize("values", value_files())
+ROLES = tuple(NodeRole)
+
+
+def asked(values: str, kind: str) -> dict[str, object]:
+    """A values file, with another way of discovery."""
+    return {**read_values(value_files()[values]), "discovery": {"kind": kind}}
+
+
+def headless(manifests: Manifests, role: NodeRole) -> Manifest:
+    """The service of a role's HTTP servers."""
+    [found] = [
+        each
+        for each in manifests.of("Service")
+        if each["metadata"]["labels"]["app.kubernetes.io/component"] == role and each["spec"]["clusterIP"] == "None"
+    ]
+    return found
+
+
+def most_of(manifests: Manifests, name: str) -> int:
+    """How many nodes there may be of a workload."""
+    found = [each["spec"] for each in manifests.all if each["metadata"]["name"] == name]
+    counts = [spec.get("maxReplicas", spec.get("maxReplicaCount", spec.get("replicas", 0))) for spec in found]
+    return int(max(counts))
+
+
+@ALL
+def test_watches_the_services_of_both_roles(helm: Engine, values: str, tmp_path: Path) -> None:
+    manifests = helm.manifests(asked(values, "kubernetes"))
+    found = loaded(manifests, tmp_path).discovery
+    assert (found.prefill, found.decode, found.namespace) == ("kubernetes", "kubernetes", "llm")
+    for role, selector in ((ROLES[0], found.prefill_selector), (ROLES[1], found.decode_selector)):
+        service = headless(manifests, role)
+        assert selector == f"kubernetes.io/service-name={service['metadata']['name']}"
+        assert found.port_name in {port["name"] for port in service["spec"]["ports"]}
+        assert service["spec"]["publishNotReadyAddresses"] is False  # or every endpoint would be called ready
+
+
+def test_may_watch_and_nothing_else(helm: Engine) -> None:
+    manifests = helm.manifests({})
+    assert manifests.one("Role")["rules"] == [
+        {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}
+    ]
+    binding, pod = manifests.one("RoleBinding"), pod_of(manifests)
+    assert binding["roleRef"]["name"] == manifests.one("Role")["metadata"]["name"]
+    account = pod["spec"]["serviceAccountName"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account, "namespace": "llm"}]
+    assert pod["spec"]["automountServiceAccountToken"] is True
+    others = [manifests.node("prefill"), manifests.node("decode"), manifests.one("Pod")]
+    assert all(each["spec"]["automountServiceAccountToken"] is False for each in others)
+
+
+@pytest.mark.parametrize("kind", ["dns", "static"])
+def test_needs_no_rights_otherwise(helm: Engine, kind: str) -> None:
+    manifests = helm.manifests({"discovery": {"kind": kind}})
+    assert manifests.of("Role") == manifests.of("RoleBinding") == []
+    assert pod_of(manifests)["spec"]["automountServiceAccountToken"] is False
+
+
+@ALL
+def test_looks_up_the_services_of_both_roles(helm: Engine, values: str, tmp_path: Path) -> None:
+    manifests = helm.manifests(asked(values, "dns"))
+    found = loaded(manifests, tmp_path).discovery
+    for role, name in ((ROLES[0], found.prefill_name), (ROLES[1], found.decode_name)):
+        assert name == f"{headless(manifests, role)['metadata']['name']}.llm.svc"
+        assert found.dns_port == headless(manifests, role)["spec"]["ports"][0]["port"]
+
+
+@ALL
+def test_names_every_node_that_there_may_be(helm: Engine, values: str, tmp_path: Path) -> None:
+    manifests = helm.manifests(asked(values, "static"))
+    nodes = loaded(manifests, tmp_path).nodes
+    for role in ROLES:
+        name = f"{manifests.one('Deployment')['metadata']['name']}-{role}"
+        wanted = {f"http://{name}-{index}.{name}.llm.svc:8000" for index in range(most_of(manifests, name))}
+        assert {node.url for node in nodes if node.role is role} == wanted
