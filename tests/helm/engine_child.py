@@ -4,6 +4,7 @@ A line is ``{"do": "render" | "lint", "chart": …, "values": …, "release": �
 ``lookup`` asks that cluster, and what is rendered is an upgrade. A reply is ``{"reply": …}`` or ``{"error": "…"}``.
 """
 
+import functools
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -12,14 +13,20 @@ from typing import Any
 import helm_python as helm
 
 
+@functools.cache
+def loaded(path: str) -> helm.Chart:
+    """The chart, read once."""
+    return helm.Chart.load(path)
+
+
 def render(request: Mapping[str, Any]) -> dict[str, str]:
     """Manifests by template."""
     where = {"name": request["release"], "namespace": request["namespace"]}
-    with helm.Chart.load(request["chart"]) as chart:
-        if not request.get("kubeconfig"):
-            return dict(chart.render(request["values"], **where))
-        with helm.Config(kubeconfig_content=request["kubeconfig"], namespace=request["namespace"]) as cluster:
-            return dict(cluster.render(chart, request["values"], **where, is_upgrade=True))
+    chart = loaded(request["chart"])
+    if not request.get("kubeconfig"):
+        return dict(chart.render(request["values"], **where))
+    with helm.Config(kubeconfig_content=request["kubeconfig"], namespace=request["namespace"]) as cluster:
+        return dict(cluster.render(chart, request["values"], **where, is_upgrade=True))
 
 
 def lint(request: Mapping[str, Any]) -> list[str]:
