@@ -1,0 +1,73 @@
+"""The live page in a real browser."""
+
+import asyncio
+import re
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pdproxy.admin.desk import Desk
+from pdproxy.nodes.drain import Drainer
+from pdproxy.nodes.node import Node, Role
+from pdproxy.request import Endpoint
+from tests.admin.browser import CHROMIUM, chromium, served
+from tests.drive.prompts import body_for
+from tests.drive.world import World
+from tests.fakes.faults import Ill, Trouble
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine")
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+def desk_of(world: World, token: str | None = None) -> Desk:
+    live, clock, drainer = world.means.live, world.clock, Drainer(world.pool, world.clock)
+    return Desk(world.pool, drainer, CollectorRegistry(), asyncio.Event(), token=token, live=live, clock=clock)
+
+
+def text_of(page: str, name: str) -> str:
+    """The text of the element with an id, tags left out; as far as the next element of its kind begins."""
+    found = re.search(rf'<(\w+)[^>]* id="{name}".*?</\1>', page, re.DOTALL)
+    assert found is not None, f"no {name} in the page"
+    return " ".join(re.sub(r"<[^>]*>", " ", found[0]).split())
+
+
+async def look(desk: Desk) -> str:
+    """The page as it is once it has asked a few times."""
+    async with served(desk) as address:
+        page, complaints = await chromium(f"{address}/ui", "--dump-dom")
+    broken = re.findall(r"CONSOLE.*(?:Uncaught|Content Security Policy).*", complaints)
+    assert not broken
+    return page
+
+
+async def test_nodes_and_a_request_on_the_way_are_shown() -> None:
+    world = World(prefills=1, decodes=2)
+    world.decodes[0].trouble = Trouble(Ill.RESET, at=3, times=1)
+    await world.ask(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=True), name="req-moved")
+    world.pool.add(Node(HOSTILE, "http://x", Role.PREFILL))
+    reply = await world.orchestrator.answer(
+        world.request(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=True), name="req-here")
+    )
+    assert not isinstance(reply.body, bytes)
+    world.clock.advance(2.5)
+    page = await look(desk_of(world))
+    await reply.body.aclose()
+    await world.settle()
+    nodes, requests = text_of(page, "nodes"), text_of(page, "requests")
+    assert "p0 prefill ● up" in nodes
+    assert "○ joining" in nodes
+    assert "&lt;img src=x onerror=alert(1)&gt;" in nodes
+    assert re.search(r"req-here · tiny · /v1/chat/completions · p0 → d\d .*decode 2\.5 s; now: decode", requests)
+    assert "req-moved" not in requests
+    assert re.search(r"req-moved .*decode d0 reset stream moved on ✓ answered", text_of(page, "failures"))
+    assert text_of(page, "ready") == "● ready"
+    assert text_of(page, "told").startswith("3 of 4 nodes are up.")
+    assert re.search(r"prefill node 1 \d+ 1 ", text_of(page, "hits"))
+
+
+async def test_the_page_asks_for_the_token() -> None:
+    page = await look(desk_of(World(), token="s3cret"))
+    assert re.search(r'<form id="ask">', page)
+    assert re.search(r'<main id="content"[^>]* hidden="">', page)
+    assert text_of(page, "told") == "This proxy asks for its admin token."
