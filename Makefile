@@ -8,7 +8,7 @@ FUZZED ?= 2000
 CHECKED := pdproxy connector deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint unit e2e test-long fuzz bench lock clean
+.PHONY: help env demo test lint unit soak e2e test-long fuzz bench lock clean
 
 help: ## show this
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -19,7 +19,7 @@ env: ## make or mend .venv (everything else does this by itself)
 demo: env ## start two engines and the proxy, ask a question, stay up (ONCE=1: end after the answer)
 	@exec $(RUN) -m deploy.local.demo $(if $(filter 1,$(ONCE)),--once)
 
-test: lint unit e2e ## everything that must pass
+test: lint unit soak e2e ## everything that must pass
 
 lint: env ## format, style, types, import contracts
 	$(VENV)/bin/ruff format --check .
@@ -28,7 +28,10 @@ lint: env ## format, style, types, import contracts
 	$(VENV)/bin/lint-imports
 
 unit: env ## tests without engines (seconds)
-	$(RUN) -m pytest -m "not e2e and not long"
+	$(RUN) -m pytest -m "not e2e and not long" --ignore=tests/soak
+
+soak: env ## mixed load under random kills on fake nodes (two minutes; 15 in test-long)
+	SOAK_SECONDS=120 $(RUN) -m pytest tests/soak
 
 e2e: env ## tests with real engines (minutes)
 	$(RUN) -m pytest -m "e2e and not long"

@@ -81,7 +81,7 @@ async def send_whole(send: Send, status: int, headers: Iterable[tuple[str, str]]
     await send({"type": "http.response.body", "body": body})
 
 
-async def send_error(send: Send, error: ClientError, request_id: str) -> None:
-    """The error in OpenAI's shape."""
+async def send_error(send: Send, error: ClientError, body: bytes, request_id: str) -> None:
+    """The error with its status and headers; ``body`` is in the shape of the endpoint's API."""
     headers = (JSON, ("x-pdproxy-request-id", request_id), ("x-request-id", request_id), *error.headers)
-    await send_whole(send, error.status, headers, error.body())
+    await send_whole(send, error.status, headers, body)

@@ -44,10 +44,10 @@ class Door:
         except ClientGone:
             _LOG.info("client left", extra={"request_id": name})
         except ClientError as error:
-            await exchange.send.refuse(error, name)
+            await exchange.refuse(error)
         except Exception:
             _LOG.exception("unexpected failure", extra={"request_id": name})
-            await exchange.send.refuse(_ours(name), name)
+            await exchange.refuse(_ours(name))
             raise
 
     async def _dispatch(self, exchange: Exchange, scope: Scope) -> None:

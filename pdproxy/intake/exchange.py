@@ -3,8 +3,10 @@
 import dataclasses
 
 from pdproxy.errors import ClientError
+from pdproxy.intake import paths
 from pdproxy.intake.asgi import Message, Receive, Send, send_error
-from pdproxy.request import Headers
+from pdproxy.request import Endpoint, Headers
+from pdproxy.stream.errors import error_body
 
 
 class Sender:
@@ -12,16 +14,11 @@ class Sender:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._begun = False
+        self.begun = False
 
     async def __call__(self, message: Message) -> None:
-        self._begun = True
+        self.begun = True
         await self._send(message)
-
-    async def refuse(self, error: ClientError, name: str) -> None:
-        """Send an error, unless the response has begun: then only cutting the connection says that it is broken."""
-        if not self._begun:
-            await send_error(self, error, name)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,3 +37,12 @@ class Exchange:
     request_id: str
     receive: Receive
     send: Sender
+
+    async def refuse(self, error: ClientError) -> None:
+        """Send an error in the shape of the endpoint's API.
+
+        Not once the response has begun: then only cutting the connection says that it is broken.
+        """
+        if not self.send.begun:
+            endpoint = paths.GENERATING.get(self.path, Endpoint.COMPLETIONS)
+            await send_error(self.send, error, error_body(endpoint, error), self.request_id)

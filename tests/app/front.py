@@ -1,0 +1,81 @@
+"""The whole proxy on a loopback port, in front of fake nodes."""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import httpx
+import uvicorn
+
+from pdproxy.app.build import Proxy, proxy
+from pdproxy.app.discovery import Surroundings
+from pdproxy.server.ports import Port, bind
+from pdproxy.server.protocol import HeadLimits, guarded
+from pdproxy.settings import NodeEntry, NodeRole, Settings
+from tests.fakes.fabric import Fabric
+from tests.fakes.loopback import LoopbackNode
+from tests.fakes.node import FakeNode
+
+SOON = 60.0
+"""Seconds that nothing here should need; a bound on a hang, not a measure."""
+
+
+@dataclass(frozen=True)
+class Front:
+    """A running proxy, its two nodes, and a client."""
+
+    client: httpx.AsyncClient
+    prefill: FakeNode
+    decode: FakeNode
+    running: Proxy
+
+    async def until(self, text: str, path: str = "/metrics") -> None:
+        """Wait until a page of the proxy holds a text."""
+        async with asyncio.timeout(SOON):
+            while text not in (await self.client.get(path)).text:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def front(settings: Settings, key: str = "none") -> AsyncIterator[Front]:
+    """Start everything; the settings' nodes are replaced. ``key`` is what the client sends at first."""
+    fabric = Fabric()
+    prefill, decode = FakeNode("prefill", fabric), FakeNode("decode", fabric)
+    async with LoopbackNode(prefill) as left, LoopbackNode(decode) as right:
+        nodes = tuple(
+            NodeEntry(url=node.url, role=role, model="m")
+            for node, role in ((left, NodeRole.PREFILL), (right, NodeRole.DECODE))
+        )
+        async with (
+            proxy(dataclasses.replace(settings, nodes=nodes), Surroundings()) as running,
+            listening(running) as url,
+            httpx.AsyncClient(base_url=url, trust_env=False, timeout=SOON, headers=bearer(key)) as client,
+        ):
+            made = Front(client, prefill, decode, running)
+            for role in NodeRole:
+                await made.until(f'pdproxy_node_up{{node="{role}-0",role="{role}",state="up"}} 1.0')
+            yield made
+
+
+def bearer(key: str) -> dict[str, str]:
+    """The header that carries a key."""
+    return {"authorization": f"Bearer {key}"}
+
+
+@contextlib.asynccontextmanager
+async def listening(running: Proxy) -> AsyncIterator[str]:
+    """The clients' port; its address."""
+    bound = bind("127.0.0.1", 0, "listen.port")
+    http = guarded(HeadLimits(10_000, SOON))
+    config = uvicorn.Config(
+        running.clients, http=http, ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=5
+    )
+    server = Port(config, bound)
+    task = asyncio.create_task(server.serve(sockets=[bound]))
+    try:
+        yield f"http://{server.address}"
+    finally:
+        server.should_exit = True
+        await task

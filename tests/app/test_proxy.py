@@ -1,0 +1,122 @@
+"""What a client gets for what it sends: the whole proxy over real connections, in front of fake nodes."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pdproxy.settings import Keys, Limits, Settings
+from tests.app.front import Front, bearer, front
+from tests.fakes.faults import Ill, Trouble
+
+ASK: dict[str, Any] = {"model": "m", "prompt": "one two three four", "max_tokens": 4}
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "one two three"}], "max_tokens": 4}
+
+
+@pytest.fixture
+async def shop() -> AsyncIterator[Front]:
+    """A proxy that lets everybody in."""
+    async with front(Settings(limits=Limits(body_bytes=2000))) as made:
+        yield made
+
+
+def message(response: httpx.Response) -> str:
+    """The sentence of an OpenAI-shaped error."""
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return str(error["message"])
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", ASK), ("/v1/chat/completions", CHAT)])
+async def test_an_answer_goes_through_both_nodes(shop: Front, path: str, body: dict[str, Any]) -> None:
+    whole = await shop.client.post(path, json=body, headers={"x-request-id": "mine"})
+    assert (whole.status_code, whole.headers["x-request-id"]) == (200, "mine")
+    assert whole.headers["x-pdproxy-route"] == "disaggregated"
+    assert "kv_transfer_params" not in {name for name, value in whole.json().items() if value is not None}
+    streamed = await shop.client.post(path, json={**body, "stream": True})
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    for node, wish in ((shop.prefill, "do_remote_decode"), (shop.decode, "do_remote_prefill")):
+        legs = [seen.body for seen in node.legs() if seen.body.get("model") == "m"][-2:]
+        assert [leg["kv_transfer_params"][wish] for leg in legs] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status", "words"),
+    [
+        ("POST", "/v1/completions", b"{", 400, "JSON"),
+        ("POST", "/v1/completions", b"[]", 400, "object"),
+        ("POST", "/v1/completions", b'{"prompt": "x"}', 400, "model"),
+        ("POST", "/v1/completions", json.dumps({**ASK, "model": "nobody"}).encode(), 404, "Served now: m"),
+        ("POST", "/v1/completions", json.dumps({**ASK, "max_tokens": -1}).encode(), 400, "max_tokens"),
+        ("POST", "/v1/completions", json.dumps({**ASK, "prompt": "a" * 3000}).encode(), 413, "2000 bytes"),
+        ("GET", "/v1/completions", b"", 405, "takes POST"),
+        ("POST", "/v1/models", b"", 405, "takes GET"),
+        ("GET", "/v1/models/nobody", b"", 404, "/v1/models"),
+        ("POST", "/v1/nothing", b"{}", 404, "/v1/chat/completions"),
+        ("POST", "/reset_prefix_cache", b"{}", 404, "no /reset_prefix_cache"),
+        ("GET", "/v1/responses/resp_1", b"", 404, "not kept"),
+    ],
+)
+async def test_what_is_wrong_is_said(
+    shop: Front, method: str, path: str, content: bytes, status: int, words: str
+) -> None:
+    got = await shop.client.request(method, path, content=content)
+    assert got.status_code == status
+    assert words in message(got)
+    assert got.headers["x-request-id"].startswith("req-")
+
+
+async def test_a_compressed_body_is_refused(shop: Front) -> None:
+    got = await shop.client.post("/v1/completions", content=b"x", headers={"content-encoding": "gzip"})
+    assert got.status_code == 415
+    assert "content-encoding" in message(got)
+
+
+async def test_messages_get_errors_in_their_own_shape(shop: Front) -> None:
+    got = await shop.client.post("/v1/messages", json={"model": "nobody", "messages": [], "max_tokens": 3})
+    assert got.json()["type"] == "error"
+    assert got.status_code in (400, 404)
+
+
+async def test_the_other_pages(shop: Front) -> None:
+    listing = (await shop.client.get("/v1/models")).json()
+    assert [card["id"] for card in listing["data"]] == ["m"]
+    assert (await shop.client.get("/v1/models/m")).json()["id"] == "m"
+    assert (await shop.client.get("/health")).status_code == 200
+    assert (await shop.client.get("/ready")).status_code == 200
+    assert (await shop.client.get("/openapi.json")).json()["openapi"].startswith("3.")
+    shop.running.leaving.set()
+    assert (await shop.client.get("/ready")).status_code == 503
+
+
+async def test_other_endpoints_pass_through(shop: Front) -> None:
+    got = await shop.client.post("/v1/embeddings?x=1", json={"model": "m", "input": "hello"})
+    assert got.status_code == 200
+    assert got.json()["path"] == "/v1/embeddings?x=1"
+
+
+async def test_who_leaves_in_mid_stream_leaves_nothing_behind(shop: Front) -> None:
+    shop.decode.trouble = Trouble(Ill.STALL, at=2)
+    async with shop.client.stream("POST", "/v1/completions", json={**ASK, "stream": True}) as got:
+        async for _ in got.aiter_bytes():
+            break
+    await shop.until("pdproxy_requests_active 0.0")
+    await shop.until('pdproxy_node_active{node="decode-0",role="decode"} 0.0')
+    await shop.until('pdproxy_requests_total{endpoint="/v1/completions",outcome="client_gone"} 1.0')
+
+
+async def test_with_keys_only_holders_come_in(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("sk-one alice\n")
+    async with front(Settings(keys=Keys(file=path)), "sk-one") as shop:
+        assert (await shop.client.post("/v1/completions", json=ASK)).status_code == 200
+        shop.client.headers.update(bearer("sk-two"))
+        for page in ("/v1/models", "/metrics"):
+            assert (await shop.client.get(page)).status_code == 401
+        refused = await shop.client.post("/v1/completions", json=ASK)
+        assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+        assert (await shop.client.get("/health")).status_code == 200
