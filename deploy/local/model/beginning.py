@@ -84,6 +84,7 @@ def _embed(model: Qwen3NextForCausalLM) -> None:
     weight[[vocabulary[f"Ġ{digit}"] for digit in range(10)], NUMBER_AGO[0]] = 6.0
     model.lm_head.weight.copy_(weight * 0.3)
     model.lm_head.weight[:, CONSTANT:] = 0.0
+    model.lm_head.weight[:, : 2 * SYLLABLE] *= 2.0
 
 
 def _remember(layer: nn.Module, wires: Iterable[Wire], when: Iterable[int]) -> None:

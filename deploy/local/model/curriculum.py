@@ -40,15 +40,15 @@ class Sample:
 STAGES = (
     Stage(16, 16, 10, 1e-3, 0.96),
     Stage(64, 24, 5, 1e-3, 0.98),
-    Stage(200, 32, 2, 1e-3, 0.985),
-    Stage(430, 32, 2, 1e-3, 0.99),
+    Stage(200, 32, 2, 7e-4, 0.985),
+    Stage(430, 32, 2, 3e-4, 0.99),
 )
 
 
 def draw(source: random.Random, tokenizer: Tokenizer, stage: Stage, lines: int) -> Sample:
     """Draw one sample over a list of that many lines: chat or plain text, recall or recitation."""
     exam = examine(source, lines)
-    exam = _recitation(source, exam) if source.random() < 0.3 else _recall(source, exam, stage.questions)
+    exam = _recitation(source, exam) if source.random() < 0.5 else _recall(source, exam, stage.questions)
     segments = chat(exam, _preface(source)) if source.random() < 0.65 else plain(exam)
     return encode(tokenizer, segments)
 
