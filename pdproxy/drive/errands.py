@@ -1,7 +1,8 @@
-"""What goes on after a request has ended: telling prefill nodes to free what nobody will read."""
+"""What goes on beside requests and after them: telling prefill nodes to free what nobody will read, closing."""
 
 import asyncio
 import logging
+from collections.abc import Coroutine
 
 from pdproxy.drive.means import Means
 from pdproxy.errors import Fault, NodeFault
@@ -9,6 +10,7 @@ from pdproxy.legs.release import release
 from pdproxy.nodes.node import Node
 from pdproxy.observe.labels import Leg, Release
 from pdproxy.request import Headers
+from pdproxy.transport.port import Incoming
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +28,14 @@ class Errands:
 
     def release(self, node: Node, model: str, hand_over: str, headers: Headers) -> None:
         """Have ``hand_over`` freed on ``node``. Returns at once; never raises: also good while being cancelled."""
-        task = asyncio.get_running_loop().create_task(self._release(node, model, hand_over, headers))
+        self._run(self._release(node, model, hand_over, headers))
+
+    def close(self, incoming: Incoming) -> None:
+        """Close a response that somebody else reads: there the reading ends in RESET. Returns at once."""
+        self._run(incoming.aclose())
+
+    def _run(self, errand: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(errand)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 

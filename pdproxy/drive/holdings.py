@@ -2,6 +2,7 @@
 
 from pdproxy.drive.errands import Errands
 from pdproxy.drive.job import Job
+from pdproxy.lifecycle import IllegalMove
 from pdproxy.nodes.node import Node
 from pdproxy.nodes.pool import Occupied, Pool
 from pdproxy.transport.port import Incoming
@@ -19,6 +20,17 @@ class Holdings:
         self._incoming: Incoming | None = None
         self._unread: tuple[Node, str] | None = None
 
+    @property
+    def place(self) -> Occupied:
+        """On the decode node.
+
+        Raises:
+            IllegalMove: none was taken.
+        """
+        if self._place is None:
+            raise IllegalMove("a decode leg needs a place on its node")
+        return self._place
+
     def occupy(self, decode: Node) -> None:
         """Take a place on a decode node; the one held before is given back."""
         self.vacate()
@@ -30,10 +42,11 @@ class Holdings:
             self._place.release()
             self._place = None
 
-    def begin_prefill(self, node: Node, hand_over: str) -> None:
-        """A prefill leg is about to be sent: from now on the node may hold blocks by this name."""
-        self._prefilling = self._pool.occupy(node.name)
+    def begin_prefill(self, node: Node, hand_over: str) -> Occupied:
+        """A prefill leg is about to be sent: from now on the node may hold blocks by this name. Its place there."""
+        self._prefilling = place = self._pool.occupy(node.name)
         self._unread = (node, hand_over)
+        return place
 
     def end_prefill(self) -> None:
         """The prefill leg has ended, in whatever way; its blocks may wait for a reader."""
@@ -60,6 +73,11 @@ class Holdings:
         """The decode node is alive."""
         if self._place is not None:
             self._place.progress()
+
+    def cut(self) -> None:
+        """Close the decode leg while it is being read: there the reading ends in RESET."""
+        if self._incoming is not None:
+            self._errands.close(self._incoming)
 
     async def hang_up(self) -> None:
         """End the decode leg: its place first, for closing may be interrupted."""

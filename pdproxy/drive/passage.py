@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from pdproxy.drive.conduct import Conduct
 from pdproxy.drive.errands import Errands
+from pdproxy.drive.given_up import unless_given_up
 from pdproxy.drive.handover import HandOver
 from pdproxy.drive.holdings import Holdings
 from pdproxy.drive.job import Job
@@ -151,10 +152,11 @@ class Passage:
         name = means.name()
         leg = prefill_body(job.endpoint, body, name, job.shape.choices)
         patience = means.terms.prefill_patience(self.remaining())
-        self.holdings.begin_prefill(node, name)
+        place = self.holdings.begin_prefill(node, name)
         self._timeline.enter(Phase.PREFILL, node.name)
         try:
-            answer = await prefill(means.transport, node, job.endpoint, leg, job.headers, patience)
+            async with unless_given_up(place, self._planner.possible):
+                answer = await prefill(means.transport, node, job.endpoint, leg, job.headers, patience)
         except NodeFault as fault:
             self._failed(Leg.PREFILL, node.name, fault)
             if fault.fault in _NOTHING_HELD:
@@ -173,9 +175,10 @@ class Passage:
         patience = means.terms.decode_patience(self.remaining())
         self._timeline.enter(Phase.HANDOVER, node.name)
         try:
-            incoming = await decode(means.transport, node, job.endpoint, leg, job.headers, patience)
-            self._timeline.enter(Phase.DECODE, node.name)
-            got = await listen(self.holdings.keep(incoming))
+            async with unless_given_up(self.holdings.place, self._planner.possible):
+                incoming = await decode(means.transport, node, job.endpoint, leg, job.headers, patience)
+                self._timeline.enter(Phase.DECODE, node.name)
+                got = await listen(self.holdings.keep(incoming))
         except NodeFault as fault:
             self._failed(Leg.DECODE, node.name, from_client(fault))
             raise

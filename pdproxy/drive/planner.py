@@ -30,6 +30,14 @@ class Planner:
         means = self._means
         return plan(means.pool.snapshot(), self._needs(), means.terms.plan_policy(), next(means.turns))
 
+    def possible(self) -> bool:
+        """Whether a plan could be made now."""
+        try:
+            self.plan()
+        except NoNode:
+            return False
+        return True
+
     def other_decode(self, prefill: Node) -> Node | None:
         """Another decode node that can use a ticket of ``prefill``, None where there is none."""
         try:

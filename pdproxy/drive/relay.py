@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
+from pdproxy.drive.given_up import silent
 from pdproxy.drive.job import Job
 from pdproxy.drive.listener import Listener
 from pdproxy.drive.means import Means
@@ -42,6 +43,7 @@ class Relay:
         self._transcript = Transcript(job.endpoint, job.shape)
         self._listener: Listener | None = None
         self._leaving = asyncio.Event()
+        self._given_up = False
         self._moves = means.terms.migrations
         self._ready = b""
         self._done = False
@@ -59,6 +61,7 @@ class Relay:
         why = Why.of(self._job.shape.final_because)
         self._means.metrics.continuable(Answer.YES if why is Why.NONE else Answer.NO, why)
         self._ready = await self._passage.open(self._ask(self._job.body), self._listen)
+        self._passage.holdings.place.when_given_up(self._give_up)
         self.outcome = Outcome.CLIENT_GONE
 
     def __aiter__(self) -> "Relay":
@@ -126,11 +129,17 @@ class Relay:
                 return await self._migrate()
             piece = await listener.next()
         except NodeFault as fault:
-            return await self._broken(listener, from_client(fault))
+            return await self._broken(listener, silent() if self._given_up else from_client(fault))
         except (ClientError, NotContinuable) as error:
             return await self._fail(error)
         self._alive()
         return piece
+
+    def _give_up(self) -> None:
+        """Active health finds the node gone. Worth ending the wait for it only where the stream can go on elsewhere."""
+        if not self._given_up and self._can_move() and self._passage.elsewhere():
+            self._given_up = True
+            self._passage.holdings.cut()
 
     def _alive(self) -> None:
         """Tell active health now and then that the node is at work."""
@@ -156,11 +165,13 @@ class Relay:
     async def _migrate(self) -> bytes:
         """Go on elsewhere from what the client has."""
         self._moves -= 1
+        self._given_up = False
         self._settle()
         try:
             ask = self._rest()
             await self._passage.leave()
             ready = await self._passage.open(ask, self._listen)
+            self._passage.holdings.place.when_given_up(self._give_up)
         except (ClientError, Answered, NotContinuable) as error:
             self._means.metrics.migrated(Migration.FAILED)
             return await self._fail(error)

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import enum
+from collections.abc import Callable
 
 from pdproxy.nodes.circuit import Circuit, Phase
 from pdproxy.nodes.node import Node, NodeView, State
@@ -33,6 +34,7 @@ class Member:
         progressed_at: monotonic seconds when anything good was last heard from the node.
         leaving: set when running streams should move elsewhere.
         idle: set while no leg is in flight.
+        alarms: called when active health gives the node up.
     """
 
     node: Node
@@ -46,6 +48,7 @@ class Member:
     reason: str = ""
     leaving: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     idle: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    alarms: set[Callable[[], None]] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.idle.set()

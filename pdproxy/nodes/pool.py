@@ -5,6 +5,7 @@ Everything here is synchronous and runs on one event loop.
 """
 
 import asyncio
+from collections.abc import Callable
 
 from pdproxy.errors import Fault
 from pdproxy.nodes.circuit import NODE_FAULTS, Phase
@@ -22,6 +23,7 @@ class Occupied:
         self._pool = pool
         self._member: Member | None = member
         self._trial = member.state() is State.PROBING
+        self._alarm: Callable[[], None] | None = None
         self.node = member.node
 
     def progress(self) -> None:
@@ -29,8 +31,19 @@ class Occupied:
         if self._member is not None:
             self._pool.progressed(self._member)
 
+    def when_given_up(self, alarm: Callable[[], None] | None) -> None:
+        """Have ``alarm`` called each time that active health finds the node gone; None for not any more."""
+        if self._member is None:
+            return
+        if self._alarm is not None:
+            self._member.alarms.discard(self._alarm)
+        if alarm is not None:
+            self._member.alarms.add(alarm)
+        self._alarm = alarm
+
     def release(self) -> None:
         """Give the place back. Idempotent; works after the node has left the pool."""
+        self.when_given_up(None)
         member, self._member = self._member, None
         if member is not None:
             self._pool.vacate(member, int(self._trial))
@@ -114,7 +127,7 @@ class Pool(Roster):
         """The outcome of an active health probe that ``began`` at that monotonic second.
 
         A timed-out probe is no miss if a leg heard from the node since ``began``: it is busy, not dead. `failures`
-        misses in a row open the circuit; streams are told to leave once they are silent too. A node that has left is
+        misses in a row open the circuit; legs are told to leave once they are silent too. A node that has left is
         ignored.
         """
         member = self._members.get(name)
@@ -130,6 +143,8 @@ class Pool(Roster):
             self._move(member, member.circuit.opened(self._clock.now()))
         if member.lost() and not heard:
             member.leaving.set()
+            for alarm in tuple(member.alarms):
+                alarm()
 
     def lost(self, name: str) -> bool:
         """Whether active health has given the node up (it must join anew before it serves)."""
