@@ -1,0 +1,275 @@
+"""The choosing connector: vLLM's MultiConnector, with the first child that has anything replaced by the best.
+
+Configured as `kv_connector: MultiConnector` (vLLM's platform code decides by that name) with
+`kv_connector_module_path: connector.multi`; `settings` shows the children.
+
+Scheduler process:
+    get_num_new_matched_tokens ─► `Chooser` asks every child; `choice` decides ─► the winner's tokens
+    update_state_after_alloc ─► the winner loads; every other child hears that it does not, and a ticket that was not
+        used goes back to the prefill node in the same step
+    update_connector_output ─► a child hears of its own loads only; one whose load failed is not asked for that request
+        again, so that the next best child is taken, or the prompt is computed
+Worker process:
+    get_transfer_results ─► a child's failed blocks become failed requests where there are several cache groups
+"""
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorMetadata
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from connector.multi.child import Child, hands_over
+from connector.multi.chooser import Chooser
+from connector.multi.desk import Desk
+from connector.multi.failures import Failures
+from connector.multi.fitness import Blocks, require_hybrid, require_one_side_channel, require_units
+from connector.multi.metadata import WeightedMetadata
+from connector.multi.settings import MultiSettings
+from connector.multi.stats import SELECTION, ChildrenPromMetrics, ChildrenStats, Once, SelectionStats
+from connector.multi.tally import Tally
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger("vllm.pdproxy.multi")
+
+
+class WeightedMultiConnector(MultiConnector):
+    """Several connectors on one node; the one whose load saves most wins. Raises ConfigError."""
+
+    def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+        settings = self._settings(vllm_config)
+        self._require_fit(settings, vllm_config)
+        self._block_size: int
+        self._block_size, hash_block = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+        require_units(settings.children, _blocks(vllm_config, kv_cache_config, hash_block))
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._children = tuple(
+            Child(number, each, connector, bool(config.is_kv_consumer))
+            for number, (each, connector, config) in enumerate(
+                zip(settings.children, self._connectors, self._ktc_kv_transfer_config, strict=True)
+            )
+        )
+        self._tally = Tally()
+        self._desk = Desk([child.name for child in settings.children], self._tally)
+        self._manager: KVCacheManager | None = None
+        self._several_groups = len(kv_cache_config.kv_cache_groups) > 1
+        self._chooser = Chooser(
+            self._children,
+            self._desk,
+            groups=len(kv_cache_config.kv_cache_groups),
+            decide_within=settings.decide_within,
+            shared_hit=self._shared_hit,
+            now=time.monotonic,
+        )
+        self._failures = Failures()
+        self._unloaded_blocks: set[int] = set()
+
+    # ---- before it starts
+
+    @classmethod
+    def _settings(cls, vllm_config: "VllmConfig") -> MultiSettings:
+        transfer = vllm_config.kv_transfer_config
+        return MultiSettings.from_extra(transfer.kv_load_failure_policy, transfer.kv_connector_extra_config)
+
+    @classmethod
+    def _require_fit(cls, settings: MultiSettings, vllm_config: "VllmConfig") -> None:
+        classes = [connector for connector, _ in cls._get_connector_classes_and_configs(vllm_config)]
+        require_hybrid(settings.children, map(supports_hma, classes))
+        require_one_side_channel(settings.children, map(hands_over, classes))
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        """vLLM's answer. It asks while the model is built, so this is where a child that cannot work is named: later,
+        vLLM would end with a word about cache groups that it could not unify."""
+        cls._require_fit(cls._settings(vllm_config), vllm_config)
+        layout: str | None = super().get_required_kvcache_layout(vllm_config)
+        return layout
+
+    # ---- the scheduler's process
+
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        """vLLM's cache, for the shared hit."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._manager = kv_cache_manager
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Asked by vLLM before it looks up a request."""
+        return self._chooser.offers_divergent_hits
+
+    def _shared_hit(self, request: "Request") -> int:
+        if self._manager is None:
+            return 0
+        _, found, _ = self._manager.get_computed_blocks(request)
+        tokens = int(found)
+        return tokens - tokens % self._block_size
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Ask all children, and answer for the best."""
+        answer, claim = self._chooser.ask(request, num_computed_tokens)
+        if claim is None:
+            self._requests_to_connector.pop(request.request_id, None)
+        else:
+            self._requests_to_connector[request.request_id] = claim.child
+        return answer
+
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        """The winner hears how much it loads; the others that they load nothing."""
+        self._chooser.forget(request.request_id)
+        ids = tuple(tuple(block.block_id for block in group) for group in blocks.blocks)
+        self._desk.admitted(request.request_id, ids, num_external_tokens)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> WeightedMetadata:
+        """Every child's, and ours."""
+        stock = super().build_connector_meta(scheduler_output)
+        self._chooser.step_planned()
+        preempted = frozenset(scheduler_output.preempted_req_ids or ())
+        return WeightedMetadata(stock.metadata, stock.extra_async_saves, self._desk.take_new(), preempted)
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """Tell each child of its own loads; a load that nobody is known to have begun is told to all."""
+        finished = set(connector_output.finished_recving or ())
+        failed = self._desk.failed(connector_output.failed_recving, connector_output.invalid_block_ids)
+        owners = {request_id: self._desk.loading(request_id) for request_id in finished}
+        for request_id in failed:
+            owner = self._desk.loading(request_id)
+            self._desk.fail(request_id, bar=owner is None or not self._children[owner].hands_over)
+        self._tell(connector_output, owners)
+        self._desk.ended(finished)
+
+    def _tell(self, output: "KVConnectorOutput", owners: dict[str, int | None]) -> None:
+        """The very object to each child in turn, as vLLM does, since a child may write into it."""
+        whole = (output.finished_recving, output.failed_recving, output.kv_connector_worker_meta)
+        parts = getattr(whole[2], "metadata", (None,) * len(self._children))
+        try:
+            for child, part in zip(self._children, parts, strict=True):
+                mine = {request_id for request_id, owner in owners.items() if owner in (None, child.number)}
+                output.finished_recving = mine
+                output.failed_recving = whole[1] & mine
+                output.kv_connector_worker_meta = part
+                child.connector.update_connector_output(output)
+        finally:
+            output.finished_recving, output.failed_recving, output.kv_connector_worker_meta = whole
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Every child hears the end of every request."""
+        self._chooser.forget(request.request_id)
+        self._desk.leave(request.request_id)
+        answer: tuple[bool, dict[str, Any] | None] = super().request_finished_all_groups(request, block_ids)
+        return answer
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """For the child that handed it out; others may refuse pipeline stages that do not concern them."""
+        for child in self._children:
+            if child.hands_over:
+                child.connector.set_xfer_handshake_metadata_pp_aware(metadata)
+
+    # ---- a worker's process
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """The children's, each its own; ours tells which loads begin."""
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, WeightedMetadata):
+            self._failures.expect(connector_metadata.loads)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata | set[str]) -> None:
+        """Tell every child, in its own signature, whichever of the two vLLM's caller has."""
+        if isinstance(kv_connector_metadata, MultiKVConnectorMetadata):
+            preempted = sorted(getattr(kv_connector_metadata, "preempted", ()))
+            parts = kv_connector_metadata.metadata
+        else:
+            preempted = sorted(kv_connector_metadata) if isinstance(kv_connector_metadata, set) else []
+            bound = self._connector_metadata
+            parts = bound.metadata if isinstance(bound, MultiKVConnectorMetadata) else (None,) * len(self._children)
+        for child, part in zip(self._children, parts, strict=True):
+            child.preempted(preempted, part)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> "KVConnectorTransferResults":
+        """The children's, with failed blocks told as failed requests where vLLM takes nothing else."""
+        results = super().get_transfer_results(finished_req_ids)
+        for child in self._children:
+            blocks = child.connector.get_block_ids_with_load_errors()
+            if self._several_groups:
+                self._failures.hear(child.number, blocks)
+            else:
+                self._unloaded_blocks |= blocks
+        results.failed_recving |= self._failures.settle(results.finished_recving)
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that were not loaded, of a model with one cache group."""
+        blocks, self._unloaded_blocks = self._unloaded_blocks, set()
+        return blocks
+
+    # ---- statistics, in every process
+
+    def get_kv_connector_stats(self) -> ChildrenStats | None:
+        """Every child's since the last call, and the scheduler's choices."""
+        found = ChildrenStats()
+        for child, config in zip(self._children, self._ktc_kv_transfer_config, strict=True):
+            stats = child.connector.get_kv_connector_stats()
+            if stats is not None:
+                found.add(child.settings.name, (config.kv_connector, config.kv_connector_module_path), stats)
+        if self.role == KVConnectorRole.SCHEDULER:
+            selection = SelectionStats.of(self._tally.drain(self._desk.pending()))
+            if not selection.is_empty():
+                found.add(SELECTION, (SELECTION, None), selection)
+        return found if found.data else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ChildrenStats:
+        """Stats out of what came from another process, or empty ones."""
+        return ChildrenStats() if data is None else ChildrenStats.from_dict(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ChildrenPromMetrics:
+        """The Prometheus side: every child's own series, with its name as the label `child`, and ours."""
+        once = {kind: Once(metric) for kind, metric in metric_types.items()}
+        classes = cls._get_connector_classes_and_configs(vllm_config)
+        children = {
+            each.name: connector.build_prom_metrics(
+                config,
+                once,
+                [*labelnames, "child"],
+                {engine: [*values, each.name] for engine, values in per_engine_labelvalues.items()},
+            )
+            for each, (connector, config) in zip(cls._settings(vllm_config).children, classes, strict=True)
+        }
+        return ChildrenPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, children)
+
+
+def _blocks(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", hash_block: int) -> Blocks:
+    """The groups that children store; a state of which only the running one exists is not cut into blocks."""
+    specs = {number: group.kv_cache_spec for number, group in enumerate(kv_cache_config.kv_cache_groups)}
+    whole = {
+        number for number, spec in specs.items() if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "none"
+    }
+    if whole:
+        log.warning(
+            "Cache groups %s hold one running state a request (mamba_cache_mode none): tiers cannot keep prefixes of "
+            "this model; --mamba-cache-mode align lets them.",
+            sorted(whole),
+        )
+    sizes = {number: spec.block_size for number, spec in specs.items() if number not in whole}
+    return Blocks(sizes, hash_block, vllm_config.model_config.max_model_len)

@@ -1,0 +1,112 @@
+"""The children that an operator configures, out of `kv_connector_extra_config`.
+
+    "kv_connector_extra_config": {
+      "pdproxy_decide_within": 0.5,
+      "connectors": [
+        {"kv_connector": "NixlConnector", "kv_connector_module_path": "connector.facade", "kv_role": "kv_consumer",
+         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"name": "pull", "load_weight": 1.0}},
+        {"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+         "kv_connector_extra_config": {"name": "memory", "load_weight": 2.0, "block_size": 512}}]}
+
+`load_weight` says what a token that this child loads is worth; 0 makes it a child that only saves.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from connector.errors import ConfigError
+
+DECIDE_WITHIN = 0.5
+LONGEST_DECISION = 60.0
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSettings:
+    """One child: the operator's name for it, vLLM's for its class, its weight, and its offload unit in tokens."""
+
+    name: str
+    connector: str
+    weight: float = 1.0
+    unit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MultiSettings:
+    """`decide_within`: seconds that a child may take to answer whether it has something."""
+
+    children: tuple[ChildSettings, ...]
+    decide_within: float = DECIDE_WITHIN
+
+    @classmethod
+    def from_extra(cls, failure_policy: str, extra: Mapping[str, Any]) -> "MultiSettings":
+        """Read them. Raises ConfigError, with a sentence that says what to change."""
+        if failure_policy != "recompute":
+            raise ConfigError(
+                f"kv_load_failure_policy is {failure_policy!r}: set it to 'recompute', so that a load that fails falls "
+                "back to the next best child or to computing instead of failing the request."
+            )
+        listed = extra.get("connectors")
+        if not isinstance(listed, list) or not listed:
+            raise ConfigError("kv_connector_extra_config.connectors is empty: list the connectors to choose from.")
+        names = _names(listed)
+        return cls(
+            children=tuple(_child(name, entry) for name, entry in zip(names, listed, strict=True)),
+            decide_within=_seconds(extra.get("pdproxy_decide_within", DECIDE_WITHIN)),
+        )
+
+
+def _names(listed: Sequence[Any]) -> list[str]:
+    names = [_given_name(entry) for entry in listed]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ConfigError(
+            f"two connectors are called {min(twice)!r}: give each its own kv_connector_extra_config.name."
+        )
+    return names
+
+
+def _given_name(entry: Any) -> str:
+    if not isinstance(entry, dict) or not isinstance(entry.get("kv_connector"), str):
+        raise ConfigError("an entry of kv_connector_extra_config.connectors has no kv_connector.")
+    name = _extra(entry).get("name", entry["kv_connector"])
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(f"the connector name {name!r} is not 1 to 64 letters, digits, '_', '.' or '-'.")
+    return name
+
+
+def _child(name: str, entry: Mapping[str, Any]) -> ChildSettings:
+    extra = _extra(entry)
+    weight = extra.get("load_weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
+        raise ConfigError(f"load_weight of {name!r} is {weight!r}: use a number, 0 or larger.")
+    return ChildSettings(name, entry["kv_connector"], float(weight), _unit(name, extra))
+
+
+def _unit(name: str, extra: Mapping[str, Any]) -> int | None:
+    for key in ("block_size", "chunk_size"):
+        unit = extra.get(key)
+        if unit is None:
+            continue
+        if isinstance(unit, bool) or not isinstance(unit, int) or unit <= 0:
+            raise ConfigError(f"{key} of {name!r} is {unit!r}: use a whole number of tokens over 0.")
+        return unit
+    return None
+
+
+def _extra(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    extra = entry.get("kv_connector_extra_config", {})
+    if not isinstance(extra, dict):
+        raise ConfigError("kv_connector_extra_config of a connector is not an object.")
+    return extra
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LONGEST_DECISION:
+        raise ConfigError(
+            f"pdproxy_decide_within is {value!r}: use a number of seconds from 0 to {LONGEST_DECISION:.0f}."
+        )
+    return float(value)
