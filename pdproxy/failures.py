@@ -216,8 +216,8 @@ The first step that is still possible is taken:
 - A node that could not be reached at all uses no retry up: where `retries` is not 0, every node is tried.
 - A step that finds no node left gives way to the last one of its row.
 
-A node that active health gives up is not waited for: where the request can go on elsewhere, its legs there fail at once,
-as `stall`, long before the deadlines named below.
+A node that active health gives up is not waited for: where the request can go on elsewhere, its legs there fail at
+once, as `stall`, long before the deadlines named below.
 
 The deadline of the whole request ends every one of these (504, or the error event). What a leg held is released.
 """
