@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from connector.capacity import Capacity
+
 Group = Literal["attention", "state"]
 """What a KV-cache group holds: attention grows with the sequence, state (mamba, GDN) is O(1) a request."""
 
@@ -28,6 +30,11 @@ COUNTERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 HISTOGRAMS: tuple[str, ...] = ("verify_seconds", "lease_age_seconds")
 
+GAUGES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"capacity_tokens": (), "capacity_sequences": ("limit",), "capacity_binding": ("group",)}
+)
+"""Every gauge with the names of its labels."""
+
 MAX_OBSERVATIONS = 10_000
 """Observations kept between two drains; more are dropped, so that nobody's memory grows with a stalled reader."""
 
@@ -36,11 +43,13 @@ MAX_OBSERVATIONS = 10_000
 class Balance:
     """What came together since the last drain: lists, since they travel as msgpack to the API server.
 
-    `counts` holds `[counter, label values, increment > 0]`, `seconds` holds `[histogram, seconds]`.
+    `counts` holds `[counter, label values, increment > 0]`, `seconds` holds `[histogram, seconds]`, `levels` holds
+    `[gauge, label values, value]`.
     """
 
     counts: list[tuple[str, list[str], int]]
     seconds: list[tuple[str, float]]
+    levels: list[tuple[str, list[str], int]]
 
 
 class Accounts:
@@ -53,6 +62,7 @@ class Accounts:
         self._lock = threading.Lock()
         self._counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
         self._seconds: list[tuple[str, float]] = []
+        self._levels: dict[tuple[str, tuple[str, ...]], int] = {}
 
     def prompt_tokens(self, *, hit: int = 0, pulled: int = 0, computed: int = 0) -> None:
         """Where a prompt's tokens came from; the three add up to the prompt's length."""
@@ -97,12 +107,26 @@ class Accounts:
         """How old a lease was when it ended."""
         self._observe("lease_age_seconds", seconds)
 
+    def capacity(self, capacity: Capacity) -> None:
+        """What this engine's cache holds. `limit="state"` is left out where no group is bounded."""
+        with self._lock:
+            self._levels["capacity_tokens", ()] = capacity.tokens
+            self._levels["capacity_sequences", ("max_model_len",)] = capacity.admitted
+            self._levels["capacity_binding", (capacity.binding.value,)] = 1
+            if capacity.sequences is not None:
+                self._levels["capacity_sequences", ("state",)] = capacity.sequences
+
+    def untold_levels(self) -> bool:
+        """Whether gauges wait to be drained: without a request nothing else would send them on."""
+        return bool(self._levels)
+
     def drain(self) -> Balance:
         """What came together since the last call; the accounts start again from zero."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
             seconds, self._seconds = self._seconds, []
-        return Balance([(name, list(labels), value) for (name, labels), value in counts.items()], seconds)
+            levels, self._levels = self._levels, {}
+        return Balance(_rows(counts), seconds, _rows(levels))
 
     def _add(self, name: str, labels: tuple[str, ...], value: int) -> None:
         if value > 0:
@@ -113,3 +137,7 @@ class Accounts:
         with self._lock:
             if len(self._seconds) < MAX_OBSERVATIONS:
                 self._seconds.append((name, max(0.0, seconds)))
+
+
+def _rows(values: Mapping[tuple[str, tuple[str, ...]], int]) -> list[tuple[str, list[str], int]]:
+    return [(name, list(labels), value) for (name, labels), value in values.items()]

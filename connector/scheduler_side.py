@@ -17,6 +17,7 @@ from connector.admission import Decode, Facts, Gate, Local, Order, Prefill, Rele
 from connector.config import ConnectorConfig
 from connector.decode_desk import DecodeDesk
 from connector.fields import Reason, Refusal, usable_name
+from connector.footprint import node_capacity
 from connector.groups import group_shapes
 from connector.handover import HandOvers
 from connector.lease import LeaseTable, Verdict
@@ -54,6 +55,7 @@ class SchedulerSide(NixlPullConnectorScheduler):
         super().__init__(vllm_config, engine_id, kv_cache_config)
         parallel = vllm_config.parallel_config
         self.accounts = Accounts()
+        self.accounts.capacity(node_capacity(vllm_config, kv_cache_config))
         self._shapes = group_shapes(kv_cache_config)
         self._gate = Gate(config.role, Expected(self._shapes, config.keys, config.allowed_hosts))
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
@@ -241,6 +243,10 @@ class SchedulerSide(NixlPullConnectorScheduler):
         encoded = {ranks: msgspec.msgpack.encode(payload) for ranks, payload in metadata.items()}
         self._listener = Listener(self.side_channel_host, self.side_channel_port, encoded, self.judge, self.accounts)
         self._listener.start()
+
+    def has_pending_push_work(self) -> bool:
+        """Whether an idle engine must step on: once, to tell its capacity before any request comes."""
+        return self.accounts.untold_levels() or bool(super().has_pending_push_work())
 
     def take_stats(self) -> ConnectorStats | None:
         """The scheduler side's accounts since the last call."""

@@ -2,7 +2,7 @@
 
 vLLM collects stats in the worker and in the scheduler process, merges them, and sends them to the API server as a
 plain dict (`KVConnectorStats.data`); there `KVConnectorPromMetrics.observe` turns it into series. Ours ride along
-with NIXL's under two more keys.
+with NIXL's under three more keys.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
 
-from connector.accounts import COUNTERS, HISTOGRAMS, Accounts
+from connector.accounts import COUNTERS, GAUGES, HISTOGRAMS, Accounts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 PREFIX = "pdproxy_connector_"
 COUNTS = "pdproxy_counts"
 SECONDS = "pdproxy_seconds"
+LEVELS = "pdproxy_levels"
 BUCKETS: Mapping[str, tuple[float, ...]] = {
     "verify_seconds": (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5),
     "lease_age_seconds": (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120),
@@ -38,6 +39,9 @@ ABOUT: Mapping[str, str] = {
     "junk": "Messages that made no sense, by where they arrived.",
     "verify_seconds": "From a read's last byte to its verdict.",
     "lease_age_seconds": "Age of a lease at its end.",
+    "capacity_tokens": "Tokens that the attention groups of the KV cache hold, were all of it theirs.",
+    "capacity_sequences": "Sequences that run together: by the state groups alone, or of max_model_len by all groups.",
+    "capacity_binding": "What runs out first with sequences of max_model_len. Always 1.",
 }
 
 
@@ -47,16 +51,18 @@ class ConnectorStats(NixlKVConnectorStats):
 
     def reset(self) -> None:
         super().reset()
-        self.data: dict[str, list[Any]] = {**self.data, COUNTS: [], SECONDS: []}
+        self.data: dict[str, list[Any]] = {**self.data, COUNTS: [], SECONDS: [], LEVELS: []}
 
     def is_empty(self) -> bool:
-        return not self.data[COUNTS] and not self.data[SECONDS] and bool(super().is_empty())
+        ours = self.data[COUNTS] or self.data[SECONDS] or self.data[LEVELS]
+        return not ours and bool(super().is_empty())
 
     def take(self, accounts: Accounts) -> None:
         """Drain `accounts` into these stats."""
         balance = accounts.drain()
         self.data[COUNTS].extend([name, labels, value] for name, labels, value in balance.counts)
         self.data[SECONDS].extend([name, seconds] for name, seconds in balance.seconds)
+        self.data[LEVELS].extend([name, labels, value] for name, labels, value in balance.levels)
 
     def reduce(self) -> dict[str, int | float]:
         """One number a series, for the line that vLLM logs every few seconds."""
@@ -96,6 +102,12 @@ class ConnectorPromMetrics(NixlPromMetrics):
             name: metric_types[Histogram](PREFIX + name, ABOUT[name], labelnames=labelnames, buckets=BUCKETS[name])
             for name in HISTOGRAMS
         }
+        self._gauges = {
+            name: metric_types[Gauge](
+                PREFIX + name, ABOUT[name], labelnames=[*labelnames, *labels], multiprocess_mode="mostrecent"
+            )
+            for name, labels in GAUGES.items()
+        }
         self._tell(metric_types[Gauge], info)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -105,6 +117,8 @@ class ConnectorPromMetrics(NixlPromMetrics):
             self._counters[name].labels(*engine, *labels).inc(value)
         for name, seconds in transfer_stats_data.get(SECONDS, ()):
             self._histograms[name].labels(*engine).observe(seconds)
+        for name, labels, value in transfer_stats_data.get(LEVELS, ()):
+            self._gauges[name].labels(*engine, *labels).set(value)
 
     def _tell(self, gauge: Any, info: Mapping[str, str]) -> None:
         told = gauge(

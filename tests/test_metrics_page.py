@@ -8,7 +8,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from connector.accounts import COUNTERS, HISTOGRAMS
+from connector.accounts import COUNTERS, GAUGES, HISTOGRAMS
 from pdproxy.observe.metrics import Metrics
 
 ROOT = Path(__file__).parent.parent
@@ -29,7 +29,8 @@ def of_the_connector() -> dict[str, str]:
     """Type by name; what these are made from is connector.stats."""
     prefix = "pdproxy_connector_"
     counters = {f"{prefix}{name}_total": "counter" for name in COUNTERS}
-    return counters | {f"{prefix}{name}": "histogram" for name in HISTOGRAMS} | {f"{prefix}info": "gauge"}
+    histograms = {f"{prefix}{name}": "histogram" for name in HISTOGRAMS}
+    return counters | histograms | {f"{prefix}{name}": "gauge" for name in (*GAUGES, "info")}
 
 
 def test_the_page_has_every_metric_with_its_type_and_no_other() -> None:
@@ -38,8 +39,8 @@ def test_the_page_has_every_metric_with_its_type_and_no_other() -> None:
 
 
 def test_the_connectors_labels_are_the_pages() -> None:
-    for name, labels in COUNTERS.items():
-        cell = re.search(rf"`pdproxy_connector_{name}_total` \| counter \| ([^|]*)\|", PAGE)
+    for name, labels in {**COUNTERS, **GAUGES}.items():
+        cell = re.search(rf"`pdproxy_connector_{name}(?:_total)?` \| \w+ \| ([^|]*)\|", PAGE)
         assert cell is not None
         assert tuple(re.findall(r"`(\w+)`", cell[1])) == labels
 

@@ -1,0 +1,86 @@
+"""What a cache holds, by kind of group; and how the figures get to a node's metrics without any request."""
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
+from connector.capacity import NO_CAPACITY, Binding, Bounded, Capacity, Growing, capacity
+from connector.footprint import footprint, node_capacity
+from connector.stats import LEVELS
+from tests.connector.harness import DENSE, make_node, state
+
+STATE = Bounded(1, 1)
+
+
+def test_only_growing_groups_count_for_tokens() -> None:
+    """Once it was blocks / all groups x block size: a quarter of this."""
+    told = capacity(1000, 4096, [Growing(16), STATE, STATE, STATE])
+    assert told == Capacity(tokens=16000, sequences=333, admitted=3, binding=Binding.ATTENTION)
+
+
+def test_short_sequences_run_out_of_state_first() -> None:
+    told = capacity(1000, 32, [Growing(16), STATE, STATE, STATE])
+    assert (told.admitted, told.binding) == (200, Binding.STATE)
+
+
+def test_tokens_and_sequences_share_the_pool() -> None:
+    """What `Capacity` says of a load: at the brim, the two shares add up to one."""
+    told = capacity(1200, 1600, [Growing(16), Bounded(20, 20)])
+    assert told.sequences is not None
+    assert told.admitted * 1600 / told.tokens + told.admitted / told.sequences == 1
+
+
+def test_one_sequence_may_be_at_its_peak() -> None:
+    assert capacity(100, 160, [Growing(16), Bounded(10, 10)]).admitted == 5
+    assert capacity(100, 160, [Growing(16), Bounded(10, 11)]).admitted == 4
+    assert capacity(5, 160, [Growing(16), Bounded(10, 40)]) == Capacity(80, 0, 0, Binding.ATTENTION)
+
+
+def test_blocks_of_two_sizes_fill_up_together() -> None:
+    """64 tokens end a block in both groups, and take four blocks of one and one of the other."""
+    assert capacity(100, 64, [Growing(16), Growing(64)]).tokens == 20 * 64
+
+
+@pytest.mark.parametrize("wrong", [(-1, 1), (1, 0)])
+def test_nonsense_is_refused(wrong: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="there can be no"):
+        capacity(*wrong, [Growing(16)])
+    with pytest.raises(ValueError, match="there can be no"):
+        Growing(0)
+    with pytest.raises(ValueError, match="there can be no"):
+        Bounded(2, 1)
+
+
+def test_a_group_in_host_memory_is_no_part_of_the_pool() -> None:
+    config = make_node().scheduler.vllm_config
+    device, host = KVCacheGroupSpec(["a"], DENSE[0]), KVCacheGroupSpec(["b"], DENSE[0], host_resident=True)
+    assert node_capacity(config, KVCacheConfig(101, [], [device, host])).tokens == 1600
+    assert node_capacity(config, KVCacheConfig(101, [], [host])) == NO_CAPACITY
+
+
+def test_a_state_s_mode_decides_what_it_takes_for_a_moment() -> None:
+    config = make_node().scheduler.vllm_config
+    longest = config.model_config.max_model_len // 16
+    peaks = {mode: footprint(state(mode), config) for mode in ("none", "align", "all")}
+    assert peaks == {"none": Bounded(1, 1), "align": Bounded(1, 2), "all": Bounded(1, longest)}
+
+
+def test_an_idle_engine_steps_once_to_tell_its_capacity() -> None:
+    """A proxy asks before it sends the first request."""
+    node = make_node(num_blocks=401)
+    assert node.scheduler.has_requests()
+    outputs = node.scheduler.update_from_output(node.scheduler.schedule(), EMPTY_MODEL_RUNNER_OUTPUT)
+    sent = outputs[0].scheduler_stats
+    assert sent is not None
+    assert sent.kv_connector_stats is not None
+    told = {(name, *labels): value for name, labels, value in sent.kv_connector_stats[LEVELS]}
+    assert told == {
+        ("capacity_tokens",): 6400,
+        ("capacity_sequences", "max_model_len"): 1,
+        ("capacity_sequences", "state"): 400,
+        ("capacity_binding", "attention"): 1,
+    }
+    assert not node.scheduler.has_requests()

@@ -1,0 +1,174 @@
+"""Seed 4: capacity without the groups that do not grow, held to what vLLM's own block allocation really admits.
+
+The six shapes of vllm#40384 and the windows: a real `KVCacheManager` is filled until it refuses, first by sequences of
+`max_model_len` that enter one after another, then by short ones that grow.
+"""
+
+import itertools
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import Request
+
+from connector.capacity import NO_CAPACITY, Binding, Capacity
+from connector.footprint import node_capacity
+from tests.connector.harness import BLOCK, attention, make_node, prompt, state
+
+LONGEST = 4096
+"""The harness's `max_model_len`."""
+USABLE = 1300
+"""Blocks, vLLM's null block left out."""
+ATTENTION = LONGEST // BLOCK
+
+
+def sliding() -> KVCacheSpec:
+    """A window of 100 tokens."""
+    return SlidingWindowSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.bfloat16, sliding_window=100)
+
+
+def chunked() -> KVCacheSpec:
+    """Chunks of 128 tokens."""
+    return ChunkedLocalAttentionSpec(
+        block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.bfloat16, attention_chunk_size=128
+    )
+
+
+SHAPES: dict[str, tuple[KVCacheSpec, ...]] = {
+    "dense": (attention(),),
+    "hybrid none": (attention(), state("none")),
+    "hybrid align": (attention(), state("align")),
+    "hybrid all": (attention(), state("all")),
+    "mamba only none": (state("none"),),
+    "mamba only align": (state("align"),),
+    "one attention, three mamba": (attention(), *[state("align")] * 3),
+    "sliding window": (attention(), sliding()),
+    "chunked": (attention(), chunked()),
+    "empty": (),
+}
+WITH_ATTENTION = [shape for shape in SHAPES if not shape.startswith(("mamba", "empty"))]
+
+FIGURES = {
+    "dense": Capacity(USABLE * BLOCK, None, USABLE // ATTENTION, Binding.ATTENTION),
+    "hybrid none": Capacity(USABLE * BLOCK, USABLE, USABLE // (ATTENTION + 1), Binding.ATTENTION),
+    "hybrid align": Capacity(USABLE * BLOCK, USABLE, 1299 // (ATTENTION + 1), Binding.ATTENTION),
+    "hybrid all": Capacity(USABLE * BLOCK, USABLE, 1045 // (ATTENTION + 1), Binding.ATTENTION),
+    "mamba only none": Capacity(USABLE * LONGEST, USABLE, USABLE, Binding.STATE),
+    "mamba only align": Capacity(USABLE * LONGEST, USABLE, USABLE - 1, Binding.STATE),
+    "one attention, three mamba": Capacity(USABLE * BLOCK, USABLE // 3, 1297 // (ATTENTION + 3), Binding.ATTENTION),
+}
+
+
+class Cache:
+    """vLLM's allocation for one shape, with sequences in it that a test lets enter and grow."""
+
+    def __init__(self, shape: str, config: VllmConfig, usable: int) -> None:
+        groups = SHAPES[shape]
+        cache = KVCacheConfig(usable + 1, [], [KVCacheGroupSpec([str(i)], spec) for i, spec in enumerate(groups)])
+        self.told = node_capacity(config, cache)
+        self.sequences: list[Request] = []
+        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        self.manager = KVCacheManager(
+            cache,
+            max_model_len=LONGEST,
+            scheduler_block_size=max((spec.block_size for spec in groups), default=BLOCK),
+            hash_block_size=BLOCK,
+            max_in_flight_tokens=config.max_in_flight_tokens,
+            enable_caching="none" not in shape and shape != "empty",
+        )
+
+    def enters(self, length: int) -> bool:
+        """Let one more sequence in and decode its last token; False when it is refused."""
+        name = f"s-{len(self.sequences)}"
+        request = Request(
+            request_id=name,
+            prompt_token_ids=prompt(length - 1, seed=len(self.sequences)),
+            sampling_params=SamplingParams(max_tokens=LONGEST),
+            pooling_params=None,
+            block_hasher=self.hasher,
+        )
+        self.manager.new_step_starts()
+        if self.manager.allocate_slots(request, length - 1, full_sequence_must_fit=True) is None:
+            return False
+        request.num_computed_tokens = length - 1
+        self.sequences.append(request)
+        return self.grows(request)
+
+    def fill(self, length: int) -> int:
+        """How many sequences of this length get in, one after another."""
+        return next(count for count in itertools.count() if not self.enters(length))
+
+    def grows(self, request: Request) -> bool:
+        """One token more for a sequence; False when there is no block for it."""
+        self.manager.new_step_starts()
+        request.append_output_token_ids(7)
+        if self.manager.allocate_slots(request, 1) is None:
+            return False
+        request.num_computed_tokens += 1
+        return True
+
+    def grow(self, count: int) -> float:
+        """Let so many in and grow in turn until one is refused; the load that was reached, 1 being full."""
+        assert all(self.enters(200 + index * 5) for index in range(count))
+        while all(self.grows(request) for request in self.sequences):
+            pass
+        tokens: int = sum(-(-request.num_computed_tokens // BLOCK) * BLOCK for request in self.sequences)
+        return tokens / self.told.tokens + (count / self.told.sequences if self.told.sequences else 0)
+
+
+@pytest.fixture(scope="module")
+def config() -> VllmConfig:
+    """Of the tiny hybrid model; what it says of the cache itself is not asked."""
+    return make_node().scheduler.vllm_config
+
+
+@pytest.mark.parametrize("shape", FIGURES)
+def test_the_figures(shape: str, config: VllmConfig) -> None:
+    assert Cache(shape, config, USABLE).told == FIGURES[shape]
+
+
+@pytest.mark.parametrize("usable", [800, 1040, 1300])
+@pytest.mark.parametrize("shape", WITH_ATTENTION)
+def test_sequences_of_max_model_len_are_admitted_as_told(shape: str, usable: int, config: VllmConfig) -> None:
+    """All that were told get in; one more does only into what was kept for a peak."""
+    cache = Cache(shape, config, usable)
+    assert cache.fill(LONGEST) in (cache.told.admitted, cache.told.admitted + 1)
+
+
+@pytest.mark.parametrize("shape", ["mamba only none", "mamba only align"])
+def test_without_attention_the_states_alone_admit(shape: str, config: VllmConfig) -> None:
+    cache = Cache(shape, config, usable=40)
+    assert cache.fill(LONGEST) == cache.told.sequences == 40
+
+
+@pytest.mark.parametrize("shape", [shape for shape in WITH_ATTENTION if shape != "chunked"])
+def test_sequences_that_grow_fill_the_cache_as_told(shape: str, config: VllmConfig) -> None:
+    """Of different lengths, in turn, until one is refused: within one block per sequence of what was told."""
+    cache = Cache(shape, config, usable=520)
+    assert cache.grow(12) == pytest.approx(1, abs=12 * BLOCK / cache.told.tokens)
+
+
+def test_a_chunk_counts_as_full(config: VllmConfig) -> None:
+    """A sequence that has just begun a chunk holds one block of it, not eight: more fits for a while, never less."""
+    cache = Cache("chunked", config, usable=520)
+    assert 1 <= cache.grow(12) <= 1 + 12 * 7 * BLOCK / cache.told.tokens
+
+
+def test_an_empty_cache_has_no_capacity_and_refuses_nobody(config: VllmConfig) -> None:
+    cache = Cache("empty", config, usable=0)
+    assert cache.told == NO_CAPACITY
+    assert all(cache.enters(LONGEST) for _ in range(5))
