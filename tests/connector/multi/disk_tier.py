@@ -213,8 +213,8 @@ class InstantTier(DiskTier):
 class BlockwiseTier(DiskTier):
     """Tells what it could not load block by block."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
         self.bad: set[int] = set()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

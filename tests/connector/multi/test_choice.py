@@ -1,0 +1,118 @@
+"""The choice by itself: properties that hold for whatever children say."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from connector.multi.choice import Choice, Claim, Compute, Take, Wait, choose, sound, worth
+
+PROMPT = 1000
+WEIGHTS = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 10.0])
+
+
+@st.composite
+def asked(draw: st.DrawFn) -> tuple[list[Claim], int]:
+    """Answers of up to five children, some of them undecided, some on a deeper hit than the shared one."""
+    shared = draw(st.integers(0, PROMPT))
+    deeper = draw(st.integers(shared, PROMPT))
+    claims = []
+    for child in range(draw(st.integers(0, 5))):
+        base = draw(st.sampled_from([shared, deeper]))
+        tokens = draw(st.none() | st.integers(0, PROMPT - base))
+        claims.append(Claim(child, base, tokens, draw(WEIGHTS)))
+    return claims, shared
+
+
+def chosen(claims: list[Claim], shared: int, *, late: bool = True) -> Choice:
+    return choose(claims, shared=shared, prompt=PROMPT, late=late)
+
+
+@settings(deadline=None)
+@given(asked())
+def test_nothing_is_worth_more_than_the_winner(case: tuple[list[Claim], int]) -> None:
+    claims, shared = case
+    best = max((worth(claim, shared) for claim in claims), default=0.0)
+    match chosen(claims, shared):
+        case Take(claim):
+            assert worth(claim, shared) == best > 0
+        case Compute():
+            assert best == 0
+        case Wait():
+            raise AssertionError("nobody is waited for when it is late")
+
+
+@settings(deadline=None)
+@given(asked())
+def test_of_equals_the_first_wins(case: tuple[list[Claim], int]) -> None:
+    claims, shared = case
+    choice = chosen(claims, shared)
+    if isinstance(choice, Take):
+        equal = [claim.child for claim in claims if worth(claim, shared) == worth(choice.claim, shared)]
+        assert choice.claim.child == equal[0]
+
+
+@settings(deadline=None)
+@given(asked(), st.data())
+def test_waiting_is_for_those_that_could_win(case: tuple[list[Claim], int], data: st.DataObject) -> None:
+    """However the undecided decide, a choice that did not wait for them stays the same."""
+    claims, shared = case
+    choice = chosen(claims, shared, late=False)
+    decided = [
+        claim
+        if claim.tokens is not None
+        else Claim(claim.child, claim.base, data.draw(st.integers(0, PROMPT - claim.base)), claim.weight)
+        for claim in claims
+    ]
+    if not isinstance(choice, Wait):
+        assert chosen(decided, shared) == choice
+    else:
+        every = [Claim(c.child, c.base, PROMPT - c.base, c.weight) if c.tokens is None else c for c in claims]
+        assert isinstance(chosen(every, shared), Take)
+        assert chosen(every, shared) != chosen(claims, shared)
+
+
+@settings(deadline=None)
+@given(asked())
+def test_weights_are_relative(case: tuple[list[Claim], int]) -> None:
+    claims, shared = case
+    doubled = [Claim(claim.child, claim.base, claim.tokens, claim.weight * 2) for claim in claims]
+    before, after = chosen(claims, shared), chosen(doubled, shared)
+    assert type(before) is type(after)
+    if isinstance(before, Take) and isinstance(after, Take):
+        assert before.claim.child == after.claim.child
+
+
+@settings(deadline=None)
+@given(asked(), WEIGHTS)
+def test_more_tokens_never_lose(case: tuple[list[Claim], int], weight: float) -> None:
+    """A winner that would have brought more still wins."""
+    claims, shared = case
+    choice = chosen(claims, shared)
+    if isinstance(choice, Take):
+        won = choice.claim
+        better = Claim(won.child, won.base, PROMPT - won.base, won.weight)
+        again = chosen([better if claim is won else claim for claim in claims], shared)
+        assert isinstance(again, Take)
+        assert again.claim.child == won.child
+
+
+@settings(deadline=None)
+@given(st.none() | st.integers(-(10**6), 10**6), st.integers(0, PROMPT))
+def test_only_what_the_scheduler_can_take_is_counted(tokens: int | None, base: int) -> None:
+    counted = sound(tokens, base=base, prompt=PROMPT)
+    if tokens is None:
+        assert counted is None
+    else:
+        assert counted is not None
+        assert counted in (0, tokens)
+        assert 0 <= counted <= PROMPT - base
+
+
+def test_a_state_makes_the_local_attention_worth_something() -> None:
+    """Locally attention up to 96, state nowhere: a ticket to 131 saves 131, more than a tier's 130 from nothing."""
+    ticket, disk = Claim(1, base=96, tokens=35), Claim(0, base=0, tokens=130)
+    assert chosen([disk, ticket], shared=0) == Take(ticket)
+    assert chosen([disk, ticket], shared=96) == Take(ticket)
+
+
+def test_a_claim_below_the_shared_hit_saves_nothing() -> None:
+    assert worth(Claim(0, base=0, tokens=90), shared=96) == 0
