@@ -6,6 +6,7 @@ from typing import Annotated
 
 import pydantic
 
+from pdproxy.nodes.capacity import Binding, Capacity
 from pdproxy.nodes.node import Node, NodeView, Role, State
 
 _BASE_URL = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?/?")
@@ -35,6 +36,15 @@ class NewNode(pydantic.BaseModel):
         return Node(name, self.url, self.role, self.model, self.aliases, self.weight)
 
 
+class NodeCapacity(pydantic.BaseModel):
+    """What a node's cache holds: attention tokens, sequences by the state groups, sequences of the greatest length."""
+
+    tokens: int
+    sequences: int | None
+    longest: int
+    binding: Binding
+
+
 class NodeStatus(pydantic.BaseModel):
     """A node as it stands."""
 
@@ -49,6 +59,7 @@ class NodeStatus(pydantic.BaseModel):
     active: int
     cohort: str
     reason: str
+    capacity: NodeCapacity | None
 
 
 class NodeList(pydantic.BaseModel):
@@ -72,7 +83,14 @@ def status(view: NodeView) -> NodeStatus:
         active=view.active,
         cohort=node.cohort,
         reason=view.reason,
+        capacity=_capacity(node.capacity),
     )
+
+
+def _capacity(told: Capacity | None) -> NodeCapacity | None:
+    if told is None:
+        return None
+    return NodeCapacity(tokens=told.tokens, sequences=told.sequences, longest=told.longest, binding=told.binding)
 
 
 def base_url(url: str) -> str:

@@ -1,11 +1,16 @@
-"""`pdproxy check` for a person: which nodes were found, and whether they can work together."""
+"""`pdproxy check` for a person: which nodes were found, what their caches hold, and whether they can work together.
+
+TOKENS is attention capacity, SEQUENCES how many the state groups allow, LONGEST how many of the greatest length run
+together, BINDS which of the first two runs out with these.
+"""
 
 from collections.abc import Iterable, Sequence
 
 from pdproxy.errors import NodeFault
+from pdproxy.nodes.capacity import Capacity
 from pdproxy.nodes.preflight import Checked
 
-_HEAD = ("NODE", "ROLE", "MODEL", "COHORT", "VERDICT")
+_HEAD = ("NODE", "ROLE", "MODEL", "COHORT", "TOKENS", "SEQUENCES", "LONGEST", "BINDS", "VERDICT")
 
 
 def table(rows: Sequence[Checked]) -> str:
@@ -21,11 +26,18 @@ def passed(rows: Iterable[Checked]) -> bool:
     return all(row.good() for row in rows)
 
 
-def _cells(row: Checked) -> tuple[str, str, str, str, str]:
+def _cells(row: Checked) -> tuple[str, ...]:
     if isinstance(row.facts, NodeFault):
-        return row.node.name, row.node.role, row.node.model or "?", "?", "unreachable"
+        return row.node.name, row.node.role, row.node.model or "?", "?", *_capacity(None), "unreachable"
     node = row.facts.joined()
-    return node.name, node.role, node.model or "?", node.cohort or "?", _verdict(row)
+    return node.name, node.role, node.model or "?", node.cohort or "?", *_capacity(node.capacity), _verdict(row)
+
+
+def _capacity(told: Capacity | None) -> tuple[str, str, str, str]:
+    if told is None:
+        return "?", "?", "?", "?"
+    by_state = "any" if told.sequences is None else f"{told.sequences:,}"
+    return f"{told.tokens:,}", by_state, f"{told.longest:,}", told.binding
 
 
 def _verdict(row: Checked) -> str:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdproxy.nodes.capacity import CAPACITY_METRICS, Capacity, Sample, read_capacity
 from pdproxy.nodes.node import Node
 
 INFO_METRIC = "pdproxy_connector_info"
@@ -41,18 +42,22 @@ class Facts:
         card: its models.
         version: of vLLM; "" where not told.
         labels: of our connector; empty when the node runs another one or none.
+        capacity: of its cache; None where not told.
     """
 
     node: Node
     card: Card = dataclasses.field(default_factory=Card)
     version: str = ""
     labels: Mapping[str, str] = dataclasses.field(default_factory=_no_labels)
+    capacity: Capacity | None = None
 
     def joined(self) -> Node:
-        """The node with what was found filled in: model, aliases, cohort. What was configured wins."""
+        """The node with what was found filled in: model, aliases, cohort, capacity. What was configured wins."""
         model = self.node.model or next(iter(self.card.names), "")
         aliases = dict.fromkeys((*self.node.aliases, *(name for name in self.card.names if name != model)))
-        return dataclasses.replace(self.node, model=model, aliases=tuple(aliases), cohort=self.cohort())
+        return dataclasses.replace(
+            self.node, model=model, aliases=tuple(aliases), cohort=self.cohort(), capacity=self.capacity
+        )
 
     def cohort(self) -> str:
         """Nodes of one cohort can exchange tickets: the NIXL handshake hashes the vLLM version; "" if not told."""
@@ -88,15 +93,23 @@ def read_version(body: bytes) -> str:
 
 def read_labels(body: bytes) -> Mapping[str, str]:
     """The labels of the connector's info metric in a ``/metrics`` answer; empty without one."""
-    lines = (line for line in body.decode("utf-8", "replace").splitlines() if line.startswith(INFO_METRIC + "{"))
-    line = next(lines, None)
-    if line is None:
-        return _no_labels()
+    samples = _samples(body, INFO_METRIC + "{")
+    return MappingProxyType(dict(samples[0][1])) if samples else _no_labels()
+
+
+def read_node_capacity(body: bytes) -> Capacity | None:
+    """The capacity in a ``/metrics`` answer; None where it is not told, or in part."""
+    return read_capacity(_samples(body, CAPACITY_METRICS))
+
+
+def _samples(body: bytes, beginning: str) -> list[Sample]:
+    """The samples whose lines begin like this; none where one of them cannot be read."""
+    lines = [line for line in body.decode("utf-8", "replace").splitlines() if line.startswith(beginning)]
     try:
-        samples = [sample for family in text_string_to_metric_families(line + "\n") for sample in family.samples]
+        families = list(text_string_to_metric_families("".join(line + "\n" for line in lines)))
     except ValueError:
-        return _no_labels()
-    return MappingProxyType(dict(samples[0].labels)) if samples else _no_labels()
+        return []
+    return [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
 
 
 def _object(body: bytes) -> Mapping[str, object]:

@@ -4,6 +4,8 @@ import dataclasses
 import enum
 from collections.abc import Mapping
 
+from pdproxy.nodes.capacity import Capacity
+
 
 class Role(enum.StrEnum):
     """What a node is asked to do."""
@@ -40,6 +42,7 @@ class Node:
         aliases: further names that are served here (LoRA).
         weight: relative share of requests, > 0.
         cohort: nodes pair only within one cohort (vLLM version and cache layout); "" pairs with all.
+        capacity: what its cache holds; None until known, and of a node that does not tell.
     """
 
     name: str
@@ -49,6 +52,7 @@ class Node:
     aliases: tuple[str, ...] = ()
     weight: float = 1.0
     cohort: str = ""
+    capacity: Capacity | None = None
 
     def serves(self, model: str) -> bool:
         """Whether clients may ask this node for ``model``; a node whose model is unknown is taken to serve any."""

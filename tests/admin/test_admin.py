@@ -1,6 +1,7 @@
 """The operator's HTTP application."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 
 import httpx
@@ -9,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.admin.app import admin_app
 from pdproxy.admin.desk import Desk
+from pdproxy.nodes.capacity import Binding, Capacity
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Node, Role, State
 from pdproxy.nodes.pool import Pool
@@ -95,6 +97,13 @@ async def test_nodes_are_listed_with_what_runs_on_them(client: httpx.AsyncClient
         (listed,) = (await client.get("/nodes")).json()["nodes"]
     assert (listed["name"], listed["state"], listed["active"], listed["model"]) == ("d1", "up", 1, "tiny")
     assert (await client.get("/nodes/d1")).json()["name"] == "d1"
+
+
+async def test_a_node_is_listed_with_what_its_cache_holds(client: httpx.AsyncClient, desk: Desk) -> None:
+    serve(desk, PREFILL, dataclasses.replace(DECODE, capacity=Capacity(4096, None, 2, Binding.ATTENTION)))
+    assert (await client.get("/nodes/p1")).json()["capacity"] is None
+    told = {"tokens": 4096, "sequences": None, "longest": 2, "binding": "attention"}
+    assert (await client.get("/nodes/d1")).json()["capacity"] == told
 
 
 async def test_a_node_is_added_and_joins(client: httpx.AsyncClient, desk: Desk) -> None:

@@ -2,6 +2,7 @@
 
 from pdproxy.admin.check import passed, table
 from pdproxy.errors import Fault, NodeFault
+from pdproxy.nodes.capacity import Binding, Capacity
 from pdproxy.nodes.facts import Card, Facts
 from pdproxy.nodes.judge import Finding, Verdict
 from pdproxy.nodes.node import Node, Role
@@ -9,23 +10,25 @@ from pdproxy.nodes.preflight import Checked
 
 PREFILL = Node("p1", "http://p1", Role.PREFILL)
 DECODE = Node("d1", "http://d1", Role.DECODE)
+HYBRID = Capacity(143_936, 1400, 9, Binding.STATE)
+DENSE = Capacity(362_608, None, 88, Binding.ATTENTION)
 
 
 def test_each_node_has_a_line_and_each_finding_a_note() -> None:
     rows = [
-        Checked(PREFILL, Facts(PREFILL, Card(("tiny",)), "0.32.0")),
+        Checked(PREFILL, Facts(PREFILL, Card(("tiny",)), "0.32.0", capacity=HYBRID)),
         Checked(
             DECODE,
-            Facts(DECODE, Card(("tiny",)), "0.32.0"),
+            Facts(DECODE, Card(("tiny",)), "0.32.0", capacity=DENSE),
             Verdict((Finding("block_size", "16 here, 256 on p1"),), (Finding("tp_size", "2 here, 1 on p1"),)),
         ),
         Checked(Node("d2", "http://d2", Role.DECODE), NodeFault(Fault.REFUSED, "nobody there")),
     ]
     assert table(rows).splitlines() == [
-        "NODE  ROLE     MODEL  COHORT  VERDICT",
-        "p1    prefill  tiny   0.32.0  ok",
-        "d1    decode   tiny   0.32.0  refused",
-        "d2    decode   ?      ?       unreachable",
+        "NODE  ROLE     MODEL  COHORT  TOKENS   SEQUENCES  LONGEST  BINDS      VERDICT",
+        "p1    prefill  tiny   0.32.0  143,936  1,400      9        state      ok",
+        "d1    decode   tiny   0.32.0  362,608  any        88       attention  refused",
+        "d2    decode   ?      ?       ?        ?          ?        ?          unreachable",
         "d1: refused: block_size: 16 here, 256 on p1",
         "d1: warning: tp_size: 2 here, 1 on p1",
         "d2: refused: nobody there",

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from pdproxy.nodes.facts import Card, Facts, read_card, read_labels, read_version
+from pdproxy.nodes.capacity import Binding, Capacity
+from pdproxy.nodes.facts import Card, Facts, read_card, read_labels, read_node_capacity, read_version
 from pdproxy.nodes.node import Node, Role
 from tests.nodes.village import LABELS, metrics
 
@@ -44,3 +45,45 @@ def test_a_cohort_is_what_the_handshake_compares() -> None:
     assert Facts(NODE).cohort() == ""
     assert Facts(NODE, version="0.32.0").cohort() == "0.32.0"
     assert Facts(NODE, version="0.32.0", labels=LABELS).cohort() == "0.32.0+0.1.0"
+
+
+CAPACITY = """# TYPE pdproxy_connector_capacity_tokens gauge
+pdproxy_connector_capacity_tokens{engine="0",model_name="tiny"} 524032.0
+# TYPE pdproxy_connector_capacity_sequences gauge
+pdproxy_connector_capacity_sequences{engine="0",limit="max_model_len",model_name="tiny"} 107.0
+pdproxy_connector_capacity_sequences{engine="0",limit="state",model_name="tiny"} 682.0
+# TYPE pdproxy_connector_capacity_binding gauge
+pdproxy_connector_capacity_binding{engine="0",group="attention",model_name="tiny"} 1.0
+"""
+
+
+def test_a_node_tells_its_capacity() -> None:
+    told = Capacity(524032, 682, 107, Binding.ATTENTION)
+    assert read_node_capacity(metrics(LABELS) + CAPACITY.encode()) == told
+    assert Facts(NODE, capacity=told).joined().capacity == told
+
+
+def test_engines_behind_one_address_add_up() -> None:
+    both = CAPACITY + CAPACITY.replace('engine="0"', 'engine="1"')
+    assert read_node_capacity(both.encode()) == Capacity(2 * 524032, 2 * 682, 2 * 107, Binding.ATTENTION)
+
+
+def test_a_dense_model_has_no_limit_by_state() -> None:
+    lines = [line for line in CAPACITY.splitlines() if 'limit="state"' not in line]
+    told = read_node_capacity("\n".join(lines).encode())
+    assert told == Capacity(524032, None, 107, Binding.ATTENTION)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("capacity_tokens{", "other{"),
+        ("524032.0", "NaN"),
+        ("107.0", "+Inf"),
+        ('group="attention"', 'group="luck"'),
+        ("} 1.0", " 1.0"),
+    ],
+)
+def test_a_capacity_that_is_told_in_part_is_not_told(right: str, wrong: str) -> None:
+    assert read_node_capacity(CAPACITY.replace(right, wrong).encode()) is None
+    assert read_node_capacity(metrics(LABELS)) is None
