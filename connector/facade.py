@@ -22,7 +22,8 @@ Worker process (per rank): `worker_side.WorkerSide`, a subclass of vLLM's pull w
     get_kv_connector_stats → `stats.ConnectorStats | None`.
 
 Accounts: both sides add to an `accounts.Accounts`, which `get_kv_connector_stats` drains into
-`stats.ConnectorStats`; vLLM carries those to the API server's /metrics.
+`stats.ConnectorStats`; vLLM carries those to the API server's /metrics. What the cache holds (`capacity`, out of
+`footprint`) goes the same way once, in an idle step for which `has_pending_push_work` asks.
 
 On the wire (HTTP), all under `kv_transfer_params`:
     prefill leg   {"do_remote_decode": true, "pdproxy_hand_over": ID, "pdproxy_readers": n}; both of ours optional
