@@ -15,8 +15,11 @@ Worker process:
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorMetadata
@@ -29,7 +32,7 @@ from connector.multi.desk import Desk
 from connector.multi.failures import Failures
 from connector.multi.fitness import Blocks, require_hybrid, require_one_side_channel, require_units
 from connector.multi.metadata import WeightedMetadata
-from connector.multi.settings import MultiSettings
+from connector.multi.settings import ChildSettings, MultiSettings
 from connector.multi.stats import SELECTION, ChildrenPromMetrics, ChildrenStats, Once, SelectionStats
 from connector.multi.tally import Tally
 
@@ -50,7 +53,7 @@ class WeightedMultiConnector(MultiConnector):
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         settings = self._settings(vllm_config)
-        self._require_fit(settings, vllm_config)
+        self._require_fit(settings.children, vllm_config.kv_transfer_config.kv_connector_extra_config["connectors"])
         self._block_size: int
         self._block_size, hash_block = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         require_units(settings.children, _blocks(vllm_config, kv_cache_config, hash_block))
@@ -84,16 +87,23 @@ class WeightedMultiConnector(MultiConnector):
         return MultiSettings.from_extra(transfer.kv_load_failure_policy, transfer.kv_connector_extra_config)
 
     @classmethod
-    def _require_fit(cls, settings: MultiSettings, vllm_config: "VllmConfig") -> None:
-        classes = [connector for connector, _ in cls._get_connector_classes_and_configs(vllm_config)]
-        require_hybrid(settings.children, map(supports_hma, classes))
-        require_one_side_channel(settings.children, map(hands_over, classes))
+    def _require_fit(cls, children: Sequence[ChildSettings], listed: Sequence[dict[str, Any]]) -> None:
+        classes = [KVConnectorFactory.get_connector_class(KVTransferConfig(**entry)) for entry in listed]
+        require_hybrid(children, map(supports_hma, classes))
+        require_one_side_channel(children, map(hands_over, classes))
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """vLLM's answer. It asks here, or below, before it makes any connector: so this is where a child that cannot
+        work is named. Later vLLM would end with a word about this class, or about cache groups."""
+        cls._require_fit(MultiSettings.from_extra("recompute", extra_config).children, extra_config["connectors"])
+        return bool(super().requires_piecewise_for_cudagraph(extra_config))
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
-        """vLLM's answer. It asks while the model is built, so this is where a child that cannot work is named: later,
-        vLLM would end with a word about cache groups that it could not unify."""
-        cls._require_fit(cls._settings(vllm_config), vllm_config)
+        """vLLM's answer; asked while the model is built, and children are looked at as above."""
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        cls._require_fit(cls._settings(vllm_config).children, extra["connectors"])
         layout: str | None = super().get_required_kvcache_layout(vllm_config)
         return layout
 

@@ -203,6 +203,13 @@ class RashTier(DiskTier):
         return int((self.shelf.folder / "says").read_text()), True
 
 
+class NaiveTier(DiskTier):
+    """Subtracts, and does not look: less than nothing where more is cached locally than it has."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self.shelf.longest(request.all_token_ids, self.unit) - num_computed_tokens, True
+
+
 class InstantTier(DiskTier):
     """Loads within a step."""
 
