@@ -24,7 +24,15 @@ LEFT_TO_NODES = "positive_data_acceptance,negative_data_rejection"
 def test_no_request_finds_an_error_of_ours(proxy: Proxy, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{proxy.url}/openapi.json", "--seed", "1"]
     command += ["--checks", "all", "--exclude-checks", LEFT_TO_NODES, "--phases", "coverage,fuzzing"]
-    command += ["--max-examples", str(EXAMPLES), "--suppress-health-check", "all", "--continue-on-failure"]
+    command += [
+        "--max-response-time",
+        str(RUN_S),
+        "--max-examples",
+        str(EXAMPLES),
+        "--suppress-health-check",
+        "all",
+        "--continue-on-failure",
+    ]
     path = os.pathsep.join((str(ROOT), inherited().get("PYTHONPATH", "")))
     environment = {**inherited(), "SCHEMATHESIS_HOOKS": "tests.e2e.schema_hooks", "PYTHONPATH": path}
     run = subprocess.run(
