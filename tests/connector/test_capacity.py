@@ -10,7 +10,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from connector.capacity import NO_CAPACITY, Binding, Bounded, Capacity, Growing, capacity
 from connector.footprint import footprint, node_capacity
 from connector.stats import LEVELS
-from tests.connector.harness import DENSE, make_node, state
+from tests.connector.harness import DENSE, make_node, prompt, state
 
 STATE = Bounded(1, 1)
 
@@ -84,3 +84,21 @@ def test_an_idle_engine_steps_once_to_tell_its_capacity() -> None:
         ("capacity_binding", "attention"): 1,
     }
     assert not node.scheduler.has_requests()
+
+
+def test_the_scheduler_preempts_where_the_figures_say_that_it_is_full() -> None:
+    """Within one block per sequence, and the states of one that is about to cross into another block."""
+    groups = (*DENSE, *[state("align")] * 3)
+    node = make_node(groups=groups, num_blocks=64)
+    cache = KVCacheConfig(64, [], [KVCacheGroupSpec([str(index)], spec) for index, spec in enumerate(groups)])
+    told = node_capacity(node.scheduler.vllm_config, cache)
+    assert (told.tokens, told.sequences) == (63 * 16, 21)
+    requests = [node.add(f"s-{index}", prompt(100 + 5 * index, seed=index), max_tokens=500) for index in range(4)]
+    held = 0
+    for _ in range(300):
+        node.step()
+        if any(request.num_preemptions for request in requests):
+            break
+        held = sum(-(-request.num_tokens // 16) for request in requests)
+    assert any(request.num_preemptions for request in requests)
+    assert 63 - 4 - 3 <= held + 4 * 63 / 21 <= 63
