@@ -36,8 +36,8 @@ class Touches:
 
 
 def touches(folder: Path) -> Touches:
-    """Everything that the modules directly in `folder` touch."""
-    files = [_File(ast.parse(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("*.py"))]
+    """Everything that the modules in `folder` and below touch."""
+    files = [_File(ast.parse(path.read_text(encoding="utf-8"))) for path in sorted(folder.rglob("*.py"))]
     return Touches(
         imported=frozenset(touch for file in files for touch in file.imported()),
         defined=frozenset(touch for file in files for touch in file.defined()),
