@@ -1,6 +1,6 @@
 """The choice by itself: properties that hold for whatever children say."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from connector.multi.choice import Choice, Claim, Compute, Take, Wait, choose, sound, worth
@@ -26,7 +26,6 @@ def chosen(claims: list[Claim], shared: int, *, late: bool = True) -> Choice:
     return choose(claims, shared=shared, prompt=PROMPT, late=late)
 
 
-@settings(deadline=None)
 @given(asked())
 def test_nothing_is_worth_more_than_the_winner(case: tuple[list[Claim], int]) -> None:
     claims, shared = case
@@ -40,7 +39,6 @@ def test_nothing_is_worth_more_than_the_winner(case: tuple[list[Claim], int]) ->
             raise AssertionError("nobody is waited for when it is late")
 
 
-@settings(deadline=None)
 @given(asked())
 def test_of_equals_the_first_wins(case: tuple[list[Claim], int]) -> None:
     claims, shared = case
@@ -50,7 +48,6 @@ def test_of_equals_the_first_wins(case: tuple[list[Claim], int]) -> None:
         assert choice.claim.child == equal[0]
 
 
-@settings(deadline=None)
 @given(asked(), st.data())
 def test_waiting_is_for_those_that_could_win(case: tuple[list[Claim], int], data: st.DataObject) -> None:
     """However the undecided decide, a choice that did not wait for them stays the same."""
@@ -70,7 +67,6 @@ def test_waiting_is_for_those_that_could_win(case: tuple[list[Claim], int], data
         assert chosen(every, shared) != chosen(claims, shared)
 
 
-@settings(deadline=None)
 @given(asked())
 def test_weights_are_relative(case: tuple[list[Claim], int]) -> None:
     claims, shared = case
@@ -81,7 +77,6 @@ def test_weights_are_relative(case: tuple[list[Claim], int]) -> None:
         assert before.claim.child == after.claim.child
 
 
-@settings(deadline=None)
 @given(asked(), WEIGHTS)
 def test_more_tokens_never_lose(case: tuple[list[Claim], int], weight: float) -> None:
     """A winner that would have brought more still wins."""
@@ -95,7 +90,6 @@ def test_more_tokens_never_lose(case: tuple[list[Claim], int], weight: float) ->
         assert again.claim.child == won.child
 
 
-@settings(deadline=None)
 @given(st.none() | st.integers(-(10**6), 10**6), st.integers(0, PROMPT))
 def test_only_what_the_scheduler_can_take_is_counted(tokens: int | None, base: int) -> None:
     counted = sound(tokens, base=base, prompt=PROMPT)
