@@ -13,7 +13,6 @@ Worker process:
     get_transfer_results ─► a child's failed blocks become failed requests where there are several cache groups
 """
 
-import logging
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,19 +21,20 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-from vllm.v1.kv_cache_interface import MambaSpec
 
 from connector.multi.child import Child, hands_over
 from connector.multi.chooser import Chooser
 from connector.multi.desk import Desk
 from connector.multi.failures import Failures
-from connector.multi.fitness import Blocks, require_hybrid, require_one_side_channel, require_units
+from connector.multi.fitness import require_hybrid, require_one_side_channel, require_units
+from connector.multi.groups import stored_blocks
 from connector.multi.metadata import WeightedMetadata
 from connector.multi.settings import ChildSettings, MultiSettings
 from connector.multi.stats import SELECTION, ChildrenPromMetrics, ChildrenStats, Once, SelectionStats
 from connector.multi.tally import Tally
+from connector.multi.telling import tell_output, tell_preempted
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-log = logging.getLogger("vllm.pdproxy.multi")
-
 
 class WeightedMultiConnector(MultiConnector):
     """Several connectors on one node; the one whose load saves most wins. Raises ConfigError."""
@@ -56,7 +54,7 @@ class WeightedMultiConnector(MultiConnector):
         self._require_fit(settings.children, vllm_config.kv_transfer_config.kv_connector_extra_config["connectors"])
         self._block_size: int
         self._block_size, hash_block = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-        require_units(settings.children, _blocks(vllm_config, kv_cache_config, hash_block))
+        require_units(settings.children, stored_blocks(vllm_config, kv_cache_config, hash_block))
         super().__init__(vllm_config, role, kv_cache_config)
         self._children = tuple(
             Child(number, each, connector, bool(config.is_kv_consumer))
@@ -157,22 +155,8 @@ class WeightedMultiConnector(MultiConnector):
         for request_id in failed:
             owner = self._desk.loading(request_id)
             self._desk.fail(request_id, bar=owner is None or not self._children[owner].hands_over)
-        self._tell(connector_output, owners)
+        tell_output(self._children, connector_output, owners)
         self._desk.ended(finished)
-
-    def _tell(self, output: "KVConnectorOutput", owners: dict[str, int | None]) -> None:
-        """The very object to each child in turn, as vLLM does, since a child may write into it."""
-        whole = (output.finished_recving, output.failed_recving, output.kv_connector_worker_meta)
-        parts = getattr(whole[2], "metadata", (None,) * len(self._children))
-        try:
-            for child, part in zip(self._children, parts, strict=True):
-                mine = {request_id for request_id, owner in owners.items() if owner in (None, child.number)}
-                output.finished_recving = mine
-                output.failed_recving = whole[1] & mine
-                output.kv_connector_worker_meta = part
-                child.connector.update_connector_output(output)
-        finally:
-            output.finished_recving, output.failed_recving, output.kv_connector_worker_meta = whole
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
@@ -199,15 +183,7 @@ class WeightedMultiConnector(MultiConnector):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata | set[str]) -> None:
         """Tell every child, in its own signature, whichever of the two vLLM's caller has."""
-        if isinstance(kv_connector_metadata, MultiKVConnectorMetadata):
-            preempted = sorted(getattr(kv_connector_metadata, "preempted", ()))
-            parts = kv_connector_metadata.metadata
-        else:
-            preempted = sorted(kv_connector_metadata) if isinstance(kv_connector_metadata, set) else []
-            bound = self._connector_metadata
-            parts = bound.metadata if isinstance(bound, MultiKVConnectorMetadata) else (None,) * len(self._children)
-        for child, part in zip(self._children, parts, strict=True):
-            child.preempted(preempted, part)
+        tell_preempted(self._children, kv_connector_metadata, self._connector_metadata)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> "KVConnectorTransferResults":
         """The children's, with failed blocks told as failed requests where vLLM takes nothing else."""
@@ -267,19 +243,3 @@ class WeightedMultiConnector(MultiConnector):
             for each, (connector, config) in zip(cls._settings(vllm_config).children, classes, strict=True)
         }
         return ChildrenPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, children)
-
-
-def _blocks(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", hash_block: int) -> Blocks:
-    """The groups that children store; a state of which only the running one exists is not cut into blocks."""
-    specs = {number: group.kv_cache_spec for number, group in enumerate(kv_cache_config.kv_cache_groups)}
-    whole = {
-        number for number, spec in specs.items() if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "none"
-    }
-    if whole:
-        log.warning(
-            "Cache groups %s hold one running state a request (mamba_cache_mode none): tiers cannot keep prefixes of "
-            "this model; --mamba-cache-mode align lets them.",
-            sorted(whole),
-        )
-    sizes = {number: spec.block_size for number, spec in specs.items() if number not in whole}
-    return Blocks(sizes, hash_block, vllm_config.model_config.max_model_len)
