@@ -110,10 +110,13 @@ class Listener:
         return seen if self._tail is None else self._tail.keep(event.data, seen)
 
     def _check(self, data: bytes) -> None:
-        """The first event decides whether this is an answer at all; of the others a glance at both ends must do."""
+        """The first event decides whether this is an answer at all; of the others a glance at both ends must do.
+
+        In the endpoints that it follows closely the transcript parses the first event itself.
+        """
         if data == DONE:
             return
-        if not self.heard:
+        if not self.heard and self._transcript.endpoint not in CHUNKED:
             parse_object(data)
         elif data[:1] != b"{" or data[-1:] != b"}":
             raise NodeFault(Fault.INVALID_BODY, "an event of the stream is no JSON object")

@@ -27,7 +27,7 @@ class Tail:
         if _FINISH in data:
             self._kept += seen
             return b""
-        return self.flush() + seen
+        return self.flush() + seen if self._kept else seen
 
     def close(self, data: bytes) -> bytes:
         """The usage event has come: what was kept, with the fingerprint that belongs to it."""

@@ -47,6 +47,8 @@ class SseParser:
         Raises:
             EventTooLong: `EVENT_BYTES` came without an event's end.
         """
+        if not self._left and _is_plain(piece):
+            return [Event(piece, b"", piece[6:-2])]
         block = self._left + piece
         ends = _ends_lf(block) if b"\r" not in block else _ends_any(block)
         events = [_event(block[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
@@ -79,8 +81,18 @@ def _ends_any(block: bytes) -> list[int]:
     return ends
 
 
+def _is_plain(block: bytes) -> bool:
+    """Whether this is one event of one line of data, ended by LF: nearly all are."""
+    return (
+        block.startswith(b"data: ")
+        and block.find(b"\n") == len(block) - 2
+        and block[-1:] == b"\n"
+        and b"\r" not in block
+    )
+
+
 def _event(raw: bytes) -> Event:
-    if raw.startswith(b"data: ") and raw.endswith(b"\n\n") and raw.find(b"\n") == len(raw) - 2 and b"\r" not in raw:
+    if _is_plain(raw):
         return Event(raw, b"", raw[6:-2])
     name, lines = b"", []
     for line in _LINE.split(raw):

@@ -141,9 +141,14 @@ class Transcript:
         return true_event(self.endpoint, event, data, self.cached_tokens)
 
     def _hear_plain(self, raw: bytes, said: Plain) -> bytes:
-        told = self.choices.setdefault(said.choice, Told(self.shape.held_back))
-        self._new_text(told, said.text, said.token_ids)
+        self._new_text(self._told(said.choice), said.text, said.token_ids)
         return raw[: len(DATA) + said.ids_from] + b"null" + raw[len(DATA) + said.ids_to :]
+
+    def _told(self, choice: int) -> Told:
+        told = self.choices.get(choice)
+        if told is None:
+            told = self.choices[choice] = Told(self.shape.held_back)
+        return told
 
     def _begin(self, chunk: Chunk) -> None:
         self._first = self._first or chunk
@@ -163,7 +168,7 @@ class Transcript:
 
     def _hear(self, choice: Choice) -> bool:
         """Take what one choice said; whether anything of it is new to the client."""
-        told = self.choices.setdefault(choice.index, Told(self.shape.held_back))
+        told = self._told(choice.index)
         ids = choice.token_ids or []
         self._judge(choice)
         detail = choice.logprobs is not None or (bool(ids) and Addition.TOKEN_IDS in self.shape.asked)
