@@ -28,6 +28,8 @@ TICKET = {
     "transfer_mode": "pull",
     "remote_prefill_cached_tokens": 0,
 }
+BACKLOG = 1024
+"""Connections that may wait to be accepted: all of a round's, on a machine that is busy elsewhere."""
 Writes = tuple[bytes, ...]
 
 
@@ -148,7 +150,8 @@ class Connection(asyncio.Protocol):
 async def serve(port: int, step: float) -> None:
     """Until the process ends."""
     book, pacer = Book(), Pacer(step)
-    server = await asyncio.get_running_loop().create_server(lambda: Connection(book, pacer), "127.0.0.1", port)
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Connection(book, pacer), "127.0.0.1", port, backlog=BACKLOG)
     await server.serve_forever()
 
 

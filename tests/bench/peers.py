@@ -29,7 +29,8 @@ class Peer(NamedTuple):
 
 def _pdproxy(ports: Ports) -> list[str]:
     listen = ["--host", "127.0.0.1", "--port", f"{ports.clients}", "--admin-port", f"{ports.operators}"]
-    return [str(VENV / "bin" / "python"), "-m", "pdproxy", "serve", *_nodes(ports), *listen]
+    patience = ["--deadlines-connect", "60", "--health-timeout", "60"]  # a starved machine is no node that failed
+    return [str(VENV / "bin" / "python"), "-m", "pdproxy", "serve", *_nodes(ports), *listen, *patience]
 
 
 def _vllm_router(ports: Ports) -> list[str]:
