@@ -1,0 +1,182 @@
+"""Wrong `kv_transfer_params` by the hundred, each with the reason for which a node must refuse it."""
+
+import copy
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from connector.fields import Reason
+from tests.e2e.legs import TO_HAND_OVER, Params
+
+OURS = "pdproxy"
+FIELDS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size", "remote_num_tokens")
+NUMBERS = ("remote_port", "tp_size", "dcp_size", "pp_size", "remote_num_tokens")
+NAMES = ("remote_engine_id", "remote_request_id", "remote_host")
+NEVER_HANDED_OVER = "nobody-knows-this-one"
+HUGE = (1 << 63) - 1
+
+
+NESTED: Any = json.loads("[" * 100 + "]" * 100)
+"""A list in a list in a list."""
+NO_NUMBERS: tuple[Any, ...] = (0, -1, -HUGE, HUGE, 1.5, 1e300, "1", "", True, [], {}, [1], NESTED)
+NO_PLAIN_TEXT = ("", " ", "a b", "a,b", "tab\t", "null\0", "x\n", "\u00e9", "\U0001f600", "x" * 513)
+NO_NAMES: tuple[Any, ...] = (*NO_PLAIN_TEXT, 7, True, [], {}, NESTED)
+NO_LISTS: tuple[Any, ...] = ("", "junk", 7, True, {}, [], {"0": [1]}, [1, 2, 3, 4], ["ab"] * 4, [None] * 4, [[]] * 65)
+NO_BLOCKS: tuple[Any, ...] = (-1, 1 << 31, HUGE, 1.0, "1", True, None, [1], {}, NESTED)
+NO_VERSIONS: tuple[Any, ...] = (0, 2, -1, HUGE, "1", True, 1.0, None, [], {})
+NO_DIGESTS: tuple[Any, ...] = ("", "zz", "0" * 63, "0" * 65, "A" * 64, "g" * 64, 7, [], {}, True)
+
+
+@dataclass(frozen=True)
+class Forgery:
+    """What is sent. `reason` None: nothing is refused. `smuggled`: sent by way of `vllm_xargs`."""
+
+    name: str
+    params: Any
+    reason: Reason | None
+    status: HTTPStatus = HTTPStatus.OK
+    smuggled: bool = False
+
+
+def altered(ticket: Params, changes: Params) -> Params:
+    """A copy of a ticket with some fields changed."""
+    return {**copy.deepcopy(ticket), **changes}
+
+
+def ours_altered(ticket: Params, changes: Params) -> Params:
+    """The same for the fields that our connector adds."""
+    return altered(ticket, {OURS: {**ticket[OURS], **changes}})
+
+
+def without(ticket: Params, name: str) -> Params:
+    """A copy of a ticket that lacks a field."""
+    return {key: value for key, value in copy.deepcopy(ticket).items() if key != name}
+
+
+def for_decode_node(ticket: Params, alike: Params, longer: Params) -> Iterator[Forgery]:
+    """Everything wrong that we could think of. `alike` and `longer` are tickets of other prompts, by their length."""
+    yield from _flags(ticket)
+    yield from _fields(ticket)
+    yield from _blocks(ticket)
+    yield from _ours(ticket)
+    yield Forgery("another prompt's", alike, Reason.DIGEST)
+    yield Forgery("a longer prompt's", longer, Reason.NUMBER)
+    one_more = altered(ticket, {"remote_num_tokens": ticket["remote_num_tokens"] + 1})
+    yield Forgery("one token more", one_more, Reason.NUMBER)
+    yield Forgery("a prefill leg", TO_HAND_OVER, Reason.WRONG_ROLE)
+    yield Forgery("a prefill leg with a ticket", {**ticket, **TO_HAND_OVER}, Reason.WRONG_ROLE)
+    yield Forgery("a release", {"pdproxy_release": NEVER_HANDED_OVER}, Reason.WRONG_ROLE)
+
+
+def for_prefill_node(ticket: Params) -> Iterator[Forgery]:
+    """The same for a node that prefills."""
+    yield from _flags(ticket)
+    yield Forgery("a ticket", ticket, Reason.WRONG_ROLE)
+    for name in (name for name in ticket if name.startswith("remote_") and ticket[name] is not None):
+        yield Forgery(f"{name} in a prefill leg", {**TO_HAND_OVER, name: ticket[name]}, Reason.REMOTE_FIELDS)
+    yield Forgery("a prefill leg with a ticket", {**ticket, **TO_HAND_OVER}, Reason.REMOTE_FIELDS)
+    for junk in (*NO_NUMBERS, 1025):
+        yield Forgery(f"readers {junk!s:.20}", {**TO_HAND_OVER, "pdproxy_readers": junk}, Reason.BAD_FIELD)
+    for junk in (*NO_NAMES, "short", "x" * 129, "a-name-with-a.dot"):
+        yield Forgery(f"hand-over {junk!s:.20}", {**TO_HAND_OVER, "pdproxy_hand_over": junk}, Reason.BAD_FIELD)
+        yield Forgery(f"release {junk!s:.20}", {"pdproxy_release": junk}, Reason.BAD_FIELD)
+    yield Forgery("release of nothing", {"pdproxy_release": NEVER_HANDED_OVER}, None)
+
+
+def at_random(ticket: Params, source: random.Random) -> Forgery:
+    """One alteration out of very many."""
+    kind = source.choice(("number", "name", "lack", "block", "group", "digest", "version"))
+    match kind:
+        case "number":
+            name, junk = source.choice(NUMBERS), source.choice((0, -source.getrandbits(60) - 1, source.random(), "9"))
+            return Forgery(f"{name} {junk}", altered(ticket, {name: junk}), Reason.BAD_FIELD)
+        case "name":
+            name = source.choice(NAMES)
+            junk = "".join(chr(source.randrange(0x80, 0x2000)) for _ in range(source.randrange(1, 40)))
+            return Forgery(f"{name} {junk}", altered(ticket, {name: junk}), Reason.BAD_FIELD)
+        case "lack":
+            name = source.choice((*FIELDS, "remote_block_ids", OURS))
+            return Forgery(f"no {name}", without(ticket, name), Reason.MISSING_FIELD)
+        case "block":
+            groups = copy.deepcopy(ticket["remote_block_ids"])
+            group = source.choice(groups)
+            group[source.randrange(len(group))] = source.choice((-source.getrandbits(40) - 1, 0, 1 << 40, 0.5, "3"))
+            return Forgery(f"blocks {groups}", altered(ticket, {"remote_block_ids": groups}), Reason.BLOCKS)
+        case "group":
+            count = source.choice([n for n in range(1, 40) if n != len(ticket["remote_block_ids"])])
+            ids = [[source.randrange(1, 2000)] for _ in range(count)]
+            return Forgery(f"{count} groups", altered(ticket, {"remote_block_ids": ids}), Reason.GROUPS)
+        case "digest":
+            digest = source.randbytes(32).hex()
+            return Forgery(f"digest {digest}", ours_altered(ticket, {"digest": digest}), Reason.DIGEST)
+    version = source.randrange(2, 1 << 60)
+    return Forgery(f"version {version}", ours_altered(ticket, {"v": version}), Reason.UNKNOWN_VERSION)
+
+
+def _flags(ticket: Params) -> Iterator[Forgery]:
+    for junk in ("", "ticket", 7, 0.5, True, [1], [], NESTED):
+        yield Forgery(f"not an object: {junk!s:.20}", junk, None, HTTPStatus.BAD_REQUEST)
+    for junk in ("", 0, 0.0, []):
+        yield Forgery(f"smuggled {junk!r}", junk, Reason.NOT_AN_OBJECT, smuggled=True)
+    yield Forgery("empty", {}, None)
+    yield Forgery("nothing we know", {"a": {"b": NESTED}, "": 1}, None)
+    yield Forgery("no flag", without(ticket, "do_remote_prefill"), Reason.NO_FLAG)
+    yield Forgery("both flags", altered(ticket, {"do_remote_decode": True}), Reason.CONTRADICTORY)
+    for junk in ("true", 1, 0, [], {}, NESTED):
+        yield Forgery(f"flag {junk!s:.20}", altered(ticket, {"do_remote_prefill": junk}), Reason.BAD_FIELD)
+        yield Forgery(f"flag {junk!s:.20}", {"do_remote_decode": junk}, Reason.BAD_FIELD)
+
+
+def _fields(ticket: Params) -> Iterator[Forgery]:
+    yield Forgery("a flag alone", {"do_remote_prefill": True}, Reason.MISSING_FIELD)
+    for name in (*FIELDS, "remote_block_ids", OURS):
+        yield Forgery(f"no {name}", without(ticket, name), Reason.MISSING_FIELD)
+        yield Forgery(f"null {name}", altered(ticket, {name: None}), Reason.MISSING_FIELD)
+    for name in NUMBERS:
+        for junk in NO_NUMBERS:
+            yield Forgery(f"{name} {junk!s:.20}", altered(ticket, {name: junk}), Reason.BAD_FIELD)
+    for name in NAMES:
+        for junk in NO_NAMES:
+            yield Forgery(f"{name} {junk!s:.20}", altered(ticket, {name: junk}), Reason.BAD_FIELD)
+    for junk in ("http://a", "a/b", "-a", "user@host", "127.0.0.1\r\n"):
+        yield Forgery(f"host {junk!r}", altered(ticket, {"remote_host": junk}), Reason.BAD_FIELD)
+    yield Forgery("a push", altered(ticket, {"transfer_mode": "push"}), Reason.BAD_FIELD)
+    yield Forgery("a loan", altered(ticket, {"remote_blocks_expiry_time": 12.5}), Reason.BAD_FIELD)
+    yield Forgery("registration", altered(ticket, {"remote_registration_generation": -1}), Reason.BAD_FIELD)
+
+
+def _blocks(ticket: Params) -> Iterator[Forgery]:
+    right = ticket["remote_block_ids"]
+    state = min(range(len(right)), key=lambda group: len(right[group]))
+    changed: list[tuple[Any, Reason]] = [(junk, Reason.GROUPS) for junk in NO_LISTS]
+    changed += [(right[:-1], Reason.GROUPS), ([*right, [1]], Reason.GROUPS)]
+    wrong_ids = [[junk] for junk in NO_BLOCKS] + [[], [0], [1, 2, 3], [*range(1, 50_000)]]
+    changed += [([*right[:state], ids, *right[state + 1 :]], Reason.BLOCKS) for ids in wrong_ids]
+    for ids, reason in changed:
+        yield Forgery(f"blocks {ids!s:.30}", altered(ticket, {"remote_block_ids": ids}), reason)
+
+
+def _ours(ticket: Params) -> Iterator[Forgery]:
+    no_object: tuple[Any, ...] = ("", "x", 7, True, [], NESTED)
+    for junk in no_object:
+        yield Forgery(f"ours {junk!s:.20}", altered(ticket, {OURS: junk}), Reason.BAD_FIELD)
+    for junk in NO_VERSIONS:
+        yield Forgery(f"version {junk}", ours_altered(ticket, {"v": junk}), Reason.UNKNOWN_VERSION)
+    for junk in NO_DIGESTS:
+        yield Forgery(f"digest {junk}", ours_altered(ticket, {"digest": junk}), Reason.BAD_FIELD)
+    sizes = ticket[OURS]["block_sizes"]
+    odd: list[tuple[Any, Reason]] = [(junk, Reason.BAD_FIELD) for junk in (None, [0] * 4, "x")]
+    odd += [([7] * 4, Reason.GROUPS), (sizes[:-1], Reason.GROUPS), ([*sizes, 1], Reason.GROUPS)]
+    for junk, reason in odd:
+        yield Forgery(f"block sizes {junk}", ours_altered(ticket, {"block_sizes": junk}), reason)
+    for junk in (*NO_NUMBERS, 1025):
+        yield Forgery(f"readers {junk!s:.20}", ours_altered(ticket, {"readers": junk}), Reason.BAD_FIELD)
+    no_times: tuple[Any, ...] = ("now", -1, 1 << 41, True, None, [])
+    for junk in no_times:
+        yield Forgery(f"issued {junk}", ours_altered(ticket, {"issued_at": junk}), Reason.BAD_FIELD)
+    no_signatures: tuple[Any, ...] = ("x", "g" * 64, 7, [])
+    for junk in no_signatures:
+        yield Forgery(f"signature {junk}", ours_altered(ticket, {"signature": junk}), Reason.BAD_FIELD)

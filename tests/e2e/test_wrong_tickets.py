@@ -1,0 +1,234 @@
+"""Hundreds of wrong tickets against real nodes: the text is always right, each refusal is counted, nothing dies.
+
+Tickets are not signed here, as on a laptop: a sender who lies in the right form is found out by what the prefill node
+says after the read. What a signature alone can tell (the block ids of another living ticket) is not among the lies.
+"""
+
+import itertools
+import random
+import secrets
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import httpx
+import pytest
+import zmq
+
+from deploy.local.model.exam import Exam, exam
+from deploy.local.node import SERVED_NAME, Node
+from deploy.local.ports import HOST, free_ports
+from tests.e2e.conftest import REQUEST_TIMEOUT_S, Pair
+from tests.e2e.forgery import NESTED, Forgery, altered, at_random, for_decode_node, for_prefill_node
+from tests.e2e.honest import hand_over
+from tests.e2e.legs import Params, complete, prefill, release
+from tests.e2e.meters import PATIENCE_S, watch
+
+pytestmark = pytest.mark.e2e
+
+AT_ONCE = 8
+RANDOM_ONES = 60
+LIES = 10
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A question, and a ticket for it that nobody reads."""
+
+    question: Exam
+    ticket: Params
+
+
+@pytest.fixture
+def papers(pair: Pair) -> Iterator[list[Paper]]:
+    """The first two are of one length. All are released at the end."""
+    questions = [exam(seed, size) for seed, size in zip(range(700, 706), (200, 200, 300, 60, 120, 280), strict=True)]
+    named = [(question, secrets.token_hex(16)) for question in questions]
+    yield [Paper(one, prefill(pair.prefill.url, one.prompt(), pdproxy_hand_over=name)) for one, name in named]
+    for _, name in named:
+        release(pair.prefill.url, name)
+
+
+def ask(node: Node, question: Exam, **more: Any) -> httpx.Response:
+    """A completion with anything in its body."""
+    body = {"model": SERVED_NAME, "prompt": question.prompt(), "max_tokens": 8, "temperature": 0, **more}
+    return httpx.post(f"{node.url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT_S, trust_env=False)
+
+
+def wrong_with(node: Node, question: Exam, forgery: Forgery) -> str:
+    """What is wrong with the node's answer to a forgery; empty where nothing is."""
+    params = {"kv_transfer_params": forgery.params}
+    got = ask(node, question, **({"vllm_xargs": params} if forgery.smuggled else params))
+    if got.status_code != forgery.status:
+        return f"{forgery.name}: {got.status_code} {got.text[:300]}"
+    if got.status_code != HTTPStatus.OK:
+        return ""
+    text, ticket = got.json()["choices"][0]["text"], got.json().get("kv_transfer_params")
+    return "" if text == question.answer and ticket is None else f"{forgery.name}: {text!r}, ticket {ticket}"
+
+
+def send_all(node: Node, forged: Sequence[tuple[Exam, Forgery]]) -> None:
+    """Send them, eight at once, and expect the right text of each and every refusal in the node's metrics."""
+    reasons = Counter(forgery.reason for _, forgery in forged if forgery.reason is not None)
+    refused = {reason: watch(node.url, "refused", reason=reason) for reason in reasons}
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        wrong = [said for said in pool.map(lambda one: wrong_with(node, *one), forged) if said]
+    assert not wrong, "\n".join(wrong)
+    for reason, count in reasons.items():
+        refused[reason].reaches(count)
+    assert {reason: refused[reason].grown() for reason in reasons} == reasons
+
+
+def still_works(pair: Pair, first_seed: int) -> None:
+    """Honest ones are read, verified and right."""
+    hand_over(pair.prefill.url, pair.decode.url, (exam(seed, 300) for seed in range(first_seed, first_seed + 5)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def acquainted(pair: Pair) -> None:
+    """The nodes have shaken hands: on a busy machine the first time takes seconds."""
+    still_works(pair, 5990)
+
+
+def test_a_decode_node_refuses_what_is_wrong_and_answers_right(pair: Pair, papers: list[Paper]) -> None:
+    first, alike, longer = papers[0], papers[1], papers[2]
+    table = [(first.question, one) for one in for_decode_node(first.ticket, alike.ticket, longer.ticket)]
+    source = random.Random(20261121)
+    drawn = [(paper.question, at_random(paper.ticket, source)) for paper in source.choices(papers, k=RANDOM_ONES)]
+    assert len(table) + len(drawn) >= 200
+    send_all(pair.decode, table + drawn)
+    still_works(pair, 6000)
+
+
+def test_a_prefill_node_refuses_what_is_wrong_and_answers_right(pair: Pair, papers: list[Paper]) -> None:
+    turns = itertools.cycle(papers)
+    send_all(pair.prefill, [(next(turns).question, one) for one in for_prefill_node(papers[0].ticket)])
+    still_works(pair, 6010)
+
+
+def test_what_the_front_end_cannot_pass_on_ends_nothing(pair: Pair) -> None:
+    """Strings by the back door and numbers of more than 64 bits fail in vLLM's own API server, one request each."""
+    question = exam(713, 120)
+    bodies: list[dict[str, Any]] = [
+        {"vllm_xargs": {"kv_transfer_params": junk}} for junk in ("text", 7, 0.5, ["do_remote_prefill"])
+    ]
+    bodies += [{"kv_transfer_params": {"do_remote_prefill": True, "remote_port": 1 << bits}} for bits in (64, 70, 4000)]
+    bodies += [{"kv_transfer_params": {"do_remote_prefill": True, "remote_port": NESTED}}]
+    for node in (pair.prefill, pair.decode):
+        for body in bodies:
+            got = ask(node, question, **body)
+            assert got.status_code >= HTTPStatus.BAD_REQUEST or got.json()["choices"][0]["text"] == question.answer
+    still_works(pair, 6020)
+
+
+def test_prompt_a_with_the_ticket_of_b_and_then_b_with_its_own(pair: Pair) -> None:
+    a, b = exam(720, 800), exam(721, 800)
+    ticket = prefill(pair.prefill.url, b.prompt())
+    refused = watch(pair.decode.url, "refused", reason="digest")
+    assert complete(pair.decode.url, a.prompt(), params=ticket).text == a.answer
+    refused.reaches(1)
+    verified = watch(pair.decode.url, "reads", outcome="verified")
+    assert complete(pair.decode.url, b.prompt(), params=ticket).text == b.answer
+    verified.reaches(1)
+    assert complete(pair.decode.url, a.prompt(), params=prefill(pair.prefill.url, a.prompt())).text == a.answer
+
+
+def lies(ticket: Params) -> Iterator[tuple[str, Params]]:
+    """Tickets in the right form that name what is not there, each with what becomes of the read."""
+    nobody = {"remote_port": free_ports(1)[0]}
+    counts = [len(ids) for ids in ticket["remote_block_ids"]]
+    unknown: list[Params] = [
+        nobody,
+        {"remote_host": "127.0.0.2", "remote_engine_id": "elsewhere", **nobody},
+        {"remote_engine_id": "another"},
+        {"remote_engine_id": "a-third", **nobody},
+    ]
+    forged = ("cmpl-forged-0", "cmpl#forged#0123456789abcdef:1", ":::1", "HB:1")
+    no_blocks = [[[first + at for at in range(count)] for count in counts] for first in (1_000_000, (1 << 31) - 100)]
+    yield from (("peer_unreachable", altered(ticket, change)) for change in unknown)
+    yield from (("not_held", altered(ticket, {"remote_request_id": name})) for name in forged)
+    yield from (("transfer_failed", altered(ticket, {"remote_block_ids": ids})) for ids in no_blocks)
+
+
+def test_lies_in_the_right_form_are_found_out(pair: Pair) -> None:
+    still_works(pair, 6030)
+    for at in range(LIES):
+        question = exam(731 + at, 300)
+        end, lie = list(lies(prefill(pair.prefill.url, question.prompt())))[at]
+        ended = watch(pair.decode.url, "reads", outcome=end)
+        assert complete(pair.decode.url, question.prompt(), params=lie).text == question.answer, lie
+        ended.reaches(1)
+    still_works(pair, 6040)
+
+
+def test_a_ticket_is_good_for_one_read(pair: Pair) -> None:
+    question = exam(750, 700)
+    ticket = prefill(pair.prefill.url, question.prompt())
+    ended = watch(pair.prefill.url, "leases_ended", how="read")
+    assert complete(pair.decode.url, question.prompt(), params=ticket).text == question.answer
+    ended.reaches(1)
+    not_held = watch(pair.decode.url, "reads", outcome="not_held")
+    assert complete(pair.decode.url, question.prompt(), params=ticket).text == question.answer
+    not_held.reaches(1)
+    still_works(pair, 6050)
+
+
+def test_blocks_stay_for_as_many_readers_as_were_declared(pair: Pair) -> None:
+    question = exam(751, 700)
+    ticket = prefill(pair.prefill.url, question.prompt(), pdproxy_readers=3)
+    ended = watch(pair.prefill.url, "leases_ended", how="read")
+    verified = watch(pair.decode.url, "reads", outcome="verified")
+    both = ask(pair.decode, question, n=2, temperature=0.01, seed=1, kv_transfer_params=ticket).json()
+    assert [choice["text"] for choice in both["choices"]] == [question.answer] * 2
+    assert complete(pair.decode.url, question.prompt(), params=ticket).text == question.answer
+    verified.reaches(3)
+    ended.reaches(1)
+
+
+def test_a_release_frees_what_was_prefilled_and_comes_before_it(pair: Pair) -> None:
+    question, name = exam(752, 700), secrets.token_hex(16)
+    ticket = prefill(pair.prefill.url, question.prompt(), pdproxy_hand_over=name)
+    released = watch(pair.prefill.url, "leases_ended", how="released")
+    release(pair.prefill.url, name)
+    released.reaches(1)
+    not_held = watch(pair.decode.url, "reads", outcome="not_held")
+    assert complete(pair.decode.url, question.prompt(), params=ticket).text == question.answer
+    not_held.reaches(1)
+    late = {"do_remote_decode": True, "pdproxy_hand_over": name}
+    assert complete(pair.prefill.url, question.prompt(), 1, late).ticket is None
+
+
+def test_a_release_of_what_nobody_knows_changes_nothing(pair: Pair) -> None:
+    question = exam(753, 300)
+    ticket = prefill(pair.prefill.url, question.prompt(), pdproxy_hand_over=secrets.token_hex(16))
+    release(pair.prefill.url, secrets.token_hex(16))
+    verified = watch(pair.decode.url, "reads", outcome="verified")
+    assert complete(pair.decode.url, question.prompt(), params=ticket).text == question.answer
+    verified.reaches(1)
+
+
+def test_junk_on_the_side_channel_ends_nothing(pair: Pair) -> None:
+    port = pair.prefill.spec.side_channel_port
+    junk = watch(pair.prefill.url, "junk", where="side_channel")
+    source = random.Random(1)
+    with zmq.Context() as context:
+        for at in range(40):
+            with context.socket(zmq.DEALER) as dealer:
+                dealer.linger = 5000
+                dealer.connect(f"tcp://{HOST}:{port}")
+                frames = [source.randbytes(source.randrange(60)) for _ in range(at % 5 + 1)]
+                dealer.send_multipart(frames)
+    for _ in range(10):
+        with socket.create_connection((HOST, port), 30) as raw:
+            raw.sendall(source.randbytes(300))
+    limit = time.monotonic() + PATIENCE_S
+    while junk.grown() < 40:
+        assert time.monotonic() < limit, f"{junk.grown():g} of 40 were counted"
+        question = exam(754, 300)
+        assert complete(pair.prefill.url, question.prompt()).text == question.answer
+    still_works(pair, 6060)
