@@ -1,0 +1,65 @@
+"""A prefill node, two decode nodes and a proxy of one's own: nodes that may be broken, and are made whole again."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import httpx
+
+from deploy.local.node import Node, NodeSpec, Role, on_free_ports, start_node
+from deploy.local.readiness import await_ready
+from deploy.local.stack import NODES_UP_WITHIN_S, PROBES, Proxy, ProxySpec, Until, await_nodes, start_nodes, start_proxy
+from deploy.local.supervise import Supervisor
+from tests.e2e.fate import go_on
+
+FORGET_WITHIN_S = 60.0
+DEVELOPING = {"VLLM_SERVER_DEV_MODE": "1"}
+"""Lets a node drop its prefix cache when told to."""
+NAMES = {"prefill": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE}
+
+
+@dataclass
+class Fleet:
+    """What is up; `nodes` by name."""
+
+    supervisor: Supervisor
+    nodes: dict[str, Node]
+    proxy: Proxy
+    healed: list[str] = field(default_factory=list)
+    """Nodes that were started anew, in order."""
+
+    seeds: Iterator[int] = field(default_factory=lambda: itertools.count(1000, 100))
+    """So that no test finds its prompts in a cache."""
+
+    def forget(self) -> None:
+        """Have the prefill node drop its prefix cache. Raises httpx.HTTPError."""
+        httpx.post(
+            f"{self.nodes['prefill'].url}/reset_prefix_cache", timeout=FORGET_WITHIN_S, trust_env=False
+        ).raise_for_status()
+
+    def heal(self) -> None:
+        """Wake or start anew what was broken; returns when the proxy serves with every node.
+
+        Raises what `start_nodes` raises.
+        """
+        for name, node in self.nodes.items():
+            go_on(node.part)
+            if node.part.process.poll() is not None:
+                self.supervisor.stop(node.part)
+                self.nodes[name] = start_node(self.supervisor, node.spec)
+                self.healed.append(name)
+        await_nodes(self.supervisor, list(self.nodes.values()), print)
+        await_ready(
+            {"every node's place": self.proxy.admin_url + Until.JOINED.value},
+            within=NODES_UP_WITHIN_S,
+            still_alive=self.supervisor.require_all_alive,
+            say=print,
+            probe=PROBES[Until.JOINED],
+        )
+
+
+def start_fleet(supervisor: Supervisor, proxy: ProxySpec) -> Fleet:
+    """Start everything, and wait until the proxy serves with every node. Raises what `start_nodes` raises."""
+    specs = on_free_ports(*(NodeSpec(name, role, 0, 0, more_environment=DEVELOPING) for name, role in NAMES.items()))
+    nodes = start_nodes(supervisor, specs, print)
+    return Fleet(supervisor, dict(zip(NAMES, nodes, strict=True)), start_proxy(supervisor, proxy, nodes, print))

@@ -1,0 +1,72 @@
+"""Either node dies or freezes, at any moment, under sixteen streams: no client can tell, but for a pause."""
+
+import asyncio
+import enum
+from collections.abc import Iterator
+
+import pytest
+
+from deploy.local.stack import ProxySpec, logs_of
+from deploy.local.supervise import Supervisor
+from tests.e2e.conftest import async_client
+from tests.e2e.crowd import Crowd, crowd, reciters
+from tests.e2e.fate import Fate, strike
+from tests.e2e.fleet import Fleet, start_fleet
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.long,
+    pytest.mark.own_engines,
+    pytest.mark.timeout(1500),
+    pytest.mark.asyncio(loop_scope="function"),
+]
+
+IMPATIENT = {
+    "PDPROXY_HEALTH_INTERVAL": "1",
+    "PDPROXY_HEALTH_COOL_DOWN": "1",
+    "PDPROXY_HEALTH_SLOW_START": "0",
+}
+"""A frozen node is given up after three health checks, 18 s; the deadlines of the legs are as they come, far longer."""
+
+
+class Moment(enum.StrEnum):
+    """When it happens."""
+
+    OPENING = "opening"
+    """The first of the streams has begun: of the others, prefill legs are under way and decode legs open."""
+    STREAMING = "streaming"
+    """Half of the streams are well under way."""
+
+    def reached(self, now: Crowd) -> bool:
+        """Whether it is here."""
+        return now.begun() > 0 if self is Moment.OPENING else now.under_way()
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    """Three nodes and a proxy, for all tests here; logs lie in `.run/e2e-deaths`."""
+    with Supervisor(logs_of("e2e-deaths")) as supervisor:
+        yield start_fleet(supervisor, ProxySpec(more_environment=IMPATIENT))
+
+
+@pytest.fixture
+def whole(fleet: Fleet) -> Fleet:
+    """The same, with every node serving."""
+    fleet.heal()
+    return fleet
+
+
+@pytest.mark.parametrize("fate", Fate)
+@pytest.mark.parametrize("moment", Moment)
+@pytest.mark.parametrize("name", ["decode-0", "prefill"])
+async def test_no_stream_is_lost_and_no_token_is_wrong(whole: Fleet, name: str, moment: Moment, fate: Fate) -> None:
+    async with async_client(whole.nodes["prefill"].url) as alone:
+        streams = await reciters(alone, next(whole.seeds))
+    whole.forget()
+    async with crowd(whole.proxy.url, streams) as running:
+        await running.until(moment.reached)
+        begun, undisturbed = running.begun(), running.longest_stall()
+        await asyncio.to_thread(strike, whole.nodes[name].part, fate)
+    print(f"\n{name} {fate.name} {moment}: {begun} of {len(streams)} streams had begun, longest stall", end=" ")
+    print(f"{running.longest_stall():.1f} s, before that {undisturbed:.1f} s")
+    assert not running.verdict()
