@@ -18,6 +18,7 @@ from deploy.local.node import SERVED_NAME, Node, NodeSpec, Role, on_free_ports
 from deploy.local.stack import logs_of, start_nodes
 from deploy.local.supervise import Supervisor
 from tests.e2e.conftest import REQUEST_TIMEOUT_S
+from tests.e2e.honest import hand_over
 from tests.e2e.legs import Params, prefill
 from tests.e2e.saboteur import Moment, Order, Orders, sabotaged
 
@@ -83,6 +84,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     with Supervisor(logs_of("e2e-control")) as supervisor:
         specs = on_free_ports(NodeSpec("prefill", Role.PREFILL, 0, 0), decode)
         give, take = start_nodes(supervisor, specs, print)
+        hand_over(give.url, take.url, (exam(seed, 300) for seed in range(790, 795)))
         yield Scene(give, take, Orders(orders))
 
 

@@ -1,0 +1,58 @@
+"""Two ranks on each node: each reads its part, each asks for its verdict, and one bad verdict is enough."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from deploy.local.model.exam import exam
+from deploy.local.node import Node, NodeSpec, Role, on_free_ports
+from deploy.local.stack import logs_of, start_nodes
+from deploy.local.supervise import Supervisor
+from tests.e2e.legs import complete, prefill
+from tests.e2e.meters import watch
+
+pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.long]
+
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[tuple[Node, Node]]:
+    """A prefill and a decode node of two ranks each."""
+    specs = [
+        NodeSpec("prefill", Role.PREFILL, 0, 0, tensor_parallel_size=RANKS),
+        NodeSpec("decode", Role.DECODE, 0, 0, tensor_parallel_size=RANKS),
+    ]
+    with Supervisor(logs_of("tensor_parallel")) as supervisor:
+        give, take = start_nodes(supervisor, on_free_ports(*specs), print)
+        yield give, take
+
+
+def test_every_rank_verifies_its_part(nodes: tuple[Node, Node]) -> None:
+    give, take = nodes
+    verified = watch(take.url, "reads", outcome="verified")
+    ended = watch(give.url, "leases_ended", how="read")
+    for seed in (301, 302):
+        question = exam(seed, 800)
+        assert (
+            complete(take.url, question.prompt(), params=prefill(give.url, question.prompt())).text == question.answer
+        )
+    verified.reaches(2 * RANKS)
+    ended.reaches(2)
+    assert verified.grown() == 2 * RANKS
+
+
+def test_a_ticket_that_was_used_is_read_no_more_and_the_answer_is_right(nodes: tuple[Node, Node]) -> None:
+    give, take = nodes
+    question = exam(303, 800)
+    ticket = prefill(give.url, question.prompt())
+    ended = watch(give.url, "leases_ended", how="read")
+    assert complete(take.url, question.prompt(), params=ticket).text == question.answer
+    ended.reaches(1)
+    refused = watch(take.url, "reads", outcome="not_held")
+    other = question.ask(1)
+    assert complete(take.url, question.prompt(), params=ticket).text == question.answer
+    refused.reaches(RANKS)
+    assert complete(take.url, other.prompt(), params=prefill(give.url, other.prompt())).text == other.answer

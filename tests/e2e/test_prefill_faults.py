@@ -1,0 +1,186 @@
+"""The prefill node dies, freezes or goes deaf at each moment of a read: the decode node computes, soon and rightly.
+
+*Before*: between the two legs, on a decode node that has read from this prefill node already, or has not.
+*During*: the saboteur on the decode node stops all processes of the prefill node just before the transfer is posted,
+and kills them, or leaves them stopped, between the posting and the first look at its state. *After*: at the last byte,
+before the question whether the blocks were held. All deadlines are a few seconds.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from deploy.local.model.exam import Exam, exam
+from deploy.local.node import Node, NodeSpec, Role, on_free_ports, start_node
+from deploy.local.stack import await_nodes, logs_of, start_nodes
+from deploy.local.supervise import Supervisor
+from deploy.local.warden import descendants
+from tests.e2e.fate import Fate, go_on, strike
+from tests.e2e.honest import hand_over
+from tests.e2e.legs import Params, complete, prefill
+from tests.e2e.meters import Watch, watch
+from tests.e2e.saboteur import Moment, Order, Orders, sabotaged
+
+pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.timeout(900)]
+
+SOON_S = 60.0
+"""Every deadline below, each of two attempts, and a machine that is busy with other things."""
+SHORT = {"pdproxy_read_deadline": 4.0, "pdproxy_probe_timeout": 3.0, "pdproxy_verify_timeout": 3.0}
+BAD_ENDS = ("transfer_failed", "unverified", "peer_unreachable", "no_progress", "not_held")
+
+
+@dataclass
+class Scene:
+    """Two nodes that each have a saboteur; the prefill node may be struck, and is made whole again."""
+
+    supervisor: Supervisor
+    prefill: Node
+    decode: Node
+    orders: dict[Role, Orders]
+    known: Node | None = None
+    """The prefill node that the decode node has read from."""
+    seeds: Iterator[int] = field(default_factory=lambda: iter(range(1200, 1400)))
+
+    def question(self) -> Exam:
+        """One that no node has seen."""
+        return exam(next(self.seeds), 800)
+
+    def hand_over(self) -> None:
+        """An honest one is verified, and right."""
+        hand_over(self.prefill.url, self.decode.url, (self.question() for _ in range(5)))
+        self.known = self.prefill
+
+    def pids(self) -> tuple[int, ...]:
+        """All processes of the prefill node."""
+        return tuple(descendants(self.prefill.part.process.pid))
+
+    def computes(self, question: Exam, ticket: Params) -> None:
+        """The decode node answers soon and rightly, and counts a read that came to nothing."""
+        bad = [watch(self.decode.url, "reads", outcome=end) for end in BAD_ENDS]
+        began = time.monotonic()
+        assert complete(self.decode.url, question.prompt(), params=ticket).text == question.answer
+        took = time.monotonic() - began
+        at_least_one(bad)
+        print(f"computed after {took:.2f} s: {[(one.labels['outcome'], one.grown()) for one in bad if one.grown()]}")
+        assert took < SOON_S
+
+    def heal(self) -> None:
+        """Wake the prefill node, or start a new one in its place, under its old address."""
+        for orders in self.orders.values():
+            orders.give()
+        go_on(self.prefill.part)
+        if self.prefill.part.process.poll() is not None:
+            self.supervisor.stop(self.prefill.part)
+            self.prefill = start_node(self.supervisor, self.prefill.spec)
+        await_nodes(self.supervisor, [self.prefill, self.decode], print)
+
+
+def at_least_one(watches: list[Watch]) -> None:
+    """Wait until one of them has grown."""
+    limit = time.monotonic() + SOON_S
+    while not any(one.grown() for one in watches):
+        assert time.monotonic() < limit, "no read was counted as failed"
+        time.sleep(0.1)
+
+
+def spec(name: str, role: Role, folder: Path) -> NodeSpec:
+    return sabotaged(NodeSpec(name, role, 0, 0, connector_config=SHORT), folder / name)
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    """Both nodes, for all tests here; logs lie in `.run/e2e-faults`."""
+    folder = tmp_path_factory.mktemp("faults")
+    roles = {"prefill": Role.PREFILL, "decode": Role.DECODE}
+    with Supervisor(logs_of("e2e-faults")) as supervisor:
+        specs = on_free_ports(*(spec(name, role, folder) for name, role in roles.items()))
+        give, take = start_nodes(supervisor, specs, print)
+        yield Scene(supervisor, give, take, {role: Orders(folder / name) for name, role in roles.items()})
+
+
+@pytest.fixture
+def whole(scene: Scene) -> Scene:
+    """Both up, and one hand-over made."""
+    scene.heal()
+    scene.hand_over()
+    return scene
+
+
+@pytest.fixture
+def strange(scene: Scene) -> Scene:
+    """Both up, and the decode node has never heard of this prefill node."""
+    if scene.known is scene.prefill:
+        strike(scene.prefill.part, Fate.KILLED)
+    scene.heal()
+    return scene
+
+
+@pytest.mark.long
+def test_killed_before_the_read(whole: Scene) -> None:
+    question = whole.question()
+    ticket = prefill(whole.prefill.url, question.prompt())
+    strike(whole.prefill.part, Fate.KILLED)
+    whole.computes(question, ticket)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fate", Fate)
+def test_struck_before_the_first_read_from_it(strange: Scene, fate: Fate) -> None:
+    question = strange.question()
+    ticket = prefill(strange.prefill.url, question.prompt())
+    strike(strange.prefill.part, fate)
+    strange.computes(question, ticket)
+
+
+@pytest.mark.long
+def test_stopped_before_the_read(whole: Scene) -> None:
+    question = whole.question()
+    ticket = prefill(whole.prefill.url, question.prompt())
+    strike(whole.prefill.part, Fate.STOPPED)
+    whole.computes(question, ticket)
+    whole.heal()
+    whole.hand_over()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fate", [Fate.STOPPED, Fate.KILLED])
+def test_struck_during_the_read(whole: Scene, fate: Fate) -> None:
+    question = whole.question()
+    ticket = prefill(whole.prefill.url, question.prompt())
+    stopped = Order(Moment.POSTING, signal=Fate.STOPPED.value, pids=whole.pids())
+    whole.orders[Role.DECODE].give(stopped, replace(stopped, moment=Moment.POSTED, signal=fate.value))
+    whole.computes(question, ticket)
+    print(f"transfers were then {whole.orders[Role.DECODE].await_done(2)[1]['states']}")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fate", [Fate.STOPPED, Fate.KILLED])
+def test_struck_after_the_last_byte(whole: Scene, fate: Fate) -> None:
+    question = whole.question()
+    ticket = prefill(whole.prefill.url, question.prompt())
+    whole.orders[Role.DECODE].give(Order(Moment.LANDED, signal=fate.value, pids=whole.pids()))
+    whole.computes(question, ticket)
+    whole.orders[Role.DECODE].await_done(1)
+
+
+def deafen(scene: Scene) -> None:
+    """End the prefill node's side channel under a ticket; the node is of no more use afterwards."""
+    scene.orders[Role.PREFILL].give(Order(Moment.PLANNED, deaf=True))
+    question = scene.question()
+    ticket = prefill(scene.prefill.url, question.prompt())
+    scene.orders[Role.PREFILL].await_done(1)
+    scene.computes(question, ticket)
+    strike(scene.prefill.part, Fate.KILLED)
+
+
+@pytest.mark.long
+def test_the_side_channel_is_gone_before_the_first_read(strange: Scene) -> None:
+    deafen(strange)
+
+
+@pytest.mark.long
+def test_the_side_channel_is_gone_after_others(whole: Scene) -> None:
+    deafen(whole)
