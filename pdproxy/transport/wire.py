@@ -1,6 +1,7 @@
 """What goes out on a connection: where a URL leads, and the bytes of a request's head. Pure."""
 
 import dataclasses
+import functools
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -43,6 +44,7 @@ class Target:
     path: str
 
 
+@functools.lru_cache(maxsize=512)  # nearly all requests go to a few addresses
 def target_of(url: str) -> Target:
     """Take an absolute http(s) URL apart.
 
