@@ -1,9 +1,16 @@
 """Ports on the loopback address."""
 
+import random
 import socket
 from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
 
 HOST = "127.0.0.1"
+LOWEST = 10000
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+USUAL_BEGIN = 32768
+FEWEST = 2000
 
 
 class PortTakenError(Exception):
@@ -23,9 +30,36 @@ def bind(port: int) -> socket.socket:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return `count` different ports that were free a moment ago (all were held at once)."""
+    """Return `count` different ports that were free a moment ago (all were held at once).
+
+    None that the system itself gives away: an engine needs a minute until it binds its port, and by then any outgoing
+    connection might have it. Raises PortTakenError where there are not so many.
+    """
+    candidates = list(range(LOWEST, end_of_ours()))
+    random.SystemRandom().shuffle(candidates)
     with ExitStack() as held:
-        return [held.enter_context(bind(0)).getsockname()[1] for _ in range(count)]
+        ports = islice((port for port in candidates if _hold(held, port)), count)
+        found = list(ports)
+    if len(found) < count:
+        raise PortTakenError(f"there are no {count} free ports from {LOWEST} on")
+    return found
+
+
+def end_of_ours() -> int:
+    """Where the ports begin that the system picks from for sockets that ask for none; a few are ours in any case."""
+    try:
+        begin = int(EPHEMERAL.read_text(encoding="ascii").split()[0])
+    except FileNotFoundError:
+        begin = USUAL_BEGIN
+    return max(begin, LOWEST + FEWEST)
+
+
+def _hold(held: ExitStack, port: int) -> bool:
+    try:
+        held.enter_context(bind(port))
+    except OSError:
+        return False
+    return True
 
 
 def require_free(port: int, purpose: str, consequence: str) -> None:

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from deploy.local.ports import HOST, PortTakenError, bind, free_ports, require_free
+from deploy.local.ports import HOST, LOWEST, PortTakenError, bind, end_of_ours, free_ports, require_free
 
 
 def test_free_ports_are_different_and_free() -> None:
@@ -12,6 +12,11 @@ def test_free_ports_are_different_and_free() -> None:
     assert len(set(ports)) == 20
     for port in ports:
         require_free(port, "test", "never mind")
+
+
+def test_free_ports_are_none_that_an_outgoing_connection_might_get() -> None:
+    assert LOWEST < end_of_ours() <= 65535
+    assert all(LOWEST <= port < end_of_ours() for port in free_ports(20))
 
 
 def test_a_taken_port_is_named_with_its_purpose_and_what_follows() -> None:
