@@ -17,7 +17,7 @@ from deploy.local.supervise import Supervisor
 
 REQUEST_TIMEOUT_S = 120.0
 PAIR = frozenset({"pair", "proxy", "client", "sync_client", "doomed"})
-SLOW = ("--max-num-seqs", "2")
+SLOW = ("--max-num-seqs", "4")
 """So that a node is never done before it is broken."""
 REFERENCE = frozenset({"reference", "reference_client"})
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, cast
 
 import httpx
@@ -40,7 +41,7 @@ class Told:
 
 @dataclass
 class Stream:
-    """One client's stream so far; `at` says when each of its pieces came, in monotonic seconds."""
+    """One client's stream so far; `asked` and `at` say when it began and when each piece came, in monotonic seconds."""
 
     way: Way
     question: Exam
@@ -48,6 +49,7 @@ class Stream:
     text: str = ""
     finish: str = ""
     failure: str = ""
+    asked: float = 0.0
     at: list[float] = field(default_factory=list)
 
     @property
@@ -57,8 +59,8 @@ class Stream:
 
     @property
     def longest_stall(self) -> float:
-        """Seconds between two pieces, at most."""
-        return max((after - before for before, after in zip(self.at, self.at[1:], strict=False)), default=0.0)
+        """Seconds between two pieces, or until the first one, at most."""
+        return max((after - before for before, after in pairwise((self.asked, *self.at))), default=0.0)
 
     def __str__(self) -> str:
         got = f"{self.way}: {self.failure or self.finish} after {len(self.at)} pieces: {self.text!r}"
@@ -77,18 +79,17 @@ class Crowd:
         return sum(len(stream.at) >= pieces for stream in self.streams)
 
     def under_way(self) -> bool:
-        """Half of the streams are under way, and far from their end; others may just be opening."""
-        return 2 * self.begun(4) >= len(self.streams)
+        """More than half of the streams have begun, so that each of two nodes has some in the middle."""
+        return 2 * self.begun(4) > len(self.streams)
 
     def heard(self, stream: Stream, line: str) -> None:
         """A line of a stream's body came."""
-        if not line.startswith("{", len(DATA)):
+        if not line.startswith(DATA + "{"):
             return
-        event = json.loads(line[len(DATA) :])
-        if "error" in event or not line.startswith(DATA):
+        event = json.loads(line.removeprefix(DATA))
+        if "error" in event:
             self.failed(stream, line)
-            return
-        for choice in event["choices"]:
+        for choice in event.get("choices", []):
             stream.at.append(time.monotonic())
             stream.text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
             stream.finish = choice["finish_reason"] or stream.finish
@@ -114,7 +115,7 @@ class Crowd:
         return "\n".join(str(stream) for stream in self.streams if not stream.right)
 
     def longest_stall(self) -> float:
-        """Seconds between two pieces of one stream, at most."""
+        """Of any stream, in seconds."""
         return max(stream.longest_stall for stream in self.streams)
 
 
@@ -174,7 +175,10 @@ async def _follow(url: str, all_of_them: Crowd, stream: Stream) -> None:
     try:
         async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S) as client:
             path, body = _asked(stream)
+            stream.asked = time.monotonic()
             async with client.stream("POST", url + path, json=body) as answer:
+                if answer.is_error:
+                    all_of_them.failed(stream, (await answer.aread()).decode(errors="replace"))
                 async for line in answer.aiter_lines():
                     all_of_them.heard(stream, line)
     except httpx.HTTPError as failure:

@@ -15,6 +15,8 @@ from tests.e2e.fate import go_on
 FORGET_WITHIN_S = 60.0
 DEVELOPING = {"VLLM_SERVER_DEV_MODE": "1"}
 """Lets a node drop its prefix cache when told to."""
+SLOW = ("--max-num-seqs", "4")
+"""For decode nodes, so that none is done with its streams before it is broken."""
 NAMES = {"prefill": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE}
 
 
@@ -60,6 +62,11 @@ class Fleet:
 
 def start_fleet(supervisor: Supervisor, proxy: ProxySpec) -> Fleet:
     """Start everything, and wait until the proxy serves with every node. Raises what `start_nodes` raises."""
-    specs = on_free_ports(*(NodeSpec(name, role, 0, 0, more_environment=DEVELOPING) for name, role in NAMES.items()))
+    specs = on_free_ports(*(_spec(name, role) for name, role in NAMES.items()))
     nodes = start_nodes(supervisor, specs, print)
     return Fleet(supervisor, dict(zip(NAMES, nodes, strict=True)), start_proxy(supervisor, proxy, nodes, print))
+
+
+def _spec(name: str, role: Role) -> NodeSpec:
+    slow = SLOW if role is Role.DECODE else ()
+    return NodeSpec(name, role, 0, 0, more_arguments=slow, more_environment=DEVELOPING)

@@ -14,7 +14,7 @@ from tests.e2e.crowd import Crowd, crowd, reciters
 from tests.e2e.fate import Fate, strike
 from tests.e2e.meters import read
 
-pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="function")]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.asyncio(loop_scope="function")]
 
 
 @pytest.fixture

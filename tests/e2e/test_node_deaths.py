@@ -35,7 +35,7 @@ class Moment(enum.StrEnum):
     OPENING = "opening"
     """The first of the streams has begun: of the others, prefill legs are under way and decode legs open."""
     STREAMING = "streaming"
-    """Half of the streams are well under way."""
+    """More than half of the streams have begun: both decode nodes are in the middle of some."""
 
     def reached(self, now: Crowd) -> bool:
         """Whether it is here."""
