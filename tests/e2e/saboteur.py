@@ -90,6 +90,10 @@ class Orders:
             time.sleep(0.05)
         return lines
 
+    def done(self, count: int) -> bool:
+        """For the test: whether so many orders were carried out; the answer that just came was after that."""
+        return len(self._lines(self._done)) >= count
+
     def take(self, moment: Moment) -> Order | None:
         """For the node: the next order, if its moment is this one."""
         orders = [Order(**line) for line in self._lines(self._path)]

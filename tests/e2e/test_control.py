@@ -25,12 +25,21 @@ from tests.e2e.saboteur import Moment, Order, Orders, sabotaged
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines]
 
 BLOCK = 256
-SIZES = (200, 800, 2000)
+IN_CI_AND_LONG = (800, *(pytest.param(size, marks=pytest.mark.long) for size in (200, 2000)))
+"""Prompt lengths; the engines of a machine with two cores are slow, and CI has an end."""
 SHOWN = 20
 TOLERANCE = 0.3
 """In nats. Good hand-overs were seen at 0.06 and less, lost states at 0.5 and more."""
 STATES = 3
 TRIES = 2
+ATTEMPTS = 4
+BLOCKS = (
+    (800, 1),
+    *(
+        pytest.param(*at, marks=pytest.mark.long)
+        for at in [(200, 0), (800, 0), (800, 3), (2000, 0), (2000, 4), (2000, 7)]
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -68,12 +77,16 @@ class Scene:
         return ask(self.prefill, question)
 
     def handed(self, question: Exam, *orders: Order) -> Said:
-        """What two nodes say, with the saboteur at work; every order is carried out."""
-        ticket = prefill(self.prefill.url, question.prompt())
+        """What two nodes say, with the saboteur at work; every order is carried out.
+
+        Orders stand until a read is verified: on a very busy machine a deadline may pass, and the decode node computes.
+        """
         self.orders.give(*orders)
-        got = ask(self.decode, question, ticket)
-        self.orders.await_done(len(orders))
-        return got
+        for _ in range(ATTEMPTS):
+            got = ask(self.decode, question, prefill(self.prefill.url, question.prompt()))
+            if self.orders.done(len(orders)):
+                return got
+        raise AssertionError("no read was verified")
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +123,7 @@ def asking_in_block(seed: int, size: int, block: int) -> Exam:
     return replace(paper, asked=(Question(ASK, random.Random(seed).choice(within)),))
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", IN_CI_AND_LONG)
 def test_an_undisturbed_hand_over_passes(scene: Scene, size: int) -> None:
     for seed in range(810, 810 + TRIES):
         question = exam(seed, size)
@@ -119,7 +132,7 @@ def test_an_undisturbed_hand_over_passes(scene: Scene, size: int) -> None:
         assert same(handed, alone)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", IN_CI_AND_LONG)
 @pytest.mark.parametrize("state", range(STATES))
 def test_a_lost_state_is_noticed(scene: Scene, state: int, size: int) -> None:
     group, noticed = state_groups(scene)[state], 0
@@ -130,7 +143,7 @@ def test_a_lost_state_is_noticed(scene: Scene, state: int, size: int) -> None:
     assert noticed
 
 
-@pytest.mark.parametrize(("size", "block"), [(200, 0), (800, 0), (800, 1), (800, 3), (2000, 0), (2000, 4), (2000, 7)])
+@pytest.mark.parametrize(("size", "block"), BLOCKS)
 def test_a_lost_attention_block_is_noticed(scene: Scene, size: int, block: int) -> None:
     attention = next(group for group in range(STATES + 1) if group not in state_groups(scene))
     question = asking_in_block(900 + size + block, size, block)

@@ -29,7 +29,7 @@ from tests.e2e.honest import hand_over
 from tests.e2e.legs import Params, complete, prefill, release
 from tests.e2e.meters import PATIENCE_S, watch
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 AT_ONCE = 8
 RANDOM_ONES = 60
