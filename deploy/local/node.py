@@ -13,14 +13,15 @@ from deploy.local.supervise import Part, Supervisor, inherited
 
 SERVER = "vllm.entrypoints.openai.api_server"
 SERVED_NAME = "tiny-hybrid"
-
+WORKER = "connector.cpu_worker.SeededCPUWorker"
+"""A request with a seed ends vLLM 0.32 on a CPU without it."""
 
 ENOUGH_BLOCKS = 2048
 """128 MiB of the tiny model's cache. Memory that is never used still costs time: a node touches all of it to start."""
 
 
 class Role(Enum):
-    """What a node does; the value is vLLM's name for it. A `PLAIN` node is stock vLLM, with no connector."""
+    """What a node does; the value is vLLM's name for it. A `PLAIN` node has no connector."""
 
     PREFILL = "kv_producer"
     DECODE = "kv_consumer"
@@ -78,7 +79,7 @@ def command(spec: NodeSpec) -> list[str]:
     line = [sys.executable, "-m", SERVER, "--model", str(spec.model), "--served-model-name", spec.served_name]
     line += ["--host", HOST, "--port", str(spec.port), "--max-model-len", str(spec.max_model_len)]
     line += ["--dtype", "bfloat16", "--enforce-eager", "--enable-prefix-caching", "--mamba-cache-mode", "align"]
-    line += ["--enable-prompt-tokens-details"]
+    line += ["--enable-prompt-tokens-details", "--worker-cls", WORKER]
     if spec.tensor_parallel_size > 1:
         line += ["--tensor-parallel-size", str(spec.tensor_parallel_size)]
     if spec.gpu_blocks is not None:

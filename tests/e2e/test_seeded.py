@@ -1,0 +1,37 @@
+"""One client's seed must not end a node, nor give other tokens when the prompt was cached.
+
+What was wrong: on a CPU, a seeded request whose prompt is computed in chunks ended vLLM's engine.
+"""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from deploy.local.model.exam import exam
+from deploy.local.node import SERVED_NAME
+from tests.e2e.conftest import Pair
+
+pytestmark = pytest.mark.e2e
+
+LONGER_THAN_A_BLOCK = exam(seed=4711, tokens=1700)
+
+
+async def sampled(url: str, seed: int) -> tuple[str, int]:
+    """Text, and how many prompt tokens were cached; so hot that every seed has its own text."""
+    body: dict[str, Any] = {"model": SERVED_NAME, "prompt": LONGER_THAN_A_BLOCK.prompt(), "max_tokens": 24}
+    body |= {"seed": seed, "temperature": 2.0, "ignore_eos": True}
+    async with httpx.AsyncClient(trust_env=False, timeout=120) as client:
+        answer = await client.post(f"{url}/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    whole = answer.json()
+    return whole["choices"][0]["text"], (whole["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0)
+
+
+async def test_a_seed_means_the_same_with_and_without_a_cached_prompt(pair: Pair) -> None:
+    """vLLM keeps the state of a shared prefix from its second use on, so the third is served from the cache."""
+    told = [await sampled(pair.decode.url, 3) for _ in range(3)]
+    assert [bool(cached) for _, cached in told] == [False, False, True]
+    assert len({text for text, _ in told}) == 1
+    other, _ = await sampled(pair.decode.url, 4)
+    assert other != told[0][0]
