@@ -1,9 +1,9 @@
 """The connector's settings, read once from `kv_connector_extra_config` and the environment.
 
 Keys of ours: `pdproxy_key_file`, `pdproxy_allowed_hosts`, `pdproxy_read_deadline`, `pdproxy_probe_timeout`,
-`pdproxy_verify_timeout`, `pdproxy_read_retries`; of vLLM's: `kv_lease_duration`. Ticket keys never come out of
-the extra config itself, which vLLM logs: only out of a file (one key a line, `#` starts a comment) or out of
-`PDPROXY_TICKET_KEYS` (separated by commas). The first key signs, all verify.
+`pdproxy_verify_timeout`, `pdproxy_read_retries`, `pdproxy_progress_delay`; of vLLM's: `kv_lease_duration`. Ticket keys
+never come out of the extra config itself, which vLLM logs: only out of a file (one key a line, `#` starts a comment)
+or out of `PDPROXY_TICKET_KEYS` (separated by commas). The first key signs, all verify.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,7 +39,10 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig:
-    """Seconds throughout. `allowed_hosts` empty: any prefill address. `keys` empty: tickets are not signed."""
+    """Seconds throughout. `allowed_hosts` empty: any prefill address. `keys` empty: tickets are not signed.
+
+    `progress_delay`: of NIXL's progress thread; 0 lets it spin, None as suits the node.
+    """
 
     role: Role
     keys: tuple[bytes, ...] = field(default=(), repr=False)
@@ -48,6 +51,7 @@ class ConnectorConfig:
     probe_timeout: float = 5.0
     verify_timeout: float = 5.0
     read_retries: int = 1
+    progress_delay: float | None = None
     lease_duration: float = 30.0
 
     @classmethod
@@ -76,6 +80,7 @@ class ConnectorConfig:
             probe_timeout=_seconds(extra, "pdproxy_probe_timeout", 5.0),
             verify_timeout=_seconds(extra, "pdproxy_verify_timeout", 5.0),
             read_retries=_whole(extra, "pdproxy_read_retries", 1, range(11)),
+            progress_delay=_delay(extra.get("pdproxy_progress_delay")),
             lease_duration=_seconds(extra, "kv_lease_duration", 30.0),
         )
 
@@ -92,6 +97,7 @@ def from_vllm(kv_transfer_config: Any, environ: Mapping[str, str]) -> ConnectorC
         "pdproxy_probe_timeout",
         "pdproxy_verify_timeout",
         "pdproxy_read_retries",
+        "pdproxy_progress_delay",
     )
     extra = {name: value for name in names if (value := ask(name, None)) is not None}
     return ConnectorConfig.from_extra(
@@ -110,6 +116,14 @@ def _seconds(extra: Mapping[str, Any], name: str, default: float) -> float:
     value = extra.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LONGEST_WAIT:
         raise ConfigError(f"{name} is {value!r}: use a number of seconds over 0 and up to {LONGEST_WAIT:.0f}.")
+    return float(value)
+
+
+def _delay(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ConfigError(f"pdproxy_progress_delay is {value!r}: use 0 (spin) or a number of seconds up to 1.")
     return float(value)
 
 

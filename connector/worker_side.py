@@ -3,7 +3,8 @@
 What is overridden, and why:
     start_load_kv          puts each read's nonce behind the request id that vLLM's notice carries; leases, releases
     _read_blocks_for_req   a ticket that vLLM's own code cannot pair fails its request, not the engine
-    __init__               gives the worker its CPU cores back, which vLLM's pins to one (see `cores`)
+    __init__               gives the worker its CPU cores back, which vLLM's pins to one (see `cores`), and on a CPU
+                           lets NIXL's progress thread sleep (see `progress`)
     _nixl_handshake        pings the peer first, so that a dead one does not cost vLLM's fixed five seconds
     _get_new_notifs        junk and forged notices end nothing
     get_transfer_results   a read that has landed waits for its verdict; one that hangs is given up
@@ -26,6 +27,7 @@ from connector.metadata import ConnectorMetadata, ReadEnd, ReadOrder, ReadOutcom
 from connector.notices import Done, Heartbeat, parse, tagged
 from connector.open_batches import Address
 from connector.producer import ReadsSeen
+from connector.progress import PatientAgent
 from connector.question import Question
 from connector.read_sizes import group_sizes, read_size
 from connector.side_channel import ping
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.pdproxy.worker")
 
+CPU_PROGRESS_DELAY = 0.1
+
 UNPAIRABLE = (AssertionError, IndexError, KeyError, NotImplementedError, TypeError, ValueError)
 """What vLLM raises when a ticket's blocks do not fit what this node allocated, or the peer's layout."""
 
@@ -56,6 +60,7 @@ class WorkerSide(NixlPullConnectorWorker):
         self._addresses: dict[str, Address] = {}
         with own_cores():
             super().__init__(vllm_config, engine_id, kv_cache_config)
+            self._let_progress_sleep(config.progress_delay)
         self.xfer_stats = ConnectorStats()
         self._config = config
         self._accounts = Accounts()
@@ -66,6 +71,16 @@ class WorkerSide(NixlPullConnectorWorker):
         self._stalled: dict[str, list[int]] = {}
         self._stalled_engines: dict[str, str] = {}
         self._report = WorkerReport()
+
+    def _let_progress_sleep(self, delay: float | None) -> None:
+        """Replace the agent, before anything is registered with it, where its thread must not spin.
+
+        Transports of a GPU cannot all wake a sleeping thread, so a node with one sleeps only when it is told to.
+        """
+        seconds = (CPU_PROGRESS_DELAY if self.device_type == "cpu" else 0.0) if delay is None else delay
+        if seconds and self.nixl_backends == ["UCX"]:
+            threads = self.kv_transfer_config.get_from_extra_config("num_threads", 4)
+            self.nixl_wrapper = PatientAgent(threads, seconds)
 
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
         """Begin the reads, leases and releases of this step."""

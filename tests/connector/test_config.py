@@ -62,6 +62,8 @@ def test_a_prefill_node_need_not_recompute() -> None:
         ({"pdproxy_probe_timeout": -1}, "pdproxy_probe_timeout"),
         ({"pdproxy_verify_timeout": True}, "pdproxy_verify_timeout"),
         ({"pdproxy_read_retries": 99}, "pdproxy_read_retries"),
+        ({"pdproxy_progress_delay": -0.1}, "pdproxy_progress_delay"),
+        ({"pdproxy_progress_delay": True}, "pdproxy_progress_delay"),
         ({"kv_lease_duration": 1e9}, "kv_lease_duration"),
     ],
 )
