@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TypeVar
 
+from pdproxy.drive.pieces import Pieces
 from pdproxy.drive.relay import Relay
 from pdproxy.drive.verdict import Answered
 from pdproxy.drive.whole import Whole
@@ -48,7 +49,7 @@ class _Piece:
     refused: ClientError | Answered | None = None
 
 
-class Fan:
+class Fan(Pieces):
     """The streams of several prompts as one `ReplyStream`. Whoever makes one must `aclose` it, on every exit.
 
     Args:
@@ -59,6 +60,7 @@ class Fan:
     """
 
     def __init__(self, relays: Sequence[Relay], choices: int, width: int, ended: Callable[[Outcome], None]) -> None:
+        super().__init__()
         self._relays = relays
         self._merge = StreamMerge(choices)
         self._gate = asyncio.Semaphore(width)
@@ -66,7 +68,6 @@ class Fan:
         self._queue: asyncio.Queue[_Piece] = asyncio.Queue(width)
         self._tasks: list[asyncio.Task[None]] = []
         self._running = len(relays)
-        self._ready = b""
         self._opened = False
         self.outcome: Outcome | None = None
         """How it ended; None while it goes on."""
@@ -84,18 +85,6 @@ class Fan:
             self._ready = self._take(await self._queue.get())
         self._opened = True
 
-    def __aiter__(self) -> "Fan":
-        return self
-
-    async def __anext__(self) -> bytes:
-        try:
-            await self._fill()
-        except BaseException:
-            await self.aclose()
-            raise
-        ready, self._ready = self._ready, b""
-        return ready
-
     async def aclose(self) -> None:
         """End every stream. Idempotent."""
         if self._ready or self.outcome is None:
@@ -106,14 +95,13 @@ class Fan:
             if self._opened:
                 self._ended(self.outcome)
 
-    async def _fill(self) -> None:
-        while not self._ready:
-            if self.outcome is not None:
-                raise StopAsyncIteration
-            try:
-                self._ready = self._take(await self._queue.get())
-            except (ClientError, Answered) as error:
-                self._ready = self._broken(error)
+    async def _advance(self) -> bytes:
+        if self.outcome is not None:
+            raise StopAsyncIteration
+        try:
+            return self._take(await self._queue.get())
+        except (ClientError, Answered) as error:
+            return self._broken(error)
 
     def _broken(self, error: ClientError | Answered) -> bytes:
         self.outcome = Outcome.FAILED

@@ -8,6 +8,7 @@ from pdproxy.drive.job import Job
 from pdproxy.drive.listener import Listener
 from pdproxy.drive.means import Means
 from pdproxy.drive.passage import Ask, Passage
+from pdproxy.drive.pieces import Pieces
 from pdproxy.drive.tail import Tail
 from pdproxy.drive.verdict import Answered, broken, from_client, node_event
 from pdproxy.drive.why import Why
@@ -25,7 +26,7 @@ ALIVE_SECONDS = 0.5
 """How often a stream's progress is told to active health."""
 
 
-class Relay:
+class Relay(Pieces):
     """The stream of one prompt; a `ReplyStream` once it is `open`. Whoever makes one must `aclose` it, on every exit.
 
     Args:
@@ -36,6 +37,7 @@ class Relay:
     """
 
     def __init__(self, means: Means, passage: Passage, job: Job, ended: Callable[[Outcome], None]) -> None:
+        super().__init__()
         self._means = means
         self._passage = passage
         self._job = job
@@ -45,7 +47,6 @@ class Relay:
         self._leaving = asyncio.Event()
         self._given_up = False
         self._moves = means.terms.migrations
-        self._ready = b""
         self._done = False
         self._told_at = 0.0
         self.outcome: Outcome | None = None
@@ -63,24 +64,6 @@ class Relay:
         self._ready = await self._passage.open(self._ask(self._job.body), self._listen)
         self._passage.holdings.place.when_given_up(self._give_up)
         self.outcome = Outcome.CLIENT_GONE
-
-    def __aiter__(self) -> "Relay":
-        return self
-
-    async def __anext__(self) -> bytes:
-        try:
-            await self._fill()
-        except BaseException:
-            await self.aclose()
-            raise
-        ready, self._ready = self._ready, b""
-        return ready
-
-    async def _fill(self) -> None:
-        while not self._ready:
-            if self._done:
-                raise StopAsyncIteration
-            self._ready = await self._advance()
 
     async def aclose(self) -> None:
         """End the legs, release what they hold. Idempotent."""
@@ -119,6 +102,8 @@ class Relay:
             return gone
 
     async def _advance(self) -> bytes:
+        if self._done:
+            raise StopAsyncIteration
         listener = self._listener
         if listener is None or listener.over:
             self._finish(Outcome.OK)
