@@ -8,16 +8,17 @@ import pytest
 import uvloop
 
 from pdproxy.transport.http import HttpTransport
-from tests.transport import test_http
-from tests.transport.test_http import HandClock
+from tests.transport import test_http_answers, test_http_faults, test_http_keeping, test_http_leaving, test_http_size
+from tests.transport.asking import HandClock
 
 Case = Callable[..., Awaitable[None]]
 GIVEN = frozenset({"transport", "clock"})
+FILES = (test_http_answers, test_http_faults, test_http_keeping, test_http_leaving, test_http_size)
 
 
 def plain_cases() -> dict[str, Case]:
     """The cases that are not parametrized."""
-    found = inspect.getmembers(test_http, inspect.iscoroutinefunction)
+    found = (pair for file in FILES for pair in inspect.getmembers(file, inspect.iscoroutinefunction))
     return {
         name: case
         for name, case in found
@@ -44,4 +45,4 @@ def test_holds_on_uvloop(name: str) -> None:
 
 
 def test_there_are_cases() -> None:
-    assert len(plain_cases()) > 20
+    assert len(plain_cases()) > 25

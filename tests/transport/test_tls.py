@@ -8,8 +8,8 @@ import pytest
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.transport.http import HttpTransport
 from pdproxy.transport.port import Outgoing, Patience
+from tests.transport.asking import PATIENT, HandClock, ask, post
 from tests.transport.peer import GENEROUS, Visit, always, peer
-from tests.transport.test_http import PATIENT, HandClock, ask, post
 
 HERE = Path(__file__).parent / "tls"
 

@@ -1,0 +1,107 @@
+"""What goes wrong with a peer, and the fault that it is called."""
+
+import asyncio
+
+import pytest
+
+from pdproxy.errors import Fault, NodeFault
+from pdproxy.transport.http import HttpTransport
+from pdproxy.transport.port import Outgoing, Patience
+from tests.transport.asking import CHUNKED, PATIENT, collect, fault_of, post
+from tests.transport.peer import GENEROUS, Visit, always, answer, hanging_up_after, peer, saying
+
+
+async def test_nobody_listening_is_refused(transport: HttpTransport) -> None:
+    async with peer(always(b"")) as there:
+        pass
+    assert await fault_of(transport, post(there)) is Fault.REFUSED
+
+
+@pytest.mark.parametrize("host", ["a..b", ".", "x" * 64 + ".invalid"])
+async def test_a_name_that_leads_nowhere_is_refused(transport: HttpTransport, host: str) -> None:
+    assert await fault_of(transport, Outgoing("GET", f"http://{host}:1/")) is Fault.REFUSED
+
+
+async def test_a_peer_that_hangs_up_without_a_word_is_a_reset(transport: HttpTransport) -> None:
+    async with peer(hanging_up_after()) as there:
+        assert await fault_of(transport, post(there)) is Fault.RESET
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [answer(b"0123456789")[:-1], CHUNKED + b"5\r\nhello\r\n", CHUNKED + b"5\r\nhel"],
+    ids=["length", "end", "in"],
+)
+async def test_a_body_that_ends_before_its_end_is_a_reset(transport: HttpTransport, sent: bytes) -> None:
+    async with peer(hanging_up_after(sent)) as there:
+        incoming = await transport.send(post(there), PATIENT)
+        heard: list[bytes] = []
+        with pytest.raises(NodeFault) as caught:
+            await collect(incoming, heard)
+        await incoming.aclose()
+    assert caught.value.fault is Fault.RESET
+    assert b"".join(heard) in (b"012345678", b"hello", b"hel")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"220 smtp.example ESMTP\r\n",
+        b"HTTP/1.1 abc OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nbad header\r\n\r\n",
+        b"HTTP/1.1 101 Switching\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX: " + b"x" * 300_000,
+        b"HTTP/1.1 102 Processing\r\n\r\n" * 10_000,
+        CHUNKED + b"nonsense\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    ],
+)
+async def test_what_is_not_http_is_a_reset(transport: HttpTransport, sent: bytes) -> None:
+    async with peer(saying(sent)) as there:
+        assert await fault_of(transport, post(there)) is Fault.RESET
+        await there.all_gone()
+
+
+async def test_a_peer_that_never_answers_times_out(transport: HttpTransport) -> None:
+    async with peer(saying()) as there:
+        patience = Patience(GENEROUS, headers=0.05, stall=GENEROUS)
+        assert await fault_of(transport, post(there), patience) is Fault.HEADERS_TIMEOUT
+        await there.all_gone()
+
+
+async def test_a_head_that_drips_times_out(transport: HttpTransport) -> None:
+    async def script(visit: Visit) -> None:
+        await visit.request()
+        await visit.say(b"HTTP/1.1 200 OK\r\nX: ")
+        while True:
+            await visit.say(b"x")
+            await asyncio.sleep(0.01)
+
+    async with peer(script) as there:
+        patience = Patience(GENEROUS, headers=0.2, stall=GENEROUS)
+        assert await fault_of(transport, post(there), patience) is Fault.HEADERS_TIMEOUT
+        await there.all_gone()
+
+
+async def test_a_body_that_stops_is_a_stall(transport: HttpTransport) -> None:
+    async with peer(saying(CHUNKED + b"5\r\nhello\r\n")) as there:
+        incoming = await transport.send(post(there), Patience(GENEROUS, GENEROUS, stall=0.05))
+        pieces = incoming.chunks()
+        assert await anext(pieces) == b"hello"
+        with pytest.raises(NodeFault) as caught:
+            await anext(pieces)
+        await incoming.aclose()
+        await there.all_gone()
+    assert caught.value.fault is Fault.STALL
+
+
+async def test_the_first_piece_has_a_patience_of_its_own(transport: HttpTransport) -> None:
+    async with peer(saying(CHUNKED)) as there:
+        incoming = await transport.send(post(there), Patience(GENEROUS, GENEROUS, stall=GENEROUS, first=0.05))
+        with pytest.raises(NodeFault, match=r"0\.05 s") as caught:
+            await anext(incoming.chunks())
+        await incoming.aclose()
+        await there.all_gone()
+    assert caught.value.fault is Fault.STALL

@@ -1,0 +1,117 @@
+"""Cancelled or closed at any moment: nothing is left behind, and nobody else is disturbed."""
+
+import asyncio
+import contextlib
+
+import pytest
+from opentelemetry import trace
+
+from pdproxy.errors import Fault, NodeFault
+from pdproxy.transport.http import HttpTransport
+from pdproxy.transport.traced import TracedTransport
+from tests.transport.asking import CHUNKED, PATIENT, ask, post
+from tests.transport.peer import Visit, always, peer, saying
+
+
+async def test_a_cancelled_send_leaves_nothing(transport: HttpTransport) -> None:
+    asked = asyncio.Event()
+
+    async def script(visit: Visit) -> None:
+        await visit.request()
+        asked.set()
+        await visit.until_gone()
+
+    async with peer(script) as there:
+        task = asyncio.create_task(transport.send(post(there), PATIENT))
+        await asked.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await there.all_gone()
+        assert transport.connections == 0
+
+
+async def test_a_send_cancelled_at_any_turn_of_the_loop_leaves_nothing(transport: HttpTransport) -> None:
+    async with peer(always(b"yes", b"Connection: close")) as there:
+        for turns in range(12):
+            task = asyncio.create_task(ask(transport, post(there)))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        await there.all_gone()
+    await transport.aclose()
+    assert transport.connections == 0
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["bare", "traced"])
+async def test_a_cancelled_read_loses_nothing(transport: HttpTransport, traced: bool) -> None:
+    go_on = asyncio.Event()
+
+    async def script(visit: Visit) -> None:
+        await visit.request()
+        await visit.say(CHUNKED)
+        await go_on.wait()
+        await visit.say(b"5\r\nhello\r\n0\r\n\r\n")
+        await visit.until_gone()
+
+    async with peer(script) as there:
+        with trace.use_span(trace.NonRecordingSpan(trace.SpanContext(1, 1, is_remote=False))):
+            through = TracedTransport(transport, trace.NoOpTracer()) if traced else transport
+            incoming = await through.send(post(there), PATIENT)
+        pieces = incoming.chunks()
+        reading = asyncio.ensure_future(anext(pieces, b"over"))
+        await asyncio.sleep(0)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        go_on.set()
+        assert await anext(pieces, b"over") == b"hello"
+        assert await anext(pieces, b"over") == b"over"
+        await incoming.aclose()
+
+
+async def test_closing_before_the_end_cuts_the_connection(transport: HttpTransport) -> None:
+    async with peer(saying(CHUNKED, b"5\r\nhello\r\n")) as there:
+        incoming = await transport.send(post(there), PATIENT)
+        assert await anext(incoming.chunks()) == b"hello"
+        await incoming.aclose()
+        await incoming.aclose()
+        await there.all_gone()
+        with pytest.raises(StopAsyncIteration):
+            await anext(incoming.chunks())
+
+
+async def test_closing_under_a_reader_wakes_it(transport: HttpTransport) -> None:
+    async with peer(saying(CHUNKED)) as there:
+        incoming = await transport.send(post(there), PATIENT)
+        reading = asyncio.create_task(incoming.read(10))
+        await asyncio.sleep(0)
+        await incoming.aclose()
+        with pytest.raises(NodeFault) as caught:
+            await reading
+    assert caught.value.fault is Fault.RESET
+
+
+async def test_a_closed_incoming_does_not_touch_who_has_its_connection_now(transport: HttpTransport) -> None:
+    async with peer(always(b"yes")) as there:
+        first = await transport.send(post(there), PATIENT)
+        await first.read(3)
+        await first.aclose()
+        second = await transport.send(post(there), PATIENT)
+        await first.aclose()
+        assert await first.read(3) == b""
+        assert await second.read(3) == b"yes"
+        await second.aclose()
+        assert len(there.visits) == 1
+
+
+async def test_closing_the_transport_ends_what_is_under_way(transport: HttpTransport) -> None:
+    async with peer(saying(CHUNKED)) as there:
+        incoming = await transport.send(post(there), PATIENT)
+        await transport.aclose()
+        with pytest.raises(NodeFault):
+            await incoming.read(1)
+        await incoming.aclose()
+        await there.all_gone()
