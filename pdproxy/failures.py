@@ -72,7 +72,7 @@ class Chances:
     Attributes:
         policy: the operator's.
         retries: tries that are left for this leg.
-        ticket_works: a ticket is at hand that is younger than its lease (it may still be refused: then it is computed).
+        ticket_works: a ticket is at hand, younger than `ticket_life` (it may still be refused: then it is computed).
         migrations: moves that are left to this stream.
         continuable: what was produced can be continued exactly.
     """
@@ -210,7 +210,7 @@ Made by `python -m pdproxy.failures` from `pdproxy/failures.py`; a test compares
 The first step that is still possible is taken:
 - *another prefill node*: unless the policy is `local`, while `retries` are left; where there is no other, the next.
 - *compute on the decode node*: unless the policy is `fail`.
-- *same ticket*: while `retries` are left and the ticket is younger than the lease. No prefill runs again.
+- *same ticket*: while `retries` are left and the ticket is younger than `ticket_life`. No prefill runs again.
 - *after a new prefill*: while `retries` are left.
 - *migrate*: while `migrations` are left and the stream can be continued exactly.
 - A node that could not be reached at all uses no retry up: where `retries` is not 0, every node is tried.

@@ -34,7 +34,7 @@ from pdproxy.observe.metrics import Metrics
 from pdproxy.observe.tracing import TracedApp, Tracing, tracing_of
 from pdproxy.orchestrate import Orchestrator
 from pdproxy.planning.plan import Without
-from pdproxy.settings import Migrate, NodeEntry, OnPrefillFailure, Settings
+from pdproxy.settings import NodeEntry, OnPrefillFailure, Settings
 from pdproxy.transport.http import HttpTransport
 from pdproxy.transport.port import Transport
 from pdproxy.transport.traced import TracedTransport
@@ -134,7 +134,7 @@ def _health_rules(settings: Settings) -> HealthRules:
 def terms_of(settings: Settings) -> Terms:
     """The part of the settings that the drive goes by."""
     deadlines, policy = settings.deadlines, settings.policy
-    terms = Terms(
+    return Terms(
         connect=deadlines.connect,
         prefill_headers=deadlines.prefill_headers,
         decode_headers=deadlines.decode_headers,
@@ -142,9 +142,10 @@ def terms_of(settings: Settings) -> Terms:
         release=deadlines.release,
         on_prefill_failure=policy.on_prefill_failure,
         retries=policy.retries,
+        migrations=policy.migrations,
         local_below_tokens=policy.local_below_tokens,
+        ticket_life=policy.ticket_life,
     )
-    return terms if policy.migrate is Migrate.ON else dataclasses.replace(terms, migrations=0)
 
 
 def _service(

@@ -14,13 +14,6 @@ class OnPrefillFailure(enum.StrEnum):
     """Another prefill node, then the client gets the error."""
 
 
-class Migrate(enum.StrEnum):
-    """Whether a stream continues on another node when its decode node dies."""
-
-    ON = "on"
-    OFF = "off"
-
-
 class Credential(enum.StrEnum):
     """What a node gets as its ``Authorization`` header."""
 

@@ -9,7 +9,6 @@ from pdproxy.settings.choices import (
     Finding,
     LogFormat,
     LogLevel,
-    Migrate,
     NodeRole,
     OnPrefillFailure,
     OtelExport,
@@ -116,7 +115,18 @@ class Policy:
         OnPrefillFailure.RETRY
     )
     retries: Annotated[int, Meaning("Further nodes tried for one leg.", least=0, most=10)] = 2
-    migrate: Annotated[Migrate, Meaning("Whether a stream continues on another node when its node dies.")] = Migrate.ON
+    migrations: Annotated[
+        int, Meaning("Times that one stream may move to another node when its own dies; 0 is never.", least=0, most=100)
+    ] = 3
+    ticket_life: Annotated[
+        float,
+        Meaning(
+            "How long a ticket is tried again elsewhere: no longer than the nodes' kv_lease_duration; 0 is never.",
+            "seconds",
+            least=0,
+            most=3600,
+        ),
+    ] = 30.0
     local_below_tokens: Annotated[
         int, Meaning("Prompts surely shorter are computed on the decode node; 0 is never.", "tokens", least=0)
     ] = 0

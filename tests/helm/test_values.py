@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import yaml
 
+from pdproxy.settings.leaves import leaves, sections
 from tests.helm.engine import CHART, Engine, Refused, read_values, value_files
 
 REFUSED = [
@@ -58,7 +59,7 @@ def test_is_refused_with_a_sentence(helm: Engine, values: str, sentence: str) ->
 @pytest.mark.parametrize(
     "values",
     [
-        "proxy: {settings: {policy: {migrate: off}}}",
+        "proxy: {settings: {policy: {migrations: 0, ticket_life: 1m}}}",
         "proxy: {settings: {limits: {body_bytes: 16MiB}}}",
         "proxy: {maxUnavailable: 25%}",
         "prefill: {replicas: 0}",
@@ -90,3 +91,11 @@ def test_the_schema_describes_every_value(values: str) -> None:
     schema = yaml.safe_load((CHART / "values.schema.json").read_text())
     path = value_files()[values] or CHART / "values.yaml"
     assert named(read_values(path), schema, schema["$defs"]) == []
+
+
+def test_the_schema_has_every_setting_that_the_chart_does_not_set_itself() -> None:
+    schema = yaml.safe_load((CHART / "values.schema.json").read_text())
+    told = schema["properties"]["proxy"]["properties"]["settings"]["properties"]
+    for section in sections():
+        if told[section] is not True:
+            assert told[section]["properties"].keys() == {leaf.name for leaf in leaves() if leaf.section == section}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.settings import LogLevel, Migrate
+from pdproxy.settings import LogLevel, OtelExport
 from pdproxy.settings.convert import Unfit, convert, expected
 from pdproxy.settings.meaning import Meaning
 
@@ -27,8 +27,7 @@ PORT = Meaning("Port.", least=0, most=65535)
         ("1 KiB", int, BYTES, 1024),
         (8080, int, PORT, 8080),
         ("8080", int, PORT, 8080),
-        (True, Migrate, PLAIN, Migrate.ON),
-        (False, Migrate, PLAIN, Migrate.OFF),
+        (False, OtelExport, PLAIN, OtelExport.OFF),
         ("Debug", LogLevel, PLAIN, LogLevel.DEBUG),
         ("a, b,", tuple[str, ...], PLAIN, ("a", "b")),
         (["a", "b"], tuple[str, ...], PLAIN, ("a", "b")),

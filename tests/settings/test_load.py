@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pdproxy.errors import SettingsError
-from pdproxy.settings import Finding, Migrate, NodeEntry, NodeRole, OnPrefillFailure, Settings
+from pdproxy.settings import Finding, NodeEntry, NodeRole, OnPrefillFailure, Settings
 from pdproxy.settings.flags import Parser, add_flags, read_flags
 from pdproxy.settings.given import Given
 from pdproxy.settings.leaves import leaves
@@ -57,7 +57,7 @@ def test_a_file_says_everything(tmp_path: Path) -> None:
       - {url: "http://p:1", role: prefill, model: m, aliases: [lora], weight: 2}
     deadlines: {stall: 90s}
     limits: {body_bytes: 1MiB}
-    policy: {on_prefill_failure: local, migrate: off}
+    policy: {on_prefill_failure: local, migrations: 0, ticket_life: 10m}
     keys:
     """
     settings = load(config=file(tmp_path, text))
@@ -69,7 +69,7 @@ def test_a_file_says_everything(tmp_path: Path) -> None:
     assert settings.deadlines.connect == 5.0
     assert settings.limits.body_bytes == 2**20
     assert settings.policy.on_prefill_failure is OnPrefillFailure.LOCAL
-    assert settings.policy.migrate is Migrate.OFF
+    assert (settings.policy.migrations, settings.policy.ticket_life) == (0, 600.0)
 
 
 def test_flags_beat_the_environment_and_that_the_file(tmp_path: Path) -> None:
@@ -157,6 +157,11 @@ def test_what_others_put_in_the_environment_is_left_alone() -> None:
         ("nodes: [{url: 'http://a:99999', role: decode}]", "is not an address such as"),
         ("listen: {port: 1, admin_port: 1}", "listen.port and listen.admin_port are both 1"),
         ("listen: {tls_key: /nowhere}", "listen.tls_certificate and listen.tls_key go together"),
+        ("policy: {migrations: 101}", "policy.migrations must be a whole number from 0 to 100, not 101."),
+        ("policy: {migrations: -1}", "policy.migrations must be a whole number from 0 to 100, not -1."),
+        ("policy: {ticket_life: 2h}", "policy.ticket_life must be a number of seconds from 0 to 3600, not '2h'."),
+        ("policy: {ticket_life: -1}", "policy.ticket_life must be a number of seconds from 0 to 3600, not -1."),
+        ("policy: {migrate: off}", "there is no setting 'policy.migrate'. Did you mean policy.migrations?"),
         ("keys: {file: /nowhere}", "keys.file: there is no file /nowhere."),
         ("upstream: {credential: replace}", "name the file in upstream.credential_file."),
         ("otel: {export: otlp, endpoint: here}", "otel.endpoint: 'here' is not an address"),

@@ -1,0 +1,26 @@
+"""The drive goes by what the operator said."""
+
+import dataclasses
+
+from pdproxy.app.build import terms_of
+from pdproxy.drive.terms import Terms
+from pdproxy.settings import Deadlines, OnPrefillFailure, Policy, Settings
+
+SAID = Settings(
+    deadlines=Deadlines(connect=1, prefill_headers=2, decode_headers=3, stall=4, release=5.5),
+    policy=Policy(
+        on_prefill_failure=OnPrefillFailure.FAIL, retries=7, migrations=8, ticket_life=9, local_below_tokens=10
+    ),
+)
+
+
+def test_nothing_said_is_what_the_drive_does_by_itself() -> None:
+    assert terms_of(Settings()) == Terms()
+
+
+def test_every_setting_arrives() -> None:
+    said = dataclasses.asdict(SAID.deadlines) | dataclasses.asdict(SAID.policy)
+    arrived = dataclasses.asdict(terms_of(SAID))
+    named = arrived.keys() & said.keys()
+    assert {name: arrived[name] for name in named} == {name: said[name] for name in named}
+    assert arrived.keys() - named == {"fan_out"}, "has no setting"
