@@ -22,7 +22,7 @@ class Terms:
         migrations: how often one stream may move to another decode node; 0 turns migration off.
         local_below_tokens: prompts known to be shorter are computed on the decode node; 0 for none.
         fan_out: how many prompts of one list run at once.
-        ticket_life: seconds from a prefill leg's answer for which its ticket is tried again; at most the connector's lease.
+        ticket_life: for how long a prefill leg's answer gives a ticket to try again; at most the connector's lease.
     """
 
     connect: float = 5.0
