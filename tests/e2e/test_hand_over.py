@@ -1,6 +1,5 @@
 """What a hand-over moves, told by the nodes' own metrics."""
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -16,23 +15,18 @@ BLOCK = 256
 """Tokens in an attention block of the tiny model."""
 
 
-ATTEMPTS = 4
-"""Conversations that are tried, each over a list of its own, until both turns were read: on a machine with fewer cores
-than engines that spin, a deadline of the connector may pass, and the decode node rightly computes."""
-
-
-def read_and_right(pair: Pair, question: Exam) -> bool:
-    """Hand a question over; its answer must be right. Whether the read was verified, and not computed instead."""
+def read_rightly(pair: Pair, question: Exam) -> None:
+    """Hand a question over: its answer is right, and was read, not computed."""
     verified, ended = (watch(pair.decode.url, "reads", **label) for label in ({"outcome": "verified"}, {}))
     got = complete(pair.decode.url, question.prompt(), params=prefill(pair.prefill.url, question.prompt()))
     assert got.text == question.answer
     ended.reaches(1)
-    return verified.grown() == 1
+    assert verified.grown() == 1
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What the second of two verified turns moved on the decode node: blocks hit and pulled, prompt tokens."""
+    """What the second of two turns moved on the decode node: blocks hit and pulled, prompt tokens."""
 
     hits: Watch
     state: Watch
@@ -40,30 +34,24 @@ class Moved:
     hit_tokens: Watch
 
 
-def second_turn(pair: Pair, talks: Iterable[tuple[Exam, Exam]]) -> tuple[Exam, Moved]:
-    """The first of the pairs of turns whose reads were both verified: its second turn, and what that moved."""
-    for first, second in talks:
-        if not read_and_right(pair, first):
-            continue
-        moved = Moved(
-            watch(pair.decode.url, "blocks", group="attention", kind="hit"),
-            watch(pair.decode.url, "blocks", group="state", kind="pulled"),
-            watch(pair.decode.url, "prompt_tokens", source="pulled"),
-            watch(pair.decode.url, "prompt_tokens", source="hit"),
-        )
-        if read_and_right(pair, second):
-            return second, moved
-    raise AssertionError("in no conversation both reads were verified")
-
-
-def papers(seed: int) -> Iterator[Exam]:
-    """Long lists."""
-    return (exam(seed + 1000 * attempt, 1500) for attempt in range(ATTEMPTS))
+def two_turns(pair: Pair, first: Exam, second: Exam) -> Moved:
+    """Hand both over; what the second moved."""
+    read_rightly(pair, first)
+    moved = Moved(
+        watch(pair.decode.url, "blocks", group="attention", kind="hit"),
+        watch(pair.decode.url, "blocks", group="state", kind="pulled"),
+        watch(pair.decode.url, "prompt_tokens", source="pulled"),
+        watch(pair.decode.url, "prompt_tokens", source="hit"),
+    )
+    read_rightly(pair, second)
+    return moved
 
 
 def test_the_second_turn_pulls_only_what_is_new(pair: Pair) -> None:
-    second, moved = second_turn(pair, ((talk.at_turn(1), talk.at_turn(2)) for talk in papers(101)))
-    full_blocks = tokens(second.at_turn(1).prompt()) // BLOCK
+    talk = exam(101, 1500)
+    first, second = talk.at_turn(1), talk.at_turn(2)
+    moved = two_turns(pair, first, second)
+    full_blocks = tokens(first.prompt()) // BLOCK
     moved.hits.reaches(0.9 * full_blocks)
     moved.state.reaches(1)
     moved.pulled.reaches(1)
@@ -71,11 +59,12 @@ def test_the_second_turn_pulls_only_what_is_new(pair: Pair) -> None:
 
 
 def test_without_a_ticket_all_groups_count(pair: Pair) -> None:
-    second, moved = second_turn(pair, ((paper, paper.ask(1)) for paper in papers(102)))
+    paper = exam(102, 1500)
+    moved = two_turns(pair, paper, paper.ask(1))
     attention_hit = 5 * BLOCK
     moved.hit_tokens.reaches(attention_hit)
 
-    plain = second.ask(2)
+    plain = paper.ask(2)
     without = complete(pair.decode.url, plain.prompt())
     assert without.text == plain.answer
     assert without.cached < attention_hit, "attention alone was counted, with no state to go on from"
