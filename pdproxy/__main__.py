@@ -57,8 +57,10 @@ def _serve(parsed: argparse.Namespace) -> int:
 
 def _check(parsed: argparse.Namespace) -> int:
     settings = _loaded(parsed)
-    if not settings.nodes:
-        raise SettingsError("there are no nodes to check: name them with --prefill URL and --decode URL.")
+    if not settings.nodes and not settings.discovery.wanted:
+        raise SettingsError(
+            "there are no nodes to check: name them with --prefill URL and --decode URL, or `discovery`."
+        )
     from pdproxy.app import check
 
     return check(settings)

@@ -1,33 +1,90 @@
-"""``pdproxy check``: whether the nodes of the settings can work together."""
+"""``pdproxy check``: whether the nodes of the settings, and those that are found as they say, can work together."""
 
 import asyncio
+import contextlib
+import dataclasses
+import os
 import sys
+from collections.abc import Sequence
 
 from pdproxy.admin.check import passed, table
 from pdproxy.app.build import nodes_of
+from pdproxy.app.discovery import Sources, Surroundings
 from pdproxy.app.secrets import node_tls, own_credential, own_headers
 from pdproxy.clock import SystemClock
+from pdproxy.nodes.discovery.source import Source, Unseen
+from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.preflight import Checked, Preflight
 from pdproxy.nodes.preflight import check as check_nodes
 from pdproxy.settings import Settings
 from pdproxy.transport.http import HttpTransport
+
+LOOK_SECONDS = 30.0
+"""For one look into one source."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """What was found out.
+
+    Attributes:
+        rows: of each node.
+        unseen: a sentence for each source that showed no node.
+    """
+
+    rows: Sequence[Checked]
+    unseen: Sequence[str]
+
+    def good(self) -> bool:
+        """Whether every node would be admitted, and every source shows some."""
+        return not self.unseen and passed(self.rows)
 
 
 def check(settings: Settings) -> int:
     """Print the table; 0 when every node would be admitted, else 1.
 
     Raises:
-        SettingsError: a file that the settings name cannot be used.
+        SettingsError: a file that the settings name cannot be used, or there is no cluster to ask.
     """
-    rows = asyncio.run(_check(settings))
-    sys.stdout.write(table(rows) + "\n")
-    return 0 if passed(rows) else 1
+    report = asyncio.run(inspect(settings, Surroundings(os.environ)))
+    lines = [table(report.rows)] if report.rows else []
+    sys.stdout.write("\n".join([*lines, *report.unseen]) + "\n")
+    return 0 if report.good() else 1
 
 
-async def _check(settings: Settings) -> list[Checked]:
-    transport = HttpTransport(SystemClock(), node_tls(settings.upstream))
+async def inspect(settings: Settings, around: Surroundings) -> Report:
+    """Look into each source once, and ask every node.
+
+    Raises:
+        SettingsError: as `check`.
+    """
+    clock = SystemClock()
     headers = own_headers(own_credential(settings.upstream))
+    async with (
+        contextlib.aclosing(HttpTransport(clock, node_tls(settings.upstream))) as transport,
+        contextlib.aclosing(Sources(settings.discovery, clock, around)) as sources,
+    ):
+        looks = await asyncio.gather(*map(_look, sources.all))
+        nodes = _distinct([*nodes_of(settings.nodes), *(node for found, _ in looks for node in found)])
+        rows = await check_nodes(Preflight(transport, headers), nodes)
+    return Report(rows, [why for _, why in looks if why])
+
+
+async def _look(source: Source) -> tuple[tuple[Node, ...], str]:
+    """The nodes that a source shows, or why it shows none."""
     try:
-        return await check_nodes(Preflight(transport, headers), nodes_of(settings.nodes))
-    finally:
-        await transport.aclose()
+        async with asyncio.timeout(LOOK_SECONDS):
+            found = await source.look()
+    except TimeoutError:
+        return (), f"{source.place} could not be looked at: no answer within {LOOK_SECONDS:g} s"
+    except Unseen as unseen:
+        return (), f"{source.place} could not be looked at: {unseen}"
+    return found, "" if found else f"{source.place}: there are no nodes now"
+
+
+def _distinct(nodes: Sequence[Node]) -> list[Node]:
+    """Without those that were named before: the proxy too takes an address once for each role."""
+    first: dict[tuple[str, Role], Node] = {}
+    for node in nodes:
+        first.setdefault((node.url, node.role), node)
+    return list(first.values())

@@ -70,6 +70,11 @@ class Discovery:
         str, Meaning("For `kubernetes`: address of the API server; empty takes the one the pod is told.")
     ] = ""
 
+    @property
+    def wanted(self) -> bool:
+        """Whether any nodes are to be found."""
+        return {self.prefill, self.decode} != {Finding.STATIC}
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Upstream:

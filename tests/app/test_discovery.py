@@ -12,24 +12,11 @@ from pdproxy.nodes.discovery.account import ServiceAccount
 from pdproxy.nodes.discovery.dns_wire import Service
 from pdproxy.settings import Discovery, Finding, Health, NodeEntry, NodeRole, Settings
 from tests.admin.asking import state_of
+from tests.app.zone import Zone
 from tests.fakes.clock import FakeClock
 from tests.nodes.discovery.apiserver import ApiServer
 
 NEVER = Health(interval=3600)
-
-
-class Zone:
-    """Names that resolve to what a test says."""
-
-    def __init__(self, addresses: dict[str, tuple[str, ...]], services: dict[str, tuple[Service, ...]]) -> None:
-        self._addresses = addresses
-        self._services = services
-
-    async def addresses(self, name: str) -> tuple[str, ...]:
-        return self._addresses[name]
-
-    async def services(self, name: str) -> tuple[Service, ...]:
-        return self._services[name]
 
 
 async def found(running: Proxy, count: int) -> dict[str, str]:

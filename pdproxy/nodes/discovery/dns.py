@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from pdproxy.clock import Clock
 from pdproxy.nodes.discovery.dns_wire import BadAnswer
 from pdproxy.nodes.discovery.resolver import Resolver
-from pdproxy.nodes.discovery.source import Known, Template
+from pdproxy.nodes.discovery.source import Known, Template, Unseen
 from pdproxy.nodes.node import Node
 
 _LOG = logging.getLogger(__name__)
@@ -38,21 +38,33 @@ class DnsSource:
         self._interval = interval
         self._complaint = ""
 
+    @property
+    def place(self) -> str:
+        """See `Source`."""
+        return f"the name {self._name.name}"
+
     async def sightings(self) -> AsyncGenerator[tuple[Node, ...], None]:
         """See `Source`. A name that has nothing now keeps its last nodes: a name server that lost its data looks the
         same as a service with no ready node, and active health tells the two apart."""
         known = Known()
         while True:
-            nodes = await self._look()
+            nodes = await self._again()
             if nodes and known.news(nodes):
                 yield nodes
             await self._clock.sleep(self._interval)
 
-    async def _look(self) -> tuple[Node, ...]:
+    async def look(self) -> tuple[Node, ...]:
+        """See `Source`."""
         try:
-            found = await self._find()
-        except (OSError, BadAnswer) as error:
-            self._complain(str(error) or type(error).__name__)
+            return await self._find()
+        except (OSError, BadAnswer, ValueError) as error:  # ValueError: it is no name at all
+            raise Unseen(str(error) or type(error).__name__) from error
+
+    async def _again(self) -> tuple[Node, ...]:
+        try:
+            found = await self.look()
+        except Unseen as unseen:
+            self._complain(str(unseen))
             return ()
         self._complain("" if found else "it has no records")
         return found
@@ -66,5 +78,5 @@ class DnsSource:
     def _complain(self, complaint: str) -> None:
         """Say it once, not at every look-up."""
         if complaint and complaint != self._complaint:
-            _LOG.warning("the nodes of %s stay as they were: %s", self._name.name, complaint)
+            _LOG.warning("the nodes of %s stay as they were: %s", self.place, complaint)
         self._complaint = complaint

@@ -8,7 +8,7 @@ from pathlib import Path
 from pdproxy.clock import Clock
 from pdproxy.errors import SettingsError
 from pdproxy.nodes.discovery.entries import read_entries
-from pdproxy.nodes.discovery.source import Known
+from pdproxy.nodes.discovery.source import Known, Unseen
 from pdproxy.nodes.node import Node, Role
 
 _LOG = logging.getLogger(__name__)
@@ -31,26 +31,39 @@ class FileSource:
         self._roles = roles
         self._complaint = ""
 
+    @property
+    def place(self) -> str:
+        """See `Source`."""
+        return f"the file {self._path}"
+
     async def sightings(self) -> AsyncGenerator[tuple[Node, ...], None]:
         """See `Source`. A file that cannot be used, perhaps half written, changes nothing."""
         known = Known()
         while True:
-            nodes = await self._look()
+            nodes = await self._again()
             if nodes is not None and known.news(nodes):
                 yield nodes
             await self._clock.sleep(self._interval)
 
-    async def _look(self) -> tuple[Node, ...] | None:
+    async def look(self) -> tuple[Node, ...]:
+        """See `Source`."""
         try:
             nodes = read_entries(await asyncio.to_thread(self._path.read_bytes))
         except (OSError, SettingsError) as error:
-            self._complain(str(error))
+            raise Unseen(str(error)) from error
+        return tuple(node for node in nodes if node.role in self._roles)
+
+    async def _again(self) -> tuple[Node, ...] | None:
+        try:
+            nodes = await self.look()
+        except Unseen as unseen:
+            self._complain(str(unseen))
             return None
         self._complaint = ""
-        return tuple(node for node in nodes if node.role in self._roles)
+        return nodes
 
     def _complain(self, complaint: str) -> None:
         """Say it once, not at every look."""
         if complaint != self._complaint:
-            _LOG.error("the nodes in %s stay as they were: %s", self._path, complaint)
+            _LOG.error("the nodes in %s stay as they were: %s", self.place, complaint)
         self._complaint = complaint

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 
-from pdproxy.nodes.discovery.source import Source
+from pdproxy.nodes.discovery.source import Followed
 from pdproxy.nodes.drain import After, Drainer
 from pdproxy.nodes.node import Node
 from pdproxy.nodes.pool import Pool, UnknownNode
@@ -18,7 +18,7 @@ class Follower:
         drain_seconds: for running requests on a node that the source does not show any more.
     """
 
-    def __init__(self, pool: Pool, drainer: Drainer, source: Source, drain_seconds: float) -> None:
+    def __init__(self, pool: Pool, drainer: Drainer, source: Followed, drain_seconds: float) -> None:
         self._pool = pool
         self._drainer = drainer
         self._source = source

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pdproxy.clock import Clock
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.nodes.discovery.slices import Book, Gone, Lines
-from pdproxy.nodes.discovery.source import Known, Template
+from pdproxy.nodes.discovery.source import Known, Template, Unseen
 from pdproxy.nodes.node import Node
 from pdproxy.transport.port import Incoming, Outgoing, Patience, Transport
 
@@ -82,6 +82,19 @@ class KubernetesSource:
         self._book = Book(query.port)
         self._failures = 0
 
+    @property
+    def place(self) -> str:
+        """See `Source`."""
+        return f"EndpointSlices {self._query.selector} in {self._query.namespace}"
+
+    async def look(self) -> tuple[Node, ...]:
+        """See `Source`."""
+        try:
+            await self._list()
+        except (Gone, NodeFault) as error:
+            raise Unseen(str(error)) from error
+        return self._nodes()
+
     async def sightings(self) -> AsyncGenerator[tuple[Node, ...], None]:
         """See `Source`."""
         known = Known()
@@ -89,7 +102,7 @@ class KubernetesSource:
             try:
                 async with contextlib.aclosing(self._follow()) as changes:
                     async for _ in changes:
-                        nodes = tuple(self._template.node(host, port) for host, port in self._book.addresses())
+                        nodes = self._nodes()
                         if known.news(nodes):
                             yield nodes
             except Gone as gone:
@@ -121,6 +134,9 @@ class KubernetesSource:
                 self._failures = 0
                 yield
 
+    def _nodes(self) -> tuple[Node, ...]:
+        return tuple(self._template.node(host, port) for host, port in self._book.addresses())
+
     async def _list(self) -> None:
         async with self._get(self._query.url(), stall=self._rules.slack) as incoming:
             self._book.listed(await incoming.read(_LARGEST_LIST))
@@ -138,7 +154,7 @@ class KubernetesSource:
 
     def _failed(self, why: str) -> None:
         self._failures += 1
-        _LOG.warning("watching %s in %s: %s", self._query.selector, self._query.namespace, why)
+        _LOG.warning("watching %s: %s", self.place, why)
 
     async def _pause(self) -> None:
         """Also after a watch that ended as it should: a server that ends all of them at once is not to be hammered."""

@@ -4,17 +4,39 @@ import dataclasses
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
+from pdproxy.errors import PdproxyError
 from pdproxy.nodes.node import Node, Role
 
 
-class Source(Protocol):
-    """Somewhere that nodes are listed."""
+class Unseen(PdproxyError):
+    """A source could not be looked at; the message says why."""
+
+
+class Followed(Protocol):
+    """Nodes that come and go."""
 
     def sightings(self) -> AsyncGenerator[tuple[Node, ...], None]:
         """All nodes that there should be, first as soon as known, then after each change; never ends.
 
         Trouble is logged and tried again; what was seen last holds meanwhile: that a list cannot be read says nothing
         about the nodes on it, and active health looks after those.
+        """
+        ...
+
+
+class Source(Followed, Protocol):
+    """Somewhere that nodes are listed."""
+
+    @property
+    def place(self) -> str:
+        """Where, in words for an operator: "the file nodes.yaml"."""
+        ...
+
+    async def look(self) -> tuple[Node, ...]:
+        """All nodes that there should be, as of now; once, for `pdproxy check`.
+
+        Raises:
+            Unseen: it could not be found out.
         """
         ...
 

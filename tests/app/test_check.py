@@ -1,0 +1,124 @@
+"""`pdproxy check` asks the nodes that are found as well as those that are named."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from pdproxy.__main__ import main
+from pdproxy.app.check import Report, inspect
+from pdproxy.app.discovery import Surroundings
+from pdproxy.nodes.discovery.account import ServiceAccount
+from pdproxy.nodes.discovery.dns_wire import Service
+from pdproxy.settings import Discovery, Finding, NodeEntry, NodeRole, Settings
+from tests.app.zone import Zone
+from tests.fakes.fabric import Fabric
+from tests.fakes.loopback import LoopbackNode
+from tests.fakes.node import FakeNode
+from tests.nodes.discovery.apiserver import ApiServer
+
+NOBODY = "http://127.0.0.1:1"
+
+
+@pytest.fixture
+async def node() -> AsyncIterator[LoopbackNode]:
+    """A node that works."""
+    async with LoopbackNode(FakeNode("d", Fabric())) as there:
+        yield there
+
+
+@contextlib.asynccontextmanager
+async def cluster(
+    folder: Path, *hosts: str, port: int = 8000
+) -> AsyncIterator[tuple[Surroundings, Discovery, ApiServer]]:
+    """A cluster whose one slice holds these hosts."""
+    (folder / "namespace").write_text("ai")
+    async with ApiServer() as server:
+        await server.put("slice", *hosts)
+        server.slices["slice"]["ports"][0]["port"] = port
+        told = Discovery(decode=Finding.KUBERNETES, decode_selector="role=decode", api=server.url)
+        yield Surroundings(account=ServiceAccount(folder)), told, server
+
+
+def verdicts(report: Report) -> dict[str, bool]:
+    """Whether each node would be admitted, by address and role."""
+    return {f"{row.node.role} {row.node.url}": row.good() for row in report.rows}
+
+
+async def test_nodes_in_a_file_are_asked_after_those_that_are_named(tmp_path: Path, node: LoopbackNode) -> None:
+    path = tmp_path / "nodes.yaml"
+    path.write_text(f"[{{url: '{node.url}', role: decode}}, {{url: '{NOBODY}', role: decode}}]")
+    entry = NodeEntry(url=node.url, role=NodeRole.PREFILL)
+    told = Settings(nodes=(entry,), discovery=Discovery(decode=Finding.FILE, file=path))
+    report = await inspect(told, Surroundings())
+    assert list(verdicts(report).items()) == [
+        (f"prefill {node.url}", True),
+        (f"decode {node.url}", True),
+        (f"decode {NOBODY}", False),
+    ]
+    assert report.unseen == []
+    assert not report.good()
+
+
+async def test_a_node_that_is_named_and_found_is_asked_once(tmp_path: Path, node: LoopbackNode) -> None:
+    path = tmp_path / "nodes.yaml"
+    path.write_text(f"[{{url: '{node.url}', role: decode, name: found}}]")
+    entry = NodeEntry(url=node.url, role=NodeRole.DECODE)
+    told = Settings(nodes=(entry,), discovery=Discovery(decode=Finding.FILE, file=path))
+    report = await inspect(told, Surroundings())
+    assert [row.node.name for row in report.rows] == ["decode-0"]
+    assert report.good()
+
+
+async def test_names_are_looked_up(node: LoopbackNode) -> None:
+    zone = Zone({}, {"d": (Service(1, "127.0.0.1", node.port),)})
+    told = Settings(discovery=Discovery(decode=Finding.DNS, decode_name="d"))
+    assert verdicts(await inspect(told, Surroundings(resolver=zone))) == {f"decode {node.url}": True}
+
+
+async def test_endpoint_slices_are_listed_once(tmp_path: Path, node: LoopbackNode) -> None:
+    async with cluster(tmp_path, "127.0.0.1", port=node.port) as (around, told, server):
+        report = await inspect(Settings(discovery=told), around)
+        assert len(server.asked) == 1
+    assert verdicts(report) == {f"decode {node.url}": True}
+    assert report.good()
+
+
+async def test_what_could_not_be_looked_at_is_said_and_the_rest_is_asked(tmp_path: Path, node: LoopbackNode) -> None:
+    absent = tmp_path / "absent.yaml"
+    lost = Discovery(prefill=Finding.FILE, file=absent, decode=Finding.DNS, decode_name="a..b", dns_port=80)
+    entry = NodeEntry(url=node.url, role=NodeRole.DECODE)
+    report = await inspect(Settings(nodes=(entry,), discovery=lost), Surroundings())
+    assert verdicts(report) == {f"decode {node.url}": True}
+    first, second = report.unseen
+    assert first.startswith(f"the file {absent} could not be looked at: ")
+    assert second.startswith("the name a..b could not be looked at: ")
+    assert not report.good()
+
+
+async def test_what_the_api_refuses_is_said(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as (around, told, server):
+        server.refusals = [403]
+        report = await inspect(Settings(discovery=told), around)
+    assert report.rows == []
+    assert "EndpointSlices role=decode in ai could not be looked at: " in report.unseen[0]
+    assert "403" in report.unseen[0]
+
+
+async def test_a_source_without_nodes_is_no_success(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as (around, told, _):
+        report = await inspect(Settings(discovery=told), around)
+    assert report.unseen == ["EndpointSlices role=decode in ai: there are no nodes now"]
+    assert not report.good()
+
+
+def test_the_command_says_it_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "nodes.yaml"
+    path.write_text(f"[{{url: '{NOBODY}', role: decode}}]")
+    words = ["check", "--discovery-decode", "file", "--discovery-file", str(path)]
+    assert main(words) == 1
+    assert "unreachable" in capsys.readouterr().out
+    path.write_text("[]")
+    assert main(words) == 1
+    assert capsys.readouterr().out == f"the file {path}: there are no nodes now\n"

@@ -1,0 +1,17 @@
+"""A name server for tests."""
+
+from pdproxy.nodes.discovery.dns_wire import Service
+
+
+class Zone:
+    """Names that resolve to what a test says."""
+
+    def __init__(self, addresses: dict[str, tuple[str, ...]], services: dict[str, tuple[Service, ...]]) -> None:
+        self._addresses = addresses
+        self._services = services
+
+    async def addresses(self, name: str) -> tuple[str, ...]:
+        return self._addresses[name]
+
+    async def services(self, name: str) -> tuple[Service, ...]:
+        return self._services[name]
