@@ -1,6 +1,7 @@
 """What the proxy counts, on an injected registry, by typed methods: no label string is written at a call site."""
 
 import enum
+import itertools
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -63,6 +64,17 @@ class Metrics:
         self._tasks = Counter(
             "pdproxy_task_failures_total", "Background tasks that had to be begun again.", ["task"], registry=registry
         )
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """A counter that first appears at 1 has not grown, for Prometheus: the first failure would raise no alert."""
+        for endpoint, outcome in itertools.product((*Endpoint, _OTHER), Outcome):
+            self._requests.labels(endpoint, outcome)
+        for counter, words in (
+            (self._migrations, Migration), (self._releases, Release), (self._tokens, Tokens), (self._tasks, Task)
+        ):  # fmt: skip
+            for word in words:
+                counter.labels(word)
 
     def request_ended(self, endpoint: Endpoint | None, outcome: Outcome) -> None:
         """Count a request that ended; ``endpoint`` is None for one that was passed through."""

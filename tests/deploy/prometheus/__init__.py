@@ -1,0 +1,1 @@
+"""What Prometheus makes of our rules and panels: a small evaluator, for machines without promtool."""

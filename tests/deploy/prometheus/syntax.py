@@ -1,0 +1,201 @@
+"""PromQL as a syntax tree: as much of it as our rules, panels and scalers use; anything else is refused."""
+
+import dataclasses
+import re
+from typing import TypeAlias
+
+AGGREGATIONS = frozenset({"sum", "max", "min", "count"})
+PRECEDENCE = {"or": 1, "==": 2, "!=": 2, ">": 2, "<": 2, ">=": 2, "<=": 2, "+": 3, "-": 3, "*": 4, "/": 4}
+UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"(\d+)(ms|s|m|h|d)")
+_TOKEN = re.compile(
+    r"(?P<duration>(?:\d+(?:ms|s|m|h|d))+)\b|(?P<number>\d+(?:\.\d+)?)|(?P<name>[A-Za-z_:][\w:]*)"
+    r'|(?P<string>"[^"\\]*")|(?P<sign>=~|!~|==|!=|>=|<=|[-+*/(){}\[\],=<>])'
+)
+
+
+class Unsupported(ValueError):
+    """PromQL that this evaluator does not know, or no PromQL."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Matcher:
+    """One condition on a label; a label that is not there is the empty string."""
+
+    label: str
+    sign: str
+    value: str
+
+    def holds(self, labels: dict[str, str]) -> bool:
+        """Whether a series with these labels meets it."""
+        there = labels.get(self.label, "")
+        same = re.fullmatch(self.value, there) is not None if "~" in self.sign else there == self.value
+        return same is not self.sign.startswith("!")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Number:
+    """A scalar."""
+
+    value: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Selector:
+    """Series by name and labels; with a window in seconds, all their samples in it."""
+
+    name: str
+    matchers: tuple[Matcher, ...] = ()
+    window: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """A function."""
+
+    function: str
+    arguments: tuple["Expression", ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Aggregation:
+    """Series put together; those alike in the labels ``by`` make one."""
+
+    how: str
+    by: tuple[str, ...]
+    of: "Expression"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Binary:
+    """Two operands."""
+
+    sign: str
+    left: "Expression"
+    right: "Expression"
+
+
+Expression: TypeAlias = Number | Selector | Call | Aggregation | Binary
+
+
+def seconds(text: str) -> float:
+    """A duration such as ``1m30s``.
+
+    Raises:
+        Unsupported: it is none.
+    """
+    if not re.fullmatch(f"(?:{_DURATION.pattern})+", text):
+        raise Unsupported(f"no duration: {text!r}")
+    return sum(int(count) * UNITS[unit] for count, unit in _DURATION.findall(text))
+
+
+def parse(text: str) -> Expression:
+    """The tree of an expression.
+
+    Raises:
+        Unsupported: it cannot be read.
+    """
+    parser = _Parser(text)
+    tree = parser.binary(0)
+    parser.end()
+    return tree
+
+
+class _Parser:
+    """Precedence climbing over a list of tokens; all binary operators group from the left."""
+
+    def __init__(self, text: str) -> None:
+        self._tokens: list[tuple[str, str]] = []
+        at = 0
+        while at < len(text.rstrip()):
+            space = re.compile(r"\s*").match(text, at)
+            found = _TOKEN.match(text, space.end() if space else at)
+            if found is None or found.lastgroup is None:
+                raise Unsupported(f"cannot read {text[at:]!r}")
+            self._tokens.append((found.lastgroup, found[0]))
+            at = found.end()
+        self._at = 0
+
+    def binary(self, least: int) -> Expression:
+        """Operators that bind as strongly as ``least`` or stronger."""
+        left = self._operand()
+        while (strength := PRECEDENCE.get(self._peek(), 0)) > least:
+            left = Binary(self._take(), left, self.binary(strength))
+        return left
+
+    def end(self) -> None:
+        """Nothing may follow."""
+        if self._at < len(self._tokens):
+            raise Unsupported(f"cannot go on at {self._peek()!r}")
+
+    def _operand(self) -> Expression:
+        kind, word = self._tokens[self._at] if self._at < len(self._tokens) else ("", "the end")
+        self._at += 1
+        if kind == "number":
+            return Number(float(word))
+        if word == "(":
+            inner = self.binary(0)
+            self._expect(")")
+            return inner
+        if kind != "name":
+            raise Unsupported(f"an operand cannot be {word!r}")
+        if word in AGGREGATIONS:
+            return self._aggregation(word)
+        return self._call(word) if self._peek() == "(" else self._selector(word)
+
+    def _aggregation(self, how: str) -> Aggregation:
+        by = self._by()
+        [of] = self._arguments()
+        return Aggregation(how, by or self._by(), of)
+
+    def _by(self) -> tuple[str, ...]:
+        if self._peek() != "by":
+            return ()
+        self._take()
+        self._expect("(")
+        words = []
+        while (word := self._take()) != ")":
+            if word != ",":
+                words.append(word)
+        return tuple(words)
+
+    def _call(self, function: str) -> Call:
+        return Call(function, tuple(self._arguments()))
+
+    def _arguments(self) -> list[Expression]:
+        self._expect("(")
+        given = [self.binary(0)]
+        while self._peek() == ",":
+            self._take()
+            given.append(self.binary(0))
+        self._expect(")")
+        return given
+
+    def _selector(self, name: str) -> Selector:
+        matchers: list[Matcher] = []
+        if self._peek() == "{":
+            self._take()
+            while self._peek() != "}":
+                matchers.append(Matcher(self._take(), self._take(), self._take()[1:-1]))
+                if self._peek() == ",":
+                    self._take()
+            self._take()
+        if self._peek() != "[":
+            return Selector(name, tuple(matchers))
+        self._take()
+        window = seconds(self._take())
+        self._expect("]")
+        return Selector(name, tuple(matchers), window)
+
+    def _peek(self) -> str:
+        return self._tokens[self._at][1] if self._at < len(self._tokens) else ""
+
+    def _take(self) -> str:
+        if self._at >= len(self._tokens):
+            raise Unsupported("it ends too early")
+        self._at += 1
+        return self._tokens[self._at - 1][1]
+
+    def _expect(self, word: str) -> None:
+        if (found := self._take()) != word:
+            raise Unsupported(f"{found!r} where {word!r} should be")
