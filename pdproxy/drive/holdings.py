@@ -5,18 +5,20 @@ from pdproxy.drive.job import Job
 from pdproxy.lifecycle import IllegalMove
 from pdproxy.nodes.node import Node
 from pdproxy.nodes.pool import Occupied, Pool
+from pdproxy.observe.metrics import Metrics
 from pdproxy.transport.port import Incoming
 
 
 class Holdings:
     """A decode node's place, an open response, a hand-over that nobody has read yet."""
 
-    def __init__(self, pool: Pool, errands: Errands, job: Job) -> None:
+    def __init__(self, pool: Pool, metrics: Metrics, errands: Errands, job: Job) -> None:
         self._pool = pool
+        self._metrics = metrics
         self._errands = errands
         self._job = job
         self._place: Occupied | None = None
-        self._prefilling: Occupied | None = None
+        self._prefilling: tuple[Occupied, str, int] | None = None
         self._incoming: Incoming | None = None
         self._unread: tuple[Node, str] | None = None
 
@@ -42,17 +44,24 @@ class Holdings:
             self._place.release()
             self._place = None
 
-    def begin_prefill(self, node: Node, hand_over: str) -> Occupied:
-        """A prefill leg is about to be sent: from now on the node may hold blocks by this name. Its place there."""
-        self._prefilling = place = self._pool.occupy(node.name)
+    def begin_prefill(self, node: Node, hand_over: str, tokens: int) -> Occupied:
+        """A prefill leg is about to be sent: from now on the node may hold blocks by this name. Its place there.
+
+        ``tokens`` are what its prompt has, as far as one can tell.
+        """
+        place = self._pool.occupy(node.name)
+        self._metrics.prefill_began(node.model, tokens)
+        self._prefilling = (place, node.model, tokens)
         self._unread = (node, hand_over)
         return place
 
     def end_prefill(self) -> None:
         """The prefill leg has ended, in whatever way; its blocks may wait for a reader."""
-        if self._prefilling is not None:
-            self._prefilling.release()
-            self._prefilling = None
+        ended, self._prefilling = self._prefilling, None
+        if ended is not None:
+            place, model, tokens = ended
+            place.release()
+            self._metrics.prefill_ended(model, tokens)
 
     def settled(self) -> None:
         """Nothing is held by the hand-over's name any more: it was read, or never taken up."""

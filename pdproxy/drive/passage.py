@@ -14,6 +14,7 @@ from pdproxy.drive.given_up import unless_given_up
 from pdproxy.drive.handover import HandOver
 from pdproxy.drive.holdings import Holdings
 from pdproxy.drive.job import Job
+from pdproxy.drive.length import estimated_tokens
 from pdproxy.drive.live import Failure
 from pdproxy.drive.means import Means
 from pdproxy.drive.planner import Planner
@@ -76,7 +77,7 @@ class Passage:
         self._planner = Planner(means, job, self._conduct)
         self._tries = Tries(means)
         self._node: Node | None = None
-        self.holdings = Holdings(means.pool, errands, job)
+        self.holdings = Holdings(means.pool, means.metrics, errands, job)
         self.hand_over: HandOver | None = None
         """The ticket that the decode leg has; None where it computes the prompt itself."""
 
@@ -152,7 +153,7 @@ class Passage:
         name = means.name()
         leg = prefill_body(job.endpoint, body, name, job.shape.choices)
         patience = means.terms.prefill_patience(self.remaining())
-        place = self.holdings.begin_prefill(node, name)
+        place = self.holdings.begin_prefill(node, name, estimated_tokens(body))
         self._timeline.enter(Phase.PREFILL, node.name)
         try:
             async with unless_given_up(place, self._planner.possible):

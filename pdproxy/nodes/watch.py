@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from pdproxy.nodes.circuit import Phase
-from pdproxy.nodes.node import Node, State
+from pdproxy.nodes.node import Node, Role, State
 from pdproxy.observe.metrics import Metrics
 
 
@@ -50,6 +50,8 @@ class MetricsWatch:
 
     def state(self, node: Node, state: State) -> None:
         self._metrics.node_state(node.name, node.role, state)
+        if node.role is Role.PREFILL and node.model:
+            self._metrics.prefill_expected(node.model)
 
     def circuit_moved(self, node: Node, to: Phase) -> None:
         self._metrics.circuit_moved(node.name, to)

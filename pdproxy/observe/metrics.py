@@ -52,6 +52,12 @@ class Metrics:
             "pdproxy_rejected_total", "Requests turned away at the door.", ["reason"], registry=registry
         )
         self._tokens = Counter("pdproxy_tokens_total", "Tokens, as nodes report them.", ["kind"], registry=registry)
+        self._prefill_tokens = Gauge(
+            "pdproxy_prefill_pending_tokens_estimate",
+            "Prompt tokens, estimated, of prefill legs that wait or run.",
+            ["model"],
+            registry=registry,
+        )
         self._node_active = Gauge(
             "pdproxy_node_active", "Legs in flight on a node.", ["node", "role"], registry=registry
         )
@@ -132,6 +138,18 @@ class Metrics:
         """Add tokens; counts that are not positive add nothing."""
         if count > 0:
             self._tokens.labels(kind).inc(count)
+
+    def prefill_expected(self, model: str) -> None:
+        """Prompts of a model may come: its series is there from now on, at 0."""
+        self._prefill_tokens.labels(model)
+
+    def prefill_began(self, model: str, tokens: int) -> None:
+        """A prompt of about so many tokens goes to a prefill node; ``model`` is that node's, no client's word."""
+        self._prefill_tokens.labels(model).inc(tokens)
+
+    def prefill_ended(self, model: str, tokens: int) -> None:
+        """It waits and runs no more; the same numbers as it began with."""
+        self._prefill_tokens.labels(model).dec(tokens)
 
     def node_active(self, node: str, role: enum.StrEnum, legs: int) -> None:
         """Set how many legs run on a node."""

@@ -109,6 +109,7 @@ class World:
         assert not self.transport.open
         assert {view.node.name: view.active for view in self.pool.snapshot().nodes if view.active} == {}
         assert {node.name: node.running for node in self.nodes if node.running} == {}
+        assert self.count("pdproxy_prefill_pending_tokens_estimate", model=MODEL) == 0
         assert self.fabric.held == {}
         assert self.fabric.wrong == []
 

@@ -41,6 +41,10 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
     metrics.queue_is(3)
     metrics.rejected(Word.ONE)
     metrics.tokens(Tokens.CACHED, 512)
+    metrics.prefill_expected("idle")
+    metrics.prefill_began("m", 700)
+    metrics.prefill_began("m", 300)
+    metrics.prefill_ended("m", 700)
     metrics.node_active("n", Word.ONE, 2)
     metrics.circuit_moved("n", Word.TWO)
     metrics.task_failed(Task.HEALTH)
@@ -59,6 +63,8 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
         ("pdproxy_requests_queued", ()): 3,
         ("pdproxy_rejected_total", (("reason", "one"),)): 1,
         ("pdproxy_tokens_total", (("kind", "cached"),)): 512,
+        ("pdproxy_prefill_pending_tokens_estimate", (("model", "idle"),)): 0,
+        ("pdproxy_prefill_pending_tokens_estimate", (("model", "m"),)): 300,
         ("pdproxy_node_active", (("node", "n"), ("role", "one"))): 2,
         ("pdproxy_circuit_moves_total", (("node", "n"), ("to", "two"))): 1,
         ("pdproxy_task_failures_total", (("task", "health"),)): 1,
