@@ -118,7 +118,6 @@ def strange(scene: Scene) -> Scene:
     return scene
 
 
-@pytest.mark.long
 def test_killed_before_the_read(whole: Scene) -> None:
     question = whole.question()
     ticket = prefill(whole.prefill.url, question.prompt())
@@ -126,7 +125,6 @@ def test_killed_before_the_read(whole: Scene) -> None:
     whole.computes(question, ticket)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("fate", Fate)
 def test_struck_before_the_first_read_from_it(strange: Scene, fate: Fate) -> None:
     question = strange.question()
@@ -135,7 +133,6 @@ def test_struck_before_the_first_read_from_it(strange: Scene, fate: Fate) -> Non
     strange.computes(question, ticket)
 
 
-@pytest.mark.long
 def test_stopped_before_the_read(whole: Scene) -> None:
     question = whole.question()
     ticket = prefill(whole.prefill.url, question.prompt())
@@ -145,7 +142,6 @@ def test_stopped_before_the_read(whole: Scene) -> None:
     whole.hand_over()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("fate", [Fate.STOPPED, Fate.KILLED])
 def test_struck_during_the_read(whole: Scene, fate: Fate) -> None:
     question = whole.question()
@@ -156,7 +152,6 @@ def test_struck_during_the_read(whole: Scene, fate: Fate) -> None:
     print(f"transfers were then {whole.orders[Role.DECODE].await_done(2)[1]['states']}")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("fate", [Fate.STOPPED, Fate.KILLED])
 def test_struck_after_the_last_byte(whole: Scene, fate: Fate) -> None:
     question = whole.question()
@@ -176,11 +171,9 @@ def deafen(scene: Scene) -> None:
     strike(scene.prefill.part, Fate.KILLED)
 
 
-@pytest.mark.long
 def test_the_side_channel_is_gone_before_the_first_read(strange: Scene) -> None:
     deafen(strange)
 
 
-@pytest.mark.long
 def test_the_side_channel_is_gone_after_others(whole: Scene) -> None:
     deafen(whole)
