@@ -2,9 +2,9 @@
 
 from collections.abc import AsyncIterator
 
-from pdproxy.drive.recount import Tally, tally
 from pdproxy.drive.tail import Tail
 from pdproxy.errors import Fault, NodeFault
+from pdproxy.legs.tally import Tally, tally_event
 from pdproxy.stream.chunk import parse_object
 from pdproxy.stream.sse import Event, EventTooLong, SseParser
 from pdproxy.stream.transcript import CHUNKED, DONE, NotContinuable, Transcript
@@ -122,6 +122,6 @@ class Listener:
             raise NodeFault(Fault.INVALID_BODY, "an event of the stream is no JSON object")
 
     def _note(self, data: bytes) -> None:
-        self.tally = tally(data) or self.tally
+        self.tally = tally_event(data) or self.tally
         if self.recomputed:
             self._transcript.cached_tokens = None  # what the prefill node had cached served nobody

@@ -18,7 +18,6 @@ from pdproxy.drive.length import estimated_tokens
 from pdproxy.drive.live import Failure
 from pdproxy.drive.means import Means
 from pdproxy.drive.planner import Planner
-from pdproxy.drive.recount import Tally
 from pdproxy.drive.settlement import settle
 from pdproxy.drive.timeline import Timeline
 from pdproxy.drive.tries import Tries
@@ -29,6 +28,7 @@ from pdproxy.failures import Moment, Step
 from pdproxy.legs.body import decode_body, prefill_body
 from pdproxy.legs.decode import decode
 from pdproxy.legs.prefill import prefill
+from pdproxy.legs.tally import Tally
 from pdproxy.lifecycle import Life, Move
 from pdproxy.nodes.node import Node
 from pdproxy.observe.labels import Leg, Phase

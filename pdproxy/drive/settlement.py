@@ -7,7 +7,7 @@ from pdproxy.drive.handover import HandOver
 from pdproxy.drive.hits import Way
 from pdproxy.drive.job import Job
 from pdproxy.drive.means import Means
-from pdproxy.drive.recount import Tally
+from pdproxy.legs.tally import Tally
 from pdproxy.observe.labels import Tokens
 
 _log = logging.getLogger(__name__)

@@ -5,9 +5,9 @@ import json
 
 from pdproxy.drive.job import Job
 from pdproxy.drive.passage import Ask, Passage
-from pdproxy.drive.recount import tally
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.legs.judge import ANSWER_BYTES, json_object
+from pdproxy.legs.tally import tally
 from pdproxy.request import Endpoint
 from pdproxy.stream.usage import true_answer
 from pdproxy.transport.port import Incoming
@@ -43,7 +43,7 @@ async def whole(passage: Passage, job: Job) -> Whole:
     """
     try:
         raw, answer = await passage.open(Ask(job.body, job.shape.additions), lambda incoming: _read(job, incoming))
-        counted = tally(raw)
+        counted = tally(answer.get("usage"))
         if counted is not None:
             passage.settle(counted)
         return _seen(passage, job, raw, answer)

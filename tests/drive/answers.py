@@ -54,7 +54,7 @@ def story(endpoint: Endpoint, body: bytes) -> Story:
             continue
         if endpoint in (Endpoint.MESSAGES, Endpoint.RESPONSES):
             delta = chunk.get("delta")
-            texts[0] = texts.get(0, "") + (delta["text"] if isinstance(delta, dict) else delta or "")
+            texts[0] = texts.get(0, "") + (delta.get("text", "") if isinstance(delta, dict) else delta or "")
             continue
         assert "kv_transfer_params" not in chunk or chunk["kv_transfer_params"] is None
         ids.add(chunk["id"])

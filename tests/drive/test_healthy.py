@@ -54,14 +54,31 @@ async def test_cached_tokens_are_the_prefill_sides() -> None:
     await world.settle()
 
 
+@pytest.mark.parametrize("endpoint", Endpoint)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_recomputing_is_seen(stream: bool) -> None:
+async def test_recomputing_is_seen(endpoint: Endpoint, stream: bool) -> None:
     world = World(prefills=1, decodes=1)
     world.fabric.deaf = True
-    got = await world.ask(Endpoint.COMPLETIONS, body_for(Endpoint.COMPLETIONS, stream=stream))
+    got = await world.ask(endpoint, body_for(endpoint, stream=stream))
     assert got.status == 200
     assert world.count("pdproxy_recomputed_total") == 1
     assert got.headers.get("x-pdproxy-recomputed") == (None if stream else "1")
+    told = got.body.replace(b": ", b":")
+    served = [name for name in (b'"cached_tokens":1', b'"cache_read_input_tokens":1') if name in told]
+    assert served == [], "what the prefill node had cached served nobody"
+    await world.settle()
+
+
+@pytest.mark.parametrize("endpoint", Endpoint)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_ticket_that_was_used_is_no_recomputing(endpoint: Endpoint, stream: bool) -> None:
+    world = World(prefills=1, decodes=1)
+    got = await world.ask(endpoint, body_for(endpoint, stream=stream))
+    assert world.count("pdproxy_recomputed_total") == 0
+    assert world.count("pdproxy_tokens_total", kind="prompt") == len(prompt_ids(endpoint))
+    if endpoint in (Endpoint.MESSAGES, Endpoint.RESPONSES):
+        name = b'"cache_read_input_tokens":1' if endpoint is Endpoint.MESSAGES else b'"cached_tokens":1,'
+        assert name in got.body.replace(b": ", b":"), "the prefill node's"
     await world.settle()
 
 

@@ -5,7 +5,6 @@ import pytest
 from pdproxy.drive.conduct import Conduct
 from pdproxy.drive.handover import HandOver
 from pdproxy.drive.length import most_tokens
-from pdproxy.drive.recount import Tally, tally
 from pdproxy.drive.tail import Tail
 from pdproxy.drive.terms import Terms
 from pdproxy.drive.timeline import Timeline
@@ -18,21 +17,6 @@ from pdproxy.nodes.node import Node, Role
 from pdproxy.observe.labels import Leg, Phase
 from pdproxy.request import Endpoint, Json
 from tests.drive.world import World
-
-
-def test_usage_is_read_where_there_is_one() -> None:
-    usage = b'{"prompt_tokens": 20,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":19}}'
-    assert tally(b'{"choices":[],"usage":' + usage + b"}") == Tally(20, 3, 19)
-    assert tally(b'{"choices":[{"text":"\\"prompt_tokens\\":7"}]}') is None
-    assert tally(b'{"usage":{"prompt_tokens":5,"completion_tokens":1}}') == Tally(5, 1, None)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "cached", "recomputed"),
-    [(100, 99, False), (100, 96, False), (100, 0, True), (100, 64, True), (100, None, False), (None, 3, False)],
-)
-def test_recomputing_shows_in_the_cached_tokens(prompt: int | None, cached: int | None, recomputed: bool) -> None:
-    assert Tally(prompt, 1, cached).recomputed is recomputed
 
 
 def test_the_decode_node_is_not_told_what_the_prefill_node_had_cached() -> None:

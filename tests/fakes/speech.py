@@ -67,6 +67,18 @@ class Question:
         return {"prompt_tokens": len(self.prompt), "total_tokens": total, "completion_tokens": completion,
                 "prompt_tokens_details": {"cached_tokens": cached}}  # fmt: skip
 
+    def tally_messages(self, cached: int, completion: int) -> dict[str, Any]:
+        """The same for /v1/messages, where what was cached is counted apart."""
+        fresh = len(self.prompt) - cached
+        return {"input_tokens": fresh, "output_tokens": completion, "cache_read_input_tokens": cached}
+
+    def tally_responses(self, cached: int, completion: int) -> dict[str, Any]:
+        """The same for /v1/responses."""
+        details = {"cached_tokens": cached, "cache_write_tokens": 0}
+        total = len(self.prompt) + completion
+        return {"input_tokens": len(self.prompt), "input_tokens_details": details,
+                "output_tokens": completion, "total_tokens": total}  # fmt: skip
+
 
 def error(status: int, message: str) -> bytes:
     """vLLM's error body."""
@@ -97,13 +109,13 @@ def answer(question: Question, cached: int, ticket: dict[str, Any] | None) -> by
         case "/v1/messages":
             whole |= {"type": "message", "role": "assistant", "stop_reason": "max_tokens"}
             whole["content"] = [{"type": "text", "text": choices[0]["message"]["content"]}]
-            whole["usage"] = {"input_tokens": len(question.prompt), "output_tokens": completion}
+            whole["usage"] = question.tally_messages(cached, completion)
         case "/v1/responses":
             whole |= {"object": "response", "status": "completed"}
             whole["output"] = [
                 {"type": "message", "content": [{"type": "output_text", "text": choices[0]["message"]["content"]}]}
             ]
-            whole["usage"] = {"input_tokens": len(question.prompt), "output_tokens": completion}
+            whole["usage"] = question.tally_responses(cached, completion)
         case _:
             whole["choices"] = choices
     if question.ids and question.chat():
@@ -126,9 +138,9 @@ def events(question: Question, cached: int) -> tuple[bytes, ...]:
     """A streamed answer, one piece an event."""
     match question.path:
         case "/v1/messages":
-            return tuple(_messages(question))
+            return tuple(_messages(question, cached))
         case "/v1/responses":
-            return tuple(_responses(question))
+            return tuple(_responses(question, cached))
         case _:
             return tuple(_chunks(question, cached))
 
@@ -179,20 +191,30 @@ def _chunk(
     return chunk
 
 
-def _messages(question: Question) -> Iterator[bytes]:
+def _messages(question: Question, cached: int) -> Iterator[bytes]:
+    """Until the end usage does not say what was cached."""
+    begun = {"input_tokens": len(question.prompt), "output_tokens": 0}
     message = {"id": question.name, "type": "message", "role": "assistant", "content": [], "model": question.model}
-    yield _event("message_start", {"type": "message_start", "message": message})
+    yield _event("message_start", {"type": "message_start", "message": {**message, "usage": begun}})
+    count = 0
     for said in question.spoken(0):
+        count += len(said.tokens)
         delta = {"type": "text_delta", "text": said.text}
         yield _event("content_block_delta", {"type": "content_block_delta", "index": 0, "delta": delta})
+    usage = question.tally_messages(cached, count)
+    yield _event("message_delta", {"type": "message_delta", "delta": {"stop_reason": "max_tokens"}, "usage": usage})
     yield _event("message_stop", {"type": "message_stop"})
 
 
-def _responses(question: Question) -> Iterator[bytes]:
-    yield _event("response.created", {"type": "response.created", "response": {"id": question.name}})
+def _responses(question: Question, cached: int) -> Iterator[bytes]:
+    begun = {"id": question.name, "usage": None}
+    yield _event("response.created", {"type": "response.created", "response": begun})
+    count = 0
     for said in question.spoken(0):
+        count += len(said.tokens)
         yield _event("response.output_text.delta", {"type": "response.output_text.delta", "delta": said.text})
-    yield _event("response.completed", {"type": "response.completed", "response": {"id": question.name}})
+    ended = {**begun, "usage": question.tally_responses(cached, count)}
+    yield _event("response.completed", {"type": "response.completed", "response": ended})
 
 
 def _data(value: Mapping[str, Any]) -> bytes:
