@@ -1,6 +1,5 @@
 """What autoscalers ask for is what the proxy counts."""
 
-import enum
 import re
 from collections.abc import Iterator
 
@@ -9,6 +8,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from pdproxy.nodes.node import Role
 from pdproxy.observe.metrics import Metrics
+from tests.deploy.prometheus.evaluate import evaluate
+from tests.deploy.prometheus.storage import Storage
+from tests.deploy.prometheus.syntax import Aggregation, Selector, parse
 from tests.helm.conftest import Rendered
 from tests.helm.engine import CHART, Engine, Manifests
 
@@ -17,60 +19,86 @@ OTHERS = {"pdproxy_key_file"}
 """The connector's settings, which look alike."""
 
 
-class _State(enum.StrEnum):
-    UP = "up"
+SCALED = {
+    "demo-pdproxy-prefill": ("pdproxy_prefill_pending_tokens_estimate", {}, "32768"),
+    "demo-pdproxy-decode": ("pdproxy_node_active", {"role": "decode"}, "64"),
+}
 
 
-def counted() -> tuple[set[str], set[tuple[str, str]]]:
-    """Names of all series, and (name, role) of those that nodes have."""
+def counted() -> CollectorRegistry:
+    """A proxy's series, with what one prefill and one decode node do."""
     registry = CollectorRegistry()
     metrics = Metrics(registry)
-    for role in Role:
-        metrics.node_active(f"{role}-0", role, 1)
-        metrics.node_state(f"{role}-0", role, _State.UP)
-    samples = [sample for family in registry.collect() for sample in family.samples]
-    names = {line.split()[2] for line in generate_latest(registry).decode().splitlines() if line.startswith("# TYPE")}
-    roles = {(sample.name, sample.labels["role"]) for sample in samples if "role" in sample.labels}
-    return names, roles
+    metrics.prefill_began("m", 900)
+    for role, legs in ((Role.PREFILL, 3), (Role.DECODE, 7)):
+        metrics.node_active(f"{role}-0", role, legs)
+    return registry
 
 
-def asked(manifests: Manifests) -> Iterator[tuple[str, str, str]]:
-    """Scaled workload, series and role of everything that is scaled by our metrics."""
+def asked(manifests: Manifests) -> Iterator[tuple[str, str, dict[str, str], str]]:
+    """Scaled workload, series, its labels and threshold of everything that is scaled by our metrics."""
     for each in manifests.of("ScaledObject"):
-        query = each["spec"]["triggers"][0]["metadata"]["query"]
-        [(name, role)] = re.findall(r"^sum\((\w+)\{role=\"(\w+)\",", query)
-        yield each["spec"]["scaleTargetRef"]["name"], name, role
+        trigger = each["spec"]["triggers"][0]["metadata"]
+        selector = parse(trigger["query"])
+        assert isinstance(selector, Aggregation)
+        assert isinstance(selector.of, Selector)
+        labels = {matcher.label: matcher.value for matcher in selector.of.matchers}
+        yield each["spec"]["scaleTargetRef"]["name"], selector.of.name, labels, trigger["threshold"]
     for each in manifests.of("HorizontalPodAutoscaler"):
         for metric in each["spec"]["metrics"]:
             if metric["type"] == "External":
-                series = metric["external"]["metric"]
-                yield each["spec"]["scaleTargetRef"]["name"], series["name"], series["selector"]["matchLabels"]["role"]
+                series, wanted = metric["external"]["metric"], metric["external"]["target"]["averageValue"]
+                labels = series["selector"]["matchLabels"]
+                yield each["spec"]["scaleTargetRef"]["name"], series["name"], labels, wanted
 
 
 @pytest.mark.parametrize("kind", ["keda", "hpa"])
 def test_scales_by_series_that_there_are(helm: Engine, kind: str) -> None:
     scaled = {"autoscaling": {"kind": kind}}
     manifests = helm.manifests({"prefill": scaled, "decode": scaled, "keda": {"prometheus": "http://prometheus:9090"}})
-    found = sorted(asked(manifests))
-    assert [workload for workload, _, _ in found] == ["demo-pdproxy-decode", "demo-pdproxy-prefill"]
-    _, roles = counted()
-    for workload, series, role in found:
-        assert workload.endswith(role)
-        assert (series, role) in roles
+    found = {workload: (series, labels, each) for workload, series, labels, each in asked(manifests)}
+    assert all(labels.pop("service") == "demo-pdproxy-admin" for _, labels, _ in found.values())
+    assert all(labels.pop("namespace", "llm") == "llm" for _, labels, _ in found.values())
+    assert found == SCALED
+    registry = counted()
+    for series, labels, _ in found.values():
+        assert [
+            sample for family in registry.collect() for sample in family.samples
+            if sample.name == series and labels.items() <= sample.labels.items()
+        ]  # fmt: skip
     assert all("replicas" not in each["spec"] for each in manifests.of("StatefulSet"))
 
 
 def test_every_series_that_the_chart_names_exists() -> None:
-    names, _ = counted()
+    page = generate_latest(counted()).decode()
+    names = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")}
     for path in [CHART / "values.yaml", CHART / "README.md", *CHART.glob("templates/**/*")]:
         if path.is_file():
             assert set(SERIES.findall(path.read_text())) - OTHERS <= names, path
 
 
+@pytest.mark.parametrize(("role", "worth"), [("prefill", 900.0), ("decode", 7.0)])
+def test_the_query_sums_up_this_releases_proxies(helm: Engine, role: str, worth: float) -> None:
+    values = {role: {"autoscaling": {"kind": "keda"}}, "keda": {"prometheus": "http://prometheus:9090"}}
+    [scaled] = helm.manifests(values).of("ScaledObject")
+    storage = Storage()
+    for replica, service in (("a", "demo-pdproxy-admin"), ("b", "demo-pdproxy-admin"), ("c", "other-admin")):
+        ours = {"namespace": "llm", "service": service, "pod": replica}
+        storage.scraped(generate_latest(counted()).decode(), 0.0, ours)
+    query = scaled["spec"]["triggers"][0]["metadata"]["query"]
+    assert evaluate(query, storage, 1.0) == {frozenset(): 2 * worth}
+
+
 def test_the_query_keeps_to_this_release(rendered: Rendered) -> None:
     [scaled] = rendered("full-values").of("ScaledObject")
     query = scaled["spec"]["triggers"][0]["metadata"]["query"]
-    assert query == 'sum(pdproxy_node_active{role="prefill",namespace="llm",service="demo-hybrid-admin"})'
+    assert query == 'sum(pdproxy_prefill_pending_tokens_estimate{namespace="llm",service="demo-hybrid-admin"})'
+
+
+def test_matchers_of_ones_own_take_the_places_of_ours(helm: Engine) -> None:
+    keda = {"prometheus": "http://prometheus:9090", "matchers": 'cluster="a"'}
+    [scaled] = helm.manifests({"decode": {"autoscaling": {"kind": "keda"}}, "keda": keda}).of("ScaledObject")
+    assert scaled["spec"]["triggers"][0]["metadata"]["query"] == 'sum(pdproxy_node_active{role="decode",cluster="a"})'
 
 
 def test_groups_are_scaled_as_groups(rendered: Rendered) -> None:

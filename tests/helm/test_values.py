@@ -31,6 +31,12 @@ REFUSED = [
     ("prefill: {tensorParallel: 8}", "tensorParallel is 8, but a prefill node has 1 GPUs"),
     ("decode: {autoscaling: {minReplicas: 9}}", "decode.autoscaling.minReplicas is above maxReplicas"),
     ("decode: {autoscaling: {kind: keda}}", "set keda.prometheus to the address"),
+    ("decode: {autoscaling: {promptTokensPerReplica: 9}}", "decode.autoscaling.promptTokensPerReplica cannot be set"),
+    ("prefill: {autoscaling: {streamsPerReplica: 9}}", "what decode nodes are scaled by: use promptTokensPerReplica"),
+    (
+        "prefill: {autoscaling: {promptTokensPerReplica: 0}}",
+        "at '/prefill/autoscaling/promptTokensPerReplica': minimum",
+    ),
     ("decode: {hosts: 2, tensorParallel: 2}\nmodel: {storage: {kind: claimPerPod}}", "does not go with decode.hosts"),
     ("proxy: {autoscaling: {minReplicas: 20}}", "proxy.autoscaling.minReplicas is above maxReplicas"),
     ("transfer: {ucxPorts: {first: 9, last: 8}}", "transfer.ucxPorts.first must be below last"),

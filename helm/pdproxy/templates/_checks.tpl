@@ -10,6 +10,12 @@
   {{- if gt (int $r.autoscaling.minReplicas) (int $r.autoscaling.maxReplicas) -}}
     {{- fail (printf "%s.autoscaling.minReplicas is above maxReplicas." $role) -}}
   {{- end -}}
+  {{- $known := dict "prefill" "promptTokensPerReplica" "decode" "streamsPerReplica" -}}
+  {{- range $other, $key := omit $known $role -}}
+    {{- if hasKey $r.autoscaling $key -}}
+      {{- fail (printf "%s.autoscaling.%s cannot be set, that is what %s nodes are scaled by: use %s." $role $key $other (get $known $role)) -}}
+    {{- end -}}
+  {{- end -}}
   {{- if and (eq $r.autoscaling.kind "keda") (not $v.keda.prometheus) -}}
     {{- fail (printf "%s.autoscaling.kind is keda: set keda.prometheus to the address of the Prometheus that scrapes the proxy." $role) -}}
   {{- end -}}

@@ -1,7 +1,7 @@
 """Samples over time, as Prometheus keeps them."""
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -27,11 +27,11 @@ class Storage:
         self._times.setdefault(labels, []).append(at)
         self._values.setdefault(labels, []).append(value)
 
-    def scraped(self, page: str, at: float) -> None:
-        """Everything that a `/metrics` page tells, as it was at one moment."""
+    def scraped(self, page: str, at: float, target: Mapping[str, str] | None = None) -> None:
+        """Everything that a `/metrics` page tells, as it was at one moment, with the labels of the target."""
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
-                self.add(frozenset({NAME: sample.name, **sample.labels}.items()), at, sample.value)
+                self.add(frozenset({NAME: sample.name, **sample.labels, **(target or {})}.items()), at, sample.value)
 
     def forget(self, name: str) -> None:
         """All samples of a metric."""
