@@ -41,12 +41,12 @@ def merged(answers: Sequence[Whole]) -> bytes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Piece:
-    """Something of one prompt's stream: bytes, how it ended, or why it could not begin."""
+    """Something of one prompt's stream: bytes, how it ended, or what it raised."""
 
     prompt: int
     data: bytes = b""
     ended: Outcome | None = None
-    refused: ClientError | Answered | None = None
+    raised: Exception | None = None
 
 
 class Fan(Pieces):
@@ -109,8 +109,8 @@ class Fan(Pieces):
         return error_event(Endpoint.COMPLETIONS, known)
 
     def _take(self, piece: _Piece) -> bytes:
-        if piece.refused is not None:
-            raise piece.refused
+        if piece.raised is not None:
+            raise piece.raised
         if piece.ended is None:
             return self._merged(piece)
         self._running -= 1
@@ -135,8 +135,9 @@ class Fan(Pieces):
                 async for data in relay:
                     await self._queue.put(_Piece(index, data))
                 await self._queue.put(_Piece(index, ended=relay.outcome))
-            except (ClientError, Answered) as error:
-                await self._queue.put(_Piece(index, refused=error))
+            except Exception as error:  # a bug too: whoever reads must not wait for ever
+                await self._queue.put(_Piece(index, raised=error))
+                raise
             finally:
                 await relay.aclose()
 

@@ -216,8 +216,9 @@ class Passage:
             self._conduct.failed(leg, name, fault.fault)
 
     async def leave(self) -> None:
-        """The stream has to move: end its leg, and do not come back to its node."""
+        """The stream has to move: end its leg, have freed what it may not have read, do not come back to its node."""
         self._life.move(Move.MIGRATE)
+        self.holdings.abandon()
         self._conduct.forgive()
         self._conduct.shun(self.node_name)
         await self.holdings.hang_up()

@@ -6,7 +6,10 @@ from pdproxy.drive.length import most_tokens
 from pdproxy.drive.means import Means
 from pdproxy.drive.why import Why
 from pdproxy.nodes.node import Node, Role
-from pdproxy.planning.plan import Needs, NoNode, Plan, choose, plan
+from pdproxy.planning.plan import Needs, NoNode, Plan, UnknownModel, choose, plan
+
+NOWHERE = (NoNode, UnknownModel)
+"""Why there is no other node: none can take it now, or the last that served the model was removed meanwhile."""
 
 
 class Planner:
@@ -34,7 +37,7 @@ class Planner:
         """Whether a plan could be made now."""
         try:
             self.plan()
-        except NoNode:
+        except NOWHERE:
             return False
         return True
 
@@ -42,14 +45,14 @@ class Planner:
         """Another decode node that can use a ticket of ``prefill``, None where there is none."""
         try:
             return self._choose_decode(self._needs(prefill.cohort))
-        except NoNode:
+        except NOWHERE:
             return None
 
     def elsewhere(self) -> bool:
         """Whether a decode node is there that has not failed the request."""
         try:
             self._choose_decode(self._needs())
-        except NoNode:
+        except NOWHERE:
             return False
         return True
 
