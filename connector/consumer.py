@@ -4,7 +4,10 @@
        │           └──────► failed                    (the transfer said so)
        └──────────────────► failed                    (the peer could not be reached)
     ordered, posted ──► given up, at the deadline ──► failed
+    posted ──► given up, when the peer shows no sign of life ──► failed
 
+While a read is under way, its peer is asked now and then, with nonces of no meaning (*probes*): any answer is a sign
+of life, and none in time means that a stopped or vanished peer will never send the rest.
 A read that is given up after it was posted is *stalled*: its transfer may still write, so its local blocks must
 outlive the request. Its handle is never released while it is live, since a release does not prove that the
 network card has stopped; it is polled until the transfer reports its end, and only then are the blocks let go.
@@ -13,7 +16,7 @@ network card has stopped; it is polled until the transfer reports its end, and o
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from connector.lease import Verdict
@@ -21,6 +24,9 @@ from connector.metadata import ReadEnd, ReadOutcome
 from connector.open_batches import Address, Judged
 from connector.question import Question
 from connector.read_sizes import ReadSize
+
+PROBE_EVERY = 1.0
+"""Seconds without news of a read. Most reads are over sooner."""
 
 
 class _Stage(Enum):
@@ -37,6 +43,10 @@ class _Flight:
     since: float
     stage: _Stage = _Stage.ORDERED
     given_up: bool = False
+    probes: int = 0
+    heard: float = 0.0
+    probing: bool = False
+    silent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +76,7 @@ class Flights:
         self._deadline = deadline
         self._flights: dict[str, _Flight] = {}
         self._by_nonce: dict[str, str] = {}
+        self._probes: dict[str, str] = {}
 
     def __len__(self) -> int:
         """How many reads are not over."""
@@ -76,16 +87,26 @@ class Flights:
         self._flights[request_id] = _Flight(question, address, size, now)
         self._by_nonce[question.nonce] = request_id
 
-    def posted(self, request_id: str) -> None:
+    def posted(self, request_id: str, now: float) -> None:
         """The transfer is under way."""
-        self._flights[request_id].stage = _Stage.POSTED
+        flight = self._flights[request_id]
+        flight.stage, flight.heard = _Stage.POSTED, now
+
+    def probes(self, now: float) -> dict[Address, list[Question]]:
+        """Whom to ask for a sign of life, for reads that take long; the answer comes to `judged`."""
+        asked: dict[Address, list[Question]] = {}
+        for request_id, flight in self._flights.items():
+            under_way = flight.stage is _Stage.POSTED and not flight.given_up
+            if under_way and not flight.probing and now - flight.heard >= PROBE_EVERY:
+                asked.setdefault(flight.address, []).append(self._probe(request_id, flight))
+        return asked
 
     def overdue(self, now: float) -> list[Overdue]:
-        """Reads whose last byte has not come in time, each told once; `failed` must follow."""
+        """Reads whose last byte has not come in time, or never will, each told once; `failed` must follow."""
         late = []
         for request_id, flight in self._flights.items():
             waiting = flight.stage is not _Stage.LANDED and not flight.given_up
-            if waiting and now - flight.since >= self._deadline:
+            if waiting and (flight.silent or now - flight.since >= self._deadline):
                 flight.given_up = True
                 asked = flight.question
                 late.append(Overdue(request_id, asked.engine_id, asked.nonce, flight.stage is _Stage.POSTED))
@@ -110,7 +131,10 @@ class Flights:
         return asked
 
     def judged(self, judged: Judged, now: float) -> Landing | None:
-        """The verdict is here. None when no read waits for it."""
+        """The verdict is here. None when no read waits for it, as for the answer to a probe."""
+        if (probed := self._probes.pop(judged.nonce, None)) is not None:
+            self._probed(probed, judged, now)
+            return None
         request_id = self._by_nonce.get(judged.nonce)
         if request_id is None or self._flights[request_id].stage is not _Stage.LANDED:
             return None
@@ -119,6 +143,17 @@ class Flights:
         size = flight.size if outcome is ReadOutcome.VERIFIED else ReadSize()
         end = ReadEnd(judged.nonce, outcome, size.attention, size.state)
         return Landing(request_id, end, now - flight.since, size.spared)
+
+    def _probe(self, request_id: str, flight: _Flight) -> Question:
+        flight.probing, flight.probes = True, flight.probes + 1
+        probe = replace(flight.question, nonce=f"{flight.question.nonce}?{flight.probes}")
+        self._probes[probe.nonce] = request_id
+        return probe
+
+    def _probed(self, request_id: str, judged: Judged, now: float) -> None:
+        flight = self._flights.get(request_id)
+        if flight is not None and judged.nonce == f"{flight.question.nonce}?{flight.probes}":
+            flight.probing, flight.heard, flight.silent = False, now, judged.verdict is None
 
     def _over(self, request_id: str) -> _Flight:
         flight = self._flights.pop(request_id)

@@ -101,9 +101,9 @@ class WorkerSide(NixlPullConnectorWorker):
         self._drain_stalled()
         for request_id in results.failed_recving:
             self._end(request_id, self._flights.failed(request_id))
-        self._verifier.ask(
-            self._flights.landed(sorted(results.finished_recving - results.failed_recving), time.monotonic())
-        )
+        now = time.monotonic()
+        self._verifier.ask(self._flights.landed(sorted(results.finished_recving - results.failed_recving), now))
+        self._verifier.ask(self._flights.probes(now))
         results.finished_recving &= results.failed_recving
         self._add_judged(results)
         self._report.reads_seen.update(self._seen.take_report())
@@ -147,7 +147,7 @@ class WorkerSide(NixlPullConnectorWorker):
             self._log_failure("ticket_does_not_fit", req_id, error=error, meta=meta)
             self._recv_failures.add(req_id)
         if _awaited(meta) and req_id in self._recving_transfers:
-            self._flights.posted(req_id)
+            self._flights.posted(req_id, time.monotonic())
 
     def _is_elsewhere(self, remote: RemoteMeta) -> bool:
         """Whether a handshake with the engine was made elsewhere: whom to ask after the read is then unknown."""
@@ -187,7 +187,7 @@ class WorkerSide(NixlPullConnectorWorker):
 
     def _give_up_overdue(self) -> None:
         for late in self._flights.overdue(time.monotonic()):
-            log.warning("Giving up on the read for %s: no end after the deadline.", late.request_id)
+            log.warning("Giving up on the read for %s: overdue, or its prefill node is silent.", late.request_id)
             handles = self._recving_transfers.pop(late.request_id, None)
             if handles:
                 self._stalled[late.nonce] = handles

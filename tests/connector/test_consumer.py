@@ -27,7 +27,7 @@ def flying(deadline: float = 10) -> Flights:
 @pytest.mark.parametrize("verdict", list(Verdict))
 def test_a_landed_read_is_good_only_with_a_good_verdict(verdict: Verdict) -> None:
     flights = flying()
-    flights.posted("r")
+    flights.posted("r", now=0)
     assert flights.landed(["r"], now=2) == {HERE: [ASKED]}
     landing = flights.judged(Judged("nonce-1", verdict), now=2.5)
     assert landing is not None
@@ -61,17 +61,62 @@ def test_a_verdict_settles_nothing_before_the_last_byte_and_nothing_twice() -> N
 def test_why_a_read_failed() -> None:
     assert flying().failed("r").outcome is ReadOutcome.PEER_UNREACHABLE
     posted = flying()
-    posted.posted("r")
+    posted.posted("r", now=0)
     assert posted.failed("r").outcome is ReadOutcome.TRANSFER_FAILED
 
 
 def test_a_read_is_given_up_once_at_its_deadline() -> None:
     flights = flying(deadline=10)
-    flights.posted("r")
+    flights.posted("r", now=0)
     assert flights.overdue(9.9) == []
     assert flights.overdue(10) == [Overdue("r", "P", "nonce-1", live=True)]
     assert flights.overdue(20) == []
     assert flights.failed("r").outcome is ReadOutcome.NO_PROGRESS
+
+
+def test_a_long_read_goes_on_while_its_peer_answers_whatever_it_says() -> None:
+    flights = flying(deadline=100)
+    flights.posted("r", now=0)
+    assert flights.probes(0.9) == {}
+    for now, verdict in ((1.0, Verdict.HELD), (2.5, Verdict.EXPIRED), (4.0, Verdict.RELEASED_BY_ANOTHER)):
+        ((asked,),) = flights.probes(now).values()
+        assert asked.nonce != ASKED.nonce
+        assert flights.probes(now + 1) == {}, "one at a time"
+        assert flights.judged(Judged(asked.nonce, verdict), now) is None
+        assert flights.overdue(now) == []
+    flights.landed(["r"], now=5)
+    assert flights.judged(Judged("nonce-1", Verdict.HELD), now=5) is not None
+
+
+def test_a_read_is_given_up_when_its_peer_is_silent() -> None:
+    flights = flying(deadline=100)
+    flights.posted("r", now=0)
+    ((asked,),) = flights.probes(1).values()
+    flights.judged(Judged(asked.nonce, None), now=6)
+    assert flights.overdue(6) == [Overdue("r", "P", "nonce-1", live=True)]
+    assert flights.failed("r").outcome is ReadOutcome.NO_PROGRESS
+
+
+def test_the_answer_to_a_probe_never_judges_a_read() -> None:
+    """It was given before the last byte came."""
+    flights = flying()
+    flights.posted("r", now=0)
+    ((asked,),) = flights.probes(1).values()
+    flights.landed(["r"], now=1.5)
+    assert flights.judged(Judged(asked.nonce, Verdict.HELD), now=2) is None
+    assert len(flights) == 1
+    assert flights.probes(10) == {}
+
+
+def test_the_answer_to_an_earlier_reads_probe_says_nothing_of_the_next() -> None:
+    flights = flying()
+    flights.posted("r", now=0)
+    ((asked,),) = flights.probes(1).values()
+    flights.failed("r")
+    flights.begin("r", Question("P", "remote", "nonce-2"), HERE, SIZE, now=2)
+    flights.posted("r", now=2)
+    flights.judged(Judged(asked.nonce, None), now=3)
+    assert flights.overdue(3) == []
 
 
 def test_a_read_that_never_reached_its_peer_is_not_live_when_given_up() -> None:

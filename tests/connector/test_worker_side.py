@@ -176,6 +176,14 @@ def test_a_hanging_read_is_given_up_and_its_transfer_left_alone(make: MakeRank, 
     assert prefill.asked == []
 
 
+def test_a_read_from_a_silent_peer_is_given_up_long_before_its_deadline(make: MakeRank, prefill: Prefill) -> None:
+    worker = make(read_deadline=600.0, verify_timeout=0.2)
+    step(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7]))
+    prefill.listener.stop()
+    assert until_received(worker).failed_recving == {"r"}
+    assert report(worker).reads_ended["r"].outcome is ReadOutcome.NO_PROGRESS
+
+
 def test_a_ticket_that_vllm_cannot_pair_fails_its_request_alone(make: MakeRank, prefill: Prefill) -> None:
     worker = make()
     results = step(worker, read_step("r", NONCE, prefill.port, local=[3, 4, 5], remote=[7]))

@@ -16,9 +16,7 @@ from deploy.local.stack import Proxy, ProxySpec, logs_of, pair_specs, start_node
 from deploy.local.supervise import Supervisor
 
 REQUEST_TIMEOUT_S = 120.0
-PAIR = frozenset({"pair", "proxy", "client", "sync_client", "doomed"})
-SLOW = ("--max-num-seqs", "4")
-"""So that a node is never done before it is broken."""
+PAIR = frozenset({"pair", "proxy", "client", "sync_client"})
 REFERENCE = frozenset({"reference", "reference_client"})
 
 
@@ -33,8 +31,7 @@ class Pair:
 def specs_for(fixtures: set[str]) -> list[NodeSpec]:
     """The nodes that tests with these fixtures need."""
     pair = pair_specs() if fixtures & PAIR else []
-    doomed = [NodeSpec("doomed", Role.DECODE, 0, 0, more_arguments=SLOW)] if "doomed" in fixtures else []
-    return pair + doomed + ([NodeSpec("reference", Role.PLAIN, 0, 0)] if fixtures & REFERENCE else [])
+    return pair + ([NodeSpec("reference", Role.PLAIN, 0, 0)] if fixtures & REFERENCE else [])
 
 
 @pytest.fixture(scope="session")
@@ -62,13 +59,6 @@ def pair(engines: dict[str, Node]) -> Pair:
 def reference(engines: dict[str, Node]) -> Node:
     """A single plain engine."""
     return engines["reference"]
-
-
-@pytest.fixture
-def doomed(engine_room: Supervisor, engines: dict[str, Node]) -> Iterator[Node]:
-    """A second decode node beside the pair, for one test to break; gone after it."""
-    yield engines["doomed"]
-    engine_room.stop(engines["doomed"].part)
 
 
 @pytest.fixture(scope="session")

@@ -12,10 +12,10 @@ from tests.e2e.conftest import async_client
 from tests.e2e.crowd import Crowd, crowd, reciters
 from tests.e2e.fate import Fate, strike
 from tests.e2e.fleet import Fleet, start_fleet
+from tests.e2e.meters import read
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.long,
     pytest.mark.own_engines,
     pytest.mark.timeout(1500),
     pytest.mark.asyncio(loop_scope="function"),
@@ -42,6 +42,18 @@ class Moment(enum.StrEnum):
         return now.begun() > 0 if self is Moment.OPENING else now.under_way()
 
 
+CASES = (
+    ("decode-0", Moment.STREAMING, Fate.KILLED),
+    ("decode-0", Moment.STREAMING, Fate.STOPPED),
+    ("prefill", Moment.OPENING, Fate.KILLED),
+    ("prefill", Moment.STREAMING, Fate.STOPPED),
+    pytest.param("decode-0", Moment.OPENING, Fate.KILLED, marks=pytest.mark.long),
+    pytest.param("decode-0", Moment.OPENING, Fate.STOPPED, marks=pytest.mark.long),
+    pytest.param("prefill", Moment.OPENING, Fate.STOPPED, marks=pytest.mark.long),
+    pytest.param("prefill", Moment.STREAMING, Fate.KILLED, marks=pytest.mark.long),
+)
+
+
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
     """Three nodes and a proxy, for all tests here; logs lie in `.run/e2e-deaths`."""
@@ -56,13 +68,12 @@ def whole(fleet: Fleet) -> Fleet:
     return fleet
 
 
-@pytest.mark.parametrize("fate", Fate)
-@pytest.mark.parametrize("moment", Moment)
-@pytest.mark.parametrize("name", ["decode-0", "prefill"])
+@pytest.mark.parametrize(("name", "moment", "fate"), CASES)
 async def test_no_stream_is_lost_and_no_token_is_wrong(whole: Fleet, name: str, moment: Moment, fate: Fate) -> None:
     async with async_client(whole.nodes["prefill"].url) as alone:
         streams = await reciters(alone, next(whole.seeds))
     whole.forget()
+    moved = read(whole.proxy.admin_url, "pdproxy_migrations_total", outcome="done")
     async with crowd(whole.proxy.url, streams) as running:
         await running.until(moment.reached)
         begun, undisturbed = running.begun(), running.longest_stall()
@@ -70,3 +81,5 @@ async def test_no_stream_is_lost_and_no_token_is_wrong(whole: Fleet, name: str, 
     print(f"\n{name} {fate.name} {moment}: {begun} of {len(streams)} streams had begun, longest stall", end=" ")
     print(f"{running.longest_stall():.1f} s, before that {undisturbed:.1f} s")
     assert not running.verdict()
+    moved = read(whole.proxy.admin_url, "pdproxy_migrations_total", outcome="done") - moved
+    assert (moved > 0) is (name == "decode-0" and moment is Moment.STREAMING)

@@ -1,0 +1,134 @@
+"""The capacity that a node tells of itself, held to what its engine really admits, within one block per sequence.
+
+A node with few blocks is driven until vLLM lets no more requests in, or preempts one.
+"""
+
+import asyncio
+import math
+import random
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+import pytest
+
+from deploy.local.node import SERVED_NAME, Node, NodeSpec, Role, on_free_ports
+from deploy.local.places import ROOT
+from deploy.local.stack import logs_of, start_nodes
+from deploy.local.supervise import Supervisor
+from tests.e2e.conftest import REQUEST_TIMEOUT_S
+from tests.e2e.meters import read
+
+pytestmark = [pytest.mark.e2e, pytest.mark.own_engines]
+
+BLOCK = 256
+FEW_BLOCKS = 64
+LONGEST = 4096
+LOOK_EVERY_S = 0.02
+GROWING = 6
+"""Sequences that grow side by side."""
+Prompt = list[int]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the node says: tokens of attention capacity; sequences that states allow; sequences of `LONGEST` tokens."""
+
+    tokens: int
+    sequences: int
+    longest: int
+
+    def share(self, count: int, length: float) -> float:
+        """How much of the node so many sequences of so many tokens take; they fit while it is 1 or less."""
+        return count * length / self.tokens + count / self.sequences
+
+    def length(self, count: int) -> float:
+        """Tokens that each of so many sequences may have."""
+        return self.tokens * (1 - count / self.sequences) / count
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Node]:
+    """A decode node with few blocks; its log lies in `.run/e2e-capacity`."""
+    specs = on_free_ports(NodeSpec("few", Role.DECODE, 0, 0, gpu_blocks=FEW_BLOCKS, max_model_len=LONGEST))
+    with Supervisor(logs_of("e2e-capacity")) as supervisor:
+        yield start_nodes(supervisor, specs, print)[0]
+
+
+@pytest.fixture(scope="module")
+def told(node: Node) -> Told:
+    def of(name: str, **labels: str) -> int:
+        return int(read(node.url, f"pdproxy_connector_capacity_{name}", **labels))
+
+    return Told(of("tokens"), of("sequences", limit="state"), of("sequences", limit="max_model_len"))
+
+
+def prompts(count: int, tokens: int, seed: int) -> list[Prompt]:
+    """Token ids that have nothing in common."""
+    source = random.Random(seed)
+    return [[source.randrange(10, 900) for _ in range(tokens)] for _ in range(count)]
+
+
+async def grow(client: httpx.AsyncClient, prompt: Prompt, to: int) -> None:
+    """One sequence, up to so many tokens."""
+    body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": to - len(prompt), "temperature": 0}
+    answer = await client.post("/v1/completions", json=body | {"ignore_eos": True})
+    assert answer.status_code == 200, answer.text
+
+
+@asynccontextmanager
+async def driven(node: Node, load: Sequence[Prompt], to: int) -> AsyncIterator[asyncio.Future[list[None]]]:
+    """The node with all these sequences at once; over when they are."""
+    async with httpx.AsyncClient(base_url=node.url, timeout=REQUEST_TIMEOUT_S, trust_env=False) as client:
+        running = asyncio.gather(*(grow(client, prompt, to) for prompt in load))
+        yield running
+        await running
+
+
+async def most_running(node: Node, load: Sequence[Prompt], to: int) -> int:
+    """How many of them the engine ran at the same time, while others waited."""
+    most = 0
+    async with driven(node, load, to) as running:
+        while not running.done():
+            if await asyncio.to_thread(read, node.url, "vllm:num_requests_waiting"):
+                most = max(most, int(await asyncio.to_thread(read, node.url, "vllm:num_requests_running")))
+            await asyncio.sleep(LOOK_EVERY_S)
+    return most
+
+
+async def preemptions(node: Node, load: Sequence[Prompt], to: int) -> int:
+    """How often the engine took a sequence's blocks away while all of them grew."""
+    before = read(node.url, "vllm:num_preemptions_total")
+    async with driven(node, load, to):
+        pass
+    return int(read(node.url, "vllm:num_preemptions_total") - before)
+
+
+async def test_sequences_of_the_greatest_length(node: Node, told: Told) -> None:
+    length = LONGEST - 16
+    assert await most_running(node, prompts(told.longest + 2, length, 1), LONGEST) == told.longest
+
+
+async def test_short_sequences(node: Node, told: Told) -> None:
+    """A block of attention each, and their states: of these the node holds more than of tokens."""
+    length = BLOCK - 16
+    seen = await most_running(node, prompts(told.sequences + 4, length // 2, 2), length)
+    assert told.share(seen, length) <= 1 < told.share(seen + 1, length + BLOCK)
+
+
+async def test_growing_sequences(node: Node, told: Told) -> None:
+    """All get in; whether they can also grow is what the figure says: a block less than it, and a block more."""
+    length = told.length(GROWING)
+    start = math.floor(length) - 2 * BLOCK
+    assert await preemptions(node, prompts(GROWING, start, 3), math.floor(length) - BLOCK) == 0
+    assert await preemptions(node, prompts(GROWING, start, 4), math.ceil(length) + BLOCK) > 0
+
+
+def test_a_check_prints_the_figures(node: Node, told: Told) -> None:
+    line = [sys.executable, "-m", "pdproxy", "check", "--decode", node.url]
+    checked = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    row = next((row.split() for row in checked.stdout.splitlines() if SERVED_NAME in row), [])
+    assert row[4:] == [f"{told.tokens:,}", f"{told.sequences:,}", f"{told.longest:,}", "attention", "ok"], checked
