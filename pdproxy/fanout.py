@@ -89,8 +89,9 @@ class Fan(Pieces):
         """End every stream. Idempotent."""
         if self._ready or self.outcome is None:
             self.outcome, self._ready = Outcome.CLIENT_GONE, b""
+        tasks, self._tasks = self._tasks, []  # a second call has nothing to wait for: not even a turn of the loop
         try:
-            await _end(self._tasks)
+            await _end(tasks)
         finally:
             if self._opened:
                 self._ended(self.outcome)

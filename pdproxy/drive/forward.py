@@ -1,5 +1,8 @@
 """Requests that the proxy does not understand: one node answers, byte for byte."""
 
+import asyncio
+
+from pdproxy.drive.account import outcome_of
 from pdproxy.drive.means import Means
 from pdproxy.drive.reply import Reply
 from pdproxy.drive.verdict import no_node, unknown_model, verdict
@@ -23,24 +26,33 @@ async def forward(means: Means, method: str, path: str, sent: Headers, body: byt
     """
     kept = tuple(pair for pair in sent if pair[0] != "accept-encoding")
     request = Outgoing(method, path, (*kept, ("accept-encoding", "identity")), body)
+    outcome = Outcome.FAILED
+    try:
+        reply = await _answer(means, request, model)
+        outcome = Outcome.OK if reply.status < 400 else outcome_of(reply.status)
+    except ClientError as error:
+        outcome = outcome_of(error.status)
+        raise
+    except asyncio.CancelledError:
+        outcome = Outcome.CLIENT_GONE
+        raise
+    else:
+        return reply
+    finally:
+        means.metrics.request_ended(None, outcome)
+
+
+async def _answer(means: Means, request: Outgoing, model: str) -> Reply:
     avoided: frozenset[str] = frozenset()
     while True:
+        node = _choose(means, model, avoided)
         try:
-            node = _choose(means, model, avoided)
-        except ClientError:
-            means.metrics.request_ended(None, Outcome.FAILED)
-            raise
-        try:
-            reply = await _ask(means, node, request)
+            return await _ask(means, node, request)
         except NodeFault as fault:
             avoided |= {node.name}
             _failed(means, node, fault)
             if fault.fault is not Fault.REFUSED or len(avoided) > means.terms.retries:
-                means.metrics.request_ended(None, Outcome.FAILED)
                 raise verdict(Leg.DECODE, Moment.OPENING, Step.FAIL, fault) from fault
-        else:
-            means.metrics.request_ended(None, Outcome.OK if reply.status < 400 else Outcome.CLIENT_ERROR)
-            return reply
 
 
 async def _ask(means: Means, node: Node, request: Outgoing) -> Reply:
@@ -51,7 +63,8 @@ async def _ask(means: Means, node: Node, request: Outgoing) -> Reply:
             answer = await incoming.read(ANSWER_BYTES)
         finally:
             await incoming.aclose()
-    means.pool.report(node.name, None)
+    if incoming.status < 500:  # the request may have caused it: a 5xx says nothing of the node, neither way
+        means.pool.report(node.name, None)
     return Reply(incoming.status, tuple(pair for pair in incoming.headers if pair[0] in _KEPT), answer)
 
 

@@ -1,6 +1,7 @@
 """What a client gets for what it sends: the whole proxy over real connections, in front of fake nodes."""
 
 import json
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -120,3 +121,14 @@ async def test_with_keys_only_holders_come_in(tmp_path: Path) -> None:
         refused = await shop.client.post("/v1/completions", json=ASK)
         assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
         assert (await shop.client.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("prompt", ["one two", ["one two", "three"]], ids=["one", "list"])
+async def test_who_reads_to_the_end_has_not_left(
+    shop: Front, prompt: str | list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pdproxy.intake")
+    got = await shop.client.post("/v1/completions", json={**ASK, "prompt": prompt, "stream": True})
+    assert got.text.endswith("data: [DONE]\n\n")
+    await shop.until("pdproxy_requests_active 0.0")
+    assert "client left" not in caplog.messages

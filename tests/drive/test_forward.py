@@ -1,10 +1,12 @@
 """Requests that the proxy does not understand."""
 
+import asyncio
 import json
 
 import pytest
 
-from pdproxy.errors import ClientError
+from pdproxy.errors import ClientError, Fault
+from pdproxy.nodes.node import State
 from tests.drive.world import MODEL, World
 from tests.fakes.faults import Ill, Trouble
 
@@ -43,10 +45,34 @@ async def test_what_may_have_been_done_is_not_asked_again(trouble: Trouble) -> N
     await world.settle()
 
 
-async def test_a_nodes_error_is_passed_on() -> None:
+@pytest.mark.parametrize(
+    ("status", "outcome"), [(422, "client_error"), (429, "failed"), (500, "failed"), (503, "failed")]
+)
+async def test_a_nodes_error_is_passed_on_and_counted(status: int, outcome: str) -> None:
     world = World()
-    world.decodes[0].trouble = Trouble(Ill.STATUS, status=422)
-    assert (await _forward(world))[0] == 422
+    world.decodes[0].trouble = Trouble(Ill.STATUS, status=status)
+    assert (await _forward(world))[0] == status
+    assert world.count("pdproxy_requests_total", endpoint="other", outcome=outcome) == 1
+    await world.settle()
+
+
+async def test_a_nodes_5xx_does_not_speak_for_it() -> None:
+    world = World(decodes=1)
+    for _ in range(4):
+        world.pool.report("d0", Fault.RESET)
+        world.decodes[0].trouble = Trouble(Ill.STATUS, status=500, times=1)
+        if world.pool.view("d0").state is State.UP:
+            await _forward(world)
+    assert world.pool.view("d0").state is State.DOWN
+
+
+async def test_a_client_that_leaves_is_counted_and_leaves_nothing() -> None:
+    world = World()
+    asking = asyncio.create_task(_forward(world))
+    await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert world.count("pdproxy_requests_total", endpoint="other", outcome="client_gone") == 1
     await world.settle()
 
 
@@ -55,6 +81,7 @@ async def test_an_unknown_model_is_404_and_no_node_is_503() -> None:
     with pytest.raises(ClientError) as caught:
         await _forward(world, "other")
     assert caught.value.status == 404
+    assert world.count("pdproxy_requests_total", endpoint="other", outcome="client_error") == 1
     for node in world.decodes:
         world.pool.drain(node.name)
     with pytest.raises(ClientError) as caught:
