@@ -64,9 +64,12 @@ class Accounts:
         self._seconds: list[tuple[str, float]] = []
         self._levels: dict[tuple[str, tuple[str, ...]], int] = {}
 
-    def prompt_tokens(self, *, hit: int = 0, pulled: int = 0, computed: int = 0) -> None:
-        """Where a prompt's tokens came from; the three add up to the prompt's length."""
-        for source, tokens in (("hit", hit), ("pulled", pulled), ("computed", computed)):
+    def prompt_tokens(self, *, hit: int = 0, pulled: int = 0, loaded: int = 0, computed: int = 0) -> None:
+        """Where a prompt's tokens came from; the four add up to the prompt's length.
+
+        `loaded`: by another connector, where several share the node.
+        """
+        for source, tokens in (("hit", hit), ("pulled", pulled), ("loaded", loaded), ("computed", computed)):
             self._add("prompt_tokens", (source,), tokens)
 
     def blocks(self, group: Group, *, hit: int = 0, pulled: int = 0) -> None:

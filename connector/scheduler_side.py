@@ -137,7 +137,10 @@ class SchedulerSide(NixlPullConnectorScheduler):
         reads = params is not None and bool(params.get("do_remote_prefill"))
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         planned = self._reqs_need_recv.get(request.request_id) if reads else None
-        if request.num_computed_tokens == 0 and request.num_preemptions == 0:
+        if request.num_computed_tokens > 0:
+            # Back from a load. Of reads of ours nothing waits any more: they were settled with the workers' report.
+            self._ledger.loaded(request.request_id, request.num_computed_tokens)
+        elif request.num_preemptions == 0:
             self._plan(request, num_external_tokens, planned)
         if planned is not None:
             every = [block for group in blocks.blocks for block in group]
@@ -149,8 +152,10 @@ class SchedulerSide(NixlPullConnectorScheduler):
         if stats is None:
             return
         hit = stats.num_local_cached_tokens
-        computed = stats.num_prompt_tokens - hit - pulled
-        self._ledger.plan(request.request_id, Entry(hit, pulled, computed, self._blocks(planned) if pulled else {}))
+        loaded = stats.num_external_cached_tokens - pulled
+        computed = stats.num_prompt_tokens - hit - pulled - loaded
+        blocks = self._blocks(planned) if pulled else {}
+        self._ledger.plan(request.request_id, Entry(hit, pulled, computed, blocks, loaded))
 
     def _blocks(self, planned: Any) -> dict[Group, tuple[int, int]]:
         """Blocks (hit, pulled) by kind, out of what vLLM's `_reqs_need_recv` holds for a request."""
@@ -208,6 +213,9 @@ class SchedulerSide(NixlPullConnectorScheduler):
         """Answer a prefill leg with a ticket and keep its blocks; let everything else go."""
         request_id = request.request_id
         params = request.kv_transfer_params or {}
+        if request.num_output_tokens > 0:
+            # A load that ran within a step: nothing else tells that it is over.
+            self._ledger.loaded(request_id, request.num_computed_tokens)
         self._ledger.forget(request_id)
         if params.get("do_remote_decode") and not self._prefill.wanted(request_id):
             self._reqs_not_processed.add(request_id)

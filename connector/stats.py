@@ -29,7 +29,7 @@ BUCKETS: Mapping[str, tuple[float, ...]] = {
     "lease_age_seconds": (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120),
 }
 ABOUT: Mapping[str, str] = {
-    "prompt_tokens": "Prompt tokens by source: hit locally, pulled from a prefill node, or computed here.",
+    "prompt_tokens": "Prompt tokens by source: hit locally, pulled from a prefill node, loaded from a tier, computed.",
     "blocks": "KV-cache blocks of requests with a ticket, by kind of group: hit locally, or pulled.",
     "bytes": "KV-cache bytes by kind of group: pulled, or spared by a local hit.",
     "refused": "Tickets and orders refused, by reason.",
