@@ -11,6 +11,7 @@ from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Node, Role
 from pdproxy.request import Endpoint
 from tests.admin.browser import CHROMIUM, chromium, served
+from tests.admin.reading import text_of
 from tests.drive.prompts import body_for
 from tests.drive.world import World
 from tests.fakes.faults import Ill, Trouble
@@ -23,13 +24,6 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 def desk_of(world: World, token: str | None = None) -> Desk:
     live, clock, drainer = world.means.live, world.clock, Drainer(world.pool, world.clock)
     return Desk(world.pool, drainer, CollectorRegistry(), asyncio.Event(), token=token, live=live, clock=clock)
-
-
-def text_of(page: str, name: str) -> str:
-    """The text of the element with an id, tags left out; as far as the next element of its kind begins."""
-    found = re.search(rf'<(\w+)[^>]* id="{name}".*?</\1>', page, re.DOTALL)
-    assert found is not None, f"no {name} in the page"
-    return " ".join(re.sub(r"<[^>]*>", " ", found[0]).split())
 
 
 async def look(desk: Desk) -> str:

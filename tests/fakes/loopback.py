@@ -8,10 +8,16 @@ from tests.fakes.node import FakeNode, Script
 
 
 class LoopbackNode:
-    """Serves a `FakeNode` over HTTP/1.1; also an async context manager."""
+    """Serves a `FakeNode` over HTTP/1.1; also an async context manager.
 
-    def __init__(self, node: FakeNode) -> None:
+    Args:
+        node: what it serves.
+        pace: seconds between two pieces of a body.
+    """
+
+    def __init__(self, node: FakeNode, pace: float = 0.0) -> None:
         self.node = node
+        self._pace = pace
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.port = 0
@@ -78,7 +84,7 @@ class LoopbackNode:
         for piece in script.pieces:
             writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
             await writer.drain()
-            await asyncio.sleep(0)
+            await asyncio.sleep(self._pace)
         match script.ill:
             case Ill.RESET:
                 return False
