@@ -53,6 +53,11 @@ class Member:
     def __post_init__(self) -> None:
         self.idle.set()
 
+    def stay(self) -> None:
+        """Streams that begin from now on need not leave. Those that run keep their event: it may still be set."""
+        if self.leaving.is_set():
+            self.leaving = asyncio.Event()
+
     def lost(self) -> bool:
         """Whether active health has given the node up."""
         return self.misses >= self.circuit.rules.failures

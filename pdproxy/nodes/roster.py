@@ -74,7 +74,7 @@ class Roster:
         if member.stage is Stage.DRAINING:
             return
         member.node, member.misses, member.reason = node, 0, ""
-        member.leaving = asyncio.Event()
+        member.stay()
         self._move(member, Circuit(self._rules, moved_at=self._clock.now()), Stage.SERVING)
 
     def refuse(self, name: str, reason: str) -> None:
@@ -105,7 +105,8 @@ class Roster:
             UnknownNode: it has left.
         """
         member = self._member(name)
-        member.reason, member.leaving = "", asyncio.Event()
+        member.reason = ""
+        member.stay()
         self._move(member, member.circuit, Stage.JOINING)
         self.changed.set()
 

@@ -166,6 +166,15 @@ def test_streams_that_still_flow_need_not_leave_a_closed_door(pool: Pool, clock:
     assert pool.leaving("d1").is_set()
 
 
+@pytest.mark.parametrize("change", ["amend", "rejoin", "admit"])
+def test_streams_older_than_a_change_are_told_to_leave_later(pool: Pool, change: str) -> None:
+    leaving = pool.leaving("d1")
+    {"amend": pool.amend, "rejoin": lambda node: pool.rejoin(node.name), "admit": pool.admit}[change](NODE)
+    assert not leaving.is_set()
+    pool.remove("d1")
+    assert leaving.is_set()
+
+
 def test_a_node_given_up_by_health_stays_down_until_it_joins_anew(pool: Pool, clock: FakeClock) -> None:
     for _ in range(3):
         pool.probed("d1", Fault.REFUSED, clock.now())
