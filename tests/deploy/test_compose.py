@@ -56,8 +56,21 @@ def test_every_profile_resolves_to_its_services(path: str, profile: str) -> None
 @pytest.mark.parametrize(("profile", "service"), [("decode", "proxy"), ("cpu", "cpu-proxy")])
 def test_the_proxys_environment_is_one_that_it_takes(path: str, profile: str, service: str) -> None:
     said = resolved(path, profile)[service]["environment"]
-    settings = load(environment={name: str(value) for name, value in said.items()})
+    settings = load(environment={name: str(value) for name, value in said.items() if value is not None})
     assert {node.role for node in settings.nodes} == {"prefill", "decode"}
+
+
+def test_the_proxys_keys_are_where_the_example_says(path: str, tmp_path: Path) -> None:
+    proxy = resolved(path, "decode", KEY_FILES=str(tmp_path))["proxy"]
+    assert proxy["volumes"] == [f"{tmp_path}:/keys:ro"]
+    said = dict(re.findall(r"^# (PDPROXY_\w+)=(\S+)", EXAMPLE.read_text(), re.MULTILINE))
+    assert said.keys() == {name for name, value in proxy["environment"].items() if value is None}
+    for name in ("api.keys", "node.key"):
+        (tmp_path / name).write_text("key-0123456789\n")
+    here = {name: value.replace("/keys/", f"{tmp_path}/") for name, value in said.items()}
+    settings = load(environment={"PDPROXY_DECODE": "http://d:1", **here})
+    assert (settings.keys.file, settings.upstream.credential_file) == (tmp_path / "api.keys", tmp_path / "node.key")
+    assert settings.upstream.credential == "replace"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +104,7 @@ def test_what_is_set_in_env_arrives(path: str) -> None:
 
 def test_the_example_has_every_knob_and_no_other() -> None:
     used = set(re.findall(r"\$\{(\w+)", COMPOSE.read_text()))
-    passed_on = set(re.findall(r"^\s+(PDPROXY_TICKET_KEYS|VLLM_API_KEY):$", COMPOSE.read_text(), re.MULTILINE))
+    passed_on = set(re.findall(r"^\s+(PDPROXY_\w+|VLLM_API_KEY):$", COMPOSE.read_text(), re.MULTILINE))
     explained = set(re.findall(r"^# (\w+)=", EXAMPLE.read_text(), re.MULTILINE))
     assert explained == used | passed_on
 
