@@ -82,4 +82,5 @@ async def test_no_stream_is_lost_and_no_token_is_wrong(whole: Fleet, name: str, 
     print(f"{running.longest_stall():.1f} s, before that {undisturbed:.1f} s")
     assert not running.verdict()
     moved = read(whole.proxy.admin_url, "pdproxy_migrations_total", outcome="done") - moved
-    assert (moved > 0) is (name == "decode-0" and moment is Moment.STREAMING)
+    assert moved == 0 or name == "decode-0"
+    assert moved > 0 or name == "prefill" or moment is Moment.OPENING
