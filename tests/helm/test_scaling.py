@@ -10,7 +10,8 @@ from pdproxy.nodes.node import Role
 from pdproxy.observe.metrics import Metrics
 from tests.deploy.prometheus.evaluate import evaluate
 from tests.deploy.prometheus.storage import Storage
-from tests.deploy.prometheus.syntax import Aggregation, Selector, parse
+from tests.deploy.prometheus.syntax import parse
+from tests.deploy.prometheus.tree import Aggregation, Selector
 from tests.helm.conftest import Rendered
 from tests.helm.engine import CHART, Engine, Manifests
 

@@ -7,7 +7,8 @@ from typing import TypeAlias
 
 from tests.deploy.prometheus.functions import counted, divided, quantile
 from tests.deploy.prometheus.storage import NAME, Labels, Storage
-from tests.deploy.prometheus.syntax import Aggregation, Binary, Call, Expression, Number, Selector, Unsupported, parse
+from tests.deploy.prometheus.syntax import parse
+from tests.deploy.prometheus.tree import Aggregation, Binary, Call, Expression, Number, Selector, Unsupported
 
 Vector: TypeAlias = Mapping[Labels, float]
 COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {

@@ -12,7 +12,8 @@ import yaml
 from tests.deploy.prometheus.evaluate import evaluate
 from tests.deploy.prometheus.rules import Rule, run
 from tests.deploy.prometheus.storage import NAME, Labels, Storage
-from tests.deploy.prometheus.syntax import Selector, Unsupported, parse, seconds
+from tests.deploy.prometheus.syntax import parse, seconds
+from tests.deploy.prometheus.tree import Selector, Unsupported
 
 _RUN = re.compile(r"(?P<first>_|-?\d+(?:\.\d+)?)(?P<step>[+-]\d+(?:\.\d+)?)?(?:x(?P<times>\d+))?")
 

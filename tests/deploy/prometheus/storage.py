@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.deploy.prometheus.syntax import Selector
+from tests.deploy.prometheus.tree import Selector
 
 Labels: TypeAlias = frozenset[tuple[str, str]]
 """Names and values; the metric's own name is under NAME."""

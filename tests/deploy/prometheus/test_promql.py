@@ -9,7 +9,8 @@ from tests.deploy.prometheus.evaluate import evaluate
 from tests.deploy.prometheus.promtool import NO_PROMTOOL, promtool
 from tests.deploy.prometheus.rule_tests import Case, cases, values_of
 from tests.deploy.prometheus.storage import Storage
-from tests.deploy.prometheus.syntax import Unsupported, parse, seconds
+from tests.deploy.prometheus.syntax import parse, seconds
+from tests.deploy.prometheus.tree import Unsupported
 
 TOLD = Path(__file__).parent / "promql_test.yml"
 
