@@ -13,9 +13,10 @@ PATIENCE_S = 60.0
 def read(url: str, name: str, **labels: str) -> float:
     """The sum of a metric's samples with these labels; 0 where there are none yet. Raises httpx.HTTPError."""
     exposition = httpx.get(f"{url}/metrics", timeout=PATIENCE_S, trust_env=False).raise_for_status().text
+    lines = [line for line in exposition.splitlines() if line.startswith(name)]
     return sum(
         sample.value
-        for family in text_string_to_metric_families(exposition)
+        for family in text_string_to_metric_families("".join(f"{line}\n" for line in lines))
         for sample in family.samples
         if sample.name == name and labels.items() <= sample.labels.items()
     )

@@ -20,7 +20,7 @@ from tests.e2e.legs import complete, prefill
 from tests.e2e.meters import PATIENCE_S, Watch, read, watch
 from tests.e2e.tiered import BLOCK, CHILDREN, Tiered, start_tiered
 
-pytestmark = [pytest.mark.e2e, pytest.mark.own_engines]
+pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.long]
 
 LONG, STORED = 1498, 5 * BLOCK
 """Tokens of a prompt, and of the part of it that a tier can hold."""
@@ -103,7 +103,7 @@ def test_what_saves_most_is_loaded_and_the_rest_let_go(tiered: Tiered, case: Cas
     tiered.shelve(paper, case.tiers)
     counted = Counted(tiered.decode.url)
     ended, expired = (watch(tiered.prefill.url, "leases_ended", **how) for how in ({}, {"how": "expired"}))
-    ask(tiered, paper.ask(1), ticket=case.ticket)
+    ask(tiered, paper, ticket=case.ticket)
     counted.await_prompts(case.length)
 
     won = sum(case.wins.values())
@@ -127,7 +127,7 @@ def test_a_stale_file_falls_back(tiered: Tiered, fallback: str) -> None:
     for path in files["fast"]:
         path.write_bytes(b"of another time")
     counted = Counted(tiered.decode.url)
-    ask(tiered, paper.ask(1), ticket=False)
+    ask(tiered, paper, ticket=False)
     counted.await_prompts(LONG)
     loaded = {"loaded": STORED} if fallback == "disk" else {}
     assert counted.sources() == {**loaded, "computed": LONG - sum(loaded.values())}

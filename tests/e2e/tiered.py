@@ -4,6 +4,7 @@ import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -59,11 +60,12 @@ def start_tiered(supervisor: Supervisor, folder: Path) -> Tiered:
     for shelf in shelves.values():
         shelf.mkdir()
     tiers = [tier(shelves[name], name, load_weight=weight) for name, weight in WEIGHTS.items()]
+    leases: dict[str, Any] = {"kv_lease_duration": LEASE_S}
     specs = on_free_ports(
+        NodeSpec("prefill", Role.PREFILL, 0, 0, connector_config=leases, more_arguments=ALIGNED),
         NodeSpec(
-            "prefill", Role.PREFILL, 0, 0, connector_config={"kv_lease_duration": LEASE_S}, more_arguments=ALIGNED
+            "decode", Role.DECODE, 0, 0, more_arguments=several(pull(**leases), *tiers), more_environment=DEVELOPING
         ),
-        NodeSpec("decode", Role.DECODE, 0, 0, more_arguments=several(pull(), *tiers), more_environment=DEVELOPING),
     )
     prefill, decode = start_nodes(supervisor, specs, print)
     return Tiered(prefill, decode, shelves)

@@ -1,9 +1,13 @@
 """A small disk tier that works: one file a stored prefix, holding its attention blocks and its state at the boundary.
 
-Files are written while a step ends and read between steps. A file that is gone by the time it is read fails its load.
+Files are written while a step ends and read between steps. A file that is gone by the time it is read, or that holds
+something else, fails its load. A prefix is stored where a step of its prompt ends at a boundary of all groups' blocks.
+On a CPU give the node `--block-size` with the size that the groups have: once vLLM 0.32 is up it falls back to 128
+tokens there, and ends its steps elsewhere.
 """
 
 import hashlib
+import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +73,7 @@ class DiskTier(KVConnectorBase_V1, SupportsHMA):
         self.unit = vllm_config.cache_config.block_size
         self.asked: list[tuple[str, int]] = []
         self.told: list[str] = []
+        self._found: dict[str, int] = {}
         self._meta = DiskMetadata()
         self._layers: dict[str, list[torch.Tensor]] = {}
         self._results = KVConnectorTransferResults()
@@ -77,13 +82,13 @@ class DiskTier(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         self.asked.append((request.request_id, num_computed_tokens))
-        found = self.shelf.longest(request.all_token_ids, self.unit) - num_computed_tokens
-        return (found, True) if found > 0 else (0, False)
+        end = self._found[request.request_id] = self.shelf.longest(request.all_token_ids, self.unit)
+        return (end - num_computed_tokens, True) if end > num_computed_tokens else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self.told.append(f"{request.request_id} loads {num_external_tokens}")
+        end = self._found.pop(request.request_id, 0)
         if num_external_tokens:
-            end = self.shelf.longest(request.all_token_ids, self.unit)
             start = end - num_external_tokens
             ids = tuple(tuple(block.block_id for block in group) for group in blocks.blocks)
             path = str(self.shelf.path(request.all_token_ids[:end]))
@@ -122,6 +127,7 @@ class DiskTier(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         self.told.append(f"{request.request_id} finished")
+        self._found.pop(request.request_id, None)
         return False, None
 
     # ---- a worker's process
@@ -136,7 +142,7 @@ class DiskTier(KVConnectorBase_V1, SupportsHMA):
             self._results.finished_recving.add(load.request_id)
             try:
                 stored = torch.load(load.path)
-            except (OSError, RuntimeError, EOFError):
+            except (OSError, RuntimeError, EOFError, pickle.UnpicklingError):
                 self._results.failed_recving.add(load.request_id)
                 continue
             for group, (ids, skip) in enumerate(zip(load.blocks, load.skip, strict=True)):
@@ -207,7 +213,8 @@ class NaiveTier(DiskTier):
     """Subtracts, and does not look: less than nothing where more is cached locally than it has."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self.shelf.longest(request.all_token_ids, self.unit) - num_computed_tokens, True
+        super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return self._found[request.request_id] - num_computed_tokens, True
 
 
 class InstantTier(DiskTier):

@@ -1,6 +1,7 @@
 """Statistics by child, through vLLM's own pipeline: worker and scheduler, a dict on a wire, Prometheus."""
 
 import functools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,17 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
 from connector.multi import WeightedMultiConnector
-from connector.multi.stats import SELECTION, ChildrenStats, SelectionStats
+from connector.multi.stats import PENDING, SELECTION, ChildrenStats, SelectionStats
 from connector.multi.tally import COUNTERS, Balance
 from connector.stats import COUNTS, ConnectorStats
+from pdproxy.nodes.capacity import Binding, Capacity
+from pdproxy.nodes.facts import read_labels, read_node_capacity
 from tests.connector.harness import BLOCK, make_node, prompt, take_ticket
 from tests.connector.multi.harness import loaded, make_several, multi_config, pull, shelve, tier
 
 TOKENS = prompt(10 * BLOCK + 5)
 NIXL = ("NixlConnector", "connector.facade")
+DOCUMENTED = Path(__file__).parents[3] / "docs" / "tiers.md"
 
 
 def wire(payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,3 +146,19 @@ def test_what_the_engine_counts_arrives_at_the_page(tmp_path: Path, page: Page) 
     assert page.value("child_tokens_won_total", child="pull") == len(TOKENS) - 1
     assert page.value("prompt_tokens_total", child="pull", source="pulled") == len(TOKENS) - 1
     assert b"-1" not in generate_latest(page.registry)
+
+
+def test_a_proxy_reads_a_node_s_figures_through_the_children(tmp_path: Path, page: Page) -> None:
+    """Their series carry one label more than those of a node with one connector."""
+    node = make_several([pull(), tier(tmp_path)], num_blocks=1001)
+    node.step()
+    for payload in node.payloads:
+        page.metrics.observe(wire(payload), 0)
+    body = generate_latest(page.registry)
+    assert read_labels(body).items() >= {"role": "kv_consumer", "child": "pull", "failure_policy": "recompute"}.items()
+    assert read_node_capacity(body) == Capacity(1000 * BLOCK, 1000, 3, Binding.ATTENTION)
+
+
+def test_every_series_is_documented() -> None:
+    rows = dict(re.findall(r"^\| `pdproxy_connector_(\w+)` \| (\w+) \|", DOCUMENTED.read_text(), re.MULTILINE))
+    assert rows == {f"{name}_total": "counter" for name in COUNTERS} | {PENDING: "gauge"}
