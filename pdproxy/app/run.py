@@ -17,7 +17,7 @@ from pdproxy.intake.door import AsgiApp
 from pdproxy.observe.logs import configure
 from pdproxy.server.ports import Port, bind
 from pdproxy.server.ports import serve as serve_ports
-from pdproxy.server.protocol import HeadLimits, guarded
+from pdproxy.server.protocol import ConnectionLimits, guarded
 from pdproxy.settings import Settings
 
 _LOG = logging.getLogger("pdproxy")
@@ -72,9 +72,10 @@ def _ports(settings: Settings, running: Proxy) -> list[Port]:
 
 
 def _config(settings: Settings, app: AsgiApp, **tls: object) -> uvicorn.Config:
+    limits = ConnectionLimits(settings.limits.header_bytes, HEAD_SECONDS, settings.deadlines.stall)
     return uvicorn.Config(
         app,
-        http=guarded(HeadLimits(settings.limits.header_bytes, HEAD_SECONDS)),
+        http=guarded(limits),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -22,7 +22,7 @@ def unknown(method: str, path: str) -> ClientError:
     if path in GENERATING or path in PASSED_ON:
         return _wrong_method(method, path, "POST")
     if path == "/v1/models" or path in OPERATOR:
-        return _wrong_method(method, path, "GET")
+        return _wrong_method(method, path, "GET, HEAD")
     if path.startswith(f"{Endpoint.RESPONSES}/"):
         text = "Responses are not kept here: send 'store': false and the whole conversation with each request."
         return ClientError(404, text, code="not_stored")

@@ -27,7 +27,7 @@ class Rules:
 
     Attributes:
         body_bytes: the longest body.
-        upload_seconds: between two pieces of a body.
+        upload_seconds: for a request's whole body.
         request_seconds: for a request as a whole.
         credential: whose credential a node gets; ``own`` is the operator's.
     """
@@ -133,7 +133,7 @@ def model_of(raw: bytes) -> str:
     """The ``model`` of a JSON body; "" where there is none or the body is something else (a form)."""
     try:
         body = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     model = body.get("model") if isinstance(body, dict) else None
     return model if isinstance(model, str) else ""

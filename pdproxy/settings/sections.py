@@ -94,7 +94,14 @@ class Deadlines:
     connect: Annotated[float, Meaning("Until a connection to a node stands.", "seconds", above=0)] = 5.0
     prefill_headers: Annotated[float, Meaning("Until a prefill node begins its answer.", "seconds", above=0)] = 600.0
     decode_headers: Annotated[float, Meaning("Until a decode node begins its answer.", "seconds", above=0)] = 600.0
-    stall: Annotated[float, Meaning("Between two pieces of an answer's body.", "seconds", above=0)] = 120.0
+    stall: Annotated[
+        float,
+        Meaning(
+            "Between two pieces of an answer; also for a client to send its body, and to take what waits.",
+            "seconds",
+            above=0,
+        ),
+    ] = 120.0
     request: Annotated[float, Meaning("For a request as a whole.", "seconds", above=0)] = 3600.0
     drain: Annotated[float, Meaning("For running requests at shutdown or node drain.", "seconds", least=0)] = 30.0
     release: Annotated[float, Meaning("For telling a prefill node to free blocks.", "seconds", above=0)] = 5.0

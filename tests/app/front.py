@@ -12,7 +12,7 @@ import uvicorn
 from pdproxy.app.build import Proxy, proxy
 from pdproxy.app.discovery import Surroundings
 from pdproxy.server.ports import Port, bind
-from pdproxy.server.protocol import HeadLimits, guarded
+from pdproxy.server.protocol import ConnectionLimits, guarded
 from pdproxy.settings import NodeEntry, NodeRole, Settings
 from tests.fakes.fabric import Fabric
 from tests.fakes.loopback import LoopbackNode
@@ -50,7 +50,7 @@ async def front(settings: Settings, key: str = "none") -> AsyncIterator[Front]:
         )
         async with (
             proxy(dataclasses.replace(settings, nodes=nodes), Surroundings()) as running,
-            listening(running) as url,
+            listening(running, settings) as url,
             httpx.AsyncClient(base_url=url, trust_env=False, timeout=SOON, headers=bearer(key)) as client,
         ):
             made = Front(client, prefill, decode, running)
@@ -65,10 +65,10 @@ def bearer(key: str) -> dict[str, str]:
 
 
 @contextlib.asynccontextmanager
-async def listening(running: Proxy) -> AsyncIterator[str]:
+async def listening(running: Proxy, settings: Settings) -> AsyncIterator[str]:
     """The clients' port; its address."""
     bound = bind("127.0.0.1", 0, "listen.port")
-    http = guarded(HeadLimits(10_000, SOON))
+    http = guarded(ConnectionLimits(10_000, SOON, settings.deadlines.stall))
     config = uvicorn.Config(
         running.clients, http=http, ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=5
     )

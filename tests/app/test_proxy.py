@@ -1,5 +1,6 @@
 """What a client gets for what it sends: the whole proxy over real connections, in front of fake nodes."""
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
@@ -9,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from pdproxy.intake.service import model_of
 from pdproxy.settings import Keys, Limits, Settings
-from tests.app.front import Front, bearer, front
+from tests.app.front import SOON, Front, bearer, front
 from tests.fakes.faults import Ill, Trouble
 
 ASK: dict[str, Any] = {"model": "m", "prompt": "one two three four", "max_tokens": 4}
@@ -132,3 +134,32 @@ async def test_who_reads_to_the_end_has_not_left(
     assert got.text.endswith("data: [DONE]\n\n")
     await shop.until("pdproxy_requests_active 0.0")
     assert "client left" not in caplog.messages
+
+
+@pytest.mark.parametrize("page", ["/health", "/ready", "/metrics", "/v1/models", "/v1/models/m", "/openapi.json"])
+async def test_head_is_get_without_the_body(shop: Front, page: str) -> None:
+    got = await shop.client.head(page)
+    assert (got.status_code, got.content) == (200, b"")
+    assert int(got.headers["content-length"]) > 2
+
+
+async def test_other_methods_are_told_what_works(shop: Front) -> None:
+    for method in ("OPTIONS", "HEAD", "PUT"):
+        got = await shop.client.request(method, "/v1/completions")
+        assert (got.status_code, got.headers["allow"]) == (405, "POST")
+    assert (await shop.client.post("/health")).headers["allow"] == "GET, HEAD"
+
+
+def test_what_is_nested_too_deeply_names_no_model() -> None:
+    assert model_of(b"[" * 100_000) == ""
+
+
+async def test_who_expects_and_sends_too_much_is_not_told_to_go_on(shop: Front) -> None:
+    async with asyncio.timeout(SOON):
+        reader, writer = await asyncio.open_connection(shop.client.base_url.host, shop.client.base_url.port)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 9000\r\n\r\n"
+        )
+        answer = await reader.read()
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 413 ")

@@ -1,75 +1,26 @@
 """Connections that misbehave, against a real server on loopback."""
 
-import asyncio
-import contextlib
 import json
 from collections.abc import AsyncIterator
 
 import pytest
-import uvicorn
 
-from pdproxy.intake.asgi import JSON, Receive, Scope, Send, headers_of, read_body, send_whole
-from pdproxy.server.ports import Port, bind
-from pdproxy.server.protocol import HeadLimits, guarded
-
-SOON = 30.0
-"""Seconds that nothing here should need; a bound on a hang, not a measure."""
-
-
-async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with the body it got."""
-    await send_whole(send, 200, (JSON,), await read_body(receive, headers_of(scope), 1000))
-
-
-@contextlib.asynccontextmanager
-async def serving(limits: HeadLimits) -> AsyncIterator[int]:
-    """A server with these limits; its port."""
-    config = uvicorn.Config(echo, http=guarded(limits), lifespan="off", log_config=None, timeout_graceful_shutdown=1)
-    bound = bind("127.0.0.1", 0, "listen.port")
-    server = Port(config, bound)
-    task = asyncio.create_task(server.serve(sockets=[bound]))
-    await asyncio.wait_for(listening(server), SOON)
-    yield bound.getsockname()[1]
-    server.should_exit = True
-    await task
+from pdproxy.server.protocol import ConnectionLimits
+from tests.server.raw import SOON, post, say, serving
 
 
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
     """A patient server."""
-    async with serving(HeadLimits(2000, SOON)) as number:
+    async with serving(ConnectionLimits(2000, SOON, SOON)) as number:
         yield number
 
 
 @pytest.fixture
 async def hasty() -> AsyncIterator[int]:
     """A server that waits for heads hardly at all."""
-    async with serving(HeadLimits(2000, 0.3)) as number:
+    async with serving(ConnectionLimits(2000, 0.3, SOON)) as number:
         yield number
-
-
-async def listening(server: Port) -> None:
-    """Return once the server accepts connections; uvicorn has no event for it."""
-    while not server.started:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-
-
-async def say(port: int, *pieces: bytes) -> tuple[int, bytes]:
-    """Send the pieces; the first response's status and everything after the head, once the server closed."""
-    async with asyncio.timeout(SOON):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        for piece in pieces:
-            writer.write(piece)
-            await asyncio.sleep(0.01)
-        answer = await reader.read()
-        writer.close()
-        head, _, body = answer.partition(b"\r\n\r\n")
-        return int(head.split()[1] if head else 0), body
-
-
-def post(*headers: str, body: bytes = b"") -> bytes:
-    """A request's bytes."""
-    return ("\r\n".join(["POST / HTTP/1.1", "host: x", *headers]) + "\r\n\r\n").encode() + body
 
 
 async def test_a_good_request_in_many_pieces(port: int) -> None:

@@ -1,0 +1,178 @@
+"""What one side could read in another way than we do, or what has no end, over raw connections."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+
+from pdproxy.intake.asgi import JSON, Receive, Scope, Send, headers_of, read_body, send_head, send_whole
+from pdproxy.server.protocol import ConnectionLimits
+from tests.server.raw import SOON, post, say, serving
+
+LIMITS = ConnectionLimits(2000, SOON, SOON)
+CHUNKED = ("transfer-encoding: chunked", "connection: close")
+
+
+async def headers_back(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the names of the request's headers, once its body is here."""
+    await read_body(receive, headers_of(scope), 100_000)
+    await send_whole(send, 200, (JSON,), json.dumps([name for name, _ in headers_of(scope)]).encode())
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    async with serving(LIMITS) as number:
+        yield number
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        post("content-length: 5", "content-length: 5", body=b"hello"),
+        post("content-length: 5, 5", body=b"hello"),
+        post("content-length: +5", body=b"hello"),
+        post("content-length: 0x5", body=b"hello"),
+        post("transfer-encoding: gzip, chunked", body=b"0\r\n\r\n"),
+        post("transfer-encoding: identity", body=b""),
+        post("transfer-encoding: chunked", "transfer-encoding: chunked", body=b"0\r\n\r\n"),
+        post("transfer-encoding: chunked", body=b"0\r\n\r\n").replace(b"HTTP/1.1", b"HTTP/1.0"),
+        post("transfer-encoding: chunked", body=b"5\nhello\n0\n\n"),
+        post("transfer-encoding: chunked", body=b"zz\r\n"),
+        post("transfer-encoding: chunked", body=b"fffffffffffffffff\r\n"),
+        post("host: y", "content-length: 0"),
+        b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n",
+        b"GET /\r\n\r\n",
+        post("x: a", " b", "content-length: 0"),
+        post("x: a\0b", "content-length: 0"),
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"CONNECT a:1 HTTP/1.1\r\nhost: x\r\n\r\n",
+    ],
+    ids=range(18),
+)
+async def test_what_could_be_read_in_two_ways_is_refused(port: int, head: bytes) -> None:
+    status, body = await say(port, head)
+    assert status == 400
+    assert json.loads(body)["error"]["code"] == "invalid_http"
+
+
+async def test_http_1_0_and_chunk_extensions_are_understood(port: int) -> None:
+    assert await say(port, b"POST / HTTP/1.0\r\ncontent-length: 5\r\n\r\nhello") == (200, b"hello")
+    chunks = b'3;a=b;c="d"\r\nhel\r\n2\r\nlo\r\n0;last\r\n\r\n'
+    assert await say(port, post(*CHUNKED, body=chunks)) == (200, b"hello")
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+async def test_trailers_are_not_headers(pieces: int) -> None:
+    whole = post(*CHUNKED, body=b"5\r\nhello\r\n0\r\nauthorization: Bearer theirs\r\nx-late: 1\r\n\r\n")
+    step = -(-len(whole) // pieces)
+    async with serving(LIMITS, headers_back) as port:
+        status, body = await say(port, *(whole[at : at + step] for at in range(0, len(whole), step)))
+    assert (status, json.loads(body)) == (200, ["host", "transfer-encoding", "connection"])
+
+
+@pytest.mark.parametrize(
+    ("begun", "more"),
+    [(b"5;", b"x" * 1000), (b"5\r\nhello\r\n0\r\n", b"t: " + b"x" * 1000 + b"\r\n")],
+    ids=["extension", "trailers"],
+)
+async def test_what_comes_with_a_body_has_a_size(port: int, begun: bytes, more: bytes) -> None:
+    status, body = await say(port, post(*CHUNKED, body=begun), more, more, more)
+    assert status == 400
+    assert json.loads(body)["error"]["code"] == "framing_too_large"
+
+
+async def test_a_long_body_in_small_chunks_is_no_framing() -> None:
+    async with serving(LIMITS, headers_back) as port:
+        status, _ = await say(port, post(*CHUNKED), *[b"1;abc\r\nx\r\n" * 1000] * 3, b"0\r\n\r\n")
+    assert status == 200
+
+
+async def test_who_expects_to_be_told_to_go_on_is(port: int) -> None:
+    head = post("content-length: 5", "expect: 100-continue", "connection: close")
+    status, rest = await say(port, head, b"hello")
+    assert status == 100
+    assert rest.startswith(b"HTTP/1.1 200 ")
+    assert rest.endswith(b"hello")
+
+
+async def test_of_requests_in_line_the_first_is_answered(port: int) -> None:
+    status, rest = await say(port, post("content-length: 1", body=b"1") + post("content-length: 1", body=b"2"))
+    assert (status, rest) == (200, b"1")
+
+
+class Slow:
+    """Streams three words, one each time that it is told to go on."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.go_on = asyncio.Event()
+        self.gone = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await read_body(receive, headers_of(scope), 1000)
+        await send_head(send, 200, ())
+        self.begun.set()
+        await self.go_on.wait()
+        await send({"type": "http.response.body", "body": b"whole", "more_body": False})
+
+    async def until_gone(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Streams for ever, until the client leaves."""
+        await read_body(receive, headers_of(scope), 1000)
+        await send_head(send, 200, ())
+        self.begun.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.gone.set()
+
+    async def flood(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends without end."""
+        await read_body(receive, headers_of(scope), 1000)
+        await send_head(send, 200, ())
+        leaving = asyncio.create_task(self._wait(receive))
+        while not self.gone.is_set():
+            await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+            await asyncio.sleep(0)
+        await leaving
+
+    async def _wait(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.gone.set()
+
+
+@pytest.mark.parametrize(
+    "bad", [b"nonsense\r\n\r\n", post("x-long: " + "a" * 4000), post("content-length: 5", "host: y")]
+)
+async def test_a_bad_request_does_not_cut_the_answer_before_it(bad: bytes) -> None:
+    app = Slow()
+    async with serving(LIMITS, app) as port, asyncio.timeout(SOON):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post("content-length: 0"))
+        await app.begun.wait()
+        writer.write(bad)
+        await asyncio.sleep(0.05)
+        app.go_on.set()
+        answer = await reader.read()
+        writer.close()
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert answer.endswith(b"5\r\nwhole\r\n0\r\n\r\n")
+
+
+async def test_who_leaves_with_requests_in_line_is_gone_for_the_one_that_runs() -> None:
+    app = Slow()
+    async with serving(LIMITS, app.until_gone) as port, asyncio.timeout(SOON):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post("content-length: 0") * 2)
+        await app.begun.wait()
+        writer.transport.abort()
+        await app.gone.wait()
+
+
+async def test_who_takes_nothing_is_let_go() -> None:
+    app = Slow()
+    async with serving(ConnectionLimits(2000, SOON, 0.2), app.flood) as port, asyncio.timeout(SOON):
+        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        writer.write(post("content-length: 0"))
+        await app.gone.wait()
+        writer.transport.abort()
