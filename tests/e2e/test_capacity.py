@@ -30,6 +30,10 @@ LONGEST = 4096
 LOOK_EVERY_S = 0.02
 GROWING = 6
 """Sequences that grow side by side."""
+APART = 40
+"""Tokens by which each is longer than the one before: they cross into new blocks in turn, as the figure takes it."""
+LATE = 2 * BLOCK
+"""Tokens below the figure at which they begin, so that all get in."""
 Prompt = list[int]
 
 
@@ -72,59 +76,64 @@ def prompts(count: int, tokens: int, seed: int) -> list[Prompt]:
     return [[source.randrange(10, 900) for _ in range(tokens)] for _ in range(count)]
 
 
-async def grow(client: httpx.AsyncClient, prompt: Prompt, to: int) -> None:
-    """One sequence, up to so many tokens."""
-    body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": to - len(prompt), "temperature": 0}
+def growing(mean: float, seed: int) -> list[Prompt]:
+    """Prompts of so many tokens on average."""
+    first = math.floor(mean) - APART * (GROWING - 1) // 2
+    return [prompts(1, first + APART * number, seed + number)[0] for number in range(GROWING)]
+
+
+async def grow(client: httpx.AsyncClient, prompt: Prompt, by: int) -> None:
+    """One sequence, by so many tokens."""
+    body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": by, "temperature": 0}
     answer = await client.post("/v1/completions", json=body | {"ignore_eos": True})
     assert answer.status_code == 200, answer.text
 
 
 @asynccontextmanager
-async def driven(node: Node, load: Sequence[Prompt], to: int) -> AsyncIterator[asyncio.Future[list[None]]]:
+async def driven(node: Node, load: Sequence[Prompt], by: int) -> AsyncIterator[asyncio.Future[list[None]]]:
     """The node with all these sequences at once; over when they are."""
     async with httpx.AsyncClient(base_url=node.url, timeout=REQUEST_TIMEOUT_S, trust_env=False) as client:
-        running = asyncio.gather(*(grow(client, prompt, to) for prompt in load))
+        running = asyncio.gather(*(grow(client, prompt, by) for prompt in load))
         yield running
         await running
 
 
-async def most_running(node: Node, load: Sequence[Prompt], to: int) -> int:
-    """How many of them the engine ran at the same time, while others waited."""
+async def most_running(node: Node, load: Sequence[Prompt], by: int) -> int:
+    """How many of them the engine ran at the same time; the rest had to wait."""
     most = 0
-    async with driven(node, load, to) as running:
+    async with driven(node, load, by) as running:
         while not running.done():
-            if await asyncio.to_thread(read, node.url, "vllm:num_requests_waiting"):
-                most = max(most, int(await asyncio.to_thread(read, node.url, "vllm:num_requests_running")))
+            most = max(most, int(await asyncio.to_thread(read, node.url, "vllm:num_requests_running")))
             await asyncio.sleep(LOOK_EVERY_S)
+    assert most < len(load), "all of them ran at once: this says nothing of what the node admits"
     return most
 
 
-async def preemptions(node: Node, load: Sequence[Prompt], to: int) -> int:
+async def preemptions(node: Node, load: Sequence[Prompt], by: int) -> int:
     """How often the engine took a sequence's blocks away while all of them grew."""
     before = read(node.url, "vllm:num_preemptions_total")
-    async with driven(node, load, to):
+    async with driven(node, load, by):
         pass
     return int(read(node.url, "vllm:num_preemptions_total") - before)
 
 
 async def test_sequences_of_the_greatest_length(node: Node, told: Told) -> None:
-    length = LONGEST - 16
-    assert await most_running(node, prompts(told.longest + 2, length, 1), LONGEST) == told.longest
+    last = 64
+    assert await most_running(node, prompts(told.longest + 2, LONGEST - last, 1), last) == told.longest
 
 
 async def test_short_sequences(node: Node, told: Told) -> None:
     """A block of attention each, and their states: of these the node holds more than of tokens."""
     length = BLOCK - 16
-    seen = await most_running(node, prompts(told.sequences + 4, length // 2, 2), length)
+    seen = await most_running(node, prompts(2 * told.sequences, length // 2, 2), length // 2)
     assert told.share(seen, length) <= 1 < told.share(seen + 1, length + BLOCK)
 
 
 async def test_growing_sequences(node: Node, told: Told) -> None:
     """All get in; whether they can also grow is what the figure says: a block less than it, and a block more."""
-    length = told.length(GROWING)
-    start = math.floor(length) - 2 * BLOCK
-    assert await preemptions(node, prompts(GROWING, start, 3), math.floor(length) - BLOCK) == 0
-    assert await preemptions(node, prompts(GROWING, start, 4), math.ceil(length) + BLOCK) > 0
+    start = told.length(GROWING) - LATE
+    assert await preemptions(node, growing(start, 10), LATE - BLOCK) == 0
+    assert await preemptions(node, growing(start, 20), LATE + BLOCK) > 0
 
 
 def test_a_check_prints_the_figures(node: Node, told: Told) -> None:
