@@ -2,6 +2,7 @@
 
 import enum
 import itertools
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -18,58 +19,37 @@ class Metrics:
     """Every series of the proxy. Counting never raises and never waits."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._requests = Counter(
-            "pdproxy_requests_total", "Requests that ended.", ["endpoint", "outcome"], registry=registry
-        )
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        self._requests = counter("pdproxy_requests_total", "Requests that ended.", ["endpoint", "outcome"])
         self._phases = Histogram(
             "pdproxy_phase_seconds", "Time spent in a phase.", ["phase"], buckets=_SECONDS, registry=registry
         )
-        self._faults = Counter("pdproxy_leg_faults_total", "Legs that failed.", ["leg", "fault"], registry=registry)
-        self._steps = Counter(
-            "pdproxy_steps_total", "What followed a failed leg.", ["leg", "fault", "step"], registry=registry
-        )
-        self._local = Counter(
-            "pdproxy_local_total", "Requests computed on the decode node alone.", ["reason"], registry=registry
-        )
-        self._migrations = Counter(
-            "pdproxy_migrations_total", "Streams that had to continue elsewhere.", ["outcome"], registry=registry
-        )
-        self._continuable = Counter(
+        self._faults = counter("pdproxy_leg_faults_total", "Legs that failed.", ["leg", "fault"])
+        self._steps = counter("pdproxy_steps_total", "What followed a failed leg.", ["leg", "fault", "step"])
+        self._local = counter("pdproxy_local_total", "Requests computed on the decode node alone.", ["reason"])
+        self._migrations = counter("pdproxy_migrations_total", "Streams that had to continue elsewhere.", ["outcome"])
+        self._continuable = counter(
             "pdproxy_continuable_total",
             "Requests that another node could continue, or not, and why.",
             ["answer", "reason"],
-            registry=registry,
         )
-        self._recomputed = Counter(
-            "pdproxy_recomputed_total", "Disaggregated requests whose decode node prefilled again.", registry=registry
+        self._recomputed = counter(
+            "pdproxy_recomputed_total", "Disaggregated requests whose decode node prefilled again."
         )
-        self._releases = Counter(
-            "pdproxy_releases_total", "Hand-overs that the proxy released.", ["outcome"], registry=registry
-        )
-        self._active = Gauge("pdproxy_requests_active", "Requests that run now.", registry=registry)
-        self._queued = Gauge("pdproxy_requests_queued", "Requests that wait for a place now.", registry=registry)
-        self._rejected = Counter(
-            "pdproxy_rejected_total", "Requests turned away at the door.", ["reason"], registry=registry
-        )
-        self._tokens = Counter("pdproxy_tokens_total", "Tokens, as nodes report them.", ["kind"], registry=registry)
-        self._prefill_tokens = Gauge(
+        self._releases = counter("pdproxy_releases_total", "Hand-overs that the proxy released.", ["outcome"])
+        self._active = gauge("pdproxy_requests_active", "Requests that run now.")
+        self._queued = gauge("pdproxy_requests_queued", "Requests that wait for a place now.")
+        self._rejected = counter("pdproxy_rejected_total", "Requests turned away at the door.", ["reason"])
+        self._tokens = counter("pdproxy_tokens_total", "Tokens, as nodes report them.", ["kind"])
+        self._prefill_tokens = gauge(
             "pdproxy_prefill_pending_tokens_estimate",
             "Prompt tokens, estimated, of prefill legs that wait or run.",
             ["model"],
-            registry=registry,
         )
-        self._node_active = Gauge(
-            "pdproxy_node_active", "Legs in flight on a node.", ["node", "role"], registry=registry
-        )
-        self._node_up = Gauge(
-            "pdproxy_node_up", "1 for the state a node is in, else 0.", ["node", "role", "state"], registry=registry
-        )
-        self._circuit = Counter(
-            "pdproxy_circuit_moves_total", "Moves of a node's circuit.", ["node", "to"], registry=registry
-        )
-        self._tasks = Counter(
-            "pdproxy_task_failures_total", "Background tasks that had to be begun again.", ["task"], registry=registry
-        )
+        self._node_active = gauge("pdproxy_node_active", "Legs in flight on a node.", ["node", "role"])
+        self._node_up = gauge("pdproxy_node_up", "1 for the state a node is in, else 0.", ["node", "role", "state"])
+        self._circuit = counter("pdproxy_circuit_moves_total", "Moves of a node's circuit.", ["node", "to"])
+        self._tasks = counter("pdproxy_task_failures_total", "Background tasks that had to be begun again.", ["task"])
         self._begin_at_zero()
 
     def _begin_at_zero(self) -> None:
