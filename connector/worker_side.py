@@ -60,7 +60,7 @@ class WorkerSide(NixlPullConnectorWorker):
         self._addresses: dict[str, Address] = {}
         with own_cores():
             super().__init__(vllm_config, engine_id, kv_cache_config)
-            self._let_progress_sleep(config.progress_delay)
+        self._let_progress_sleep(config.progress_delay)
         self.xfer_stats = ConnectorStats()
         self._config = config
         self._accounts = Accounts()
@@ -75,9 +75,11 @@ class WorkerSide(NixlPullConnectorWorker):
     def _let_progress_sleep(self, delay: float | None) -> None:
         """Replace the agent, before anything is registered with it, where its thread must not spin.
 
-        Transports of a GPU cannot all wake a sleeping thread, so a node with one sleeps only when it is told to.
+        Transports of a GPU cannot all wake a sleeping thread, and of several ranks on few cores reads were seen to
+        stall for their whole lease, for a reason not found: such nodes sleep only when they are told to.
         """
-        seconds = (CPU_PROGRESS_DELAY if self.device_type == "cpu" else 0.0) if delay is None else delay
+        alone_on_cpu = self.device_type == "cpu" and self.world_size == 1
+        seconds = (CPU_PROGRESS_DELAY if alone_on_cpu else 0.0) if delay is None else delay
         if seconds and self.nixl_backends == ["UCX"]:
             threads = self.kv_transfer_config.get_from_extra_config("num_threads", 4)
             self.nixl_wrapper = PatientAgent(threads, seconds)

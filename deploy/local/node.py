@@ -99,6 +99,9 @@ def environment(spec: NodeSpec, base: Mapping[str, str]) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
+        # Some of vLLM's functions are compiled even with --enforce-eager, on first use and in mid-request: seconds of
+        # compiler, while leases run.
+        "TORCHDYNAMO_DISABLE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",

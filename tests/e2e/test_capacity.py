@@ -8,8 +8,8 @@ import math
 import random
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import httpx
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.own_engines]
 BLOCK = 256
 FEW_BLOCKS = 64
 LONGEST = 4096
-LOOK_EVERY_S = 0.02
+EDGE = 0.1
 GROWING = 6
 """Sequences that grow side by side."""
 APART = 40
@@ -82,29 +82,34 @@ def growing(mean: float, seed: int) -> list[Prompt]:
     return [prompts(1, first + APART * number, seed + number)[0] for number in range(GROWING)]
 
 
-async def grow(client: httpx.AsyncClient, prompt: Prompt, by: int) -> None:
-    """One sequence, by so many tokens."""
-    body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": by, "temperature": 0}
-    answer = await client.post("/v1/completions", json=body | {"ignore_eos": True})
-    assert answer.status_code == 200, answer.text
+Span = tuple[float, float]
+"""When a sequence ran, by its own stream; seconds."""
 
 
-@asynccontextmanager
-async def driven(node: Node, load: Sequence[Prompt], by: int) -> AsyncIterator[asyncio.Future[list[None]]]:
-    """The node with all these sequences at once; over when they are."""
+async def grow(client: httpx.AsyncClient, prompt: Prompt, by: int) -> Span:
+    """One sequence, by so many tokens: when the first and the last of them came."""
+    body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": by, "temperature": 0, "stream": True}
+    async with client.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as answer:
+        came = [time.monotonic() async for line in answer.aiter_lines() if line.startswith("data: {")]
+    assert answer.status_code == 200
+    return came[0], came[-1]
+
+
+async def grown(node: Node, load: Sequence[Prompt], by: int) -> list[Span]:
+    """All these sequences at once."""
     async with httpx.AsyncClient(base_url=node.url, timeout=REQUEST_TIMEOUT_S, trust_env=False) as client:
-        running = asyncio.gather(*(grow(client, prompt, by) for prompt in load))
-        yield running
-        await running
+        return await asyncio.gather(*(grow(client, prompt, by) for prompt in load))
 
 
 async def most_running(node: Node, load: Sequence[Prompt], by: int) -> int:
-    """How many of them the engine ran at the same time; the rest had to wait."""
-    most = 0
-    async with driven(node, load, by) as running:
-        while not running.done():
-            most = max(most, int(await asyncio.to_thread(read, node.url, "vllm:num_requests_running")))
-            await asyncio.sleep(LOOK_EVERY_S)
+    """How many of them the engine ran at the same time; the rest had to wait.
+
+    The ends of each span do not count: what we hear late of the one that leaves may cross with the one that comes.
+    """
+    spans = [
+        (first + EDGE * (last - first), last - EDGE * (last - first)) for first, last in await grown(node, load, by)
+    ]
+    most = max(sum(first <= moment <= last for first, last in spans) for moment, _ in spans)
     assert most < len(load), "all of them ran at once: this says nothing of what the node admits"
     return most
 
@@ -112,13 +117,12 @@ async def most_running(node: Node, load: Sequence[Prompt], by: int) -> int:
 async def preemptions(node: Node, load: Sequence[Prompt], by: int) -> int:
     """How often the engine took a sequence's blocks away while all of them grew."""
     before = read(node.url, "vllm:num_preemptions_total")
-    async with driven(node, load, by):
-        pass
+    await grown(node, load, by)
     return int(read(node.url, "vllm:num_preemptions_total") - before)
 
 
 async def test_sequences_of_the_greatest_length(node: Node, told: Told) -> None:
-    last = 64
+    last = BLOCK - 16
     assert await most_running(node, prompts(told.longest + 2, LONGEST - last, 1), last) == told.longest
 
 

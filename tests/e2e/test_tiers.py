@@ -20,7 +20,7 @@ from tests.e2e.legs import complete, prefill
 from tests.e2e.meters import PATIENCE_S, Watch, read, watch
 from tests.e2e.tiered import BLOCK, CHILDREN, Tiered, start_tiered
 
-pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.long]
+pytestmark = [pytest.mark.e2e, pytest.mark.own_engines]
 
 LONG, STORED = 1498, 5 * BLOCK
 """Tokens of a prompt, and of the part of it that a tier can hold."""
