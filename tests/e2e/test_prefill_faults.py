@@ -29,6 +29,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.timeout(900)
 SOON_S = 60.0
 """Every deadline below, each of two attempts, and a machine that is busy with other things."""
 SHORT = {"pdproxy_read_deadline": 4.0, "pdproxy_probe_timeout": 3.0, "pdproxy_verify_timeout": 3.0}
+AGAIN = pytest.mark.long
+"""For what needs a prefill node that was killed, started anew under its old address, and then read from: the first such
+read was seen once to take twenty seconds, for a reason not found (docs/operating.md)."""
 BAD_ENDS = ("transfer_failed", "unverified", "peer_unreachable", "no_progress", "not_held")
 
 
@@ -118,21 +121,6 @@ def strange(scene: Scene) -> Scene:
     return scene
 
 
-def test_killed_before_the_read(whole: Scene) -> None:
-    question = whole.question()
-    ticket = prefill(whole.prefill.url, question.prompt())
-    strike(whole.prefill.part, Fate.KILLED)
-    whole.computes(question, ticket)
-
-
-@pytest.mark.parametrize("fate", Fate)
-def test_struck_before_the_first_read_from_it(strange: Scene, fate: Fate) -> None:
-    question = strange.question()
-    ticket = prefill(strange.prefill.url, question.prompt())
-    strike(strange.prefill.part, fate)
-    strange.computes(question, ticket)
-
-
 def test_stopped_before_the_read(whole: Scene) -> None:
     question = whole.question()
     ticket = prefill(whole.prefill.url, question.prompt())
@@ -140,6 +128,15 @@ def test_stopped_before_the_read(whole: Scene) -> None:
     whole.computes(question, ticket)
     whole.heal()
     whole.hand_over()
+
+
+@pytest.mark.parametrize("fate", [Fate.STOPPED, pytest.param(Fate.KILLED, marks=AGAIN)])
+def test_struck_after_the_last_byte(whole: Scene, fate: Fate) -> None:
+    question = whole.question()
+    ticket = prefill(whole.prefill.url, question.prompt())
+    whole.orders[Role.DECODE].give(Order(Moment.LANDED, signal=fate.value, pids=whole.pids()))
+    whole.computes(question, ticket)
+    whole.orders[Role.DECODE].await_done(1)
 
 
 @pytest.mark.parametrize("fate", [Fate.STOPPED, Fate.KILLED])
@@ -152,13 +149,12 @@ def test_struck_during_the_read(whole: Scene, fate: Fate) -> None:
     print(f"transfers were then {whole.orders[Role.DECODE].await_done(2)[1]['states']}")
 
 
-@pytest.mark.parametrize("fate", [Fate.STOPPED, Fate.KILLED])
-def test_struck_after_the_last_byte(whole: Scene, fate: Fate) -> None:
-    question = whole.question()
-    ticket = prefill(whole.prefill.url, question.prompt())
-    whole.orders[Role.DECODE].give(Order(Moment.LANDED, signal=fate.value, pids=whole.pids()))
-    whole.computes(question, ticket)
-    whole.orders[Role.DECODE].await_done(1)
+@pytest.mark.parametrize("fate", Fate)
+def test_struck_before_the_first_read_from_it(strange: Scene, fate: Fate) -> None:
+    question = strange.question()
+    ticket = prefill(strange.prefill.url, question.prompt())
+    strike(strange.prefill.part, fate)
+    strange.computes(question, ticket)
 
 
 def deafen(scene: Scene) -> None:
@@ -175,5 +171,14 @@ def test_the_side_channel_is_gone_before_the_first_read(strange: Scene) -> None:
     deafen(strange)
 
 
+@AGAIN
 def test_the_side_channel_is_gone_after_others(whole: Scene) -> None:
     deafen(whole)
+
+
+@AGAIN
+def test_killed_before_the_read(whole: Scene) -> None:
+    question = whole.question()
+    ticket = prefill(whole.prefill.url, question.prompt())
+    strike(whole.prefill.part, Fate.KILLED)
+    whole.computes(question, ticket)
