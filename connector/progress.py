@@ -17,8 +17,7 @@ class PatientAgent(NixlWrapper):
     """What vLLM makes in `NixlBaseConnectorWorker.__init__`, but for the delay."""
 
     def __init__(self, threads: int, delay: float) -> None:
-        """`threads`: of the UCX backend. `delay`: seconds (NIXL rounds up to milliseconds) between two looks at
-        transports that cannot wake a sleeper; shared memory and TCP can."""
+        """`threads`: of the UCX backend. `delay`: seconds that the thread sleeps at most, in whole milliseconds."""
         name = str(uuid4())
         super().__init__(name, nixl_agent_config(backends=[], capture_telemetry=True))
         bindings = sys.modules[NixlWrapper.__module__].nixlBind

@@ -75,8 +75,8 @@ class WorkerSide(NixlPullConnectorWorker):
     def _let_progress_sleep(self, delay: float | None) -> None:
         """Replace the agent, before anything is registered with it, where its thread must not spin.
 
-        Transports of a GPU cannot all wake a sleeping thread, and of several ranks on few cores reads were seen to
-        stall for their whole lease, for a reason not found: such nodes sleep only when they are told to.
+        It was not tried on GPUs, and reads of two ranks on two cores were seen to stall for their whole lease, for a
+        reason not found: such nodes sleep only when they are told to.
         """
         alone_on_cpu = self.device_type == "cpu" and self.world_size == 1
         seconds = (CPU_PROGRESS_DELAY if alone_on_cpu else 0.0) if delay is None else delay
