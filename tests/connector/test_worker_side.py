@@ -1,113 +1,31 @@
-"""A rank's reads and leases over vLLM's own worker code, a small NIXL agent, and a real side channel."""
+"""A rank's reads over vLLM's own worker code, a small NIXL agent, and a real side channel."""
 
 from __future__ import annotations
 
-import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import closing
-from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 
-from connector.accounts import Accounts
 from connector.lease import Verdict
-from connector.metadata import ConnectorMetadata, ReadEnd, ReadOutcome, WorkerReport
+from connector.metadata import ReadEnd, ReadOutcome
 from connector.notices import Done, parse
-from connector.side_channel import Listener
-from connector.worker_side import WorkerSide
-from tests.connector.rank import HOST, PEER, Agent, cache_config, lease_step, read_step, settings, vllm_state
-
-PATIENCE = 30.0
-NONCE = "0123456789abcdef"
-BLOCK_BYTES = 16 * 1 * 8 * 2 * 2
-"""Tokens, heads, head size, bytes of bfloat16, key and value."""
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
-
-
-class Prefill:
-    """A prefill node's side channel whose verdict the test sets, and who keeps what was asked."""
-
-    def __init__(self) -> None:
-        self.port = free_port()
-        self.verdict = Verdict.HELD
-        self.asked: list[tuple[str, str, str]] = []
-        self.listener = Listener(HOST, self.port, {}, self._judge, Accounts())
-        self.listener.start()
-
-    def _judge(self, engine_id: str, request_id: str, nonce: str) -> Verdict:
-        self.asked.append((engine_id, request_id, nonce))
-        return self.verdict
-
-
-@pytest.fixture
-def prefill() -> Iterator[Prefill]:
-    prefill = Prefill()
-    yield prefill
-    prefill.listener.stop()
-
-
-MakeRank = Callable[..., WorkerSide]
-
-
-@pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRank]:
-    monkeypatch.setattr(NixlBaseConnectorWorker, "__init__", lambda worker, *_: vllm_state(worker))
-    made: list[WorkerSide] = []
-
-    def build(**changes: Any) -> WorkerSide:
-        config: Any = None
-        made.append(WorkerSide(config, "D", cache_config(), settings(**changes)))
-        return made[-1]
-
-    yield build
-    for worker in made:
-        worker._stalled.clear()
-        worker._recving_transfers.clear()
-        worker.shutdown()
-
-
-def agent(worker: WorkerSide) -> Agent:
-    found = worker.nixl_wrapper
-    assert isinstance(found, Agent)
-    return found
-
-
-def step(worker: WorkerSide, metadata: ConnectorMetadata | None = None) -> KVConnectorTransferResults:
-    worker.start_load_kv(ConnectorMetadata() if metadata is None else metadata)
-    return worker.get_transfer_results()
-
-
-def until_received(worker: WorkerSide, metadata: ConnectorMetadata | None = None) -> KVConnectorTransferResults:
-    """The first results with a read in them, from the very step that orders it (`metadata`) on."""
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        results = step(worker, metadata)
-        if results.finished_recving:
-            return results
-        metadata = None
-        assert time.monotonic() < deadline, "no read came to its end"
-        time.sleep(0.005)
-
-
-def report(worker: WorkerSide) -> WorkerReport:
-    return worker.build_connector_worker_meta() or WorkerReport()
-
-
-def counts(worker: WorkerSide) -> dict[tuple[str, ...], int]:
-    stats = worker.get_kv_connector_stats()
-    return {} if stats is None else {(name, *labels): value for name, labels, value in stats.data["pdproxy_counts"]}
+from tests.connector.rank import HOST, PEER, read_step
+from tests.connector.worker import (
+    BLOCK_BYTES,
+    NONCE,
+    PATIENCE,
+    MakeRank,
+    Prefill,
+    agent,
+    counts,
+    free_port,
+    report,
+    step,
+    until_received,
+)
 
 
 def test_a_read_is_reported_only_after_its_verdict(make: MakeRank, prefill: Prefill) -> None:
@@ -239,64 +157,3 @@ def test_without_blocks_to_read_only_a_notice_goes_out(make: MakeRank, prefill: 
     assert [parse(notice) for notice in agent(worker).sent] == [Done("remote-r", NONCE, 1)]
     assert not step(worker).finished_recving
     assert prefill.asked == []
-
-
-def test_a_read_of_our_lease_ends_it_and_is_told_with_its_nonce(make: MakeRank) -> None:
-    worker = make()
-    assert step(worker, lease_step("p")).finished_sending == set()
-    agent(worker).inbox = [f"p#{NONCE}:1".encode()]
-    assert step(worker).finished_sending == {"p"}
-    assert report(worker).reads_seen == {"p": {NONCE: 1}}
-    agent(worker).inbox = [f"p#{NONCE}:1".encode()]
-    assert step(worker).finished_sending == set()
-    assert worker.build_connector_worker_meta() is None
-
-
-def test_several_readers_each_tell(make: MakeRank) -> None:
-    worker = make()
-    step(worker, lease_step("p", readers=2))
-    agent(worker).inbox = [b"p#aaaaaaaa:1"]
-    assert step(worker).finished_sending == set()
-    assert report(worker).reads_seen == {"p": {"aaaaaaaa": 1}}
-    agent(worker).inbox = [b"p#bbbbbbbb:1"]
-    assert step(worker).finished_sending == {"p"}
-    assert report(worker).reads_seen == {"p": {"bbbbbbbb": 1}}
-
-
-def test_a_notice_never_ends_a_request_that_still_runs(make: MakeRank) -> None:
-    worker = make()
-    running = ConnectorMetadata()
-    running.reqs_in_batch = {"p"}
-    step(worker, running)
-    agent(worker).inbox = [f"p#{NONCE}:1".encode()]
-    assert step(worker).finished_sending == set()
-    assert step(worker, lease_step("p")).finished_sending == {"p"}
-    assert report(worker).reads_seen == {"p": {NONCE: 1}}
-
-
-def test_junk_and_forged_notices_are_counted_and_end_nothing(make: MakeRank) -> None:
-    worker = make()
-    step(worker, lease_step("p"))
-    agent(worker).inbox = [b"", b"\xff", b"p", b"p:", b"p:0", b"p:x", b"HB:\xff", b"unknown#aaaaaaaa:1", b"HB:who,p"]
-    assert step(worker).finished_sending == set()
-    stats = worker.get_kv_connector_stats()
-    assert stats is not None
-    assert stats.data["pdproxy_counts"] == [["junk", ["notice"], 7]]
-    assert len(stats.data["num_notifications_after_expiry"]) == 1
-
-
-def test_a_release_on_demand_ends_the_lease_once(make: MakeRank) -> None:
-    worker = make()
-    step(worker, lease_step("p"))
-    release = ConnectorMetadata()
-    release.releases = frozenset({"p", "never"})
-    assert step(worker, release).finished_sending == {"p"}
-    assert step(worker, release).finished_sending == set()
-
-
-def test_an_expired_lease_is_let_go_and_forgotten(make: MakeRank) -> None:
-    worker = make()
-    assert step(worker, lease_step("p", expires=0.0)).finished_sending == {"p"}
-    agent(worker).inbox = [f"p#{NONCE}:1".encode()]
-    assert step(worker).finished_sending == set()
-    assert len(worker._seen) == 0

@@ -1,0 +1,43 @@
+"""A rank without an engine, and whom it asks. Neither is imported where vLLM is not installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from connector.worker_side import WorkerSide
+    from tests.connector.worker import MakeRank, Prefill
+
+
+@pytest.fixture
+def prefill() -> Iterator[Prefill]:
+    from tests.connector.worker import Prefill
+
+    prefill = Prefill()
+    yield prefill
+    prefill.listener.stop()
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRank]:
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
+
+    from connector.worker_side import WorkerSide
+    from tests.connector.rank import cache_config, settings, vllm_state
+
+    monkeypatch.setattr(NixlBaseConnectorWorker, "__init__", lambda worker, *_: vllm_state(worker))
+    made: list[WorkerSide] = []
+
+    def build(**changes: Any) -> WorkerSide:
+        config: Any = None
+        made.append(WorkerSide(config, "D", cache_config(), settings(**changes)))
+        return made[-1]
+
+    yield build
+    for worker in made:
+        worker._stalled.clear()
+        worker._recving_transfers.clear()
+        worker.shutdown()

@@ -1,0 +1,79 @@
+"""A rank's leases over vLLM's own worker code and a small NIXL agent: notices, releases, expiry."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+
+from connector.metadata import ConnectorMetadata
+from tests.connector.rank import lease_step
+from tests.connector.worker import (
+    NONCE,
+    MakeRank,
+    agent,
+    report,
+    step,
+)
+
+
+def test_a_read_of_our_lease_ends_it_and_is_told_with_its_nonce(make: MakeRank) -> None:
+    worker = make()
+    assert step(worker, lease_step("p")).finished_sending == set()
+    agent(worker).inbox = [f"p#{NONCE}:1".encode()]
+    assert step(worker).finished_sending == {"p"}
+    assert report(worker).reads_seen == {"p": {NONCE: 1}}
+    agent(worker).inbox = [f"p#{NONCE}:1".encode()]
+    assert step(worker).finished_sending == set()
+    assert worker.build_connector_worker_meta() is None
+
+
+def test_several_readers_each_tell(make: MakeRank) -> None:
+    worker = make()
+    step(worker, lease_step("p", readers=2))
+    agent(worker).inbox = [b"p#aaaaaaaa:1"]
+    assert step(worker).finished_sending == set()
+    assert report(worker).reads_seen == {"p": {"aaaaaaaa": 1}}
+    agent(worker).inbox = [b"p#bbbbbbbb:1"]
+    assert step(worker).finished_sending == {"p"}
+    assert report(worker).reads_seen == {"p": {"bbbbbbbb": 1}}
+
+
+def test_a_notice_never_ends_a_request_that_still_runs(make: MakeRank) -> None:
+    worker = make()
+    running = ConnectorMetadata()
+    running.reqs_in_batch = {"p"}
+    step(worker, running)
+    agent(worker).inbox = [f"p#{NONCE}:1".encode()]
+    assert step(worker).finished_sending == set()
+    assert step(worker, lease_step("p")).finished_sending == {"p"}
+    assert report(worker).reads_seen == {"p": {NONCE: 1}}
+
+
+def test_junk_and_forged_notices_are_counted_and_end_nothing(make: MakeRank) -> None:
+    worker = make()
+    step(worker, lease_step("p"))
+    agent(worker).inbox = [b"", b"\xff", b"p", b"p:", b"p:0", b"p:x", b"HB:\xff", b"unknown#aaaaaaaa:1", b"HB:who,p"]
+    assert step(worker).finished_sending == set()
+    stats = worker.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["pdproxy_counts"] == [["junk", ["notice"], 7]]
+    assert len(stats.data["num_notifications_after_expiry"]) == 1
+
+
+def test_a_release_on_demand_ends_the_lease_once(make: MakeRank) -> None:
+    worker = make()
+    step(worker, lease_step("p"))
+    release = ConnectorMetadata()
+    release.releases = frozenset({"p", "never"})
+    assert step(worker, release).finished_sending == {"p"}
+    assert step(worker, release).finished_sending == set()
+
+
+def test_an_expired_lease_is_let_go_and_forgotten(make: MakeRank) -> None:
+    worker = make()
+    assert step(worker, lease_step("p", expires=0.0)).finished_sending == {"p"}
+    agent(worker).inbox = [f"p#{NONCE}:1".encode()]
+    assert step(worker).finished_sending == set()
+    assert len(worker._seen) == 0

@@ -1,0 +1,78 @@
+"""Driving a rank step by step, and the side channel of the prefill node that it asks."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from contextlib import closing
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from connector.accounts import Accounts
+from connector.lease import Verdict
+from connector.metadata import ConnectorMetadata, WorkerReport
+from connector.side_channel import Listener
+from connector.worker_side import WorkerSide
+from tests.connector.rank import HOST, Agent
+
+PATIENCE = 30.0
+NONCE = "0123456789abcdef"
+BLOCK_BYTES = 16 * 1 * 8 * 2 * 2
+"""Tokens, heads, head size, bytes of bfloat16, key and value."""
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+class Prefill:
+    """A prefill node's side channel whose verdict the test sets, and who keeps what was asked."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.verdict = Verdict.HELD
+        self.asked: list[tuple[str, str, str]] = []
+        self.listener = Listener(HOST, self.port, {}, self._judge, Accounts())
+        self.listener.start()
+
+    def _judge(self, engine_id: str, request_id: str, nonce: str) -> Verdict:
+        self.asked.append((engine_id, request_id, nonce))
+        return self.verdict
+
+
+MakeRank = Callable[..., WorkerSide]
+
+
+def agent(worker: WorkerSide) -> Agent:
+    found = worker.nixl_wrapper
+    assert isinstance(found, Agent)
+    return found
+
+
+def step(worker: WorkerSide, metadata: ConnectorMetadata | None = None) -> KVConnectorTransferResults:
+    worker.start_load_kv(ConnectorMetadata() if metadata is None else metadata)
+    return worker.get_transfer_results()
+
+
+def until_received(worker: WorkerSide, metadata: ConnectorMetadata | None = None) -> KVConnectorTransferResults:
+    """The first results with a read in them, from the very step that orders it (`metadata`) on."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        results = step(worker, metadata)
+        if results.finished_recving:
+            return results
+        metadata = None
+        assert time.monotonic() < deadline, "no read came to its end"
+        time.sleep(0.005)
+
+
+def report(worker: WorkerSide) -> WorkerReport:
+    return worker.build_connector_worker_meta() or WorkerReport()
+
+
+def counts(worker: WorkerSide) -> dict[tuple[str, ...], int]:
+    stats = worker.get_kv_connector_stats()
+    return {} if stats is None else {(name, *labels): value for name, labels, value in stats.data["pdproxy_counts"]}
