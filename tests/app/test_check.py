@@ -46,11 +46,16 @@ def verdicts(report: Report) -> dict[str, bool]:
     return {f"{row.node.role} {row.node.url}": row.good() for row in report.rows}
 
 
+def also_in_a_file(folder: Path, listed: str, entry: NodeEntry) -> Settings:
+    """A node that is named, beside a file of nodes."""
+    path = folder / "nodes.yaml"
+    path.write_text(listed)
+    return Settings(nodes=(entry,), discovery=Discovery(decode=Finding.FILE, file=path))
+
+
 async def test_nodes_in_a_file_are_asked_after_those_that_are_named(tmp_path: Path, node: LoopbackNode) -> None:
-    path = tmp_path / "nodes.yaml"
-    path.write_text(f"[{{url: '{node.url}', role: decode}}, {{url: '{NOBODY}', role: decode}}]")
-    entry = NodeEntry(url=node.url, role=NodeRole.PREFILL)
-    told = Settings(nodes=(entry,), discovery=Discovery(decode=Finding.FILE, file=path))
+    listed = f"[{{url: '{node.url}', role: decode}}, {{url: '{NOBODY}', role: decode}}]"
+    told = also_in_a_file(tmp_path, listed, NodeEntry(url=node.url, role=NodeRole.PREFILL))
     report = await inspect(told, Surroundings())
     assert list(verdicts(report).items()) == [
         (f"prefill {node.url}", True),
@@ -62,10 +67,8 @@ async def test_nodes_in_a_file_are_asked_after_those_that_are_named(tmp_path: Pa
 
 
 async def test_a_node_that_is_named_and_found_is_asked_once(tmp_path: Path, node: LoopbackNode) -> None:
-    path = tmp_path / "nodes.yaml"
-    path.write_text(f"[{{url: '{node.url}', role: decode, name: found}}]")
-    entry = NodeEntry(url=node.url, role=NodeRole.DECODE)
-    told = Settings(nodes=(entry,), discovery=Discovery(decode=Finding.FILE, file=path))
+    listed = f"[{{url: '{node.url}', role: decode, name: found}}]"
+    told = also_in_a_file(tmp_path, listed, NodeEntry(url=node.url, role=NodeRole.DECODE))
     report = await inspect(told, Surroundings())
     assert [row.node.name for row in report.rows] == ["decode-0"]
     assert report.good()

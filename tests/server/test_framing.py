@@ -47,8 +47,19 @@ async def port() -> AsyncIterator[int]:
         post("x: a\0b", "content-length: 0"),
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         b"CONNECT a:1 HTTP/1.1\r\nhost: x\r\n\r\n",
+        post("content-length: 5", "transfer-encoding: chunked", body=b"0\r\n\r\n"),
+        post("transfer-encoding: chunked", "content-length: 5", body=b"0\r\n\r\n"),
+        post("content-length: 5", "content-length: 6", body=b"hello"),
+        post("content-length: -1"),
+        post("content-length: 5x", body=b"hello"),
+        post("transfer-encoding: xchunked", body=b"0\r\n\r\n"),
+        post("transfer-encoding : chunked", body=b"0\r\n\r\n"),
+        post("x y: 1"),
+        b"POST / HTTP/1.1\nhost: x\n\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET / HTTP/9.9\r\nhost: x\r\n\r\n",
     ],
-    ids=range(18),
+    ids=range(29),
 )
 async def test_what_could_be_read_in_two_ways_is_refused(port: int, head: bytes) -> None:
     status, body = await say(port, head)
