@@ -16,6 +16,10 @@ SERVED_NAME = "tiny-hybrid"
 WORKER = "connector.cpu_worker.SeededCPUWorker"
 """A request with a seed ends vLLM 0.32 on a CPU without it."""
 
+EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""One process for scheduler and model, as on one GPU. By its whole name: vLLM turns "uni" into "mp" on a CPU, whose two
+processes wait for each other by spinning, which two cores cannot afford."""
+
 ENOUGH_BLOCKS = 2048
 """128 MiB of the tiny model's cache. Memory that is never used still costs time: a node touches all of it to start."""
 
@@ -82,6 +86,8 @@ def command(spec: NodeSpec) -> list[str]:
     line += ["--enable-prompt-tokens-details", "--worker-cls", WORKER]
     if spec.tensor_parallel_size > 1:
         line += ["--tensor-parallel-size", str(spec.tensor_parallel_size)]
+    else:
+        line += ["--distributed-executor-backend", EXECUTOR]
     if spec.gpu_blocks is not None:
         line += ["--num-gpu-blocks-override", str(spec.gpu_blocks)]
     if spec.role is not Role.PLAIN:

@@ -30,8 +30,7 @@ SOON_S = 60.0
 """Every deadline below, each of two attempts, and a machine that is busy with other things."""
 SHORT = {"pdproxy_read_deadline": 4.0, "pdproxy_probe_timeout": 3.0, "pdproxy_verify_timeout": 3.0}
 AGAIN = pytest.mark.long
-"""For what needs a prefill node that was killed, started anew under its old address, and then read from: the first such
-read was seen once to take twenty seconds, for a reason not found (docs/operating.md)."""
+"""For what needs one more start of a prefill node; what differs little from it is in `make test`."""
 BAD_ENDS = ("transfer_failed", "unverified", "peer_unreachable", "no_progress", "not_held")
 
 

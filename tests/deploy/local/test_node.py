@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.node import NodeSpec, Role, command, environment, on_free_ports, start_node
+from deploy.local.node import EXECUTOR, NodeSpec, Role, command, environment, on_free_ports, start_node
 from deploy.local.ports import HOST, PortTakenError
 from deploy.local.supervise import Supervisor
 
@@ -44,6 +44,13 @@ def test_size_and_ranks_are_passed_on_only_when_given() -> None:
     small = command(NodeSpec("n", Role.DECODE, 8000, 9000, gpu_blocks=48, tensor_parallel_size=2))
     assert option(small, "--num-gpu-blocks-override") == "48"
     assert option(small, "--tensor-parallel-size") == "2"
+
+
+def test_one_rank_is_one_process_that_waits_for_no_other() -> None:
+    assert option(command(NodeSpec("n", Role.DECODE, 8000, 9000)), "--distributed-executor-backend") == EXECUTOR
+    assert "--distributed-executor-backend" not in command(
+        NodeSpec("n", Role.DECODE, 8000, 9000, tensor_parallel_size=2)
+    )
 
 
 def test_listens_on_loopback_and_what_is_added_comes_last() -> None:
