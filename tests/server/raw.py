@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import uvicorn
 
@@ -24,7 +24,13 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 async def serving(limits: ConnectionLimits, app: AsgiApp = echo) -> AsyncIterator[int]:
     """A server with these limits; its port."""
     config = uvicorn.Config(
-        app, http=guarded(limits), interface="asgi3", lifespan="off", log_config=None, timeout_graceful_shutdown=1
+        app,
+        http=guarded(limits),
+        ws="none",
+        interface="asgi3",
+        lifespan="off",
+        log_config=None,
+        timeout_graceful_shutdown=1,
     )
     bound = bind("127.0.0.1", 0, "listen.port")
     server = Port(config, bound)
@@ -52,6 +58,35 @@ async def say(port: int, *pieces: bytes) -> tuple[int, bytes]:
         writer.close()
         head, _, body = answer.partition(b"\r\n\r\n")
         return int(head.split()[1] if head else 0), body
+
+
+async def answers(port: int, *requests: Sequence[bytes]) -> list[bytes]:
+    """The bodies of the answers to requests that come one after the other, each in pieces."""
+    bodies = []
+    async with asyncio.timeout(SOON):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for pieces in requests:
+            for piece in pieces:
+                writer.write(piece)
+                await asyncio.sleep(0.01)
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            assert head.startswith(b"http/1.1 200 ")
+            bodies.append(await reader.readexactly(int(head.partition(b"content-length: ")[2].split()[0])))
+        writer.close()
+    return bodies
+
+
+async def trickle(port: int, begun: bytes, drop: bytes) -> bytes:
+    """Send drops until the server has had enough; what it said."""
+    async with asyncio.timeout(SOON):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(begun)
+        saying = asyncio.create_task(reader.read())
+        while not saying.done():
+            writer.write(drop)
+            await asyncio.sleep(0.02)
+        writer.transport.abort()
+        return await saying
 
 
 def post(*headers: str, body: bytes = b"") -> bytes:

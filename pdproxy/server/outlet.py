@@ -1,0 +1,88 @@
+"""The way out to a client: it takes what waits for it in its time, and gets the whole of what was said before the end.
+
+A connection that is closed while its client still sends is reset, and the answer that lay in between is lost with it
+(RFC 9112, 9.6). So the end has two steps there: nothing more goes out, and what comes is dropped until the client has
+closed.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+TAKES = 64 * 1024
+"""Bytes that a client must take of a long answer in its time; of a shorter one all."""
+LINGERS = 10.0
+"""Seconds that a client has to notice that nothing more comes."""
+
+
+class Outlet(asyncio.Transport):
+    """A connection's transport, with bounds. Whoever makes one calls `stop` when the connection is lost.
+
+    Args:
+        inner: what it stands for.
+        sends: whether the client may be in the middle of a request.
+        seconds: for the client to take what waits, or a good deal of it.
+    """
+
+    def __init__(self, inner: asyncio.Transport, sends: Callable[[], bool], seconds: float) -> None:
+        super().__init__()
+        self._inner = inner
+        self._sends = sends
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._left = 0
+        self._watch: asyncio.TimerHandle | None = None
+        self._ending = False
+        # The two that every piece of an answer goes through.
+        self.write = inner.write  # type: ignore[method-assign]
+        self.get_write_buffer_size = inner.get_write_buffer_size  # type: ignore[method-assign]
+
+    def is_closing(self) -> bool:
+        """Nothing more goes out."""
+        return self._ending or self._inner.is_closing()
+
+    def close(self) -> None:
+        """Let what waits go out, then end. Idempotent."""
+        if self.is_closing():
+            return
+        self._ending = True
+        self.stop()
+        if self._sends() and self._inner.can_write_eof():
+            self._inner.write_eof()
+            self._inner.resume_reading()
+            self._watch = self._loop.call_later(LINGERS, self._end)
+        else:
+            self._end()
+
+    def abort(self) -> None:
+        """End at once."""
+        self._inner.abort()
+
+    def waits(self) -> None:
+        """The client does not keep up."""
+        if self._watch is None:
+            self._look_later()
+
+    def goes_on(self) -> None:
+        """It does again."""
+        if not self._ending:
+            self.stop()
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+
+    def _end(self) -> None:
+        self._watch = self._loop.call_later(self._seconds, self._inner.abort)
+        self._inner.close()
+
+    def _look_later(self) -> None:
+        self._left = self.get_write_buffer_size()
+        self._watch = self._loop.call_later(self._seconds, self._look)
+
+    def _look(self) -> None:
+        if self._left - self.get_write_buffer_size() < TAKES:
+            self._inner.abort()
+        else:
+            self._look_later()

@@ -1,0 +1,123 @@
+"""How connections end: nothing that was said is lost, and nobody stays for ever."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from pdproxy.intake.asgi import JSON, Receive, Scope, Send, headers_of, read_body, send_head, send_whole
+from pdproxy.server.protocol import ConnectionLimits
+from tests.server.raw import SOON, answers, post, serving, trickle
+
+HASTY = ConnectionLimits(2000, 0.3, SOON)
+LONG = 64 * 1024 * 1024
+
+
+@pytest.fixture
+async def hasty() -> AsyncIterator[int]:
+    async with serving(HASTY, unread) as number:
+        yield number
+
+
+async def unread(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers before it has read the body."""
+    await send_whole(send, 200, (JSON,), b"no")
+
+
+async def too_much(scope: Scope, receive: Receive, send: Send) -> None:
+    """Will not read what comes."""
+    await send_whole(send, 413, (("connection", "close"),), b"too much")
+
+
+async def streams(scope: Scope, receive: Receive, send: Send) -> None:
+    """Two pieces of a length that nobody knows."""
+    await read_body(receive, headers_of(scope), 1000)
+    await send_head(send, 200, ())
+    for piece in (b"one ", b"two"):
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def at_length(scope: Scope, receive: Receive, send: Send) -> None:
+    """More than fits into the buffers on the way."""
+    await read_body(receive, headers_of(scope), 1000)
+    await send_whole(send, 200, (), b"x" * LONG)
+
+
+async def test_http_1_0_gets_no_chunks_and_the_end_of_the_connection() -> None:
+    async with serving(ConnectionLimits(2000, SOON, SOON), streams) as port, asyncio.timeout(SOON):
+        for more in (b"", b"connection: keep-alive\r\n", b"expect: 100-continue\r\n"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"POST / HTTP/1.0\r\ncontent-length: 0\r\n" + more + b"\r\n")
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            writer.close()
+            assert head.startswith(b"HTTP/1.1 200 ")
+            assert b"transfer-encoding" not in head
+            assert b"connection: close" in head
+            assert body == b"one two"
+
+
+async def test_http_1_0_gets_a_length_where_there_is_one() -> None:
+    async with serving(ConnectionLimits(2000, SOON, SOON)) as port, asyncio.timeout(SOON):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST / HTTP/1.0\r\ncontent-length: 5\r\n\r\nhello")
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+    assert b"content-length: 5" in head
+    assert body == b"hello"
+
+
+async def test_who_was_answered_early_may_send_the_rest() -> None:
+    async with serving(ConnectionLimits(2000, SOON, SOON), unread) as port:
+        late = (post("content-length: 1000"), b"x" * 500, b"x" * 500)
+        assert await answers(port, late, late, (post(),)) == [b"no"] * 3
+
+
+async def test_who_was_answered_early_does_not_stay_for_ever(hasty: int) -> None:
+    said = await trickle(hasty, post("content-length: 1000000"), b"x")
+    assert said.endswith(b"no")
+
+
+@pytest.mark.parametrize("begun", [b"\r\n", post()], ids=["at-first", "later"])
+async def test_line_breaks_are_no_sign_of_a_request(hasty: int, begun: bytes) -> None:
+    said = await trickle(hasty, begun, b"\r\n")
+    assert said.count(b"HTTP/1.1 ") == begun.count(b"HTTP/1.1")
+
+
+async def test_who_still_sends_gets_its_answer_all_the_same() -> None:
+    async with serving(ConnectionLimits(2000, SOON, SOON), too_much) as port, asyncio.timeout(SOON):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post(f"content-length: {LONG}"))
+        await asyncio.sleep(0.3)
+        writer.write(b"x" * LONG)
+        await writer.drain()
+        answer = await reader.read()
+        writer.close()
+    assert answer.endswith(b"too much")
+
+
+@pytest.mark.parametrize("more", ["content-length: 0", "connection: close"])
+async def test_who_takes_nothing_of_an_answer_that_is_over_is_let_go(more: str) -> None:
+    async with serving(ConnectionLimits(2000, SOON, 0.2), at_length) as port, asyncio.timeout(SOON):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        writer.write(post(more))
+        await asyncio.sleep(1.0)
+        size = 0
+        with contextlib.suppress(ConnectionResetError):
+            while piece := await reader.read(LONG):
+                size += len(piece)
+        writer.close()
+    assert size < LONG
+
+
+async def test_who_takes_slowly_gets_it_all() -> None:
+    async with serving(ConnectionLimits(2000, SOON, 0.5), at_length) as port, asyncio.timeout(SOON):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=4_000_000)
+        writer.write(post("connection: close"))
+        size = 0
+        while piece := await reader.read(4_000_000):
+            size += len(piece)
+            await asyncio.sleep(0.002)
+        writer.close()
+    assert size > LONG
