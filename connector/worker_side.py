@@ -75,11 +75,9 @@ class WorkerSide(NixlPullConnectorWorker):
     def _let_progress_sleep(self, delay: float | None) -> None:
         """Replace the agent, before anything is registered with it, where its thread must not spin.
 
-        It was not tried on GPUs, and reads of two ranks on two cores were seen to stall for their whole lease, for a
-        reason not found: such nodes sleep only when they are told to.
+        It was not tried on GPUs: their nodes sleep only when they are told to.
         """
-        alone_on_cpu = self.device_type == "cpu" and self.world_size == 1
-        seconds = (CPU_PROGRESS_DELAY if alone_on_cpu else 0.0) if delay is None else delay
+        seconds = (CPU_PROGRESS_DELAY if self.device_type == "cpu" else 0.0) if delay is None else delay
         if seconds and self.nixl_backends == ["UCX"]:
             threads = self.kv_transfer_config.get_from_extra_config("num_threads", 4)
             self.nixl_wrapper = PatientAgent(threads, seconds)

@@ -1,7 +1,9 @@
 """Start parts, notice when one ends, take all of them down; no part outlives this process, however it ends.
 
-Each part runs under a warden of its own (see warden.py), in a session of its own, so that the terminal's Ctrl-C reaches
-this process alone and the parts end in order.
+Each part runs under a warden of its own (see warden.py), in a process group of its own, so that the terminal's Ctrl-C
+reaches this process alone and the parts end in order. Not in a session of its own: Linux schedules a session as a
+group, and a node that spins while it waits for another was seen to keep the other's session from running for 30 s
+(Linux 6.18, two cores; docs/operating.md, "Known limits").
 """
 
 import os
@@ -81,7 +83,7 @@ class Supervisor(AbstractContextManager["Supervisor"]):
         with log.open("wb") as output:
             process = subprocess.Popen(
                 warden, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=dict(environment), cwd=cwd,
-                start_new_session=True,
+                process_group=0,
             )  # fmt: skip
         part = Part(name, log, process)
         self._parts.append(part)

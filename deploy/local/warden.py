@@ -38,7 +38,7 @@ def start(command: Sequence[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
-        start_new_session=True,
+        process_group=0,
         preexec_fn=die_with_warden,  # noqa: PLW1509 - the danger is in threads; this process has one
     )
 

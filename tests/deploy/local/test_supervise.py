@@ -80,6 +80,15 @@ def test_close_ends_the_whole_family(supervisor: Supervisor, tmp_path: Path, cod
     assert not any(is_alive(pid) for pid in family)
 
 
+def test_a_part_is_out_of_reach_of_the_terminals_signals_but_scheduled_with_this_process(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    start(supervisor, FAMILY, str(tmp_path))
+    child, _ = pids(tmp_path)
+    assert os.getpgid(child) != os.getpgid(0)
+    assert os.getsid(child) == os.getsid(0)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_parent_that_ends_by_any_signal_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), DEAF], cwd=ROOT, stderr=subprocess.DEVNULL)
