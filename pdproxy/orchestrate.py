@@ -6,7 +6,7 @@ import functools
 from pdproxy.drive import headers
 from pdproxy.drive.account import Account, outcome_of
 from pdproxy.drive.errands import Errands
-from pdproxy.drive.forward import forward
+from pdproxy.drive.forward import Forwarded, forward
 from pdproxy.drive.job import Job
 from pdproxy.drive.means import Means
 from pdproxy.drive.passage import Passage
@@ -19,9 +19,9 @@ from pdproxy.errors import ClientError
 from pdproxy.fanout import Fan, merged, together
 from pdproxy.legs.body import shape, split
 from pdproxy.observe.labels import Outcome
-from pdproxy.request import ClientRequest, Headers
+from pdproxy.request import ClientRequest
 
-__all__ = ["Means", "Orchestrator", "Reply", "ReplyStream"]
+__all__ = ["Forwarded", "Means", "Orchestrator", "Reply", "ReplyStream"]
 
 
 class Orchestrator:
@@ -62,20 +62,13 @@ class Orchestrator:
             account.end(Outcome.FAILED)
             raise
 
-    async def forward(self, method: str, path: str, sent: Headers, body: bytes, model: str) -> Reply:
+    async def forward(self, asked: Forwarded) -> Reply:
         """The reply of one suitable node to a request that the proxy does not understand (embeddings, tokenize, …).
-
-        Args:
-            method: as the client sent it.
-            path: with its query string, as the client sent it, already judged by intake to be allowed.
-            sent: the client's end-to-end headers.
-            body: as it came.
-            model: which pool; "" for any.
 
         Raises:
             ClientError: as `answer`.
         """
-        return await forward(self._means, method, path, sent, body, model)
+        return await forward(self._means, asked)
 
     @property
     def errands(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from pdproxy.drive.conduct import Conduct
+from pdproxy.drive.deadline import over, remaining
 from pdproxy.drive.errands import Errands
 from pdproxy.drive.given_up import unless_given_up
 from pdproxy.drive.handover import HandOver
@@ -21,7 +22,7 @@ from pdproxy.drive.planner import Planner
 from pdproxy.drive.settlement import settle
 from pdproxy.drive.timeline import Timeline
 from pdproxy.drive.tries import Tries
-from pdproxy.drive.verdict import from_client, too_late, unknown_model, verdict
+from pdproxy.drive.verdict import from_client, unknown_model, verdict
 from pdproxy.drive.why import Why
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.failures import Moment, Step
@@ -212,7 +213,7 @@ class Passage:
         self._means.metrics.leg_failed(leg, fault.fault)
         level = logging.INFO if fault.fault is Fault.CLIENT_ERROR else logging.WARNING
         _log.log(level, "request %s: %s leg on %s: %s: %s", job.name, leg, name, fault.fault, fault.detail)
-        if self._means.clock.now() < job.request.deadline:
+        if not self.late:
             self._conduct.failed(leg, name, fault.fault)
 
     async def leave(self) -> None:
@@ -246,16 +247,18 @@ class Passage:
         """A decode leg told its usage."""
         self.recomputed = settle(self._means, self._errands, self._job, self.hand_over, tally)
 
+    @property
+    def late(self) -> bool:
+        """Whether the request's deadline has come."""
+        return over(self._means.clock, self._job.request.deadline)
+
     def remaining(self) -> float:
         """Seconds of the request's deadline that are left.
 
         Raises:
             ClientError: 504 where none are.
         """
-        left = self._job.request.deadline - self._means.clock.now()
-        if left <= 0:
-            raise too_late()
-        return left
+        return remaining(self._means.clock, self._job.request.deadline)
 
 
 def _reads_at_once(job: Job) -> bool:

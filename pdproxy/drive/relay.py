@@ -10,7 +10,7 @@ from pdproxy.drive.means import Means
 from pdproxy.drive.passage import Ask, Passage
 from pdproxy.drive.pieces import Pieces
 from pdproxy.drive.tail import Tail
-from pdproxy.drive.verdict import Answered, broken, from_client, node_event
+from pdproxy.drive.verdict import Answered, broken, from_client, node_event, too_late
 from pdproxy.drive.why import Why
 from pdproxy.errors import ClientError, Fault, NodeFault
 from pdproxy.failures import Chances, Moment, Step, decide
@@ -141,6 +141,8 @@ class Relay(Pieces):
             return listener.flush() + self._transcript.ending()
         if fault.fault is Fault.CLIENT_ERROR:
             return await self._fail(fault)
+        if self._passage.late:
+            return await self._fail(too_late())
         chances = Chances(self._means.terms.on_prefill_failure, 0, False, self._moves, self._continuable())
         step = decide(Leg.DECODE, Moment.STREAMING, fault.fault, chances)
         self._means.metrics.step_taken(Leg.DECODE, fault.fault, step)

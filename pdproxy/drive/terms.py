@@ -57,4 +57,4 @@ class Terms:
 
 
 def _within(remaining: float, connect: float, headers: float, stall: float) -> Patience:
-    return Patience(connect=min(connect, remaining), headers=min(headers, remaining), stall=min(stall, remaining))
+    return Patience(min(connect, remaining), min(headers, remaining), min(stall, remaining), whole=remaining)

@@ -16,7 +16,7 @@ from pdproxy.intake.presence import Presence
 from pdproxy.legs.body import parse, scrub
 from pdproxy.nodes.node import Snapshot
 from pdproxy.nodes.pool import Pool
-from pdproxy.orchestrate import Orchestrator
+from pdproxy.orchestrate import Forwarded, Orchestrator
 from pdproxy.request import ClientRequest, Endpoint, Headers, Json
 from pdproxy.settings import Credential
 
@@ -84,11 +84,12 @@ class Service:
             ClientError, ClientGone: as `generate`.
         """
         holder = self.keys.holder(exchange.headers)
+        deadline = self._clock.now() + self._rules.request_seconds
         raw = await self._read(exchange)
-        headers, path = self._onward(exchange), exchange.path + exchange.query
+        path = exchange.path + exchange.query
+        asked = Forwarded(exchange.method, path, self._onward(exchange), raw, model_of(raw), deadline)
         async with Presence(exchange.receive), self._admission.place(holder, 0):
-            reply = await self._orchestrator.forward(exchange.method, path, headers, raw, model_of(raw))
-            await self._pass_on(exchange, reply)
+            await self._pass_on(exchange, await self._orchestrator.forward(asked))
 
     async def _read(self, exchange: Exchange) -> bytes:
         try:

@@ -144,7 +144,8 @@ class Health:
         return Fault.STALL if still.seconds(now) >= self._rules.stuck else None
 
     def _patience(self) -> Patience:
-        return Patience(connect=self._rules.timeout, headers=self._rules.timeout, stall=self._rules.timeout)
+        timeout = self._rules.timeout
+        return Patience(connect=timeout, headers=timeout, stall=timeout, whole=timeout)
 
     def _is_there(self, node: Node) -> bool:
         there = any(view.node.name == node.name for view in self._pool.snapshot().nodes)

@@ -12,7 +12,7 @@ from pdproxy.nodes.node import Node
 from pdproxy.request import Headers
 from pdproxy.transport.port import Patience, Transport
 
-PATIENCE = Patience(connect=5.0, headers=10.0, stall=10.0)
+PATIENCE = Patience(connect=5.0, headers=10.0, stall=10.0, whole=20.0)
 
 
 class Preflight:

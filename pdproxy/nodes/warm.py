@@ -10,7 +10,7 @@ from pdproxy.nodes.node import Node
 from pdproxy.request import Headers
 from pdproxy.transport.port import Patience, Transport
 
-PATIENCE = Patience(connect=5.0, headers=20.0, stall=20.0)
+PATIENCE = Patience(connect=5.0, headers=20.0, stall=20.0, whole=30.0)
 
 _PROMPT = (1, 2, 3, 4)
 """Token ids that any vocabulary has; the prefill node drops the last one, so there must be several."""

@@ -6,7 +6,7 @@ from typing import cast
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.transport.answer import AnswerReader
-from pdproxy.transport.faults import Garbage, out_of_patience, while_exchanging
+from pdproxy.transport.faults import Garbage, out_of_patience, out_of_time, while_exchanging
 from pdproxy.transport.watchdog import Watchdog
 from pdproxy.transport.wire import Origin
 
@@ -82,8 +82,11 @@ class Connection(asyncio.Protocol):
         """The next of the body, b"" at its end.
 
         Raises:
-            NodeFault: RESET, or STALL when nothing came for ``seconds``.
+            NodeFault: RESET, or STALL when nothing came for ``seconds``, or none are left.
         """
+        if seconds <= 0 and not self.answer.ended:
+            self._fail(out_of_time(self._where))
+            raise out_of_time(self._where)
         while not self.answer.pending and not self.answer.ended:
             await self._wait(Fault.STALL, seconds)
         piece = self.answer.take()

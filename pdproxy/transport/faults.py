@@ -40,5 +40,10 @@ def out_of_patience(fault: Fault, seconds: float, where: str) -> NodeFault:
     return NodeFault(fault, f"{where}: nothing came for {seconds:g} s")
 
 
+def out_of_time(where: str) -> NodeFault:
+    """A lively answer that does not end."""
+    return NodeFault(Fault.STALL, f"{where}: the answer did not end in time")
+
+
 def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

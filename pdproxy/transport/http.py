@@ -48,28 +48,32 @@ class HttpTransport:
         """
         target = target_of(request.url)
         head = head_of(request, target)
+        due = asyncio.get_running_loop().time() + patience.whole
         pooled = self._pool.take(target.origin)
         if pooled is not None:
             try:
-                return await self._exchange(pooled, request, head, patience)
+                return await self._exchange(pooled, request, head, patience, due)
             except NodeFault as fault:
                 if not _went_stale(pooled, fault):
                     raise
-        return await self._exchange(await self._connect(target, patience.connect), request, head, patience)
+        fresh = await self._connect(target, min(patience.connect, patience.whole))
+        return await self._exchange(fresh, request, head, patience, due)
 
     async def aclose(self) -> None:
         """Close every connection, those in use too: their readers get RESET."""
         self._pool.close()
         await asyncio.sleep(0)  # aborted transports close their sockets in the loop's next turn
 
-    async def _exchange(self, connection: Connection, request: Outgoing, head: bytes, patience: Patience) -> Incoming:
+    async def _exchange(
+        self, connection: Connection, request: Outgoing, head: bytes, patience: Patience, due: float
+    ) -> Incoming:
         connection.begin(request.method, head, request.body)
         try:
-            await connection.head(patience.headers)
+            await connection.head(min(patience.headers, due - asyncio.get_running_loop().time()))
         except BaseException:
             connection.cut()
             raise
-        return Received(connection, self._pool, patience)
+        return Received(connection, self._pool, patience, due)
 
     async def _connect(self, target: Target, seconds: float) -> Connection:
         loop = asyncio.get_running_loop()
@@ -93,13 +97,15 @@ class HttpTransport:
 
 
 class Received:
-    """An answer whose head is here; see `port.Incoming`."""
+    """An answer whose head is here; see `port.Incoming`. By ``due``, in the loop's time, it must have ended."""
 
-    def __init__(self, connection: Connection, pool: Pool, patience: Patience) -> None:
+    def __init__(self, connection: Connection, pool: Pool, patience: Patience, due: float) -> None:
         self._connection = connection
         self._pool = pool
         self._stall = patience.stall
         self._wait = patience.stall if patience.first is None else patience.first
+        self._due = due
+        self._now = asyncio.get_running_loop().time
         self._closed = False
         self.status: int = connection.answer.status
         self.headers: Headers = connection.answer.headers
@@ -114,7 +120,7 @@ class Received:
     async def __anext__(self) -> bytes:
         if self._closed:
             raise StopAsyncIteration
-        piece = await self._connection.piece(self._wait)
+        piece = await self._connection.piece(min(self._wait, self._due - self._now()))
         if not piece:
             raise StopAsyncIteration
         self._wait = self._stall

@@ -5,6 +5,7 @@ Status codes are not failures here: `legs` judges them.
 """
 
 import dataclasses
+import math
 from collections.abc import AsyncIterator
 from typing import Protocol
 
@@ -21,12 +22,14 @@ class Patience:
         stall: between two pieces of the body (fault STALL).
         first: from the head to the body's first piece (fault STALL); None is ``stall``. A node sends a stream's head
             at once, and its first event only when the prompt was computed.
+        whole: for the exchange as a whole, however lively it is (the fault of the phase that it is in then).
     """
 
     connect: float = 5.0
     headers: float = 600.0
     stall: float = 120.0
     first: float | None = None
+    whole: float = math.inf
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class Incoming(Protocol):
         """The body as it arrives (any content coding undone is the caller's matter: we ask for identity).
 
         Raises:
-            NodeFault: RESET when the body ends before its end, STALL when it stops.
+            NodeFault: RESET when the body ends before its end, STALL when it stops, or lasts too long.
         """
         ...
 

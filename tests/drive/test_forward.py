@@ -7,13 +7,16 @@ import pytest
 
 from pdproxy.errors import ClientError, Fault
 from pdproxy.nodes.node import State
+from pdproxy.orchestrate import Forwarded
 from tests.drive.world import MODEL, World
 from tests.fakes.faults import Ill, Trouble
 
 
-async def _forward(world: World, model: str = MODEL) -> tuple[int, bytes]:
+async def _forward(world: World, model: str = MODEL, seconds: float = 3600.0) -> tuple[int, bytes]:
     sent = (("content-type", "application/json"),)
-    reply = await world.orchestrator.forward("POST", "/v1/embeddings?x=1", sent, b'{"input":"a"}', model)
+    deadline = world.clock.now() + seconds
+    asked = Forwarded("POST", "/v1/embeddings?x=1", sent, b'{"input":"a"}', model, deadline)
+    reply = await world.orchestrator.forward(asked)
     assert isinstance(reply.body, bytes)
     return reply.status, reply.body
 
@@ -64,6 +67,20 @@ async def test_a_nodes_5xx_does_not_speak_for_it() -> None:
         if world.pool.view("d0").state is State.UP:
             await _forward(world)
     assert world.pool.view("d0").state is State.DOWN
+
+
+@pytest.mark.parametrize("trouble", [Trouble(Ill.HANG), Trouble(Ill.STALL, at=0), Trouble(Ill.STALL, at=1)], ids=str)
+async def test_the_deadline_of_the_whole_request_ends_it(trouble: Trouble) -> None:
+    world = World()
+    world.decodes[0].trouble = trouble
+    began = world.clock.now()
+    with pytest.raises(ClientError) as caught:
+        await _forward(world, seconds=5.0)
+    assert (caught.value.status, caught.value.code) == (504, "deadline")
+    assert world.clock.now() - began == pytest.approx(5)
+    assert world.pool.view("d0").reason == "", "our own deadline is no fault of a node"
+    assert world.count("pdproxy_requests_total", endpoint="other", outcome="failed") == 1
+    await world.settle()
 
 
 async def test_a_client_that_leaves_is_counted_and_leaves_nothing() -> None:

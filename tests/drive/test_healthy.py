@@ -1,7 +1,10 @@
 """What every request is when nothing goes wrong."""
 
+from math import inf
+
 import pytest
 
+from pdproxy.orchestrate import Forwarded
 from pdproxy.request import Endpoint
 from tests.drive.answers import story, text_of
 from tests.drive.prompts import body_for, prompt_ids, right
@@ -134,6 +137,6 @@ async def test_the_fingerprint_stays_with_the_finish() -> None:
 
 async def test_other_paths_go_to_one_node() -> None:
     world = World()
-    reply = await world.orchestrator.forward("POST", "/tokenize", (), b"{}", "tiny")
+    reply = await world.orchestrator.forward(Forwarded("POST", "/tokenize", (), b"{}", "tiny", inf))
     assert (reply.status, reply.body) == (200, b'{"path": "/tokenize", "node": "d0"}')
     await world.settle()

@@ -88,6 +88,23 @@ async def test_the_deadline_ends_a_stream_with_an_error_event() -> None:
     await world.settle()
 
 
+@pytest.mark.parametrize("endpoint", Endpoint)
+async def test_the_deadline_ends_a_stream_that_stands_still(endpoint: Endpoint) -> None:
+    world = World()
+    world.decodes[0].trouble = Trouble(Ill.STALL, at=3)
+    reply = await _begin(world, endpoint)
+    world.clock.advance(3590)
+    began = world.clock.now()
+    told = story(endpoint, await _rest(reply))
+    assert told.error is not None
+    assert "deadline" in str(told.error)
+    assert told.ended
+    assert world.clock.now() - began == pytest.approx(10)
+    assert world.pool.view("d0").reason == "", "our own deadline is no fault of a node"
+    assert world.decodes[1].legs() == []
+    await world.settle()
+
+
 async def test_the_deadline_bounds_every_leg() -> None:
     world = World(terms=Terms(prefill_headers=10_000, decode_headers=10_000))
     world.prefills[0].trouble = world.prefills[1].trouble = Trouble(Ill.HANG)

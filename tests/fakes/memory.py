@@ -66,6 +66,7 @@ class MemoryIncoming:
         self._script = script
         self._patience = patience
         self._clock = clock
+        self._due = clock.now() + patience.whole
         self._ended = False
         self._closed = False
 
@@ -90,7 +91,8 @@ class MemoryIncoming:
                 raise NodeFault(Fault.RESET, "reset in the body")
             case Ill.STALL:
                 first = None if self._script.pieces else self._patience.first
-                self._clock.advance(self._patience.stall if first is None else first)
+                wait = self._patience.stall if first is None else first
+                self._clock.advance(min(wait, max(0.0, self._due - self._clock.now())))
                 raise NodeFault(Fault.STALL, "the body stalled")
             case _:
                 self._ended = True

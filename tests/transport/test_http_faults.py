@@ -97,6 +97,28 @@ async def test_a_body_that_stops_is_a_stall(transport: HttpTransport) -> None:
     assert caught.value.fault is Fault.STALL
 
 
+@pytest.mark.parametrize("step", [0.0, 0.01])
+async def test_a_body_that_drips_has_an_end(transport: HttpTransport, step: float) -> None:
+    async def script(visit: Visit) -> None:
+        await visit.request()
+        await visit.say(CHUNKED)
+        while True:
+            await visit.say(b"1\r\nx\r\n")
+            await asyncio.sleep(step)
+
+    async with peer(script) as there:
+        patience = Patience(GENEROUS, headers=GENEROUS, stall=GENEROUS, whole=0.2)
+        assert await fault_of(transport, post(there), patience) is Fault.STALL
+        await there.all_gone()
+
+
+async def test_the_whole_begins_with_the_head(transport: HttpTransport) -> None:
+    async with peer(saying()) as there:
+        patience = Patience(GENEROUS, headers=GENEROUS, stall=GENEROUS, whole=0.05)
+        assert await fault_of(transport, post(there), patience) is Fault.HEADERS_TIMEOUT
+        await there.all_gone()
+
+
 async def test_the_first_piece_has_a_patience_of_its_own(transport: HttpTransport) -> None:
     async with peer(saying(CHUNKED)) as there:
         incoming = await transport.send(post(there), Patience(GENEROUS, GENEROUS, stall=GENEROUS, first=0.05))
