@@ -221,9 +221,9 @@ once, as `stall`, long before the deadlines named below.
 
 The deadline of the whole request ends every one of these (504, or the error event). What a leg held is released.
 
-What one node answers by itself (embeddings, tokenize, score, …) has one leg: where its node could not be reached, another
-one is asked; after any other fault nobody knows what was done, and the client gets the error. The deadlines are those of
-a decode leg.
+What one node answers by itself (embeddings, tokenize, score, …) has one leg: where its node could not be reached,
+another one is asked; after any other fault nobody knows what was done, and the client gets the error. The deadlines are
+those of a decode leg.
 """
 
 _EXCEPTIONS = """
