@@ -130,6 +130,10 @@ class Flights:
             asked.setdefault(flight.address, []).append(flight.question)
         return asked
 
+    def awaits_verdict(self) -> bool:
+        """Whether any read has landed and is not judged."""
+        return any(flight.stage is _Stage.LANDED for flight in self._flights.values())
+
     def judged(self, judged: Judged, now: float) -> Landing | None:
         """The verdict is here. None when no read waits for it, as for the answer to a probe."""
         if (probed := self._probes.pop(judged.nonce, None)) is not None:

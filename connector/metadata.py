@@ -37,6 +37,7 @@ class ConnectorMetadata(NixlConnectorMetadata):
     readers: prefill side, for the entries of `reqs_to_send`: how many nonces must complete before blocks go.
     releases: prefill side: end these leases now. A rank that still tracks such a request reports it in
         `finished_sending` once; one that has reported it already, or never knew it, does nothing.
+    idle: the step computes nothing: a worker may wait in it without delaying a token.
     """
 
     def __init__(self) -> None:
@@ -44,6 +45,7 @@ class ConnectorMetadata(NixlConnectorMetadata):
         self.reads: dict[str, ReadOrder] = {}
         self.readers: dict[str, int] = {}
         self.releases: frozenset[str] = frozenset()
+        self.idle = False
 
     @classmethod
     def extending(cls, stock: NixlConnectorMetadata) -> "ConnectorMetadata":

@@ -173,6 +173,7 @@ class SchedulerSide(NixlPullConnectorScheduler):
         orders = self._prefill.take_orders()
         meta.readers, meta.releases = orders.readers, orders.releases
         meta.reads = self._decode.take_orders(meta.reqs_to_recv)
+        meta.idle = scheduler_output.total_num_scheduled_tokens == 0
         return meta
 
     # ---- a step is done

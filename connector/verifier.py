@@ -20,7 +20,7 @@ LONGEST_NAP = 1.0
 
 
 class Verifier:
-    """The thread. `ask` and `answers` are for one other thread, the engine's; neither ever waits."""
+    """The thread. `ask` and `answers` are for one other thread, the engine's, which waits only where it says so."""
 
     def __init__(self, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._batches = OpenBatches(timeout)
@@ -40,10 +40,12 @@ class Verifier:
             self._start()
             self._nudge()
 
-    def answers(self) -> list[Judged]:
-        """Every answer that came since the last call."""
+    def answers(self, patience: float = 0.0) -> list[Judged]:
+        """Every answer that came since the last call; waits up to `patience` seconds for the first of them."""
         found = []
         with contextlib.suppress(queue.Empty):
+            if patience:
+                found.append(self._judged.get(timeout=patience))
             while True:
                 found.append(self._judged.get_nowait())
         return found

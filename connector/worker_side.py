@@ -46,6 +46,9 @@ log = logging.getLogger("vllm.pdproxy.worker")
 
 CPU_PROGRESS_DELAY = 0.1
 
+IDLE_PATIENCE = 0.002
+"""Seconds. vLLM's engine sleeps for 1 ms after a step with nothing to compute; a verdict mostly takes half of one."""
+
 UNPAIRABLE = (AssertionError, IndexError, KeyError, NotImplementedError, TypeError, ValueError)
 """What vLLM raises when a ticket's blocks do not fit what this node allocated, or the peer's layout."""
 
@@ -71,6 +74,7 @@ class WorkerSide(NixlPullConnectorWorker):
         self._stalled: dict[str, list[int]] = {}
         self._stalled_engines: dict[str, str] = {}
         self._report = WorkerReport()
+        self._patience = 0.0
 
     def _let_progress_sleep(self, delay: float | None) -> None:
         """Replace the agent, before anything is registered with it, where its thread must not spin.
@@ -84,6 +88,7 @@ class WorkerSide(NixlPullConnectorWorker):
 
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
         """Begin the reads, leases and releases of this step."""
+        self._patience = IDLE_PATIENCE if metadata.idle else 0.0
         for request_id, meta in metadata.reqs_to_recv.items():
             self._begin(request_id, meta, metadata.reads[request_id])
         super().start_load_kv(metadata)
@@ -207,7 +212,7 @@ class WorkerSide(NixlPullConnectorWorker):
         return busy | set(self._stalled_engines.values())
 
     def _add_judged(self, results: KVConnectorTransferResults) -> None:
-        for judged in self._verifier.answers():
+        for judged in self._verifier.answers(self._patience if self._flights.awaits_verdict() else 0.0):
             landing = self._flights.judged(judged, time.monotonic())
             if landing is None:
                 continue

@@ -45,6 +45,14 @@ def test_a_good_ticket_is_read_and_the_request_runs(prefill: Node, node: Node) -
     assert node.counts("prompt_tokens") == {"pulled": 99, "computed": 1}
 
 
+def test_the_workers_know_whether_a_step_computes_anything(prefill: Node, node: Node) -> None:
+    node.add("d", prompt(100), take_ticket(prefill, prompt(100)))
+    node.step()
+    node.add("local", prompt(20))
+    node.step()
+    assert [meta.idle for meta in node.metas] == [True, False]
+
+
 def test_the_workers_get_clean_params_only(prefill: Node, node: Node) -> None:
     ticket = take_ticket(prefill, prompt(100))
     request = node.add("d", prompt(100), {**ticket, "_remote_blocks_processed": True, "x": "y"})

@@ -124,6 +124,14 @@ def test_questions_of_several_steps_are_answered(port: int) -> None:
         assert collect(verifier, 3) == {"a": Verdict.HELD, "b": Verdict.UNKNOWN, "c": Verdict.HELD}
 
 
+def test_one_may_wait_for_the_first_answer_or_look_and_go(port: int) -> None:
+    with closing(Verifier(timeout=PATIENCE)) as verifier:
+        assert verifier.answers() == []
+        assert verifier.answers(patience=0.001) == []
+        verifier.ask({(HOST, port): [question("a")]})
+        assert verifier.answers(patience=PATIENCE) == [Judged("a", Verdict.HELD)]
+
+
 def test_a_refusing_peer_is_known_at_once_delays_nobody_and_is_asked_again_later(port: int) -> None:
     dead = free_port()
     with closing(Verifier(timeout=100 * PATIENCE)) as verifier:

@@ -10,8 +10,11 @@ pytest.importorskip("vllm")
 
 
 from connector.lease import Verdict
-from connector.metadata import ReadEnd, ReadOutcome
+from connector.metadata import ConnectorMetadata, ReadEnd, ReadOutcome
 from connector.notices import Done, parse
+from connector.open_batches import Judged
+from connector.verifier import Verifier
+from connector.worker_side import IDLE_PATIENCE
 from tests.connector.rank import HOST, PEER, read_step
 from tests.connector.worker import (
     BLOCK_BYTES,
@@ -46,6 +49,35 @@ def test_a_read_is_reported_only_after_its_verdict(make: MakeRank, prefill: Pref
         ("bytes", "attention", "pulled"): 2 * BLOCK_BYTES,
         ("bytes", "attention", "spared"): BLOCK_BYTES,
     }
+
+
+class Unhurried(Verifier):
+    """Waits long where a rank would wait at all, and keeps how long that was to be."""
+
+    def __init__(self) -> None:
+        super().__init__(PATIENCE)
+        self.waited: list[float] = []
+
+    def answers(self, patience: float = 0.0) -> list[Judged]:
+        self.waited.append(patience)
+        return super().answers(PATIENCE if patience else 0.0)
+
+
+def test_a_verdict_is_waited_for_only_in_a_step_that_computes_nothing(make: MakeRank, prefill: Prefill) -> None:
+    worker = make()
+    worker._verifier.close()
+    worker._verifier = verifier = Unhurried()
+    idle = ConnectorMetadata()
+    idle.idle = True
+    step(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7]))
+    step(worker, idle)
+    agent(worker).end(0)
+    assert verifier.waited == [0.0, 0.0]
+    assert step(worker, idle).finished_recving == {"r"}
+    step(worker, read_step("s", "f" * 16, prefill.port, local=[4], remote=[7]))
+    agent(worker).end(1)
+    step(worker)
+    assert verifier.waited == [0.0, 0.0, IDLE_PATIENCE, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("verdict", [Verdict.EXPIRED, Verdict.RELEASED_BY_ANOTHER, Verdict.UNKNOWN])
