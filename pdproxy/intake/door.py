@@ -3,6 +3,7 @@
 Written against bare ASGI: this is the hot path, where a framework's routing would cost more than our own work.
 """
 
+import asyncio
 import logging
 import urllib.parse
 from collections.abc import Awaitable, Callable
@@ -13,7 +14,7 @@ from pdproxy.intake.asgi import JSON, ClientGone, Receive, Scope, Send, headers_
 from pdproxy.intake.exchange import Exchange, Sender
 from pdproxy.intake.identity import request_id
 from pdproxy.intake.openapi import document
-from pdproxy.intake.service import Service
+from pdproxy.intake.service import Service, leaving
 from pdproxy.request import Headers
 
 _LOG = logging.getLogger("pdproxy.intake")
@@ -45,6 +46,9 @@ class Door:
             _LOG.info("client left", extra={"request_id": name})
         except ClientError as error:
             await exchange.refuse(error)
+        except asyncio.CancelledError:  # The server's time is up; this is the top of the task: it ends with its answer.
+            _LOG.warning("cut short by the shutdown", extra={"request_id": name})
+            await exchange.refuse(leaving())
         except Exception:
             _LOG.exception("unexpected failure", extra={"request_id": name})
             await exchange.refuse(_ours(name))

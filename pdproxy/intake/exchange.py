@@ -6,7 +6,7 @@ from pdproxy.errors import ClientError
 from pdproxy.intake import paths
 from pdproxy.intake.asgi import Message, Receive, Send, send_error
 from pdproxy.request import Endpoint, Headers
-from pdproxy.stream.errors import error_body
+from pdproxy.stream.errors import error_body, error_event
 
 
 class Sender:
@@ -44,5 +44,13 @@ class Exchange:
         Not once the response has begun: then only cutting the connection says that it is broken.
         """
         if not self.send.begun:
-            endpoint = paths.GENERATING.get(self.path, Endpoint.COMPLETIONS)
-            await send_error(self.send, error, error_body(endpoint, error), self.request_id)
+            await send_error(self.send, error, error_body(self._endpoint, error), self.request_id)
+
+    async def break_off(self, error: ClientError) -> None:
+        """End a stream of events that cannot go on."""
+        event = error_event(self._endpoint, error)
+        await self.send({"type": "http.response.body", "body": event})
+
+    @property
+    def _endpoint(self) -> Endpoint:
+        return paths.GENERATING.get(self.path, Endpoint.COMPLETIONS)

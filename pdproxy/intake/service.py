@@ -126,8 +126,22 @@ class Service:
             async for piece in reply.body:
                 await exchange.send({"type": "http.response.body", "body": piece, "more_body": True})
             await exchange.send({"type": "http.response.body", "body": b""})
+        except asyncio.CancelledError:
+            await exchange.break_off(leaving())  # nobody hears it where the client is the one who left
+            raise
         finally:
             await reply.body.aclose()
+
+
+def leaving() -> ClientError:
+    """The time that running requests have at a shutdown is up."""
+    return ClientError(
+        503,
+        "This server is shutting down, and the answer was not complete in time: ask again.",
+        kind="service_unavailable",
+        code="shutting_down",
+        headers=(("retry-after", "1"),),
+    )
 
 
 def model_of(raw: bytes) -> str:

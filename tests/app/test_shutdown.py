@@ -1,0 +1,90 @@
+"""Requests that are cut short by a shutdown are told so."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from pdproxy.intake.asgi import Message
+from pdproxy.settings import Settings
+from tests.app.front import SOON, Front, front
+from tests.fakes.faults import Ill, Trouble
+
+COMPLETION = {"model": "m", "prompt": "one two", "max_tokens": 5}
+LIST = {**COMPLETION, "prompt": ["one two", "three"]}
+MESSAGES = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
+RESPONSE = {"model": "m", "input": "hello", "max_output_tokens": 5}
+
+
+@pytest.fixture
+async def shop() -> AsyncIterator[Front]:
+    async with front(Settings()) as running:
+        yield running
+
+
+class Call:
+    """One request, spoken to the application as a server does; the server cancels what is not over in time."""
+
+    def __init__(self, shop: Front, path: str, body: dict[str, Any]) -> None:
+        self._incoming = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+        self.sent: list[Message] = []
+        self.began = asyncio.Event()
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+        self.task = asyncio.ensure_future(shop.running.clients(scope, self._receive, self._send))
+
+    async def _receive(self) -> Message:
+        if not self._incoming:
+            await asyncio.Event().wait()
+        return self._incoming.pop()
+
+    async def _send(self, message: Message) -> None:
+        self.sent.append(message)
+        if message.get("body"):
+            self.began.set()
+
+    async def cut_short(self) -> bytes:
+        """The whole body, once the task was cancelled."""
+        self.task.cancel()
+        await asyncio.wait_for(self.task, SOON)
+        assert self.sent[-1].get("more_body", False) is False
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", COMPLETION),
+        ("/v1/completions", LIST),
+        ("/v1/chat/completions", MESSAGES),
+        ("/v1/messages", MESSAGES),
+        ("/v1/responses", RESPONSE),
+    ],
+    ids=["completion", "list", "chat", "messages", "responses"],
+)
+async def test_a_stream_ends_in_an_error_event(shop: Front, path: str, body: dict[str, Any]) -> None:
+    shop.decode.trouble = Trouble(Ill.STALL, at=2)
+    call = Call(shop, path, {**body, "stream": True})
+    await asyncio.wait_for(call.began.wait(), SOON)
+    said = await call.cut_short()
+    assert call.sent[0]["status"] == 200
+    events = said.split(b"\n\n")
+    if path in ("/v1/completions", "/v1/chat/completions"):
+        assert json.loads(events[-3].removeprefix(b"data: "))["error"]["code"] == "shutting_down"
+        assert events[-2] == b"data: [DONE]"
+    else:
+        assert events[-2].startswith(b"event: error\ndata: ")
+    await shop.until('pdproxy_node_active{node="decode-0",role="decode"} 0.0')
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+async def test_what_has_no_answer_yet_is_told_to_ask_again(shop: Front, path: str) -> None:
+    shop.decode.trouble = Trouble(Ill.HANG)
+    call = Call(shop, path, COMPLETION)
+    await shop.until('pdproxy_node_active{node="decode-0",role="decode"} 1.0')
+    said = await call.cut_short()
+    assert call.sent[0]["status"] == 503
+    assert (b"retry-after", b"1") in call.sent[0]["headers"]
+    assert json.loads(said)["error"]["code"] == "shutting_down"
+    await shop.until('pdproxy_node_active{node="decode-0",role="decode"} 0.0')
