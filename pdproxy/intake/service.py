@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import re
 
 from pdproxy.clock import Clock
 from pdproxy.drive.reply import Reply
@@ -13,12 +14,15 @@ from pdproxy.intake.exchange import Exchange
 from pdproxy.intake.identity import onward
 from pdproxy.intake.keys import Keys
 from pdproxy.intake.presence import Presence
-from pdproxy.legs.body import parse, scrub
+from pdproxy.legs.body import check_values, parse, scrub
 from pdproxy.nodes.node import Snapshot
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestrate import Forwarded, Orchestrator
 from pdproxy.request import ClientRequest, Endpoint, Headers, Json
 from pdproxy.settings import Credential
+
+_IN_FORM = re.compile(rb'name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n--')
+"""A field of a multipart form, as audio comes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -145,10 +149,16 @@ def leaving() -> ClientError:
 
 
 def model_of(raw: bytes) -> str:
-    """The ``model`` of a JSON body; "" where there is none or the body is something else (a form)."""
+    """The ``model`` of a JSON body or a form; "" where there is none.
+
+    Raises:
+        ClientError: 413 for a body of too many values.
+    """
+    check_values(raw)
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError):
-        return ""
+        field = _IN_FORM.search(raw)
+        return field.group(1).decode("utf-8", "replace") if field else ""
     model = body.get("model") if isinstance(body, dict) else None
     return model if isinstance(model, str) else ""

@@ -13,9 +13,9 @@ No function changes the mapping that it is given.
 
 from pdproxy.legs.body_continue import continuation_body
 from pdproxy.legs.body_decode import decode_body
-from pdproxy.legs.body_parse import parse, scrub
+from pdproxy.legs.body_parse import check_values, parse, scrub
 from pdproxy.legs.body_prefill import prefill_body
 from pdproxy.legs.body_shape import shape
 from pdproxy.legs.body_split import split
 
-__all__ = ["continuation_body", "decode_body", "parse", "prefill_body", "scrub", "shape", "split"]
+__all__ = ["check_values", "continuation_body", "decode_body", "parse", "prefill_body", "scrub", "shape", "split"]

@@ -15,12 +15,16 @@ EMBEDS = frozenset({"prompt_embeds"})
 MAX_PROMPTS = 1024
 """As vLLM's VLLM_MAX_COMPLETION_PROMPTS: split prompts would pass the node's own check one by one."""
 
+MOST_VALUES = 2_000_000
+"""Values that a JSON body may hold. Text and images of any length are read in an instant; values are not, and nobody
+else is served meanwhile: so many take half a second, what fills 64 MiB takes ten."""
+
 
 def parse(endpoint: Endpoint, raw: bytes) -> dict[str, object]:
     """The JSON object in ``raw``, its fields that the proxy relies on checked.
 
     Raises:
-        ClientError: 400, with the field at fault in ``param``.
+        ClientError: 400, with the field at fault in ``param``; 413 for too many values.
     """
     body = _object(raw)
     model = body.get("model")
@@ -54,7 +58,19 @@ def _without(value: object) -> object:
     return [_without(inner) for inner in value] if isinstance(value, list) else value
 
 
+def check_values(raw: bytes) -> None:
+    """Refuse a body whose reading would hold up everybody else.
+
+    Raises:
+        ClientError: 413.
+    """
+    if len(raw) > MOST_VALUES and raw.count(b",") > MOST_VALUES:
+        why = f"The body holds more than the {MOST_VALUES} values that are served in one request: send several."
+        raise ClientError(413, why, code="request_too_large")
+
+
 def _object(raw: bytes) -> dict[str, object]:
+    check_values(raw)
     try:
         body = json.loads(raw, parse_constant=_no_constant)
     except RecursionError as error:

@@ -154,6 +154,13 @@ def test_what_is_nested_too_deeply_names_no_model() -> None:
     assert model_of(b"[" * 100_000) == ""
 
 
+def test_a_form_names_its_model() -> None:
+    data = {"temperature": "0", "model": "whisper-é"}
+    form = httpx.Request("POST", "http://x", data=data, files={"file": ("a.wav", b'RIFF\r\n\r\nname="model"')})
+    assert model_of(form.read()) == "whisper-é"
+    assert model_of(httpx.Request("POST", "http://x", files={"file": b"RIFF"}).read()) == ""
+
+
 async def test_who_expects_and_sends_too_much_is_not_told_to_go_on(shop: Front) -> None:
     async with asyncio.timeout(SOON):
         reader, writer = await asyncio.open_connection(shop.client.base_url.host, shop.client.base_url.port)

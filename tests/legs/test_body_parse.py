@@ -85,3 +85,12 @@ def test_names_of_ours_are_not_a_clients_to_send() -> None:
 def test_prompt_embeddings_are_refused() -> None:
     with pytest.raises(ClientError, match="prompt_embeds"):
         scrub({"model": "m", "prompt_embeds": "AAAA"})
+
+
+def test_how_long_a_body_takes_to_read_is_bounded() -> None:
+    many = b'{"model":"m","prompt":[1' + b",1" * 2_000_001 + b"]}"
+    with pytest.raises(ClientError) as caught:
+        parse(Endpoint.COMPLETIONS, many)
+    assert (caught.value.status, caught.value.code) == (413, "request_too_large")
+    long = {"model": "m", "prompt": "words, " * 500_000}
+    assert parse(Endpoint.COMPLETIONS, json.dumps(long).encode()) == long
