@@ -12,6 +12,7 @@ from uvicorn.loops.auto import auto_loop_factory
 
 from pdproxy.app.build import Proxy, proxy
 from pdproxy.app.discovery import Surroundings
+from pdproxy.app.secrets import check_pair
 from pdproxy.errors import SettingsError
 from pdproxy.intake.door import AsgiApp
 from pdproxy.observe.logs import configure
@@ -58,6 +59,7 @@ def _spare_collector() -> None:
 
 def _ports(settings: Settings, running: Proxy) -> list[Port]:
     listen = settings.listen
+    check_pair(listen.tls_certificate, listen.tls_key)
     clients = bind(listen.host, listen.port, "listen.port")
     try:
         operators = bind(listen.admin_host, listen.admin_port, "listen.admin_port")

@@ -50,6 +50,26 @@ def node_tls(upstream: Upstream) -> ssl.SSLContext:
     return tls(upstream.ca_file, "upstream.ca_file")
 
 
+def check_pair(certificate: Path | None, key: Path | None) -> None:
+    """Whether the clients' port can be served with them; None for both is plain HTTP.
+
+    Raises:
+        SettingsError: they are no certificate and its key, or the key needs a password.
+    """
+    if certificate is None or key is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=_no_password)
+    except OSError as error:
+        text = f"listen.tls_certificate, listen.tls_key: {certificate} and {key} are no certificate and its key"
+        raise SettingsError(f"{text}, in PEM and without a password: {error}.") from error
+
+
+def _no_password() -> str:
+    """Else a terminal is asked for it."""
+    return "none"
+
+
 def tls(authorities: Path | None, what: str) -> ssl.SSLContext:
     """Trust in the authorities of a PEM file; None for the system's.
 
