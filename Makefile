@@ -40,7 +40,7 @@ test-long: env ## the tests that take minutes each
 	$(RUN) -m pytest -m long
 
 fuzz: env ## property tests with FUZZED examples each (default 2000)
-	FUZZED=$(FUZZED) $(RUN) -m pytest -m "not e2e and not long"
+	FUZZED=$(FUZZED) $(RUN) -m pytest -m "hypothesis and not e2e and not long" --durations=5
 
 bench: env ## measure the proxy
 	$(RUN) -m tests.bench

@@ -67,7 +67,8 @@ def worth(claim: Claim, shared: int) -> float:
 
 
 def _may_beat(undecided: Claim, best: Claim | None, shared: int, prompt: int) -> bool:
-    most = max(0, prompt - shared) * undecided.weight
+    # One that stands on a hit of the whole prompt has nothing left to bring.
+    most = max(0, prompt - shared) * undecided.weight if undecided.base < prompt else 0.0
     if best is None:
         return most > 0
     return (most, -undecided.child) > (worth(best, shared), -best.child)

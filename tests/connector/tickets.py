@@ -15,7 +15,7 @@ OLD_KEY = b"fedcba9876543210fedcba9876543210"
 SHAPES = (GroupShape(GroupKind.ATTENTION, 16), GroupShape(GroupKind.STATE, 16))
 EXPECTED = Expected(SHAPES, (KEY,))
 PROMPT = list(range(10, 110))
-EXAMPLES = int(os.environ.get("FUZZED", "200"))
+EXAMPLES = int(os.environ.get("FUZZED", "500"))
 """Examples of a fuzz test; `make fuzz` asks for more."""
 
 

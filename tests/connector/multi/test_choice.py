@@ -39,6 +39,11 @@ def test_nothing_is_worth_more_than_the_winner(case: tuple[list[Claim], int]) ->
             raise AssertionError("nobody is waited for when it is late")
 
 
+def test_nobody_waits_for_a_child_that_has_nothing_left_to_bring() -> None:
+    assert chosen([Claim(0, PROMPT, None)], 0, late=False) == Compute()
+    assert chosen([Claim(0, PROMPT - 1, None)], 0, late=False) == Wait()
+
+
 @given(asked())
 def test_of_equals_the_first_wins(case: tuple[list[Claim], int]) -> None:
     claims, shared = case
