@@ -2,20 +2,30 @@
 #   docker build -f deploy/docker/gpu-node.Dockerfile -t pdproxy-node .
 # The version is part of the NIXL handshake: prefill and decode nodes must run the same one.
 ARG VLLM_VERSION=v0.33.0
-FROM vllm/vllm-openai:${VLLM_VERSION}
-LABEL org.opencontainers.image.title="pdproxy-node" \
-      org.opencontainers.image.description="vLLM with the pdproxy connector" \
-      org.opencontainers.image.licenses="Apache-2.0"
-WORKDIR /opt/pdproxy
-RUN python3 -m pip install --no-cache-dir nixl==1.5.1
+
+FROM python:3.11-slim-bookworm AS build
+WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY pdproxy pdproxy
 COPY connector connector
-# vLLM's own dependencies are there already, at the versions it was built with: nothing may change them.
-RUN python3 -m pip install --no-cache-dir --no-deps .
-WORKDIR /
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+
+FROM vllm/vllm-openai:${VLLM_VERSION}
+ARG VLLM_VERSION
+LABEL org.opencontainers.image.title="pdproxy-node" \
+      org.opencontainers.image.description="vLLM with the pdproxy connector" \
+      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.base.name="docker.io/vllm/vllm-openai:${VLLM_VERSION}" \
+      org.opencontainers.image.licenses="Apache-2.0"
+# vLLM's own dependencies are there already, torch and numpy too, at the versions it was built with: nothing may change them.
+RUN python3 -m pip install --no-cache-dir --no-deps nixl==1.5.1 nixl-cu12==1.5.1 nixl-cu13==1.5.1
+COPY --from=build /wheels /wheels
+RUN python3 -m pip install --no-cache-dir --no-deps /wheels/*.whl
 ENV VLLM_SSM_CONV_STATE_LAYOUT=DS VLLM_NO_USAGE_STATS=1
 EXPOSE 8000 5600
+# The interpreter asks, past any HTTP_PROXY.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=20m --retries=6 \
-    CMD ["python3", "-c", "import os, urllib.request as r; r.urlopen(f\"http://127.0.0.1:{os.environ.get('NODE_PORT', '8000')}/health\", timeout=4)"]
-# The official image's entry point stays: it serves whatever follows as `vllm serve`'s arguments.
+    CMD ["python3", "-c", "import http.client as h, os, sys; c = h.HTTPConnection('127.0.0.1', int(os.environ.get('NODE_PORT', '8000')), timeout=4); c.request('GET', '/health'); sys.exit(c.getresponse().status != 200)"]
+STOPSIGNAL SIGTERM
+# The official image's own entry point, said once more: what follows it in compose.yaml and in the chart depends on it.
+ENTRYPOINT ["vllm", "serve"]

@@ -3,27 +3,30 @@
 FROM python:3.11-slim-bookworm AS build
 WORKDIR /src
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-RUN python -m venv /opt/pdproxy
+RUN python -m venv --without-pip /opt/pdproxy
 # The locks first: they change less often than the code, and the layer is kept.
 COPY requirements/proxy.txt requirements/proxy.txt
-RUN /opt/pdproxy/bin/pip install --no-deps -r requirements/proxy.txt
+RUN pip --python /opt/pdproxy/bin/python install --no-deps -r requirements/proxy.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY pdproxy pdproxy
 COPY connector connector
-RUN /opt/pdproxy/bin/pip install --no-deps .
+RUN pip --python /opt/pdproxy/bin/python install --no-deps .
 
 FROM python:3.11-slim-bookworm
 LABEL org.opencontainers.image.title="pdproxy" \
       org.opencontainers.image.description="Prefill/decode proxy for hybrid models on vLLM" \
+      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.base.name="docker.io/library/python:3.11-slim-bookworm" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /opt/pdproxy /opt/pdproxy
 ENV PATH=/opt/pdproxy/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
-    PDPROXY_LISTEN_HOST=0.0.0.0 PDPROXY_LISTEN_ADMIN_HOST=0.0.0.0 PDPROXY_LOG_FORMAT=json
+    PDPROXY_LISTEN_HOST=0.0.0.0 PDPROXY_LISTEN_ADMIN_HOST=0.0.0.0 PDPROXY_LISTEN_ADMIN_PORT=8081 PDPROXY_LOG_FORMAT=json
 USER 65532:65532
 EXPOSE 8080 8081
-# No curl in the image: the interpreter asks. Alive is enough here; readiness is the orchestrator's question.
+# No curl in the image: the interpreter asks, past any HTTP_PROXY, at the address above or whatever replaces it.
+# Alive is enough here; readiness is the orchestrator's question.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10s --retries=3 \
-    CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8081/health', timeout=4)"]
+    CMD ["python", "-c", "import http.client as h, os, sys; e = os.environ; c = h.HTTPConnection(e['PDPROXY_LISTEN_ADMIN_HOST'], int(e['PDPROXY_LISTEN_ADMIN_PORT']), timeout=4); c.request('GET', '/health'); sys.exit(c.getresponse().status != 200)"]
 # Exec form: signals reach the proxy itself, which lets streams end within deadlines.drain.
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["pdproxy"]

@@ -1,0 +1,115 @@
+"""Images, read line by line: a linter's rules, and what the files promise."""
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+from deploy.local.places import REQUIREMENTS, ROOT
+from pdproxy.settings.load import load
+from tests.deploy.building import build, installed_bytes
+from tests.deploy.dockerfile import FOLDER, IMAGES, Stage, stages
+
+PROXY = FOLDER / "proxy.Dockerfile"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+MOST_BYTES = 60 * 1000 * 1000
+"""What the proxy's wheels may take, installed."""
+
+
+def copied(stage: Stage) -> list[str]:
+    """What a stage copies from the repository."""
+    return [source for line in stage.all("COPY") if not line.startswith("--from") for source in line.split()[:-1]]
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda each: each.stem)
+class TestImage:
+    """Each of them."""
+
+    def test_the_linter_has_nothing_to_say(self, image: Path) -> None:
+        hadolint = Path(sys.executable).with_name("hadolint")
+        said = subprocess.run([hadolint, "--no-color", image], capture_output=True, text=True, check=False)
+        assert (said.returncode, said.stdout) == (0, "")
+
+    def test_what_is_copied_is_there_and_in_the_context(self, image: Path) -> None:
+        allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+        for source in (source for stage in stages(image) for source in copied(stage)):
+            assert (ROOT / source).exists()
+            assert any(source == each or source.startswith(f"{each}/") for each in allowed), source
+
+    def test_what_changes_seldom_is_copied_first(self, image: Path) -> None:
+        build, *_ = stages(image)
+        assert build.name == "build"
+        code = copied(build).index("pyproject.toml")
+        assert all(source.startswith("requirements/") for source in copied(build)[:code])
+
+    def test_the_last_stage_takes_only_what_was_built_and_data(self, image: Path) -> None:
+        last = stages(image)[-1]
+        assert any(line.startswith("--from=build") for line in last.all("COPY"))
+        assert set(copied(last)) <= {"deploy/local/model/tiny-hybrid"}
+
+    def test_bases_are_pinned(self, image: Path) -> None:
+        for stage in stages(image):
+            assert ":" in stage.base
+            assert not stage.base.endswith(":latest")
+
+    def test_it_says_what_is_in_it(self, image: Path) -> None:
+        last = stages(image)[-1]
+        said = {name.removeprefix("org.opencontainers.image."): value for name, value in last.labels().items()}
+        assert said.keys() == {"title", "description", "version", "base.name", "licenses"}
+        assert (said["version"], said["licenses"]) == (PROJECT["version"], PROJECT["license"])
+        assert said["base.name"].removeprefix("docker.io/").removeprefix("library/") == last.base
+
+    def test_it_tells_its_health_and_takes_signals_itself(self, image: Path) -> None:
+        last = stages(image)[-1]
+        assert last.listed("ENTRYPOINT")
+        assert last.all("STOPSIGNAL") == ["SIGTERM"]
+        assert last.health().command[0] == last.listed("ENTRYPOINT")[0] or "python" in last.health().command[0]
+
+    def test_it_runs_as_nobody(self, image: Path) -> None:
+        """But for the GPU node, which is as the official image is."""
+        user = stages(image)[-1].all("USER")
+        assert user == ([] if image.stem == "gpu-node" else ["65532:65532"])
+
+
+def test_the_proxys_ports_are_the_exposed_ones() -> None:
+    last = stages(PROXY)[-1]
+    said = {name: value for name, value in last.environment({}).items() if name.startswith("PDPROXY_")}
+    listen = load(environment={**said, "PDPROXY_DECODE": "http://d:1"}).listen
+    assert f"{listen.port} {listen.admin_port}" == last.all("EXPOSE")[0]
+    assert last.listed("ENTRYPOINT")[0] in PROJECT["scripts"]
+
+
+def test_what_the_proxys_image_installs_is_small() -> None:
+    names = [line.partition("==")[0] for line in (REQUIREMENTS / "proxy.txt").read_text().splitlines()]
+    files = [file.locate() for name in names for file in distribution(name).files or ()]
+    ours = [file for package in ("pdproxy", "connector") for file in (ROOT / package).rglob("*.py")]
+    assert sum(Path(str(file)).stat().st_size for file in (*files, *ours) if Path(str(file)).is_file()) <= MOST_BYTES
+
+
+@pytest.mark.long
+def test_the_proxys_image_can_be_built_and_is_small(tmp_path: Path) -> None:
+    """Every line of its build stage, in a clean environment; then what it is for."""
+    made = build(PROXY, tmp_path)
+    taken = installed_bytes(made)
+    print(f"\n{taken / 1e6:.1f} MB")
+    assert taken <= MOST_BYTES
+    for words, told in (("--version", PROJECT["version"]), ("settings", "## deadlines")):
+        said = subprocess.run([made / "bin/pdproxy", words], capture_output=True, text=True, cwd="/", check=True)
+        assert told in said.stdout
+    bare = subprocess.run([made / "bin/python", "-c", "import torch"], capture_output=True, cwd="/", check=False)
+    assert bare.returncode != 0
+
+
+@pytest.mark.long
+def test_the_gpu_nodes_image_gets_our_wheel(tmp_path: Path) -> None:
+    made = build(FOLDER / "gpu-node.Dockerfile", tmp_path)
+    [wheel] = made.iterdir()
+    with zipfile.ZipFile(wheel) as opened:
+        names = opened.namelist()
+        [points] = [opened.read(name).decode() for name in names if name.endswith("entry_points.txt")]
+    assert {"connector/facade.py", "pdproxy/__main__.py"} <= set(names)
+    assert "pdproxy_connector = connector.plugin:register" in points
