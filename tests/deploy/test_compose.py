@@ -1,51 +1,36 @@
-"""compose.yaml, read by a compose implementation, profile by profile; images, read line by line.
-
-podman-compose resolves variables, anchors and profiles; all that it wants of podman for that is a version.
-"""
+"""compose.yaml, read by a compose implementation, profile by profile."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from connector.config import ConnectorConfig
+from deploy.local.places import ROOT
 from pdproxy.settings.load import load
+from tests.deploy.compose import COMPOSE, EXAMPLE, path_with_podman, resolved
+from tests.deploy.dockerfile import stages
 
-ROOT = Path(__file__).parent.parent.parent
-COMPOSE = ROOT / "compose.yaml"
-EXAMPLE = ROOT / ".env.example"
 PROFILES = {
     "prefill": {"prefill"},
     "decode": {"decode", "proxy"},
     "cpu": {"cpu-prefill", "cpu-decode", "cpu-proxy"},
     "watch": {"prometheus", "grafana"},
 }
+NODES = [
+    ("prefill", "prefill", "kv_producer"),
+    ("decode", "decode", "kv_consumer"),
+    ("cpu", "cpu-prefill", "kv_producer"),
+    ("cpu", "cpu-decode", "kv_consumer"),
+]
+BUILT = [(profile, name) for profile, names in PROFILES.items() if profile != "watch" for name in sorted(names)]
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A PATH with a podman that knows its version and nothing else."""
-    folder = tmp_path_factory.mktemp("bin")
-    stub = folder / "podman"
-    stub.write_text("#!/bin/sh\necho 'podman version 5.0.0'\n")
-    stub.chmod(0o755)
-    return f"{folder}{os.pathsep}{os.environ['PATH']}"
-
-
-def resolved(path: str, profile: str, **variables: str) -> dict[str, Any]:
-    """The services of a profile, every variable filled in."""
-    line = [sys.executable, "-m", "podman_compose", "-f", str(COMPOSE), "--profile", profile, "config"]
-    environment = {"PATH": path, "HOME": "/nonexistent", **variables}
-    told = subprocess.run(line, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert told.returncode == 0, told.stderr
-    services = yaml.safe_load(told.stdout)["services"]
-    return {name: each for name, each in services.items() if profile in each.get("profiles", [])}
+    """A PATH with a podman for podman-compose."""
+    return path_with_podman(tmp_path_factory.mktemp("bin"))
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -73,21 +58,10 @@ def test_the_proxys_keys_are_where_the_example_says(path: str, tmp_path: Path) -
     assert settings.upstream.credential == "replace"
 
 
-@pytest.mark.parametrize(
-    ("profile", "service", "role"),
-    [
-        ("prefill", "prefill", "kv_producer"),
-        ("decode", "decode", "kv_consumer"),
-        ("cpu", "cpu-prefill", "kv_producer"),
-        ("cpu", "cpu-decode", "kv_consumer"),
-    ],
-)
+@pytest.mark.parametrize(("profile", "service", "role"), NODES)
 def test_a_nodes_connector_takes_its_configuration(path: str, profile: str, service: str, role: str) -> None:
-    command = resolved(path, profile)[service]["command"]
-    words = command.split() if isinstance(command, str) else " ".join(command)
-    found = re.search(
-        r"--kv-transfer-config[= ]*'?(\{.*?\})'?( |$)", words if isinstance(words, str) else " ".join(words)
-    )
+    words = " ".join(resolved(path, profile)[service]["command"])
+    found = re.search(r"--kv-transfer-config[= ](\{.*?\})( |$)", words)
     assert found is not None
     config = json.loads(found[1])
     assert config["kv_connector_module_path"] == "connector.facade"
@@ -95,42 +69,80 @@ def test_a_nodes_connector_takes_its_configuration(path: str, profile: str, serv
     assert made.role == role
 
 
+@pytest.mark.parametrize(("profile", "name"), [("prefill", "prefill"), ("decode", "decode")])
+def test_a_gpu_node_has_what_nixl_and_ucx_need(path: str, profile: str, name: str) -> None:
+    gpus, ports = f"{name.upper()}_GPUS", f"{name.upper()}_SIDE_CHANNEL_PORT"
+    said = {gpus: "2,3", ports: "5900", "NODE_ADDRESS": "10.0.0.7", "UCX_TLS": "rc", "UCX_NET_DEVICES": "mlx5_0:1"}
+    node = resolved(path, profile, RDMA_DEVICES="/dev/infiniband", **said)[name]
+    assert (node["network_mode"], node["ipc"], node["cap_add"]) == ("host", "host", ["IPC_LOCK"])
+    assert node["ulimits"]["memlock"] == -1
+    assert node["devices"] == ["/dev/infiniband:/dev/infiniband"]
+    [reserved] = node["deploy"]["resources"]["reservations"]["devices"]
+    assert reserved == {"driver": "nvidia", "device_ids": ["2,3"], "capabilities": ["gpu"]}
+    environment = node["environment"]
+    assert environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "10.0.0.7"
+    assert environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5900"
+    assert (environment["UCX_TLS"], environment["UCX_NET_DEVICES"]) == ("rc", "mlx5_0:1")
+
+
 def test_what_is_set_in_env_arrives(path: str) -> None:
-    services = resolved(path, "decode", DECODE_PORT="9999", MODEL="some/model", PREFILL_URLS="http://p:1,http://q:2")
-    assert "9999" in str(services["decode"]["command"])
-    assert "some/model" in str(services["decode"]["command"])
+    said = {"DECODE_PORT": "9999", "MODEL": "some/model", "PREFILL_URLS": "http://p:1,http://q:2", "ADMIN_PORT": "9998"}
+    services = resolved(path, "decode", **said)
+    assert services["decode"]["command"][:3] == ["some/model", "--port", "9999"]
+    assert services["decode"]["environment"]["NODE_PORT"] == "9999"
     assert services["proxy"]["environment"]["PDPROXY_PREFILL"] == "http://p:1,http://q:2"
+    assert services["proxy"]["environment"]["PDPROXY_LISTEN_ADMIN_PORT"] == "9998"
 
 
-def test_the_example_has_every_knob_and_no_other() -> None:
-    used = set(re.findall(r"\$\{(\w+)", COMPOSE.read_text()))
+def test_on_one_host_the_proxy_finds_both_nodes(path: str) -> None:
+    prefill, decode = resolved(path, "prefill")["prefill"], resolved(path, "decode")["decode"]
+    said = resolved(path, "decode")["proxy"]["environment"]
+    for node, name in ((prefill, "PDPROXY_PREFILL"), (decode, "PDPROXY_DECODE")):
+        assert said[name] == f"http://127.0.0.1:{node['environment']['NODE_PORT']}"
+        assert node["environment"]["NODE_PORT"] == node["command"][node["command"].index("--port") + 1]
+    one, other = (node["environment"]["VLLM_NIXL_SIDE_CHANNEL_PORT"] for node in (prefill, decode))
+    assert one != other
+
+
+def test_the_proxy_waits_for_health_that_its_image_tells(path: str) -> None:
+    services = resolved(path, "decode") | resolved(path, "cpu")
+    waits = {name: set(each["depends_on"]) for name, each in services.items() if "depends_on" in each}
+    assert waits == {"proxy": {"decode"}, "cpu-proxy": {"cpu-prefill", "cpu-decode"}}
+    for name in set().union(*waits.values()):
+        assert stages(ROOT / services[name]["build"]["dockerfile"])[-1].all("HEALTHCHECK")
+
+
+@pytest.mark.parametrize(("profile", "name"), BUILT)
+def test_no_container_may_do_more_than_it_must(path: str, profile: str, name: str) -> None:
+    service = resolved(path, profile)[name]
+    assert "privileged" not in service
+    if "gpu-node" not in service["build"]["dockerfile"]:
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+    if "proxy" in service["build"]["dockerfile"]:
+        assert service["read_only"] is True
+
+
+def test_only_the_clients_port_is_offered_to_others_unasked(path: str) -> None:
+    """On GPU hosts, which have no port mappings, the proxy's own addresses decide."""
+    said = resolved(path, "decode")["proxy"]["environment"]
+    assert (said["PDPROXY_LISTEN_HOST"], said["PDPROXY_LISTEN_ADMIN_HOST"]) == ("0.0.0.0", "127.0.0.1")
+    assert all(port.startswith("127.0.0.1:") for port in resolved(path, "cpu")["cpu-proxy"]["ports"])
+    watching = resolved(path, "watch")
+    assert "--web.listen-address=127.0.0.1:9090" in watching["prometheus"]["command"]
+    assert watching["grafana"]["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
+
+
+def test_what_is_mounted_from_the_repository_is_there(path: str) -> None:
+    volumes = [volume for each in resolved(path, "watch").values() for volume in each["volumes"]]
+    sources = [volume.split(":")[0] for volume in volumes if volume.startswith("./")]
+    assert len(sources) == 3
+    assert all((ROOT / source).is_dir() for source in sources)
+
+
+def test_the_example_has_every_knob_with_its_default_and_no_other() -> None:
+    defaults = dict(re.findall(r"\$\{(\w+):-([^}]*)\}", COMPOSE.read_text()))
     passed_on = set(re.findall(r"^\s+(PDPROXY_\w+|VLLM_API_KEY):$", COMPOSE.read_text(), re.MULTILINE))
-    explained = set(re.findall(r"^# (\w+)=", EXAMPLE.read_text(), re.MULTILINE))
-    assert explained == used | passed_on
-
-
-@pytest.mark.parametrize("image", sorted((ROOT / "deploy/docker").glob("*.Dockerfile")), ids=lambda each: each.stem)
-class TestImage:
-    """hadolint's rules that matter, and what the files promise."""
-
-    def test_what_is_copied_is_there_and_in_the_context(self, image: Path) -> None:
-        allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
-        for line in re.findall(r"^COPY (?!--from)(.+)$", image.read_text(), re.MULTILINE):
-            for source in line.split()[:-1]:
-                assert (ROOT / source).exists()
-                assert any(source == each or source.startswith(f"{each}/") for each in allowed), source
-
-    def test_bases_are_pinned(self, image: Path) -> None:
-        for base in re.findall(r"^FROM (\S+)", image.read_text(), re.MULTILINE):
-            assert ":" in base
-            assert not base.endswith(":latest")
-
-    def test_it_has_a_health_check_and_an_exec_entry_point(self, image: Path) -> None:
-        text = image.read_text()
-        assert "HEALTHCHECK" in text
-        assert all(line.startswith("[") for line in re.findall(r"^(?:ENTRYPOINT|CMD) (.+)$", text, re.MULTILINE))
-
-    def test_packages_leave_no_cache(self, image: Path) -> None:
-        text = image.read_text()
-        assert "apt-get" not in text or ("--no-install-recommends" in text and "rm -rf /var/lib/apt/lists" in text)
-        assert "PIP_NO_CACHE_DIR" in text or "--no-cache-dir" in text
+    explained = dict(re.findall(r"^# (\w+)=(\S*)", EXAMPLE.read_text(), re.MULTILINE))
+    assert explained.keys() == defaults.keys() | passed_on
+    assert {name: explained[name] for name in defaults} == defaults

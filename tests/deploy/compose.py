@@ -1,0 +1,39 @@
+"""compose.yaml as a compose implementation understands it.
+
+podman-compose resolves variables, anchors and profiles; all that it wants of podman for that is a version.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deploy.local.places import ROOT
+
+COMPOSE = ROOT / "compose.yaml"
+EXAMPLE = ROOT / ".env.example"
+Service = dict[str, Any]
+
+
+def path_with_podman(folder: Path) -> str:
+    """A PATH with a podman that knows its version and nothing else; it is put into `folder`."""
+    stub = folder / "podman"
+    stub.write_text("#!/bin/sh\necho 'podman version 5.0.0'\n", encoding="utf-8")
+    stub.chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+def resolved(path: str, profile: str, **variables: str) -> dict[str, Service]:
+    """The services of a profile, every variable filled in; nobody's `.env` is read."""
+    line = [sys.executable, "-m", "podman_compose", "-f", str(COMPOSE), "--env-file", os.devnull]
+    environment = {"PATH": path, "HOME": "/nonexistent", **variables}
+    told = subprocess.run(
+        [*line, "--profile", profile, "config"], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    services = yaml.safe_load(told.stdout)["services"]
+    return {name: each for name, each in services.items() if profile in each.get("profiles", [])}
