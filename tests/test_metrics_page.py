@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from connector.accounts import COUNTERS, GAUGES, HISTOGRAMS
+from connector.lease import Ending
+from pdproxy.nodes.node import Role, State
+from pdproxy.observe.labels import Outcome, Phase, Release
 from pdproxy.observe.metrics import Metrics
 
 ROOT = Path(__file__).parent.parent
@@ -61,3 +65,30 @@ def test_every_query_asks_for_metrics_that_exist(expression: str) -> None:
         base = re.sub(r"_(bucket|sum|count)$", "", name)
         assert base in known, name
         assert name == base or known[base] == "histogram"
+
+
+VALUES: Mapping[tuple[str, str], Iterable[str]] = {
+    ("pdproxy_node_up", "role"): Role,
+    ("pdproxy_node_up", "state"): State,
+    ("pdproxy_requests_total", "outcome"): Outcome,
+    ("pdproxy_releases_total", "outcome"): Release,
+    ("pdproxy_phase_seconds_bucket", "phase"): Phase,
+    ("pdproxy_connector_leases_ended_total", "how"): Ending,
+}
+"""What labels are set to, as far as queries pick by them."""
+
+
+def picked() -> set[tuple[str, str, str]]:
+    """Metric, label and value of everything that a query picks by."""
+    series = [found for query in expressions() for found in re.findall(r"(pdproxy_\w+)\{([^}]*)\}", query)]
+    return {
+        (name, label, value)
+        for name, matchers in series
+        for label, values in re.findall(r'(\w+)[=!~]+"([^"]*)"', matchers)
+        for value in values.split("|")
+    }
+
+
+@pytest.mark.parametrize(("name", "label", "value"), sorted(picked()))
+def test_every_value_that_a_query_picks_is_one_that_is_told(name: str, label: str, value: str) -> None:
+    assert value in set(VALUES[name, label])

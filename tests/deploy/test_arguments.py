@@ -1,0 +1,53 @@
+"""vLLM's own parser takes the command lines of nodes that compose.yaml and the README have."""
+
+import re
+import shlex
+from argparse import Namespace
+from collections.abc import Callable
+
+import pytest
+
+from deploy.local.places import ROOT
+from tests.deploy.compose import path_with_podman, resolved
+
+Parse = Callable[[list[str]], Namespace]
+NODES = [("prefill", "prefill"), ("decode", "decode"), ("cpu", "cpu-prefill"), ("cpu", "cpu-decode")]
+ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+
+
+@pytest.fixture(scope="module")
+def parse() -> Parse:
+    """What `vllm serve` makes of its arguments; it ends the process, SystemExit, over any that it does not know."""
+    launchers = pytest.importorskip("vllm.entrypoints.launchers.cli_args")
+    parser = launchers.make_arg_parser(pytest.importorskip("vllm.utils.argparse_utils").FlexibleArgumentParser())
+    return lambda words: Namespace(**vars(parser.parse_args(words)))
+
+
+@pytest.mark.parametrize(("profile", "name"), NODES)
+def test_a_composed_nodes_command(
+    parse: Parse, tmp_path_factory: pytest.TempPathFactory, profile: str, name: str
+) -> None:
+    service = resolved(path_with_podman(tmp_path_factory.mktemp("bin")), profile)[name]
+    said = parse(service["command"])
+    assert str(said.port) == service["environment"].get("NODE_PORT", "8000")
+    assert said.kv_transfer_config.kv_role == ROLES[name.removeprefix("cpu-")]
+    assert said.kv_transfer_config.kv_load_failure_policy == "recompute"
+    assert (said.enable_prefix_caching, said.mamba_cache_mode, said.enable_prompt_tokens_details) == (
+        True,
+        "align",
+        True,
+    )
+    grace = re.fullmatch(r"(\d+)(s|m)", service["stop_grace_period"])
+    assert grace is not None
+    assert 0 < said.shutdown_timeout < int(grace[1]) * (60 if grace[2] == "m" else 1)
+
+
+def test_the_readmes_command(parse: Parse) -> None:
+    [command] = re.findall(r"vllm serve (.*?\}')", (ROOT / "README.md").read_text(), re.DOTALL)
+    said = parse(shlex.split(command.replace("\\\n", " ")))
+    assert said.kv_transfer_config.kv_role == "kv_producer"
+    assert (said.enable_prefix_caching, said.mamba_cache_mode, said.enable_prompt_tokens_details) == (
+        True,
+        "align",
+        True,
+    )
