@@ -3,6 +3,7 @@
 import re
 import uuid
 
+from pdproxy.nodes.node import RANK_HEADER
 from pdproxy.request import Headers, header
 from pdproxy.settings import Credential
 
@@ -17,6 +18,8 @@ _KEPT_HERE = _HOP_BY_HOP | {
     # What describes this connection's message, and what our transport sets itself.
     *("host", "content-length", "content-type", "accept-encoding", "content-encoding", "expect", "cookie"),
     "x-request-id",
+    # Of a node that the client did not choose.
+    RANK_HEADER,
     # Credentials go on by the operator's setting alone.
     *("authorization", "x-api-key", "api-key"),
 }

@@ -43,6 +43,7 @@ class Facts:
         version: of vLLM; "" where not told.
         labels: of our connector; empty when the node runs another one or none.
         capacity: of its cache; None where not told.
+        ranks: data-parallel ranks behind its address.
     """
 
     node: Node
@@ -50,13 +51,19 @@ class Facts:
     version: str = ""
     labels: Mapping[str, str] = dataclasses.field(default_factory=_no_labels)
     capacity: Capacity | None = None
+    ranks: int = 1
 
     def joined(self) -> Node:
-        """The node with what was found filled in: model, aliases, cohort, capacity. What was configured wins."""
+        """The node with what was found filled in: model, aliases, cohort, capacity, ranks. What was configured wins."""
         model = self.node.model or next(iter(self.card.names), "")
         aliases = dict.fromkeys((*self.node.aliases, *(name for name in self.card.names if name != model)))
         return dataclasses.replace(
-            self.node, model=model, aliases=tuple(aliases), cohort=self.cohort(), capacity=self.capacity
+            self.node,
+            model=model,
+            aliases=tuple(aliases),
+            cohort=self.cohort(),
+            capacity=self.capacity,
+            ranks=self.ranks,
         )
 
     def cohort(self) -> str:
@@ -95,6 +102,11 @@ def read_labels(body: bytes) -> Mapping[str, str]:
     """The labels of the connector's info metric in a ``/metrics`` answer; empty without one."""
     samples = _samples(body, INFO_METRIC + "{")
     return MappingProxyType(dict(samples[0][1])) if samples else _no_labels()
+
+
+def read_ranks(body: bytes) -> int:
+    """How many ranks with our connector a ``/metrics`` answer speaks of; 1 where it does not say."""
+    return max(1, len({labels.get("engine") for _, labels, _ in _samples(body, INFO_METRIC + "{")}))
 
 
 def read_node_capacity(body: bytes) -> Capacity | None:

@@ -5,6 +5,11 @@ import enum
 from collections.abc import Mapping
 
 from pdproxy.nodes.capacity import Capacity
+from pdproxy.request import Headers
+
+RANK_HEADER = "x-data-parallel-rank"
+"""Which of its data-parallel ranks a server is to use. vLLM 0.32 heeds it for completions, chat and messages, not for
+responses, and picks one by load where it is missing."""
 
 
 class Role(enum.StrEnum):
@@ -32,7 +37,7 @@ class State(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Node:
-    """A vLLM server, one data-parallel rank where there are several.
+    """A vLLM server. Data-parallel ranks behind its one address are one node: it shares requests out among them.
 
     Attributes:
         name: unique, safe to show to operators (never to clients).
@@ -43,6 +48,7 @@ class Node:
         weight: relative share of requests, > 0.
         cohort: nodes pair only within one cohort (vLLM version and cache layout); "" pairs with all.
         capacity: what its cache holds; None until known, and of a node that does not tell.
+        ranks: data-parallel ranks behind the address, each with blocks and hand-overs of its own.
     """
 
     name: str
@@ -53,6 +59,11 @@ class Node:
     weight: float = 1.0
     cohort: str = ""
     capacity: Capacity | None = None
+    ranks: int = 1
+
+    def each_rank(self) -> tuple[Headers, ...]:
+        """The headers that bring a request to each of its ranks; a lone one needs none."""
+        return tuple(((RANK_HEADER, str(rank)),) for rank in range(self.ranks)) if self.ranks > 1 else ((),)
 
     def serves(self, model: str) -> bool:
         """Whether clients may ask this node for ``model``; a node whose model is unknown is taken to serve any."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.nodes.ask import get
-from pdproxy.nodes.facts import Facts, read_card, read_labels, read_node_capacity, read_version
+from pdproxy.nodes.facts import Facts, read_card, read_labels, read_node_capacity, read_ranks, read_version
 from pdproxy.nodes.judge import Verdict, judge
 from pdproxy.nodes.node import Node
 from pdproxy.request import Headers
@@ -40,7 +40,8 @@ class Preflight:
             raise NodeFault(Fault.SERVER_ERROR, f"/v1/models answers {status}", status=status)
         version = read_version(await self._extra(node, "/version"))
         metrics = await self._extra(node, "/metrics")
-        return Facts(node, read_card(body), version, read_labels(metrics), read_node_capacity(metrics))
+        capacity, ranks = read_node_capacity(metrics), read_ranks(metrics)
+        return Facts(node, read_card(body), version, read_labels(metrics), capacity, ranks)
 
     async def _extra(self, node: Node, path: str) -> bytes:
         """A body that may be missing: b"" then."""

@@ -56,15 +56,17 @@ class WarmUp:
         try:
             await self._complete(decode, model, list(_PROMPT), ticket)
         except NodeFault:
-            await self._complete(prefill, model, [0], {"pdproxy_release": hand_over})
+            for rank in prefill.each_rank():
+                await self._complete(prefill, model, [0], {"pdproxy_release": hand_over}, rank)
             raise
 
     async def _complete(
-        self, node: Node, model: str, prompt: list[int], params: dict[str, object]
+        self, node: Node, model: str, prompt: list[int], params: dict[str, object], rank: Headers = ()
     ) -> dict[str, object]:
         body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "kv_transfer_params": params}
         url = f"{node.url}/v1/completions"
-        status, answer = await post(self._transport, url, self._headers, json.dumps(body).encode(), self._patience)
+        headers = (*self._headers, *rank)
+        status, answer = await post(self._transport, url, headers, json.dumps(body).encode(), self._patience)
         if status != 200:
             raise NodeFault(Fault.SERVER_ERROR, f"{node.name} answered {status} to the warm-up", status=status)
         return _object(answer)

@@ -14,6 +14,7 @@ CAME = (
     ("content-length", "3"),
     ("transfer-encoding", "chunked"),
     ("x-pdproxy-anything", "1"),
+    ("x-data-parallel-rank", "1"),
     ("x-tenant", "blue"),
     ("traceparent", "00-1-1-01"),
 )

@@ -1,5 +1,6 @@
 """The three calls to nodes: what goes out, what an answer means, and that every response is closed."""
 
+import dataclasses
 import json
 
 import pytest
@@ -9,9 +10,9 @@ from pdproxy.legs.decode import decode, read_answer
 from pdproxy.legs.judge import FAULT_BODY_BYTES, fault_of
 from pdproxy.legs.prefill import PrefillAnswer, prefill
 from pdproxy.legs.release import release
-from pdproxy.nodes.node import Node, Role
-from pdproxy.request import Endpoint, Headers, Json
-from pdproxy.transport.port import Patience
+from pdproxy.nodes.node import RANK_HEADER, Node, Role
+from pdproxy.request import Endpoint, Headers, Json, header
+from pdproxy.transport.port import Incoming, Outgoing, Patience
 from tests.legs.wire import Wire
 
 NODE = Node("p0", "http://127.0.0.1:1", Role.PREFILL)
@@ -153,6 +154,37 @@ async def test_a_release_is_a_cheap_completion() -> None:
         "kv_transfer_params": {"pdproxy_release": "hand-over-0123456789"},
     }
     assert to.answer.closed
+
+
+def ranks_of(requests: list[Outgoing]) -> list[str | None]:
+    return [header(request.headers, RANK_HEADER) for request in requests]
+
+
+@pytest.mark.parametrize(("count", "told"), [(1, [None]), (2, ["0", "1"]), (3, ["0", "1", "2"])])
+async def test_every_rank_is_told_of_a_release(count: int, told: list[str | None]) -> None:
+    to = wire({"choices": []})
+    await release(to, dataclasses.replace(NODE, ranks=count), "m", "hand-over-0123456789", PATIENCE)
+    assert ranks_of(to.requests) == told
+    assert len({request.body for request in to.requests}) == 1
+    assert to.answer.closed == count
+
+
+class Deaf(Wire):
+    """Cannot be reached on its first rank."""
+
+    async def send(self, request: Outgoing, patience: Patience) -> Incoming:
+        incoming = await super().send(request, patience)
+        if header(request.headers, RANK_HEADER) == "0":
+            raise NodeFault(Fault.RESET, "as told")
+        return incoming
+
+
+async def test_a_rank_that_cannot_be_told_keeps_no_other_from_being_told() -> None:
+    to = Deaf(200, b"{}")
+    with pytest.raises(NodeFault):
+        await release(to, dataclasses.replace(NODE, ranks=3), "m", "hand-over-0123456789", PATIENCE)
+    assert ranks_of(to.requests) == ["0", "1", "2"]
+    assert to.answer.closed == 2
 
 
 async def test_a_failed_release_is_a_fault() -> None:

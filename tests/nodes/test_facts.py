@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pdproxy.nodes.capacity import Binding, Capacity
-from pdproxy.nodes.facts import Card, Facts, read_card, read_labels, read_node_capacity, read_version
+from pdproxy.nodes.facts import Card, Facts, read_card, read_labels, read_node_capacity, read_ranks, read_version
 from pdproxy.nodes.node import Node, Role
 from tests.nodes.village import LABELS, metrics
 
@@ -31,6 +31,22 @@ def test_the_connectors_labels_are_read_out_of_all_metrics() -> None:
     assert read_labels(metrics(LABELS)) == LABELS
     assert read_labels(metrics(None)) == {}
     assert read_labels(b'pdproxy_connector_info{role="x" 1\n') == {}
+
+
+def test_data_parallel_ranks_are_counted_by_what_each_tells() -> None:
+    told = b"".join(metrics({**LABELS, "engine": engine}) for engine in ("0", "1", "2"))
+    assert read_ranks(told) == 3
+    assert Facts(NODE, ranks=3).joined().ranks == 3
+    assert [dict(headers) for headers in Facts(NODE, ranks=2).joined().each_rank()] == [
+        {"x-data-parallel-rank": "0"},
+        {"x-data-parallel-rank": "1"},
+    ]
+
+
+@pytest.mark.parametrize("body", [b"", metrics(None), metrics(LABELS), metrics({**LABELS, "engine": "3"})])
+def test_a_lone_engine_is_one_rank_and_needs_no_header(body: bytes) -> None:
+    assert read_ranks(body) == 1
+    assert Facts(NODE, ranks=read_ranks(body)).joined().each_rank() == ((),)
 
 
 def test_what_was_configured_wins_over_what_was_found() -> None:

@@ -13,7 +13,7 @@ from pdproxy.nodes.preflight import Preflight, check
 from pdproxy.nodes.warm import WarmUp
 from tests.fakes.clock import FakeClock
 from tests.nodes.turns import until
-from tests.nodes.village import LABELS, House, Village
+from tests.nodes.village import LABELS, House, Village, metrics
 
 
 @pytest.fixture
@@ -62,6 +62,16 @@ async def test_a_failed_warm_up_releases_and_keeps_nobody_out(pool: Pool, villag
     await joiner.attempt("d1")
     assert pool.view("d1").state is State.UP
     assert village.houses["p1"].completions()[-1] == {"pdproxy_release": "secret"}
+
+
+async def test_a_failed_warm_up_is_released_on_every_rank(pool: Pool, village: Village, joiner: Joiner) -> None:
+    add(pool, village, "p1", "d1")
+    both = b"".join(metrics({**LABELS, "engine": engine}) for engine in ("0", "1"))
+    village.houses["p1"].paths["/metrics"] = (200, both)
+    await joiner.attempt("p1")
+    village.houses["d1"].paths["/v1/completions"] = (500, b"")
+    await joiner.attempt("d1")
+    assert village.houses["p1"].completions()[1:] == [{"pdproxy_release": "secret"}] * 2
 
 
 @pytest.mark.parametrize("answer", [(200, b"{}"), (200, b"x"), (200, b"[]"), (503, b""), Fault.RESET])
