@@ -33,6 +33,7 @@ class ApiServer:
         self._connections: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._ending = asyncio.Event()
+        self._silent: set[asyncio.Task[None] | None] = set()
 
     async def __aenter__(self) -> "ApiServer":
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
@@ -82,6 +83,10 @@ class ApiServer:
             self._changed.notify_all()
         await self._closed()
         self._ending.clear()
+
+    def fall_silent(self) -> None:
+        """Every connection that is open now stays so and tells nothing any more, as if its other end had vanished."""
+        self._silent.update(self._connections)
 
     async def cut(self) -> None:
         """Cut every connection."""
@@ -149,6 +154,8 @@ class ApiServer:
             async with self._changed:
                 while len(self._history) <= told and not self._ending.is_set():
                     await self._changed.wait()
+            if asyncio.current_task() in self._silent:
+                await asyncio.Event().wait()
         writer.write(b"0\r\n\r\n")
 
 

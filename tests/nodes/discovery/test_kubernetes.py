@@ -41,15 +41,22 @@ def clock() -> Hasty:
     return Hasty()
 
 
-@pytest.fixture
-async def sightings(server: ApiServer, clock: Hasty) -> AsyncIterator[Sightings]:
+@contextlib.asynccontextmanager
+async def watching(server: ApiServer, clock: Hasty, rules: WatchRules) -> AsyncIterator[Sightings]:
+    """What a source sees, which leaves no connection behind."""
     transport = HttpTransport(SystemClock())
     query = Query(server.url, "ai", "kubernetes.io/service-name=decode", "http")
-    source = KubernetesSource(transport, query, Template(Role.DECODE), lambda: "token", clock, WatchRules())
+    source = KubernetesSource(transport, query, Template(Role.DECODE), lambda: "token", clock, rules)
     async with contextlib.aclosing(source.sightings()) as made:
         yield made
     await transport.aclose()
     assert transport.connections == 0
+
+
+@pytest.fixture
+async def sightings(server: ApiServer, clock: Hasty) -> AsyncIterator[Sightings]:
+    async with watching(server, clock, WatchRules()) as made:
+        yield made
 
 
 async def hosts(sightings: Sightings) -> list[str]:
@@ -101,6 +108,19 @@ async def test_a_cut_connection_loses_no_event(server: ApiServer, sightings: Sig
     await server.put("a", "10.0.0.1", "10.0.0.2")
     assert await hosts(sightings) == ["10.0.0.1:8000", "10.0.0.2:8000"]
     assert server.lists() == 1
+
+
+async def test_a_watch_that_is_silent_beyond_its_time_is_dead_and_loses_no_event(
+    server: ApiServer, clock: Hasty
+) -> None:
+    async with watching(server, clock, WatchRules(lasts=1, slack=0.2)) as sightings:
+        assert await hosts(sightings) == []
+        await server.put("a", "10.0.0.1")
+        assert await hosts(sightings) == ["10.0.0.1:8000"]
+        server.fall_silent()
+        await server.put("b", "10.0.0.2")
+        assert await hosts(sightings) == ["10.0.0.1:8000", "10.0.0.2:8000"]
+        assert server.lists() == 1
 
 
 async def test_410_on_resuming_means_listing_again(server: ApiServer, sightings: Sightings) -> None:
