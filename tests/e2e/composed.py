@@ -1,0 +1,147 @@
+"""The services of compose.yaml's `cpu` profile as processes: their own commands, environments and health checks.
+
+Exchanged is only what containers would give: addresses, ports of one's own, and the places of files in the images.
+"""
+
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+
+from deploy.local.ask import body, pieces
+from deploy.local.model.exam import Exam
+from deploy.local.places import VENV
+from deploy.local.ports import HOST, free_ports
+from deploy.local.readiness import await_ready
+from deploy.local.stack import PROBES, PROXY_UP_WITHIN_S, Until
+from deploy.local.supervise import Part, Supervisor
+from tests.deploy.compose import Service, path_with_podman, resolved
+from tests.deploy.containers import Container, Moved, container, copied
+from tests.deploy.dockerfile import FOLDER
+from tests.e2e.conftest import REQUEST_TIMEOUT_S
+
+NODES = ("cpu-prefill", "cpu-decode")
+PROXY = "cpu-proxy"
+BASE = {"PATH": "/usr/local/bin:/usr/bin:/bin"}
+"""The environment of the base images."""
+LOOK_EVERY_S = 0.5
+LONG = 400
+"""More tokens than any answer asked for."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """A started container."""
+
+    container: Container
+    part: Part
+
+
+@dataclass(frozen=True)
+class Composed:
+    """Everything that is up; URLs by the name of the service, operators' for the proxy's second one."""
+
+    running: Mapping[str, Running]
+    urls: Mapping[str, str]
+    admin_url: str
+
+
+def start(supervisor: Supervisor, folder: Path, nodes: Path = VENV, proxy: Path = VENV) -> Composed:
+    """Start all, each once those that it depends on are healthy; `nodes` and `proxy` are the images' environments.
+
+    Raises PartEndedError, AssertionError.
+    """
+    services = resolved(path_with_podman(folder), "cpu")
+    ports = dict(zip((*NODES, PROXY, "operators"), free_ports(4), strict=True))
+    waiting = [_node(name, services, ports[name], {"/opt/pdproxy": str(nodes), "/tmp": str(folder)}) for name in NODES]
+    waiting.append(_proxy(services, ports, {"/opt/pdproxy": str(proxy)}))
+    running: dict[str, Running] = {}
+    while waiting:
+        ready = [one for one in waiting if one.after <= running.keys()]
+        assert ready, "they wait for each other"
+        started = [Running(one, _started(supervisor, one, folder)) for one in ready]
+        for each in started:
+            _await_health(supervisor, each.container)
+        running |= {each.container.name: each for each in started}
+        waiting = [one for one in waiting if one not in ready]
+    urls = {name: f"http://{HOST}:{ports[name]}" for name in (*NODES, PROXY)}
+    composed = Composed(running, urls, f"http://{HOST}:{ports['operators']}")
+    _await_joined(supervisor, composed)
+    return composed
+
+
+def healthy(one: Container) -> bool:
+    """What the health check says now."""
+    try:
+        done = subprocess.run(one.health.command, env=one.environment, timeout=one.health.timeout, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+@contextmanager
+def chat(composed: Composed, question: Exam) -> Iterator[Iterator[str]]:
+    """Put a question to the proxy: the pieces of the answer, as they come by both nodes."""
+    asked = body(question.messages(), LONG)
+    with (
+        httpx.Client(timeout=REQUEST_TIMEOUT_S, trust_env=False) as client,
+        client.stream("POST", f"{composed.urls[PROXY]}/v1/chat/completions", json=asked) as response,
+    ):
+        assert response.status_code == 200, response.read()
+        assert response.headers["x-pdproxy-route"] == "disaggregated"
+        yield pieces(response.iter_lines())
+
+
+def _node(name: str, services: Mapping[str, Service], port: int, places: Mapping[str, str]) -> Container:
+    """A node: a container has an address and a network of its own, so that both take the same ports and all of them."""
+    one = container(name, services[name], BASE)
+    address = services[name]["networks"]["cpu"]["ipv4_address"]
+    [side_channel] = free_ports(1)
+    texts = {
+        **copied(FOLDER / "cpu-node.Dockerfile"),
+        **places,
+        address: HOST,
+        "8000": str(port),
+        "5600": str(side_channel),
+    }
+    moved = Moved(texts).of(one)
+    return replace(moved, command=(*moved.command, f"--host={HOST}"))
+
+
+def _proxy(services: Mapping[str, Service], ports: Mapping[str, int], places: Mapping[str, str]) -> Container:
+    """The proxy: the host's ports stand for those that it publishes."""
+    one = container(PROXY, services[PROXY], BASE)
+    clients, operators = one.published.values()
+    texts = {f"{name}:8000": f"{HOST}:{ports[name]}" for name in NODES}
+    texts |= {"0.0.0.0": HOST, clients: str(ports[PROXY]), operators: str(ports["operators"]), **places}
+    moved = Moved(texts).of(one)
+    return replace(moved, environment={**moved.environment, "PDPROXY_LISTEN_PORT": str(ports[PROXY])})
+
+
+def _await_joined(supervisor: Supervisor, composed: Composed) -> None:
+    """A healthy proxy is one that lives: its nodes join a moment later."""
+    await_ready(
+        {"every node's place": composed.admin_url + Until.JOINED.value},
+        within=PROXY_UP_WITHIN_S,
+        still_alive=supervisor.require_all_alive,
+        say=print,
+        probe=PROBES[Until.JOINED],
+    )
+
+
+def _started(supervisor: Supervisor, one: Container, folder: Path) -> Part:
+    return supervisor.start(one.name, one.command, one.environment, folder)
+
+
+def _await_health(supervisor: Supervisor, one: Container) -> None:
+    """As a container engine waits: until the check passes, or until it has failed often enough after its start."""
+    check = one.health
+    limit = time.monotonic() + check.start_period + check.retries * (check.interval + check.timeout)
+    while not healthy(one):
+        supervisor.require_all_alive()
+        assert time.monotonic() < limit, f"{one.name} is unhealthy"
+        time.sleep(LOOK_EVERY_S)

@@ -1,0 +1,53 @@
+"""What `docker compose --profile cpu up` runs, run here without containers, serves requests by hand-overs."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from deploy.local.model.exam import exam, recite
+from deploy.local.stack import logs_of
+from deploy.local.supervise import Supervisor
+from deploy.local.warden import parents
+from tests.e2e.composed import Composed, Running, chat, healthy, start
+from tests.e2e.meters import watch
+
+pytestmark = [pytest.mark.e2e, pytest.mark.own_engines]
+
+
+@pytest.fixture(scope="module")
+def composed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Composed]:
+    """Everything of the profile, healthy; logs lie in `.run/e2e-compose`."""
+    with Supervisor(logs_of("e2e-compose")) as supervisor:
+        yield start(supervisor, tmp_path_factory.mktemp("compose"))
+
+
+def tell(running: Running) -> None:
+    """SIGTERM to the first process, as a container engine sends it."""
+    [first] = [pid for pid, parent in parents().items() if parent == running.part.process.pid]
+    os.kill(first, signal.SIGTERM)
+
+
+def test_a_chat_is_answered_by_both_nodes(composed: Composed) -> None:
+    question = exam(901, 900)
+    pulled = watch(composed.urls["cpu-decode"], "prompt_tokens", source="pulled")
+    with chat(composed, question) as told:
+        assert "".join(told) == question.answer
+    pulled.reaches(1)
+
+
+def test_all_stay_healthy(composed: Composed) -> None:
+    assert all(healthy(each.container) for each in composed.running.values())
+
+
+def test_all_end_in_time_when_they_are_told_to_and_cut_no_stream(composed: Composed) -> None:
+    """What stays for longer than its grace period, a container engine kills."""
+    question = recite(902, 900, 30)
+    with chat(composed, question) as told:
+        begun = next(told)
+        for each in composed.running.values():
+            tell(each)
+        assert begun + "".join(told) == question.answer
+    for each in composed.running.values():
+        assert each.part.process.wait(each.container.grace) == 0, each.part.last_lines()
