@@ -2,13 +2,13 @@
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
 from deploy.local.places import MODEL, ROOT
-from deploy.local.ports import HOST, free_ports, require_free
+from deploy.local.ports import HOST, free_row, require_free
 from deploy.local.supervise import Part, Supervisor, inherited
 
 SERVER = "vllm.entrypoints.openai.api_server"
@@ -38,7 +38,8 @@ class NodeSpec:
 
     `gpu_blocks`: size of the KV cache in blocks; few for a node that overflows on purpose (vLLM refuses fewer than the
     longest prompt needs); None leaves it to `VLLM_CPU_KVCACHE_SPACE`, 1 GiB. `connector_config` goes to the connector
-    as `kv_connector_extra_config`. `more_arguments` and `more_environment` come last and so win.
+    as `kv_connector_extra_config`. `more_arguments` and `more_environment` come last and so win. `side_channel_port` is
+    the first data-parallel rank's; the others take those that follow it.
     """
 
     name: str
@@ -50,6 +51,7 @@ class NodeSpec:
     max_model_len: int = 4096
     gpu_blocks: int | None = ENOUGH_BLOCKS
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
     connector_config: Mapping[str, object] = field(default_factory=dict)
     more_arguments: tuple[str, ...] = ()
     more_environment: Mapping[str, str] = field(default_factory=dict)
@@ -88,6 +90,8 @@ def command(spec: NodeSpec) -> list[str]:
         line += ["--tensor-parallel-size", str(spec.tensor_parallel_size)]
     else:
         line += ["--distributed-executor-backend", EXECUTOR]
+    if spec.data_parallel_size > 1:
+        line += ["--data-parallel-size", str(spec.data_parallel_size)]
     if spec.gpu_blocks is not None:
         line += ["--num-gpu-blocks-override", str(spec.gpu_blocks)]
     if spec.role is not Role.PLAIN:
@@ -120,19 +124,26 @@ def environment(spec: NodeSpec, base: Mapping[str, str]) -> dict[str, str]:
 def start_node(supervisor: Supervisor, spec: NodeSpec) -> Node:
     """Start a node. Raises PortTakenError if one of its ports is in use."""
     require_free(spec.port, f"HTTP of {spec.name}", "choose another one, or end whatever listens there")
-    if spec.role is not Role.PLAIN:
+    for port in side_channel_ports(spec):
         require_free(
-            spec.side_channel_port,
+            port,
             f"NIXL side channel of {spec.name}",
             "vLLM would hang while starting, without a word; choose another one, or end whatever listens there",
         )
     return Node(spec, supervisor.start(spec.name, command(spec), environment(spec, inherited()), ROOT))
 
 
+def side_channel_ports(spec: NodeSpec) -> range:
+    """One for each data-parallel rank; a plain node has none."""
+    ranks = 0 if spec.role is Role.PLAIN else spec.data_parallel_size
+    return range(spec.side_channel_port, spec.side_channel_port + ranks)
+
+
 def on_free_ports(*specs: NodeSpec) -> list[NodeSpec]:
     """Return the specs with every port that is 0 replaced by a free one."""
-    ports = iter(free_ports(2 * len(specs)))
-    return [
-        replace(spec, port=spec.port or next(ports), side_channel_port=spec.side_channel_port or next(ports))
-        for spec in specs
-    ]
+    row = iter(free_row(sum(1 + spec.data_parallel_size for spec in specs)))
+    return [_on(spec, next(row), [next(row) for _ in range(spec.data_parallel_size)]) for spec in specs]
+
+
+def _on(spec: NodeSpec, port: int, side_channels: Sequence[int]) -> NodeSpec:
+    return replace(spec, port=spec.port or port, side_channel_port=spec.side_channel_port or side_channels[0])

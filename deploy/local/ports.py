@@ -45,6 +45,18 @@ def free_ports(count: int) -> list[int]:
     return found
 
 
+def free_row(count: int) -> list[int]:
+    """The same for ports in a row, as data-parallel ranks take them. Raises PortTakenError where there is no row."""
+    starts = list(range(LOWEST, end_of_ours() - count))
+    random.SystemRandom().shuffle(starts)
+    for start in starts:
+        row = list(range(start, start + count))
+        with ExitStack() as held:
+            if all(_hold(held, port) for port in row):
+                return row
+    raise PortTakenError(f"there are no {count} free ports in a row from {LOWEST} on")
+
+
 def end_of_ours() -> int:
     """Where the ports begin that the system picks from for sockets that ask for none; a few are ours in any case."""
     try:

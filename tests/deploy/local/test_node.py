@@ -46,6 +46,13 @@ def test_size_and_ranks_are_passed_on_only_when_given() -> None:
     assert option(small, "--tensor-parallel-size") == "2"
 
 
+def test_data_parallel_ranks_are_asked_for_and_stay_one_process_each() -> None:
+    line = command(NodeSpec("n", Role.DECODE, 8000, 9000, data_parallel_size=2))
+    assert option(line, "--data-parallel-size") == "2"
+    assert option(line, "--distributed-executor-backend") == EXECUTOR
+    assert "--data-parallel-size" not in command(NodeSpec("n", Role.DECODE, 8000, 9000))
+
+
 def test_one_rank_is_one_process_that_waits_for_no_other() -> None:
     assert option(command(NodeSpec("n", Role.DECODE, 8000, 9000)), "--distributed-executor-backend") == EXECUTOR
     assert "--distributed-executor-backend" not in command(
@@ -78,9 +85,18 @@ def test_only_missing_ports_are_filled_in_and_all_differ() -> None:
     assert len(set(ports)) == 4
 
 
-def test_a_side_channel_in_use_is_said_before_anything_starts(tmp_path: Path) -> None:
+def test_data_parallel_ranks_have_side_channels_in_a_row_and_no_other_port_is_among_them() -> None:
+    two = NodeSpec("a", Role.PREFILL, 0, 0, data_parallel_size=3), NodeSpec("b", Role.DECODE, 0, 0)
+    many, one = on_free_ports(*two)
+    taken = [many.port, one.port, *range(many.side_channel_port, many.side_channel_port + 3), one.side_channel_port]
+    assert len(set(taken)) == 6
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_side_channel_in_use_is_said_before_anything_starts(tmp_path: Path, rank: int) -> None:
     with socket.create_server((HOST, 0)) as taken, Supervisor(tmp_path) as supervisor:
-        spec = on_free_ports(NodeSpec("decode", Role.DECODE, 0, taken.getsockname()[1]))[0]
+        first = taken.getsockname()[1] - rank
+        spec = on_free_ports(NodeSpec("decode", Role.DECODE, 0, first, data_parallel_size=2))[0]
         with pytest.raises(PortTakenError, match=r"NIXL side channel of decode.*would hang while starting"):
             start_node(supervisor, spec)
     assert not list(tmp_path.iterdir())

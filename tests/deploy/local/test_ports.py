@@ -4,13 +4,21 @@ import socket
 
 import pytest
 
-from deploy.local.ports import HOST, LOWEST, PortTakenError, bind, end_of_ours, free_ports, require_free
+from deploy.local.ports import HOST, LOWEST, PortTakenError, bind, end_of_ours, free_ports, free_row, require_free
 
 
 def test_free_ports_are_different_and_free() -> None:
     ports = free_ports(20)
     assert len(set(ports)) == 20
     for port in ports:
+        require_free(port, "test", "never mind")
+
+
+def test_a_row_is_in_a_row_and_free() -> None:
+    row = free_row(6)
+    assert row == list(range(row[0], row[0] + 6))
+    assert all(LOWEST <= port < end_of_ours() for port in row)
+    for port in row:
         require_free(port, "test", "never mind")
 
 
