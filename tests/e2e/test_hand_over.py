@@ -7,7 +7,7 @@ import pytest
 from deploy.local.model.exam import Exam, exam
 from tests.e2e.conftest import Pair
 from tests.e2e.legs import complete, prefill
-from tests.e2e.meters import Watch, watch
+from tests.e2e.meters import Watch, read, watch
 
 pytestmark = pytest.mark.e2e
 
@@ -45,6 +45,11 @@ def two_turns(pair: Pair, first: Exam, second: Exam) -> Moved:
     )
     read_rightly(pair, second)
     return moved
+
+
+def test_a_hybrid_node_keeps_states_where_blocks_end_without_being_told(pair: Pair) -> None:
+    for node in (pair.prefill, pair.decode):
+        assert read(node.url, "pdproxy_connector_info", mamba_cache_mode="align") == 1
 
 
 def test_the_second_turn_pulls_only_what_is_new(pair: Pair) -> None:

@@ -111,7 +111,6 @@ spec:
 - --max-model-len={{ int64 $v.model.maxLength }}
 - --gpu-memory-utilization={{ $v.model.gpuMemory }}
 - --enable-prefix-caching
-- --mamba-cache-mode=align
 - --enable-prompt-tokens-details
 {{- with $v.model.servedName }}
 - --served-model-name={{ . }}

@@ -53,6 +53,11 @@ def test_data_parallel_ranks_are_asked_for_and_stay_one_process_each() -> None:
     assert "--data-parallel-size" not in command(NodeSpec("n", Role.DECODE, 8000, 9000))
 
 
+def test_no_model_is_told_of_mamba_layers_that_it_may_not_have() -> None:
+    """It would die of its first request; for the others vLLM knows."""
+    assert "--mamba-cache-mode" not in command(NodeSpec("n", Role.DECODE, 8000, 9000))
+
+
 def test_one_rank_is_one_process_that_waits_for_no_other() -> None:
     assert option(command(NodeSpec("n", Role.DECODE, 8000, 9000)), "--distributed-executor-backend") == EXECUTOR
     assert "--distributed-executor-backend" not in command(
