@@ -13,7 +13,7 @@ from deploy.local.supervise import Supervisor
 from tests.e2e.legs import complete, prefill
 from tests.e2e.meters import watch
 
-pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.long]
+pytestmark = [pytest.mark.e2e, pytest.mark.own_engines]
 
 RANKS = 2
 

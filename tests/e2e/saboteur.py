@@ -7,7 +7,6 @@ file, so that a test can tell that it happened. Without orders a node is as alwa
 
 import json
 import os
-import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +26,7 @@ from connector.scheduler_side import SchedulerSide
 from connector.verifier import Verifier
 from connector.worker_side import WorkerSide
 from deploy.local.node import NodeSpec, kv_transfer_config
-from deploy.local.warden import send
+from tests.e2e.fate import Fate, befall
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -173,7 +172,7 @@ class _Worker(WorkerSide):
         if order.group is not None:
             self._zero(order.group, self._local[request_id][order.group][order.block])
         if order.signal:
-            send(set(order.pids), signal.Signals(order.signal))
+            befall(order.pids, Fate(order.signal))
         self._orders.note(order, states=states)
 
     def _zero(self, group: int, block: int) -> None:

@@ -29,8 +29,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.timeout(900)
 SOON_S = 60.0
 """Every deadline below, each of two attempts, and a machine that is busy with other things."""
 SHORT = {"pdproxy_read_deadline": 4.0, "pdproxy_probe_timeout": 3.0, "pdproxy_verify_timeout": 3.0}
-AGAIN = pytest.mark.long
-"""For what needs one more start of a prefill node; what differs little from it is in `make test`."""
 BAD_ENDS = ("transfer_failed", "unverified", "peer_unreachable", "no_progress", "not_held")
 
 
@@ -129,7 +127,7 @@ def test_stopped_before_the_read(whole: Scene) -> None:
     whole.hand_over()
 
 
-@pytest.mark.parametrize("fate", [Fate.STOPPED, pytest.param(Fate.KILLED, marks=AGAIN)])
+@pytest.mark.parametrize("fate", [Fate.STOPPED, Fate.KILLED])
 def test_struck_after_the_last_byte(whole: Scene, fate: Fate) -> None:
     question = whole.question()
     ticket = prefill(whole.prefill.url, question.prompt())
@@ -170,12 +168,10 @@ def test_the_side_channel_is_gone_before_the_first_read(strange: Scene) -> None:
     deafen(strange)
 
 
-@AGAIN
 def test_the_side_channel_is_gone_after_others(whole: Scene) -> None:
     deafen(whole)
 
 
-@AGAIN
 def test_killed_before_the_read(whole: Scene) -> None:
     question = whole.question()
     ticket = prefill(whole.prefill.url, question.prompt())
