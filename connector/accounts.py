@@ -99,7 +99,7 @@ class Accounts:
         self._add("unused_tickets", (), 1)
 
     def junk(self, where: str) -> None:
-        """Bytes that made no sense arrived at `where` (`side_channel`, `notice`, `heartbeat`)."""
+        """Bytes that made no sense arrived at `where` (`side_channel`, `notice`)."""
         self._add("junk", (where,), 1)
 
     def verify_seconds(self, seconds: float) -> None:

@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections import Counter as Tally
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
 
 from connector.accounts import COUNTERS, GAUGES, HISTOGRAMS, Accounts
+from connector.fields import Reason
+from connector.lease import Ending
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,6 +47,22 @@ ABOUT: Mapping[str, str] = {
     "capacity_sequences": "Sequences that run together: by the state groups alone, or of max_model_len by all groups.",
     "capacity_binding": "What runs out first with sequences of max_model_len. Always 1.",
 }
+KINDS = ("attention", "state")
+READS = ("verified", "not_held", "unverified", "transfer_failed", "no_progress", "peer_unreachable", "retried")
+VALUES: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
+    {
+        "prompt_tokens": (("hit", "pulled", "loaded", "computed"),),
+        "blocks": (KINDS, ("hit", "pulled")),
+        "bytes": (KINDS, ("pulled", "spared")),
+        "refused": (tuple(Reason),),
+        "reads": (READS,),
+        "leases_ended": (tuple(Ending),),
+        "unused_tickets": (),
+        "junk": (("side_channel", "notice"),),
+    }
+)
+"""Of each counter, what its labels may be. All stand at 0 from the start: `rate()` does not see the first event of a
+series that begins with it."""
 
 
 @dataclass
@@ -109,6 +129,7 @@ class ConnectorPromMetrics(NixlPromMetrics):
             for name, labels in GAUGES.items()
         }
         self._tell(metric_types[Gauge], info)
+        self._begin()
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         super().observe(transfer_stats_data, engine_idx)
@@ -119,6 +140,12 @@ class ConnectorPromMetrics(NixlPromMetrics):
             self._histograms[name].labels(*engine).observe(seconds)
         for name, labels, value in transfer_stats_data.get(LEVELS, ()):
             self._gauges[name].labels(*engine, *labels).set(value)
+
+    def _begin(self) -> None:
+        for engine in self.per_engine_labelvalues.values():
+            for name, counter in self._counters.items():
+                for labels in product(*VALUES[name]):
+                    counter.labels(*engine, *labels)
 
     def _tell(self, gauge: Any, info: Mapping[str, str]) -> None:
         told = gauge(

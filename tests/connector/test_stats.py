@@ -12,9 +12,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 pytest.importorskip("vllm")
 
-from connector.accounts import Accounts
+from connector.accounts import COUNTERS, Accounts
+from connector.metadata import ReadOutcome
 from connector.node_info import node_info
-from connector.stats import ConnectorPromMetrics, ConnectorStats, drained
+from connector.stats import VALUES, ConnectorPromMetrics, ConnectorStats, drained
 
 
 def filled(**tokens: int) -> ConnectorStats:
@@ -71,6 +72,25 @@ def test_numbers_arrive_at_the_metrics_page_of_the_right_engine() -> None:
     assert value("pdproxy_connector_unused_tickets_total", labels) == 1
     assert value("pdproxy_connector_verify_seconds_count", labels) == 1
     assert value("pdproxy_connector_info", {**labels, "role": "kv_consumer"}) == 1
+
+
+def test_every_counter_stands_at_zero_before_anything_happens() -> None:
+    registry = CollectorRegistry()
+    prometheus(registry, {})
+    for engine in ("0", "1"):
+        labels = {"model_name": "m", "engine": engine}
+        value = registry.get_sample_value
+        assert value("pdproxy_connector_refused_total", {**labels, "reason": "digest"}) == 0
+        assert value("pdproxy_connector_leases_ended_total", {**labels, "how": "expired"}) == 0
+        assert value("pdproxy_connector_reads_total", {**labels, "outcome": "retried"}) == 0
+        assert value("pdproxy_connector_unused_tickets_total", labels) == 0
+
+
+def test_whatever_is_counted_was_there_from_the_start() -> None:
+    assert VALUES.keys() == COUNTERS.keys()
+    for name, labels in COUNTERS.items():
+        assert len(VALUES[name]) == len(labels)
+    assert set(VALUES["reads"][0]) == {*ReadOutcome, "retried"}
 
 
 def test_stock_stats_without_our_keys_are_observed_too() -> None:
