@@ -1,0 +1,84 @@
+"""Nodes of several data-parallel ranks of a dense model, and how one of the ranks is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from deploy.local.node import SERVED_NAME, Node
+from tests.connector.dense import Dense, Said, tokens
+from tests.e2e.legs import TO_HAND_OVER, Params
+from tests.e2e.meters import PATIENCE_S, Watch, watch
+
+TELLING = 6
+"""Tokens of an answer: so many by chance alike there are not."""
+SURE = 0.01
+"""Logits by which a token must be likelier than the next one: some hundred times what rounding does to a float32."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt, and what the model says to it."""
+
+    prompt: list[int]
+    answer: list[int]
+
+    def then(self, model: Dense, more: list[int]) -> Question:
+        """The next turn: the answer, and what is asked after it."""
+        return question(model, [*self.prompt, *self.answer, *more])
+
+
+def answered(
+    url: str, prompt: Sequence[int], most: int = TELLING, headers: Mapping[str, str] | None = None, **more: Any
+) -> Any:
+    """The answer to a greedy completion, with its tokens. Raises httpx.HTTPError."""
+    body = {"model": SERVED_NAME, "prompt": list(prompt), "max_tokens": most, "temperature": 0, **more}
+    body["return_token_ids"] = True
+    got = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_S, trust_env=False)
+    return got.raise_for_status().json()
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One data-parallel rank of a node."""
+
+    node: Node
+    rank: int
+
+    def asks(self, prompt: Sequence[int], most: int, params: Params) -> Any:
+        """The answer to a completion that is meant for this rank. Raises httpx.HTTPError."""
+        rank = {"X-data-parallel-rank": str(self.rank)}
+        return answered(self.node.url, prompt, most, rank, kv_transfer_params=params)
+
+    def prefill(self, asked: Question, **more: Any) -> Params:
+        """The prefill leg: its ticket."""
+        ticket: Params = self.asks(asked.prompt, 1, {**TO_HAND_OVER, **more})["kv_transfer_params"]
+        return ticket
+
+    def answers(self, asked: Question, ticket: Params | None = None) -> list[int]:
+        """The decode leg, or without a ticket the whole request: the tokens."""
+        ids: list[int] = self.asks(asked.prompt, TELLING, ticket or {})["choices"][0]["token_ids"]
+        return ids
+
+    def release(self, hand_over: str) -> None:
+        """Tell this rank, and no other, to let go of a hand-over."""
+        self.asks([0], 1, {"pdproxy_release": hand_over})
+
+    def watch(self, name: str, **labels: str) -> Watch:
+        """Begin to watch a counter of this rank."""
+        return watch(self.node.url, name, engine=str(self.rank), **labels)
+
+
+def question(model: Dense, prompt: list[int]) -> Question:
+    """AssertionError where the answer would hang on rounding: take another seed."""
+    said: Said = model.says(prompt, TELLING)
+    assert said.margin > SURE
+    return Question(prompt, said.ids)
+
+
+def draw(model: Dense, seed: int, count: int = 700) -> Question:
+    """A question of so many tokens."""
+    return question(model, tokens(seed, count))
