@@ -104,7 +104,8 @@ class Listener:
         except (NodeFault, NotContinuable) as trouble:
             if not self.heard:
                 raise
-            self._trouble = trouble
+            if not self._transcript.ended:  # else nothing is missing
+                self._trouble = trouble
             return b""
         self.heard = True
         return seen if self._tail is None else self._tail.keep(event.data, seen)

@@ -116,6 +116,18 @@ async def test_the_deadline_bounds_every_leg() -> None:
     await world.settle()
 
 
+@pytest.mark.parametrize("ill", [Ill.RESET, Ill.STALL, Ill.ERROR_EVENT, Ill.GARBAGE])
+@pytest.mark.parametrize("endpoint", Endpoint)
+async def test_nothing_that_follows_a_streams_end_matters(endpoint: Endpoint, ill: Ill) -> None:
+    world = World()
+    world.decodes[0].trouble = Trouble(ill, at=100)
+    told = story(endpoint, (await world.ask(endpoint, body_for(endpoint, stream=True))).body)
+    assert (told.texts[0], told.error, told.ended) == (right(endpoint), None, True)
+    assert world.count("pdproxy_requests_total", endpoint=endpoint, outcome="ok") == 1
+    assert world.decodes[1].legs() == []
+    await world.settle()
+
+
 async def test_migration_can_be_turned_off() -> None:
     world = World(terms=Terms(migrations=0))
     world.decodes[0].trouble = Trouble(Ill.RESET, at=3)
