@@ -15,7 +15,7 @@ LINGERS = 10.0
 
 
 class Outlet(asyncio.Transport):
-    """A connection's transport, with bounds. Whoever makes one calls `stop` when the connection is lost.
+    """A connection's transport, with bounds. Whoever makes one calls `lost` when the connection is.
 
     Args:
         inner: what it stands for.
@@ -45,7 +45,7 @@ class Outlet(asyncio.Transport):
         if self.is_closing():
             return
         self._ending = True
-        self.stop()
+        self._stop()
         if self._sends() and self._inner.can_write_eof():
             self._inner.write_eof()
             self._inner.resume_reading()
@@ -65,10 +65,14 @@ class Outlet(asyncio.Transport):
     def goes_on(self) -> None:
         """It does again."""
         if not self._ending:
-            self.stop()
+            self._stop()
 
-    def stop(self) -> None:
-        """Watch no longer."""
+    def lost(self) -> None:
+        """The connection is gone: watch no longer, and let go of whose it was."""
+        self._stop()
+        self._sends = _no_more
+
+    def _stop(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
@@ -86,3 +90,7 @@ class Outlet(asyncio.Transport):
             self._inner.abort()
         else:
             self._look_later()
+
+
+def _no_more() -> bool:
+    return False

@@ -73,7 +73,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._in_time()
-        self._outlet.stop()
+        self._unset_keepalive_if_required()
+        self._outlet.lost()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
