@@ -24,14 +24,19 @@ class Fabric:
         self.deaf = False
         """No read succeeds: decode nodes compute, though blocks are held."""
         self._seen: set[str] = set()
+        self._forgotten: set[str] = set()
 
     def hold(self, hand_over: str, held: Held) -> None:
         """A prefill leg began; its release may have overtaken it."""
         if hand_over in self._seen:
             self.wrong.append(f"hand-over {hand_over} was used twice")
         self._seen.add(hand_over)
-        if hand_over not in self.released:
+        if hand_over not in self.released and hand_over not in self._forgotten:
             self.held[hand_over] = held
+
+    def forget(self) -> None:
+        """Of names long gone nothing need be known, for soaks have no end of them. A release is known once more."""
+        self._forgotten, self.released, self._seen = self.released, set(), set()
 
     def free(self, hand_over: str) -> None:
         """The proxy released it, or the prefill node refused the leg."""

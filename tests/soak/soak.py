@@ -3,9 +3,16 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import gc
+import itertools
 import random
+import resource
 from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import httpx
 
 from pdproxy.drive.passage import Passage
 from pdproxy.drive.relay import Relay
@@ -16,8 +23,10 @@ from tests.drive.town import Town, town
 from tests.fakes.faults import Ill, Trouble
 from tests.fakes.loopback import LoopbackNode
 from tests.soak.asking import PATIENT, Asking, asking
+from tests.soak.door import front_door
 
 WORKERS = 16
+SAMPLES = 30
 ILLS = (Ill.RESET, Ill.STATUS, Ill.GARBAGE, Ill.NO_TICKET, Ill.ERROR_EVENT, Ill.SHORT, Ill.STALL, Ill.HANG)
 TERMS = Terms(connect=5.0, prefill_headers=1.0, decode_headers=1.0, stall=1.0, release=60.0)
 """Short deadlines: a slow machine may pass them, which costs a retry and nothing else."""
@@ -29,6 +38,8 @@ class Tally:
 
     ended: Counter[str] = dataclasses.field(default_factory=Counter)
     kills: int = 0
+    resident: list[float] = dataclasses.field(default_factory=list)
+    """MiB that the process had, at equal distances of time."""
 
 
 async def soak(seconds: float, seed: int) -> Tally:
@@ -37,9 +48,11 @@ async def soak(seconds: float, seed: int) -> Tally:
     async with town(prefills=3, decodes=3, terms=TERMS) as place:
         until = asyncio.get_running_loop().time() + seconds
         killer = asyncio.create_task(_kill(place, random.Random(seed), tally))
-        async with asyncio.TaskGroup() as workers:
-            for number in range(WORKERS):
-                workers.create_task(_work(place, random.Random(seed + 1 + number), until, tally, f"w{number}"))
+        async with front_door(place) as client, asyncio.TaskGroup() as workers:
+            workers.create_task(_weigh(place, tally, seconds / SAMPLES))
+            ways = (functools.partial(_ask, place), functools.partial(_call, client))
+            for number, way in zip(range(WORKERS), itertools.cycle(ways), strict=False):
+                workers.create_task(_work(way, random.Random(seed + 1 + number), until, tally, f"w{number}"))
         killer.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await killer
@@ -48,13 +61,44 @@ async def soak(seconds: float, seed: int) -> Tally:
     return tally
 
 
-async def _work(place: Town, dice: random.Random, until: float, tally: Tally, name: str) -> None:
+async def _weigh(place: Town, tally: Tally, pause: float) -> None:
+    """The fakes' own memory is not what is weighed."""
+    for _ in range(SAMPLES):
+        await asyncio.sleep(pause)
+        place.fabric.forget()
+        for node in place.nodes:
+            node.node.seen.clear()
+        gc.collect()
+        tally.resident.append(_resident())
+
+
+def _resident() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return round(pages * resource.getpagesize() / 2**20, 1)
+
+
+Way = Callable[[Asking, str], Awaitable[str]]
+
+
+async def _work(way: Way, dice: random.Random, until: float, tally: Tally, name: str) -> None:
     loop, number = asyncio.get_running_loop(), 0
     while loop.time() < until:
         number += 1
         async with asyncio.timeout(PATIENT):
-            tally.ended[await _ask(place, asking(dice), f"{name}-{number}")] += 1
+            tally.ended[await way(asking(dice), f"{name}-{number}")] += 1
         await asyncio.sleep(0)
+
+
+async def _call(client: httpx.AsyncClient, asked: Asking, name: str) -> str:
+    """By HTTP. Who leaves does so after some time, wherever its request is then."""
+    seconds = None if asked.leaves is None else asked.leaves * 0.005
+    try:
+        async with asyncio.timeout(seconds):
+            got = await client.post(asked.endpoint, json=asked.body, headers={"x-request-id": name})
+    except TimeoutError:
+        return "left"
+    assert b"internal_error" not in got.content
+    return _judged(asked, got.content) if got.status_code == 200 else _refused(got.status_code)
 
 
 async def _ask(place: Town, asked: Asking, name: str) -> str:

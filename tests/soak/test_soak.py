@@ -19,4 +19,7 @@ async def test_short_soak() -> None:
 @pytest.mark.timeout(1800)
 async def test_long_soak() -> None:
     tally = await soak(900, seed=2)
+    print(tally)
     assert tally.ended["complete"] > 100
+    half = tally.resident[len(tally.resident) // 2]
+    assert tally.resident[-1] - half < 32, "MiB: a request that left some hundred bytes would show"

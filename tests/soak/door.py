@@ -1,0 +1,61 @@
+"""The proxy's own server in front of a town, and clients of it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import httpx
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from pdproxy.clock import SystemClock
+from pdproxy.errors import ClientError
+from pdproxy.intake.admission import Admission
+from pdproxy.intake.asgi import Receive, Scope, Send
+from pdproxy.intake.door import Door
+from pdproxy.intake.keys import read_keys
+from pdproxy.intake.service import Rules, Service
+from pdproxy.observe.metrics import Metrics
+from pdproxy.server.ports import Port, bind
+from pdproxy.server.protocol import ConnectionLimits, guarded
+from pdproxy.settings import Credential
+from tests.drive.town import Town
+from tests.soak.asking import PATIENT
+
+PLACES = 6
+"""Fewer than there are clients: some wait in the queue, and leave it."""
+LIMITS = ConnectionLimits(65536, 30.0, PATIENT)
+"""httpx leaves a connection open where its user left while it was made: the server ends it after these seconds."""
+
+
+@contextlib.asynccontextmanager
+async def front_door(place: Town) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a server that must have nothing left in the end."""
+    registry = CollectorRegistry()
+    server = _server(place, Metrics(registry))
+    serving = asyncio.create_task(server.serve(sockets=[server.bound]))
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=4)
+    async with httpx.AsyncClient(
+        base_url=f"http://{server.address}", trust_env=False, timeout=PATIENT, limits=limits
+    ) as client:
+        yield client
+    server.should_exit = True
+    await serving
+    assert not server.server_state.connections
+    assert not server.server_state.tasks
+    assert registry.get_sample_value("pdproxy_requests_active") == 0
+    assert registry.get_sample_value("pdproxy_requests_queued") == 0
+
+
+def _server(place: Town, metrics: Metrics) -> Port:
+    admission = Admission(PLACES, queue=1000, patience=PATIENT, metrics=metrics)
+    rules = Rules(1 << 20, PATIENT, PATIENT, Credential.PASS, own="")
+    service = Service(read_keys(None), admission, place.orchestrator, place.pool, SystemClock(), rules)
+    config = uvicorn.Config(
+        Door(service, _nobody), http=guarded(LIMITS), ws="none", lifespan="off", log_config=None, access_log=False
+    )
+    return Port(config, bind("127.0.0.1", 0, "listen.port"))
+
+
+async def _nobody(scope: Scope, receive: Receive, send: Send) -> None:
+    raise ClientError(404, "There are no operators here.")
