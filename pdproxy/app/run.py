@@ -12,6 +12,7 @@ from uvicorn.loops.auto import auto_loop_factory
 
 from pdproxy.app.build import Proxy, proxy
 from pdproxy.app.discovery import Surroundings
+from pdproxy.app.files import allow_many
 from pdproxy.app.secrets import check_pair
 from pdproxy.errors import SettingsError
 from pdproxy.intake.door import AsgiApp
@@ -36,6 +37,7 @@ def serve(settings: Settings) -> int:
         SettingsError: an address or a file of the settings cannot be used.
     """
     configure(settings.log, sys.stderr)
+    allow_many()
     with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
         runner.run(_serve(settings))
     return 0
