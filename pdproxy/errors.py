@@ -73,7 +73,7 @@ class Fault(enum.StrEnum):
     CLIENT_ERROR = "client_error"
     """A 4xx other than 429: the request's own fault."""
     BUSY = "busy"
-    """A 429, or a 503 with Retry-After: the node is healthy and full."""
+    """A 429, or a 503 with Retry-After: the node is healthy and full. Or the proxy is, and has no socket for it."""
     SERVER_ERROR = "server_error"
     """A 5xx."""
     INVALID_BODY = "invalid_body"

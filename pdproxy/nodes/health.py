@@ -103,8 +103,8 @@ class Health:
             return
         began = self._clock.now()
         fault = await self._probe(view.node) or await self._stuck(view.node, began)
-        if not self._is_there(view.node):
-            return
+        if not self._is_there(view.node) or fault is Fault.BUSY:
+            return  # busy are we, with no socket left: that says nothing of the node
         if fault is None and self._was_away(view.node.name):
             self._unreachable.discard(view.node.name)
             await self._joiner.attempt(view.node.name)

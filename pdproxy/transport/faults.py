@@ -4,11 +4,14 @@ What can reach us from below, and what it means:
 
 ::
 
-    while connecting    OSError (refused, unreachable, name not found, TLS, time out)  → REFUSED
+    while connecting    OSError that says that we have no socket left              → BUSY
+                        OSError (refused, unreachable, name not found, TLS, time out)  → REFUSED
                         UnicodeError (a host name that IDNA cannot encode)             → REFUSED
     while exchanging    OSError, or the end of the connection                          → RESET
                         httptools' errors, `Garbage`: what came is not HTTP            → RESET
 """
+
+import errno
 
 import httptools
 
@@ -16,6 +19,9 @@ from pdproxy.errors import Fault, NodeFault
 
 CONNECTING: tuple[type[Exception], ...] = (OSError, UnicodeError)
 """What `create_connection` raises: `TimeoutError`, `socket.gaierror` and `ssl.SSLError` are OSErrors."""
+
+_OUR_LACK = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+"""Of open files or memory: no node would be reached."""
 
 PARSING: tuple[type[Exception], ...] = (httptools.HttpParserError, httptools.HttpParserUpgrade)
 """What `feed_data` raises."""
@@ -26,8 +32,9 @@ class Garbage(Exception):
 
 
 def while_connecting(error: Exception, where: str) -> NodeFault:
-    """A connection that never stood: nothing of the request reached the node."""
-    return NodeFault(Fault.REFUSED, f"{where}: {_words(error)}")
+    """A connection that never stood: nothing of the request reached the node. Our own lack is no fault of the node."""
+    ours = isinstance(error, OSError) and error.errno in _OUR_LACK
+    return NodeFault(Fault.BUSY if ours else Fault.REFUSED, f"{where}: {_words(error)}")
 
 
 def while_exchanging(error: Exception | None, where: str) -> NodeFault:

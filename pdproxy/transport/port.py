@@ -1,7 +1,7 @@
 """What the rest of the proxy knows of HTTP towards nodes.
 
-Every failure is a `NodeFault`: REFUSED before the request was sent, RESET and STALL after, HEADERS_TIMEOUT in between.
-Status codes are not failures here: `legs` judges them.
+Every failure is a `NodeFault`: REFUSED before the request was sent, or BUSY where we have no socket left for it; RESET
+and STALL after; HEADERS_TIMEOUT in between. Status codes are not failures here: `legs` judges them.
 """
 
 import dataclasses
@@ -82,7 +82,7 @@ class Transport(Protocol):
         as long as no byte of a response came back and the request is safe to repeat (it was not read).
 
         Raises:
-            NodeFault: REFUSED, RESET, HEADERS_TIMEOUT.
+            NodeFault: REFUSED, BUSY, RESET, HEADERS_TIMEOUT.
         """
         ...
 

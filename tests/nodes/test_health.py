@@ -73,6 +73,18 @@ async def test_three_misses_in_a_row_give_a_node_up(pool: Pool, village: Village
     assert pool.leaving("d1").is_set()
 
 
+async def test_what_we_lack_ourselves_changes_nothing(pool: Pool, village: Village, health: Health) -> None:
+    await health.visit_all()
+    for fault, then in ((None, State.UP), (Fault.REFUSED, State.DOWN)):
+        village.houses["d1"].fault = fault
+        for _ in range(3):
+            await health.visit_all()
+        village.houses["d1"].fault = Fault.BUSY
+        for _ in range(5):
+            await health.visit_all()
+        assert state(pool, "d1") is then
+
+
 async def test_a_node_that_says_it_is_dead_is_believed(pool: Pool, village: Village, health: Health) -> None:
     await health.visit_all()
     village.houses["d1"].paths["/health"] = (503, b"")

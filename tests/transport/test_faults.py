@@ -1,6 +1,7 @@
 """Every foreign error has its row: nothing from below reaches the proxy under its own name."""
 
 import asyncio
+import errno
 import inspect
 import socket
 import ssl
@@ -39,6 +40,12 @@ def test_the_lists_are_not_empty() -> None:
 
 def test_timeouts_of_asyncio_are_mapped() -> None:
     assert issubclass(asyncio.TimeoutError, CONNECTING)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_what_we_lack_ourselves_is_no_fault_of_the_node(number: int) -> None:
+    assert while_connecting(OSError(number, "none left"), "node:1").fault is Fault.BUSY
+    assert while_connecting(OSError(errno.EHOSTUNREACH, "no way"), "node:1").fault is Fault.REFUSED
 
 
 def test_a_fault_says_where_and_what() -> None:
