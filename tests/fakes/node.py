@@ -121,6 +121,8 @@ class FakeNode:
 
     def _troubled(self, path: str, script: Script, trouble: Trouble, body: Mapping[str, Any]) -> Script:
         if trouble.ill is Ill.NO_TICKET:
+            if script.headers == EVENTS:
+                return script
             self._drop(body)
             return dataclasses.replace(script, pieces=(_without_ticket(script.pieces[0]),))
         if trouble.at < 0 and trouble.ill is not Ill.GARBAGE:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-import httpx
 import uvicorn
 from prometheus_client import CollectorRegistry
 
@@ -21,24 +20,21 @@ from pdproxy.server.protocol import ConnectionLimits, guarded
 from pdproxy.settings import Credential
 from tests.drive.town import Town
 from tests.soak.asking import PATIENT
+from tests.soak.caller import Caller
 
 PLACES = 6
 """Fewer than there are clients: some wait in the queue, and leave it."""
-LIMITS = ConnectionLimits(65536, 30.0, PATIENT)
-"""httpx leaves a connection open where its user left while it was made: the server ends it after these seconds."""
+LIMITS = ConnectionLimits(65536, PATIENT, PATIENT)
 
 
 @contextlib.asynccontextmanager
-async def front_door(place: Town) -> AsyncIterator[httpx.AsyncClient]:
+async def front_door(place: Town) -> AsyncIterator[Caller]:
     """A client of a server that must have nothing left in the end."""
     registry = CollectorRegistry()
     server = _server(place, Metrics(registry))
     serving = asyncio.create_task(server.serve(sockets=[server.bound]))
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=4)
-    async with httpx.AsyncClient(
-        base_url=f"http://{server.address}", trust_env=False, timeout=PATIENT, limits=limits
-    ) as client:
-        yield client
+    with contextlib.closing(Caller(server.bound.getsockname()[1])) as caller:
+        yield caller
     server.should_exit = True
     await serving
     assert not server.server_state.connections
@@ -52,7 +48,13 @@ def _server(place: Town, metrics: Metrics) -> Port:
     rules = Rules(1 << 20, PATIENT, PATIENT, Credential.PASS, own="")
     service = Service(read_keys(None), admission, place.orchestrator, place.pool, SystemClock(), rules)
     config = uvicorn.Config(
-        Door(service, _nobody), http=guarded(LIMITS), ws="none", lifespan="off", log_config=None, access_log=False
+        Door(service, _nobody),
+        http=guarded(LIMITS),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=int(PATIENT),
     )
     return Port(config, bind("127.0.0.1", 0, "listen.port"))
 
