@@ -146,3 +146,16 @@ def test_the_example_has_every_knob_with_its_default_and_no_other() -> None:
     explained = dict(re.findall(r"^# (\w+)=(\S*)", EXAMPLE.read_text(), re.MULTILINE))
     assert explained.keys() == defaults.keys() | passed_on
     assert {name: explained[name] for name in defaults} == defaults
+
+
+def test_the_readme_names_the_ports_that_are_opened(path: str) -> None:
+    said = (ROOT / "README.md").read_text(encoding="utf-8")
+    every = {name: service for profile in PROFILES for name, service in resolved(path, profile).items()}
+    proxy, cpu, prefill = every["proxy"]["environment"], every["cpu-proxy"]["ports"], every["prefill"]["environment"]
+    opened = {
+        "answers on port (\\d+)": {str(proxy["PDPROXY_LISTEN_PORT"]), cpu[0].rpartition(":")[2]},
+        "FIRST-HOST:(\\d+)": {str(prefill["NODE_PORT"])},
+        "Prometheus \\((\\d+)\\)": {" ".join(every["prometheus"]["command"]).rpartition(":")[2]},
+        "Grafana \\((\\d+)\\)": {str(every["grafana"]["environment"]["GF_SERVER_HTTP_PORT"])},
+    }
+    assert {pattern: set(re.findall(pattern, said)) for pattern in opened} == opened
