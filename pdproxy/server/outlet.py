@@ -78,8 +78,8 @@ class Outlet(asyncio.Transport):
             self._watch = None
 
     def _end(self) -> None:
-        self._watch = self._loop.call_later(self._seconds, self._inner.abort)
         self._inner.close()
+        self._look_later()
 
     def _look_later(self) -> None:
         self._left = self.get_write_buffer_size()

@@ -1,5 +1,7 @@
 """The clients' port with TLS, and what cannot be one."""
 
+import asyncio
+import contextlib
 import ssl
 from pathlib import Path
 
@@ -7,7 +9,7 @@ import httpx
 import pytest
 
 from pdproxy.__main__ import main
-from tests.watch.process import serving
+from tests.watch.process import SOON, serving
 
 HERE = Path(__file__).parents[1] / "transport" / "tls"
 CERTIFICATE, KEY, LOCKED = HERE / "certificate.pem", HERE / "key.pem", HERE / "locked.pem"
@@ -20,13 +22,23 @@ async def test_clients_speak_tls_and_operators_need_not(tmp_path: Path) -> None:
         serving(tmp_path, {"listen": listen}) as process,
         httpx.AsyncClient(trust_env=False, verify=trusting) as client,
     ):
-        assert (await client.get(process.operators + "/health")).status_code == 200
         secure = process.clients.replace("http://", "https://")
-        assert (await client.get(secure + "/health")).status_code == 200
+        await listening(client, secure + "/health")
+        assert (await client.get(process.operators + "/health")).status_code == 200
         late = await client.post(secure + "/v1/completions", content=b"x" * 100, headers={"content-encoding": "gzip"})
         assert late.status_code == 415
         with pytest.raises(httpx.RemoteProtocolError):
             await client.get(process.clients + "/health")
+
+
+async def listening(client: httpx.AsyncClient, url: str) -> None:
+    """Wait until a page answers: the address is told as soon as it is taken."""
+    async with asyncio.timeout(SOON):
+        while True:
+            with contextlib.suppress(httpx.ConnectError):
+                assert (await client.get(url)).status_code == 200
+                return
+            await asyncio.sleep(0.05)
 
 
 def _words(certificate: Path, key: Path) -> list[str]:
