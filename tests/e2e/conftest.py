@@ -14,6 +14,7 @@ from deploy.local.node import Node, NodeSpec, Role
 from deploy.local.places import MODEL
 from deploy.local.stack import Proxy, ProxySpec, logs_of, pair_specs, start_nodes, start_proxy
 from deploy.local.supervise import Supervisor
+from tests.e2e.meters import watch
 
 REQUEST_TIMEOUT_S = 120.0
 PAIR = frozenset({"pair", "proxy", "client", "sync_client"})
@@ -72,6 +73,18 @@ def all_still_alive(engine_room: Supervisor) -> Iterator[None]:
     """No test may bring a shared part down; the one that does fails, with the part's last words."""
     yield
     engine_room.require_all_alive()
+
+
+@pytest.fixture(autouse=True)
+def no_prompt_gets_anothers_ticket(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever goes through our own proxy: no ticket's digest is another prompt's."""
+    if "proxy" not in request.fixturenames:
+        yield
+        return
+    pair: Pair = request.getfixturevalue("pair")
+    mismatches = watch(pair.decode.url, "refused", reason="digest")
+    yield
+    assert mismatches.grown() == 0
 
 
 def async_client(url: str) -> AsyncOpenAI:
