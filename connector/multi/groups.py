@@ -23,7 +23,7 @@ def stored_blocks(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", h
     if whole:
         log.warning(
             "Cache groups %s hold one running state a request (mamba_cache_mode none): tiers cannot keep prefixes of "
-            "this model; --mamba-cache-mode align lets them.",
+            "this model; --enable-prefix-caching lets them.",
             sorted(whole),
         )
     sizes = {number: spec.block_size for number, spec in specs.items() if number not in whole}
