@@ -96,7 +96,6 @@ def vllm_state(worker: Any) -> None:
     worker.__dict__.update(
         nixl_wrapper=Agent(),
         device_type="cuda",
-        world_size=1,
         transfer_topo=SimpleNamespace(
             get_engine_info=lambda engine: remote,
             tp_ratio=lambda size: 1,
