@@ -23,9 +23,9 @@ from pdproxy.nodes.node import Role as ProxyRole
 from pdproxy.nodes.preflight import Preflight
 from pdproxy.transport.http import HttpTransport
 from pdproxy.transport.port import Patience
-from tests.connector.dense import Dense, make_dense, tokens
-from tests.connector.ranks import Rank, answered, draw
+from tests.e2e.dense import Dense, make_dense, tokens
 from tests.e2e.meters import watch
+from tests.e2e.ranks import Rank, answered, draw
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines]
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from deploy.local.node import SERVED_NAME, Node
-from tests.connector.dense import Dense, Said, tokens
+from tests.e2e.dense import Dense, Said, tokens
 from tests.e2e.legs import TO_HAND_OVER, Params
 from tests.e2e.meters import PATIENCE_S, Watch, watch
 
