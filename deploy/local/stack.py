@@ -107,14 +107,19 @@ def start_proxy(supervisor: Supervisor, spec: ProxySpec, nodes: Sequence[Node], 
     environment = {**inherited(), "PYTHONUNBUFFERED": "1", **spec.more_environment}
     command = proxy_command(port, admin_port, nodes, spec.more_arguments)
     proxy = Proxy(port, admin_port, supervisor.start("proxy", command, environment, ROOT))
+    await_proxy(supervisor, proxy.admin_url, spec.until, say)
+    return proxy
+
+
+def await_proxy(supervisor: Supervisor, admin_url: str, until: Until, say: Say) -> None:
+    """Wait for a started proxy. Raises as `start_nodes` does, and NodeRefusedError."""
     await_ready(
-        {"proxy": proxy.admin_url + spec.until.value},
+        {"proxy": admin_url + until.value},
         within=PROXY_UP_WITHIN_S,
         still_alive=supervisor.require_all_alive,
         say=say,
-        probe=PROBES[spec.until],
+        probe=PROBES[until],
     )
-    return proxy
 
 
 def start_stack(supervisor: Supervisor, nodes: Sequence[NodeSpec], proxy: ProxySpec, say: Say) -> Stack:

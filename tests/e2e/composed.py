@@ -16,8 +16,7 @@ from deploy.local.ask import body, pieces
 from deploy.local.model.exam import Exam
 from deploy.local.places import VENV
 from deploy.local.ports import HOST, free_ports
-from deploy.local.readiness import await_ready
-from deploy.local.stack import PROBES, PROXY_UP_WITHIN_S, Until
+from deploy.local.stack import Until, await_proxy
 from deploy.local.supervise import Part, Supervisor
 from tests.deploy.compose import Service, path_with_podman, resolved
 from tests.deploy.containers import Container, Moved, container, copied
@@ -70,7 +69,8 @@ def start(supervisor: Supervisor, folder: Path, nodes: Path = VENV, proxy: Path 
         waiting = [one for one in waiting if one not in ready]
     urls = {name: f"http://{HOST}:{ports[name]}" for name in (*NODES, PROXY)}
     composed = Composed(running, urls, f"http://{HOST}:{ports['operators']}")
-    _await_joined(supervisor, composed)
+    # A healthy proxy is one that lives: its nodes join a moment later.
+    await_proxy(supervisor, composed.admin_url, Until.JOINED, print)
     return composed
 
 
@@ -120,17 +120,6 @@ def _proxy(services: Mapping[str, Service], ports: Mapping[str, int], places: Ma
     texts |= {"0.0.0.0": HOST, clients: str(ports[PROXY]), operators: str(ports["operators"]), **places}
     moved = Moved(texts).of(one)
     return replace(moved, environment={**moved.environment, "PDPROXY_LISTEN_PORT": str(ports[PROXY])})
-
-
-def _await_joined(supervisor: Supervisor, composed: Composed) -> None:
-    """A healthy proxy is one that lives: its nodes join a moment later."""
-    await_ready(
-        {"every node's place": composed.admin_url + Until.JOINED.value},
-        within=PROXY_UP_WITHIN_S,
-        still_alive=supervisor.require_all_alive,
-        say=print,
-        probe=PROBES[Until.JOINED],
-    )
 
 
 def _started(supervisor: Supervisor, one: Container, folder: Path) -> Part:
