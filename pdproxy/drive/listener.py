@@ -1,10 +1,12 @@
 """Reads one decode leg's stream: bytes in, what the client sees out."""
 
+import functools
 from collections.abc import AsyncIterator
 
 from pdproxy.drive.tail import Tail
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.legs.tally import Tally, tally_event
+from pdproxy.sink import Sink
 from pdproxy.stream.chunk import parse_object
 from pdproxy.stream.sse import Event, EventTooLong, SseParser
 from pdproxy.stream.transcript import CHUNKED, DONE, NotContinuable, Transcript
@@ -22,11 +24,14 @@ class Listener:
     """
 
     def __init__(self, incoming: Incoming, transcript: Transcript, ticketed: bool, tail: Tail | None) -> None:
+        self._incoming = incoming
         self._chunks: AsyncIterator[bytes] = incoming.chunks()
         self._transcript = transcript
         self._ticketed = ticketed
         self._tail = tail
         self._parser = SseParser()
+        self._nothing_kept = False
+        """A piece stands for itself: there is no half an event before it, nor one that waits for the next."""
         self._trouble: NodeFault | NotContinuable | None = None
         self.heard = False
         """A data event came."""
@@ -63,7 +68,20 @@ class Listener:
         piece = await self._piece()
         if piece is None:
             return self._end()
-        return b"".join(map(self._take, self._events(piece)))
+        return self._seen(piece)
+
+    async def pipe_to(self, sink: Sink) -> None:
+        """Hand on what the client sees of each piece, as long as that is all there is to do; `next` tells the rest."""
+        if self.heard and self._trouble is None and not self.over:
+            await self._incoming.pipe_to(functools.partial(self._hand_on, sink))
+
+    def _hand_on(self, sink: Sink, piece: bytes) -> bool:
+        try:
+            seen = self._seen(piece)
+        except NodeFault as fault:
+            self._trouble = fault
+            return False
+        return (not seen or sink(seen)) and self._trouble is None
 
     def flush(self) -> bytes:
         """What was kept back for an event that did not come."""
@@ -82,6 +100,15 @@ class Listener:
             raise NodeFault(Fault.RESET, "the body ended before the stream did")
         self.over = True
         return b""
+
+    def _seen(self, piece: bytes) -> bytes:
+        if self._nothing_kept:
+            plain = self._transcript.take_plain(piece)
+            if plain is not None:
+                return plain
+        seen = b"".join(map(self._take, self._events(piece)))
+        self._nothing_kept = self.heard and not self._parser.rest and (self._tail is None or not self._tail.keeps)
+        return seen
 
     def _events(self, piece: bytes) -> list[Event]:
         try:

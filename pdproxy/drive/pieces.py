@@ -3,6 +3,8 @@
 import abc
 from typing import Self
 
+from pdproxy.sink import Sink
+
 
 class Pieces(abc.ABC):
     """A `ReplyStream` that is read by iterating; leaving the iteration in any way but with a piece closes it."""
@@ -23,6 +25,9 @@ class Pieces(abc.ABC):
             raise
         ready, self._ready = self._ready, b""
         return ready
+
+    async def pipe_to(self, sink: Sink) -> None:  # noqa: B027  # nothing is what most streams can do
+        """See `ReplyStream`."""
 
     @abc.abstractmethod
     async def _advance(self) -> bytes:

@@ -1,6 +1,7 @@
 """A streamed answer: passed on as it comes, moved to another node when its node fails, and always ended properly."""
 
 import asyncio
+import functools
 from collections.abc import Callable
 
 from pdproxy.drive.given_up import silent
@@ -18,6 +19,7 @@ from pdproxy.legs.body import continuation_body
 from pdproxy.nodes.pool import UnknownNode
 from pdproxy.observe.labels import Answer, Leg, Migration, Outcome
 from pdproxy.request import Addition, Endpoint, Json
+from pdproxy.sink import Sink
 from pdproxy.stream.errors import error_event
 from pdproxy.stream.transcript import NotContinuable, Transcript
 from pdproxy.transport.port import Incoming
@@ -64,6 +66,15 @@ class Relay(Pieces):
         self._ready = await self._passage.open(self._ask(self._job.body), self._listen)
         self._passage.holdings.place.when_given_up(self._give_up)
         self.outcome = Outcome.CLIENT_GONE
+
+    async def pipe_to(self, sink: Sink) -> None:
+        """See `ReplyStream`. A node that leaves, fails or ends its answer is looked at by the next read."""
+        if self._listener is not None and not self._ready and not self._leaving.is_set():
+            await self._listener.pipe_to(functools.partial(self._hand_on, sink))
+
+    def _hand_on(self, sink: Sink, piece: bytes) -> bool:
+        self._alive()
+        return sink(piece) and not self._leaving.is_set()
 
     async def aclose(self) -> None:
         """End the legs, release what they hold. Idempotent."""

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Protocol
 
 from pdproxy.request import Headers
+from pdproxy.sink import Sink
 
 
 class ReplyStream(Protocol):
@@ -16,6 +17,10 @@ class ReplyStream(Protocol):
     def __aiter__(self) -> "ReplyStream": ...
 
     async def __anext__(self) -> bytes: ...
+
+    async def pipe_to(self, sink: Sink) -> None:
+        """Between two pieces: hand on at once what comes, as long as no piece asks for a decision. May do nothing."""
+        ...
 
     async def aclose(self) -> None:
         """Client gone, or done: end the legs, release what they hold. Idempotent; never raises."""

@@ -18,6 +18,11 @@ class Tail:
     def __init__(self) -> None:
         self._kept = b""
 
+    @property
+    def keeps(self) -> bool:
+        """Something is kept back."""
+        return bool(self._kept)
+
     def ours(self, data: bytes) -> bool:
         """Whether an event is the usage event."""
         return _USAGE in data

@@ -16,6 +16,7 @@ from pdproxy.intake.identity import request_id
 from pdproxy.intake.openapi import document
 from pdproxy.intake.service import Service, leaving
 from pdproxy.request import Headers
+from pdproxy.sink import EXTENSION
 
 _LOG = logging.getLogger("pdproxy.intake")
 
@@ -39,7 +40,8 @@ class Door:
             raise ClientError(404, f"Only HTTP is served here, not {scope['type']}.")
         headers = headers_of(scope)
         name = request_id(headers)
-        exchange = Exchange(scope["method"], scope["path"], query(scope), headers, name, receive, Sender(send))
+        sink = scope.get("extensions", {}).get(EXTENSION, {}).get("sink")
+        exchange = Exchange(scope["method"], scope["path"], query(scope), headers, name, receive, Sender(send), sink)
         try:
             await self._dispatch(exchange, scope)
         except ClientGone:

@@ -6,6 +6,7 @@ from pdproxy.errors import ClientError
 from pdproxy.intake import paths
 from pdproxy.intake.asgi import Message, Receive, Send, send_error
 from pdproxy.request import Endpoint, Headers
+from pdproxy.sink import Sink
 from pdproxy.stream.errors import error_body, error_event
 
 
@@ -28,6 +29,7 @@ class Exchange:
     Attributes:
         query: with its question mark, or "".
         request_id: for logs and the response.
+        sink: for pieces of the response's body that need not wait for their turn, where the server has one.
     """
 
     method: str
@@ -37,6 +39,7 @@ class Exchange:
     request_id: str
     receive: Receive
     send: Sender
+    sink: Sink | None = None
 
     async def refuse(self, error: ClientError) -> None:
         """Send an error in the shape of the endpoint's API.

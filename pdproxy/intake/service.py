@@ -129,6 +129,8 @@ class Service:
             await asgi.send_head(exchange.send, reply.status, headers)
             async for piece in reply.body:
                 await exchange.send({"type": "http.response.body", "body": piece, "more_body": True})
+                if exchange.sink is not None:
+                    await reply.body.pipe_to(exchange.sink)
             await exchange.send({"type": "http.response.body", "body": b""})
         except asyncio.CancelledError:
             await exchange.break_off(leaving())  # nobody hears it where the client is the one who left

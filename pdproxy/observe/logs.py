@@ -38,7 +38,9 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         extras = "".join(f" {name}={value}" for name, value in _extras(record).items())
-        text = f"{record.name}: {record.getMessage()}{extras}".translate(_ESCAPES)
+        text = f"{record.name}: {record.getMessage()}{extras}"
+        if not text.isprintable():
+            text = text.translate(_ESCAPES)
         line = f"{_time(record)} {record.levelname} {text}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
@@ -49,6 +51,8 @@ def configure(log: Log, stream: TextIO) -> logging.Handler:
     Returns:
         The handler, so that a test can take it out again.
     """
+    # No line of ours says which thread, process or task it comes from: there is one of each that speaks.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if log.format is LogFormat.JSON else TextFormatter())
     root = logging.getLogger()

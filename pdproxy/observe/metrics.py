@@ -2,7 +2,7 @@
 
 import enum
 import itertools
-from functools import partial
+from functools import cache, partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -50,6 +50,13 @@ class Metrics:
         self._node_up = gauge("pdproxy_node_up", "1 for the state a node is in, else 0.", ["node", "role", "state"])
         self._circuit = counter("pdproxy_circuit_moves_total", "Moves of a node's circuit.", ["node", "to"])
         self._tasks = counter("pdproxy_task_failures_total", "Background tasks that had to be begun again.", ["task"])
+        # Finding a series by its labels costs more than counting: those of the hot path are found once.
+        self._request = cache(self._requests.labels)
+        self._phase = cache(self._phases.labels)
+        self._continuing = cache(self._continuable.labels)
+        self._token = cache(self._tokens.labels)
+        self._pending = cache(self._prefill_tokens.labels)
+        self._node = cache(self._node_active.labels)
         self._begin_at_zero()
 
     def _begin_at_zero(self) -> None:
@@ -64,11 +71,11 @@ class Metrics:
 
     def request_ended(self, endpoint: Endpoint | None, outcome: Outcome) -> None:
         """Count a request that ended; ``endpoint`` is None for one that was passed through."""
-        self._requests.labels(endpoint or _OTHER, outcome).inc()
+        self._request(endpoint or _OTHER, outcome).inc()
 
     def phase_took(self, phase: Phase, seconds: float) -> None:
         """Record the time that a phase took."""
-        self._phases.labels(phase).observe(seconds)
+        self._phase(phase).observe(seconds)
 
     def leg_failed(self, leg: Leg, fault: Fault) -> None:
         """Count a leg that failed on a node."""
@@ -88,7 +95,7 @@ class Metrics:
 
     def continuable(self, answer: Answer, reason: enum.StrEnum) -> None:
         """Count whether a request could be continued elsewhere, should its node die, and why (not)."""
-        self._continuable.labels(answer, reason).inc()
+        self._continuing(answer, reason).inc()
 
     def recomputed(self) -> None:
         """Count a disaggregated request whose decode node computed the prompt itself after all."""
@@ -117,7 +124,7 @@ class Metrics:
     def tokens(self, kind: Tokens, count: int) -> None:
         """Add tokens; counts that are not positive add nothing."""
         if count > 0:
-            self._tokens.labels(kind).inc(count)
+            self._token(kind).inc(count)
 
     def prefill_expected(self, model: str) -> None:
         """Prompts of a model may come: its series is there from now on, at 0."""
@@ -125,15 +132,15 @@ class Metrics:
 
     def prefill_began(self, model: str, tokens: int) -> None:
         """A prompt of about so many tokens goes to a prefill node; ``model`` is that node's, no client's word."""
-        self._prefill_tokens.labels(model).inc(tokens)
+        self._pending(model).inc(tokens)
 
     def prefill_ended(self, model: str, tokens: int) -> None:
         """It waits and runs no more; the same numbers as it began with."""
-        self._prefill_tokens.labels(model).dec(tokens)
+        self._pending(model).dec(tokens)
 
     def node_active(self, node: str, role: enum.StrEnum, legs: int) -> None:
         """Set how many legs run on a node."""
-        self._node_active.labels(node, role).set(legs)
+        self._node(node, role).set(legs)
 
     def node_state(self, node: str, role: enum.StrEnum, state: enum.StrEnum) -> None:
         """Set the one state that a node is in; the other states of the same enumeration become 0."""
@@ -145,6 +152,7 @@ class Metrics:
     ) -> None:
         """Drop the series of a node that was removed: those of its states and of its circuit's phases too."""
         self._node_active.remove(node, role)
+        self._node.cache_clear()
         for each in states:
             self._node_up.remove(node, role, each)
         for phase in phases:

@@ -32,9 +32,26 @@ class Outlet(asyncio.Transport):
         self._left = 0
         self._watch: asyncio.TimerHandle | None = None
         self._ending = False
-        # The two that every piece of an answer goes through.
-        self.write = inner.write  # type: ignore[method-assign]
-        self.get_write_buffer_size = inner.get_write_buffer_size  # type: ignore[method-assign]
+        self._held: list[bytes] = []
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Goes out in the loop's next turn, as one with what else is said in this: head and body, last piece and end.
+
+        One system call less is worth more than the turn: the client's machine is woken once.
+        """
+        if not self._held:
+            self._loop.call_soon(self._flush)
+        self._held.append(bytes(data))
+
+    def write_now(self, data: bytes) -> None:
+        """Goes out at once."""
+        if self._held:
+            self._flush()
+        self._inner.write(data)
+
+    def get_write_buffer_size(self) -> int:
+        """Bytes that wait."""
+        return self._inner.get_write_buffer_size() + sum(map(len, self._held))
 
     def is_closing(self) -> bool:
         """Nothing more goes out."""
@@ -45,6 +62,7 @@ class Outlet(asyncio.Transport):
         if self.is_closing():
             return
         self._ending = True
+        self._flush()
         self._stop()
         if self._sends() and self._inner.can_write_eof():
             self._inner.write_eof()
@@ -55,6 +73,7 @@ class Outlet(asyncio.Transport):
 
     def abort(self) -> None:
         """End at once."""
+        self._held.clear()
         self._inner.abort()
 
     def waits(self) -> None:
@@ -70,7 +89,13 @@ class Outlet(asyncio.Transport):
     def lost(self) -> None:
         """The connection is gone: watch no longer, and let go of whose it was."""
         self._stop()
+        self._held.clear()
         self._sends = _no_more
+
+    def _flush(self) -> None:
+        held, self._held = self._held, []
+        if held:
+            self._inner.write(held[0] if len(held) == 1 else b"".join(held))
 
     def _stop(self) -> None:
         if self._watch is not None:

@@ -24,7 +24,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from pdproxy.errors import ClientError, PdproxyError
 from pdproxy.server.framing import ambiguous, head_again
 from pdproxy.server.outlet import Outlet
+from pdproxy.server.straight import straight
 from pdproxy.server.unchunked import unchunked
+from pdproxy.sink import EXTENSION
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,6 +123,8 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if version == "1.0":
             unchunked(self.cycle)
+        else:
+            self.scope["extensions"] = {EXTENSION: {"sink": straight(self.cycle, self._outlet)}}
         self._stage, self._came = Stage.BODY, 0
 
     def on_body(self, body: bytes) -> None:
@@ -140,6 +144,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self.scope["extensions"] = {}  # the sink leads back to here: nobody but the garbage collector would end that
         if self._stage is Stage.BODY and not self.transport.is_closing():
             self._hurry(self.transport.close)
 

@@ -8,16 +8,20 @@ import json
 import re
 from typing import NamedTuple
 
-_HEAD = rb'\{"id":"[^"\\]*+","object":"[^"\\]*+","created":\d++,"model":"[^"\\]*+","choices":\[\{"index":(\d++),'
+_WORD = rb'"[^"\\\x00-\x1f]*+"'
+_HEAD = (
+    rb'data: \{"id":' + _WORD + rb',"object":' + _WORD + rb',"created":\d++,"model":' + _WORD
+    + rb',"choices":\[\{"index":(\d++),'
+)  # fmt: skip
 _SAID = rb'"([^"\\\x00-\x1f]*+(?:\\.[^"\\\x00-\x1f]*+)*+)"'
 _TEXT = rb'(?:"delta":\{"content":' + _SAID + rb'\}|"text":' + _SAID + rb"),"
 _TAIL = rb'"logprobs":null,"finish_reason":null,(?:"stop_reason":null,)?+(?:"prompt_token_ids":null,)?+'
-_IDS = rb'"token_ids":(\[[\d,]*+\])\}\]\}'
+_IDS = rb'"token_ids":\[(\d++(?:,\d++)*+|)\]\}\]\}\n\n'
 _PLAIN = re.compile(_HEAD + _TEXT + _TAIL + _IDS)
 
 
 class Plain(NamedTuple):
-    """What a plain event says, and where in its data the token ids lie."""
+    """What a plain event says, and where in its bytes the token ids lie."""
 
     choice: int
     text: str
@@ -26,20 +30,16 @@ class Plain(NamedTuple):
     ids_to: int
 
 
-def plain(data: bytes) -> Plain | None:
-    """The event's meaning; None where it must be parsed."""
-    match = _PLAIN.fullmatch(data)
+def plain(raw: bytes) -> Plain | None:
+    """The meaning of one whole event; None where it must be parsed, or is not one event, or more."""
+    match = _PLAIN.fullmatch(raw)
     if match is None:
         return None
     index, content, text, ids = match.groups()
+    said = content if text is None else text
     try:
-        said = _decoded(content if text is None else text)
+        words: str = json.loads(b'"' + said + b'"') if b"\\" in said else said.decode()
+        listed = list(map(int, ids.split(b","))) if b"," in ids else [int(ids)] if ids else []
     except ValueError:
         return None
-    listed = [int(number) for number in ids[1:-1].split(b",")] if len(ids) > 2 else []
-    return Plain(int(index), said, listed, match.start(4), match.end(4))
-
-
-def _decoded(said: bytes) -> str:
-    text: str = json.loads(b'"' + said + b'"') if b"\\" in said else said.decode()
-    return text
+    return Plain(int(index), words, listed, match.start(4) - 1, match.end(4) + 1)

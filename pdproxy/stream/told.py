@@ -49,6 +49,8 @@ class Told:
     _marks: list[Mark] = dataclasses.field(default_factory=lambda: [Mark(0, 0, whole=True)])
     _tail: str = ""
     """The shown text from the first mark on."""
+    _here: int = 0
+    """Tokens up to a boundary where ``shown`` ends, not among the marks yet; 0: there is none."""
 
     def hear(self, text: str, token_ids: list[int]) -> str:
         """Take what one event said; what of its text is new to the client.
@@ -60,7 +62,11 @@ class Told:
         if not text:
             return ""
         if not self.held_back and len(token_ids) == 1 and self.heard == self.shown:
-            return self._simply(text)
+            # The common case: one token, nothing held back, nothing repeated. The boundary is here.
+            self.shown = self.heard = self.heard + len(text)
+            self._here = len(self.tokens)
+            return text
+        self._mark_here()
         new = self._new_part(text)
         self.heard += len(text)
         self.shown = max(self.shown, self.heard)
@@ -69,19 +75,14 @@ class Told:
         self._forget()
         return new
 
-    def _simply(self, text: str) -> str:
-        """The common case: one token, nothing held back, nothing repeated. The boundary is here."""
-        self.shown = self.heard = self.heard + len(text)
-        self._marks = [Mark(len(self.tokens), self.shown, whole=True)]
-        self._tail = ""
-        return text
-
     def boundary(self) -> tuple[int, str]:
         """The last token whose whole text the client has, as a count; and the text shown beyond it."""
+        self._mark_here()
         return self._marks[0].tokens, self._tail
 
     def rewind(self) -> None:
         """The next events continue from `boundary`."""
+        self._mark_here()
         mark = self._marks[0]
         del self.tokens[mark.tokens :]
         self._marks = [mark]
@@ -91,6 +92,11 @@ class Told:
     def settled(self) -> bool:
         """Whether no known text is left to be repeated."""
         return self.heard >= self.shown
+
+    def _mark_here(self) -> None:
+        if self._here:
+            self._marks, self._tail = [Mark(self._here, self.shown, whole=True)], ""
+            self._here = 0
 
     def _new_part(self, text: str) -> str:
         known = self._tail[len(self._tail) - (self.shown - self.heard) :] if self.heard < self.shown else ""

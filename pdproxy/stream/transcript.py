@@ -9,13 +9,12 @@ import re
 from pdproxy.errors import Fault, NodeFault, PdproxyError
 from pdproxy.request import Addition, Continuation, Endpoint, Shape
 from pdproxy.stream.chunk import Choice, Chunk, parse_object
-from pdproxy.stream.plain import Plain, plain
+from pdproxy.stream.plain import plain
 from pdproxy.stream.sse import Event
 from pdproxy.stream.told import Diverged, Told
 from pdproxy.stream.usage import true_event, true_usage
 
 DONE = b"[DONE]"
-DATA = b"data: "
 _IDS = re.compile(rb'("(?:prompt_)?token_ids":)\s*\[[\d,\s]*\]')
 """Cannot match inside a JSON string: its quotes would be escaped."""
 _FINISH = b'"finish_reason":"'
@@ -86,6 +85,17 @@ class Transcript:
             raise _reported(event.data)
         return self._take_chunk(event, event.data)
 
+    def take_plain(self, raw: bytes) -> bytes | None:
+        """As `take`, if these bytes are one of the events that nearly all are; else None, and nothing has happened."""
+        if not self.started or self._again or not self._strips or self.ended:
+            return None
+        said = plain(raw)
+        if said is None:
+            return None
+        told = self.choices.get(said.choice) or self._told(said.choice)
+        told.hear(said.text, said.token_ids)  # only what is continued can diverge, and that is never plain
+        return raw[: said.ids_from] + b"null" + raw[said.ids_to :]
+
     def continuation(self) -> Continuation:
         """From where the stream can go on.
 
@@ -130,19 +140,15 @@ class Transcript:
         return true_event(self.endpoint, event, data, self.cached_tokens)
 
     def _take_chunk(self, event: Event, data: bytes) -> bytes:
-        said = plain(data) if self.started and not self._again and self._strips else None
-        if said is not None and event.raw.startswith(DATA):
-            return self._hear_plain(event.raw, said)
+        seen = self.take_plain(event.raw)
+        if seen is not None:
+            return seen
         if self._again or self.shape.continuable:
             return self._follow(event, Chunk(self.endpoint, parse_object(data)))
         if not self.started:
             self._begin(Chunk(self.endpoint, parse_object(data)))
         self._finishes += data.count(_FINISH)
         return true_event(self.endpoint, event, data, self.cached_tokens)
-
-    def _hear_plain(self, raw: bytes, said: Plain) -> bytes:
-        self._new_text(self._told(said.choice), said.text, said.token_ids)
-        return raw[: len(DATA) + said.ids_from] + b"null" + raw[len(DATA) + said.ids_to :]
 
     def _told(self, choice: int) -> Told:
         told = self.choices.get(choice)

@@ -47,14 +47,15 @@ class AnswerReader:
             Garbage: it is not HTTP, an upgrade, or far too much head.
         """
         self.silent = False
-        before = self.pending
+        self._overhead += len(data)
         try:
             self._parser.feed_data(data)
         except PARSING as error:
             if not self.ended:
                 raise Garbage(f"not an HTTP answer ({type(error).__name__}: {error})") from error
             self.reusable = False
-        self._bound(len(data), self.pending > before)
+        if self._overhead > _OVERHEAD and not self.ended:
+            raise Garbage(f"more than {_OVERHEAD} bytes came that are no body")
 
     def feed_eof(self) -> bool:
         """Take the end of the connection. True where that is how the answer ends (no length, not chunked)."""
@@ -67,11 +68,6 @@ class AnswerReader:
         """All of the body that is here and was not taken yet."""
         pieces, self._pieces, self.pending = self._pieces, [], 0
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    def _bound(self, came: int, progressed: bool) -> None:
-        self._overhead = 0 if progressed else self._overhead + came
-        if self._overhead > _OVERHEAD and not self.ended:
-            raise Garbage(f"more than {_OVERHEAD} bytes came that are no body")
 
     # What httptools calls.
 
@@ -97,6 +93,7 @@ class AnswerReader:
         if not self.ended:
             self._pieces.append(body)
             self.pending += len(body)
+            self._overhead = 0
 
     def on_message_complete(self) -> None:
         if self.has_head and not self.ended:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import cast
 
 from pdproxy.errors import Fault, NodeFault
+from pdproxy.sink import Sink
 from pdproxy.transport.answer import AnswerReader
 from pdproxy.transport.faults import Garbage, out_of_patience, out_of_time, while_exchanging
 from pdproxy.transport.watchdog import Watchdog
@@ -36,6 +37,7 @@ class Connection(asyncio.Protocol):
         self._watchdog = Watchdog(self._loop, self._bite)
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._sink: Sink | None = None
         self._patience = (Fault.HEADERS_TIMEOUT, 0.0)
         self._failure: NodeFault | None = None
         self._busy = self._lost = self._paused = False
@@ -56,9 +58,10 @@ class Connection(asyncio.Protocol):
         """The socket's descriptor, -1 once it is closed."""
         return -1 if self._transport is None else int(self._transport.get_extra_info("socket").fileno())
 
-    def begin(self, method: str, head: bytes, body: bytes) -> None:
-        """Send a request. What comes from now on is its answer."""
+    def begin(self, method: str, head: bytes, body: bytes, due: float) -> None:
+        """Send a request. What comes from now on is its answer; it must have ended at ``due``, in the loop's time."""
         self.answer.expect(method)
+        self._watchdog.latest = due
         self._failure = None if not self.lost else while_exchanging(None, self._where)
         self._busy = True
         if self._transport is None or self.lost:
@@ -82,16 +85,27 @@ class Connection(asyncio.Protocol):
         """The next of the body, b"" at its end.
 
         Raises:
-            NodeFault: RESET, or STALL when nothing came for ``seconds``, or none are left.
+            NodeFault: RESET, or STALL when nothing came for ``seconds``, or the exchange is overdue.
         """
-        if seconds <= 0 and not self.answer.ended:
-            self._fail(out_of_time(self._where))
-            raise out_of_time(self._where)
+        if self._watchdog.late and not self.answer.ended:
+            overdue = out_of_time(Fault.STALL, self._where)
+            self._fail(overdue)
+            raise overdue
         while not self.answer.pending and not self.answer.ended:
             await self._wait(Fault.STALL, seconds)
         piece = self.answer.take()
         self._resume()
         return piece
+
+    async def pipe_to(self, sink: Sink, seconds: float) -> None:
+        """See `port.Incoming.pipe_to`. What is left for `piece`: the last piece, the end, a fault."""
+        if self.answer.pending or self.answer.ended or self._failure is not None:
+            return
+        self._sink = sink
+        try:
+            await self._wait(Fault.STALL, seconds)
+        finally:
+            self._sink = None
 
     def rest(self) -> None:
         """The exchange is over: what comes now was not asked for."""
@@ -116,9 +130,12 @@ class Connection(asyncio.Protocol):
             self._watchdog.rest()
             self._waiter = None
 
-    def _wake(self) -> None:
+    def _wake(self, bug: BaseException | None = None) -> None:
         if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+            if bug is None:
+                self._waiter.set_result(None)
+            else:
+                self._waiter.set_exception(bug)
             self._watchdog.rest()  # what was awaited is here, even if the waiter runs only after the timer
 
     def _awaited(self) -> bool:
@@ -128,7 +145,9 @@ class Connection(asyncio.Protocol):
         return self.answer.pending > 0 or self.answer.ended
 
     def _bite(self) -> None:
-        self._fail(out_of_patience(*self._patience, self._where))
+        fault, seconds = self._patience
+        overdue = self._watchdog.late
+        self._fail(out_of_time(fault, self._where) if overdue else out_of_patience(fault, seconds, self._where))
 
     def _fail(self, failure: NodeFault) -> None:
         self._failure = self._failure or failure
@@ -140,6 +159,19 @@ class Connection(asyncio.Protocol):
         if self._paused and self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
         self._paused = False
+
+    def _hand_on(self, sink: Sink) -> None:
+        """A piece is here, and somebody to take it at once. Whoever waits is woken where that one wants no more."""
+        try:
+            more = sink(self.answer.take())
+        except BaseException as bug:
+            self._wake(bug)
+            raise
+        if more:
+            self._watchdog.watch(self._patience[1])
+        else:
+            self._sink = None
+            self._wake()
 
     # What asyncio calls.
 
@@ -155,6 +187,9 @@ class Connection(asyncio.Protocol):
             self.answer.feed(data)
         except Garbage as error:
             self._fail(while_exchanging(error, self._where))
+            return
+        if self._sink is not None and self.answer.pending and not self.answer.ended:
+            self._hand_on(self._sink)
             return
         if self.answer.pending > _FULL and self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()

@@ -47,9 +47,9 @@ def out_of_patience(fault: Fault, seconds: float, where: str) -> NodeFault:
     return NodeFault(fault, f"{where}: nothing came for {seconds:g} s")
 
 
-def out_of_time(where: str) -> NodeFault:
-    """A lively answer that does not end."""
-    return NodeFault(Fault.STALL, f"{where}: the answer did not end in time")
+def out_of_time(fault: Fault, where: str) -> NodeFault:
+    """An answer that has not ended when the exchange must have, however lively it is."""
+    return NodeFault(fault, f"{where}: the answer did not end in time")
 
 
 def _words(error: Exception) -> str:

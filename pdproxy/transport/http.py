@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from pdproxy.clock import Clock
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Headers
+from pdproxy.sink import Sink
 from pdproxy.transport.connection import Connection
 from pdproxy.transport.faults import CONNECTING, while_connecting
 from pdproxy.transport.pool import Pool
@@ -67,13 +68,13 @@ class HttpTransport:
     async def _exchange(
         self, connection: Connection, request: Outgoing, head: bytes, patience: Patience, due: float
     ) -> Incoming:
-        connection.begin(request.method, head, request.body)
+        connection.begin(request.method, head, request.body, due)
         try:
-            await connection.head(min(patience.headers, due - asyncio.get_running_loop().time()))
+            await connection.head(patience.headers)
         except BaseException:
             connection.cut()
             raise
-        return Received(connection, self._pool, patience, due)
+        return Received(connection, self._pool, patience)
 
     async def _connect(self, target: Target, seconds: float) -> Connection:
         loop = asyncio.get_running_loop()
@@ -97,15 +98,13 @@ class HttpTransport:
 
 
 class Received:
-    """An answer whose head is here; see `port.Incoming`. By ``due``, in the loop's time, it must have ended."""
+    """An answer whose head is here; see `port.Incoming`."""
 
-    def __init__(self, connection: Connection, pool: Pool, patience: Patience, due: float) -> None:
+    def __init__(self, connection: Connection, pool: Pool, patience: Patience) -> None:
         self._connection = connection
         self._pool = pool
         self._stall = patience.stall
         self._wait = patience.stall if patience.first is None else patience.first
-        self._due = due
-        self._now = asyncio.get_running_loop().time
         self._closed = False
         self.status: int = connection.answer.status
         self.headers: Headers = connection.answer.headers
@@ -120,11 +119,16 @@ class Received:
     async def __anext__(self) -> bytes:
         if self._closed:
             raise StopAsyncIteration
-        piece = await self._connection.piece(min(self._wait, self._due - self._now()))
+        piece = await self._connection.piece(self._wait)
         if not piece:
             raise StopAsyncIteration
         self._wait = self._stall
         return piece
+
+    async def pipe_to(self, sink: Sink) -> None:
+        """See `port.Incoming.pipe_to`."""
+        if not self._closed:
+            await self._connection.pipe_to(sink, self._stall)
 
     async def read(self, limit: int) -> bytes:
         """The whole body; see `port.Incoming.read`."""

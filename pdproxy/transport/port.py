@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from pdproxy.request import Headers
+from pdproxy.sink import Sink
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,6 +57,14 @@ class Incoming(Protocol):
 
         Raises:
             NodeFault: RESET when the body ends before its end, STALL when it stops, or lasts too long.
+        """
+        ...
+
+    async def pipe_to(self, sink: Sink) -> None:
+        """Between two reads of `chunks`: hand pieces on as they come, until there is something to be decided.
+
+        Returns when ``sink`` said False, when the body's last piece or its end is here, or when it failed: the next
+        read of `chunks` tells. May return at once. Cancelled, it has lost nothing.
         """
         ...
 

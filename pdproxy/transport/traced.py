@@ -8,6 +8,7 @@ from opentelemetry import trace
 from pdproxy.errors import NodeFault
 from pdproxy.observe.tracing import outward
 from pdproxy.request import Headers
+from pdproxy.sink import Sink
 from pdproxy.transport.port import Incoming, Outgoing, Patience, Transport
 
 
@@ -65,6 +66,10 @@ class TracedIncoming:
     def chunks(self) -> AsyncIterator[bytes]:
         """The body as it arrives; a fault is noted."""
         return _Noting(self._inner.chunks(), self._span)
+
+    async def pipe_to(self, sink: Sink) -> None:
+        """As the inner answer."""
+        await self._inner.pipe_to(sink)
 
     async def read(self, limit: int) -> bytes:
         """The whole body; a fault is noted."""

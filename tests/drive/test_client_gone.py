@@ -10,6 +10,7 @@ from pdproxy.request import Endpoint
 from tests.drive.prompts import WORDS, body_for
 from tests.drive.world import World
 from tests.fakes.faults import Ill, Trouble
+from tests.fakes.reading import follow
 
 COMPLETIONS = Endpoint.COMPLETIONS
 
@@ -88,12 +89,8 @@ async def test_closed_after_every_piece(body: dict[str, Any]) -> None:
         world = World()
         reply = await world.orchestrator.answer(world.request(COMPLETIONS, body))
         assert not isinstance(reply.body, bytes)
-        taken, body_so_far = 0, b""
-        async for piece in reply.body:
-            taken, body_so_far = taken + 1, body_so_far + piece
-            if taken > pieces:
-                break
-        await reply.body.aclose()
+        got = await follow(reply.body, pieces)
+        taken, body_so_far = len(got), b"".join(got)
         await reply.body.aclose()
         await world.settle()
         assert len(asyncio.all_tasks()) == 1

@@ -49,6 +49,26 @@ async def test_a_stream_moves_when_its_node_leaves() -> None:
     await world.settle()
 
 
+async def test_a_stream_moves_when_its_node_leaves_while_pieces_are_handed_on() -> None:
+    world = World()
+    reply = await _begin(world, CHAT, tokens=20)
+    seen = [await _pieces(reply, 2)]
+
+    def sink(piece: bytes) -> bool:
+        seen.append(piece)
+        if len(seen) == 4:
+            world.pool.leaving("d0").set()
+        return True
+
+    assert not isinstance(reply.body, bytes)
+    await reply.body.pipe_to(sink)
+    assert len(seen) == 4, "the next piece asks for a decision"
+    told = story(CHAT, b"".join(seen) + await _rest(reply))
+    assert (told.texts[0], told.roles, told.ended) == (right(CHAT, 20), 1, True)
+    assert len(world.decodes[1].legs()) == 1
+    await world.settle()
+
+
 @pytest.mark.parametrize("more", [{"presence_penalty": 1.0}, {"n": 2}], ids=str)
 async def test_a_stream_that_cannot_move_stays_on_a_leaving_node(more: dict[str, object]) -> None:
     world = World()

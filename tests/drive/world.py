@@ -21,6 +21,7 @@ from tests.fakes.clock import FakeClock
 from tests.fakes.fabric import Fabric
 from tests.fakes.memory import MemoryTransport
 from tests.fakes.node import FakeNode
+from tests.fakes.reading import follow
 
 MODEL = "tiny"
 
@@ -118,4 +119,4 @@ async def read(reply: Reply) -> bytes:
     """The body of a reply, to its end."""
     if isinstance(reply.body, bytes):
         return reply.body
-    return b"".join([piece async for piece in reply.body])
+    return b"".join(await follow(reply.body))

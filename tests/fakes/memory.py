@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Iterable
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Headers
+from pdproxy.sink import Sink
 from pdproxy.transport.port import Incoming, Outgoing, Patience
 from tests.fakes.clock import FakeClock
 from tests.fakes.faults import Ill
@@ -67,6 +68,7 @@ class MemoryIncoming:
         self._patience = patience
         self._clock = clock
         self._due = clock.now() + patience.whole
+        self._at = 0
         self._ended = False
         self._closed = False
 
@@ -80,11 +82,12 @@ class MemoryIncoming:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """See the port."""
-        for piece in self._script.pieces:
+        while self._at < len(self._script.pieces):
             await asyncio.sleep(0)
             if self._closed:
                 raise NodeFault(Fault.RESET, "closed while it was read")
-            yield piece
+            self._at += 1
+            yield self._script.pieces[self._at - 1]
         await asyncio.sleep(0)
         match self._script.ill:
             case Ill.RESET:
@@ -96,6 +99,16 @@ class MemoryIncoming:
                 raise NodeFault(Fault.STALL, "the body stalled")
             case _:
                 self._ended = True
+
+    async def pipe_to(self, sink: Sink) -> None:
+        """See the port. The last piece is left to be read."""
+        more = True
+        while more and self._at < len(self._script.pieces) - 1:
+            await asyncio.sleep(0)
+            if self._closed:
+                return
+            self._at += 1
+            more = sink(self._script.pieces[self._at - 1])
 
     async def read(self, limit: int) -> bytes:
         """See the port."""

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Headers
+from pdproxy.sink import Sink
 from pdproxy.transport.port import Incoming, Outgoing, Patience
 
 
@@ -19,6 +20,9 @@ class Answer:
     async def chunks(self) -> AsyncIterator[bytes]:
         for piece in self.pieces:
             yield piece
+
+    async def pipe_to(self, sink: Sink) -> None:
+        pass
 
     async def read(self, limit: int) -> bytes:
         body = b"".join(self.pieces)

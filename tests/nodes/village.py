@@ -9,6 +9,7 @@ from typing import Any
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.nodes.node import Node, Role
 from pdproxy.request import Headers
+from pdproxy.sink import Sink
 from pdproxy.transport.port import Incoming, Outgoing, Patience
 
 LABELS = {
@@ -41,6 +42,9 @@ class Answer:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         yield self._body
+
+    async def pipe_to(self, sink: Sink) -> None:
+        pass
 
     async def read(self, limit: int) -> bytes:
         if len(self._body) > limit:

@@ -11,6 +11,7 @@ from pdproxy.errors import Fault, NodeFault
 from pdproxy.observe.tracing import Message, Receive, Send, TracedApp, tracing_of
 from pdproxy.request import Headers, header
 from pdproxy.settings import Otel, OtelExport
+from pdproxy.sink import Sink
 from pdproxy.transport.port import Incoming, Outgoing, Patience
 from pdproxy.transport.traced import TracedTransport
 
@@ -41,6 +42,9 @@ class Answer:
         yield b"one"
         if self.fault:
             raise self.fault
+
+    async def pipe_to(self, sink: Sink) -> None:
+        pass
 
     async def read(self, limit: int) -> bytes:
         if self.fault:

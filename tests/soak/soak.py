@@ -22,6 +22,7 @@ from pdproxy.fanout import Fan
 from tests.drive.town import Town, town
 from tests.fakes.faults import Ill, Trouble
 from tests.fakes.loopback import LoopbackNode
+from tests.fakes.reading import follow
 from tests.soak.asking import PATIENT, Asking, asking
 from tests.soak.caller import Caller
 from tests.soak.door import front_door
@@ -113,14 +114,10 @@ async def _ask(place: Town, asked: Asking, name: str) -> str:
         return _refused(error.status)
     if isinstance(reply.body, bytes):
         return _judged(asked, reply.body) if reply.status == 200 else _refused(reply.status)
-    pieces: list[bytes] = []
-    try:
-        async for piece in reply.body:
-            pieces.append(piece)
-            if asked.leaves is not None and len(pieces) > asked.leaves:
-                return "left"
-    finally:
-        await reply.body.aclose()
+    leaves = sys.maxsize if asked.leaves is None else asked.leaves
+    pieces = await follow(reply.body, leaves)
+    if len(pieces) > leaves:
+        return "left"
     return _judged(asked, b"".join(pieces))
 
 

@@ -8,12 +8,21 @@ import pytest
 import uvloop
 
 from pdproxy.transport.http import HttpTransport
-from tests.transport import test_http_answers, test_http_faults, test_http_keeping, test_http_leaving, test_http_size
+from tests.transport import (
+    test_http_answers,
+    test_http_faults,
+    test_http_keeping,
+    test_http_leaving,
+    test_http_piping,
+    test_http_size,
+)
 from tests.transport.asking import HandClock
 
 Case = Callable[..., Awaitable[None]]
 GIVEN = frozenset({"transport", "clock"})
-FILES = (test_http_answers, test_http_faults, test_http_keeping, test_http_leaving, test_http_size)
+FILES = (
+    test_http_answers, test_http_faults, test_http_keeping, test_http_leaving, test_http_piping, test_http_size
+)  # fmt: skip
 
 
 def plain_cases() -> dict[str, Case]:

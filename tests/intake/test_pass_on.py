@@ -1,0 +1,83 @@
+"""A stream on its way to the client: at once where the server has a way for that, in turn where it has none."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pdproxy.intake.admission import Admission
+from pdproxy.intake.asgi import Message
+from pdproxy.intake.exchange import Exchange, Sender
+from pdproxy.intake.keys import read_keys
+from pdproxy.intake.service import Rules, Service
+from pdproxy.observe.metrics import Metrics
+from pdproxy.request import Endpoint
+from pdproxy.settings import Credential
+from pdproxy.sink import Sink
+from tests.drive.answers import story
+from tests.drive.prompts import body_for, right
+from tests.drive.world import MODEL, World
+
+TOKENS = 20
+RULES = Rules(1 << 20, 60.0, 3600.0, Credential.PASS, own="")
+
+
+class Client:
+    """Both halves of an ASGI connection; what comes is kept in its order.
+
+    Args:
+        body: the request's.
+        breath: pieces after which the client has to be waited for.
+    """
+
+    def __init__(self, body: dict[str, Any], breath: int) -> None:
+        self._asked: list[Message] = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+        self._breath = breath
+        self.pieces: list[bytes] = []
+        self.sent = self.straight = 0
+
+    async def receive(self) -> Message:
+        if not self._asked:
+            await asyncio.Event().wait()
+        return self._asked.pop()
+
+    async def send(self, message: Message) -> None:
+        self.sent += 1
+        self.pieces.append(message.get("body", b""))
+
+    def sink(self, piece: bytes) -> bool:
+        self.straight += 1
+        self.pieces.append(piece)
+        return self.straight % self._breath != 0
+
+    async def ask(self, world: World, sink: Sink | None) -> bytes:
+        """The answer, whole."""
+        admission = Admission(1, 0, 60.0, Metrics(CollectorRegistry()))
+        service = Service(read_keys(None), admission, world.orchestrator, world.pool, world.clock, RULES)
+        exchange = Exchange("POST", Endpoint.CHAT.value, "", (), "r-1", self.receive, Sender(self.send), sink)
+        await service.generate(exchange, Endpoint.CHAT)
+        return b"".join(self.pieces)
+
+
+@pytest.mark.parametrize("breath", [1, 2, 3, 1000])
+async def test_the_client_gets_the_same_whichever_way(breath: int) -> None:
+    body = {"model": MODEL, **body_for(Endpoint.CHAT, stream=True, tokens=TOKENS)}
+    world = World()
+    at_once, in_turn = Client(body, breath), Client(body, breath)
+    whole = await at_once.ask(world, at_once.sink)
+    assert story(Endpoint.CHAT, whole).texts[0] == right(Endpoint.CHAT, TOKENS)
+    told = story(Endpoint.CHAT, await in_turn.ask(world, None))
+    assert (told.texts[0], told.ended) == (right(Endpoint.CHAT, TOKENS), True)
+    assert (in_turn.straight, at_once.straight > 0) == (0, True)
+    await world.settle()
+
+
+async def test_hardly_a_piece_has_to_wait_for_its_turn() -> None:
+    """The cost of a stream hangs on it: `make bench`."""
+    body = {"model": MODEL, **body_for(Endpoint.CHAT, stream=True, tokens=TOKENS)}
+    client = Client(body, breath=1000)
+    await client.ask(World(), client.sink)
+    assert client.straight > TOKENS - 4
+    assert client.sent < 8

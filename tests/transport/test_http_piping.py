@@ -1,0 +1,209 @@
+"""Pieces that are handed on in the moment they come: none is lost or comes twice, and every end is left to a read."""
+
+import asyncio
+import contextlib
+
+import pytest
+from opentelemetry import trace
+
+from pdproxy.errors import Fault, NodeFault
+from pdproxy.transport.http import HttpTransport
+from pdproxy.transport.port import Incoming, Patience
+from pdproxy.transport.traced import TracedTransport
+from tests.transport.asking import CHUNKED, PATIENT, ask, post
+from tests.transport.peer import GENEROUS, Peer, Script, Visit, always, peer
+
+WORDS = (b"one ", b"two ", b"three ", b"four ", b"five ", b"six ")
+END = b"0\r\n\r\n"
+
+
+def chunk(word: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(word), word)
+
+
+def speaking(*parts: bytes, then: asyncio.Event | None = None) -> Script:
+    """Says the parts slowly enough that each is read for itself; the last only when told."""
+
+    async def script(visit: Visit) -> None:
+        await visit.request()
+        await visit.say(CHUNKED)
+        for part in parts[:-1]:
+            await visit.say(part)
+            await asyncio.sleep(0.005)
+        if then is not None:
+            await then.wait()
+        await visit.say(parts[-1])
+        await visit.until_gone()
+
+    return script
+
+
+async def begin(transport: HttpTransport, there: Peer, patience: Patience = PATIENT) -> tuple[Incoming, bytes]:
+    """An answer of which the first piece was read."""
+    incoming = await transport.send(post(there), patience)
+    return incoming, await anext(incoming.chunks())
+
+
+class Taken:
+    """A sink that keeps what it gets, and wants no more after so many at once."""
+
+    def __init__(self, most: int = 100) -> None:
+        self.pieces: list[bytes] = []
+        self.piped = 0
+        self._most = most
+
+    def __call__(self, piece: bytes) -> bool:
+        self.piped += 1
+        self.pieces.append(piece)
+        return self.piped % self._most != 0
+
+    async def rest(self, incoming: Incoming) -> None:
+        """What comes after the first piece, to the end: by itself, and by reading in between."""
+        await incoming.pipe_to(self)
+        async for piece in incoming.chunks():
+            self.pieces.append(piece)
+            await incoming.pipe_to(self)
+
+
+@pytest.mark.parametrize("most", [1, 2, 100])
+@pytest.mark.parametrize("traced", [False, True], ids=["bare", "traced"])
+async def test_nothing_is_lost_between_sinks_and_reads(transport: HttpTransport, most: int, traced: bool) -> None:
+    async with peer(speaking(*map(chunk, WORDS), END)) as there:
+        with trace.use_span(trace.NonRecordingSpan(trace.SpanContext(1, 1, is_remote=False))):
+            through = TracedTransport(transport, trace.NoOpTracer()) if traced else transport
+            incoming = await through.send(post(there), PATIENT)
+        first = await anext(incoming.chunks())
+        taken = Taken(most)
+        await taken.rest(incoming)
+        await incoming.aclose()
+        assert first + b"".join(taken.pieces) == b"".join(WORDS)
+        assert taken.piped >= 2
+        assert transport.connections == 1, "it was read to its end, and serves again"
+
+
+async def test_the_last_piece_is_left_to_be_read_if_the_end_comes_with_it(transport: HttpTransport) -> None:
+    go_on = asyncio.Event()
+    async with peer(speaking(chunk(b"one"), chunk(b"two") + END, then=go_on)) as there:
+        incoming, _ = await begin(transport, there)
+        taken = Taken()
+        asyncio.get_running_loop().call_later(0.01, go_on.set)
+        await incoming.pipe_to(taken)
+        assert taken.pieces == []
+        assert await anext(incoming.chunks()) == b"two"
+        await incoming.pipe_to(lambda piece: pytest.fail("the answer is over"))
+        with pytest.raises(StopAsyncIteration):
+            await anext(incoming.chunks())
+        await incoming.aclose()
+
+
+@pytest.mark.parametrize("bad", [b"", b"no chunk\r\n"], ids=["cut", "garbage"])
+async def test_a_fault_is_left_to_be_read(transport: HttpTransport, bad: bytes) -> None:
+    async def script(visit: Visit) -> None:
+        await visit.request()
+        await visit.say(CHUNKED, chunk(b"one"))
+        await asyncio.sleep(0.01)
+        await visit.say(chunk(b"two"))
+        await asyncio.sleep(0.01)
+        if bad:
+            await visit.say(bad)
+        visit.writer.close()
+
+    async with peer(script) as there:
+        incoming, _ = await begin(transport, there)
+        taken = Taken()
+        with pytest.raises(NodeFault) as caught:
+            await taken.rest(incoming)
+        await incoming.aclose()
+    assert caught.value.fault is Fault.RESET
+    assert b"".join(taken.pieces) == b"two"
+
+
+@pytest.mark.parametrize(
+    ("patience", "lively", "words"),
+    [
+        (Patience(GENEROUS, GENEROUS, stall=0.1), False, "nothing came for 0.1 s"),
+        (Patience(GENEROUS, GENEROUS, stall=GENEROUS, whole=0.2), True, "did not end in time"),
+        (Patience(GENEROUS, GENEROUS, stall=GENEROUS, whole=0.2), False, "did not end in time"),
+    ],
+    ids=["stalled", "lively", "overdue"],
+)
+async def test_a_sink_buys_no_time(transport: HttpTransport, patience: Patience, lively: bool, words: str) -> None:
+    async def script(visit: Visit) -> None:
+        await visit.request()
+        await visit.say(CHUNKED, chunk(b"one"))
+        with contextlib.suppress(ConnectionError):
+            while lively:
+                await visit.say(chunk(b"more"))
+                await asyncio.sleep(0.005)
+        await visit.until_gone()
+
+    async with peer(script) as there, asyncio.timeout(GENEROUS):
+        incoming, _ = await begin(transport, there, patience)
+        with pytest.raises(NodeFault, match=words) as caught:
+            await Taken().rest(incoming)
+        await incoming.aclose()
+    assert caught.value.fault is Fault.STALL
+
+
+async def test_pieces_in_time_keep_a_stall_away(transport: HttpTransport) -> None:
+    async def script(visit: Visit) -> None:
+        await visit.request()
+        await visit.say(CHUNKED)
+        for word in WORDS:
+            await visit.say(chunk(word))
+            await asyncio.sleep(0.2)
+        await visit.say(END)
+        await visit.until_gone()
+
+    async with peer(script) as there:
+        incoming, first = await begin(transport, there, Patience(GENEROUS, GENEROUS, stall=0.8))
+        taken = Taken()
+        await taken.rest(incoming)
+        await incoming.aclose()
+    assert first + b"".join(taken.pieces) == b"".join(WORDS)
+
+
+async def test_cancelled_it_has_lost_nothing(transport: HttpTransport) -> None:
+    go_on = asyncio.Event()
+    async with peer(speaking(chunk(b"one"), chunk(b"two") + END, then=go_on)) as there:
+        incoming, _ = await begin(transport, there)
+        taken = Taken()
+        piping = asyncio.ensure_future(incoming.pipe_to(taken))
+        await asyncio.sleep(0)
+        piping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await piping
+        go_on.set()
+        assert await anext(incoming.chunks()) == b"two"
+        assert taken.pieces == [], "nobody waits for it any more"
+        await incoming.aclose()
+
+
+async def test_closing_under_a_sink_ends_the_wait(transport: HttpTransport) -> None:
+    async with peer(speaking(chunk(b"one"))) as there:
+        incoming, _ = await begin(transport, there)
+        piping = asyncio.ensure_future(incoming.pipe_to(lambda piece: True))
+        await asyncio.sleep(0)
+        await incoming.aclose()
+        await piping
+        await incoming.pipe_to(lambda piece: pytest.fail("it is closed"))
+        await there.all_gone()
+        assert transport.connections == 0
+
+
+async def test_a_bug_in_a_sink_comes_to_who_waits_and_ends_the_exchange(transport: HttpTransport) -> None:
+    loop = asyncio.get_running_loop()
+    told: list[str] = []
+    loop.set_exception_handler(lambda _, context: told.append(str(context.get("message"))))
+
+    def broken(piece: bytes) -> bool:
+        raise KeyError(piece)
+
+    async with peer(speaking(*map(chunk, WORDS), END), always(b"yes")) as there:
+        incoming, _ = await begin(transport, there)
+        with pytest.raises(KeyError):
+            await incoming.pipe_to(broken)
+        await incoming.aclose()
+        assert (await ask(transport, post(there))) == (200, b"yes")
+    assert len(told) == 1
+    assert told[0].startswith("Fatal error")
