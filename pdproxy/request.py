@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 Json: TypeAlias = Mapping[str, object]
@@ -19,6 +19,11 @@ class Endpoint(enum.StrEnum):
     RESPONSES = "/v1/responses"
 
 
+def unwatched() -> bool:
+    """Where nobody watches the client, whoever ends its request does so for it."""
+    return True
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClientRequest:
     """One request to a generating endpoint.
@@ -33,6 +38,7 @@ class ClientRequest:
         priority: smaller is served first, as in vLLM.
         arrived: monotonic seconds.
         deadline: monotonic seconds by which the whole request must have ended.
+        left: whether the client has gone: else it is not the one who cancelled its request.
     """
 
     request_id: str
@@ -44,6 +50,7 @@ class ClientRequest:
     priority: int
     arrived: float
     deadline: float
+    left: Callable[[], bool] = unwatched
 
 
 def header(headers: Headers, name: str) -> str | None:

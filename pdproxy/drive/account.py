@@ -1,6 +1,7 @@
 """One client request, counted and logged when it ends: once, whichever way it ends."""
 
 import logging
+from collections.abc import Callable
 
 from pdproxy.drive.means import Means
 from pdproxy.drive.timeline import Timeline
@@ -29,6 +30,7 @@ class Account:
             return
         self._open = False
         request, timeline = self._request, self.timeline
+        outcome = cut(request.left) if outcome is Outcome.CLIENT_GONE else outcome
         timeline.end()
         self._means.live.end(request, outcome)
         self._means.metrics.request_ended(request.endpoint, outcome)
@@ -40,6 +42,11 @@ def _nodes(timeline: Timeline) -> dict[str, str]:
     """Prefill and decode node, as far as it came."""
     told = {"prefill_node": Phase.PREFILL, "decode_node": Phase.HANDOVER}
     return {name: timeline.nodes[phase] for name, phase in told.items() if phase in timeline.nodes}
+
+
+def cut(left: Callable[[], bool]) -> Outcome:
+    """How a request ended that was cut short: by its client, or by us (at the end of a shutdown's patience)."""
+    return Outcome.CLIENT_GONE if left() else Outcome.FAILED
 
 
 def outcome_of(status: int) -> Outcome:

@@ -2,8 +2,9 @@
 
 import asyncio
 import dataclasses
+from collections.abc import Callable
 
-from pdproxy.drive.account import outcome_of
+from pdproxy.drive.account import cut, outcome_of
 from pdproxy.drive.deadline import remaining
 from pdproxy.drive.means import Means
 from pdproxy.drive.reply import Reply
@@ -14,7 +15,7 @@ from pdproxy.legs.judge import ANSWER_BYTES
 from pdproxy.nodes.node import Node, Role
 from pdproxy.observe.labels import Leg, Outcome
 from pdproxy.planning.plan import Needs, NoNode, UnknownModel, choose, models
-from pdproxy.request import Headers
+from pdproxy.request import Headers, unwatched
 from pdproxy.transport.port import Outgoing
 
 _KEPT = ("content-type", "retry-after", "www-authenticate")
@@ -31,6 +32,7 @@ class Forwarded:
         body: as it came.
         model: which pool; "" for any.
         deadline: monotonic seconds by which the whole request must have ended.
+        left: whether the client has gone.
     """
 
     method: str
@@ -39,6 +41,7 @@ class Forwarded:
     body: bytes
     model: str
     deadline: float
+    left: Callable[[], bool] = unwatched
 
 
 async def forward(means: Means, asked: Forwarded) -> Reply:
@@ -55,7 +58,7 @@ async def forward(means: Means, asked: Forwarded) -> Reply:
         outcome = outcome_of(error.status)
         raise
     except asyncio.CancelledError:
-        outcome = Outcome.CLIENT_GONE
+        outcome = cut(asked.left)
         raise
     else:
         return reply

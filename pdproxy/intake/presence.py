@@ -19,6 +19,10 @@ class Presence:
         self._gone = False
         self._watch: asyncio.Task[None] | None = None
 
+    def left(self) -> bool:
+        """The client has gone."""
+        return self._gone
+
     async def __aenter__(self) -> Self:
         task = asyncio.current_task()
         assert task is not None

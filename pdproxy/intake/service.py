@@ -77,8 +77,9 @@ class Service:
         holder = self.keys.holder(exchange.headers)
         arrived = self._clock.now()
         body = scrub(parse(endpoint, await self._read(exchange)))
-        request = self._request(exchange, endpoint, body, arrived)
-        async with Presence(exchange.receive), self._admission.place(holder, request.priority):
+        presence = Presence(exchange.receive)
+        request = self._request(exchange, endpoint, body, arrived, presence)
+        async with presence, self._admission.place(holder, request.priority):
             await self._pass_on(exchange, await self._orchestrator.answer(request))
 
     async def forward(self, exchange: Exchange) -> None:
@@ -91,8 +92,9 @@ class Service:
         deadline = self._clock.now() + self._rules.request_seconds
         raw = await self._read(exchange)
         path = exchange.path + exchange.query
-        asked = Forwarded(exchange.method, path, self._onward(exchange), raw, model_of(raw), deadline)
-        async with Presence(exchange.receive), self._admission.place(holder, 0):
+        presence = Presence(exchange.receive)
+        asked = Forwarded(exchange.method, path, self._onward(exchange), raw, model_of(raw), deadline, presence.left)
+        async with presence, self._admission.place(holder, 0):
             await self._pass_on(exchange, await self._orchestrator.forward(asked))
 
     async def _read(self, exchange: Exchange) -> bytes:
@@ -103,7 +105,9 @@ class Service:
             text = f"The body did not arrive within {self._rules.upload_seconds:g} s."
             raise ClientError(408, text, code="upload_timeout", headers=(("connection", "close"),)) from None
 
-    def _request(self, exchange: Exchange, endpoint: Endpoint, body: Json, arrived: float) -> ClientRequest:
+    def _request(
+        self, exchange: Exchange, endpoint: Endpoint, body: Json, arrived: float, presence: Presence
+    ) -> ClientRequest:
         priority = body.get("priority")
         return ClientRequest(
             request_id=exchange.request_id,
@@ -115,6 +119,7 @@ class Service:
             priority=priority if isinstance(priority, int) else 0,
             arrived=arrived,
             deadline=arrived + self._rules.request_seconds,
+            left=presence.left,
         )
 
     def _onward(self, exchange: Exchange) -> Headers:

@@ -9,6 +9,7 @@ import pytest
 
 from pdproxy.intake.asgi import Message
 from pdproxy.settings import Settings
+from pdproxy.sink import EXTENSION
 from tests.app.front import SOON, Front, front
 from tests.fakes.faults import Ill, Trouble
 
@@ -31,7 +32,10 @@ class Call:
         self._incoming = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
         self.sent: list[Message] = []
         self.began = asyncio.Event()
-        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+        straight = {EXTENSION: {"sink": self._sink}}
+        scope = {
+            "type": "http", "method": "POST", "path": path, "query_string": b"", "headers": [], "extensions": straight
+        }  # fmt: skip
         self.task = asyncio.ensure_future(shop.running.clients(scope, self._receive, self._send))
 
     async def _receive(self) -> Message:
@@ -43,6 +47,10 @@ class Call:
         self.sent.append(message)
         if message.get("body"):
             self.began.set()
+
+    def _sink(self, piece: bytes) -> bool:
+        self.sent.append({"type": "http.response.body", "body": piece, "more_body": True})
+        return True
 
     async def cut_short(self) -> bytes:
         """The whole body, once the task was cancelled."""
@@ -75,6 +83,7 @@ async def test_a_stream_ends_in_an_error_event(shop: Front, path: str, body: dic
         assert events[-2] == b"data: [DONE]"
     else:
         assert events[-2].startswith(b"event: error\ndata: ")
+    await shop.until(f'pdproxy_requests_total{{endpoint="{path}",outcome="failed"}} 1.0')
     await shop.until('pdproxy_node_active{node="decode-0",role="decode"} 0.0')
 
 
@@ -87,4 +96,6 @@ async def test_what_has_no_answer_yet_is_told_to_ask_again(shop: Front, path: st
     assert call.sent[0]["status"] == 503
     assert (b"retry-after", b"1") in call.sent[0]["headers"]
     assert json.loads(said)["error"]["code"] == "shutting_down"
+    counted = "other" if path == "/v1/embeddings" else path
+    await shop.until(f'pdproxy_requests_total{{endpoint="{counted}",outcome="failed"}} 1.0')
     await shop.until('pdproxy_node_active{node="decode-0",role="decode"} 0.0')
