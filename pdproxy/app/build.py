@@ -16,6 +16,7 @@ from pdproxy.clock import SystemClock
 from pdproxy.drive.means import Means
 from pdproxy.drive.terms import Terms
 from pdproxy.intake.admission import Admission
+from pdproxy.intake.budget import Budget
 from pdproxy.intake.door import AsgiApp, Door
 from pdproxy.intake.keys import read_keys
 from pdproxy.intake.service import Rules, Service
@@ -153,6 +154,7 @@ def _service(
 ) -> Service:
     limits = settings.limits
     admission = Admission(limits.concurrency, limits.queue, limits.queue_seconds, metrics, limits.key_concurrency)
+    budget = Budget(limits.held_bytes, metrics)
     rules = Rules(
         body_bytes=limits.body_bytes,
         upload_seconds=settings.deadlines.stall,
@@ -160,7 +162,7 @@ def _service(
         credential=settings.upstream.credential,
         own=credential,
     )
-    return Service(read_keys(settings.keys.file), admission, orchestrator, pool, clock, rules)
+    return Service(read_keys(settings.keys.file), admission, budget, orchestrator, pool, clock, rules)
 
 
 def _desk(

@@ -14,11 +14,12 @@ from pdproxy.observe.metrics import Metrics
 
 
 class Rejection(enum.StrEnum):
-    """Why a request got no place."""
+    """Why a request was turned away."""
 
     KEY_LIMIT = "key_limit"
     QUEUE_FULL = "queue_full"
     QUEUE_TIMEOUT = "queue_timeout"
+    BODIES_FULL = "bodies_full"
 
 
 class Admission:

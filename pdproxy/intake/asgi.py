@@ -24,8 +24,10 @@ def headers_of(scope: Scope) -> Headers:
     return tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
 
 
-async def read_body(receive: Receive, headers: Headers, limit: int) -> bytes:
-    """The request's whole body.
+async def read_body(
+    receive: Receive, headers: Headers, limit: int, reach: Callable[[int], None] | None = None
+) -> bytes:
+    """The request's whole body; ``reach`` is told how much of it is here, and may raise.
 
     Raises:
         ClientError: 413 when it is longer than ``limit`` bytes; 415 when it is compressed.
@@ -43,6 +45,8 @@ async def read_body(receive: Receive, headers: Headers, limit: int) -> bytes:
         size += len(pieces[-1])
         if size > limit:
             raise too_large(limit)
+        if reach is not None:
+            reach(size)
         if not message.get("more_body", False):
             return b"".join(pieces)
 

@@ -10,6 +10,7 @@ from pdproxy.drive.reply import Reply
 from pdproxy.errors import ClientError
 from pdproxy.intake import asgi
 from pdproxy.intake.admission import Admission
+from pdproxy.intake.budget import Budget, Share
 from pdproxy.intake.exchange import Exchange
 from pdproxy.intake.identity import onward
 from pdproxy.intake.keys import Keys
@@ -49,15 +50,24 @@ class Service:
     Args:
         keys: who may come in.
         admission: who runs when.
+        budget: for bodies.
         orchestrator: what answers.
         pool: what is served.
     """
 
     def __init__(
-        self, keys: Keys, admission: Admission, orchestrator: Orchestrator, pool: Pool, clock: Clock, rules: Rules
+        self,
+        keys: Keys,
+        admission: Admission,
+        budget: Budget,
+        orchestrator: Orchestrator,
+        pool: Pool,
+        clock: Clock,
+        rules: Rules,
     ) -> None:
         self.keys = keys
         self._admission = admission
+        self._budget = budget
         self._orchestrator = orchestrator
         self._pool = pool
         self._clock = clock
@@ -76,11 +86,12 @@ class Service:
         """
         holder = self.keys.holder(exchange.headers)
         arrived = self._clock.now()
-        body = scrub(parse(endpoint, await self._read(exchange)))
-        presence = Presence(exchange.receive)
-        request = self._request(exchange, endpoint, body, arrived, presence)
-        async with presence, self._admission.place(holder, request.priority):
-            await self._pass_on(exchange, await self._orchestrator.answer(request))
+        with self._budget.share() as share:
+            body = scrub(parse(endpoint, await self._read(exchange, share)))
+            presence = Presence(exchange.receive)
+            request = self._request(exchange, endpoint, body, arrived, presence)
+            async with presence, self._admission.place(holder, request.priority):
+                await self._pass_on(exchange, await self._orchestrator.answer(request))
 
     async def forward(self, exchange: Exchange) -> None:
         """Have one node answer a request that the proxy does not understand.
@@ -90,17 +101,18 @@ class Service:
         """
         holder = self.keys.holder(exchange.headers)
         deadline = self._clock.now() + self._rules.request_seconds
-        raw = await self._read(exchange)
-        path = exchange.path + exchange.query
-        presence = Presence(exchange.receive)
-        asked = Forwarded(exchange.method, path, self._onward(exchange), raw, model_of(raw), deadline, presence.left)
-        async with presence, self._admission.place(holder, 0):
-            await self._pass_on(exchange, await self._orchestrator.forward(asked))
+        with self._budget.share() as share:
+            raw = await self._read(exchange, share)
+            path, presence = exchange.path + exchange.query, Presence(exchange.receive)
+            onward = self._onward(exchange)
+            asked = Forwarded(exchange.method, path, onward, raw, model_of(raw), deadline, presence.left)
+            async with presence, self._admission.place(holder, 0):
+                await self._pass_on(exchange, await self._orchestrator.forward(asked))
 
-    async def _read(self, exchange: Exchange) -> bytes:
+    async def _read(self, exchange: Exchange, share: Share) -> bytes:
         try:
             async with asyncio.timeout(self._rules.upload_seconds):
-                return await asgi.read_body(exchange.receive, exchange.headers, self._rules.body_bytes)
+                return await asgi.read_body(exchange.receive, exchange.headers, self._rules.body_bytes, share.reach)
         except TimeoutError:
             text = f"The body did not arrive within {self._rules.upload_seconds:g} s."
             raise ClientError(408, text, code="upload_timeout", headers=(("connection", "close"),)) from None

@@ -39,6 +39,7 @@ class Metrics:
         self._releases = counter("pdproxy_releases_total", "Hand-overs that the proxy released.", ["outcome"])
         self._active = gauge("pdproxy_requests_active", "Requests that run now.")
         self._queued = gauge("pdproxy_requests_queued", "Requests that wait for a place now.")
+        self._bodies = gauge("pdproxy_body_bytes", "Bytes of request bodies that are held now.")
         self._rejected = counter("pdproxy_rejected_total", "Requests turned away at the door.", ["reason"])
         self._tokens = counter("pdproxy_tokens_total", "Tokens, as nodes report them.", ["kind"])
         self._prefill_tokens = gauge(
@@ -116,6 +117,10 @@ class Metrics:
     def queue_is(self, waiting: int) -> None:
         """Set how many requests wait."""
         self._queued.set(waiting)
+
+    def body_bytes_are(self, held: int) -> None:
+        """Set how many bytes of request bodies are held."""
+        self._bodies.set(held)
 
     def rejected(self, reason: enum.StrEnum) -> None:
         """Count a request that was turned away."""

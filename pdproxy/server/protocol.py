@@ -77,6 +77,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_time()
         self._unset_keepalive_if_required()
         self._outlet.lost()
+        self._withdraw_sink()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -144,7 +145,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self.scope["extensions"] = {}  # the sink leads back to here: nobody but the garbage collector would end that
+        self._withdraw_sink()
         if self._stage is Stage.BODY and not self.transport.is_closing():
             self._hurry(self.transport.close)
 
@@ -184,6 +185,11 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._late is not None:
             self._late.cancel()
             self._late = None
+
+    def _withdraw_sink(self) -> None:
+        """It leads back to who offers it: a circle that only the garbage collector would find."""
+        if self.cycle is not None:
+            self.scope["extensions"] = {}
 
     def _sends(self) -> bool:
         """The client is not done: more of a request may come, or something that was refused."""

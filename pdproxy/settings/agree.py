@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 from pdproxy.errors import SettingsError
 from pdproxy.settings.choices import Credential, Finding, OtelExport
-from pdproxy.settings.sections import Discovery, Listen, NodeEntry, Settings, Upstream
+from pdproxy.settings.sections import Discovery, Limits, Listen, NodeEntry, Settings, Upstream
 
 
 def agree(settings: Settings) -> None:
@@ -15,6 +15,7 @@ def agree(settings: Settings) -> None:
         SettingsError: naming those that do not, and what to change.
     """
     _listen(settings.listen)
+    _limits(settings.limits)
     _upstream(settings.upstream)
     _nodes(settings.nodes)
     _discovery(settings.discovery)
@@ -35,6 +36,14 @@ def _listen(listen: Listen) -> None:
         )
     if (listen.tls_certificate is None) != (listen.tls_key is None):
         raise SettingsError("listen.tls_certificate and listen.tls_key go together: set both, or neither.")
+
+
+def _limits(limits: Limits) -> None:
+    if limits.held_bytes < limits.body_bytes:
+        raise SettingsError(
+            f"limits.held_bytes ({limits.held_bytes}) is less than limits.body_bytes ({limits.body_bytes}):"
+            " the largest body would never fit. Raise the one, or lower the other."
+        )
 
 
 def _upstream(upstream: Upstream) -> None:

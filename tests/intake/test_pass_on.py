@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.intake.admission import Admission
 from pdproxy.intake.asgi import Message
+from pdproxy.intake.budget import Budget
 from pdproxy.intake.exchange import Exchange, Sender
 from pdproxy.intake.keys import read_keys
 from pdproxy.intake.service import Rules, Service
@@ -54,8 +55,9 @@ class Client:
 
     async def ask(self, world: World, sink: Sink | None) -> bytes:
         """The answer, whole."""
-        admission = Admission(1, 0, 60.0, Metrics(CollectorRegistry()))
-        service = Service(read_keys(None), admission, world.orchestrator, world.pool, world.clock, RULES)
+        metrics = Metrics(CollectorRegistry())
+        admission, budget = Admission(1, 0, 60.0, metrics), Budget(1 << 20, metrics)
+        service = Service(read_keys(None), admission, budget, world.orchestrator, world.pool, world.clock, RULES)
         exchange = Exchange("POST", Endpoint.CHAT.value, "", (), "r-1", self.receive, Sender(self.send), sink)
         await service.generate(exchange, Endpoint.CHAT)
         return b"".join(self.pieces)

@@ -35,10 +35,12 @@ async def serving(limits: ConnectionLimits, app: AsgiApp = echo) -> AsyncIterato
     bound = bind("127.0.0.1", 0, "listen.port")
     server = Port(config, bound)
     task = asyncio.create_task(server.serve(sockets=[bound]))
-    await asyncio.wait_for(listening(server), SOON)
-    yield bound.getsockname()[1]
-    server.should_exit = True
-    await task
+    try:
+        await asyncio.wait_for(listening(server), SOON)
+        yield bound.getsockname()[1]
+    finally:  # a loop that has a server cannot be closed: a test that fails would hang
+        server.should_exit = True
+        await task
 
 
 async def listening(server: Port) -> None:

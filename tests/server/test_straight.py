@@ -95,8 +95,9 @@ async def test_a_client_that_has_gone_gets_nothing_and_it_is_told() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await read_body(receive, headers_of(scope), 1000)
         await send_head(send, 200, ())
+        sink = sink_of(scope)
         assert (await receive())["type"] == "http.disconnect"
-        said.set_result(sink_of(scope)(b"hello?"))
+        said.set_result(sink(b"hello?"))
 
     async with serving(LIMITS, app) as port, asyncio.timeout(SOON):
         _, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -155,6 +155,7 @@ def test_what_others_put_in_the_environment_is_left_alone() -> None:
         ("nodes: [{url: 'http://a/', role: decode}, {url: 'http://a', role: decode}]", "is there twice; use weight"),
         ("nodes: [{url: 'http://u:p@a', role: decode}]", "an address has no credentials"),
         ("nodes: [{url: 'http://a:99999', role: decode}]", "is not an address such as"),
+        ("limits: {body_bytes: 2MiB, held_bytes: 1MiB}", "limits.held_bytes (1048576) is less than limits.body_bytes"),
         ("listen: {port: 1, admin_port: 1}", "listen.port and listen.admin_port are both 1"),
         ("listen: {tls_key: /nowhere}", "listen.tls_certificate and listen.tls_key go together"),
         ("policy: {migrations: 101}", "policy.migrations must be a whole number from 0 to 100, not 101."),

@@ -11,6 +11,7 @@ from pdproxy.clock import SystemClock
 from pdproxy.errors import ClientError
 from pdproxy.intake.admission import Admission
 from pdproxy.intake.asgi import Receive, Scope, Send
+from pdproxy.intake.budget import Budget
 from pdproxy.intake.door import Door
 from pdproxy.intake.keys import read_keys
 from pdproxy.intake.service import Rules, Service
@@ -24,6 +25,8 @@ from tests.soak.caller import Caller
 
 PLACES = 6
 """Fewer than there are clients: some wait in the queue, and leave it."""
+ROOM = 1 << 20
+"""Bytes for bodies."""
 LIMITS = ConnectionLimits(65536, PATIENT, PATIENT)
 
 
@@ -33,20 +36,25 @@ async def front_door(place: Town) -> AsyncIterator[Caller]:
     registry = CollectorRegistry()
     server = _server(place, Metrics(registry))
     serving = asyncio.create_task(server.serve(sockets=[server.bound]))
-    with contextlib.closing(Caller(server.bound.getsockname()[1])) as caller:
-        yield caller
-    server.should_exit = True
-    await serving
+    try:
+        with contextlib.closing(Caller(server.bound.getsockname()[1])) as caller:
+            yield caller
+    finally:
+        server.should_exit = True
+        await serving
     assert not server.server_state.connections
     assert not server.server_state.tasks
     assert registry.get_sample_value("pdproxy_requests_active") == 0
     assert registry.get_sample_value("pdproxy_requests_queued") == 0
+    assert registry.get_sample_value("pdproxy_body_bytes") == 0
 
 
 def _server(place: Town, metrics: Metrics) -> Port:
     admission = Admission(PLACES, queue=1000, patience=PATIENT, metrics=metrics)
     rules = Rules(1 << 20, PATIENT, PATIENT, Credential.PASS, own="")
-    service = Service(read_keys(None), admission, place.orchestrator, place.pool, SystemClock(), rules)
+    service = Service(
+        read_keys(None), admission, Budget(ROOM, metrics), place.orchestrator, place.pool, SystemClock(), rules
+    )
     config = uvicorn.Config(
         Door(service, _nobody),
         http=guarded(LIMITS),
