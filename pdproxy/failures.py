@@ -231,7 +231,8 @@ _EXCEPTIONS = """
 
 Everything else goes on at another node, token by token: completions by token ids, chat by the ids of its prompt.
 These end with an error event once generated text has reached the client; before that, they too are asked anew.
-`pdproxy_continuable_total` counts requests by these words.
+`pdproxy_continuable_total` counts requests by these words. A stream that breaks when all was said (the finish reason is
+out; of messages, the reason to stop) is ended by the proxy, as the node would have, whatever it is.
 """
 
 

@@ -8,7 +8,7 @@ import re
 
 from pdproxy.errors import Fault, NodeFault, PdproxyError
 from pdproxy.request import Addition, Continuation, Endpoint, Shape
-from pdproxy.stream.chunk import Choice, Chunk, parse_object
+from pdproxy.stream.chunk import Choice, Chunk, data_event, parse_object
 from pdproxy.stream.plain import plain
 from pdproxy.stream.sse import Event
 from pdproxy.stream.told import Diverged, Told
@@ -18,6 +18,7 @@ DONE = b"[DONE]"
 _IDS = re.compile(rb'("(?:prompt_)?token_ids":)\s*\[[\d,\s]*\]')
 """Cannot match inside a JSON string: its quotes would be escaped."""
 _FINISH = b'"finish_reason":"'
+_STOPPED = re.compile(rb'"stop_reason":\s*"')
 ENDS = frozenset({b"message_stop", b"response.completed", b"response.failed", b"response.incomplete"})
 CHUNKED = (Endpoint.COMPLETIONS, Endpoint.CHAT)
 
@@ -127,6 +128,8 @@ class Transcript:
 
     def ending(self) -> bytes:
         """The end of a stream that broke after it `finished`: usage where it was asked for, and the end."""
+        if self.endpoint is Endpoint.MESSAGES:
+            return data_event({"type": "message_stop"}, b"message_stop")
         if self.endpoint not in CHUNKED or self._first is None:
             return b""
         usage = self._first.usage_event(self._usage({}, final=True)) if Addition.USAGE in self.shape.asked else b""
@@ -137,6 +140,8 @@ class Transcript:
             raise _reported(data)
         self.started = True
         self.ended = self.ended or event.name in ENDS
+        if event.name == b"message_delta" and _STOPPED.search(data):
+            self._finishes = self.shape.choices
         return true_event(self.endpoint, event, data, self.cached_tokens)
 
     def _take_chunk(self, event: Event, data: bytes) -> bytes:

@@ -209,6 +209,20 @@ async def test_a_stream_that_breaks_after_its_last_word_is_finished_by_us() -> N
     await world.settle()
 
 
+@pytest.mark.parametrize(("at", "whole"), [(9, False), (10, True)])
+async def test_messages_that_have_told_why_they_stop_are_finished_by_us(at: int, whole: bool) -> None:
+    world = World()
+    world.decodes[0].trouble = Trouble(Ill.RESET, at=at)  # the start, eight tokens, the reason; the end is missing
+    got = await world.ask(Endpoint.MESSAGES, body_for(Endpoint.MESSAGES, stream=True))
+    told = story(Endpoint.MESSAGES, got.body)
+    assert (told.texts[0], told.ended) == (right(Endpoint.MESSAGES), True)
+    assert (told.error is None, got.body.endswith(b'event: message_stop\ndata: {"type":"message_stop"}\n\n')) == (
+        whole,
+        whole,
+    )
+    await world.settle()
+
+
 async def test_whether_streams_could_be_continued_is_counted() -> None:
     world = World()
     await world.ask(CHAT, body_for(CHAT, stream=True))
