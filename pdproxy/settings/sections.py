@@ -114,7 +114,7 @@ class Limits:
     body_bytes: Annotated[int, Meaning("Largest request body.", "bytes", least=1024)] = 64 * 1024 * 1024
     held_bytes: Annotated[
         int, Meaning("Request bodies held at once, all together; what comes beyond gets 429.", "bytes", least=1024)
-    ] = 512 * 1024 * 1024
+    ] = 256 * 1024 * 1024
     header_bytes: Annotated[int, Meaning("Largest request head.", "bytes", least=1024)] = 64 * 1024
     concurrency: Annotated[int, Meaning("Requests that run at once.", least=1)] = 1024
     queue: Annotated[int, Meaning("Requests that may wait for a place; more get 429.", least=0)] = 4096
