@@ -51,7 +51,7 @@ def configure(log: Log, stream: TextIO) -> logging.Handler:
     Returns:
         The handler, so that a test can take it out again.
     """
-    # No line of ours says which thread, process or task it comes from: there is one of each that speaks.
+    # No line of ours says which thread or process it comes from: finding out costs time on every request.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if log.format is LogFormat.JSON else TextFormatter())

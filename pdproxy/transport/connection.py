@@ -164,7 +164,7 @@ class Connection(asyncio.Protocol):
         """A piece is here, and somebody to take it at once. Whoever waits is woken where that one wants no more."""
         try:
             more = sink(self.answer.take())
-        except BaseException as bug:
+        except BaseException as bug:  # whoever waits must hear of it: the event loop, to whom it goes on, only logs it
             self._wake(bug)
             raise
         if more:
