@@ -104,6 +104,17 @@ def test_a_node_is_in_one_state_until_it_is_forgotten(metrics: Metrics, registry
     assert registry.get_sample_value("pdproxy_circuit_moves_total", {"node": "n", "to": "two"}) is None
 
 
+def test_a_node_that_comes_back_is_counted_anew(metrics: Metrics, registry: CollectorRegistry) -> None:
+    def active() -> float | None:
+        return registry.get_sample_value("pdproxy_node_active", {"node": "n", "role": "one"})
+
+    metrics.node_active("n", Word.ONE, 3)
+    metrics.node_forgotten("n", Word.ONE, Word, Word)
+    assert active() is None
+    metrics.node_active("n", Word.ONE, 1)
+    assert active() == 1
+
+
 def test_tokens_never_count_backwards(metrics: Metrics, registry: CollectorRegistry) -> None:
     metrics.tokens(Tokens.PROMPT, -5)
     assert registry.get_sample_value("pdproxy_tokens_total", {"kind": "prompt"}) == 0
