@@ -2,7 +2,8 @@
 
 Scheduler process (one per engine; all of it on the engine's thread but the listener's answers):
 
-    Scheduler.add_request ─ on_new_request ──► SchedulerSide: `admission` judges whatever kv_transfer_params hold;
+    Scheduler.add_request (wrapped by `unique_ids`) ─ on_new_request ──► SchedulerSide: `admission` judges whatever
+        kv_transfer_params hold;
         valid → a fresh, clean dict on the request; refused → None, a log line, a count. Only then does vLLM's own
         on_new_request run (truncation on the prefill node, heartbeats on the decode node).
     schedule ─ get_num_new_matched_tokens, update_state_after_alloc, build_connector_meta ──► vLLM's, and then
@@ -46,6 +47,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBase
 from connector.config import ConnectorConfig, from_vllm
 from connector.node_info import node_info
 from connector.stats import ConnectorPromMetrics, ConnectorStats
+from connector.unique_ids import require_unique_ids
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -70,8 +72,11 @@ class NixlConnector(NixlPullConnector):
         NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
         config = from_vllm(vllm_config.kv_transfer_config, os.environ)
         if role == KVConnectorRole.SCHEDULER:
+            from vllm.v1.core.sched.scheduler import Scheduler
+
             from connector.scheduler_side import SchedulerSide
 
+            require_unique_ids(Scheduler)
             self.connector_scheduler = SchedulerSide(vllm_config, self.engine_id, kv_cache_config, config)
         else:
             from connector.worker_side import WorkerSide

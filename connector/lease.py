@@ -62,7 +62,7 @@ class Ended:
 
 
 class LeaseTable:
-    """Every lease of this node, keyed by the request id that tickets name.
+    """Every lease of this node, keyed by the alias that tickets name.
 
     `ranks` is the number of worker ranks that report each read (tensor times pipeline parallel).
     """
@@ -83,49 +83,49 @@ class LeaseTable:
         """How many ended leases are still known."""
         return len(self._ended)
 
-    def open(self, request_id: str, *, readers: int, now: float) -> None:
-        """Hold the blocks of `request_id` for `readers` reads, or until the lease runs out."""
-        self._ended.pop(request_id, None)
-        self._held[request_id] = Lease(readers=readers, opened_at=now)
+    def open(self, alias: str, *, readers: int, now: float) -> None:
+        """Hold the blocks of `alias` for `readers` reads, or until the lease runs out."""
+        self._ended.pop(alias, None)
+        self._held[alias] = Lease(readers=readers, opened_at=now)
 
-    def holds(self, request_id: str) -> bool:
-        """Whether the blocks of `request_id` are held."""
-        return request_id in self._held
+    def holds(self, alias: str) -> bool:
+        """Whether the blocks of `alias` are held."""
+        return alias in self._held
 
-    def note_reads(self, request_id: str, reads: Mapping[str, int]) -> None:
-        """Add the number of ranks that saw each nonce's read completed; unknown requests are ignored."""
-        lease = self._held.get(request_id)
+    def note_reads(self, alias: str, reads: Mapping[str, int]) -> None:
+        """Add the number of ranks that saw each nonce's read completed; unknown aliases are ignored."""
+        lease = self._held.get(alias)
         if lease is None:
             return
         merged = dict(lease.reads)
         for nonce, seen in reads.items():
             merged[nonce] = merged.get(nonce, 0) + seen
-        self._held[request_id] = replace(lease, reads=merged)
+        self._held[alias] = replace(lease, reads=merged)
 
-    def ask_release(self, request_id: str) -> bool:
+    def ask_release(self, alias: str) -> bool:
         """Mark a held lease for release on demand; False when nothing is held or it was asked before."""
-        lease = self._held.get(request_id)
+        lease = self._held.get(alias)
         if lease is None or lease.release_asked:
             return False
-        self._held[request_id] = replace(lease, release_asked=True)
+        self._held[alias] = replace(lease, release_asked=True)
         return True
 
-    def end(self, request_id: str, now: float) -> Ended | None:
+    def end(self, alias: str, now: float) -> Ended | None:
         """The blocks are about to be freed. None when no such lease was held."""
-        lease = self._held.get(request_id)
+        lease = self._held.get(alias)
         if lease is None:
             return None
         ending = self._how(lease)
-        self._ended[request_id] = replace(lease, ended_at=now, ending=ending)
-        del self._held[request_id]
+        self._ended[alias] = replace(lease, ended_at=now, ending=ending)
+        del self._held[alias]
         self._forget(now)
         return Ended(ending, now - lease.opened_at)
 
-    def judge(self, request_id: str, nonce: str) -> Verdict:
+    def judge(self, alias: str, nonce: str) -> Verdict:
         """Whether a read that carried `nonce` and has ended by now is good. Safe from any thread."""
-        if request_id in self._held:
+        if alias in self._held:
             return Verdict.HELD
-        lease = self._ended.get(request_id)
+        lease = self._ended.get(alias)
         if lease is None:
             return Verdict.UNKNOWN
         if nonce in lease.complete(self._ranks):

@@ -31,12 +31,15 @@ class ReadOrder:
 
 
 class ConnectorMetadata(NixlConnectorMetadata):
-    """vLLM's metadata plus ours. All keys are request ids of *this* node.
+    """vLLM's metadata plus ours. All keys but those of `aliases` are request ids of *this* node.
 
     reads: orders for the entries of `reqs_to_recv` (notify-only entries, with no local blocks, included).
     readers: prefill side, for the entries of `reqs_to_send`: how many nonces must complete before blocks go.
     releases: prefill side: end these leases now. A rank that still tracks such a request reports it in
         `finished_sending` once; one that has reported it already, or never knew it, does nothing.
+    aliases: prefill side: alias → request id, of prefill legs that have arrived since the last step. It comes before
+        the request is computed, so before a ticket can name the alias.
+    retired: prefill side: request ids whose alias is over. A worker that does not know one does nothing.
     idle: the step computes nothing: a worker may wait in it without delaying a token.
     """
 
@@ -45,6 +48,8 @@ class ConnectorMetadata(NixlConnectorMetadata):
         self.reads: dict[str, ReadOrder] = {}
         self.readers: dict[str, int] = {}
         self.releases: frozenset[str] = frozenset()
+        self.aliases: dict[str, str] = {}
+        self.retired: frozenset[str] = frozenset()
         self.idle = False
 
     @classmethod

@@ -10,6 +10,7 @@ from typing import Any
 
 from connector.accounts import Accounts
 from connector.admission import Prefill
+from connector.aliases import Aliases
 from connector.handover import HandOvers
 from connector.lease import LeaseTable
 from connector.ticket import Ticket, wire
@@ -17,14 +18,22 @@ from connector.ticket import Ticket, wire
 
 @dataclass(frozen=True, slots=True)
 class LeaseOrders:
-    """For the workers: new leases with their number of readers, and leases to end now."""
+    """For the workers: new leases with their number of readers, leases to end now, and what aliases mean.
+
+    `aliases`: alias → request id, of prefill legs that have arrived. `retired`: request ids whose alias is over.
+    """
 
     readers: dict[str, int]
     releases: frozenset[str]
+    aliases: dict[str, str]
+    retired: frozenset[str]
 
 
 class PrefillDesk:
-    """Every request that was asked for a ticket, from its arrival until its blocks are free."""
+    """Every request that was asked for a ticket, from its arrival until its blocks are free.
+
+    `make_alias` gives unguessable names of 16 letters or more, digits, - and _.
+    """
 
     def __init__(
         self,
@@ -34,6 +43,7 @@ class PrefillDesk:
         accounts: Accounts,
         keys: tuple[bytes, ...],
         block_sizes: tuple[int, ...],
+        make_alias: Callable[[], str],
         now: Callable[[], float],
         wall: Callable[[], float],
     ) -> None:
@@ -42,8 +52,12 @@ class PrefillDesk:
         self._accounts = accounts
         self._keys = keys
         self._block_sizes = block_sizes
+        self._make_alias = make_alias
         self._now = now
         self._wall = wall
+        self._aliases = Aliases()
+        self._new_aliases: dict[str, str] = {}
+        self._retired: set[str] = set()
         self._readers: dict[str, int] = {}
         self._new: dict[str, int] = {}
         self._releases: set[str] = set()
@@ -53,12 +67,20 @@ class PrefillDesk:
         if order.hand_over is not None and self._hand_overs.arrive(order.hand_over, request_id):
             return False
         self._readers[request_id] = order.readers
+        self._name(request_id)
         return True
+
+    def _name(self, request_id: str) -> None:
+        """Give it its alias; the workers learn it with the step that first computes the request, or before."""
+        alias = self._make_alias()
+        self._aliases.bind(alias, request_id)
+        self._new_aliases[alias] = request_id
 
     def release(self, hand_over: str) -> None:
         """Let go of everything under this id: leases now, running requests at their end, later ones on arrival."""
         for request_id in self._hand_overs.release(hand_over, self._now()):
-            if self._leases.ask_release(request_id):
+            alias = self._aliases.alias(request_id)
+            if alias is not None and self._leases.ask_release(alias):
                 self._releases.add(request_id)
 
     def wanted(self, request_id: str) -> bool:
@@ -67,12 +89,14 @@ class PrefillDesk:
 
     def issue(self, request_id: str, stock: Mapping[str, Any], digest: str) -> dict[str, Any]:
         """Open a lease and make the ticket out of what vLLM's own connector would answer."""
-        readers = self._readers[request_id]
-        self._leases.open(request_id, readers=readers, now=self._now())
+        readers, alias = self._readers[request_id], self._aliases.alias(request_id)
+        if alias is None:
+            raise KeyError(request_id)
+        self._leases.open(alias, readers=readers, now=self._now())
         self._new[request_id] = readers
         ticket = Ticket(
             engine_id=stock["remote_engine_id"],
-            request_id=stock["remote_request_id"],
+            request_id=alias,
             host=stock["remote_host"],
             port=stock["remote_port"],
             tp_size=stock["tp_size"],
@@ -92,16 +116,24 @@ class PrefillDesk:
         """The request ended without a ticket; nothing is held."""
         self._readers.pop(request_id, None)
         self._hand_overs.leave(request_id)
+        alias = self._aliases.alias(request_id)
+        if alias is not None:
+            self._aliases.forget(request_id)
+            self._new_aliases.pop(alias, None)
+            self._retired.add(request_id)
 
     def hear(self, reads_seen: Mapping[str, Mapping[str, int]]) -> None:
         """The workers' news of completed reads; before `sent` of the same step."""
         for request_id, reads in reads_seen.items():
-            self._leases.note_reads(request_id, reads)
+            alias = self._aliases.alias(request_id)
+            if alias is not None:
+                self._leases.note_reads(alias, reads)
 
     def sent(self, request_ids: Iterable[str]) -> None:
         """vLLM is about to free these requests' blocks."""
         for request_id in request_ids:
-            ended = self._leases.end(request_id, self._now())
+            alias = self._aliases.alias(request_id)
+            ended = None if alias is None else self._leases.end(alias, self._now())
             self.drop(request_id)
             if ended is not None:
                 self._accounts.lease_ended(ended.ending)
@@ -109,6 +141,6 @@ class PrefillDesk:
 
     def take_orders(self) -> LeaseOrders:
         """What the workers must hear with the next step; handed out once."""
-        orders = LeaseOrders(self._new, frozenset(self._releases))
-        self._new, self._releases = {}, set()
+        orders = LeaseOrders(self._new, frozenset(self._releases), self._new_aliases, frozenset(self._retired))
+        self._new, self._releases, self._new_aliases, self._retired = {}, set(), {}, set()
         return orders

@@ -32,7 +32,7 @@ class _Reads:
 
 
 class ReadsSeen:
-    """Per request id of this node: notices counted, and what of it the scheduler has not heard yet."""
+    """Per request id of this engine: notices counted, and what of it the scheduler has not heard yet."""
 
     def __init__(self) -> None:
         self._reads: dict[str, _Reads] = {}
@@ -45,9 +45,12 @@ class ReadsSeen:
         """From now on this rank holds the request's blocks for `readers` reads (at least one)."""
         self._reads.setdefault(request_id, _Reads()).wanted = max(1, readers)
 
-    def notice(self, done: Done) -> None:
-        """Count one notice. The caller has checked that this rank works on the request, or holds it."""
-        reads = self._reads.setdefault(done.request_id, _Reads())
+    def notice(self, request_id: str, done: Done) -> None:
+        """Count one notice for the request that its alias names.
+
+        The caller has checked that this rank works on the request, or holds it.
+        """
+        reads = self._reads.setdefault(request_id, _Reads())
         if done.nonce in reads.complete or (done.nonce not in reads.readers and len(reads.readers) >= MOST_NONCES):
             return
         reads.readers[done.nonce] = reads.readers.get(done.nonce, 0) + 1

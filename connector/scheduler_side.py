@@ -44,6 +44,16 @@ log = logging.getLogger("vllm.pdproxy.scheduler")
 MEMORY = 600.0
 """Seconds for which an ended lease and a released hand-over id are remembered: longer than any read may take."""
 CAPACITY = 65536
+ALIAS_BYTES = 18
+"""Random bytes in an alias, 24 characters of it: what a ticket names cannot be guessed."""
+
+
+class CleanParams(dict[str, Any]):
+    """`kv_transfer_params` that were judged here; a sender cannot make one.
+
+    vLLM may announce a request twice, and marks in its params what it has done to it (`_p_side_truncated`: the
+    prompt's last tokens are off). A request that is announced again keeps them.
+    """
 
 
 class SchedulerSide(NixlPullConnectorScheduler):
@@ -66,6 +76,7 @@ class SchedulerSide(NixlPullConnectorScheduler):
             accounts=self.accounts,
             keys=config.keys,
             block_sizes=tuple(shape.block_size for shape in self._shapes),
+            make_alias=lambda: secrets.token_urlsafe(ALIAS_BYTES),
             now=time.monotonic,
             wall=time.time,
         )
@@ -85,8 +96,10 @@ class SchedulerSide(NixlPullConnectorScheduler):
 
     def on_new_request(self, request: "Request") -> None:
         """Judge the request's `kv_transfer_params`, whoever wrote them; vLLM then sees clean ones or none."""
-        order = self._gate.judge(request.kv_transfer_params, self._facts(request))
-        request.kv_transfer_params = self._take(request, order)
+        if not isinstance(request.kv_transfer_params, CleanParams):
+            order = self._gate.judge(request.kv_transfer_params, self._facts(request))
+            params = self._take(request, order)
+            request.kv_transfer_params = None if params is None else CleanParams(params)
         super().on_new_request(request)
 
     def _facts(self, request: "Request") -> Facts:
@@ -172,6 +185,7 @@ class SchedulerSide(NixlPullConnectorScheduler):
         meta = ConnectorMetadata.extending(super().build_connector_meta(scheduler_output))
         orders = self._prefill.take_orders()
         meta.readers, meta.releases = orders.readers, orders.releases
+        meta.aliases, meta.retired = orders.aliases, orders.retired
         meta.reads = self._decode.take_orders(meta.reqs_to_recv)
         meta.idle = scheduler_output.total_num_scheduled_tokens == 0
         return meta
@@ -238,9 +252,9 @@ class SchedulerSide(NixlPullConnectorScheduler):
         """vLLM's block pool, for the quarantine."""
         self._quarantine.bind(pool)
 
-    def judge(self, engine_id: str, request_id: str, nonce: str) -> Verdict:
+    def judge(self, engine_id: str, alias: str, nonce: str) -> Verdict:
         """The side channel's answer to a decode node; called in the listener's thread."""
-        return self._leases.judge(request_id, nonce) if engine_id == self.engine_id else Verdict.UNKNOWN
+        return self._leases.judge(alias, nonce) if engine_id == self.engine_id else Verdict.UNKNOWN
 
     def set_xfer_handshake_metadata(self, metadata: dict[tuple[int, int], Any]) -> None:
         """Start the side channel, ours in the place of vLLM's. Raises SideChannelError when the port is taken."""

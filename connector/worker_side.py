@@ -6,7 +6,7 @@ What is overridden, and why:
     __init__               gives the worker its CPU cores back, which vLLM's pins to one (see `cores`), and on a CPU
                            lets NIXL's progress thread sleep (see `progress`)
     _nixl_handshake        pings the peer first, so that a dead one does not cost vLLM's fixed five seconds
-    _get_new_notifs        junk and forged notices end nothing
+    _get_new_notifs        junk and forged notices end nothing; what they name are aliases
     get_transfer_results   a read that has landed waits for its verdict; one that hangs is given up
     _engines_with_inflight_transfers   a given-up read's engine stays registered while its transfer is live
 vLLM's descriptor building is left alone.
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
 from connector.accounts import Accounts
+from connector.aliases import Aliases
 from connector.consumer import Flights
 from connector.cores import own_cores
 from connector.metadata import ConnectorMetadata, ReadEnd, ReadOrder, ReadOutcome, WorkerReport
@@ -73,6 +74,7 @@ class WorkerSide(NixlPullConnectorWorker):
         self._released: set[str] = set()
         self._stalled: dict[str, list[int]] = {}
         self._stalled_engines: dict[str, str] = {}
+        self._aliases = Aliases()
         self._report = WorkerReport()
         self._patience = 0.0
 
@@ -89,6 +91,8 @@ class WorkerSide(NixlPullConnectorWorker):
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
         """Begin the reads, leases and releases of this step."""
         self._patience = IDLE_PATIENCE if metadata.idle else 0.0
+        for alias, request_id in metadata.aliases.items():
+            self._aliases.bind(alias, request_id)
         for request_id, meta in metadata.reqs_to_recv.items():
             self._begin(request_id, meta, metadata.reads[request_id])
         super().start_load_kv(metadata)
@@ -98,6 +102,8 @@ class WorkerSide(NixlPullConnectorWorker):
             if request_id in self._reqs_to_send:
                 self._seen.lease(request_id, metadata.readers.get(request_id, 1))
         self._released |= metadata.releases & self._reqs_to_send.keys()
+        for request_id in metadata.retired:
+            self._aliases.forget(request_id)
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
         """vLLM's results of this step, less the reads that wait for their verdict, plus those that have it."""
@@ -181,11 +187,17 @@ class WorkerSide(NixlPullConnectorWorker):
     def _hear(self, message: bytes) -> None:
         notice = parse(message)
         if isinstance(notice, Heartbeat):
-            self._handle_heartbeat(notice.payload)
-        elif not isinstance(notice, Done):
+            known = map(self._aliases.request_id, notice.aliases)
+            self._handle_heartbeat(",".join(request_id for request_id in known if request_id is not None))
+        elif isinstance(notice, Done):
+            self._hear_done(notice)
+        else:
             self._accounts.junk("notice")
-        elif notice.request_id in self._reqs_to_send or notice.request_id in self._reqs_to_process:
-            self._seen.notice(notice)
+
+    def _hear_done(self, notice: Done) -> None:
+        request_id = self._aliases.request_id(notice.alias)
+        if request_id is not None and (request_id in self._reqs_to_send or request_id in self._reqs_to_process):
+            self._seen.notice(request_id, notice)
         else:
             # Late, or forged. The reader learns it when it asks; here it must end nothing.
             self.xfer_stats.record_notification_after_expiry()

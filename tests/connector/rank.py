@@ -185,9 +185,15 @@ def read_step(
     return metadata
 
 
+def alias_of(request_id: str) -> str:
+    """What tickets call a request of the rank's own node."""
+    return f"alias-of-{request_id}"
+
+
 def lease_step(request_id: str, *, readers: int = 1, expires: float = 1e12) -> ConnectorMetadata:
     """The metadata of a step that leases one finished prefill."""
     metadata = ConnectorMetadata()
+    metadata.aliases = {alias_of(request_id): request_id}
     metadata.reqs_in_batch = {request_id}
     metadata.reqs_to_send = {request_id: expires}
     metadata.readers = {request_id: readers}

@@ -195,10 +195,20 @@ def test_an_abort_before_the_read_gives_the_ticket_back(prefill: Node, node: Nod
 
 def test_a_request_rejected_at_the_front_gives_its_ticket_back(prefill: Node, node: Node) -> None:
     """vLLM's API server sends a stand-in with the prompt [0] for it."""
-    node.add("d", [0], take_ticket(prefill, prompt(100)), abort_immediately=True)
-    node.abort("d")
+    request = node.add("d", [0], take_ticket(prefill, prompt(100)), abort_immediately=True)
+    node.abort(request.request_id)
     node.step()
-    assert "d" in node.metas[-1].reqs_to_recv
+    assert request.request_id in node.metas[-1].reqs_to_recv
+
+
+def test_two_rejected_requests_with_one_id_both_give_their_tickets_back(prefill: Node, node: Node) -> None:
+    tickets = [take_ticket(prefill, prompt(100, seed), f"p-{seed}") for seed in (0, 1)]
+    for ticket in tickets:
+        request = node.add("d", [0], ticket, abort_immediately=True)
+        node.abort(request.request_id)
+    node.step()
+    given_back = {meta.remote.request_id for meta in node.metas[-1].reqs_to_recv.values() if meta.remote}
+    assert given_back == {ticket["remote_request_id"] for ticket in tickets}
 
 
 def test_a_ticket_that_leaves_nothing_to_pull_is_given_back_and_counted(prefill: Node, node: Node) -> None:

@@ -13,9 +13,9 @@ IDS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, ma
 
 
 @given(IDS, NONCES, st.integers(1, MOST_READERS))
-def test_what_our_decode_node_sends_is_what_the_prefill_node_reads(request_id: str, nonce: str, readers: int) -> None:
-    sent = f"{tagged(request_id, nonce)}:{readers}".encode()
-    assert parse(sent) == Done(request_id, nonce, readers)
+def test_what_our_decode_node_sends_is_what_the_prefill_node_reads(alias: str, nonce: str, readers: int) -> None:
+    sent = f"{tagged(alias, nonce)}:{readers}".encode()
+    assert parse(sent) == Done(alias, nonce, readers)
 
 
 def test_a_stock_decode_node_is_understood_without_a_nonce() -> None:
@@ -24,8 +24,8 @@ def test_a_stock_decode_node_is_understood_without_a_nonce() -> None:
 
 
 def test_heartbeats_are_passed_on() -> None:
-    assert parse(b"HB:a,b") == Heartbeat("a,b")
-    assert parse(b"HB:") == Heartbeat("")
+    assert parse(b"HB:a,b") == Heartbeat(("a", "b"))
+    assert parse(b"HB:") == Heartbeat(("",))
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 """A prefill node on vLLM's real scheduler: tickets, leases and releases."""
 
+import json
 from typing import Any
 
 import pytest
+from vllm.v1.request import Request
 
+from connector.fields import usable_name
 from connector.lease import Verdict
 from connector.metadata import WorkerReport
 from tests.connector.harness import DENSE, Node, make_node, prompt, sent, take_ticket
@@ -28,29 +31,29 @@ def test_a_ticket_names_the_blocks_and_holds_them(node: Node) -> None:
     assert [len(ids) for ids in ticket["remote_block_ids"]] == [7, 1]
     assert ticket["remote_num_tokens"] == 99
     assert node.free_blocks == free - 8
-    assert node.side.judge("engine-p", "p-0", "any") is Verdict.HELD
+    assert node.side.judge("engine-p", ticket["remote_request_id"], "any") is Verdict.HELD
 
 
 def test_a_read_frees_the_blocks_and_stays_good(node: Node) -> None:
     free = node.free_blocks
-    take_ticket(node, prompt(100))
+    alias = take_ticket(node, prompt(100))["remote_request_id"]
     node.step(sent("p-0", report=WorkerReport(reads_seen={"p-0": {"n": 1}})))
     assert node.free_blocks == free
-    assert node.side.judge("engine-p", "p-0", "n") is Verdict.RELEASED_BY_YOU
-    assert node.side.judge("engine-p", "p-0", "m") is Verdict.RELEASED_BY_ANOTHER
+    assert node.side.judge("engine-p", alias, "n") is Verdict.RELEASED_BY_YOU
+    assert node.side.judge("engine-p", alias, "m") is Verdict.RELEASED_BY_ANOTHER
     assert node.counts("leases_ended") == {"read": 1}
 
 
 def test_a_lease_that_runs_out_is_told(node: Node) -> None:
-    take_ticket(node, prompt(100))
+    alias = take_ticket(node, prompt(100))["remote_request_id"]
     node.step(sent("p-0"))
-    assert node.side.judge("engine-p", "p-0", "n") is Verdict.EXPIRED
+    assert node.side.judge("engine-p", alias, "n") is Verdict.EXPIRED
     assert node.counts("leases_ended") == {"expired": 1}
 
 
 def test_another_engine_s_question_is_unknown(node: Node) -> None:
-    take_ticket(node, prompt(100))
-    assert node.side.judge("engine-q", "p-0", "n") is Verdict.UNKNOWN
+    alias = take_ticket(node, prompt(100))["remote_request_id"]
+    assert node.side.judge("engine-q", alias, "n") is Verdict.UNKNOWN
 
 
 def test_the_workers_hear_of_readers(node: Node) -> None:
@@ -139,3 +142,153 @@ def test_the_accounts_add_up(node: Node) -> None:
     take_ticket(node, prompt(100), "p-0")
     take_ticket(node, prompt(150), "p-1")
     assert sum(node.counts("prompt_tokens").values()) == 99 + 149
+
+
+# ---- what a ticket calls its request
+
+
+def names_sent(node: Node) -> dict[str, str]:
+    """Alias → request id, as the workers know it by now."""
+    known: dict[str, str] = {}
+    for meta in node.metas:
+        known |= meta.aliases
+        known = {alias: name for alias, name in known.items() if name not in meta.retired}
+    return known
+
+
+def test_a_ticket_names_an_alias_and_never_the_request(node: Node) -> None:
+    one, other = (take_ticket(node, prompt(100, seed), f"p-{seed}") for seed in (0, 1))
+    assert one["remote_request_id"] != other["remote_request_id"]
+    assert len(one["remote_request_id"]) == 24
+    assert usable_name(one["remote_request_id"])
+    assert "p-0" not in json.dumps(one)
+    assert node.side.judge("engine-p", "p-0", "any") is Verdict.UNKNOWN
+
+
+def test_the_workers_know_the_alias_before_there_is_a_ticket() -> None:
+    """A prompt of several steps, behind another one: the alias goes out with the first step after its arrival."""
+    node = make_node("kv_producer", engine_id="engine-p", num_blocks=800)
+    node.add("before", prompt(4000), max_tokens=1)
+    node.add("p-0", prompt(4000, seed=1), dict(LEG), max_tokens=1)
+    ended = node.step()
+    assert not ended or ended[-1].request_id == "before"
+    assert list(names_sent(node).values()) == ["p-0"]
+    ticket = node.run_out("p-0")[-1].kv_transfer_params
+    assert ticket is not None
+    assert list(names_sent(node)) == [ticket["remote_request_id"]]
+
+
+def test_a_preempted_prefill_keeps_its_alias() -> None:
+    node = make_node("kv_producer", engine_id="engine-p")
+    node.add("p-0", prompt(4000), dict(LEG), max_tokens=1)
+    node.add("p-1", prompt(2000, seed=1), dict(LEG), max_tokens=1)
+    node.step()
+    known = names_sent(node)
+    preempted = node.scheduler.running.pop()
+    node.scheduler._preempt_request(preempted, 0.0)
+    ticket = node.run_out(preempted.request_id)[-1].kv_transfer_params
+    assert ticket is not None
+    assert known[ticket["remote_request_id"]] == preempted.request_id
+
+
+@pytest.mark.parametrize("end", ["read", "abort", "abort before a step", "release"])
+def test_an_alias_is_forgotten_with_what_it_named(node: Node, end: str) -> None:
+    if end == "read":
+        take_ticket(node, prompt(100))
+        node.step(sent("p-0"))
+    elif end == "release":
+        release(node)
+        node.add("p-0", prompt(100), {**LEG, "pdproxy_hand_over": ID}, max_tokens=1)
+        node.run_out("p-0")
+    else:
+        node.add("p-0", prompt(4300 if end == "abort" else 100), dict(LEG), max_tokens=1)
+        if end == "abort":
+            node.step()
+        node.abort("p-0")
+    node.step()
+    assert names_sent(node) == {}
+    assert len(node.side._prefill._aliases) == 0
+
+
+def test_a_refused_prefill_leg_has_no_alias(node: Node) -> None:
+    node.add("p-0", prompt(100), {**LEG, "remote_host": "10.6.6.6"}, max_tokens=1)
+    node.run_out("p-0")
+    assert names_sent(node) == {}
+
+
+# ---- what a ticket's holder may do, and who knows a hand-over id
+
+
+def test_an_alias_releases_nothing(node: Node) -> None:
+    alias = take_ticket(node, prompt(100), pdproxy_hand_over=ID)["remote_request_id"]
+    for guess in (alias, "engine-p-0123456789", ID[:-1] + "x"):
+        release(node, guess)
+        assert not node.metas[-1].releases
+    assert node.side.judge("engine-p", alias, "any") is Verdict.HELD
+
+
+def test_a_ticket_does_not_tell_its_hand_over_and_a_hand_over_is_not_in_what_the_workers_get(node: Node) -> None:
+    ticket = take_ticket(node, prompt(100), pdproxy_hand_over=ID)
+    assert ID not in json.dumps(ticket)
+    assert not any(ID in str(vars(meta)) for meta in node.metas)
+    assert node.side.judge("engine-p", ID, "any") is Verdict.UNKNOWN
+
+
+def test_a_second_leg_under_a_hand_over_gets_its_own_ticket_and_ends_with_it(node: Node) -> None:
+    """Who names another's hand-over knows it; he gains no more than its owner: to release what is held under it."""
+    mine = take_ticket(node, prompt(100), "p-0", pdproxy_hand_over=ID)
+    theirs = take_ticket(node, prompt(100), "p-1", pdproxy_hand_over=ID)
+    assert mine["remote_request_id"] != theirs["remote_request_id"]
+    node.step(sent("p-1", report=WorkerReport(reads_seen={"p-1": {"n": 1}})))
+    assert node.side.judge("engine-p", mine["remote_request_id"], "any") is Verdict.HELD
+    assert node.side.judge("engine-p", theirs["remote_request_id"], "m") is Verdict.RELEASED_BY_ANOTHER
+    release(node)
+    assert node.metas[-1].releases == {"p-0"}
+
+
+def test_a_release_cannot_be_made_in_advance_by_a_ticket_s_holder(node: Node) -> None:
+    """An alias that was 'released' stays without meaning: the next leg with a hand-over of its own is held."""
+    alias = take_ticket(node, prompt(100))["remote_request_id"]
+    release(node, alias)
+    again = take_ticket(node, prompt(100), "p-1", pdproxy_hand_over=ID)
+    assert node.side.judge("engine-p", again["remote_request_id"], "any") is Verdict.HELD
+
+
+# ---- a request is announced
+
+
+def test_a_request_that_is_announced_twice_is_truncated_once(node: Node) -> None:
+    request = node.add("p-0", prompt(100), {**LEG, "pdproxy_hand_over": ID}, max_tokens=1)
+    assert request.num_prompt_tokens == 99
+    node.side.on_new_request(request)
+    assert request.num_prompt_tokens == 99
+    ticket = node.run_out("p-0")[-1].kv_transfer_params
+    assert ticket is not None
+    assert ticket["remote_num_tokens"] == 99
+    assert list(names_sent(node)) == [ticket["remote_request_id"]]
+
+
+def stand_in(node: Node, request_id: str, params: dict[str, Any]) -> Request:
+    """What vLLM's API server sends the engine for a request that it rejects, and what the engine does with it."""
+    request = node.add(request_id, [0], params, max_tokens=1, abort_immediately=True)
+    node.abort(request.request_id)
+    return request
+
+
+def test_a_stand_in_for_a_rejected_request_never_has_a_living_one_s_id(node: Node) -> None:
+    ticket = take_ticket(node, prompt(100))
+    for _ in range(2):
+        assert stand_in(node, "p-0", {"do_remote_prefill": True}).request_id != "p-0"
+    assert node.side.judge("engine-p", ticket["remote_request_id"], "any") is Verdict.HELD
+    node.step()
+    assert list(node.scheduler.requests) == ["p-0"]
+
+
+def test_a_living_request_s_id_ends_nothing(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    """Two requests whose random parts are the same by chance: the second is dropped, and said to be."""
+    first = node.add("r", prompt(100))
+    with caplog.at_level("ERROR", "vllm.pdproxy.scheduler"):
+        node.add("r", prompt(100, seed=1))
+    assert node.scheduler.requests["r"] is first
+    assert "Request r is dropped" in caplog.text
+    assert len(node.run_out("r")) == 4

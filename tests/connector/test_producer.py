@@ -13,7 +13,7 @@ def test_one_read_ends_the_lease_and_is_told_once() -> None:
     seen = ReadsSeen()
     seen.lease("r", 1)
     assert seen.take_done() == set()
-    seen.notice(Done("r", "n1", 1))
+    seen.notice("r", Done("alias", "n1", 1))
     assert seen.take_done() == {"r"}
     assert seen.take_report() == {"r": {"n1": 1}}
     assert seen.take_report() == {}
@@ -24,9 +24,9 @@ def test_one_read_ends_the_lease_and_is_told_once() -> None:
 def test_every_decode_rank_of_a_read_must_have_told() -> None:
     seen = ReadsSeen()
     seen.lease("r", 1)
-    seen.notice(Done("r", "n1", 2))
+    seen.notice("r", Done("alias", "n1", 2))
     assert seen.take_done() == set()
-    seen.notice(Done("r", "n1", 2))
+    seen.notice("r", Done("alias", "n1", 2))
     assert seen.take_done() == {"r"}
 
 
@@ -34,15 +34,15 @@ def test_two_readers_need_two_nonces_however_often_one_of_them_tells() -> None:
     seen = ReadsSeen()
     seen.lease("r", 2)
     for _ in range(5):
-        seen.notice(Done("r", "n1", 1))
+        seen.notice("r", Done("alias", "n1", 1))
     assert seen.take_done() == set()
-    seen.notice(Done("r", "n2", 1))
+    seen.notice("r", Done("alias", "n2", 1))
     assert seen.take_done() == {"r"}
 
 
 def test_a_notice_before_the_lease_waits_for_it() -> None:
     seen = ReadsSeen()
-    seen.notice(Done("r", NO_NONCE, 1))
+    seen.notice("r", Done("alias", NO_NONCE, 1))
     assert seen.take_done() == set()
     assert seen.take_report() == {}
     seen.lease("r", 1)
@@ -54,7 +54,7 @@ def test_forged_nonces_cost_bounded_memory_and_end_nothing_more() -> None:
     seen = ReadsSeen()
     seen.lease("r", MOST_NONCES + 1)
     for number in range(2 * MOST_NONCES):
-        seen.notice(Done("r", f"n{number}", 1))
+        seen.notice("r", Done("alias", f"n{number}", 1))
     assert seen.take_done() == set()
     assert len(seen.take_report()["r"]) == MOST_NONCES
 
@@ -65,6 +65,6 @@ def test_done_means_exactly_enough_distinct_nonces(notices: list[tuple[str, str]
     for request_id in "ab":
         seen.lease(request_id, wanted)
     for request_id, nonce in notices:
-        seen.notice(Done(request_id, nonce, 1))
+        seen.notice(request_id, Done("alias", nonce, 1))
     expected = {r for r in "ab" if len({nonce for request_id, nonce in notices if request_id == r}) >= wanted}
     assert seen.take_done() == expected

@@ -127,3 +127,12 @@ def test_a_shape_survives_as_json() -> None:
 )
 def test_what_vllm_passes_must_fit(mine: tuple[str, ...], theirs: tuple[str, ...], fitting: bool) -> None:
     assert fits(Touch("vllm.base:Sub", ("hook",), mine), theirs) is fitting
+
+
+def test_what_we_wrap_is_there_in_every_version(installed: Shape) -> None:
+    """`unique_ids` wraps it; the search above sees overrides only."""
+    known = [Shape.load(path.read_text(encoding="utf-8")) for path in CONTRACTS.glob("*.json")]
+    for shape in (installed, *known):
+        member = shape.member("vllm.v1.core.sched.scheduler:Scheduler", ("add_request",))
+        assert member is not None, shape.version
+        assert member.parameters == ("self", "request"), shape.version

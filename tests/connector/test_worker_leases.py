@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 pytest.importorskip("vllm")
 
 
 from connector.metadata import ConnectorMetadata
-from tests.connector.rank import lease_step
+from tests.connector.rank import alias_of, lease_step
 from tests.connector.worker import (
     NONCE,
     MakeRank,
@@ -21,10 +23,10 @@ from tests.connector.worker import (
 def test_a_read_of_our_lease_ends_it_and_is_told_with_its_nonce(make: MakeRank) -> None:
     worker = make()
     assert step(worker, lease_step("p")).finished_sending == set()
-    agent(worker).inbox = [f"p#{NONCE}:1".encode()]
+    agent(worker).inbox = [f"alias-of-p#{NONCE}:1".encode()]
     assert step(worker).finished_sending == {"p"}
     assert report(worker).reads_seen == {"p": {NONCE: 1}}
-    agent(worker).inbox = [f"p#{NONCE}:1".encode()]
+    agent(worker).inbox = [f"alias-of-p#{NONCE}:1".encode()]
     assert step(worker).finished_sending == set()
     assert worker.build_connector_worker_meta() is None
 
@@ -32,10 +34,10 @@ def test_a_read_of_our_lease_ends_it_and_is_told_with_its_nonce(make: MakeRank) 
 def test_several_readers_each_tell(make: MakeRank) -> None:
     worker = make()
     step(worker, lease_step("p", readers=2))
-    agent(worker).inbox = [b"p#aaaaaaaa:1"]
+    agent(worker).inbox = [b"alias-of-p#aaaaaaaa:1"]
     assert step(worker).finished_sending == set()
     assert report(worker).reads_seen == {"p": {"aaaaaaaa": 1}}
-    agent(worker).inbox = [b"p#bbbbbbbb:1"]
+    agent(worker).inbox = [b"alias-of-p#bbbbbbbb:1"]
     assert step(worker).finished_sending == {"p"}
     assert report(worker).reads_seen == {"p": {"bbbbbbbb": 1}}
 
@@ -43,9 +45,10 @@ def test_several_readers_each_tell(make: MakeRank) -> None:
 def test_a_notice_never_ends_a_request_that_still_runs(make: MakeRank) -> None:
     worker = make()
     running = ConnectorMetadata()
+    running.aliases = {alias_of("p"): "p"}
     running.reqs_in_batch = {"p"}
     step(worker, running)
-    agent(worker).inbox = [f"p#{NONCE}:1".encode()]
+    agent(worker).inbox = [f"alias-of-p#{NONCE}:1".encode()]
     assert step(worker).finished_sending == set()
     assert step(worker, lease_step("p")).finished_sending == {"p"}
     assert report(worker).reads_seen == {"p": {NONCE: 1}}
@@ -54,7 +57,17 @@ def test_a_notice_never_ends_a_request_that_still_runs(make: MakeRank) -> None:
 def test_junk_and_forged_notices_are_counted_and_end_nothing(make: MakeRank) -> None:
     worker = make()
     step(worker, lease_step("p"))
-    agent(worker).inbox = [b"", b"\xff", b"p", b"p:", b"p:0", b"p:x", b"HB:\xff", b"unknown#aaaaaaaa:1", b"HB:who,p"]
+    agent(worker).inbox = [
+        b"",
+        b"\xff",
+        b"p",
+        b"p:",
+        b"p:0",
+        b"p:x",
+        b"HB:\xff",
+        b"unknown#aaaaaaaa:1",
+        b"HB:who,alias-of-p",
+    ]
     assert step(worker).finished_sending == set()
     stats = worker.get_kv_connector_stats()
     assert stats is not None
@@ -74,6 +87,38 @@ def test_a_release_on_demand_ends_the_lease_once(make: MakeRank) -> None:
 def test_an_expired_lease_is_let_go_and_forgotten(make: MakeRank) -> None:
     worker = make()
     assert step(worker, lease_step("p", expires=0.0)).finished_sending == {"p"}
-    agent(worker).inbox = [f"p#{NONCE}:1".encode()]
+    agent(worker).inbox = [f"alias-of-p#{NONCE}:1".encode()]
     assert step(worker).finished_sending == set()
     assert len(worker._seen) == 0
+
+
+def test_the_engine_s_own_request_id_ends_nothing_and_prolongs_nothing(make: MakeRank) -> None:
+    worker = make()
+    step(worker, lease_step("p"))
+    expires = dict(worker._reqs_to_send)
+    agent(worker).inbox = [f"p#{NONCE}:1".encode(), b"p:1", b"HB:p"]
+    assert step(worker).finished_sending == set()
+    assert worker._reqs_to_send == expires
+    assert worker.build_connector_worker_meta() is None
+
+
+def test_a_heartbeat_prolongs_the_leases_of_known_aliases(make: MakeRank) -> None:
+    worker = make()
+    for name in ("p", "q"):
+        step(worker, lease_step(name, expires=time.perf_counter() + 5))
+    before = dict(worker._reqs_to_send)
+    agent(worker).inbox = [b"HB:unknown,alias-of-q"]
+    step(worker)
+    assert worker._reqs_to_send["q"] > before["q"] + 10
+    assert worker._reqs_to_send["p"] == before["p"]
+
+
+def test_a_retired_alias_means_nothing(make: MakeRank) -> None:
+    worker = make()
+    step(worker, lease_step("p"))
+    over = ConnectorMetadata()
+    over.retired = frozenset({"p", "never"})
+    step(worker, over)
+    agent(worker).inbox = [f"alias-of-p#{NONCE}:1".encode()]
+    assert step(worker).finished_sending == set()
+    assert len(worker._aliases) == 0
