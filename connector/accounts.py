@@ -23,6 +23,7 @@ COUNTERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "reads": ("outcome",),
         "leases_ended": ("how",),
         "unused_tickets": (),
+        "tickets_returned": ("outcome",),
         "junk": ("where",),
     }
 )
@@ -97,6 +98,10 @@ class Accounts:
     def ticket_unused(self) -> None:
         """A good ticket left nothing to pull, and its state could not be used."""
         self._add("unused_tickets", (), 1)
+
+    def ticket_returned(self, outcome: str) -> None:
+        """One rank's notice without a read is done with. `outcome` must come from a fixed list."""
+        self._add("tickets_returned", (outcome,), 1)
 
     def junk(self, where: str) -> None:
         """Bytes that made no sense arrived at `where` (`side_channel`, `notice`)."""

@@ -6,6 +6,10 @@
     ordered, posted ──► given up, at the deadline ──► failed
     posted ──► given up, when the peer shows no sign of life ──► failed
 
+A verdict that does not come in time is asked for once more, with the same nonce, before the read counts for nothing:
+the read's own notice may have ended the lease, so nothing could be read again, but the prefill node remembers how it
+ended. A good answer is as good as in time: blocks that were held then, or released by this very read, held the bytes.
+
 While a read is under way, its peer is asked now and then, with nonces of no meaning (*probes*): any answer is a sign
 of life, and none in time means that a stopped or vanished peer will never send the rest.
 A read that is given up after it was posted is *stalled*: its transfer may still write, so its local blocks must
@@ -47,6 +51,7 @@ class _Flight:
     heard: float = 0.0
     probing: bool = False
     silent: bool = False
+    asked_again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,7 @@ class Flights:
         self._flights: dict[str, _Flight] = {}
         self._by_nonce: dict[str, str] = {}
         self._probes: dict[str, str] = {}
+        self._unanswered: dict[Address, list[Question]] = {}
 
     def __len__(self) -> int:
         """How many reads are not over."""
@@ -135,18 +141,31 @@ class Flights:
         return any(flight.stage is _Stage.LANDED for flight in self._flights.values())
 
     def judged(self, judged: Judged, now: float) -> Landing | None:
-        """The verdict is here. None when no read waits for it, as for the answer to a probe."""
+        """The verdict is here. None when no read waits for it, as for the answer to a probe, or when it is to be asked
+        for again (see `unanswered`)."""
         if (probed := self._probes.pop(judged.nonce, None)) is not None:
             self._probed(probed, judged, now)
             return None
         request_id = self._by_nonce.get(judged.nonce)
         if request_id is None or self._flights[request_id].stage is not _Stage.LANDED:
             return None
+        if judged.verdict is None and not self._flights[request_id].asked_again:
+            self._ask_again(self._flights[request_id])
+            return None
         flight = self._over(request_id)
         outcome = _outcome(judged.verdict)
         size = flight.size if outcome is ReadOutcome.VERIFIED else ReadSize()
         end = ReadEnd(judged.nonce, outcome, size.attention, size.state)
         return Landing(request_id, end, now - flight.since, size.spared)
+
+    def unanswered(self) -> dict[Address, list[Question]]:
+        """What to ask once more, each told once; the answers come to `judged`."""
+        asked, self._unanswered = self._unanswered, {}
+        return asked
+
+    def _ask_again(self, flight: _Flight) -> None:
+        flight.asked_again = True
+        self._unanswered.setdefault(flight.address, []).append(flight.question)
 
     def _probe(self, request_id: str, flight: _Flight) -> Question:
         flight.probing, flight.probes = True, flight.probes + 1

@@ -1,9 +1,11 @@
-"""The decode node's side of hand-overs, in its scheduler's process: reads ordered, retried, given up.
+"""The decode node's side of hand-overs, in its scheduler's process: reads ordered, retried, given up, given back.
 
-It decides; `scheduler_side` carries out.
+It decides; `scheduler_side` carries out. A ticket whose read failed is *given back*: the prefill node gets a notice
+without a read, under the nonce of the failed one, so that a read whose own notice did arrive is not counted twice. A
+read that was given up while its transfer was live is waited for first; a transfer that then ends well has given notice.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +13,6 @@ from connector.accounts import Accounts
 from connector.metadata import ReadEnd, ReadOrder, ReadOutcome, WorkerReport
 from connector.quarantine import Quarantine
 from connector.ticket import Ticket
-
-_LEASED = frozenset({ReadOutcome.TRANSFER_FAILED, ReadOutcome.UNVERIFIED})
-"""After these the prefill node probably still holds the blocks, and can be told to let them go."""
 
 
 @dataclass(slots=True)
@@ -29,26 +28,56 @@ class _Read:
 
 
 @dataclass(frozen=True, slots=True)
+class GiveBack:
+    """A ticket to give back: its request, and the nonce that the notice bears."""
+
+    request: Any
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True)
 class Settled:
-    """What became of failed reads. `again`: requests to arm once more; `give_back`: tickets to release."""
+    """What became of failed reads. `again`: requests to arm once more; `give_back`: tickets to give back."""
 
     again: tuple[Any, ...]
-    give_back: tuple[Any, ...]
+    give_back: tuple[GiveBack, ...]
 
 
 class DecodeDesk:
-    """Every ticket that was accepted, until its read is over. `make_nonce` gives unguessable short names."""
+    """Every ticket that was accepted, until its read is over and no notice is owed.
 
-    def __init__(self, *, accounts: Accounts, retries: int, make_nonce: Callable[[], str]) -> None:
+    `ranks` is the number of worker ranks, each of which reads, and gives notice. `make_nonce` gives unguessable short
+    names.
+    """
+
+    def __init__(
+        self,
+        *,
+        accounts: Accounts,
+        quarantine: Quarantine,
+        ranks: int,
+        retries: int,
+        make_nonce: Callable[[], str],
+    ) -> None:
         self._accounts = accounts
+        self._quarantine = quarantine
+        self._ranks = ranks
         self._retries = retries
         self._make_nonce = make_nonce
+        self._live: dict[str, GiveBack] = {}
+        self._broken: set[str] = set()
+        self._notices: dict[str, int] = {}
         self._reads: dict[str, _Read] = {}
         self._orders: dict[str, ReadOrder] = {}
 
     def __len__(self) -> int:
         """How many tickets are being dealt with."""
         return len(self._reads)
+
+    @property
+    def owes_notice(self) -> bool:
+        """Whether a rank has not yet given a notice that it was ordered to give."""
+        return bool(self._notices)
 
     def accept(self, request: Any, ticket: Ticket) -> None:
         """A good ticket has come with this request."""
@@ -64,19 +93,20 @@ class DecodeDesk:
             self._accounts.ticket_unused()
             del self._reads[request_id]
 
-    def give_back(self, request_id: str) -> None:
+    def give_back(self, given: GiveBack) -> None:
         """vLLM will give notice for this request's ticket, without a read."""
-        read = self._reads.pop(request_id, None)
-        issued_at = 0.0 if read is None else read.issued_at
-        self._orders[request_id] = ReadOrder(self._make_nonce(), 0, issued_at)
+        self._orders[given.request.request_id] = ReadOrder(given.nonce, 0)
 
     def take_orders(self, request_ids: Iterable[str]) -> dict[str, ReadOrder]:
         """The orders that belong to what vLLM tells the workers to receive; every entry gets one."""
         orders, self._orders = self._orders, {}
-        return {name: orders.get(name) or ReadOrder(self._make_nonce(), 0) for name in request_ids}
+        taken = {name: orders.get(name) or ReadOrder(self._make_nonce(), 0) for name in request_ids}
+        self._notices.update((order.nonce, self._ranks) for order in taken.values() if not order.pull_tokens)
+        return taken
 
-    def hear(self, report: WorkerReport, quarantine: Quarantine) -> None:
-        """The workers' news; before `settle` of the same step, and before vLLM frees anything."""
+    def hear(self, report: WorkerReport) -> list[GiveBack]:
+        """The workers' news; before `settle` of the same step, and before vLLM frees anything. What to give back now:
+        tickets of reads that were given up, and have ended in an error since."""
         for request_id, end in report.reads_ended.items():
             read = self._reads.get(request_id)
             if read is not None and read.nonce == end.nonce:
@@ -84,8 +114,22 @@ class DecodeDesk:
         by_nonce = {read.nonce: read for read in self._reads.values()} if report.stalled else {}
         for nonce, ranks in report.stalled.items():
             if nonce in by_nonce:
-                quarantine.stall(nonce, by_nonce[nonce].blocks, ranks)
-        quarantine.drain(report.drained)
+                self._quarantine.stall(nonce, by_nonce[nonce].blocks, ranks)
+        self._count_notices(report.returned)
+        self._broken |= report.broken.keys()
+        return [given for nonce in self._quarantine.drain(report.drained) if (given := self._drained(nonce))]
+
+    def _count_notices(self, returned: Mapping[str, int]) -> None:
+        for nonce, ranks in returned.items():
+            if nonce in self._notices:
+                self._notices[nonce] -= ranks
+                if self._notices[nonce] <= 0:
+                    del self._notices[nonce]
+
+    def _drained(self, nonce: str) -> GiveBack | None:
+        given, broken = self._live.pop(nonce, None), nonce in self._broken
+        self._broken.discard(nonce)
+        return given if broken else None
 
     def settle(self, finished: Iterable[str], failed: Collection[str]) -> Settled:
         """Reads that ended on all ranks. Good ones are done with; failed ones are tried again or given up."""
@@ -100,9 +144,15 @@ class DecodeDesk:
                 again.append(read.request)
                 continue
             del self._reads[request_id]
-            if request_id in failed and self._outcome(read) in _LEASED:
-                give_back.append(read.request)
-        return Settled(tuple(again), tuple(give_back))
+            if request_id in failed and self._outcome(read).leaves_lease:
+                give_back.append(GiveBack(read.request, read.nonce))
+        return Settled(tuple(again), tuple(given for given in give_back if not self._is_live(given)))
+
+    def _is_live(self, given: GiveBack) -> bool:
+        """Whether a transfer of this read goes on; its end decides whether the ticket must be given back."""
+        if given.nonce in self._quarantine:
+            self._live[given.nonce] = given
+        return given.nonce in self._quarantine
 
     def leave(self, request_id: str) -> None:
         """The request is over; if its read is not, its blocks stay known until `settle`."""

@@ -72,8 +72,17 @@ class ReadOutcome(StrEnum):
 
     @property
     def retryable(self) -> bool:
-        """Whether the same blocks, if they are still leased, may give a good read at once."""
-        return self in (ReadOutcome.TRANSFER_FAILED, ReadOutcome.UNVERIFIED)
+        """Whether the same blocks, if they are still leased, may give a good read at once.
+
+        Not after UNVERIFIED: that read's own notice may have ended the lease, so the verdict is asked for twice
+        instead (see `consumer`).
+        """
+        return self is ReadOutcome.TRANSFER_FAILED
+
+    @property
+    def leaves_lease(self) -> bool:
+        """Whether the prefill node may still hold the blocks for this reader, who then must give notice."""
+        return self not in (ReadOutcome.VERIFIED, ReadOutcome.NOT_HELD)
 
 
 _SEVERITY = {outcome: rank for rank, outcome in enumerate(ReadOutcome)}
@@ -111,15 +120,19 @@ class WorkerReport(KVConnectorWorkerMetadata):
     stalled: decode side: nonce → number of ranks that gave up on a read whose transfer is still live; the local
         blocks must outlive the request. Reported together with, or before, the failure of that request.
     drained: decode side: nonce → number of ranks whose live transfer of that nonce has ended at last.
+    broken: decode side: those of `drained` whose transfer ended in an error, without a notice to the prefill node.
+    returned: decode side: nonce → number of ranks that are done with a notice without a read: sent, or given up.
     """
 
     reads_seen: dict[str, dict[str, int]] = field(default_factory=dict)
     reads_ended: dict[str, ReadEnd] = field(default_factory=dict)
     stalled: dict[str, int] = field(default_factory=dict)
     drained: dict[str, int] = field(default_factory=dict)
+    broken: dict[str, int] = field(default_factory=dict)
+    returned: dict[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.reads_seen or self.reads_ended or self.stalled or self.drained)
+        return any(vars(self).values())
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         """This report with another rank's added."""
@@ -132,6 +145,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
             self.reads_ended[request_id] = end if mine is None else mine.merged(end)
         _add(self.stalled, other.stalled)
         _add(self.drained, other.drained)
+        _add(self.broken, other.broken)
+        _add(self.returned, other.returned)
         return self
 
 

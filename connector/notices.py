@@ -53,6 +53,11 @@ def tagged(alias: str, nonce: str) -> str:
     return f"{alias}#{nonce}"
 
 
+def nonce_of(tag: str) -> str:
+    """The nonce in what `tagged` made."""
+    return tag.rpartition("#")[2]
+
+
 def parse(message: bytes) -> Notice:
     """What `message` says. Total: anything that is not a notice is Junk."""
     try:

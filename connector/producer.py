@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from connector.admission import MOST_READERS
 from connector.notices import Done
 
-MOST_NONCES = 64
-"""Nonces remembered a request: a lease that is read more often is under attack."""
+MOST_NONCES = 4 * MOST_READERS
+"""Nonces remembered a request: room for every reader that it may be declared for, with the reads that they try again.
+A lease that is read more often is under attack."""
 
 
 @dataclass(slots=True)
@@ -24,7 +26,7 @@ class _Reads:
     wanted: int | None = None
     readers: dict[str, int] = field(default_factory=dict)
     complete: set[str] = field(default_factory=set)
-    told: set[str] = field(default_factory=set)
+    untold: set[str] = field(default_factory=set)
 
     @property
     def done(self) -> bool:
@@ -56,6 +58,7 @@ class ReadsSeen:
         reads.readers[done.nonce] = reads.readers.get(done.nonce, 0) + 1
         if reads.readers[done.nonce] >= done.readers:
             reads.complete.add(done.nonce)
+            reads.untold.add(done.nonce)
 
     def take_done(self) -> set[str]:
         """Leases that have had all of their reads; they stay followed until `forget`."""
@@ -65,9 +68,9 @@ class ReadsSeen:
         """Completed nonces of leased requests, each told once, with a 1 for this rank (`WorkerReport.reads_seen`)."""
         report = {}
         for request_id, reads in self._reads.items():
-            if reads.wanted is not None and (news := reads.complete - reads.told):
-                reads.told |= news
-                report[request_id] = dict.fromkeys(sorted(news), 1)
+            if reads.wanted is not None and reads.untold:
+                report[request_id] = dict.fromkeys(sorted(reads.untold), 1)
+                reads.untold = set()
         return report
 
     def forget(self, request_id: str) -> None:

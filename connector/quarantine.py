@@ -36,6 +36,9 @@ class Quarantine:
         """How many reads are waited for."""
         return len(self._held)
 
+    def __contains__(self, nonce: str) -> bool:
+        return nonce in self._held
+
     def stall(self, nonce: str, blocks: Sequence[Any], ranks: int) -> None:
         """`ranks` more ranks have a live transfer into `blocks`. Must come before vLLM frees them."""
         held = self._held.get(nonce)
@@ -48,8 +51,9 @@ class Quarantine:
         self._pool.touch(kept)
         self._held[nonce] = _Held(kept, ranks)
 
-    def drain(self, drained: Mapping[str, int]) -> None:
-        """Live transfers that have ended, by nonce, in ranks; the last one frees the blocks."""
+    def drain(self, drained: Mapping[str, int]) -> list[str]:
+        """Live transfers that have ended, by nonce, in ranks; the last one frees the blocks. Which nonces that were."""
+        freed = []
         for nonce, ranks in drained.items():
             held = self._held.get(nonce)
             if held is None or self._pool is None:
@@ -58,3 +62,5 @@ class Quarantine:
             if held.ranks <= 0:
                 del self._held[nonce]
                 self._pool.free_blocks(held.blocks)
+                freed.append(nonce)
+        return freed

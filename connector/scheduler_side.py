@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import Nix
 from connector.accounts import Accounts, Group
 from connector.admission import Decode, Facts, Gate, Local, Order, Prefill, Release
 from connector.config import ConnectorConfig
-from connector.decode_desk import DecodeDesk
+from connector.decode_desk import DecodeDesk, GiveBack
 from connector.fields import Reason, Refusal, usable_name
 from connector.footprint import node_capacity
 from connector.groups import group_shapes
@@ -80,11 +80,15 @@ class SchedulerSide(NixlPullConnectorScheduler):
             now=time.monotonic,
             wall=time.time,
         )
+        self._quarantine = Quarantine()
         self._decode = DecodeDesk(
-            accounts=self.accounts, retries=config.read_retries, make_nonce=lambda: secrets.token_hex(8)
+            accounts=self.accounts,
+            quarantine=self._quarantine,
+            ranks=ranks,
+            retries=config.read_retries,
+            make_nonce=lambda: secrets.token_hex(8),
         )
         self._ledger = Ledger(self.accounts)
-        self._quarantine = Quarantine()
         self._listener: Listener | None = None
         if not config.keys:
             log.warning(
@@ -197,7 +201,8 @@ class SchedulerSide(NixlPullConnectorScheduler):
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._prefill.hear(report.reads_seen)
-            self._decode.hear(report, self._quarantine)
+            for given in self._decode.hear(report):
+                self._give_back(given)
         self._prefill.sent(connector_output.finished_sending or ())
         super().update_connector_output(connector_output)
         self._settle(connector_output.finished_recving or set(), connector_output.failed_recving)
@@ -212,13 +217,13 @@ class SchedulerSide(NixlPullConnectorScheduler):
         for request in settled.again:
             request.kv_transfer_params["do_remote_prefill"] = True
             super().on_new_request(request)
-        for request in settled.give_back:
-            self._give_back(request)
+        for given in settled.give_back:
+            self._give_back(given)
 
-    def _give_back(self, request: "Request") -> None:
+    def _give_back(self, given: GiveBack) -> None:
         """Have vLLM give notice for a ticket that will not be read: an entry with no local blocks."""
-        self._reqs_need_recv[request.request_id] = (request, [], (), False)
-        self._decode.give_back(request.request_id)
+        self._reqs_need_recv[given.request.request_id] = (given.request, [], (), False)
+        self._decode.give_back(given)
 
     # ---- a request ends
 
@@ -268,8 +273,14 @@ class SchedulerSide(NixlPullConnectorScheduler):
         self._listener.start()
 
     def has_pending_push_work(self) -> bool:
-        """Whether an idle engine must step on: once, to tell its capacity before any request comes."""
-        return self.accounts.untold_levels() or bool(super().has_pending_push_work())
+        """Whether an idle engine must step on, since only steps carry orders to workers and their reports back.
+
+        Once, to tell its capacity before any request comes; while blocks are kept from the pool under a transfer that
+        was given up; and until every notice that the workers were to give is given. See `worker_side` on how such
+        steps are spaced.
+        """
+        unfinished = self._reqs_need_recv or self._quarantine or self._decode.owes_notice
+        return self.accounts.untold_levels() or bool(unfinished) or bool(super().has_pending_push_work())
 
     def take_stats(self) -> ConnectorStats | None:
         """The scheduler side's accounts since the last call."""

@@ -40,6 +40,7 @@ ABOUT: Mapping[str, str] = {
     "reads": "Reads that ended, by outcome, counted on each rank.",
     "leases_ended": "Leases that ended on this prefill node, by how.",
     "unused_tickets": "Good tickets that left nothing to pull.",
+    "tickets_returned": "Tickets given back without a read, by how that ended, counted on each rank.",
     "junk": "Messages that made no sense, by where they arrived.",
     "verify_seconds": "From a read's last byte to its verdict.",
     "lease_age_seconds": "Age of a lease at its end.",
@@ -49,6 +50,7 @@ ABOUT: Mapping[str, str] = {
 }
 KINDS = ("attention", "state")
 READS = ("verified", "not_held", "unverified", "transfer_failed", "no_progress", "peer_unreachable", "retried")
+RETURNS = ("sent", "not_held", "unreachable")
 VALUES: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
     {
         "prompt_tokens": (("hit", "pulled", "loaded", "computed"),),
@@ -58,6 +60,7 @@ VALUES: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
         "reads": (READS,),
         "leases_ended": (tuple(Ending),),
         "unused_tickets": (),
+        "tickets_returned": (RETURNS,),
         "junk": (("side_channel", "notice"),),
     }
 )

@@ -24,13 +24,15 @@ from connector.accounts import Accounts
 from connector.aliases import Aliases
 from connector.consumer import Flights
 from connector.cores import own_cores
+from connector.lease import Verdict
 from connector.metadata import ConnectorMetadata, ReadEnd, ReadOrder, ReadOutcome, WorkerReport
-from connector.notices import Done, Heartbeat, parse, tagged
+from connector.notices import Done, Heartbeat, nonce_of, parse, tagged
 from connector.open_batches import Address
 from connector.producer import ReadsSeen
 from connector.progress import PatientAgent
 from connector.question import Question
 from connector.read_sizes import group_sizes, read_size
+from connector.returns import Return, ReturnOutcome, Returns
 from connector.side_channel import ping
 from connector.stats import ConnectorStats
 from connector.verifier import Verifier
@@ -49,6 +51,9 @@ CPU_PROGRESS_DELAY = 0.1
 
 IDLE_PATIENCE = 0.002
 """Seconds. vLLM's engine sleeps for 1 ms after a step with nothing to compute; a verdict mostly takes half of one."""
+IDLE_REST = 0.01
+"""Seconds that a step with nothing to compute takes while this rank waits for nothing but the end of transfers that it
+gave up, or for prefill nodes to take tickets back: it would else be run again every millisecond, for minutes."""
 
 UNPAIRABLE = (AssertionError, IndexError, KeyError, NotImplementedError, TypeError, ValueError)
 """What vLLM raises when a ticket's blocks do not fit what this node allocated, or the peer's layout."""
@@ -74,9 +79,11 @@ class WorkerSide(NixlPullConnectorWorker):
         self._released: set[str] = set()
         self._stalled: dict[str, list[int]] = {}
         self._stalled_engines: dict[str, str] = {}
+        self._broken: set[str] = set()
         self._aliases = Aliases()
+        self._returns = Returns(config.lease_duration)
         self._report = WorkerReport()
-        self._patience = 0.0
+        self._idle = False
 
     def _let_progress_sleep(self, delay: float | None) -> None:
         """Replace the agent, before anything is registered with it, where its thread must not spin.
@@ -90,7 +97,7 @@ class WorkerSide(NixlPullConnectorWorker):
 
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
         """Begin the reads, leases and releases of this step."""
-        self._patience = IDLE_PATIENCE if metadata.idle else 0.0
+        self._idle = metadata.idle
         for alias, request_id in metadata.aliases.items():
             self._aliases.bind(alias, request_id)
         for request_id, meta in metadata.reqs_to_recv.items():
@@ -115,6 +122,7 @@ class WorkerSide(NixlPullConnectorWorker):
         now = time.monotonic()
         self._verifier.ask(self._flights.landed(sorted(results.finished_recving - results.failed_recving), now))
         self._verifier.ask(self._flights.probes(now))
+        self._give_back_due(now)
         results.finished_recving &= results.failed_recving
         self._add_judged(results)
         self._report.reads_seen.update(self._seen.take_report())
@@ -138,27 +146,69 @@ class WorkerSide(NixlPullConnectorWorker):
         super().shutdown()
 
     def _begin(self, request_id: str, meta: ReqMeta, order: ReadOrder) -> None:
-        remote = meta.remote
+        remote, now = meta.remote, time.monotonic()
         question = Question(remote.engine_id, remote.request_id, order.nonce)
         remote.request_id = tagged(remote.request_id, order.nonce)
         if _awaited(meta):
             size = read_size(self._sizes, meta.local_block_ids, remote.block_ids, order.hit_tokens)
-            self._flights.begin(request_id, question, (remote.host, remote.port), size, time.monotonic())
+            self._flights.begin(request_id, question, (remote.host, remote.port), size, now)
+        else:
+            self._returns.begin(Return(question, (remote.host, remote.port), (request_id, meta)), now)
 
     def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
-        if _awaited(meta) and self._recving_metadata.get(req_id) is not meta:
+        if not _awaited(meta):
+            self._send_notice(req_id, meta)
+            return
+        if self._recving_metadata.get(req_id) is not meta:
             return  # Given up while its handshake was under way: the blocks may be another request's by now.
-        if _awaited(meta) and self._is_elsewhere(meta.remote):
+        if self._is_elsewhere(meta.remote):
             log.warning("The ticket of %s names another address than its engine %s has.", req_id, meta.remote.engine_id)
             self._recv_failures.add(req_id)
             return
+        if not self._pair(req_id, meta):
+            self._recv_failures.add(req_id)
+        if req_id in self._recving_transfers:
+            self._flights.posted(req_id, time.monotonic())
+
+    def _pair(self, req_id: str, meta: ReqMeta) -> bool:
+        """vLLM's own reading or giving notice, after a handshake where one is needed. False for what it cannot pair."""
         try:
             super()._read_blocks_for_req(req_id, meta)
         except UNPAIRABLE as error:
             self._log_failure("ticket_does_not_fit", req_id, error=error, meta=meta)
-            self._recv_failures.add(req_id)
-        if _awaited(meta) and req_id in self._recving_transfers:
-            self._flights.posted(req_id, time.monotonic())
+            return False
+        return True
+
+    def _send_notice(self, req_id: str, meta: ReqMeta) -> None:
+        """Give a ticket back, if a handshake with its node was made; else `_give_back_due` asks that node first."""
+        nonce, engine_id = nonce_of(meta.remote.request_id), meta.remote.engine_id
+        if nonce in self._returns and self._is_reachable(engine_id):
+            self._end_return(nonce, ReturnOutcome.SENT if self._pair(req_id, meta) else ReturnOutcome.UNREACHABLE)
+
+    def _is_reachable(self, engine_id: str) -> bool:
+        return engine_id in self._remote_agents and engine_id not in self._invalid_remote_engines
+
+    def _give_back_due(self, now: float) -> None:
+        for given in self._returns.overdue(now):
+            log.warning("A ticket of %s was not given back: %s:%d is silent.", given.question.engine_id, *given.address)
+            self._end_return(given.nonce, ReturnOutcome.UNREACHABLE)
+        for given in self._returns.due(now):
+            if self._is_reachable(given.question.engine_id):
+                self._send_notice(*given.order)
+            else:
+                self._verifier.ask(self._returns.ask(given))
+
+    def _take_return_answer(self, given: Return, verdict: Verdict | None) -> None:
+        if verdict is Verdict.HELD:
+            # Makes the handshake first; `_send_notice` then comes with the step after it.
+            self._pair(*given.order)
+        elif verdict is not None:
+            self._end_return(given.nonce, ReturnOutcome.NOT_HELD)
+
+    def _end_return(self, nonce: str, outcome: ReturnOutcome) -> None:
+        self._returns.over(nonce)
+        self._report.returned[nonce] = 1
+        self._accounts.ticket_returned(outcome.value)
 
     def _is_elsewhere(self, remote: RemoteMeta) -> bool:
         """Whether a handshake with the engine was made elsewhere: whom to ask after the read is then unknown."""
@@ -214,18 +264,26 @@ class WorkerSide(NixlPullConnectorWorker):
 
     def _drain_stalled(self) -> None:
         if self._stalled:
-            drained, _ = self._pop_done_transfers(self._stalled)
+            drained, failed = self._pop_done_transfers(self._stalled)
+            self._broken |= failed
             for nonce in drained:
                 del self._stalled_engines[nonce]
                 self._report.drained[nonce] = 1
+                if nonce in self._broken:
+                    self._broken.discard(nonce)
+                    self._report.broken[nonce] = 1
 
     def _engines_with_inflight_transfers(self) -> set[str]:
         busy: set[str] = super()._engines_with_inflight_transfers()
         return busy | set(self._stalled_engines.values())
 
     def _add_judged(self, results: KVConnectorTransferResults) -> None:
-        for judged in self._verifier.answers(self._patience if self._flights.awaits_verdict() else 0.0):
-            landing = self._flights.judged(judged, time.monotonic())
+        for judged in self._verifier.answers(self._patience()):
+            now = time.monotonic()
+            if (answered := self._returns.answered(judged, now)) is not None:
+                self._take_return_answer(*answered)
+                continue
+            landing = self._flights.judged(judged, now)
             if landing is None:
                 continue
             self._accounts.verify_seconds(landing.verify_seconds)
@@ -235,6 +293,15 @@ class WorkerSide(NixlPullConnectorWorker):
                 log.warning("The read for %s is %s: computing it here.", landing.request_id, landing.end.outcome)
                 results.failed_recving.add(landing.request_id)
             self._end(landing.request_id, landing.end)
+        self._verifier.ask(self._flights.unanswered())
+
+    def _patience(self) -> float:
+        """How long this step waits for an answer; not at all where it delays a token."""
+        if not self._idle:
+            return 0.0
+        if self._flights.awaits_verdict():
+            return IDLE_PATIENCE
+        return IDLE_REST if not len(self._flights) and (self._stalled or len(self._returns)) else 0.0
 
     def _end(self, request_id: str, end: ReadEnd) -> None:
         self._report.reads_ended[request_id] = end

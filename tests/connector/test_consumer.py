@@ -41,12 +41,28 @@ def test_a_landed_read_is_good_only_with_a_good_verdict(verdict: Verdict) -> Non
     assert len(flights) == 0
 
 
-def test_no_verdict_in_time_is_not_a_good_one() -> None:
+def test_no_verdict_in_time_is_asked_for_once_more_and_then_counts_as_no_good_one() -> None:
     flights = flying()
     flights.landed(["r"], now=1)
-    landing = flights.judged(Judged("nonce-1", None), now=6)
+    assert flights.judged(Judged("nonce-1", None), now=6) is None
+    assert flights.awaits_verdict()
+    assert flights.unanswered() == {HERE: [ASKED]}
+    assert flights.unanswered() == {}
+    landing = flights.judged(Judged("nonce-1", None), now=11)
     assert landing is not None
     assert landing.end.outcome is ReadOutcome.UNVERIFIED
+    assert flights.unanswered() == {}
+
+
+@pytest.mark.parametrize("verdict", list(Verdict))
+def test_a_late_verdict_is_as_good_as_one_in_time(verdict: Verdict) -> None:
+    flights = flying()
+    flights.landed(["r"], now=1)
+    flights.judged(Judged("nonce-1", None), now=6)
+    landing = flights.judged(Judged("nonce-1", verdict), now=7)
+    assert landing is not None
+    assert (landing.end.outcome is ReadOutcome.VERIFIED) == verdict.good
+    assert landing.verify_seconds == 6
 
 
 def test_a_verdict_settles_nothing_before_the_last_byte_and_nothing_twice() -> None:

@@ -99,7 +99,7 @@ def test_a_failed_read_is_tried_once_more_and_then_computed(prefill: Node, node:
 def test_a_second_read_may_be_good(prefill: Node, node: Node) -> None:
     node.add("d", prompt(100), take_ticket(prefill, prompt(100)))
     node.step()
-    node.step(lost(node, ReadOutcome.UNVERIFIED, "d"))
+    node.step(lost(node, ReadOutcome.TRANSFER_FAILED, "d"))
     node.step()
     node.step(received(node, "d"))
     assert len(node.run_out("d")) == 4
@@ -116,7 +116,10 @@ def test_heartbeats_go_on_while_it_is_tried_again_and_end_with_it(prefill: Node,
     assert not node.side._heartbeat_by_engine
 
 
-@pytest.mark.parametrize("outcome", [ReadOutcome.NOT_HELD, ReadOutcome.PEER_UNREACHABLE, ReadOutcome.NO_PROGRESS])
+@pytest.mark.parametrize(
+    "outcome",
+    [ReadOutcome.NOT_HELD, ReadOutcome.UNVERIFIED, ReadOutcome.PEER_UNREACHABLE, ReadOutcome.NO_PROGRESS],
+)
 def test_what_cannot_help_is_not_tried_again(prefill: Node, node: Node, outcome: ReadOutcome) -> None:
     request = node.add("d", prompt(100), take_ticket(prefill, prompt(100)))
     node.step()
@@ -126,17 +129,72 @@ def test_what_cannot_help_is_not_tried_again(prefill: Node, node: Node, outcome:
     assert node.counts("reads") == {}
 
 
-def test_after_the_last_failure_the_prefill_node_is_told(prefill: Node) -> None:
+def returned(*nonces: str) -> KVConnectorOutput:
+    """The workers say: these notices without a read are given."""
+    return KVConnectorOutput(kv_connector_worker_meta=WorkerReport(returned=dict.fromkeys(nonces, 1)))
+
+
+def drained(nonce: str, *, broken: bool = False) -> KVConnectorOutput:
+    """The workers say: a transfer that was given up has ended, well or in an error."""
+    report = WorkerReport(drained={nonce: 1}, broken={nonce: 1} if broken else {})
+    return KVConnectorOutput(kv_connector_worker_meta=report)
+
+
+def notices(node: Node) -> list[str]:
+    """The nonces of the notices without a read that the last step orders."""
+    meta = node.metas[-1]
+    return [meta.reads[name].nonce for name, order in meta.reqs_to_recv.items() if not order.awaiting_kvs]
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        ReadOutcome.TRANSFER_FAILED,
+        ReadOutcome.UNVERIFIED,
+        ReadOutcome.PEER_UNREACHABLE,
+        ReadOutcome.NO_PROGRESS,
+        ReadOutcome.NOT_HELD,
+    ],
+)
+def test_after_the_last_failure_the_ticket_is_given_back_under_the_failed_nonce(
+    prefill: Node, outcome: ReadOutcome
+) -> None:
+    """Not a new one: the failed read's own notice may have counted. Where nothing is held there is nothing to give."""
     node = make_node("kv_consumer", extra={"pdproxy_read_retries": 0})
     node.add("d", prompt(100), take_ticket(prefill, prompt(100)))
     node.step()
     failed = nonce_of(node, "d")
-    node.step(lost(node, ReadOutcome.TRANSFER_FAILED, "d"))
+    node.step(lost(node, outcome, "d"))
     node.step()
-    notice = node.metas[-1].reqs_to_recv["d"]
-    assert not notice.awaiting_kvs
-    assert not any(notice.local_block_ids)
-    assert node.metas[-1].reads["d"].nonce not in ("", failed)
+    assert notices(node) == ([] if outcome is ReadOutcome.NOT_HELD else [failed])
+
+
+def test_an_engine_steps_on_until_its_notices_are_given(prefill: Node) -> None:
+    """The request is gone by then: nothing else would have the workers carry the order out, or say that they have."""
+    node = make_node("kv_consumer", extra={"pdproxy_read_retries": 0})
+    node.add("d", prompt(100), take_ticket(prefill, prompt(100)))
+    node.step()
+    node.abort("d")
+    node.step(lost(node, ReadOutcome.PEER_UNREACHABLE, "d"))
+    assert node.scheduler.requests == {}
+    assert node.scheduler.has_requests()
+    node.step()
+    (nonce,) = notices(node)
+    node.step()
+    assert node.scheduler.has_requests()
+    node.step(returned("another", nonce))
+    node.step()
+    assert not node.scheduler.has_requests()
+
+
+def test_an_engine_steps_on_while_a_rejected_request_s_ticket_goes_back(prefill: Node, node: Node) -> None:
+    request = node.add("d", [0], take_ticket(prefill, prompt(100)), abort_immediately=True)
+    node.abort(request.request_id)
+    node.step()
+    node.step()
+    assert node.scheduler.has_requests()
+    node.step(returned(*(order.nonce for meta in node.metas for order in meta.reads.values())))
+    assert not node.scheduler.has_requests()
 
 
 def test_nothing_of_a_bad_read_is_cached(prefill: Node, node: Node) -> None:
@@ -168,9 +226,31 @@ def test_blocks_under_a_live_read_are_not_given_to_anybody(prefill: Node, node: 
     nonce = nonce_of(node, "d")
     node.step(lost(node, ReadOutcome.NO_PROGRESS, "d", stalled=[nonce]))
     node.run_out("d")
+    node.step()
+    assert node.scheduler.requests == {}
     assert node.free_blocks == free - 8
-    node.step(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(drained={nonce: 1})))
+    assert node.scheduler.has_requests(), "an idle engine steps on, or it would never hear of the end"
+    assert notices(node) == []
+    node.step(drained(nonce))
     assert node.free_blocks == free
+    assert not node.scheduler.has_requests()
+    node.step()
+    assert notices(node) == [], "the transfer's end was the notice"
+
+
+def test_a_transfer_that_was_given_up_and_ends_in_an_error_gives_its_ticket_back(prefill: Node, node: Node) -> None:
+    node.add("d", prompt(100), take_ticket(prefill, prompt(100)))
+    node.step()
+    nonce = nonce_of(node, "d")
+    node.step(lost(node, ReadOutcome.NO_PROGRESS, "d", stalled=[nonce]))
+    node.run_out("d")
+    node.step(drained(nonce, broken=True))
+    assert node.scheduler.has_requests()
+    node.step()
+    assert notices(node) == [nonce]
+    node.step(returned(nonce))
+    node.step()
+    assert not node.scheduler.has_requests()
 
 
 def test_blocks_of_an_aborted_request_under_a_live_read_are_kept_too(prefill: Node, node: Node) -> None:

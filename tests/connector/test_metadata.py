@@ -15,6 +15,8 @@ def test_counts_add_up_over_ranks() -> None:
     both = one.aggregate(other)
     assert both.reads_seen == {"r": {"a": 2, "b": 1}, "q": {"c": 1}}
     assert (both.stalled, both.drained) == ({"s": 2}, {"d": 1, "e": 1})
+    one = WorkerReport(broken={"d": 1}, returned={"n": 1}).aggregate(WorkerReport(broken={"e": 1}, returned={"n": 1}))
+    assert (one.broken, one.returned) == ({"d": 1, "e": 1}, {"n": 2})
 
 
 def test_the_worst_rank_decides_and_bytes_add_up() -> None:
@@ -42,6 +44,7 @@ def test_only_a_report_can_be_merged_into_a_report() -> None:
 def test_an_empty_report_is_false() -> None:
     assert not WorkerReport()
     assert WorkerReport(drained={"n": 1})
+    assert WorkerReport(returned={"n": 1})
 
 
 def test_metadata_keeps_all_that_vllm_put_in_and_travels() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from connector.admission import MOST_READERS
+from connector.lease import Ending, LeaseTable, Verdict
 from connector.notices import NO_NONCE, Done
 from connector.producer import MOST_NONCES, ReadsSeen
 
@@ -48,6 +50,23 @@ def test_a_notice_before_the_lease_waits_for_it() -> None:
     seen.lease("r", 1)
     assert seen.take_done() == {"r"}
     assert seen.take_report() == {"r": {NO_NONCE: 1}}
+
+
+def test_as_many_readers_as_may_be_declared_end_a_lease_also_after_failed_tries() -> None:
+    seen, leases = ReadsSeen(), LeaseTable(ranks=1, memory=60.0, capacity=10)
+    seen.lease("r", MOST_READERS)
+    leases.open("alias", readers=MOST_READERS, now=0.0)
+    for reader in range(MOST_READERS):
+        seen.notice("r", Done("alias", f"first-try-of-{reader}", 2))
+    for reader in range(MOST_READERS):
+        assert seen.take_done() == set()
+        seen.notice("r", Done("alias", f"nonce-of-{reader}", 1))
+        leases.note_reads("alias", seen.take_report()["r"])
+    assert seen.take_done() == {"r"}
+    ended = leases.end("alias", now=1.0)
+    assert ended is not None
+    assert ended.ending is Ending.READ
+    assert leases.judge("alias", "nonce-of-0") is Verdict.RELEASED_BY_YOU
 
 
 def test_forged_nonces_cost_bounded_memory_and_end_nothing_more() -> None:

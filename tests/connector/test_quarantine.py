@@ -44,10 +44,12 @@ def test_the_last_rank_frees() -> None:
     quarantine, block = bound(), Block()
     quarantine.stall("n", [block], ranks=1)
     quarantine.stall("n", [block], ranks=1)
-    quarantine.drain({"n": 1})
+    assert quarantine.drain({"n": 1}) == []
     assert block.references == 2
-    quarantine.drain({"n": 1})
+    assert "n" in quarantine
+    assert quarantine.drain({"n": 1}) == ["n"]
     assert block.references == 1
+    assert "n" not in quarantine
 
 
 def test_null_blocks_and_strangers_are_left_alone() -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import threading
+import time
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
 
+from connector import returns
+from connector.accounts import Accounts
 from connector.lease import Verdict
-from connector.metadata import ConnectorMetadata, ReadEnd, ReadOutcome
+from connector.metadata import ConnectorMetadata, ReadEnd, ReadOutcome, WorkerReport
 from connector.notices import Done, parse
 from connector.open_batches import Judged
+from connector.side_channel import Listener
 from connector.verifier import Verifier
-from connector.worker_side import IDLE_PATIENCE
+from connector.worker_side import IDLE_PATIENCE, IDLE_REST, WorkerSide
 from tests.connector.rank import HOST, PEER, read_step
 from tests.connector.worker import (
     BLOCK_BYTES,
@@ -189,3 +194,150 @@ def test_without_blocks_to_read_only_a_notice_goes_out(make: MakeRank, prefill: 
     assert [parse(notice) for notice in agent(worker).sent] == [Done("remote-r", NONCE, 1)]
     assert not step(worker).finished_recving
     assert prefill.asked == []
+
+
+def test_a_verdict_that_was_lost_is_asked_for_again_and_the_read_counts(make: MakeRank, prefill: Prefill) -> None:
+    """Its own notice has ended the lease by then: to read once more would be to read what is not held."""
+    worker = make()
+    worker._verifier.close()
+    worker._verifier = verifier = Forgetful()
+    prefill.verdict = Verdict.RELEASED_BY_YOU
+    step(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7]))
+    agent(worker).end(0)
+    assert until_received(worker).failed_recving == set()
+    assert report(worker).reads_ended["r"].outcome is ReadOutcome.VERIFIED
+    assert verifier.lost == [NONCE]
+    assert prefill.asked == [(PEER, "remote-r", NONCE)] * 2
+
+
+class Forgetful(Verifier):
+    """Loses the first answer to each question."""
+
+    def __init__(self) -> None:
+        super().__init__(PATIENCE)
+        self.lost: list[str] = []
+
+    def answers(self, patience: float = 0.0) -> list[Judged]:
+        found = super().answers(patience)
+        for at, judged in enumerate(found):
+            if judged.nonce not in self.lost:
+                self.lost.append(judged.nonce)
+                found[at] = Judged(judged.nonce, None)
+        return found
+
+
+# ---- giving tickets back
+
+
+def until_returned(worker: WorkerSide, metadata: ConnectorMetadata | None = None) -> WorkerReport:
+    """The first report that says that a notice is done with."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        step(worker, metadata)
+        told = report(worker)
+        if told.returned:
+            return told
+        metadata = None
+        assert time.monotonic() < deadline, "no notice was given"
+        time.sleep(0.005)
+
+
+def test_a_ticket_goes_back_to_a_known_node_at_once(make: MakeRank, prefill: Prefill) -> None:
+    worker = make()
+    step(worker, read_step("r", NONCE, prefill.port, local=[], remote=[7]))
+    assert report(worker).returned == {NONCE: 1}
+    assert counts(worker) == {("tickets_returned", "sent"): 1}
+
+
+def shake_hands(worker: WorkerSide, engine: str) -> None:
+    """What a handshake leaves behind."""
+    for known in (worker.tp_mappings, worker.dst_region_group_ids, worker.dst_num_blocks):
+        known[engine] = known[PEER]
+    worker.dst_uses_region_group_mapping[engine] = False
+    worker.dst_xfer_side_handles[engine] = {0: 1}
+    worker._remote_agents[engine] = {(0, 0): "peer"}
+    worker._engine_by_address["10.0.0.1", 5600] = engine
+
+
+def test_a_ticket_of_an_unknown_node_goes_back_after_a_handshake(make: MakeRank, prefill: Prefill) -> None:
+    worker = make()
+    shaken: list[str] = []
+
+    def shake(req_id: str, engine: str, meta: Any) -> None:
+        shaken.append(engine)
+        shake_hands(worker, engine)
+        worker._ready_requests.put((req_id, meta))
+
+    worker._background_nixl_handshake = shake
+    told = until_returned(worker, read_step("r", NONCE, prefill.port, local=[], remote=[7], engine="new"))
+    assert told.returned == {NONCE: 1}
+    assert shaken == ["new"]
+    assert [parse(notice) for notice in agent(worker).sent] == [Done("remote-r", NONCE, 1)]
+    assert [asked[:2] for asked in prefill.asked] == [("new", "remote-r")]
+    assert counts(worker) == {("tickets_returned", "sent"): 1}
+
+
+def test_no_hands_are_shaken_for_a_lease_that_is_not_held(make: MakeRank, prefill: Prefill) -> None:
+    worker = make()
+    prefill.verdict = Verdict.UNKNOWN
+    until_returned(worker, read_step("r", NONCE, prefill.port, local=[], remote=[7], engine="new"))
+    assert worker._handshake_futures == {}
+    assert agent(worker).sent == []
+    assert counts(worker) == {("tickets_returned", "not_held"): 1}
+
+
+def test_a_silent_node_is_asked_until_it_wakes(
+    make: MakeRank, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(returns, "ASK_EVERY", 0.02)
+    worker = make()
+    worker._background_nixl_handshake = lambda req_id, engine, meta: shake_hands(worker, engine)
+    prefill.listener.stop()
+    step(worker, read_step("r", NONCE, prefill.port, local=[], remote=[7], engine="new"))
+    for _ in range(20):
+        step(worker)
+        time.sleep(0.01)
+    assert report(worker).returned == {}
+    awake = Listener(HOST, prefill.port, {}, lambda *_: Verdict.HELD, Accounts())
+    awake.start()
+    assert until_returned(worker).returned == {NONCE: 1}
+    awake.stop()
+    assert [parse(notice) for notice in agent(worker).sent] == [Done("remote-r", NONCE, 1)]
+
+
+def test_a_node_that_stays_silent_is_given_up_by_the_time_its_lease_is_over(make: MakeRank) -> None:
+    worker = make(lease_duration=0.2)
+    told = until_returned(worker, read_step("r", NONCE, free_port(), local=[], remote=[7], engine="gone"))
+    assert told.returned == {NONCE: 1}
+    assert agent(worker).sent == []
+    assert counts(worker) == {("tickets_returned", "unreachable"): 1}
+
+
+@pytest.mark.parametrize("end", ["DONE", "ERR"])
+def test_how_a_transfer_that_was_given_up_ended_is_told(make: MakeRank, prefill: Prefill, end: str) -> None:
+    worker = make(read_deadline=0.05)
+    until_received(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7]))
+    report(worker)
+    agent(worker).end(0, end)
+    step(worker)
+    told = report(worker)
+    assert told.drained == {NONCE: 1}
+    assert told.broken == ({NONCE: 1} if end == "ERR" else {})
+
+
+def test_an_idle_rank_rests_while_it_only_waits_for_what_it_gave_up(make: MakeRank, prefill: Prefill) -> None:
+    worker = make(read_deadline=0.05)
+    idle = ConnectorMetadata()
+    idle.idle = True
+    assert worker._patience() == 0.0
+    until_received(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7]))
+    began = time.monotonic()
+    step(worker, idle)
+    assert time.monotonic() - began >= 0.9 * IDLE_REST
+    step(worker, read_step("s", "f" * 16, prefill.port, local=[4], remote=[7]))
+    worker._idle = True
+    assert worker._patience() == 0.0, "a read is under way"
+    agent(worker).end(0)
+    agent(worker).end(1)
+    until_received(worker)
+    assert worker._patience() == 0.0
