@@ -51,7 +51,7 @@ CPU_PROGRESS_DELAY = 0.1
 
 IDLE_PATIENCE = 0.002
 """Seconds. vLLM's engine sleeps for 1 ms after a step with nothing to compute; a verdict mostly takes half of one."""
-IDLE_REST = 0.01
+IDLE_REST = 0.025
 """Seconds that a step with nothing to compute takes while this rank waits for nothing but the end of transfers that it
 gave up, or for prefill nodes to take tickets back: it would else be run again every millisecond, for minutes."""
 

@@ -38,6 +38,8 @@ class Desk:
         self._tally = tally
         self._asked: dict[str, _Asked] = {}
         self._loads: dict[str, Load] = {}
+        self._given_up: set[str] = set()
+        self._left: set[str] = set()
         self._new: dict[str, Load] = {}
 
     def __len__(self) -> int:
@@ -87,24 +89,40 @@ class Desk:
 
     def failed(self, failed: Iterable[str], blocks: Collection[int]) -> set[str]:
         """Requests whose load failed: these, and those whose load touches one of `blocks`."""
-        named = {request_id for request_id in failed if request_id in self._loads}
-        return named | {request_id for request_id, load in self._loads.items() if load.touches(blocks)}
+        running = {request_id: load for request_id, load in self._loads.items() if request_id not in self._given_up}
+        named = {request_id for request_id in failed if request_id in running}
+        return named | {request_id for request_id, load in running.items() if load.touches(blocks)}
 
     def fail(self, request_id: str, *, bar: bool) -> None:
         """A load failed; with `bar` its child is not asked for this request again."""
         child = self._loads[request_id].child
         self._tally.add("child_failed_loads", self._names[child])
         if bar:
-            self._asked.setdefault(request_id, _Asked()).barred.add(child)
+            self._bar(request_id, {child})
+
+    def give_up(self, request_id: str) -> None:
+        """A load takes too long: nothing more is loaded for its request, and the load is waited for by nobody."""
+        self._given_up.add(request_id)
+        self.fail(request_id, bar=False)
+        self._bar(request_id, set(range(len(self._names))))
 
     def ended(self, request_ids: Iterable[str]) -> None:
         """These loads are over, however they went."""
         for request_id in request_ids:
             self._loads.pop(request_id, None)
+            self._given_up.discard(request_id)
+            self._left.discard(request_id)
 
     def leave(self, request_id: str) -> None:
         """The request is over. A load on its way still runs, and its blocks are held until it `ended`."""
         self._asked.pop(request_id, None)
+        if request_id in self._loads:
+            self._left.add(request_id)
+
+    def _bar(self, request_id: str, children: set[int]) -> None:
+        """Nobody asks for a request that is over, and nothing would be forgotten of it."""
+        if request_id not in self._left:
+            self._asked.setdefault(request_id, _Asked()).barred.update(children)
 
     def pending(self) -> Mapping[str, int]:
         """Loads on their way, by child."""

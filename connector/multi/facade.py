@@ -8,11 +8,14 @@ Scheduler process:
     update_state_after_alloc ─► the winner loads; every other child hears that it does not, and a ticket that was not
         used goes back to the prefill node in the same step
     update_connector_output ─► a child hears of its own loads only; one whose load failed is not asked for that request
-        again, so that the next best child is taken, or the prompt is computed
+        again, so that the next best child is taken, or the prompt is computed; a load that takes too long has failed,
+        its prompt is computed, and its blocks are kept from the pool until the load has ended
 Worker process:
-    get_transfer_results ─► a child's failed blocks become failed requests where there are several cache groups
+    get_transfer_results ─► a child's failed blocks become failed requests where there are several cache groups; so do
+        loads that take too long, whose end is told to our scheduler side alone
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,11 +33,13 @@ from connector.multi.desk import Desk
 from connector.multi.failures import Failures
 from connector.multi.fitness import require_hybrid, require_one_side_channel, require_units
 from connector.multi.groups import stored_blocks
-from connector.multi.metadata import WeightedMetadata
+from connector.multi.metadata import WeightedMetadata, WeightedReport
+from connector.multi.overdue import Overdue
 from connector.multi.settings import ChildSettings, MultiSettings
 from connector.multi.stats import SELECTION, ChildrenPromMetrics, ChildrenStats, Once, SelectionStats
 from connector.multi.tally import Tally
 from connector.multi.telling import tell_output, tell_preempted
+from connector.quarantine import Quarantine
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -44,6 +49,12 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+
+log = logging.getLogger("vllm.pdproxy.multi")
+
+IDLE_REST = 0.025
+"""Seconds that a step with nothing to compute takes while all that runs is loads that were given up."""
 
 
 class WeightedMultiConnector(MultiConnector):
@@ -74,8 +85,12 @@ class WeightedMultiConnector(MultiConnector):
             shared_hit=self._shared_hit,
             now=time.monotonic,
         )
+        self._quarantine = Quarantine()
+        self._overdue = Overdue(settings.load_deadline, self._quarantine)
         self._failures = Failures()
         self._unloaded_blocks: set[int] = set()
+        self._told_overdue: frozenset[str] = frozenset()
+        self._idle = False
 
     # ---- before it starts
 
@@ -108,9 +123,10 @@ class WeightedMultiConnector(MultiConnector):
     # ---- the scheduler's process
 
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
-        """vLLM's cache, for the shared hit."""
+        """vLLM's cache, for the shared hit; its pool, for blocks under loads that were given up."""
         super().bind_kv_cache_manager(kv_cache_manager)
         self._manager = kv_cache_manager
+        self._quarantine.bind(kv_cache_manager.block_pool)
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
@@ -137,26 +153,57 @@ class WeightedMultiConnector(MultiConnector):
         """The winner hears how much it loads; the others that they load nothing."""
         self._chooser.forget(request.request_id)
         ids = tuple(tuple(block.block_id for block in group) for group in blocks.blocks)
-        self._desk.admitted(request.request_id, ids, num_external_tokens)
+        winner = self._desk.admitted(request.request_id, ids, num_external_tokens)
+        if winner is not None and self._desk.loading(request.request_id) == winner:
+            self._watch(request.request_id, winner, blocks)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def _watch(self, request_id: str, child: int, blocks: "KVCacheBlocks") -> None:
+        """Give a tier's load a deadline; reads of tickets have their own."""
+        if not self._children[child].hands_over:
+            every = [block for group in blocks.blocks for block in group]
+            self._overdue.begin(request_id, every, time.monotonic())
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> WeightedMetadata:
         """Every child's, and ours."""
         stock = super().build_connector_meta(scheduler_output)
         self._chooser.step_planned()
         preempted = frozenset(scheduler_output.preempted_req_ids or ())
-        return WeightedMetadata(stock.metadata, stock.extra_async_saves, self._desk.take_new(), preempted)
+        return WeightedMetadata(
+            stock.metadata,
+            stock.extra_async_saves,
+            loads=self._desk.take_new(),
+            preempted=preempted,
+            overdue=self._overdue.take(time.monotonic()),
+            idle=scheduler_output.total_num_scheduled_tokens == 0,
+        )
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Tell each child of its own loads; a load that nobody is known to have begun is told to all."""
         finished = set(connector_output.finished_recving or ())
         failed = self._desk.failed(connector_output.failed_recving, connector_output.invalid_block_ids)
-        owners = {request_id: self._desk.loading(request_id) for request_id in finished}
-        for request_id in failed:
+        given_up, drained = self._hear(connector_output.kv_connector_worker_meta)
+        ended = (finished - given_up) | drained
+        for request_id in failed - given_up:
             owner = self._desk.loading(request_id)
             self._desk.fail(request_id, bar=owner is None or not self._children[owner].hands_over)
-        tell_output(self._children, connector_output, owners)
-        self._desk.ended(finished)
+        tell_output(self._children, connector_output, {each: self._desk.loading(each) for each in ended})
+        self._desk.ended(ended)
+        self._overdue.ended(ended)
+
+    def _hear(self, report: Any) -> tuple[set[str], set[str]]:
+        """Requests whose load was given up in this step, and those whose load has ended since it was."""
+        if not isinstance(report, WeightedReport):
+            return set(), set()
+        given_up = self._overdue.give_up(report.stalled)
+        for request_id in given_up:
+            log.warning("The load for %s takes too long: computing it here.", request_id)
+            self._desk.give_up(request_id)
+        return given_up, set(self._overdue.drain(report.drained))
+
+    def has_pending_push_work(self) -> bool:
+        """Whether an idle engine must step on: for a child, or for the end of loads that were given up."""
+        return bool(self._quarantine) or bool(super().has_pending_push_work())
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
@@ -178,24 +225,44 @@ class WeightedMultiConnector(MultiConnector):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The children's, each its own; ours tells which loads begin."""
         super().bind_connector_metadata(connector_metadata)
+        self._told_overdue, self._idle = frozenset(), False
         if isinstance(connector_metadata, WeightedMetadata):
             self._failures.expect(connector_metadata.loads)
+            self._told_overdue, self._idle = connector_metadata.overdue, connector_metadata.idle
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata | set[str]) -> None:
         """Tell every child, in its own signature, whichever of the two vLLM's caller has."""
         tell_preempted(self._children, kv_connector_metadata, self._connector_metadata)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> "KVConnectorTransferResults":
-        """The children's, with failed blocks told as failed requests where vLLM takes nothing else."""
+        """The children's, with failed blocks told as failed requests where vLLM takes nothing else, and loads that take
+        too long as failed ones."""
         results = super().get_transfer_results(finished_req_ids)
+        late = self._failures.withhold(results.finished_recving)
+        results.finished_recving -= late
+        results.failed_recving -= late
         for child in self._children:
             blocks = child.connector.get_block_ids_with_load_errors()
             if self._several_groups:
                 self._failures.hear(child.number, blocks)
             else:
-                self._unloaded_blocks |= blocks
+                self._unloaded_blocks |= blocks - self._failures.of_given_up(blocks)
         results.failed_recving |= self._failures.settle(results.finished_recving)
+        given_up = self._failures.give_up(self._told_overdue)
+        results.finished_recving |= given_up
+        results.failed_recving |= given_up
+        if self._idle and self._failures.waits_for_given_up:
+            time.sleep(IDLE_REST)
         return results
+
+    def build_connector_worker_meta(self) -> WeightedReport | None:
+        """The children's reports, and ours on loads that took too long; None when there is nothing."""
+        stock = super().build_connector_worker_meta()
+        stalled, drained = self._failures.take_report()
+        if stock is None and not stalled and not drained:
+            return None
+        parts = (None,) * len(self._children) if stock is None else stock.metadata
+        return WeightedReport(parts, stalled, drained)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that were not loaded, of a model with one cache group."""

@@ -1,7 +1,7 @@
 """The children that an operator configures, out of `kv_connector_extra_config`.
 
     "kv_connector_extra_config": {
-      "pdproxy_decide_within": 0.5,
+      "pdproxy_decide_within": 0.5, "pdproxy_load_deadline": 30.0,
       "connectors": [
         {"kv_connector": "NixlConnector", "kv_connector_module_path": "connector.facade", "kv_role": "kv_consumer",
          "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"name": "pull", "load_weight": 1.0}},
@@ -21,6 +21,8 @@ from connector.errors import ConfigError
 
 DECIDE_WITHIN = 0.5
 LONGEST_DECISION = 60.0
+LOAD_DEADLINE = 30.0
+LONGEST_LOAD = 3600.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
@@ -36,10 +38,12 @@ class ChildSettings:
 
 @dataclass(frozen=True, slots=True)
 class MultiSettings:
-    """`decide_within`: seconds that a child may take to answer whether it has something."""
+    """`decide_within`: seconds that a child may take to answer whether it has something. `load_deadline`: seconds that
+    a load may take before its request computes; a child that hands over keeps its own deadline instead."""
 
     children: tuple[ChildSettings, ...]
     decide_within: float = DECIDE_WITHIN
+    load_deadline: float = LOAD_DEADLINE
 
     @classmethod
     def from_extra(cls, failure_policy: str, extra: Mapping[str, Any]) -> "MultiSettings":
@@ -56,6 +60,7 @@ class MultiSettings:
         return cls(
             children=tuple(_child(name, entry) for name, entry in zip(names, listed, strict=True)),
             decide_within=_seconds(extra.get("pdproxy_decide_within", DECIDE_WITHIN)),
+            load_deadline=_deadline(extra.get("pdproxy_load_deadline", LOAD_DEADLINE)),
         )
 
 
@@ -108,5 +113,13 @@ def _seconds(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LONGEST_DECISION:
         raise ConfigError(
             f"pdproxy_decide_within is {value!r}: use a number of seconds from 0 to {LONGEST_DECISION:.0f}."
+        )
+    return float(value)
+
+
+def _deadline(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LONGEST_LOAD:
+        raise ConfigError(
+            f"pdproxy_load_deadline is {value!r}: use a number of seconds over 0 and up to {LONGEST_LOAD:.0f}."
         )
     return float(value)

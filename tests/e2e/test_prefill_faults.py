@@ -21,7 +21,7 @@ from deploy.local.warden import descendants
 from tests.e2e.fate import Fate, go_on, strike
 from tests.e2e.honest import hand_over
 from tests.e2e.legs import Params, complete, prefill
-from tests.e2e.meters import Watch, watch
+from tests.e2e.meters import Watch, read, watch
 from tests.e2e.saboteur import Moment, Order, Orders, sabotaged
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.timeout(900)]
@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.timeout(900)
 SOON_S = 60.0
 """Every deadline below, each of two attempts, and a machine that is busy with other things."""
 SHORT = {"pdproxy_read_deadline": 4.0, "pdproxy_probe_timeout": 3.0, "pdproxy_verify_timeout": 3.0}
+USAGE = "vllm:kv_cache_usage_perc"
 BAD_ENDS = ("transfer_failed", "unverified", "peer_unreachable", "no_progress", "not_held")
 
 
@@ -125,6 +126,23 @@ def test_stopped_before_the_read(whole: Scene) -> None:
     whole.computes(question, ticket)
     whole.heal()
     whole.hand_over()
+
+
+def test_what_was_held_for_a_read_that_was_given_up_comes_back_when_the_node_wakes(whole: Scene) -> None:
+    """On both nodes, without another request to either; `test_given_up_reads` measures it."""
+    question = whole.question()
+    ticket = prefill(whole.prefill.url, question.prompt())
+    ended = {how: watch(whole.prefill.url, "leases_ended", how=how) for how in ("read", "expired")}
+    strike(whole.prefill.part, Fate.STOPPED)
+    whole.computes(question, ticket)
+    assert read(whole.decode.url, USAGE) > 0
+    go_on(whole.prefill.part)
+    limit = time.monotonic() + SOON_S
+    while read(whole.decode.url, USAGE) or read(whole.prefill.url, USAGE):
+        assert time.monotonic() < limit, "blocks are still held"
+        time.sleep(0.05)
+    ended["read"].reaches(1)
+    assert not ended["expired"].grown()
 
 
 @pytest.mark.parametrize("fate", [Fate.STOPPED, Fate.KILLED])

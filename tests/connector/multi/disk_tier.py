@@ -187,6 +187,20 @@ class DiskTier(KVConnectorBase_V1, SupportsHMA):
         pass
 
 
+class HangingTier(DiskTier):
+    """Loads for as long as there is a file called `hangs` in its folder, and ends them afterwards."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._running: list[Copy] = []
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._running += self._bound().loads
+        if not (self.shelf.folder / "hangs").exists():
+            self._bound().loads[:], self._running = self._running, []
+            super().start_load_kv(forward_context)
+
+
 class OldTier(DiskTier):
     """Told of preemptions in the signature of old."""
 

@@ -1,5 +1,5 @@
 from connector.multi.choice import Claim
-from connector.multi.desk import Desk
+from connector.multi.desk import Desk, Load
 from connector.multi.failures import Failures
 from connector.multi.tally import Balance, Tally
 
@@ -110,6 +110,30 @@ def test_a_child_that_failed_is_barred_for_that_request_alone() -> None:
     assert books.desk.barred("r") == frozenset()
 
 
+def test_nothing_is_remembered_of_an_aborted_request_whose_load_fails() -> None:
+    books = Books()
+    books.begin("r")
+    books.desk.leave("r")
+    books.desk.fail("r", bar=True)
+    books.desk.ended(["r"])
+    assert len(books.desk) == 0
+    assert books.counts()["failed_loads", "pull"] == 1
+
+
+def test_after_a_load_that_was_given_up_nothing_else_is_loaded_for_its_request() -> None:
+    books = Books()
+    books.begin("r")
+    books.desk.give_up("r")
+    assert books.desk.barred("r") == {0, 1}
+    assert books.desk.failed(["r"], {3}) == set(), "its failure was told"
+    assert books.desk.pending() == {"pull": 1, "disk": 0}
+    books.desk.leave("r")
+    assert books.desk.loading("r") == 0
+    books.desk.ended(["r"])
+    assert len(books.desk) == 0
+    assert books.counts()["failed_loads", "pull"] == 1
+
+
 def test_a_block_that_was_not_loaded_names_its_request() -> None:
     books = Books()
     books.begin("r")
@@ -137,6 +161,25 @@ def test_pending_is_told_when_it_changes() -> None:
     assert tally.drain({"disk": 1}).pending == {"disk": 1}
     assert tally.drain({"disk": 1}).pending == {}
     assert tally.drain({"disk": 0}).pending == {"disk": 0}
+
+
+def test_a_rank_gives_up_what_still_runs_and_tells_of_its_end_apart() -> None:
+    failures = Failures()
+    failures.expect({"r": Load(0, BLOCKS), "done": Load(0, ((4,),)), "other": Load(1, ((5,),))})
+    failures.settle(["done"])
+    assert failures.give_up(["r", "done", "unknown"]) == {"r"}
+    assert failures.give_up(["r"]) == set()
+    assert failures.take_report() == ({"r": 1}, {})
+    assert failures.take_report() == ({}, {})
+    assert not failures.waits_for_given_up, "another load runs"
+    failures.settle(["other"])
+    assert failures.waits_for_given_up
+    assert failures.of_given_up({1, 7}) == {1}
+    assert failures.withhold(["other"]) == set()
+    assert failures.withhold(["r", "other"]) == {"r"}
+    assert failures.take_report() == ({}, {"r": 1})
+    assert not failures.waits_for_given_up
+    assert failures.withhold(["r"]) == set()
 
 
 def test_failed_blocks_become_failed_requests_of_the_child_that_said_so() -> None:

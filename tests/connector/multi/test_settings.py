@@ -55,6 +55,17 @@ def test_a_node_must_recompute_what_failed_to_load() -> None:
         read(NIXL, policy="fail")
 
 
+def test_a_load_has_thirty_seconds_unless_the_operator_says_more() -> None:
+    assert read(NIXL).load_deadline == 30.0
+    assert read(NIXL, pdproxy_load_deadline=2).load_deadline == 2.0
+
+
+@pytest.mark.parametrize("seconds", [0, -1, 3601, "1", True, None, float("nan")])
+def test_a_load_s_deadline_is_a_number_of_seconds(seconds: Any) -> None:
+    with pytest.raises(ConfigError, match="pdproxy_load_deadline"):
+        read(NIXL, pdproxy_load_deadline=seconds)
+
+
 @pytest.mark.parametrize("seconds", [-1, 61, "1", True, None])
 def test_the_deadline_is_a_number_of_seconds(seconds: Any) -> None:
     with pytest.raises(ConfigError, match="pdproxy_decide_within"):

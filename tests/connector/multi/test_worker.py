@@ -1,18 +1,23 @@
 """The worker's half, over two disk tiers that really save and load a small hybrid cache."""
 
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiKVConnectorMetadata,
+    MultiKVConnectorWorkerMetadata,
+)
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from connector.multi import WeightedMultiConnector
 from connector.multi.desk import Load
-from connector.multi.metadata import WeightedMetadata
+from connector.multi.facade import IDLE_REST
+from connector.multi.metadata import WeightedMetadata, WeightedReport
 from tests.connector.harness import DENSE, HYBRID
 from tests.connector.multi.disk_tier import Copy, DiskMetadata, DiskTier
 from tests.connector.multi.harness import cache_of, multi_config, tier
@@ -40,9 +45,11 @@ def caches(groups: tuple[KVCacheSpec, ...]) -> dict[str, Any]:
     )
 
 
-def step(connector: WeightedMultiConnector, one: DiskMetadata, loads: dict[str, Load] | None = None) -> Any:
+def step(
+    connector: WeightedMultiConnector, one: DiskMetadata, loads: dict[str, Load] | None = None, **more: Any
+) -> Any:
     """One step with work for the first child; what vLLM's model runner takes from the connector, in its order."""
-    connector.bind_connector_metadata(WeightedMetadata((one, DiskMetadata()), None, loads or {}))
+    connector.bind_connector_metadata(WeightedMetadata((one, DiskMetadata()), None, loads or {}, **more))
     connector.start_load_kv(None)
     connector.wait_for_save()
     results = connector.get_transfer_results(set())
@@ -97,6 +104,46 @@ def test_with_one_group_blocks_stay_blocks(tmp_path: Path, path: str) -> None:
     )
     assert (results.finished_recving, results.failed_recving, blocks) == ({"r"}, set(), {13})
     assert connector.get_block_ids_with_load_errors() == set()
+
+
+def test_a_load_that_takes_too_long_has_failed_and_its_end_is_told_apart(tmp_path: Path, path: str) -> None:
+    connector = worker(tmp_path, "HangingTier")
+    step(connector, DiskMetadata(saves=[Copy("r", path, SOURCE)]))
+    hangs = tmp_path / "one" / "hangs"
+    hangs.touch()
+    load = DiskMetadata(loads=[Copy("r", path, TARGET, (0, 0))])
+    results, _ = step(connector, load, {"r": Load(0, TARGET)})
+    assert results.finished_recving == set()
+    assert connector.build_connector_worker_meta() is None
+    results, _ = step(connector, DiskMetadata(), overdue=frozenset({"r", "unknown"}))
+    assert (results.finished_recving, results.failed_recving) == ({"r"}, {"r"})
+    assert connector.build_connector_worker_meta() == WeightedReport((None, None), {"r": 1}, {})
+    began = time.monotonic()
+    results, _ = step(connector, DiskMetadata(), overdue=frozenset({"r"}), idle=True)
+    assert time.monotonic() - began >= IDLE_REST
+    assert results.finished_recving == set()
+    hangs.unlink()
+    results, _ = step(connector, DiskMetadata())
+    assert (results.finished_recving, results.failed_recving) == (set(), set())
+    assert connector.build_connector_worker_meta() == WeightedReport((None, None), {}, {"r": 1})
+
+
+def test_a_load_that_ended_in_time_is_not_given_up(tmp_path: Path, path: str) -> None:
+    connector = worker(tmp_path)
+    step(connector, DiskMetadata(saves=[Copy("r", path, SOURCE)]))
+    load = DiskMetadata(loads=[Copy("r", path, TARGET, (0, 0))])
+    results, _ = step(connector, load, {"r": Load(0, TARGET)}, overdue=frozenset({"r"}))
+    assert (results.finished_recving, results.failed_recving) == ({"r"}, set())
+    step(connector, DiskMetadata(), overdue=frozenset({"r"}))
+    assert connector.build_connector_worker_meta() is None
+
+
+def test_reports_of_several_ranks_become_one_and_travel() -> None:
+    one = WeightedReport((None, None), {"a": 1}, {"c": 1})
+    other = WeightedReport((None, None), {"a": 1, "b": 1}, {})
+    assert pickle.loads(pickle.dumps(one.aggregate(other))) == WeightedReport((None, None), {"a": 2, "b": 1}, {"c": 1})
+    with pytest.raises(TypeError):
+        one.aggregate(MultiKVConnectorWorkerMetadata((None, None)))
 
 
 @pytest.fixture
