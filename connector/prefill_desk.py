@@ -10,6 +10,7 @@ from typing import Any
 
 from connector.accounts import Accounts
 from connector.admission import Prefill
+from connector.fingerprint import Fingerprint
 from connector.handover import HandOvers
 from connector.lease import LeaseTable
 from connector.ticket import Ticket, wire
@@ -42,6 +43,9 @@ class PrefillDesk:
         self._accounts = accounts
         self._keys = keys
         self._block_sizes = block_sizes
+        self.fingerprint = Fingerprint()
+        """Of this node; into every ticket."""
+
         self._now = now
         self._wall = wall
         self._readers: dict[str, int] = {}
@@ -85,6 +89,7 @@ class PrefillDesk:
             readers=readers,
             issued_at=round(self._wall(), 3),
             digest=digest,
+            fingerprint=self.fingerprint,
         )
         return wire(ticket, self._keys)
 

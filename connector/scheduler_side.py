@@ -6,6 +6,7 @@
 import logging
 import secrets
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,12 +18,14 @@ from connector.admission import Decode, Facts, Gate, Local, Order, Prefill, Rele
 from connector.config import ConnectorConfig
 from connector.decode_desk import DecodeDesk
 from connector.fields import Reason, Refusal, usable_name
+from connector.fingerprint import Fingerprint
 from connector.footprint import node_capacity
 from connector.groups import group_shapes
 from connector.handover import HandOvers
 from connector.lease import LeaseTable, Verdict
 from connector.ledger import Entry, Ledger
 from connector.metadata import ConnectorMetadata, WorkerReport
+from connector.node_fingerprint import all_parts, node_fingerprint, rank_parts
 from connector.prefill_desk import PrefillDesk
 from connector.prompt import is_plain, prompt_digest
 from connector.quarantine import Quarantine
@@ -72,6 +75,7 @@ class SchedulerSide(NixlPullConnectorScheduler):
         self._decode = DecodeDesk(
             accounts=self.accounts, retries=config.read_retries, make_nonce=lambda: secrets.token_hex(8)
         )
+        self.adopt(node_fingerprint(vllm_config, kv_cache_config))
         self._ledger = Ledger(self.accounts)
         self._quarantine = Quarantine()
         self._listener: Listener | None = None
@@ -80,6 +84,11 @@ class SchedulerSide(NixlPullConnectorScheduler):
                 "Tickets are neither signed nor checked for a signature: give prefill and decode nodes a common key "
                 "(pdproxy_key_file or PDPROXY_TICKET_KEYS) wherever others can reach them."
             )
+
+    def adopt(self, fingerprint: Fingerprint) -> None:
+        """Give out tickets with this fingerprint, and take only those that have the same."""
+        self._prefill.fingerprint = self._fingerprint = fingerprint
+        self._gate = replace(self._gate, expected=replace(self._gate.expected, fingerprint=fingerprint))
 
     # ---- a request arrives
 
@@ -243,12 +252,18 @@ class SchedulerSide(NixlPullConnectorScheduler):
         return self._leases.judge(request_id, nonce) if engine_id == self.engine_id else Verdict.UNKNOWN
 
     def set_xfer_handshake_metadata(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """Start the side channel, ours in the place of vLLM's. Raises SideChannelError when the port is taken."""
+        """Complete the fingerprint, and start the side channel, ours in the place of vLLM's.
+
+        Raises SideChannelError when the port is taken.
+        """
         if self._listener is not None:
             return
         for payload in metadata.values():
             if not isinstance(payload, NixlHandshakePayload):
                 raise TypeError(f"expected NixlHandshakePayload, got {type(payload).__name__}")
+        self.adopt(self._fingerprint.extended(rank_parts(metadata.values())))
+        self.accounts.fingerprint(all_parts(self._fingerprint))
+        log.info("Fingerprint %s: %s", self._fingerprint.digest, dict(self._fingerprint.parts))
         encoded = {ranks: msgspec.msgpack.encode(payload) for ranks, payload in metadata.items()}
         self._listener = Listener(self.side_channel_host, self.side_channel_port, encoded, self.judge, self.accounts)
         self._listener.start()
