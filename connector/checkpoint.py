@@ -104,7 +104,7 @@ def weight_files(source: Source) -> list[Path]:
     given = Path(source.model)
     if given.is_file():
         return [given]
-    folder = given if given.is_dir() else _snapshot(source)
+    folder = model_folder(source)
     for pattern in PATTERNS[source.load_format]:
         if found := [path for path in sorted(folder.glob(pattern)) if path.name not in NO_WEIGHTS]:
             return _indexed(found, folder)
@@ -124,8 +124,13 @@ def content_digest(files: Iterable[Path]) -> str:
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:32]
 
 
-def _snapshot(source: Source) -> Path:
-    """The folder of a model that huggingface_hub has in its cache."""
+def model_folder(source: Source) -> Path:
+    """The folder with a model's files: the one named, or what huggingface_hub has in its cache; nothing is downloaded.
+
+    Raises OSError or ValueError.
+    """
+    if Path(source.model).is_dir():
+        return Path(source.model)
     if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
         raise ValueError("models of ModelScope are not looked up")
     from huggingface_hub import snapshot_download

@@ -48,7 +48,7 @@ IGNORED = frozenset(
 LONGER_THAN = 32768
 """Tokens of `max_model_len` above which vLLM's Llama 4 scales its queries (`llama4.py`, `attn_temperature_tuning`)."""
 
-_ROPE = re.compile(r"rope(_.*)?|rotary_.*|partial_rotary_factor|max_position_embeddings")
+_ROPE = re.compile(r"rope(_.*)?|rotary_.*|partial_rotary_factor|(original_)?max_position_embeddings")
 _UNUSUAL = re.compile(r"[^A-Za-z0-9_.,:;+*/=()-]")
 
 
@@ -60,8 +60,8 @@ def model_digest(config: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
 
 
 def rope_text(config: Mapping[str, Any]) -> str:
-    """Rope and context settings of the whole configuration as `name=value`, in the order of the names."""
-    found = {f"{name}={_text(value)}" for name, value in _rope_settings(_plain(config)) if not isinstance(value, dict)}
+    """Rope and context settings of the whole configuration as `place=value`, in the order of the places."""
+    found = {f"{name}={_text(value)}" for name, value in _rope_settings(_plain(config))}
     return short(",".join(sorted(found))) if found else NONE
 
 
@@ -71,7 +71,7 @@ def context_text(config: Mapping[str, Any], max_model_len: int) -> str:
     vLLM takes the long factors of `longrope` once `max_model_len` exceeds the length before scaling
     (`phi3_long_rope_scaled_rope.py`), and scales Llama 4's queries above `LONGER_THAN` tokens.
     """
-    settings = dict(_rope_settings(_plain(config)))
+    settings = {name.rpartition(".")[2]: value for name, value in _rope_settings(_plain(config))}
     if settings.get("rope_type", settings.get("type")) == "longrope":
         original = settings.get("original_max_position_embeddings", settings.get("max_position_embeddings", 0))
         return "long" if max_model_len > original else "short"
@@ -101,18 +101,18 @@ def short(text: str) -> str:
     return f"{plain[: LONGEST_VALUE - 17]}:{_digest(text)}"
 
 
-def _rope_settings(value: Any) -> Iterator[tuple[str, Any]]:
-    """Every setting of rope at any depth, those inside `rope_parameters` and its like under their own names."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            if _ROPE.fullmatch(name):
-                yield from inner.items() if isinstance(inner, dict) else ((name, inner),)
-                yield from _rope_settings(inner)
-            else:
-                yield from _rope_settings(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _rope_settings(inner)
+def _rope_settings(value: Any, path: str = "", inside: bool = False) -> Iterator[tuple[str, Any]]:
+    """Every setting of rope by its place, which `rope_parameters` and its like add nothing to."""
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    for name, inner in value.items():
+        rope = inside or _ROPE.fullmatch(str(name)) is not None
+        if isinstance(inner, dict):
+            yield from _rope_settings(inner, path if rope and not inside else f"{path}{name}.", rope)
+        elif rope:
+            yield f"{path}{name}", inner
+        elif isinstance(inner, list) and any(isinstance(each, dict) for each in inner):
+            yield from _rope_settings(inner, f"{path}{name}.")
 
 
 def _plain(value: Any, *, skip_rope: bool = False) -> Any:

@@ -44,6 +44,9 @@ MEDIA_SETTINGS = (
 )
 """Of vLLM's `MultiModalConfig`: what changes the embeddings of an image or video."""
 
+LORA_SETTINGS = ("target_modules", "lora_dtype", "enable_tower_connector_lora", "enable_moe_shared_loras")
+"""Of vLLM's `LoRAConfig`."""
+
 
 def node_fingerprint(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> Fingerprint:
     """All parts but those of `rank_parts`. Reads the checkpoint's files."""
@@ -121,6 +124,13 @@ def rank_parts(payloads: Iterable["NixlHandshakePayload"]) -> dict[str, str]:
         "attention_backend": _each(rank.attn_backend_name for rank in ranks),
         "kernel_block_size": _each(str(rank.block_size) for rank in ranks),
     }
+
+
+def lora_settings(vllm_config: "VllmConfig") -> dict[str, Any]:
+    """What of a node's own LoRA settings changes what an adapter computes. It is no part of the fingerprint, but of the
+    digest of prompts with an adapter: others are the same with and without `--enable-lora`."""
+    config = vllm_config.lora_config
+    return {} if config is None else {name: getattr(config, name, None) for name in LORA_SETTINGS}
 
 
 def _draft(vllm_config: "VllmConfig", target: Source) -> str:
