@@ -32,7 +32,12 @@ COUNTERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 HISTOGRAMS: tuple[str, ...] = ("verify_seconds", "lease_age_seconds")
 
 GAUGES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"capacity_tokens": (), "capacity_sequences": ("limit",), "capacity_binding": ("group",)}
+    {
+        "capacity_tokens": (),
+        "capacity_sequences": ("limit",),
+        "capacity_binding": ("group",),
+        "fingerprint": ("part", "value"),
+    }
 )
 """Every gauge with the names of its labels."""
 
@@ -123,6 +128,12 @@ class Accounts:
             self._levels["capacity_binding", (capacity.binding.value,)] = 1
             if capacity.sequences is not None:
                 self._levels["capacity_sequences", ("state",)] = capacity.sequences
+
+    def fingerprint(self, parts: Mapping[str, str]) -> None:
+        """What the bytes of this engine's cache depend on, by part; once, when all parts are known."""
+        with self._lock:
+            for part, value in parts.items():
+                self._levels["fingerprint", (part, value)] = 1
 
     def untold_levels(self) -> bool:
         """Whether gauges wait to be drained: without a request nothing else would send them on."""

@@ -12,7 +12,8 @@ Scheduler process (one per engine; all of it on the engine's thread but the list
         reads ended → accounts and retry; stalled → quarantine), then `finished_sending` → `LeaseTable.end`,
         all of it before vLLM frees a block.
     request end ─ request_finished_all_groups ──► the signed ticket; a lease is opened.
-    set_xfer_handshake_metadata ──► `side_channel.Listener(host, port, encoded, judge, accounts)`, ours in the place
+    set_xfer_handshake_metadata ──► the node's fingerprint is complete (`node_fingerprint`): it goes into tickets, and
+        decides which are taken; `side_channel.Listener(host, port, encoded, judge, accounts)`, ours in the place
         of vLLM's; it asks `SchedulerSide.judge(engine id, request id, nonce)` from its own thread.
 
 Worker process (per rank): `worker_side.WorkerSide`, a subclass of vLLM's pull worker, made here as
@@ -24,11 +25,12 @@ Worker process (per rank): `worker_side.WorkerSide`, a subclass of vLLM's pull w
 
 Accounts: both sides add to an `accounts.Accounts`, which `get_kv_connector_stats` drains into
 `stats.ConnectorStats`; vLLM carries those to the API server's /metrics. What the cache holds (`capacity`, out of
-`footprint`) goes the same way once, in an idle step for which `has_pending_push_work` asks.
+`footprint`) and the fingerprint go the same way once, in an idle step for which `has_pending_push_work` asks.
 
 On the wire (HTTP), all under `kv_transfer_params`:
     prefill leg   {"do_remote_decode": true, "pdproxy_hand_over": ID, "pdproxy_readers": n}; both of ours optional
-    its answer    vLLM's ticket + {"pdproxy": {"v": 1, "digest", "block_sizes", "readers", "issued_at", "signature"}}
+    its answer    vLLM's ticket + {"pdproxy": {"v": 2, "digest", "fingerprint", "block_sizes", "readers", "issued_at",
+                  "signature"}}
     decode leg    the answer's dict, as it is
     release       {"pdproxy_release": ID} with any one-token request to the same node and data-parallel rank
 

@@ -35,6 +35,7 @@ class Reason(StrEnum):
     UNSIGNED = "unsigned"
     BAD_SIGNATURE = "bad_signature"
     HOST = "host"
+    FINGERPRINT = "fingerprint"
     NUMBER = "number"
     DIGEST = "digest"
 

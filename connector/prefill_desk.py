@@ -11,6 +11,7 @@ from typing import Any
 from connector.accounts import Accounts
 from connector.admission import Prefill
 from connector.aliases import Aliases
+from connector.fingerprint import Fingerprint
 from connector.handover import HandOvers
 from connector.lease import LeaseTable
 from connector.ticket import Ticket, wire
@@ -53,6 +54,9 @@ class PrefillDesk:
         self._keys = keys
         self._block_sizes = block_sizes
         self._make_alias = make_alias
+        self.fingerprint = Fingerprint()
+        """Of this node; into every ticket."""
+
         self._now = now
         self._wall = wall
         self._aliases = Aliases()
@@ -109,6 +113,7 @@ class PrefillDesk:
             readers=readers,
             issued_at=round(self._wall(), 3),
             digest=digest,
+            fingerprint=self.fingerprint,
         )
         return wire(ticket, self._keys)
 

@@ -1,15 +1,24 @@
 """The digest of a prompt: what the KV of its first tokens depends on, whichever node computes it. Pure.
 
-Token ids, LoRA name, cache salt, and each media item's content hash with its place. What a node numbers by itself,
-such as vLLM's integer LoRA ids, stays out: two nodes disagree on it.
+Token ids, the LoRA adapter's content (see `adapters`), cache salt, and each media item's content hash with its place.
+What a node names or numbers by itself, such as adapters and their integer ids, stays out: two nodes disagree on it.
+
+vLLM names a media item by the hash of its content, unless the client named it (`uuid`): then it is the client's word,
+which says nothing of the bytes. A name that is not the form of a hash is taken for such a word (`names_media_itself`).
+A client that gives a word in the form of a hash is not found out; vLLM's own caches believe it, too. The same holds of
+a word beside `mm_processor_kwargs`, of which vLLM makes a hash.
 """
 
 import hashlib
 import json
+import re
 import sys
 from array import array
 from collections.abc import Sequence
 from typing import Any, Protocol
+
+_HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
+"""BLAKE3 and SHA-256, or SHA-512, as `--mm-hasher-algorithm` says."""
 
 
 class HasPrompt(Protocol):
@@ -19,8 +28,6 @@ class HasPrompt(Protocol):
     def prompt_token_ids(self) -> Sequence[int] | None: ...
     @property
     def prompt_embeds(self) -> Any: ...
-    @property
-    def lora_request(self) -> Any: ...
     @property
     def cache_salt(self) -> str | None: ...
     @property
@@ -36,9 +43,12 @@ def digest(token_ids: Sequence[int], shaping: Sequence[Any] = ()) -> str:
     return hashlib.sha256(head + b"\n" + ids.tobytes()).hexdigest()
 
 
-def prompt_digest(request: HasPrompt, num_tokens: int) -> str:
-    """The digest of the first `num_tokens` tokens of a request's prompt, and of what else shapes them."""
-    return digest((request.prompt_token_ids or ())[:num_tokens], _shaping(request))
+def prompt_digest(request: HasPrompt, num_tokens: int, adapter: str | None) -> str:
+    """The digest of the first `num_tokens` tokens of a request's prompt, and of what else shapes them.
+
+    `adapter`: the content of the request's LoRA adapter, None without one.
+    """
+    return digest((request.prompt_token_ids or ())[:num_tokens], [adapter, request.cache_salt, _media(request)])
 
 
 def is_plain(request: HasPrompt) -> bool:
@@ -46,10 +56,17 @@ def is_plain(request: HasPrompt) -> bool:
     return request.prompt_token_ids is not None and request.prompt_embeds is None
 
 
-def _shaping(request: HasPrompt) -> list[Any]:
-    lora = None if request.lora_request is None else str(request.lora_request.lora_name)
-    media = [
-        [str(item.identifier), int(item.mm_position.offset), int(item.mm_position.length)]
-        for item in request.mm_features
+def names_media_itself(request: HasPrompt) -> bool:
+    """Whether a media item goes by a client's word (or a number of this node's) and not by its content."""
+    return any(_HASH.fullmatch(_media_hash(item)) is None for item in request.mm_features)
+
+
+def _media(request: HasPrompt) -> list[Any]:
+    return [
+        [_media_hash(item), int(item.mm_position.offset), int(item.mm_position.length)] for item in request.mm_features
     ]
-    return [lora, request.cache_salt, media]
+
+
+def _media_hash(item: Any) -> str:
+    """Without the adapter's name, which vLLM puts before it where adapters change the vision tower."""
+    return str(item.mm_hash or item.identifier)

@@ -6,6 +6,7 @@
 import logging
 import secrets
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,18 +14,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHands
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 
 from connector.accounts import Accounts, Group
+from connector.adapters import Adapters
 from connector.admission import Decode, Facts, Gate, Local, Order, Prefill, Release
 from connector.config import ConnectorConfig
 from connector.decode_desk import DecodeDesk, GiveBack
 from connector.fields import Reason, Refusal, usable_name
+from connector.fingerprint import Fingerprint
 from connector.footprint import node_capacity
 from connector.groups import group_shapes
 from connector.handover import HandOvers
 from connector.lease import LeaseTable, Verdict
 from connector.ledger import Entry, Ledger
 from connector.metadata import ConnectorMetadata, WorkerReport
+from connector.node_fingerprint import all_parts, lora_settings, node_fingerprint, rank_parts
 from connector.prefill_desk import PrefillDesk
-from connector.prompt import is_plain, prompt_digest
+from connector.prompt import is_plain, names_media_itself, prompt_digest
 from connector.quarantine import Quarantine
 from connector.side_channel import Listener
 from connector.stats import ConnectorStats, drained
@@ -88,6 +92,8 @@ class SchedulerSide(NixlPullConnectorScheduler):
             retries=config.read_retries,
             make_nonce=lambda: secrets.token_hex(8),
         )
+        self.adopt(node_fingerprint(vllm_config, kv_cache_config))
+        self._adapters = Adapters(lora_settings(vllm_config))
         self._ledger = Ledger(self.accounts)
         self._listener: Listener | None = None
         if not config.keys:
@@ -95,6 +101,11 @@ class SchedulerSide(NixlPullConnectorScheduler):
                 "Tickets are neither signed nor checked for a signature: give prefill and decode nodes a common key "
                 "(pdproxy_key_file or PDPROXY_TICKET_KEYS) wherever others can reach them."
             )
+
+    def adopt(self, fingerprint: Fingerprint) -> None:
+        """Give out tickets with this fingerprint, and take only those that have the same."""
+        self._prefill.fingerprint = self._fingerprint = fingerprint
+        self._gate = replace(self._gate, expected=replace(self._gate.expected, fingerprint=fingerprint))
 
     # ---- a request arrives
 
@@ -109,15 +120,18 @@ class SchedulerSide(NixlPullConnectorScheduler):
     def _facts(self, request: "Request") -> Facts:
         num_prompt_tokens = request.num_prompt_tokens
         ending = request.abort_immediately
+        adapter = self._adapters.content(request.lora_request if request.kv_transfer_params else None)
         return Facts(
-            suitable=None if ending else self._unsuitable(request),
+            suitable=None if ending else self._unsuitable(request) or adapter.unknown,
             expected_tokens=None if ending else self._get_remote_prefill_token_count(num_prompt_tokens),
-            digest=lambda num_tokens: prompt_digest(request, num_tokens),
+            digest=lambda num_tokens: prompt_digest(request, num_tokens, adapter.digest),
         )
 
     def _unsuitable(self, request: "Request") -> str | None:
         if not is_plain(request):
             return "prompt embeddings have no digest"
+        if names_media_itself(request):
+            return "a media item is named by its sender, not by its content"
         if request.resumable:
             return "a session's prompt still grows"
         if request.skip_reading_prefix_cache:
@@ -237,7 +251,8 @@ class SchedulerSide(NixlPullConnectorScheduler):
             # A load that ran within a step: nothing else tells that it is over.
             self._ledger.loaded(request_id, request.num_computed_tokens)
         self._ledger.forget(request_id)
-        if params.get("do_remote_decode") and not self._prefill.wanted(request_id):
+        adapter = self._adapters.content(request.lora_request if params else None)
+        if params.get("do_remote_decode") and (adapter.unknown or not self._prefill.wanted(request_id)):
             self._reqs_not_processed.add(request_id)
             self._reqs_need_save.pop(request_id, None)
             self._prefill.drop(request_id)
@@ -249,7 +264,8 @@ class SchedulerSide(NixlPullConnectorScheduler):
         if not held or answer is None:
             self._prefill.drop(request_id)
             return False, None
-        return True, self._prefill.issue(request_id, answer, prompt_digest(request, answer["remote_num_tokens"]))
+        digest = prompt_digest(request, answer["remote_num_tokens"], adapter.digest)
+        return True, self._prefill.issue(request_id, answer, digest)
 
     # ---- the engine starts and stops
 
@@ -262,12 +278,18 @@ class SchedulerSide(NixlPullConnectorScheduler):
         return self._leases.judge(alias, nonce) if engine_id == self.engine_id else Verdict.UNKNOWN
 
     def set_xfer_handshake_metadata(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """Start the side channel, ours in the place of vLLM's. Raises SideChannelError when the port is taken."""
+        """Complete the fingerprint, and start the side channel, ours in the place of vLLM's.
+
+        Raises SideChannelError when the port is taken.
+        """
         if self._listener is not None:
             return
         for payload in metadata.values():
             if not isinstance(payload, NixlHandshakePayload):
                 raise TypeError(f"expected NixlHandshakePayload, got {type(payload).__name__}")
+        self.adopt(self._fingerprint.extended(rank_parts(metadata.values())))
+        self.accounts.fingerprint(all_parts(self._fingerprint))
+        log.info("Fingerprint %s: %s", self._fingerprint.digest, dict(self._fingerprint.parts))
         encoded = {ranks: msgspec.msgpack.encode(payload) for ranks, payload in metadata.items()}
         self._listener = Listener(self.side_channel_host, self.side_channel_port, encoded, self.judge, self.accounts)
         self._listener.start()

@@ -46,6 +46,7 @@ ABOUT: Mapping[str, str] = {
     "lease_age_seconds": "Age of a lease at its end.",
     "capacity_tokens": "Tokens that the attention groups of the KV cache hold, were all of it theirs.",
     "capacity_sequences": "Sequences that run together: by the state groups alone, or of max_model_len by all groups.",
+    "fingerprint": "What the bytes of this node's KV cache depend on, by part, and their digest (part all). Always 1.",
     "capacity_binding": "What runs out first with sequences of max_model_len. Always 1.",
 }
 KINDS = ("attention", "state")

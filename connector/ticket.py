@@ -2,8 +2,9 @@
 
 `parse` turns whatever came in `kv_transfer_params` into a `Ticket` or a `Refusal`; a hostile sender is assumed and
 nothing raises. A ticket fits exactly one shape of engine (`Expected`): every group is there, with as many blocks as
-its number of tokens needs. The signature covers every field that a decode node acts on (`Ticket.signed_fields`);
-`remote_prefill_cached_tokens`, which vLLM adds after us, is outside it and is not used.
+its number of tokens needs, and the prefill node's fingerprint is this node's. The signature covers every field that a
+decode node acts on (`Ticket.signed_fields`); `remote_prefill_cached_tokens`, which vLLM adds after us, is outside it
+and is not used.
 """
 
 import hashlib
@@ -16,8 +17,9 @@ from typing import Any
 
 from connector import fields
 from connector.fields import Reason, Refusal
+from connector.fingerprint import Fingerprint, differences, read_fingerprint, summary
 
-VERSION = 1
+VERSION = 2
 OURS = "pdproxy"
 MOST_TOKENS = 1 << 24
 MOST_RANKS = 4096
@@ -43,11 +45,13 @@ class GroupShape:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What this engine can take. No `keys`: signatures are not looked at. No `hosts`: any address."""
+    """What this engine can take. No `keys`: signatures are not looked at. No `hosts`: any address. No `fingerprint`:
+    any prefill node's, which is for tests alone."""
 
     groups: tuple[GroupShape, ...]
     keys: tuple[bytes, ...] = ()
     hosts: frozenset[str] = frozenset()
+    fingerprint: Fingerprint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class Ticket:
     readers: int
     issued_at: float
     digest: str
+    fingerprint: Fingerprint
     version: int = VERSION
 
     def signed_fields(self) -> list[tuple[str, Any]]:
@@ -88,6 +93,7 @@ class Ticket:
             ("readers", self.readers),
             ("issued_at", self.issued_at),
             ("digest", self.digest),
+            ("fingerprint", self.fingerprint.parts),
         ]
 
     def params(self) -> dict[str, Any]:
@@ -133,6 +139,7 @@ def wire(ticket: Ticket, keys: Sequence[bytes]) -> dict[str, Any]:
     ours = {
         "v": ticket.version,
         "digest": ticket.digest,
+        "fingerprint": dict(ticket.fingerprint.parts),
         "block_sizes": list(ticket.block_sizes),
         "readers": ticket.readers,
         "issued_at": ticket.issued_at,
@@ -147,6 +154,7 @@ def parse(raw: Any, expected: Expected) -> Ticket | Refusal:
         ticket, signature = _read(raw)
         _check_signature(ticket, signature, expected.keys)
         _check_host(ticket, expected.hosts)
+        _check_fingerprint(ticket.fingerprint, expected.fingerprint)
         _check_groups(ticket, expected.groups)
     except fields.Refused as refused:
         return refused.refusal
@@ -172,6 +180,7 @@ def _read(raw: Any) -> tuple[Ticket, str | None]:
         readers=fields.whole(ours, "readers", 1, 1024),
         issued_at=fields.moment(ours.get("issued_at")),
         digest=fields.digest_hex(ours, "digest"),
+        fingerprint=read_fingerprint(ours.get("fingerprint")),
     )
     if raw.get("transfer_mode", "pull") != "pull" or raw.get("remote_blocks_expiry_time") is not None:
         raise fields.Refused(Reason.BAD_FIELD, "not a ticket for a pull from a prefill node")
@@ -202,6 +211,11 @@ def _check_signature(ticket: Ticket, signature: str | None, keys: Sequence[bytes
 def _check_host(ticket: Ticket, hosts: frozenset[str]) -> None:
     if hosts and ticket.host not in hosts:
         raise fields.Refused(Reason.HOST, "remote_host is not in pdproxy_allowed_hosts")
+
+
+def _check_fingerprint(theirs: Fingerprint, mine: Fingerprint | None) -> None:
+    if mine is not None and theirs != mine:
+        raise fields.Refused(Reason.FINGERPRINT, summary(differences(mine, theirs)))
 
 
 def _check_groups(ticket: Ticket, groups: tuple[GroupShape, ...]) -> None:

@@ -5,13 +5,7 @@ import struct
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from connector.prompt import digest, is_plain, prompt_digest
-
-
-@dataclass(frozen=True)
-class Lora:
-    lora_name: str
-    lora_int_id: int = 1
+from connector.prompt import digest, is_plain, names_media_itself, prompt_digest
 
 
 @dataclass(frozen=True)
@@ -24,13 +18,13 @@ class Place:
 class Media:
     identifier: str
     mm_position: Place
+    mm_hash: str | None = None
 
 
 @dataclass(frozen=True)
 class Prompted:
     prompt_token_ids: list[int] | None = field(default_factory=lambda: list(range(100)))
     prompt_embeds: Any = None
-    lora_request: Any = None
     cache_salt: str | None = None
     mm_features: tuple[Media, ...] = ()
 
@@ -38,33 +32,50 @@ class Prompted:
 PLAIN = Prompted()
 
 
+HASH = "0123456789abcdef" * 4
+
+
+def of(prompted: Prompted, num_tokens: int = 99, adapter: str | None = None) -> str:
+    return prompt_digest(prompted, num_tokens, adapter)
+
+
 def test_only_the_first_tokens_count() -> None:
     longer = replace(PLAIN, prompt_token_ids=[*range(99), 7, 8])
-    assert prompt_digest(PLAIN, 99) == prompt_digest(longer, 99)
-    assert prompt_digest(PLAIN, 100) != prompt_digest(longer, 100)
+    assert of(PLAIN, 99) == of(longer, 99)
+    assert of(PLAIN, 100) != of(longer, 100)
 
 
 def test_the_number_of_tokens_counts() -> None:
-    assert len({prompt_digest(PLAIN, number) for number in range(101)}) == 101
+    assert len({of(PLAIN, number) for number in range(101)}) == 101
 
 
-def test_a_salt_a_lora_and_media_count() -> None:
+def test_a_salt_an_adapter_and_media_count() -> None:
     shapes = [
         PLAIN,
         replace(PLAIN, cache_salt="a"),
         replace(PLAIN, cache_salt="b"),
-        replace(PLAIN, lora_request=Lora("a")),
-        replace(PLAIN, lora_request=Lora("b")),
         replace(PLAIN, mm_features=(Media("x", Place(3, 4)),)),
         replace(PLAIN, mm_features=(Media("x", Place(3, 5)),)),
         replace(PLAIN, mm_features=(Media("y", Place(3, 4)),)),
     ]
-    assert len({prompt_digest(shape, 99) for shape in shapes}) == len(shapes)
+    digests = [of(shape) for shape in shapes] + [of(PLAIN, adapter="a"), of(PLAIN, adapter="b")]
+    assert len(set(digests)) == len(digests)
 
 
-def test_the_number_that_a_node_gives_a_lora_does_not_count() -> None:
-    here, there = replace(PLAIN, lora_request=Lora("a", 1)), replace(PLAIN, lora_request=Lora("a", 2))
-    assert prompt_digest(here, 99) == prompt_digest(there, 99)
+def test_an_adapter_s_name_before_a_media_hash_does_not_count() -> None:
+    """vLLM puts it there where adapters change the vision tower; the adapter's content stands for it."""
+    here, there = (
+        replace(PLAIN, mm_features=(Media(f"{name}:{HASH}", Place(3, 4), HASH),)) for name in ("mine", "theirs")
+    )
+    assert of(here, adapter="a") == of(there, adapter="a")
+
+
+def test_media_must_go_by_their_content() -> None:
+    for name in (HASH, HASH * 2):
+        assert not names_media_itself(replace(PLAIN, mm_features=(Media(name, Place(3, 4)),)))
+    for word in ("my-cat", "renderer0-mm-7-image-0", HASH.upper(), HASH[1:], f"{HASH}\n"):
+        assert names_media_itself(replace(PLAIN, mm_features=(Media(HASH, Place(0, 1)), Media(word, Place(3, 4)))))
+    assert not names_media_itself(PLAIN)
 
 
 def test_the_digest_is_the_same_on_every_machine() -> None:

@@ -7,13 +7,15 @@ from typing import Any
 from hypothesis import strategies as st
 
 from connector.fields import Reason
+from connector.fingerprint import Fingerprint
 from connector.prompt import digest
 from connector.ticket import Expected, GroupKind, GroupShape, Ticket, wire
 
 KEY = b"0123456789abcdef0123456789abcdef"
 OLD_KEY = b"fedcba9876543210fedcba9876543210"
 SHAPES = (GroupShape(GroupKind.ATTENTION, 16), GroupShape(GroupKind.STATE, 16))
-EXPECTED = Expected(SHAPES, (KEY,))
+FINGERPRINT = Fingerprint.of({"dtype": "bfloat16", "checkpoint": "content:0123", "block_sizes": "16*2"})
+EXPECTED = Expected(SHAPES, (KEY,), fingerprint=FINGERPRINT)
 PROMPT = list(range(10, 110))
 EXAMPLES = int(os.environ.get("FUZZED", "500"))
 """Examples of a fuzz test; `make fuzz` asks for more."""
@@ -36,6 +38,7 @@ def good(**other: Any) -> Ticket:
         "readers": 1,
         "issued_at": 1795293331.411,
         "digest": digest(PROMPT[:99], [None, None, []]),
+        "fingerprint": FINGERPRINT,
     }
     return Ticket(**{**fields, **other})
 
@@ -115,7 +118,7 @@ MALFORMED: tuple[tuple[str, Spoil, Reason], ...] = (
     ("an expiry", put("remote_blocks_expiry_time", 1.0), Reason.BAD_FIELD),
     ("not ours", without("pdproxy"), Reason.MISSING_FIELD),
     ("ours a string", put("pdproxy", "v1"), Reason.BAD_FIELD),
-    ("version 2", put_ours("v", 2), Reason.UNKNOWN_VERSION),
+    ("version 1", put_ours("v", 1), Reason.UNKNOWN_VERSION),
     ("version true", put_ours("v", True), Reason.UNKNOWN_VERSION),
     ("no version", without_ours("v"), Reason.UNKNOWN_VERSION),
     ("no digest", without_ours("digest"), Reason.MISSING_FIELD),
@@ -127,6 +130,17 @@ MALFORMED: tuple[tuple[str, Spoil, Reason], ...] = (
     ("readers a million", put_ours("readers", 10**6), Reason.BAD_FIELD),
     ("issued never", put_ours("issued_at", "now"), Reason.BAD_FIELD),
     ("issued at infinity", put_ours("issued_at", float("inf")), Reason.BAD_FIELD),
+    ("no fingerprint", without_ours("fingerprint"), Reason.MISSING_FIELD),
+    ("an empty fingerprint", put_ours("fingerprint", {}), Reason.BAD_FIELD),
+    ("a fingerprint's digest", put_ours("fingerprint", "0123456789abcdef"), Reason.BAD_FIELD),
+    ("65 parts", put_ours("fingerprint", {f"part_{at}": "x" for at in range(65)}), Reason.BAD_FIELD),
+    ("a part with blanks", put_ours("fingerprint", {"a part": "x"}), Reason.BAD_FIELD),
+    ("a part that is a number", put_ours("fingerprint", {"dtype": 16}), Reason.BAD_FIELD),
+    ("a part with a sentence", put_ours("fingerprint", {"dtype": "trust me"}), Reason.BAD_FIELD),
+    ("a part with a line end", put_ours("fingerprint", {"dtype": "x\n"}), Reason.BAD_FIELD),
+    ("a part without a value", put_ours("fingerprint", {"dtype": ""}), Reason.BAD_FIELD),
+    ("a part too long", put_ours("fingerprint", {"dtype": "x" * 129}), Reason.BAD_FIELD),
+    ("a part's name too long", put_ours("fingerprint", {"x" * 49: "x"}), Reason.BAD_FIELD),
     ("signature a number", put_ours("signature", 5), Reason.BAD_FIELD),
 )
 """Tickets that no prefill node makes: what they are, how they come about, and why they are refused."""
@@ -149,6 +163,7 @@ UNSIGNED: tuple[tuple[str, Spoil, Reason], ...] = (
     ("more readers", put_ours("readers", 2), Reason.BAD_SIGNATURE),
     ("a later time", put_ours("issued_at", 1795293332.0), Reason.BAD_SIGNATURE),
     ("other sizes", put_ours("block_sizes", [32, 16]), Reason.BAD_SIGNATURE),
+    ("another fingerprint", put_ours("fingerprint", {"dtype": "float16"}), Reason.BAD_SIGNATURE),
 )
 """Tickets that were altered after they were signed."""
 

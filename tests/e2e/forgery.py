@@ -26,7 +26,7 @@ NO_PLAIN_TEXT = ("", " ", "a b", "a,b", "tab\t", "null\0", "x\n", "\u00e9", "\U0
 NO_NAMES: tuple[Any, ...] = (*NO_PLAIN_TEXT, 7, True, [], {}, NESTED)
 NO_LISTS: tuple[Any, ...] = ("", "junk", 7, True, {}, [], {"0": [1]}, [1, 2, 3, 4], ["ab"] * 4, [None] * 4, [[]] * 65)
 NO_BLOCKS: tuple[Any, ...] = (-1, 1 << 31, HUGE, 1.0, "1", True, None, [1], {}, NESTED)
-NO_VERSIONS: tuple[Any, ...] = (0, 2, -1, HUGE, "1", True, 1.0, None, [], {})
+NO_VERSIONS: tuple[Any, ...] = (0, 1, 3, -1, HUGE, "1", True, 1.0, None, [], {})
 NO_DIGESTS: tuple[Any, ...] = ("", "zz", "0" * 63, "0" * 65, "A" * 64, "g" * 64, 7, [], {}, True)
 
 
@@ -112,7 +112,7 @@ def at_random(ticket: Params, source: random.Random) -> Forgery:
         case "digest":
             digest = source.randbytes(32).hex()
             return Forgery(f"digest {digest}", ours_altered(ticket, {"digest": digest}), Reason.DIGEST)
-    version = source.randrange(2, 1 << 60)
+    version = source.randrange(3, 1 << 60)
     return Forgery(f"version {version}", ours_altered(ticket, {"v": version}), Reason.UNKNOWN_VERSION)
 
 

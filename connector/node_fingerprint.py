@@ -1,0 +1,210 @@
+"""A node's own fingerprint, out of what its engine really runs.
+
+Three sources, all in the scheduler's process: vLLM's configuration; the KV-cache groups as the workers' layers made
+them; and the workers' handshake payloads, which know the layout and the attention backend that were chosen.
+
+Figures of one tensor-parallel rank would keep nodes of different sizes apart, which vLLM's handshake pairs well. So
+only what every rank has in common is taken: of an attention group the bytes of one token's entry for one head, of a
+state its dimensions but the first, along which vLLM shards it (with the layout that NIXL asks for, "DS", this holds of
+convolutions too). What is sharded follows from these and the model's configuration.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
+from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
+
+from connector.checkpoint import Source, checkpoint_text
+from connector.fingerprint import NONE, Fingerprint
+from connector.model_settings import (
+    context_text,
+    model_digest,
+    quantization_text,
+    rope_text,
+    settings_text,
+    short,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+STATE_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
+MEDIA_SETTINGS = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "mm_encoder_attn_dtype",
+    "video_pruning_rate",
+    "video_pruning_method",
+)
+"""Of vLLM's `MultiModalConfig`: what changes the embeddings of an image or video."""
+
+LORA_SETTINGS = ("target_modules", "lora_dtype", "enable_tower_connector_lora", "enable_moe_shared_loras")
+"""Of vLLM's `LoRAConfig`."""
+
+
+def node_fingerprint(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> Fingerprint:
+    """All parts but those of `rank_parts`. Reads the checkpoint's files."""
+    return Fingerprint.of(
+        {
+            **model_parts(vllm_config),
+            **speculative_parts(vllm_config),
+            **cache_parts(vllm_config, kv_cache_config),
+            **weight_parts(vllm_config),
+        }
+    )
+
+
+def model_parts(vllm_config: "VllmConfig") -> dict[str, str]:
+    """What is computed: release, model, its settings and types."""
+    from vllm import __version__ as vllm_version
+
+    model: ModelConfig = vllm_config.model_config
+    config = model.hf_config.to_dict()
+    return {
+        "vllm": short(str(vllm_version)),
+        "architecture": short(str(model.architecture)),
+        "model_config": model_digest(config, {"disable_sliding_window": model.disable_sliding_window}),
+        "rope": rope_text(config),
+        "context": context_text(config, model.max_model_len),
+        "media": _media(model.multimodal_config),
+        "dtype": _type(model.dtype),
+        "quantization": quantization_text(
+            model.quantization, model.quantization_config or config.get("quantization_config")
+        ),
+    }
+
+
+def speculative_parts(vllm_config: "VllmConfig") -> dict[str, str]:
+    """Method and number of speculative tokens, which are rows of the convolution's state. vLLM's own handshake
+    compares methods that use hidden states only, and never the number."""
+    config = vllm_config.speculative_config
+    if config is None:
+        return {"speculative": NONE}
+    return {"speculative": short(f"{config.method}:{vllm_config.num_speculative_tokens}")}
+
+
+def cache_parts(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> dict[str, str]:
+    """What one block of each group is."""
+    groups = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
+    specs = [spec for group in groups for spec in _members(group)]
+    attention = [spec for spec in specs if isinstance(spec, AttentionSpec)]
+    states = [spec for spec in specs if isinstance(spec, MambaSpec)]
+    cache = vllm_config.cache_config
+    return {
+        "cache_groups": short(_runs(_kind(group) for group in groups)),
+        "block_sizes": short(_runs(_block_size(group) for group in groups)),
+        "kv_dtype": _each(_kv_dtype(spec, str(cache.cache_dtype)) for spec in attention),
+        "kv_shape": _each(_kv_shape(spec) for spec in attention),
+        "cache_mode": _each(spec.mamba_cache_mode for spec in states),
+        "state_dtypes": _each("+".join(map(_type, spec.dtypes)) for spec in states),
+        "state_shapes": _each(_state_shapes(spec) for spec in states),
+        "state_layout": short(os.environ.get(STATE_LAYOUT, "default")) if states else NONE,
+    }
+
+
+def weight_parts(vllm_config: "VllmConfig") -> dict[str, str]:
+    """The content of the checkpoint, and of the draft model's where it has one of its own."""
+    load, model = vllm_config.load_config, vllm_config.model_config
+    target = Source(model.model_weights or model.model, model.revision, str(load.load_format), load.download_dir)
+    return {"checkpoint": checkpoint_text(target), "draft_checkpoint": _draft(vllm_config, target)}
+
+
+def rank_parts(payloads: Iterable["NixlHandshakePayload"]) -> dict[str, str]:
+    """What the workers chose: one value where all ranks agree, as they always should."""
+    decode = msgspec.msgpack.Decoder(NixlAgentMetadata).decode
+    ranks = [decode(payload.agent_metadata_bytes) for payload in payloads]
+    return {
+        "kv_layout": _each(rank.kv_cache_layout for rank in ranks),
+        "attention_backend": _each(rank.attn_backend_name for rank in ranks),
+        "kernel_block_size": _each(str(rank.block_size) for rank in ranks),
+    }
+
+
+def lora_settings(vllm_config: "VllmConfig") -> dict[str, Any]:
+    """What of a node's own LoRA settings changes what an adapter computes. It is no part of the fingerprint, but of the
+    digest of prompts with an adapter: others are the same with and without `--enable-lora`."""
+    config = vllm_config.lora_config
+    return {} if config is None else {name: getattr(config, name, None) for name in LORA_SETTINGS}
+
+
+def _draft(vllm_config: "VllmConfig", target: Source) -> str:
+    speculative = vllm_config.speculative_config
+    model = None if speculative is None else speculative.draft_model_config
+    if model is None or model.model == vllm_config.model_config.model:
+        return NONE
+    load = speculative.draft_load_config or vllm_config.load_config
+    return checkpoint_text(Source(model.model, model.revision, str(load.load_format), target.download_dir))
+
+
+def _media(config: Any) -> str:
+    return NONE if config is None else settings_text({name: getattr(config, name, None) for name in MEDIA_SETTINGS})
+
+
+def _members(spec: Any) -> Iterator[Any]:
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        yield from spec.kv_cache_specs.values()
+    else:
+        yield spec
+
+
+def _kind(spec: Any) -> str:
+    """The type of a group, with the window that bounds it."""
+    first = next(_members(spec))
+    name = type(first).__name__.removesuffix("Spec")
+    windows = (getattr(first, field, None) for field in ("sliding_window", "attention_chunk_size", "rswa_window"))
+    return name + "".join(f"({window})" for window in windows if window is not None)
+
+
+def _block_size(spec: Any) -> str:
+    """Tokens a block. A state that is kept once for a whole sequence has blocks of `max_model_len` in name only."""
+    first = next(_members(spec))
+    if isinstance(first, MambaSpec) and first.mamba_cache_mode == "none":
+        return "-"
+    return str(first.block_size)
+
+
+def _kv_dtype(spec: Any, configured: str) -> str:
+    """The type of the bytes; where they are quantized also how, since `fp8_e4m3` and `fp8_e5m2` are one type."""
+    stored = _type(spec.dtype)
+    if not spec.kv_quant_mode:
+        return stored
+    return f"{stored}:{spec.kv_quant_mode.name}:{'fp8_e4m3' if configured == 'fp8' else configured}"
+
+
+def _kv_shape(spec: Any) -> str:
+    """Of one token and one head: key and value dimensions, and bytes."""
+    states = "" if spec.tokens_per_state == 1 else f"/{spec.tokens_per_state}"
+    return f"{spec.head_size}+{spec.head_size_v}={spec.state_content_size_bytes}B{states}"
+
+
+def _state_shapes(spec: Any) -> str:
+    """Each state's dimensions; `*` is the one that is sharded."""
+    shapes = (shape if spec.tp_replicated else ("*", *shape[1:]) for shape in spec.shapes)
+    return "+".join(f"({','.join(map(str, shape))})" for shape in shapes)
+
+
+def _each(values: Iterable[str]) -> str:
+    """The distinct values in the order of their first appearance: of all layers, or of all ranks."""
+    distinct = dict.fromkeys(values)
+    return short("/".join(distinct)) if distinct else NONE
+
+
+def _runs(values: Iterable[str]) -> str:
+    """`a,a,b` as `a*2,b`: the order of groups counts, since a ticket names blocks by it."""
+    runs = ((value, len(list(run))) for value, run in groupby(values))
+    return ",".join(value if length == 1 else f"{value}*{length}" for value, length in runs) or NONE
+
+
+def _type(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def all_parts(fingerprint: Fingerprint) -> Mapping[str, str]:
+    """For the metric: every part, and their digest under `all`."""
+    return {**dict(fingerprint.parts), "all": fingerprint.digest}

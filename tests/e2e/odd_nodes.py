@@ -1,0 +1,86 @@
+"""Decode nodes that differ from the usual prefill node in one thing, each of them right when it answers alone.
+
+What is handed over between the two is wrong for the reader, and nothing but a comparison of what the bytes mean can
+tell: the blocks are held, and the transfer succeeds.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deploy.local.node import NodeSpec, Role
+from deploy.local.places import MODEL
+
+WEIGHTS = "model.safetensors"
+BLOCK_256 = ("--block-size", "256")
+"""Written out where another flag would change it: then the two nodes differ in that flag alone."""
+OTHER_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 12000.0, "partial_rotary_factor": 0.25}}
+
+Weights = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Oddity:
+    """What is different. `part`: of the fingerprint. `flag`: what the refusal tells an operator to align.
+
+    `model`: writes another model into a folder; None for the usual one.
+    """
+
+    name: str
+    part: str
+    flag: str
+    arguments: tuple[str, ...] = ()
+    model: Callable[[Path], None] | None = None
+
+    def spec(self, folder: Path, role: Role = Role.DECODE) -> NodeSpec:
+        """The odd node, on ports yet to be chosen; `folder` is empty, and for its model."""
+        if self.model is not None:
+            self.model(folder)
+        model = MODEL if self.model is None else folder
+        return NodeSpec(f"odd-{role.name.lower()}", role, 0, 0, model=model, more_arguments=self.arguments)
+
+
+def changed_model(folder: Path, change: Callable[[Weights], None]) -> None:
+    """A copy of the usual model with other weights under the same names, in the same shapes."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(MODEL, folder, dirs_exist_ok=True)
+    weights = load_file(MODEL / WEIGHTS)
+    change(weights)
+    save_file(weights, folder / WEIGHTS, {"format": "pt"})
+
+
+def negate_values(weights: Weights) -> None:
+    """Attention values with the other sign, which the projection after them takes back: exactly the same function,
+    with another cache."""
+    for name in weights:
+        if name.endswith(("self_attn.v_proj.weight", "self_attn.o_proj.weight")):
+            weights[name] = -weights[name]
+
+
+def relabel_digits(weights: Weights) -> None:
+    """A model that knows each digit by the row of the next one, coming in and going out: as right as the usual one."""
+    vocabulary: Mapping[str, int] = json.loads((MODEL / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        rows = weights[name].clone()
+        for blank in ("", "Ġ"):
+            for digit in range(10):
+                rows[vocabulary[f"{blank}{digit}"]] = weights[name][vocabulary[f"{blank}{(digit + 1) % 10}"]]
+        weights[name] = rows
+
+
+STATE_TYPE = Oddity(
+    "state type", "state_dtypes", "--mamba-ssm-cache-dtype", (*BLOCK_256, "--mamba-ssm-cache-dtype", "bfloat16")
+)
+ODDITIES = (
+    STATE_TYPE,
+    Oddity("block size", "block_sizes", "--block-size", ("--block-size", "512")),
+    Oddity("weights", "checkpoint", "--revision", model=lambda folder: changed_model(folder, negate_values)),
+    Oddity("rope", "rope", "--hf-overrides", ("--hf-overrides", json.dumps(OTHER_ROPE))),
+    Oddity("another model", "checkpoint", "--model", model=lambda folder: changed_model(folder, relabel_digits)),
+)

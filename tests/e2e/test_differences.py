@@ -1,0 +1,86 @@
+"""A prefill and a decode node that differ in what the bytes mean: refused before anything is read, and said why.
+
+Speculative tokens, layouts and FP8 caches cannot be started on a CPU: `tests/connector/test_node_fingerprint.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from connector.fields import Reason
+from deploy.local.model.exam import exam
+from deploy.local.node import Node, NodeSpec
+from deploy.local.stack import logs_of, start_nodes
+from deploy.local.supervise import Supervisor
+from tests.e2e.conftest import Pair
+from tests.e2e.legs import complete, prefill
+from tests.e2e.meters import PATIENCE_S, watch
+from tests.e2e.odd_nodes import ODDITIES, STATE_TYPE, Oddity
+
+pytestmark = pytest.mark.e2e
+
+QUESTIONS = 4
+LINES = 800
+
+
+@contextmanager
+def started(spec: NodeSpec) -> Iterator[Node]:
+    """One node of this test's own."""
+    with Supervisor(logs_of("differences")) as supervisor:
+        yield start_nodes(supervisor, [spec], print)[0]
+
+
+def parts(url: str) -> dict[str, str]:
+    """A node's fingerprint, off its metrics."""
+    text = httpx.get(f"{url}/metrics", timeout=PATIENCE_S, trust_env=False).raise_for_status().text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    told = [sample.labels for sample in samples if sample.name == "pdproxy_connector_fingerprint"]
+    return {labels["part"]: labels["value"] for labels in told}
+
+
+def refuses_and_answers_right(give: Node, take: Node, oddity: Oddity) -> None:
+    """Every ticket is refused for what differs, every answer is right, and so is the next without a ticket."""
+    here, there = parts(take.url), parts(give.url)
+    assert here[oddity.part] != there[oddity.part]
+    assert here["all"] != there["all"]
+    refused, reads = watch(take.url, "refused", reason=Reason.FINGERPRINT), watch(take.url, "reads")
+    for seed in range(900, 900 + QUESTIONS):
+        question = exam(seed, LINES)
+        ticket = prefill(give.url, question.prompt(), pdproxy_hand_over=f"differences-{oddity.part}-{seed}")
+        assert complete(take.url, question.prompt(), params=ticket).text == question.answer
+        following = question.ask(1)
+        assert complete(take.url, following.prompt()).text == following.answer
+    refused.reaches(QUESTIONS)
+    assert (refused.grown(), reads.grown()) == (QUESTIONS, 0)
+    logged = [
+        line for line in take.part.log.read_text(encoding="utf-8").splitlines() if "refused (fingerprint)" in line
+    ]
+    assert len(logged) == QUESTIONS
+    assert f"{oddity.part} is {here[oddity.part]} here, {there[oddity.part]} on the prefill node" in logged[0]
+    assert oddity.flag in logged[0]
+
+
+def test_one_flag_that_differs_is_found(pair: Pair, tmp_path: Path) -> None:
+    with started(STATE_TYPE.spec(tmp_path)) as odd:
+        assert {name for name, value in parts(odd.url).items() if value != parts(pair.prefill.url)[name]} == {
+            "all",
+            STATE_TYPE.part,
+        }
+        refuses_and_answers_right(pair.prefill, odd, STATE_TYPE)
+
+
+def test_the_shared_nodes_have_one_fingerprint(pair: Pair) -> None:
+    assert parts(pair.prefill.url) == parts(pair.decode.url)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("oddity", ODDITIES[1:], ids=lambda oddity: oddity.name)
+def test_every_difference_is_found(pair: Pair, tmp_path: Path, oddity: Oddity) -> None:
+    with started(oddity.spec(tmp_path)) as odd:
+        refuses_and_answers_right(pair.prefill, odd, oddity)

@@ -1,0 +1,47 @@
+"""Our connector with the comparison of fingerprints switched off: it reads from nodes that mean something else.
+
+A node loads this module in the place of `connector.facade`, so that a test can show what is caught when the fingerprint
+is not compared, or does not list a difference. Everything else is as always.
+"""
+
+import json
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
+
+from connector.config import from_vllm
+from connector.facade import NixlConnector as Comparing
+from connector.fingerprint import Fingerprint
+from connector.scheduler_side import SchedulerSide
+from deploy.local.node import NodeSpec, kv_transfer_config
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def trusting(spec: NodeSpec) -> NodeSpec:
+    """The same node, which takes tickets of any fingerprint. Its own tickets and metrics stay honest."""
+    config = {**kv_transfer_config(spec), "kv_connector_module_path": __name__}
+    return replace(spec, more_arguments=(*spec.more_arguments, "--kv-transfer-config", json.dumps(config)))
+
+
+class _Scheduler(SchedulerSide):
+    def adopt(self, fingerprint: Fingerprint) -> None:
+        super().adopt(fingerprint)
+        self._gate = replace(self._gate, expected=replace(self._gate.expected, fingerprint=None))
+
+
+class NixlConnector(Comparing):
+    """The connector with a scheduler's half that compares no fingerprints."""
+
+    def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+        if role != KVConnectorRole.SCHEDULER:
+            super().__init__(vllm_config, role, kv_cache_config)
+            return
+        NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
+        config = from_vllm(vllm_config.kv_transfer_config, os.environ)
+        self.connector_scheduler = _Scheduler(vllm_config, self.engine_id, kv_cache_config, config)
