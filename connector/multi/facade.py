@@ -251,7 +251,7 @@ class WeightedMultiConnector(MultiConnector):
         given_up = self._failures.give_up(self._told_overdue)
         results.finished_recving |= given_up
         results.failed_recving |= given_up
-        if self._idle and self._failures.waits_for_given_up:
+        if self._idle and self._failures.waits_for_given_up():
             time.sleep(IDLE_REST)
         return results
 

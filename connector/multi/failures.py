@@ -35,7 +35,6 @@ class Failures:
                 request_id for request_id, load in self._loads.items() if load.child == child and load.touches(blocks)
             }
 
-    @property
     def waits_for_given_up(self) -> bool:
         """Whether all that still runs here was given up."""
         return bool(self._given_up) and not self._loads

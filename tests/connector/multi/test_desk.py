@@ -171,14 +171,14 @@ def test_a_rank_gives_up_what_still_runs_and_tells_of_its_end_apart() -> None:
     assert failures.give_up(["r"]) == set()
     assert failures.take_report() == ({"r": 1}, {})
     assert failures.take_report() == ({}, {})
-    assert not failures.waits_for_given_up, "another load runs"
+    assert not failures.waits_for_given_up(), "another load runs"
     failures.settle(["other"])
-    assert failures.waits_for_given_up
+    assert failures.waits_for_given_up()
     assert failures.of_given_up({1, 7}) == {1}
     assert failures.withhold(["other"]) == set()
     assert failures.withhold(["r", "other"]) == {"r"}
     assert failures.take_report() == ({}, {"r": 1})
-    assert not failures.waits_for_given_up
+    assert not failures.waits_for_given_up()
     assert failures.withhold(["r"]) == set()
 
 
