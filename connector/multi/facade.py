@@ -35,6 +35,8 @@ from connector.multi.settings import ChildSettings, MultiSettings
 from connector.multi.stats import SELECTION, ChildrenPromMetrics, ChildrenStats, Once, SelectionStats
 from connector.multi.tally import Tally
 from connector.multi.telling import tell_output, tell_preempted
+from connector.shape_check import require_fit
+from connector.vllm_contracts import TIERS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,6 +52,7 @@ class WeightedMultiConnector(MultiConnector):
     """Several connectors on one node; the one whose load saves most wins. Raises ConfigError."""
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+        require_fit(TIERS)
         settings = self._settings(vllm_config)
         listed = vllm_config.kv_transfer_config.kv_connector_extra_config["connectors"]
         self._require_fit(settings.children, listed)
