@@ -14,6 +14,9 @@ import numpy as np
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from connector.shape_check import require_fit
+from connector.vllm_contracts import SEEDED_CPU
+
 if TYPE_CHECKING:
     import torch
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -62,6 +65,7 @@ class SeededCPUWorker(CPUWorker):
     """vLLM's, with that runner. vLLM's newer runner keeps seeds as numbers and needs nothing."""
 
     def init_device(self) -> None:
+        require_fit(SEEDED_CPU)
         super().init_device()
         if not self.use_v2_model_runner:
             self.model_runner = SeededCPURunner(self.vllm_config, self.device)

@@ -1,7 +1,7 @@
 """What the connector may raise, and only while a node starts.
 
     ConnectorError
-    ├── ConfigError        a setting that cannot work; the sentence names it
+    ├── ConfigError        a setting that cannot work, or a vLLM that does not fit; the sentence names it
     └── SideChannelError   the side-channel address cannot be bound
 
 Nothing that arrives in a request raises: it is refused, see `connector.ticket.Reason`.
@@ -13,7 +13,7 @@ class ConnectorError(Exception):
 
 
 class ConfigError(ConnectorError):
-    """A setting of this node that cannot work, named in a sentence."""
+    """A setting of this node that cannot work, or a version of vLLM, named in a sentence."""
 
 
 class SideChannelError(ConnectorError):

@@ -38,18 +38,23 @@ Bounds. Blocks whose proxy was killed go `kv_lease_duration` (30 s unless set) a
 that has the request queued or running renews them until it has read, or is gone, and then at most once more.
 Versions. vLLM's NIXL handshake hashes its own version: nodes of two versions refuse each other, the read ends as
 `transfer_failed` or `peer_unreachable`, and the decode node computes the prompt. An unknown ticket version is refused.
+A vLLM that is not as `vllm_contracts` describes it is refused when the node starts (`shape_check`).
 """
 
 import os
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorWorkerMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPullConnector
-
 from connector.config import ConnectorConfig, from_vllm
 from connector.node_info import node_info
-from connector.stats import ConnectorPromMetrics, ConnectorStats
+from connector.shape_check import require_fit, vllm_names
 from connector.unique_ids import require_unique_ids
+from connector.vllm_contracts import HAND_OVERS
+
+with vllm_names():
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorWorkerMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPullConnector
+
+    from connector.stats import ConnectorPromMetrics, ConnectorStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -70,6 +75,7 @@ class NixlConnector(NixlPullConnector):
     connector_worker: "WorkerSide | None"
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+        require_fit(HAND_OVERS)
         # Past NixlPullConnector's constructor, which would build vLLM's halves, the worker's with a NIXL agent.
         NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
         config = from_vllm(vllm_config.kv_transfer_config, os.environ)

@@ -167,35 +167,35 @@ class SchedulerSide(NixlPullConnectorScheduler):
         params = request.kv_transfer_params
         reads = params is not None and bool(params.get("do_remote_prefill"))
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        planned = self._reqs_need_recv.get(request.request_id) if reads else None
         if request.num_computed_tokens > 0:
             # Back from a load. Of reads of ours nothing waits any more: they were settled with the workers' report.
             self._ledger.loaded(request.request_id, request.num_computed_tokens)
         elif request.num_preemptions == 0:
-            self._plan(request, num_external_tokens, planned)
-        if planned is not None:
+            self._plan(request, num_external_tokens, blocks if reads else None)
+        if reads:
             every = [block for group in blocks.blocks for block in group]
             hit = self._get_remote_prefill_token_count(request.num_prompt_tokens) - num_external_tokens
             self._decode.order(request.request_id, blocks=every, hit=hit, pull=num_external_tokens)
 
-    def _plan(self, request: "Request", pulled: int, planned: Any) -> None:
+    def _plan(self, request: "Request", pulled: int, allocated: "KVCacheBlocks | None") -> None:
         stats = request.prefill_stats
         if stats is None:
             return
         hit = stats.num_local_cached_tokens
         loaded = stats.num_external_cached_tokens - pulled
         computed = stats.num_prompt_tokens - hit - pulled - loaded
-        blocks = self._blocks(planned) if pulled else {}
+        blocks = self._blocks(allocated) if allocated is not None and pulled else {}
         self._ledger.plan(request.request_id, Entry(hit, pulled, computed, blocks, loaded))
 
-    def _blocks(self, planned: Any) -> dict[Group, tuple[int, int]]:
-        """Blocks (hit, pulled) by kind, out of what vLLM's `_reqs_need_recv` holds for a request."""
-        _, to_pull, hashed, _ = planned
+    def _blocks(self, allocated: "KVCacheBlocks") -> dict[Group, tuple[int, int]]:
+        """Blocks (hit, pulled) by kind: those that the prefix cache had already, and those that the read fills."""
+        to_pull = self.get_exchange_clipped_blocks(allocated.get_unhashed_block_ids_all_groups())
         counts: dict[Group, tuple[int, int]] = {"attention": (0, 0), "state": (0, 0)}
         for shape, group, ids in zip(self._shapes, self.kv_cache_config.transfer_group_ids, to_pull, strict=True):
             kind: Group = "state" if shape.kind is GroupKind.STATE else "attention"
             hit, pulled = counts[kind]
-            counts[kind] = (hit + hashed[group], pulled + len(ids))
+            cached = sum(block.block_hash is not None and not block.is_null for block in allocated.blocks[group])
+            counts[kind] = (hit + cached, pulled + len(ids))
         return counts
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ConnectorMetadata:
@@ -235,8 +235,9 @@ class SchedulerSide(NixlPullConnectorScheduler):
             self._give_back(given)
 
     def _give_back(self, given: GiveBack) -> None:
-        """Have vLLM give notice for a ticket that will not be read: an entry with no local blocks."""
-        self._reqs_need_recv[given.request.request_id] = (given.request, [], (), False)
+        """Have vLLM give notice for a ticket that will not be read, as for a request that ended before its read."""
+        given.request.kv_transfer_params["do_remote_prefill"] = True
+        super().request_finished(given.request, ())
         self._decode.give_back(given)
 
     # ---- a request ends

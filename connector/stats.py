@@ -8,7 +8,7 @@ with NIXL's under three more keys.
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from types import MappingProxyType
@@ -118,6 +118,7 @@ class ConnectorPromMetrics(NixlPromMetrics):
         info: Mapping[str, str],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._engines = per_engine_labelvalues
         self._counters = {
             name: metric_types[Counter](PREFIX + name, ABOUT[name], labelnames=[*labelnames, *labels])
             for name, labels in COUNTERS.items()
@@ -132,12 +133,12 @@ class ConnectorPromMetrics(NixlPromMetrics):
             )
             for name, labels in GAUGES.items()
         }
-        self._tell(metric_types[Gauge], info)
+        self._tell(metric_types[Gauge], labelnames, info)
         self._begin()
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         super().observe(transfer_stats_data, engine_idx)
-        engine = self.per_engine_labelvalues[engine_idx]
+        engine = self._engines[engine_idx]
         for name, labels, value in transfer_stats_data.get(COUNTS, ()):
             self._counters[name].labels(*engine, *labels).inc(value)
         for name, seconds in transfer_stats_data.get(SECONDS, ()):
@@ -146,17 +147,17 @@ class ConnectorPromMetrics(NixlPromMetrics):
             self._gauges[name].labels(*engine, *labels).set(value)
 
     def _begin(self) -> None:
-        for engine in self.per_engine_labelvalues.values():
+        for engine in self._engines.values():
             for name, counter in self._counters.items():
                 for labels in product(*VALUES[name]):
                     counter.labels(*engine, *labels)
 
-    def _tell(self, gauge: Any, info: Mapping[str, str]) -> None:
+    def _tell(self, gauge: Any, labelnames: Sequence[str], info: Mapping[str, str]) -> None:
         told = gauge(
             PREFIX + "info",
             "What this node is, for whoever pairs it with others. Always 1.",
-            labelnames=[*self._labelnames, *info],
+            labelnames=[*labelnames, *info],
             multiprocess_mode="mostrecent",
         )
-        for engine in self.per_engine_labelvalues.values():
+        for engine in self._engines.values():
             told.labels(*engine, *info.values()).set(1)

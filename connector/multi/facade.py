@@ -40,6 +40,8 @@ from connector.multi.stats import SELECTION, ChildrenPromMetrics, ChildrenStats,
 from connector.multi.tally import Tally
 from connector.multi.telling import tell_output, tell_preempted
 from connector.quarantine import Quarantine
+from connector.shape_check import require_fit
+from connector.vllm_contracts import TIERS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -61,16 +63,20 @@ class WeightedMultiConnector(MultiConnector):
     """Several connectors on one node; the one whose load saves most wins. Raises ConfigError."""
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+        require_fit(TIERS)
         settings = self._settings(vllm_config)
-        self._require_fit(settings.children, vllm_config.kv_transfer_config.kv_connector_extra_config["connectors"])
+        listed = vllm_config.kv_transfer_config.kv_connector_extra_config["connectors"]
+        self._require_fit(settings.children, listed)
         self._block_size: int
         self._block_size, hash_block = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         require_units(settings.children, stored_blocks(vllm_config, kv_cache_config, hash_block))
         super().__init__(vllm_config, role, kv_cache_config)
+        configs = [KVTransferConfig(**entry) for entry in listed]
+        self._sources = [(config.kv_connector, config.kv_connector_module_path) for config in configs]
         self._children = tuple(
             Child(number, each, connector, bool(config.is_kv_consumer))
             for number, (each, connector, config) in enumerate(
-                zip(settings.children, self._connectors, self._ktc_kv_transfer_config, strict=True)
+                zip(settings.children, self.sub_connectors, configs, strict=True)
             )
         )
         self._tally = Tally()
@@ -274,10 +280,10 @@ class WeightedMultiConnector(MultiConnector):
     def get_kv_connector_stats(self) -> ChildrenStats | None:
         """Every child's since the last call, and the scheduler's choices."""
         found = ChildrenStats()
-        for child, config in zip(self._children, self._ktc_kv_transfer_config, strict=True):
+        for child, source in zip(self._children, self._sources, strict=True):
             stats = child.connector.get_kv_connector_stats()
             if stats is not None:
-                found.add(child.settings.name, (config.kv_connector, config.kv_connector_module_path), stats)
+                found.add(child.settings.name, source, stats)
         if self.role == KVConnectorRole.SCHEDULER:
             selection = SelectionStats.of(self._tally.drain(self._desk.pending()))
             if not selection.is_empty():

@@ -114,6 +114,7 @@ class ChildrenPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._children = children
+        self._engines = per_engine_labelvalues
         labels = [*labelnames, "child"]
         self._counters = {
             name: metric_types[Counter](PREFIX + name, about, labelnames=labels) for name, about in COUNTERS.items()
@@ -138,7 +139,7 @@ class ChildrenPromMetrics(KVConnectorPromMetrics):
         """Take in what `ChildrenStats.to_dict` made."""
         for name, part in transfer_stats_data.items():
             if name == SELECTION:
-                self._select(part["stats"], self.per_engine_labelvalues[engine_idx])
+                self._select(part["stats"], self._engines[engine_idx])
             elif (metrics := self._children.get(name)) is not None:
                 metrics.observe(part["stats"], engine_idx)
 

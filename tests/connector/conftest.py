@@ -12,6 +12,16 @@ if TYPE_CHECKING:
     from tests.connector.worker import MakeRank, Prefill
 
 
+@pytest.fixture(scope="module", params=["in step", "one behind", "one behind, V2"])
+def every_pace(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that uses this runs as a CPU node steps, and with vLLM's async scheduler, as GPU nodes do."""
+    from tests.connector.harness import IN_STEP, ONE_BEHIND, ONE_BEHIND_V2, PACE
+
+    token = PACE.set({"in step": IN_STEP, "one behind": ONE_BEHIND, "one behind, V2": ONE_BEHIND_V2}[request.param])
+    yield
+    PACE.reset(token)
+
+
 @pytest.fixture
 def prefill() -> Iterator[Prefill]:
     from tests.connector.worker import Prefill

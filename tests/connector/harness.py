@@ -4,8 +4,9 @@ The model is the repository's tiny hybrid one, of which only the config is read;
 blocks of 16 tokens, so that small prompts fill them.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,10 @@ from vllm.config import (
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -59,14 +61,63 @@ HYBRID = (attention(), state("align"))
 DENSE = (attention(),)
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How an engine steps. `behind`: how many more steps are planned before a step's output is taken in.
+
+    `v2`: for vLLM's newer model runner, with which the scheduler keeps other books.
+    """
+
+    scheduler: type[Scheduler]
+    behind: int
+    v2: bool = False
+
+
+IN_STEP = Pace(Scheduler, 0)
+"""What a CPU node does."""
+ONE_BEHIND = Pace(AsyncScheduler, 1)
+"""Async scheduling, the default of GPU nodes."""
+ONE_BEHIND_V2 = Pace(AsyncScheduler, 1, v2=True)
+"""What GPU nodes do by default."""
+PACE: ContextVar[Pace] = ContextVar("pace", default=IN_STEP)
+"""Of the nodes that a test makes; the fixture `every_pace` sets it."""
+
+
+def make_scheduler(config: VllmConfig, cache: KVCacheConfig) -> Scheduler:
+    """As vLLM's engine makes it, at the test's pace."""
+    pace = PACE.get()
+    config.scheduler_config.async_scheduling = pace.behind > 0
+    scheduler = pace.scheduler(
+        vllm_config=config,
+        kv_cache_config=cache,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK,
+        hash_block_size=BLOCK,
+        log_stats=True,
+    )
+    scheduler.use_v2_model_runner = pace.v2
+    return scheduler
+
+
 @dataclass
 class Node:
-    """One engine's scheduler; `step` runs it once, with what the test says that the workers saw."""
+    """One engine's scheduler; `step` runs it once, with what the test says that the workers saw.
+
+    At a pace of one behind, what they saw comes with the output of the step before: `ahead` has what was planned, and
+    is not taken in.
+    """
 
     scheduler: Scheduler
     hasher: Any
+    ahead: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = field(default_factory=deque)
     metas: list[ConnectorMetadata] = field(default_factory=list)
+    scheduled: list[dict[str, int]] = field(default_factory=list)
     tally: Counter[tuple[str, ...]] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        for _ in range(PACE.get().behind):
+            plan = self.scheduler.schedule()
+            self.ahead.append((plan, self._run(plan)))
 
     @property
     def side(self) -> SchedulerSide:
@@ -99,15 +150,25 @@ class Node:
 
     def step(self, seen: KVConnectorOutput | None = None) -> list[EngineCoreOutput]:
         """Plan, run (every scheduled request samples the token 7 once its prompt is done), take the output in."""
-        plan = self.scheduler.schedule()
-        assert isinstance(plan.kv_connector_metadata, ConnectorMetadata)
-        self.metas.append(plan.kv_connector_metadata)
-        outputs = list(self.scheduler.update_from_output(plan, self._ran(plan, seen)).values())
+        outputs = self._step(seen)
         for stats in (each.scheduler_stats.kv_connector_stats for each in outputs if each.scheduler_stats):
             self._tally((stats or {}).get(COUNTS, ()))
         return [output for each in outputs for output in each.outputs]
 
-    def _ran(self, plan: SchedulerOutput, seen: KVConnectorOutput | None) -> ModelRunnerOutput:
+    def _step(self, seen: KVConnectorOutput | None) -> list[EngineCoreOutputs]:
+        plan = self.scheduler.schedule()
+        self._keep(plan.kv_connector_metadata)
+        self.scheduled.append(dict(plan.num_scheduled_tokens))
+        self.ahead.append((plan, self._run(plan)))
+        plan, output = self.ahead.popleft()
+        output.kv_connector_output = seen
+        return list(self.scheduler.update_from_output(plan, output).values())
+
+    def _keep(self, meta: Any) -> None:
+        assert isinstance(meta, ConnectorMetadata)
+        self.metas.append(meta)
+
+    def _run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         names = list(plan.num_scheduled_tokens)
         sampled = []
         for name in names:
@@ -117,7 +178,6 @@ class Node:
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
             sampled_token_ids=sampled,
-            kv_connector_output=seen,
         )
 
     def run_out(self, request_id: str, steps: int = 50) -> list[EngineCoreOutput]:
@@ -160,15 +220,7 @@ def make_node(
     )
     hash_fn = get_hash_fn_by_name("sha256")
     init_none_hash(hash_fn)
-    scheduler = Scheduler(
-        vllm_config=config,
-        kv_cache_config=cache,
-        structured_output_manager=StructuredOutputManager(config),
-        block_size=BLOCK,
-        hash_block_size=BLOCK,
-        log_stats=True,
-    )
-    return Node(scheduler, get_request_block_hasher(BLOCK, hash_fn))
+    return Node(make_scheduler(config, cache), get_request_block_hasher(BLOCK, hash_fn))
 
 
 def _config(

@@ -19,6 +19,8 @@ from tests.connector.harness import (
     take_ticket,
 )
 
+pytestmark = pytest.mark.usefixtures("every_pace")
+
 WAITING = RequestStatus.WAITING_FOR_REMOTE_KVS
 
 

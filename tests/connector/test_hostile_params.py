@@ -10,13 +10,15 @@ from connector.fields import Reason
 from tests.connector.harness import Node, make_node, prompt, received, take_ticket
 from tests.connector.tickets import ANYTHING, EXAMPLES, MALFORMED, UNSIGNED, Spoil, spoiled
 
+pytestmark = pytest.mark.usefixtures("every_pace")
+
 KEY = "0123456789abcdef0123456789abcdef"
 TOKENS = prompt(100)
 NUMBERS = count()
 
 
-@pytest.fixture(scope="session")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Node, Node]:
+@pytest.fixture(scope="module")
+def pair(every_pace: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Node, Node]:
     """A prefill and a decode node that share a key, kept for all examples, as an engine is."""
     path = tmp_path_factory.mktemp("keys") / "keys"
     path.write_text(KEY, encoding="utf-8")
@@ -24,7 +26,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Node, Node]:
     return make_node("kv_producer", engine_id="p", extra=extra), make_node("kv_consumer", engine_id="d", extra=extra)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ticket(pair: tuple[Node, Node]) -> dict[str, Any]:
     return take_ticket(pair[0], TOKENS)
 

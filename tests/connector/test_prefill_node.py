@@ -11,6 +11,8 @@ from connector.lease import Verdict
 from connector.metadata import WorkerReport
 from tests.connector.harness import DENSE, Node, make_node, prompt, sent, take_ticket
 
+pytestmark = pytest.mark.usefixtures("every_pace")
+
 ID = "hand-over-0123456789"
 LEG = {"do_remote_decode": True}
 

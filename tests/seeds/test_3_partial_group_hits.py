@@ -5,6 +5,8 @@ import pytest
 from connector.metadata import ReadOutcome
 from tests.connector.harness import Node, lost, make_node, prompt, received, take_ticket
 
+pytestmark = pytest.mark.usefixtures("every_pace")
+
 FIRST = prompt(100)
 SECOND = [*FIRST, 7, 7, 7, *prompt(30, seed=3)]
 

@@ -7,6 +7,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from connector.metadata import ReadOutcome
 from tests.connector.harness import BLOCK, DENSE, HYBRID, Node, attention, lost, make_node, prompt, state, take_ticket
 
+pytestmark = pytest.mark.usefixtures("every_pace")
+
 Groups = tuple[KVCacheSpec, ...]
 MANY: Groups = (attention(), state("align"), state("align"), attention())
 
@@ -66,10 +68,9 @@ def test_a_full_hit_recomputes_the_last_token_and_caches_its_block() -> None:
     """A dense load of the whole prompt leaves one token to compute, and the last full block is still cached."""
     node = waiting(DENSE, 96)
     node.step(KVConnectorOutput(finished_recving={"d"}))
-    plan = node.scheduler.schedule()
-    assert plan.num_scheduled_tokens["d"] == 1
+    node.step()
+    assert node.scheduled[-1]["d"] == 1
     longer = [*prompt(96), 5, 5, 5]
-    node.scheduler.update_from_output(plan, node._ran(plan, None))
     node.add("longer", longer)
     node.step()
     assert node.counts("prompt_tokens") == {"pulled": 96, "hit": 96, "computed": 3}

@@ -16,6 +16,8 @@ from connector.multi import MultiConnector
 from tests.connector.harness import BLOCK, DENSE, HYBRID, make_node, prompt, take_ticket
 from tests.connector.multi.harness import Several, loaded, make_several, multi_config, pull, shelve, tier
 
+pytestmark = pytest.mark.usefixtures("every_pace")
+
 UNIT = 2 * BLOCK
 TOKENS = prompt(6 * BLOCK + 4)
 

@@ -10,18 +10,16 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.structured_output import StructuredOutputManager
 
 from connector.metadata import ConnectorMetadata, ReadEnd, ReadOutcome, WorkerReport
 from connector.multi import WeightedMultiConnector
 from connector.multi.metadata import WeightedMetadata
 from connector.multi.stats import SELECTION
 from connector.scheduler_side import SchedulerSide
-from tests.connector.harness import BLOCK, HYBRID, Node, _config, nonce_of
+from tests.connector.harness import BLOCK, HYBRID, Node, _config, make_scheduler, nonce_of
 from tests.connector.multi.disk_tier import DiskTier, Shelf
 
 
@@ -108,15 +106,15 @@ class Several(Node):
         return self.connector.sub_connectors[self.names.index(name)]
 
     def step(self, seen: KVConnectorOutput | None = None) -> list[EngineCoreOutput]:
-        plan = self.scheduler.schedule()
-        meta = plan.kv_connector_metadata
-        assert isinstance(meta, WeightedMetadata)
-        self.plans.append(meta)
-        self.metas += [part for part in meta.metadata if isinstance(part, ConnectorMetadata)]
-        outputs = list(self.scheduler.update_from_output(plan, self._ran(plan, seen)).values())
+        outputs = self._step(seen)
         for each in outputs:
             self._take(each.scheduler_stats.kv_connector_stats if each.scheduler_stats else None)
         return [output for each in outputs for output in each.outputs]
+
+    def _keep(self, meta: Any) -> None:
+        assert isinstance(meta, WeightedMetadata)
+        self.plans.append(meta)
+        self.metas += [part for part in meta.metadata if isinstance(part, ConnectorMetadata)]
 
     def _take(self, payload: dict[str, Any] | None) -> None:
         if not payload:
@@ -176,14 +174,7 @@ def make_several(
     config = multi_config(children, groups, num_blocks=num_blocks, **extra)
     hash_fn = get_hash_fn_by_name("sha256")
     init_none_hash(hash_fn)
-    scheduler = Scheduler(
-        vllm_config=config,
-        kv_cache_config=cache_of(groups, num_blocks),
-        structured_output_manager=StructuredOutputManager(config),
-        block_size=BLOCK,
-        hash_block_size=BLOCK,
-        log_stats=True,
-    )
+    scheduler = make_scheduler(config, cache_of(groups, num_blocks))
     return Several(scheduler, get_request_block_hasher(BLOCK, hash_fn))
 
 

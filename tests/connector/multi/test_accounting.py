@@ -11,6 +11,8 @@ from connector.stats import LEVELS
 from tests.connector.harness import BLOCK, DENSE, make_node, prompt, take_ticket
 from tests.connector.multi.harness import Several, loaded, make_several, pull, shelve, tier
 
+pytestmark = pytest.mark.usefixtures("every_pace")
+
 TOKENS = prompt(10 * BLOCK + 5)
 
 

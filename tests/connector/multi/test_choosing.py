@@ -9,6 +9,8 @@ from connector.metadata import ReadOutcome
 from tests.connector.harness import BLOCK, DENSE, Node, make_node, prompt, take_ticket
 from tests.connector.multi.harness import Several, loaded, make_several, pull, shelve, tier
 
+pytestmark = pytest.mark.usefixtures("every_pace")
+
 TOKENS = prompt(10 * BLOCK + 5)
 
 

@@ -20,6 +20,8 @@ from pdproxy.nodes.facts import read_labels, read_node_capacity
 from tests.connector.harness import BLOCK, make_node, prompt, take_ticket
 from tests.connector.multi.harness import loaded, make_several, multi_config, pull, shelve, tier
 
+pytestmark = pytest.mark.usefixtures("every_pace")
+
 TOKENS = prompt(10 * BLOCK + 5)
 NIXL = ("NixlConnector", "connector.facade")
 DOCUMENTED = Path(__file__).parents[3] / "docs" / "tiers.md"

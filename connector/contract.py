@@ -1,0 +1,155 @@
+"""How what we rely on of vLLM is written down, and what of it a version has otherwise. Pure.
+
+`vllm_contracts` has what is written down, `shape_check` finds a version's facts and puts the two together.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+ANY = "..."
+"""At the end of a hook's parameters: ours takes whatever follows."""
+PROPERTY = "property"
+
+
+@dataclass(frozen=True, slots=True)
+class Exactly:
+    """These values and no others."""
+
+    values: tuple[str, ...]
+
+    def holds(self, found: tuple[str, ...]) -> bool:
+        return found == self.values
+
+
+@dataclass(frozen=True, slots=True)
+class AtLeast:
+    """These values, and perhaps others."""
+
+    values: tuple[str, ...]
+
+    def holds(self, found: tuple[str, ...]) -> bool:
+        return set(self.values) <= set(found)
+
+
+@dataclass(frozen=True, slots=True)
+class AtMost:
+    """None but these values, and at least one of them."""
+
+    values: tuple[str, ...]
+
+    def holds(self, found: tuple[str, ...]) -> bool:
+        return bool(found) and set(found) <= set(self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    """Something inside of a method of vLLM's that no signature shows. `method`: `module:Class.method`."""
+
+    about: str
+    method: str
+    find: Callable[[ast.FunctionDef], tuple[str, ...]]
+    wanted: Exactly | AtLeast | AtMost
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """By class, `module:Class`.
+
+    hooks: methods that vLLM calls and we override, with the parameters that ours take.
+    calls: methods that we call, with the parameters that we pass; more must be optional.
+    attributes: what we read and write.
+    fields: of a dataclass; all that it has.
+    constants: `module:NAME`, with their values as Python writes them.
+    """
+
+    hooks: Mapping[str, Mapping[str, str]]
+    calls: Mapping[str, Mapping[str, str]]
+    attributes: Mapping[str, tuple[str, ...]]
+    fields: Mapping[str, tuple[str, ...]]
+    constants: Mapping[str, str] = field(default_factory=dict)
+    inner: tuple[Inner, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """How a version is, as far as contracts ask; plain data.
+
+    parameters: by `module:Class.method`, in order, with `=` behind an optional one; absent where there is no such.
+    attributes: by class, those asked for that it has. fields: by class, all. constants: by
+    `module:NAME`. inner: by what it is about and where.
+    """
+
+    parameters: Mapping[str, str]
+    attributes: Mapping[str, tuple[str, ...]]
+    fields: Mapping[str, tuple[str, ...]]
+    constants: Mapping[str, str]
+    inner: Mapping[str, tuple[str, ...]]
+
+
+def misfits(contract: Contract, facts: Facts) -> Iterator[str]:
+    """What of `contract` a version has otherwise; each in a few words, with names to search vLLM's source for."""
+    yield from _methods(contract.hooks, facts, _hook_fits, "is called with")
+    yield from _methods(contract.calls, facts, _call_fits, "takes")
+    for owner, names in contract.attributes.items():
+        for name in sorted(set(names) - set(facts.attributes.get(owner, ()))):
+            yield f"{_short(owner)} has no {name}"
+    for owner, names in contract.fields.items():
+        found = facts.fields.get(owner, ())
+        if set(found) != set(names):
+            yield f"{_short(owner)} consists of {', '.join(found) or 'nothing'} instead of {', '.join(names)}"
+    for name, value in contract.constants.items():
+        if facts.constants.get(name) != value:
+            yield f"{_short(name)} is {facts.constants.get(name, 'not there')} instead of {value}"
+    for inner in contract.inner:
+        there = facts.inner.get(inner_key(inner), ())
+        if not inner.wanted.holds(there):
+            about = f"{inner.about} in {_short(inner.method)}"
+            yield f"{about}: found {', '.join(there) or 'nothing'}, expected {_wanted(inner.wanted)}"
+
+
+def inner_key(inner: Inner) -> str:
+    """Under which `Facts.inner` has it."""
+    return f"{inner.about} in {inner.method}"
+
+
+def _methods(
+    described: Mapping[str, Mapping[str, str]], facts: Facts, fits: Callable[[list[str], list[str]], bool], verb: str
+) -> Iterator[str]:
+    for owner, methods in described.items():
+        for name, ours in methods.items():
+            theirs = facts.parameters.get(f"{owner}.{name}")
+            if theirs is None:
+                yield f"there is no {_short(owner)}.{name}"
+            elif not fits(ours.split(), theirs.split()):
+                yield f"{_short(owner)}.{name} {verb} ({_listed(theirs)}) instead of ({_listed(ours)})"
+
+
+def _hook_fits(ours: list[str], theirs: list[str]) -> bool:
+    """Whether ours takes all that vLLM may pass, under the same names."""
+    plain = [name.removesuffix("=") for name in theirs]
+    wanted = [name.removesuffix("=") for name in ours]
+    return plain[: len(wanted) - 1] == wanted[:-1] if wanted[-1:] == [ANY] else plain == wanted
+
+
+def _call_fits(ours: list[str], theirs: list[str]) -> bool:
+    """Whether theirs takes what we pass, and wants nothing more."""
+    plain = [name.removesuffix("=") for name in theirs[: len(ours)]]
+    more = theirs[len(ours) :]
+    return plain == [name.removesuffix("=") for name in ours] and all("=" in name or "*" in name for name in more)
+
+
+def _short(key: str) -> str:
+    module, _, name = key.partition(":")
+    return f"{module.rpartition('.')[2]}.{name}"
+
+
+def _listed(parameters: str) -> str:
+    return ", ".join(parameters.split())
+
+
+def _wanted(rule: Exactly | AtLeast | AtMost) -> str:
+    words = {Exactly: "", AtLeast: "at least ", AtMost: "none but "}[type(rule)]
+    return words + (", ".join(rule.values) or "nothing")

@@ -1,0 +1,166 @@
+"""The check at start: whether the vLLM that this process runs in is as this package relies on (`vllm_contracts`).
+
+What differs is refused in a sentence, before anything of ours runs: found later, it would end the engine in the middle
+of a request, or read the wrong blocks. A version that nobody has tried and that has no difference is a warning.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import logging
+import textwrap
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, Protocol
+
+from connector.contract import PROPERTY, Contract, Facts, Inner, inner_key, misfits
+from connector.errors import ConfigError
+from connector.vllm_contracts import TESTED
+
+log = logging.getLogger("vllm.pdproxy.shape_check")
+
+
+class Source(Protocol):
+    """A version of vLLM. `owner` is `module:Class`."""
+
+    def parameters(self, owner: str, name: str) -> str | None:
+        """Of a method, in order, with `=` behind an optional one; `PROPERTY`; None where there is no such."""
+
+    def members(self, owner: str) -> frozenset[str]:
+        """Methods and attributes, those that its constructor sets included."""
+
+    def fields(self, owner: str) -> tuple[str, ...]:
+        """Of a dataclass."""
+
+    def constant(self, name: str) -> str:
+        """The value of `module:NAME` as Python writes it."""
+
+    def tree(self, owner: str, name: str) -> ast.FunctionDef | None:
+        """A method's syntax tree; None where there is no such, or its source is not there."""
+
+
+def require_fit(contract: Contract) -> None:
+    """Compare `contract` with the vLLM of this process. Raises ConfigError where they differ."""
+    version = running_version()
+    found = list(misfits(contract, facts(contract, Running())))
+    if found:
+        raise ConfigError(sentence(version, found))
+    if version not in TESTED:
+        log.warning(
+            "vLLM %s has not been tried with this connector (%s have). All that the connector relies on looks the "
+            "same; whether it means the same, `make test-upstream` shows.",
+            version,
+            " and ".join(TESTED),
+        )
+
+
+@contextmanager
+def vllm_names() -> Iterator[None]:
+    """Import names of vLLM's in here. Raises ConfigError for one that this version does not have."""
+    try:
+        yield
+    except ImportError as error:
+        if not (error.name or "").startswith("vllm."):
+            raise
+        raise ConfigError(sentence(running_version(), [str(error)])) from error
+
+
+def facts(contract: Contract, source: Source) -> Facts:
+    """What `contract` asks, answered by a version."""
+    methods = [(owner, name) for part in (contract.hooks, contract.calls) for owner in part for name in part[owner]]
+    parameters = {f"{owner}.{name}": source.parameters(owner, name) for owner, name in methods}
+    return Facts(
+        parameters={key: text for key, text in parameters.items() if text is not None},
+        attributes={owner: _present(names, source.members(owner)) for owner, names in contract.attributes.items()},
+        fields={owner: source.fields(owner) for owner in contract.fields},
+        constants={name: source.constant(name) for name in contract.constants},
+        inner={inner_key(inner): _inner(source, inner) for inner in contract.inner},
+    )
+
+
+def running_version() -> str:
+    """Of the vLLM of this process, without what stands behind a `+`."""
+    from vllm import __version__ as version
+
+    return str(version).split("+")[0]
+
+
+def sentence(version: str, found: Iterable[str]) -> str:
+    """What an operator reads."""
+    return (
+        f"vLLM {version} does not fit this connector, which was made for {' and '.join(TESTED)}: {'; '.join(found)}. "
+        f"Install one of those versions, or a release of pdproxy that was made for {version}."
+    )
+
+
+class Running:
+    """The vLLM of this process, whose modules are loaded; nothing is called, and few files are read."""
+
+    def parameters(self, owner: str, name: str) -> str | None:
+        member = inspect.getattr_static(_named(owner), name, None)
+        if isinstance(member, property):
+            return PROPERTY
+        function = getattr(member, "__func__", member)
+        return render(inspect.signature(function)) if inspect.isfunction(function) else None
+
+    def members(self, owner: str) -> frozenset[str]:
+        found = _named(owner)
+        names: set[str] = set(dir(found))
+        for base in getattr(found, "__mro__", ()):
+            names |= set(vars(base).get("__annotations__", ()))
+            names |= _set_by(vars(base).get("__init__"))
+        return frozenset(names)
+
+    def fields(self, owner: str) -> tuple[str, ...]:
+        found = _named(owner)
+        return tuple(field.name for field in dataclasses.fields(found)) if dataclasses.is_dataclass(found) else ()
+
+    def constant(self, name: str) -> str:
+        return repr(_named(name))
+
+    def tree(self, owner: str, name: str) -> ast.FunctionDef | None:
+        function = getattr(_named(owner), name, None)
+        try:
+            parsed = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]  # type: ignore[arg-type]
+        except (OSError, TypeError):
+            return None
+        return parsed if isinstance(parsed, ast.FunctionDef) else None
+
+
+def _set_by(constructor: Any) -> set[str]:
+    """Every attribute that a constructor names, its own among them: cheaper to find than to read its source."""
+    return (
+        set(getattr(getattr(inspect.unwrap(constructor), "__code__", None), "co_names", ())) if constructor else set()
+    )
+
+
+def render(signature: inspect.Signature) -> str:
+    """As `Facts.parameters` has it."""
+    return " ".join(map(_parameter, signature.parameters.values()))
+
+
+def _parameter(parameter: inspect.Parameter) -> str:
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+    return stars + parameter.name + ("" if parameter.default is inspect.Parameter.empty else "=")
+
+
+def _named(owner: str) -> Any:
+    """What `module:Name` names; None where there is no such."""
+    module, name = owner.split(":")
+    try:
+        return getattr(import_module(module), name, None)
+    except ModuleNotFoundError:
+        return None
+
+
+def _present(names: Iterable[str], members: frozenset[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if name in members)
+
+
+def _inner(source: Source, inner: Inner) -> tuple[str, ...]:
+    owner, _, name = inner.method.rpartition(".")
+    tree = source.tree(owner, name)
+    return () if tree is None else inner.find(tree)

@@ -1,0 +1,270 @@
+"""What this package relies on of vLLM, written down. Pure.
+
+vLLM promises none of it: hooks change their parameters between releases, and so do tuples and messages that only its
+own classes exchange. `connector.seams` lists what is touched, and a test holds that everything on its list stands here.
+"""
+
+from __future__ import annotations
+
+from connector.contract import PROPERTY, AtLeast, AtMost, Contract, Exactly, Inner
+from connector.inner_shapes import (
+    dict_keywords,
+    entry_sizes,
+    message_sizes,
+    notices,
+    reply_frames,
+    required_keys,
+    texts,
+)
+
+TESTED = ("0.32.0", "0.33.0")
+"""Versions of vLLM. 0.32.0 is run by the tests; 0.33.0 was read, and its shapes are compared by a test."""
+
+V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+CONNECTOR = f"{V1}.nixl.connector:NixlPullConnector"
+SCHEDULER = f"{V1}.nixl.pull_scheduler:NixlPullConnectorScheduler"
+WORKER = f"{V1}.nixl.pull_worker:NixlPullConnectorWorker"
+METADATA = f"{V1}.nixl.metadata:NixlConnectorMetadata"
+RESULTS = f"{V1}.base:KVConnectorTransferResults"
+MULTI = f"{V1}.multi_connector:MultiConnector"
+STATS = f"{V1}.metrics:KVConnectorStats"
+PROM_METRICS = f"{V1}.metrics:KVConnectorPromMetrics"
+RUNNER = "vllm.v1.worker.cpu_model_runner:CPUModelRunner"
+CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
+
+TICKET_FIELDS = (
+    "remote_engine_id",
+    "remote_request_id",
+    "remote_host",
+    "remote_port",
+    "tp_size",
+    "dcp_size",
+    "pp_size",
+    "remote_num_tokens",
+    "remote_block_ids",
+)
+"""What `prefill_desk` takes out of the answer that vLLM gives to a prefill leg, and what `Ticket.params` gives back."""
+
+HAND_OVERS = Contract(
+    hooks={
+        CONNECTOR: {
+            "__init__": "self vllm_config role kv_cache_config",
+            "bind_gpu_block_pool": "self gpu_block_pool",
+            "build_connector_worker_meta": "self",
+            "build_kv_connector_stats": "cls data=",
+            "build_prom_metrics": "cls vllm_config metric_types labelnames per_engine_labelvalues",
+            "get_kv_connector_stats": "self",
+        },
+        SCHEDULER: {
+            "__init__": "self vllm_config engine_id kv_cache_config",
+            "build_connector_meta": "self scheduler_output",
+            "has_pending_push_work": "self",
+            "on_new_request": "self request",
+            "request_finished": "self request block_ids",
+            "set_xfer_handshake_metadata": "self metadata",
+            "shutdown": "self",
+            "update_connector_output": "self connector_output",
+            "update_state_after_alloc": "self request blocks num_external_tokens",
+        },
+        WORKER: {
+            "__init__": "self vllm_config engine_id kv_cache_config",
+            "_engines_with_inflight_transfers": "self",
+            "_get_new_notifs": "self",
+            "_nixl_handshake": "self host port remote_tp_size expected_engine_id ...",
+            "_read_blocks_for_req": "self req_id meta",
+            "get_kv_connector_stats": "self",
+            "get_transfer_results": "self",
+            "shutdown": "self",
+            "start_load_kv": "self metadata",
+        },
+        METADATA: {"__init__": "self"},
+        f"{V1}.base:KVConnectorWorkerMetadata": {"aggregate": "self other"},
+        f"{V1}.nixl.stats:NixlKVConnectorStats": {"is_empty": "self", "reduce": "self", "reset": "self"},
+        f"{V1}.nixl.stats:NixlPromMetrics": {
+            "__init__": "self vllm_config metric_types labelnames per_engine_labelvalues",
+            "observe": "self transfer_stats_data engine_idx=",
+        },
+    },
+    calls={
+        SCHEDULER: {
+            "_get_remote_prefill_token_count": "self num_prompt_tokens",
+            "_prefill_backoff": "self",
+            "get_exchange_clipped_blocks": "self block_ids",
+        },
+        WORKER: {
+            "_handle_heartbeat": "self payload",
+            "_log_failure": "self failure_type req_id msg= error= meta=",
+            "_pop_done_transfers": "self transfers",
+        },
+        "vllm.v1.core.kv_cache_manager:KVCacheBlocks": {"get_unhashed_block_ids_all_groups": "self"},
+    },
+    attributes={
+        CONNECTOR: ("connector_scheduler", "connector_worker", "engine_id"),
+        SCHEDULER: (
+            "_reqs_need_save",
+            "_reqs_not_processed",
+            "engine_id",
+            "kv_cache_config",
+            "side_channel_host",
+            "side_channel_port",
+        ),
+        WORKER: (
+            "_recv_failures",
+            "_recving_metadata",
+            "_recving_transfers",
+            "_remote_agents",
+            "_reqs_to_process",
+            "_reqs_to_send",
+            "device_type",
+            "kv_transfer_config",
+            "nixl_backends",
+            "nixl_wrapper",
+            "xfer_stats",
+        ),
+        f"{V1}.nixl.stats:NixlKVConnectorStats": ("data", "record_notification_after_expiry"),
+        f"{V1}.nixl.metadata:RemoteMeta": ("block_ids", "engine_id", "host", "port", "request_id"),
+        f"{V1}.nixl.metadata:ReqMeta": ("awaiting_kvs", "local_block_ids", "remote"),
+        f"{V1}.nixl.metadata:NixlHandshakePayload": ("agent_metadata_bytes", "compatibility_hash"),
+        "vllm.config:VllmConfig": ("cache_config", "kv_transfer_config", "model_config", "parallel_config"),
+        "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("blocks",),
+        "vllm.v1.core.sched.output:SchedulerOutput": ("total_num_scheduled_tokens",),
+        "vllm.v1.kv_cache_interface:KVCacheConfig": (
+            "kv_cache_groups",
+            "num_blocks",
+            "transfer_group_ids",
+            "transfer_groups",
+        ),
+        "vllm.v1.kv_cache_interface:MambaSpec": (
+            "block_size",
+            "mamba_cache_mode",
+            "num_prefill_checkpoint_blocks",
+            "num_speculative_blocks",
+        ),
+        "vllm.v1.outputs:KVConnectorOutput": (
+            "failed_recving",
+            "finished_recving",
+            "finished_sending",
+            "kv_connector_worker_meta",
+        ),
+        "vllm.v1.request:Request": (
+            "abort_immediately",
+            "is_finished",
+            "kv_transfer_params",
+            "num_computed_tokens",
+            "num_output_tokens",
+            "num_preemptions",
+            "num_prompt_tokens",
+            "prefill_stats",
+            "prompt_token_ids",
+            "request_id",
+            "resumable",
+            "skip_reading_prefix_cache",
+        ),
+    },
+    fields={RESULTS: ("finished_sending", "finished_recving", "failed_recving")},
+    # As `question` knows it.
+    constants={f"{V1}.nixl.metadata:GET_META_MSG": "b'get_meta_msg'"},
+    inner=(
+        # A part more or less of what vLLM plans for a read means that reads themselves have changed.
+        Inner(
+            "the parts of an entry of _reqs_need_recv",
+            f"{SCHEDULER}.update_state_after_alloc",
+            entry_sizes("_reqs_need_recv"),
+            Exactly(("4",)),
+        ),
+        Inner(
+            "the parts of an entry of _reqs_need_recv",
+            f"{SCHEDULER}.build_connector_meta",
+            entry_sizes("_reqs_need_recv"),
+            Exactly(("4",)),
+        ),
+        # `question` reads the message, `side_channel` writes the reply.
+        Inner(
+            "the parts of the handshake's message",
+            f"{WORKER}._nixl_handshake",
+            message_sizes("GET_META_MSG"),
+            Exactly(("3",)),
+        ),
+        Inner("the frames of the handshake's reply", f"{WORKER}._nixl_handshake", reply_frames, Exactly(("2",))),
+        # `notices` reads all three.
+        Inner("the notice of a read", f"{WORKER}._read_blocks", notices, Exactly(("{request_id}:{}",))),
+        Inner("the notice of a read", f"{WORKER}._read_blocks_for_req", notices, Exactly(("{request_id}:{}",))),
+        Inner("the heartbeat", f"{WORKER}._send_heartbeats", texts, AtLeast(("HB:", ","))),
+        Inner("the answer to a prefill leg", f"{SCHEDULER}.request_finished", dict_keywords, AtLeast(TICKET_FIELDS)),
+        Inner(
+            "the params that a read must have",
+            f"{METADATA}.add_new_req_to_recv",
+            required_keys("kv_transfer_params"),
+            AtMost(TICKET_FIELDS),
+        ),
+    ),
+)
+"""Of `facade`, the scheduler side and the worker side."""
+
+TIERS = Contract(
+    hooks={
+        MULTI: {
+            "__init__": "self vllm_config role kv_cache_config",
+            "bind_connector_metadata": "self connector_metadata",
+            "bind_kv_cache_manager": "self kv_cache_manager",
+            "build_connector_meta": "self scheduler_output",
+            "build_kv_connector_stats": "cls data=",
+            "build_prom_metrics": "cls vllm_config metric_types labelnames per_engine_labelvalues",
+            "get_block_ids_with_load_errors": "self",
+            "get_kv_connector_stats": "self",
+            "get_num_new_matched_tokens": "self request num_computed_tokens",
+            "get_required_kvcache_layout": "cls vllm_config",
+            "get_transfer_results": "self finished_req_ids",
+            "handle_preemptions": "self kv_connector_metadata",
+            "request_finished_all_groups": "self request block_ids",
+            "requires_piecewise_for_cudagraph": "cls extra_config",
+            "set_xfer_handshake_metadata_pp_aware": "self metadata",
+            "supports_divergent_local_hybrid_hits": PROPERTY,
+            "update_connector_output": "self connector_output",
+            "update_state_after_alloc": "self request blocks num_external_tokens",
+        },
+        f"{V1}.multi_connector:MultiKVConnectorStats": {"aggregate": "self other", "to_dict": "self"},
+        STATS: {"aggregate": "self other", "is_empty": "self", "reduce": "self", "reset": "self"},
+        PROM_METRICS: {
+            "__init__": "self vllm_config metric_types labelnames per_engine_labelvalues",
+            "observe": "self transfer_stats_data engine_idx=",
+        },
+    },
+    calls={MULTI: {"_get_connector_classes_and_configs": "cls vllm_config"}},
+    attributes={
+        MULTI: ("_connector_metadata", "_requests_to_connector", "role", "sub_connectors"),
+        f"{V1}.multi_connector:MultiKVConnectorMetadata": ("extra_async_saves", "metadata"),
+        f"{V1}.multi_connector:MultiKVConnectorStats": ("data",),
+        STATS: ("data",),
+        "vllm.config:VllmConfig": ("kv_transfer_config",),
+        "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("blocks",),
+        "vllm.v1.core.sched.output:SchedulerOutput": ("preempted_req_ids",),
+        "vllm.v1.kv_cache_interface:KVCacheConfig": ("kv_cache_groups",),
+        "vllm.v1.outputs:KVConnectorOutput": (
+            "failed_recving",
+            "finished_recving",
+            "invalid_block_ids",
+            "kv_connector_worker_meta",
+        ),
+        "vllm.v1.request:Request": ("num_tokens", "request_id"),
+    },
+    fields={RESULTS: ("finished_sending", "finished_recving", "failed_recving")},
+)
+"""Of `multi`."""
+
+SEEDED_CPU = Contract(
+    hooks={
+        RUNNER: {
+            "_bookkeeping_sync": "self scheduler_output sampler_output logits hidden_states num_scheduled_tokens",
+            "_sample": "self logits spec_decode_metadata",
+        },
+        CPU_WORKER: {"init_device": "self"},
+    },
+    calls={},
+    attributes={
+        RUNNER: ("discard_request_mask", "input_batch"),
+        CPU_WORKER: ("device", "model_runner", "use_v2_model_runner", "vllm_config"),
+    },
+    fields={},
+)
+"""Of `cpu_worker`."""
