@@ -28,6 +28,7 @@ from connector.prompt import is_plain, prompt_digest
 from connector.quarantine import Quarantine
 from connector.side_channel import Listener
 from connector.stats import ConnectorStats, drained
+from connector.tcp_server import Limits
 from connector.ticket import Expected, GroupKind
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class SchedulerSide(NixlPullConnectorScheduler):
         self._ledger = Ledger(self.accounts)
         self._quarantine = Quarantine()
         self._listener: Listener | None = None
+        self._keys = config.keys
+        self._connections = config.side_channel_connections
         if not config.keys:
             log.warning(
                 "Tickets are neither signed nor checked for a signature: give prefill and decode nodes a common key "
@@ -250,7 +253,16 @@ class SchedulerSide(NixlPullConnectorScheduler):
             if not isinstance(payload, NixlHandshakePayload):
                 raise TypeError(f"expected NixlHandshakePayload, got {type(payload).__name__}")
         encoded = {ranks: msgspec.msgpack.encode(payload) for ranks, payload in metadata.items()}
-        self._listener = Listener(self.side_channel_host, self.side_channel_port, encoded, self.judge, self.accounts)
+        self._listener = Listener(
+            self.side_channel_host,
+            self.side_channel_port,
+            encoded,
+            self.judge,
+            self.accounts,
+            engine_id=self.engine_id,
+            keys=self._keys,
+            limits=Limits(self._connections, self._connections // 2),
+        )
         self._listener.start()
 
     def has_pending_push_work(self) -> bool:

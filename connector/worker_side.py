@@ -5,17 +5,17 @@ What is overridden, and why:
     _read_blocks_for_req   a ticket that vLLM's own code cannot pair fails its request, not the engine
     __init__               gives the worker its CPU cores back, which vLLM's pins to one (see `cores`), and on a CPU
                            lets NIXL's progress thread sleep (see `progress`)
-    _nixl_handshake        pings the peer first, so that a dead one does not cost vLLM's fixed five seconds
     _get_new_notifs        junk and forged notices end nothing
     get_transfer_results   a read that has landed waits for its verdict; one that hangs is given up
     _engines_with_inflight_transfers   a given-up read's engine stays registered while its transfer is live
-vLLM's descriptor building is left alone.
+Handshakes are `handshaking`'s. vLLM's descriptor building is left alone.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
@@ -23,16 +23,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 from connector.accounts import Accounts
 from connector.consumer import Flights
 from connector.cores import own_cores
+from connector.handshaking import UNPAIRABLE, HandshakingWorker, ReadSource, awaited, source_of
 from connector.metadata import ConnectorMetadata, ReadEnd, ReadOrder, ReadOutcome, WorkerReport
 from connector.notices import Done, Heartbeat, parse, tagged
-from connector.open_batches import Address
+from connector.open_batches import Judged
 from connector.producer import ReadsSeen
 from connector.progress import PatientAgent
 from connector.question import Question
 from connector.read_sizes import group_sizes, read_size
-from connector.side_channel import ping
 from connector.stats import ConnectorStats
-from connector.verifier import Verifier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,18 +48,14 @@ CPU_PROGRESS_DELAY = 0.1
 IDLE_PATIENCE = 0.002
 """Seconds. vLLM's engine sleeps for 1 ms after a step with nothing to compute; a verdict mostly takes half of one."""
 
-UNPAIRABLE = (AssertionError, IndexError, KeyError, NotImplementedError, TypeError, ValueError)
-"""What vLLM raises when a ticket's blocks do not fit what this node allocated, or the peer's layout."""
 
-
-class WorkerSide(NixlPullConnectorWorker):
+class WorkerSide(HandshakingWorker, NixlPullConnectorWorker):
     """Both roles, as vLLM's own: a rank reads what it is ordered to read, and answers for what it has leased."""
 
     def __init__(
         self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig, config: ConnectorConfig
     ) -> None:
-        self._verifier = Verifier(config.verify_timeout)
-        self._addresses: dict[str, Address] = {}
+        self._begin_handshakes(config)
         with own_cores():
             super().__init__(vllm_config, engine_id, kv_cache_config)
         self._let_progress_sleep(config.progress_delay)
@@ -91,6 +86,7 @@ class WorkerSide(NixlPullConnectorWorker):
         self._patience = IDLE_PATIENCE if metadata.idle else 0.0
         for request_id, meta in metadata.reqs_to_recv.items():
             self._begin(request_id, meta, metadata.reads[request_id])
+        self._hold_back(metadata)
         super().start_load_kv(metadata)
         for request_id in metadata.reqs_not_processed:
             self._seen.forget(request_id)
@@ -104,8 +100,9 @@ class WorkerSide(NixlPullConnectorWorker):
         self._give_up_overdue()
         results: KVConnectorTransferResults = super().get_transfer_results()
         self._drain_stalled()
+        self._take_refusals()
         for request_id in results.failed_recving:
-            self._end(request_id, self._flights.failed(request_id))
+            self._end(request_id, self._explain(request_id, self._flights.failed(request_id)))
         now = time.monotonic()
         self._verifier.ask(self._flights.landed(sorted(results.finished_recving - results.failed_recving), now))
         self._verifier.ask(self._flights.probes(now))
@@ -135,14 +132,27 @@ class WorkerSide(NixlPullConnectorWorker):
         remote = meta.remote
         question = Question(remote.engine_id, remote.request_id, order.nonce)
         remote.request_id = tagged(remote.request_id, order.nonce)
-        if _awaited(meta):
+        if awaited(meta):
+            self._reads[request_id] = ReadSource(source_of(remote.engine_id, remote, self._ranks(meta)))
             size = read_size(self._sizes, meta.local_block_ids, remote.block_ids, order.hit_tokens)
             self._flights.begin(request_id, question, (remote.host, remote.port), size, time.monotonic())
 
+    def _explain(self, request_id: str, end: ReadEnd) -> ReadEnd:
+        """Why a read failed, where more is known than that."""
+        read = self._reads[request_id]
+        if end.outcome is not ReadOutcome.PEER_UNREACHABLE:
+            self._handshakes.doubt([read.asked.engine_id])
+            return end
+        failure = self._handshakes.failure(read.asked, time.monotonic())
+        known = failure.outcome if failure is not None else end.outcome
+        return replace(end, outcome=read.outcome or known)
+
+    # ---- reads and notices
+
     def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
-        if _awaited(meta) and self._recving_metadata.get(req_id) is not meta:
+        if awaited(meta) and self._recving_metadata.get(req_id) is not meta:
             return  # Given up while its handshake was under way: the blocks may be another request's by now.
-        if _awaited(meta) and self._is_elsewhere(meta.remote):
+        if awaited(meta) and self._is_elsewhere(meta.remote):
             log.warning("The ticket of %s names another address than its engine %s has.", req_id, meta.remote.engine_id)
             self._recv_failures.add(req_id)
             return
@@ -150,22 +160,17 @@ class WorkerSide(NixlPullConnectorWorker):
             super()._read_blocks_for_req(req_id, meta)
         except UNPAIRABLE as error:
             self._log_failure("ticket_does_not_fit", req_id, error=error, meta=meta)
+            if awaited(meta):
+                self._reads[req_id].outcome = ReadOutcome.INCOMPATIBLE
             self._recv_failures.add(req_id)
-        if _awaited(meta) and req_id in self._recving_transfers:
+        if awaited(meta) and req_id in self._recving_transfers:
+            self._reads[req_id].incarnation = self._handshakes.incarnation(meta.remote.engine_id)
             self._flights.posted(req_id, time.monotonic())
 
     def _is_elsewhere(self, remote: RemoteMeta) -> bool:
         """Whether a handshake with the engine was made elsewhere: whom to ask after the read is then unknown."""
-        known = self._addresses.get(remote.engine_id)
+        known = self._handshakes.address(remote.engine_id)
         return remote.engine_id in self._remote_agents and known not in (None, (remote.host, remote.port))
-
-    def _nixl_handshake(
-        self, host: str, port: int, remote_tp_size: int, expected_engine_id: str, *args: Any, **kwargs: Any
-    ) -> Any:
-        ping(host, port, self._config.probe_timeout)
-        made = super()._nixl_handshake(host, port, remote_tp_size, expected_engine_id, *args, **kwargs)
-        self._addresses[expected_engine_id] = (host, port)
-        return made
 
     def _get_new_notifs(self) -> set[str]:
         for messages in self.nixl_wrapper.get_new_notifs().values():
@@ -216,21 +221,26 @@ class WorkerSide(NixlPullConnectorWorker):
             landing = self._flights.judged(judged, time.monotonic())
             if landing is None:
                 continue
+            end = self._of_this_run(landing.request_id, landing.end, judged)
             self._accounts.verify_seconds(landing.verify_seconds)
             self._accounts.bytes("attention", spared=landing.spared)
             results.finished_recving.add(landing.request_id)
-            if landing.end.outcome is not ReadOutcome.VERIFIED:
-                log.warning("The read for %s is %s: computing it here.", landing.request_id, landing.end.outcome)
+            if end.outcome is not ReadOutcome.VERIFIED:
+                log.warning("The read for %s is %s: computing it here.", landing.request_id, end.outcome)
                 results.failed_recving.add(landing.request_id)
-            self._end(landing.request_id, landing.end)
+            self._end(landing.request_id, end)
+
+    def _of_this_run(self, request_id: str, end: ReadEnd, judged: Judged) -> ReadEnd:
+        """The end of a read, which counts only if the verdict is by the run of the node whose memory was read."""
+        read = self._reads[request_id]
+        if end.outcome is not ReadOutcome.VERIFIED or read.incarnation in ("", judged.incarnation):
+            return end
+        self._handshakes.doubt([read.asked.engine_id])
+        return ReadEnd(end.nonce, ReadOutcome.UNVERIFIED)
 
     def _end(self, request_id: str, end: ReadEnd) -> None:
+        self._reads.pop(request_id, None)
         self._report.reads_ended[request_id] = end
         self._accounts.read(end.outcome.value)
         self._accounts.bytes("attention", pulled=end.attention_bytes)
         self._accounts.bytes("state", pulled=end.state_bytes)
-
-
-def _awaited(meta: ReqMeta) -> bool:
-    """Whether the scheduler waits for this read; otherwise it only gives notice (vLLM's own distinction)."""
-    return bool(meta.awaiting_kvs) or any(meta.local_block_ids)

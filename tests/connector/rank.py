@@ -100,6 +100,7 @@ def vllm_state(worker: Any) -> None:
             get_engine_info=lambda engine: remote,
             tp_ratio=lambda size: 1,
             block_size_ratio=lambda size: 1,
+            handshake_target_ranks=lambda tp, dcp: [0],
             unregister_remote_engine=lambda engine: None,
         ),
         kv_cache_config=cache_config(),
