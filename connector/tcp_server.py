@@ -318,15 +318,15 @@ class TcpServer:
         self._close(next(iter(self._peers[peer])), reason)
 
     def _close(self, connection: _Connection, reason: Closed | None = None) -> None:
+        if reason is not None:
+            self._count(reason)
+            self._warn(f"a connection from {connection.peer[1]} was closed: {reason.value}")
         connection.closed = True
         self._selector.unregister(connection.socket)
         connection.socket.close()
         self._hold(connection, 0)
         self._forget(connection)
         self._size -= 1
-        if reason is not None:
-            self._count(reason)
-            self._warn(f"a connection from {connection.peer[1]} was closed: {reason.value}")
 
     def _forget(self, connection: _Connection) -> None:
         connections = self._peers[connection.peer]

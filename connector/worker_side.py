@@ -140,12 +140,13 @@ class WorkerSide(HandshakingWorker, NixlPullConnectorWorker):
     def _explain(self, request_id: str, end: ReadEnd) -> ReadEnd:
         """Why a read failed, where more is known than that."""
         read = self._reads[request_id]
+        if read.outcome is not None:
+            return replace(end, outcome=read.outcome)
         if end.outcome is not ReadOutcome.PEER_UNREACHABLE:
             self._handshakes.doubt([read.asked.engine_id])
             return end
         failure = self._handshakes.failure(read.asked, time.monotonic())
-        known = failure.outcome if failure is not None else end.outcome
-        return replace(end, outcome=read.outcome or known)
+        return end if failure is None else replace(end, outcome=failure.outcome)
 
     # ---- reads and notices
 
