@@ -25,6 +25,8 @@ COUNTERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "unused_tickets": (),
         "tickets_returned": ("outcome",),
         "junk": ("where",),
+        "side_channel_closed": ("reason",),
+        "side_channel_refused": ("reason",),
     }
 )
 """Every counter with the names of its labels."""
@@ -111,6 +113,14 @@ class Accounts:
     def junk(self, where: str) -> None:
         """Bytes that made no sense arrived at `where` (`side_channel`, `notice`)."""
         self._add("junk", (where,), 1)
+
+    def side_channel_closed(self, reason: str) -> None:
+        """The side channel closed a connection. `reason` must come from a fixed list."""
+        self._add("side_channel_closed", (reason,), 1)
+
+    def side_channel_refused(self, reason: str) -> None:
+        """The side channel answered a question with nothing usable. `reason` must come from a fixed list."""
+        self._add("side_channel_refused", (reason,), 1)
 
     def verify_seconds(self, seconds: float) -> None:
         """From a read's last byte to its verdict."""

@@ -1,9 +1,10 @@
 """The connector's settings, read once from `kv_connector_extra_config` and the environment.
 
 Keys of ours: `pdproxy_key_file`, `pdproxy_allowed_hosts`, `pdproxy_read_deadline`, `pdproxy_probe_timeout`,
-`pdproxy_verify_timeout`, `pdproxy_read_retries`, `pdproxy_progress_delay`; of vLLM's: `kv_lease_duration`. Ticket keys
-never come out of the extra config itself, which vLLM logs: only out of a file (one key a line, `#` starts a comment)
-or out of `PDPROXY_TICKET_KEYS` (separated by commas). The first key signs, all verify.
+`pdproxy_verify_timeout`, `pdproxy_read_retries`, `pdproxy_progress_delay`, `pdproxy_side_channel_connections`; of
+vLLM's: `kv_lease_duration`. Ticket keys never come out of the extra config itself, which vLLM logs: only out of a file
+(one key a line, `#` starts a comment) or out of `PDPROXY_TICKET_KEYS` (separated by commas). The first key signs, all
+verify.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,6 +42,7 @@ class Role(StrEnum):
 class ConnectorConfig:
     """Seconds throughout. `allowed_hosts` empty: any prefill address. `keys` empty: tickets are not signed.
 
+    `side_channel_connections`: that a prefill node keeps open in all; of one peer half as many.
     `progress_delay`: of NIXL's progress thread; 0 lets it spin, None as suits the node.
     """
 
@@ -53,6 +55,7 @@ class ConnectorConfig:
     read_retries: int = 1
     progress_delay: float | None = None
     lease_duration: float = 30.0
+    side_channel_connections: int = 2048
 
     @classmethod
     def from_extra(
@@ -82,6 +85,7 @@ class ConnectorConfig:
             read_retries=_whole(extra, "pdproxy_read_retries", 1, range(11)),
             progress_delay=_delay(extra.get("pdproxy_progress_delay")),
             lease_duration=_seconds(extra, "kv_lease_duration", 30.0),
+            side_channel_connections=_whole(extra, "pdproxy_side_channel_connections", 2048, range(16, 65537)),
         )
 
 
@@ -98,6 +102,7 @@ def from_vllm(kv_transfer_config: Any, environ: Mapping[str, str]) -> ConnectorC
         "pdproxy_verify_timeout",
         "pdproxy_read_retries",
         "pdproxy_progress_delay",
+        "pdproxy_side_channel_connections",
     )
     extra = {name: value for name in names if (value := ask(name, None)) is not None}
     return ConnectorConfig.from_extra(

@@ -67,6 +67,7 @@ class ReadOutcome(StrEnum):
     TRANSFER_FAILED = "transfer_failed"
     UNVERIFIED = "unverified"
     PEER_UNREACHABLE = "peer_unreachable"
+    INCOMPATIBLE = "incompatible"
     NO_PROGRESS = "no_progress"
     NOT_HELD = "not_held"
 

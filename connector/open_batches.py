@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from connector.lease import Verdict
-from connector.question import MOST_QUESTIONS, Question, read_answer, write_batch
+from connector.question import MOST_QUESTIONS, Answer, Question, write_batch
 
 Address = tuple[str, int]
 """Host and side-channel port of a prefill node."""
@@ -14,10 +15,14 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The answer to one question; `verdict` is None when none came in time, or none that made sense."""
+    """The answer to one question; `verdict` is None when none came in time, or none that made sense.
+
+    `incarnation`: which run of the prefill node gave the verdict.
+    """
 
     nonce: str
     verdict: Verdict | None
+    incarnation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +33,12 @@ class _Open:
 
 
 class OpenBatches:
-    """Batches on the wire, by number. Times are seconds on one monotonic clock."""
+    """Batches on the wire, by number. Times are seconds on one monotonic clock; `numbers` grow on every connection."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, numbers: Iterator[int] | None = None) -> None:
         self._timeout = timeout
         self._open: dict[int, _Open] = {}
-        self._last = 0
+        self._numbers = numbers or itertools.count(1)
 
     def __len__(self) -> int:
         """How many batches wait for their answer."""
@@ -44,21 +49,23 @@ class OpenBatches:
         messages = []
         for start in range(0, len(questions), MOST_QUESTIONS):
             part = questions[start : start + MOST_QUESTIONS]
-            self._last += 1
+            number = next(self._numbers)
             nonces = tuple(question.nonce for question in part)
-            self._open[self._last] = _Open(address, nonces, now + self._timeout)
-            messages.append(write_batch(self._last, part))
+            self._open[number] = _Open(address, nonces, now + self._timeout)
+            messages.append(write_batch(number, part))
         return messages
 
-    def answer(self, address: Address, message: bytes) -> list[Judged]:
-        """What `message` from `address` settles; nothing when it answers no open question of that address."""
-        read = read_answer(message)
-        if read is None or (asked := self._open.get(read[0])) is None or asked.address != address:
-            return []
-        del self._open[read[0]]
-        if len(read[1]) != len(asked.nonces):
+    def answer(self, address: Address, answer: Answer) -> list[Judged] | None:
+        """What an answer from `address` settles; None when it answers no open question of that address."""
+        asked = self._open.get(answer.number)
+        if asked is None or asked.address != address:
+            return None
+        del self._open[answer.number]
+        if not isinstance(answer.body, tuple) or len(answer.body) != len(asked.nonces):
             return [Judged(nonce, None) for nonce in asked.nonces]
-        return [Judged(nonce, verdict) for nonce, verdict in zip(asked.nonces, read[1], strict=True)]
+        return [
+            Judged(nonce, verdict, answer.incarnation) for nonce, verdict in zip(asked.nonces, answer.body, strict=True)
+        ]
 
     def lost(self, address: Address) -> list[Judged]:
         """The peer at `address` has gone: nothing that it was asked will be answered."""

@@ -1,80 +1,217 @@
-"""The sockets to prefill nodes' side channels, for one thread."""
+"""The connections to prefill nodes' side channels, for one thread: what the other end does costs nobody else anything.
+
+Nothing here waits, and an address is dialled once however many ask. At most `most` addresses are kept: for one more,
+the connection is dropped that has been on its way to an answer for longest, else the one idle for longest. So a
+prefill node that answers is reached whatever other addresses lead nowhere.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import secrets
+import selectors
 import socket
-from collections.abc import Mapping
-from typing import Any
-
-import zmq
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from connector.open_batches import Address
-from connector.question import LONGEST_MESSAGE
-from connector.side_channel import tcp
+from connector.proof import CHALLENGE_BYTES, PROPERTY, Asker
+from connector.question import LONGEST_ANSWER, Answer, read_answer
+from connector.resolver import Resolver
+from connector.tcp_server import CHUNK, keep_alive
+from connector.zmtp import Zmtp
 
-LOST = zmq.Event.DISCONNECTED | zmq.Event.CONNECT_RETRIED
-"""What ZMQ reports of a peer that closed its side, and of one that refused the connection."""
+MOST_PEERS = 256
+MOST_WAITING = 4096
+"""Messages that wait for one connection to be made; what is beyond is dropped, and then not answered in time."""
+MOST_BUFFERED = 64 * 1024 * 1024
+"""Bytes of unfinished answers, in all."""
+
+
+@dataclass(eq=False, slots=True)
+class _Peer:
+    """One address. `socket` is None while its name is looked up; `asker` until the other end has said READY."""
+
+    address: Address
+    zmtp: Zmtp
+    challenge: bytes
+    socket: socket.socket | None = None
+    asker: Asker | None = None
+    waiting: deque[bytes] = field(default_factory=deque)
+    unsent: bytearray = field(default_factory=bytearray)
+    answered: bool = False
+
+    def greet(self, keys: Sequence[bytes]) -> Asker | None:
+        """Who signs for us on this connection, from the other end's READY on."""
+        if self.asker is None and self.zmtp.peer is not None:
+            self.asker = Asker(keys, self.zmtp.peer.get(PROPERTY, b""), self.challenge)
+        return self.asker
 
 
 class Peers:
-    """One DEALER socket an address, watched: a peer that dies is known at once, not when the time is up."""
+    """One connection an address. `lost` names addresses whose connection has gone, or could not be made, and why."""
 
-    def __init__(self) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._sockets: dict[Address, zmq.Socket[bytes]] = {}
-        self._monitors: dict[Address, zmq.Socket[bytes]] = {}
-        self._poller = zmq.Poller()
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        clock: Callable[[], float],
+        most: int = MOST_PEERS,
+        resolver: Resolver | None = None,
+    ) -> None:
+        self._keys = keys
+        self._most = most
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
+        self._woken.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._resolver = resolver or Resolver(self.wake, clock)
+        self._peers: OrderedDict[Address, _Peer] = OrderedDict()
+        self._answers: list[tuple[Address, Answer]] = []
+        self._lost: dict[Address, str] = {}
+        self._chunk = memoryview(bytearray(CHUNK))
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def wake(self) -> None:
+        """Let `wait` return; from any thread."""
+        # A full pipe has enough in it; a closed one has nobody who waits.
+        with contextlib.suppress(OSError):
+            self._wake.send(b"?")
 
     def send(self, address: Address, message: bytes) -> None:
-        """Send to `address`; one that cannot be dialled, or a peer that reads nothing, will simply not answer."""
-        with contextlib.suppress(zmq.ZMQError):
-            self._socket(address).send_multipart([b"", message], flags=zmq.NOBLOCK)
+        """Send to `address`, once it is connected; one that cannot be reached comes up in `lost`."""
+        peer = self._peers.get(address)
+        if peer is None:
+            peer = self._open(address)
+        self._peers.move_to_end(address)
+        if len(peer.waiting) < MOST_WAITING:
+            peer.waiting.append(message)
+        self._work(peer)
 
-    def watch(self, readable: socket.socket) -> None:
-        """Let `wait` return when `readable` can be read, too."""
-        self._poller.register(readable, zmq.POLLIN)
+    def wait(self, seconds: float) -> None:
+        """Do what there is to do on the connections, or wait for it, for at most `seconds`."""
+        for key, _ in self._selector.select(seconds):
+            peer: _Peer | None = key.data
+            if peer is None:
+                with contextlib.suppress(BlockingIOError):
+                    while self._woken.recv(4096):
+                        pass
+            elif self._peers.get(peer.address) is peer:  # else it was dropped in this very round
+                self._handle(peer)
+        for peer in [peer for peer in self._peers.values() if peer.socket is None]:
+            self._work(peer)
 
-    def wait(self, seconds: float) -> dict[Any, int]:
-        """What can be read, after at most `seconds`; file descriptors and sockets are the keys."""
-        return dict(self._poller.poll(int(seconds * 1000) + 1))
+    def received(self) -> list[tuple[Address, Answer]]:
+        """Every answer that came in since the last call; on a connection with keys, only genuine ones."""
+        answers, self._answers = self._answers, []
+        return answers
 
-    def receive(self, ready: Mapping[Any, int]) -> list[tuple[Address, bytes]]:
-        """Every message that has come in from the peers in `ready`."""
-        found = []
-        for address, peer in self._sockets.items():
-            if peer in ready:
-                with contextlib.suppress(zmq.Again):
-                    while True:
-                        found.append((address, peer.recv_multipart(flags=zmq.NOBLOCK)[-1]))
-        return found
-
-    def lost(self, ready: Mapping[Any, int]) -> list[Address]:
-        """Addresses whose peer has gone or refuses; `drop` them."""
-        return [address for address, monitor in self._monitors.items() if monitor in ready]
+    def lost(self) -> dict[Address, str]:
+        """Addresses that were lost since the last call, each with a reason."""
+        lost, self._lost = self._lost, {}
+        return lost
 
     def drop(self, address: Address) -> None:
-        """Close the socket to `address`, with whatever still waits in it; the next `send` opens a new one."""
-        if address in self._sockets:
-            peer, monitor = self._sockets.pop(address), self._monitors.pop(address)
-            self._poller.unregister(peer)
-            self._poller.unregister(monitor)
-            peer.disable_monitor()
-            monitor.close(linger=0)
-            peer.close(linger=0)
+        """Close the connection, with whatever still waits in it; the next `send` opens a new one."""
+        peer = self._peers.pop(address, None)
+        if peer is not None and peer.socket is not None:
+            self._selector.unregister(peer.socket)
+            peer.socket.close()
 
     def close(self) -> None:
         """Close everything."""
-        self._context.destroy(linger=0)
+        for address in list(self._peers):
+            self.drop(address)
+        self._selector.close()
+        self._wake.close()
+        self._woken.close()
 
-    def _socket(self, address: Address) -> zmq.Socket[bytes]:
-        if address not in self._sockets:
-            peer = self._context.socket(zmq.DEALER)
-            peer.linger = 0
-            peer.maxmsgsize = LONGEST_MESSAGE
-            peer.ipv6 = ":" in address[0]
-            self._sockets[address], self._monitors[address] = peer, peer.get_monitor_socket(LOST)
-            for watched in (peer, self._monitors[address]):
-                self._poller.register(watched, zmq.POLLIN)
-            peer.connect(tcp(*address))
-        return self._sockets[address]
+    def _open(self, address: Address) -> _Peer:
+        if len(self._peers) >= self._most:
+            pending = (one for one, peer in self._peers.items() if not peer.answered)
+            self._lose(next(pending, next(iter(self._peers))), "too many other prefill addresses were asked since")
+        challenge = secrets.token_bytes(CHALLENGE_BYTES)
+        zmtp = Zmtp(b"DEALER", LONGEST_ANSWER, {PROPERTY: challenge} if self._keys else None)
+        self._peers[address] = peer = _Peer(address, zmtp, challenge)
+        return peer
+
+    def _lose(self, address: Address, why: str) -> None:
+        self.drop(address)
+        self._lost[address] = why
+
+    def _work(self, peer: _Peer) -> None:
+        """Go as far as it goes without waiting."""
+        try:
+            if peer.socket is None:
+                self._dial(peer)
+            if peer.socket is not None:
+                self._send(peer, peer.socket)
+        except OSError as error:
+            self._lose(peer.address, str(error))
+
+    def _handle(self, peer: _Peer) -> None:
+        assert peer.socket is not None
+        try:
+            self._receive(peer, peer.socket)
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            self._lose(peer.address, str(error))
+        if peer.zmtp.fault is not None:
+            self._lose(peer.address, f"what answers there is no side channel ({peer.zmtp.fault.value})")
+        elif peer.address in self._peers:
+            self._work(peer)
+
+    def _dial(self, peer: _Peer) -> None:
+        found = self._resolver.find(*peer.address)
+        if found is None:
+            return
+        peer.socket = socket.socket(found.family, socket.SOCK_STREAM)
+        self._selector.register(peer.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
+        peer.socket.setblocking(False)
+        peer.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(peer.socket)
+        code = peer.socket.connect_ex(found.address)
+        if code not in (0, errno.EINPROGRESS):
+            raise OSError(code, os.strerror(code))
+
+    def _send(self, peer: _Peer, connection: socket.socket) -> None:
+        while peer.asker is not None and peer.waiting:
+            peer.zmtp.send([b"", *peer.asker.sign(peer.waiting.popleft())])
+        peer.unsent += b"".join(peer.zmtp.pieces)
+        peer.zmtp.pieces.clear()
+        with contextlib.suppress(BlockingIOError, InterruptedError):
+            while peer.unsent:
+                del peer.unsent[: connection.send(peer.unsent)]
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+        self._selector.modify(connection, events, peer)
+
+    def _receive(self, peer: _Peer, connection: socket.socket) -> None:
+        """Raises OSError when the connection cannot be made or has ended."""
+        code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code))
+        count = connection.recv_into(self._chunk)
+        if not count:
+            raise ConnectionError("the other end closed the connection")
+        peer.zmtp.receive(self._chunk[:count])
+        while (frames := peer.zmtp.next_message()) is not None:
+            self._take(frames, peer)
+        peer.greet(self._keys)
+        buffered = sum(one.zmtp.buffered for one in self._peers.values()) if peer.zmtp.buffered > CHUNK else 0
+        if buffered > MOST_BUFFERED or len(peer.unsent) > LONGEST_ANSWER:
+            raise ConnectionError("the other end sends more than an answer may be")
+
+    def _take(self, frames: tuple[bytes, ...], peer: _Peer) -> None:
+        """Keep an answer that is genuine; a refusal needs no proof, since it gives nothing. Raises ConnectionError."""
+        answer = read_answer(frames[1]) if len(frames) in (2, 3) and not frames[0] else None
+        asker = peer.greet(self._keys)
+        if answer is None or asker is None or not (isinstance(answer.body, str) or asker.genuine(frames[1:])):
+            raise ConnectionError("what answers there is no side channel of ours, or has none of our ticket keys")
+        peer.answered = True
+        self._answers.append((peer.address, answer))

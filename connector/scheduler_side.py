@@ -32,6 +32,7 @@ from connector.prompt import is_plain, names_media_itself, prompt_digest
 from connector.quarantine import Quarantine
 from connector.side_channel import Listener
 from connector.stats import ConnectorStats, drained
+from connector.tcp_server import Limits
 from connector.ticket import Expected, GroupKind
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ class SchedulerSide(NixlPullConnectorScheduler):
         self._adapters = Adapters(lora_settings(vllm_config))
         self._ledger = Ledger(self.accounts)
         self._listener: Listener | None = None
+        self._keys = config.keys
+        self._connections = config.side_channel_connections
         if not config.keys:
             log.warning(
                 "Tickets are neither signed nor checked for a signature: give prefill and decode nodes a common key "
@@ -292,7 +295,16 @@ class SchedulerSide(NixlPullConnectorScheduler):
         self.accounts.fingerprint(all_parts(self._fingerprint))
         log.info("Fingerprint %s: %s", self._fingerprint.digest, dict(self._fingerprint.parts))
         encoded = {ranks: msgspec.msgpack.encode(payload) for ranks, payload in metadata.items()}
-        self._listener = Listener(self.side_channel_host, self.side_channel_port, encoded, self.judge, self.accounts)
+        self._listener = Listener(
+            self.side_channel_host,
+            self.side_channel_port,
+            encoded,
+            self.judge,
+            self.accounts,
+            engine_id=self.engine_id,
+            keys=self._keys,
+            limits=Limits(self._connections, self._connections // 2),
+        )
         self._listener.start()
 
     def has_pending_push_work(self) -> bool:

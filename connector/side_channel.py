@@ -1,143 +1,207 @@
-"""The prefill node's side channel: vLLM's handshake and our question after a read, on one ZMQ address.
+"""The prefill node's side channel: vLLM's handshake and our questions after a read, on one TCP address.
 
 It runs in the scheduler's process, since the lease table is there, in a thread of its own. vLLM's own listener ends
 at the first packet that it cannot read, and hangs the start when its port is taken; this one counts the packet and
-goes on, and says which port.
+goes on, and says which port. It speaks ZMQ's protocol without ZMQ (see `zmtp`, `tcp_server`), whose memory a stranger
+can fill.
+
+Where there are ticket keys, only a node that has one gets an answer (see `proof`): no verdicts, and none of the NIXL
+metadata, which is what it takes to read this node's memory. Without keys both go to whoever can connect.
 """
 
 from __future__ import annotations
 
+import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-
-import msgspec
-import zmq
 
 from connector.accounts import Accounts
 from connector.errors import SideChannelError
 from connector.lease import Verdict
-from connector.question import LONGEST_MESSAGE, Batch, Handshake, read_answer, read_request, write_answer, write_batch
+from connector.proof import CHALLENGE_BYTES, PROPERTY, Answerer
+from connector.question import (
+    LONGEST_QUESTION,
+    Batch,
+    Handshake,
+    Introduce,
+    Refused,
+    read_request,
+    write_answer,
+    write_clock,
+    write_refusal,
+)
+from connector.tcp_server import BACKLOG, Closed, Limits, TcpServer
+from connector.zmtp import Zmtp
 
 Judge = Callable[[str, str, str], Verdict]
 """(engine id, request id, nonce) → verdict; called in the listener's thread."""
 
-POLL_MS = 200
-PING = 0
-
-
-def tcp(host: str, port: int) -> str:
-    """A ZMQ address; IPv6 addresses are put in brackets."""
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+NEEDS_KEY = (
+    "refused: the prefill node has ticket keys, and the question was not signed with one; "
+    "give both nodes the same PDPROXY_TICKET_KEYS or pdproxy_key_file, and both this project's connector"
+)
+NO_SUCH_RANK = "refused: the prefill node has no worker of this rank"
 
 
 class Listener:
-    """Answers on `host:port` from `start` to `stop`.
+    """Answers on `host:port` from `start` to `stop`; port 0 takes a free one, see `port`.
 
     `encoded`: by (pipeline rank, tensor rank), the msgpack of vLLM's `NixlHandshakePayload` of each worker.
+    `engine_id`: whose they are. `keys`: ticket keys; none: everybody is answered.
     """
 
     def __init__(
-        self, host: str, port: int, encoded: Mapping[tuple[int, int], bytes], judge: Judge, accounts: Accounts
+        self,
+        host: str,
+        port: int,
+        encoded: Mapping[tuple[int, int], bytes],
+        judge: Judge,
+        accounts: Accounts,
+        *,
+        engine_id: str = "",
+        keys: Sequence[bytes] = (),
+        limits: Limits | None = None,
     ) -> None:
-        self._host, self._port = host, port
+        self.host, self.port = host, port
+        self.incarnation = secrets.token_hex(8)
         self._encoded = dict(encoded)
         self._judge = judge
         self._accounts = accounts
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._engine_id = engine_id
+        self._keys = tuple(keys)
+        self._limits = limits or Limits()
+        self._server: TcpServer | None = None
 
     def start(self) -> None:
         """Bind and answer. Raises SideChannelError, at once, when the address cannot be had."""
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        router = context.socket(zmq.ROUTER)
-        router.linger = 0
-        router.maxmsgsize = LONGEST_MESSAGE
-        router.ipv6 = ":" in self._host
-        try:
-            router.bind(tcp(self._host, self._port))
-        except zmq.ZMQError as error:
-            context.destroy(linger=0)
-            raise SideChannelError(_sentence(self._host, self._port, error)) from error
-        self._thread = threading.Thread(
-            target=self._serve, args=(context, router), name="pdproxy_side_channel", daemon=True
-        )
-        self._thread.start()
+        listening = _listen(self.host, self.port)
+        self.port = listening.getsockname()[1]
+        self._server = TcpServer(listening, self._begin, self._closed, self._limits)
+        self._server.start()
 
     def stop(self) -> None:
         """Stop answering and give the address back. May be called twice, and before `start`."""
-        self._stopping.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
 
-    def _serve(self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes]) -> None:
-        try:
-            while not self._stopping.is_set():
-                if router.poll(POLL_MS):
-                    self._answer(router, router.recv_multipart())
-        finally:
-            context.destroy(linger=0)
+    def _begin(self) -> _Talk:
+        return _Talk(self, self._keys)
 
-    def _answer(self, router: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
-        reply = self._reply(frames[2]) if len(frames) == 3 and not frames[1] else None
-        if reply is None:
-            self._accounts.junk("side_channel")
+    def _closed(self, reason: Closed) -> None:
+        self._accounts.side_channel_closed(reason.value)
+
+    def refuse(self, reason: Refused) -> None:
+        """Count a question that gets no usable answer."""
+        self._accounts.side_channel_refused(reason.value)
+
+    def junk(self) -> None:
+        """Count a message that says nothing we know."""
+        self._accounts.junk("side_channel")
+
+    def reply(self, request: Handshake | Introduce | Batch) -> Sequence[bytes]:
+        """The frames that answer a request of somebody who may ask."""
+        match request:
+            case Batch(number, questions):
+                verdicts = [self._judge(asked.engine_id, asked.request_id, asked.nonce) for asked in questions]
+                return [write_answer(number, self.incarnation, verdicts)]
+            case Introduce(number, engine_id, pp_rank, tp_rank):
+                return [write_answer(number, self.incarnation, self._introduction(engine_id, pp_rank, tp_rank))]
+            case Handshake(pp_rank, tp_rank):
+                payload = self._encoded.get((pp_rank, tp_rank))
+                # vLLM's decode side estimates the clocks' offset from this: it must be the scheduler process's clock.
+                return [payload or write_refusal(NO_SUCH_RANK), write_clock(time.perf_counter())]
+
+    def _introduction(self, engine_id: str, pp_rank: int, tp_rank: int) -> bytes | str:
+        if engine_id != self._engine_id:
+            return Refused.ANOTHER_ENGINE.value
+        return self._encoded.get((pp_rank, tp_rank), Refused.NO_SUCH_RANK.value)
+
+
+class _Talk:
+    """One connection to the listener (`tcp_server.Conversation`)."""
+
+    def __init__(self, listener: Listener, keys: Sequence[bytes]) -> None:
+        self._listener = listener
+        self._keys = keys
+        self._challenge = secrets.token_bytes(CHALLENGE_BYTES)
+        self._answerer: Answerer | None = None
+        self._last = 0
+        self.trusted = False
+        self.zmtp = Zmtp(b"ROUTER", LONGEST_QUESTION, {PROPERTY: self._challenge} if keys else None)
+
+    def answer(self, frames: tuple[bytes, ...]) -> None:
+        """Deal with one message: a delimiter, the request, and its MAC where there is one."""
+        request = read_request(frames[1]) if len(frames) in (2, 3) and not frames[0] else None
+        if request is None:
+            self._listener.junk()
             return
-        router.send_multipart([frames[0], b"", *reply], flags=zmq.NOBLOCK)
+        refused = self._refusal(request, frames) if self._keys else None
+        if refused is None:
+            self._send(self._listener.reply(request))
+        else:
+            self._listener.refuse(refused)
+            self._send(self._say(request, refused))
 
-    def _reply(self, message: bytes) -> list[bytes] | None:
-        request = read_request(message)
-        if isinstance(request, Batch):
-            verdicts = [self._judge(asked.engine_id, asked.request_id, asked.nonce) for asked in request.questions]
-            return [write_answer(request.number, verdicts)]
-        if isinstance(request, Handshake):
-            payload = self._encoded.get((request.pp_rank, request.tp_rank))
-            # vLLM's decode side estimates the clocks' offset from this; it must be the scheduler process's clock.
-            return None if payload is None else [payload, msgspec.msgpack.encode(time.perf_counter())]
+    def _refusal(self, request: Handshake | Introduce | Batch, frames: Sequence[bytes]) -> Refused | None:
+        if len(frames) == 2:
+            return Refused.UNSIGNED
+        if not self._prover().genuine(frames[1], frames[2]):
+            return Refused.BAD_SIGNATURE
+        if isinstance(request, Handshake) or request.number <= self._last:
+            return Refused.REPLAYED
+        self._last, self.trusted = request.number, True
         return None
+
+    def _prover(self) -> Answerer:
+        if self._answerer is None:
+            self._answerer = Answerer(self._keys, self._challenge, (self.zmtp.peer or {}).get(PROPERTY, b""))
+        return self._answerer
+
+    def _say(self, request: Handshake | Introduce | Batch, refused: Refused) -> list[bytes]:
+        if isinstance(request, Handshake):
+            return [write_refusal(NEEDS_KEY), write_clock(time.perf_counter())]
+        return [write_answer(request.number, self._listener.incarnation, refused.value)]
+
+    def _send(self, reply: Sequence[bytes]) -> None:
+        if self._keys and len(reply) == 1:
+            self.zmtp.send([b"", *self._prover().sign(reply[0])])
+        else:
+            self.zmtp.send([b"", *reply])
 
 
 def ensure_free(host: str, port: int) -> None:
     """Check early, before a model is loaded, that `Listener` could bind. Raises SideChannelError."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    _listen(host, port).close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises SideChannelError."""
+    listening = None
     try:
-        probe = context.socket(zmq.ROUTER)
-        probe.ipv6 = ":" in host
-        probe.bind(tcp(host, port))
-    except zmq.ZMQError as error:
-        raise SideChannelError(_sentence(host, port, error)) from error
-    finally:
-        context.destroy(linger=0)
-
-
-def ping(host: str, port: int, timeout: float) -> None:
-    """Whether a side channel of ours answers at `host:port` within `timeout` seconds.
-
-    Raises ConnectionError when nobody listens (at once, where the host refuses) or nobody answers.
-    """
-    started = time.monotonic()
-    try:
-        with closing(socket.create_connection((host, port), timeout)):
-            pass
+        family, kind, _, _, address = socket.getaddrinfo(
+            host, port, _family(host), socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listening.bind(address)
+        listening.listen(BACKLOG)
     except OSError as error:
-        raise ConnectionError(f"nobody listens on the side channel {host}:{port}: {error}") from error
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    try:
-        dealer = context.socket(zmq.DEALER)
-        dealer.ipv6 = ":" in host
-        dealer.connect(tcp(host, port))
-        dealer.send_multipart([b"", write_batch(PING, ())])
-        left = max(0.001, timeout - (time.monotonic() - started))
-        if not dealer.poll(int(left * 1000)) or read_answer(dealer.recv_multipart()[-1]) is None:
-            raise ConnectionError(f"the side channel {host}:{port} did not answer within {timeout:g} s")
-    finally:
-        context.destroy(linger=0)
+        if listening is not None:
+            listening.close()
+        raise SideChannelError(_sentence(host, port, error)) from error
+    listening.setblocking(False)
+    return listening
 
 
-def _sentence(host: str, port: int, error: zmq.ZMQError) -> str:
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _sentence(host: str, port: int, error: OSError) -> str:
     return (
         f"The KV side channel cannot listen on {host}:{port} ({error}). Another node may be using the port: "
         "give this one its own VLLM_NIXL_SIDE_CHANNEL_PORT (data-parallel ranks take the ports that follow it)."

@@ -20,6 +20,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnec
 from connector.accounts import COUNTERS, GAUGES, HISTOGRAMS, Accounts
 from connector.fields import Reason
 from connector.lease import Ending
+from connector.metadata import ReadOutcome
+from connector.question import Refused
+from connector.tcp_server import Closed
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,6 +45,8 @@ ABOUT: Mapping[str, str] = {
     "unused_tickets": "Good tickets that left nothing to pull.",
     "tickets_returned": "Tickets given back without a read, by how that ended, counted on each rank.",
     "junk": "Messages that made no sense, by where they arrived.",
+    "side_channel_closed": "Connections to the side channel that were closed for a reason.",
+    "side_channel_refused": "Questions to the side channel that got no usable answer, by reason.",
     "verify_seconds": "From a read's last byte to its verdict.",
     "lease_age_seconds": "Age of a lease at its end.",
     "capacity_tokens": "Tokens that the attention groups of the KV cache hold, were all of it theirs.",
@@ -50,7 +55,7 @@ ABOUT: Mapping[str, str] = {
     "capacity_binding": "What runs out first with sequences of max_model_len. Always 1.",
 }
 KINDS = ("attention", "state")
-READS = ("verified", "not_held", "unverified", "transfer_failed", "no_progress", "peer_unreachable", "retried")
+READS = (*ReadOutcome, "retried")
 RETURNS = ("sent", "not_held", "unreachable")
 VALUES: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
     {
@@ -63,6 +68,8 @@ VALUES: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
         "unused_tickets": (),
         "tickets_returned": (RETURNS,),
         "junk": (("side_channel", "notice"),),
+        "side_channel_closed": (tuple(Closed),),
+        "side_channel_refused": ((Refused.UNSIGNED, Refused.BAD_SIGNATURE, Refused.REPLAYED),),
     }
 )
 """Of each counter, what its labels may be. All stand at 0 from the start: `rate()` does not see the first event of a

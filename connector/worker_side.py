@@ -5,11 +5,10 @@ What is overridden, and why:
     _read_blocks_for_req   a ticket that vLLM's own code cannot pair fails its request, not the engine
     __init__               gives the worker its CPU cores back, which vLLM's pins to one (see `cores`), and on a CPU
                            lets NIXL's progress thread sleep (see `progress`)
-    _nixl_handshake        pings the peer first, so that a dead one does not cost vLLM's fixed five seconds
     _get_new_notifs        junk and forged notices end nothing; what they name are aliases
     get_transfer_results   a read that has landed waits for its verdict; one that hangs is given up
     _engines_with_inflight_transfers   a given-up read's engine stays registered while its transfer is live
-vLLM's descriptor building is left alone.
+Handshakes are `handshaking`'s. vLLM's descriptor building is left alone.
 """
 
 from __future__ import annotations
@@ -24,18 +23,17 @@ from connector.accounts import Accounts
 from connector.aliases import Aliases
 from connector.consumer import Flights
 from connector.cores import own_cores
+from connector.handshakes import Go
+from connector.handshaking import UNPAIRABLE, HandshakingWorker, ReadSource, awaited, source_of
 from connector.lease import Verdict
 from connector.metadata import ConnectorMetadata, ReadEnd, ReadOrder, ReadOutcome, WorkerReport
 from connector.notices import Done, Heartbeat, nonce_of, parse, tagged
-from connector.open_batches import Address
 from connector.producer import ReadsSeen
-from connector.progress import PatientAgent
+from connector.progress import patient_agent
 from connector.question import Question
 from connector.read_sizes import group_sizes, read_size
 from connector.returns import Return, ReturnOutcome, Returns
-from connector.side_channel import ping
 from connector.stats import ConnectorStats
-from connector.verifier import Verifier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,29 +45,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.pdproxy.worker")
 
-CPU_PROGRESS_DELAY = 0.1
-
 IDLE_PATIENCE = 0.002
 """Seconds. vLLM's engine sleeps for 1 ms after a step with nothing to compute; a verdict mostly takes half of one."""
 IDLE_REST = 0.025
 """Seconds that a step with nothing to compute takes while this rank waits for nothing but the end of transfers that it
 gave up, or for prefill nodes to take tickets back: it would else be run again every millisecond, for minutes."""
 
-UNPAIRABLE = (AssertionError, IndexError, KeyError, NotImplementedError, TypeError, ValueError)
-"""What vLLM raises when a ticket's blocks do not fit what this node allocated, or the peer's layout."""
 
-
-class WorkerSide(NixlPullConnectorWorker):
+class WorkerSide(HandshakingWorker, NixlPullConnectorWorker):
     """Both roles, as vLLM's own: a rank reads what it is ordered to read, and answers for what it has leased."""
 
     def __init__(
         self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig, config: ConnectorConfig
     ) -> None:
-        self._verifier = Verifier(config.verify_timeout)
-        self._addresses: dict[str, Address] = {}
+        self._begin_handshakes(config)
         with own_cores():
             super().__init__(vllm_config, engine_id, kv_cache_config)
-        self._let_progress_sleep(config.progress_delay)
+        if agent := patient_agent(self.device_type, self.nixl_backends, self.kv_transfer_config, config.progress_delay):
+            self.nixl_wrapper = agent
         self.xfer_stats = ConnectorStats()
         self._config = config
         self._accounts = Accounts()
@@ -85,16 +78,6 @@ class WorkerSide(NixlPullConnectorWorker):
         self._report = WorkerReport()
         self._idle = False
 
-    def _let_progress_sleep(self, delay: float | None) -> None:
-        """Replace the agent, before anything is registered with it, where its thread must not spin.
-
-        It was not tried on GPUs: their nodes sleep only when they are told to.
-        """
-        seconds = (CPU_PROGRESS_DELAY if self.device_type == "cpu" else 0.0) if delay is None else delay
-        if seconds and self.nixl_backends == ["UCX"]:
-            threads = self.kv_transfer_config.get_from_extra_config("num_threads", 4)
-            self.nixl_wrapper = PatientAgent(threads, seconds)
-
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
         """Begin the reads, leases and releases of this step."""
         self._idle = metadata.idle
@@ -102,6 +85,7 @@ class WorkerSide(NixlPullConnectorWorker):
             self._aliases.bind(alias, request_id)
         for request_id, meta in metadata.reqs_to_recv.items():
             self._begin(request_id, meta, metadata.reads[request_id])
+        self._hold_back(metadata)
         super().start_load_kv(metadata)
         for request_id in metadata.reqs_not_processed:
             self._seen.forget(request_id)
@@ -117,8 +101,9 @@ class WorkerSide(NixlPullConnectorWorker):
         self._give_up_overdue()
         results: KVConnectorTransferResults = super().get_transfer_results()
         self._drain_stalled()
+        self._take_refusals()
         for request_id in results.failed_recving:
-            self._end(request_id, self._flights.failed(request_id))
+            self._end(request_id, self._explain(request_id, self._flights.failed(request_id)))
         now = time.monotonic()
         self._verifier.ask(self._flights.landed(sorted(results.finished_recving - results.failed_recving), now))
         self._verifier.ask(self._flights.probes(now))
@@ -149,14 +134,17 @@ class WorkerSide(NixlPullConnectorWorker):
         remote, now = meta.remote, time.monotonic()
         question = Question(remote.engine_id, remote.request_id, order.nonce)
         remote.request_id = tagged(remote.request_id, order.nonce)
-        if _awaited(meta):
+        if awaited(meta):
+            self._reads[request_id] = ReadSource(source_of(remote.engine_id, remote, self._ranks(meta)))
             size = read_size(self._sizes, meta.local_block_ids, remote.block_ids, order.hit_tokens)
             self._flights.begin(request_id, question, (remote.host, remote.port), size, now)
         else:
             self._returns.begin(Return(question, (remote.host, remote.port), (request_id, meta)), now)
 
+    # ---- reads and notices
+
     def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
-        if not _awaited(meta):
+        if not awaited(meta):
             self._send_notice(req_id, meta)
             return
         if self._recving_metadata.get(req_id) is not meta:
@@ -166,8 +154,10 @@ class WorkerSide(NixlPullConnectorWorker):
             self._recv_failures.add(req_id)
             return
         if not self._pair(req_id, meta):
+            self._reads[req_id].outcome = ReadOutcome.INCOMPATIBLE
             self._recv_failures.add(req_id)
         if req_id in self._recving_transfers:
+            self._reads[req_id].incarnation = self._handshakes.incarnation(meta.remote.engine_id)
             self._flights.posted(req_id, time.monotonic())
 
     def _pair(self, req_id: str, meta: ReqMeta) -> bool:
@@ -180,10 +170,14 @@ class WorkerSide(NixlPullConnectorWorker):
         return True
 
     def _send_notice(self, req_id: str, meta: ReqMeta) -> None:
-        """Give a ticket back, if a handshake with its node was made; else `_give_back_due` asks that node first."""
-        nonce, engine_id = nonce_of(meta.remote.request_id), meta.remote.engine_id
-        if nonce in self._returns and self._is_reachable(engine_id):
+        """Give a ticket back: at once where a handshake with its node was made, else when the one begun here is."""
+        nonce, remote = nonce_of(meta.remote.request_id), meta.remote
+        if nonce not in self._returns:
+            return
+        if self._is_reachable(remote.engine_id):
             self._end_return(nonce, ReturnOutcome.SENT if self._pair(req_id, meta) else ReturnOutcome.UNREACHABLE)
+        elif isinstance(self._way(source_of(remote.engine_id, remote, self._ranks(meta))), Go):
+            self._pair(req_id, meta)
 
     def _is_reachable(self, engine_id: str) -> bool:
         return engine_id in self._remote_agents and engine_id not in self._invalid_remote_engines
@@ -200,8 +194,9 @@ class WorkerSide(NixlPullConnectorWorker):
 
     def _take_return_answer(self, given: Return, verdict: Verdict | None) -> None:
         if verdict is Verdict.HELD:
-            # Makes the handshake first; `_send_notice` then comes with the step after it.
-            self._pair(*given.order)
+            # It goes on with the next step, as a new order would; a read of the same request goes before it.
+            request_id, meta = given.order
+            self._held.setdefault(request_id, meta)
         elif verdict is not None:
             self._end_return(given.nonce, ReturnOutcome.NOT_HELD)
 
@@ -212,16 +207,8 @@ class WorkerSide(NixlPullConnectorWorker):
 
     def _is_elsewhere(self, remote: RemoteMeta) -> bool:
         """Whether a handshake with the engine was made elsewhere: whom to ask after the read is then unknown."""
-        known = self._addresses.get(remote.engine_id)
+        known = self._handshakes.address(remote.engine_id)
         return remote.engine_id in self._remote_agents and known not in (None, (remote.host, remote.port))
-
-    def _nixl_handshake(
-        self, host: str, port: int, remote_tp_size: int, expected_engine_id: str, *args: Any, **kwargs: Any
-    ) -> Any:
-        ping(host, port, self._config.probe_timeout)
-        made = super()._nixl_handshake(host, port, remote_tp_size, expected_engine_id, *args, **kwargs)
-        self._addresses[expected_engine_id] = (host, port)
-        return made
 
     def _get_new_notifs(self) -> set[str]:
         for messages in self.nixl_wrapper.get_new_notifs().values():
@@ -286,13 +273,14 @@ class WorkerSide(NixlPullConnectorWorker):
             landing = self._flights.judged(judged, now)
             if landing is None:
                 continue
+            end = self._of_this_run(landing.request_id, landing.end, judged)
             self._accounts.verify_seconds(landing.verify_seconds)
             self._accounts.bytes("attention", spared=landing.spared)
             results.finished_recving.add(landing.request_id)
-            if landing.end.outcome is not ReadOutcome.VERIFIED:
-                log.warning("The read for %s is %s: computing it here.", landing.request_id, landing.end.outcome)
+            if end.outcome is not ReadOutcome.VERIFIED:
+                log.warning("The read for %s is %s: computing it here.", landing.request_id, end.outcome)
                 results.failed_recving.add(landing.request_id)
-            self._end(landing.request_id, landing.end)
+            self._end(landing.request_id, end)
         self._verifier.ask(self._flights.unanswered())
 
     def _patience(self) -> float:
@@ -304,12 +292,8 @@ class WorkerSide(NixlPullConnectorWorker):
         return IDLE_REST if not len(self._flights) and (self._stalled or len(self._returns)) else 0.0
 
     def _end(self, request_id: str, end: ReadEnd) -> None:
+        self._reads.pop(request_id, None)
         self._report.reads_ended[request_id] = end
         self._accounts.read(end.outcome.value)
         self._accounts.bytes("attention", pulled=end.attention_bytes)
         self._accounts.bytes("state", pulled=end.state_bytes)
-
-
-def _awaited(meta: ReqMeta) -> bool:
-    """Whether the scheduler waits for this read; otherwise it only gives notice (vLLM's own distinction)."""
-    return bool(meta.awaiting_kvs) or any(meta.local_block_ids)

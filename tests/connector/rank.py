@@ -17,6 +17,7 @@ from connector.config import ConnectorConfig, Role
 from connector.metadata import ConnectorMetadata, ReadOrder
 
 PEER = "P"
+COMPATIBLE = "the same settings"
 HOST = "127.0.0.1"
 BLOCK_TOKENS = 16
 
@@ -93,13 +94,30 @@ def vllm_state(worker: Any) -> None:
     plan = TPMapping(
         source_ranks_per_group=((0,),), all_source_ranks=(0,), rank_to_attention_slot={0: 0}, rank_offset_factor=0
     )
+
+    def add_remote_agent(metadata: Any, *_: Any) -> str:
+        """What vLLM's own leaves behind for an engine that has introduced itself."""
+        engine = metadata.engine_id
+        worker.met.append(engine)
+        worker.tp_mappings[engine], worker.dst_region_group_ids[engine] = plan, [0]
+        worker.dst_num_blocks[engine], worker.dst_uses_region_group_mapping[engine] = 64, False
+        worker.dst_xfer_side_handles[engine] = {0: 1}
+        return f"agent of {engine}"
+
     worker.__dict__.update(
+        met=[],
+        add_remote_agent=add_remote_agent,
+        compat_hash=COMPATIBLE,
+        enforce_compat_hash=True,
+        pcp_size=1,
+        _is_csa_linear=False,
         nixl_wrapper=Agent(),
         device_type="cuda",
         transfer_topo=SimpleNamespace(
             get_engine_info=lambda engine: remote,
             tp_ratio=lambda size: 1,
             block_size_ratio=lambda size: 1,
+            handshake_target_ranks=lambda tp, dcp: [0],
             unregister_remote_engine=lambda engine: None,
         ),
         kv_cache_config=cache_config(),
@@ -111,6 +129,7 @@ def vllm_state(worker: Any) -> None:
         dcp_rank=0,
         use_mla=False,
         use_host_buffer=False,
+        device_id=0,
         enable_permute_local_kv=False,
         enable_heterogeneous_attn_post_process=False,
         block_size=BLOCK_TOKENS,

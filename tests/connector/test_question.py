@@ -7,19 +7,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from connector.fields import LONGEST_NAME as LONGEST_TICKET_NAME
 from connector.lease import Verdict
 from connector.question import (
     ASK,
     HANDSHAKE,
     LONGEST_NAME,
+    LONGEST_QUESTION,
+    META,
     MOST_QUESTIONS,
+    Answer,
     Batch,
     Handshake,
+    Introduce,
     Question,
+    Refused,
     read_answer,
     read_request,
     write_answer,
     write_batch,
+    write_clock,
+    write_introduce,
+    write_refusal,
 )
 
 NAMES = st.text(max_size=40)
@@ -31,9 +40,29 @@ def test_questions_survive_the_wire(number: int, questions: list[Question]) -> N
     assert read_request(write_batch(number, questions)) == Batch(number, tuple(questions))
 
 
-@given(st.integers(0, 2**40), st.lists(st.sampled_from(Verdict)))
-def test_answers_survive_the_wire(number: int, verdicts: list[Verdict]) -> None:
-    assert read_answer(write_answer(number, verdicts)) == (number, verdicts)
+@given(st.builds(Introduce, st.integers(0, 2**40), NAMES, st.integers(0, 9), st.integers(0, 9)))
+def test_an_introduction_survives_the_wire(asked: Introduce) -> None:
+    assert read_request(write_introduce(asked)) == asked
+
+
+BODIES = st.lists(st.sampled_from(Verdict)).map(tuple) | st.binary(max_size=40) | st.sampled_from(Refused).map(str)
+
+
+@given(st.builds(Answer, st.integers(0, 2**40), NAMES, BODIES))
+def test_answers_survive_the_wire(answer: Answer) -> None:
+    assert read_answer(write_answer(answer.number, answer.incarnation, answer.body)) == answer
+
+
+def test_the_longest_batch_of_names_as_tickets_allow_them_is_short_enough() -> None:
+    name = "n" * LONGEST_TICKET_NAME
+    assert len(write_batch(1 << 60, [Question(name, name, "n" * 80)] * MOST_QUESTIONS)) < LONGEST_QUESTION
+
+
+def test_a_refused_handshake_is_a_payload_that_no_node_accepts() -> None:
+    payload = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata").NixlHandshakePayload
+    read = msgspec.msgpack.Decoder(payload).decode(write_refusal("refused: why"))
+    assert read.compatibility_hash == "refused: why"
+    assert msgspec.msgpack.decode(write_clock(1.5)) == 1.5
 
 
 def test_the_stock_handshake_is_understood() -> None:
@@ -47,6 +76,10 @@ def test_the_stock_handshake_is_understood() -> None:
         (HANDSHAKE, 0, []),
         (HANDSHAKE, "0", "0"),
         (ASK, 1, 2),
+        (ASK, "1", []),
+        (META, 1, ["e", 0]),
+        (META, 1, ["e", 0, "0"]),
+        (META, 1, ["e" * (LONGEST_NAME + 1), 0, 0]),
         (ASK, 1, [["a", "b"]]),
         (ASK, 1, [["a", "b", 3]]),
         (ASK, 1, [["a" * (LONGEST_NAME + 1), "b", "c"]]),
@@ -62,10 +95,10 @@ def test_requests_that_mean_nothing_are_none(message: object) -> None:
 
 
 def test_an_answer_with_a_verdict_from_the_future_is_none() -> None:
-    assert read_answer(msgspec.msgpack.encode((1, ["held", "perhaps"]))) is None
+    assert read_answer(msgspec.msgpack.encode((1, "run", "", ["held", "perhaps"]))) is None
 
 
 @given(st.binary(max_size=200))
 def test_no_bytes_raise(message: bytes) -> None:
-    assert read_request(message) is None or isinstance(read_request(message), Handshake | Batch)
-    assert read_answer(message) is None or isinstance(read_answer(message), tuple)
+    assert read_request(message) is None or isinstance(read_request(message), Handshake | Introduce | Batch)
+    assert read_answer(message) is None or isinstance(read_answer(message), Answer)

@@ -15,11 +15,24 @@ import zmq
 from connector.accounts import Accounts
 from connector.errors import SideChannelError
 from connector.lease import Verdict
-from connector.question import HANDSHAKE, LONGEST_MESSAGE, Question, read_answer, write_batch
-from connector.side_channel import Listener, ensure_free, ping, tcp
+from connector.proof import PROPERTY, Asker
+from connector.question import (
+    HANDSHAKE,
+    LONGEST_QUESTION,
+    Answer,
+    Introduce,
+    Question,
+    Refused,
+    read_answer,
+    write_batch,
+    write_introduce,
+)
+from connector.side_channel import NEEDS_KEY, NO_SUCH_RANK, Listener, ensure_free
+from connector.zmtp import Zmtp
 
 HOST = "127.0.0.1"
 PATIENCE = 30.0
+KEYS = (b"first key of sixteen", b"second key of sixteen")
 
 
 def free_port() -> int:
@@ -35,39 +48,91 @@ def judge(engine_id: str, request_id: str, nonce: str) -> Verdict:
 
 
 class Side:
-    """A running side channel, and a client's socket to it."""
+    """A running side channel, and libzmq's sockets to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *keys: bytes, host: str = HOST) -> None:
         self.accounts = Accounts()
-        self.port = free_port()
-        self.listener = Listener(HOST, self.port, {(0, 0): b"zero", (0, 1): b"one"}, judge, self.accounts)
+        self.listener = Listener(
+            host, 0, {(0, 0): b"zero", (0, 1): b"one"}, judge, self.accounts, engine_id="P", keys=keys
+        )
+        self.listener.start()
+        self.port = self.listener.port
         self.context: zmq.Context[Any] = zmq.Context()
         self.sockets: list[Any] = []
+        self.clients: list[socket.socket] = []
 
     def socket(self, kind: int) -> Any:
         made = self.context.socket(kind)
+        self.sockets.append(made)
         made.linger = 0
         made.rcvtimeo = int(PATIENCE * 1000)
-        made.connect(tcp(HOST, self.port))
-        self.sockets.append(made)
+        made.ipv6 = True
+        made.connect(f"tcp://[{self.listener.host}]:{self.port}" if ":" in self.listener.host else self.url)
         return made
+
+    @property
+    def url(self) -> str:
+        return f"tcp://{self.listener.host}:{self.port}"
 
     def handshake(self, rank: int) -> list[bytes]:
         asking = self.socket(zmq.REQ)
         asking.send(msgspec.msgpack.encode((HANDSHAKE, 0, rank)))
         return list(asking.recv_multipart())
 
-    def junk(self) -> int:
-        return sum(value for name, labels, value in self.accounts.drain().counts if labels == ["side_channel"])
+    def counts(self) -> dict[tuple[str, ...], int]:
+        return {(name, *labels): value for name, labels, value in self.accounts.drain().counts}
+
+    def close(self) -> None:
+        self.listener.stop()
+        self.context.destroy(linger=0)
+        for client in self.clients:
+            client.close()
+
+
+class Client:
+    """Our own end of a connection, step by step. `keys` sign."""
+
+    def __init__(self, side: Side, *keys: bytes) -> None:
+        self.raw = socket.create_connection((HOST, side.port), PATIENCE)
+        side.clients.append(self.raw)
+        self.zmtp = Zmtp(b"DEALER", 1 << 20, {PROPERTY: b"c" * 16})
+        self.keys = keys
+        while self.zmtp.peer is None:
+            self._flush()
+            self.zmtp.receive(self.raw.recv(4096))
+            assert self.zmtp.next_message() is None
+        self.challenge = self.zmtp.peer.get(PROPERTY, b"")
+        self.asker = Asker(keys, self.challenge, b"c" * 16)
+
+    def send(self, *frames: bytes) -> tuple[bytes, ...]:
+        self.zmtp.send([b"", *frames])
+        self._flush()
+        while (message := self.zmtp.next_message()) is None:
+            self.zmtp.receive(self.raw.recv(65536))
+        return message[1:]
+
+    def ask(self, message: bytes) -> Answer | None:
+        answered = self.send(*self.asker.sign(message))
+        assert self.asker.genuine(answered)
+        return read_answer(answered[0])
+
+    def _flush(self) -> None:
+        for piece in self.zmtp.pieces:
+            self.raw.sendall(piece)
+        self.zmtp.pieces.clear()
 
 
 @pytest.fixture
 def side() -> Iterator[Side]:
-    side = Side()
-    side.listener.start()
-    yield side
-    side.listener.stop()
-    side.context.destroy(linger=0)
+    with closing(Side()) as side:
+        yield side
+
+
+@pytest.fixture
+def locked() -> Iterator[Side]:
+    """One with ticket keys."""
+    with closing(Side(*KEYS)) as side:
+        yield side
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -83,12 +148,39 @@ def test_the_stock_handshake_is_answered_as_vllm_does(side: Side) -> None:
     assert isinstance(msgspec.msgpack.decode(clock), float)
 
 
+def test_one_stock_socket_may_shake_hands_with_many_ranks(side: Side) -> None:
+    asking = side.socket(zmq.REQ)
+    for rank, payload in ((0, b"zero"), (1, b"one"), (0, b"zero")):
+        asking.send(msgspec.msgpack.encode((HANDSHAKE, 0, rank)))
+        assert asking.recv_multipart()[0] == payload
+
+
+def test_a_rank_that_is_not_there_is_refused_at_once(side: Side) -> None:
+    payload, _ = side.handshake(99)
+    assert msgspec.msgpack.decode(payload)["compatibility_hash"] == NO_SUCH_RANK
+
+
 def test_a_batch_of_questions_gets_its_verdicts_in_order(side: Side) -> None:
     asking = side.socket(zmq.DEALER)
     questions = [Question("P", "held", "n"), Question("P", "gone", "mine"), Question("P", "gone", "n")]
     asking.send_multipart([b"", write_batch(7, [*questions, Question("Q", "held", "n")])])
     answer = read_answer(asking.recv_multipart()[-1])
-    assert answer == (7, [Verdict.HELD, Verdict.RELEASED_BY_YOU, Verdict.EXPIRED, Verdict.UNKNOWN])
+    verdicts = (Verdict.HELD, Verdict.RELEASED_BY_YOU, Verdict.EXPIRED, Verdict.UNKNOWN)
+    assert answer == Answer(7, side.listener.incarnation, verdicts)
+
+
+@pytest.mark.parametrize(
+    ("asked", "body"),
+    [
+        (Introduce(3, "P", 0, 1), b"one"),
+        (Introduce(3, "P", 1, 0), Refused.NO_SUCH_RANK.value),
+        (Introduce(3, "Q", 0, 0), Refused.ANOTHER_ENGINE.value),
+    ],
+)
+def test_an_introduction_gives_the_metadata_of_the_engine_that_was_meant(
+    side: Side, asked: Introduce, body: bytes | str
+) -> None:
+    assert Client(side).ask(write_introduce(asked)) == Answer(3, side.listener.incarnation, body)
 
 
 def test_junk_is_counted_and_ends_nothing(side: Side) -> None:
@@ -99,7 +191,7 @@ def test_junk_is_counted_and_ends_nothing(side: Side) -> None:
         [b"", b""],
         [b"x", write_batch(1, [])],
         [b"", b"a", b"b"],
-        [b"", msgspec.msgpack.encode((HANDSHAKE, 0, 99))],
+        [b"", b"a", b"b", b"c"],
         [b"", msgspec.msgpack.encode((HANDSHAKE, {}, []))],
     ]
     for message in messages:
@@ -108,7 +200,7 @@ def test_junk_is_counted_and_ends_nothing(side: Side) -> None:
 
     def all_counted() -> bool:
         nonlocal counted
-        counted += side.junk()
+        counted += side.counts().get(("junk", "side_channel"), 0)
         return counted == len(messages)
 
     until(all_counted)
@@ -119,8 +211,80 @@ def test_bytes_that_are_not_zmq_and_a_huge_message_end_nothing(side: Side) -> No
     with closing(socket.create_connection((HOST, side.port), PATIENCE)) as raw:
         raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
     huge = side.socket(zmq.DEALER)
-    huge.send_multipart([b"", b"\x00" * (LONGEST_MESSAGE + 1)])
+    huge.send_multipart([b"", b"\x00" * (LONGEST_QUESTION + 1)])
+    seen: dict[tuple[str, ...], int] = {}
+
+    def both_closed() -> bool:
+        seen.update(side.counts())
+        return {("side_channel_closed", "not_zmtp"), ("side_channel_closed", "too_long")} <= seen.keys()
+
+    until(both_closed)
     assert side.handshake(0)[0] == b"zero"
+
+
+def test_a_node_with_keys_answers_who_has_one(locked: Side) -> None:
+    for key in KEYS:
+        client = Client(locked, key)
+        answer = client.ask(write_batch(1, [Question("P", "held", "n")]))
+        assert answer == Answer(1, locked.listener.incarnation, (Verdict.HELD,))
+        answer = client.ask(write_introduce(Introduce(2, "P", 0, 0)))
+        assert answer == Answer(2, locked.listener.incarnation, b"zero")
+    assert locked.counts() == {}
+
+
+def refusal(answered: tuple[bytes, ...]) -> str | None:
+    answer = read_answer(answered[0])
+    return answer.body if answer is not None and isinstance(answer.body, str) else None
+
+
+ASKED = (write_batch(5, [Question("P", "held", "n")]), write_introduce(Introduce(5, "P", 0, 0)))
+
+
+@pytest.mark.parametrize("message", ASKED, ids=["question", "introduction"])
+def test_a_node_with_keys_answers_nobody_else(locked: Side, message: bytes) -> None:
+    client = Client(locked)
+    assert refusal(client.send(message)) == Refused.UNSIGNED
+    stranger = Asker([b"another key of sixteen"], client.challenge, b"c" * 16)
+    assert refusal(client.send(*stranger.sign(message))) == Refused.BAD_SIGNATURE
+    assert refusal(client.send(message, b"")) == Refused.BAD_SIGNATURE
+    assert locked.counts() == {
+        ("side_channel_refused", "unsigned"): 1,
+        ("side_channel_refused", "bad_signature"): 2,
+    }
+
+
+@pytest.mark.parametrize("message", ASKED, ids=["question", "introduction"])
+def test_a_captured_question_is_worth_nothing(locked: Side, message: bytes) -> None:
+    client = Client(locked, KEYS[0])
+    captured = client.asker.sign(message)
+    assert refusal(client.send(*captured)) is None
+    assert refusal(client.send(*captured)) == Refused.REPLAYED
+    earlier = client.asker.sign(write_batch(4, []))
+    assert refusal(client.send(*earlier)) == Refused.REPLAYED
+    assert refusal(Client(locked).send(*captured)) == Refused.BAD_SIGNATURE
+
+
+def test_an_answer_sent_back_is_no_question(locked: Side) -> None:
+    client = Client(locked, KEYS[0])
+    answered = client.send(*client.asker.sign(write_batch(1, [])))
+    assert not Asker(KEYS, client.challenge, b"d" * 16).genuine(answered)
+    client.zmtp.send([b"", *answered])
+    assert refusal(client.send(*client.asker.sign(write_batch(2, [])))) is None
+    assert locked.counts() == {("junk", "side_channel"): 1}
+
+
+def test_a_node_with_keys_refuses_vllms_own_handshake_with_a_sentence(locked: Side) -> None:
+    payload, clock = locked.handshake(0)
+    assert msgspec.msgpack.decode(payload)["compatibility_hash"] == NEEDS_KEY
+    assert isinstance(msgspec.msgpack.decode(clock), float)
+    assert locked.counts() == {("side_channel_refused", "unsigned"): 1}
+
+
+def test_a_node_without_keys_does_not_look_at_macs(side: Side) -> None:
+    client = Client(side)
+    answered = client.send(write_batch(5, []), b"anything")
+    assert read_answer(answered[0]) == Answer(5, side.listener.incarnation, ())
+    assert len(answered) == 1
 
 
 def test_a_port_in_use_fails_at_once_with_a_sentence(side: Side) -> None:
@@ -132,24 +296,38 @@ def test_a_port_in_use_fails_at_once_with_a_sentence(side: Side) -> None:
     second.stop()
 
 
+def test_a_host_that_is_not_here_fails_with_a_sentence() -> None:
+    with pytest.raises(SideChannelError, match="cannot listen"):
+        ensure_free("192.0.2.1", free_port())
+
+
 def test_stop_gives_the_port_back(side: Side) -> None:
+    assert side.handshake(0)[0] == b"zero"
     side.listener.stop()
     side.listener.stop()
-    ensure_free(HOST, side.port)
+    again = Listener(HOST, side.port, {}, judge, Accounts())
+    again.start()
+    again.stop()
 
 
-def test_ping_finds_a_living_side_channel(side: Side) -> None:
-    ping(HOST, side.port, PATIENCE)
+def has_ipv6() -> bool:
+    try:
+        with closing(socket.create_server(("::1", 0), family=socket.AF_INET6)):
+            return True
+    except OSError:
+        return False
 
 
-def test_ping_is_refused_by_a_port_nobody_listens_on() -> None:
-    with pytest.raises(ConnectionError, match="nobody listens"):
-        ping(HOST, free_port(), PATIENCE)
+@pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6")
+@pytest.mark.parametrize("host", ["::1", "::"])
+def test_ipv6(host: str) -> None:
+    with closing(Side(host=host)) as side:
+        side.listener.host = "::1"
+        assert side.handshake(0)[0] == b"zero"
 
 
-def test_ping_gives_up_on_a_peer_that_accepts_and_never_answers() -> None:
-    with closing(socket.socket()) as silent:
-        silent.bind((HOST, 0))
-        silent.listen()
-        with pytest.raises(ConnectionError, match="did not answer"):
-            ping(HOST, int(silent.getsockname()[1]), 0.2)
+@pytest.mark.parametrize("host", ["localhost", "0.0.0.0"])
+def test_names_and_wildcards(host: str) -> None:
+    with closing(Side(host=host)) as side:
+        side.listener.host = HOST
+        assert side.handshake(0)[0] == b"zero"

@@ -157,15 +157,6 @@ def test_a_port_that_nobody_listens_on_fails_the_read(make: MakeRank) -> None:
     assert report(worker).reads_ended["r"].outcome is ReadOutcome.PEER_UNREACHABLE
 
 
-def test_a_ticket_with_another_address_than_its_engine_has_is_not_read(make: MakeRank, prefill: Prefill) -> None:
-    worker = make()
-    worker._addresses[PEER] = (HOST, prefill.port)
-    results = step(worker, read_step("r", NONCE, prefill.port + 1, local=[3], remote=[7]))
-    assert results.failed_recving == {"r"}
-    assert agent(worker).blocks == {}
-    assert report(worker).reads_ended["r"].outcome is ReadOutcome.PEER_UNREACHABLE
-
-
 def test_a_read_given_up_during_its_handshake_never_touches_the_blocks(make: MakeRank, prefill: Prefill) -> None:
     worker = make(read_deadline=0.05)
     blocked, go = threading.Event(), threading.Event()

@@ -7,14 +7,16 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata, NixlHandshakePayload
 
 from connector.accounts import Accounts
 from connector.lease import Verdict
 from connector.metadata import ConnectorMetadata, WorkerReport
 from connector.side_channel import Listener
 from connector.worker_side import WorkerSide
-from tests.connector.rank import HOST, Agent
+from tests.connector.rank import BLOCK_TOKENS, COMPATIBLE, HOST, PEER, Agent
 
 PATIENCE = 30.0
 NONCE = "0123456789abcdef"
@@ -28,14 +30,43 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def payload(engine_id: str, compatibility_hash: str) -> bytes:
+    """What vLLM's handshake gets of a rank without an engine."""
+    agent = NixlAgentMetadata(
+        engine_id=engine_id,
+        agent_metadata=b"agent",
+        kv_caches_base_addr=[0],
+        device_id=0,
+        num_blocks=64,
+        block_lens=[1],
+        block_strides=[1],
+        kv_cache_layout="NHD",
+        block_size=BLOCK_TOKENS,
+        ssm_sizes=(0, 0),
+        attn_backend_name="none",
+        physical_blocks_per_logical_kv_block=1,
+    )
+    return msgspec.msgpack.encode(NixlHandshakePayload(compatibility_hash, msgspec.msgpack.encode(agent)))
+
+
 class Prefill:
     """A prefill node's side channel whose verdict the test sets, and who keeps what was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine_id: str = PEER, *, compatible: bool = True, keys: tuple[bytes, ...] = ()) -> None:
         self.port = free_port()
         self.verdict = Verdict.HELD
         self.asked: list[tuple[str, str, str]] = []
-        self.listener = Listener(HOST, self.port, {}, self._judge, Accounts())
+        self._engine_id, self._keys = engine_id, keys
+        self._payload = payload(engine_id, COMPATIBLE if compatible else "another hash")
+        self.restart()
+
+    def restart(self, port: int | None = None) -> None:
+        """Another run of the node; `listener` must have been stopped."""
+        self.port = port or self.port
+        known = {(0, 0): self._payload}
+        self.listener = Listener(
+            HOST, self.port, known, self._judge, Accounts(), engine_id=self._engine_id, keys=self._keys
+        )
         self.listener.start()
 
     def _judge(self, engine_id: str, request_id: str, nonce: str) -> Verdict:

@@ -1,0 +1,359 @@
+"""A TCP server for strangers, in one thread: whatever they send, its memory, descriptors and time stay bounded.
+
+    more connections than may be        the longest idle one of the peer with the most is closed
+    more than one peer may have         the longest idle one of that peer is closed
+    no descriptor left to accept with   the same as the first; without any connection to close, accepting pauses
+    more bytes than may be buffered     the connection with the most of the peer with the most is closed
+    a greeting, a message or an answer  that is not finished in time: the connection is closed
+    an answer that is not taken         nothing more is read from that peer until it is
+
+So a newcomer always gets in, and an honest peer with few connections keeps them while a stranger holds all others.
+A peer is an IPv4 address or the /64 network of an IPv6 address, which one host may have to itself. Peers that have
+proved themselves (`Conversation.trusted`) are closed only after all others.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import logging
+import resource
+import selectors
+import socket
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import islice
+from typing import Protocol
+
+from connector.zmtp import Zmtp
+
+log = logging.getLogger("vllm.pdproxy.side_channel")
+
+NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+PAUSE = 0.5
+"""Seconds without accepting, where there is no descriptor for a connection and none of ours to close."""
+TICK = 1.0
+"""Seconds between two looks at who is too slow."""
+CHUNK = 65536
+BACKLOG = 512
+MOST_ACCEPTED = 64
+"""Connections accepted before the others have their turn."""
+MOST_PIECES = 64
+LOG_EVERY = 60.0
+
+Peer = tuple[bool, str]
+"""Whether it has proved itself, and its address or network."""
+
+
+class Closed(StrEnum):
+    """Why the server closed a connection; labels of its metric."""
+
+    CROWDED = "crowded"
+    NO_DESCRIPTORS = "no_descriptors"
+    MEMORY = "memory"
+    SLOW = "slow"
+    NOT_ZMTP = "not_zmtp"
+    TOO_LONG = "too_long"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Connections in all and of one peer; bytes buffered in all; seconds for the greeting, and for a message."""
+
+    connections: int = 2048
+    peer_connections: int = 1024
+    buffered: int = 16 * 1024 * 1024
+    opening: float = 5.0
+    message: float = 10.0
+
+    def within_descriptors(self) -> Limits:
+        """The same, with at most half of the descriptors that this process may have."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = self.connections if soft == resource.RLIM_INFINITY else min(self.connections, max(8, soft // 2))
+        return Limits(most, min(self.peer_connections, most), self.buffered, self.opening, self.message)
+
+
+class Conversation(Protocol):
+    """What is said on one connection: its bytes, and what answers them."""
+
+    @property
+    def zmtp(self) -> Zmtp:
+        """The connection's end here."""
+
+    @property
+    def trusted(self) -> bool:
+        """Whether the peer has proved itself."""
+
+    def answer(self, frames: tuple[bytes, ...]) -> None:
+        """Deal with one message; the answer goes to `zmtp.send`."""
+
+
+@dataclass(eq=False, slots=True)
+class _Connection:
+    """One accepted connection. `pending`: what was answered and not yet taken. `held`: bytes counted as buffered."""
+
+    socket: socket.socket
+    peer: Peer
+    talk: Conversation
+    opened: float
+    active: float
+    pending: deque[memoryview] = field(default_factory=deque)
+    held: int = 0
+    unfinished_since: float | None = None
+    closed: bool = False
+
+    def flush(self) -> bool:
+        """Send what the peer takes; True when nothing is left. Raises OSError when the connection is broken."""
+        self.pending.extend(memoryview(piece) for piece in self.talk.zmtp.pieces)
+        self.talk.zmtp.pieces.clear()
+        while self.pending:
+            try:
+                sent = self.socket.sendmsg(list(islice(self.pending, MOST_PIECES)))
+            except (BlockingIOError, InterruptedError):
+                return False
+            while self.pending and sent >= len(self.pending[0]):
+                sent -= len(self.pending.popleft())
+            if sent:
+                self.pending[0] = self.pending[0][sent:]
+        return True
+
+    def is_slow(self, now: float, limits: Limits) -> bool:
+        """Whether it took too long over its greeting, or over a message or an answer."""
+        if self.talk.zmtp.peer is None:
+            return now - self.opened >= limits.opening
+        return self.unfinished_since is not None and now - self.unfinished_since >= limits.message
+
+
+class TcpServer:
+    """Serves `listening`, an open socket, from `start` to `stop`.
+
+    Args: `begin` makes the conversation of a new connection; `count` is called for each connection closed for a reason.
+    """
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        begin: Callable[[], Conversation],
+        count: Callable[[Closed], None],
+        limits: Limits,
+    ) -> None:
+        self._listening = listening
+        self._begin = begin
+        self._count = count
+        self._limits = limits.within_descriptors()
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+        self._peers: dict[Peer, OrderedDict[_Connection, None]] = {}
+        self._size = 0
+        self._buffered = 0
+        self._paused_until: float | None = None
+        self._looked = 0.0
+        self._logged = -LOG_EVERY
+        self._chunk = memoryview(bytearray(CHUNK))
+        self._thread = threading.Thread(target=self._serve, name="pdproxy_side_channel", daemon=True)
+
+    @property
+    def size(self) -> int:
+        """How many connections are open."""
+        return self._size
+
+    @property
+    def buffered(self) -> int:
+        """Bytes of unfinished messages in all."""
+        return self._buffered
+
+    def start(self) -> None:
+        """Begin to serve, in a thread."""
+        self._selector.register(self._listening, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, and close everything, the listening socket too."""
+        self._wake.close()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        try:
+            while self._turn():
+                pass
+        finally:
+            for connection in [one for peer in self._peers.values() for one in peer]:
+                self._close(connection)
+            for closing in (self._selector, self._listening, self._woken):
+                closing.close()
+
+    def _turn(self) -> bool:
+        """One round over everything that is ready; False when the end was asked for."""
+        for key, events in self._selector.select(TICK if self._paused_until is None else PAUSE):
+            if key.fileobj is self._woken:
+                return False
+            if key.fileobj is self._listening:
+                self._accept()
+            elif not key.data.closed:  # it may have been, in this very round
+                self._handle(key.data, events)
+        now = time.monotonic()
+        if now - self._looked >= TICK:
+            self._looked = now
+            self._close_slow(now)
+        if self._paused_until is not None and now >= self._paused_until:
+            self._paused_until = None
+            self._selector.register(self._listening, selectors.EVENT_READ)
+        return True
+
+    # ---- connections come
+
+    def _accept(self) -> None:
+        for _ in range(MOST_ACCEPTED):
+            try:
+                accepted, address = self._listening.accept()
+            except OSError as error:
+                if error.errno in NO_DESCRIPTORS:
+                    self._make_descriptor(error)
+                return
+            self._admit(accepted, network_of(address[0]))
+
+    def _admit(self, accepted: socket.socket, network: str) -> None:
+        accepted.setblocking(False)
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(accepted)
+        peer = (False, network)
+        if len(self._peers.get(peer, ())) >= self._limits.peer_connections:
+            self._close_idle(peer, Closed.CROWDED)
+        elif self._size >= self._limits.connections:
+            self._close_idle(self._largest(), Closed.CROWDED)
+        now = time.monotonic()
+        connection = _Connection(accepted, peer, self._begin(), now, now)
+        self._peers.setdefault(peer, OrderedDict())[connection] = None
+        self._size += 1
+        self._selector.register(accepted, selectors.EVENT_READ, connection)
+        self._handle(connection, selectors.EVENT_WRITE)
+
+    def _make_descriptor(self, error: OSError) -> None:
+        if self._size:
+            self._close_idle(self._largest(), Closed.NO_DESCRIPTORS)
+            return
+        self._count(Closed.NO_DESCRIPTORS)
+        self._warn(f"no connection can be accepted: {error}; raise the limit of open files (ulimit -n)")
+        self._selector.unregister(self._listening)
+        self._paused_until = time.monotonic() + PAUSE
+
+    # ---- bytes come and go
+
+    def _handle(self, connection: _Connection, events: int) -> None:
+        try:
+            if events & selectors.EVENT_READ and not self._read(connection):
+                self._close(connection)
+                return
+            self._work(connection)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            self._close(connection)
+
+    def _read(self, connection: _Connection) -> bool:
+        """Take what has come; False when the peer has ended."""
+        count = connection.socket.recv_into(self._chunk)
+        connection.talk.zmtp.receive(self._chunk[:count])
+        return count > 0
+
+    def _work(self, connection: _Connection) -> None:
+        """Answer message after message, as long as the answers are taken."""
+        zmtp = connection.talk.zmtp
+        taken = connection.flush()
+        while taken and (message := zmtp.next_message()) is not None:
+            connection.talk.answer(message)
+            self._touch(connection)
+            taken = connection.flush()
+        if zmtp.fault is not None:
+            self._close(connection, Closed(zmtp.fault.value))
+            return
+        taken = taken and connection.flush()
+        self._selector.modify(connection.socket, selectors.EVENT_READ if taken else selectors.EVENT_WRITE, connection)
+        self._keep(connection, unfinished=not taken or zmtp.buffered > 0)
+
+    def _touch(self, connection: _Connection) -> None:
+        """A message is done with: the connection is the least idle one of its peer."""
+        connection.active, connection.unfinished_since = time.monotonic(), None
+        self._forget(connection)
+        connection.peer = (connection.talk.trusted, connection.peer[1])
+        self._peers.setdefault(connection.peer, OrderedDict())[connection] = None
+
+    def _keep(self, connection: _Connection, *, unfinished: bool) -> None:
+        """Account for what stays buffered, and make room where it is too much."""
+        if not unfinished:
+            connection.unfinished_since = None
+        elif connection.unfinished_since is None:
+            connection.unfinished_since = time.monotonic()
+        self._hold(connection, connection.talk.zmtp.buffered)
+        while self._buffered > self._limits.buffered:
+            heaviest = max(self._peers.values(), key=lambda peer: sum(one.held for one in peer))
+            self._close(max(heaviest, key=lambda one: one.held), Closed.MEMORY)
+
+    def _hold(self, connection: _Connection, size: int) -> None:
+        self._buffered += size - connection.held
+        connection.held = size
+
+    # ---- connections go
+
+    def _close_slow(self, now: float) -> None:
+        slow = [one for peer in self._peers.values() for one in peer if one.is_slow(now, self._limits)]
+        for connection in slow:
+            self._close(connection, Closed.SLOW)
+
+    def _largest(self) -> Peer:
+        """The peer with the most connections, of those that have not proved themselves if there are any."""
+
+        def weight(peer: Peer) -> tuple[bool, int, float]:
+            connections = self._peers[peer]
+            return not peer[0], len(connections), -next(iter(connections)).active
+
+        return max(self._peers, key=weight)
+
+    def _close_idle(self, peer: Peer, reason: Closed) -> None:
+        self._close(next(iter(self._peers[peer])), reason)
+
+    def _close(self, connection: _Connection, reason: Closed | None = None) -> None:
+        if reason is not None:
+            self._count(reason)
+            self._warn(f"a connection from {connection.peer[1]} was closed: {reason.value}")
+        connection.closed = True
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        self._hold(connection, 0)
+        self._forget(connection)
+        self._size -= 1
+
+    def _forget(self, connection: _Connection) -> None:
+        connections = self._peers[connection.peer]
+        del connections[connection]
+        if not connections:
+            del self._peers[connection.peer]
+
+    def _warn(self, what: str) -> None:
+        """Log, once in a while; the metrics count every case."""
+        now = time.monotonic()
+        if now - self._logged >= LOG_EVERY:
+            self._logged = now
+            log.warning("KV side channel: %s (further cases within %.0f s are only counted).", what, LOG_EVERY)
+
+
+def network_of(address: str) -> str:
+    """An IPv4 address as it is; of an IPv6 address its /64 network, or the IPv4 address that is mapped into it."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv4Address):
+        return str(found)
+    if found.ipv4_mapped is not None:
+        return str(found.ipv4_mapped)
+    return str(ipaddress.ip_network((int(found) >> 64 << 64, 64)))
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Have the system find out within two minutes when the other machine is gone without a word."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -1,0 +1,276 @@
+"""What strangers do to the side channel: its memory, descriptors and processor time stay bounded, and it answers."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+
+import msgspec
+import pytest
+import zmq
+
+from connector.question import HANDSHAKE, LONGEST_QUESTION
+from connector.tcp_server import Limits, network_of
+from connector.zmtp import MOST_FRAMES, Zmtp
+from tests.connector.attacked import PAYLOAD, Victim, start
+
+HOST = "127.0.0.1"
+ANOTHER = "127.0.0.2"
+PATIENCE = 60.0
+MIB = 1024 * 1024
+MOST_GROWTH = 64 * MIB
+ATTACK_S = 1.0
+WATCHED_S = 1.0
+
+
+@pytest.fixture
+def victim() -> Iterator[Victim]:
+    with closing(start()) as victim:
+        yield victim
+
+
+def dial(victim: Victim, source: str = HOST) -> socket.socket:
+    return socket.create_connection((HOST, victim.port), PATIENCE, source_address=(source, 0))
+
+
+def greet(connection: socket.socket) -> Zmtp:
+    """Our end, with the handshake made."""
+    zmtp = Zmtp(b"DEALER", 1 << 20)
+    while zmtp.peer is None:
+        connection.sendall(b"".join(zmtp.pieces))
+        zmtp.pieces.clear()
+        zmtp.receive(connection.recv(4096))
+        zmtp.next_message()
+    return zmtp
+
+
+def answers(victim: Victim, source: str = HOST) -> float:
+    """Seconds until a newcomer has the handshake's answer."""
+    begun = time.monotonic()
+    with closing(dial(victim, source)) as connection:
+        zmtp = greet(connection)
+        zmtp.send([b"", msgspec.msgpack.encode((HANDSHAKE, 0, 0))])
+        connection.sendall(b"".join(zmtp.pieces))
+        while (message := zmtp.next_message()) is None:
+            data = connection.recv(65536)
+            assert data, "the connection was closed without an answer"
+            zmtp.receive(data)
+        assert message[1] == PAYLOAD
+    return time.monotonic() - begun
+
+
+def flood(victim: Victim, seconds: float, bytes_of: Callable[[Zmtp], bytes], count: int = 4) -> None:
+    """Send without end on a few connections, and on new ones when they are closed."""
+    until = time.monotonic() + seconds
+
+    def attack() -> None:
+        while time.monotonic() < until:
+            with contextlib.suppress(OSError), closing(dial(victim)) as connection:
+                connection.settimeout(1)
+                data = bytes_of(greet(connection))
+                while time.monotonic() < until:
+                    connection.sendall(data)
+
+    threads = [threading.Thread(target=attack) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+
+
+def assert_idle(victim: Victim) -> None:
+    spent = victim.cpu()
+    time.sleep(WATCHED_S)
+    assert victim.cpu() - spent < WATCHED_S / 10
+
+
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    limit = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < limit, what
+        time.sleep(0.02)
+
+
+HALF = LONGEST_QUESTION // 2
+STREAMS = {
+    "an endless multipart of small frames": b"\x01\x40" + b"x" * 64,
+    "an endless multipart of large frames": b"\x03" + HALF.to_bytes(8, "big") + bytes(HALF),
+    "frames of 2**63 bytes": b"\x02\x7f" + b"\xff" * 7 + bytes(65536),
+    "pings": b"\x04\x17\x04PING\x00\x00" + b"c" * 16,
+    "junk messages": b"\x00\x10" + b"j" * 16,
+}
+
+
+@pytest.mark.parametrize("frame", STREAMS.values(), ids=STREAMS.keys())
+def test_an_endless_stream_takes_no_memory(victim: Victim, frame: bytes) -> None:
+    answers(victim)
+    before = victim.memory()
+    flood(victim, ATTACK_S, lambda _: frame * max(1, 65536 // len(frame)))
+    assert victim.memory() - before < MOST_GROWTH / 4
+    answers(victim)
+
+
+def test_answers_that_nobody_takes_take_no_memory(victim: Victim) -> None:
+    answers(victim)
+    before = victim.memory()
+
+    def ask_for_ever(zmtp: Zmtp) -> bytes:
+        zmtp.send([b"", msgspec.msgpack.encode((HANDSHAKE, 0, 0))])
+        return b"".join(zmtp.pieces) * 1000
+
+    flood(victim, ATTACK_S, ask_for_ever)
+    assert victim.memory() - before < MOST_GROWTH / 4
+    answers(victim)
+
+
+def test_unfinished_messages_on_many_connections_are_bounded_in_all(victim: Victim) -> None:
+    answers(victim)
+    before = victim.memory()
+    almost = b"\x02" + (LONGEST_QUESTION - 64).to_bytes(8, "big") + bytes(LONGEST_QUESTION - 100)
+    with ExitStack() as stack:
+        for _ in range(300):
+            connection = stack.enter_context(closing(dial(victim)))
+            with contextlib.suppress(OSError):
+                greet(connection)
+                connection.sendall(almost)
+        assert victim.memory() - before < MOST_GROWTH
+        answers(victim, ANOTHER)
+    assert victim.counts()["side_channel_closed/memory"] > 100
+
+
+def test_260_idle_connections_and_200_descriptors() -> None:
+    with closing(start(descriptors=200)) as victim, ExitStack() as stack:
+        for _ in range(260):
+            stack.enter_context(closing(dial(victim)))
+        assert answers(victim, ANOTHER) < PATIENCE
+        assert victim.descriptors() < 150
+        assert victim.counts()["side_channel_closed/crowded"] > 150
+        assert_idle(victim)
+
+
+def test_with_few_descriptors_left_newcomers_still_get_in() -> None:
+    with closing(start(descriptors=64, left=3)) as victim, ExitStack() as stack:
+        for _ in range(10):
+            stack.enter_context(closing(dial(victim)))
+        answers(victim, ANOTHER)
+        assert victim.counts()["side_channel_closed/no_descriptors"] >= 8
+        assert_idle(victim)
+
+
+def test_with_no_descriptor_left_it_waits_without_spinning_and_goes_on() -> None:
+    with closing(start(descriptors=64, left=0)) as victim, closing(dial(victim)):
+        assert_idle(victim)
+        assert 1 <= victim.counts()["side_channel_closed/no_descriptors"] <= 20
+        victim.tell("release")
+        answers(victim, ANOTHER)
+
+
+def test_an_honest_peer_keeps_its_connection_while_a_stranger_takes_all_others() -> None:
+    with closing(start({"connections": 32, "peer_connections": 31})) as victim, ExitStack() as stack:
+        honest = stack.enter_context(closing(dial(victim, ANOTHER)))
+        zmtp = greet(honest)
+        for _ in range(100):
+            stack.enter_context(closing(dial(victim)))
+        answers(victim, "127.0.0.3")
+        zmtp.send([b"", msgspec.msgpack.encode((HANDSHAKE, 0, 0))])
+        honest.sendall(b"".join(zmtp.pieces))
+        assert honest.recv(4096)
+        assert victim.counts()["side_channel_closed/crowded"] >= 69
+
+
+def test_many_ranks_behind_one_address_fit() -> None:
+    """Eight nodes of 8 x 8 ranks: none of their connections is closed."""
+    with closing(start()) as victim, ExitStack() as stack:
+        connections = [stack.enter_context(closing(dial(victim))) for _ in range(8 * 64)]
+        for connection in connections:
+            greet(connection)
+        assert victim.counts() == {}
+
+
+@pytest.mark.parametrize(
+    ("drip", "counted"),
+    [(b"", "slow"), (b"\xff\x00", "slow"), (b"G", "not_zmtp")],
+    ids=["silent", "slow greeting", "another protocol"],
+)
+def test_who_does_not_greet_in_time_is_closed(drip: bytes, counted: str) -> None:
+    with closing(start({"opening": 0.5})) as victim, closing(dial(victim)) as connection:
+        connection.sendall(drip)
+        connection.settimeout(PATIENCE)
+        while connection.recv(4096):
+            pass
+        assert victim.counts() == {f"side_channel_closed/{counted}": 1}
+
+
+def test_a_slowloris_is_closed_and_an_idle_peer_is_not() -> None:
+    with closing(start({"message": 0.5})) as victim, closing(dial(victim)) as slow, closing(dial(victim)) as idle:
+        greet(slow)
+        greet(idle)
+        slow.settimeout(0.05)
+        ended = False
+        limit = time.monotonic() + PATIENCE
+        while not ended:
+            assert time.monotonic() < limit
+            with contextlib.suppress(TimeoutError):
+                try:
+                    slow.sendall(b"\x01")
+                    ended = not slow.recv(10)
+                except ConnectionError:
+                    ended = True
+        idle.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            idle.recv(10)
+        assert victim.counts().keys() <= {"side_channel_closed/slow", "side_channel_closed/not_zmtp"}
+
+
+def test_a_peer_that_vanishes_in_mid_message_leaves_nothing(victim: Victim) -> None:
+    before = victim.descriptors()
+    for _ in range(50):
+        with closing(dial(victim)) as connection:
+            greet(connection)
+            connection.sendall(b"\x02" + (1000).to_bytes(8, "big") + b"x")
+    eventually(lambda: victim.descriptors() <= before, "connections are still open")
+    answers(victim)
+
+
+def test_an_idle_side_channel_costs_nothing(victim: Victim) -> None:
+    with closing(dial(victim)) as connection:
+        greet(connection)
+        assert_idle(victim)
+
+
+def test_libzmq_comes_through_an_attack(victim: Victim) -> None:
+    attack = threading.Thread(target=flood, args=(victim, ATTACK_S, lambda _: b"\x01\x40" + b"x" * 64))
+    attack.start()
+    with zmq.Context() as context, context.socket(zmq.REQ) as asking:
+        asking.linger, asking.rcvtimeo = 0, 30_000
+        asking.connect(f"tcp://{HOST}:{victim.port}")
+        for _ in range(20):
+            asking.send(msgspec.msgpack.encode((HANDSHAKE, 0, 0)))
+            assert asking.recv_multipart()[0] == PAYLOAD
+    attack.join(PATIENCE)
+
+
+def test_half_of_the_descriptors_are_left_to_others() -> None:
+    limits = Limits(connections=1 << 30, peer_connections=1 << 30).within_descriptors()
+    assert limits.peer_connections == limits.connections < 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("address", "network"),
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("::ffff:10.0.0.1", "10.0.0.1"),
+        ("2001:db8::1", "2001:db8::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+    ],
+)
+def test_a_peer_is_an_address_or_a_network(address: str, network: str) -> None:
+    assert network_of(address) == network
+
+
+def test_the_longest_message_has_room_for_its_frames() -> None:
+    assert MOST_FRAMES * 9 < LONGEST_QUESTION
