@@ -58,6 +58,8 @@ class NodeStatus(pydantic.BaseModel):
     share: float
     active: int
     cohort: str
+    fingerprint: dict[str, str]
+    """What the bytes of its KV cache depend on, by part; ``all``, which the cohort ends with, is their digest."""
     reason: str
     capacity: NodeCapacity | None
 
@@ -82,6 +84,7 @@ def status(view: NodeView) -> NodeStatus:
         share=view.share,
         active=view.active,
         cohort=node.cohort,
+        fingerprint=dict(node.fingerprint),
         reason=view.reason,
         capacity=_capacity(node.capacity),
     )
