@@ -12,6 +12,7 @@ nodes of a cohort publish one fingerprint and run one release, so what can go wr
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -103,11 +104,12 @@ class Prover:
         partners = sorted(partners_of(self._pool, node), key=self._rank)
         unproved = [partner for partner in partners[1:] if not self._settled(partner.name)][:MOST_PARTNERS]
         rest = [partner for partner in partners[1:] if partner not in unproved][: MOST_PARTNERS - len(unproved)]
-        await asyncio.gather(
-            self._prove(node, partners),
-            *(self._ask(*in_order(node, partner)) for partner in unproved),
-            *(self._test.warm(*in_order(node, partner)) for partner in rest),
-        )
+        with self._in_hands(node, *partners[:1], *unproved):
+            await asyncio.gather(
+                self._prove(node, partners),
+                *(self._ask(*in_order(node, partner)) for partner in unproved),
+                *(self._test.warm(*in_order(node, partner)) for partner in rest),
+            )
 
     async def run(self) -> None:
         """Try again what failed or could not be asked, one pair at a time, until cancelled."""
@@ -132,15 +134,21 @@ class Prover:
     async def _ask(self, prefill: Node, decode: Node) -> Proof:
         pair = prefill.name, decode.name
         asked = self._incarnations(pair)
-        held = {name for name in pair if name not in self._in_hand}
-        self._in_hand |= held
-        try:
+        with self._in_hands(prefill, decode):
             result = await self._test.ask(prefill, decode)
-        finally:
-            self._in_hand -= held
         if self._incarnations(pair) == asked:
             self._record(pair, result)
         return result.proof
+
+    @contextlib.contextmanager
+    def _in_hands(self, *nodes: Node) -> Iterator[None]:
+        """While inside, nobody else need prove these nodes."""
+        taken = {node.name for node in nodes} - self._in_hand
+        self._in_hand |= taken
+        try:
+            yield
+        finally:
+            self._in_hand -= taken
 
     def _incarnations(self, pair: Pair) -> tuple[int | None, ...]:
         return tuple(self._joins.get(name) for name in pair)
