@@ -99,7 +99,7 @@ def test_sizes_that_follow_the_tensor_parallel_degree_are_explained() -> None:
     (finding,) = judge(wide, [narrow]).refusals
     assert str(finding) == (
         "block_size: 272 here, 1056 on p1: a hybrid model's block size follows --tensor-parallel-size (8 here, 2 there)"
-        ". Pairs that go together: equal degrees; any two degrees up to the model's number of KV heads; and any two with"
-        " --block-size 1056 on both"
+        ". Pairs that go together: equal degrees; any two degrees up to the model's number of KV heads; and any two"
+        " with --block-size 1056 on both"
     )
     assert judge(facts("d1", Role.DECODE, {"tp_size": "8"}), [narrow, PREFILL]).refusals[0].setting == "block_size"
