@@ -59,11 +59,11 @@ _SHOWN = 300
 """Bytes of an error's body that are logged."""
 
 
-class _Unanswered(PdproxyError):
+class Unanswered(PdproxyError):
     """The test cannot be made now; the message says why."""
 
 
-class _Refused(PdproxyError):
+class Unreadable(PdproxyError):
     """The decode node could not answer with the hand-over, though it answers the same prompt alone."""
 
 
@@ -108,7 +108,7 @@ class KnownAnswer:
         body = {"model": decode.model, "prompt": list(_TINY), "max_tokens": 1, "temperature": 0}
         try:
             await self._handed_over(self._pair(prefill, decode), body)
-        except (NodeFault, _Unanswered) as why:
+        except (NodeFault, Unanswered) as why:
             _LOG.warning("no warm-up from %s to %s: %s", prefill.name, decode.name, why)
 
     def _pair(self, prefill: Node, decode: Node) -> _Pair:
@@ -117,16 +117,23 @@ class KnownAnswer:
     async def _once(self, prefill: Node, decode: Node) -> Result:
         seed = next(self._seeds)
         try:
-            comparison = await self._compare(self._pair(prefill, decode), seed)
-        except _Unanswered as why:
+            comparison = await self.compare(prefill, decode, seed)
+        except Unanswered as why:
             return Result(Proof.UNANSWERED, str(why))
-        except _Refused as why:
+        except Unreadable as why:
             return Result(Proof.FAILED, f"the known-answer test failed (prompt {seed}): {why}")
         if comparison.agrees():
             return Result(Proof.PASSED, comparison.sentence())
         return Result(Proof.FAILED, f"the known-answer test failed (prompt {seed}): {comparison.sentence()}")
 
-    async def _compare(self, pair: _Pair, seed: int) -> Comparison:
+    async def compare(self, prefill: Node, decode: Node, seed: int) -> Comparison:
+        """Ask once, with the prompt of this seed.
+
+        Raises:
+            Unanswered: nothing could be compared.
+            Unreadable: the decode node could not answer with the hand-over.
+        """
+        pair = self._pair(prefill, decode)
         prompt = await self._prompt(pair, seed)
         salt = self._means.name()
         alone = await self._alone(pair, _body(pair, prompt, TOKENS + 1, salt))
@@ -156,14 +163,14 @@ class KnownAnswer:
             status, answer = await post(self._means.transport, url, self._headers, body, patience)
             ids = json_object(answer).get("tokens") if status == 200 else None
         except NodeFault as fault:
-            raise _Unanswered(f"{pair.decode.name} did not answer: {fault}") from fault
+            raise Unanswered(f"{pair.decode.name} did not answer: {fault}") from fault
         return ids if isinstance(ids, list) else []
 
     async def _alone(self, pair: _Pair, body: Json) -> Said:
         try:
             answer = await self._decode(pair, body, None)
         except NodeFault as fault:
-            raise _Unanswered(f"{pair.decode.name} did not answer alone: {_detail(fault)}") from fault
+            raise Unanswered(f"{pair.decode.name} did not answer alone: {_detail(fault)}") from fault
         return _said(answer, pair.decode)
 
     async def _handed_over(self, pair: _Pair, body: Json) -> Json:
@@ -171,7 +178,7 @@ class KnownAnswer:
 
         Raises:
             NodeFault: the decode leg failed.
-            _Unanswered: the prefill leg did, or the decode node says that it computed the prompt.
+            Unanswered: the prefill leg did, or the decode node says that it computed the prompt.
         """
         hand_over, taken = self._means.name(), False
         try:
@@ -183,7 +190,7 @@ class KnownAnswer:
             if not taken:
                 self._errands.release(pair.prefill, pair.prefill.model, hand_over, self._headers)
         if not taken:
-            raise _Unanswered(
+            raise Unanswered(
                 f"{pair.decode.name} computed the prompt itself though it had a ticket of {pair.prefill.name}: its log,"
                 " and its pdproxy_connector_refused_total and pdproxy_connector_reads_total, say why"
             )
@@ -195,7 +202,7 @@ class KnownAnswer:
         try:
             answer = await prefill(means.transport, pair.prefill, Endpoint.COMPLETIONS, leg, self._headers, patience)
         except NodeFault as fault:
-            raise _Unanswered(f"{pair.prefill.name} gave no ticket: {_detail(fault)}") from fault
+            raise Unanswered(f"{pair.prefill.name} gave no ticket: {_detail(fault)}") from fault
         return HandOver(hand_over, pair.prefill, answer, means.clock.now()).ticket()
 
     async def _decode(self, pair: _Pair, body: Json, ticket: Json | None) -> Json:
@@ -208,7 +215,7 @@ class KnownAnswer:
     def _patience(self, pair: _Pair) -> Patience:
         left = pair.deadline - self._means.clock.now()
         if left <= 0:
-            raise _Unanswered(f"{pair.prefill.name} and {pair.decode.name} took more than {BUDGET:g} s")
+            raise Unanswered(f"{pair.prefill.name} and {pair.decode.name} took more than {BUDGET:g} s")
         return dataclasses.replace(PATIENCE, whole=min(PATIENCE.whole, left))
 
 
@@ -230,13 +237,13 @@ def _said(answer: Json, node: Node) -> Said:
     """What of an answer is compared.
 
     Raises:
-        _Unanswered: the node gives no log-probabilities or token ids.
+        Unanswered: the node gives no log-probabilities or token ids.
     """
     choices = answer.get("choices")
     choice = _mapping(choices[0]) if isinstance(choices, list) and choices else {}
     tokens, likeliest = choice.get("token_ids"), _mapping(choice.get("logprobs")).get("top_logprobs")
     if not isinstance(tokens, list) or not tokens or not isinstance(likeliest, list):
-        raise _Unanswered(f"{node.name} answers without token ids or log-probabilities")
+        raise Unanswered(f"{node.name} answers without token ids or log-probabilities")
     return Said(tokens, [_numbers(position) for position in likeliest])
 
 
@@ -254,8 +261,8 @@ def _meaning(node: Node, fault: NodeFault) -> Exception:
     vLLM answers 400 to log-probabilities that are no numbers: what it read turned the computation into NaN.
     """
     if fault.fault is Fault.CLIENT_ERROR:
-        return _Refused(f"{node.name} answers alone, and with the hand-over says {_detail(fault)}")
-    return _Unanswered(f"{node.name} did not answer the hand-over: {_detail(fault)}")
+        return Unreadable(f"{node.name} answers alone, and with the hand-over says {_detail(fault)}")
+    return Unanswered(f"{node.name} did not answer the hand-over: {_detail(fault)}")
 
 
 def _detail(fault: NodeFault) -> str:
