@@ -122,9 +122,13 @@ class Bars:
         return prefill not in self.nodes and decode not in self.nodes and (prefill, decode) not in self.pairs
 
     def of(self, name: str) -> tuple[str, ...]:
-        """Why a node is barred from anybody: a sentence for each."""
-        pairs = tuple(why for pair, why in self.pairs.items() if name in pair)
-        return (self.nodes[name], *pairs) if name in self.nodes else pairs
+        """From whom a node is barred, and why: a sentence for each."""
+        pairs = tuple(
+            f"no tickets with {decode if name == prefill else prefill}: {why}"
+            for (prefill, decode), why in self.pairs.items()
+            if name in (prefill, decode)
+        )
+        return (f"no tickets with any node: {self.nodes[name]}", *pairs) if name in self.nodes else pairs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
