@@ -160,13 +160,17 @@ def _allowed_pair_of(
     cohort: str, prefills: list[NodeView], decodes: list[NodeView], bars: Bars, turn: int
 ) -> tuple[NodeView, NodeView] | None:
     """Where some are, every pair is looked at: the least loaded node may have no partner."""
-    pairs = [
-        (prefill, decode)
-        for prefill in _of_cohort(cohort, prefills)
-        for decode in _of_cohort(cohort, decodes)
-        if bars.allow(prefill.node.name, decode.node.name)
-    ]
-    return _lightest(pairs, turn) if pairs else None
+    takers = [(view, _load(view)) for view in _of_cohort(cohort, decodes)]
+    lowest, ties = float("inf"), list[tuple[NodeView, NodeView]]()
+    for prefill in _of_cohort(cohort, prefills):
+        own = _load(prefill)
+        for decode, load in takers:
+            if own + load > lowest or not bars.allow(prefill.node.name, decode.node.name):
+                continue
+            if own + load < lowest:
+                lowest, ties = own + load, []
+            ties.append((prefill, decode))
+    return ties[turn % len(ties)] if ties else None
 
 
 def _of_cohort(cohort: str, views: list[NodeView]) -> list[NodeView]:
