@@ -92,13 +92,13 @@ async def proxy(settings: Settings, around: Surroundings) -> AsyncIterator[Proxy
     operators = admin_app(_desk(settings, means, drainer, registry, leaving))
     errands = Errands(means)
     test = KnownAnswer(means, errands, headers)
-    prover = Prover(pool, test, clock)
-    proves = settings.health.first_hand_over is FirstHandOver.KNOWN_ANSWER
-    joiner = Joiner(pool, Preflight(transport, headers), prover if proves else WarmUp(pool, test))
+    prover = Prover(pool, test, clock) if settings.health.first_hand_over is FirstHandOver.KNOWN_ANSWER else None
+    joiner = Joiner(pool, Preflight(transport, headers), prover or WarmUp(pool, test))
     health = Health(pool, joiner, transport, clock, _health_rules(settings), headers)
     keeper = Keeper(clock, metrics)
     keeper.keep(Task.HEALTH, health.run)
-    keeper.keep(Task.PROOF, prover.run)
+    if prover is not None:
+        keeper.keep(Task.PROOF, prover.run)
     for source in sources.all:
         keeper.keep(Task.DISCOVERY, Follower(pool, drainer, source, settings.deadlines.drain).run)
     try:

@@ -102,6 +102,8 @@ class Prover:
         self._joins[node.name] = next(self._turns)
         self._evidence.starts_anew(node.name, self._clock.now())
         partners = sorted(partners_of(self._pool, node), key=self._rank)
+        if not partners:
+            return  # at once: of two nodes that join at the same time, the second must find the first one serving
         unproved = [partner for partner in partners[1:] if not self._settled(partner.name)][:MOST_PARTNERS]
         rest = [partner for partner in partners[1:] if partner not in unproved][: MOST_PARTNERS - len(unproved)]
         with self._in_hands(node, *partners[:1], *unproved):

@@ -205,6 +205,14 @@ async def test_a_check_judges_in_the_order_given(village: Village) -> None:
     assert isinstance(rows[2].facts, NodeFault)
 
 
+async def test_a_check_names_nodes_that_have_no_partner_among_all(village: Village) -> None:
+    village.houses["p1"].fingerprint = village.houses["d2"].fingerprint = {"checkpoint": "new", "all": "new"}
+    village.houses["d1"].fingerprint = {"checkpoint": "old", "all": "old"}
+    rows = await check(Preflight(village), [village.node(name) for name in ("d1", "d2", "p1")])
+    assert [row.good() for row in rows] == [True] * 3
+    assert [[finding.setting for finding in row.unpaired] for row in rows] == [["checkpoint"], [], []]
+
+
 async def test_a_node_that_serves_something_else_now_is_taken_as_that(
     pool: Pool, village: Village, joiner: Joiner
 ) -> None:

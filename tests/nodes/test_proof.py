@@ -38,8 +38,12 @@ class Nature:
     async def ask(self, prefill: Node, decode: Node) -> Result:
         pair = prefill.name, decode.name
         self.asked.append(pair)
+        result = self._result(pair)
         await self.held.wait()
         await asyncio.sleep(0)
+        return result
+
+    def _result(self, pair: tuple[str, str]) -> Result:
         if self.silent & set(pair):
             return Result(Proof.UNANSWERED, "no ticket")
         right = self.dialects.get(pair[0], 0) == self.dialects.get(pair[1], 0) and pair not in self.at_odds
@@ -109,6 +113,11 @@ async def test_the_first_of_a_role_joins_unproved_and_is_proved_by_its_first_par
     assert place.allowed("p1", "d1")
     async with place.running():
         assert await place.after(700) == [], "who is proved is left alone"
+
+
+async def test_of_two_that_join_at_once_the_second_proves_both(place: Place) -> None:
+    await asyncio.gather(place.join("p1"), place.join("d1"))
+    assert place.nature.asked == [("p1", "d1")]
 
 
 async def test_a_node_is_proved_with_one_partner_and_the_others_are_only_warmed(place: Place) -> None:
@@ -262,9 +271,9 @@ async def test_what_was_asked_of_a_node_that_is_gone_says_nothing_of_its_success
     await settle()
     place.pool.remove("d1")
     place.pool.add(node_of("d1"))
+    place.nature.silent.add("d1")
     second = asyncio.create_task(place.prover.join(node_of("d1")))
     await settle()
-    place.nature.silent.add("d1")
     place.nature.held.set()
     await asyncio.gather(first, second)
     assert place.allowed("p1", "d1")
