@@ -9,6 +9,7 @@ A test is about a pair, and one that failed does not say which of the two is wro
 """
 
 import dataclasses
+from collections.abc import Collection
 from types import MappingProxyType
 
 from pdproxy.nodes.node import Bars
@@ -61,14 +62,14 @@ class Evidence:
         """The pair's failure, while it lasts."""
         return self._failed.get(pair)
 
-    def due(self, pair: Pair, now: float) -> bool:
-        """Whether a pair that failed is to be tried again now."""
-        return pair in self._failed and self._failed[pair].due <= now
+    def due(self, now: float) -> list[Pair]:
+        """Pairs that failed and are to be tried again now."""
+        return [pair for pair, trial in self._failed.items() if trial.due <= now]
 
     def unproved_due(self, name: str, now: float) -> bool:
         """Whether a node of which it is not known if it is right or wrong is to be tried (again) now.
 
-        Of one that failed with a proved node it is known: that pair is tried again, `due` says when.
+        Of one that failed with a proved node it is known: that pair is `due` to be tried again.
         """
         if name in self._proved or name in self.bars().nodes:
             return False
@@ -93,12 +94,17 @@ class Evidence:
             if name not in self._proved:
                 self._unanswered[name] = self._next(self._unanswered.get(name), why, now)
 
-    def starts_anew(self, name: str, now: float) -> None:
-        """The node joins, and may be another one than before: it must be proved, and its failures be tried at once."""
+    def starts_anew(self, name: str, now: float, fellows: Collection[str]) -> None:
+        """The node joins, and may be another one than before: it must be proved, and its failures be tried at once.
+
+        Failures with others than ``fellows``, the nodes that it could exchange tickets with, mean nothing any more.
+        """
         self._proved.discard(name)
         self._unanswered.pop(name, None)
-        for pair, trial in self._failed.items():
-            if name in pair:
+        for pair in [pair for pair in self._failed if name in pair]:
+            other = pair[0] if pair[1] == name else pair[1]
+            trial = self._failed.pop(pair)
+            if other in fellows:
                 self._failed[pair] = dataclasses.replace(trial, times=0, due=now)
 
     def keep_only(self, names: frozenset[str]) -> None:

@@ -100,9 +100,11 @@ class Prover:
     async def join(self, node: Node) -> None:
         """Prove the node, and with it partners that are not proved; what failed is barred when this returns."""
         self._joins[node.name] = next(self._turns)
-        self._evidence.starts_anew(node.name, self._clock.now())
+        fellows = [view.node.name for view in self._pool.snapshot().nodes if could_pair(node, view.node)]
+        self._evidence.starts_anew(node.name, self._clock.now(), fellows)
         partners = sorted(partners_of(self._pool, node), key=self._rank)
         if not partners:
+            self._publish()
             return  # at once: of two nodes that join at the same time, the second must find the first one serving
         unproved = [partner for partner in partners[1:] if not self._settled(partner.name)][:MOST_PARTNERS]
         rest = [partner for partner in partners[1:] if partner not in unproved][: MOST_PARTNERS - len(unproved)]
@@ -177,15 +179,15 @@ class Prover:
 
     def _due(self) -> list[tuple[Node, Node]]:
         """Pairs to try now: those that failed, and unproved nodes, each with one partner."""
-        now, serving = self._clock.now(), _serving(self._pool)
+        now, serving = self._clock.now(), {node.name: node for node in _serving(self._pool)}
         failed = [
-            (prefill, decode)
-            for prefill in serving
-            if prefill.role is Role.PREFILL
-            for decode in partners_of(self._pool, prefill)
-            if self._evidence.due((prefill.name, decode.name), now)
+            (serving[prefill], serving[decode])
+            for prefill, decode in self._evidence.due(now)
+            if prefill in serving and decode in serving
         ]
-        unproved = [node for node in serving if self._joined(node) and self._evidence.unproved_due(node.name, now)]
+        unproved = (
+            node for node in serving.values() if self._joined(node) and self._evidence.unproved_due(node.name, now)
+        )
         return failed + list(self._with_partners(unproved))
 
     def _joined(self, node: Node) -> bool:
@@ -205,12 +207,13 @@ class Prover:
 
 
 def partners_of(pool: Pool, node: Node) -> Iterator[Node]:
-    """Serving nodes of the other role, the same cohort and the same model, in the order of joining."""
-    return (
-        other
-        for other in _serving(pool)
-        if other.role is not node.role and other.pairs_with(node.cohort) and other.model == node.model != ""
-    )
+    """Serving nodes that it could exchange tickets with, in the order of joining."""
+    return (other for other in _serving(pool) if could_pair(node, other))
+
+
+def could_pair(node: Node, other: Node) -> bool:
+    """Whether two nodes are of two roles, one cohort and one model, which is known."""
+    return node.role is not other.role and node.pairs_with(other.cohort) and node.model == other.model != ""
 
 
 def in_order(node: Node, partner: Node) -> tuple[Node, Node]:

@@ -58,8 +58,8 @@ def test_waits_double_up_to_a_limit(evidence: Evidence) -> None:
         trial = evidence.failed(("p1", "d1"))
         assert trial is not None
         waits.append(trial.due - now)
-        assert not evidence.due(("p1", "d1"), trial.due - 0.1)
-        assert evidence.due(("p1", "d1"), trial.due)
+        assert evidence.due(trial.due - 0.1) == []
+        assert evidence.due(trial.due) == [("p1", "d1")]
         now = trial.due
     assert waits == [30, 60, 120, 240, 480, 600, 600]
 
@@ -72,8 +72,8 @@ def test_a_test_that_could_not_be_made_keeps_nobody_apart_and_ends_no_bar(eviden
     evidence.fails(("p1", "d1"), "far apart", 30)
     evidence.is_silent(("p1", "d1"), "no ticket", 60)
     assert evidence.bars().pairs["p1", "d1"] == "far apart"
-    assert not evidence.due(("p1", "d1"), 119)
-    assert evidence.due(("p1", "d1"), 120)
+    assert evidence.due(119) == []
+    assert evidence.due(120) == [("p1", "d1")]
 
 
 def test_a_proved_node_need_not_be_tried(evidence: Evidence) -> None:
@@ -87,11 +87,19 @@ def test_a_proved_node_need_not_be_tried(evidence: Evidence) -> None:
 def test_a_node_that_came_back_must_be_proved_and_its_bars_last_until_then(evidence: Evidence) -> None:
     evidence.passes(("p1", "d1"))
     evidence.fails(("p2", "d1"), "far apart", 0)
-    evidence.starts_anew("d1", 5)
+    evidence.starts_anew("d1", 5, {"p1", "p2"})
     assert not evidence.proved("d1")
     assert evidence.proved("p1")
     assert not evidence.bars().allow("p2", "d1")
-    assert evidence.due(("p2", "d1"), 5)
+    assert evidence.due(5) == [("p2", "d1")]
+
+
+def test_a_node_that_came_back_with_other_fellows_has_nothing_to_do_with_the_old_ones(evidence: Evidence) -> None:
+    evidence.passes(("p1", "d2"))
+    evidence.fails(("p1", "d1"), "far apart", 0)
+    evidence.starts_anew("d1", 5, {"p2"})
+    assert not evidence.bars()
+    assert evidence.unproved_due("d1", 5)
 
 
 def test_who_left_is_forgotten(evidence: Evidence) -> None:
@@ -118,7 +126,7 @@ def test_whatever_happens_the_last_word_on_a_pair_counts(events: list[tuple[tupl
             case "silent":
                 evidence.is_silent(pair, "no ticket", now)
             case _:
-                evidence.starts_anew(pair[0], now)
+                evidence.starts_anew(pair[0], now, {"d1", "d2", "d3"})
         if event in ("passes", "fails"):
             last[pair] = event
     bars = evidence.bars()

@@ -252,6 +252,17 @@ async def test_a_node_that_came_back_is_proved_again(place: Place) -> None:
     assert all(place.allowed(prefill, "d1") for prefill in ("p1", "p2"))
 
 
+async def test_a_node_that_came_back_as_one_of_another_cohort_has_no_bars(place: Place) -> None:
+    place.nature.dialects["d1"] = 1
+    await place.join("p1", "d2", "d1")
+    assert not place.allowed("p1", "d1")
+    assert await place.join("d1", cohort="b") == []
+    assert place.allowed("p1", "d1"), "they are of two cohorts: planning keeps them apart"
+    assert place.gauge("*", "d1") is None
+    place.nature.dialects["p2"] = 1
+    assert await place.join("p2", cohort="b") == [("p2", "d1")]
+
+
 async def test_a_node_that_left_is_forgotten(place: Place) -> None:
     place.nature.dialects["d1"] = 1
     await place.join("p1", "d1")
