@@ -84,9 +84,9 @@ class FakeNode:
         return script if trouble is None else self._troubled(path, script, trouble, body)
 
     def _healthy(self, path: str, body: Mapping[str, Any]) -> Script:
-        if path == "/tokenize":
+        if path == "/tokenize" and "prompt" in body:
             ids = tokenize(str(body["prompt"]))
-            return Script(200, JSON, (json.dumps({"count": len(ids), "tokens": ids}).encode(),))
+            return Script(200, JSON, (json.dumps({"count": len(ids), "tokens": ids, "node": self.name}).encode(),))
         if path not in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"):
             return Script(200, JSON, (json.dumps({"path": path, "node": self.name}).encode(),))
         refused = _invalid(body)
