@@ -216,6 +216,9 @@ The first step that is still possible is taken:
 - A node that could not be reached at all uses no retry up: where `retries` is not 0, every node is tried.
 - A step that finds no node left gives way to the last one of its row.
 
+No step leads to a pair of nodes that failed the known-answer test (`pdproxy_pair_barred`): as if one of them were not
+there.
+
 A node that active health gives up is not waited for: where the request can go on elsewhere, its legs there fail at
 once, as `stall`, long before the deadlines named below.
 

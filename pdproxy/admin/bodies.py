@@ -7,7 +7,7 @@ from typing import Annotated
 import pydantic
 
 from pdproxy.nodes.capacity import Binding, Capacity
-from pdproxy.nodes.node import Node, NodeView, Role, State
+from pdproxy.nodes.node import Bars, Node, NodeView, Role, State
 
 _BASE_URL = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?/?")
 
@@ -58,7 +58,11 @@ class NodeStatus(pydantic.BaseModel):
     share: float
     active: int
     cohort: str
+    fingerprint: dict[str, str]
+    """What the bytes of its KV cache depend on, by part; ``all``, which the cohort ends with, is their digest."""
     reason: str
+    barred: tuple[str, ...]
+    """With whom it exchanges no tickets, for they failed the known-answer test; a sentence for each."""
     capacity: NodeCapacity | None
 
 
@@ -68,7 +72,7 @@ class NodeList(pydantic.BaseModel):
     nodes: list[NodeStatus]
 
 
-def status(view: NodeView) -> NodeStatus:
+def status(view: NodeView, bars: Bars) -> NodeStatus:
     """One node for the operator."""
     node = view.node
     return NodeStatus(
@@ -82,7 +86,9 @@ def status(view: NodeView) -> NodeStatus:
         share=view.share,
         active=view.active,
         cohort=node.cohort,
+        fingerprint=dict(node.fingerprint),
         reason=view.reason,
+        barred=bars.of(node.name),
         capacity=_capacity(node.capacity),
     )
 

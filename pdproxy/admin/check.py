@@ -1,7 +1,8 @@
 """`pdproxy check` for a person: which nodes were found, what their caches hold, and whether they can work together.
 
 TOKENS is attention capacity, SEQUENCES how many the state groups allow, LONGEST how many of the greatest length run
-together, BINDS which of the first two runs out with these.
+together, BINDS which of the first two runs out with these. A node without partner serves alone: it is named in what it
+differs from the nearest node of the other role.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,8 +23,8 @@ def table(rows: Sequence[Checked]) -> str:
 
 
 def passed(rows: Iterable[Checked]) -> bool:
-    """Whether every node would be admitted."""
-    return all(row.good() for row in rows)
+    """Whether every node would be admitted, and has a partner where any node of the other role is there."""
+    return all(row.good() and not row.unpaired for row in rows)
 
 
 def _cells(row: Checked) -> tuple[str, ...]:
@@ -43,11 +44,17 @@ def _capacity(told: Capacity | None) -> tuple[str, str, str, str]:
 def _verdict(row: Checked) -> str:
     if row.verdict.refusals:
         return "refused"
+    if row.unpaired:
+        return "no partner"
     return "ok, with warnings" if row.verdict.warnings else "ok"
 
 
 def _notes(row: Checked) -> list[str]:
     if isinstance(row.facts, NodeFault):
         return [f"{row.node.name}: {row.facts}"]
-    refusals = [f"{row.node.name}: refused: {finding}" for finding in row.verdict.refusals]
-    return refusals + [f"{row.node.name}: warning: {finding}" for finding in row.verdict.warnings]
+    kinds = {
+        "refused": row.verdict.refusals,
+        "exchanges no tickets": row.unpaired,
+        "warning": row.verdict.warnings,
+    }
+    return [f"{row.node.name}: {kind}: {finding}" for kind, findings in kinds.items() for finding in findings]

@@ -18,10 +18,10 @@ _BARS = (Phase.PLAN, Phase.PREFILL, Phase.HANDOVER, Phase.DECODE)
 
 def state(desk: Desk) -> Mapping[str, object]:
     """Everything at one moment; times in seconds."""
-    now = desk.clock.now()
+    now, pool = desk.clock.now(), desk.pool.snapshot()
     return {
         "ready": readiness(desk),
-        "nodes": [status(view).model_dump(mode="json") for view in desk.pool.snapshot().nodes],
+        "nodes": [status(view, pool.bars).model_dump(mode="json") for view in pool.nodes],
         "on_the_way": len(desk.live),
         "requests": [_ride(ride) for ride in desk.live.newest(SHOWN)],
         "hits": [{"way": way, **dataclasses.asdict(sums)} for way, sums in desk.live.hits.by_way.items()],

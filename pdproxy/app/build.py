@@ -13,6 +13,8 @@ from pdproxy.app.discovery import Sources, Surroundings
 from pdproxy.app.keeper import Keeper
 from pdproxy.app.secrets import node_tls, own_credential, own_headers, read_secret
 from pdproxy.clock import SystemClock
+from pdproxy.drive.errands import Errands
+from pdproxy.drive.known_answer import KnownAnswer
 from pdproxy.drive.means import Means
 from pdproxy.drive.terms import Terms
 from pdproxy.intake.admission import Admission
@@ -28,14 +30,14 @@ from pdproxy.nodes.join import Joiner
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import Preflight
-from pdproxy.nodes.warm import WarmUp
+from pdproxy.nodes.proof import Prover, WarmUp
 from pdproxy.nodes.watch import MetricsWatch
 from pdproxy.observe.labels import Task
 from pdproxy.observe.metrics import Metrics
 from pdproxy.observe.tracing import TracedApp, Tracing, tracing_of
 from pdproxy.orchestrate import Orchestrator
 from pdproxy.planning.plan import Without
-from pdproxy.settings import NodeEntry, OnPrefillFailure, Settings
+from pdproxy.settings import FirstHandOver, NodeEntry, OnPrefillFailure, Settings
 from pdproxy.transport.http import HttpTransport
 from pdproxy.transport.port import Transport
 from pdproxy.transport.traced import TracedTransport
@@ -88,10 +90,15 @@ async def proxy(settings: Settings, around: Surroundings) -> AsyncIterator[Proxy
     orchestrator = Orchestrator(means)
     service = _service(settings, orchestrator, pool, metrics, clock, credential)
     operators = admin_app(_desk(settings, means, drainer, registry, leaving))
-    joiner = Joiner(pool, Preflight(transport, headers), WarmUp(transport, headers))
+    errands = Errands(means)
+    test = KnownAnswer(means, errands, headers)
+    prover = Prover(pool, test, clock) if settings.health.first_hand_over is FirstHandOver.KNOWN_ANSWER else None
+    joiner = Joiner(pool, Preflight(transport, headers), prover or WarmUp(pool, test))
     health = Health(pool, joiner, transport, clock, _health_rules(settings), headers)
     keeper = Keeper(clock, metrics)
     keeper.keep(Task.HEALTH, health.run)
+    if prover is not None:
+        keeper.keep(Task.PROOF, prover.run)
     for source in sources.all:
         keeper.keep(Task.DISCOVERY, Follower(pool, drainer, source, settings.deadlines.drain).run)
     try:
@@ -102,6 +109,7 @@ async def proxy(settings: Settings, around: Surroundings) -> AsyncIterator[Proxy
         await sources.aclose()
         await drainer.aclose()
         await orchestrator.aclose()
+        await errands.aclose()
         await transport.aclose()
         if tracing:
             await asyncio.to_thread(tracing.close)

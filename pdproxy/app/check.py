@@ -36,12 +36,12 @@ class Report:
     unseen: Sequence[str]
 
     def good(self) -> bool:
-        """Whether every node would be admitted, and every source shows some."""
+        """Whether every node would be admitted and has a partner, and every source shows some."""
         return not self.unseen and passed(self.rows)
 
 
 def check(settings: Settings) -> int:
-    """Print the table; 0 when every node would be admitted, else 1.
+    """Print the table; 0 when every node would be admitted and can hand over, else 1.
 
     Raises:
         SettingsError: a file that the settings name cannot be used, or there is no cluster to ask.

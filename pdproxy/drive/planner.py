@@ -44,7 +44,7 @@ class Planner:
     def other_decode(self, prefill: Node) -> Node | None:
         """Another decode node that can use a ticket of ``prefill``, None where there is none."""
         try:
-            return self._choose_decode(self._needs(prefill.cohort))
+            return self._choose_decode(self._needs(prefill))
         except NOWHERE:
             return None
 
@@ -67,9 +67,15 @@ class Planner:
     def _choose_decode(self, needs: Needs) -> Node:
         return choose(self._means.pool.snapshot(), Role.DECODE, needs, next(self._means.turns))
 
-    def _needs(self, cohort: str = "") -> Needs:
+    def _needs(self, ticket_of: Node | None = None) -> Needs:
+        """``ticket_of``: the prefill node whose ticket is at hand."""
         return Needs(
-            self._job.request.model, self._local, self._conduct.avoided, cohort=cohort, prompt_tokens=self._tokens
+            self._job.request.model,
+            self._local,
+            self._conduct.avoided,
+            cohort=ticket_of.cohort if ticket_of else "",
+            prefill=ticket_of.name if ticket_of else "",
+            prompt_tokens=self._tokens,
         )
 
 

@@ -11,6 +11,7 @@ class Why(enum.StrEnum):
     SHORT_PROMPT = "short_prompt"
     NO_PREFILL = "no_prefill"
     NO_PAIR = "no_pair"
+    BARRED_PAIR = "barred_pair"
     PREFILL_FAILED = "prefill_failed"
     PROMPT_LOGPROBS = "prompt_logprobs"
     ECHO_LOGPROBS = "echo_logprobs"

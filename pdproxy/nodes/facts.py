@@ -13,6 +13,12 @@ from pdproxy.nodes.node import Node
 INFO_METRIC = "pdproxy_connector_info"
 """The gauge whose labels tell the connector's settings."""
 
+FINGERPRINT_METRIC = "pdproxy_connector_fingerprint"
+"""The gauge with one series for each part of the fingerprint, its value as a label; see `Facts.fingerprint`."""
+
+WHOLE = "all"
+"""The part that stands for all others: a digest of them."""
+
 
 def _no_labels() -> Mapping[str, str]:
     return MappingProxyType({})
@@ -42,6 +48,8 @@ class Facts:
         card: its models.
         version: of vLLM; "" where not told.
         labels: of our connector; empty when the node runs another one or none.
+        fingerprint: what the bytes of its KV cache depend on, value by part (such as `checkpoint`), and their digest
+            as the part `WHOLE`. Empty for a node whose connector publishes none.
         capacity: of its cache; None where not told.
         ranks: data-parallel ranks behind its address.
     """
@@ -52,9 +60,10 @@ class Facts:
     labels: Mapping[str, str] = dataclasses.field(default_factory=_no_labels)
     capacity: Capacity | None = None
     ranks: int = 1
+    fingerprint: Mapping[str, str] = dataclasses.field(default_factory=_no_labels)
 
     def joined(self) -> Node:
-        """The node with what was found filled in: model, aliases, cohort, capacity, ranks. What was configured wins."""
+        """The node with what was found filled in. What was configured wins."""
         model = self.node.model or next(iter(self.card.names), "")
         aliases = dict.fromkeys((*self.node.aliases, *(name for name in self.card.names if name != model)))
         return dataclasses.replace(
@@ -64,12 +73,19 @@ class Facts:
             cohort=self.cohort(),
             capacity=self.capacity,
             ranks=self.ranks,
+            fingerprint=self.fingerprint,
+            block_size=_number(self.labels.get("block_size")),
+            max_model_len=self.card.max_model_len or 0,
         )
 
     def cohort(self) -> str:
-        """Nodes of one cohort can exchange tickets: the NIXL handshake hashes the vLLM version; "" if not told."""
+        """Nodes of one cohort can exchange tickets; "" if nothing is known.
+
+        The NIXL handshake hashes the vLLM version, and a ticket is refused where the fingerprints differ.
+        """
         version, connector = self.labels.get("vllm_version", self.version), self.labels.get("connector_version")
-        return version if connector is None else f"{version}+{connector}"
+        parts = (version, connector, self.fingerprint.get(WHOLE))
+        return "+".join(part for part in parts if part is not None)
 
     def setting(self, name: str) -> str | None:
         """A setting as the node published it; None where it did not."""
@@ -104,6 +120,19 @@ def read_labels(body: bytes) -> Mapping[str, str]:
     return MappingProxyType(dict(samples[0][1])) if samples else _no_labels()
 
 
+def read_fingerprint(body: bytes) -> Mapping[str, str]:
+    """The parts of the fingerprint in a ``/metrics`` answer, in order; empty without one.
+
+    Data-parallel ranks are one engine's copies and agree. Should they ever not, both values are given: such a node
+    pairs only with one that is divided in the same way.
+    """
+    values: dict[str, set[str]] = {}
+    for _, labels, _ in _samples(body, FINGERPRINT_METRIC + "{"):
+        if "part" in labels and "value" in labels:
+            values.setdefault(labels["part"], set()).add(labels["value"])
+    return MappingProxyType({part: "|".join(sorted(told)) for part, told in values.items()})
+
+
 def read_ranks(body: bytes) -> int:
     """How many ranks with our connector a ``/metrics`` answer speaks of; 1 where it does not say."""
     return max(1, len({labels.get("engine") for _, labels, _ in _samples(body, INFO_METRIC + "{")}))
@@ -122,6 +151,10 @@ def _samples(body: bytes, beginning: str) -> list[Sample]:
     except ValueError:
         return []
     return [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text is not None and text.isdecimal() else 0
 
 
 def _object(body: bytes) -> Mapping[str, object]:

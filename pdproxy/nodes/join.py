@@ -1,34 +1,35 @@
-"""How a node comes in: preflight, judgement, warm-up, UP."""
+"""How a node comes in: preflight, judgement, introduction to its partners, UP."""
 
-import asyncio
 import logging
 
 from pdproxy.errors import NodeFault
 from pdproxy.nodes.facts import Facts
+from pdproxy.nodes.fingerprints import unpaired
 from pdproxy.nodes.judge import Verdict, judge
-from pdproxy.nodes.node import Node, Role, State
+from pdproxy.nodes.node import Node, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import Preflight
-from pdproxy.nodes.warm import WarmUp
+from pdproxy.nodes.proof import Introduction
 
 _LOG = logging.getLogger(__name__)
 
-WARMED_PAIRS = 8
-"""With how many partners a node is warmed before it serves: each costs a request, and clients warm the others."""
+MOST_LOOKS = 15
+"""How often a node is looked at whose engine has not told what it publishes when it starts; about a second apart."""
 
 
 class Joiner:
     """Admits nodes to the pool, or refuses them by the name of the setting.
 
     Args:
-        warm_up: None leaves first pairs cold.
+        introduction: to its partners; None leaves first pairs cold.
     """
 
-    def __init__(self, pool: Pool, preflight: Preflight, warm_up: WarmUp | None = None) -> None:
+    def __init__(self, pool: Pool, preflight: Preflight, introduction: Introduction | None = None) -> None:
         self._pool = pool
         self._preflight = preflight
-        self._warm_up = warm_up
+        self._introduction = introduction
         self._accepted: dict[str, Facts] = {}
+        self._looks: dict[str, int] = {}
 
     async def attempt(self, name: str) -> None:
         """Try to bring one node of the pool in; it stays as it is when it cannot be reached.
@@ -42,7 +43,7 @@ class Joiner:
         except NodeFault as fault:
             self._pool.waiting(name, str(fault))
             return
-        if not self._has(node):
+        if not self._has(node) or self._is_early(facts):
             return
         verdict = judge(facts, self._others(name))
         if verdict.refusals:
@@ -64,42 +65,38 @@ class Joiner:
         self._pool.refuse(name, reason)
 
     async def _admit(self, facts: Facts, verdict: Verdict) -> None:
-        """Accepted before it is warm: two nodes that join at the same time must be judged against each other."""
+        """Accepted before its introduction: two nodes that join at the same time are judged against each other."""
         node = facts.joined()
         self._accepted[node.name] = facts
-        await self._warm(node)
+        if self._introduction is not None:
+            await self._introduction.join(node)
         if self._has(facts.node):
             self._pool.admit(node)
             _LOG.info("node %s serves %s as %s node", node.name, node.model or "any model", node.role)
-            for warning in verdict.warnings:
-                _LOG.warning("node %s: %s", node.name, warning)
+            self._log_findings(facts, verdict)
 
-    async def _warm(self, node: Node) -> None:
-        if self._warm_up is None:
-            return
-        partners = self._partners(node)[:WARMED_PAIRS]
-        pairs = ((node, partner) if node.role is Role.PREFILL else (partner, node) for partner in partners)
-        await asyncio.gather(*(_warm_pair(self._warm_up, prefill, decode) for prefill, decode in pairs))
+    def _log_findings(self, facts: Facts, verdict: Verdict) -> None:
+        for warning in verdict.warnings:
+            _LOG.warning("node %s: %s", facts.node.name, warning)
+        for difference in unpaired(facts, self._others(facts.node.name)):
+            _LOG.warning("node %s exchanges no tickets: %s", facts.node.name, difference)
 
-    def _partners(self, node: Node) -> list[Node]:
-        return [
-            view.node
-            for view in self._pool.snapshot().nodes
-            if view.state is State.UP
-            and view.node.role is not node.role
-            and view.node.pairs_with(node.cohort)
-            and view.node.model == node.model != ""
-        ]
+    def _is_early(self, facts: Facts) -> bool:
+        """Whether the engine has not told yet what its connector publishes once it steps for the first time.
+
+        Its fingerprint is part of that: a node admitted without it would be of a cohort of its own.
+        """
+        name = facts.node.name
+        self._looks[name] = self._looks.get(name, 0) + 1
+        if facts.labels and facts.capacity is None and self._looks[name] < MOST_LOOKS:
+            if self._pool.view(name).state is not State.JOINING:
+                self._pool.rejoin(name)  # it restarted, and what is known of it may be another one's
+            self._pool.waiting(name, "its engine has not told yet what its cache holds")
+            return True
+        del self._looks[name]
+        return False
 
     def _has(self, node: Node) -> bool:
         """Whether the pool still has this very node (it may have been removed, even replaced, while we asked)."""
         there = any(view.node.name == node.name for view in self._pool.snapshot().nodes)
         return there and self._pool.configured(node.name) == node
-
-
-async def _warm_pair(warm_up: WarmUp, prefill: Node, decode: Node) -> None:
-    """A pair that stays cold is slower once, no reason to keep a node out."""
-    try:
-        await warm_up.pair(prefill, decode, decode.model)
-    except NodeFault as fault:
-        _LOG.warning("no warm-up from %s to %s: %s", prefill.name, decode.name, fault)

@@ -17,10 +17,19 @@ MUST_AGREE = (
     "signed",
 )
 """Settings in which a prefill and a decode node of one cohort may not differ: the handshake (`model` as a path,
-`dtype`, `kv_cache_dtype`), the layout of what is read, or the ticket would not fit."""
+`dtype`, `kv_cache_dtype`), the layout of what is read, or the ticket would not fit.
+
+Nodes that publish fingerprints and differ in what these name are of two cohorts, and never compared. What is left for
+them is what the handshake or the tickets need beyond equal bytes: `model`, whose path no fingerprint has, and `signed`.
+"""
 
 SHOULD_AGREE = ("tp_size", "prefix_caching", "lease_seconds")
 """Settings that may differ and mostly do so by mistake."""
+
+_ONE_PATH = (
+    "vLLM's NIXL handshake compares the text of the path, so that no hand-over would succeed: mount or link the model"
+    " at one path on all nodes and give --model that path; clients' name for it is --served-model-name"
+)
 
 _WRONG_ROLE = {Role.PREFILL: "kv_consumer", Role.DECODE: "kv_producer"}
 
@@ -86,8 +95,38 @@ def _differences(facts: Facts, partners: Iterable[Facts], settings: Iterable[str
         for setting in settings:
             mine, theirs = facts.setting(setting), other.setting(setting)
             if mine is not None and theirs is not None and mine != theirs:
-                found.setdefault(setting, Finding(setting, f"{mine} here, {theirs} on {other.node.name}"))
+                values, advice = f"{mine} here, {theirs} on {other.node.name}", _advice(setting, facts, other)
+                found.setdefault(setting, Finding(setting, f"{values}: {advice}" if advice else values))
     return list(found.values())
+
+
+def _advice(setting: str, facts: Facts, other: Facts) -> str:
+    """What to do about a difference, where its name does not say it all."""
+    match setting:
+        case "model":
+            return _ONE_PATH
+        case "block_size":
+            return block_size_advice(facts, other)
+        case _:
+            return ""
+
+
+def block_size_advice(facts: Facts, other: Facts) -> str:
+    """Which tensor-parallel degrees and --block-size go together, where two nodes differ in both; "" elsewhere.
+
+    vLLM (0.32 and 0.33, `Platform._align_hybrid_block_size`) makes the attention block of a hybrid model the least
+    multiple of --block-size (or of the backend's own) whose page holds a rank's mamba state. The state shrinks with
+    each rank, a token's attention page only until a rank has a single KV head: up to that degree all sizes are equal.
+    """
+    sizes = [told.labels.get("block_size", "") for told in (facts, other)]
+    degrees = [told.labels.get("tp_size", "") for told in (facts, other)]
+    if degrees[0] == degrees[1] or sizes[0] == sizes[1] or not all(size.isdecimal() for size in sizes):
+        return ""
+    return (
+        f"a hybrid model's block size follows --tensor-parallel-size ({degrees[0]} here, {degrees[1]} there). Pairs"
+        " that go together: equal degrees; any two degrees up to the model's number of KV heads; and any two with"
+        f" --block-size {max(map(int, sizes))} on both"
+    )
 
 
 def _weaknesses(facts: Facts) -> list[Finding]:

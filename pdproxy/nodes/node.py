@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from pdproxy.nodes.capacity import Capacity
 from pdproxy.request import Headers
@@ -46,9 +47,12 @@ class Node:
         model: the model it serves, as clients name it; "" until known.
         aliases: further names that are served here (LoRA).
         weight: relative share of requests, > 0.
-        cohort: nodes pair only within one cohort (vLLM version and cache layout); "" pairs with all.
+        cohort: nodes pair only within one cohort (versions of vLLM and connector, fingerprint); "" pairs with all.
         capacity: what its cache holds; None until known, and of a node that does not tell.
         ranks: data-parallel ranks behind the address, each with blocks and hand-overs of its own.
+        fingerprint: what the bytes of its KV cache depend on, value by part; empty where it does not say.
+        block_size: tokens in an attention block; 0 where it does not say.
+        max_model_len: the longest sequence in tokens; 0 where it does not say.
     """
 
     name: str
@@ -60,6 +64,9 @@ class Node:
     cohort: str = ""
     capacity: Capacity | None = None
     ranks: int = 1
+    fingerprint: Mapping[str, str] = dataclasses.field(default_factory=lambda: MappingProxyType({}), hash=False)
+    block_size: int = 0
+    max_model_len: int = 0
 
     def each_rank(self) -> tuple[Headers, ...]:
         """The headers that bring a request to each of its ranks; a lone one needs none."""
@@ -95,8 +102,39 @@ class NodeView:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Bars:
+    """Which nodes of one cohort exchange no tickets all the same, each with a sentence that says why.
+
+    Attributes:
+        pairs: by the names of prefill and decode node.
+        nodes: by name: nodes that exchange none with any other.
+    """
+
+    pairs: Mapping[tuple[str, str], str] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
+    nodes: Mapping[str, str] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
+
+    def __bool__(self) -> bool:
+        """Whether anything is barred at all."""
+        return bool(self.pairs or self.nodes)
+
+    def allow(self, prefill: str, decode: str) -> bool:
+        """Whether a ticket may pass from one node to the other."""
+        return prefill not in self.nodes and decode not in self.nodes and (prefill, decode) not in self.pairs
+
+    def of(self, name: str) -> tuple[str, ...]:
+        """From whom a node is barred, and why: a sentence for each."""
+        pairs = tuple(
+            f"no tickets with {decode if name == prefill else prefill}: {why}"
+            for (prefill, decode), why in self.pairs.items()
+            if name in (prefill, decode)
+        )
+        return (f"no tickets with any node: {self.nodes[name]}", *pairs) if name in self.nodes else pairs
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
     """All nodes at one moment; what a plan is made from."""
 
     nodes: tuple[NodeView, ...]
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    bars: Bars = Bars()

@@ -63,7 +63,9 @@ class Pool(Roster):
     def snapshot(self) -> Snapshot:
         """Every node as it stands now, in the order of joining."""
         now = self._clock.now()
-        return Snapshot(tuple(self._refresh(member, now).view(now) for member in self._members.values()))
+        return Snapshot(
+            tuple(self._refresh(member, now).view(now) for member in self._members.values()), bars=self.bars
+        )
 
     def view(self, name: str) -> NodeView:
         """One node as it stands now.

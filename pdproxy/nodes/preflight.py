@@ -6,8 +6,17 @@ from collections.abc import Sequence
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.nodes.ask import get
-from pdproxy.nodes.facts import Facts, read_card, read_labels, read_node_capacity, read_ranks, read_version
-from pdproxy.nodes.judge import Verdict, judge
+from pdproxy.nodes.facts import (
+    Facts,
+    read_card,
+    read_fingerprint,
+    read_labels,
+    read_node_capacity,
+    read_ranks,
+    read_version,
+)
+from pdproxy.nodes.fingerprints import unpaired
+from pdproxy.nodes.judge import Finding, Verdict, judge
 from pdproxy.nodes.node import Node
 from pdproxy.request import Headers
 from pdproxy.transport.port import Patience, Transport
@@ -41,7 +50,7 @@ class Preflight:
         version = read_version(await self._extra(node, "/version"))
         metrics = await self._extra(node, "/metrics")
         capacity, ranks = read_node_capacity(metrics), read_ranks(metrics)
-        return Facts(node, read_card(body), version, read_labels(metrics), capacity, ranks)
+        return Facts(node, read_card(body), version, read_labels(metrics), capacity, ranks, read_fingerprint(metrics))
 
     async def _extra(self, node: Node, path: str) -> bytes:
         """A body that may be missing: b"" then."""
@@ -59,11 +68,19 @@ class Preflight:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checked:
-    """One row of `pdproxy check`: ``facts`` is a NodeFault when the node could not be asked."""
+    """One row of `pdproxy check`.
+
+    Attributes:
+        node: as it was configured.
+        facts: a NodeFault when the node could not be asked.
+        verdict: against the nodes named before it.
+        unpaired: why it would exchange no tickets with any of the others; empty where it does.
+    """
 
     node: Node
     facts: Facts | NodeFault
     verdict: Verdict = dataclasses.field(default_factory=Verdict)
+    unpaired: tuple[Finding, ...] = ()
 
     def good(self) -> bool:
         """Whether the node would be admitted."""
@@ -71,13 +88,21 @@ class Checked:
 
 
 async def check(preflight: Preflight, nodes: Sequence[Node]) -> list[Checked]:
-    """Ask every node at once, then judge each against the ones named before it, as if they joined in this order."""
+    """Ask every node at once, then judge each against the ones named before it, as if they joined in this order.
+
+    Whether it has a partner is judged by all that would be admitted.
+    """
     answers = await asyncio.gather(*(_try(preflight, node) for node in nodes))
     rows: list[Checked] = []
     for node, facts in zip(nodes, answers, strict=True):
         accepted = [row.facts for row in rows if row.good() and isinstance(row.facts, Facts)]
         rows.append(Checked(node, facts, judge(facts, accepted) if isinstance(facts, Facts) else Verdict()))
-    return rows
+    accepted = [row.facts for row in rows if row.good() and isinstance(row.facts, Facts)]
+    return [dataclasses.replace(row, unpaired=_unpaired(row, accepted)) for row in rows]
+
+
+def _unpaired(row: Checked, accepted: Sequence[Facts]) -> tuple[Finding, ...]:
+    return unpaired(row.facts, accepted) if isinstance(row.facts, Facts) and row.good() else ()
 
 
 async def _try(preflight: Preflight, node: Node) -> Facts | NodeFault:

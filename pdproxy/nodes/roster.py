@@ -1,12 +1,14 @@
 """Who belongs to the pool, and in which state: the half of `Pool` that operators, health and discovery change."""
 
 import asyncio
+from collections.abc import Iterator
+from types import MappingProxyType
 
 from pdproxy.clock import Clock
 from pdproxy.errors import PdproxyError
 from pdproxy.nodes.circuit import Circuit, CircuitRules, Phase
 from pdproxy.nodes.member import Member, Stage
-from pdproxy.nodes.node import Node
+from pdproxy.nodes.node import Bars, Node, Role
 from pdproxy.nodes.watch import NodeWatch, Unwatched
 
 
@@ -26,6 +28,10 @@ class DuplicateNode(PdproxyError):
         self.name = name
 
 
+ANYBODY = "*"
+"""Stands for all nodes of a role where a bar is shown; no node can have this name."""
+
+
 class Roster:
     """All nodes, by name. It does no I/O and runs on one event loop; every call is done when it returns.
 
@@ -40,6 +46,8 @@ class Roster:
         self._rules = rules or CircuitRules()
         self._watch = watch or Unwatched()
         self._members: dict[str, Member] = {}
+        self.bars = Bars()
+        """Which nodes exchange no tickets though they are of one cohort; changed by `bar` alone."""
         self.changed = asyncio.Event()
         """Set when a node was added or fell back to JOINING; `health` clears it."""
 
@@ -129,12 +137,30 @@ class Roster:
         member.reason = "drained by the operator"
         self._move(member, member.circuit, Stage.DRAINING)
 
+    def bar(self, bars: Bars) -> None:
+        """From now on these and no others are kept apart; plans that were made stay as they are."""
+        before, after = set(self._shown(self.bars)), set(self._shown(bars))
+        self.bars = bars
+        for prefill, decode in before - after:
+            self._watch.barred(prefill, decode, lifted=True)
+        for prefill, decode in after - before:
+            self._watch.barred(prefill, decode, lifted=False)
+
     def remove(self, name: str) -> None:
         """Forget the node; legs that still run on it are told to leave. Idempotent."""
+        self.bar(_without(self.bars, name))
         member = self._members.pop(name, None)
         if member is not None:
             member.leaving.set()
             self._watch.gone(member.node)
+
+    def _shown(self, bars: Bars) -> Iterator[tuple[str, str]]:
+        """By prefill and decode node; a node that is barred from everybody has ANYBODY beside it."""
+        yield from bars.pairs
+        for name in bars.nodes:
+            member = self._members.get(name)
+            if member is not None:
+                yield (name, ANYBODY) if member.node.role is Role.PREFILL else (ANYBODY, name)
 
     def _member(self, name: str) -> Member:
         member = self._members.get(name)
@@ -156,3 +182,9 @@ class Roster:
             self._watch.circuit_moved(member.node, circuit.phase)
         if member.state() is not state:
             self._watch.state(member.node, member.state())
+
+
+def _without(bars: Bars, name: str) -> Bars:
+    pairs = {pair: why for pair, why in bars.pairs.items() if name not in pair}
+    nodes = {barred: why for barred, why in bars.nodes.items() if barred != name}
+    return Bars(MappingProxyType(pairs), MappingProxyType(nodes))

@@ -22,6 +22,10 @@ class NodeWatch(Protocol):
         """The node's circuit changed its phase."""
         ...
 
+    def barred(self, prefill: str, decode: str, *, lifted: bool) -> None:
+        """No ticket passes between these two nodes any more, or (``lifted``) tickets may pass again."""
+        ...
+
     def gone(self, node: Node) -> None:
         """``node`` left the pool: forget its series."""
         ...
@@ -35,6 +39,8 @@ class Unwatched:
     def state(self, node: Node, state: State) -> None: ...
 
     def circuit_moved(self, node: Node, to: Phase) -> None: ...
+
+    def barred(self, prefill: str, decode: str, *, lifted: bool) -> None: ...
 
     def gone(self, node: Node) -> None: ...
 
@@ -55,6 +61,12 @@ class MetricsWatch:
 
     def circuit_moved(self, node: Node, to: Phase) -> None:
         self._metrics.circuit_moved(node.name, to)
+
+    def barred(self, prefill: str, decode: str, *, lifted: bool) -> None:
+        if lifted:
+            self._metrics.pair_allowed(prefill, decode)
+        else:
+            self._metrics.pair_barred(prefill, decode)
 
     def gone(self, node: Node) -> None:
         self._metrics.node_forgotten(node.name, node.role, State, Phase)

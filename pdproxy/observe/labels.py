@@ -63,6 +63,7 @@ class Task(enum.StrEnum):
 
     HEALTH = "health"
     DISCOVERY = "discovery"
+    PROOF = "proof"
 
 
 class Migration(enum.StrEnum):
@@ -77,3 +78,14 @@ class Release(enum.StrEnum):
 
     DONE = "done"
     FAILED = "failed"
+
+
+class Proof(enum.StrEnum):
+    """How a known-answer test of a pair of nodes ended."""
+
+    PASSED = "passed"
+    """The decode node answered with the hand-over as it answers alone."""
+    FAILED = "failed"
+    """It answered something else: the same bytes mean different things on the two nodes."""
+    UNANSWERED = "unanswered"
+    """No hand-over came about, so that nothing could be compared."""

@@ -7,7 +7,7 @@ from functools import cache, partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdproxy.errors import Fault
-from pdproxy.observe.labels import Answer, Leg, Migration, Outcome, Phase, Release, Task, Tokens
+from pdproxy.observe.labels import Answer, Leg, Migration, Outcome, Phase, Proof, Release, Task, Tokens
 from pdproxy.request import Endpoint
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -49,6 +49,10 @@ class Metrics:
         )
         self._node_active = gauge("pdproxy_node_active", "Legs in flight on a node.", ["node", "role"])
         self._node_up = gauge("pdproxy_node_up", "1 for the state a node is in, else 0.", ["node", "role", "state"])
+        self._barred = gauge(
+            "pdproxy_pair_barred", "1 for nodes that failed the known-answer test.", ["prefill", "decode"]
+        )
+        self._proofs = counter("pdproxy_known_answer_tests_total", "Known-answer tests of pairs of nodes.", ["result"])
         self._circuit = counter("pdproxy_circuit_moves_total", "Moves of a node's circuit.", ["node", "to"])
         self._tasks = counter("pdproxy_task_failures_total", "Background tasks that had to be begun again.", ["task"])
         # Finding a series by its labels costs more than counting: those of the hot path are found once.
@@ -65,7 +69,8 @@ class Metrics:
         for endpoint, outcome in itertools.product((*Endpoint, _OTHER), Outcome):
             self._requests.labels(endpoint, outcome)
         for counter, words in (
-            (self._migrations, Migration), (self._releases, Release), (self._tokens, Tokens), (self._tasks, Task)
+            (self._migrations, Migration), (self._releases, Release), (self._tokens, Tokens), (self._tasks, Task),
+            (self._proofs, Proof),
         ):  # fmt: skip
             for word in words:
                 counter.labels(word)
@@ -162,6 +167,18 @@ class Metrics:
             self._node_up.remove(node, role, each)
         for phase in phases:
             self._circuit.remove(node, phase)
+
+    def pair_barred(self, prefill: str, decode: str) -> None:
+        """Two nodes exchange no tickets, for they failed the known-answer test."""
+        self._barred.labels(prefill, decode).set(1)
+
+    def pair_allowed(self, prefill: str, decode: str) -> None:
+        """They may again, or one of them has left: the series goes."""
+        self._barred.remove(prefill, decode)
+
+    def proof_ended(self, result: Proof) -> None:
+        """Count a known-answer test."""
+        self._proofs.labels(result).inc()
 
     def circuit_moved(self, node: str, to: enum.StrEnum) -> None:
         """Count a move of a node's circuit."""

@@ -18,6 +18,8 @@ class Lack(enum.StrEnum):
     """There are nodes that take requests, but all were excluded (tried already)."""
     NO_PAIR = "no_pair"
     """Prefill and decode nodes there are, but none of one cohort, and the policy forbids to do without prefill."""
+    BARRED_PAIR = "barred_pair"
+    """The same, of pairs that failed the known-answer test."""
 
 
 class NoNode(PdproxyError):
@@ -58,6 +60,8 @@ class Reason(enum.StrEnum):
     SHORT_PROMPT = "short_prompt"
     NO_PREFILL = "no_prefill"
     NO_PAIR = "no_pair"
+    BARRED_PAIR = "barred_pair"
+    """There are pairs of one cohort, and all of them failed the known-answer test."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,6 +87,8 @@ class Needs:
         excluded: names of nodes that must not be used (they failed this request).
         decode: the decode node to keep if it still takes requests (affinity).
         cohort: the decode node must pair with it (a ticket is at hand); "" for any.
+        prefill: the name of the prefill node whose ticket is at hand: the decode node may not be barred from it; "" for
+            none.
         prompt_tokens: how long the prompt is, where known.
     """
 
@@ -91,6 +97,7 @@ class Needs:
     excluded: frozenset[str] = frozenset()
     decode: str | None = None
     cohort: str = ""
+    prefill: str = ""
     prompt_tokens: int | None = None
 
 

@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Iterable
 
-from pdproxy.nodes.node import Node, NodeView, Role, Snapshot
+from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot
 from pdproxy.planning.needs import Lack, Needs, NoNode, Plan, PlanPolicy, Reason, UnknownModel, Without
 
 __all__ = [
@@ -40,13 +40,15 @@ def plan(snapshot: Snapshot, needs: Needs, policy: PlanPolicy, turn: int) -> Pla
     decodes = _kept(_candidates(snapshot, Role.DECODE, needs), needs.decode)
     if not decodes:
         raise NoNode(_lack(snapshot, Role.DECODE, needs, Lack.NO_DECODE), needs.model)
-    pair = _pair(prefills, decodes, turn)
+    pair = _pair(prefills, decodes, snapshot.bars, turn)
     if pair is not None:
         return Plan(pair[0], pair[1], Reason.DISAGGREGATED)
+    barred = bool(snapshot.bars) and _pair(prefills, decodes, Bars(), turn) is not None
     if policy.without_prefill is Without.FAIL:
-        lack = Lack.NO_PAIR if prefills else _lack(snapshot, Role.PREFILL, needs, Lack.NO_PREFILL)
-        raise NoNode(lack, needs.model)
-    return Plan(None, _least(decodes, turn).node, Reason.NO_PAIR if prefills else Reason.NO_PREFILL)
+        unpaired = Lack.BARRED_PAIR if barred else Lack.NO_PAIR
+        raise NoNode(unpaired if prefills else _lack(snapshot, Role.PREFILL, needs, Lack.NO_PREFILL), needs.model)
+    unpaired_because = Reason.BARRED_PAIR if barred else Reason.NO_PAIR
+    return Plan(None, _least(decodes, turn).node, unpaired_because if prefills else Reason.NO_PREFILL)
 
 
 def choose(snapshot: Snapshot, role: Role, needs: Needs, turn: int) -> Node:
@@ -98,6 +100,7 @@ def _serving(snapshot: Snapshot, role: Role, needs: Needs) -> Iterable[NodeView]
         and view.takes_requests()
         and view.node.serves(needs.model)
         and view.node.pairs_with(needs.cohort)
+        and (not needs.prefill or snapshot.bars.allow(needs.prefill, view.node.name))
     )
 
 
@@ -125,24 +128,50 @@ def _least(views: list[NodeView], turn: int) -> NodeView:
     return ties[turn % len(ties)]
 
 
-def _pair(prefills: list[NodeView], decodes: list[NodeView], turn: int) -> tuple[Node, Node] | None:
+def _pair(prefills: list[NodeView], decodes: list[NodeView], bars: Bars, turn: int) -> tuple[Node, Node] | None:
     """The least loaded prefill and decode node of the cohort in which the two together are least loaded."""
     cohorts = sorted({view.node.cohort for view in (*prefills, *decodes)})
-    found = (_pair_of(cohort, prefills, decodes, turn // len(cohorts)) for cohort in cohorts)
+    pair_of = _allowed_pair_of if bars else _pair_of
+    found = (pair_of(cohort, prefills, decodes, bars, turn // len(cohorts)) for cohort in cohorts)
     pairs = [pair for pair in found if pair is not None]
     if not pairs:
         return None
-    lowest = min(_load(prefill) + _load(decode) for prefill, decode in pairs)
-    ties = [pair for pair in pairs if _load(pair[0]) + _load(pair[1]) == lowest]
-    prefill, decode = ties[turn % len(ties)]
+    prefill, decode = _lightest(pairs, turn)
     return prefill.node, decode.node
 
 
+def _lightest(pairs: list[tuple[NodeView, NodeView]], turn: int) -> tuple[NodeView, NodeView]:
+    lowest = min(_load(prefill) + _load(decode) for prefill, decode in pairs)
+    ties = [pair for pair in pairs if _load(pair[0]) + _load(pair[1]) == lowest]
+    return ties[turn % len(ties)]
+
+
 def _pair_of(
-    cohort: str, prefills: list[NodeView], decodes: list[NodeView], turn: int
+    cohort: str, prefills: list[NodeView], decodes: list[NodeView], _: Bars, turn: int
 ) -> tuple[NodeView, NodeView] | None:
-    fit_prefill = [view for view in prefills if view.node.cohort in ("", cohort)]
-    fit_decode = [view for view in decodes if view.node.cohort in ("", cohort)]
+    """Where nothing is barred, each of the two is chosen by itself."""
+    fit_prefill, fit_decode = _of_cohort(cohort, prefills), _of_cohort(cohort, decodes)
     if not fit_prefill or not fit_decode:
         return None
     return _least(fit_prefill, turn), _least(fit_decode, turn)
+
+
+def _allowed_pair_of(
+    cohort: str, prefills: list[NodeView], decodes: list[NodeView], bars: Bars, turn: int
+) -> tuple[NodeView, NodeView] | None:
+    """Where some are, every pair is looked at: the least loaded node may have no partner."""
+    takers = [(view, _load(view)) for view in _of_cohort(cohort, decodes)]
+    lowest, ties = float("inf"), list[tuple[NodeView, NodeView]]()
+    for prefill in _of_cohort(cohort, prefills):
+        own = _load(prefill)
+        for decode, load in takers:
+            if own + load > lowest or not bars.allow(prefill.node.name, decode.node.name):
+                continue
+            if own + load < lowest:
+                lowest, ties = own + load, []
+            ties.append((prefill, decode))
+    return ties[turn % len(ties)] if ties else None
+
+
+def _of_cohort(cohort: str, views: list[NodeView]) -> list[NodeView]:
+    return [view for view in views if view.node.cohort in ("", cohort)]

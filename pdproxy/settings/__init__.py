@@ -6,6 +6,7 @@
 from pdproxy.settings.choices import (
     Credential,
     Finding,
+    FirstHandOver,
     LogFormat,
     LogLevel,
     NodeRole,
@@ -33,6 +34,7 @@ __all__ = [
     "Deadlines",
     "Discovery",
     "Finding",
+    "FirstHandOver",
     "Health",
     "Keys",
     "Limits",

@@ -68,6 +68,15 @@ class Finding(enum.StrEnum):
     """EndpointSlices, which are watched."""
 
 
+class FirstHandOver(enum.StrEnum):
+    """What a node is asked to hand over before it serves."""
+
+    KNOWN_ANSWER = "known_answer"
+    """A prompt of several blocks, whose answer must be that of the decode node alone."""
+    WARM_UP = "warm_up"
+    """Four tokens, so that the handshake is made; nothing is compared."""
+
+
 class Scheme(enum.StrEnum):
     """How an address begins."""
 

@@ -7,6 +7,7 @@ from typing import Annotated
 from pdproxy.settings.choices import (
     Credential,
     Finding,
+    FirstHandOver,
     LogFormat,
     LogLevel,
     NodeRole,
@@ -158,6 +159,13 @@ class Health:
     slow_start: Annotated[
         float, Meaning("Over which a node that came back gets its full share.", "seconds", least=0)
     ] = 30.0
+    first_hand_over: Annotated[
+        FirstHandOver,
+        Meaning(
+            "What nodes hand over before they serve: `known_answer` compares the answer with what the decode node says"
+            " alone, and keeps pairs apart that fail; `warm_up` only makes the handshake."
+        ),
+    ] = FirstHandOver.KNOWN_ANSWER
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from pdproxy.admin.app import admin_app
 from pdproxy.admin.desk import Desk
 from pdproxy.nodes.capacity import Binding, Capacity
 from pdproxy.nodes.drain import Drainer
-from pdproxy.nodes.node import Node, Role, State
+from pdproxy.nodes.node import Bars, Node, Role, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.watch import MetricsWatch
 from pdproxy.observe.metrics import Metrics
@@ -104,6 +104,20 @@ async def test_a_node_is_listed_with_what_its_cache_holds(client: httpx.AsyncCli
     assert (await client.get("/nodes/p1")).json()["capacity"] is None
     told = {"tokens": 4096, "sequences": None, "longest": 2, "binding": "attention"}
     assert (await client.get("/nodes/d1")).json()["capacity"] == told
+
+
+async def test_a_node_is_listed_with_its_fingerprint_and_with_whom_it_exchanges_no_tickets(
+    client: httpx.AsyncClient, desk: Desk
+) -> None:
+    parts = {"checkpoint": "c1", "all": "feed"}
+    serve(desk, PREFILL, dataclasses.replace(DECODE, cohort="0.32.0+0.1.0+feed", fingerprint=parts))
+    desk.pool.bar(Bars({("p1", "d1"): "far apart"}, {"d1": "far apart"}))
+    listed = {node["name"]: node for node in (await client.get("/nodes")).json()["nodes"]}
+    assert (listed["d1"]["cohort"], listed["d1"]["fingerprint"]) == ("0.32.0+0.1.0+feed", parts)
+    assert listed["d1"]["barred"] == ["no tickets with any node: far apart", "no tickets with p1: far apart"]
+    assert listed["p1"]["barred"] == ["no tickets with d1: far apart"]
+    shown = {node["name"]: node["barred"] for node in (await client.get("/ui/state")).json()["nodes"]}
+    assert shown["p1"] == listed["p1"]["barred"]
 
 
 async def test_a_node_is_added_and_joins(client: httpx.AsyncClient, desk: Desk) -> None:

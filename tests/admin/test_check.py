@@ -35,3 +35,18 @@ def test_each_node_has_a_line_and_each_finding_a_note() -> None:
     ]
     assert not passed(rows)
     assert passed(rows[:1])
+
+
+def test_nodes_that_never_hand_over_fail_the_check() -> None:
+    rows = [
+        Checked(PREFILL, Facts(PREFILL, Card(("tiny",)), "0.32.0")),
+        Checked(
+            DECODE,
+            Facts(DECODE, Card(("tiny",)), "0.32.0"),
+            unpaired=(Finding("checkpoint", "new here, old on p1: the same weights"),),
+        ),
+    ]
+    lines = table(rows).splitlines()
+    assert lines[2].split()[-2:] == ["no", "partner"]
+    assert lines[3:] == ["d1: exchanges no tickets: checkpoint: new here, old on p1: the same weights"]
+    assert not passed(rows)

@@ -39,10 +39,11 @@ class Front:
 
 
 @contextlib.asynccontextmanager
-async def front(settings: Settings, key: str = "none") -> AsyncIterator[Front]:
+async def front(settings: Settings, key: str = "none", prefill_dialect: int = 0) -> AsyncIterator[Front]:
     """Start everything; the settings' nodes are replaced. ``key`` is what the client sends at first."""
     fabric = Fabric()
     prefill, decode = FakeNode("prefill", fabric), FakeNode("decode", fabric)
+    prefill.dialect = prefill_dialect
     async with LoopbackNode(prefill) as left, LoopbackNode(decode) as right:
         nodes = tuple(
             NodeEntry(url=node.url, role=role, model="m")

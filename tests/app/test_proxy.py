@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from pdproxy.intake.service import model_of
-from pdproxy.settings import Keys, Limits, Settings
+from pdproxy.observe.labels import Task
+from pdproxy.settings import FirstHandOver, Health, Keys, Limits, Settings
 from tests.app.front import SOON, Front, bearer, front
 from tests.fakes.faults import Ill, Trouble
 
@@ -31,6 +32,21 @@ def message(response: httpx.Response) -> str:
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return str(error["message"])
+
+
+@pytest.mark.parametrize("asked", FirstHandOver)
+async def test_nodes_prove_themselves_before_they_serve_unless_told_otherwise(asked: FirstHandOver) -> None:
+    async with front(Settings(health=Health(first_hand_over=asked)), prefill_dialect=7) as made:
+        route = (await made.client.post("/v1/completions", json=ASK)).headers["x-pdproxy-route"]
+        shown = 'pdproxy_pair_barred{decode="decode-0",prefill="prefill-0"} 1.0' in (await metrics(made))
+        running = {task.get_name() for task in asyncio.all_tasks()}
+    proved = asked is FirstHandOver.KNOWN_ANSWER
+    assert (route, shown) == (("local", True) if proved else ("disaggregated", False))
+    assert (Task.PROOF in running) == proved
+
+
+async def metrics(made: Front) -> str:
+    return (await made.client.get("/metrics")).text
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", ASK), ("/v1/chat/completions", CHAT)])

@@ -10,6 +10,8 @@ class Held:
     node: str
     prompt: tuple[int, ...]
     readers: int
+    dialect: int = 0
+    """See `FakeNode.dialect`."""
 
 
 class Fabric:
@@ -51,14 +53,14 @@ class Fabric:
         self.released.add(hand_over)
         self.free(hand_over)
 
-    def pull(self, hand_over: str, prompt: tuple[int, ...], readers: int) -> bool:
-        """A decode node reads; False when nothing is held any more (it recomputes)."""
+    def pull(self, hand_over: str, prompt: tuple[int, ...], readers: int) -> Held | None:
+        """A decode node reads; None when nothing is held any more (it recomputes)."""
         held = self.held.get(hand_over)
         if held is None or self.deaf:
-            return False
+            return None
         if held.prompt != prompt or held.readers != readers:
             self.wrong.append(f"ticket {hand_over} is for another prompt or number of readers")
-            return False
+            return None
         self.free(hand_over)
         self.pulled += 1
-        return True
+        return held

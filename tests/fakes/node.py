@@ -8,7 +8,9 @@ from typing import Any
 from tests.fakes.fabric import Fabric, Held
 from tests.fakes.faults import Ill, Trouble
 from tests.fakes.speech import Question, answer, error, error_events, events
+from tests.fakes.tongue import tokenize
 
+UNREADABLE = 10**6
 JSON = (("content-type", "application/json"),)
 EVENTS = (("content-type", "text/event-stream; charset=utf-8"),)
 
@@ -45,6 +47,9 @@ class FakeNode:
         self.name = name
         self.fabric = fabric
         self.burst = burst
+        self.dialect = 0
+        """What its cached bytes mean. A decode node that reads bytes of another dialect is wrong about the prompt by
+        the difference, in nats; `UNREADABLE` ones make its log-probabilities NaN, which vLLM answers with a 400."""
         self.trouble: Trouble | None = None
         self.seen: list[Seen] = []
         self.recomputed = 0
@@ -79,6 +84,9 @@ class FakeNode:
         return script if trouble is None else self._troubled(path, script, trouble, body)
 
     def _healthy(self, path: str, body: Mapping[str, Any]) -> Script:
+        if path == "/tokenize" and "prompt" in body:
+            ids = tokenize(str(body["prompt"]))
+            return Script(200, JSON, (json.dumps({"count": len(ids), "tokens": ids, "node": self.name}).encode(),))
         if path not in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"):
             return Script(200, JSON, (json.dumps({"path": path, "node": self.name}).encode(),))
         refused = _invalid(body)
@@ -88,29 +96,32 @@ class FakeNode:
         params = body.get("kv_transfer_params") or {}
         if params.get("do_remote_decode"):
             return self._prefill(question, params)
-        cached = self._attend(question, params)
+        cached, wrong = self._attend(question, params)
+        if question.logprobs and wrong >= UNREADABLE:
+            return Script(400, JSON, (error(400, "Out of range float values are not JSON compliant"),))
+        question = dataclasses.replace(question, wrong=wrong)
         pieces = events(question, cached) if question.stream else (answer(question, cached, None),)
         return Script(200, EVENTS if question.stream else JSON, pieces)
 
     def _prefill(self, question: Question, params: Mapping[str, Any]) -> Script:
         hand_over = str(params["pdproxy_hand_over"])
         readers = int(params.get("pdproxy_readers") or 1)
-        self.fabric.hold(hand_over, Held(self.name, tuple(question.prompt), readers))
+        self.fabric.hold(hand_over, Held(self.name, tuple(question.prompt), readers, self.dialect))
         ticket = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self.name,
                   "remote_request_id": hand_over, "remote_prefill_cached_tokens": 1}  # fmt: skip
         return Script(200, JSON, (answer(question, 1, ticket),))
 
-    def _attend(self, question: Question, params: Mapping[str, Any]) -> int:
-        """Prompt tokens that need not be computed, as usage tells them."""
+    def _attend(self, question: Question, params: Mapping[str, Any]) -> tuple[int, int]:
+        """Prompt tokens that need not be computed, as usage tells them; and how wrong it is about the prompt."""
         if not params.get("do_remote_prefill"):
-            return 0
-        if self.fabric.pull(str(params["remote_request_id"]), tuple(question.prompt), question.n):
-            own = len(question.prompt) - 1
-        else:
+            return 0, 0
+        held = self.fabric.pull(str(params["remote_request_id"]), tuple(question.prompt), question.n)
+        if held is None:
             self.recomputed += 1
-            own = 0
+        own = 0 if held is None else len(question.prompt) - 1
         told = params.get("remote_prefill_cached_tokens")
-        return own if told is None else int(told)
+        wrong = 0 if held is None else abs(held.dialect - self.dialect)
+        return own if told is None else int(told), wrong
 
     def _falls_ill(self, *ills: Ill) -> Trouble | None:
         trouble = self.trouble

@@ -28,6 +28,10 @@ class Question:
     continuous: bool
     ids: bool
     burst: int
+    logprobs: int = 0
+    """How many of the likeliest tokens are told with each token of a completion that is not streamed."""
+    wrong: int = 0
+    """By how many nats the model is off, for its cache holds something else than the prompt."""
 
     @classmethod
     def of(cls, path: str, body: Mapping[str, Any], burst: int) -> "Question":
@@ -48,6 +52,7 @@ class Question:
             continuous=bool(options.get("continuous_usage_stats")),
             ids=bool(body.get("return_token_ids")),
             burst=burst,
+            logprobs=int(body.get("logprobs") or 0),
         )
 
     def chat(self) -> bool:
@@ -128,10 +133,17 @@ def _choice(question: Question, index: int, text: str, tokens: list[int], last: 
     if question.path == "/v1/completions":
         choice["text"] = text
         choice["prompt_token_ids"] = question.prompt if question.ids else None
+        if question.logprobs:
+            choice["logprobs"] = {"top_logprobs": [_likeliest(question, token) for token in tokens]}
     else:
         choice["message"] = {"role": "assistant", "content": text}
     choice["token_ids"] = tokens if question.ids else None
     return choice
+
+
+def _likeliest(question: Question, token: int) -> dict[str, float]:
+    """Falling from the token that was said; every other one is off by ``wrong`` nats."""
+    return {f"token_id:{token + rank}": -0.01 - rank - question.wrong * (rank % 2) for rank in range(question.logprobs)}
 
 
 def events(question: Question, cached: int) -> tuple[bytes, ...]:

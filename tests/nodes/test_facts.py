@@ -5,9 +5,18 @@ import json
 import pytest
 
 from pdproxy.nodes.capacity import Binding, Capacity
-from pdproxy.nodes.facts import Card, Facts, read_card, read_labels, read_node_capacity, read_ranks, read_version
+from pdproxy.nodes.facts import (
+    Card,
+    Facts,
+    read_card,
+    read_fingerprint,
+    read_labels,
+    read_node_capacity,
+    read_ranks,
+    read_version,
+)
 from pdproxy.nodes.node import Node, Role
-from tests.nodes.village import LABELS, metrics
+from tests.nodes.village import LABELS, levels, metrics
 
 NODE = Node("p1", "http://p1", Role.PREFILL)
 
@@ -61,6 +70,28 @@ def test_a_cohort_is_what_the_handshake_compares() -> None:
     assert Facts(NODE).cohort() == ""
     assert Facts(NODE, version="0.32.0").cohort() == "0.32.0"
     assert Facts(NODE, version="0.32.0", labels=LABELS).cohort() == "0.32.0+0.1.0"
+    told = {"checkpoint": "c1", "all": "0123456789abcdef"}
+    assert Facts(NODE, labels=LABELS, fingerprint=told).cohort() == "0.32.0+0.1.0+0123456789abcdef"
+
+
+def test_a_fingerprint_is_read_part_by_part() -> None:
+    told = {"checkpoint": "c1", "dtype": "bfloat16", "all": "feed"}
+    assert read_fingerprint(metrics(LABELS) + levels(told)) == told
+    assert read_fingerprint(metrics(LABELS)) == {}
+    assert read_fingerprint(b'pdproxy_connector_fingerprint{part="x"} 1.0\n') == {}
+    assert Facts(NODE, fingerprint=told).joined().fingerprint == told
+
+
+def test_ranks_that_do_not_agree_are_a_fingerprint_of_their_own() -> None:
+    divided = levels({"all": "one"}) + levels({"all": "two"}).replace(b'engine="0"', b'engine="1"')
+    assert read_fingerprint(divided) == {"all": "one|two"}
+
+
+def test_what_a_known_answer_test_needs_is_on_the_node() -> None:
+    joined = Facts(NODE, Card(max_model_len=4096), labels=LABELS).joined()
+    assert (joined.block_size, joined.max_model_len) == (256, 4096)
+    silent = Facts(NODE, labels={"block_size": "None"}).joined()
+    assert (silent.block_size, silent.max_model_len) == (0, 0)
 
 
 CAPACITY = """# TYPE pdproxy_connector_capacity_tokens gauge

@@ -10,7 +10,7 @@ from pdproxy.errors import Fault
 from pdproxy.nodes.circuit import CircuitRules
 from pdproxy.nodes.health import Health
 from pdproxy.nodes.join import Joiner
-from pdproxy.nodes.node import Role, State
+from pdproxy.nodes.node import Node, Role, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import Preflight
 from tests.fakes.clock import FakeClock
@@ -132,6 +132,32 @@ async def test_a_quick_restart_behind_the_same_address_is_noticed(pool: Pool, vi
     village.houses["d1"].labels = None
     await health.visit_all()
     assert pool.view("d1").node.cohort == "0.32.0"
+
+
+class Greeter:
+    """Notes who is introduced."""
+
+    def __init__(self) -> None:
+        self.met: list[str] = []
+
+    async def join(self, node: Node) -> None:
+        self.met.append(node.name)
+
+
+@pytest.mark.parametrize("misses", [1, 3])
+async def test_a_node_that_comes_back_is_introduced_to_its_partners_again(
+    pool: Pool, village: Village, clock: FakeClock, misses: int
+) -> None:
+    greeter = Greeter()
+    health = Health(pool, Joiner(pool, Preflight(village), greeter), village, clock)
+    await health.visit_all()
+    village.houses["d1"].fault = Fault.REFUSED
+    for _ in range(misses):
+        await health.visit_all()
+    village.houses["d1"].fault = None
+    await health.visit_all()
+    await health.visit_all()
+    assert greeter.met == ["p1", "d1", "d1"]
 
 
 async def test_a_circuit_that_requests_opened_is_not_closed_by_a_health_page(

@@ -1,19 +1,19 @@
-"""Joining: preflight, judgement, warm-up, UP."""
+"""Joining: preflight, judgement, introduction, UP."""
 
 import asyncio
 import dataclasses
+import logging
 
 import pytest
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.nodes.join import Joiner
-from pdproxy.nodes.node import Role, State
+from pdproxy.nodes.join import MOST_LOOKS, Joiner
+from pdproxy.nodes.node import Node, Role, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import Preflight, check
-from pdproxy.nodes.warm import WarmUp
 from tests.fakes.clock import FakeClock
 from tests.nodes.turns import until
-from tests.nodes.village import LABELS, House, Village, metrics
+from tests.nodes.village import LABELS, House, Village, levels, metrics
 
 
 @pytest.fixture
@@ -26,9 +26,28 @@ def pool() -> Pool:
     return Pool(FakeClock())
 
 
+class Host:
+    """An introduction that takes as long as a test wants."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self.met: list[tuple[Node, State]] = []
+        self.open = asyncio.Event()
+        self.open.set()
+
+    async def join(self, node: Node) -> None:
+        self.met.append((node, self._pool.view(node.name).state))
+        await self.open.wait()
+
+
 @pytest.fixture
-def joiner(pool: Pool, village: Village) -> Joiner:
-    return Joiner(pool, Preflight(village), WarmUp(village, new_id=lambda: "secret"))
+def host(pool: Pool) -> Host:
+    return Host(pool)
+
+
+@pytest.fixture
+def joiner(pool: Pool, village: Village, host: Host) -> Joiner:
+    return Joiner(pool, Preflight(village), host)
 
 
 def add(pool: Pool, village: Village, *names: str) -> None:
@@ -42,48 +61,68 @@ async def test_a_node_joins_with_what_it_said(pool: Pool, village: Village, join
     seen = pool.view("p1")
     assert (seen.state, seen.node.model, seen.node.aliases) == (State.UP, "tiny", ("lora",))
     assert seen.node.cohort == "0.32.0+0.1.0"
-    assert village.houses["p1"].completions() == []
 
 
-async def test_the_first_handshake_is_made_before_clients_come(pool: Pool, village: Village, joiner: Joiner) -> None:
-    add(pool, village, "p1", "d1")
-    await joiner.attempt("p1")
-    await joiner.attempt("d1")
-    (asked,), (ticket,) = village.houses["p1"].completions(), village.houses["d1"].completions()
-    assert (asked["do_remote_decode"], asked["pdproxy_hand_over"]) == (True, "secret")
-    assert ticket == {"do_remote_prefill": True, "for": "secret"}
-    assert pool.view("d1").state is State.UP
-
-
-async def test_a_failed_warm_up_releases_and_keeps_nobody_out(pool: Pool, village: Village, joiner: Joiner) -> None:
-    add(pool, village, "p1", "d1")
-    await joiner.attempt("p1")
-    village.houses["d1"].paths["/v1/completions"] = (500, b"")
-    await joiner.attempt("d1")
-    assert pool.view("d1").state is State.UP
-    assert village.houses["p1"].completions()[-1] == {"pdproxy_release": "secret"}
-
-
-async def test_a_failed_warm_up_is_released_on_every_rank(pool: Pool, village: Village, joiner: Joiner) -> None:
-    add(pool, village, "p1", "d1")
-    both = b"".join(metrics({**LABELS, "engine": engine}) for engine in ("0", "1"))
-    village.houses["p1"].paths["/metrics"] = (200, both)
-    await joiner.attempt("p1")
-    village.houses["d1"].paths["/v1/completions"] = (500, b"")
-    await joiner.attempt("d1")
-    assert village.houses["p1"].completions()[1:] == [{"pdproxy_release": "secret"}] * 2
-
-
-@pytest.mark.parametrize("answer", [(200, b"{}"), (200, b"x"), (200, b"[]"), (503, b""), Fault.RESET])
-async def test_a_prefill_node_that_cannot_warm_up(
-    pool: Pool, village: Village, joiner: Joiner, answer: tuple[int, bytes] | Fault
+async def test_a_node_is_introduced_before_clients_come(
+    pool: Pool, village: Village, joiner: Joiner, host: Host
 ) -> None:
-    add(pool, village, "d1", "p1")
-    await joiner.attempt("d1")
-    village.houses["p1"].paths["/v1/completions"] = answer
+    add(pool, village, "p1")
+    host.open.clear()
+    attempt = asyncio.create_task(joiner.attempt("p1"))
+    await until(lambda: bool(host.met))
+    assert pool.view("p1").state is State.JOINING
+    ((node, _),) = host.met
+    assert (node.cohort, node.block_size, node.max_model_len) == ("0.32.0+0.1.0", 256, 4096)
+    host.open.set()
+    await attempt
+    assert pool.view("p1").state is State.UP
+
+
+async def test_a_node_whose_engine_has_not_stepped_yet_is_waited_for(
+    pool: Pool, village: Village, joiner: Joiner, host: Host
+) -> None:
+    add(pool, village, "p1")
+    usual = metrics(LABELS)
+    village.houses["p1"].paths["/metrics"] = (200, usual)
+    await joiner.attempt("p1")
+    assert pool.view("p1").state is State.JOINING
+    assert "has not told" in pool.view("p1").reason
+    village.houses["p1"].paths["/metrics"] = (200, usual + levels({"checkpoint": "c1", "all": "feed"}))
     await joiner.attempt("p1")
     assert pool.view("p1").state is State.UP
-    assert village.houses["d1"].completions() == []
+    assert pool.view("p1").node.cohort == "0.32.0+0.1.0+feed"
+    village.houses["p1"].paths["/metrics"] = (200, usual)
+    await joiner.attempt("p1")
+    assert pool.view("p1").state is State.JOINING, "it restarted"
+
+
+async def test_a_node_that_never_tells_is_waited_for_only_so_long(pool: Pool, village: Village, joiner: Joiner) -> None:
+    add(pool, village, "p1")
+    village.houses["p1"].paths["/metrics"] = (200, metrics(LABELS))
+    for _ in range(MOST_LOOKS):
+        assert pool.view("p1").state is State.JOINING
+        await joiner.attempt("p1")
+    assert pool.view("p1").state is State.UP
+
+
+async def test_two_fingerprints_are_two_cohorts_and_the_difference_is_named(
+    pool: Pool, village: Village, joiner: Joiner, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rolling change of weights: what is changed first serves alone until it has a partner."""
+    caplog.set_level(logging.WARNING)
+    village.houses["p2"] = House(Role.PREFILL)
+    for name, weights in (("p1", "old"), ("d1", "old"), ("d2", "new"), ("p2", "new")):
+        village.houses[name].fingerprint = {"checkpoint": weights, "dtype": "bfloat16", "all": weights}
+    add(pool, village, "p1", "d1", "d2", "p2")
+    for name in ("p1", "d1", "d2"):
+        await joiner.attempt(name)
+    assert [view.state for view in pool.snapshot().nodes] == [State.UP] * 3 + [State.JOINING]
+    said = "node d2 exchanges no tickets: checkpoint: new here, old on p1: the same weights"
+    assert [record.message[: len(said)] for record in caplog.records] == [said]
+    await joiner.attempt("p2")
+    cohorts = {view.node.name: view.node.cohort.rpartition("+")[2] for view in pool.snapshot().nodes}
+    assert cohorts == {"p1": "old", "d1": "old", "p2": "new", "d2": "new"}
+    assert len(caplog.records) == 1
 
 
 async def test_an_unreachable_node_goes_on_joining(pool: Pool, village: Village, joiner: Joiner) -> None:
@@ -166,6 +205,14 @@ async def test_a_check_judges_in_the_order_given(village: Village) -> None:
     assert isinstance(rows[2].facts, NodeFault)
 
 
+async def test_a_check_names_nodes_that_have_no_partner_among_all(village: Village) -> None:
+    village.houses["p1"].fingerprint = village.houses["d2"].fingerprint = {"checkpoint": "new", "all": "new"}
+    village.houses["d1"].fingerprint = {"checkpoint": "old", "all": "old"}
+    rows = await check(Preflight(village), [village.node(name) for name in ("d1", "d2", "p1")])
+    assert [row.good() for row in rows] == [True] * 3
+    assert [[finding.setting for finding in row.unpaired] for row in rows] == [["checkpoint"], [], []]
+
+
 async def test_a_node_that_serves_something_else_now_is_taken_as_that(
     pool: Pool, village: Village, joiner: Joiner
 ) -> None:
@@ -184,15 +231,3 @@ async def test_an_amended_node_joins_again_with_its_new_settings(pool: Pool, vil
     assert pool.view("p1").state is State.JOINING
     await joiner.attempt("p1")
     assert pool.view("p1").node.weight == 3.0
-
-
-async def test_a_slow_partner_delays_no_other_warm_up(pool: Pool, village: Village, joiner: Joiner) -> None:
-    add(pool, village, "d1", "d2", "p1")
-    await asyncio.gather(joiner.attempt("d1"), joiner.attempt("d2"))
-    village.houses["d1"].held.clear()
-    attempt = asyncio.create_task(joiner.attempt("p1"))
-    await until(lambda: len(village.houses["d2"].completions()) == 1)
-    assert pool.view("p1").state is State.JOINING
-    village.houses["d1"].held.set()
-    await attempt
-    assert pool.view("p1").state is State.UP

@@ -28,7 +28,8 @@ def test_equal_settings_are_fine() -> None:
 def test_a_setting_that_must_agree_is_refused_by_its_name(setting: str) -> None:
     verdict = judge(facts("d1", Role.DECODE, {setting: "other"}), [PREFILL, facts("p2", Role.PREFILL)])
     (finding,) = verdict.refusals
-    assert str(finding) == f"{setting}: other here, {LABELS[setting]} on p1"
+    assert str(finding).startswith(f"{setting}: other here, {LABELS[setting]} on p1")
+    assert ("--model" in str(finding)) == (setting == "model")
 
 
 @pytest.mark.parametrize("setting", SHOULD_AGREE)
@@ -89,3 +90,16 @@ def test_weak_settings_are_warned_of() -> None:
 def test_different_lengths_are_warned_of() -> None:
     short = Facts(Node("d1", "http://d1", Role.DECODE), Card(("tiny",), "/models/tiny", 1024), "0.32.0", LABELS)
     assert [finding.setting for finding in judge(short, [PREFILL]).warnings] == ["max_model_len"]
+
+
+def test_sizes_that_follow_the_tensor_parallel_degree_are_explained() -> None:
+    """Qwen3-Next's sizes at TP 2 and 8."""
+    wide = facts("d1", Role.DECODE, {"tp_size": "8", "block_size": "272"})
+    narrow = facts("p1", Role.PREFILL, {"tp_size": "2", "block_size": "1056"})
+    (finding,) = judge(wide, [narrow]).refusals
+    assert str(finding) == (
+        "block_size: 272 here, 1056 on p1: a hybrid model's block size follows --tensor-parallel-size (8 here, 2 there)"
+        ". Pairs that go together: equal degrees; any two degrees up to the model's number of KV heads; and any two"
+        " with --block-size 1056 on both"
+    )
+    assert judge(facts("d1", Role.DECODE, {"tp_size": "8"}), [narrow, PREFILL]).refusals[0].setting == "block_size"

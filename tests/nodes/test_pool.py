@@ -5,7 +5,7 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import Fault
 from pdproxy.nodes.circuit import NODE_FAULTS, CircuitRules
-from pdproxy.nodes.node import Node, Role, State
+from pdproxy.nodes.node import Bars, Node, Role, State
 from pdproxy.nodes.pool import DuplicateNode, Pool, UnknownNode
 from pdproxy.nodes.watch import MetricsWatch
 from pdproxy.observe.metrics import Metrics
@@ -240,3 +240,20 @@ def test_what_happens_is_counted(pool: Pool, clock: FakeClock, registry: Collect
     assert registry.get_sample_value("pdproxy_node_up", {**up, "state": "up"}) == 0
     for phase in ("open", "half_open"):
         assert registry.get_sample_value("pdproxy_circuit_moves_total", {"node": "d1", "to": phase}) == 1
+
+
+def test_bars_are_in_the_snapshot_and_counted_until_a_node_leaves(pool: Pool, registry: CollectorRegistry) -> None:
+    def gauge(prefill: str, decode: str) -> float | None:
+        return registry.get_sample_value("pdproxy_pair_barred", {"prefill": prefill, "decode": decode})
+
+    prefill = Node("p1", "http://p1", Role.PREFILL, "tiny")
+    pool.add(prefill)
+    pool.bar(Bars({("p1", "d1"): "far apart"}, {"d1": "far apart"}))
+    assert not pool.snapshot().bars.allow("p1", "d1")
+    assert not pool.snapshot().bars.allow("p2", "d1")
+    assert (gauge("p1", "d1"), gauge("*", "d1"), gauge("p1", "*")) == (1, 1, None)
+    pool.bar(Bars({("p1", "d1"): "still"}, {"p1": "still"}))
+    assert (gauge("p1", "d1"), gauge("*", "d1"), gauge("p1", "*")) == (1, None, 1)
+    pool.remove("p1")
+    assert (gauge("p1", "d1"), gauge("p1", "*")) == (None, None)
+    assert not pool.snapshot().bars

@@ -64,6 +64,7 @@ class House:
     labels: Mapping[str, str] | None = dataclasses.field(default_factory=lambda: dict(LABELS))
     version: str = "0.32.0"
     max_model_len: int = 4096
+    fingerprint: Mapping[str, str] = dataclasses.field(default_factory=dict)
     fault: Fault | None = None
     """Every exchange ends like this."""
     paths: dict[str, tuple[int, bytes] | Fault] = dataclasses.field(default_factory=dict)
@@ -82,10 +83,6 @@ class House:
             raise NodeFault(fault, "as told")
         return fault or (200, self._usual(path, body))
 
-    def completions(self) -> list[dict[str, Any]]:
-        """The kv_transfer_params of what was asked to be completed."""
-        return [body["kv_transfer_params"] for path, body in self.asked if path == "/v1/completions"]
-
     def _usual(self, path: str, body: bytes) -> bytes:
         match path:
             case "/v1/models":
@@ -93,11 +90,7 @@ class House:
             case "/version":
                 return json.dumps({"version": self.version}).encode()
             case "/metrics":
-                return metrics(self.labels)
-            case "/v1/completions":
-                wants = json.loads(body)["kv_transfer_params"]
-                ticket = {"do_remote_prefill": True, "for": wants.get("pdproxy_hand_over")}
-                return json.dumps({"kv_transfer_params": ticket}).encode()
+                return metrics(self.labels) + levels(self.fingerprint) * (self.labels is not None)
             case _:
                 return b""
 
@@ -116,6 +109,18 @@ def metrics(labels: Mapping[str, str] | None) -> bytes:
         return other.encode()
     pairs = ",".join(f'{key}="{value}"' for key, value in labels.items())
     return f"{other}# TYPE pdproxy_connector_info gauge\npdproxy_connector_info{{{pairs}}} 1.0\n".encode()
+
+
+def levels(fingerprint: Mapping[str, str]) -> bytes:
+    """What a connector publishes once its engine stepped for the first time."""
+    parts = "".join(
+        f'pdproxy_connector_fingerprint{{engine="0",part="{part}",value="{value}"}} 1.0\n'
+        for part, value in fingerprint.items()
+    )
+    return f"""pdproxy_connector_capacity_tokens{{engine="0"}} 524032.0
+pdproxy_connector_capacity_sequences{{engine="0",limit="max_model_len"}} 107.0
+pdproxy_connector_capacity_binding{{engine="0",group="attention"}} 1.0
+{parts}""".encode()
 
 
 class Village:

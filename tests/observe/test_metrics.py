@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import Fault
-from pdproxy.observe.labels import Answer, Leg, Migration, Outcome, Phase, Release, Task, Tokens
+from pdproxy.observe.labels import Answer, Leg, Migration, Outcome, Phase, Proof, Release, Task, Tokens
 from pdproxy.observe.metrics import Metrics
 from pdproxy.request import Endpoint
 
@@ -48,6 +48,10 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
     metrics.node_active("n", Word.ONE, 2)
     metrics.circuit_moved("n", Word.TWO)
     metrics.task_failed(Task.HEALTH)
+    metrics.pair_barred("p", "n")
+    metrics.pair_barred("p", "other")
+    metrics.pair_allowed("p", "other")
+    metrics.proof_ended(Proof.FAILED)
     expected: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {
         ("pdproxy_requests_total", (("endpoint", "/v1/chat/completions"), ("outcome", "ok"))): 1,
         ("pdproxy_requests_total", (("endpoint", "other"), ("outcome", "failed"))): 1,
@@ -58,6 +62,9 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
         ("pdproxy_migrations_total", (("outcome", "done"),)): 1,
         ("pdproxy_continuable_total", (("answer", "no"), ("reason", "one"))): 1,
         ("pdproxy_recomputed_total", ()): 1,
+        ("pdproxy_pair_barred", (("prefill", "p"), ("decode", "n"))): 1,
+        ("pdproxy_known_answer_tests_total", (("result", "failed"),)): 1,
+        ("pdproxy_known_answer_tests_total", (("result", "passed"),)): 0,
         ("pdproxy_releases_total", (("outcome", "failed"),)): 1,
         ("pdproxy_requests_active", ()): 1,
         ("pdproxy_requests_queued", ()): 3,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.nodes.node import Node, NodeView, Role, Snapshot, State
+from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot, State
 from pdproxy.planning.plan import (
     Lack,
     Needs,
@@ -24,6 +24,7 @@ from pdproxy.planning.plan import (
 
 POLICY = PlanPolicy()
 NEEDS = Needs("tiny")
+NO_BARS = Bars()
 
 
 class Why(enum.StrEnum):
@@ -40,8 +41,16 @@ def view(name: str, active: int = 0, state: State = State.UP, **more: object) ->
     return NodeView(node, state, active, **of_view)  # type: ignore[arg-type]
 
 
-def make(*views: NodeView, needs: Needs = NEEDS, policy: PlanPolicy = POLICY, turn: int = 0) -> Plan:
-    return plan(Snapshot(views), needs, policy, turn)
+def make(
+    *views: NodeView, needs: Needs = NEEDS, policy: PlanPolicy = POLICY, turn: int = 0, bars: Bars = NO_BARS
+) -> Plan:
+    return plan(Snapshot(views, bars=bars), needs, policy, turn)
+
+
+def barred(*pairs: str) -> Bars:
+    """Of pairs such as "p1 d1", and of nodes such as "d1"."""
+    split = [tuple(pair.split()) for pair in pairs]
+    return Bars({pair: "" for pair in split if len(pair) == 2}, {pair[0]: "" for pair in split if len(pair) == 1})
 
 
 def names(made: Plan) -> tuple[str | None, str]:
@@ -157,6 +166,40 @@ def test_a_node_of_unknown_cohort_pairs_with_any() -> None:
     assert names(make(view("p1", cohort="b"), view("d1"))) == ("p1", "d1")
 
 
+def test_a_barred_pair_is_never_made() -> None:
+    views = (view("p1"), view("p2", 9), view("d1"), view("d2", 9))
+    assert names(make(*views, bars=barred("p1 d1"))) == ("p1", "d2")
+    assert names(make(*views, bars=barred("p1 d1", "p1 d2"))) == ("p2", "d1")
+    assert names(make(*views, bars=barred("p1"))) == ("p2", "d1")
+    assert names(make(*views, bars=barred("d1"))) == ("p1", "d2")
+
+
+def test_equally_loaded_pairs_that_are_allowed_take_turns() -> None:
+    views = [view(name) for name in ("p1", "p2", "d1", "d2")]
+    made = [names(make(*views, turn=turn, bars=barred("p1 d1"))) for turn in range(9)]
+    assert collections.Counter(made) == {("p1", "d2"): 3, ("p2", "d1"): 3, ("p2", "d2"): 3}
+
+
+def test_where_all_pairs_are_barred_the_decode_node_serves_alone() -> None:
+    views = (view("p1"), view("d1"), view("p2", cohort="b"))
+    made = make(*views[:2], bars=barred("p1 d1"))
+    assert (names(made), made.reason) == ((None, "d1"), Reason.BARRED_PAIR)
+    with pytest.raises(NoNode) as caught:
+        make(*views[:2], policy=PlanPolicy(without_prefill=Without.FAIL), bars=barred("d1"))
+    assert caught.value.reason is Lack.BARRED_PAIR
+    unpaired = make(view("d1", cohort="a"), views[2], bars=barred("p1 d1"))
+    assert unpaired.reason is Reason.NO_PAIR
+
+
+def test_a_ticket_goes_to_no_node_that_is_barred_from_where_it_comes() -> None:
+    snapshot = Snapshot((view("d1"), view("d2", 9)), bars=barred("p1 d1"))
+    assert choose(snapshot, Role.DECODE, Needs("tiny", prefill="p1"), 0).name == "d2"
+    assert choose(snapshot, Role.DECODE, Needs("tiny", prefill="p2"), 0).name == "d1"
+    assert choose(snapshot, Role.DECODE, Needs("tiny"), 0).name == "d1", "without a ticket it serves"
+    with pytest.raises(NoNode):
+        choose(snapshot, Role.DECODE, Needs("tiny", prefill="p1", excluded=frozenset({"d2"})), 0)
+
+
 def test_excluded_nodes_are_left_alone() -> None:
     views = (view("p1"), view("p2", 9), view("d1"), view("d2", 9))
     assert names(make(*views, needs=Needs("tiny", excluded=frozenset({"p1", "d1"})))) == ("p2", "d2")
@@ -193,19 +236,40 @@ _VIEWS = st.builds(
 )
 
 
-@given(st.lists(_VIEWS, max_size=12, unique_by=lambda each: each.node.name), st.integers(0, 100))
-def test_a_plan_is_always_allowed(views: list[NodeView], turn: int) -> None:
+_NAMES = {role: [f"{role}{index}" for index in range(10)] for role in "pd"}
+_BARS = st.builds(
+    Bars,
+    st.dictionaries(st.tuples(st.sampled_from(_NAMES["p"]), st.sampled_from(_NAMES["d"])), st.just(""), max_size=40),
+    st.dictionaries(st.sampled_from(_NAMES["p"] + _NAMES["d"]), st.just(""), max_size=3),
+)
+
+
+@given(st.lists(_VIEWS, max_size=12, unique_by=lambda each: each.node.name), st.integers(0, 100), _BARS)
+def test_a_plan_is_always_allowed(views: list[NodeView], turn: int, bars: Bars) -> None:
     serving = {each.node.name for each in views if each.takes_requests()}
+    prefills = [each.node for each in views if each.node.name in serving and each.node.role is Role.PREFILL]
+    decodes = [each.node for each in views if each.node.name in serving and each.node.role is Role.DECODE]
+    pairs = [(one, other) for one in prefills for other in decodes if one.pairs_with(other.cohort)]
     try:
-        made = make(*views, turn=turn)
+        made = make(*views, turn=turn, bars=bars)
     except NoNode:
         assert not any(name.startswith("d") for name in serving)
         return
     assert made.decode.name in serving
     if made.prefill is None:
-        prefills = [each.node for each in views if each.node.name in serving and each.node.role is Role.PREFILL]
-        decodes = [each.node for each in views if each.node.name in serving and each.node.role is Role.DECODE]
-        assert not any(one.pairs_with(other.cohort) for one in prefills for other in decodes)
+        assert not any(bars.allow(one.name, other.name) for one, other in pairs)
+        assert (made.reason is Reason.BARRED_PAIR) == bool(pairs)
     else:
         assert made.prefill.name in serving
         assert made.prefill.pairs_with(made.decode.cohort)
+        assert bars.allow(made.prefill.name, made.decode.name)
+
+
+@given(st.lists(_VIEWS, max_size=12, unique_by=lambda each: each.node.name), st.integers(0, 100), _BARS)
+def test_another_decode_node_for_a_ticket_is_always_allowed(views: list[NodeView], turn: int, bars: Bars) -> None:
+    for prefill in (each.node for each in views if each.node.role is Role.PREFILL):
+        try:
+            found = choose(Snapshot(tuple(views), bars=bars), Role.DECODE, Needs("tiny", prefill=prefill.name), turn)
+        except NoNode:
+            continue
+        assert bars.allow(prefill.name, found.name)

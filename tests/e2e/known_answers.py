@@ -1,0 +1,131 @@
+"""The proxy's known-answer test, made on real nodes, with its figures."""
+
+import importlib
+import importlib.util
+import json
+import statistics
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from deploy.local.node import SERVED_NAME, NodeSpec
+from deploy.local.node import Node as LocalNode
+from pdproxy.clock import SystemClock
+from pdproxy.drive.answers_agree import Comparison
+from pdproxy.drive.errands import Errands
+from pdproxy.drive.known_answer import KnownAnswer, Unreadable
+from pdproxy.drive.means import Means
+from pdproxy.drive.terms import Terms
+from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.pool import Pool
+from pdproxy.nodes.preflight import Preflight
+from pdproxy.nodes.proof import Prover
+from pdproxy.observe.metrics import Metrics
+from pdproxy.orchestrate import Orchestrator, Reply
+from pdproxy.request import ClientRequest, Endpoint, header
+from pdproxy.transport.http import HttpTransport
+from tests.e2e.conftest import REQUEST_TIMEOUT_S
+
+TRUSTING = "tests.e2e.trusting"
+"""The connector without its comparison of fingerprints: what it lets through is the known-answer test's to find."""
+
+
+def trusting(spec: NodeSpec) -> NodeSpec:
+    """The same node, reading whatever the tickets' fingerprints say."""
+    if importlib.util.find_spec(TRUSTING) is None:
+        return spec  # this connector has no fingerprints to compare
+    module: Any = importlib.import_module(TRUSTING)
+    changed: NodeSpec = module.trusting(spec)
+    return changed
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What asks real nodes; a pool and metrics of its own."""
+
+    means: Means
+    test: KnownAnswer
+
+    async def node(self, local: LocalNode, role: Role) -> Node:
+        """As the proxy knows the node after its preflight, but for its cohort: any two are to be paired here."""
+        found = await Preflight(self.means.transport).inspect(Node(local.spec.name, local.url, role))
+        joined = found.joined()
+        return Node(
+            joined.name, joined.url, role, joined.model,
+            block_size=joined.block_size, max_model_len=joined.max_model_len,
+        )  # fmt: skip
+
+    async def join(self, *nodes: Node) -> None:
+        """Each is proved with those before it, then serves."""
+        prover = Prover(self.means.pool, self.test, self.means.clock)
+        for node in nodes:
+            self.means.pool.add(node)
+            await prover.join(node)
+            self.means.pool.admit(node)
+
+    async def answer(self, prompt: str) -> tuple[str, str]:
+        """What a client of these nodes gets: the text, and by which route."""
+        orchestrator, now = Orchestrator(self.means), self.means.clock.now()
+        body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": 8, "temperature": 0}
+        request = ClientRequest(
+            "r", Endpoint.COMPLETIONS, body, (), SERVED_NAME, False, 0, now, now + REQUEST_TIMEOUT_S
+        )
+        reply = await orchestrator.answer(request)
+        await orchestrator.aclose()
+        assert isinstance(reply, Reply)
+        assert isinstance(reply.body, bytes)
+        return json.loads(reply.body)["choices"][0]["text"], str(header(reply.headers, "x-pdproxy-route"))
+
+
+@asynccontextmanager
+async def bench() -> AsyncIterator[Bench]:
+    """Closes all connections at its end."""
+    clock, metrics = SystemClock(), Metrics(CollectorRegistry())
+    transport = HttpTransport(clock)
+    means = Means(transport, Pool(clock), metrics, clock, Terms())
+    errands = Errands(means)
+    try:
+        yield Bench(means, KnownAnswer(means, errands))
+    finally:
+        await errands.aclose()
+        await transport.aclose()
+
+
+@dataclass(frozen=True)
+class Row:
+    """The tests of one pair."""
+
+    name: str
+    comparisons: tuple[Comparison, ...]
+    unreadable: int
+
+    def caught(self) -> int:
+        """How many of them failed."""
+        return self.unreadable + sum(not each.agrees() for each in self.comparisons)
+
+    def __str__(self) -> str:
+        nats = sorted(each.distance.nats for each in self.comparisons)
+        allowed = sorted(each.allowed for each in self.comparisons)
+        figures = f"{nats[0]:6.3f} {statistics.median(nats):6.3f} {nats[-1]:6.3f}" if nats else 20 * " "
+        most = f"{allowed[-1]:.2f}" if allowed else ""
+        total = len(self.comparisons) + self.unreadable
+        return f"{self.name:42} {figures}  {most:>4}  {self.unreadable:3}  {self.caught():3} of {total}"
+
+
+HEAD = f"{'decode node against prefill node':42}  least median    most  allowed NaN  failed"
+
+
+async def ask(name: str, give: LocalNode, take: LocalNode, seeds: Iterable[int]) -> Row:
+    """Known-answer tests of one pair, one after the other."""
+    async with bench() as made:
+        prefill, decode = await made.node(give, Role.PREFILL), await made.node(take, Role.DECODE)
+        comparisons, unreadable = [], 0
+        for seed in seeds:
+            try:
+                comparisons.append(await made.test.compare(prefill, decode, seed))
+            except Unreadable:
+                unreadable += 1
+    return Row(name, tuple(comparisons), unreadable)
