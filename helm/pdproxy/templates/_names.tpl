@@ -11,15 +11,21 @@ app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
+{{/* Of an object. Takes (dict "root" $ "component" …). */}}
 {{- define "pdproxy.labels" -}}
-{{ include "pdproxy.selector" . }}
-app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
-app.kubernetes.io/part-of: pdproxy
-app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
-{{- with .root.Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
+{{- $labels := dict
+      "app.kubernetes.io/part-of" "pdproxy"
+      "app.kubernetes.io/managed-by" .root.Release.Service
+      "app.kubernetes.io/version" .root.Chart.AppVersion
+      "helm.sh/chart" (printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_") -}}
+{{- mergeOverwrite $labels .root.Values.commonLabels (include "pdproxy.selector" . | fromYaml) | toYaml -}}
+{{- end -}}
+
+{{/* Of the pods in a workload: nothing that another version of the chart would change, for that restarts them all.
+     Takes (dict "root" $ "component" …) and the operator's own under "more". */}}
+{{- define "pdproxy.podLabels" -}}
+{{- $labels := dict "app.kubernetes.io/part-of" "pdproxy" "app.kubernetes.io/managed-by" .root.Release.Service -}}
+{{- mergeOverwrite $labels .root.Values.commonLabels .more (include "pdproxy.selector" . | fromYaml) | toYaml -}}
 {{- end -}}
 
 {{/* Takes (dict "root" $ "of" "proxy"|"node"). */}}

@@ -5,10 +5,7 @@
 {{- $serves := ne .part "worker" -}}
 metadata:
   labels:
-    {{- include "pdproxy.labels" . | nindent 4 }}
-    {{- with $r.podLabels }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    {{- include "pdproxy.podLabels" (dict "root" .root "component" .component "more" $r.podLabels) | nindent 4 }}
   annotations:
     kubectl.kubernetes.io/default-container: vllm
     {{- with $v.tickets.keys }}
