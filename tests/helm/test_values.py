@@ -28,6 +28,8 @@ REFUSED = [
     ("proxy: {settings: {policy: {retrys: 1}}}", "at '/proxy/settings/policy': additional properties 'retrys' not"),
     ("proxy: {settings: {log: {level: loud}}}", "must be one of 'debug', 'info', 'warning', 'error'"),
     # by what does not go together
+    ("decode: {extraEnv: [{name: A, value: x}, {name: A, value: y}]}", "decode.extraEnv names A twice: keep one."),
+    ("proxy: {extraEnv: [{name: A, value: x}, {name: A, value: x}]}", "proxy.extraEnv names A twice: keep one."),
     ("prefill: {tensorParallel: 8}", "tensorParallel is 8, but a prefill node has 1 GPUs"),
     ("decode: {autoscaling: {minReplicas: 9}}", "decode.autoscaling.minReplicas is above maxReplicas"),
     ("decode: {autoscaling: {kind: keda}}", "set keda.prometheus to the address"),

@@ -23,6 +23,13 @@
     {{- fail (printf "model.storage.kind claimPerPod does not go with %s.hosts above 1: use claim, existingClaim or hostPath." $role) -}}
   {{- end -}}
 {{- end -}}
+{{- range $part := list "prefill" "decode" "proxy" -}}
+  {{- $names := list -}}
+  {{- range (get $v $part).extraEnv -}}
+    {{- if has .name $names -}}{{- fail (printf "%s.extraEnv names %s twice: keep one." $part .name) -}}{{- end -}}
+    {{- $names = append $names .name -}}
+  {{- end -}}
+{{- end -}}
 {{- if gt (int $v.proxy.autoscaling.minReplicas) (int $v.proxy.autoscaling.maxReplicas) -}}
   {{- fail "proxy.autoscaling.minReplicas is above maxReplicas." -}}
 {{- end -}}

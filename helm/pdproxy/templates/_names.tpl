@@ -28,6 +28,23 @@ app.kubernetes.io/component: {{ .component }}
 {{- mergeOverwrite $labels .root.Values.commonLabels .more (include "pdproxy.selector" . | fromYaml) | toYaml -}}
 {{- end -}}
 
+{{/* A container's variables, each name once: the operator's replace the chart's. A variable of the chart that refers to a
+     replaced one comes after it, for Kubernetes fills in only what stands before. Takes (dict "own" LIST "extra" LIST). */}}
+{{- define "pdproxy.env" -}}
+{{- $theirs := list -}}
+{{- range .extra -}}{{- $theirs = append $theirs .name -}}{{- end -}}
+{{- $before := list -}}
+{{- $after := list -}}
+{{- range $own := .own -}}
+  {{- $refers := false -}}
+  {{- range $theirs -}}{{- $refers = or $refers (contains (printf "$(%s)" .) ($own.value | default "")) -}}{{- end -}}
+  {{- if has $own.name $theirs -}}
+  {{- else if $refers -}}{{- $after = append $after $own -}}
+  {{- else -}}{{- $before = append $before $own -}}{{- end -}}
+{{- end -}}
+{{- concat $before .extra $after | toYaml -}}
+{{- end -}}
+
 {{/* Takes (dict "root" $ "of" "proxy"|"node"). */}}
 {{- define "pdproxy.image" -}}
 {{- $image := get .root.Values.image .of -}}

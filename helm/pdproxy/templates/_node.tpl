@@ -43,7 +43,8 @@ spec:
       args:
         {{- include "pdproxy.node.args" . | nindent 8 }}
       env:
-        {{- include "pdproxy.node.env" . | nindent 8 }}
+        {{- $own := fromYamlArray (include "pdproxy.node.env" .) }}
+        {{- include "pdproxy.env" (dict "own" $own "extra" $r.extraEnv) | nindent 8 }}
       ports:
         {{- if $serves }}
         - { name: http, containerPort: {{ $v.nodes.httpPort }}, protocol: TCP }
@@ -140,9 +141,9 @@ spec:
       "kv_load_failure_policy" "recompute" "kv_connector_extra_config" $extra | toJson -}}
 {{- end -}}
 
+{{/* The chart's own variables of a node. */}}
 {{- define "pdproxy.node.env" -}}
 {{- $v := .root.Values -}}
-{{- $r := get $v .component -}}
 - name: POD_IP
   valueFrom: { fieldRef: { fieldPath: status.podIP } }
 - name: VLLM_NIXL_SIDE_CHANNEL_HOST
@@ -174,9 +175,6 @@ spec:
 {{- if $v.access.enabled }}
 - name: VLLM_API_KEY
   valueFrom: { secretKeyRef: { name: {{ include "pdproxy.secret.access" .root }}, key: node.key } }
-{{- end }}
-{{- with $r.extraEnv }}
-{{ toYaml . }}
 {{- end }}
 {{- end -}}
 
