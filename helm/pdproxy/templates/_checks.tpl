@@ -23,6 +23,13 @@
     {{- fail (printf "model.storage.kind claimPerPod does not go with %s.hosts above 1: use claim, existingClaim or hostPath." $role) -}}
   {{- end -}}
 {{- end -}}
+{{- $sizes := dict -}}
+{{- range $role := list "prefill" "decode" -}}
+  {{- $_ := set $sizes $role (include "pdproxy.blockSize" (dict "root" $ "component" $role)) -}}
+{{- end -}}
+{{- if and (ne $sizes.prefill $sizes.decode) (ne $sizes.prefill "0") (ne $sizes.decode "0") -}}
+  {{- fail (printf "prefill nodes have --block-size %s, decode nodes %s: such nodes exchange nothing. Set model.blockSize for both, and leave it out of extraArgs." $sizes.prefill $sizes.decode) -}}
+{{- end -}}
 {{- range $part := list "prefill" "decode" "proxy" -}}
   {{- $names := list -}}
   {{- range (get $v $part).extraEnv -}}

@@ -45,6 +45,14 @@ app.kubernetes.io/component: {{ .component }}
 {{- concat $before .extra $after | toYaml -}}
 {{- end -}}
 
+{{/* The block size that is said to a role's nodes, by the last argument that says one; 0 where vLLM chooses.
+     Takes (dict "root" $ "component" …). */}}
+{{- define "pdproxy.blockSize" -}}
+{{- $words := concat .root.Values.model.extraArgs (get .root.Values .component).extraArgs | join " " -}}
+{{- $said := regexFindAll "--block[-_]size[= ][0-9]+" $words -1 -}}
+{{- if $said }}{{ last $said | regexFind "[0-9]+$" }}{{ else }}{{ int .root.Values.model.blockSize }}{{ end -}}
+{{- end -}}
+
 {{/* Takes (dict "root" $ "of" "proxy"|"node"). */}}
 {{- define "pdproxy.image" -}}
 {{- $image := get .root.Values.image .of -}}

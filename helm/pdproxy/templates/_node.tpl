@@ -108,6 +108,9 @@ spec:
 - --tensor-parallel-size={{ $r.tensorParallel }}
 - --max-model-len={{ int64 $v.model.maxLength }}
 - --gpu-memory-utilization={{ $v.model.gpuMemory }}
+{{- with $v.model.blockSize }}
+- --block-size={{ . }}
+{{- end }}
 - --enable-prefix-caching
 - --enable-prompt-tokens-details
 {{- with $v.model.servedName }}
