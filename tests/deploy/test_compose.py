@@ -53,8 +53,11 @@ def test_the_proxys_keys_are_where_the_example_says(path: str, tmp_path: Path) -
     assert said.keys() == {name for name, value in proxy["environment"].items() if value is None}
     for name in ("api.keys", "node.key"):
         (tmp_path / name).write_text("key-0123456789\n")
+    [example] = re.findall(r"docs/settings.md: (\{.*\})$", EXAMPLE.read_text(), re.MULTILINE)
+    (tmp_path / "pdproxy.yaml").write_text(example)
     here = {name: value.replace("/keys/", f"{tmp_path}/") for name, value in said.items()}
     settings = load(environment={"PDPROXY_DECODE": "http://d:1", **here})
+    assert settings.otel.export == "otlp"
     assert (settings.keys.file, settings.upstream.credential_file) == (tmp_path / "api.keys", tmp_path / "node.key")
     assert settings.upstream.credential == "replace"
 
