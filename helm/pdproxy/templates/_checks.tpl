@@ -66,6 +66,9 @@
 {{- if and $v.metrics.podMonitor.enabled $v.networkPolicy.enabled (not $v.networkPolicy.scrapers) -}}
   {{- fail "metrics.podMonitor.enabled: the NetworkPolicy lets only the proxy speak HTTP to nodes; name Prometheus in networkPolicy.scrapers." -}}
 {{- end -}}
+{{- if and (eq (dig "otel" "export" "off" $v.proxy.settings) "otlp") $v.networkPolicy.enabled (not $v.networkPolicy.proxyEgress) -}}
+  {{- fail "proxy.settings.otel.export is otlp: the NetworkPolicy keeps the proxy from the collector; let it through in networkPolicy.proxyEgress." -}}
+{{- end -}}
 {{- if and $v.ingress.enabled (not $v.ingress.host) -}}
   {{- fail "ingress.enabled: set ingress.host to the name that clients use." -}}
 {{- end -}}
