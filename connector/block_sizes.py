@@ -176,7 +176,8 @@ def _mamba2(config: Config, size: _Bytes, speculative_tokens: int) -> Hybrid:
         inner = config["mamba_expand"] * config["hidden_size"]
 
     def channels(tp: int) -> int:
-        return inner + 2 * (groups if groups % tp == 0 else tp) * state
+        repeated = groups if groups % tp == 0 else tp
+        return int(inner + 2 * repeated * state)
 
     row = (kernel - 1 + speculative_tokens) * size.conv
     divided = (config["num_attention_heads"], heads)
