@@ -46,7 +46,7 @@ bench: env ## measure the proxy
 	$(RUN) -m tests.bench
 
 # To renew: make a new environment with
-#   pip install 'torch==2.13.0+cpu' -e '.[cpu,dev]'        (torch from PyTorch's CPU index)
+#   pip install 'torch==2.13.0+cpu' -e '.[cpu,dev,otel]'   (torch from PyTorch's CPU index)
 #   pip uninstall -y torchvision torchaudio torchcodec     (CUDA builds; a text model needs none of them)
 # run `make test` in it, and then:
 lock: ## write requirements/*.txt from what is installed in .venv

@@ -44,12 +44,21 @@ def tracing_of(otel: Otel) -> Tracing | None:
     if otel.export is OtelExport.OFF:
         return None
     try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        return _tracing(otel)
     except ImportError as error:
-        raise SettingsError("otel.export is otlp: that needs the extra, pip install 'pdproxy[otel]'.") from error
+        raise SettingsError(
+            f"otel.export is otlp, which needs packages that are not installed here ({error}): "
+            "pip install 'pdproxy[otel]', or set otel.export to off."
+        ) from error
+
+
+def _tracing(otel: Otel) -> Tracing:
+    """Spans that go to a collector. Raises ImportError; the exporter imports its HTTP client only when it is made."""
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
     provider = TracerProvider(resource=Resource.create({"service.name": otel.service}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=otel.endpoint)))
     return Tracing(provider.get_tracer("pdproxy", __version__), provider.shutdown)

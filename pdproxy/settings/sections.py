@@ -185,7 +185,7 @@ class Log:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Otel:
-    """Tracing; needs the extra `pdproxy[otel]`."""
+    """Tracing; needs the extra `pdproxy[otel]`, which the proxy's image has."""
 
     export: Annotated[OtelExport, Meaning("Where spans go.")] = OtelExport.OFF
     endpoint: Annotated[str, Meaning("OTLP/HTTP address of the collector.")] = "http://127.0.0.1:4318/v1/traces"

@@ -15,13 +15,17 @@ from tests.deploy.dockerfile import Health, seconds, stages
 
 @dataclass(frozen=True)
 class Container:
-    """One container. `after`: those that must be healthy before it is started; `grace` in seconds, from SIGTERM on."""
+    """One container. `grace` in seconds, from SIGTERM on.
+
+    `after`: those that are started before it, and stopped after it; `waits`: those of them that must be healthy first.
+    """
 
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str]
     health: Health
     after: frozenset[str]
+    waits: frozenset[str]
     grace: float
     published: Mapping[str, str]
     """Its ports that the host offers, by their number on the host."""
@@ -30,15 +34,15 @@ class Container:
 def container(name: str, service: Service, base: Mapping[str, str]) -> Container:
     """A service's container; `base` is the environment of the base image."""
     image = stages(ROOT / service["build"]["dockerfile"])[-1]
+    needs = service.get("depends_on", {})
     said = {name: str(value) for name, value in service.get("environment", {}).items() if value is not None}
     return Container(
         name,
         (*image.listed("ENTRYPOINT"), *(service.get("command") or image.listed("CMD"))),
         {**image.environment(base), **said},
         image.health(),
-        frozenset(
-            other for other, needed in service.get("depends_on", {}).items() if needed["condition"] == "service_healthy"
-        ),
+        frozenset(needs),
+        frozenset(other for other, needed in needs.items() if needed["condition"] != "service_started"),
         seconds(service["stop_grace_period"]),
         dict(port.split(":")[-2:] for port in service.get("ports", [])),
     )

@@ -27,7 +27,7 @@ NODES = ("cpu-prefill", "cpu-decode")
 PROXY = "cpu-proxy"
 BASE = {"PATH": "/usr/local/bin:/usr/bin:/bin"}
 """The environment of the base images."""
-LOOK_EVERY_S = 0.5
+LOOK_EVERY_S = 1.0
 LONG = 400
 """More tokens than any answer asked for."""
 
@@ -42,36 +42,48 @@ class Running:
 
 @dataclass(frozen=True)
 class Composed:
-    """Everything that is up; URLs by the name of the service, operators' for the proxy's second one."""
+    """Everything that is up; URLs by the name of the service, operators' for the proxy's second one.
+
+    `order`: the names, first healthy first.
+    """
 
     running: Mapping[str, Running]
+    order: tuple[str, ...]
     urls: Mapping[str, str]
     admin_url: str
 
 
 def start(supervisor: Supervisor, folder: Path, nodes: Path = VENV, proxy: Path = VENV) -> Composed:
-    """Start all, each once those that it depends on are healthy; `nodes` and `proxy` are the images' environments.
+    """Start all, as `docker compose up` does; `nodes` and `proxy` are the images' environments.
 
     Raises PartEndedError, AssertionError.
     """
     services = resolved(path_with_podman(folder), "cpu")
     ports = dict(zip((*NODES, PROXY, "operators"), free_ports(4), strict=True))
-    waiting = [_node(name, services, ports[name], {"/opt/pdproxy": str(nodes), "/tmp": str(folder)}) for name in NODES]
-    waiting.append(_proxy(services, ports, {"/opt/pdproxy": str(proxy)}))
-    running: dict[str, Running] = {}
-    while waiting:
-        ready = [one for one in waiting if one.after <= running.keys()]
-        assert ready, "they wait for each other"
-        started = [Running(one, _started(supervisor, one, folder)) for one in ready]
-        for each in started:
-            _await_health(supervisor, each.container)
-        running |= {each.container.name: each for each in started}
-        waiting = [one for one in waiting if one not in ready]
+    containers = [
+        _node(name, services, ports[name], {"/opt/pdproxy": str(nodes), "/tmp": str(folder)}) for name in NODES
+    ]
+    containers.append(_proxy(services, ports, {"/opt/pdproxy": str(proxy)}))
+    running = {one.name: Running(one, part) for one, part in _in_turn(supervisor, containers, folder)}
+    order = tuple(_await_health(supervisor, [each.container for each in running.values()]))
     urls = {name: f"http://{HOST}:{ports[name]}" for name in (*NODES, PROXY)}
-    composed = Composed(running, urls, f"http://{HOST}:{ports['operators']}")
-    # A healthy proxy is one that lives: its nodes join a moment later.
+    composed = Composed(running, order, urls, f"http://{HOST}:{ports['operators']}")
+    # A healthy proxy is one that lives: its nodes join a moment after they are healthy.
     await_proxy(supervisor, composed.admin_url, Until.JOINED, print)
     return composed
+
+
+def _in_turn(supervisor: Supervisor, containers: list[Container], folder: Path) -> Iterator[tuple[Container, Part]]:
+    """Start each after those that it is to follow, and once those are healthy whose health it waits for."""
+    waiting = list(containers)
+    started: dict[str, Container] = {}
+    while waiting:
+        one = next((each for each in waiting if each.after <= started.keys()), None)
+        assert one is not None, "they wait for each other"
+        list(_await_health(supervisor, [started[name] for name in sorted(one.waits)]))
+        waiting.remove(one)
+        started[one.name] = one
+        yield one, supervisor.start(one.name, one.command, one.environment, folder)
 
 
 def healthy(one: Container) -> bool:
@@ -122,15 +134,20 @@ def _proxy(services: Mapping[str, Service], ports: Mapping[str, int], places: Ma
     return replace(moved, environment={**moved.environment, "PDPROXY_LISTEN_PORT": str(ports[PROXY])})
 
 
-def _started(supervisor: Supervisor, one: Container, folder: Path) -> Part:
-    return supervisor.start(one.name, one.command, one.environment, folder)
-
-
-def _await_health(supervisor: Supervisor, one: Container) -> None:
-    """As a container engine waits: until the check passes, or until it has failed often enough after its start."""
-    check = one.health
-    limit = time.monotonic() + check.start_period + check.retries * (check.interval + check.timeout)
-    while not healthy(one):
+def _await_health(supervisor: Supervisor, containers: list[Container]) -> Iterator[str]:
+    """Names, as they become healthy. Checks may fail in their start period, and then as often as their retries say."""
+    began = time.monotonic()
+    waiting = list(containers)
+    while waiting:
         supervisor.require_all_alive()
-        assert time.monotonic() < limit, f"{one.name} is unhealthy"
+        for one in [each for each in waiting if healthy(each)]:
+            waiting.remove(one)
+            yield one.name
+        late = [one.name for one in waiting if time.monotonic() - began > _patience(one)]
+        assert not late, f"unhealthy: {late}"
         time.sleep(LOOK_EVERY_S)
+
+
+def _patience(one: Container) -> float:
+    check = one.health
+    return check.start_period + check.retries * (check.interval + check.timeout)

@@ -29,6 +29,10 @@ def tell(running: Running) -> None:
     os.kill(first, signal.SIGTERM)
 
 
+def test_the_proxy_is_there_while_the_nodes_still_load(composed: Composed) -> None:
+    assert composed.order[0] == "cpu-proxy"
+
+
 def test_a_chat_is_answered_by_both_nodes(composed: Composed) -> None:
     question = exam(901, 900)
     pulled = watch(composed.urls["cpu-decode"], "prompt_tokens", source="pulled")

@@ -24,8 +24,13 @@ class Refused(Exception):
 class Engine:
     """One child process, asked in turn."""
 
-    def __init__(self, child: "subprocess.Popen[str]") -> None:
+    def __init__(self, child: "subprocess.Popen[str]", chart: Path = CHART) -> None:
         self._child = child
+        self._chart = chart
+
+    def of(self, chart: Path) -> "Engine":
+        """The same process, for another chart."""
+        return Engine(self._child, chart)
 
     def render(self, values: Mapping[str, Any], kubeconfig: str = "") -> dict[str, str]:
         """Text by template. Raises Refused."""
@@ -44,7 +49,7 @@ class Engine:
         return Manifests([found for text in texts for found in yaml.safe_load_all(text) if found])
 
     def _ask(self, do: str, values: Mapping[str, Any], kubeconfig: str = "") -> Any:
-        question = {"do": do, "chart": str(CHART), "values": values, "release": RELEASE, "namespace": NAMESPACE}
+        question = {"do": do, "chart": str(self._chart), "values": values, "release": RELEASE, "namespace": NAMESPACE}
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         self._child.stdin.write(json.dumps({**question, "kubeconfig": kubeconfig}) + "\n")

@@ -88,6 +88,12 @@ def test_has_the_time_to_end(rendered: Rendered, values: str, role: str) -> None
     assert grace > pause + int(arguments(pod)["--shutdown-timeout"])
 
 
+@ROLES
+def test_the_block_size_is_said_only_where_it_is_chosen(rendered: Rendered, role: str) -> None:
+    assert "--block-size" not in arguments(rendered("default").node(role))
+    assert arguments(rendered("full-values").node(role))["--block-size"] == "1056"
+
+
 def test_two_prefill_and_four_decode_nodes_of_eight_gpus(rendered: Rendered) -> None:
     manifests = rendered("qwen3.5-397b-a17b-2p4d-tp8")
     counts = {each["metadata"]["name"]: each["spec"]["replicas"] for each in manifests.of("StatefulSet")}

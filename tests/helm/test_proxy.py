@@ -55,6 +55,14 @@ def test_what_operators_say_arrives(rendered: Rendered, tmp_path: Path) -> None:
     assert settings.log.level == "warning"
 
 
+@pytest.mark.parametrize(("policy", "life"), [({}, 7), ({"retries": 1}, 7), ({"ticket_life": 5}, 5)])
+def test_a_ticket_is_tried_for_as_long_as_nodes_keep_it(
+    helm: Engine, tmp_path: Path, policy: dict[str, int], life: float
+) -> None:
+    said = {"transfer": {"leaseSeconds": 7}, "proxy": {"settings": {"policy": policy}}}
+    assert loaded(helm.manifests(said), tmp_path).policy.ticket_life == life
+
+
 @pytest.mark.parametrize(
     ("keys", "access", "credential"),
     [(True, True, "replace"), (False, True, "replace"), (True, False, "none"), (False, False, "pass")],

@@ -3,6 +3,7 @@
 import functools
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -105,6 +106,26 @@ def test_foreign_kinds_have_what_their_projects_ask_for(rendered: Rendered) -> N
     trigger = full.one("ScaledObject")["spec"]["triggers"][0]
     assert trigger["type"] == "prometheus"
     assert all(isinstance(value, str) for value in trigger["metadata"].values())
+
+
+EIGHT = {"tensorParallel": 8, "gpus": {"count": 8}}
+UNEQUAL = "WARNING: prefill nodes have tensorParallel 8, decode nodes 1."
+
+
+@pytest.mark.parametrize(
+    ("values", "warned"),
+    [
+        ({"prefill": EIGHT}, True),
+        ({"prefill": {**EIGHT, "extraArgs": ["--block-size=1056"]}}, True),
+        ({"prefill": EIGHT, "model": {"blockSize": 1056}}, False),
+        ({"prefill": EIGHT, "model": {"extraArgs": ["--block-size", "1056"]}}, False),
+        ({"prefill": EIGHT, "decode": EIGHT}, False),
+    ],
+)
+def test_notes_warn_of_block_sizes_that_may_differ(helm: Engine, values: dict[str, Any], warned: bool) -> None:
+    """The chart does not know the model; it names what computes the pairs that go together."""
+    notes = helm.render(values)["pdproxy/templates/NOTES.txt"]
+    assert (UNEQUAL in notes, "python -m connector.block_sizes" in notes) == (warned, warned)
 
 
 def test_notes_warn_of_what_is_open(helm: Engine) -> None:

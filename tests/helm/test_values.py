@@ -8,6 +8,7 @@ import yaml
 from pdproxy.settings.leaves import leaves, sections
 from tests.helm.engine import CHART, Engine, Refused, read_values, value_files
 
+BLOCKS = "prefill nodes have --block-size 256, decode nodes 512: such nodes exchange nothing. Set model.blockSize"
 REFUSED = [
     # by the schema
     ("proxy: {replicas: -1}", "at '/proxy/replicas': minimum: got -1, want 0"),
@@ -27,7 +28,12 @@ REFUSED = [
     ("keda: {prometheus: prometheus}", "must be 'an address such as http://prometheus:9090'"),
     ("proxy: {settings: {policy: {retrys: 1}}}", "at '/proxy/settings/policy': additional properties 'retrys' not"),
     ("proxy: {settings: {log: {level: loud}}}", "must be one of 'debug', 'info', 'warning', 'error'"),
+    ("model: {blockSize: 100}", "at '/model/blockSize': multipleOf: got 100, want 16"),
     # by what does not go together
+    ("prefill: {extraArgs: [--block-size=256]}\ndecode: {extraArgs: [--block-size, '512']}", BLOCKS),
+    ("model: {blockSize: 256}\ndecode: {extraArgs: [--block_size=512]}", BLOCKS),
+    ("decode: {extraEnv: [{name: A, value: x}, {name: A, value: y}]}", "decode.extraEnv names A twice: keep one."),
+    ("proxy: {extraEnv: [{name: A, value: x}, {name: A, value: x}]}", "proxy.extraEnv names A twice: keep one."),
     ("prefill: {tensorParallel: 8}", "tensorParallel is 8, but a prefill node has 1 GPUs"),
     ("decode: {autoscaling: {minReplicas: 9}}", "decode.autoscaling.minReplicas is above maxReplicas"),
     ("decode: {autoscaling: {kind: keda}}", "set keda.prometheus to the address"),
@@ -45,6 +51,7 @@ REFUSED = [
     ("model: {storage: {kind: existingClaim}}", "say which one in model.storage.existingClaim"),
     ("apiKeys: {keys: [key-0123], existingSecret: mine}", "apiKeys.keys and apiKeys.existingSecret are both set"),
     ("metrics: {podMonitor: {enabled: true}}", "name Prometheus in networkPolicy.scrapers"),
+    ("proxy: {settings: {otel: {export: otlp}}}", "let it through in networkPolicy.proxyEgress"),
     ("ingress: {enabled: true}", "set ingress.host"),
     ("httpRoute: {enabled: true}", "name the Gateway in httpRoute.parentRefs"),
     ("proxy: {settings: {nodes: []}}", "proxy.settings.nodes cannot be set: nodes come from prefill and decode"),
@@ -74,6 +81,10 @@ def test_is_refused_with_a_sentence(helm: Engine, values: str, sentence: str) ->
         "apiKeys: {keys: [key-01234567 bob 8]}",
         "decode: {gpus: {count: 4}, hosts: 2, tensorParallel: 8}",
         "global: {anything: 1}",
+        "proxy: {settings: {otel: {export: otlp}}}\nnetworkPolicy: {enabled: false}",
+        "proxy: {settings: {otel: {export: otlp}}}\nnetworkPolicy: {proxyEgress: [{ports: [{port: 4318}]}]}",
+        "model: {blockSize: 256}\ndecode: {extraArgs: [--block-size=256]}",
+        "prefill: {extraArgs: [--block-size=256]}\ndecode: {extraArgs: [--block-size=128, --block-size=256]}",
     ],
 )
 def test_is_taken(helm: Engine, values: str) -> None:

@@ -23,6 +23,20 @@
     {{- fail (printf "model.storage.kind claimPerPod does not go with %s.hosts above 1: use claim, existingClaim or hostPath." $role) -}}
   {{- end -}}
 {{- end -}}
+{{- $sizes := dict -}}
+{{- range $role := list "prefill" "decode" -}}
+  {{- $_ := set $sizes $role (include "pdproxy.blockSize" (dict "root" $ "component" $role)) -}}
+{{- end -}}
+{{- if and (ne $sizes.prefill $sizes.decode) (ne $sizes.prefill "0") (ne $sizes.decode "0") -}}
+  {{- fail (printf "prefill nodes have --block-size %s, decode nodes %s: such nodes exchange nothing. Set model.blockSize for both, and leave it out of extraArgs." $sizes.prefill $sizes.decode) -}}
+{{- end -}}
+{{- range $part := list "prefill" "decode" "proxy" -}}
+  {{- $names := list -}}
+  {{- range (get $v $part).extraEnv -}}
+    {{- if has .name $names -}}{{- fail (printf "%s.extraEnv names %s twice: keep one." $part .name) -}}{{- end -}}
+    {{- $names = append $names .name -}}
+  {{- end -}}
+{{- end -}}
 {{- if gt (int $v.proxy.autoscaling.minReplicas) (int $v.proxy.autoscaling.maxReplicas) -}}
   {{- fail "proxy.autoscaling.minReplicas is above maxReplicas." -}}
 {{- end -}}
@@ -51,6 +65,9 @@
 {{- end -}}
 {{- if and $v.metrics.podMonitor.enabled $v.networkPolicy.enabled (not $v.networkPolicy.scrapers) -}}
   {{- fail "metrics.podMonitor.enabled: the NetworkPolicy lets only the proxy speak HTTP to nodes; name Prometheus in networkPolicy.scrapers." -}}
+{{- end -}}
+{{- if and (eq (dig "otel" "export" "off" $v.proxy.settings) "otlp") $v.networkPolicy.enabled (not $v.networkPolicy.proxyEgress) -}}
+  {{- fail "proxy.settings.otel.export is otlp: the NetworkPolicy keeps the proxy from the collector; let it through in networkPolicy.proxyEgress." -}}
 {{- end -}}
 {{- if and $v.ingress.enabled (not $v.ingress.host) -}}
   {{- fail "ingress.enabled: set ingress.host to the name that clients use." -}}

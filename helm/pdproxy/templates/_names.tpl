@@ -11,15 +11,46 @@ app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
+{{/* Of an object. Takes (dict "root" $ "component" …). */}}
 {{- define "pdproxy.labels" -}}
-{{ include "pdproxy.selector" . }}
-app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
-app.kubernetes.io/part-of: pdproxy
-app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
-{{- with .root.Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
+{{- $labels := dict
+      "app.kubernetes.io/part-of" "pdproxy"
+      "app.kubernetes.io/managed-by" .root.Release.Service
+      "app.kubernetes.io/version" .root.Chart.AppVersion
+      "helm.sh/chart" (printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_") -}}
+{{- mergeOverwrite $labels .root.Values.commonLabels (include "pdproxy.selector" . | fromYaml) | toYaml -}}
+{{- end -}}
+
+{{/* Of the pods in a workload: nothing that another version of the chart would change, for that restarts them all.
+     Takes (dict "root" $ "component" …) and the operator's own under "more". */}}
+{{- define "pdproxy.podLabels" -}}
+{{- $labels := dict "app.kubernetes.io/part-of" "pdproxy" "app.kubernetes.io/managed-by" .root.Release.Service -}}
+{{- mergeOverwrite $labels .root.Values.commonLabels .more (include "pdproxy.selector" . | fromYaml) | toYaml -}}
+{{- end -}}
+
+{{/* A container's variables, each name once: the operator's replace the chart's. A variable of the chart that refers to a
+     replaced one comes after it, for Kubernetes fills in only what stands before. Takes (dict "own" LIST "extra" LIST). */}}
+{{- define "pdproxy.env" -}}
+{{- $theirs := list -}}
+{{- range .extra -}}{{- $theirs = append $theirs .name -}}{{- end -}}
+{{- $before := list -}}
+{{- $after := list -}}
+{{- range $own := .own -}}
+  {{- $refers := false -}}
+  {{- range $theirs -}}{{- $refers = or $refers (contains (printf "$(%s)" .) ($own.value | default "")) -}}{{- end -}}
+  {{- if has $own.name $theirs -}}
+  {{- else if $refers -}}{{- $after = append $after $own -}}
+  {{- else -}}{{- $before = append $before $own -}}{{- end -}}
+{{- end -}}
+{{- concat $before .extra $after | toYaml -}}
+{{- end -}}
+
+{{/* The block size that is said to a role's nodes, by the last argument that says one; 0 where vLLM chooses.
+     Takes (dict "root" $ "component" …). */}}
+{{- define "pdproxy.blockSize" -}}
+{{- $words := concat .root.Values.model.extraArgs (get .root.Values .component).extraArgs | join " " -}}
+{{- $said := regexFindAll "--block[-_]size[= ][0-9]+" $words -1 -}}
+{{- if $said }}{{ last $said | regexFind "[0-9]+$" }}{{ else }}{{ int .root.Values.model.blockSize }}{{ end -}}
 {{- end -}}
 
 {{/* Takes (dict "root" $ "of" "proxy"|"node"). */}}

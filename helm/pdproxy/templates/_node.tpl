@@ -5,10 +5,7 @@
 {{- $serves := ne .part "worker" -}}
 metadata:
   labels:
-    {{- include "pdproxy.labels" . | nindent 4 }}
-    {{- with $r.podLabels }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    {{- include "pdproxy.podLabels" (dict "root" .root "component" .component "more" $r.podLabels) | nindent 4 }}
   annotations:
     kubectl.kubernetes.io/default-container: vllm
     {{- with $v.tickets.keys }}
@@ -46,7 +43,8 @@ spec:
       args:
         {{- include "pdproxy.node.args" . | nindent 8 }}
       env:
-        {{- include "pdproxy.node.env" . | nindent 8 }}
+        {{- $own := fromYamlArray (include "pdproxy.node.env" .) }}
+        {{- include "pdproxy.env" (dict "own" $own "extra" $r.extraEnv) | nindent 8 }}
       ports:
         {{- if $serves }}
         - { name: http, containerPort: {{ $v.nodes.httpPort }}, protocol: TCP }
@@ -110,6 +108,9 @@ spec:
 - --tensor-parallel-size={{ $r.tensorParallel }}
 - --max-model-len={{ int64 $v.model.maxLength }}
 - --gpu-memory-utilization={{ $v.model.gpuMemory }}
+{{- with $v.model.blockSize }}
+- --block-size={{ . }}
+{{- end }}
 - --enable-prefix-caching
 - --enable-prompt-tokens-details
 {{- with $v.model.servedName }}
@@ -143,9 +144,9 @@ spec:
       "kv_load_failure_policy" "recompute" "kv_connector_extra_config" $extra | toJson -}}
 {{- end -}}
 
+{{/* The chart's own variables of a node. */}}
 {{- define "pdproxy.node.env" -}}
 {{- $v := .root.Values -}}
-{{- $r := get $v .component -}}
 - name: POD_IP
   valueFrom: { fieldRef: { fieldPath: status.podIP } }
 - name: VLLM_NIXL_SIDE_CHANNEL_HOST
@@ -177,9 +178,6 @@ spec:
 {{- if $v.access.enabled }}
 - name: VLLM_API_KEY
   valueFrom: { secretKeyRef: { name: {{ include "pdproxy.secret.access" .root }}, key: node.key } }
-{{- end }}
-{{- with $r.extraEnv }}
-{{ toYaml . }}
 {{- end }}
 {{- end -}}
 

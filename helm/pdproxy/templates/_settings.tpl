@@ -9,6 +9,9 @@
 {{- end -}}
 {{- $own := dict "listen" $listen "upstream" $upstream
       "deadlines" (dict "drain" $v.proxy.drainSeconds "request" $v.proxy.requestSeconds) -}}
+{{- if not (hasKey ($v.proxy.settings.policy | default dict) "ticket_life") -}}
+  {{- $_ := set $own "policy" (dict "ticket_life" $v.transfer.leaseSeconds) -}}
+{{- end -}}
 {{- if $v.apiKeys.enabled -}}
   {{- $_ := set $own "keys" (dict "file" "/etc/pdproxy/keys/api.keys") -}}
 {{- end -}}

@@ -1,10 +1,51 @@
 """Splitting an environment into locks."""
 
-from deploy.local.lock import installed, render, split
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import Distribution, PackagePath
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from deploy.local.lock import PROJECT, Installed, installed, needs, render, split
+from deploy.local.places import REQUIREMENTS, ROOT
+
+
+class Declared(Distribution):
+    """The project as pyproject.toml declares it now; what is installed of it may be older."""
+
+    def read_text(self, filename: str) -> str | None:
+        return "\n".join(("Name: pdproxy", "Version: 0", *declared())) if filename == "METADATA" else None
+
+    def locate_file(self, path: object) -> Path:
+        raise FileNotFoundError(path)
+
+    @property
+    def files(self) -> list[PackagePath]:
+        return []
+
+
+def declared() -> Iterator[str]:
+    """The requirements of pyproject.toml, as an installed package's metadata holds them."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    yield from (f"Requires-Dist: {line}" for line in project["dependencies"])
+    for extra, lines in project["optional-dependencies"].items():
+        yield from (f"Requires-Dist: {line}; extra == '{extra}'" for line in lines)
+
+
+def here() -> Installed:
+    """This environment, with the project of this tree."""
+    return {**installed(), PROJECT: Declared()}
+
+
+def pins(lock: str) -> set[str]:
+    """The names that a committed lock pins."""
+    return {line.partition("==")[0] for line in (REQUIREMENTS / f"{lock}.txt").read_text().splitlines()}
 
 
 def test_this_environment_falls_into_locks_that_share_nothing() -> None:
-    locks = split(installed())
+    locks = split(here())
     names = [name for lock in locks.values() for name in lock]
     assert len(names) == len(set(names))
     assert locks["torch"] == {"torch"}
@@ -14,6 +55,26 @@ def test_this_environment_falls_into_locks_that_share_nothing() -> None:
     assert not {"torchvision", "pip", "pdproxy"} & set(names)
 
 
+def test_the_proxys_lock_has_what_traces_are_sent_with_and_no_second_client() -> None:
+    for names in (split(here())["proxy"], pins("proxy")):
+        assert {"opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"} <= names
+        assert not {"grpcio", "opentelemetry-exporter-otlp-proto-grpc"} & names
+
+
+def test_the_proxys_lock_is_complete() -> None:
+    """It is installed with --no-deps: what is missing in it is missing in the image."""
+    names = pins("proxy")
+    assert names == split(here())["proxy"]
+    wanted = {name: {need for need, _ in needs(installed()[name], ())} for name in names}
+    assert {name: missing for name, needed in wanted.items() if (missing := needed - names)} == {}
+
+
+def test_every_requirement_of_the_project_is_read() -> None:
+    assert {"fastapi", "opentelemetry-sdk", "nixl"} <= {
+        canonicalize_name(Requirement(line).name) for line in Declared().requires or ()
+    }
+
+
 def test_pins_are_exact_and_sorted() -> None:
-    here = installed()
-    assert render(here, {"ruff", "pytest"}) == f"pytest=={here['pytest'].version}\nruff=={here['ruff'].version}\n"
+    made = render(installed(), {"ruff", "pytest"})
+    assert made == f"pytest=={installed()['pytest'].version}\nruff=={installed()['ruff'].version}\n"

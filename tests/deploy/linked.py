@@ -1,0 +1,29 @@
+"""What a lock installs, as links to the files of this environment: a clean one in a second, without a network."""
+
+from collections.abc import Iterator
+from importlib.metadata import distribution
+from pathlib import Path
+
+from deploy.local.places import REQUIREMENTS
+
+
+def pinned(lock: str) -> list[str]:
+    """The names that `requirements/LOCK.txt` pins."""
+    return [line.partition("==")[0] for line in (REQUIREMENTS / f"{lock}.txt").read_text().splitlines()]
+
+
+def link(names: list[str], folder: Path) -> Path:
+    """Put these distributions into `folder`, by links; returns it. Raises PackageNotFoundError."""
+    for name in names:
+        for inside, file in _files(name):
+            target = folder / inside
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.symlink_to(file)
+    return folder
+
+
+def _files(name: str) -> Iterator[tuple[str, Path]]:
+    """What it has below site-packages; scripts lie elsewhere."""
+    for file in distribution(name).files or ():
+        if ".." not in file.parts and "__pycache__" not in file.parts:
+            yield str(file), Path(str(file.locate()))

@@ -1,0 +1,105 @@
+"""`otel.export: otlp` with what the proxy's image installs: spans arrive; with less, one sentence ends the start."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from deploy.local.places import ROOT
+from deploy.local.ports import HOST, free_ports
+from tests.deploy.linked import link, pinned
+
+MAIN = "import sys; sys.path[:0] = sys.argv[1:3]; from pdproxy.__main__ import main; sys.exit(main(sys.argv[3:]))"
+WITHIN_S = 60.0
+NEEDED = ["opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk", "requests", "protobuf"]
+"""The exporter imports the last two, one of them only when it is made."""
+
+
+@contextmanager
+def collector() -> Iterator[tuple[str, list[tuple[str, int]]]]:
+    """A collector's address for traces, and what came there: content type and length."""
+    came: list[tuple[str, int]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            came.append((self.headers["content-type"], len(body)))
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            """Nothing: a test's output is for its findings."""
+
+    server = ThreadingHTTPServer((HOST, 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield f"http://{HOST}:{server.server_port}/v1/traces", came
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@contextmanager
+def proxy(packages: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    """`pdproxy serve` with these packages and no others."""
+    line = [sys.executable, "-I", "-S", "-c", MAIN, str(packages), str(ROOT), "serve", *arguments]
+    environment = {"PATH": os.environ["PATH"], "NO_PROXY": HOST}
+    with subprocess.Popen(line, env=environment, cwd="/", stderr=subprocess.PIPE, text=True) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def ask(child: "subprocess.Popen[str]", url: str) -> None:
+    """GET, until it answers or the process ends. Raises TimeoutError."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    limit = time.monotonic() + WITHIN_S
+    while time.monotonic() < limit and child.poll() is None:
+        try:
+            opener.open(url, timeout=5).close()
+        except urllib.error.HTTPError as error:
+            error.close()
+        except OSError:
+            time.sleep(0.1)
+            continue
+        return
+    raise TimeoutError(url)
+
+
+def test_spans_arrive_from_what_the_image_installs(tmp_path: Path) -> None:
+    port, admin = free_ports(2)
+    flags = ["--port", str(port), "--admin-port", str(admin), "--decode", f"http://{HOST}:9"]
+    with collector() as (address, came):
+        more = ["--otel-export", "otlp", "--otel-endpoint", address]
+        with proxy(link(pinned("proxy"), tmp_path), *flags, *more) as child:
+            ask(child, f"http://{HOST}:{port}/v1/models")
+            child.send_signal(signal.SIGTERM)
+            _, said = child.communicate(timeout=WITHIN_S)
+    assert child.returncode == 0, said
+    assert [kind for kind, length in came if length] == ["application/x-protobuf"], said
+
+
+@pytest.mark.parametrize("missing", NEEDED)
+def test_a_missing_package_ends_the_start_with_a_sentence(tmp_path: Path, missing: str) -> None:
+    packages = link([name for name in pinned("proxy") if name != missing], tmp_path)
+    flags = ["--port", "0", "--admin-port", "0", "--decode", f"http://{HOST}:9"]
+    with proxy(packages, *flags, "--otel-export", "otlp") as child:
+        _, said = child.communicate(timeout=WITHIN_S)
+    assert child.returncode == 2, said
+    [sentence] = said.splitlines()
+    assert sentence.startswith("pdproxy: otel.export is otlp, which needs packages that are not installed here (")
+    assert sentence.endswith("): pip install 'pdproxy[otel]', or set otel.export to off.")
