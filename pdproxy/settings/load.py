@@ -33,7 +33,7 @@ def load(
     sources = tuple(source for source in by_strength if source is not None)
     faults = [fault for source in sources for fault in source.faults]
     try:
-        made = Settings(_build_sources=(sources, {}))  # type: ignore[call-arg] # of BaseSettings, which mypy overlooks
+        made = Settings(_build_sources=(sources, {}))  # type: ignore[call-arg] # BaseSettings' own
     except ValidationError as error:
         faults += [_sentence(each, sources) for each in error.errors(include_url=False)]
     if faults:

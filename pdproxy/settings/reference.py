@@ -51,10 +51,6 @@ the key may have open at once. `#` begins a comment.
 `listen.admin_token_file` and `upstream.credential_file` hold one word each.
 """
 
-_BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "le": "maximum"}
-"""Bounds that pydantic leaves as they are where a number may also be written as a text, and JSON schema's names."""
-
-
 LINE = 100
 """Of JSON, without the key before it."""
 
@@ -102,7 +98,7 @@ def _plain(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
     """A schema without references, and without titles, which only repeat names."""
     if "$ref" in node:
         node = definitions[node["$ref"].rpartition("/")[2]] | node
-    plain = {_BOUNDS.get(key, key): each for key, each in node.items() if key not in ("$ref", "title")}
+    plain = {key: each for key, each in node.items() if key not in ("$ref", "title")}
     if "items" in plain:
         plain["items"] = _plain(plain["items"], definitions)
     if "properties" in plain:

@@ -93,11 +93,11 @@ class EnvironmentSource(EnvSettingsSource):
 
     def __call__(self) -> dict[str, Any]:
         """The values, with the nodes."""
-        return super().__call__() | _named_nodes(self._nodes)
+        return super().__call__() | _with_nodes(self._nodes)
 
     def place(self, location: Location) -> str:
         """The variable."""
-        return _name(location, self._nodes) or PREFIX + "_".join(map(str, location)).upper()
+        return _node_origin(location, self._nodes) or PREFIX + "_".join(map(str, location)).upper()
 
 
 class FlagSource(InitSettingsSource):
@@ -112,11 +112,11 @@ class FlagSource(InitSettingsSource):
             if given.get(setting.key) is not None:
                 values.setdefault(setting.section, {})[setting.name] = given[setting.key]
         self._nodes = [(f"--{role}", {"url": url, "role": role}) for role in NodeRole for url in given[role]]
-        super().__init__(Settings, values | _named_nodes(self._nodes))
+        super().__init__(Settings, values | _with_nodes(self._nodes))
 
     def place(self, location: Location) -> str:
         """The flag."""
-        return _name(location, self._nodes) or "--" + "-".join(map(str, location)).replace("_", "-")
+        return _node_origin(location, self._nodes) or "--" + "-".join(map(str, location)).replace("_", "-")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -161,11 +161,11 @@ def _foreign(name: str, value: str) -> bool:
     return bool(link or _NOT_OURS.fullmatch(name))
 
 
-def _named_nodes(nodes: Sequence[tuple[str, dict[str, str]]]) -> dict[str, Any]:
+def _with_nodes(nodes: Sequence[tuple[str, dict[str, str]]]) -> dict[str, Any]:
     return {"nodes": [node for _, node in nodes]} if nodes else {}
 
 
-def _name(location: Location, nodes: Sequence[tuple[str, object]]) -> str:
+def _node_origin(location: Location, nodes: Sequence[tuple[str, object]]) -> str:
     """The name under which a node was given; "" for what is no single node."""
     if location[0] != "nodes":
         return ""

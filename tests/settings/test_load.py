@@ -234,6 +234,7 @@ log:
 nodes:
   - url: "http://a"
     role: both
+    aliases: [1, 2]
   - &b {url: "http://b", role: decode}
   - {<<: *b, wieght: 2}
 keys: {file: /nowhere}
@@ -252,8 +253,9 @@ def test_every_fault_is_named_with_its_place(tmp_path: Path) -> None:
             f"the file {path}, line 1: limits must map names to values, not be 5.",
             f"the file {path}, line 4: log.level must be one of debug, info, warning, error, not 'loud'.",
             f"the file {path}, line 7, nodes[0]: role must be one of prefill, decode, not 'both'.",
-            f"the file {path}, line 9, nodes[2]: there is no setting 'wieght'. Did you mean weight?",
-            f"the file {path}, line 10: keys.file: there is no file /nowhere.",
+            f"the file {path}, line 8, nodes[0]: aliases must be a list of texts, not [1, 2].",
+            f"the file {path}, line 10, nodes[2]: there is no setting 'wieght'. Did you mean weight?",
+            f"the file {path}, line 11: keys.file: there is no file /nowhere.",
         ]
     )
 
@@ -264,8 +266,12 @@ def test_a_node_twice_is_named_with_its_source() -> None:
     )
 
 
-def test_what_may_be_a_password_is_not_repeated() -> None:
-    assert "secret" not in complaint(environment={"PDPROXY_DECODE": "http://me:secret@a"})
+@pytest.mark.parametrize(
+    "url", ["http://me:secret@a", "me:secret@a:1", "http://me:secret@a:99999", "ftp://me:secret@a"]
+)
+def test_what_may_be_a_password_is_not_repeated(url: str) -> None:
+    message = complaint(environment={"PDPROXY_DECODE": url})
+    assert message == "PDPROXY_DECODE: url must be an address without credentials, query or fragment."
 
 
 def test_settings_made_directly_read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
