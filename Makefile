@@ -8,7 +8,7 @@ FUZZED ?= 2000
 CHECKED := pdproxy connector deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint unit soak e2e test-long fuzz bench lock clean
+.PHONY: help env demo test lint unit soak e2e test-long fuzz bench generate lock clean
 
 help: ## show this
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -44,6 +44,9 @@ fuzz: env ## property tests with FUZZED examples each (default 2000)
 
 bench: env ## measure the proxy
 	$(RUN) -m tests.bench
+
+generate: env ## write what is made from the settings: their page, their schema, its copy in the chart
+	$(RUN) -m deploy.generate
 
 # To renew: make a new environment with
 #   pip install 'torch==2.13.0+cpu' -e '.[cpu,dev,otel]'   (torch from PyTorch's CPU index)

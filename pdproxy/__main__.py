@@ -1,62 +1,79 @@
-"""The command line: ``pdproxy serve``, ``pdproxy check``, ``pdproxy settings``."""
+"""The command line: ``pdproxy serve``, ``pdproxy check``, ``pdproxy settings``, ``pdproxy settings-schema``.
 
-import argparse
+Each command imports what it needs when it runs: help and the version are there at once.
+"""
+
 import os
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 from pdproxy import __version__
 from pdproxy.errors import SettingsError
-from pdproxy.settings import Settings
-from pdproxy.settings.flags import Parser, add_flags, read_flags, refuse_unknown
-from pdproxy.settings.load import load
-from pdproxy.settings.reference import reference
+
+if TYPE_CHECKING:
+    from pdproxy.settings import Settings
 
 UNUSABLE = 2
 """The exit status for settings that cannot be used, as for any command line."""
 
 
+class Parser(ArgumentParser):
+    """Says what is wrong by raising `SettingsError`, as every source of settings does."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise SettingsError."""
+        raise SettingsError(f"{message}.")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the process's exit status."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        parsed, unknown = _parser().parse_known_args(arguments)
-        refuse_unknown(unknown)
-        run: Callable[[argparse.Namespace], int] = parsed.run
-        return run(parsed)
+        command: Callable[[Sequence[str]], int] = _commands().parse_args(words[:1]).run
+        return command(words[1:])
     except SettingsError as error:
-        print(f"pdproxy: {error}", file=sys.stderr)
+        for line in str(error).splitlines():
+            print(f"pdproxy: {line}", file=sys.stderr)
         return UNUSABLE
 
 
-def _parser() -> argparse.ArgumentParser:
+def _commands() -> Parser:
+    """The parser of the first word alone."""
     parser = Parser(prog="pdproxy", description="Prefill and decode on separate vLLM nodes.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"pdproxy {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for name, run, text in (
-        ("serve", _serve, "Serve until a signal ends it."),
-        ("check", _check, "Ask every node whether it can work with the others; status 1 when one cannot."),
-    ):
-        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        add_flags(command)
-        command.set_defaults(run=run)
-    text = "Print the reference of all settings."
-    commands.add_parser("settings", help=text, description=text).set_defaults(run=_settings)
+    for name, run in (("serve", _serve), ("check", _check), ("settings", _settings), ("settings-schema", _schema)):
+        commands.add_parser(name, help=run.__doc__, add_help=False).set_defaults(run=run)
     return parser
 
 
-def _loaded(parsed: argparse.Namespace) -> Settings:
-    return load(read_flags(parsed), parsed.config, os.environ)
+def _parser(command: str, text: str | None) -> Parser:
+    return Parser(prog=f"pdproxy {command}", description=text, allow_abbrev=False)
 
 
-def _serve(parsed: argparse.Namespace) -> int:
-    settings = _loaded(parsed)
+def _loaded(parser: Parser, words: Sequence[str]) -> "Settings":
+    from pdproxy.settings.load import load
+    from pdproxy.settings.sources import FlagSource, add_flags, refuse_unknown
+
+    add_flags(parser)
+    parsed, unknown = parser.parse_known_args(words)
+    refuse_unknown(unknown)
+    return load(FlagSource(parsed), parsed.config, os.environ)
+
+
+def _serve(words: Sequence[str]) -> int:
+    """Serve until a signal ends it."""
+    settings = _loaded(_parser("serve", _serve.__doc__), words)
     from pdproxy.app import serve
 
     return serve(settings)
 
 
-def _check(parsed: argparse.Namespace) -> int:
-    settings = _loaded(parsed)
+def _check(words: Sequence[str]) -> int:
+    """Ask every node whether it can work with the others; status 1 when one cannot."""
+    settings = _loaded(_parser("check", _check.__doc__), words)
     if not settings.nodes and not settings.discovery.wanted:
         raise SettingsError(
             "there are no nodes to check: name them with --prefill URL and --decode URL, or `discovery`."
@@ -66,9 +83,21 @@ def _check(parsed: argparse.Namespace) -> int:
     return check(settings)
 
 
-def _settings(parsed: argparse.Namespace) -> int:
-    del parsed
+def _settings(words: Sequence[str]) -> int:
+    """Print the reference of all settings."""
+    _parser("settings", _settings.__doc__).parse_args(words)
+    from pdproxy.settings.reference import reference
+
     sys.stdout.write(reference())
+    return 0
+
+
+def _schema(words: Sequence[str]) -> int:
+    """Print the JSON schema of the settings file, for editors."""
+    _parser("settings-schema", _schema.__doc__).parse_args(words)
+    from pdproxy.settings.reference import printed_schema
+
+    sys.stdout.write(printed_schema())
     return 0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pdproxy.__main__ import main
-from pdproxy.settings.reference import reference
+from pdproxy.settings.reference import printed_schema, reference
 
 
 def test_settings_prints_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
@@ -15,12 +15,24 @@ def test_settings_prints_the_reference(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out == reference()
 
 
+def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["settings-schema"]) == 0
+    assert capsys.readouterr().out == printed_schema()
+
+
+def test_each_fault_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--port", "no", "--log-level", "loud"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("pdproxy: --l") for line in lines)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["serve", "--prot", "1"], "--prot is no flag of this command. Did you mean --port?"),
         (["serve", "--port", "no"], "--listen-port: listen.port must be a whole number from 0 to 65535, not 'no'."),
-        (["serve", "--prefill", "x"], "the prefill node: 'x' is not an address"),
+        (["serve", "--prefill", "x"], "--prefill: url must be an address such as http://10.0.0.1:8000, not 'x'."),
         (["serve", "--deadlines-stall"], "expected one argument"),
         (["check"], "there are no nodes to check"),
         (["srve"], "invalid choice: 'srve'"),
@@ -38,7 +50,9 @@ def test_what_cannot_be_used_is_said_in_one_line(
     assert said.out == ""
 
 
-@pytest.mark.parametrize("words", [["--help"], ["serve", "--help"], ["check", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["serve", "--help"], ["check", "--help"], ["settings", "-h"], ["--version"]]
+)
 def test_help_is_there(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(words)
@@ -50,3 +64,16 @@ def test_the_module_can_be_run() -> None:
     command = [sys.executable, "-m", "pdproxy", "--version"]
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, check=True, timeout=120)
     assert done.stdout.startswith(b"pdproxy ")
+
+
+def test_help_and_version_load_no_library() -> None:
+    code = "import sys; from pdproxy.__main__ import _commands; _commands().format_help(); print(*sys.modules)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, check=True, timeout=120)
+    assert {"pydantic", "yaml", "fastapi", "asyncio"}.isdisjoint(done.stdout.decode().split())
+
+
+def test_settings_load_neither_server_nor_web_framework() -> None:
+    command = [sys.executable, "-c", "import sys, pdproxy.settings.load; print(*sys.modules)"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, check=True, timeout=120)
+    assert {"fastapi", "starlette", "uvicorn", "opentelemetry"}.isdisjoint(done.stdout.decode().split())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pdproxy.errors import SettingsError
 from pdproxy.request import Headers
-from pdproxy.settings import Credential, Upstream
+from pdproxy.settings import Upstream
 
 
 def read_secret(path: Path | None, setting: str) -> str:
@@ -29,10 +29,8 @@ def own_credential(upstream: Upstream) -> str:
     """The operator's credential for the nodes; "" where none is set.
 
     Raises:
-        SettingsError: ``replace`` without a file, or an unusable file.
+        SettingsError: the file is unusable.
     """
-    if upstream.credential is Credential.REPLACE and upstream.credential_file is None:
-        raise SettingsError("upstream.credential is 'replace': name the file in upstream.credential_file.")
     return read_secret(upstream.credential_file, "upstream.credential_file")
 
 

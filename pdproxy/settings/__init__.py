@@ -1,4 +1,4 @@
-"""What an operator decides: frozen dataclasses (`sections`), read once from a file, the environment and flags (`load`).
+"""What an operator decides: frozen models (`model`), read once from a file, the environment and flags (`load`).
 
 `Settings` is what the rest of the proxy takes. It is valid once it exists: `load` raises `SettingsError` otherwise.
 """
@@ -14,7 +14,7 @@ from pdproxy.settings.choices import (
     OtelExport,
     Scheme,
 )
-from pdproxy.settings.sections import (
+from pdproxy.settings.model import (
     Deadlines,
     Discovery,
     Health,

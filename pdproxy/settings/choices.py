@@ -1,9 +1,29 @@
 """The settings that are one of a few words."""
 
 import enum
+from typing import Any
+
+from pydantic import GetJsonSchemaHandler
+from pydantic_core import CoreSchema
 
 
-class OnPrefillFailure(enum.StrEnum):
+class Choice(enum.StrEnum):
+    """One of a few words, in whatever case. YAML reads a bare on or off as a truth value: here it is the word."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Choice | None":
+        if isinstance(value, bool):
+            value = "on" if value else "off"
+        word = value.strip().lower() if isinstance(value, str) else ""
+        return next((member for member in cls if member.value == word), None)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        described = handler.resolve_ref_schema(handler(schema))
+        return {"enum": [*described["enum"], *([False] if "off" in list(cls) else [])]}
+
+
+class OnPrefillFailure(Choice):
     """What follows when a prefill leg has failed."""
 
     RETRY = "retry"
@@ -14,7 +34,7 @@ class OnPrefillFailure(enum.StrEnum):
     """Another prefill node, then the client gets the error."""
 
 
-class Credential(enum.StrEnum):
+class Credential(Choice):
     """What a node gets as its ``Authorization`` header."""
 
     PASS = "pass"
@@ -25,7 +45,7 @@ class Credential(enum.StrEnum):
     """Nothing."""
 
 
-class LogLevel(enum.StrEnum):
+class LogLevel(Choice):
     """How much is logged."""
 
     DEBUG = "debug"
@@ -34,28 +54,28 @@ class LogLevel(enum.StrEnum):
     ERROR = "error"
 
 
-class LogFormat(enum.StrEnum):
+class LogFormat(Choice):
     """How a log line looks."""
 
     JSON = "json"
     TEXT = "text"
 
 
-class OtelExport(enum.StrEnum):
+class OtelExport(Choice):
     """Where spans go."""
 
     OFF = "off"
     OTLP = "otlp"
 
 
-class NodeRole(enum.StrEnum):
+class NodeRole(Choice):
     """What a configured node is asked to do."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
-class Finding(enum.StrEnum):
+class Finding(Choice):
     """Where the nodes of a role come from, besides ``nodes``."""
 
     STATIC = "static"
@@ -68,7 +88,7 @@ class Finding(enum.StrEnum):
     """EndpointSlices, which are watched."""
 
 
-class FirstHandOver(enum.StrEnum):
+class FirstHandOver(Choice):
     """What a node is asked to hand over before it serves."""
 
     KNOWN_ANSWER = "known_answer"
@@ -77,7 +97,7 @@ class FirstHandOver(enum.StrEnum):
     """Four tokens, so that the handshake is made; nothing is compared."""
 
 
-class Scheme(enum.StrEnum):
+class Scheme(Choice):
     """How an address begins."""
 
     HTTP = "http"

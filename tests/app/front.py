@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -50,7 +49,7 @@ async def front(settings: Settings, key: str = "none", prefill_dialect: int = 0)
             for node, role in ((left, NodeRole.PREFILL), (right, NodeRole.DECODE))
         )
         async with (
-            proxy(dataclasses.replace(settings, nodes=nodes), Surroundings()) as running,
+            proxy(settings.model_copy(update={"nodes": nodes}), Surroundings()) as running,
             listening(running, settings) as url,
             httpx.AsyncClient(base_url=url, trust_env=False, timeout=SOON, headers=bearer(key)) as client,
         ):

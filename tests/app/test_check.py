@@ -90,9 +90,11 @@ async def test_endpoint_slices_are_listed_once(tmp_path: Path, node: LoopbackNod
 
 async def test_what_could_not_be_looked_at_is_said_and_the_rest_is_asked(tmp_path: Path, node: LoopbackNode) -> None:
     absent = tmp_path / "absent.yaml"
+    absent.touch()
     lost = Discovery(prefill=Finding.FILE, file=absent, decode=Finding.DNS, decode_name="a..b", dns_port=80)
-    entry = NodeEntry(url=node.url, role=NodeRole.DECODE)
-    report = await inspect(Settings(nodes=(entry,), discovery=lost), Surroundings())
+    settings = Settings(nodes=(NodeEntry(url=node.url, role=NodeRole.DECODE),), discovery=lost)
+    absent.unlink()
+    report = await inspect(settings, Surroundings())
     assert verdicts(report) == {f"decode {node.url}": True}
     first, second = report.unseen
     assert first.startswith(f"the file {absent} could not be looked at: ")

@@ -19,7 +19,7 @@ def test_nothing_said_is_what_the_drive_does_by_itself() -> None:
 
 
 def test_every_setting_arrives() -> None:
-    said = dataclasses.asdict(SAID.deadlines) | dataclasses.asdict(SAID.policy)
+    said = SAID.deadlines.model_dump() | SAID.policy.model_dump()
     arrived = dataclasses.asdict(terms_of(SAID))
     named = arrived.keys() & said.keys()
     assert {name: arrived[name] for name in named} == {name: said[name] for name in named}

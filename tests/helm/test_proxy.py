@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from pdproxy.settings import Credential
-from pdproxy.settings.file import read_file
-from pdproxy.settings.leaves import leaves, sections
+from pdproxy.settings.catalog import every_setting, sections
+from pdproxy.settings.sources import FileSource
 from tests.helm.conftest import Rendered
 from tests.helm.engine import CHART, Engine, Refused, only_container, value_files
 from tests.helm.settings import loaded, pod_of
@@ -24,9 +24,10 @@ def test_the_proxy_accepts_its_settings(rendered: Rendered, values: str, tmp_pat
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"http": settings.listen.port, "admin": settings.listen.admin_port}
     assert settings.listen.host == settings.listen.admin_host == "0.0.0.0"
-    for path in read_file(tmp_path / "pdproxy.yaml").values.values():
-        if str(path.value).startswith(str(tmp_path)):
-            inside = "/etc/pdproxy" + str(path.value).removeprefix(str(tmp_path))
+    written = FileSource(tmp_path / "pdproxy.yaml")()
+    for path in (str(value) for section in sections() for value in written.get(section, {}).values()):
+        if path.startswith(str(tmp_path)):
+            inside = "/etc/pdproxy" + path.removeprefix(str(tmp_path))
             assert any(inside.startswith(mount["mountPath"] + "/") for mount in container["volumeMounts"])
 
 
@@ -91,7 +92,7 @@ def test_every_setting_can_be_said(helm: Engine) -> None:
     listed = schema["properties"]["proxy"]["properties"]["settings"]["properties"]
     for section in sections():
         if isinstance(listed.get(section), dict):
-            names = [leaf.name for leaf in leaves() if leaf.section == section]
+            names = [each.name for each in every_setting() if each.section == section]
             assert sorted(listed[section]["properties"]) == sorted(names), section
 
 

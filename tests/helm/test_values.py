@@ -1,11 +1,13 @@
 """A value that cannot work is refused before anything is applied, with a sentence that says what would."""
 
+import json
 from typing import Any
 
 import pytest
 import yaml
 
-from pdproxy.settings.leaves import leaves, sections
+from deploy.generate import values_schema
+from pdproxy.settings.reference import schema
 from tests.helm.engine import CHART, Engine, Refused, read_values, value_files
 
 BLOCKS = "prefill nodes have --block-size 256, decode nodes 512: such nodes exchange nothing. Set model.blockSize"
@@ -29,6 +31,12 @@ REFUSED = [
     ("proxy: {settings: {policy: {retrys: 1}}}", "at '/proxy/settings/policy': additional properties 'retrys' not"),
     ("proxy: {settings: {log: {level: loud}}}", "must be one of 'debug', 'info', 'warning', 'error'"),
     ("model: {blockSize: 100}", "at '/model/blockSize': multipleOf: got 100, want 16"),
+    ("proxy: {settings: {policy: {retries: 11}}}", "at '/proxy/settings/policy/retries': maximum: got 11, want 10"),
+    ("proxy: {settings: {deadlines: {stall: 5MiB}}}", "at '/proxy/settings/deadlines/stall': '5MiB' does not match"),
+    (
+        "proxy: {settings: {limits: {queue: []}}}",
+        "at '/proxy/settings/limits/queue': got array, want integer or string",
+    ),
     # by what does not go together
     ("prefill: {extraArgs: [--block-size=256]}\ndecode: {extraArgs: [--block-size, '512']}", BLOCKS),
     ("model: {blockSize: 256}\ndecode: {extraArgs: [--block_size=512]}", BLOCKS),
@@ -110,9 +118,7 @@ def test_the_schema_describes_every_value(values: str) -> None:
     assert named(read_values(path), schema, schema["$defs"]) == []
 
 
-def test_the_schema_has_every_setting_that_the_chart_does_not_set_itself() -> None:
-    schema = yaml.safe_load((CHART / "values.schema.json").read_text())
-    told = schema["properties"]["proxy"]["properties"]["settings"]["properties"]
-    for section in sections():
-        if told[section] is not True:
-            assert told[section]["properties"].keys() == {leaf.name for leaf in leaves() if leaf.section == section}
+def test_the_settings_are_checked_as_the_proxy_checks_them() -> None:
+    text = (CHART / "values.schema.json").read_text()
+    assert json.loads(text)["properties"]["proxy"]["properties"]["settings"] == schema(), "run: make generate"
+    assert values_schema(text) == text

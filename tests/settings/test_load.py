@@ -8,19 +8,18 @@ import pytest
 
 from pdproxy.errors import SettingsError
 from pdproxy.settings import Finding, NodeEntry, NodeRole, OnPrefillFailure, Settings
-from pdproxy.settings.flags import Parser, add_flags, read_flags
-from pdproxy.settings.given import Given
-from pdproxy.settings.leaves import leaves
+from pdproxy.settings.catalog import every_setting
 from pdproxy.settings.load import load
+from pdproxy.settings.sources import FlagSource, add_flags
 
 P = {"url": "http://p:1", "role": NodeRole.PREFILL}
 
 
-def flags(*words: str) -> Given:
-    parser = Parser(allow_abbrev=False)
+def flags(*words: str) -> FlagSource:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     add_flags(parser)
     parsed: argparse.Namespace = parser.parse_args(words)
-    return read_flags(parsed)
+    return FlagSource(parsed)
 
 
 def file(folder: Path, text: str) -> Path:
@@ -30,7 +29,7 @@ def file(folder: Path, text: str) -> Path:
 
 
 def complaint(
-    given: Given | None = None, config: Path | None = None, environment: Mapping[str, str] | None = None
+    given: FlagSource | None = None, config: Path | None = None, environment: Mapping[str, str] | None = None
 ) -> str:
     with pytest.raises(SettingsError) as caught:
         load(given, config, environment)
@@ -88,12 +87,13 @@ def test_the_strongest_source_that_names_nodes_names_them_all(tmp_path: Path) ->
 
 
 def test_every_setting_has_a_variable_and_a_flag_of_its_own() -> None:
-    every = leaves()
+    every = every_setting()
     assert len(every) > 30
-    assert len({leaf.variable for leaf in every}) == len({leaf.flag for leaf in every}) == len(every)
-    for leaf in every:
-        assert leaf.meaning.text.endswith(".")
-        assert leaf.meaning.text[0].isupper()
+    assert len({each.variable for each in every}) == len({each.flag for each in every}) == len(every)
+    for each in every:
+        assert each.field.description is not None
+        assert each.field.description.endswith(".")
+        assert each.field.description[0].isupper()
 
 
 def test_short_flags() -> None:
@@ -113,10 +113,17 @@ def test_short_flags() -> None:
             "the environment variable PDPROXY_LISTN_PORT names no setting. Did you mean PDPROXY_LISTEN_PORT?",
         ),
         (
+            {"PDPROXY_NONE_SUCH": "1"},
+            "the environment variable PDPROXY_NONE_SUCH names no setting. `pdproxy settings` lists them.",
+        ),
+        (
             {"PDPROXY_DEADLINES_STALL": "soon"},
             "PDPROXY_DEADLINES_STALL: deadlines.stall must be a number of seconds above 0, not 'soon'.",
         ),
-        ({"PDPROXY_PREFILL": "p:1"}, "the prefill node: 'p:1' is not an address such as http://10.0.0.1:8000."),
+        (
+            {"PDPROXY_PREFILL": "p:1"},
+            "PDPROXY_PREFILL: url must be an address such as http://10.0.0.1:8000, not 'p:1'.",
+        ),
         ({"PDPROXY_CONFIG": "/nowhere"}, "the file /nowhere cannot be read: No such file or directory."),
     ],
 )
@@ -141,23 +148,28 @@ def test_what_others_put_in_the_environment_is_left_alone() -> None:
     ("text", "message"),
     [
         ("deadline: {}", "there is no section 'deadline'. Did you mean deadlines?"),
+        ("zzz: {}", "there is no section 'zzz'. There are listen, discovery, upstream, deadlines, limits,"),
+        ("log: {zzz: 1}", "there is no setting 'log.zzz'. There are log.level, log.format."),
+        ("listen: {stall: 1}", "there is no setting 'listen.stall'. Did you mean deadlines.stall?"),
         ("limits: {bodybytes: 1}", "there is no setting 'limits.bodybytes'. Did you mean limits.body_bytes?"),
         ("limits: 5", "limits must map names to values, not be 5."),
         ("[1]", "the file must map names to values, not be [1]."),
         ("log: {level: loud}", "log.level must be one of debug, info, warning, error, not 'loud'."),
         ("log: {level: info}\nlog: {format: json}", "'log' is there twice"),
         ("log: {", "is not YAML"),
+        ("listen: {PORT: 1}", "there is no setting 'listen.PORT'. Did you mean listen.port?"),
+        ("nodes: [5]", "nodes[0]: a node must map names to values, not be 5."),
         ("nodes: {}", "nodes must be a list of entries with url and role."),
         ("nodes: [{url: 'http://a'}]", "nodes[0]: a node needs role."),
         ("nodes: [{url: 'http://a', role: decode, wieght: 2}]", "there is no setting 'wieght'. Did you mean weight?"),
         ("nodes: [{url: 'http://a', role: both}]", "role must be one of prefill, decode, not 'both'."),
         ("nodes: [{url: 'http://a', role: decode, weight: 0}]", "weight must be a number above 0, not 0."),
         ("nodes: [{url: 'http://a/', role: decode}, {url: 'http://a', role: decode}]", "is there twice; use weight"),
-        ("nodes: [{url: 'http://u:p@a', role: decode}]", "an address has no credentials"),
-        ("nodes: [{url: 'http://a:99999', role: decode}]", "is not an address such as"),
+        ("nodes: [{url: 'http://u:p@a', role: decode}]", "url must be an address without credentials"),
+        ("nodes: [{url: 'http://a:99999', role: decode}]", "url must be an address such as http://10.0.0.1:8000, not"),
         ("limits: {body_bytes: 2MiB, held_bytes: 1MiB}", "limits.held_bytes (1048576) is less than limits.body_bytes"),
         ("listen: {port: 1, admin_port: 1}", "listen.port and listen.admin_port are both 1"),
-        ("listen: {tls_key: /nowhere}", "listen.tls_certificate and listen.tls_key go together"),
+        (f"listen: {{tls_key: {__file__}}}", "listen.tls_certificate and listen.tls_key go together"),
         ("policy: {migrations: 101}", "policy.migrations must be a whole number from 0 to 100, not 101."),
         ("policy: {migrations: -1}", "policy.migrations must be a whole number from 0 to 100, not -1."),
         ("policy: {ticket_life: 2h}", "policy.ticket_life must be a number of seconds from 0 to 3600, not '2h'."),
@@ -165,7 +177,10 @@ def test_what_others_put_in_the_environment_is_left_alone() -> None:
         ("policy: {migrate: off}", "there is no setting 'policy.migrate'. Did you mean policy.migrations?"),
         ("keys: {file: /nowhere}", "keys.file: there is no file /nowhere."),
         ("upstream: {credential: replace}", "name the file in upstream.credential_file."),
-        ("otel: {export: otlp, endpoint: here}", "otel.endpoint: 'here' is not an address"),
+        (
+            "otel: {export: otlp, endpoint: here}",
+            "otel.endpoint must be an address such as http://10.0.0.1:8000, not 'here'.",
+        ),
         ("? [a, b]\n: 1", "found unhashable key"),
     ],
 )
@@ -209,3 +224,57 @@ def test_nodes_are_found_as_the_environment_says() -> None:
 
 def test_the_api_is_an_address() -> None:
     assert "discovery.api" in complaint(flags("--discovery-api", "cluster"))
+
+
+TEXT = """\
+limits: 5
+log:
+  format: json
+  level: loud
+nodes:
+  - url: "http://a"
+    role: both
+    aliases: [1, 2]
+  - &b {url: "http://b", role: decode}
+  - {<<: *b, wieght: 2}
+keys: {file: /nowhere}
+"""
+
+
+def test_every_fault_is_named_with_its_place(tmp_path: Path) -> None:
+    path = file(tmp_path, TEXT)
+    given = {"PDPROXY_LISTEN_PORT": "no", "PDPROXY_LISTN_HOST": "x"}
+    faults = complaint(flags("--otel-export", "maybe"), path, given).splitlines()
+    assert sorted(faults) == sorted(
+        [
+            "the environment variable PDPROXY_LISTN_HOST names no setting. Did you mean PDPROXY_LISTEN_HOST?",
+            "PDPROXY_LISTEN_PORT: listen.port must be a whole number from 0 to 65535, not 'no'.",
+            "--otel-export: otel.export must be one of off, otlp, not 'maybe'.",
+            f"the file {path}, line 1: limits must map names to values, not be 5.",
+            f"the file {path}, line 4: log.level must be one of debug, info, warning, error, not 'loud'.",
+            f"the file {path}, line 7, nodes[0]: role must be one of prefill, decode, not 'both'.",
+            f"the file {path}, line 8, nodes[0]: aliases must be a list of texts, not [1, 2].",
+            f"the file {path}, line 10, nodes[2]: there is no setting 'wieght'. Did you mean weight?",
+            f"the file {path}, line 11: keys.file: there is no file /nowhere.",
+        ]
+    )
+
+
+def test_a_node_twice_is_named_with_its_source() -> None:
+    assert complaint(flags("--decode", "http://a", "--decode", "http://a/")) == (
+        "--decode: the decode node http://a is there twice; use weight to give it more."
+    )
+
+
+@pytest.mark.parametrize(
+    "url", ["http://me:secret@a", "me:secret@a:1", "http://me:secret@a:99999", "ftp://me:secret@a"]
+)
+def test_what_may_be_a_password_is_not_repeated(url: str) -> None:
+    message = complaint(environment={"PDPROXY_DECODE": url})
+    assert message == "PDPROXY_DECODE: url must be an address without credentials, query or fragment."
+
+
+def test_settings_made_directly_read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("listen", "PDPROXY_LISTEN_PORT", "LISTEN"):
+        monkeypatch.setenv(name, '{"port": 1}')
+    assert Settings().listen.port == 8080

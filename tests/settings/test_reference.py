@@ -1,20 +1,101 @@
-"""The page of all settings is what the settings say."""
+"""The page and the JSON schema of all settings are what the settings say."""
 
+import json
 from pathlib import Path
+from typing import Any
 
-from pdproxy.settings.leaves import leaves, node_leaves, sections
-from pdproxy.settings.reference import reference
+import jsonschema_rs
+import pytest
+import yaml
 
-PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
+from pdproxy.errors import SettingsError
+from pdproxy.settings.catalog import every_setting, node_settings, sections
+from pdproxy.settings.load import load
+from pdproxy.settings.reference import printed_schema, reference, schema
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text() == reference(), "run: python -m pdproxy settings > docs/settings.md"
+@pytest.mark.parametrize(
+    ("name", "text"), [("settings.md", reference()), ("settings.schema.json", printed_schema())], ids=["page", "schema"]
+)
+def test_what_is_made_from_the_settings_is_up_to_date(name: str, text: str) -> None:
+    assert (DOCS / name).read_text() == text, "run: make generate"
 
 
 def test_the_page_names_every_setting() -> None:
     page = reference()
     for section in (*sections(), "nodes"):
         assert f"## {section}\n" in page
-    for leaf in (*leaves(), *node_leaves()):
-        assert f"| `{leaf.name}`" in page
+    for each in (*every_setting(), *node_settings()):
+        assert f"| `{each.name}`" in page
+
+
+def test_the_schema_describes_every_setting() -> None:
+    properties = schema()["properties"]
+    for each in every_setting():
+        described = properties[each.section]["properties"][each.name]
+        assert described["description"] == each.field.description
+    assert properties["nodes"]["items"]["properties"].keys() == {each.name for each in node_settings()}
+    assert jsonschema_rs.meta.is_valid(json.loads(printed_schema()))
+
+
+GOOD = [
+    "",
+    "keys:",
+    "nodes:",
+    "listen: {port: 0, admin_port: '9000', tls_key: null}",
+    "nodes: [{url: 'http://[::1]:8000/a@b', role: prefill, aliases: 'a, b', weight: '2.5'}]",
+    "deadlines: {connect: 1, stall: 0.5, request: 90s, release: 1.5 h, drain: 0}",
+    "limits: {body_bytes: 16MiB, held_bytes: 1 GiB, queue_seconds: 500ms}",
+    "otel: {export: off, endpoint: ''}",
+    "log: {level: warning, format: json}",
+]
+BAD = [
+    "listn: {}",
+    "listen: 5",
+    "listen: {prot: 1}",
+    "listen: {port: 65536}",
+    "listen: {port: 1.5}",
+    "listen: {port: '1.5'}",
+    "listen: {host: ''}",
+    "listen: {tls_key: 5}",
+    "nodes: {}",
+    "nodes: [{url: 'http://a'}]",
+    "nodes: [{url: a, role: decode}]",
+    "nodes: [{url: 'http://u:p@a', role: decode}]",
+    "nodes: [{url: 'http://a', role: both}]",
+    "nodes: [{url: 'http://a', role: decode, weight: 0}]",
+    "nodes: [{url: 'http://a', role: decode, aliases: [1]}]",
+    "deadlines: {connect: 0}",
+    "deadlines: {connect: -1}",
+    "deadlines: {stall: 5MiB}",
+    "deadlines: {stall: true}",
+    "limits: {body_bytes: 1023}",
+    "policy: {migrations: 101}",
+    "otel: {export: on}",
+    "discovery: {decode_name: 5}",
+]
+
+
+def valid(text: str) -> bool:
+    """Whether an editor would have nothing to say about a file."""
+    values: Any = yaml.safe_load(text)
+    return jsonschema_rs.is_valid(schema(), {} if values is None else values)
+
+
+@pytest.mark.parametrize("text", GOOD)
+def test_what_an_editor_takes_the_proxy_takes(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "pdproxy.yaml"
+    path.write_text(text)
+    assert valid(text)
+    load(config=path)
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_what_the_proxy_refuses_an_editor_shows(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "pdproxy.yaml"
+    path.write_text(text)
+    with pytest.raises(SettingsError):
+        load(config=path)
+    assert not valid(text)

@@ -1,0 +1,212 @@
+"""Where settings come from: a YAML file, the environment, the command line. Each can tell where it found a value.
+
+The file is parsed here rather than by pydantic-settings' own source, which takes a file that is missing for an empty
+one, forgets the first of two equal keys, and knows no line numbers. Flags are argparse's: pydantic-settings' own have
+dots in their names, take JSON for whole sections, and show Python's types in their help.
+"""
+
+import argparse
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+from pydantic_settings import EnvSettingsSource, InitSettingsSource
+
+from pdproxy.errors import SettingsError
+from pdproxy.settings.catalog import PREFIX, SHORT, did_you_mean, every_setting, sections
+from pdproxy.settings.choices import NodeRole
+from pdproxy.settings.model import Settings
+
+CONFIG = PREFIX + "CONFIG"
+NODES = {PREFIX + role.upper(): role for role in NodeRole}
+
+Location = tuple[str | int, ...]
+"""The path of keys to a value: ``("deadlines", "stall")``, ``("nodes", 0, "url")``."""
+
+_NOT_OURS = re.compile(
+    # the connector's, which a launcher may hand to all that it starts
+    r"PDPROXY_(TICKET|CONNECTOR|TEST)_\w+"
+    # what Kubernetes sets in every pod beside a service called pdproxy
+    r"|PDPROXY_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+
+
+class Source(Protocol):
+    """Values as they were written, nested as in `Settings`, and where each stands."""
+
+    @property
+    def faults(self) -> Sequence[str]:
+        """What cannot be made into values, a sentence each."""
+        ...
+
+    def __call__(self) -> dict[str, Any]:
+        """The values."""
+        ...
+
+    def place(self, location: Location) -> str:
+        """Where a value of this source stands: "the file a.yaml, line 3", "PDPROXY_LOG_LEVEL", "--log-level"."""
+        ...
+
+
+class FileSource(InitSettingsSource):
+    """A YAML file.
+
+    Raises:
+        SettingsError: it cannot be read, is not YAML, or holds no mapping.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        values, self._root = _parsed(path)
+        values = {} if values is None else values
+        if not isinstance(values, dict):
+            raise SettingsError(f"the file {path}: the file must map names to values, not be {values!r}.")
+        values = {name: value for name, value in values.items() if value is not None}
+        odd = [name for name in sections() if not isinstance(values.get(name, {}), dict)]
+        self.faults = [f"{self.place((n,))}: {n} must map names to values, not be {values.pop(n)!r}." for n in odd]
+        super().__init__(Settings, values)
+
+    def place(self, location: Location) -> str:
+        """The file and the line, and the place in the list of nodes."""
+        node = f", nodes[{location[1]}]" if location[0] == "nodes" and len(location) > 1 else ""
+        return f"the file {self._path}, line {_line(self._root, location)}{node}"
+
+
+class EnvironmentSource(EnvSettingsSource):
+    """The variables that begin with ``PDPROXY_``."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        super().__init__(
+            Settings, case_sensitive=False, env_prefix=PREFIX, env_nested_delimiter="_", env_nested_max_split=1
+        )
+        known = {setting.variable for setting in every_setting()}
+        self.faults = _unknown_variables(environment, {*known, CONFIG, *NODES})
+        self.env_vars = {name.lower(): value for name, value in environment.items() if name in known}
+        self._nodes = [
+            (name, {"url": url, "role": role})
+            for name, role in NODES.items()
+            for url in environment.get(name, "").split(",")
+            if url.strip()
+        ]
+
+    def __call__(self) -> dict[str, Any]:
+        """The values, with the nodes."""
+        return super().__call__() | _with_nodes(self._nodes)
+
+    def place(self, location: Location) -> str:
+        """The variable."""
+        return _node_origin(location, self._nodes) or PREFIX + "_".join(map(str, location)).upper()
+
+
+class FlagSource(InitSettingsSource):
+    """The command line, as argparse has read it with `add_flags`."""
+
+    faults: Sequence[str] = ()
+
+    def __init__(self, parsed: argparse.Namespace) -> None:
+        given = vars(parsed)
+        values: dict[str, Any] = {}
+        for setting in every_setting():
+            if given.get(setting.key) is not None:
+                values.setdefault(setting.section, {})[setting.name] = given[setting.key]
+        self._nodes = [(f"--{role}", {"url": url, "role": role}) for role in NodeRole for url in given[role]]
+        super().__init__(Settings, values | _with_nodes(self._nodes))
+
+    def place(self, location: Location) -> str:
+        """The flag."""
+        return _node_origin(location, self._nodes) or "--" + "-".join(map(str, location)).replace("_", "-")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Give a command's parser the flags of every setting."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with settings.")
+    for role in NodeRole:
+        parser.add_argument(
+            f"--{role}", action="append", default=[], metavar="URL", help=f"Address of a {role} node; repeatable."
+        )
+    groups = {name: parser.add_argument_group(name, kind.__doc__) for name, kind in sections().items()}
+    for each in every_setting():
+        names = [each.flag, SHORT[each.key]] if each.key in SHORT else [each.flag]
+        text = f"{each.field.description} Takes {each.takes}."
+        groups[each.section].add_argument(*names, dest=each.key, metavar="VALUE", help=text.replace("%", "%%"))
+
+
+def refuse_unknown(unknown: Sequence[str]) -> None:
+    """Complain of what the parser did not know.
+
+    Raises:
+        SettingsError: there was something.
+    """
+    if unknown:
+        long = [each.flag for each in every_setting()]
+        known = {name: name for name in ("--config", *(f"--{role}" for role in NodeRole), *SHORT.values(), *long)}
+        near = did_you_mean(unknown[0].partition("=")[0], known)
+        raise SettingsError(f"{unknown[0]} is no flag of this command.{near}")
+
+
+def _unknown_variables(environment: Mapping[str, str], known: set[str]) -> list[str]:
+    names = {name.removeprefix(PREFIX): name for name in sorted(known)}
+    return [
+        f"the environment variable {name} names no setting."
+        + did_you_mean(name.removeprefix(PREFIX), names, " `pdproxy settings` lists them.")
+        for name, value in environment.items()
+        if name.startswith(PREFIX) and name not in known and not _foreign(name, value)
+    ]
+
+
+def _foreign(name: str, value: str) -> bool:
+    link = name.endswith("_PORT") and re.match(r"(tcp|udp|sctp)://", value)
+    return bool(link or _NOT_OURS.fullmatch(name))
+
+
+def _with_nodes(nodes: Sequence[tuple[str, dict[str, str]]]) -> dict[str, Any]:
+    return {"nodes": [node for _, node in nodes]} if nodes else {}
+
+
+def _node_origin(location: Location, nodes: Sequence[tuple[str, object]]) -> str:
+    """The name under which a node was given; "" for what is no single node."""
+    if location[0] != "nodes":
+        return ""
+    position = location[1] if len(location) > 1 else None
+    return nodes[position][0] if isinstance(position, int) else " and ".join(dict.fromkeys(name for name, _ in nodes))
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with names for keys, and without the silent loss: of two equal keys the first would be forgotten."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice!r} is there twice", node.start_mark)
+        return {str(key): value for key, value in super().construct_mapping(node, deep).items()}
+
+
+def _parsed(path: Path) -> tuple[object, yaml.Node | None]:
+    """What a file holds, and the tree it was made from."""
+    try:
+        loader = _Loader(path.read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+        return (None if root is None else loader.construct_document(root)), root
+    except OSError as error:
+        raise SettingsError(f"the file {path} cannot be read: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise SettingsError(f"the file {path} is not YAML: {error}") from error
+
+
+def _line(node: yaml.Node | None, location: Location) -> int:
+    """Where the deepest key stands that can be found on the way to a value."""
+    line = 1
+    for step in location:
+        if isinstance(node, yaml.SequenceNode) and isinstance(step, int):
+            node = node.value[step]
+            line = node.start_mark.line + 1
+        elif isinstance(node, yaml.MappingNode):
+            found = [(key, value) for key, value in node.value if key.value == step]
+            if not found:
+                break
+            key, node = found[-1]
+            line = key.start_mark.line + 1
+    return line
