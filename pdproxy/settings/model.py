@@ -226,8 +226,8 @@ class Health(Section):
     slow_start: Seconds = Field(default=30.0, ge=0)
     """Over which a node that came back gets its full share."""
     first_hand_over: FirstHandOver = FirstHandOver.KNOWN_ANSWER
-    """What nodes hand over before they serve: `known_answer` compares the answer with what the decode node says alone, and
-    keeps pairs apart that fail; `warm_up` only makes the handshake."""
+    """What nodes hand over before they serve: `known_answer` compares the answer with what the decode node says alone,
+    and keeps pairs apart that fail; `warm_up` only makes the handshake."""
 
 
 class Keys(Section):
