@@ -8,30 +8,19 @@ nothing to the engines, and a hand-over took seconds. With a delay the thread sl
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from vllm.distributed.nixl_utils import NixlWrapper, nixl_agent_config
-
-if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig
 
 CPU_PROGRESS_DELAY = 0.1
 """Seconds, on nodes without a GPU. Nodes with one sleep only when they are told to: it was not tried there."""
 
 
-def patient_agent(
-    device_type: str, backends: Sequence[str], settings: KVTransferConfig, delay: float | None
-) -> PatientAgent | None:
-    """An agent for a worker, before anything is registered with its own; None where its thread may spin.
-
-    `delay`: as configured, in seconds; None leaves it to the kind of node.
-    """
-    seconds = (CPU_PROGRESS_DELAY if device_type == "cpu" else 0.0) if delay is None else delay
-    if not seconds or list(backends) != ["UCX"]:
-        return None
-    return PatientAgent(settings.get_from_extra_config("num_threads", 4), seconds)
+def progress_delay(device_type: str, configured: float | None) -> float:
+    """Seconds that the thread of a worker on this kind of device may sleep; 0: it spins. `configured` wins."""
+    if configured is not None:
+        return configured
+    return CPU_PROGRESS_DELAY if device_type == "cpu" else 0.0
 
 
 class PatientAgent(NixlWrapper):

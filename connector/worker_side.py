@@ -29,7 +29,7 @@ from connector.lease import Verdict
 from connector.metadata import ConnectorMetadata, ReadEnd, ReadOrder, ReadOutcome, WorkerReport
 from connector.notices import Done, Heartbeat, nonce_of, parse, tagged
 from connector.producer import ReadsSeen
-from connector.progress import patient_agent
+from connector.progress import PatientAgent, progress_delay
 from connector.question import Question
 from connector.read_sizes import group_sizes, read_size
 from connector.returns import Return, ReturnOutcome, Returns
@@ -61,8 +61,9 @@ class WorkerSide(HandshakingWorker, NixlPullConnectorWorker):
         self._begin_handshakes(config)
         with own_cores():
             super().__init__(vllm_config, engine_id, kv_cache_config)
-        if agent := patient_agent(self.device_type, self.nixl_backends, self.kv_transfer_config, config.progress_delay):
-            self.nixl_wrapper = agent
+        sleeps = progress_delay(self.device_type, config.progress_delay)
+        if sleeps and self.nixl_backends == ["UCX"]:  # before anything is registered with the agent
+            self.nixl_wrapper = PatientAgent(self.kv_transfer_config.get_from_extra_config("num_threads", 4), sleeps)
         self.xfer_stats = ConnectorStats()
         self._config = config
         self._accounts = Accounts()
