@@ -18,7 +18,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from connector.metadata import ConnectorMetadata, ReadEnd, ReadOutcome, WorkerReport
 from connector.multi import WeightedMultiConnector
-from connector.multi.metadata import WeightedMetadata
+from connector.multi.metadata import WeightedMetadata, WeightedReport
 from connector.multi.stats import SELECTION
 from connector.scheduler_side import SchedulerSide
 from tests.connector.harness import BLOCK, HYBRID, Node, _config, nonce_of
@@ -156,7 +156,7 @@ class Several(Node):
         return KVConnectorOutput(
             finished_recving=set(request_ids),
             failed_recving=bad,
-            kv_connector_worker_meta=MultiKVConnectorWorkerMetadata(tuple(parts)),
+            kv_connector_worker_meta=WeightedReport(MultiKVConnectorWorkerMetadata(tuple(parts))),
         )
 
 
