@@ -38,7 +38,7 @@ def require_unique_ids(scheduler_class: type[Any]) -> None:
     @functools.wraps(stock)
     def add_request(self: Scheduler, request: Request) -> None:
         if request.abort_immediately:
-            request.request_id = f"rejected-{uuid4().hex}"
+            request.request_id = f"{request.request_id}-rejected-{uuid4().hex}"
         elif _is_taken(self, request):
             log.error("Request %s is dropped: its id is another living request's.", request.request_id)
             return

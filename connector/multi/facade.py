@@ -267,8 +267,7 @@ class WeightedMultiConnector(MultiConnector):
         stalled, drained = self._failures.take_report()
         if stock is None and not stalled and not drained:
             return None
-        parts = (None,) * len(self._children) if stock is None else stock.metadata
-        return WeightedReport(parts, stalled, drained)
+        return WeightedReport(stock, stalled, drained)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that were not loaded, of a model with one cache group."""

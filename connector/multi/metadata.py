@@ -28,13 +28,15 @@ class WeightedMetadata(MultiKVConnectorMetadata):
 
 
 @dataclass
-class WeightedReport(MultiKVConnectorWorkerMetadata):
-    """vLLM's, with the children's reports in their order, and ours; both by request id, in ranks.
+class WeightedReport(KVConnectorWorkerMetadata):
+    """What a rank, or after merging all ranks, tells of one step.
 
-    `stalled`: overdue loads that this rank has given up, and that still run: told together with their failure.
+    `children`: their own reports, in vLLM's form; None when no child has anything to say. Ours are by request id, in
+    ranks. `stalled`: overdue loads that this rank has given up, and that still run: told together with their failure.
     `drained`: such loads that have ended at last.
     """
 
+    children: MultiKVConnectorWorkerMetadata | None = None
     stalled: dict[str, int] = field(default_factory=dict)
     drained: dict[str, int] = field(default_factory=dict)
 
@@ -42,9 +44,9 @@ class WeightedReport(MultiKVConnectorWorkerMetadata):
         """This report with another rank's added."""
         if not isinstance(other, WeightedReport):
             raise TypeError(f"cannot merge a {type(other).__name__} into a WeightedReport")
-        children: MultiKVConnectorWorkerMetadata = super().aggregate(other)
+        one, more = self.children, other.children
         return WeightedReport(
-            children.metadata,
+            one.aggregate(more) if one is not None and more is not None else one or more,
             dict(Counter(self.stalled) + Counter(other.stalled)),
             dict(Counter(self.drained) + Counter(other.drained)),
         )

@@ -7,7 +7,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
 
 from connector.multi.child import Child
-from connector.multi.metadata import WeightedMetadata
+from connector.multi.metadata import WeightedMetadata, WeightedReport
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
@@ -23,7 +23,8 @@ def tell_output(
     """
     finished, failed = connector_output.finished_recving, connector_output.failed_recving
     report = connector_output.kv_connector_worker_meta
-    parts = getattr(report, "metadata", (None,) * len(children))
+    told = report.children if isinstance(report, WeightedReport) else None
+    parts = (None,) * len(children) if told is None else told.metadata
     try:
         for child, part in zip(children, parts, strict=True):
             mine = {request_id for request_id, owner in owners.items() if owner in (None, child.number)}

@@ -280,7 +280,7 @@ def stand_in(node: Node, request_id: str, params: dict[str, Any]) -> Request:
 def test_a_stand_in_for_a_rejected_request_never_has_a_living_one_s_id(node: Node) -> None:
     ticket = take_ticket(node, prompt(100))
     for _ in range(2):
-        assert stand_in(node, "p-0", {"do_remote_prefill": True}).request_id != "p-0"
+        assert stand_in(node, "p-0", {"do_remote_prefill": True}).request_id.startswith("p-0-rejected-")
     assert node.side.judge("engine-p", ticket["remote_request_id"], "any") is Verdict.HELD
     node.step()
     assert list(node.scheduler.requests) == ["p-0"]

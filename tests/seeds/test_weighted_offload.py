@@ -13,6 +13,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from connector.errors import ConfigError
 from connector.multi import MultiConnector
+from connector.multi.metadata import WeightedReport
 from tests.connector.harness import BLOCK, DENSE, HYBRID, make_node, prompt, take_ticket
 from tests.connector.multi.harness import Several, loaded, make_several, multi_config, pull, shelve, tier
 
@@ -41,7 +42,8 @@ def done(jobs: Sequence[int], *received: str) -> KVConnectorOutput:
     """The workers say: these copies are done, and these requests have what they waited for."""
     report = OffloadingWorkerMetadata(dict.fromkeys(jobs, 1))
     return KVConnectorOutput(
-        finished_recving=set(received), kv_connector_worker_meta=MultiKVConnectorWorkerMetadata((report, None))
+        finished_recving=set(received),
+        kv_connector_worker_meta=WeightedReport(MultiKVConnectorWorkerMetadata((report, None))),
     )
 
 
@@ -135,7 +137,9 @@ def test_fast_memory_beats_a_slow_disk_unless_the_disk_has_far_more(tmp_path: Pa
         node.step()
         jobs += node.plans[-1].metadata[1].store_jobs
     report = OffloadingWorkerMetadata(dict.fromkeys(jobs, 1))
-    node.step(KVConnectorOutput(kv_connector_worker_meta=MultiKVConnectorWorkerMetadata((None, report, None))))
+    node.step(
+        KVConnectorOutput(kv_connector_worker_meta=WeightedReport(MultiKVConnectorWorkerMetadata((None, report, None))))
+    )
     node.scheduler.reset_prefix_cache()
     shelve(tmp_path, longer, on_disk)
     node.add("d", longer)

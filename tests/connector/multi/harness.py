@@ -16,7 +16,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from connector.metadata import ConnectorMetadata, ReadEnd, ReadOutcome, WorkerReport
 from connector.multi import WeightedMultiConnector
-from connector.multi.metadata import WeightedMetadata
+from connector.multi.metadata import WeightedMetadata, WeightedReport
 from connector.multi.stats import SELECTION
 from connector.scheduler_side import SchedulerSide
 from tests.connector.harness import BLOCK, HYBRID, Node, _config, make_scheduler, nonce_of
@@ -154,7 +154,7 @@ class Several(Node):
         return KVConnectorOutput(
             finished_recving=set(request_ids),
             failed_recving=bad,
-            kv_connector_worker_meta=MultiKVConnectorWorkerMetadata(tuple(parts)),
+            kv_connector_worker_meta=WeightedReport(MultiKVConnectorWorkerMetadata(tuple(parts))),
         )
 
 

@@ -31,15 +31,15 @@ def begin(node: Several) -> None:
     time.sleep(DEADLINE)
 
 
-def given_up(node: Several, ranks: int = 1) -> KVConnectorOutput:
+def given_up(ranks: int = 1) -> KVConnectorOutput:
     """The workers say: this load still runs on so many ranks, and has failed."""
-    report = WeightedReport((None,) * len(node.names), {"d": ranks}, {})
+    report = WeightedReport(None, {"d": ranks}, {})
     return KVConnectorOutput(finished_recving={"d"}, failed_recving={"d"}, kv_connector_worker_meta=report)
 
 
-def drained(node: Several) -> KVConnectorOutput:
+def drained() -> KVConnectorOutput:
     """The workers say: it has ended on one rank."""
-    return KVConnectorOutput(kv_connector_worker_meta=WeightedReport((None,) * len(node.names), {}, {"d": 1}))
+    return KVConnectorOutput(kv_connector_worker_meta=WeightedReport(None, {}, {"d": 1}))
 
 
 def is_clean(node: Several) -> bool:
@@ -52,7 +52,7 @@ def test_the_request_computes_and_its_blocks_come_back_with_the_loads_end(node: 
     held = free - node.free_blocks
     node.step()
     assert node.plans[-1].overdue == {"d"}
-    node.step(given_up(node))
+    node.step(given_up())
     assert len(node.run_out("d")) == 4
     assert node.plans[-1].overdue == frozenset(), "told once"
     assert node.selected("disk") == {"queries": 1, "wins": 1, "tokens_won": 6 * BLOCK, "failed_loads": 1}
@@ -62,7 +62,7 @@ def test_the_request_computes_and_its_blocks_come_back_with_the_loads_end(node: 
     node.step()
     assert node.free_blocks == free - held
     assert node.scheduler.has_requests(), "an idle engine steps on, or it would never hear of the end"
-    node.step(drained(node))
+    node.step(drained())
     assert node.free_blocks == free
     assert node.disk().told[-1] == "d received"
     node.step()
@@ -77,10 +77,10 @@ def test_an_aborted_request_s_blocks_wait_too(node: Several) -> None:
     node.abort("d")
     node.step()
     assert node.plans[-1].overdue == {"d"}
-    node.step(given_up(node))
+    node.step(given_up())
     assert node.scheduler.requests == {}
     assert node.free_blocks == free - held
-    node.step(drained(node))
+    node.step(drained())
     node.step()
     assert node.free_blocks == free
     assert is_clean(node)
@@ -100,11 +100,11 @@ def test_a_load_that_ends_when_the_workers_are_told_is_good(node: Several) -> No
 def test_every_rank_s_load_is_waited_for(node: Several) -> None:
     free = node.free_blocks
     begin(node)
-    node.step(given_up(node, ranks=2))
+    node.step(given_up(ranks=2))
     node.run_out("d")
-    node.step(drained(node))
+    node.step(drained())
     assert node.free_blocks < free
-    node.step(drained(node))
+    node.step(drained())
     assert node.free_blocks == free
 
 

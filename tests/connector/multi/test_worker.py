@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiKVConnectorMetadata,
     MultiKVConnectorWorkerMetadata,
@@ -117,7 +121,7 @@ def test_a_load_that_takes_too_long_has_failed_and_its_end_is_told_apart(tmp_pat
     assert connector.build_connector_worker_meta() is None
     results, _ = step(connector, DiskMetadata(), overdue=frozenset({"r", "unknown"}))
     assert (results.finished_recving, results.failed_recving) == ({"r"}, {"r"})
-    assert connector.build_connector_worker_meta() == WeightedReport((None, None), {"r": 1}, {})
+    assert connector.build_connector_worker_meta() == WeightedReport(None, {"r": 1}, {})
     began = time.monotonic()
     results, _ = step(connector, DiskMetadata(), overdue=frozenset({"r"}), idle=True)
     assert time.monotonic() - began >= IDLE_REST
@@ -125,7 +129,7 @@ def test_a_load_that_takes_too_long_has_failed_and_its_end_is_told_apart(tmp_pat
     hangs.unlink()
     results, _ = step(connector, DiskMetadata())
     assert (results.finished_recving, results.failed_recving) == (set(), set())
-    assert connector.build_connector_worker_meta() == WeightedReport((None, None), {}, {"r": 1})
+    assert connector.build_connector_worker_meta() == WeightedReport(None, {}, {"r": 1})
 
 
 def test_a_load_that_ended_in_time_is_not_given_up(tmp_path: Path, path: str) -> None:
@@ -139,11 +143,31 @@ def test_a_load_that_ended_in_time_is_not_given_up(tmp_path: Path, path: str) ->
 
 
 def test_reports_of_several_ranks_become_one_and_travel() -> None:
-    one = WeightedReport((None, None), {"a": 1}, {"c": 1})
-    other = WeightedReport((None, None), {"a": 1, "b": 1}, {})
-    assert pickle.loads(pickle.dumps(one.aggregate(other))) == WeightedReport((None, None), {"a": 2, "b": 1}, {"c": 1})
+    one = WeightedReport(None, {"a": 1}, {"c": 1})
+    other = WeightedReport(None, {"a": 1, "b": 1}, {})
+    assert pickle.loads(pickle.dumps(one.aggregate(other))) == WeightedReport(None, {"a": 2, "b": 1}, {"c": 1})
     with pytest.raises(TypeError):
         one.aggregate(MultiKVConnectorWorkerMetadata((None, None)))
+
+
+class Said(KVConnectorWorkerMetadata):
+    """A child's report: what it has to say, once for each rank."""
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "Said":
+        assert isinstance(other, Said)
+        return Said(*self.words, *other.words)
+
+
+def test_the_children_s_reports_are_merged_each_by_its_own_class() -> None:
+    one, other = (WeightedReport(MultiKVConnectorWorkerMetadata((Said(word), None))) for word in ("a", "b"))
+    merged = one.aggregate(other).aggregate(WeightedReport(None, {"r": 1}))
+    assert merged.children is not None
+    (said, nothing) = merged.children.metadata
+    assert isinstance(said, Said)
+    assert (said.words, nothing, merged.stalled) == (("a", "b"), None, {"r": 1})
 
 
 @pytest.fixture
