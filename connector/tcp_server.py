@@ -23,7 +23,7 @@ import selectors
 import socket
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -155,7 +155,7 @@ class TcpServer:
         self._peers: dict[Peer, OrderedDict[_Connection, None]] = {}
         self._size = 0
         self._buffered = 0
-        self._spent: Counter[str] = Counter()
+        self._spent: defaultdict[str, float] = defaultdict(float)
         self._resting: list[_Connection] = []
         self._window = 0.0
         self._paused_until: float | None = None
