@@ -294,14 +294,14 @@ def test_who_makes_too_much_work_waits_for_the_next_window(side: Side, monkeypat
     begun = time.monotonic()
     for number in range(60):
         assert busy.ask(write_batch(number, [])) is not None
-    assert time.monotonic() - begun > 5 * tcp_server.WINDOW
+    assert time.monotonic() - begun > 15 * tcp_server.WINDOW
     begun = time.monotonic()
     assert other.ask(write_batch(1, [])) is not None
     assert time.monotonic() - begun < 5 * tcp_server.WINDOW
 
 
 def test_who_has_proved_himself_may_work(locked: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_server, "SHARE", 0.0)
+    monkeypatch.setattr(tcp_server, "SHARE", 0.001)
     client = Client(locked, KEYS[0])
     client.ask(write_batch(1, []))
     begun = time.monotonic()
