@@ -97,7 +97,6 @@ class Client:
         self.raw = socket.create_connection((HOST, side.port), PATIENCE, source_address=(source, 0))
         side.clients.append(self.raw)
         self.zmtp = Zmtp(b"DEALER", 1 << 20, {PROPERTY: b"c" * 16})
-        self.keys = keys
         while self.zmtp.peer is None:
             self._flush()
             self.zmtp.receive(self.raw.recv(4096))
@@ -109,7 +108,7 @@ class Client:
         self.zmtp.send([b"", *frames])
         self._flush()
         while (message := self.zmtp.next_message()) is None:
-            self.zmtp.receive(self.raw.recv(65536))
+            self._receive()
         return message[1:]
 
     def ask(self, message: bytes) -> Answer | None:
@@ -117,9 +116,13 @@ class Client:
         assert self.asker.genuine(answered)
         return read_answer(answered[0])
 
+    def _receive(self) -> None:
+        data = self.raw.recv(65536)
+        assert data, "the side channel closed the connection"
+        self.zmtp.receive(data)
+
     def _flush(self) -> None:
-        for piece in self.zmtp.pieces:
-            self.raw.sendall(piece)
+        self.raw.sendall(b"".join(self.zmtp.pieces))
         self.zmtp.pieces.clear()
 
 

@@ -41,7 +41,10 @@ def greet(connection: socket.socket) -> Zmtp:
     while zmtp.peer is None:
         connection.sendall(b"".join(zmtp.pieces))
         zmtp.pieces.clear()
-        zmtp.receive(connection.recv(4096))
+        data = connection.recv(4096)
+        if not data:
+            raise ConnectionError("the side channel closed the connection")
+        zmtp.receive(data)
         zmtp.next_message()
     connection.sendall(b"".join(zmtp.pieces))
     zmtp.pieces.clear()
