@@ -18,7 +18,8 @@ Scheduler process (one per engine; all of it on the engine's thread but the list
 
 Worker process (per rank): `worker_side.WorkerSide`, a subclass of vLLM's pull worker, made here as
 `WorkerSide(vllm_config, engine_id, kv_cache_config, config)` with `config: ConnectorConfig`.
-    bind_connector_metadata/start_load_kv(ConnectorMetadata) → reads, leases, releases.
+    bind_connector_metadata/start_load_kv(ConnectorMetadata) → reads, leases, releases. `handshaking` holds a read back
+        until `verifier`'s thread has the prefill node's introduction, which then goes to vLLM's handshake by `relay`.
     get_transfer_results → holds a finished read back until its verdict; then finished or failed.
     build_connector_worker_meta() → `WorkerReport | None`, called by the model runner after get_transfer_results.
     get_kv_connector_stats → `stats.ConnectorStats | None`.
@@ -37,7 +38,7 @@ On the wire (HTTP), all under `kv_transfer_params`:
 Bounds. Blocks whose proxy was killed go `kv_lease_duration` (30 s unless set) after their prefill ended; a decode node
 that has the request queued or running renews them until it has read, or is gone, and then at most once more.
 Versions. vLLM's NIXL handshake hashes its own version: nodes of two versions refuse each other, the read ends as
-`transfer_failed` or `peer_unreachable`, and the decode node computes the prompt. An unknown ticket version is refused.
+`incompatible`, and the decode node computes the prompt. An unknown ticket version is refused.
 A vLLM that is not as `vllm_contracts` describes it is refused when the node starts (`shape_check`).
 """
 

@@ -21,10 +21,11 @@ from connector.open_batches import Address
 from connector.proof import CHALLENGE_BYTES, PROPERTY, Asker
 from connector.question import LONGEST_ANSWER, Answer, read_answer
 from connector.resolver import Resolver
-from connector.tcp_server import CHUNK, keep_alive
+from connector.tcp_server import keep_alive
 from connector.zmtp import Zmtp
 
 MOST_PEERS = 256
+CHUNK = 65536
 MOST_WAITING = 4096
 """Messages that wait for one connection to be made; what is beyond is dropped, and then not answered in time."""
 MOST_BUFFERED = 64 * 1024 * 1024

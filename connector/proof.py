@@ -17,7 +17,6 @@ by which it was asked, so that keys can be changed one node after the other.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 from collections.abc import Sequence
 
@@ -66,7 +65,7 @@ class Answerer:
 
 
 def _mac(key: bytes, challenges: bytes, direction: bytes, message: bytes) -> bytes:
-    return hmac.digest(key, _DOMAIN + challenges + direction + message, hashlib.sha256)
+    return hmac.digest(key, _DOMAIN + challenges + direction + message, "sha256")
 
 
 def _find(keys: Sequence[bytes], challenges: bytes, direction: bytes, message: bytes, mac: bytes) -> bytes | None:

@@ -5,7 +5,8 @@
     no descriptor left to accept with   the same as the first; without any connection to close, accepting pauses
     more bytes than may be buffered     the connection with the most of the peer with the most is closed
     a greeting, a message or an answer  that is not finished in time: the connection is closed
-    an answer that is not taken         nothing more is read from that peer until it is
+    an answer that is not taken         nothing more is read from that connection until it is
+    more work than one peer may make    nothing more is read from that peer until the next tenth of a second
 
 So a newcomer always gets in, and an honest peer with few connections keeps them while a stranger holds all others.
 A peer is an IPv4 address or the /64 network of an IPv6 address, which one host may have to itself. Peers that have
@@ -22,7 +23,7 @@ import selectors
 import socket
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -38,7 +39,10 @@ PAUSE = 0.5
 """Seconds without accepting, where there is no descriptor for a connection and none of ours to close."""
 TICK = 1.0
 """Seconds between two looks at who is too slow."""
-CHUNK = 65536
+WINDOW = 0.1
+SHARE = 0.25
+"""Of a window, that the thread works for one peer: in the scheduler's process it takes its time from the engine's."""
+CHUNK = 16384
 BACKLOG = 512
 MOST_ACCEPTED = 64
 """Connections accepted before the others have their turn."""
@@ -105,6 +109,7 @@ class _Connection:
     held: int = 0
     unfinished_since: float | None = None
     closed: bool = False
+    resting: bool = False
 
     def flush(self) -> bool:
         """Send what the peer takes; True when nothing is left. Raises OSError when the connection is broken."""
@@ -150,6 +155,9 @@ class TcpServer:
         self._peers: dict[Peer, OrderedDict[_Connection, None]] = {}
         self._size = 0
         self._buffered = 0
+        self._spent: defaultdict[str, float] = defaultdict(float)
+        self._resting: list[_Connection] = []
+        self._window = 0.0
         self._paused_until: float | None = None
         self._looked = 0.0
         self._logged = -LOG_EVERY
@@ -189,7 +197,8 @@ class TcpServer:
 
     def _turn(self) -> bool:
         """One round over everything that is ready; False when the end was asked for."""
-        for key, events in self._selector.select(TICK if self._paused_until is None else PAUSE):
+        nap = WINDOW if self._resting else TICK if self._paused_until is None else PAUSE
+        for key, events in self._selector.select(nap):
             if key.fileobj is self._woken:
                 return False
             if key.fileobj is self._listening:
@@ -197,6 +206,9 @@ class TcpServer:
             elif not key.data.closed:  # it may have been, in this very round
                 self._handle(key.data, events)
         now = time.monotonic()
+        if now - self._window >= WINDOW:
+            self._window = now
+            self._begin_window()
         if now - self._looked >= TICK:
             self._looked = now
             self._close_slow(now)
@@ -244,7 +256,28 @@ class TcpServer:
 
     # ---- bytes come and go
 
+    def _begin_window(self) -> None:
+        """Everybody may make work again."""
+        self._spent.clear()
+        resting, self._resting = self._resting, []
+        for connection in resting:
+            if not connection.closed:
+                connection.resting = False
+                self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+                self._handle(connection, selectors.EVENT_WRITE)
+
     def _handle(self, connection: _Connection, events: int) -> None:
+        network = connection.peer[1]
+        if self._spent[network] > WINDOW * SHARE and not connection.talk.trusted:
+            self._selector.unregister(connection.socket)
+            connection.resting = True
+            self._resting.append(connection)
+            return
+        begun = time.thread_time()
+        self._serve_one(connection, events)
+        self._spent[network] += time.thread_time() - begun
+
+    def _serve_one(self, connection: _Connection, events: int) -> None:
         try:
             if events & selectors.EVENT_READ and not self._read(connection):
                 self._close(connection)
@@ -322,7 +355,8 @@ class TcpServer:
             self._count(reason)
             self._warn(f"a connection from {connection.peer[1]} was closed: {reason.value}")
         connection.closed = True
-        self._selector.unregister(connection.socket)
+        if not connection.resting:
+            self._selector.unregister(connection.socket)
         connection.socket.close()
         self._hold(connection, 0)
         self._forget(connection)

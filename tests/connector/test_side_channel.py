@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import zmq
 
+from connector import tcp_server
 from connector.accounts import Accounts
 from connector.errors import SideChannelError
 from connector.lease import Verdict
@@ -92,11 +93,10 @@ class Side:
 class Client:
     """Our own end of a connection, step by step. `keys` sign."""
 
-    def __init__(self, side: Side, *keys: bytes) -> None:
-        self.raw = socket.create_connection((HOST, side.port), PATIENCE)
+    def __init__(self, side: Side, *keys: bytes, source: str = HOST) -> None:
+        self.raw = socket.create_connection((HOST, side.port), PATIENCE, source_address=(source, 0))
         side.clients.append(self.raw)
         self.zmtp = Zmtp(b"DEALER", 1 << 20, {PROPERTY: b"c" * 16})
-        self.keys = keys
         while self.zmtp.peer is None:
             self._flush()
             self.zmtp.receive(self.raw.recv(4096))
@@ -108,7 +108,7 @@ class Client:
         self.zmtp.send([b"", *frames])
         self._flush()
         while (message := self.zmtp.next_message()) is None:
-            self.zmtp.receive(self.raw.recv(65536))
+            self._receive()
         return message[1:]
 
     def ask(self, message: bytes) -> Answer | None:
@@ -116,9 +116,13 @@ class Client:
         assert self.asker.genuine(answered)
         return read_answer(answered[0])
 
+    def _receive(self) -> None:
+        data = self.raw.recv(65536)
+        assert data, "the side channel closed the connection"
+        self.zmtp.receive(data)
+
     def _flush(self) -> None:
-        for piece in self.zmtp.pieces:
-            self.raw.sendall(piece)
+        self.raw.sendall(b"".join(self.zmtp.pieces))
         self.zmtp.pieces.clear()
 
 
@@ -285,6 +289,28 @@ def test_a_node_without_keys_does_not_look_at_macs(side: Side) -> None:
     answered = client.send(write_batch(5, []), b"anything")
     assert read_answer(answered[0]) == Answer(5, side.listener.incarnation, ())
     assert len(answered) == 1
+
+
+def test_who_makes_too_much_work_waits_for_the_next_window(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_server, "SHARE", 0.001)
+    busy, other = Client(side), Client(side, source="127.0.0.2")
+    begun = time.monotonic()
+    for number in range(60):
+        assert busy.ask(write_batch(number, [])) is not None
+    assert time.monotonic() - begun > 15 * tcp_server.WINDOW
+    begun = time.monotonic()
+    assert other.ask(write_batch(1, [])) is not None
+    assert time.monotonic() - begun < 5 * tcp_server.WINDOW
+
+
+def test_who_has_proved_himself_may_work(locked: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_server, "SHARE", 0.001)
+    client = Client(locked, KEYS[0])
+    client.ask(write_batch(1, []))
+    begun = time.monotonic()
+    for number in range(2, 60):
+        assert client.ask(write_batch(number, [])) is not None
+    assert time.monotonic() - begun < 20 * tcp_server.WINDOW
 
 
 def test_a_port_in_use_fails_at_once_with_a_sentence(side: Side) -> None:

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from connector.question import HANDSHAKE, LONGEST_QUESTION
-from connector.tcp_server import Limits, network_of
+from connector.tcp_server import SHARE, Limits, network_of
 from connector.zmtp import MOST_FRAMES, Zmtp
 from tests.connector.attacked import PAYLOAD, Victim, start
 
@@ -43,8 +43,13 @@ def greet(connection: socket.socket) -> Zmtp:
     while zmtp.peer is None:
         connection.sendall(b"".join(zmtp.pieces))
         zmtp.pieces.clear()
-        zmtp.receive(connection.recv(4096))
+        data = connection.recv(4096)
+        if not data:
+            raise ConnectionError("the side channel closed the connection")
+        zmtp.receive(data)
         zmtp.next_message()
+    connection.sendall(b"".join(zmtp.pieces))
+    zmtp.pieces.clear()
     return zmtp
 
 
@@ -107,11 +112,15 @@ STREAMS = {
 
 @pytest.mark.parametrize("frame", STREAMS.values(), ids=STREAMS.keys())
 def test_an_endless_stream_takes_no_memory(victim: Victim, frame: bytes) -> None:
+    """And a bounded share of the processor: what opening and closing connections costs comes on top."""
     answers(victim)
-    before = victim.memory()
+    before, spent, begun = victim.memory(), victim.cpu(), time.monotonic()
     flood(victim, ATTACK_S, lambda _: frame * max(1, 65536 // len(frame)))
+    share = (victim.cpu() - spent) / (time.monotonic() - begun)
+    print(f"grown by {(victim.memory() - before) / MIB:.1f} MiB, {share:.0%} of a core")
     assert victim.memory() - before < MOST_GROWTH / 4
-    answers(victim)
+    assert share < 2 * SHARE
+    assert answers(victim, ANOTHER) < 1
 
 
 def test_answers_that_nobody_takes_take_no_memory(victim: Victim) -> None:
