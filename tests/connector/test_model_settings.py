@@ -148,7 +148,7 @@ def test_settings_that_are_left_alone_are_none() -> None:
 @pytest.mark.parametrize("text", ["", "x" * 200, "a b", "ü", "x" * 127 + "ü", "line\nend"])
 def test_whatever_a_value_is_another_node_reads_it(text: str) -> None:
     assert len(short(text)) <= LONGEST_VALUE
-    assert Fingerprint.of({"part": short(text)})
+    assert Fingerprint.of({"part": short(text)}).parts
 
 
 def test_values_that_are_made_legible_stay_different() -> None:
