@@ -77,7 +77,9 @@ def _model_parts(model: "ModelConfig") -> dict[str, str]:
         "media": _media(model.multimodal_config),
         "dtype": _type(model.dtype),
         "quantization": quantization_text(
-            model.quantization, model.quantization_config or config.get("quantization_config")
+            model.quantization,
+            model.quantization_config,
+            config.get("quantization_config") or config.get("compression_config"),
         ),
     }
 
