@@ -121,6 +121,8 @@ def _rope_settings(value: Any, path: str = "", inside: bool = False) -> Iterator
 
 def _plain(value: Any, *, skip_rope: bool = False) -> Any:
     """JSON values alone. What is null says nothing; 10000 and 10000.0 are one number."""
+    if isinstance(value, Enum):
+        value = value.value
     if is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -136,7 +138,7 @@ def _plain(value: Any, *, skip_rope: bool = False) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if value is None or isinstance(value, bool | int | float | str):
-        return value.value if isinstance(value, Enum) else value
+        return value
     return type(value).__qualname__ if " at 0x" in repr(value) else repr(value)
 
 
