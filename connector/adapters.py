@@ -47,6 +47,9 @@ class AdapterContent:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
+    """What was read: `files` are the weights and the configuration, as they were found at the first use."""
+
+    files: tuple[str, str]
     stamp: Stamp
     content: str
 
@@ -71,15 +74,15 @@ class Adapters:
             return AdapterContent(unknown="the LoRA adapter's files cannot be read here")
 
     def _current(self, key: tuple[int, str], reloads: bool) -> AdapterContent:
-        files = _files(key[1])
-        stamp = _stamp(files)
         read = self._known.get(key)
+        files = _files(key[1]) if read is None else read.files
+        stamp = _stamp(files)
         if read is not None and read.stamp != stamp and not reloads:
             return AdapterContent(
                 unknown="the LoRA adapter's files have changed since it was first used here: load it anew"
             )
         if read is None or read.stamp != stamp:
-            read = _Read(stamp, self._digest(files))
+            read = _Read(files, stamp, self._digest(files))
         self._remember(key, read)
         return AdapterContent(read.content)
 
@@ -89,23 +92,23 @@ class Adapters:
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
 
-    def _digest(self, files: tuple[Path, Path]) -> str:
-        weights, config = files
+    def _digest(self, files: tuple[str, str]) -> str:
+        weights, config = map(Path, files)
         told = json.loads(config.read_text(encoding="utf-8"))
         meant = {name: value for name, value in told.items() if name not in IRRELEVANT}
         parts = [content_digest([weights]), json.dumps(meant, sort_keys=True), self._settings]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
-def _files(path: str) -> tuple[Path, Path]:
+def _files(path: str) -> tuple[str, str]:
     """Weights and configuration. Raises OSError or ValueError."""
     folder = model_folder(Source(os.path.expanduser(path)))
     for name in WEIGHTS:
         if (folder / name).is_file():
-            return folder / name, folder / CONFIG
+            return str(folder / name), str(folder / CONFIG)
     raise FileNotFoundError(f"no adapter weights in {folder}")
 
 
-def _stamp(files: tuple[Path, Path]) -> Stamp:
-    found = [path.stat() for path in files]
+def _stamp(files: tuple[str, str]) -> Stamp:
+    found = [os.stat(path) for path in files]
     return tuple((each.st_ino, each.st_size, each.st_mtime_ns) for each in found)

@@ -154,8 +154,9 @@ def _indexed(files: list[Path], folder: Path) -> list[Path]:
 def _opened(path: Path) -> Iterator[int]:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        # Without this, each small read of a cold file would fetch the 128 KiB after it, too.
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        if hasattr(os, "posix_fadvise"):
+            # Without this, each small read of a cold file would fetch the 128 KiB after it, too.
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         yield descriptor
     finally:
         os.close(descriptor)

@@ -42,7 +42,8 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Not taken. `detail` is our own words: it quotes nothing that a sender wrote."""
+    """Not taken. `detail` is our own words: it quotes nothing that a sender wrote but the parts of a fingerprint, which
+    are short plain words (`fingerprint.read_fingerprint`)."""
 
     reason: Reason
     detail: str

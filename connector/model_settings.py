@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from typing import Any
 
 from connector.fingerprint import LONGEST_VALUE, NONE
@@ -42,6 +43,8 @@ IGNORED = frozenset(
         "_attn_implementation_internal",
         "draft_vocab_size",
         "target_layer_count",
+        "total_num_heads",
+        "total_num_kv_heads",
     }
 )
 
@@ -80,11 +83,12 @@ def context_text(config: Mapping[str, Any], max_model_len: int) -> str:
     return NONE
 
 
-def quantization_text(method: str | None, config: Any) -> str:
-    """The method's name, with a digest of what the checkpoint or the command line says of it."""
-    if method is None and not config:
-        return NONE
-    return short(f"{method}:{_digest(_plain(config))}" if config else str(method))
+def quantization_text(method: str | None, asked: Any, found: Any) -> str:
+    """The method's name, with a digest of what the command line (`asked`) and the checkpoint (`found`) say of it."""
+    told = _plain({"asked": asked or None, "found": found or None})
+    if not told:
+        return NONE if method is None else short(method)
+    return short(f"{method}:{_digest(told)}")
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:
@@ -117,6 +121,8 @@ def _rope_settings(value: Any, path: str = "", inside: bool = False) -> Iterator
 
 def _plain(value: Any, *, skip_rope: bool = False) -> Any:
     """JSON values alone. What is null says nothing; 10000 and 10000.0 are one number."""
+    if isinstance(value, Enum):
+        value = value.value
     if is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -133,7 +139,7 @@ def _plain(value: Any, *, skip_rope: bool = False) -> Any:
         return int(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    return type(value).__qualname__
+    return type(value).__qualname__ if " at 0x" in repr(value) else repr(value)
 
 
 def _text(value: Any) -> str:

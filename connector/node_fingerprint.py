@@ -30,7 +30,7 @@ from connector.model_settings import (
 )
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, SpeculativeConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -64,10 +64,12 @@ def model_parts(vllm_config: "VllmConfig") -> dict[str, str]:
     """What is computed: release, model, its settings and types."""
     from vllm import __version__ as vllm_version
 
-    model: ModelConfig = vllm_config.model_config
+    return {"vllm": short(str(vllm_version)), **_model_parts(vllm_config.model_config)}
+
+
+def _model_parts(model: "ModelConfig") -> dict[str, str]:
     config = model.hf_config.to_dict()
     return {
-        "vllm": short(str(vllm_version)),
         "architecture": short(str(model.architecture)),
         "model_config": model_digest(config, {"disable_sliding_window": model.disable_sliding_window}),
         "rope": rope_text(config),
@@ -75,7 +77,9 @@ def model_parts(vllm_config: "VllmConfig") -> dict[str, str]:
         "media": _media(model.multimodal_config),
         "dtype": _type(model.dtype),
         "quantization": quantization_text(
-            model.quantization, model.quantization_config or config.get("quantization_config")
+            model.quantization,
+            model.quantization_config,
+            config.get("quantization_config") or config.get("compression_config"),
         ),
     }
 
@@ -110,8 +114,7 @@ def cache_parts(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> 
 
 def weight_parts(vllm_config: "VllmConfig") -> dict[str, str]:
     """The content of the checkpoint, and of the draft model's where it has one of its own."""
-    load, model = vllm_config.load_config, vllm_config.model_config
-    target = Source(model.model_weights or model.model, model.revision, str(load.load_format), load.download_dir)
+    target = _source(vllm_config.model_config, vllm_config.load_config)
     return {"checkpoint": checkpoint_text(target), "draft_checkpoint": _draft(vllm_config, target)}
 
 
@@ -133,13 +136,17 @@ def lora_settings(vllm_config: "VllmConfig") -> dict[str, Any]:
     return {} if config is None else {name: getattr(config, name, None) for name in LORA_SETTINGS}
 
 
+def _source(model: "ModelConfig", load: "LoadConfig") -> Source:
+    """`model_weights` is where the weights of a model in object storage are, `model` then a folder with its rest."""
+    return Source(model.model_weights or model.model, model.revision, str(load.load_format), load.download_dir)
+
+
 def _draft(vllm_config: "VllmConfig", target: Source) -> str:
-    speculative = vllm_config.speculative_config
-    model = None if speculative is None else speculative.draft_model_config
-    if model is None or model.model == vllm_config.model_config.model:
+    speculative: SpeculativeConfig | None = vllm_config.speculative_config
+    if speculative is None or speculative.draft_model_config is None:
         return NONE
-    load = speculative.draft_load_config or vllm_config.load_config
-    return checkpoint_text(Source(model.model, model.revision, str(load.load_format), target.download_dir))
+    draft = _source(speculative.draft_model_config, speculative.draft_load_config or vllm_config.load_config)
+    return NONE if draft == target else checkpoint_text(draft)
 
 
 def _media(config: Any) -> str:
@@ -169,21 +176,21 @@ def _block_size(spec: Any) -> str:
     return str(first.block_size)
 
 
-def _kv_dtype(spec: Any, configured: str) -> str:
+def _kv_dtype(spec: AttentionSpec, configured: str) -> str:
     """The type of the bytes; where they are quantized also how, since `fp8_e4m3` and `fp8_e5m2` are one type."""
     stored = _type(spec.dtype)
     if not spec.kv_quant_mode:
         return stored
-    return f"{stored}:{spec.kv_quant_mode.name}:{'fp8_e4m3' if configured == 'fp8' else configured}"
+    return f"{stored}:{'fp8_e4m3' if configured == 'fp8' else configured}"
 
 
-def _kv_shape(spec: Any) -> str:
+def _kv_shape(spec: AttentionSpec) -> str:
     """Of one token and one head: key and value dimensions, and bytes."""
     states = "" if spec.tokens_per_state == 1 else f"/{spec.tokens_per_state}"
     return f"{spec.head_size}+{spec.head_size_v}={spec.state_content_size_bytes}B{states}"
 
 
-def _state_shapes(spec: Any) -> str:
+def _state_shapes(spec: MambaSpec) -> str:
     """Each state's dimensions; `*` is the one that is sharded."""
     shapes = (shape if spec.tp_replicated else ("*", *shape[1:]) for shape in spec.shapes)
     return "+".join(f"({','.join(map(str, shape))})" for shape in shapes)

@@ -151,7 +151,7 @@ def wire(ticket: Ticket, keys: Sequence[bytes]) -> dict[str, Any]:
 def parse(raw: Any, expected: Expected) -> Ticket | Refusal:
     """A ticket that this engine may act on, or why not. Never raises."""
     try:
-        ticket, signature = _read(raw)
+        ticket, signature = _read(raw, expected.fingerprint)
         _check_signature(ticket, signature, expected.keys)
         _check_host(ticket, expected.hosts)
         _check_fingerprint(ticket.fingerprint, expected.fingerprint)
@@ -161,7 +161,7 @@ def parse(raw: Any, expected: Expected) -> Ticket | Refusal:
     return ticket
 
 
-def _read(raw: Any) -> tuple[Ticket, str | None]:
+def _read(raw: Any, mine: Fingerprint | None) -> tuple[Ticket, str | None]:
     if not isinstance(raw, dict):
         raise fields.Refused(Reason.NOT_AN_OBJECT, "kv_transfer_params is not an object")
     ours = _ours(raw)
@@ -180,7 +180,7 @@ def _read(raw: Any) -> tuple[Ticket, str | None]:
         readers=fields.whole(ours, "readers", 1, 1024),
         issued_at=fields.moment(ours.get("issued_at")),
         digest=fields.digest_hex(ours, "digest"),
-        fingerprint=read_fingerprint(ours.get("fingerprint")),
+        fingerprint=read_fingerprint(ours.get("fingerprint"), mine),
     )
     if raw.get("transfer_mode", "pull") != "pull" or raw.get("remote_blocks_expiry_time") is not None:
         raise fields.Refused(Reason.BAD_FIELD, "not a ticket for a pull from a prefill node")

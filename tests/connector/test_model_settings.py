@@ -1,6 +1,7 @@
 """What of a model's configuration counts, and what does not."""
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -118,26 +119,41 @@ def test_the_longest_context_counts_only_where_a_model_computes_by_it() -> None:
     assert [context_text(llama, length) for length in (32768, 32769)] == ["short", "long"]
 
 
+class Scheme(Enum):
+    STATIC = 1
+    DYNAMIC = 2
+
+
 @dataclass(frozen=True)
 class Given:
     linear: str
+    scheme: Scheme
 
 
 def test_quantization_counts_with_its_settings() -> None:
     fp8 = {"quant_method": "fp8", "activation_scheme": "static"}
     values = [
-        quantization_text(None, None),
-        quantization_text("fp8", None),
-        quantization_text("fp8", fp8),
-        quantization_text("fp8", {**fp8, "activation_scheme": "dynamic"}),
-        quantization_text("awq", fp8),
-        quantization_text("fp8", Given("fp8")),
-        quantization_text("fp8", Given("int8")),
+        quantization_text(None, None, None),
+        quantization_text("fp8", None, None),
+        quantization_text("fp8", None, fp8),
+        quantization_text("fp8", fp8, None),
+        quantization_text("fp8", None, {**fp8, "activation_scheme": "dynamic"}),
+        quantization_text("awq", None, fp8),
+        quantization_text("fp8", Given("fp8", Scheme.STATIC), fp8),
+        quantization_text("fp8", Given("int8", Scheme.STATIC), fp8),
+        quantization_text("fp8", Given("int8", Scheme.DYNAMIC), fp8),
     ]
     assert len(set(values)) == len(values)
     assert values[0] == NONE
     assert values[1] == "fp8"
-    assert quantization_text("fp8", dict(reversed(fp8.items()))) == values[2]
+    assert quantization_text("fp8", {}, dict(reversed(fp8.items()))) == values[2]
+
+
+def test_what_vllm_adds_to_the_quantization_while_it_loads_does_not_count() -> None:
+    """It is in the scheduler's configuration only where the worker shares its process."""
+    told = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"targets": ["Linear"]}}}
+    added = {**told, "total_num_heads": 16, "total_num_kv_heads": 2}
+    assert quantization_text("compressed-tensors", None, told) == quantization_text("compressed-tensors", None, added)
 
 
 def test_settings_that_are_left_alone_are_none() -> None:
@@ -148,7 +164,7 @@ def test_settings_that_are_left_alone_are_none() -> None:
 @pytest.mark.parametrize("text", ["", "x" * 200, "a b", "ü", "x" * 127 + "ü", "line\nend"])
 def test_whatever_a_value_is_another_node_reads_it(text: str) -> None:
     assert len(short(text)) <= LONGEST_VALUE
-    assert Fingerprint.of({"part": short(text)})
+    assert Fingerprint.of({"part": short(text)}).parts
 
 
 def test_values_that_are_made_legible_stay_different() -> None:

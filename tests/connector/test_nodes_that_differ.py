@@ -17,8 +17,8 @@ from tests.connector.harness import Node, attention, make_node, prompt, state, t
 from tests.connector.test_node_fingerprint import payload
 from tests.connector.weights import layers, write_safetensors
 
-QUANTIZED = replace(attention(), dtype=torch.uint8)  # type: ignore[type-var]
-OTHER_STATE = replace(state("align"), dtypes=(torch.float16,))  # type: ignore[type-var]
+QUANTIZED = replace(attention(), dtype=torch.uint8)
+OTHER_STATE = replace(state("align"), dtypes=(torch.float16,))
 CASES: tuple[tuple[tuple[KVCacheSpec, ...], str], ...] = (
     ((attention(), OTHER_STATE), "state_dtypes is float16 here, bfloat16 on the prefill node"),
     ((QUANTIZED, state("align")), "kv_dtype is uint8 here, bfloat16 on the prefill node"),
@@ -100,7 +100,7 @@ def ticket_with(prefill: Node, **more: Any) -> dict[str, Any]:
     prefill.add("p", prompt(100), {"do_remote_decode": True}, max_tokens=1, **more)
     ticket = prefill.run_out("p")[-1].kv_transfer_params
     assert ticket is not None
-    return ticket
+    return dict(ticket)
 
 
 def test_an_adapter_of_the_same_content_may_have_another_name_and_path(

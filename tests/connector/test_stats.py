@@ -74,6 +74,18 @@ def test_numbers_arrive_at_the_metrics_page_of_the_right_engine() -> None:
     assert value("pdproxy_connector_info", {**labels, "role": "kv_consumer"}) == 1
 
 
+def test_a_fingerprint_is_one_series_a_part() -> None:
+    accounts, registry = Accounts(), CollectorRegistry()
+    accounts.fingerprint({"dtype": "bfloat16", "all": "0123456789abcdef"})
+    stats = drained(accounts)
+    assert stats is not None
+    prometheus(registry, {}).observe(msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict())))
+    for part, told in (("dtype", "bfloat16"), ("all", "0123456789abcdef")):
+        labels = {"model_name": "m", "engine": "0", "part": part, "value": told}
+        assert registry.get_sample_value("pdproxy_connector_fingerprint", labels) == 1
+    assert drained(accounts) is None
+
+
 def test_every_counter_stands_at_zero_before_anything_happens() -> None:
     registry = CollectorRegistry()
     prometheus(registry, {})

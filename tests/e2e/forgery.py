@@ -27,6 +27,11 @@ NO_NAMES: tuple[Any, ...] = (*NO_PLAIN_TEXT, 7, True, [], {}, NESTED)
 NO_LISTS: tuple[Any, ...] = ("", "junk", 7, True, {}, [], {"0": [1]}, [1, 2, 3, 4], ["ab"] * 4, [None] * 4, [[]] * 65)
 NO_BLOCKS: tuple[Any, ...] = (-1, 1 << 31, HUGE, 1.0, "1", True, None, [1], {}, NESTED)
 NO_VERSIONS: tuple[Any, ...] = (0, 1, 3, -1, HUGE, "1", True, 1.0, None, [], {})
+NO_FINGERPRINTS: tuple[Any, ...] = (
+    *("", "0" * 16, 7, True, [], {}, NESTED, [["dtype", "x"]]),
+    *({"Dtype": "x"}, {"": "x"}, {"dtype": ""}, {"dtype": 7}, {"dtype": "two words"}, {"dtype": "x" * 129}),
+    *({"dtype": "line\n"}, {"dtype": NESTED}, {f"part_{at}": "x" for at in range(65)}),
+)
 NO_DIGESTS: tuple[Any, ...] = ("", "zz", "0" * 63, "0" * 65, "A" * 64, "g" * 64, 7, [], {}, True)
 
 
@@ -167,6 +172,7 @@ def _ours(ticket: Params) -> Iterator[Forgery]:
         yield Forgery(f"version {junk}", ours_altered(ticket, {"v": junk}), Reason.UNKNOWN_VERSION)
     for junk in NO_DIGESTS:
         yield Forgery(f"digest {junk}", ours_altered(ticket, {"digest": junk}), Reason.BAD_FIELD)
+    yield from _fingerprints(ticket[OURS]["fingerprint"], ticket)
     sizes = ticket[OURS]["block_sizes"]
     odd: list[tuple[Any, Reason]] = [(junk, Reason.BAD_FIELD) for junk in (None, [0] * 4, "x")]
     odd += [([7] * 4, Reason.GROUPS), (sizes[:-1], Reason.GROUPS), ([*sizes, 1], Reason.GROUPS)]
@@ -180,3 +186,15 @@ def _ours(ticket: Params) -> Iterator[Forgery]:
     no_signatures: tuple[Any, ...] = ("x", "g" * 64, 7, [])
     for junk in no_signatures:
         yield Forgery(f"signature {junk}", ours_altered(ticket, {"signature": junk}), Reason.BAD_FIELD)
+
+
+def _fingerprints(told: dict[str, str], ticket: Params) -> Iterator[Forgery]:
+    for junk in NO_FINGERPRINTS:
+        yield Forgery(f"fingerprint {junk!s:.30}", ours_altered(ticket, {"fingerprint": junk}), Reason.BAD_FIELD)
+    missing = ours_altered(ticket, {"fingerprint": None})
+    yield Forgery("fingerprint null", missing, Reason.MISSING_FIELD)
+    for name in told:
+        for changed in ({**told, name: "x"}, {key: value for key, value in told.items() if key != name}):
+            yield Forgery(f"another {name}", ours_altered(ticket, {"fingerprint": changed}), Reason.FINGERPRINT)
+    more = ours_altered(ticket, {"fingerprint": {**told, "unheard_of": "x"}})
+    yield Forgery("a part more", more, Reason.FINGERPRINT)

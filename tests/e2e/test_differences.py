@@ -15,13 +15,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from connector.fields import Reason
 from deploy.local.model.exam import exam
-from deploy.local.node import Node, NodeSpec
+from deploy.local.node import Node, NodeSpec, Role
 from deploy.local.stack import logs_of, start_nodes
 from deploy.local.supervise import Supervisor
 from tests.e2e.conftest import Pair
 from tests.e2e.legs import complete, prefill
 from tests.e2e.meters import PATIENCE_S, watch
-from tests.e2e.odd_nodes import ODDITIES, STATE_TYPE, Oddity
+from tests.e2e.odd_nodes import BLOCK_256, ODDITIES, STATE_TYPE, Oddity
 
 pytestmark = pytest.mark.e2e
 
@@ -84,3 +84,20 @@ def test_the_shared_nodes_have_one_fingerprint(pair: Pair) -> None:
 def test_every_difference_is_found(pair: Pair, tmp_path: Path, oddity: Oddity) -> None:
     with started(oddity.spec(tmp_path)) as odd:
         refuses_and_answers_right(pair.prefill, odd, oddity)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE], ids=lambda role: f"{role.name.lower()} of two ranks")
+def test_the_number_of_ranks_is_no_difference(pair: Pair, role: Role) -> None:
+    spec = NodeSpec("two-ranks", role, 0, 0, tensor_parallel_size=2, more_arguments=BLOCK_256)
+    with started(spec) as wide:
+        assert parts(wide.url) == parts(pair.prefill.url)
+        give, take = (wide, pair.decode) if role is Role.PREFILL else (pair.prefill, wide)
+        refused = watch(take.url, "refused", reason=Reason.FINGERPRINT)
+        verified = watch(take.url, "reads", outcome="verified")
+        for seed in range(940, 940 + QUESTIONS):
+            question = exam(seed, LINES)
+            ticket = prefill(give.url, question.prompt())
+            assert complete(take.url, question.prompt(), params=ticket).text == question.answer
+        verified.reaches(QUESTIONS * take.spec.tensor_parallel_size)
+        assert refused.grown() == 0
