@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import closing
+from typing import TypeVar
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -98,6 +99,18 @@ def until_received(worker: WorkerSide, metadata: ConnectorMetadata | None = None
         metadata = None
         assert time.monotonic() < deadline, "no read came to its end"
         time.sleep(0.005)
+
+
+T = TypeVar("T")
+
+
+def until(act: Callable[[], T], enough: Callable[[T], bool]) -> T:
+    """The first outcome of `act`, done again and again, that is `enough`."""
+    deadline = time.monotonic() + PATIENCE
+    while not enough(found := act()):
+        assert time.monotonic() < deadline, "it did not come to its end"
+        time.sleep(0.005)
+    return found
 
 
 def report(worker: WorkerSide) -> WorkerReport:

@@ -1,0 +1,201 @@
+"""Our classes as vLLM's tests make and use vLLM's: without our settings, without a side channel at the other end.
+
+Those tests also make an object past its constructor and set what vLLM's own would have set. What ours would have set
+beside it is then made when it is first missed, so that more than the making is tested.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from vllm.config import DeviceConfig, KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from connector import facade, scheduler_side, worker_side
+from connector.admission import Decode
+from connector.capacity import NO_CAPACITY
+from connector.config import ConnectorConfig, Role, from_vllm
+from connector.lease import Verdict
+from connector.metadata import ConnectorMetadata, ReadOrder
+from connector.open_batches import Judged
+from connector.question import Question
+from connector.read_sizes import ReadSize
+from connector.shape_check import require_fit
+from connector.vllm_contracts import HAND_OVERS
+
+
+class Orders(dict[str, ReadOrder]):
+    """Also those of reads that a test has ordered without a nonce."""
+
+    def __missing__(self, request_id: str) -> ReadOrder:
+        return ReadOrder(f"{request_id:0>16}", 0)
+
+
+class Metadata(ConnectorMetadata):
+    """As the tests make vLLM's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = Orders()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StockTicket:
+    """A ticket of vLLM's own connector."""
+
+    raw: Mapping[str, Any]
+    issued_at: float = 0.0
+
+    def params(self) -> dict[str, Any]:
+        return dict(self.raw)
+
+
+class Trusting:
+    """In the place of the gate for tickets of vLLM's own connector, which it would refuse; all else is judged."""
+
+    def __init__(self, gate: Any) -> None:
+        self._gate = gate
+
+    def judge(self, raw: Any, facts: Any) -> Any:
+        stock = isinstance(raw, dict) and raw.get("do_remote_prefill") and "pdproxy" not in raw
+        return Decode(StockTicket(raw)) if stock else self._gate.judge(raw, facts)  # type: ignore[arg-type]
+
+
+class Held:
+    """In the place of the verifier: every prefill node says that it held the blocks. The tests have no other node."""
+
+    def __init__(self) -> None:
+        self._judged: list[Judged] = []
+
+    def ask(self, questions: Mapping[Any, Any]) -> None:
+        self._judged += [Judged(asked.nonce, Verdict.HELD) for batch in questions.values() for asked in batch]
+
+    def answers(self, patience: float = 0.0) -> list[Judged]:
+        judged, self._judged = self._judged, []
+        return judged
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Scheduler(scheduler_side.SchedulerSide):
+    """Made with vLLM's three arguments, or past its constructor."""
+
+    def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any, config: Any = None) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config, config or settings(vllm_config))
+        self._gate: Any = Trusting(self._gate)
+
+    def __getattr__(self, name: str) -> Any:
+        return _late(self, name, scheduler_side.SchedulerSide, NixlPullConnectorScheduler)
+
+
+class Worker(worker_side.WorkerSide):
+    """The same; and a read that a test has begun by hand is known like one that was ordered."""
+
+    def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any, config: Any = None) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config, config or settings(vllm_config))
+        self._verifier.close()
+        self._verifier: Any = Held()
+
+    def __getattr__(self, name: str) -> Any:
+        return _late(self, name, worker_side.WorkerSide, NixlPullConnectorWorker)
+
+    def get_transfer_results(self) -> Any:
+        for request_id, meta in self._recving_metadata.items():
+            if request_id not in self._flights._flights and meta.remote is not None:
+                asked = Question(meta.remote.engine_id, str(meta.remote.request_id), f"{request_id:0>16}")
+                self._flights.begin(request_id, asked, ("host", 1), ReadSize(), time.monotonic())
+                self._flights.posted(request_id, time.monotonic())
+        return super().get_transfer_results()
+
+
+class Connector(facade.NixlConnector):
+    """With a setting that the tests leave at vLLM's default, with which our connector does not start."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(_recomputing(vllm_config), role, kv_cache_config)
+
+
+def ours() -> Mapping[type[Any], type[Any]]:
+    """vLLM's class → ours. Also compares vLLM with what we rely on: later, ours would be compared with itself."""
+    require_fit(HAND_OVERS)
+    substitutes: dict[Any, dict[str, Any]] = {
+        facade: {"require_fit": lambda contract: None, "from_vllm": lambda transfer, environ: _quiet(transfer)},
+        scheduler_side: {"ConnectorMetadata": Metadata, "SchedulerSide": Scheduler},
+        worker_side: {"ping": lambda host, port, timeout: None, "WorkerSide": Worker},
+    }
+    for module, names in substitutes.items():
+        for name, substitute in names.items():
+            if hasattr(module, name):
+                setattr(module, name, substitute)
+    return {
+        NixlConnectorMetadata: Metadata,
+        NixlPullConnector: Connector,
+        NixlPullConnectorScheduler: Scheduler,
+        NixlPullConnectorWorker: Worker,
+    }
+
+
+def settings(vllm_config: Any) -> ConnectorConfig:
+    """Out of a test's configuration of vLLM."""
+    return _quiet(_recomputing(vllm_config).kv_transfer_config)
+
+
+def _quiet(transfer: Any) -> ConnectorConfig:
+    """Of either role; without a progress delay of ours, for which the tests' agent would be replaced by a real one."""
+    return dataclasses.replace(from_vllm(transfer, os.environ), role=Role.BOTH, progress_delay=0.0)
+
+
+def _recomputing(vllm_config: Any) -> Any:
+    changed = copy.copy(vllm_config)
+    changed.kv_transfer_config = copy.copy(vllm_config.kv_transfer_config)
+    changed.kv_transfer_config.kv_load_failure_policy = "recompute"
+    return changed
+
+
+def _late(made: Any, name: str, side: type[Any], stock: type[Any]) -> Any:
+    """What the constructor of `side` sets under `name` beside what that of `stock` does."""
+    if name in vars(made).setdefault("_asked_late", set()):
+        raise AttributeError(name)
+    made._asked_late.add(name)
+    with (
+        patch.object(stock, "__init__", lambda self, *args: None),
+        patch.object(scheduler_side, "node_capacity", lambda *args: NO_CAPACITY),
+    ):
+        scratch = object.__new__(_as_vllm_makes_it(side))
+        scratch.__init__(_plain_config(), "engine", _plain_cache(), settings(_plain_config()))  # type: ignore[misc]
+    if "_verifier" in vars(scratch):
+        scratch._verifier.close()
+        scratch._verifier = Held()
+    if "_gate" in vars(scratch):
+        scratch._gate = Trusting(scratch._gate)
+    for key, value in vars(scratch).items():
+        vars(made).setdefault(key, value)
+    if name not in vars(made):
+        raise AttributeError(name)
+    return vars(made)[name]
+
+
+def _as_vllm_makes_it(side: type[Any]) -> type[Any]:
+    return type(side.__name__, (side,), {"device_type": "cuda", "shutdown": lambda self: None})
+
+
+def _plain_config() -> VllmConfig:
+    transfer = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both")
+    return VllmConfig(kv_transfer_config=transfer, device_config=DeviceConfig("cpu"))
+
+
+def _plain_cache() -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    return KVCacheConfig(num_blocks=16, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
