@@ -24,6 +24,9 @@ FLOOR = 0.25
 """Nats."""
 OWN_SPREADS = 4.0
 """How many times its own spread a decode node's answer may change by a hand-over."""
+MOST = 1.0
+"""Nats that are allowed at most. A model that changes its own answers by more than a quarter of that says too little of
+what was handed over: it neither passes then (unless it is nearer) nor fails."""
 
 Position = Mapping[str, float]
 """Log-probabilities by token."""
@@ -69,22 +72,32 @@ class Comparison:
 
     Attributes:
         distance: to the nearer of them.
-        allowed: nats.
+        spread: between them, in nats.
     """
 
     distance: Distance
-    allowed: float
+    spread: float
+
+    @property
+    def allowed(self) -> float:
+        """Nats."""
+        return min(MOST, max(FLOOR, OWN_SPREADS * self.spread))
 
     def agrees(self) -> bool:
         """Whether rounding explains the difference."""
         return self.distance.nats <= self.allowed
+
+    def undecided(self) -> bool:
+        """Whether it may, but nobody can tell: the node's own answers lie too far apart."""
+        return not self.agrees() and self.spread * OWN_SPREADS > MOST
 
     def sentence(self) -> str:
         """With all figures."""
         far = self.distance
         return (
             f"log-probabilities differ by {far.nats:.3g} nats (root mean square over {far.compared} tokens; allowed are"
-            f" {self.allowed:.3g}), at most by {far.greatest:.3g} at answer token {far.at + 1}"
+            f" {self.allowed:.3g}), at most by {far.greatest:.3g} at answer token {far.at + 1}; alone the decode"
+            f" node's answers, computed in two ways, differ by {self.spread:.3g}"
         )
 
 
@@ -92,7 +105,7 @@ def compare(handed: Said, alone: Said, alone_again: Said) -> Comparison:
     """Judge the answer after a hand-over by two that the decode node gave alone, to the same prompt."""
     spread = distance(alone, alone_again).nats
     nearer = min((distance(handed, alone), distance(handed, alone_again)), key=lambda far: far.nats)
-    return Comparison(nearer, max(FLOOR, OWN_SPREADS * spread))
+    return Comparison(nearer, spread)
 
 
 def distance(one: Said, other: Said) -> Distance:

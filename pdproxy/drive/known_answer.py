@@ -124,6 +124,8 @@ class KnownAnswer:
             return Result(Proof.FAILED, f"the known-answer test failed (prompt {seed}): {why}")
         if comparison.agrees():
             return Result(Proof.PASSED, comparison.sentence())
+        if comparison.undecided():
+            return Result(Proof.UNANSWERED, f"prompt {seed} shows too little: {comparison.sentence()}")
         return Result(Proof.FAILED, f"the known-answer test failed (prompt {seed}): {comparison.sentence()}")
 
     async def compare(self, prefill: Node, decode: Node, seed: int) -> Comparison:

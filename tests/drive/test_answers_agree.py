@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.drive.answers_agree import FLOOR, OWN_SPREADS, Said, compare, distance
+from pdproxy.drive.answers_agree import FLOOR, MOST, OWN_SPREADS, Said, compare, distance
 
 
 def said(*tokens: int, off: float = 0.0, shown: int = 4) -> Said:
@@ -60,6 +60,16 @@ def test_a_node_that_rounds_more_is_allowed_more() -> None:
     assert not compare(said(1, 2, off=-2.4), alone, again).agrees()
 
 
+def test_a_node_that_changes_its_own_answers_too_much_proves_nothing() -> None:
+    alone, again = said(1, 2), said(1, 2, off=0.6)
+    assert compare(said(1, 2, off=1.9), alone, again).agrees()
+    apart = compare(said(1, 2, off=9.0), alone, again)
+    assert apart.allowed == MOST
+    assert not apart.agrees()
+    assert apart.undecided()
+    assert not compare(said(1, 2, off=9.0), alone, said(1, 2, off=0.4)).undecided()
+
+
 def test_the_nearer_of_the_two_counts() -> None:
     assert compare(said(1, off=0.4), said(1), said(1, off=0.4)).distance.nats == 0
 
@@ -69,7 +79,7 @@ def test_the_sentence_has_the_figures() -> None:
     other = Said(tokens, [*said(1, 2).likeliest, *said(3, off=3.0).likeliest])
     assert compare(other, said(*tokens), said(*tokens)).sentence() == (
         "log-probabilities differ by 0.866 nats (root mean square over 3 tokens; allowed are 0.25), at most by 3 at"
-        " answer token 3"
+        " answer token 3; alone the decode node's answers, computed in two ways, differ by 0"
     )
 
 

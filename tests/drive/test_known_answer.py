@@ -101,6 +101,14 @@ async def test_bytes_that_mean_something_else_are_noticed(wrong: int) -> None:
     assert ("400" if wrong == UNREADABLE else "allowed are") in result.why
 
 
+async def test_a_model_whose_answers_hang_on_rounding_proves_nothing() -> None:
+    pair = Pair()
+    pair.prefill.dialect, pair.decode.rounding = 30, 4
+    result = await pair.test_pair()
+    assert result.proof is Proof.UNANSWERED
+    assert "shows too little" in result.why
+
+
 async def test_one_failure_is_not_believed() -> None:
     pair = Pair()
     pair.prefill.dialect = 3

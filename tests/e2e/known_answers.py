@@ -104,7 +104,7 @@ class Row:
 
     def caught(self) -> int:
         """How many of them failed."""
-        return self.unreadable + sum(not each.agrees() for each in self.comparisons)
+        return self.unreadable + sum(not each.agrees() and not each.undecided() for each in self.comparisons)
 
     def __str__(self) -> str:
         nats = sorted(each.distance.nats for each in self.comparisons)

@@ -39,14 +39,15 @@ class Odd:
     Attributes:
         name: of the pair.
         prefill: more arguments of the prefill node; of the decode node.
-        noise: of the decode node's weights, as a part of each tensor's standard deviation.
+        weights: of the decode node: by what they are multiplied, and how much of their own standard deviation is added
+            as noise.
         tensor_parallel: of the prefill node, of the decode node.
     """
 
     name: str
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
-    noise: float = 0.0
+    weights: tuple[float, float] = (1.0, 0.0)
     tensor_parallel: tuple[int, int] = (1, 1)
 
 
@@ -55,8 +56,8 @@ WRONG = (
     Odd("state dtype: bfloat16 to float32", prefill=STATES, decode=BLOCK),
     Odd("block size: 256 to 512", decode=("--block-size", "512")),
     Odd("rope: partial_rotary_factor 0.25 to 0.5", decode=("--hf-overrides", json.dumps(ROPE))),
-    Odd("weights changed by 10 %, same path", noise=0.1),
-    Odd("another model of the same shapes, same path", noise=10.0),
+    Odd("weights changed by 10 %, same path", weights=(1.0, 0.1)),
+    Odd("another model of the same shapes, same path", weights=(0.0, 1.0)),
 )
 RIGHT = (
     Odd("the same"),
@@ -65,21 +66,18 @@ RIGHT = (
 )
 
 
-def change_weights(folder: Path, noise: float) -> None:
+def change_weights(folder: Path, kept: float, noise: float) -> None:
     """Write other weights in the place of those in a folder; a node that has them open keeps what it has."""
     import torch
     from safetensors.torch import load_file, save_file
 
     source = torch.Generator().manual_seed(7)
-    tensors = load_file(MODEL / "model.safetensors")
-    changed = {
-        name: (weight.float() + noise * weight.float().std() * torch.randn(weight.shape, generator=source)).to(
-            weight.dtype
-        )
-        for name, weight in tensors.items()
-        if weight.numel() > 1
-    }
-    save_file({**tensors, **changed}, folder / "new", metadata={"format": "pt"})
+    weights = load_file(MODEL / "model.safetensors")
+    for name, weight in weights.items():
+        if weight.dim() > 1:
+            drawn = torch.randn(weight.shape, generator=source) * weight.float().std()
+            weights[name] = (kept * weight.float() + noise * drawn).to(weight.dtype)
+    save_file(weights, folder / "new", metadata={"format": "pt"})
     (folder / "new").rename(folder / "model.safetensors")
 
 
@@ -99,8 +97,7 @@ def start(supervisor: Supervisor, odd: Odd, folder: Path) -> tuple[Node, Node]:
                  tensor_parallel_size=odd.tensor_parallel[1]),
     )  # fmt: skip
     (give,) = start_nodes(supervisor, specs[:1], print)
-    if odd.noise:
-        change_weights(folder, odd.noise)
+    change_weights(folder, *odd.weights)
     (take,) = start_nodes(supervisor, [trusting(specs[1])], print)
     return give, take
 

@@ -50,6 +50,8 @@ class FakeNode:
         self.dialect = 0
         """What its cached bytes mean. A decode node that reads bytes of another dialect is wrong about the prompt by
         the difference, in nats; `UNREADABLE` ones make its log-probabilities NaN, which vLLM answers with a 400."""
+        self.rounding = 0
+        """By how many nats an answer changes with the length of the prompt, as rounding might."""
         self.trouble: Trouble | None = None
         self.seen: list[Seen] = []
         self.recomputed = 0
@@ -99,7 +101,7 @@ class FakeNode:
         cached, wrong = self._attend(question, params)
         if question.logprobs and wrong >= UNREADABLE:
             return Script(400, JSON, (error(400, "Out of range float values are not JSON compliant"),))
-        question = dataclasses.replace(question, wrong=wrong)
+        question = dataclasses.replace(question, wrong=wrong + self.rounding * (len(question.prompt) % 2))
         pieces = events(question, cached) if question.stream else (answer(question, cached, None),)
         return Script(200, EVENTS if question.stream else JSON, pieces)
 
