@@ -21,7 +21,7 @@ from pdproxy.intake.door import AsgiApp, Door
 from pdproxy.intake.keys import read_keys
 from pdproxy.intake.service import Rules, Service
 from pdproxy.nodes.circuit import CircuitRules
-from pdproxy.nodes.discovery.follow import Follower
+from pdproxy.nodes.discovery.sync import DiscoverySync
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.health import Health, HealthRules
 from pdproxy.nodes.join import Joiner
@@ -93,7 +93,7 @@ async def proxy(settings: Settings, around: Surroundings) -> AsyncIterator[Proxy
     keeper = Keeper(clock, metrics)
     keeper.keep(Task.HEALTH, health.run)
     for source in sources.all:
-        keeper.keep(Task.DISCOVERY, Follower(pool, drainer, source, settings.deadlines.drain).run)
+        keeper.keep(Task.DISCOVERY, DiscoverySync(pool, drainer, source, settings.deadlines.drain).run)
     try:
         door = Door(service, operators)
         yield Proxy(TracedApp(door, tracing.tracer) if tracing else door, operators, leaving)

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping
 from pdproxy.app.secrets import tls
 from pdproxy.clock import Clock
 from pdproxy.nodes.discovery.account import ServiceAccount, api_address
-from pdproxy.nodes.discovery.dns import DnsSource, Name
+from pdproxy.nodes.discovery.dns import DnsSource, Name, Resolver, SystemResolver
 from pdproxy.nodes.discovery.file import FileSource
 from pdproxy.nodes.discovery.kubernetes import KubernetesSource, Query
-from pdproxy.nodes.discovery.resolver import Resolver, SystemResolver
 from pdproxy.nodes.discovery.source import Source, Template
 from pdproxy.nodes.node import Role
 from pdproxy.settings import Discovery, Finding

@@ -10,7 +10,7 @@ from pdproxy.__main__ import main
 from pdproxy.app.check import Report, inspect
 from pdproxy.app.discovery import Surroundings
 from pdproxy.nodes.discovery.account import ServiceAccount
-from pdproxy.nodes.discovery.dns_wire import Service
+from pdproxy.nodes.discovery.dns import Service
 from pdproxy.settings import Discovery, Finding, NodeEntry, NodeRole, Settings
 from tests.app.zone import Zone
 from tests.fakes.fabric import Fabric

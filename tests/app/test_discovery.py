@@ -9,7 +9,7 @@ from pdproxy.app.build import Proxy, proxy
 from pdproxy.app.discovery import Sources, Surroundings
 from pdproxy.errors import SettingsError
 from pdproxy.nodes.discovery.account import ServiceAccount
-from pdproxy.nodes.discovery.dns_wire import Service
+from pdproxy.nodes.discovery.dns import Service
 from pdproxy.settings import Discovery, Finding, Health, NodeEntry, NodeRole, Settings
 from tests.admin.asking import state_of
 from tests.app.zone import Zone

@@ -9,8 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pdproxy.clock import Clock
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.nodes.discovery.slices import Book, Gone, Lines
-from pdproxy.nodes.discovery.source import Known, Template, Unseen
-from pdproxy.nodes.node import Node
+from pdproxy.nodes.discovery.source import Changes, DiscoveryError, Nodes, Template
 from pdproxy.transport.port import Incoming, Outgoing, Patience, Transport
 
 _LOG = logging.getLogger(__name__)
@@ -87,23 +86,23 @@ class KubernetesSource:
         """See `Source`."""
         return f"EndpointSlices {self._query.selector} in {self._query.namespace}"
 
-    async def look(self) -> tuple[Node, ...]:
+    async def list(self) -> Nodes:
         """See `Source`."""
         try:
             await self._list()
         except (Gone, NodeFault) as error:
-            raise Unseen(str(error)) from error
+            raise DiscoveryError(str(error)) from error
         return self._nodes()
 
-    async def sightings(self) -> AsyncGenerator[tuple[Node, ...], None]:
+    async def watch(self) -> AsyncGenerator[Nodes, None]:
         """See `Source`."""
-        known = Known()
+        known = Changes()
         while True:
             try:
                 async with contextlib.aclosing(self._follow()) as changes:
                     async for _ in changes:
                         nodes = self._nodes()
-                        if known.news(nodes):
+                        if known.is_new(nodes):
                             yield nodes
             except Gone as gone:
                 self._failed(f"the watch lost its place, listing again: {gone}")
@@ -134,7 +133,7 @@ class KubernetesSource:
                 self._failures = 0
                 yield
 
-    def _nodes(self) -> tuple[Node, ...]:
+    def _nodes(self) -> Nodes:
         return tuple(self._template.node(host, port) for host, port in self._book.addresses())
 
     async def _list(self) -> None:

@@ -47,7 +47,7 @@ async def watching(server: ApiServer, clock: Hasty, rules: WatchRules) -> AsyncI
     transport = HttpTransport(SystemClock())
     query = Query(server.url, "ai", "kubernetes.io/service-name=decode", "http")
     source = KubernetesSource(transport, query, Template(Role.DECODE), lambda: "token", clock, rules)
-    async with contextlib.aclosing(source.sightings()) as made:
+    async with contextlib.aclosing(source.watch()) as made:
         yield made
     await transport.aclose()
     assert transport.connections == 0
