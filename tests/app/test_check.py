@@ -9,8 +9,8 @@ import pytest
 from pdproxy.__main__ import main
 from pdproxy.app.check import Report, inspect
 from pdproxy.app.discovery import Surroundings
-from pdproxy.nodes.discovery.account import ServiceAccount
 from pdproxy.nodes.discovery.dns import Service
+from pdproxy.nodes.discovery.service_account import ServiceAccount
 from pdproxy.settings import Discovery, Finding, NodeEntry, NodeRole, Settings
 from tests.app.zone import Zone
 from tests.fakes.fabric import Fabric
