@@ -37,6 +37,7 @@ from pdproxy.orchestrate import Orchestrator
 from pdproxy.planning.plan import Without
 from pdproxy.settings import NodeEntry, OnPrefillFailure, Settings
 from pdproxy.transport.http import HttpTransport
+from pdproxy.transport.httpx_transport import HttpxTransport
 from pdproxy.transport.port import Transport
 from pdproxy.transport.traced import TracedTransport
 
@@ -82,13 +83,14 @@ async def proxy(settings: Settings, around: Surroundings) -> AsyncIterator[Proxy
     pool = _pool(settings, clock, metrics)
     sources = Sources(settings.discovery, clock, around)
     tracing = tracing_of(settings.otel)
-    transport = traced(HttpTransport(clock, node_tls(settings.upstream)), tracing)
+    trust = node_tls(settings.upstream)
+    transport, questions = traced(HttpTransport(clock, trust), tracing), HttpxTransport(trust)
     drainer = Drainer(pool, clock, settings.deadlines.drain)
     means = Means(transport, pool, metrics, clock, terms_of(settings))
     orchestrator = Orchestrator(means)
     service = _service(settings, orchestrator, pool, metrics, clock, credential)
     operators = admin_app(_desk(settings, means, drainer, registry, leaving))
-    joiner = Joiner(pool, Preflight(transport, headers), WarmUp(transport, headers))
+    joiner = Joiner(pool, Preflight(questions, headers), WarmUp(transport, headers))
     health = Health(pool, joiner, transport, clock, _health_rules(settings), headers)
     keeper = Keeper(clock, metrics)
     keeper.keep(Task.HEALTH, health.run)
@@ -103,6 +105,7 @@ async def proxy(settings: Settings, around: Surroundings) -> AsyncIterator[Proxy
         await drainer.aclose()
         await orchestrator.aclose()
         await transport.aclose()
+        await questions.aclose()
         if tracing:
             await asyncio.to_thread(tracing.close)
 

@@ -17,7 +17,7 @@ from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.preflight import Checked, Preflight
 from pdproxy.nodes.preflight import check as check_nodes
 from pdproxy.settings import Settings
-from pdproxy.transport.http import HttpTransport
+from pdproxy.transport.httpx_transport import HttpxTransport
 
 LOOK_SECONDS = 30.0
 """For one look into one source."""
@@ -61,7 +61,7 @@ async def inspect(settings: Settings, around: Surroundings) -> Report:
     clock = SystemClock()
     headers = own_headers(own_credential(settings.upstream))
     async with (
-        contextlib.aclosing(HttpTransport(clock, node_tls(settings.upstream))) as transport,
+        contextlib.aclosing(HttpxTransport(node_tls(settings.upstream))) as transport,
         contextlib.aclosing(Sources(settings.discovery, clock, around)) as sources,
     ):
         looks = await asyncio.gather(*map(_look, sources.all))
