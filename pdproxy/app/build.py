@@ -28,6 +28,7 @@ from pdproxy.nodes.join import Joiner
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import Preflight
+from pdproxy.nodes.reachability import OutageLog
 from pdproxy.nodes.warm import WarmUp
 from pdproxy.nodes.watch import MetricsWatch
 from pdproxy.observe.labels import Task
@@ -90,8 +91,9 @@ async def proxy(settings: Settings, around: Surroundings) -> AsyncIterator[Proxy
     orchestrator = Orchestrator(means)
     service = _service(settings, orchestrator, pool, metrics, clock, credential)
     operators = admin_app(_desk(settings, means, drainer, registry, leaving))
-    joiner = Joiner(pool, Preflight(questions, headers), WarmUp(transport, headers))
-    health = Health(pool, joiner, transport, clock, _health_rules(settings), headers)
+    outages = OutageLog(clock)
+    joiner = Joiner(pool, Preflight(questions, headers), WarmUp(transport, headers), outages)
+    health = Health(pool, joiner, transport, clock, _health_rules(settings), headers, outages)
     keeper = Keeper(clock, metrics)
     keeper.keep(Task.HEALTH, health.run)
     for source in sources.all:

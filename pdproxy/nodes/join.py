@@ -9,6 +9,7 @@ from pdproxy.nodes.judge import Verdict, judge
 from pdproxy.nodes.node import Node, Role, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import Preflight
+from pdproxy.nodes.reachability import OutageLog, reason, what
 from pdproxy.nodes.warm import WarmUp
 
 _LOG = logging.getLogger(__name__)
@@ -22,12 +23,16 @@ class Joiner:
 
     Args:
         warm_up: None leaves first pairs cold.
+        outages: what is logged of nodes that cannot be asked; None logs nothing.
     """
 
-    def __init__(self, pool: Pool, preflight: Preflight, warm_up: WarmUp | None = None) -> None:
+    def __init__(
+        self, pool: Pool, preflight: Preflight, warm_up: WarmUp | None = None, outages: OutageLog | None = None
+    ) -> None:
         self._pool = pool
         self._preflight = preflight
         self._warm_up = warm_up
+        self._outages = outages
         self._accepted: dict[str, Facts] = {}
 
     async def attempt(self, name: str) -> None:
@@ -40,8 +45,12 @@ class Joiner:
         try:
             facts = await self._preflight.inspect(node)
         except NodeFault as fault:
-            self._pool.waiting(name, str(fault))
+            self._pool.waiting(name, f"{what(fault)}: {reason(fault)}")
+            if self._outages and self._has(node):
+                self._outages.failed(node, fault)
             return
+        if self._outages:
+            self._outages.answered(node)
         if not self._has(node):
             return
         verdict = judge(facts, self._others(name))

@@ -121,7 +121,9 @@ def test_the_command_says_it_and_fails(tmp_path: Path, capsys: pytest.CaptureFix
     path.write_text(f"[{{url: '{NOBODY}', role: decode}}]")
     words = ["check", "--discovery-decode", "file", "--discovery-file", str(path)]
     assert main(words) == 1
-    assert "unreachable" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "unreachable" in said
+    assert said.endswith("cannot be reached: 127.0.0.1:1: connection refused\n")
     path.write_text("[]")
     assert main(words) == 1
     assert capsys.readouterr().out == f"the file {path}: there are no nodes now\n"
