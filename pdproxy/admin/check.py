@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pdproxy.errors import NodeFault
 from pdproxy.nodes.capacity import Capacity
 from pdproxy.nodes.preflight import Checked
+from pdproxy.nodes.reachability import is_out_of_reach, reason, what
 
 _HEAD = ("NODE", "ROLE", "MODEL", "COHORT", "TOKENS", "SEQUENCES", "LONGEST", "BINDS", "VERDICT")
 
@@ -29,7 +30,8 @@ def passed(rows: Iterable[Checked]) -> bool:
 
 def _cells(row: Checked) -> tuple[str, ...]:
     if isinstance(row.facts, NodeFault):
-        return row.node.name, row.node.role, row.node.model or "?", "?", *_capacity(None), "unreachable"
+        verdict = "unreachable" if is_out_of_reach(row.facts) else "unusable"
+        return row.node.name, row.node.role, row.node.model or "?", "?", *_capacity(None), verdict
     node = row.facts.joined()
     return node.name, node.role, node.model or "?", node.cohort or "?", *_capacity(node.capacity), _verdict(row)
 
@@ -51,7 +53,7 @@ def _verdict(row: Checked) -> str:
 
 def _notes(row: Checked) -> list[str]:
     if isinstance(row.facts, NodeFault):
-        return [f"{row.node.name}: {row.facts}"]
+        return [f"{row.node.name}: {what(row.facts)}: {reason(row.facts)}"]
     kinds = {
         "refused": row.verdict.refusals,
         "exchanges no tickets": row.unpaired,

@@ -23,7 +23,7 @@ from pdproxy.intake.door import AsgiApp, Door
 from pdproxy.intake.keys import read_keys
 from pdproxy.intake.service import Rules, Service
 from pdproxy.nodes.circuit import CircuitRules
-from pdproxy.nodes.discovery.follow import Follower
+from pdproxy.nodes.discovery.sync import DiscoverySync
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.health import Health, HealthRules
 from pdproxy.nodes.join import Joiner
@@ -31,6 +31,7 @@ from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import Preflight
 from pdproxy.nodes.proof import Prover, WarmUp
+from pdproxy.nodes.reachability import OutageLog
 from pdproxy.nodes.watch import MetricsWatch
 from pdproxy.observe.labels import Task
 from pdproxy.observe.metrics import Metrics
@@ -39,6 +40,7 @@ from pdproxy.orchestrate import Orchestrator
 from pdproxy.planning.plan import Without
 from pdproxy.settings import FirstHandOver, NodeEntry, OnPrefillFailure, Settings
 from pdproxy.transport.http import HttpTransport
+from pdproxy.transport.httpx_transport import HttpxTransport
 from pdproxy.transport.port import Transport
 from pdproxy.transport.traced import TracedTransport
 
@@ -84,7 +86,8 @@ async def proxy(settings: Settings, around: Surroundings) -> AsyncIterator[Proxy
     pool = _pool(settings, clock, metrics)
     sources = Sources(settings.discovery, clock, around)
     tracing = tracing_of(settings.otel)
-    transport = traced(HttpTransport(clock, node_tls(settings.upstream)), tracing)
+    trust = node_tls(settings.upstream)
+    transport, questions = traced(HttpTransport(clock, trust), tracing), HttpxTransport(trust)
     drainer = Drainer(pool, clock, settings.deadlines.drain)
     means = Means(transport, pool, metrics, clock, terms_of(settings))
     orchestrator = Orchestrator(means)
@@ -93,14 +96,15 @@ async def proxy(settings: Settings, around: Surroundings) -> AsyncIterator[Proxy
     errands = Errands(means)
     test = KnownAnswer(means, errands, headers)
     prover = Prover(pool, test, clock) if settings.health.first_hand_over is FirstHandOver.KNOWN_ANSWER else None
-    joiner = Joiner(pool, Preflight(transport, headers), prover or WarmUp(pool, test))
-    health = Health(pool, joiner, transport, clock, _health_rules(settings), headers)
+    outages = OutageLog(clock)
+    joiner = Joiner(pool, Preflight(questions, headers), prover or WarmUp(pool, test), outages)
+    health = Health(pool, joiner, transport, clock, _health_rules(settings), headers, outages)
     keeper = Keeper(clock, metrics)
     keeper.keep(Task.HEALTH, health.run)
     if prover is not None:
         keeper.keep(Task.PROOF, prover.run)
     for source in sources.all:
-        keeper.keep(Task.DISCOVERY, Follower(pool, drainer, source, settings.deadlines.drain).run)
+        keeper.keep(Task.DISCOVERY, DiscoverySync(pool, drainer, source, settings.deadlines.drain).run)
     try:
         door = Door(service, operators)
         yield Proxy(TracedApp(door, tracing.tracer) if tracing else door, operators, leaving)
@@ -111,6 +115,7 @@ async def proxy(settings: Settings, around: Surroundings) -> AsyncIterator[Proxy
         await orchestrator.aclose()
         await errands.aclose()
         await transport.aclose()
+        await questions.aclose()
         if tracing:
             await asyncio.to_thread(tracing.close)
 

@@ -12,12 +12,12 @@ from pdproxy.app.build import nodes_of
 from pdproxy.app.discovery import Sources, Surroundings
 from pdproxy.app.secrets import node_tls, own_credential, own_headers
 from pdproxy.clock import SystemClock
-from pdproxy.nodes.discovery.source import Source, Unseen
+from pdproxy.nodes.discovery.source import DiscoveryError, Source
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.preflight import Checked, Preflight
 from pdproxy.nodes.preflight import check as check_nodes
 from pdproxy.settings import Settings
-from pdproxy.transport.http import HttpTransport
+from pdproxy.transport.httpx_transport import HttpxTransport
 
 LOOK_SECONDS = 30.0
 """For one look into one source."""
@@ -61,7 +61,7 @@ async def inspect(settings: Settings, around: Surroundings) -> Report:
     clock = SystemClock()
     headers = own_headers(own_credential(settings.upstream))
     async with (
-        contextlib.aclosing(HttpTransport(clock, node_tls(settings.upstream))) as transport,
+        contextlib.aclosing(HttpxTransport(node_tls(settings.upstream))) as transport,
         contextlib.aclosing(Sources(settings.discovery, clock, around)) as sources,
     ):
         looks = await asyncio.gather(*map(_look, sources.all))
@@ -74,11 +74,11 @@ async def _look(source: Source) -> tuple[tuple[Node, ...], str]:
     """The nodes that a source shows, or why it shows none."""
     try:
         async with asyncio.timeout(LOOK_SECONDS):
-            found = await source.look()
+            found = await source.list()
     except TimeoutError:
         return (), f"{source.place} could not be looked at: no answer within {LOOK_SECONDS:g} s"
-    except Unseen as unseen:
-        return (), f"{source.place} could not be looked at: {unseen}"
+    except DiscoveryError as error:
+        return (), f"{source.place} could not be looked at: {error}"
     return found, "" if found else f"{source.place}: there are no nodes now"
 
 

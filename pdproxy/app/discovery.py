@@ -1,20 +1,21 @@
 """Where nodes are found besides the settings: a source for each role that wants one."""
 
 import dataclasses
-import ssl
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from pdproxy.app.secrets import tls
 from pdproxy.clock import Clock
-from pdproxy.nodes.discovery.account import ServiceAccount, api_address
-from pdproxy.nodes.discovery.dns import DnsSource, Name
+from pdproxy.errors import SettingsError
+from pdproxy.nodes.discovery.dns import DnsSource, Name, Resolver, SystemResolver
 from pdproxy.nodes.discovery.file import FileSource
-from pdproxy.nodes.discovery.kubernetes import KubernetesSource, Query
-from pdproxy.nodes.discovery.resolver import Resolver, SystemResolver
+from pdproxy.nodes.discovery.service_account import ServiceAccount, api_address
 from pdproxy.nodes.discovery.source import Source, Template
 from pdproxy.nodes.node import Role
 from pdproxy.settings import Discovery, Finding
-from pdproxy.transport.http import HttpTransport
+
+if TYPE_CHECKING:
+    from pdproxy.nodes.discovery.kubernetes import Api, KubernetesSource
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,20 +37,20 @@ class Sources:
     """What the settings ask for, as sources to follow; whoever makes one must `aclose` it.
 
     Raises:
-        SettingsError: Kubernetes is asked for, and this is no pod that may ask it.
+        SettingsError: Kubernetes is asked for, and this is no pod that may ask it, or its client is not installed.
     """
 
     def __init__(self, discovery: Discovery, clock: Clock, around: Surroundings) -> None:
         self._discovery = discovery
         self._clock = clock
         self._around = around
-        self._api: HttpTransport | None = None
+        self._watching: list[KubernetesSource] = []
         self.all: tuple[Source, ...] = tuple(self._made())
 
     async def aclose(self) -> None:
         """Close the connections to the API server. Not before the sources have been left."""
-        if self._api is not None:
-            await self._api.aclose()
+        for source in self._watching:
+            await source.aclose()
 
     def _made(self) -> Iterable[Source]:
         kinds = {Role.PREFILL: self._discovery.prefill, Role.DECODE: self._discovery.decode}
@@ -67,20 +68,32 @@ class Sources:
         name = Name({Role.PREFILL: said.prefill_name, Role.DECODE: said.decode_name}[role], said.dns_port or None)
         return DnsSource(self._around.resolver, name, self._template(role), self._clock, said.dns_interval)
 
-    def _kubernetes(self, role: Role) -> KubernetesSource:
-        said, account = self._discovery, self._around.account
-        api = said.api.rstrip("/") or api_address(self._around.environment)
-        if self._api is None:
-            self._api = HttpTransport(self._clock, self._trust(api))
+    def _kubernetes(self, role: Role) -> "KubernetesSource":
+        try:
+            from pdproxy.nodes.discovery.kubernetes import KubernetesSource, Query  # heavy, and an extra
+        except ModuleNotFoundError as error:
+            raise SettingsError(
+                f"discovery.{role} is 'kubernetes', and the package {error.name} is missing: "
+                "pip install 'pdproxy[kubernetes]' brings it (the proxy's image has it)."
+            ) from error
+        said = self._discovery
         selector = {Role.PREFILL: said.prefill_selector, Role.DECODE: said.decode_selector}[role]
-        query = Query(api, said.namespace or account.namespace(), selector, said.port_name)
-        return KubernetesSource(self._api, query, self._template(role), account.token, self._clock)
+        api = self._api()
+        query = Query(said.namespace or self._around.account.namespace(), selector, said.port_name)
+        source = KubernetesSource(api, query, self._template(role), self._clock)
+        self._watching.append(source)
+        return source
 
-    def _trust(self, api: str) -> ssl.SSLContext | None:
+    def _api(self) -> "Api":
         """The API server's certificate is signed by the cluster's own authority, nodes' ones perhaps by another."""
-        if not api.startswith("https:"):
-            return None
-        return tls(self._around.account.authorities, "the service account's ca.crt")
+        from pdproxy.nodes.discovery.kubernetes import Api
+
+        account = self._around.account
+        url = self._discovery.api.rstrip("/") or api_address(self._around.environment)
+        if not url.startswith("https:"):
+            return Api(url, account.token)
+        tls(account.authorities, "the service account's ca.crt")  # a file that cannot be used ends the start
+        return Api(url, account.token, account.authorities)
 
     def _template(self, role: Role) -> Template:
         return Template(role, self._discovery.scheme)

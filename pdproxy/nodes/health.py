@@ -10,6 +10,7 @@ from pdproxy.nodes.join import Joiner
 from pdproxy.nodes.node import Node, NodeView, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.race import first_of
+from pdproxy.nodes.reachability import OutageLog
 from pdproxy.nodes.vitals import Stillness, observed, read_vitals
 from pdproxy.request import Headers
 from pdproxy.transport.port import Patience, Transport
@@ -40,6 +41,7 @@ class Health:
         joiner: brings nodes in.
         transport: the way to the nodes.
         headers: sent with each probe.
+        outages: what is logged of nodes that were given up; None logs nothing.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Health:
         clock: Clock,
         rules: HealthRules | None = None,
         headers: Headers = (),
+        outages: OutageLog | None = None,
     ) -> None:
         self._pool = pool
         self._joiner = joiner
@@ -57,6 +60,7 @@ class Health:
         self._clock = clock
         self._rules = rules or HealthRules()
         self._headers = headers
+        self._outages = outages
         self._visiting: set[str] = set()
         self._visited: dict[str, float] = {}
         self._unreachable: set[str] = set()
@@ -77,6 +81,8 @@ class Health:
         now = self._clock.now()
         views = self._pool.snapshot().nodes
         self._visited = {view.node.name: self._visited.get(view.node.name, float("-inf")) for view in views}
+        if self._outages:
+            self._outages.keep(self._visited)
         return [view for view in views if view.node.name not in self._visiting and self._is_due(view, now)]
 
     def _is_due(self, view: NodeView, now: float) -> bool:
@@ -102,7 +108,8 @@ class Health:
             await self._joiner.attempt(view.node.name)
             return
         began = self._clock.now()
-        fault = await self._probe(view.node) or await self._stuck(view.node, began)
+        failure = await self._probe(view.node) or await self._stuck(view.node, began)
+        fault = None if failure is None else failure.fault
         if not self._is_there(view.node) or fault is Fault.BUSY:
             return  # busy are we, with no socket left: that says nothing of the node
         if fault is None and self._was_away(view.node.name):
@@ -112,19 +119,21 @@ class Health:
         if fault is Fault.REFUSED:
             self._unreachable.add(view.node.name)
         self._pool.probed(view.node.name, fault, began)
+        if self._outages and failure is not None and self._pool.lost(view.node.name):
+            self._outages.failed(view.node, failure)
 
     def _was_away(self, name: str) -> bool:
         """Whether it may have come back as something else: another version behind the same address."""
         return name in self._unreachable or self._pool.lost(name)
 
-    async def _probe(self, node: Node) -> Fault | None:
+    async def _probe(self, node: Node) -> NodeFault | None:
         try:
             status, _ = await get(self._transport, f"{node.url}/health", self._headers, self._patience())
         except NodeFault as fault:
-            return fault.fault
-        return Fault.SERVER_ERROR if status >= 500 else None
+            return fault
+        return NodeFault(Fault.SERVER_ERROR, f"/health answers {status}", status=status) if status >= 500 else None
 
-    async def _stuck(self, node: Node, now: float) -> Fault | None:
+    async def _stuck(self, node: Node, now: float) -> NodeFault | None:
         """STALL for an engine that stands still. Only asked of nodes whose legs have been silent for an interval.
 
         One that was given up is asked too: its legs have left, and it must have moved before it may come back.
@@ -141,7 +150,9 @@ class Health:
             return None
         still = observed(self._still.get(node.name), vitals, now)
         self._still[node.name] = still
-        return Fault.STALL if still.seconds(now) >= self._rules.stuck else None
+        if still.seconds(now) < self._rules.stuck:
+            return None
+        return NodeFault(Fault.STALL, f"its engine has requests and has made no step for {still.seconds(now):.0f} s")
 
     def _patience(self) -> Patience:
         timeout = self._rules.timeout

@@ -10,6 +10,7 @@ from pdproxy.nodes.node import Node, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import Preflight
 from pdproxy.nodes.proof import Introduction
+from pdproxy.nodes.reachability import OutageLog, reason, what
 
 _LOG = logging.getLogger(__name__)
 
@@ -22,12 +23,20 @@ class Joiner:
 
     Args:
         introduction: to its partners; None leaves first pairs cold.
+        outages: what is logged of nodes that cannot be asked; None logs nothing.
     """
 
-    def __init__(self, pool: Pool, preflight: Preflight, introduction: Introduction | None = None) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        preflight: Preflight,
+        introduction: Introduction | None = None,
+        outages: OutageLog | None = None,
+    ) -> None:
         self._pool = pool
         self._preflight = preflight
         self._introduction = introduction
+        self._outages = outages
         self._accepted: dict[str, Facts] = {}
         self._looks: dict[str, int] = {}
 
@@ -41,8 +50,12 @@ class Joiner:
         try:
             facts = await self._preflight.inspect(node)
         except NodeFault as fault:
-            self._pool.waiting(name, str(fault))
+            self._pool.waiting(name, f"{what(fault)}: {reason(fault)}")
+            if self._outages and self._has(node):
+                self._outages.failed(node, fault)
             return
+        if self._outages:
+            self._outages.answered(node)
         if not self._has(node) or self._is_early(facts):
             return
         verdict = judge(facts, self._others(name))

@@ -12,6 +12,9 @@ What can reach us from below, and what it means:
 """
 
 import errno
+import os
+import socket
+import ssl
 
 import httptools
 
@@ -53,4 +56,15 @@ def out_of_time(fault: Fault, where: str) -> NodeFault:
 
 
 def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    """What happened, for an operator who reads no Python."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted ({error.verify_message}): upstream.ca_file names the authorities"
+    if isinstance(error, ssl.SSLError):
+        return f"no TLS with it ({error})"
+    if isinstance(error, socket.gaierror):
+        return f"its name leads nowhere ({error.strerror})"
+    if isinstance(error, TimeoutError) and error.errno is None:
+        return "no connection in the time that there is for it"
+    if isinstance(error, OSError) and error.errno is not None:
+        return os.strerror(error.errno).lower()
+    return str(error) or type(error).__name__

@@ -1,7 +1,8 @@
-"""HTTP/1.1 to nodes: `HttpTransport`, the one implementation of `port.Transport`.
+"""HTTP/1.1 to nodes: `HttpTransport`, the implementation of `port.Transport` that carries requests.
 
 Written on asyncio protocols and httptools because the CPU time of a request is what a proxy costs: a general client
-library spends more on one exchange than all of the rest of the proxy.
+library spends more on one exchange than all of the rest of the proxy. `httpx_transport` uses one for what is asked
+seldom, and tests hold the two against each other.
 """
 
 import asyncio

@@ -63,16 +63,22 @@ def target_of(url: str) -> Target:
     )
 
 
+def fields_of(request: Outgoing, target: Target) -> Headers:
+    """The header fields of a request, ours first, without those of a caller that belong to one connection."""
+    fields = [("host", target.host), ("accept-encoding", "identity"), *_end_to_end(request.headers)]
+    if request.body or request.method not in ("GET", "HEAD"):
+        fields.append(("content-length", str(len(request.body))))
+    return tuple(fields)
+
+
 def head_of(request: Outgoing, target: Target) -> bytes:
     """The request line and header fields, up to and with the empty line.
 
     Raises:
         ValueError: a line break or a NUL in the method, the path or a header: it would be read as something else.
     """
-    lines = [f"{request.method} {target.path} HTTP/1.1", f"host: {target.host}", "accept-encoding: identity"]
-    lines += [f"{name}: {value}" for name, value in _end_to_end(request.headers)]
-    if request.body or request.method not in ("GET", "HEAD"):
-        lines.append(f"content-length: {len(request.body)}")
+    lines = [f"{request.method} {target.path} HTTP/1.1"]
+    lines += [f"{name}: {value}" for name, value in fields_of(request, target)]
     text = "\r\n".join(lines)
     if text.count("\n") != len(lines) - 1 or text.count("\r") != len(lines) - 1 or "\0" in text:
         raise ValueError("a request head must not contain line breaks of its own")

@@ -31,7 +31,7 @@ def test_each_node_has_a_line_and_each_finding_a_note() -> None:
         "d2    decode   ?      ?       ?        ?          ?        ?          unreachable",
         "d1: refused: block_size: 16 here, 256 on p1",
         "d1: warning: tp_size: 2 here, 1 on p1",
-        "d2: refused: nobody there",
+        "d2: cannot be reached: nobody there",
     ]
     assert not passed(rows)
     assert passed(rows[:1])

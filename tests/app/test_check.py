@@ -9,8 +9,8 @@ import pytest
 from pdproxy.__main__ import main
 from pdproxy.app.check import Report, inspect
 from pdproxy.app.discovery import Surroundings
-from pdproxy.nodes.discovery.account import ServiceAccount
-from pdproxy.nodes.discovery.dns_wire import Service
+from pdproxy.nodes.discovery.dns import Service
+from pdproxy.nodes.discovery.service_account import ServiceAccount
 from pdproxy.settings import Discovery, Finding, NodeEntry, NodeRole, Settings
 from tests.app.zone import Zone
 from tests.fakes.fabric import Fabric
@@ -123,7 +123,9 @@ def test_the_command_says_it_and_fails(tmp_path: Path, capsys: pytest.CaptureFix
     path.write_text(f"[{{url: '{NOBODY}', role: decode}}]")
     words = ["check", "--discovery-decode", "file", "--discovery-file", str(path)]
     assert main(words) == 1
-    assert "unreachable" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "unreachable" in said
+    assert said.endswith("cannot be reached: 127.0.0.1:1: connection refused\n")
     path.write_text("[]")
     assert main(words) == 1
     assert capsys.readouterr().out == f"the file {path}: there are no nodes now\n"

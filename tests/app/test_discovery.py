@@ -1,6 +1,8 @@
 """Nodes that the settings say how to find are found, in a whole proxy."""
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,8 @@ import pytest
 from pdproxy.app.build import Proxy, proxy
 from pdproxy.app.discovery import Sources, Surroundings
 from pdproxy.errors import SettingsError
-from pdproxy.nodes.discovery.account import ServiceAccount
-from pdproxy.nodes.discovery.dns_wire import Service
+from pdproxy.nodes.discovery.dns import Service
+from pdproxy.nodes.discovery.service_account import ServiceAccount
 from pdproxy.settings import Discovery, Finding, Health, NodeEntry, NodeRole, Settings
 from tests.admin.asking import state_of
 from tests.app.zone import Zone
@@ -77,3 +79,17 @@ def test_outside_a_cluster_kubernetes_is_refused_with_what_is_missing(tmp_path: 
         Sources(told, FakeClock(), Surroundings())
     with pytest.raises(SettingsError, match=r"ca\.crt"):
         Sources(told, FakeClock(), Surroundings(inside, account))
+
+
+def test_without_the_client_the_start_ends_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lightkube", None)
+    monkeypatch.delitem(sys.modules, "pdproxy.nodes.discovery.kubernetes", raising=False)
+    told = Discovery(prefill=Finding.KUBERNETES, prefill_selector="x")
+    with pytest.raises(SettingsError, match=r"lightkube is missing: pip install 'pdproxy\[kubernetes\]'"):
+        Sources(told, FakeClock(), Surroundings())
+
+
+def test_heavy_clients_are_loaded_only_where_they_are_asked_for() -> None:
+    """They would make every start slower."""
+    code = "import sys, pdproxy.app; print(*sorted({'dns', 'lightkube', 'httpx2'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout == "\n"

@@ -1,6 +1,6 @@
 """A name server for tests."""
 
-from pdproxy.nodes.discovery.dns_wire import Service
+from pdproxy.nodes.discovery.dns import Service
 
 
 class Zone:

@@ -1,6 +1,7 @@
 """Active health, visit by visit and as it runs."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -13,6 +14,7 @@ from pdproxy.nodes.join import Joiner
 from pdproxy.nodes.node import Node, Role, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import Preflight
+from pdproxy.nodes.reachability import OutageLog
 from tests.fakes.clock import FakeClock
 from tests.nodes.turns import settle, until
 from tests.nodes.village import House, Village
@@ -71,6 +73,37 @@ async def test_three_misses_in_a_row_give_a_node_up(pool: Pool, village: Village
     assert state(pool, "d1") is State.DOWN
     assert state(pool, "p1") is State.UP
     assert pool.leaving("d1").is_set()
+
+
+async def test_a_node_that_is_given_up_is_logged_once_and_again_when_it_is_back(
+    pool: Pool, village: Village, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    outages = OutageLog(clock)
+    health = Health(pool, Joiner(pool, Preflight(village), outages=outages), village, clock, outages=outages)
+    caplog.set_level(logging.INFO, "pdproxy.nodes.reachability")
+
+    def said() -> list[str]:
+        lines = [record.getMessage() for record in caplog.records if record.name == "pdproxy.nodes.reachability"]
+        caplog.clear()
+        return lines
+
+    await health.visit_all()
+    village.houses["d1"].fault = Fault.HEADERS_TIMEOUT
+    await health.visit_all()
+    await health.visit_all()
+    assert said() == []
+    for _ in range(3):
+        await health.visit_all()
+    [line] = said()
+    assert line.startswith("node d1 cannot be reached: as told. ")
+    village.houses["d1"].fault = None
+    village.houses["d1"].paths["/health"] = (503, b"")
+    clock.advance(61)
+    await health.visit_all()
+    assert said() == ["node d1 still cannot be used, for 1 min now: /health answers 503"]
+    village.houses["d1"].paths.clear()
+    await health.visit_all()
+    assert said() == ["node d1 answers again, after 1 min"]
 
 
 async def test_what_we_lack_ourselves_changes_nothing(pool: Pool, village: Village, health: Health) -> None:

@@ -11,6 +11,7 @@ from pdproxy.nodes.join import MOST_LOOKS, Joiner
 from pdproxy.nodes.node import Node, Role, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import Preflight, check
+from pdproxy.nodes.reachability import OutageLog
 from tests.fakes.clock import FakeClock
 from tests.nodes.turns import until
 from tests.nodes.village import LABELS, House, Village, levels, metrics
@@ -130,11 +131,27 @@ async def test_an_unreachable_node_goes_on_joining(pool: Pool, village: Village,
     village.houses["p1"].fault = Fault.REFUSED
     await joiner.attempt("p1")
     assert pool.view("p1").state is State.JOINING
-    assert "refused" in pool.view("p1").reason
+    assert pool.view("p1").reason == "cannot be reached: as told"
     village.houses["p1"].fault = None
     village.houses["p1"].paths["/v1/models"] = (503, b"")
     await joiner.attempt("p1")
     assert "503" in pool.view("p1").reason
+
+
+async def test_a_node_out_of_reach_is_logged_and_that_it_is_back(
+    pool: Pool, village: Village, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    joiner = Joiner(pool, Preflight(village), outages=OutageLog(FakeClock()))
+    add(pool, village, "p1")
+    village.houses["p1"].fault = Fault.REFUSED
+    for _ in range(3):
+        await joiner.attempt("p1")
+    [said] = caplog.messages
+    assert said.startswith("node p1 cannot be reached: as told. ")
+    village.houses["p1"].fault = None
+    await joiner.attempt("p1")
+    assert caplog.messages[1] == "node p1 answers again, after 0 s"
 
 
 async def test_missing_metrics_and_version_do_not_matter(pool: Pool, village: Village, joiner: Joiner) -> None:

@@ -3,8 +3,7 @@
 import pytest
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.transport.http import HttpTransport
-from pdproxy.transport.port import Incoming, Outgoing, Patience
+from pdproxy.transport.port import Incoming, Outgoing, Patience, Transport
 from tests.transport.peer import GENEROUS, Peer
 
 PATIENT = Patience(connect=GENEROUS, headers=GENEROUS, stall=GENEROUS)
@@ -28,7 +27,7 @@ def post(there: Peer, body: bytes = b"{}") -> Outgoing:
     return Outgoing("POST", there.url + "/v1/completions", (("content-type", "application/json"),), body)
 
 
-async def ask(transport: HttpTransport, request: Outgoing, patience: Patience = PATIENT) -> tuple[int, bytes]:
+async def ask(transport: Transport, request: Outgoing, patience: Patience = PATIENT) -> tuple[int, bytes]:
     """One exchange, read to its end."""
     incoming = await transport.send(request, patience)
     try:
@@ -43,7 +42,7 @@ async def collect(incoming: Incoming, heard: list[bytes]) -> None:
         heard += [piece]
 
 
-async def fault_of(transport: HttpTransport, request: Outgoing, patience: Patience = PATIENT) -> Fault:
+async def fault_of(transport: Transport, request: Outgoing, patience: Patience = PATIENT) -> Fault:
     with pytest.raises(NodeFault) as caught:
         await ask(transport, request, patience)
     return caught.value.fault

@@ -49,11 +49,37 @@ def test_what_we_lack_ourselves_is_no_fault_of_the_node(number: int) -> None:
 
 
 def test_a_fault_says_where_and_what() -> None:
-    refused = while_connecting(ConnectionRefusedError(111, "nobody"), "node:1")
-    assert refused.fault is Fault.REFUSED
-    assert "node:1" in refused.detail
-    assert "nobody" in refused.detail
-    assert while_connecting(TimeoutError(), "node:1").detail == "node:1: TimeoutError"
+    refused = while_connecting(ConnectionRefusedError(111, "Connect call failed ('10.0.0.1', 1)"), "node:1")
+    assert (refused.fault, refused.detail) == (Fault.REFUSED, "node:1: connection refused")
     assert while_exchanging(None, "node:1").fault is Fault.RESET
-    assert while_exchanging(ConnectionResetError("gone"), "node:1").detail == "node:1: ConnectionResetError: gone"
+    assert while_exchanging(ConnectionResetError("gone"), "node:1").detail == "node:1: gone"
     assert out_of_patience(Fault.STALL, 2.5, "node:1").detail == "node:1: nothing came for 2.5 s"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (TimeoutError(), "no connection in the time that there is for it"),
+        (TimeoutError(110, "x"), "connection timed out"),
+        (OSError(errno.EHOSTUNREACH, "x"), "no route to host"),
+        (OSError(errno.EMFILE, "x"), "too many open files"),
+        (OSError("Multiple exceptions: a, b"), "Multiple exceptions: a, b"),
+        (socket.gaierror(-2, "Name or service not known"), "its name leads nowhere (Name or service not known)"),
+        (
+            ssl.SSLError(1, "[SSL: WRONG_VERSION_NUMBER] wrong"),
+            f"no TLS with it ({ssl.SSLError(1, '[SSL: WRONG_VERSION_NUMBER] wrong')})",
+        ),
+        (UnicodeError("label too long"), "label too long"),
+        (ConnectionError(), "ConnectionError"),
+    ],
+)
+def test_errors_are_put_in_plain_words(error: Exception, words: str) -> None:
+    """For operators, who need not know how an exception is written."""
+    assert while_connecting(error, "node:1").detail.removeprefix("node:1: ") == words
+
+
+def test_an_untrusted_certificate_names_the_setting() -> None:
+    error = ssl.SSLCertVerificationError(1, "x")
+    error.verify_message = "self-signed certificate"
+    detail = while_connecting(error, "node:1").detail
+    assert detail.startswith("node:1: its certificate is not trusted (self-signed certificate): upstream.ca_file ")

@@ -1,16 +1,105 @@
 """Nodes behind a DNS name: every address of a headless service, or every service that SRV records list."""
 
+import asyncio
 import dataclasses
-import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
+from typing import TYPE_CHECKING, Protocol
 
 from pdproxy.clock import Clock
-from pdproxy.nodes.discovery.dns_wire import BadAnswer
-from pdproxy.nodes.discovery.resolver import Resolver
-from pdproxy.nodes.discovery.source import Known, Template, Unseen
-from pdproxy.nodes.node import Node
+from pdproxy.nodes.discovery.source import DiscoveryError, Nodes, Template, poll
 
-_LOG = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from dns.asyncresolver import Resolver as Stub
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Service:
+    """One SRV record."""
+
+    priority: int
+    host: str
+    port: int
+
+
+class Resolver(Protocol):
+    """Looks names up."""
+
+    async def addresses(self, name: str) -> tuple[str, ...]:
+        """The name's addresses, sorted; empty when it has none.
+
+        Raises:
+            DiscoveryError: it could not be found out.
+        """
+        ...
+
+    async def services(self, name: str) -> tuple[Service, ...]:
+        """The name's SRV records of the best (lowest) priority, sorted; empty when it has none.
+
+        Raises:
+            DiscoveryError: it could not be found out.
+        """
+        ...
+
+
+class SystemResolver:
+    """What this machine is configured to use.
+
+    Addresses are looked up by the system itself, which alone knows /etc/hosts and nsswitch.conf. It has no call for SRV
+    records: dnspython asks
+    the configured name servers for those, each within the search domains.
+
+    Args:
+        configuration: names the name servers and the search domains.
+        port: of the name servers.
+        timeout: seconds until the services must be known, however often it took to ask.
+    """
+
+    def __init__(self, configuration: str = "/etc/resolv.conf", port: int = 53, timeout: float = 5.0) -> None:
+        self._configuration = configuration
+        self._port = port
+        self._timeout = timeout
+
+    async def addresses(self, name: str) -> tuple[str, ...]:
+        """See `Resolver`."""
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(name, None)
+        except (OSError, UnicodeError) as error:  # UnicodeError: it is no name at all
+            raise DiscoveryError(str(error)) from error
+        return tuple(sorted({str(entry[4][0]) for entry in found}))
+
+    async def services(self, name: str) -> tuple[Service, ...]:
+        """See `Resolver`. Lost datagrams are sent again; what does not fit into one is asked for over TCP."""
+        from dns.exception import DNSException  # here, for only those who look services up pay for it
+        from dns.rdtypes.IN.SRV import SRV
+        from dns.resolver import NXDOMAIN, LifetimeTimeout
+
+        try:
+            stub = await asyncio.to_thread(self._stub)
+            answer = await stub.resolve(name, "SRV", search=True, raise_on_no_answer=False)
+        except NXDOMAIN:
+            return ()
+        except LifetimeTimeout as error:  # its own words differ each time, and would be logged each time
+            raise DiscoveryError(f"no name server answered within {self._timeout:g} s") from error
+        except DNSException as error:
+            raise DiscoveryError(str(error) or type(error).__name__) from error
+        records = [record for record in answer if isinstance(record, SRV)]
+        return best(Service(record.priority, record.target.to_text(True), record.port) for record in records)
+
+    def _stub(self) -> "Stub":
+        """A new one each time: the configuration may have changed."""
+        from dns.asyncresolver import Resolver
+
+        stub = Resolver(self._configuration)
+        stub.port = self._port
+        stub.lifetime = self._timeout
+        return stub
+
+
+def best(services: Iterable[Service]) -> tuple[Service, ...]:
+    """Those of the lowest priority, sorted. RFC 2782: the target "." says that the service is not there."""
+    there = {service for service in services if service.host not in ("", ".")}
+    lowest = min((service.priority for service in there), default=0)
+    return tuple(sorted(service for service in there if service.priority == lowest))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,47 +125,26 @@ class DnsSource:
         self._template = template
         self._clock = clock
         self._interval = interval
-        self._complaint = ""
 
     @property
     def place(self) -> str:
         """See `Source`."""
         return f"the name {self._name.name}"
 
-    async def sightings(self) -> AsyncGenerator[tuple[Node, ...], None]:
+    def watch(self) -> AsyncGenerator[Nodes, None]:
         """See `Source`. A name that has nothing now keeps its last nodes: a name server that lost its data looks the
         same as a service with no ready node, and active health tells the two apart."""
-        known = Known()
-        while True:
-            nodes = await self._again()
-            if nodes and known.news(nodes):
-                yield nodes
-            await self._clock.sleep(self._interval)
+        return poll(self.place, self._list_some, self._clock, self._interval)
 
-    async def look(self) -> tuple[Node, ...]:
+    async def list(self) -> Nodes:
         """See `Source`."""
-        try:
-            return await self._find()
-        except (OSError, BadAnswer, ValueError) as error:  # ValueError: it is no name at all
-            raise Unseen(str(error) or type(error).__name__) from error
-
-    async def _again(self) -> tuple[Node, ...]:
-        try:
-            found = await self.look()
-        except Unseen as unseen:
-            self._complain(str(unseen))
-            return ()
-        self._complain("" if found else "it has no records")
-        return found
-
-    async def _find(self) -> tuple[Node, ...]:
         name, port = self._name.name, self._name.port
         if port is not None:
             return tuple(self._template.node(host, port) for host in await self._resolver.addresses(name))
         return tuple(self._template.node(found.host, found.port) for found in await self._resolver.services(name))
 
-    def _complain(self, complaint: str) -> None:
-        """Say it once, not at every look-up."""
-        if complaint and complaint != self._complaint:
-            _LOG.warning("the nodes of %s stay as they were: %s", self.place, complaint)
-        self._complaint = complaint
+    async def _list_some(self) -> Nodes:
+        nodes = await self.list()
+        if not nodes:
+            raise DiscoveryError("it has no records")
+        return nodes

@@ -1,21 +1,53 @@
-"""Nodes behind a Kubernetes service, by watching its EndpointSlices; straight to the API, with the service account."""
+"""Nodes behind a Kubernetes service, by watching its EndpointSlices with lightkube (the extra ``kubernetes``).
+
+Why not lightkube alone, as of its version 1.0: it watches again at once, for ever, when a server ends its watches; it
+waits for ever on a connection whose other end vanished; it asks for no bookmarks; after 410 Gone it goes on from now,
+and what was deleted meanwhile would stay; and it does not read why a watch is refused. `_ApiTransport` and
+`KubernetesSource` do those five things; requests, TLS, tokens, pages and JSON are lightkube's.
+"""
 
 import contextlib
 import dataclasses
 import logging
-import urllib.parse
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import cast
+
+import httpx2
+import lightkube
+from lightkube.config.client_adapter import verify_cluster
+from lightkube.config.models import Cluster, User
+from lightkube.core.client import LabelSelector
+from lightkube.resources.discovery_v1 import EndpointSlice
 
 from pdproxy.clock import Clock
-from pdproxy.errors import Fault, NodeFault
-from pdproxy.nodes.discovery.slices import Book, Gone, Lines
-from pdproxy.nodes.discovery.source import Known, Template, Unseen
-from pdproxy.nodes.node import Node
-from pdproxy.transport.port import Incoming, Outgoing, Patience, Transport
+from pdproxy.nodes.discovery.endpoint_slices import EndpointSlices, Lost
+from pdproxy.nodes.discovery.source import Changes, DiscoveryError, Nodes, Template
 
 _LOG = logging.getLogger(__name__)
 
-_LARGEST_LIST = 256 * 1024 * 1024
+_PAGE = 500
+"""Slices in one answer, so that a large list needs no large buffer."""
+_GONE = 410
+_GARBLED = (ValueError, AttributeError)
+"""What lightkube raises for an answer of another shape; AttributeError for an event without metadata."""
+_TROUBLE = (httpx2.HTTPError, lightkube.ConfigError, Lost, *_GARBLED)
+"""ConfigError: the token's file is gone."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Api:
+    """The way to an API server.
+
+    Attributes:
+        url: its base address.
+        token_file: of the service account; read again when the server refuses it. None sends none.
+        authorities: PEM certificates that an https server's one is checked against; None takes the system's.
+    """
+
+    url: str
+    token_file: Path | None = None
+    authorities: Path | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,30 +55,23 @@ class Query:
     """What to watch.
 
     Attributes:
-        api: base address of the API server.
         namespace: where the service lives.
         selector: of labels, such as ``kubernetes.io/service-name=prefill``.
         port: the name of the port that nodes serve HTTP on; "" for the first.
     """
 
-    api: str
     namespace: str
     selector: str
     port: str = ""
 
-    def url(self, **more: str) -> str:
-        """The address of the list, or with ``watch`` of the watch."""
-        path = f"/apis/discovery.k8s.io/v1/namespaces/{urllib.parse.quote(self.namespace, safe='')}/endpointslices"
-        return f"{self.api}{path}?{urllib.parse.urlencode({'labelSelector': self.selector, **more})}"
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class WatchRules:
+class WatchConfig:
     """Times in seconds.
 
     Attributes:
         lasts: how long the server is asked to keep one watch open.
-        slack: after which an overdue end means that the connection is dead.
+        slack: after which an overdue end means that the connection is dead; also for each wait of a list.
         first_pause: after a watch's end; doubles with each failure in a row.
         longest_pause: where the doubling ends.
     """
@@ -60,112 +85,159 @@ class WatchRules:
 class KubernetesSource:
     """Lists once, then watches; resumes where a watch broke off, and lists again when the server has lost its place.
 
-    Args:
-        token: reads the service account's token, which is replaced from time to time; "" sends none.
+    Whoever makes one must `aclose` it.
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        query: Query,
-        template: Template,
-        token: Callable[[], str],
-        clock: Clock,
-        rules: WatchRules | None = None,
+        self, api: Api, query: Query, template: Template, clock: Clock, config: WatchConfig | None = None
     ) -> None:
-        self._transport = transport
         self._query = query
         self._template = template
-        self._token = token
-        self._clock = clock
-        self._rules = rules or WatchRules()
-        self._book = Book(query.port)
-        self._failures = 0
+        self._config = config or WatchConfig()
+        self._pace = _Pace(clock, self._config)
+        self._client = _client(api, self._config, self._pace)
+        self._slices = EndpointSlices(query.port)
+        # A label that exists is written as its name alone, and so is a whole selector.
+        self._labels: LabelSelector = {query.selector: None}
 
     @property
     def place(self) -> str:
         """See `Source`."""
         return f"EndpointSlices {self._query.selector} in {self._query.namespace}"
 
-    async def look(self) -> tuple[Node, ...]:
+    async def list(self) -> Nodes:
         """See `Source`."""
         try:
             await self._list()
-        except (Gone, NodeFault) as error:
-            raise Unseen(str(error)) from error
+        except _TROUBLE as error:
+            raise DiscoveryError(_words(error)) from error
         return self._nodes()
 
-    async def sightings(self) -> AsyncGenerator[tuple[Node, ...], None]:
+    async def watch(self) -> AsyncGenerator[Nodes, None]:
         """See `Source`."""
-        known = Known()
+        changes = Changes()
         while True:
             try:
-                async with contextlib.aclosing(self._follow()) as changes:
-                    async for _ in changes:
+                async with contextlib.aclosing(self._follow()) as steps:
+                    async for _ in steps:
+                        self._pace.succeeded()
                         nodes = self._nodes()
-                        if known.news(nodes):
+                        if changes.is_new(nodes):
                             yield nodes
-            except Gone as gone:
-                self._failed(f"the watch lost its place, listing again: {gone}")
-                self._book.version = ""
-            except NodeFault as fault:
-                self._failed(str(fault))
-                if fault.fault is Fault.INVALID_BODY:  # it would only come again
-                    self._book.version = ""
-            await self._pause()
+            except _TROUBLE as error:
+                self._pace.failed()
+                if _must_list(error):
+                    self._slices.version = ""
+                _LOG.warning("watching %s: %s", self.place, _words(error))
+
+    async def aclose(self) -> None:
+        """Close the connections. Not before `watch` was left."""
+        await self._client.aclose()
 
     async def _follow(self) -> AsyncGenerator[None, None]:
-        """List if need be, then watch until the watch ends; yields whenever the book may have changed."""
-        if not self._book.version:
+        """List if need be, then watch; yields whenever the slices may have changed."""
+        if not self._slices.version:
             await self._list()
-            self._failures = 0
             yield
-        url = self._query.url(
-            watch="1",
-            allowWatchBookmarks="true",
-            resourceVersion=self._book.version,
-            timeoutSeconds=str(self._rules.lasts),
+        events = self._client.watch(
+            EndpointSlice,
+            namespace=self._query.namespace,
+            labels=self._labels,
+            server_timeout=self._config.lasts,
+            resource_version=self._slices.version,
         )
-        async with self._get(url, stall=self._rules.lasts + self._rules.slack) as incoming:
-            lines = Lines()
-            async for piece in incoming.chunks():
-                for event in lines.feed(piece):
-                    self._book.told(event)
-                self._failures = 0
+        # Typed as an iterable, it is a generator: left alone it would close its answer only when it is collected.
+        async with contextlib.aclosing(cast(AsyncGenerator[tuple[str, EndpointSlice], None], events)) as opened:
+            async for event, changed in opened:
+                self._slices.apply(event, changed)
                 yield
 
-    def _nodes(self) -> tuple[Node, ...]:
-        return tuple(self._template.node(host, port) for host, port in self._book.addresses())
-
     async def _list(self) -> None:
-        async with self._get(self._query.url(), stall=self._rules.slack) as incoming:
-            self._book.listed(await incoming.read(_LARGEST_LIST))
+        pages = self._client.list(EndpointSlice, namespace=self._query.namespace, labels=self._labels, chunk_size=_PAGE)
+        found = [each async for each in pages]
+        self._slices.replace(found, pages.resourceVersion)
 
-    @contextlib.asynccontextmanager
-    async def _get(self, url: str, stall: float) -> AsyncIterator[Incoming]:
-        token = self._token()
-        headers = (("accept", "application/json"), *((("authorization", f"Bearer {token}"),) if token else ()))
-        incoming = await self._transport.send(Outgoing("GET", url, headers), Patience(headers=30.0, stall=stall))
-        try:
-            await _judge(incoming)
-            yield incoming
-        finally:
-            await incoming.aclose()
+    def _nodes(self) -> Nodes:
+        return tuple(self._template.node(host, port) for host, port in self._slices.addresses())
 
-    def _failed(self, why: str) -> None:
+
+class _Pace:
+    """How long to wait before the next request: a server that ends or refuses all watches at once is not to be
+    hammered."""
+
+    def __init__(self, clock: Clock, config: WatchConfig) -> None:
+        self._clock = clock
+        self._config = config
+        self._failures = 0
+        self._due = 0.0
+
+    async def wait(self) -> None:
+        """Return when the next request may go out."""
+        due, self._due = self._due, 0.0
+        if due:
+            await self._clock.sleep(due)
+
+    def watches(self) -> None:
+        """A watch is asked for: however it ends, the next request waits."""
+        self._due = self._config.first_pause
+
+    def succeeded(self) -> None:
+        """Something came."""
+        self._failures = 0
+
+    def failed(self) -> None:
+        """Wait twice as long as after the failure before."""
+        self._due = min(self._config.first_pause * 2.0 ** min(self._failures, 16), self._config.longest_pause)
         self._failures += 1
-        _LOG.warning("watching %s: %s", self.place, why)
-
-    async def _pause(self) -> None:
-        """Also after a watch that ended as it should: a server that ends all of them at once is not to be hammered."""
-        doubled = self._rules.first_pause * 2.0 ** min(max(self._failures - 1, 0), 16)
-        await self._clock.sleep(min(doubled, self._rules.longest_pause))
 
 
-async def _judge(incoming: Incoming) -> None:
-    if incoming.status == 410:
-        raise Gone("410")
-    if incoming.status != 200:
-        why = (await incoming.read(65536)).decode("utf-8", "replace")[:500]
-        fault = Fault.CLIENT_ERROR if incoming.status < 500 else Fault.SERVER_ERROR
-        raise NodeFault(fault, f"the API server answers {incoming.status}: {why}", status=incoming.status)
+class _ApiTransport(httpx2.AsyncHTTPTransport):
+    """Paces requests, and asks for watches as they should be asked for; see the module's docstring."""
+
+    def __init__(self, cluster: Cluster, config: WatchConfig, pace: _Pace) -> None:
+        super().__init__(verify=verify_cluster(cluster, User(), str, trust_env=False))
+        self._silence = config.lasts + config.slack
+        self._pace = pace
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        await self._pace.wait()
+        if "watch" in request.url.params:
+            self._pace.watches()
+            request.url = request.url.copy_merge_params({"allowWatchBookmarks": "true"})
+            request.extensions = {
+                **request.extensions, "timeout": {**request.extensions["timeout"], "read": self._silence}
+            }  # fmt: skip
+        response = await super().handle_async_request(request)
+        if response.is_error:
+            await response.aread()
+            response.headers.setdefault("content-type", "")  # lightkube takes it for granted
+        return response
+
+
+def _client(api: Api, config: WatchConfig, pace: _Pace) -> lightkube.AsyncClient:
+    cluster = Cluster(server=api.url, certificate_auth=None if api.authorities is None else str(api.authorities))
+    user = User(token_file=None if api.token_file is None else str(api.token_file))
+    return lightkube.AsyncClient(
+        lightkube.KubeConfig.from_one(cluster=cluster, user=user),
+        timeout=httpx2.Timeout(config.slack, connect=5.0),
+        trust_env=False,
+        transport=_ApiTransport(cluster, config, pace),
+    )
+
+
+def _must_list(error: Exception) -> bool:
+    """A connection that broke is no reason to: the watch goes on where it was. What is garbled would come again."""
+    if isinstance(error, httpx2.HTTPStatusError):
+        # No response of its own: it came inside of a watch, which says that it cannot go on.
+        response: httpx2.Response | None = error.response
+        return response is None or response.status_code == _GONE
+    return isinstance(error, (Lost, *_GARBLED))
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, httpx2.HTTPStatusError):
+        response: httpx2.Response | None = error.response
+        if response is not None:
+            return f"the API server answers {response.status_code}: {response.text[:500]}"
+        return f"the watch cannot go on, listing again: {error}"
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,30 +1,36 @@
-"""What finds nodes, as the rest sees it."""
+"""Where nodes are listed: what a source offers, and what the kinds of sources have in common."""
 
 import dataclasses
-from collections.abc import AsyncGenerator
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Protocol
 
+from pdproxy.clock import Clock
 from pdproxy.errors import PdproxyError
 from pdproxy.nodes.node import Node, Role
 
+_LOG = logging.getLogger(__name__)
 
-class Unseen(PdproxyError):
-    """A source could not be looked at; the message says why."""
+Nodes = tuple[Node, ...]
 
 
-class Followed(Protocol):
+class DiscoveryError(PdproxyError):
+    """A source could not be listed; the message says why."""
+
+
+class Watched(Protocol):
     """Nodes that come and go."""
 
-    def sightings(self) -> AsyncGenerator[tuple[Node, ...], None]:
+    def watch(self) -> AsyncGenerator[Nodes, None]:
         """All nodes that there should be, first as soon as known, then after each change; never ends.
 
-        Trouble is logged and tried again; what was seen last holds meanwhile: that a list cannot be read says nothing
-        about the nodes on it, and active health looks after those.
+        Trouble is logged and tried again; the last list holds meanwhile: that a list cannot be read says nothing about
+        the nodes on it, and active health looks after those.
         """
         ...
 
 
-class Source(Followed, Protocol):
+class Source(Watched, Protocol):
     """Somewhere that nodes are listed."""
 
     @property
@@ -32,11 +38,11 @@ class Source(Followed, Protocol):
         """Where, in words for an operator: "the file nodes.yaml"."""
         ...
 
-    async def look(self) -> tuple[Node, ...]:
+    async def list(self) -> Nodes:
         """All nodes that there should be, as of now; once, for `pdproxy check`.
 
         Raises:
-            Unseen: it could not be found out.
+            DiscoveryError: it could not be found out.
         """
         ...
 
@@ -66,13 +72,43 @@ class Template:
         return Node(f"{self.role}-{netloc}", url, self.role, self.model, self.aliases, self.weight)
 
 
-class Known:
-    """The last sighting, so that only changes are passed on."""
+class Changes:
+    """Remembers the last list, so that only changes are passed on."""
 
     def __init__(self) -> None:
-        self._last: tuple[Node, ...] | None = None
+        self._last: Nodes | None = None
 
-    def news(self, nodes: tuple[Node, ...]) -> bool:
-        """Whether this differs from what was seen last; it is what was seen last from now on."""
+    def is_new(self, nodes: Nodes) -> bool:
+        """Whether this differs from the last list; it is the last one from now on."""
         new, self._last = nodes != self._last, nodes
         return new
+
+
+async def poll(
+    place: str,
+    list_nodes: Callable[[], Awaitable[Nodes]],
+    clock: Clock,
+    interval: float,
+    level: int = logging.WARNING,
+) -> AsyncGenerator[Nodes, None]:
+    """`Watched.watch` for what can only be listed again and again.
+
+    Args:
+        place: see `Source.place`.
+        list_nodes: raises `DiscoveryError` where the last list shall hold; logged once as long as the reason stays.
+        interval: seconds between two lists.
+        level: that trouble is logged with.
+    """
+    changes, logged = Changes(), ""
+    while True:
+        try:
+            nodes = await list_nodes()
+        except DiscoveryError as error:
+            if str(error) != logged:
+                _LOG.log(level, "the nodes of %s stay as they were: %s", place, error)
+            logged = str(error)
+        else:
+            logged = ""
+            if changes.is_new(nodes):
+                yield nodes
+        await clock.sleep(interval)

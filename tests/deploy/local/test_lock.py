@@ -2,7 +2,7 @@
 
 import tomllib
 from collections.abc import Iterator
-from importlib.metadata import Distribution, PackagePath
+from importlib.metadata import Distribution, PackagePath, PathDistribution
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -44,6 +44,15 @@ def pins(lock: str) -> set[str]:
     return {line.partition("==")[0] for line in (REQUIREMENTS / f"{lock}.txt").read_text().splitlines()}
 
 
+def distribution(folder: Path, name: str, *needs: str) -> Distribution:
+    """What pip leaves behind of a distribution with these needs."""
+    folder = folder / f"{name}-1.dist-info"
+    folder.mkdir()
+    fields = ["Metadata-Version: 2.1", f"Name: {name}", "Version: 1", *(f"Requires-Dist: {need}" for need in needs)]
+    (folder / "METADATA").write_text("\n".join(fields) + "\n")
+    return PathDistribution(folder)
+
+
 def test_this_environment_falls_into_locks_that_share_nothing() -> None:
     locks = split(here())
     names = [name for lock in locks.values() for name in lock]
@@ -78,3 +87,15 @@ def test_every_requirement_of_the_project_is_read() -> None:
 def test_pins_are_exact_and_sorted() -> None:
     made = render(installed(), {"ruff", "pytest"})
     assert made == f"pytest=={installed()['pytest'].version}\nruff=={installed()['ruff'].version}\n"
+
+
+def test_the_proxy_has_its_client_of_kubernetes(tmp_path: Path) -> None:
+    needs = ("light", 'kube; extra == "kubernetes"', 'engine; extra == "cpu"', 'linter; extra == "dev"')
+    here = {"pdproxy": distribution(tmp_path, "pdproxy", *needs)}
+    here |= {
+        "kube": distribution(tmp_path, "kube", "wire"),
+        "engine": distribution(tmp_path, "engine", "wire", "torch"),
+    }
+    here |= {name: distribution(tmp_path, name) for name in ("light", "linter", "wire", "torch")}
+    locks = split(here)
+    assert locks == {"proxy": {"light", "kube", "wire"}, "torch": {"torch"}, "cpu": {"engine"}, "dev": {"linter"}}

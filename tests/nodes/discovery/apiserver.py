@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import json
+import ssl
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 GONE = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
@@ -14,13 +15,27 @@ def a_slice(name: str, *hosts: str, version: int = 0, port: int = 8000, **condit
     """A slice with these endpoints, all in the same condition."""
     endpoints = [{"addresses": [host], "conditions": conditions or {"ready": True}} for host in hosts]
     metadata = {"name": name, "namespace": "ai", "resourceVersion": str(version)}
-    return {"metadata": metadata, "ports": [{"name": "http", "port": port}], "endpoints": endpoints}
+    kind = {"addressType": "IPv4", "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice"}
+    return {**kind, "metadata": metadata, "ports": [{"name": "http", "port": port}], "endpoints": endpoints}
+
+
+def a_bookmark(version: int) -> dict[str, Any]:
+    """As API servers send it: nothing but the version is filled in."""
+    return {
+        "kind": "EndpointSlice",
+        "apiVersion": "discovery.k8s.io/v1",
+        "metadata": {"resourceVersion": str(version), "creationTimestamp": None},
+        "addressType": "",
+        "endpoints": None,
+        "ports": None,
+    }
 
 
 class ApiServer:
     """What tests change is told to every watch; history is kept until it is compacted."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
         self.slices: dict[str, dict[str, Any]] = {}
         self.version = 100
         self.oldest = 100
@@ -28,6 +43,10 @@ class ApiServer:
         """The query of every request, and its authorization."""
         self.refusals: list[int] = []
         """Statuses to answer the next requests with."""
+        self.page = 500
+        """Slices in one answer to a list."""
+        self.token = ""
+        """The only one that is not refused; "" takes any."""
         self._history: list[tuple[int, bytes]] = []
         self._changed = asyncio.Condition()
         self._connections: set[asyncio.Task[None]] = set()
@@ -36,7 +55,7 @@ class ApiServer:
         self._silent: set[asyncio.Task[None] | None] = set()
 
     async def __aenter__(self) -> "ApiServer":
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, ssl=self._tls)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -47,7 +66,12 @@ class ApiServer:
     @property
     def url(self) -> str:
         assert self._server is not None
-        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return f"{'https' if self._tls else 'http'}://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def all_gone(self) -> None:
+        """Return when the other side has closed every connection; the limit only ends a hang."""
+        async with asyncio.timeout(60):
+            await asyncio.gather(*self._connections, return_exceptions=True)
 
     def lists(self) -> int:
         return sum("watch" not in query for query in self.asked)
@@ -113,10 +137,11 @@ class ApiServer:
         try:
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
-                await self._answer(self._read(head), writer)
-                await writer.drain()
-                writer.close()
-                await writer.wait_closed()
+                async with _while_there(reader):
+                    await self._answer(self._read(head), writer)
+                    await writer.drain()
+                    writer.close()
+                    await writer.wait_closed()
         finally:
             writer.transport.abort()
 
@@ -132,13 +157,19 @@ class ApiServer:
     async def _answer(self, query: Mapping[str, str], writer: asyncio.StreamWriter) -> None:
         if self.refusals:
             _whole(writer, self.refusals.pop(0), {"message": "not now"})
+        elif self.token and query["authorization"] != f"Bearer {self.token}":
+            _whole(writer, 401, {"message": "Unauthorized"})
         elif "watch" not in query:
-            listed = {"metadata": {"resourceVersion": str(self.version)}, "items": list(self.slices.values())}
-            _whole(writer, 200, listed)
+            _whole(writer, 200, self._listed(int(query.get("continue", "0"))))
         elif int(query["resourceVersion"]) < self.oldest:
             _whole(writer, 410, GONE)
         else:
             await self._watch(int(query["resourceVersion"]), writer)
+
+    def _listed(self, first: int) -> dict[str, Any]:
+        rest = first + self.page
+        metadata = {"resourceVersion": str(self.version)} | ({"continue": str(rest)} if rest < len(self.slices) else {})
+        return {"metadata": metadata, "items": list(self.slices.values())[first:rest]}
 
     async def _watch(self, since: int, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n")
@@ -157,6 +188,21 @@ class ApiServer:
             if asyncio.current_task() in self._silent:
                 await asyncio.Event().wait()
         writer.write(b"0\r\n\r\n")
+
+
+@contextlib.asynccontextmanager
+async def _while_there(reader: asyncio.StreamReader) -> AsyncIterator[None]:
+    """Cancel what is inside when the other side hangs up."""
+    inside = asyncio.current_task()
+    assert inside is not None
+    waiting = asyncio.get_running_loop().create_task(reader.read())
+    waiting.add_done_callback(lambda done: done.cancelled() or inside.cancel())
+    try:
+        yield
+    finally:
+        waiting.cancel()
+        with contextlib.suppress(asyncio.CancelledError, ConnectionError):
+            await waiting
 
 
 def _whole(writer: asyncio.StreamWriter, status: int, body: Mapping[str, Any]) -> None:

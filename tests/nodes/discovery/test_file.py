@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from pdproxy.errors import SettingsError
-from pdproxy.nodes.discovery.entries import read_entries
-from pdproxy.nodes.discovery.file import FileSource
+from pdproxy.nodes.discovery.file import FileSource, read_entries
 from pdproxy.nodes.node import Node, Role
 
 ONE = "- {url: 'http://10.0.0.1:8000/', role: prefill}\n"
@@ -68,15 +67,15 @@ async def test_changes_are_seen_and_trouble_changes_nothing(tmp_path: Path) -> N
     path = tmp_path / "nodes.yaml"
     path.write_text(ONE)
     clock = Script(path, ONE, "- {url: half", None, ONE, TWO, "[]")
-    sightings = FileSource(path, clock).sightings()
-    assert await anext(sightings) == (FIRST,)
-    assert await anext(sightings) == (FIRST, SECOND)
-    assert await anext(sightings) == ()
-    await sightings.aclose()
+    lists = FileSource(path, clock).watch()
+    assert await anext(lists) == (FIRST,)
+    assert await anext(lists) == (FIRST, SECOND)
+    assert await anext(lists) == ()
+    await lists.aclose()
 
 
 async def test_a_file_may_come_later(tmp_path: Path) -> None:
     path = tmp_path / "nodes.yaml"
-    sightings = FileSource(path, Script(path, ONE)).sightings()
-    assert await anext(sightings) == (FIRST,)
-    await sightings.aclose()
+    lists = FileSource(path, Script(path, ONE)).watch()
+    assert await anext(lists) == (FIRST,)
+    await lists.aclose()

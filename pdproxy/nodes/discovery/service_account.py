@@ -9,7 +9,7 @@ MOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 class ServiceAccount:
-    """Reads the mounted files.
+    """The mounted files.
 
     Args:
         mount: where they are.
@@ -23,12 +23,11 @@ class ServiceAccount:
         """PEM certificates that the API server's certificate is checked against."""
         return self._mount / "ca.crt"
 
-    def token(self) -> str:
-        """The token as it is now: the kubelet replaces it about every hour. "" when it cannot be read."""
-        try:
-            return (self._mount / "token").read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError):
-            return ""
+    @property
+    def token(self) -> Path | None:
+        """Where the token is, which the kubelet replaces about every hour; None where there is none."""
+        path = self._mount / "token"
+        return path if path.exists() else None
 
     def namespace(self) -> str:
         """The pod's own namespace.

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 
-from pdproxy.nodes.discovery.source import Followed
+from pdproxy.nodes.discovery.source import Watched
 from pdproxy.nodes.drain import After, Drainer
 from pdproxy.nodes.node import Node
 from pdproxy.nodes.pool import Pool, UnknownNode
@@ -11,46 +11,46 @@ from pdproxy.nodes.pool import Pool, UnknownNode
 _LOG = logging.getLogger(__name__)
 
 
-class Follower:
-    """Touches only nodes that its source has shown: static ones and the operator's are not its business.
+class DiscoverySync:
+    """Touches only nodes that its source has listed: static ones and the operator's are not its business.
 
     Args:
-        drain_seconds: for running requests on a node that the source does not show any more.
+        drain_seconds: for running requests on a node that the source does not list any more.
     """
 
-    def __init__(self, pool: Pool, drainer: Drainer, source: Followed, drain_seconds: float) -> None:
+    def __init__(self, pool: Pool, drainer: Drainer, source: Watched, drain_seconds: float) -> None:
         self._pool = pool
         self._drainer = drainer
         self._source = source
         self._drain_seconds = drain_seconds
-        self._shown: dict[str, Node] = {}
+        self._listed: dict[str, Node] = {}
 
     async def run(self) -> None:
-        """Follow the source until cancelled."""
-        async with contextlib.aclosing(self._source.sightings()) as sightings:
-            async for nodes in sightings:
+        """Apply each list of the source, until cancelled."""
+        async with contextlib.aclosing(self._source.watch()) as lists:
+            async for nodes in lists:
                 self.apply(nodes)
 
     def apply(self, nodes: tuple[Node, ...]) -> None:
-        """Make the pool show these, and no others of this source."""
+        """Make the pool hold these, and no others of this source."""
         wanted = {node.name: node for node in nodes}
-        for name in [name for name in self._shown if name not in wanted]:
-            del self._shown[name]
-            self._see_out(name)
+        for name in [name for name in self._listed if name not in wanted]:
+            del self._listed[name]
+            self._drain(name)
         for name, node in wanted.items():
-            if name not in self._shown:
-                self._take_in(node)
-            elif self._shown[name] != node:
-                self._shown[name] = node
+            if name not in self._listed:
+                self._add(node)
+            elif self._listed[name] != node:
+                self._listed[name] = node
                 self._amend(node)
 
-    def _take_in(self, node: Node) -> None:
+    def _add(self, node: Node) -> None:
         views = self._pool.snapshot().nodes
         if any(view.node.url == node.url and view.node.role is node.role and view.node.name != node.name
                for view in views):  # fmt: skip
             _LOG.warning("node %s is there already under another name", node.url)
             return
-        self._shown[node.name] = node
+        self._listed[node.name] = node
         if any(view.node.name == node.name for view in views):
             self._drainer.stop(node.name)
             self._amend(node)
@@ -59,11 +59,11 @@ class Follower:
         self._pool.add(node)
 
     def _amend(self, node: Node) -> None:
-        """An operator may have removed it meanwhile: then it stays removed until the source shows it anew."""
+        """An operator may have removed it meanwhile: then it stays removed until the source lists it anew."""
         with contextlib.suppress(UnknownNode):
             self._pool.amend(node)
 
-    def _see_out(self, name: str) -> None:
+    def _drain(self, name: str) -> None:
         with contextlib.suppress(UnknownNode):
             self._drainer.start(name, self._drain_seconds, After.REMOVE)
             _LOG.info("node %s is not listed any more and drains", name)

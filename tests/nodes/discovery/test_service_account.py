@@ -5,15 +5,14 @@ from pathlib import Path
 import pytest
 
 from pdproxy.errors import SettingsError
-from pdproxy.nodes.discovery.account import ServiceAccount, api_address
+from pdproxy.nodes.discovery.service_account import ServiceAccount, api_address
 
 
-def test_the_token_is_read_anew_each_time(tmp_path: Path) -> None:
+def test_the_token_may_be_missing(tmp_path: Path) -> None:
     account = ServiceAccount(tmp_path)
-    assert account.token() == ""
-    for token in ("first", "second"):
-        (tmp_path / "token").write_text(f"{token}\n")
-        assert account.token() == token
+    assert account.token is None
+    (tmp_path / "token").write_text("t0ken")
+    assert account.token == tmp_path / "token"
 
 
 def test_the_namespace_is_the_pods_own(tmp_path: Path) -> None:

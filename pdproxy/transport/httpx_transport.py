@@ -1,0 +1,241 @@
+"""HTTP/1.1 to nodes by httpx: for questions that are asked now and then, and the reference that `http` is held against.
+
+Of httpx only its transport is used: no cookies, no redirects, no content coding, no proxies of the environment. Each
+question has a pool and a connection of its own: questions are seldom, an idle connection may be closed just when it is
+used, what a server sends beyond its answer would be taken for the next one, and a call that is cancelled right after
+it connected would leave its connection in the pool.
+
+Where httpx's errors become `NodeFault`, the one place for them:
+
+::
+
+    before the head     ConnectError, ConnectTimeout, UnicodeError (a name that IDNA cannot encode)  → REFUSED
+                          … because we have no socket left                                           → BUSY
+                        PoolTimeout (we have no connection left)                                     → BUSY
+                        ReadTimeout, WriteTimeout                                                    → HEADERS_TIMEOUT
+    in the body         ReadTimeout, and whatever other time-out                                     → STALL
+    at any time         all else: what broke, what is no HTTP, what httpx never raises here          → RESET
+"""
+
+import asyncio
+import contextlib
+import functools
+import ssl
+from collections.abc import AsyncIterator, Callable, Coroutine
+
+import httpx
+
+from pdproxy.errors import Fault, NodeFault
+from pdproxy.request import Headers
+from pdproxy.sink import Sink
+from pdproxy.transport.faults import (
+    out_of_patience,
+    out_of_time,
+    while_connecting,
+    while_exchanging,
+)
+from pdproxy.transport.port import Incoming, Outgoing, Patience
+from pdproxy.transport.wire import Target, fields_of, head_of, target_of
+
+ERRORS: tuple[type[Exception], ...] = (httpx.HTTPError, httpx.InvalidURL, httpx.CookieConflict, httpx.StreamError)
+"""The roots of httpx's exceptions."""
+_SENDING: tuple[type[Exception], ...] = (*ERRORS, UnicodeError)
+_CONNECTING = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError, httpx.UnsupportedProtocol, UnicodeError)
+
+
+class HttpxTransport:
+    """See `port.Transport`.
+
+    Args:
+        ssl_context: for https nodes.
+    """
+
+    def __init__(self, ssl_context: ssl.SSLContext) -> None:
+        self._ssl_context = ssl_context
+        self._open: set[httpx.AsyncHTTPTransport] = set()
+
+    @property
+    def connections(self) -> int:
+        """How many connections are open, or being opened."""
+        return len(self._open)
+
+    async def send(self, request: Outgoing, patience: Patience) -> Incoming:
+        """See `port.Transport.send`.
+
+        Raises:
+            NodeFault: REFUSED, BUSY, RESET, HEADERS_TIMEOUT.
+            ValueError: the request cannot be written as HTTP: a line break in a header, not a URL.
+        """
+        target = target_of(request.url)
+        head_of(request, target)  # refuses what cannot be written
+        due = asyncio.get_running_loop().time() + patience.whole
+        phases = _Phases(patience, due)
+        connection = httpx.AsyncHTTPTransport(verify=self._ssl_context, trust_env=False)
+        self._open.add(connection)
+        try:
+            async with phases.limit:
+                response = await connection.handle_async_request(_request(request, target, phases))
+        except BaseException as error:
+            await self._close(connection)
+            if isinstance(error, TimeoutError):
+                raise phases.fault(target.host) from error
+            if isinstance(error, _SENDING):
+                raise before_the_head(error, target.host) from error
+            raise
+        return Received(response, patience, due, target.host, functools.partial(self._close, connection))
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        for connection in tuple(self._open):
+            await self._close(connection)
+
+    async def _close(self, connection: httpx.AsyncHTTPTransport) -> None:
+        self._open.discard(connection)
+        with contextlib.suppress(*ERRORS):
+            await connection.aclose()
+
+
+class _Phases:
+    """Moves the end of the wait for a head: httpx limits each of its reads, and one that drips would have no end."""
+
+    def __init__(self, patience: Patience, due: float) -> None:
+        self.patience = patience
+        self.limit = asyncio.timeout_at(due)
+        self._due = due
+
+    async def trace(self, event: str, info: object) -> None:  # noqa: ARG002 - httpcore names it
+        """What httpcore calls at each step."""
+        if event in ("http11.send_request_headers.started", "http11.send_request_body.complete"):
+            self.limit.reschedule(min(asyncio.get_running_loop().time() + self.patience.headers, self._due))
+
+    def fault(self, where: str) -> NodeFault:
+        """That no head came in time."""
+        if asyncio.get_running_loop().time() >= self._due:
+            return out_of_time(Fault.HEADERS_TIMEOUT, where)
+        return out_of_patience(Fault.HEADERS_TIMEOUT, self.patience.headers, where)
+
+
+class Received:
+    """An answer whose head is here; see `port.Incoming`."""
+
+    def __init__(
+        self,
+        response: httpx.Response,
+        patience: Patience,
+        due: float,
+        where: str,
+        close: Callable[[], Coroutine[None, None, None]],
+    ) -> None:
+        self._response = response
+        self._pieces = response.aiter_raw()
+        self._stall = patience.stall
+        self._wait = patience.stall if patience.first is None else patience.first
+        self._due = due
+        self._where = where
+        self._close = close
+        self._failure: NodeFault | None = None
+        self._ended = False
+        self.status: int = response.status_code
+        self.headers: Headers = tuple(
+            (name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in response.headers.raw
+        )
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it arrives."""
+        return self
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._failure is not None:
+            raise self._failure
+        if self._ended:
+            raise StopAsyncIteration
+        self._failure = NodeFault(Fault.RESET, f"{self._where}: closed by us")  # stays so if this read is cancelled
+        try:
+            piece = await self._next()
+        except TimeoutError as error:
+            self._failure = self._overdue()
+            raise self._failure from error
+        except ERRORS as error:
+            self._failure = in_the_body(error, self._where)
+            raise self._failure from error
+        self._failure = None
+        if piece is None:
+            self._ended = True
+            raise StopAsyncIteration
+        self._wait = self._stall
+        return piece
+
+    async def _next(self) -> bytes | None:
+        left = self._due - asyncio.get_running_loop().time()
+        if left <= 0:  # a lively body may never give a time-out the chance to look
+            raise TimeoutError
+        async with asyncio.timeout(min(self._wait, left)):
+            return await anext(self._pieces, None)
+
+    def _overdue(self) -> NodeFault:
+        late = asyncio.get_running_loop().time() >= self._due
+        return out_of_time(Fault.STALL, self._where) if late else out_of_patience(Fault.STALL, self._wait, self._where)
+
+    async def pipe_to(self, sink: Sink) -> None:
+        """See `port.Incoming.pipe_to`: returns at once, for nothing is in a hurry here."""
+
+    async def read(self, limit: int) -> bytes:
+        """The whole body; see `port.Incoming.read`."""
+        pieces: list[bytes] = []
+        size = 0
+        async for piece in self:
+            pieces.append(piece)
+            size += len(piece)
+            if size > limit:
+                raise NodeFault(Fault.INVALID_BODY, f"the body is longer than {limit} bytes", status=self.status)
+        return b"".join(pieces)
+
+    async def aclose(self) -> None:
+        """Close the answer and its connection."""
+        self._ended = True
+        with contextlib.suppress(*ERRORS):
+            await self._response.aclose()
+        await self._close()
+
+
+def before_the_head(error: Exception, where: str) -> NodeFault:
+    """The fault of an exchange that came to no answer; see the module's docstring."""
+    if isinstance(error, _CONNECTING):
+        return while_connecting(_cause(error), where)
+    if isinstance(error, httpx.PoolTimeout):
+        return NodeFault(Fault.BUSY, f"{where}: no connection is free")
+    if isinstance(error, httpx.TimeoutException):
+        return out_of_time(Fault.HEADERS_TIMEOUT, where)
+    return while_exchanging(_cause(error), where)
+
+
+def in_the_body(error: Exception, where: str) -> NodeFault:
+    """The fault of an answer that did not come to its end."""
+    if isinstance(error, httpx.TimeoutException):
+        return out_of_time(Fault.STALL, where)
+    return while_exchanging(_cause(error), where)
+
+
+def _request(request: Outgoing, target: Target, phases: _Phases) -> httpx.Request:
+    """As it is to be sent: httpx adds nothing to it."""
+    headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in fields_of(request, target)]
+    timeout = {"connect": phases.patience.connect}
+    extensions = {"timeout": timeout, "trace": phases.trace, "target": target.path.encode("latin-1")}
+    return httpx.Request(request.method, request.url, headers=headers, content=request.body, extensions=extensions)
+
+
+def _cause(error: Exception) -> Exception:
+    """What httpx's error was made of: the system's own says more. Of several tries to connect, the last."""
+    found: BaseException = error
+    while (below := _below(found)) is not None:
+        found = below
+    return found if isinstance(found, OSError) else error
+
+
+def _below(error: BaseException) -> BaseException | None:
+    if isinstance(error, BaseExceptionGroup):
+        return error.exceptions[-1]
+    return error.__cause__ or error.__context__
