@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,15 +13,13 @@ pytest.importorskip("vllm")
 
 
 from connector import returns
-from connector.accounts import Accounts
 from connector.lease import Verdict
 from connector.metadata import ConnectorMetadata, ReadEnd, ReadOutcome, WorkerReport
 from connector.notices import Done, parse
 from connector.open_batches import Judged
-from connector.side_channel import Listener
 from connector.verifier import Verifier
 from connector.worker_side import IDLE_PATIENCE, IDLE_REST, WorkerSide
-from tests.connector.rank import HOST, PEER, read_step
+from tests.connector.rank import PEER, read_step
 from tests.connector.worker import (
     BLOCK_BYTES,
     NONCE,
@@ -197,7 +196,7 @@ def test_a_verdict_that_was_lost_is_asked_for_again_and_the_read_counts(make: Ma
     agent(worker).end(0)
     assert until_received(worker).failed_recving == set()
     assert report(worker).reads_ended["r"].outcome is ReadOutcome.VERIFIED
-    assert verifier.lost == [NONCE]
+    assert verifier.forgotten == [NONCE]
     assert prefill.asked == [(PEER, "remote-r", NONCE)] * 2
 
 
@@ -206,13 +205,13 @@ class Forgetful(Verifier):
 
     def __init__(self) -> None:
         super().__init__(PATIENCE)
-        self.lost: list[str] = []
+        self.forgotten: list[str] = []
 
     def answers(self, patience: float = 0.0) -> list[Judged]:
         found = super().answers(patience)
         for at, judged in enumerate(found):
-            if judged.nonce not in self.lost:
-                self.lost.append(judged.nonce)
+            if judged.nonce not in self.forgotten:
+                self.forgotten.append(judged.nonce)
                 found[at] = Judged(judged.nonce, None)
         return found
 
@@ -250,7 +249,15 @@ def shake_hands(worker: WorkerSide, engine: str) -> None:
     worker._engine_by_address["10.0.0.1", 5600] = engine
 
 
-def test_a_ticket_of_an_unknown_node_goes_back_after_a_handshake(make: MakeRank, prefill: Prefill) -> None:
+@pytest.fixture
+def unknown() -> Iterator[Prefill]:
+    """A prefill node that the worker has made no handshake with."""
+    node = Prefill("new")
+    yield node
+    node.listener.stop()
+
+
+def test_a_ticket_of_an_unknown_node_goes_back_after_a_handshake(make: MakeRank, unknown: Prefill) -> None:
     worker = make()
     shaken: list[str] = []
 
@@ -260,11 +267,11 @@ def test_a_ticket_of_an_unknown_node_goes_back_after_a_handshake(make: MakeRank,
         worker._ready_requests.put((req_id, meta))
 
     worker._background_nixl_handshake = shake
-    told = until_returned(worker, read_step("r", NONCE, prefill.port, local=[], remote=[7], engine="new"))
+    told = until_returned(worker, read_step("r", NONCE, unknown.port, local=[], remote=[7], engine="new"))
     assert told.returned == {NONCE: 1}
     assert shaken == ["new"]
     assert [parse(notice) for notice in agent(worker).sent] == [Done("remote-r", NONCE, 1)]
-    assert [asked[:2] for asked in prefill.asked] == [("new", "remote-r")]
+    assert [asked[:2] for asked in unknown.asked] == [("new", "remote-r")]
     assert counts(worker) == {("tickets_returned", "sent"): 1}
 
 
@@ -278,21 +285,19 @@ def test_no_hands_are_shaken_for_a_lease_that_is_not_held(make: MakeRank, prefil
 
 
 def test_a_silent_node_is_asked_until_it_wakes(
-    make: MakeRank, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+    make: MakeRank, unknown: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(returns, "ASK_EVERY", 0.02)
     worker = make()
     worker._background_nixl_handshake = lambda req_id, engine, meta: shake_hands(worker, engine)
-    prefill.listener.stop()
-    step(worker, read_step("r", NONCE, prefill.port, local=[], remote=[7], engine="new"))
+    unknown.listener.stop()
+    step(worker, read_step("r", NONCE, unknown.port, local=[], remote=[7], engine="new"))
     for _ in range(20):
         step(worker)
         time.sleep(0.01)
     assert report(worker).returned == {}
-    awake = Listener(HOST, prefill.port, {}, lambda *_: Verdict.HELD, Accounts())
-    awake.start()
+    unknown.restart()
     assert until_returned(worker).returned == {NONCE: 1}
-    awake.stop()
     assert [parse(notice) for notice in agent(worker).sent] == [Done("remote-r", NONCE, 1)]
 
 
