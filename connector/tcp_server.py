@@ -263,8 +263,8 @@ class TcpServer:
         for connection in resting:
             if not connection.closed:
                 connection.resting = False
-                self._selector.register(connection.socket, selectors.EVENT_READ, connection)
-                self._handle(connection, selectors.EVENT_WRITE)
+                events = selectors.EVENT_WRITE if connection.pending else selectors.EVENT_READ
+                self._selector.register(connection.socket, events, connection)
 
     def _handle(self, connection: _Connection, events: int) -> None:
         network = connection.peer[1]
