@@ -112,12 +112,21 @@ class Worker(worker_side.WorkerSide):
         return _late(self, name, worker_side.WorkerSide, NixlPullConnectorWorker)
 
     def get_transfer_results(self) -> Any:
-        for request_id, meta in self._recving_metadata.items():
-            if request_id not in self._flights._flights and meta.remote is not None:
-                asked = Question(meta.remote.engine_id, str(meta.remote.request_id), f"{request_id:0>16}")
-                self._flights.begin(request_id, asked, ("host", 1), ReadSize(), time.monotonic())
-                self._flights.posted(request_id, time.monotonic())
+        for request_id in vars(self).get("_recving_metadata", {}):
+            self._know(request_id)
         return super().get_transfer_results()
+
+    def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
+        if req_id in vars(self).get("_recving_metadata", {}):
+            self._know(req_id)
+        super()._read_blocks_for_req(req_id, meta)
+
+    def _know(self, request_id: str) -> None:
+        remote = self._recving_metadata[request_id].remote
+        if request_id not in self._flights._flights and remote is not None:
+            asked = Question(remote.engine_id, str(remote.request_id), f"{request_id:0>16}")
+            self._flights.begin(request_id, asked, ("host", 1), ReadSize(), time.monotonic())
+            self._flights.posted(request_id, time.monotonic())
 
 
 class Connector(facade.NixlConnector):
