@@ -28,24 +28,43 @@ Weights = dict[str, Any]
 class Oddity:
     """What is different. `part`: of the fingerprint. `flag`: what the refusal tells an operator to align.
 
-    `model`: writes another model into a folder; None for the usual one.
+    `weights`: changes the checkpoint; None leaves it as it is.
     """
 
     name: str
     part: str
     flag: str
     arguments: tuple[str, ...] = ()
-    model: Callable[[Path], None] | None = None
+    weights: Callable[[Weights], None] | None = None
 
-    def spec(self, folder: Path, role: Role = Role.DECODE) -> NodeSpec:
-        """The odd node, on ports yet to be chosen; `folder` is empty, and for its model."""
-        if self.model is not None:
-            self.model(folder)
-        model = MODEL if self.model is None else folder
-        return NodeSpec(f"odd-{role.name.lower()}", role, 0, 0, model=model, more_arguments=self.arguments)
+    def spec(self, model: Path = MODEL) -> NodeSpec:
+        """The odd node, on ports yet to be chosen."""
+        return NodeSpec("odd", Role.DECODE, 0, 0, model=model, more_arguments=self.arguments)
 
 
-def changed_model(folder: Path, change: Callable[[Weights], None]) -> None:
+@dataclass(frozen=True)
+class OnePath:
+    """A path under which one model is served after another, as when an operator replaces it: vLLM's handshake compares
+    the path, so that two paths would not be paired at all."""
+
+    folder: Path
+
+    def usual(self) -> Path:
+        """The path, now of the usual model."""
+        return self._points_to(MODEL)
+
+    def changed(self, change: Callable[[Weights], None]) -> Path:
+        """The path, now of a model with other weights. Nodes that have started keep what they have loaded."""
+        return self._points_to(changed_model(self.folder / "changed", change))
+
+    def _points_to(self, model: Path) -> Path:
+        link = self.folder / "model"
+        link.unlink(missing_ok=True)
+        link.symlink_to(model)
+        return link
+
+
+def changed_model(folder: Path, change: Callable[[Weights], None]) -> Path:
     """A copy of the usual model with other weights under the same names, in the same shapes."""
     from safetensors.torch import load_file, save_file
 
@@ -53,6 +72,7 @@ def changed_model(folder: Path, change: Callable[[Weights], None]) -> None:
     weights = load_file(MODEL / WEIGHTS)
     change(weights)
     save_file(weights, folder / WEIGHTS, {"format": "pt"})
+    return folder
 
 
 def negate_values(weights: Weights) -> None:
@@ -80,7 +100,7 @@ STATE_TYPE = Oddity(
 ODDITIES = (
     STATE_TYPE,
     Oddity("block size", "block_sizes", "--block-size", ("--block-size", "512")),
-    Oddity("weights", "checkpoint", "--revision", model=lambda folder: changed_model(folder, negate_values)),
+    Oddity("weights", "checkpoint", "--revision", weights=negate_values),
     Oddity("rope", "rope", "--hf-overrides", ("--hf-overrides", json.dumps(OTHER_ROPE))),
-    Oddity("another model", "checkpoint", "--model", model=lambda folder: changed_model(folder, relabel_digits)),
+    Oddity("another model", "checkpoint", "--model", weights=relabel_digits),
 )

@@ -21,7 +21,7 @@ from deploy.local.supervise import Supervisor
 from tests.e2e.conftest import Pair
 from tests.e2e.legs import complete, prefill
 from tests.e2e.meters import PATIENCE_S, watch
-from tests.e2e.odd_nodes import BLOCK_256, ODDITIES, STATE_TYPE, Oddity
+from tests.e2e.odd_nodes import BLOCK_256, ODDITIES, STATE_TYPE, Oddity, OnePath
 
 pytestmark = pytest.mark.e2e
 
@@ -66,8 +66,8 @@ def refuses_and_answers_right(give: Node, take: Node, oddity: Oddity) -> None:
     assert oddity.flag in logged[0]
 
 
-def test_one_flag_that_differs_is_found(pair: Pair, tmp_path: Path) -> None:
-    with started(STATE_TYPE.spec(tmp_path)) as odd:
+def test_one_flag_that_differs_is_found(pair: Pair) -> None:
+    with started(STATE_TYPE.spec()) as odd:
         assert {name for name, value in parts(odd.url).items() if value != parts(pair.prefill.url)[name]} == {
             "all",
             STATE_TYPE.part,
@@ -79,11 +79,27 @@ def test_the_shared_nodes_have_one_fingerprint(pair: Pair) -> None:
     assert parts(pair.prefill.url) == parts(pair.decode.url)
 
 
+FLAGS = [oddity for oddity in ODDITIES[1:] if oddity.weights is None]
+WEIGHTS = [oddity for oddity in ODDITIES if oddity.weights is not None]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("oddity", ODDITIES[1:], ids=lambda oddity: oddity.name)
-def test_every_difference_is_found(pair: Pair, tmp_path: Path, oddity: Oddity) -> None:
-    with started(oddity.spec(tmp_path)) as odd:
+@pytest.mark.parametrize("oddity", FLAGS, ids=lambda oddity: oddity.name)
+def test_every_flag_that_differs_is_found(pair: Pair, oddity: Oddity) -> None:
+    with started(oddity.spec()) as odd:
         refuses_and_answers_right(pair.prefill, odd, oddity)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("oddity", WEIGHTS, ids=lambda oddity: oddity.name)
+def test_other_weights_under_the_same_path_are_found(tmp_path: Path, oddity: Oddity) -> None:
+    assert oddity.weights is not None
+    path = OnePath(tmp_path)
+    with (
+        started(NodeSpec("before", Role.PREFILL, 0, 0, model=path.usual())) as before,
+        started(oddity.spec(path.changed(oddity.weights))) as after,
+    ):
+        refuses_and_answers_right(before, after, oddity)
 
 
 @pytest.mark.long
