@@ -29,9 +29,9 @@ another model of the same shapes        0.990   1.524   2.329        0          
 ======================================  ===========================  ===============  =============
 
 The decode node's own two answers lay 0.000 to 0.047 apart. So 0.25 is four times what was seen of right pairs, and
-less than anything seen of wrong ones. What changes answers no more than another tensor-parallel degree does is not found
-(seen: `rope_theta` 10,000 read as 12,000, 0.013 to 0.058; weights with 0.3 % of noise, 0.031 to 0.058): that is what
-fingerprints are for.
+less than anything seen of wrong ones. What changes answers no more than another tensor-parallel degree does is not
+found (seen: `rope_theta` 10,000 read as 12,000, 0.013 to 0.058; weights with 0.3 % of noise, 0.031 to 0.058): that is
+what fingerprints are for.
 """
 
 import dataclasses

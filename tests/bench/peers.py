@@ -30,7 +30,8 @@ class Peer(NamedTuple):
 def _pdproxy(ports: Ports) -> list[str]:
     listen = ["--host", "127.0.0.1", "--port", f"{ports.clients}", "--admin-port", f"{ports.operators}"]
     patience = ["--deadlines-connect", "60", "--health-timeout", "60"]  # a starved machine is no node that failed
-    return [str(VENV / "bin" / "python"), "-m", "pdproxy", "serve", *_nodes(ports), *listen, *patience]
+    simple = ["--health-first-hand-over", "warm_up"]  # the nodes here know no log-probabilities
+    return [str(VENV / "bin" / "python"), "-m", "pdproxy", "serve", *_nodes(ports), *listen, *patience, *simple]
 
 
 def _vllm_router(ports: Ports) -> list[str]:
