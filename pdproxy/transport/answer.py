@@ -51,6 +51,8 @@ class AnswerReader:
         try:
             self._parser.feed_data(data)
         except PARSING as error:
+            if isinstance(error.__context__, Garbage):  # of our own, out of a callback
+                raise error.__context__ from None
             if not self.ended:
                 raise Garbage(f"not an HTTP answer ({type(error).__name__}: {error})") from error
             self.reusable = False
@@ -84,8 +86,11 @@ class AnswerReader:
         status = self._parser.get_status_code()
         if status < 200 or self.has_head:
             return
+        codings = [value.lower() for name, value in self._fields if name == "transfer-encoding"]
+        if codings not in ([], ["chunked"]):
+            raise Garbage(f"transfer coding {', '.join(codings)!r}, which nobody undoes")
         self.status, self.headers, self.has_head = status, tuple(self._fields), True
-        framed = any(name in ("content-length", "transfer-encoding") for name, _ in self._fields)
+        framed = bool(codings) or any(name == "content-length" for name, _ in self._fields)
         self._ends_with_connection = not framed and status not in _BODILESS
         self.ended = self._bodiless  # the parser cannot know; the connection is not used again
 

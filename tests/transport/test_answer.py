@@ -78,3 +78,9 @@ def test_a_stream_may_be_longer_than_the_bound_on_heads() -> None:
     for _ in range(400):
         reader.feed(b"400\r\n" + b"x" * 1024 + b"\r\n")
         assert len(reader.take()) == 1024
+
+
+def test_a_coding_that_nobody_undoes_is_refused_by_its_name() -> None:
+    """What it covers would be passed on as if it were plain."""
+    with pytest.raises(Garbage, match="transfer coding 'gzip, chunked'"):
+        AnswerReader().feed(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n")

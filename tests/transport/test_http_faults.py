@@ -50,6 +50,8 @@ async def test_a_body_that_ends_before_its_end_is_a_reset(transport: HttpTranspo
         b"HTTP/1.1 abc OK\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n2\r\nab\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: identity\r\n\r\nab",
         b"HTTP/1.1 200 OK\r\nbad header\r\n\r\n",
         b"HTTP/1.1 101 Switching\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nX: " + b"x" * 300_000,
