@@ -143,7 +143,8 @@ def render(signature: inspect.Signature) -> str:
 
 
 def _parameter(parameter: inspect.Parameter) -> str:
-    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+    kinds: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    stars = kinds.get(parameter.kind, "")
     return stars + parameter.name + ("" if parameter.default is inspect.Parameter.empty else "=")
 
 

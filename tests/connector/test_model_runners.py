@@ -59,7 +59,7 @@ def plan(metadata: ConnectorMetadata, *, within_step: bool) -> Any:
 
 @contextmanager
 def context() -> Iterator[None]:
-    with override_forward_context(SimpleNamespace()):  # type: ignore[arg-type]
+    with override_forward_context(SimpleNamespace()):
         yield
 
 
@@ -82,7 +82,7 @@ class Active(ActiveKVConnector):
 
     def __init__(self, connector: NixlConnector) -> None:
         self.kv_connector = connector
-        self._pending_load_kwargs = None
+        self._pending_load_kwargs: dict[str, Any] | None = None
         self._disabled = False
 
 

@@ -183,7 +183,7 @@ def _late(made: Any, name: str, side: type[Any], stock: type[Any]) -> Any:
         patch.object(scheduler_side, "node_capacity", lambda *args: NO_CAPACITY),
     ):
         scratch = object.__new__(_as_vllm_makes_it(side))
-        scratch.__init__(_plain_config(), "engine", _plain_cache(), settings(_plain_config()))  # type: ignore[misc]
+        scratch.__init__(_plain_config(), "engine", _plain_cache(), settings(_plain_config()))
     if "_verifier" in vars(scratch):
         scratch._verifier.close()
         scratch._verifier = Held()
