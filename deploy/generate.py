@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from deploy.local.places import ROOT
+from deploy.local.paths import ROOT
 from pdproxy.settings.reference import printed, printed_schema, reference, schema
 
 PAGE = ROOT / "docs" / "settings.md"

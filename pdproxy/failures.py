@@ -43,19 +43,19 @@ class Step(enum.StrEnum):
     """An error event, and a clean end of the stream."""
 
 
-FREE = frozenset({Fault.REFUSED})
+NO_RETRY_USED = frozenset({Fault.REFUSED})
 """Faults that use no retry up: nothing of the request reached the node, and no node is tried twice."""
 
-FINAL = frozenset({Step.ANSWER, Step.FAIL, Step.ERROR_EVENT})
+FINAL_STEPS = frozenset({Step.ANSWER, Step.FAIL, Step.ERROR_EVENT})
 """The steps that end the request."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Row:
+class FailureRow:
     """One row: what is tried, in which order, and until when.
 
     Attributes:
-        steps: the first that `Chances` allow is taken; the last one is final.
+        steps: the first that `RetryOptions` allow is taken; the last one is final.
         deadline: the setting within which the fault shows itself.
         status: of our own error, where it comes to that.
     """
@@ -66,7 +66,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Chances:
+class RetryOptions:
     """What is still possible.
 
     Attributes:
@@ -100,14 +100,14 @@ class Chances:
                 return True
 
 
-def decide(leg: Leg, moment: Moment, fault: Fault, chances: Chances) -> Step:
+def decide(leg: Leg, moment: Moment, fault: Fault, chances: RetryOptions) -> Step:
     """The next step, by the table."""
-    return next(step for step in TABLE[leg, moment, fault].steps if chances.allow(step))
+    return next(step for step in FAILURE_TABLE[leg, moment, fault].steps if chances.allow(step))
 
 
-def last_resort(leg: Leg, moment: Moment, fault: Fault) -> Step:
+def final_step(leg: Leg, moment: Moment, fault: Fault) -> Step:
     """The row's final step: for when a step was decided and no node is left to take it."""
-    return TABLE[leg, moment, fault].steps[-1]
+    return FAILURE_TABLE[leg, moment, fault].steps[-1]
 
 
 _PREFILL = (Step.OTHER_PREFILL, Step.LOCAL, Step.FAIL)
@@ -116,44 +116,44 @@ _DECODE = (Step.SAME_TICKET, Step.PREFILL_AGAIN, Step.FAIL)
 _DECODE_ANSWERED = (Step.SAME_TICKET, Step.PREFILL_AGAIN, Step.ANSWER)
 _STREAM = (Step.MIGRATE, Step.ERROR_EVENT)
 
-TABLE: Mapping[tuple[Leg, Moment, Fault], Row] = {
-    (Leg.PREFILL, Moment.OPENING, Fault.REFUSED): Row(_PREFILL, "connect", 503),
-    (Leg.PREFILL, Moment.OPENING, Fault.RESET): Row(_PREFILL, "prefill_headers"),
-    (Leg.PREFILL, Moment.OPENING, Fault.HEADERS_TIMEOUT): Row(_PREFILL, "prefill_headers", 504),
-    (Leg.PREFILL, Moment.OPENING, Fault.STALL): Row(_PREFILL, "stall", 504),
-    (Leg.PREFILL, Moment.OPENING, Fault.CLIENT_ERROR): Row((Step.ANSWER,), "prefill_headers"),
-    (Leg.PREFILL, Moment.OPENING, Fault.BUSY): Row(_PREFILL_ANSWERED, "prefill_headers", 503),
-    (Leg.PREFILL, Moment.OPENING, Fault.SERVER_ERROR): Row(_PREFILL_ANSWERED, "prefill_headers"),
-    (Leg.PREFILL, Moment.OPENING, Fault.INVALID_BODY): Row(_PREFILL, "stall"),
-    (Leg.PREFILL, Moment.OPENING, Fault.NO_TICKET): Row(_PREFILL, "stall"),
-    (Leg.PREFILL, Moment.OPENING, Fault.ERROR_EVENT): Row(_PREFILL, "stall"),
-    (Leg.DECODE, Moment.OPENING, Fault.REFUSED): Row(_DECODE, "connect", 503),
-    (Leg.DECODE, Moment.OPENING, Fault.RESET): Row(_DECODE, "decode_headers"),
-    (Leg.DECODE, Moment.OPENING, Fault.HEADERS_TIMEOUT): Row(_DECODE, "decode_headers", 504),
-    (Leg.DECODE, Moment.OPENING, Fault.STALL): Row(_DECODE, "decode_headers", 504),
-    (Leg.DECODE, Moment.OPENING, Fault.CLIENT_ERROR): Row((Step.ANSWER,), "decode_headers"),
-    (Leg.DECODE, Moment.OPENING, Fault.BUSY): Row(_DECODE_ANSWERED, "decode_headers", 503),
-    (Leg.DECODE, Moment.OPENING, Fault.SERVER_ERROR): Row(_DECODE_ANSWERED, "decode_headers"),
-    (Leg.DECODE, Moment.OPENING, Fault.INVALID_BODY): Row(_DECODE, "stall"),
-    (Leg.DECODE, Moment.OPENING, Fault.NO_TICKET): Row(_DECODE, "stall"),
-    (Leg.DECODE, Moment.OPENING, Fault.ERROR_EVENT): Row(_DECODE, "stall"),
-    **{(Leg.DECODE, Moment.STREAMING, fault): Row(_STREAM, "stall") for fault in Fault},
+FAILURE_TABLE: Mapping[tuple[Leg, Moment, Fault], FailureRow] = {
+    (Leg.PREFILL, Moment.OPENING, Fault.REFUSED): FailureRow(_PREFILL, "connect", 503),
+    (Leg.PREFILL, Moment.OPENING, Fault.RESET): FailureRow(_PREFILL, "prefill_headers"),
+    (Leg.PREFILL, Moment.OPENING, Fault.HEADERS_TIMEOUT): FailureRow(_PREFILL, "prefill_headers", 504),
+    (Leg.PREFILL, Moment.OPENING, Fault.STALL): FailureRow(_PREFILL, "stall", 504),
+    (Leg.PREFILL, Moment.OPENING, Fault.CLIENT_ERROR): FailureRow((Step.ANSWER,), "prefill_headers"),
+    (Leg.PREFILL, Moment.OPENING, Fault.BUSY): FailureRow(_PREFILL_ANSWERED, "prefill_headers", 503),
+    (Leg.PREFILL, Moment.OPENING, Fault.SERVER_ERROR): FailureRow(_PREFILL_ANSWERED, "prefill_headers"),
+    (Leg.PREFILL, Moment.OPENING, Fault.INVALID_BODY): FailureRow(_PREFILL, "stall"),
+    (Leg.PREFILL, Moment.OPENING, Fault.NO_TICKET): FailureRow(_PREFILL, "stall"),
+    (Leg.PREFILL, Moment.OPENING, Fault.ERROR_EVENT): FailureRow(_PREFILL, "stall"),
+    (Leg.DECODE, Moment.OPENING, Fault.REFUSED): FailureRow(_DECODE, "connect", 503),
+    (Leg.DECODE, Moment.OPENING, Fault.RESET): FailureRow(_DECODE, "decode_headers"),
+    (Leg.DECODE, Moment.OPENING, Fault.HEADERS_TIMEOUT): FailureRow(_DECODE, "decode_headers", 504),
+    (Leg.DECODE, Moment.OPENING, Fault.STALL): FailureRow(_DECODE, "decode_headers", 504),
+    (Leg.DECODE, Moment.OPENING, Fault.CLIENT_ERROR): FailureRow((Step.ANSWER,), "decode_headers"),
+    (Leg.DECODE, Moment.OPENING, Fault.BUSY): FailureRow(_DECODE_ANSWERED, "decode_headers", 503),
+    (Leg.DECODE, Moment.OPENING, Fault.SERVER_ERROR): FailureRow(_DECODE_ANSWERED, "decode_headers"),
+    (Leg.DECODE, Moment.OPENING, Fault.INVALID_BODY): FailureRow(_DECODE, "stall"),
+    (Leg.DECODE, Moment.OPENING, Fault.NO_TICKET): FailureRow(_DECODE, "stall"),
+    (Leg.DECODE, Moment.OPENING, Fault.ERROR_EVENT): FailureRow(_DECODE, "stall"),
+    **{(Leg.DECODE, Moment.STREAMING, fault): FailureRow(_STREAM, "stall") for fault in Fault},
 }
 """Every leg, moment and fault; a prefill leg never streams. A leg that streams has its head behind it: what a head can
 say comes up there only through a confused node, and is treated like any break."""
 
-BLAMED = frozenset({Fault.REFUSED, Fault.RESET, Fault.HEADERS_TIMEOUT, Fault.STALL, Fault.INVALID_BODY})
+COUNTED_AT_ONCE = frozenset({Fault.REFUSED, Fault.RESET, Fault.HEADERS_TIMEOUT, Fault.STALL, Fault.INVALID_BODY})
 """What counts against a node at once."""
 
-DOUBTED = frozenset({Fault.SERVER_ERROR, Fault.ERROR_EVENT})
+COUNTED_AFTER_ANOTHER_SERVED = frozenset({Fault.SERVER_ERROR, Fault.ERROR_EVENT})
 """What a request may have caused itself: it counts only once another node has served the same request."""
 
 
-def blame(fault: Fault) -> str:
+def counts_in_words(fault: Fault) -> str:
     """Whether a fault counts against the node, in words."""
-    if fault in DOUBTED:
+    if fault in COUNTED_AFTER_ANOTHER_SERVED:
         return "once another node has served the request"
-    return "yes" if fault in BLAMED else "no"
+    return "yes" if fault in COUNTED_AT_ONCE else "no"
 
 
 NOT_CONTINUABLE: Mapping[str, str] = {
@@ -182,11 +182,11 @@ def document() -> str:
     """The table as Markdown."""
     lines = [_INTRODUCTION, "| leg | moment | fault | what follows | counts against the node | seen within |"]
     lines.append("|---|---|---|---|---|---|")
-    for (leg, moment, fault), row in TABLE.items():
+    for (leg, moment, fault), row in FAILURE_TABLE.items():
         steps = "; else ".join(_STEPS[step] for step in row.steps)
         if Step.FAIL in row.steps:
             steps += f" ({row.status})"
-        lines.append(f"| {leg} | {moment} | {fault} | {steps} | {blame(fault)} | `{row.deadline}` |")
+        lines.append(f"| {leg} | {moment} | {fault} | {steps} | {counts_in_words(fault)} | `{row.deadline}` |")
     lines += [_EXCEPTIONS, "| reason | what it is |", "|---|---|"]
     lines += [f"| {word} | {meaning} |" for word, meaning in NOT_CONTINUABLE.items()]
     return "\n".join(lines) + "\n"

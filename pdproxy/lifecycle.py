@@ -14,7 +14,7 @@ import enum
 from pdproxy.errors import PdproxyError
 
 
-class Stage(enum.StrEnum):
+class RequestState(enum.StrEnum):
     """Where a request stands."""
 
     PLANNING = "planning"
@@ -29,7 +29,7 @@ class Stage(enum.StrEnum):
     """Nothing is held any more."""
 
 
-class Move(enum.StrEnum):
+class Transition(enum.StrEnum):
     """What happened."""
 
     PREFILL = "prefill"
@@ -50,43 +50,43 @@ class Move(enum.StrEnum):
     """The answer is complete, failed for good, or the client has gone."""
 
 
-MOVES = {
-    (Stage.PLANNING, Move.PREFILL): Stage.PREFILLING,
-    (Stage.PLANNING, Move.LOCAL): Stage.HANDING_OVER,
-    (Stage.PREFILLING, Move.TICKET): Stage.HANDING_OVER,
-    (Stage.PREFILLING, Move.AGAIN): Stage.PLANNING,
-    (Stage.HANDING_OVER, Move.SAME_TICKET): Stage.HANDING_OVER,
-    (Stage.HANDING_OVER, Move.AGAIN): Stage.PLANNING,
-    (Stage.HANDING_OVER, Move.FIRST_EVENT): Stage.STREAMING,
-    (Stage.STREAMING, Move.MIGRATE): Stage.PLANNING,
-    (Stage.PLANNING, Move.END): Stage.ENDED,
-    (Stage.PREFILLING, Move.END): Stage.ENDED,
-    (Stage.HANDING_OVER, Move.END): Stage.ENDED,
-    (Stage.STREAMING, Move.END): Stage.ENDED,
-    (Stage.ENDED, Move.END): Stage.ENDED,
+TRANSITIONS = {
+    (RequestState.PLANNING, Transition.PREFILL): RequestState.PREFILLING,
+    (RequestState.PLANNING, Transition.LOCAL): RequestState.HANDING_OVER,
+    (RequestState.PREFILLING, Transition.TICKET): RequestState.HANDING_OVER,
+    (RequestState.PREFILLING, Transition.AGAIN): RequestState.PLANNING,
+    (RequestState.HANDING_OVER, Transition.SAME_TICKET): RequestState.HANDING_OVER,
+    (RequestState.HANDING_OVER, Transition.AGAIN): RequestState.PLANNING,
+    (RequestState.HANDING_OVER, Transition.FIRST_EVENT): RequestState.STREAMING,
+    (RequestState.STREAMING, Transition.MIGRATE): RequestState.PLANNING,
+    (RequestState.PLANNING, Transition.END): RequestState.ENDED,
+    (RequestState.PREFILLING, Transition.END): RequestState.ENDED,
+    (RequestState.HANDING_OVER, Transition.END): RequestState.ENDED,
+    (RequestState.STREAMING, Transition.END): RequestState.ENDED,
+    (RequestState.ENDED, Transition.END): RequestState.ENDED,
 }
 """Every allowed move; any other one raises. Ending is allowed anywhere, and twice."""
 
 
-class IllegalMove(PdproxyError):
+class IllegalTransition(PdproxyError):
     """A move that the table does not have: a bug of ours, never of a client or a node."""
 
 
-class Life:
+class RequestLifecycle:
     """Where one request stands; changes by `move` alone."""
 
     __slots__ = ("stage",)
 
     def __init__(self) -> None:
-        self.stage = Stage.PLANNING
+        self.stage = RequestState.PLANNING
 
-    def move(self, move: Move) -> None:
+    def move(self, move: Transition) -> None:
         """Go on.
 
         Raises:
-            IllegalMove: the table has no such move from here.
+            IllegalTransition: the table has no such move from here.
         """
-        after = MOVES.get((self.stage, move))
+        after = TRANSITIONS.get((self.stage, move))
         if after is None:
-            raise IllegalMove(f"{move} is not a move from {self.stage}")
+            raise IllegalTransition(f"{move} is not a move from {self.stage}")
         self.stage = after

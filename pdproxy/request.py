@@ -19,7 +19,7 @@ class Endpoint(enum.StrEnum):
     RESPONSES = "/v1/responses"
 
 
-def unwatched() -> bool:
+def cancelled_by_client() -> bool:
     """Where nobody watches the client, whoever ends its request does so for it."""
     return True
 
@@ -50,7 +50,7 @@ class ClientRequest:
     priority: int
     arrived: float
     deadline: float
-    left: Callable[[], bool] = unwatched
+    left: Callable[[], bool] = cancelled_by_client
 
 
 def header(headers: Headers, name: str) -> str | None:

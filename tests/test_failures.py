@@ -5,77 +5,77 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.drive.why import Why
 from pdproxy.errors import Fault
 from pdproxy.failures import (
-    BLAMED,
-    DOUBTED,
-    FINAL,
+    COUNTED_AFTER_ANOTHER_SERVED,
+    COUNTED_AT_ONCE,
+    FAILURE_TABLE,
+    FINAL_STEPS,
     NOT_CONTINUABLE,
-    TABLE,
-    Chances,
     Moment,
+    RetryOptions,
     Step,
     decide,
     document,
-    last_resort,
+    final_step,
 )
-from pdproxy.legs.body_shape import OUTPUT_RULES
-from pdproxy.nodes.circuit import NODE_FAULTS
+from pdproxy.legs.shape import OUTPUT_RULES
+from pdproxy.nodes.node_entry import NODE_FAULTS
 from pdproxy.observe.labels import Leg
+from pdproxy.orchestration.sub_request import RouteReason
 from pdproxy.settings.choices import OnPrefillFailure
 
-NOTHING = Chances(OnPrefillFailure.FAIL, retries=0, ticket_works=False, migrations=0, continuable=False)
+NOTHING = RetryOptions(OnPrefillFailure.FAIL, retries=0, ticket_works=False, migrations=0, continuable=False)
 
 
 def test_every_fault_has_its_row() -> None:
     opening = itertools.product((Leg.PREFILL, Leg.DECODE), (Moment.OPENING,), Fault)
     streaming = itertools.product((Leg.DECODE,), (Moment.STREAMING,), Fault)
-    assert set(TABLE) == {*opening, *streaming}
+    assert set(FAILURE_TABLE) == {*opening, *streaming}
 
 
 def test_only_the_last_step_of_a_row_is_final() -> None:
-    for row in TABLE.values():
-        assert [step in FINAL for step in row.steps] == [False] * (len(row.steps) - 1) + [True]
+    for row in FAILURE_TABLE.values():
+        assert [step in FINAL_STEPS for step in row.steps] == [False] * (len(row.steps) - 1) + [True]
 
 
-@pytest.mark.parametrize("key", TABLE, ids=str)
+@pytest.mark.parametrize("key", FAILURE_TABLE, ids=str)
 def test_without_any_chance_the_last_step_is_left(key: tuple[Leg, Moment, Fault]) -> None:
-    assert decide(*key, NOTHING) is last_resort(*key)
+    assert decide(*key, NOTHING) is final_step(*key)
 
 
 @pytest.mark.parametrize(
     ("leg", "fault", "chances", "step"),
     [
-        (Leg.PREFILL, Fault.RESET, Chances(OnPrefillFailure.RETRY, 1, False, 0, False), Step.OTHER_PREFILL),
-        (Leg.PREFILL, Fault.RESET, Chances(OnPrefillFailure.RETRY, 0, False, 0, False), Step.LOCAL),
-        (Leg.PREFILL, Fault.RESET, Chances(OnPrefillFailure.LOCAL, 1, False, 0, False), Step.LOCAL),
-        (Leg.PREFILL, Fault.RESET, Chances(OnPrefillFailure.FAIL, 1, False, 0, False), Step.OTHER_PREFILL),
-        (Leg.PREFILL, Fault.RESET, Chances(OnPrefillFailure.FAIL, 0, False, 0, False), Step.FAIL),
-        (Leg.PREFILL, Fault.CLIENT_ERROR, Chances(OnPrefillFailure.RETRY, 2, False, 3, True), Step.ANSWER),
-        (Leg.DECODE, Fault.RESET, Chances(OnPrefillFailure.RETRY, 1, True, 0, False), Step.SAME_TICKET),
-        (Leg.DECODE, Fault.RESET, Chances(OnPrefillFailure.RETRY, 1, False, 0, False), Step.PREFILL_AGAIN),
-        (Leg.DECODE, Fault.BUSY, Chances(OnPrefillFailure.RETRY, 0, True, 0, False), Step.ANSWER),
+        (Leg.PREFILL, Fault.RESET, RetryOptions(OnPrefillFailure.RETRY, 1, False, 0, False), Step.OTHER_PREFILL),
+        (Leg.PREFILL, Fault.RESET, RetryOptions(OnPrefillFailure.RETRY, 0, False, 0, False), Step.LOCAL),
+        (Leg.PREFILL, Fault.RESET, RetryOptions(OnPrefillFailure.LOCAL, 1, False, 0, False), Step.LOCAL),
+        (Leg.PREFILL, Fault.RESET, RetryOptions(OnPrefillFailure.FAIL, 1, False, 0, False), Step.OTHER_PREFILL),
+        (Leg.PREFILL, Fault.RESET, RetryOptions(OnPrefillFailure.FAIL, 0, False, 0, False), Step.FAIL),
+        (Leg.PREFILL, Fault.CLIENT_ERROR, RetryOptions(OnPrefillFailure.RETRY, 2, False, 3, True), Step.ANSWER),
+        (Leg.DECODE, Fault.RESET, RetryOptions(OnPrefillFailure.RETRY, 1, True, 0, False), Step.SAME_TICKET),
+        (Leg.DECODE, Fault.RESET, RetryOptions(OnPrefillFailure.RETRY, 1, False, 0, False), Step.PREFILL_AGAIN),
+        (Leg.DECODE, Fault.BUSY, RetryOptions(OnPrefillFailure.RETRY, 0, True, 0, False), Step.ANSWER),
     ],
 )
-def test_the_first_step_that_is_possible_is_taken(leg: Leg, fault: Fault, chances: Chances, step: Step) -> None:
+def test_the_first_step_that_is_possible_is_taken(leg: Leg, fault: Fault, chances: RetryOptions, step: Step) -> None:
     assert decide(leg, Moment.OPENING, fault, chances) is step
 
 
 @pytest.mark.parametrize(("moves", "continuable"), [(0, True), (1, False)])
 def test_a_stream_moves_only_while_it_may_and_can(moves: int, continuable: bool) -> None:
-    chances = Chances(OnPrefillFailure.RETRY, 0, False, moves, continuable)
+    chances = RetryOptions(OnPrefillFailure.RETRY, 0, False, moves, continuable)
     assert decide(Leg.DECODE, Moment.STREAMING, Fault.RESET, chances) is Step.ERROR_EVENT
-    able = Chances(OnPrefillFailure.RETRY, 0, False, 1, continuable=True)
+    able = RetryOptions(OnPrefillFailure.RETRY, 0, False, 1, continuable=True)
     assert decide(Leg.DECODE, Moment.STREAMING, Fault.RESET, able) is Step.MIGRATE
 
 
 def test_what_counts_is_what_the_circuit_counts() -> None:
-    assert (BLAMED | DOUBTED) - {Fault.ERROR_EVENT} == NODE_FAULTS
+    assert (COUNTED_AT_ONCE | COUNTED_AFTER_ANOTHER_SERVED) - {Fault.ERROR_EVENT} == NODE_FAULTS
 
 
 def test_every_reason_against_continuing_is_a_word_of_the_metric() -> None:
-    assert {Why.of(word) for word in NOT_CONTINUABLE} == {Why(word) for word in NOT_CONTINUABLE}
+    assert {RouteReason.of(word) for word in NOT_CONTINUABLE} == {RouteReason(word) for word in NOT_CONTINUABLE}
 
 
 @pytest.mark.parametrize("word", sorted({*OUTPUT_RULES.values(), "penalties", "choices", "messages", "responses"}))

@@ -4,49 +4,57 @@ import itertools
 
 import pytest
 
-from pdproxy.lifecycle import MOVES, IllegalMove, Life, Move, Stage
+from pdproxy.lifecycle import TRANSITIONS, IllegalTransition, RequestLifecycle, RequestState, Transition
 
-ROADS: dict[Stage, list[Move]] = {
-    Stage.PLANNING: [],
-    Stage.PREFILLING: [Move.PREFILL],
-    Stage.HANDING_OVER: [Move.PREFILL, Move.TICKET],
-    Stage.STREAMING: [Move.LOCAL, Move.FIRST_EVENT],
-    Stage.ENDED: [Move.END],
+ROADS: dict[RequestState, list[Transition]] = {
+    RequestState.PLANNING: [],
+    RequestState.PREFILLING: [Transition.PREFILL],
+    RequestState.HANDING_OVER: [Transition.PREFILL, Transition.TICKET],
+    RequestState.STREAMING: [Transition.LOCAL, Transition.FIRST_EVENT],
+    RequestState.ENDED: [Transition.END],
 }
 
 
-def _at(stage: Stage) -> Life:
-    life = Life()
+def _at(stage: RequestState) -> RequestLifecycle:
+    life = RequestLifecycle()
     for move in ROADS[stage]:
         life.move(move)
     assert life.stage is stage
     return life
 
 
-@pytest.mark.parametrize(("stage", "move"), list(itertools.product(Stage, Move)))
-def test_a_move_is_in_the_table_or_raises(stage: Stage, move: Move) -> None:
+@pytest.mark.parametrize(("stage", "move"), list(itertools.product(RequestState, Transition)))
+def test_a_move_is_in_the_table_or_raises(stage: RequestState, move: Transition) -> None:
     life = _at(stage)
-    if (stage, move) in MOVES:
+    if (stage, move) in TRANSITIONS:
         life.move(move)
-        assert life.stage is MOVES[stage, move]
+        assert life.stage is TRANSITIONS[stage, move]
         return
-    with pytest.raises(IllegalMove):
+    with pytest.raises(IllegalTransition):
         life.move(move)
     assert life.stage is stage
 
 
-@pytest.mark.parametrize("stage", Stage)
-def test_every_life_can_end_at_any_moment(stage: Stage) -> None:
+@pytest.mark.parametrize("stage", RequestState)
+def test_every_life_can_end_at_any_moment(stage: RequestState) -> None:
     life = _at(stage)
-    life.move(Move.END)
-    life.move(Move.END)
-    assert life.stage is Stage.ENDED
+    life.move(Transition.END)
+    life.move(Transition.END)
+    assert life.stage is RequestState.ENDED
 
 
 def test_a_migrating_stream_goes_the_normal_way_again() -> None:
-    life = _at(Stage.STREAMING)
-    for move in (Move.MIGRATE, Move.PREFILL, Move.AGAIN, Move.LOCAL, Move.AGAIN, Move.PREFILL, Move.TICKET):
+    life = _at(RequestState.STREAMING)
+    for move in (
+        Transition.MIGRATE,
+        Transition.PREFILL,
+        Transition.AGAIN,
+        Transition.LOCAL,
+        Transition.AGAIN,
+        Transition.PREFILL,
+        Transition.TICKET,
+    ):
         life.move(move)
-    for move in (Move.SAME_TICKET, Move.FIRST_EVENT):
+    for move in (Transition.SAME_TICKET, Transition.FIRST_EVENT):
         life.move(move)
-    assert life.stage is Stage.STREAMING
+    assert life.stage is RequestState.STREAMING

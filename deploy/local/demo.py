@@ -9,15 +9,15 @@ from enum import Enum
 
 import httpx
 
-from deploy.local.ask import Answer, AnswerError, ask, curl_line
-from deploy.local.hits import await_change, describe, read
-from deploy.local.joined import NodeRefusedError
-from deploy.local.model.exam import Exam, exam
-from deploy.local.places import MODEL
+from deploy.local.cache_hits import await_change, describe, read
+from deploy.local.client import Answer, AnswerError, ask, curl_line
+from deploy.local.model.quiz import Quiz, quiz
+from deploy.local.paths import MODEL
 from deploy.local.ports import PortTakenError
 from deploy.local.readiness import NotReadyError
 from deploy.local.stack import ProxySpec, Stack, logs_of, pair_specs, start_stack
 from deploy.local.supervise import PartEndedError, Stopped, Supervisor, stop_signals
+from deploy.local.wait_joined import NodeRefusedError
 
 SEED = 2026
 TOKENS = 800
@@ -42,7 +42,7 @@ def say(line: str) -> None:
     print(f"  {line}", flush=True)
 
 
-def show_turn(client: httpx.Client, stack: Stack, story: Exam, turn: int) -> None:
+def show_turn(client: httpx.Client, stack: Stack, story: Quiz, turn: int) -> None:
     """Ask one question of the conversation and tell how the answer came about. Raises DemoError on a wrong answer."""
     told = story.at_turn(turn)
     decode = stack.decode[0].url
@@ -65,11 +65,11 @@ def show_way(answer: Answer) -> None:
 
 def show(stack: Stack) -> None:
     """Hold a short conversation; its second turn finds the first one's attention blocks on the decode node."""
-    story = exam(SEED, TOKENS)
+    story = quiz(SEED, TOKENS)
     with httpx.Client(timeout=REQUEST_TIMEOUT_S, trust_env=False) as client:
         for turn in TURNS:
             show_turn(client, stack, story, turn)
-    print(f"\nTry it yourself:\n{curl_line(stack.proxy.url, exam(SEED, TOKENS_TO_TRY).messages())}", flush=True)
+    print(f"\nTry it yourself:\n{curl_line(stack.proxy.url, quiz(SEED, TOKENS_TO_TRY).messages())}", flush=True)
 
 
 def stay(supervisor: Supervisor) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from deploy.local.places import REQUIREMENTS
+from deploy.local.paths import REQUIREMENTS
 
 PROJECT = "pdproxy"
 TORCH = frozenset({"torch"})

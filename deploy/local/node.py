@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
-from deploy.local.places import MODEL, ROOT
+from deploy.local.paths import MODEL, ROOT
 from deploy.local.ports import HOST, free_row, require_free
 from deploy.local.supervise import Part, Supervisor, inherited
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from deploy.local.joined import all_joined
 from deploy.local.node import Node, NodeSpec, Role, on_free_ports, start_node
-from deploy.local.places import ROOT, RUNS
+from deploy.local.paths import ROOT, RUNS
 from deploy.local.ports import HOST, free_ports, require_free
 from deploy.local.readiness import Probe, Say, answers, await_ready
 from deploy.local.supervise import Part, Supervisor, inherited
+from deploy.local.wait_joined import all_joined
 
 NODES_UP_WITHIN_S = 300.0
 PROXY_UP_WITHIN_S = 60.0

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
-WARDEN = Path(__file__).with_name("warden.py")
+WATCHDOG = Path(__file__).with_name("warden.py")
 GRACE_S = 10.0
 SLACK_S = 10.0
 """How much longer than its grace a warden may take before it is ended itself."""
@@ -79,7 +79,7 @@ class Supervisor(AbstractContextManager["Supervisor"]):
         """Start `command`; its output goes to `NAME.log` in the log folder."""
         self._logs.mkdir(parents=True, exist_ok=True)
         log = self._logs / f"{name}.log"
-        warden = [sys.executable, "-I", "-S", str(WARDEN), str(self._grace), *command]
+        warden = [sys.executable, "-I", "-S", str(WATCHDOG), str(self._grace), *command]
         with log.open("wb") as output:
             process = subprocess.Popen(
                 warden, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=dict(environment), cwd=cwd,

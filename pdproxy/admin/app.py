@@ -5,15 +5,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client.exposition import choose_encoder
 
-from pdproxy.admin.desk import Desk, Readiness, readiness
-from pdproxy.admin.guard import guard
-from pdproxy.admin.nodes import router
-from pdproxy.admin.ui import page_router, state_router
+from pdproxy.admin.context import AdminContext, Readiness, readiness, require_operator
+from pdproxy.admin.routes import page_router, router, state_router
 from pdproxy.errors import ClientError
 from pdproxy.nodes.pool import DuplicateNode, UnknownNode
 
 
-def admin_app(desk: Desk) -> FastAPI:
+def admin_app(desk: AdminContext) -> FastAPI:
     """Health, readiness, metrics and the empty page for everyone on this port; nodes and requests for the operator."""
     app = FastAPI(title="pdproxy administration", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(ClientError, _client_error)
@@ -23,11 +21,11 @@ def admin_app(desk: Desk) -> FastAPI:
     _add_signs(app, desk)
     app.include_router(page_router())
     for guarded in (router(desk), state_router(desk)):
-        app.include_router(guarded, dependencies=[Depends(guard(desk.token))])
+        app.include_router(guarded, dependencies=[Depends(require_operator(desk.token))])
     return app
 
 
-def _add_signs(app: FastAPI, desk: Desk) -> None:
+def _add_signs(app: FastAPI, desk: AdminContext) -> None:
     @app.get("/health")
     async def health() -> dict[str, str]:
         """The process is alive."""

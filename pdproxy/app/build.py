@@ -8,38 +8,34 @@ from collections.abc import AsyncIterator
 from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR, CollectorRegistry
 
 from pdproxy.admin.app import admin_app
-from pdproxy.admin.desk import Desk
-from pdproxy.app.discovery import Sources, Surroundings
-from pdproxy.app.keeper import Keeper
-from pdproxy.app.secrets import node_tls, own_credential, own_headers, read_secret
+from pdproxy.admin.context import AdminContext
+from pdproxy.app.host import HostEnvironment, Sources, node_tls, own_credential, own_headers, read_secret
+from pdproxy.app.task_supervisor import TaskSupervisor
 from pdproxy.clock import SystemClock
-from pdproxy.drive.errands import Errands
-from pdproxy.drive.known_answer import KnownAnswer
-from pdproxy.drive.means import Means
-from pdproxy.drive.terms import Terms
-from pdproxy.intake.admission import Admission
-from pdproxy.intake.budget import Budget
-from pdproxy.intake.door import AsgiApp, Door
-from pdproxy.intake.keys import read_keys
-from pdproxy.intake.service import Rules, Service
-from pdproxy.nodes.circuit import CircuitRules
+from pdproxy.intake.admission import Admission, BodyBudget
+from pdproxy.intake.api_app import ApiApp, AsgiApp
+from pdproxy.intake.auth import read_keys
+from pdproxy.intake.handler import HandlerConfig, RequestHandler
 from pdproxy.nodes.discovery.sync import DiscoverySync
 from pdproxy.nodes.drain import Drainer
-from pdproxy.nodes.health import Health, HealthRules
+from pdproxy.nodes.health_check import HealthCheck, HealthCheckConfig
 from pdproxy.nodes.join import Joiner
 from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.node_entry import CircuitBreakerConfig, MetricsPoolObserver
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import Preflight
 from pdproxy.nodes.proof import Prover, WarmUp
 from pdproxy.nodes.reachability import OutageLog
-from pdproxy.nodes.watch import MetricsWatch
 from pdproxy.observe.labels import Task
 from pdproxy.observe.metrics import Metrics
 from pdproxy.observe.tracing import TracedApp, Tracing, tracing_of
-from pdproxy.orchestrate import Orchestrator
-from pdproxy.planning.plan import Without
+from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
+from pdproxy.orchestration.known_answer import KnownAnswer
+from pdproxy.orchestration.orchestrator import Orchestrator
+from pdproxy.orchestration.resources import BackgroundTasks
+from pdproxy.planning.plan import WithoutPrefill
 from pdproxy.settings import FirstHandOver, NodeEntry, OnPrefillFailure, Settings
-from pdproxy.transport.http import HttpTransport
+from pdproxy.transport.h1_client import H1Transport
 from pdproxy.transport.httpx_transport import HttpxTransport
 from pdproxy.transport.port import Transport
 from pdproxy.transport.traced import TracedTransport
@@ -73,7 +69,7 @@ def nodes_of(entries: tuple[NodeEntry, ...]) -> list[Node]:
 
 
 @contextlib.asynccontextmanager
-async def proxy(settings: Settings, around: Surroundings) -> AsyncIterator[Proxy]:
+async def proxy(settings: Settings, around: HostEnvironment) -> AsyncIterator[Proxy]:
     """Build, watch the nodes while inside, then let go of everything.
 
     Raises:
@@ -87,33 +83,33 @@ async def proxy(settings: Settings, around: Surroundings) -> AsyncIterator[Proxy
     sources = Sources(settings.discovery, clock, around)
     tracing = tracing_of(settings.otel)
     trust = node_tls(settings.upstream)
-    transport, questions = traced(HttpTransport(clock, trust), tracing), HttpxTransport(trust)
+    transport, questions = traced(H1Transport(clock, trust), tracing), HttpxTransport(trust)
     drainer = Drainer(pool, clock, settings.deadlines.drain)
-    means = Means(transport, pool, metrics, clock, terms_of(settings))
-    orchestrator = Orchestrator(means)
+    context = OrchestrationContext(transport, pool, metrics, clock, orchestration_config(settings))
+    orchestrator = Orchestrator(context)
     service = _service(settings, orchestrator, pool, metrics, clock, credential)
-    operators = admin_app(_desk(settings, means, drainer, registry, leaving))
-    errands = Errands(means)
-    test = KnownAnswer(means, errands, headers)
+    operators = admin_app(_desk(settings, context, drainer, registry, leaving))
+    background_tasks = BackgroundTasks(context)
+    test = KnownAnswer(context, background_tasks, headers)
     prover = Prover(pool, test, clock) if settings.health.first_hand_over is FirstHandOver.KNOWN_ANSWER else None
     outages = OutageLog(clock)
     joiner = Joiner(pool, Preflight(questions, headers), prover or WarmUp(pool, test), outages)
-    health = Health(pool, joiner, transport, clock, _health_rules(settings), headers, outages)
-    keeper = Keeper(clock, metrics)
+    health = HealthCheck(pool, joiner, transport, clock, _health_rules(settings), headers, outages)
+    keeper = TaskSupervisor(clock, metrics)
     keeper.keep(Task.HEALTH, health.run)
     if prover is not None:
         keeper.keep(Task.PROOF, prover.run)
     for source in sources.all:
         keeper.keep(Task.DISCOVERY, DiscoverySync(pool, drainer, source, settings.deadlines.drain).run)
     try:
-        door = Door(service, operators)
+        door = ApiApp(service, operators)
         yield Proxy(TracedApp(door, tracing.tracer) if tracing else door, operators, leaving)
     finally:
         await keeper.aclose()
         await sources.aclose()
         await drainer.aclose()
         await orchestrator.aclose()
-        await errands.aclose()
+        await background_tasks.aclose()
         await transport.aclose()
         await questions.aclose()
         if tracing:
@@ -134,21 +130,21 @@ def _registry() -> CollectorRegistry:
 
 def _pool(settings: Settings, clock: SystemClock, metrics: Metrics) -> Pool:
     health = settings.health
-    rules = CircuitRules(failures=health.failures, cool_down=health.cool_down, slow_start=health.slow_start)
-    pool = Pool(clock, rules, MetricsWatch(metrics))
+    rules = CircuitBreakerConfig(failures=health.failures, cool_down=health.cool_down, slow_start=health.slow_start)
+    pool = Pool(clock, rules, MetricsPoolObserver(metrics))
     for node in nodes_of(settings.nodes):
         pool.add(node)
     return pool
 
 
-def _health_rules(settings: Settings) -> HealthRules:
-    return HealthRules(interval=settings.health.interval, timeout=settings.health.timeout)
+def _health_rules(settings: Settings) -> HealthCheckConfig:
+    return HealthCheckConfig(interval=settings.health.interval, timeout=settings.health.timeout)
 
 
-def terms_of(settings: Settings) -> Terms:
+def orchestration_config(settings: Settings) -> OrchestrationConfig:
     """The part of the settings that the drive goes by."""
     deadlines, policy = settings.deadlines, settings.policy
-    return Terms(
+    return OrchestrationConfig(
         connect=deadlines.connect,
         prefill_headers=deadlines.prefill_headers,
         decode_headers=deadlines.decode_headers,
@@ -164,32 +160,36 @@ def terms_of(settings: Settings) -> Terms:
 
 def _service(
     settings: Settings, orchestrator: Orchestrator, pool: Pool, metrics: Metrics, clock: SystemClock, credential: str
-) -> Service:
+) -> RequestHandler:
     limits = settings.limits
     admission = Admission(limits.concurrency, limits.queue, limits.queue_seconds, metrics, limits.key_concurrency)
-    budget = Budget(limits.held_bytes, metrics)
-    rules = Rules(
+    budget = BodyBudget(limits.held_bytes, metrics)
+    rules = HandlerConfig(
         body_bytes=limits.body_bytes,
         upload_seconds=settings.deadlines.stall,
         request_seconds=settings.deadlines.request,
         credential=settings.upstream.credential,
         own=credential,
     )
-    return Service(read_keys(settings.keys.file), admission, budget, orchestrator, pool, clock, rules)
+    return RequestHandler(read_keys(settings.keys.file), admission, budget, orchestrator, pool, clock, rules)
 
 
 def _desk(
-    settings: Settings, means: Means, drainer: Drainer, registry: CollectorRegistry, leaving: asyncio.Event
-) -> Desk:
+    settings: Settings,
+    context: OrchestrationContext,
+    drainer: Drainer,
+    registry: CollectorRegistry,
+    leaving: asyncio.Event,
+) -> AdminContext:
     fails = settings.policy.on_prefill_failure is OnPrefillFailure.FAIL
-    return Desk(
-        pool=means.pool,
+    return AdminContext(
+        pool=context.pool,
         drainer=drainer,
         registry=registry,
         leaving=leaving,
-        without_prefill=Without.FAIL if fails else Without.LOCAL,
+        without_prefill=WithoutPrefill.FAIL if fails else WithoutPrefill.LOCAL,
         drain_seconds=settings.deadlines.drain,
         token=read_secret(settings.listen.admin_token_file, "listen.admin_token_file") or None,
-        live=means.live,
-        clock=means.clock,
+        live=context.live,
+        clock=context.clock,
     )

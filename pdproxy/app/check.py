@@ -7,14 +7,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from pdproxy.admin.check import passed, table
+from pdproxy.admin.check_table import passed, table
 from pdproxy.app.build import nodes_of
-from pdproxy.app.discovery import Sources, Surroundings
-from pdproxy.app.secrets import node_tls, own_credential, own_headers
+from pdproxy.app.host import HostEnvironment, Sources, node_tls, own_credential, own_headers
 from pdproxy.clock import SystemClock
 from pdproxy.nodes.discovery.source import DiscoveryError, Source
 from pdproxy.nodes.node import Node, Role
-from pdproxy.nodes.preflight import Checked, Preflight
+from pdproxy.nodes.preflight import CheckRow, Preflight
 from pdproxy.nodes.preflight import check as check_nodes
 from pdproxy.settings import Settings
 from pdproxy.transport.httpx_transport import HttpxTransport
@@ -32,7 +31,7 @@ class Report:
         unseen: a sentence for each source that showed no node.
     """
 
-    rows: Sequence[Checked]
+    rows: Sequence[CheckRow]
     unseen: Sequence[str]
 
     def good(self) -> bool:
@@ -46,13 +45,13 @@ def check(settings: Settings) -> int:
     Raises:
         SettingsError: a file that the settings name cannot be used, or there is no cluster to ask.
     """
-    report = asyncio.run(inspect(settings, Surroundings(os.environ)))
+    report = asyncio.run(inspect(settings, HostEnvironment(os.environ)))
     lines = [table(report.rows)] if report.rows else []
     sys.stdout.write("\n".join([*lines, *report.unseen]) + "\n")
     return 0 if report.good() else 1
 
 
-async def inspect(settings: Settings, around: Surroundings) -> Report:
+async def inspect(settings: Settings, around: HostEnvironment) -> Report:
     """Look into each source once, and ask every node.
 
     Raises:

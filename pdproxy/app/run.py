@@ -1,25 +1,27 @@
-"""``pdproxy serve``: the proxy on its two ports, until a signal."""
+"""``pdproxy serve``: the proxy on its two ports, until a signal.
+
+How many files, sockets among them, the process may have open."""
 
 import asyncio
+import contextlib
 import gc
 import logging
 import math
 import os
+import resource
 import sys
 
 import uvicorn
 from uvicorn.loops.auto import auto_loop_factory
 
 from pdproxy.app.build import Proxy, proxy
-from pdproxy.app.discovery import Surroundings
-from pdproxy.app.files import allow_many
-from pdproxy.app.secrets import check_pair
+from pdproxy.app.host import HostEnvironment, check_pair
 from pdproxy.errors import SettingsError
-from pdproxy.intake.door import AsgiApp
+from pdproxy.intake.api_app import AsgiApp
 from pdproxy.observe.logs import configure
-from pdproxy.server.ports import Port, bind
-from pdproxy.server.ports import serve as serve_ports
 from pdproxy.server.protocol import ConnectionLimits, guarded
+from pdproxy.server.server import Server, bind
+from pdproxy.server.server import serve as serve_ports
 from pdproxy.settings import Settings
 
 _LOG = logging.getLogger("pdproxy")
@@ -44,7 +46,7 @@ def serve(settings: Settings) -> int:
 
 
 async def _serve(settings: Settings) -> None:
-    async with proxy(settings, Surroundings(os.environ)) as running:
+    async with proxy(settings, HostEnvironment(os.environ)) as running:
         ports = _ports(settings, running)
         _spare_collector()
         _LOG.info("clients: %s, operators: %s", *(port.address for port in ports))
@@ -59,7 +61,7 @@ def _spare_collector() -> None:
     gc.set_threshold(YOUNG)
 
 
-def _ports(settings: Settings, running: Proxy) -> list[Port]:
+def _ports(settings: Settings, running: Proxy) -> list[Server]:
     listen = settings.listen
     check_pair(listen.tls_certificate, listen.tls_key)
     clients = bind(listen.host, listen.port, "listen.port")
@@ -70,8 +72,8 @@ def _ports(settings: Settings, running: Proxy) -> list[Port]:
         raise
     tls = {"ssl_certfile": listen.tls_certificate, "ssl_keyfile": listen.tls_key}
     return [
-        Port(_config(settings, running.clients, **tls), clients),
-        Port(_config(settings, running.operators), operators),
+        Server(_config(settings, running.clients, **tls), clients),
+        Server(_config(settings, running.operators), operators),
     ]
 
 
@@ -90,3 +92,16 @@ def _config(settings: Settings, app: AsgiApp, **tls: object) -> uvicorn.Config:
         timeout_graceful_shutdown=math.ceil(settings.deadlines.drain),
         **tls,  # type: ignore[arg-type]
     )
+
+
+ENOUGH = 1 << 20
+
+
+def allow_many() -> None:
+    """Raise the soft limit as far as may be: a stream takes up to three sockets, and 1,024 is the usual limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
+    if soft == resource.RLIM_INFINITY or soft >= most:
+        return
+    with contextlib.suppress(OSError, ValueError):  # a kernel with a lower limit of its own: then it stays
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -1,4 +1,4 @@
-"""How many requests run at once, who waits, and who is turned away."""
+"""What bounds the requests that are handled at once: their number, and the bytes of their bodies."""
 
 import asyncio
 import contextlib
@@ -7,9 +7,11 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Self
 
 from pdproxy.errors import ClientError
-from pdproxy.intake.keys import ANYBODY, Holder
+from pdproxy.intake.auth import ANYBODY, ApiKey
 from pdproxy.observe.metrics import Metrics
 
 
@@ -44,13 +46,13 @@ class Admission:
         self._per_key: Counter[str] = Counter()
 
     @contextlib.asynccontextmanager
-    async def place(self, holder: Holder, priority: int) -> AsyncIterator[None]:
+    async def place(self, api_key: ApiKey, priority: int) -> AsyncIterator[None]:
         """Hold a place while inside.
 
         Raises:
             ClientError: 429 with Retry-After: the key's limit, a full queue, or a wait beyond ``patience``.
         """
-        self._enter_key(holder)
+        self._enter_key(api_key)
         try:
             await self._take(priority)
             self._metrics.request_began()
@@ -60,18 +62,18 @@ class Admission:
                 self._metrics.request_left()
                 self._give()
         finally:
-            self._leave_key(holder)
+            self._leave_key(api_key)
 
-    def _enter_key(self, holder: Holder) -> None:
-        limit = holder.limit or (self._key_limit if holder is not ANYBODY else 0)
-        if limit and self._per_key[holder.name] >= limit:
+    def _enter_key(self, api_key: ApiKey) -> None:
+        limit = api_key.limit or (self._key_limit if api_key is not ANYBODY else 0)
+        if limit and self._per_key[api_key.name] >= limit:
             raise self._refused(Rejection.KEY_LIMIT, f"This API key may have {limit} requests open at once.", 1)
-        self._per_key[holder.name] += 1
+        self._per_key[api_key.name] += 1
 
-    def _leave_key(self, holder: Holder) -> None:
-        self._per_key[holder.name] -= 1
-        if not self._per_key[holder.name]:
-            del self._per_key[holder.name]
+    def _leave_key(self, api_key: ApiKey) -> None:
+        self._per_key[api_key.name] -= 1
+        if not self._per_key[api_key.name]:
+            del self._per_key[api_key.name]
 
     async def _take(self, priority: int) -> None:
         if self._free and not self._waiting:
@@ -123,3 +125,77 @@ class Admission:
         self._metrics.rejected(reason)
         retry = (("retry-after", str(seconds)),)
         return ClientError(429, message, kind="rate_limit_error", code=reason, headers=retry)
+
+
+class BodyBudget:
+    """Bytes for all requests together.
+
+    Args:
+        most: at once.
+        metrics: told of every change.
+    """
+
+    def __init__(self, most: int, metrics: Metrics) -> None:
+        self._most = most
+        self._metrics = metrics
+        self._held = 0
+
+    def share(self) -> "Reservation":
+        """For one request."""
+        return Reservation(self)
+
+    def take(self, size: int) -> None:
+        """So many bytes more are held.
+
+        Raises:
+            ClientError: 429 with Retry-After: there is no room for them.
+        """
+        if self._held + size > self._most:
+            self._metrics.rejected(Rejection.BODIES_FULL)
+            raise _full()
+        self._change(size)
+
+    def give(self, size: int) -> None:
+        """So many bytes less."""
+        self._change(-size)
+
+    def _change(self, size: int) -> None:
+        self._held += size
+        self._metrics.body_bytes_are(self._held)
+
+
+class Reservation:
+    """What one request holds; given back at the end of the context."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self._size = 0
+
+    def reach(self, size: int) -> None:
+        """The body has so many bytes by now. What its head promises does not count: promises cost nothing.
+
+        Raises:
+            ClientError: as `BodyBudget.take`.
+        """
+        self._budget.take(size - self._size)
+        self._size = size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._budget.give(self._size)
+        self._size = 0
+
+
+def _full() -> ClientError:
+    return ClientError(
+        429,
+        "The requests that are here take up all the room there is for them: try again later.",
+        kind="rate_limit_error",
+        code=Rejection.BODIES_FULL,
+        # What is left of the body would otherwise be read as the next request.
+        headers=(("retry-after", "1"), ("connection", "close")),
+    )

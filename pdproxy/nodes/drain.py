@@ -5,13 +5,13 @@ import enum
 import logging
 
 from pdproxy.clock import Clock
+from pdproxy.nodes.health_check import first_of
 from pdproxy.nodes.pool import Pool, UnknownNode
-from pdproxy.nodes.race import first_of
 
 _LOG = logging.getLogger(__name__)
 
 
-class After(enum.Enum):
+class AfterDrain(enum.Enum):
     """What becomes of a node that was seen out."""
 
     KEEP = "keep"
@@ -32,7 +32,7 @@ class Drainer:
         self._grace = grace
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def start(self, name: str, seconds: float, after: After) -> None:
+    def start(self, name: str, seconds: float, after: AfterDrain) -> None:
         """No new requests from now on; at the latest in ``seconds``, running ones are told to leave.
 
         A drain that is under way is replaced.
@@ -59,7 +59,7 @@ class Drainer:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _see_out(self, name: str, seconds: float, after: After) -> None:
+    async def _see_out(self, name: str, seconds: float, after: AfterDrain) -> None:
         try:
             idle, leaving = self._pool.idle(name), self._pool.leaving(name)
             await first_of(idle.wait(), self._clock.sleep(seconds))
@@ -69,7 +69,7 @@ class Drainer:
                 await first_of(idle.wait(), self._clock.sleep(self._grace))
         except UnknownNode:
             return
-        if after is After.REMOVE:
+        if after is AfterDrain.REMOVE:
             self._pool.remove(name)
 
     def _forget(self, name: str, task: asyncio.Task[None]) -> None:

@@ -8,8 +8,8 @@ looks like, so it is always said.
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from pdproxy.nodes.facts import WHOLE, Facts
-from pdproxy.nodes.judge import Finding, block_size_advice
+from pdproxy.nodes.compatibility import Incompatibility, block_size_advice
+from pdproxy.nodes.node_info import WHOLE, NodeInfo
 
 ADVICE: Mapping[str, str] = MappingProxyType(
     {
@@ -44,45 +44,47 @@ ADVICE: Mapping[str, str] = MappingProxyType(
 _BLOCK_SIZES = "block_sizes"
 
 
-def unpaired(facts: Facts, others: Iterable[Facts]) -> tuple[Finding, ...]:
+def unpaired(info: NodeInfo, others: Iterable[NodeInfo]) -> tuple[Incompatibility, ...]:
     """Why a node exchanges no tickets though nodes of the other role serve its model: empty where it does, or where
     there are none.
 
     It is compared with the nearest of them: the one that differs in the fewest parts.
     """
-    partners = [other for other in others if _could_pair(facts, other)]
-    mine = facts.cohort()
+    partners = [other for other in others if _could_pair(info, other)]
+    mine = info.cohort()
     if not partners or any("" in (mine, other.cohort()) or mine == other.cohort() for other in partners):
         return ()
-    return min((differences(facts, other) for other in partners), key=len)
+    return min((differences(info, other) for other in partners), key=len)
 
 
-def differences(facts: Facts, other: Facts) -> tuple[Finding, ...]:
+def differences(info: NodeInfo, other: NodeInfo) -> tuple[Incompatibility, ...]:
     """One finding for each part that differs, with what to do about it; those that are known first."""
-    mine, theirs = _parts(facts), _parts(other)
+    mine, theirs = _parts(info), _parts(other)
     unlike = [part for part in mine.keys() | theirs.keys() if mine.get(part) != theirs.get(part)]
     known = list(ADVICE)
     unlike.sort(key=lambda part: (known.index(part) if part in ADVICE else len(known), part))
-    return tuple(_finding(part, facts, other, mine, theirs) for part in unlike)
+    return tuple(_finding(part, info, other, mine, theirs) for part in unlike)
 
 
-def _finding(part: str, facts: Facts, other: Facts, mine: Mapping[str, str], theirs: Mapping[str, str]) -> Finding:
+def _finding(
+    part: str, info: NodeInfo, other: NodeInfo, mine: Mapping[str, str], theirs: Mapping[str, str]
+) -> Incompatibility:
     values = f"{mine.get(part, 'not told')} here, {theirs.get(part, 'not told')} on {other.node.name}"
-    advice = block_size_advice(facts, other) if part == _BLOCK_SIZES else ""
+    advice = block_size_advice(info, other) if part == _BLOCK_SIZES else ""
     advice = advice or ADVICE.get(part, "")
-    return Finding(part, f"{values}: {advice}" if advice else values)
+    return Incompatibility(part, f"{values}: {advice}" if advice else values)
 
 
-def _parts(facts: Facts) -> dict[str, str]:
+def _parts(info: NodeInfo) -> dict[str, str]:
     """What makes a cohort; the digest of it all only where it is not explained by parts."""
     versions = {
-        "vllm_version": facts.labels.get("vllm_version", facts.version),
-        "connector_version": facts.labels.get("connector_version", "none"),
+        "vllm_version": info.labels.get("vllm_version", info.version),
+        "connector_version": info.labels.get("connector_version", "none"),
     }
-    parts = {part: value for part, value in facts.fingerprint.items() if part != WHOLE}
+    parts = {part: value for part, value in info.fingerprint.items() if part != WHOLE}
     return versions | (parts or {"fingerprint": "none"})
 
 
-def _could_pair(facts: Facts, other: Facts) -> bool:
-    mine, theirs = facts.joined(), other.joined()
+def _could_pair(info: NodeInfo, other: NodeInfo) -> bool:
+    mine, theirs = info.joined(), other.joined()
     return mine.role is not theirs.role and mine.model != "" and theirs.model == mine.model

@@ -3,10 +3,10 @@
 import logging
 
 from pdproxy.errors import NodeFault
-from pdproxy.nodes.facts import Facts
+from pdproxy.nodes.compatibility import Compatibility, check_compatibility
 from pdproxy.nodes.fingerprints import unpaired
-from pdproxy.nodes.judge import Verdict, judge
 from pdproxy.nodes.node import Node, State
+from pdproxy.nodes.node_info import NodeInfo
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import Preflight
 from pdproxy.nodes.proof import Introduction
@@ -37,7 +37,7 @@ class Joiner:
         self._preflight = preflight
         self._introduction = introduction
         self._outages = outages
-        self._accepted: dict[str, Facts] = {}
+        self._accepted: dict[str, NodeInfo] = {}
         self._looks: dict[str, int] = {}
 
     async def attempt(self, name: str) -> None:
@@ -48,7 +48,7 @@ class Joiner:
         """
         node = self._pool.configured(name)
         try:
-            facts = await self._preflight.inspect(node)
+            info = await self._preflight.inspect(node)
         except NodeFault as fault:
             self._pool.waiting(name, f"{what(fault)}: {reason(fault)}")
             if self._outages and self._has(node):
@@ -56,52 +56,52 @@ class Joiner:
             return
         if self._outages:
             self._outages.answered(node)
-        if not self._has(node) or self._is_early(facts):
+        if not self._has(node) or self._is_early(info):
             return
-        verdict = judge(facts, self._others(name))
+        verdict = check_compatibility(info, self._others(name))
         if verdict.refusals:
             self._refuse(name, verdict)
             return
-        await self._admit(facts, verdict)
+        await self._admit(info, verdict)
 
-    def _others(self, name: str) -> list[Facts]:
+    def _others(self, name: str) -> list[NodeInfo]:
         """The facts of the other accepted nodes that are still there."""
         there = {view.node.name for view in self._pool.snapshot().nodes}
-        self._accepted = {key: facts for key, facts in self._accepted.items() if key in there}
-        return [facts for key, facts in self._accepted.items() if key != name]
+        self._accepted = {key: info for key, info in self._accepted.items() if key in there}
+        return [info for key, info in self._accepted.items() if key != name]
 
-    def _refuse(self, name: str, verdict: Verdict) -> None:
+    def _refuse(self, name: str, verdict: Compatibility) -> None:
         reason = "; ".join(map(str, verdict.refusals))
         self._accepted.pop(name, None)
         if self._pool.view(name).reason != reason:
             _LOG.error("node %s is refused: %s", name, reason)
         self._pool.refuse(name, reason)
 
-    async def _admit(self, facts: Facts, verdict: Verdict) -> None:
+    async def _admit(self, info: NodeInfo, verdict: Compatibility) -> None:
         """Accepted before its introduction: two nodes that join at the same time are judged against each other."""
-        node = facts.joined()
-        self._accepted[node.name] = facts
+        node = info.joined()
+        self._accepted[node.name] = info
         if self._introduction is not None:
             await self._introduction.join(node)
-        if self._has(facts.node):
+        if self._has(info.node):
             self._pool.admit(node)
             _LOG.info("node %s serves %s as %s node", node.name, node.model or "any model", node.role)
-            self._log_findings(facts, verdict)
+            self._log_findings(info, verdict)
 
-    def _log_findings(self, facts: Facts, verdict: Verdict) -> None:
+    def _log_findings(self, info: NodeInfo, verdict: Compatibility) -> None:
         for warning in verdict.warnings:
-            _LOG.warning("node %s: %s", facts.node.name, warning)
-        for difference in unpaired(facts, self._others(facts.node.name)):
-            _LOG.warning("node %s exchanges no tickets: %s", facts.node.name, difference)
+            _LOG.warning("node %s: %s", info.node.name, warning)
+        for difference in unpaired(info, self._others(info.node.name)):
+            _LOG.warning("node %s exchanges no tickets: %s", info.node.name, difference)
 
-    def _is_early(self, facts: Facts) -> bool:
+    def _is_early(self, info: NodeInfo) -> bool:
         """Whether the engine has not told yet what its connector publishes once it steps for the first time.
 
         Its fingerprint is part of that: a node admitted without it would be of a cohort of its own.
         """
-        name = facts.node.name
+        name = info.node.name
         self._looks[name] = self._looks.get(name, 0) + 1
-        if facts.labels and facts.capacity is None and self._looks[name] < MOST_LOOKS:
+        if info.labels and info.capacity is None and self._looks[name] < MOST_LOOKS:
             if self._pool.view(name).state is not State.JOINING:
                 self._pool.rejoin(name)  # it restarted, and what is known of it may be another one's
             self._pool.waiting(name, "its engine has not told yet what its cache holds")

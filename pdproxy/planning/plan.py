@@ -1,28 +1,117 @@
 """Which nodes a request goes to, and whether to disaggregate at all: pure, decided from a snapshot before any I/O."""
 
+import dataclasses
 import enum
 from collections.abc import Iterable
 
+from pdproxy.errors import PdproxyError
 from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot
-from pdproxy.planning.needs import Lack, Needs, NoNode, Plan, PlanPolicy, Reason, UnknownModel, Without
-
-__all__ = [
-    "Lack",
-    "Needs",
-    "NoNode",
-    "Plan",
-    "PlanPolicy",
-    "Reason",
-    "UnknownModel",
-    "Without",
-    "choose",
-    "known",
-    "models",
-    "plan",
-]
 
 
-def plan(snapshot: Snapshot, needs: Needs, policy: PlanPolicy, turn: int) -> Plan:
+class NoNodeReason(enum.StrEnum):
+    """Why no plan could be made."""
+
+    NO_DECODE = "no_decode"
+    """No decode node for the model takes requests now (down, draining, joining, refused, on trial)."""
+    NO_PREFILL = "no_prefill"
+    """No prefill node takes requests now, and the policy forbids to do without."""
+    EXCLUDED = "excluded"
+    """There are nodes that take requests, but all were excluded (tried already)."""
+    NO_PAIR = "no_pair"
+    """Prefill and decode nodes there are, but none of one cohort, and the policy forbids to do without prefill."""
+    BARRED_PAIR = "barred_pair"
+    """The same, of pairs that failed the known-answer test."""
+
+
+class NoNode(PdproxyError):
+    """No plan can be made now; it may be possible later."""
+
+    def __init__(self, reason: NoNodeReason, model: str) -> None:
+        super().__init__(f"no node for {model!r}: {reason}")
+        self.reason = reason
+        self.model = model
+
+
+class UnknownModel(PdproxyError):
+    """No node, in whatever state, serves this model.
+
+    Attributes:
+        model: what the client asked for.
+        known: what it could have asked for.
+    """
+
+    def __init__(self, model: str, known: tuple[str, ...]) -> None:
+        super().__init__(f"no node serves {model!r}")
+        self.model = model
+        self.known = known
+
+
+class WithoutPrefill(enum.StrEnum):
+    """What to do when no prefill node can be had."""
+
+    LOCAL = "local"
+    """The decode node computes the prompt itself."""
+    FAIL = "fail"
+
+
+class PlanReason(enum.StrEnum):
+    """Why the plan is what it is (or it is `PlanInput.local`)."""
+
+    DISAGGREGATED = "disaggregated"
+    SHORT_PROMPT = "short_prompt"
+    NO_PREFILL = "no_prefill"
+    NO_PAIR = "no_pair"
+    BARRED_PAIR = "barred_pair"
+    """There are pairs of one cohort, and all of them failed the known-answer test."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanPolicy:
+    """The operator's choices.
+
+    Attributes:
+        without_prefill: when no prefill node can be had.
+        local_below_tokens: prompts known to be shorter are computed on the decode node; 0 for none.
+    """
+
+    without_prefill: WithoutPrefill = WithoutPrefill.LOCAL
+    local_below_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanInput:
+    """What a request asks of a plan.
+
+    Attributes:
+        model: as the client named it.
+        local: why it cannot be disaggregated, in one of the words of an enumeration; None when it can.
+        excluded: names of nodes that must not be used (they failed this request).
+        decode: the decode node to keep if it still takes requests (affinity).
+        cohort: the decode node must pair with it (a ticket is at hand); "" for any.
+        prefill: the name of the prefill node whose ticket is at hand: the decode node may not be barred from it; "" for
+            none.
+        prompt_tokens: how long the prompt is, where known.
+    """
+
+    model: str
+    local: enum.StrEnum | None = None
+    excluded: frozenset[str] = frozenset()
+    decode: str | None = None
+    cohort: str = ""
+    prefill: str = ""
+    prompt_tokens: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """Where a request goes. ``prefill`` is None when the decode node computes everything; ``reason`` says why."""
+
+    prefill: Node | None
+    decode: Node
+    reason: enum.StrEnum
+
+
+def plan(snapshot: Snapshot, needs: PlanInput, policy: PlanPolicy, turn: int) -> Plan:
     """The least loaded pair that may work together.
 
     Args:
@@ -39,19 +128,21 @@ def plan(snapshot: Snapshot, needs: Needs, policy: PlanPolicy, turn: int) -> Pla
     prefills = _candidates(snapshot, Role.PREFILL, needs)
     decodes = _kept(_candidates(snapshot, Role.DECODE, needs), needs.decode)
     if not decodes:
-        raise NoNode(_lack(snapshot, Role.DECODE, needs, Lack.NO_DECODE), needs.model)
+        raise NoNode(_lack(snapshot, Role.DECODE, needs, NoNodeReason.NO_DECODE), needs.model)
     pair = _pair(prefills, decodes, snapshot.bars, turn)
     if pair is not None:
-        return Plan(pair[0], pair[1], Reason.DISAGGREGATED)
+        return Plan(pair[0], pair[1], PlanReason.DISAGGREGATED)
     barred = bool(snapshot.bars) and _pair(prefills, decodes, Bars(), turn) is not None
-    if policy.without_prefill is Without.FAIL:
-        unpaired = Lack.BARRED_PAIR if barred else Lack.NO_PAIR
-        raise NoNode(unpaired if prefills else _lack(snapshot, Role.PREFILL, needs, Lack.NO_PREFILL), needs.model)
-    unpaired_because = Reason.BARRED_PAIR if barred else Reason.NO_PAIR
-    return Plan(None, _least(decodes, turn).node, unpaired_because if prefills else Reason.NO_PREFILL)
+    if policy.without_prefill is WithoutPrefill.FAIL:
+        unpaired = NoNodeReason.BARRED_PAIR if barred else NoNodeReason.NO_PAIR
+        raise NoNode(
+            unpaired if prefills else _lack(snapshot, Role.PREFILL, needs, NoNodeReason.NO_PREFILL), needs.model
+        )
+    unpaired_because = PlanReason.BARRED_PAIR if barred else PlanReason.NO_PAIR
+    return Plan(None, _least(decodes, turn).node, unpaired_because if prefills else PlanReason.NO_PREFILL)
 
 
-def choose(snapshot: Snapshot, role: Role, needs: Needs, turn: int) -> Node:
+def choose(snapshot: Snapshot, role: Role, needs: PlanInput, turn: int) -> Node:
     """The least loaded node of one role: another decode node for the same ticket, another prefill node for a decode.
 
     Raises:
@@ -61,7 +152,7 @@ def choose(snapshot: Snapshot, role: Role, needs: Needs, turn: int) -> Node:
     known(snapshot, needs.model)
     views = _candidates(snapshot, role, needs)
     if not views:
-        missing = Lack.NO_DECODE if role is Role.DECODE else Lack.NO_PREFILL
+        missing = NoNodeReason.NO_DECODE if role is Role.DECODE else NoNodeReason.NO_PREFILL
         raise NoNode(_lack(snapshot, role, needs, missing), needs.model)
     kept = _kept(views, needs.decode) if role is Role.DECODE else views
     return _least(kept, turn).node
@@ -84,15 +175,15 @@ def models(snapshot: Snapshot) -> tuple[str, ...]:
     return tuple(sorted({name for node in decodes for name in (node.model, *node.aliases) if name}))
 
 
-def _why_local(needs: Needs, policy: PlanPolicy) -> enum.StrEnum | None:
+def _why_local(needs: PlanInput, policy: PlanPolicy) -> enum.StrEnum | None:
     if needs.local is not None:
         return needs.local
     if needs.prompt_tokens is not None and needs.prompt_tokens < policy.local_below_tokens:
-        return Reason.SHORT_PROMPT
+        return PlanReason.SHORT_PROMPT
     return None
 
 
-def _serving(snapshot: Snapshot, role: Role, needs: Needs) -> Iterable[NodeView]:
+def _serving(snapshot: Snapshot, role: Role, needs: PlanInput) -> Iterable[NodeView]:
     return (
         view
         for view in snapshot.nodes
@@ -104,12 +195,12 @@ def _serving(snapshot: Snapshot, role: Role, needs: Needs) -> Iterable[NodeView]
     )
 
 
-def _candidates(snapshot: Snapshot, role: Role, needs: Needs) -> list[NodeView]:
+def _candidates(snapshot: Snapshot, role: Role, needs: PlanInput) -> list[NodeView]:
     return [view for view in _serving(snapshot, role, needs) if view.node.name not in needs.excluded]
 
 
-def _lack(snapshot: Snapshot, role: Role, needs: Needs, otherwise: Lack) -> Lack:
-    return Lack.EXCLUDED if any(True for _ in _serving(snapshot, role, needs)) else otherwise
+def _lack(snapshot: Snapshot, role: Role, needs: PlanInput, otherwise: NoNodeReason) -> NoNodeReason:
+    return NoNodeReason.EXCLUDED if any(True for _ in _serving(snapshot, role, needs)) else otherwise
 
 
 def _kept(views: list[NodeView], name: str | None) -> list[NodeView]:

@@ -1,4 +1,6 @@
-"""uvicorn's HTTP/1.1 protocol with bounds that it lacks, and without what it lets pass.
+"""Heads that two readers could understand in two ways. Pure.
+
+uvicorn's HTTP/1.1 protocol with bounds that it lacks, and without what it lets pass.
 
 Bounded are the size of a request's head, the time that it may take, what comes with a body that is none of it (chunk
 extensions, trailers), what follows an answer that did not wait for the body, and the time that a client may take
@@ -17,16 +19,47 @@ import asyncio
 import dataclasses
 import enum
 import typing
+from collections.abc import Sequence
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pdproxy.errors import ClientError, PdproxyError
-from pdproxy.server.framing import ambiguous, head_again
-from pdproxy.server.outlet import Outlet
-from pdproxy.server.straight import straight
-from pdproxy.server.unchunked import unchunked
+from pdproxy.server.response_writer import ResponseWriter, direct_write, unchunked
 from pdproxy.sink import EXTENSION
+
+FRAMING = (b"content-length", b"transfer-encoding")
+
+
+def ambiguous(method: bytes, version: str, headers: Sequence[tuple[bytes, bytes]]) -> str:
+    """Why somebody else on the way may have understood a head differently; "" where nobody can have.
+
+    Args:
+        method: in upper case.
+        version: of HTTP, such as "1.1".
+        headers: names in lower case.
+    """
+    hosts, codings = 0, []
+    for name, value in headers:
+        if name == b"host":
+            hosts += 1
+        elif name == b"transfer-encoding":
+            codings.append(value.strip().lower())
+    if method == b"CONNECT":
+        return "There are no tunnels here."
+    if version not in ("1.0", "1.1"):
+        return f"HTTP/{version} is not served here. Send HTTP/1.1."
+    if hosts > 1 or (hosts == 0 and version == "1.1"):
+        return "Send one Host header, and no more."
+    if codings and (codings != [b"chunked"] or version == "1.0"):
+        return "The only Transfer-Encoding that is served here is chunked, with HTTP/1.1."
+    return ""
+
+
+def head_again(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """A head that says of the body what ``headers`` say, and nothing else."""
+    fields = (b"%b: %b\r\n" % field for field in headers if field[0] in FRAMING)
+    return b"POST / HTTP/1.1\r\nhost: x\r\n%b\r\n" % b"".join(fields)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +82,7 @@ class RefusedHeadError(PdproxyError):
     """A complete head that is too long or ambiguous; answered already."""
 
 
-class Stage(enum.Enum):
+class ReceiveState(enum.Enum):
     """Of what the client sends."""
 
     BETWEEN = "between"
@@ -65,8 +98,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._outlet = self.transport = Outlet(transport, self._sends, self.limits.taking_seconds)
-        self._stage = Stage.BETWEEN
+        self._writer = self.transport = ResponseWriter(transport, self._sends, self.limits.taking_seconds)
+        self._stage = ReceiveState.BETWEEN
         self._came = 0
         """Bytes since the last that were a request's, or its body's."""
         self._refused = self._again = False
@@ -76,7 +109,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._in_time()
         self._unset_keepalive_if_required()
-        self._outlet.lost()
+        self._writer.lost()
         self._withdraw_sink()
         super().connection_lost(exc)
 
@@ -85,7 +118,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self._unset_keepalive_if_required()
         self._came += len(data)
-        if self._stage is Stage.BETWEEN and self._late is None:
+        if self._stage is ReceiveState.BETWEEN and self._late is None:
             self._hurry(self._too_late)
         self._parse(data)
         # The piece that ends the head may hold a body as well: only a head that is still open has outgrown its limit.
@@ -96,7 +129,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._again:
             return
         super().on_message_begin()
-        self._stage = Stage.HEAD
+        self._stage = ReceiveState.HEAD
         if self._late is None:
             self._hurry(self._too_late)
 
@@ -105,7 +138,7 @@ class GuardedProtocol(HttpToolsProtocol):
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._stage is Stage.HEAD:
+        if self._stage is ReceiveState.HEAD:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -125,8 +158,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if version == "1.0":
             unchunked(self.cycle)
         else:
-            self.scope["extensions"] = {EXTENSION: {"sink": straight(self.cycle, self._outlet)}}
-        self._stage, self._came = Stage.BODY, 0
+            self.scope["extensions"] = {EXTENSION: {"sink": direct_write(self.cycle, self._writer)}}
+        self._stage, self._came = ReceiveState.BODY, 0
 
     def on_body(self, body: bytes) -> None:
         self._came = 0
@@ -135,7 +168,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return  # httptools sees no body where an upgrade is wished for
-        self._stage, self._came = Stage.BETWEEN, 0
+        self._stage, self._came = ReceiveState.BETWEEN, 0
         super().on_message_complete()
         if self.cycle.response_complete:
             self._in_time()
@@ -146,15 +179,15 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._withdraw_sink()
-        if self._stage is Stage.BODY and not self.transport.is_closing():
+        if self._stage is ReceiveState.BODY and not self.transport.is_closing():
             self._hurry(self.transport.close)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._outlet.waits()
+        self._writer.waits()
 
     def resume_writing(self) -> None:
-        self._outlet.goes_on()
+        self._writer.goes_on()
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
@@ -193,7 +226,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _sends(self) -> bool:
         """The client is not done: more of a request may come, or something that was refused."""
-        return self._refused or self._stage is not Stage.BETWEEN
+        return self._refused or self._stage is not ReceiveState.BETWEEN
 
     def _answering(self) -> bool:
         """A request is here as a whole, and its answer not out yet."""
@@ -202,14 +235,14 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _too_late(self) -> None:
         self._late = None
-        if self._stage is Stage.HEAD:
+        if self._stage is ReceiveState.HEAD:
             self._refuse(408, f"The headers did not arrive within {self.limits.head_seconds:g} s.", "headers_timeout")
         elif not self._answering():
             self.transport.close()
 
     def _refuse_size(self) -> None:
         most = self.limits.head_bytes
-        if self._stage is Stage.BODY:
+        if self._stage is ReceiveState.BODY:
             self._refuse(400, f"More than {most} bytes came that are no body.", "framing_too_large")
         else:
             self._refuse(431, f"The request's headers are longer than {most} bytes.", "headers_too_large")

@@ -5,7 +5,7 @@
 
 from pdproxy.settings.choices import (
     Credential,
-    Finding,
+    DiscoveryKind,
     FirstHandOver,
     LogFormat,
     LogLevel,
@@ -33,7 +33,7 @@ __all__ = [
     "Credential",
     "Deadlines",
     "Discovery",
-    "Finding",
+    "DiscoveryKind",
     "FirstHandOver",
     "Health",
     "Keys",

@@ -75,7 +75,7 @@ class NodeRole(Choice):
     DECODE = "decode"
 
 
-class Finding(Choice):
+class DiscoveryKind(Choice):
     """Where the nodes of a role come from, besides ``nodes``."""
 
     STATIC = "static"

@@ -10,7 +10,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from pdproxy.settings.choices import (
     Credential,
-    Finding,
+    DiscoveryKind,
     FirstHandOver,
     LogFormat,
     LogLevel,
@@ -90,9 +90,9 @@ class NodeEntry(Section):
 class Discovery(Section):
     """Where nodes come from, besides `nodes`. They join through the preflight and leave by draining."""
 
-    prefill: Finding = Finding.STATIC
+    prefill: DiscoveryKind = DiscoveryKind.STATIC
     """How prefill nodes are found."""
-    decode: Finding = Finding.STATIC
+    decode: DiscoveryKind = DiscoveryKind.STATIC
     """How decode nodes are found."""
     scheme: Scheme = Scheme.HTTP
     """How nodes found by `dns` and `kubernetes` are spoken to."""
@@ -122,12 +122,16 @@ class Discovery(Section):
     @property
     def wanted(self) -> bool:
         """Whether any nodes are to be found."""
-        return {self.prefill, self.decode} != {Finding.STATIC}
+        return {self.prefill, self.decode} != {DiscoveryKind.STATIC}
 
     @model_validator(mode="after")
     def _what_is_looked_for(self) -> Self:
         for role, kind in (("prefill", self.prefill), ("decode", self.decode)):
-            needs = {Finding.FILE: "file", Finding.DNS: f"{role}_name", Finding.KUBERNETES: f"{role}_selector"}
+            needs = {
+                DiscoveryKind.FILE: "file",
+                DiscoveryKind.DNS: f"{role}_name",
+                DiscoveryKind.KUBERNETES: f"{role}_selector",
+            }
             if kind in needs and not getattr(self, needs[kind]):
                 raise ValueError(f"discovery.{role} is {kind}: that needs discovery.{needs[kind]}.")
         return self

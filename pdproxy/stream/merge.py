@@ -6,7 +6,7 @@ Choice indices count through: prompt i's choice j becomes ``i * n + j`` (vLLM 0.
 from collections.abc import Sequence
 
 from pdproxy.request import Json
-from pdproxy.stream.chunk import data_event, parse_object
+from pdproxy.stream.chunks import data_event, parse_object
 from pdproxy.stream.sse import SseParser
 
 DONE = b"[DONE]"

@@ -8,11 +8,10 @@ import re
 
 from pdproxy.errors import Fault, NodeFault, PdproxyError
 from pdproxy.request import Addition, Continuation, Endpoint, Shape
-from pdproxy.stream.chunk import Choice, Chunk, data_event, parse_object
-from pdproxy.stream.plain import plain
+from pdproxy.stream.choice_state import ChoiceState, Diverged
+from pdproxy.stream.chunks import Choice, Chunk, data_event, fast_path, parse_object
+from pdproxy.stream.rewrite_usage import rewrite_event, rewrite_usage
 from pdproxy.stream.sse import Event
-from pdproxy.stream.told import Diverged, Told
-from pdproxy.stream.usage import true_event, true_usage
 
 DONE = b"[DONE]"
 _IDS = re.compile(rb'("(?:prompt_)?token_ids":)\s*\[[\d,\s]*\]')
@@ -49,7 +48,7 @@ class Transcript:
         """Generated text, ids or events reached the client."""
         self.ended = False
         """The stream's own end was seen; a body that ends without it was cut."""
-        self.choices: dict[int, Told] = {}
+        self.choices: dict[int, ChoiceState] = {}
         self._broken_by = shape.final_because
         self._strips = Addition.TOKEN_IDS in shape.additions
         self._finishes = 0
@@ -90,7 +89,7 @@ class Transcript:
         """As `take`, if these bytes are one of the events that nearly all are; else None, and nothing has happened."""
         if not self.started or self._again or not self._strips or self.ended:
             return None
-        said = plain(raw)
+        said = fast_path(raw)
         if said is None:
             return None
         told = self.choices.get(said.choice) or self._told(said.choice)
@@ -107,7 +106,7 @@ class Transcript:
             raise NotContinuable(self._broken_by)
         if self.prompt_token_ids is None:
             raise NotContinuable("no_token_ids")
-        told = self.choices.get(0, Told())
+        told = self.choices.get(0, ChoiceState())
         count, known = told.boundary()
         if count < len(told.tokens) and told.detailed:
             raise NotContinuable("token_details")
@@ -142,7 +141,7 @@ class Transcript:
         self.ended = self.ended or event.name in ENDS
         if event.name == b"message_delta" and _STOPPED.search(data):
             self._finishes = self.shape.choices
-        return true_event(self.endpoint, event, data, self.cached_tokens)
+        return rewrite_event(self.endpoint, event, data, self.cached_tokens)
 
     def _take_chunk(self, event: Event, data: bytes) -> bytes:
         seen = self.take_plain(event.raw)
@@ -153,12 +152,12 @@ class Transcript:
         if not self.started:
             self._begin(Chunk(self.endpoint, parse_object(data)))
         self._finishes += data.count(_FINISH)
-        return true_event(self.endpoint, event, data, self.cached_tokens)
+        return rewrite_event(self.endpoint, event, data, self.cached_tokens)
 
-    def _told(self, choice: int) -> Told:
+    def _told(self, choice: int) -> ChoiceState:
         told = self.choices.get(choice)
         if told is None:
-            told = self.choices[choice] = Told(self.shape.held_back)
+            told = self.choices[choice] = ChoiceState(self.shape.held_back)
         return told
 
     def _begin(self, chunk: Chunk) -> None:
@@ -174,7 +173,7 @@ class Transcript:
             return self._rewritten(chunk, self._first, any(visible))
         if chunk.empty and self._strips:
             return b""  # sent only because of the ids that we asked for
-        fixed = true_event(self.endpoint, event, event.data or b"", self.cached_tokens)
+        fixed = rewrite_event(self.endpoint, event, event.data or b"", self.cached_tokens)
         return _IDS.sub(rb"\1null", fixed) if self._strips else fixed
 
     def _hear(self, choice: Choice) -> bool:
@@ -196,13 +195,13 @@ class Transcript:
         lost = "no_token_ids" if choice.text and choice.token_ids is None else None
         self._broken_by = self._broken_by or choice.parsed or lost
 
-    def _new_text(self, told: Told, text: str, ids: list[int]) -> str:
+    def _new_text(self, told: ChoiceState, text: str, ids: list[int]) -> str:
         try:
             return told.hear(text, ids)
         except Diverged as error:
             raise NotContinuable("diverged") from error
 
-    def _finish(self, told: Told, finish: str | None) -> None:
+    def _finish(self, told: ChoiceState, finish: str | None) -> None:
         if finish is None:
             return
         if not told.settled():
@@ -229,7 +228,7 @@ class Transcript:
             prompt, completion = len(self.prompt_token_ids), self.completion_tokens
             usage |= {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
         if final and self.cached_tokens is not None:
-            usage = true_usage(self.endpoint, usage, self.cached_tokens)
+            usage = rewrite_usage(self.endpoint, usage, self.cached_tokens)
         return usage
 
 

@@ -8,7 +8,7 @@ What can reach us from below, and what it means:
                         OSError (refused, unreachable, name not found, TLS, time out)  → REFUSED
                         UnicodeError (a host name that IDNA cannot encode)             → REFUSED
     while exchanging    OSError, or the end of the connection                          → RESET
-                        httptools' errors, `Garbage`: what came is not HTTP            → RESET
+                        httptools' errors, `ProtocolError`: what came is not HTTP            → RESET
 """
 
 import errno
@@ -23,20 +23,20 @@ from pdproxy.errors import Fault, NodeFault
 CONNECTING: tuple[type[Exception], ...] = (OSError, UnicodeError)
 """What `create_connection` raises: `TimeoutError`, `socket.gaierror` and `ssl.SSLError` are OSErrors."""
 
-_OUR_LACK = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 """Of open files or memory: no node would be reached."""
 
 PARSING: tuple[type[Exception], ...] = (httptools.HttpParserError, httptools.HttpParserUpgrade)
 """What `feed_data` raises."""
 
 
-class Garbage(Exception):
+class ProtocolError(Exception):
     """What came on a connection is not an HTTP/1.1 answer that we accept."""
 
 
 def while_connecting(error: Exception, where: str) -> NodeFault:
     """A connection that never stood: nothing of the request reached the node. Our own lack is no fault of the node."""
-    ours = isinstance(error, OSError) and error.errno in _OUR_LACK
+    ours = isinstance(error, OSError) and error.errno in _OWN_LIMITS
     return NodeFault(Fault.BUSY if ours else Fault.REFUSED, f"{where}: {_words(error)}")
 
 
@@ -45,12 +45,12 @@ def while_exchanging(error: Exception | None, where: str) -> NodeFault:
     return NodeFault(Fault.RESET, f"{where}: {_words(error) if error else 'closed before the answer ended'}")
 
 
-def out_of_patience(fault: Fault, seconds: float, where: str) -> NodeFault:
+def timeout_fault(fault: Fault, seconds: float, where: str) -> NodeFault:
     """Nothing came for too long: HEADERS_TIMEOUT or STALL."""
     return NodeFault(fault, f"{where}: nothing came for {seconds:g} s")
 
 
-def out_of_time(fault: Fault, where: str) -> NodeFault:
+def deadline_fault(fault: Fault, where: str) -> NodeFault:
     """An answer that has not ended when the exchange must have, however lively it is."""
     return NodeFault(fault, f"{where}: the answer did not end in time")
 

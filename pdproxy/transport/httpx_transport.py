@@ -29,13 +29,13 @@ from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Headers
 from pdproxy.sink import Sink
 from pdproxy.transport.faults import (
-    out_of_patience,
-    out_of_time,
+    deadline_fault,
+    timeout_fault,
     while_connecting,
     while_exchanging,
 )
-from pdproxy.transport.port import Incoming, Outgoing, Patience
-from pdproxy.transport.wire import Target, fields_of, head_of, target_of
+from pdproxy.transport.h1_messages import Target, fields_of, request_head, target_of
+from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
 
 ERRORS: tuple[type[Exception], ...] = (httpx.HTTPError, httpx.InvalidURL, httpx.CookieConflict, httpx.StreamError)
 """The roots of httpx's exceptions."""
@@ -59,7 +59,7 @@ class HttpxTransport:
         """How many connections are open, or being opened."""
         return len(self._open)
 
-    async def send(self, request: Outgoing, patience: Patience) -> Incoming:
+    async def send(self, request: HttpRequest, timeouts: Timeouts) -> HttpResponse:
         """See `port.Transport.send`.
 
         Raises:
@@ -67,9 +67,9 @@ class HttpxTransport:
             ValueError: the request cannot be written as HTTP: a line break in a header, not a URL.
         """
         target = target_of(request.url)
-        head_of(request, target)  # refuses what cannot be written
-        due = asyncio.get_running_loop().time() + patience.whole
-        phases = _Phases(patience, due)
+        request_head(request, target)  # refuses what cannot be written
+        due = asyncio.get_running_loop().time() + timeouts.whole
+        phases = _Phases(timeouts, due)
         connection = httpx.AsyncHTTPTransport(verify=self._ssl_context, trust_env=False)
         self._open.add(connection)
         try:
@@ -82,7 +82,7 @@ class HttpxTransport:
             if isinstance(error, _SENDING):
                 raise before_the_head(error, target.host) from error
             raise
-        return Received(response, patience, due, target.host, functools.partial(self._close, connection))
+        return Received(response, timeouts, due, target.host, functools.partial(self._close, connection))
 
     async def aclose(self) -> None:
         """Close every connection."""
@@ -98,38 +98,38 @@ class HttpxTransport:
 class _Phases:
     """Moves the end of the wait for a head: httpx limits each of its reads, and one that drips would have no end."""
 
-    def __init__(self, patience: Patience, due: float) -> None:
-        self.patience = patience
+    def __init__(self, timeouts: Timeouts, due: float) -> None:
+        self.timeouts = timeouts
         self.limit = asyncio.timeout_at(due)
         self._due = due
 
     async def trace(self, event: str, info: object) -> None:  # noqa: ARG002 - httpcore names it
         """What httpcore calls at each step."""
         if event in ("http11.send_request_headers.started", "http11.send_request_body.complete"):
-            self.limit.reschedule(min(asyncio.get_running_loop().time() + self.patience.headers, self._due))
+            self.limit.reschedule(min(asyncio.get_running_loop().time() + self.timeouts.headers, self._due))
 
     def fault(self, where: str) -> NodeFault:
         """That no head came in time."""
         if asyncio.get_running_loop().time() >= self._due:
-            return out_of_time(Fault.HEADERS_TIMEOUT, where)
-        return out_of_patience(Fault.HEADERS_TIMEOUT, self.patience.headers, where)
+            return deadline_fault(Fault.HEADERS_TIMEOUT, where)
+        return timeout_fault(Fault.HEADERS_TIMEOUT, self.timeouts.headers, where)
 
 
 class Received:
-    """An answer whose head is here; see `port.Incoming`."""
+    """An answer whose head is here; see `port.HttpResponse`."""
 
     def __init__(
         self,
         response: httpx.Response,
-        patience: Patience,
+        timeouts: Timeouts,
         due: float,
         where: str,
         close: Callable[[], Coroutine[None, None, None]],
     ) -> None:
         self._response = response
         self._pieces = response.aiter_raw()
-        self._stall = patience.stall
-        self._wait = patience.stall if patience.first is None else patience.first
+        self._stall = timeouts.stall
+        self._wait = timeouts.stall if timeouts.first is None else timeouts.first
         self._due = due
         self._where = where
         self._close = close
@@ -177,13 +177,13 @@ class Received:
 
     def _overdue(self) -> NodeFault:
         late = asyncio.get_running_loop().time() >= self._due
-        return out_of_time(Fault.STALL, self._where) if late else out_of_patience(Fault.STALL, self._wait, self._where)
+        return deadline_fault(Fault.STALL, self._where) if late else timeout_fault(Fault.STALL, self._wait, self._where)
 
     async def pipe_to(self, sink: Sink) -> None:
-        """See `port.Incoming.pipe_to`: returns at once, for nothing is in a hurry here."""
+        """See `port.HttpResponse.pipe_to`: returns at once, for nothing is in a hurry here."""
 
     async def read(self, limit: int) -> bytes:
-        """The whole body; see `port.Incoming.read`."""
+        """The whole body; see `port.HttpResponse.read`."""
         pieces: list[bytes] = []
         size = 0
         async for piece in self:
@@ -208,21 +208,21 @@ def before_the_head(error: Exception, where: str) -> NodeFault:
     if isinstance(error, httpx.PoolTimeout):
         return NodeFault(Fault.BUSY, f"{where}: no connection is free")
     if isinstance(error, httpx.TimeoutException):
-        return out_of_time(Fault.HEADERS_TIMEOUT, where)
+        return deadline_fault(Fault.HEADERS_TIMEOUT, where)
     return while_exchanging(_cause(error), where)
 
 
 def in_the_body(error: Exception, where: str) -> NodeFault:
     """The fault of an answer that did not come to its end."""
     if isinstance(error, httpx.TimeoutException):
-        return out_of_time(Fault.STALL, where)
+        return deadline_fault(Fault.STALL, where)
     return while_exchanging(_cause(error), where)
 
 
-def _request(request: Outgoing, target: Target, phases: _Phases) -> httpx.Request:
+def _request(request: HttpRequest, target: Target, phases: _Phases) -> httpx.Request:
     """As it is to be sent: httpx adds nothing to it."""
     headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in fields_of(request, target)]
-    timeout = {"connect": phases.patience.connect}
+    timeout = {"connect": phases.timeouts.connect}
     extensions = {"timeout": timeout, "trace": phases.trace, "target": target.path.encode("latin-1")}
     return httpx.Request(request.method, request.url, headers=headers, content=request.body, extensions=extensions)
 

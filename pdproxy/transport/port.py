@@ -14,7 +14,7 @@ from pdproxy.sink import Sink
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Patience:
+class Timeouts:
     """How long each phase of one exchange may take, in seconds.
 
     Attributes:
@@ -34,7 +34,7 @@ class Patience:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Outgoing:
+class HttpRequest:
     """One request to a node. ``url`` is absolute; ``headers`` without host, content-length and hop-by-hop ones."""
 
     method: str
@@ -43,7 +43,7 @@ class Outgoing:
     body: bytes = b""
 
 
-class Incoming(Protocol):
+class HttpResponse(Protocol):
     """A response whose head has arrived. Whoever holds it must `aclose` it, on every exit."""
 
     @property
@@ -84,7 +84,7 @@ class Incoming(Protocol):
 class Transport(Protocol):
     """Sends requests to nodes over pooled connections."""
 
-    async def send(self, request: Outgoing, patience: Patience) -> Incoming:
+    async def send(self, request: HttpRequest, timeouts: Timeouts) -> HttpResponse:
         """The response, as soon as its head is here. A cancelled call leaves no connection behind.
 
         A connection that the peer closed while idle is not a fault: the request goes out again on a fresh one

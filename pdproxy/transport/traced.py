@@ -9,7 +9,7 @@ from pdproxy.errors import NodeFault
 from pdproxy.observe.tracing import outward
 from pdproxy.request import Headers
 from pdproxy.sink import Sink
-from pdproxy.transport.port import Incoming, Outgoing, Patience, Transport
+from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transport
 
 
 class TracedTransport:
@@ -19,25 +19,25 @@ class TracedTransport:
         self._inner = inner
         self._tracer = tracer
 
-    async def send(self, request: Outgoing, patience: Patience) -> Incoming:
+    async def send(self, request: HttpRequest, timeouts: Timeouts) -> HttpResponse:
         """As the inner transport, under a client span that lasts until the answer is closed."""
         if not trace.get_current_span().get_span_context().is_valid:
-            return await self._inner.send(request, patience)
+            return await self._inner.send(request, timeouts)
         span = self._begin(request)
-        told = Outgoing(request.method, request.url, outward(request.headers, span), request.body)
+        told = HttpRequest(request.method, request.url, outward(request.headers, span), request.body)
         try:
-            incoming = await self._inner.send(told, patience)
+            response = await self._inner.send(told, timeouts)
         except BaseException as error:
             _end(span, error)
             raise
-        span.set_attribute("http.response.status_code", incoming.status)
-        return TracedIncoming(incoming, span)
+        span.set_attribute("http.response.status_code", response.status)
+        return TracedResponse(response, span)
 
     async def aclose(self) -> None:
         """Close the inner transport."""
         await self._inner.aclose()
 
-    def _begin(self, request: Outgoing) -> trace.Span:
+    def _begin(self, request: HttpRequest) -> trace.Span:
         parts = urlsplit(request.url)
         attributes: dict[str, str | int] = {
             "http.request.method": request.method,
@@ -48,10 +48,10 @@ class TracedTransport:
         return self._tracer.start_span(request.method, kind=trace.SpanKind.CLIENT, attributes=attributes)
 
 
-class TracedIncoming:
-    """See `port.Incoming`."""
+class TracedResponse:
+    """See `port.HttpResponse`."""
 
-    def __init__(self, inner: Incoming, span: trace.Span) -> None:
+    def __init__(self, inner: HttpResponse, span: trace.Span) -> None:
         self._inner = inner
         self._span = span
 

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator
 import uvicorn
 
 from pdproxy.admin.app import admin_app
-from pdproxy.admin.desk import Desk
-from pdproxy.server.ports import Port, bind
+from pdproxy.admin.context import AdminContext
+from pdproxy.server.server import Server, bind
 
 CHROMIUM = shutil.which("chromium")
 SECONDS = 300
@@ -25,11 +25,11 @@ _FLAGS = (
 
 
 @contextlib.asynccontextmanager
-async def served(desk: Desk) -> AsyncIterator[str]:
+async def served(desk: AdminContext) -> AsyncIterator[str]:
     """The operators' application on a free port; its address."""
     bound = bind("127.0.0.1", 0, "here")
     config = uvicorn.Config(admin_app(desk), log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=1)
-    port = Port(config, bound)
+    port = Server(config, bound)
     serving = asyncio.create_task(port.serve(sockets=[bound]))
     try:
         yield f"http://{port.address}"

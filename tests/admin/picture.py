@@ -5,12 +5,12 @@ import sys
 from pathlib import Path
 
 from tests.admin.browser import chromium, served
-from tests.admin.lively import Lively
+from tests.admin.sample_state import SampleState
 
 
 async def picture(path: Path, width: int, height: int) -> None:
     """A screenshot of the live page with much going on."""
-    async with served(Lively().desk()) as address:
+    async with served(SampleState().desk()) as address:
         await chromium(f"{address}/ui", f"--window-size={width},{height}", f"--screenshot={path}")
 
 

@@ -9,47 +9,46 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.admin.app import admin_app
-from pdproxy.admin.desk import Desk
-from pdproxy.nodes.capacity import Binding, Capacity
+from pdproxy.admin.context import AdminContext
 from pdproxy.nodes.drain import Drainer
-from pdproxy.nodes.node import Bars, Node, Role, State
+from pdproxy.nodes.node import Bars, Binding, Capacity, Node, Role, State
+from pdproxy.nodes.node_entry import MetricsPoolObserver
 from pdproxy.nodes.pool import Pool
-from pdproxy.nodes.watch import MetricsWatch
 from pdproxy.observe.metrics import Metrics
-from pdproxy.planning.plan import Without
+from pdproxy.planning.plan import WithoutPrefill
 from tests.fakes.clock import FakeClock
-from tests.nodes.turns import until
+from tests.nodes.fake_pool import until
 
 PREFILL = Node("p1", "http://p1", Role.PREFILL, "tiny")
 DECODE = Node("d1", "http://d1", Role.DECODE, "tiny")
 NEW = {"url": "http://127.0.0.1:9/", "role": "decode"}
 
 
-def a_desk(token: str | None = None, without_prefill: Without = Without.LOCAL) -> Desk:
+def a_desk(token: str | None = None, without_prefill: WithoutPrefill = WithoutPrefill.LOCAL) -> AdminContext:
     clock, registry = FakeClock(), CollectorRegistry()
-    pool = Pool(clock, watch=MetricsWatch(Metrics(registry)))
-    return Desk(pool, Drainer(pool, clock), registry, asyncio.Event(), without_prefill, 30, token)
+    pool = Pool(clock, watch=MetricsPoolObserver(Metrics(registry)))
+    return AdminContext(pool, Drainer(pool, clock), registry, asyncio.Event(), without_prefill, 30, token)
 
 
-def client_of(desk: Desk) -> httpx.AsyncClient:
+def client_of(desk: AdminContext) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(admin_app(desk)), base_url="http://admin")
 
 
-def serve(desk: Desk, *nodes: Node) -> None:
+def serve(desk: AdminContext, *nodes: Node) -> None:
     for node in nodes:
         desk.pool.add(node)
         desk.pool.admit(node)
 
 
 @pytest.fixture
-async def desk() -> AsyncIterator[Desk]:
+async def desk() -> AsyncIterator[AdminContext]:
     made = a_desk()
     yield made
     await made.drainer.aclose()
 
 
 @pytest.fixture
-async def client(desk: Desk) -> AsyncIterator[httpx.AsyncClient]:
+async def client(desk: AdminContext) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(desk) as made:
         yield made
 
@@ -58,7 +57,7 @@ async def test_it_is_alive_without_nodes(client: httpx.AsyncClient) -> None:
     assert (await client.get("/health")).json() == {"status": "ok"}
 
 
-async def test_it_is_ready_with_a_decode_node(client: httpx.AsyncClient, desk: Desk) -> None:
+async def test_it_is_ready_with_a_decode_node(client: httpx.AsyncClient, desk: AdminContext) -> None:
     assert (await client.get("/ready")).status_code == 503
     serve(desk, PREFILL)
     assert (await client.get("/ready")).json() == {"status": "no decode node serves"}
@@ -67,7 +66,7 @@ async def test_it_is_ready_with_a_decode_node(client: httpx.AsyncClient, desk: D
 
 
 async def test_it_needs_a_prefill_node_where_the_policy_says_so() -> None:
-    desk = a_desk(without_prefill=Without.FAIL)
+    desk = a_desk(without_prefill=WithoutPrefill.FAIL)
     async with client_of(desk) as client:
         serve(desk, DECODE)
         assert (await client.get("/ready")).status_code == 503
@@ -75,14 +74,14 @@ async def test_it_needs_a_prefill_node_where_the_policy_says_so() -> None:
         assert (await client.get("/ready")).status_code == 200
 
 
-async def test_it_is_not_ready_when_it_is_about_to_end(client: httpx.AsyncClient, desk: Desk) -> None:
+async def test_it_is_not_ready_when_it_is_about_to_end(client: httpx.AsyncClient, desk: AdminContext) -> None:
     serve(desk, DECODE)
     desk.leaving.set()
     assert (await client.get("/ready")).status_code == 503
     assert (await client.get("/health")).status_code == 200
 
 
-async def test_metrics_are_shown_in_the_form_asked_for(client: httpx.AsyncClient, desk: Desk) -> None:
+async def test_metrics_are_shown_in_the_form_asked_for(client: httpx.AsyncClient, desk: AdminContext) -> None:
     serve(desk, DECODE)
     plain = await client.get("/metrics")
     assert plain.headers["content-type"].startswith("text/plain")
@@ -91,15 +90,15 @@ async def test_metrics_are_shown_in_the_form_asked_for(client: httpx.AsyncClient
     assert open_metrics.text.endswith("# EOF\n")
 
 
-async def test_nodes_are_listed_with_what_runs_on_them(client: httpx.AsyncClient, desk: Desk) -> None:
+async def test_nodes_are_listed_with_what_runs_on_them(client: httpx.AsyncClient, desk: AdminContext) -> None:
     serve(desk, DECODE)
-    with desk.pool.occupy("d1"):
+    with desk.pool.acquire("d1"):
         (listed,) = (await client.get("/nodes")).json()["nodes"]
     assert (listed["name"], listed["state"], listed["active"], listed["model"]) == ("d1", "up", 1, "tiny")
     assert (await client.get("/nodes/d1")).json()["name"] == "d1"
 
 
-async def test_a_node_is_listed_with_what_its_cache_holds(client: httpx.AsyncClient, desk: Desk) -> None:
+async def test_a_node_is_listed_with_what_its_cache_holds(client: httpx.AsyncClient, desk: AdminContext) -> None:
     serve(desk, PREFILL, dataclasses.replace(DECODE, capacity=Capacity(4096, None, 2, Binding.ATTENTION)))
     assert (await client.get("/nodes/p1")).json()["capacity"] is None
     told = {"tokens": 4096, "sequences": None, "longest": 2, "binding": "attention"}
@@ -107,7 +106,7 @@ async def test_a_node_is_listed_with_what_its_cache_holds(client: httpx.AsyncCli
 
 
 async def test_a_node_is_listed_with_its_fingerprint_and_with_whom_it_exchanges_no_tickets(
-    client: httpx.AsyncClient, desk: Desk
+    client: httpx.AsyncClient, desk: AdminContext
 ) -> None:
     parts = {"checkpoint": "c1", "all": "feed"}
     serve(desk, PREFILL, dataclasses.replace(DECODE, cohort="0.32.0+0.1.0+feed", fingerprint=parts))
@@ -120,7 +119,7 @@ async def test_a_node_is_listed_with_its_fingerprint_and_with_whom_it_exchanges_
     assert shown["p1"] == listed["p1"]["barred"]
 
 
-async def test_a_node_is_added_and_joins(client: httpx.AsyncClient, desk: Desk) -> None:
+async def test_a_node_is_added_and_joins(client: httpx.AsyncClient, desk: AdminContext) -> None:
     answer = await client.post("/nodes", json=NEW)
     assert answer.status_code == 201
     assert (answer.json()["name"], answer.json()["state"]) == ("127.0.0.1:9", "joining")
@@ -147,7 +146,7 @@ async def test_a_node_is_added_and_joins(client: httpx.AsyncClient, desk: Desk) 
     ],
 )
 async def test_an_unusable_node_is_refused_by_its_field(
-    client: httpx.AsyncClient, desk: Desk, change: dict[str, object], param: str
+    client: httpx.AsyncClient, desk: AdminContext, change: dict[str, object], param: str
 ) -> None:
     answer = await client.post("/nodes", json={**NEW, **change})
     assert answer.status_code == 400
@@ -155,16 +154,16 @@ async def test_an_unusable_node_is_refused_by_its_field(
     assert desk.pool.snapshot().nodes == ()
 
 
-async def test_a_node_is_drained_and_rejoins(client: httpx.AsyncClient, desk: Desk) -> None:
+async def test_a_node_is_drained_and_rejoins(client: httpx.AsyncClient, desk: AdminContext) -> None:
     serve(desk, DECODE)
     answer = await client.post("/nodes/d1/drain?seconds=10")
     assert (answer.status_code, answer.json()["state"]) == (202, "draining")
     assert (await client.post("/nodes/d1/rejoin")).json()["state"] == "joining"
 
 
-async def test_a_node_is_removed_when_its_requests_ended(client: httpx.AsyncClient, desk: Desk) -> None:
+async def test_a_node_is_removed_when_its_requests_ended(client: httpx.AsyncClient, desk: AdminContext) -> None:
     serve(desk, DECODE)
-    leg = desk.pool.occupy("d1")
+    leg = desk.pool.acquire("d1")
     assert (await client.delete("/nodes/d1")).status_code == 202
     assert desk.pool.view("d1").state is State.DRAINING
     leg.release()
@@ -182,7 +181,7 @@ async def test_an_unknown_node_is_a_404(client: httpx.AsyncClient, method: str, 
 
 
 @pytest.mark.parametrize("seconds", ["-1", "nan", "inf", "x"])
-async def test_a_drain_needs_a_usable_deadline(client: httpx.AsyncClient, desk: Desk, seconds: str) -> None:
+async def test_a_drain_needs_a_usable_deadline(client: httpx.AsyncClient, desk: AdminContext, seconds: str) -> None:
     serve(desk, DECODE)
     assert (await client.post(f"/nodes/d1/drain?seconds={seconds}")).status_code == 400
     assert desk.pool.view("d1").state is State.UP
@@ -198,7 +197,7 @@ async def test_with_a_token_nodes_are_the_operators_alone() -> None:
         assert (await client.get("/health")).status_code == 200
 
 
-async def test_a_web_page_of_another_origin_changes_nothing(client: httpx.AsyncClient, desk: Desk) -> None:
+async def test_a_web_page_of_another_origin_changes_nothing(client: httpx.AsyncClient, desk: AdminContext) -> None:
     serve(desk, DECODE)
     foreign = await client.post("/nodes/d1/drain", headers={"origin": "http://evil.example"})
     assert foreign.status_code == 403

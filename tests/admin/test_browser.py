@@ -6,27 +6,27 @@ import re
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdproxy.admin.desk import Desk
+from pdproxy.admin.context import AdminContext
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Node, Role
 from pdproxy.request import Endpoint
 from tests.admin.browser import CHROMIUM, chromium, served
 from tests.admin.reading import text_of
-from tests.drive.prompts import body_for
-from tests.drive.world import World
-from tests.fakes.faults import Ill, Trouble
+from tests.fakes.faults import FaultKind, InjectedFault
+from tests.orchestration.cluster import FakeCluster
+from tests.orchestration.prompts import body_for
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine")
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 
-def desk_of(world: World, token: str | None = None) -> Desk:
-    live, clock, drainer = world.means.live, world.clock, Drainer(world.pool, world.clock)
-    return Desk(world.pool, drainer, CollectorRegistry(), asyncio.Event(), token=token, live=live, clock=clock)
+def desk_of(world: FakeCluster, token: str | None = None) -> AdminContext:
+    live, clock, drainer = world.context.live, world.clock, Drainer(world.pool, world.clock)
+    return AdminContext(world.pool, drainer, CollectorRegistry(), asyncio.Event(), token=token, live=live, clock=clock)
 
 
-async def look(desk: Desk) -> str:
+async def look(desk: AdminContext) -> str:
     """The page as it is once it has asked a few times."""
     async with served(desk) as address:
         page, complaints = await chromium(f"{address}/ui", "--dump-dom")
@@ -36,8 +36,8 @@ async def look(desk: Desk) -> str:
 
 
 async def test_nodes_and_a_request_on_the_way_are_shown() -> None:
-    world = World(prefills=1, decodes=2)
-    world.decodes[0].trouble = Trouble(Ill.RESET, at=3, times=1)
+    world = FakeCluster(prefills=1, decodes=2)
+    world.decodes[0].trouble = InjectedFault(FaultKind.RESET, at=3, times=1)
     await world.ask(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=True), name="req-moved")
     world.pool.add(Node(HOSTILE, "http://x", Role.PREFILL))
     reply = await world.orchestrator.answer(
@@ -61,7 +61,7 @@ async def test_nodes_and_a_request_on_the_way_are_shown() -> None:
 
 
 async def test_the_page_asks_for_the_token() -> None:
-    page = await look(desk_of(World(), token="s3cret"))
+    page = await look(desk_of(FakeCluster(), token="s3cret"))
     assert re.search(r'<form id="ask">', page)
     assert re.search(r'<main id="content"[^>]* hidden="">', page)
     assert text_of(page, "told") == "This proxy asks for its admin token."

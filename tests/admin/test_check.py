@@ -1,12 +1,11 @@
 """`pdproxy check` as a person reads it."""
 
-from pdproxy.admin.check import passed, table
+from pdproxy.admin.check_table import passed, table
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.nodes.capacity import Binding, Capacity
-from pdproxy.nodes.facts import Card, Facts
-from pdproxy.nodes.judge import Finding, Verdict
-from pdproxy.nodes.node import Node, Role
-from pdproxy.nodes.preflight import Checked
+from pdproxy.nodes.compatibility import Compatibility, Incompatibility
+from pdproxy.nodes.node import Binding, Capacity, Node, Role
+from pdproxy.nodes.node_info import ModelCard, NodeInfo
+from pdproxy.nodes.preflight import CheckRow
 
 PREFILL = Node("p1", "http://p1", Role.PREFILL)
 DECODE = Node("d1", "http://d1", Role.DECODE)
@@ -16,13 +15,15 @@ DENSE = Capacity(362_608, None, 88, Binding.ATTENTION)
 
 def test_each_node_has_a_line_and_each_finding_a_note() -> None:
     rows = [
-        Checked(PREFILL, Facts(PREFILL, Card(("tiny",)), "0.32.0", capacity=HYBRID)),
-        Checked(
+        CheckRow(PREFILL, NodeInfo(PREFILL, ModelCard(("tiny",)), "0.32.0", capacity=HYBRID)),
+        CheckRow(
             DECODE,
-            Facts(DECODE, Card(("tiny",)), "0.32.0", capacity=DENSE),
-            Verdict((Finding("block_size", "16 here, 256 on p1"),), (Finding("tp_size", "2 here, 1 on p1"),)),
+            NodeInfo(DECODE, ModelCard(("tiny",)), "0.32.0", capacity=DENSE),
+            Compatibility(
+                (Incompatibility("block_size", "16 here, 256 on p1"),), (Incompatibility("tp_size", "2 here, 1 on p1"),)
+            ),
         ),
-        Checked(Node("d2", "http://d2", Role.DECODE), NodeFault(Fault.REFUSED, "nobody there")),
+        CheckRow(Node("d2", "http://d2", Role.DECODE), NodeFault(Fault.REFUSED, "nobody there")),
     ]
     assert table(rows).splitlines() == [
         "NODE  ROLE     MODEL  COHORT  TOKENS   SEQUENCES  LONGEST  BINDS      VERDICT",
@@ -39,11 +40,11 @@ def test_each_node_has_a_line_and_each_finding_a_note() -> None:
 
 def test_nodes_that_never_hand_over_fail_the_check() -> None:
     rows = [
-        Checked(PREFILL, Facts(PREFILL, Card(("tiny",)), "0.32.0")),
-        Checked(
+        CheckRow(PREFILL, NodeInfo(PREFILL, ModelCard(("tiny",)), "0.32.0")),
+        CheckRow(
             DECODE,
-            Facts(DECODE, Card(("tiny",)), "0.32.0"),
-            unpaired=(Finding("checkpoint", "new here, old on p1: the same weights"),),
+            NodeInfo(DECODE, ModelCard(("tiny",)), "0.32.0"),
+            unpaired=(Incompatibility("checkpoint", "new here, old on p1: the same weights"),),
         ),
     ]
     lines = table(rows).splitlines()

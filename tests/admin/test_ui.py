@@ -7,29 +7,29 @@ import httpx
 from prometheus_client import CollectorRegistry
 
 from pdproxy.admin.app import admin_app
-from pdproxy.admin.desk import Desk
-from pdproxy.admin.ui import policy
-from pdproxy.drive.live import Failure
+from pdproxy.admin.context import AdminContext
+from pdproxy.admin.routes import policy
 from pdproxy.errors import Fault
 from pdproxy.failures import Step
 from pdproxy.nodes.drain import Drainer
 from pdproxy.observe.labels import Leg
+from pdproxy.orchestration.in_flight import LegFailure
 from pdproxy.request import Endpoint
-from tests.drive.prompts import body_for
-from tests.drive.world import World, read
+from tests.orchestration.cluster import FakeCluster, read
+from tests.orchestration.prompts import body_for
 
 CHAT = body_for(Endpoint.CHAT, stream=True)
 
 
-def client_of(world: World, token: str | None = None) -> httpx.AsyncClient:
+def client_of(world: FakeCluster, token: str | None = None) -> httpx.AsyncClient:
     drainer = Drainer(world.pool, world.clock)
-    live, clock = world.means.live, world.clock
-    desk = Desk(world.pool, drainer, CollectorRegistry(), asyncio.Event(), token=token, live=live, clock=clock)
+    live, clock = world.context.live, world.clock
+    desk = AdminContext(world.pool, drainer, CollectorRegistry(), asyncio.Event(), token=token, live=live, clock=clock)
     return httpx.AsyncClient(transport=httpx.ASGITransport(admin_app(desk)), base_url="http://admin")
 
 
 async def test_a_request_is_shown_with_where_its_time_goes() -> None:
-    world = World(prefills=1, decodes=1)
+    world = FakeCluster(prefills=1, decodes=1)
     async with client_of(world) as client:
         reply = await world.orchestrator.answer(world.request(Endpoint.CHAT, CHAT))
         world.clock.advance(2.5)
@@ -51,7 +51,7 @@ async def test_a_request_is_shown_with_where_its_time_goes() -> None:
 
 
 async def test_of_very_many_requests_the_newest_are_shown() -> None:
-    world = World(prefills=1, decodes=1)
+    world = FakeCluster(prefills=1, decodes=1)
     replies = [await world.orchestrator.answer(world.request(Endpoint.CHAT, CHAT, name=f"r-{n}")) for n in range(60)]
     async with client_of(world) as client:
         state = (await client.get("/ui/state")).json()
@@ -63,10 +63,10 @@ async def test_of_very_many_requests_the_newest_are_shown() -> None:
 
 
 async def test_a_failure_is_shown_with_its_consequence() -> None:
-    world = World(prefills=1, decodes=1)
+    world = FakeCluster(prefills=1, decodes=1)
     request = world.request(Endpoint.CHAT, CHAT, name="r-7")
-    failure = Failure(world.clock.now(), "r-7", Leg.DECODE, "d0", Fault.STALL, Step.MIGRATE)
-    world.means.live.failed(request, failure)
+    failure = LegFailure(world.clock.now(), "r-7", Leg.DECODE, "d0", Fault.STALL, Step.MIGRATE)
+    world.context.live.failed(request, failure)
     world.clock.advance(3)
     async with client_of(world) as client:
         (shown,) = (await client.get("/ui/state")).json()["failures"]
@@ -76,14 +76,14 @@ async def test_a_failure_is_shown_with_its_consequence() -> None:
 
 
 async def test_with_a_token_the_page_is_empty_and_the_state_is_the_operators_alone() -> None:
-    async with client_of(World(), token="s3cret") as client:
+    async with client_of(FakeCluster(), token="s3cret") as client:
         assert (await client.get("/ui")).status_code == 200
         assert (await client.get("/ui/state")).status_code == 401
         assert (await client.get("/ui/state", headers={"authorization": "Bearer s3cret"})).status_code == 200
 
 
 async def test_the_page_takes_nothing_from_elsewhere() -> None:
-    async with client_of(World()) as client:
+    async with client_of(FakeCluster()) as client:
         page = await client.get("/ui")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert page.headers["content-security-policy"] == policy(page.text)

@@ -8,12 +8,12 @@ import pytest
 
 from pdproxy.__main__ import main
 from pdproxy.app.check import Report, inspect
-from pdproxy.app.discovery import Surroundings
+from pdproxy.app.host import HostEnvironment
 from pdproxy.nodes.discovery.dns import Service
 from pdproxy.nodes.discovery.service_account import ServiceAccount
-from pdproxy.settings import Discovery, Finding, NodeEntry, NodeRole, Settings
+from pdproxy.settings import Discovery, DiscoveryKind, NodeEntry, NodeRole, Settings
 from tests.app.zone import Zone
-from tests.fakes.fabric import Fabric
+from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.loopback import LoopbackNode
 from tests.fakes.node import FakeNode
 from tests.nodes.discovery.apiserver import ApiServer
@@ -24,21 +24,21 @@ NOBODY = "http://127.0.0.1:1"
 @pytest.fixture
 async def node() -> AsyncIterator[LoopbackNode]:
     """A node that works."""
-    async with LoopbackNode(FakeNode("d", Fabric())) as there:
+    async with LoopbackNode(FakeNode("d", FakeKvTransfer())) as there:
         yield there
 
 
 @contextlib.asynccontextmanager
 async def cluster(
     folder: Path, *hosts: str, port: int = 8000
-) -> AsyncIterator[tuple[Surroundings, Discovery, ApiServer]]:
+) -> AsyncIterator[tuple[HostEnvironment, Discovery, ApiServer]]:
     """A cluster whose one slice holds these hosts."""
     (folder / "namespace").write_text("ai")
     async with ApiServer() as server:
         await server.put("slice", *hosts)
         server.slices["slice"]["ports"][0]["port"] = port
-        told = Discovery(decode=Finding.KUBERNETES, decode_selector="role=decode", api=server.url)
-        yield Surroundings(account=ServiceAccount(folder)), told, server
+        told = Discovery(decode=DiscoveryKind.KUBERNETES, decode_selector="role=decode", api=server.url)
+        yield HostEnvironment(account=ServiceAccount(folder)), told, server
 
 
 def verdicts(report: Report) -> dict[str, bool]:
@@ -50,13 +50,13 @@ def also_in_a_file(folder: Path, listed: str, entry: NodeEntry) -> Settings:
     """A node that is named, beside a file of nodes."""
     path = folder / "nodes.yaml"
     path.write_text(listed)
-    return Settings(nodes=(entry,), discovery=Discovery(decode=Finding.FILE, file=path))
+    return Settings(nodes=(entry,), discovery=Discovery(decode=DiscoveryKind.FILE, file=path))
 
 
 async def test_nodes_in_a_file_are_asked_after_those_that_are_named(tmp_path: Path, node: LoopbackNode) -> None:
     listed = f"[{{url: '{node.url}', role: decode}}, {{url: '{NOBODY}', role: decode}}]"
     told = also_in_a_file(tmp_path, listed, NodeEntry(url=node.url, role=NodeRole.PREFILL))
-    report = await inspect(told, Surroundings())
+    report = await inspect(told, HostEnvironment())
     assert list(verdicts(report).items()) == [
         (f"prefill {node.url}", True),
         (f"decode {node.url}", True),
@@ -69,15 +69,15 @@ async def test_nodes_in_a_file_are_asked_after_those_that_are_named(tmp_path: Pa
 async def test_a_node_that_is_named_and_found_is_asked_once(tmp_path: Path, node: LoopbackNode) -> None:
     listed = f"[{{url: '{node.url}', role: decode, name: found}}]"
     told = also_in_a_file(tmp_path, listed, NodeEntry(url=node.url, role=NodeRole.DECODE))
-    report = await inspect(told, Surroundings())
+    report = await inspect(told, HostEnvironment())
     assert [row.node.name for row in report.rows] == ["decode-0"]
     assert report.good()
 
 
 async def test_names_are_looked_up(node: LoopbackNode) -> None:
     zone = Zone({}, {"d": (Service(1, "127.0.0.1", node.port),)})
-    told = Settings(discovery=Discovery(decode=Finding.DNS, decode_name="d"))
-    assert verdicts(await inspect(told, Surroundings(resolver=zone))) == {f"decode {node.url}": True}
+    told = Settings(discovery=Discovery(decode=DiscoveryKind.DNS, decode_name="d"))
+    assert verdicts(await inspect(told, HostEnvironment(resolver=zone))) == {f"decode {node.url}": True}
 
 
 async def test_endpoint_slices_are_listed_once(tmp_path: Path, node: LoopbackNode) -> None:
@@ -91,10 +91,10 @@ async def test_endpoint_slices_are_listed_once(tmp_path: Path, node: LoopbackNod
 async def test_what_could_not_be_looked_at_is_said_and_the_rest_is_asked(tmp_path: Path, node: LoopbackNode) -> None:
     absent = tmp_path / "absent.yaml"
     absent.touch()
-    lost = Discovery(prefill=Finding.FILE, file=absent, decode=Finding.DNS, decode_name="a..b", dns_port=80)
+    lost = Discovery(prefill=DiscoveryKind.FILE, file=absent, decode=DiscoveryKind.DNS, decode_name="a..b", dns_port=80)
     settings = Settings(nodes=(NodeEntry(url=node.url, role=NodeRole.DECODE),), discovery=lost)
     absent.unlink()
-    report = await inspect(settings, Surroundings())
+    report = await inspect(settings, HostEnvironment())
     assert verdicts(report) == {f"decode {node.url}": True}
     first, second = report.unseen
     assert first.startswith(f"the file {absent} could not be looked at: ")

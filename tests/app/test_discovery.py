@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from pdproxy.app.build import Proxy, proxy
-from pdproxy.app.discovery import Sources, Surroundings
+from pdproxy.app.host import HostEnvironment, Sources
 from pdproxy.errors import SettingsError
 from pdproxy.nodes.discovery.dns import Service
 from pdproxy.nodes.discovery.service_account import ServiceAccount
-from pdproxy.settings import Discovery, Finding, Health, NodeEntry, NodeRole, Settings
+from pdproxy.settings import Discovery, DiscoveryKind, Health, NodeEntry, NodeRole, Settings
 from tests.admin.asking import state_of
 from tests.app.zone import Zone
 from tests.fakes.clock import FakeClock
@@ -36,10 +36,10 @@ async def test_of_a_file_the_roles_that_ask_for_it_are_taken(tmp_path: Path) -> 
     path.write_text("[{url: 'http://127.0.0.1:1', role: decode}, {url: 'http://127.0.0.1:2', role: prefill}]")
     one = Settings(
         nodes=(NodeEntry(url="http://127.0.0.1:3", role=NodeRole.PREFILL),),
-        discovery=Discovery(decode=Finding.FILE, file=path, file_interval=0.05),
+        discovery=Discovery(decode=DiscoveryKind.FILE, file=path, file_interval=0.05),
         health=NEVER,
     )
-    async with proxy(one, Surroundings()) as running:
+    async with proxy(one, HostEnvironment()) as running:
         assert await found(running, 2) == {"http://127.0.0.1:3": "prefill", "http://127.0.0.1:1": "decode"}
         path.write_text("[{url: 'http://127.0.0.1:1', role: decode}, {url: 'http://127.0.0.1:4', role: decode}]")
         assert "http://127.0.0.1:4" in await found(running, 3)
@@ -47,11 +47,11 @@ async def test_of_a_file_the_roles_that_ask_for_it_are_taken(tmp_path: Path) -> 
 
 async def test_names_are_looked_up_with_a_port_or_for_services() -> None:
     zone = Zone({"p": ("127.0.0.7",), "d": ("127.0.0.8",)}, {"p": (Service(1, "127.0.0.9", 9),)})
-    both = Discovery(prefill=Finding.DNS, prefill_name="p", decode=Finding.DNS, decode_name="d", dns_port=4)
-    around = Surroundings(resolver=zone)
+    both = Discovery(prefill=DiscoveryKind.DNS, prefill_name="p", decode=DiscoveryKind.DNS, decode_name="d", dns_port=4)
+    around = HostEnvironment(resolver=zone)
     async with proxy(Settings(discovery=both, health=NEVER), around) as running:
         assert await found(running, 2) == {"http://127.0.0.7:4": "prefill", "http://127.0.0.8:4": "decode"}
-    services = Discovery(prefill=Finding.DNS, prefill_name="p")
+    services = Discovery(prefill=DiscoveryKind.DNS, prefill_name="p")
     async with proxy(Settings(discovery=services, health=NEVER), around) as running:
         assert await found(running, 1) == {"http://127.0.0.9:9": "prefill"}
 
@@ -61,8 +61,10 @@ async def test_endpoint_slices_are_watched_with_the_service_account(tmp_path: Pa
     (tmp_path / "namespace").write_text("ai")
     async with ApiServer() as server:
         await server.put("slice", "127.0.0.81")
-        told = Discovery(decode=Finding.KUBERNETES, decode_selector="role=decode", port_name="http", api=server.url)
-        around = Surroundings(account=ServiceAccount(tmp_path))
+        told = Discovery(
+            decode=DiscoveryKind.KUBERNETES, decode_selector="role=decode", port_name="http", api=server.url
+        )
+        around = HostEnvironment(account=ServiceAccount(tmp_path))
         async with proxy(Settings(discovery=told, health=NEVER), around) as running:
             assert await found(running, 1) == {"http://127.0.0.81:8000": "decode"}
             await server.put("more", "127.0.0.82")
@@ -73,20 +75,20 @@ async def test_endpoint_slices_are_watched_with_the_service_account(tmp_path: Pa
 
 
 def test_outside_a_cluster_kubernetes_is_refused_with_what_is_missing(tmp_path: Path) -> None:
-    told = Discovery(decode=Finding.KUBERNETES, decode_selector="x")
+    told = Discovery(decode=DiscoveryKind.KUBERNETES, decode_selector="x")
     account, inside = ServiceAccount(tmp_path), {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
     with pytest.raises(SettingsError, match="KUBERNETES_SERVICE_HOST"):
-        Sources(told, FakeClock(), Surroundings())
+        Sources(told, FakeClock(), HostEnvironment())
     with pytest.raises(SettingsError, match=r"ca\.crt"):
-        Sources(told, FakeClock(), Surroundings(inside, account))
+        Sources(told, FakeClock(), HostEnvironment(inside, account))
 
 
 def test_without_the_client_the_start_ends_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lightkube", None)
     monkeypatch.delitem(sys.modules, "pdproxy.nodes.discovery.kubernetes", raising=False)
-    told = Discovery(prefill=Finding.KUBERNETES, prefill_selector="x")
+    told = Discovery(prefill=DiscoveryKind.KUBERNETES, prefill_selector="x")
     with pytest.raises(SettingsError, match=r"lightkube is missing: pip install 'pdproxy\[kubernetes\]'"):
-        Sources(told, FakeClock(), Surroundings())
+        Sources(told, FakeClock(), HostEnvironment())
 
 
 def test_heavy_clients_are_loaded_only_where_they_are_asked_for() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 SCRIPT = """
 import resource
-from pdproxy.app.files import allow_many
+from pdproxy.app.run import allow_many
 
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 allow_many()

@@ -10,20 +10,20 @@ from typing import Any
 import httpx
 import pytest
 
-from pdproxy.intake.service import model_of
+from pdproxy.intake.handler import model_of
 from pdproxy.observe.labels import Task
 from pdproxy.settings import FirstHandOver, Health, Keys, Limits, Settings
-from tests.app.front import SOON, Front, bearer, front
-from tests.fakes.faults import Ill, Trouble
+from tests.app.running_proxy import SOON, RunningProxy, bearer, running_proxy
+from tests.fakes.faults import FaultKind, InjectedFault
 
 ASK: dict[str, Any] = {"model": "m", "prompt": "one two three four", "max_tokens": 4}
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "one two three"}], "max_tokens": 4}
 
 
 @pytest.fixture
-async def shop() -> AsyncIterator[Front]:
+async def shop() -> AsyncIterator[RunningProxy]:
     """A proxy that lets everybody in."""
-    async with front(Settings(limits=Limits(body_bytes=2000))) as made:
+    async with running_proxy(Settings(limits=Limits(body_bytes=2000))) as made:
         yield made
 
 
@@ -36,7 +36,7 @@ def message(response: httpx.Response) -> str:
 
 @pytest.mark.parametrize("asked", FirstHandOver)
 async def test_nodes_prove_themselves_before_they_serve_unless_told_otherwise(asked: FirstHandOver) -> None:
-    async with front(Settings(health=Health(first_hand_over=asked)), prefill_dialect=7) as made:
+    async with running_proxy(Settings(health=Health(first_hand_over=asked)), prefill_dialect=7) as made:
         route = (await made.client.post("/v1/completions", json=ASK)).headers["x-pdproxy-route"]
         shown = 'pdproxy_pair_barred{decode="decode-0",prefill="prefill-0"} 1.0' in (await metrics(made))
         running = {task.get_name() for task in asyncio.all_tasks()}
@@ -45,12 +45,12 @@ async def test_nodes_prove_themselves_before_they_serve_unless_told_otherwise(as
     assert (Task.PROOF in running) == proved
 
 
-async def metrics(made: Front) -> str:
+async def metrics(made: RunningProxy) -> str:
     return (await made.client.get("/metrics")).text
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", ASK), ("/v1/chat/completions", CHAT)])
-async def test_an_answer_goes_through_both_nodes(shop: Front, path: str, body: dict[str, Any]) -> None:
+async def test_an_answer_goes_through_both_nodes(shop: RunningProxy, path: str, body: dict[str, Any]) -> None:
     whole = await shop.client.post(path, json=body, headers={"x-request-id": "mine"})
     assert (whole.status_code, whole.headers["x-request-id"]) == (200, "mine")
     assert whole.headers["x-pdproxy-route"] == "disaggregated"
@@ -81,7 +81,7 @@ async def test_an_answer_goes_through_both_nodes(shop: Front, path: str, body: d
     ],
 )
 async def test_what_is_wrong_is_said(
-    shop: Front, method: str, path: str, content: bytes, status: int, words: str
+    shop: RunningProxy, method: str, path: str, content: bytes, status: int, words: str
 ) -> None:
     got = await shop.client.request(method, path, content=content)
     assert got.status_code == status
@@ -89,21 +89,21 @@ async def test_what_is_wrong_is_said(
     assert got.headers["x-request-id"].startswith("req-")
 
 
-async def test_a_compressed_body_is_refused(shop: Front) -> None:
+async def test_a_compressed_body_is_refused(shop: RunningProxy) -> None:
     got = await shop.client.post("/v1/completions", content=b"x", headers={"content-encoding": "gzip"})
     assert got.status_code == 415
     assert "content-encoding" in message(got)
 
 
-async def test_messages_get_errors_in_their_own_shape(shop: Front) -> None:
+async def test_messages_get_errors_in_their_own_shape(shop: RunningProxy) -> None:
     got = await shop.client.post("/v1/messages", json={"model": "nobody", "messages": [], "max_tokens": 3})
     assert got.json()["type"] == "error"
     assert got.status_code in (400, 404)
 
 
-async def test_the_other_pages(shop: Front) -> None:
+async def test_the_other_pages(shop: RunningProxy) -> None:
     listing = (await shop.client.get("/v1/models")).json()
-    assert [card["id"] for card in listing["data"]] == ["m"]
+    assert [models["id"] for models in listing["data"]] == ["m"]
     assert (await shop.client.get("/v1/models/m")).json()["id"] == "m"
     assert (await shop.client.get("/health")).status_code == 200
     assert (await shop.client.get("/ready")).status_code == 200
@@ -112,14 +112,14 @@ async def test_the_other_pages(shop: Front) -> None:
     assert (await shop.client.get("/ready")).status_code == 503
 
 
-async def test_other_endpoints_pass_through(shop: Front) -> None:
+async def test_other_endpoints_pass_through(shop: RunningProxy) -> None:
     got = await shop.client.post("/v1/embeddings?x=1", json={"model": "m", "input": "hello"})
     assert got.status_code == 200
     assert got.json()["path"] == "/v1/embeddings?x=1"
 
 
-async def test_who_leaves_in_mid_stream_leaves_nothing_behind(shop: Front) -> None:
-    shop.decode.trouble = Trouble(Ill.STALL, at=2)
+async def test_who_leaves_in_mid_stream_leaves_nothing_behind(shop: RunningProxy) -> None:
+    shop.decode.trouble = InjectedFault(FaultKind.STALL, at=2)
     async with shop.client.stream("POST", "/v1/completions", json={**ASK, "stream": True}) as got:
         async for _ in got.aiter_bytes():
             break
@@ -131,7 +131,7 @@ async def test_who_leaves_in_mid_stream_leaves_nothing_behind(shop: Front) -> No
 async def test_with_keys_only_holders_come_in(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("sk-one alice\n")
-    async with front(Settings(keys=Keys(file=path)), "sk-one") as shop:
+    async with running_proxy(Settings(keys=Keys(file=path)), "sk-one") as shop:
         assert (await shop.client.post("/v1/completions", json=ASK)).status_code == 200
         shop.client.headers.update(bearer("sk-two"))
         for page in ("/v1/models", "/metrics"):
@@ -143,7 +143,7 @@ async def test_with_keys_only_holders_come_in(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prompt", ["one two", ["one two", "three"]], ids=["one", "list"])
 async def test_who_reads_to_the_end_has_not_left(
-    shop: Front, prompt: str | list[str], caplog: pytest.LogCaptureFixture
+    shop: RunningProxy, prompt: str | list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "pdproxy.intake")
     got = await shop.client.post("/v1/completions", json={**ASK, "prompt": prompt, "stream": True})
@@ -153,13 +153,13 @@ async def test_who_reads_to_the_end_has_not_left(
 
 
 @pytest.mark.parametrize("page", ["/health", "/ready", "/metrics", "/v1/models", "/v1/models/m", "/openapi.json"])
-async def test_head_is_get_without_the_body(shop: Front, page: str) -> None:
+async def test_head_is_get_without_the_body(shop: RunningProxy, page: str) -> None:
     got = await shop.client.head(page)
     assert (got.status_code, got.content) == (200, b"")
     assert int(got.headers["content-length"]) > 2
 
 
-async def test_other_methods_are_told_what_works(shop: Front) -> None:
+async def test_other_methods_are_told_what_works(shop: RunningProxy) -> None:
     for method in ("OPTIONS", "HEAD", "PUT"):
         got = await shop.client.request(method, "/v1/completions")
         assert (got.status_code, got.headers["allow"]) == (405, "POST")
@@ -177,7 +177,7 @@ def test_a_form_names_its_model() -> None:
     assert model_of(httpx.Request("POST", "http://x", files={"file": b"RIFF"}).read()) == ""
 
 
-async def test_who_expects_and_sends_too_much_is_not_told_to_go_on(shop: Front) -> None:
+async def test_who_expects_and_sends_too_much_is_not_told_to_go_on(shop: RunningProxy) -> None:
     async with asyncio.timeout(SOON):
         reader, writer = await asyncio.open_connection(shop.client.base_url.host, shop.client.base_url.port)
         writer.write(

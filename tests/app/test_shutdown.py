@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from pdproxy.intake.asgi import Message
+from pdproxy.intake.request_context import Message
 from pdproxy.settings import Settings
 from pdproxy.sink import EXTENSION
-from tests.app.front import SOON, Front, front
-from tests.fakes.faults import Ill, Trouble
+from tests.app.running_proxy import SOON, RunningProxy, running_proxy
+from tests.fakes.faults import FaultKind, InjectedFault
 
 COMPLETION = {"model": "m", "prompt": "one two", "max_tokens": 5}
 LIST = {**COMPLETION, "prompt": ["one two", "three"]}
@@ -20,15 +20,15 @@ RESPONSE = {"model": "m", "input": "hello", "max_output_tokens": 5}
 
 
 @pytest.fixture
-async def shop() -> AsyncIterator[Front]:
-    async with front(Settings()) as running:
+async def shop() -> AsyncIterator[RunningProxy]:
+    async with running_proxy(Settings()) as running:
         yield running
 
 
 class Call:
     """One request, spoken to the application as a server does; the server cancels what is not over in time."""
 
-    def __init__(self, shop: Front, path: str, body: dict[str, Any]) -> None:
+    def __init__(self, shop: RunningProxy, path: str, body: dict[str, Any]) -> None:
         self._incoming = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
         self.sent: list[Message] = []
         self.began = asyncio.Event()
@@ -71,8 +71,8 @@ class Call:
     ],
     ids=["completion", "list", "chat", "messages", "responses"],
 )
-async def test_a_stream_ends_in_an_error_event(shop: Front, path: str, body: dict[str, Any]) -> None:
-    shop.decode.trouble = Trouble(Ill.STALL, at=2)
+async def test_a_stream_ends_in_an_error_event(shop: RunningProxy, path: str, body: dict[str, Any]) -> None:
+    shop.decode.trouble = InjectedFault(FaultKind.STALL, at=2)
     call = Call(shop, path, {**body, "stream": True})
     await asyncio.wait_for(call.began.wait(), SOON)
     said = await call.cut_short()
@@ -88,8 +88,8 @@ async def test_a_stream_ends_in_an_error_event(shop: Front, path: str, body: dic
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
-async def test_what_has_no_answer_yet_is_told_to_ask_again(shop: Front, path: str) -> None:
-    shop.decode.trouble = Trouble(Ill.HANG)
+async def test_what_has_no_answer_yet_is_told_to_ask_again(shop: RunningProxy, path: str) -> None:
+    shop.decode.trouble = InjectedFault(FaultKind.HANG)
     call = Call(shop, path, COMPLETION)
     await shop.until('pdproxy_node_active{node="decode-0",role="decode"} 1.0')
     said = await call.cut_short()

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from pdproxy.app.build import terms_of
-from pdproxy.drive.terms import Terms
+from pdproxy.app.build import orchestration_config
+from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.settings import Deadlines, OnPrefillFailure, Policy, Settings
 
 SAID = Settings(
@@ -15,12 +15,12 @@ SAID = Settings(
 
 
 def test_nothing_said_is_what_the_drive_does_by_itself() -> None:
-    assert terms_of(Settings()) == Terms()
+    assert orchestration_config(Settings()) == OrchestrationConfig()
 
 
 def test_every_setting_arrives() -> None:
     said = SAID.deadlines.model_dump() | SAID.policy.model_dump()
-    arrived = dataclasses.asdict(terms_of(SAID))
+    arrived = dataclasses.asdict(orchestration_config(SAID))
     named = arrived.keys() & said.keys()
     assert {name: arrived[name] for name in named} == {name: said[name] for name in named}
     assert arrived.keys() - named == {"fan_out"}, "has no setting"

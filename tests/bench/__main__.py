@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from deploy.local.bootstrap import BootstrapError
-from deploy.local.places import RUNS
+from deploy.local.paths import RUNS
 from deploy.local.supervise import PartEndedError, Stopped, Supervisor, stop_signals
 from tests.bench.peers import PDPROXY, VLLM_ROUTER, Peer, make_environment
 from tests.bench.report import Figure, ratio, table

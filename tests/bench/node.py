@@ -13,7 +13,7 @@ import httptools
 import uvloop
 
 from tests.bench.script import MODEL, PROMPT, TOKENS, prompt_of
-from tests.fakes.speech import Question, answer, error, events
+from tests.fakes.vllm_answers import ParsedRequest, answer, error, events
 
 TICKET = {
     "do_remote_prefill": True,
@@ -83,14 +83,14 @@ class Book:
             return _at_once(400, error(400, "the bench wants every prompt to be prefilled elsewhere"))
         if asked.get("max_tokens") == TOKENS and prompt_of(path, asked) != [PROMPT]:
             return _at_once(400, error(400, "the prompt has changed on its way"))
-        question = Question.of(path, asked, 1)
+        question = ParsedRequest.of(path, asked, 1)
         key = (path, prefill, question.count, question.stream, question.usage, question.ids)
         if key not in self._made:
             self._made[key] = _played(question, prefill)
         return self._made[key]
 
 
-def _played(question: Question, prefill: bool) -> Played:
+def _played(question: ParsedRequest, prefill: bool) -> Played:
     if prefill:
         return Played(b"", ((_whole(200, answer(question, 0, dict(TICKET))),),))
     cached = len(question.prompt) - 1

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deploy.local.bootstrap import STAMP, Plan, make_empty, pip, run_first_that_works
-from deploy.local.places import REQUIREMENTS, ROOT, RUNS, VENV
+from deploy.local.paths import REQUIREMENTS, ROOT, RUNS, VENV
 
 PINS = REQUIREMENTS / "bench.txt"
 BENCH_VENV = RUNS / "bench-venv"

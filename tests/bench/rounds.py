@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from deploy.local.places import ROOT, VENV
+from deploy.local.paths import ROOT, VENV
 from deploy.local.ports import free_ports
 from deploy.local.supervise import Part, Supervisor, inherited
 from tests.bench.cpu import seconds_of_tree

@@ -4,7 +4,7 @@ import enum
 import json
 from typing import Any
 
-from tests.fakes.speech import Question
+from tests.fakes.vllm_answers import ParsedRequest
 
 TOKENS = 32
 MODEL = "bench"
@@ -50,7 +50,7 @@ def prompt_of(path: str, asked: dict[str, Any]) -> object:
 
 def expected(line: Line) -> str:
     """The text that the fake model generates."""
-    return "".join(said.text for said in Question.of(line.path, body(line), 1).spoken(0))
+    return "".join(said.text for said in ParsedRequest.of(line.path, body(line), 1).spoken(0))
 
 
 def flaw(line: Line, wanted: str, status: int, answer: bytes) -> str | None:

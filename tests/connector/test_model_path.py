@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.places import MODEL
+from deploy.local.paths import MODEL
 
 
 def handshake(model: str) -> str:

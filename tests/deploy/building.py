@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from deploy.local.places import ROOT
+from deploy.local.paths import ROOT
 from tests.deploy.dockerfile import stages
 
 MADE = ("/opt/pdproxy", "/wheels")

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from deploy.local.places import ROOT
+from deploy.local.paths import ROOT
 
 COMPOSE = ROOT / "compose.yaml"
 EXAMPLE = ROOT / ".env.example"

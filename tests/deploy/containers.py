@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deploy.local.places import ROOT
+from deploy.local.paths import ROOT
 from tests.deploy.compose import Service
 from tests.deploy.dockerfile import Health, seconds, stages
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 
-from deploy.local.places import ROOT
+from deploy.local.paths import ROOT
 
 FOLDER = ROOT / "deploy/docker"
 IMAGES = sorted(FOLDER.glob("*.Dockerfile"))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from importlib.metadata import distribution
 from pathlib import Path
 
-from deploy.local.places import REQUIREMENTS
+from deploy.local.paths import REQUIREMENTS
 
 
 def pinned(lock: str) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from deploy.local.places import ROOT
+from deploy.local.paths import ROOT
 from tests.deploy.compose import path_with_podman, resolved
 from tests.helm.engine import Engine, Manifest, Manifests, engine, only_container, read_values, value_files
 

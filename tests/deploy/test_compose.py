@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from connector.config import ConnectorConfig
-from deploy.local.places import ROOT
+from deploy.local.paths import ROOT
 from pdproxy.settings.load import load
 from tests.deploy.compose import COMPOSE, EXAMPLE, path_with_podman, resolved
 from tests.deploy.containers import container

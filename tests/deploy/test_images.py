@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.places import REQUIREMENTS, ROOT
+from deploy.local.paths import REQUIREMENTS, ROOT
 from pdproxy.settings.load import load
 from tests.deploy.building import build, installed_bytes
 from tests.deploy.dockerfile import FOLDER, IMAGES, Stage, stages

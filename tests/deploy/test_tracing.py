@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.places import ROOT
+from deploy.local.paths import ROOT
 from deploy.local.ports import HOST, free_ports
 from tests.deploy.linked import link, pinned
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from openai import AsyncOpenAI
 
-from deploy.local.model.exam import Exam
+from deploy.local.model.quiz import Quiz
 from deploy.local.node import SERVED_NAME
 
 
@@ -19,7 +19,7 @@ class Way(enum.StrEnum):
     CHAT_STREAM = "chat, streamed"
 
 
-async def answer(client: AsyncOpenAI, way: Way, question: Exam, max_tokens: int = 8) -> str:
+async def answer(client: AsyncOpenAI, way: Way, question: Quiz, max_tokens: int = 8) -> str:
     """The text that comes back, at temperature 0."""
     fixed: dict[str, Any] = {"model": SERVED_NAME, "temperature": 0, "max_tokens": max_tokens}
     match way:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import httpx
 
-from deploy.local.ask import body, pieces
-from deploy.local.model.exam import Exam
-from deploy.local.places import VENV
+from deploy.local.client import body, pieces
+from deploy.local.model.quiz import Quiz
+from deploy.local.paths import VENV
 from deploy.local.ports import HOST, free_ports
 from deploy.local.stack import Until, await_proxy
 from deploy.local.supervise import Part, Supervisor
@@ -96,7 +96,7 @@ def healthy(one: Container) -> bool:
 
 
 @contextmanager
-def chat(composed: Composed, question: Exam) -> Iterator[Iterator[str]]:
+def chat(composed: Composed, question: Quiz) -> Iterator[Iterator[str]]:
     """Put a question to the proxy: the pieces of the answer, as they come by both nodes."""
     asked = body(question.messages(), LONG)
     with (

@@ -11,10 +11,10 @@ import pytest
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient, DefaultHttpxClient, OpenAI
 
 from deploy.local.node import Node, NodeSpec, Role
-from deploy.local.places import MODEL
+from deploy.local.paths import MODEL
 from deploy.local.stack import Proxy, ProxySpec, logs_of, pair_specs, start_nodes, start_proxy
 from deploy.local.supervise import Supervisor
-from tests.e2e.meters import watch
+from tests.e2e.metrics_reader import watch
 
 REQUEST_TIMEOUT_S = 120.0
 PAIR = frozenset({"pair", "proxy", "client", "sync_client"})

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy.local.places import MODEL
+from deploy.local.paths import MODEL
 
 VOCABULARY, SPECIAL, END = 1024, 8, 1
 HIDDEN, HEAD, SHARPNESS = 128, 64, 4.0

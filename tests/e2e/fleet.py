@@ -10,7 +10,7 @@ from deploy.local.node import Node, NodeSpec, Role, on_free_ports, start_node
 from deploy.local.readiness import await_ready
 from deploy.local.stack import NODES_UP_WITHIN_S, PROBES, Proxy, ProxySpec, Until, await_nodes, start_nodes, start_proxy
 from deploy.local.supervise import Supervisor
-from tests.e2e.fate import go_on
+from tests.e2e.process_faults import go_on
 
 FORGET_WITHIN_S = 60.0
 DEVELOPING = {"VLLM_SERVER_DEV_MODE": "1"}

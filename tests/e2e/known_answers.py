@@ -14,19 +14,19 @@ from prometheus_client import CollectorRegistry
 from deploy.local.node import SERVED_NAME, NodeSpec
 from deploy.local.node import Node as LocalNode
 from pdproxy.clock import SystemClock
-from pdproxy.drive.answers_agree import Comparison
-from pdproxy.drive.errands import Errands
-from pdproxy.drive.known_answer import KnownAnswer, Unreadable
-from pdproxy.drive.means import Means
-from pdproxy.drive.terms import Terms
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import Preflight
 from pdproxy.nodes.proof import Prover
 from pdproxy.observe.metrics import Metrics
-from pdproxy.orchestrate import Orchestrator, Reply
+from pdproxy.orchestration.answers_agree import Comparison
+from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
+from pdproxy.orchestration.known_answer import KnownAnswer, Unreadable
+from pdproxy.orchestration.orchestrator import Orchestrator
+from pdproxy.orchestration.resources import BackgroundTasks
+from pdproxy.orchestration.response import ProxyResponse
 from pdproxy.request import ClientRequest, Endpoint, header
-from pdproxy.transport.http import HttpTransport
+from pdproxy.transport.h1_client import H1Transport
 from tests.e2e.conftest import REQUEST_TIMEOUT_S
 
 TRUSTING = "tests.e2e.trusting"
@@ -46,7 +46,7 @@ def trusting(spec: NodeSpec) -> NodeSpec:
 class Bench:
     """What asks real nodes; a pool and metrics of its own."""
 
-    means: Means
+    means: OrchestrationContext
     test: KnownAnswer
 
     async def node(self, local: LocalNode, role: Role) -> Node:
@@ -75,7 +75,7 @@ class Bench:
         )
         reply = await orchestrator.answer(request)
         await orchestrator.aclose()
-        assert isinstance(reply, Reply)
+        assert isinstance(reply, ProxyResponse)
         assert isinstance(reply.body, bytes)
         return json.loads(reply.body)["choices"][0]["text"], str(header(reply.headers, "x-pdproxy-route"))
 
@@ -84,9 +84,9 @@ class Bench:
 async def bench() -> AsyncIterator[Bench]:
     """Closes all connections at its end."""
     clock, metrics = SystemClock(), Metrics(CollectorRegistry())
-    transport = HttpTransport(clock)
-    means = Means(transport, Pool(clock), metrics, clock, Terms())
-    errands = Errands(means)
+    transport = H1Transport(clock)
+    means = OrchestrationContext(transport, Pool(clock), metrics, clock, OrchestrationConfig())
+    errands = BackgroundTasks(means)
     try:
         yield Bench(means, KnownAnswer(means, errands))
     finally:

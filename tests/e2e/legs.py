@@ -1,12 +1,16 @@
-"""The two legs of a request, sent by hand, as a proxy sends them."""
+"""The two legs of a request, sent by hand, as a proxy sends them.
+
+An honest hand-over, to show that two nodes still work together."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
+from deploy.local.model.quiz import Quiz
 from deploy.local.node import SERVED_NAME
 from tests.e2e.conftest import REQUEST_TIMEOUT_S
+from tests.e2e.metrics_reader import watch
 
 Params = dict[str, Any]
 TO_HAND_OVER: Params = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -48,3 +52,11 @@ def prefill(url: str, prompt: str, **more: Any) -> Params:
 def release(url: str, hand_over: str) -> None:
     """Tell a prefill node to let go of a hand-over."""
     complete(url, "?", 1, {"pdproxy_release": hand_over})
+
+
+def hand_over(give: str, take: str, question: Quiz) -> None:
+    """Prefill here, decode there: the answer is right, and the read was verified, not computed."""
+    verified, ended = watch(take, "reads", outcome="verified"), watch(take, "reads")
+    assert complete(take, question.prompt(), params=prefill(give, question.prompt())).text == question.answer
+    ended.reaches(1)
+    assert verified.grown() == 1

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.local.node import NodeSpec, Role
-from deploy.local.places import MODEL
+from deploy.local.paths import MODEL
 
 WEIGHTS = "model.safetensors"
 BLOCK_256 = ("--block-size", "256")

@@ -11,7 +11,7 @@ import httpx
 from deploy.local.node import SERVED_NAME, Node
 from tests.e2e.dense import Dense, Said, tokens
 from tests.e2e.legs import TO_HAND_OVER, Params
-from tests.e2e.meters import PATIENCE_S, Watch, watch
+from tests.e2e.metrics_reader import PATIENCE_S, Watch, watch
 
 TELLING = 6
 """Tokens of an answer: so many by chance alike there are not."""

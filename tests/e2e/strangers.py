@@ -12,7 +12,7 @@ from pathlib import Path
 from connector.zmtp import Zmtp
 from deploy.local.node import Node
 from deploy.local.ports import HOST
-from deploy.local.warden import descendants
+from deploy.local.watchdog import descendants
 
 PATIENCE_S = 30.0
 

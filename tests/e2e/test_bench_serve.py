@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deploy.local.node import SERVED_NAME
-from deploy.local.places import MODEL, ROOT
+from deploy.local.paths import MODEL, ROOT
 from deploy.local.stack import Proxy
 from deploy.local.supervise import inherited
 

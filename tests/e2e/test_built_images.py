@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.model.exam import exam
+from deploy.local.model.quiz import quiz
 from deploy.local.stack import logs_of
 from deploy.local.supervise import Supervisor
 from tests.deploy.building import build
@@ -19,7 +19,7 @@ def test_a_chat_is_answered_from_clean_environments(tmp_path: Path) -> None:
     for folder in folders.values():
         folder.mkdir()
     nodes, proxy = (build(FOLDER / f"{name}.Dockerfile", folders[name]) for name in ("cpu-node", "proxy"))
-    question = exam(903, 900)
+    question = quiz(903, 900)
     with Supervisor(logs_of("e2e-images")) as supervisor:
         composed = start(supervisor, folders["home"], nodes, proxy)
         with chat(composed, question) as told:

@@ -16,11 +16,11 @@ import httpx
 import pytest
 
 from deploy.local.node import SERVED_NAME, Node, NodeSpec, Role, on_free_ports
-from deploy.local.places import ROOT
+from deploy.local.paths import ROOT
 from deploy.local.stack import logs_of, start_nodes
 from deploy.local.supervise import Supervisor
 from tests.e2e.conftest import REQUEST_TIMEOUT_S
-from tests.e2e.meters import read
+from tests.e2e.metrics_reader import read
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines]
 

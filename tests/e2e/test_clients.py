@@ -7,7 +7,7 @@ import pytest
 from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient
 from openai import APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError, UnprocessableEntityError
 
-from deploy.local.model.exam import Exam, exam, recite
+from deploy.local.model.quiz import Quiz, quiz, recite
 from deploy.local.node import SERVED_NAME
 from deploy.local.stack import Proxy
 from tests.e2e.asking import joined
@@ -17,13 +17,13 @@ from tests.e2e.legs import complete
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="function")]
 
 FIXED: dict[str, Any] = {"model": SERVED_NAME, "temperature": 0}
-QUESTION = exam(700, 700)
+QUESTION = quiz(700, 700)
 LIST = recite(701, 700, lines=6)
 NUMBER = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"], "additionalProperties": False}
 LOOK_UP = {"type": "function", "function": {"name": "look_up", "description": "Looks up.", "parameters": NUMBER}}
 
 
-def messages(question: Exam) -> Any:
+def messages(question: Quiz) -> Any:
     """As the client wants them."""
     return cast(Any, question.messages())
 

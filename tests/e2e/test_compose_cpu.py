@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from deploy.local.model.exam import exam, recite
+from deploy.local.model.quiz import quiz, recite
 from deploy.local.stack import logs_of
 from deploy.local.supervise import Supervisor
-from deploy.local.warden import parents
+from deploy.local.watchdog import parents
 from tests.e2e.composed import Composed, Running, chat, healthy, start
-from tests.e2e.meters import watch
+from tests.e2e.metrics_reader import watch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines]
 
@@ -34,7 +34,7 @@ def test_the_proxy_is_there_while_the_nodes_still_load(composed: Composed) -> No
 
 
 def test_a_chat_is_answered_by_both_nodes(composed: Composed) -> None:
-    question = exam(901, 900)
+    question = quiz(901, 900)
     pulled = watch(composed.urls["cpu-decode"], "prompt_tokens", source="pulled")
     with chat(composed, question) as told:
         assert "".join(told) == question.answer

@@ -13,15 +13,14 @@ from dataclasses import dataclass, replace
 import httpx
 import pytest
 
-from deploy.local.model.exam import TOKENS_PER_LINE, Exam, Question, exam
-from deploy.local.model.marks import ASK
+from deploy.local.model.quiz import TOKENS_PER_LINE, Question, Quiz, quiz
+from deploy.local.model.vocabulary import ASK
 from deploy.local.node import SERVED_NAME, Node, NodeSpec, Role, on_free_ports
 from deploy.local.stack import logs_of, start_nodes
 from deploy.local.supervise import Supervisor
 from tests.e2e.conftest import REQUEST_TIMEOUT_S
-from tests.e2e.honest import hand_over
-from tests.e2e.legs import Params, prefill, release
-from tests.e2e.saboteur import Moment, Order, Orders, sabotaged
+from tests.e2e.legs import Params, hand_over, prefill, release
+from tests.e2e.sabotaged_connector import Moment, Order, Orders, sabotaged
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines]
 
@@ -55,7 +54,7 @@ class Said:
         return max(abs(self.first[token] - other.first[token]) for token in both)
 
 
-def ask(node: Node, question: Exam, params: Params | None = None) -> Said:
+def ask(node: Node, question: Quiz, params: Params | None = None) -> Said:
     """A question to a node."""
     body = {"model": SERVED_NAME, "prompt": question.prompt(), "max_tokens": 8, "temperature": 0, "logprobs": SHOWN}
     body |= {} if params is None else {"kv_transfer_params": params}
@@ -72,11 +71,11 @@ class Scene:
     decode: Node
     orders: Orders
 
-    def alone(self, question: Exam) -> Said:
+    def alone(self, question: Quiz) -> Said:
         """What one node says by itself."""
         return ask(self.prefill, question)
 
-    def handed(self, question: Exam, *orders: Order) -> Said:
+    def handed(self, question: Quiz, *orders: Order) -> Said:
         """What two nodes say, with the saboteur at work; every order is carried out."""
         self.orders.give(*orders)
         got = ask(self.decode, question, prefill(self.prefill.url, question.prompt()))
@@ -92,7 +91,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     with Supervisor(logs_of("e2e-control")) as supervisor:
         specs = on_free_ports(NodeSpec("prefill", Role.PREFILL, 0, 0), decode)
         give, take = start_nodes(supervisor, specs, print)
-        hand_over(give.url, take.url, exam(790, 300))
+        hand_over(give.url, take.url, quiz(790, 300))
         yield Scene(give, take, Orders(orders))
 
 
@@ -104,14 +103,14 @@ def same(one: Said, other: Said) -> bool:
 def state_groups(scene: Scene) -> list[int]:
     """The groups that hold one block however long the prompt is."""
     name = secrets.token_hex(16)
-    ids = prefill(scene.prefill.url, exam(800, 800).prompt(), pdproxy_hand_over=name)["remote_block_ids"]
+    ids = prefill(scene.prefill.url, quiz(800, 800).prompt(), pdproxy_hand_over=name)["remote_block_ids"]
     release(scene.prefill.url, name)
     return [at for at, blocks in enumerate(ids) if len(blocks) == 1]
 
 
-def asking_in_block(seed: int, size: int, block: int) -> Exam:
+def asking_in_block(seed: int, size: int, block: int) -> Quiz:
     """An exam that asks for a name whose whole line lies in that block of the prompt."""
-    paper = exam(seed, size)
+    paper = quiz(seed, size)
     within = [
         name
         for at, (name, _) in enumerate(paper.lines)
@@ -123,7 +122,7 @@ def asking_in_block(seed: int, size: int, block: int) -> Exam:
 @pytest.mark.parametrize("size", IN_CI_AND_LONG)
 def test_an_undisturbed_hand_over_passes(scene: Scene, size: int) -> None:
     for seed in range(810, 810 + TRIES):
-        question = exam(seed, size)
+        question = quiz(seed, size)
         alone, handed = scene.alone(question), scene.handed(question)
         assert alone.text == question.answer
         assert same(handed, alone)
@@ -134,7 +133,7 @@ def test_an_undisturbed_hand_over_passes(scene: Scene, size: int) -> None:
 def test_a_lost_state_is_noticed(scene: Scene, state: int, size: int) -> None:
     group = state_groups(scene)[state]
     for seed in range(820 + 20 * state, 820 + 20 * state + TRIES):
-        question = exam(seed, size)
+        question = quiz(seed, size)
         alone, handed = scene.alone(question), scene.handed(question, Order(Moment.VERIFIED, group=group))
         assert not same(handed, alone)
 

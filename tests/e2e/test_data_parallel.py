@@ -17,14 +17,14 @@ from deploy.local.node import SERVED_NAME, NodeSpec, Role
 from deploy.local.stack import ProxySpec, logs_of, start_nodes, start_proxy
 from deploy.local.supervise import Supervisor
 from pdproxy.clock import SystemClock
-from pdproxy.legs.release import release
+from pdproxy.legs.calls import release
 from pdproxy.nodes.node import Node as ProxyNode
 from pdproxy.nodes.node import Role as ProxyRole
 from pdproxy.nodes.preflight import Preflight
-from pdproxy.transport.http import HttpTransport
-from pdproxy.transport.port import Patience
+from pdproxy.transport.h1_client import H1Transport
+from pdproxy.transport.port import Timeouts
 from tests.e2e.dense import Dense, make_dense, tokens
-from tests.e2e.meters import watch
+from tests.e2e.metrics_reader import watch
 from tests.e2e.ranks import Rank, answered, draw
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines]
@@ -103,13 +103,13 @@ def test_a_release_is_for_the_rank_that_it_is_sent_to(ranks: Ranks, model: Dense
 
 
 async def test_the_proxy_finds_the_ranks_and_releases_on_whichever_holds(ranks: Ranks, model: Dense) -> None:
-    transport, url = HttpTransport(SystemClock()), ranks.give[0].node.url
+    transport, url = H1Transport(SystemClock()), ranks.give[0].node.url
     facts = await Preflight(transport).inspect(ProxyNode("p", url, ProxyRole.PREFILL))
     assert facts.ranks == RANKS
     for seed, rank in enumerate(ranks.give, 60):
         name, released = secrets.token_hex(16), rank.watch("leases_ended", how="released")
         rank.prefill(draw(model, seed), pdproxy_hand_over=name)
-        await release(transport, facts.joined(), SERVED_NAME, name, Patience())
+        await release(transport, facts.joined(), SERVED_NAME, name, Timeouts())
         released.reaches(1)
     await transport.aclose()
 

@@ -14,13 +14,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from connector.fields import Reason
-from deploy.local.model.exam import exam
+from deploy.local.model.quiz import quiz
 from deploy.local.node import Node, NodeSpec, Role
 from deploy.local.stack import logs_of, start_nodes
 from deploy.local.supervise import Supervisor
 from tests.e2e.conftest import Pair
 from tests.e2e.legs import complete, prefill
-from tests.e2e.meters import PATIENCE_S, watch
+from tests.e2e.metrics_reader import PATIENCE_S, watch
 from tests.e2e.odd_nodes import BLOCK_256, ODDITIES, STATE_TYPE, Oddity, OnePath
 
 pytestmark = pytest.mark.e2e
@@ -51,7 +51,7 @@ def refuses_and_answers_right(give: Node, take: Node, oddity: Oddity) -> None:
     assert here["all"] != there["all"]
     refused, reads = watch(take.url, "refused", reason=Reason.FINGERPRINT), watch(take.url, "reads")
     for seed in range(900, 900 + QUESTIONS):
-        question = exam(seed, LINES)
+        question = quiz(seed, LINES)
         ticket = prefill(give.url, question.prompt(), pdproxy_hand_over=f"differences-{oddity.part}-{seed}")
         assert complete(take.url, question.prompt(), params=ticket).text == question.answer
         following = question.ask(1)
@@ -112,7 +112,7 @@ def test_the_number_of_ranks_is_no_difference(pair: Pair, role: Role) -> None:
         refused = watch(take.url, "refused", reason=Reason.FINGERPRINT)
         verified = watch(take.url, "reads", outcome="verified")
         for seed in range(940, 940 + QUESTIONS):
-            question = exam(seed, LINES)
+            question = quiz(seed, LINES)
             ticket = prefill(give.url, question.prompt())
             assert complete(take.url, question.prompt(), params=ticket).text == question.answer
         verified.reaches(QUESTIONS * take.spec.tensor_parallel_size)

@@ -14,15 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.model.exam import Exam, exam
+from deploy.local.model.quiz import Quiz, quiz
 from deploy.local.node import Node, NodeSpec, Role, on_free_ports, start_node
 from deploy.local.stack import await_nodes, logs_of, start_nodes
 from deploy.local.supervise import Supervisor
-from deploy.local.warden import descendants
-from tests.e2e.fate import Fate, go_on, strike
-from tests.e2e.honest import hand_over
-from tests.e2e.legs import Params, complete, prefill
-from tests.e2e.meters import Watch, read, watch
+from deploy.local.watchdog import descendants
+from tests.e2e.legs import Params, complete, hand_over, prefill
+from tests.e2e.metrics_reader import Watch, read, watch
+from tests.e2e.process_faults import ProcessFault, go_on, strike
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -44,13 +43,13 @@ class Scene:
     decode: Node
     seeds: Iterator[int] = field(default_factory=lambda: iter(range(3000, 3400)))
 
-    def questions(self, count: int) -> list[Exam]:
+    def questions(self, count: int) -> list[Quiz]:
         """Some that no node has seen."""
-        return [exam(next(self.seeds), 800) for _ in range(count)]
+        return [quiz(next(self.seeds), 800) for _ in range(count)]
 
     def renew(self) -> None:
         """A prefill node that the decode node does not know, under the old address."""
-        strike(self.prefill.part, Fate.KILLED)
+        strike(self.prefill.part, ProcessFault.KILLED)
         self.supervisor.stop(self.prefill.part)
         self.prefill = start_node(self.supervisor, self.prefill.spec)
         await_nodes(self.supervisor, [self.prefill, self.decode], print)
@@ -103,7 +102,7 @@ class Leases:
         return {how: each.grown() for how, each in self.ends.items()}
 
 
-def computed(scene: Scene, questions: list[Exam], tickets: list[Params]) -> None:
+def computed(scene: Scene, questions: list[Quiz], tickets: list[Params]) -> None:
     """All are asked at once, and answered rightly."""
     with ThreadPoolExecutor(len(questions)) as pool:
         asked = [
@@ -134,7 +133,7 @@ def test_five_reads_under_a_stopped_prefill_node(scene: Scene) -> None:
     tickets = [prefill(scene.prefill.url, question.prompt()) for question in questions]
     leases, held = Leases.of(scene.prefill), usage(scene.prefill)
     began = time.monotonic()
-    strike(scene.prefill.part, Fate.STOPPED)
+    strike(scene.prefill.part, ProcessFault.STOPPED)
     computed(scene, questions, tickets)
     print(f"computed after {time.monotonic() - began:.1f} s; held: {usage(scene.decode):.0%} here, {held:.0%} there")
     print(
@@ -158,7 +157,7 @@ def test_five_reads_from_a_stopped_prefill_node_that_was_not_known(scene: Scene)
     tickets = [prefill(scene.prefill.url, question.prompt()) for question in questions]
     leases = Leases.of(scene.prefill)
     began = time.monotonic()
-    strike(scene.prefill.part, Fate.STOPPED)
+    strike(scene.prefill.part, ProcessFault.STOPPED)
     computed(scene, questions, tickets)
     print(f"computed after {time.monotonic() - began:.1f} s")
     print(
@@ -176,10 +175,10 @@ def test_five_reads_under_a_prefill_node_that_never_wakes(scene: Scene) -> None:
     hand_over(scene.prefill.url, scene.decode.url, scene.questions(1)[0])
     questions = scene.questions(5)
     tickets = [prefill(scene.prefill.url, question.prompt()) for question in questions]
-    strike(scene.prefill.part, Fate.STOPPED)
+    strike(scene.prefill.part, ProcessFault.STOPPED)
     computed(scene, questions, tickets)
     began = time.monotonic()
-    strike(scene.prefill.part, Fate.KILLED)
+    strike(scene.prefill.part, ProcessFault.KILLED)
     while usage(scene.decode):
         assert time.monotonic() - began < PATIENCE_S
         time.sleep(0.05)

@@ -4,11 +4,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from deploy.local.model.exam import Exam, exam
+from deploy.local.model.quiz import Quiz, quiz
 from tests.e2e.conftest import Pair
-from tests.e2e.honest import hand_over
-from tests.e2e.legs import complete, prefill
-from tests.e2e.meters import Watch, read, watch
+from tests.e2e.legs import complete, hand_over, prefill
+from tests.e2e.metrics_reader import Watch, read, watch
 
 pytestmark = pytest.mark.e2e
 
@@ -27,7 +26,7 @@ class Moved:
     hit_tokens: Watch
 
 
-def two_turns(pair: Pair, first: Exam, second: Exam) -> Moved:
+def two_turns(pair: Pair, first: Quiz, second: Quiz) -> Moved:
     """Hand both over; what the second moved."""
     hand_over(pair.prefill.url, pair.decode.url, first)
     moved = Moved(
@@ -46,7 +45,7 @@ def test_a_hybrid_node_keeps_states_where_blocks_end_without_being_told(pair: Pa
 
 
 def test_the_second_turn_pulls_only_what_is_new(pair: Pair) -> None:
-    talk = exam(101, 1500)
+    talk = quiz(101, 1500)
     first, second = talk.at_turn(1), talk.at_turn(2)
     moved = two_turns(pair, first, second)
     full_blocks = tokens(first.prompt()) // BLOCK
@@ -57,7 +56,7 @@ def test_the_second_turn_pulls_only_what_is_new(pair: Pair) -> None:
 
 
 def test_without_a_ticket_all_groups_count(pair: Pair) -> None:
-    paper = exam(102, 1500)
+    paper = quiz(102, 1500)
     moved = two_turns(pair, paper, paper.ask(1))
     attention_hit = 5 * BLOCK
     moved.hit_tokens.reaches(attention_hit)
@@ -69,7 +68,7 @@ def test_without_a_ticket_all_groups_count(pair: Pair) -> None:
 
 
 def test_the_answers_are_those_of_one_node(pair: Pair) -> None:
-    question = exam(103, 1200)
+    question = quiz(103, 1200)
     alone = complete(pair.prefill.url, question.prompt())
     handed = complete(pair.decode.url, question.prompt(), params=prefill(pair.prefill.url, question.prompt()))
     assert handed.text == alone.text == question.answer
@@ -90,7 +89,7 @@ def test_a_verdict_comes_at_once(pair: Pair) -> None:
 
     before = {within: verdicts(within) for within in ("0.001", "0.0025", "0.01", "+Inf")}
     for seed in range(140, 140 + VERDICTS):
-        hand_over(pair.prefill.url, pair.decode.url, exam(seed, 800))
+        hand_over(pair.prefill.url, pair.decode.url, quiz(seed, 800))
     came = {within: verdicts(within) - count for within, count in before.items()}
     print(f"of {VERDICTS} verdicts so many came within so many seconds: {came}")
     assert came["+Inf"] == VERDICTS

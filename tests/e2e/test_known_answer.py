@@ -1,7 +1,7 @@
 """Pairs whose bytes do not mean the same fail the known-answer test; all others pass it.
 
 Fingerprints are not compared here (`known_answers.trusting`). The figures (`-s` prints them) are those in the docstring
-of `pdproxy.drive.answers_agree`.
+of `pdproxy.orchestration.answers_agree`.
 """
 
 import json
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.model.exam import exam
+from deploy.local.model.quiz import quiz
 from deploy.local.node import Node, NodeSpec, Role, on_free_ports
-from deploy.local.places import MODEL
+from deploy.local.paths import MODEL
 from deploy.local.stack import logs_of, start_nodes
 from deploy.local.supervise import Supervisor
 from pdproxy.nodes.node import Role as PoolRole
@@ -117,7 +117,7 @@ async def test_a_pair_that_fails_is_kept_apart_and_its_clients_get_right_answers
         assert set(bars.nodes) == {"odd"}
         made.means.pool.remove("decode")
         for seed in range(900, 903):
-            question = exam(seed, 800)
+            question = quiz(seed, 800)
             assert await made.answer(question.prompt()) == (question.answer, "local")
 
 

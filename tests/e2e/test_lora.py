@@ -14,7 +14,7 @@ from deploy.local.supervise import Supervisor
 from tests.e2e.dense import Dense, make_dense
 from tests.e2e.legs import TO_HAND_OVER, Params
 from tests.e2e.lora import arguments, negating, silent
-from tests.e2e.meters import watch
+from tests.e2e.metrics_reader import watch
 from tests.e2e.ranks import TELLING, Question, answered, draw
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.long]

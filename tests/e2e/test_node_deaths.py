@@ -9,10 +9,10 @@ import pytest
 from deploy.local.stack import ProxySpec, logs_of
 from deploy.local.supervise import Supervisor
 from tests.e2e.conftest import async_client
-from tests.e2e.crowd import Crowd, crowd, reciters
-from tests.e2e.fate import Fate, strike
 from tests.e2e.fleet import Fleet, start_fleet
-from tests.e2e.meters import read
+from tests.e2e.metrics_reader import read
+from tests.e2e.process_faults import ProcessFault, strike
+from tests.e2e.stream_load import StreamLoad, reciters, start_stream_load
 
 pytestmark = [
     pytest.mark.e2e,
@@ -37,20 +37,20 @@ class Moment(enum.StrEnum):
     STREAMING = "streaming"
     """More than half of the streams have begun: both decode nodes are in the middle of some."""
 
-    def reached(self, now: Crowd) -> bool:
+    def reached(self, now: StreamLoad) -> bool:
         """Whether it is here."""
         return now.begun() > 0 if self is Moment.OPENING else now.under_way()
 
 
 CASES = (
-    ("decode-0", Moment.STREAMING, Fate.KILLED),
-    ("decode-0", Moment.STREAMING, Fate.STOPPED),
-    ("prefill", Moment.OPENING, Fate.KILLED),
-    ("prefill", Moment.STREAMING, Fate.STOPPED),
-    pytest.param("decode-0", Moment.OPENING, Fate.KILLED, marks=pytest.mark.long),
-    pytest.param("decode-0", Moment.OPENING, Fate.STOPPED, marks=pytest.mark.long),
-    pytest.param("prefill", Moment.OPENING, Fate.STOPPED, marks=pytest.mark.long),
-    pytest.param("prefill", Moment.STREAMING, Fate.KILLED, marks=pytest.mark.long),
+    ("decode-0", Moment.STREAMING, ProcessFault.KILLED),
+    ("decode-0", Moment.STREAMING, ProcessFault.STOPPED),
+    ("prefill", Moment.OPENING, ProcessFault.KILLED),
+    ("prefill", Moment.STREAMING, ProcessFault.STOPPED),
+    pytest.param("decode-0", Moment.OPENING, ProcessFault.KILLED, marks=pytest.mark.long),
+    pytest.param("decode-0", Moment.OPENING, ProcessFault.STOPPED, marks=pytest.mark.long),
+    pytest.param("prefill", Moment.OPENING, ProcessFault.STOPPED, marks=pytest.mark.long),
+    pytest.param("prefill", Moment.STREAMING, ProcessFault.KILLED, marks=pytest.mark.long),
 )
 
 
@@ -69,12 +69,14 @@ def whole(fleet: Fleet) -> Fleet:
 
 
 @pytest.mark.parametrize(("name", "moment", "fate"), CASES)
-async def test_no_stream_is_lost_and_no_token_is_wrong(whole: Fleet, name: str, moment: Moment, fate: Fate) -> None:
+async def test_no_stream_is_lost_and_no_token_is_wrong(
+    whole: Fleet, name: str, moment: Moment, fate: ProcessFault
+) -> None:
     async with async_client(whole.nodes["prefill"].url) as alone:
         streams = await reciters(alone, next(whole.seeds))
     whole.forget()
     moved = read(whole.proxy.admin_url, "pdproxy_migrations_total", outcome="done")
-    async with crowd(whole.proxy.url, streams) as running:
+    async with start_stream_load(whole.proxy.url, streams) as running:
         await running.until(moment.reached)
         begun, undisturbed = running.begun(), running.longest_stall()
         await asyncio.to_thread(strike, whole.nodes[name].part, fate)

@@ -10,16 +10,15 @@ import pytest
 import yaml
 import zmq
 
-from deploy.local.model.exam import exam
+from deploy.local.model.quiz import quiz
 from deploy.local.node import Node
-from deploy.local.places import ROOT
+from deploy.local.paths import ROOT
 from deploy.local.ports import HOST
 from tests.deploy.prometheus.evaluate import evaluate
 from tests.deploy.prometheus.storage import Storage
 from tests.e2e.conftest import REQUEST_TIMEOUT_S, Pair
-from tests.e2e.honest import hand_over
-from tests.e2e.legs import complete, prefill, release
-from tests.e2e.meters import watch
+from tests.e2e.legs import complete, hand_over, prefill, release
+from tests.e2e.metrics_reader import watch
 
 pytestmark = pytest.mark.e2e
 
@@ -48,7 +47,7 @@ def selectors() -> set[str]:
 
 def live(pair: Pair, seed: int) -> None:
     """Whatever can happen on nodes, once: two turns, a ticket that nobody reads, a wrong one, and junk."""
-    talk = exam(seed, 1200)
+    talk = quiz(seed, 1200)
     for turn in (1, 2):
         hand_over(pair.prefill.url, pair.decode.url, talk.at_turn(turn))
     _unread(pair, seed + 1)
@@ -58,13 +57,13 @@ def live(pair: Pair, seed: int) -> None:
 
 def _unread(pair: Pair, seed: int) -> None:
     name, ended = secrets.token_hex(16), watch(pair.prefill.url, "leases_ended", how="released")
-    prefill(pair.prefill.url, exam(seed, 300).prompt(), pdproxy_hand_over=name)
+    prefill(pair.prefill.url, quiz(seed, 300).prompt(), pdproxy_hand_over=name)
     release(pair.prefill.url, name)
     ended.reaches(1)
 
 
 def _refused(pair: Pair, seed: int) -> None:
-    question, refused = exam(seed, 300), watch(pair.decode.url, "refused")
+    question, refused = quiz(seed, 300), watch(pair.decode.url, "refused")
     got = complete(pair.decode.url, question.prompt(), params={"do_remote_prefill": True})
     assert got.text == question.answer
     refused.reaches(1)
@@ -77,7 +76,7 @@ def _junk(pair: Pair) -> None:
         dealer.connect(f"tcp://{HOST}:{pair.prefill.spec.side_channel_port}")
         dealer.send_multipart([b"junk"])
     # A node sends its counts along with steps of the engine.
-    question = exam(1, 100)
+    question = quiz(1, 100)
     while not junk.grown():
         assert complete(pair.prefill.url, question.prompt()).text == question.answer
 

@@ -13,16 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.model.exam import Exam, exam
+from deploy.local.model.quiz import Quiz, quiz
 from deploy.local.node import Node, NodeSpec, Role, on_free_ports, start_node
 from deploy.local.stack import await_nodes, logs_of, start_nodes
 from deploy.local.supervise import Supervisor
-from deploy.local.warden import descendants
-from tests.e2e.fate import Fate, go_on, strike
-from tests.e2e.honest import hand_over
-from tests.e2e.legs import Params, complete, prefill
-from tests.e2e.meters import Watch, read, watch
-from tests.e2e.saboteur import Moment, Order, Orders, sabotaged
+from deploy.local.watchdog import descendants
+from tests.e2e.legs import Params, complete, hand_over, prefill
+from tests.e2e.metrics_reader import Watch, read, watch
+from tests.e2e.process_faults import ProcessFault, go_on, strike
+from tests.e2e.sabotaged_connector import Moment, Order, Orders, sabotaged
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.timeout(900)]
 
@@ -45,9 +44,9 @@ class Scene:
     """The prefill node that the decode node has read from."""
     seeds: Iterator[int] = field(default_factory=lambda: iter(range(1200, 1400)))
 
-    def question(self) -> Exam:
+    def question(self) -> Quiz:
         """One that no node has seen."""
-        return exam(next(self.seeds), 800)
+        return quiz(next(self.seeds), 800)
 
     def hand_over(self) -> None:
         """An honest one is verified, and right."""
@@ -58,7 +57,7 @@ class Scene:
         """All processes of the prefill node."""
         return tuple(descendants(self.prefill.part.process.pid))
 
-    def computes(self, question: Exam, ticket: Params) -> None:
+    def computes(self, question: Quiz, ticket: Params) -> None:
         """The decode node answers soon and rightly, and counts a read that came to nothing."""
         bad = [watch(self.decode.url, "reads", outcome=end) for end in BAD_ENDS]
         began = time.monotonic()
@@ -114,7 +113,7 @@ def whole(scene: Scene) -> Scene:
 def strange(scene: Scene) -> Scene:
     """Both up, and the decode node has never heard of this prefill node."""
     if scene.known is scene.prefill:
-        strike(scene.prefill.part, Fate.KILLED)
+        strike(scene.prefill.part, ProcessFault.KILLED)
     scene.heal()
     return scene
 
@@ -122,7 +121,7 @@ def strange(scene: Scene) -> Scene:
 def test_stopped_before_the_read(whole: Scene) -> None:
     question = whole.question()
     ticket = prefill(whole.prefill.url, question.prompt())
-    strike(whole.prefill.part, Fate.STOPPED)
+    strike(whole.prefill.part, ProcessFault.STOPPED)
     whole.computes(question, ticket)
     whole.heal()
     whole.hand_over()
@@ -133,7 +132,7 @@ def test_what_was_held_for_a_read_that_was_given_up_comes_back_when_the_node_wak
     question = whole.question()
     ticket = prefill(whole.prefill.url, question.prompt())
     ended = {how: watch(whole.prefill.url, "leases_ended", how=how) for how in ("read", "expired")}
-    strike(whole.prefill.part, Fate.STOPPED)
+    strike(whole.prefill.part, ProcessFault.STOPPED)
     whole.computes(question, ticket)
     assert read(whole.decode.url, USAGE) > 0
     go_on(whole.prefill.part)
@@ -145,8 +144,8 @@ def test_what_was_held_for_a_read_that_was_given_up_comes_back_when_the_node_wak
     assert not ended["expired"].grown()
 
 
-@pytest.mark.parametrize("fate", [Fate.STOPPED, Fate.KILLED])
-def test_struck_after_the_last_byte(whole: Scene, fate: Fate) -> None:
+@pytest.mark.parametrize("fate", [ProcessFault.STOPPED, ProcessFault.KILLED])
+def test_struck_after_the_last_byte(whole: Scene, fate: ProcessFault) -> None:
     question = whole.question()
     ticket = prefill(whole.prefill.url, question.prompt())
     whole.orders[Role.DECODE].give(Order(Moment.LANDED, signal=fate.value, pids=whole.pids()))
@@ -154,18 +153,18 @@ def test_struck_after_the_last_byte(whole: Scene, fate: Fate) -> None:
     whole.orders[Role.DECODE].await_done(1)
 
 
-@pytest.mark.parametrize("fate", [Fate.STOPPED, Fate.KILLED])
-def test_struck_during_the_read(whole: Scene, fate: Fate) -> None:
+@pytest.mark.parametrize("fate", [ProcessFault.STOPPED, ProcessFault.KILLED])
+def test_struck_during_the_read(whole: Scene, fate: ProcessFault) -> None:
     question = whole.question()
     ticket = prefill(whole.prefill.url, question.prompt())
-    stopped = Order(Moment.POSTING, signal=Fate.STOPPED.value, pids=whole.pids())
+    stopped = Order(Moment.POSTING, signal=ProcessFault.STOPPED.value, pids=whole.pids())
     whole.orders[Role.DECODE].give(stopped, replace(stopped, moment=Moment.POSTED, signal=fate.value))
     whole.computes(question, ticket)
     print(f"transfers were then {whole.orders[Role.DECODE].await_done(2)[1]['states']}")
 
 
-@pytest.mark.parametrize("fate", Fate)
-def test_struck_before_the_first_read_from_it(strange: Scene, fate: Fate) -> None:
+@pytest.mark.parametrize("fate", ProcessFault)
+def test_struck_before_the_first_read_from_it(strange: Scene, fate: ProcessFault) -> None:
     question = strange.question()
     ticket = prefill(strange.prefill.url, question.prompt())
     strike(strange.prefill.part, fate)
@@ -179,7 +178,7 @@ def deafen(scene: Scene) -> None:
     ticket = prefill(scene.prefill.url, question.prompt())
     scene.orders[Role.PREFILL].await_done(1)
     scene.computes(question, ticket)
-    strike(scene.prefill.part, Fate.KILLED)
+    strike(scene.prefill.part, ProcessFault.KILLED)
 
 
 def test_the_side_channel_is_gone_before_the_first_read(strange: Scene) -> None:
@@ -193,5 +192,5 @@ def test_the_side_channel_is_gone_after_others(whole: Scene) -> None:
 def test_killed_before_the_read(whole: Scene) -> None:
     question = whole.question()
     ticket = prefill(whole.prefill.url, question.prompt())
-    strike(whole.prefill.part, Fate.KILLED)
+    strike(whole.prefill.part, ProcessFault.KILLED)
     whole.computes(question, ticket)

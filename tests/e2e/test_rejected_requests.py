@@ -13,14 +13,13 @@ from typing import Any
 import httpx
 import pytest
 
-from deploy.local.model.exam import exam
+from deploy.local.model.quiz import quiz
 from deploy.local.node import SERVED_NAME, Node, NodeSpec, Role, on_free_ports
 from deploy.local.stack import logs_of, start_nodes
 from deploy.local.supervise import Supervisor
 from tests.e2e.conftest import REQUEST_TIMEOUT_S, Pair
-from tests.e2e.honest import hand_over
-from tests.e2e.legs import complete, prefill
-from tests.e2e.meters import watch
+from tests.e2e.legs import complete, hand_over, prefill
+from tests.e2e.metrics_reader import watch
 
 pytestmark = pytest.mark.e2e
 
@@ -46,25 +45,25 @@ def reject(node: Node, request_id: str, **params: Any) -> int:
 
 def test_under_the_name_that_a_living_ticket_gives_its_request(pair: Pair) -> None:
     """The recipe that ended the prefill node while tickets named the engine's own request id."""
-    question = exam(2600, 700)
+    question = quiz(2600, 700)
     ticket = prefill(pair.prefill.url, question.prompt())
     for node in (pair.prefill, pair.decode):
         assert reject(node, ticket["remote_request_id"]) == HTTPStatus.BAD_REQUEST
     verified = watch(pair.decode.url, "reads", outcome="verified")
     assert complete(pair.decode.url, question.prompt(), params=ticket).text == question.answer
     verified.reaches(1)
-    hand_over(pair.prefill.url, pair.decode.url, exam(2601, 300))
+    hand_over(pair.prefill.url, pair.decode.url, quiz(2601, 300))
 
 
 def test_several_at_once_under_one_id_all_give_their_tickets_back(pair: Pair) -> None:
-    questions = [exam(2610 + at, 300) for at in range(AT_ONCE)]
+    questions = [quiz(2610 + at, 300) for at in range(AT_ONCE)]
     tickets = [prefill(pair.prefill.url, question.prompt()) for question in questions]
     ended = watch(pair.prefill.url, "leases_ended", how="read")
     with ThreadPoolExecutor(AT_ONCE) as pool:
         statuses = pool.map(lambda ticket: reject(pair.decode, "the-same-for-all", **ticket), tickets)
     assert set(statuses) == {HTTPStatus.BAD_REQUEST}
     ended.reaches(AT_ONCE)
-    hand_over(pair.prefill.url, pair.decode.url, exam(2620, 300))
+    hand_over(pair.prefill.url, pair.decode.url, quiz(2620, 300))
 
 
 @pytest.fixture
@@ -79,7 +78,7 @@ def talkative() -> Iterator[Node]:
 @pytest.mark.own_engines
 def test_under_the_engine_s_own_id_of_a_living_request(talkative: Node) -> None:
     """No ticket tells it; here it is read in the node's log."""
-    question = exam(2630, 700)
+    question = quiz(2630, 700)
     prefill(talkative.url, question.prompt())
     said = (logs_of("e2e-rejected") / "prefill.log").read_text(encoding="utf-8")
     (engine_id,) = re.findall(r"Added request (\S+?)\.?$", said, re.MULTILINE)

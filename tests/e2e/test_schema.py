@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.places import ROOT
+from deploy.local.paths import ROOT
 from deploy.local.stack import Proxy
 from deploy.local.supervise import inherited
 

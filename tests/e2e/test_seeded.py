@@ -8,13 +8,13 @@ from typing import Any
 import httpx
 import pytest
 
-from deploy.local.model.exam import exam
+from deploy.local.model.quiz import quiz
 from deploy.local.node import SERVED_NAME
 from tests.e2e.conftest import Pair
 
 pytestmark = pytest.mark.e2e
 
-LONGER_THAN_A_BLOCK = exam(seed=4711, tokens=1700)
+LONGER_THAN_A_BLOCK = quiz(seed=4711, tokens=1700)
 
 
 async def sampled(url: str, seed: int) -> tuple[str, int]:

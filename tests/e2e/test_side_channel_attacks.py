@@ -13,17 +13,16 @@ import zmq
 
 from connector.question import HANDSHAKE
 from connector.side_channel import NEEDS_KEY
-from deploy.local.model.exam import Exam, exam
+from deploy.local.model.quiz import Quiz, quiz
 from deploy.local.node import Node, NodeSpec, Role, kv_transfer_config, on_free_ports, start_node
 from deploy.local.ports import HOST
 from deploy.local.stack import await_nodes, logs_of, start_nodes
 from deploy.local.supervise import Supervisor
 from tests.e2e.conftest import Pair
-from tests.e2e.forgery import altered
-from tests.e2e.honest import hand_over
-from tests.e2e.legs import Params, complete, prefill
-from tests.e2e.meters import PATIENCE_S, read, watch
+from tests.e2e.legs import Params, complete, hand_over, prefill
+from tests.e2e.metrics_reader import PATIENCE_S, read, watch
 from tests.e2e.strangers import black_holes, flooded, idle, memory_of, owner_of, seconds
+from tests.e2e.wrong_params import altered
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -50,7 +49,7 @@ def black_holed(ticket: Params, number: int, port: int) -> Params:
 @contextmanager
 def beside_black_holes(pair: Pair, count: int, seed: int) -> Iterator[None]:
     """While so many tickets lead nowhere; each is computed, rightly, in the end."""
-    question = exam(seed, 60)
+    question = quiz(seed, 60)
     ticket = prefill(pair.prefill.url, question.prompt())
     refused = watch(pair.decode.url, "refused")
 
@@ -76,7 +75,7 @@ def await_running(node: Node, count: int) -> None:
         time.sleep(0.02)
 
 
-def reads_at_once(pair: Pair, question: Exam) -> float:
+def reads_at_once(pair: Pair, question: Quiz) -> float:
     """Seconds of an honest decode leg, whose read is verified; within a second."""
     verified = watch(pair.decode.url, "reads", outcome="verified")
     ticket = prefill(pair.prefill.url, question.prompt())
@@ -88,15 +87,15 @@ def reads_at_once(pair: Pair, question: Exam) -> float:
 
 def test_a_flood_and_black_holes_change_nothing(pair: Pair) -> None:
     """The quick one: an endless multipart at the prefill node, eight tickets that lead nowhere at the decode node."""
-    hand_over(pair.prefill.url, pair.decode.url, exam(7000, 300))
+    hand_over(pair.prefill.url, pair.decode.url, quiz(7000, 300))
     listener = owner_of(pair.prefill)
     before = memory_of(listener)
     closed = watch(pair.prefill.url, "side_channel_closed", reason="too_long")
     with flooded(pair.prefill.spec.side_channel_port, STREAMS["endless multipart"], 1):
-        hand_over(pair.prefill.url, pair.decode.url, exam(7001, 300))
+        hand_over(pair.prefill.url, pair.decode.url, quiz(7001, 300))
     closed.reaches(1)
     with idle(pair.prefill.spec.side_channel_port, 260), beside_black_holes(pair, 8, 7002):
-        print(f"beside eight black holes: {reads_at_once(pair, exam(7003, 300)):.3f} s")
+        print(f"beside eight black holes: {reads_at_once(pair, quiz(7003, 300)):.3f} s")
     grown = memory_of(listener) - before
     print(f"the listener's process grew by {grown / MIB:.1f} MiB")
     assert grown < MOST_GROWTH
@@ -145,12 +144,12 @@ def scene() -> Iterator[Scene]:
 @pytest.mark.parametrize("stream", STREAMS.values(), ids=STREAMS.keys())
 def test_every_flood(scene: Scene, stream: bytes) -> None:
     pair, port = scene.pair, scene.pair.prefill.spec.side_channel_port
-    hand_over(pair.prefill.url, pair.decode.url, exam(7100, 300))
+    hand_over(pair.prefill.url, pair.decode.url, quiz(7100, 300))
     listener = owner_of(pair.prefill)
     before = memory_of(listener)
     with flooded(port, stream), idle(port, 100):
         for seed in range(3):
-            hand_over(pair.prefill.url, pair.decode.url, exam(7110 + seed, 300))
+            hand_over(pair.prefill.url, pair.decode.url, quiz(7110 + seed, 300))
         grown = memory_of(listener) - before
     print(f"the listener's process grew by {grown / MIB:.1f} MiB")
     assert grown < MOST_GROWTH
@@ -161,18 +160,18 @@ def test_every_flood(scene: Scene, stream: bytes) -> None:
 @pytest.mark.parametrize("holes", [0, 8, 64])
 def test_an_honest_first_read_beside_black_holes(scene: Scene, holes: int) -> None:
     scene.restart_decode()
-    complete(scene.pair.decode.url, exam(7300, 300).prompt())  # what every first request of a node costs
+    complete(scene.pair.decode.url, quiz(7300, 300).prompt())  # what every first request of a node costs
     with beside_black_holes(scene.pair, holes, 7310 + holes):
-        print(f"first read beside {holes} black holes: {reads_at_once(scene.pair, exam(7320 + holes, 300)):.3f} s")
+        print(f"first read beside {holes} black holes: {reads_at_once(scene.pair, quiz(7320 + holes, 300)):.3f} s")
 
 
 @pytest.mark.long
 @pytest.mark.own_engines
 def test_an_engine_that_restarts_with_its_id_is_read_by_its_next_ticket(scene: Scene) -> None:
-    hand_over(scene.pair.prefill.url, scene.pair.decode.url, exam(7200, 300))
+    hand_over(scene.pair.prefill.url, scene.pair.decode.url, quiz(7200, 300))
     for seed in (7201, 7202):
         scene.restart_prefill()
-        hand_over(scene.pair.prefill.url, scene.pair.decode.url, exam(seed, 300))
+        hand_over(scene.pair.prefill.url, scene.pair.decode.url, quiz(seed, 300))
 
 
 @pytest.mark.long
@@ -181,7 +180,7 @@ def test_with_keys_a_stranger_gets_nothing_and_a_node_that_has_one_reads(scene: 
     scene.restart_prefill(**KEYED)
     refused = watch(scene.pair.prefill.url, "side_channel_refused", reason="unsigned")
     unreachable = watch(scene.pair.decode.url, "reads", outcome="peer_unreachable")
-    question = exam(7400, 300)
+    question = quiz(7400, 300)
     ticket = prefill(scene.pair.prefill.url, question.prompt())
     assert complete(scene.pair.decode.url, question.prompt(), params=ticket).text == question.answer
     unreachable.reaches(1)
@@ -191,8 +190,8 @@ def test_with_keys_a_stranger_gets_nothing_and_a_node_that_has_one_reads(scene: 
         stranger.send(msgspec.msgpack.encode((HANDSHAKE, 0, 0)))
         payload = msgspec.msgpack.decode(stranger.recv_multipart()[0])
     assert payload == {"compatibility_hash": NEEDS_KEY, "agent_metadata_bytes": b""}
-    complete(scene.pair.prefill.url, exam(7401, 300).prompt())
+    complete(scene.pair.prefill.url, quiz(7401, 300).prompt())
     refused.reaches(2)
     scene.restart_decode(**KEYED)
     for seed in (7402, 7403):
-        hand_over(scene.pair.prefill.url, scene.pair.decode.url, exam(seed, 300))
+        hand_over(scene.pair.prefill.url, scene.pair.decode.url, quiz(seed, 300))

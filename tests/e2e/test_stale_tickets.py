@@ -7,14 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from deploy.local.model.exam import Exam, exam
+from deploy.local.model.quiz import Quiz, quiz
 from deploy.local.node import NodeSpec, Role, on_free_ports
 from deploy.local.stack import logs_of, start_nodes
 from deploy.local.supervise import Supervisor
 from tests.e2e.conftest import Pair
-from tests.e2e.honest import hand_over
-from tests.e2e.legs import Params, complete, prefill
-from tests.e2e.meters import watch
+from tests.e2e.legs import Params, complete, hand_over, prefill
+from tests.e2e.metrics_reader import watch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines]
 
@@ -34,20 +33,20 @@ def short_leased() -> Iterator[Pair]:
         yield Pair(*start_nodes(supervisor, specs, print))
 
 
-def stale(pair: Pair, questions: list[Exam]) -> list[Params]:
+def stale(pair: Pair, questions: list[Quiz]) -> list[Params]:
     """Tickets whose leases have run out, and whose blocks hold other prompts by now."""
     ended = watch(pair.prefill.url, "leases_ended", how="expired")
     tickets = [prefill(pair.prefill.url, question.prompt()) for question in questions]
     ended.reaches(len(tickets))
     for seed in CROWD:
-        complete(pair.prefill.url, exam(1000 + seed, 1500).prompt(), 1)
+        complete(pair.prefill.url, quiz(1000 + seed, 1500).prompt(), 1)
     return tickets
 
 
 def test_stale_tickets_are_computed_and_the_next_ones_read(short_leased: Pair) -> None:
     give, take = short_leased.prefill.url, short_leased.decode.url
-    hand_over(give, take, exam(1080, 300))
-    questions = [exam(1100, 300), exam(1101, 800), exam(1102, 1500)]
+    hand_over(give, take, quiz(1080, 300))
+    questions = [quiz(1100, 300), quiz(1101, 800), quiz(1102, 1500)]
     tickets = stale(short_leased, questions)
     ended, verified = watch(take, "reads"), watch(take, "reads", outcome="verified")
     for question, ticket in zip(questions, tickets, strict=True):

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from deploy.local.model.exam import exam
+from deploy.local.model.quiz import quiz
 from deploy.local.node import Node, NodeSpec, Role, on_free_ports
 from deploy.local.stack import logs_of, start_nodes
 from deploy.local.supervise import Supervisor
 from tests.e2e.legs import complete, prefill
-from tests.e2e.meters import watch
+from tests.e2e.metrics_reader import watch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines]
 
@@ -35,7 +35,7 @@ def test_every_rank_verifies_its_part(nodes: tuple[Node, Node]) -> None:
     verified = watch(take.url, "reads", outcome="verified")
     ended = watch(give.url, "leases_ended", how="read")
     for seed in (301, 302):
-        question = exam(seed, 800)
+        question = quiz(seed, 800)
         assert (
             complete(take.url, question.prompt(), params=prefill(give.url, question.prompt())).text == question.answer
         )
@@ -46,7 +46,7 @@ def test_every_rank_verifies_its_part(nodes: tuple[Node, Node]) -> None:
 
 def test_a_ticket_that_was_used_is_read_no_more_and_the_answer_is_right(nodes: tuple[Node, Node]) -> None:
     give, take = nodes
-    question = exam(303, 800)
+    question = quiz(303, 800)
     ticket = prefill(give.url, question.prompt())
     ended = watch(give.url, "leases_ended", how="read")
     assert complete(take.url, question.prompt(), params=ticket).text == question.answer

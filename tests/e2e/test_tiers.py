@@ -12,12 +12,12 @@ from typing import TypeVar
 
 import pytest
 
-from deploy.local.model.exam import Exam, exam
-from deploy.local.places import ROOT
+from deploy.local.model.quiz import Quiz, quiz
+from deploy.local.paths import ROOT
 from deploy.local.stack import logs_of
 from deploy.local.supervise import Supervisor
 from tests.e2e.legs import complete, prefill
-from tests.e2e.meters import PATIENCE_S, Watch, read, watch
+from tests.e2e.metrics_reader import PATIENCE_S, Watch, read, watch
 from tests.e2e.tiered import BLOCK, CHILDREN, Tiered, start_tiered
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines]
@@ -91,7 +91,7 @@ def tiered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiered]:
         yield start_tiered(supervisor, tmp_path_factory.mktemp("shelves"))
 
 
-def ask(tiered: Tiered, paper: Exam, *, ticket: bool) -> None:
+def ask(tiered: Tiered, paper: Quiz, *, ticket: bool) -> None:
     """A question to the decode node; the answer is right."""
     params = prefill(tiered.prefill.url, paper.prompt()) if ticket else None
     assert complete(tiered.decode.url, paper.prompt(), params=params).text == paper.answer
@@ -99,7 +99,7 @@ def ask(tiered: Tiered, paper: Exam, *, ticket: bool) -> None:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_what_saves_most_is_loaded_and_the_rest_let_go(tiered: Tiered, case: Case) -> None:
-    paper = exam(case.seed, case.length)
+    paper = quiz(case.seed, case.length)
     tiered.shelve(paper, case.tiers)
     counted = Counted(tiered.decode.url)
     ended, expired = (watch(tiered.prefill.url, "leases_ended", **how) for how in ({}, {"how": "expired"}))
@@ -122,7 +122,7 @@ def test_what_saves_most_is_loaded_and_the_rest_let_go(tiered: Tiered, case: Cas
 @pytest.mark.parametrize("fallback", ["disk", "nothing"])
 def test_a_stale_file_falls_back(tiered: Tiered, fallback: str) -> None:
     """To the next best tier, or to computing."""
-    paper = exam(2010 + len(fallback), LONG)
+    paper = quiz(2010 + len(fallback), LONG)
     files = tiered.shelve(paper, BOTH if fallback == "disk" else ONLY_FAST)
     for path in files["fast"]:
         path.write_bytes(b"of another time")
@@ -140,7 +140,7 @@ def test_the_figures_add_up(tiered: Tiered) -> None:
     """Over everything that the node did so far."""
     url = tiered.decode.url
     counted = Counted(url)
-    ask(tiered, exam(2020, LONG), ticket=True)
+    ask(tiered, quiz(2020, LONG), ticket=True)
     counted.await_prompts(LONG)
 
     def total(name: str, **labels: str) -> float:

@@ -20,14 +20,13 @@ import httpx
 import pytest
 import zmq
 
-from deploy.local.model.exam import Exam, exam
+from deploy.local.model.quiz import Quiz, quiz
 from deploy.local.node import SERVED_NAME, Node
 from deploy.local.ports import HOST, free_ports
 from tests.e2e.conftest import REQUEST_TIMEOUT_S, Pair
-from tests.e2e.forgery import NESTED, Forgery, altered, at_random, for_decode_node, for_prefill_node
-from tests.e2e.honest import hand_over
-from tests.e2e.legs import Params, complete, prefill, release
-from tests.e2e.meters import PATIENCE_S, watch
+from tests.e2e.legs import Params, complete, hand_over, prefill, release
+from tests.e2e.metrics_reader import PATIENCE_S, watch
+from tests.e2e.wrong_params import NESTED, WrongParams, altered, at_random, for_decode_node, for_prefill_node
 
 pytestmark = pytest.mark.e2e
 
@@ -40,27 +39,27 @@ LIES = 10
 class Paper:
     """A question, and a ticket for it that nobody reads."""
 
-    question: Exam
+    question: Quiz
     ticket: Params
 
 
 @pytest.fixture
 def papers(pair: Pair) -> Iterator[list[Paper]]:
     """The first two are of one length. All are released at the end."""
-    questions = [exam(seed, size) for seed, size in zip(range(700, 706), (200, 200, 300, 60, 120, 280), strict=True)]
+    questions = [quiz(seed, size) for seed, size in zip(range(700, 706), (200, 200, 300, 60, 120, 280), strict=True)]
     named = [(question, secrets.token_hex(16)) for question in questions]
     yield [Paper(one, prefill(pair.prefill.url, one.prompt(), pdproxy_hand_over=name)) for one, name in named]
     for _, name in named:
         release(pair.prefill.url, name)
 
 
-def ask(node: Node, question: Exam, **more: Any) -> httpx.Response:
+def ask(node: Node, question: Quiz, **more: Any) -> httpx.Response:
     """A completion with anything in its body."""
     body = {"model": SERVED_NAME, "prompt": question.prompt(), "max_tokens": 8, "temperature": 0, **more}
     return httpx.post(f"{node.url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT_S, trust_env=False)
 
 
-def wrong_with(node: Node, question: Exam, forgery: Forgery) -> str:
+def wrong_with(node: Node, question: Quiz, forgery: WrongParams) -> str:
     """What is wrong with the node's answer to a forgery; empty where nothing is."""
     params = {"kv_transfer_params": forgery.params}
     got = ask(node, question, **({"vllm_xargs": params} if forgery.smuggled else params))
@@ -72,7 +71,7 @@ def wrong_with(node: Node, question: Exam, forgery: Forgery) -> str:
     return "" if text == question.answer and ticket is None else f"{forgery.name}: {text!r}, ticket {ticket}"
 
 
-def send_all(node: Node, forged: Sequence[tuple[Exam, Forgery]]) -> None:
+def send_all(node: Node, forged: Sequence[tuple[Quiz, WrongParams]]) -> None:
     """Send them, eight at once, and expect the right text of each and every refusal in the node's metrics."""
     reasons = Counter(forgery.reason for _, forgery in forged if forgery.reason is not None)
     refused = {reason: watch(node.url, "refused", reason=reason) for reason in reasons}
@@ -86,7 +85,7 @@ def send_all(node: Node, forged: Sequence[tuple[Exam, Forgery]]) -> None:
 
 def still_works(pair: Pair, seed: int) -> None:
     """An honest one is read, verified and right."""
-    hand_over(pair.prefill.url, pair.decode.url, exam(seed, 300))
+    hand_over(pair.prefill.url, pair.decode.url, quiz(seed, 300))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -113,7 +112,7 @@ def test_a_prefill_node_refuses_what_is_wrong_and_answers_right(pair: Pair, pape
 
 def test_what_the_front_end_cannot_pass_on_ends_nothing(pair: Pair) -> None:
     """Strings by the back door and numbers of more than 64 bits fail in vLLM's own API server, one request each."""
-    question = exam(713, 120)
+    question = quiz(713, 120)
     bodies: list[dict[str, Any]] = [
         {"vllm_xargs": {"kv_transfer_params": junk}} for junk in ("text", 7, 0.5, ["do_remote_prefill"])
     ]
@@ -127,7 +126,7 @@ def test_what_the_front_end_cannot_pass_on_ends_nothing(pair: Pair) -> None:
 
 
 def test_prompt_a_with_the_ticket_of_b_and_then_b_with_its_own(pair: Pair) -> None:
-    a, b = exam(720, 800), exam(721, 800)
+    a, b = quiz(720, 800), quiz(721, 800)
     ticket = prefill(pair.prefill.url, b.prompt())
     refused = watch(pair.decode.url, "refused", reason="digest")
     assert complete(pair.decode.url, a.prompt(), params=ticket).text == a.answer
@@ -158,7 +157,7 @@ def lies(ticket: Params) -> Iterator[tuple[str, Params]]:
 def test_lies_in_the_right_form_are_found_out(pair: Pair) -> None:
     still_works(pair, 6030)
     for at in range(LIES):
-        question = exam(731 + at, 300)
+        question = quiz(731 + at, 300)
         end, lie = list(lies(prefill(pair.prefill.url, question.prompt())))[at]
         ended = watch(pair.decode.url, "reads", outcome=end)
         assert complete(pair.decode.url, question.prompt(), params=lie).text == question.answer, lie
@@ -167,7 +166,7 @@ def test_lies_in_the_right_form_are_found_out(pair: Pair) -> None:
 
 
 def test_a_ticket_is_good_for_one_read(pair: Pair) -> None:
-    question = exam(750, 700)
+    question = quiz(750, 700)
     ticket = prefill(pair.prefill.url, question.prompt())
     ended = watch(pair.prefill.url, "leases_ended", how="read")
     assert complete(pair.decode.url, question.prompt(), params=ticket).text == question.answer
@@ -179,7 +178,7 @@ def test_a_ticket_is_good_for_one_read(pair: Pair) -> None:
 
 
 def test_blocks_stay_for_as_many_readers_as_were_declared(pair: Pair) -> None:
-    question = exam(751, 700)
+    question = quiz(751, 700)
     ticket = prefill(pair.prefill.url, question.prompt(), pdproxy_readers=3)
     ended = watch(pair.prefill.url, "leases_ended", how="read")
     verified = watch(pair.decode.url, "reads", outcome="verified")
@@ -191,7 +190,7 @@ def test_blocks_stay_for_as_many_readers_as_were_declared(pair: Pair) -> None:
 
 
 def test_a_release_frees_what_was_prefilled_and_comes_before_it(pair: Pair) -> None:
-    question, name = exam(752, 700), secrets.token_hex(16)
+    question, name = quiz(752, 700), secrets.token_hex(16)
     ticket = prefill(pair.prefill.url, question.prompt(), pdproxy_hand_over=name)
     released = watch(pair.prefill.url, "leases_ended", how="released")
     release(pair.prefill.url, name)
@@ -204,7 +203,7 @@ def test_a_release_frees_what_was_prefilled_and_comes_before_it(pair: Pair) -> N
 
 
 def test_a_release_of_what_nobody_knows_changes_nothing(pair: Pair) -> None:
-    question = exam(753, 300)
+    question = quiz(753, 300)
     ticket = prefill(pair.prefill.url, question.prompt(), pdproxy_hand_over=secrets.token_hex(16))
     release(pair.prefill.url, secrets.token_hex(16))
     verified = watch(pair.decode.url, "reads", outcome="verified")
@@ -229,6 +228,6 @@ def test_junk_on_the_side_channel_ends_nothing(pair: Pair) -> None:
     limit = time.monotonic() + PATIENCE_S
     while junk.grown() < 40:
         assert time.monotonic() < limit, f"{junk.grown():g} of 40 were counted"
-        question = exam(754, 300)
+        question = quiz(754, 300)
         assert complete(pair.prefill.url, question.prompt()).text == question.answer
     still_works(pair, 6060)

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from deploy.local.model.exam import Exam
+from deploy.local.model.quiz import Quiz
 from deploy.local.node import Node, NodeSpec, Role, on_free_ports
 from deploy.local.stack import start_nodes
 from deploy.local.supervise import Supervisor
@@ -34,7 +34,7 @@ class Tiered:
     decode: Node
     shelves: dict[str, Path]
 
-    def shelve(self, paper: Exam, tiers: Collection[str]) -> dict[str, list[Path]]:
+    def shelve(self, paper: Quiz, tiers: Collection[str]) -> dict[str, list[Path]]:
         """Have these tiers store the prompt, and the decode node forget it. The files, by tier.
 
         Raises httpx.HTTPError, and AssertionError where nothing was stored.

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 
 
-class Ill(enum.StrEnum):
+class FaultKind(enum.StrEnum):
     """How a leg goes wrong."""
 
     REFUSE = "refuse"
@@ -28,7 +28,7 @@ class Ill(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Trouble:
+class InjectedFault:
     """One fault.
 
     Attributes:
@@ -38,7 +38,7 @@ class Trouble:
         times: how many legs it befalls.
     """
 
-    ill: Ill
+    ill: FaultKind
     at: int = -1
     status: int = 500
     headers: tuple[tuple[str, str], ...] = ()

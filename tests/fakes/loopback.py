@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 
-from tests.fakes.faults import Ill
+from tests.fakes.faults import FaultKind
 from tests.fakes.node import FakeNode, Script
 
 
@@ -86,9 +86,9 @@ class LoopbackNode:
             await writer.drain()
             await asyncio.sleep(self._pace)
         match script.ill:
-            case Ill.RESET:
+            case FaultKind.RESET:
                 return False
-            case Ill.STALL | Ill.HANG:
+            case FaultKind.STALL | FaultKind.HANG:
                 await reader.read(1)
                 return False
             case _:

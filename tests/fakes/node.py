@@ -5,10 +5,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tests.fakes.fabric import Fabric, Held
-from tests.fakes.faults import Ill, Trouble
-from tests.fakes.speech import Question, answer, error, error_events, events
-from tests.fakes.tongue import tokenize
+from tests.fakes.fake_model import tokenize
+from tests.fakes.faults import FaultKind, InjectedFault
+from tests.fakes.kv_transfer import FakeKvTransfer, HeldTicket
+from tests.fakes.vllm_answers import ParsedRequest, answer, error, error_events, events
 
 UNREADABLE = 10**6
 JSON = (("content-type", "application/json"),)
@@ -22,7 +22,7 @@ class Script:
     status: int
     headers: tuple[tuple[str, str], ...]
     pieces: tuple[bytes, ...]
-    ill: Ill | None = None
+    ill: FaultKind | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class FakeNode:
         burst: tokens that one streamed event carries.
     """
 
-    def __init__(self, name: str, fabric: Fabric, burst: int = 1) -> None:
+    def __init__(self, name: str, fabric: FakeKvTransfer, burst: int = 1) -> None:
         self.name = name
         self.fabric = fabric
         self.burst = burst
@@ -52,7 +52,7 @@ class FakeNode:
         the difference, in nats; `UNREADABLE` ones make its log-probabilities NaN, which vLLM answers with a 400."""
         self.rounding = 0
         """By how many nats an answer changes with the length of the prompt, as rounding might."""
-        self.trouble: Trouble | None = None
+        self.trouble: InjectedFault | None = None
         self.seen: list[Seen] = []
         self.recomputed = 0
         self.running = 0
@@ -69,7 +69,7 @@ class FakeNode:
 
     def refuses(self) -> bool:
         """Whether no connection can be had now."""
-        return self._falls_ill(Ill.REFUSE) is not None
+        return self._falls_ill(FaultKind.REFUSE) is not None
 
     def respond(self, path: str, raw: bytes, headers: tuple[tuple[str, str], ...] = ()) -> Script:
         """The script for one request."""
@@ -79,8 +79,8 @@ class FakeNode:
         if released:
             self.fabric.release(released)
             return Script(200, JSON, (b"{}",))
-        trouble = self._falls_ill(*(set(Ill) - {Ill.REFUSE}))
-        if trouble is not None and trouble.ill is Ill.STATUS:
+        trouble = self._falls_ill(*(set(FaultKind) - {FaultKind.REFUSE}))
+        if trouble is not None and trouble.ill is FaultKind.STATUS:
             return Script(trouble.status, JSON + trouble.headers, (error(trouble.status, "the node says no"),))
         script = self._healthy(path, body)
         return script if trouble is None else self._troubled(path, script, trouble, body)
@@ -94,7 +94,7 @@ class FakeNode:
         refused = _invalid(body)
         if refused is not None:
             return Script(400, JSON, (error(400, refused),))
-        question = Question.of(path, body, self.burst)
+        question = ParsedRequest.of(path, body, self.burst)
         params = body.get("kv_transfer_params") or {}
         if params.get("do_remote_decode"):
             return self._prefill(question, params)
@@ -105,15 +105,15 @@ class FakeNode:
         pieces = events(question, cached) if question.stream else (answer(question, cached, None),)
         return Script(200, EVENTS if question.stream else JSON, pieces)
 
-    def _prefill(self, question: Question, params: Mapping[str, Any]) -> Script:
+    def _prefill(self, question: ParsedRequest, params: Mapping[str, Any]) -> Script:
         hand_over = str(params["pdproxy_hand_over"])
         readers = int(params.get("pdproxy_readers") or 1)
-        self.fabric.hold(hand_over, Held(self.name, tuple(question.prompt), readers, self.dialect))
+        self.fabric.hold(hand_over, HeldTicket(self.name, tuple(question.prompt), readers, self.dialect))
         ticket = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self.name,
                   "remote_request_id": hand_over, "remote_prefill_cached_tokens": 1}  # fmt: skip
         return Script(200, JSON, (answer(question, 1, ticket),))
 
-    def _attend(self, question: Question, params: Mapping[str, Any]) -> tuple[int, int]:
+    def _attend(self, question: ParsedRequest, params: Mapping[str, Any]) -> tuple[int, int]:
         """Prompt tokens that need not be computed, as usage tells them; and how wrong it is about the prompt."""
         if not params.get("do_remote_prefill"):
             return 0, 0
@@ -125,20 +125,20 @@ class FakeNode:
         wrong = 0 if held is None else abs(held.dialect - self.dialect)
         return own if told is None else int(told), wrong
 
-    def _falls_ill(self, *ills: Ill) -> Trouble | None:
+    def _falls_ill(self, *ills: FaultKind) -> InjectedFault | None:
         trouble = self.trouble
         if trouble is None or trouble.ill not in ills:
             return None
         self.trouble = dataclasses.replace(trouble, times=trouble.times - 1) if trouble.times > 1 else None
         return trouble
 
-    def _troubled(self, path: str, script: Script, trouble: Trouble, body: Mapping[str, Any]) -> Script:
-        if trouble.ill is Ill.NO_TICKET:
+    def _troubled(self, path: str, script: Script, trouble: InjectedFault, body: Mapping[str, Any]) -> Script:
+        if trouble.ill is FaultKind.NO_TICKET:
             if script.headers == EVENTS:
                 return script
             self._drop(body)
             return dataclasses.replace(script, pieces=(_without_ticket(script.pieces[0]),))
-        if trouble.at < 0 and trouble.ill is not Ill.GARBAGE:
+        if trouble.at < 0 and trouble.ill is not FaultKind.GARBAGE:
             return dataclasses.replace(script, status=0, pieces=(), ill=trouble.ill)
         return _cut_off(script, trouble, path)
 
@@ -147,14 +147,14 @@ class FakeNode:
         self.fabric.free(str(params.get("pdproxy_hand_over")))
 
 
-def _cut_off(script: Script, trouble: Trouble, path: str) -> Script:
+def _cut_off(script: Script, trouble: InjectedFault, path: str) -> Script:
     kept = script.pieces[: max(0, trouble.at)]
     match trouble.ill:
-        case Ill.GARBAGE:
+        case FaultKind.GARBAGE:
             return dataclasses.replace(script, pieces=(*kept, b"data: {not json\n\n"))
-        case Ill.ERROR_EVENT:
+        case FaultKind.ERROR_EVENT:
             return dataclasses.replace(script, pieces=(*kept, *error_events(path, trouble.status, "engine died")))
-        case Ill.SHORT:
+        case FaultKind.SHORT:
             return dataclasses.replace(script, pieces=kept)
         case _:
             return dataclasses.replace(script, pieces=kept, ill=trouble.ill)

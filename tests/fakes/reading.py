@@ -2,13 +2,13 @@
 
 import sys
 
-from pdproxy.drive.reply import ReplyStream
+from pdproxy.orchestration.response import ResponseStream
 
 AT_ONCE = 3
 """Pieces that are taken at once before a turn is asked for, as with a client that stops to take breath."""
 
 
-async def follow(stream: ReplyStream, most: int = sys.maxsize) -> list[bytes]:
+async def follow(stream: ResponseStream, most: int = sys.maxsize) -> list[bytes]:
     """The pieces, to the stream's end or to one more than ``most``. The stream is closed."""
     pieces: list[bytes] = []
 

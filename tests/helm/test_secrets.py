@@ -4,8 +4,8 @@ import base64
 from pathlib import Path
 
 from connector.config import ConnectorConfig
-from pdproxy.app.secrets import read_secret
-from pdproxy.intake.keys import read_keys
+from pdproxy.app.host import read_secret
+from pdproxy.intake.auth import read_keys
 from tests.helm.cluster import cluster
 from tests.helm.engine import NAMESPACE, Engine, Manifests
 
@@ -86,7 +86,7 @@ def test_who_reads_them_understands_them(helm: Engine, tmp_path: Path) -> None:
         for name, value in entries.items():
             (tmp_path / name).write_text(text(value))
     key = (tmp_path / "api.keys").read_text().split()[0]
-    assert read_keys(tmp_path / "api.keys").holder((("authorization", f"Bearer {key}"),)).name == "first"
+    assert read_keys(tmp_path / "api.keys").api_key((("authorization", f"Bearer {key}"),)).name == "first"
     assert read_secret(tmp_path / "node.key", "node.key")
     assert read_secret(tmp_path / "admin.token", "admin.token")
     extra = {"pdproxy_key_file": str(tmp_path / "ticket.keys")}

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import ClientError
 from pdproxy.intake.admission import Admission
-from pdproxy.intake.keys import ANYBODY, Holder
+from pdproxy.intake.auth import ANYBODY, ApiKey
 from pdproxy.observe.metrics import Metrics
 
 
@@ -20,14 +20,14 @@ class Stage:
         self.entered: list[str] = []
         self.ends: dict[str, asyncio.Event] = {}
 
-    async def run(self, name: str, priority: int = 0, holder: Holder = ANYBODY) -> None:
+    async def run(self, name: str, priority: int = 0, api_key: ApiKey = ANYBODY) -> None:
         end = self.ends[name] = asyncio.Event()
-        async with self.admission.place(holder, priority):
+        async with self.admission.place(api_key, priority):
             self.entered.append(name)
             await end.wait()
 
-    async def start(self, name: str, priority: int = 0, holder: Holder = ANYBODY) -> asyncio.Task[None]:
-        task = asyncio.create_task(self.run(name, priority, holder))
+    async def start(self, name: str, priority: int = 0, api_key: ApiKey = ANYBODY) -> asyncio.Task[None]:
+        task = asyncio.create_task(self.run(name, priority, api_key))
         await settle()
         return task
 
@@ -107,17 +107,17 @@ async def test_a_place_that_comes_in_the_moment_of_leaving_is_passed_on() -> Non
     await asyncio.gather(first, third)
 
 
-@pytest.mark.parametrize(("holder", "key_limit"), [(Holder("k", 1), 0), (Holder("k"), 1), (Holder("k", 1), 9)])
-async def test_a_key_has_its_own_limit(holder: Holder, key_limit: int) -> None:
+@pytest.mark.parametrize(("api_key", "key_limit"), [(ApiKey("k", 1), 0), (ApiKey("k"), 1), (ApiKey("k", 1), 9)])
+async def test_a_key_has_its_own_limit(api_key: ApiKey, key_limit: int) -> None:
     stage = Stage(concurrency=9, queue=9, key_limit=key_limit)
-    task = await stage.start("a", holder=holder)
+    task = await stage.start("a", api_key=api_key)
     with pytest.raises(ClientError, match="1 requests open"):
-        await stage.run("b", holder=holder)
-    other = await stage.start("c", holder=Holder("other", 1))
+        await stage.run("b", api_key=api_key)
+    other = await stage.start("c", api_key=ApiKey("other", 1))
     for name in "ac":
         stage.ends[name].set()
     await asyncio.gather(task, other)
-    again = await stage.start("d", holder=holder)
+    again = await stage.start("d", api_key=api_key)
     assert stage.entered == ["a", "c", "d"]
     stage.ends["d"].set()
     await again

@@ -8,11 +8,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import ClientError
-from pdproxy.intake.budget import Budget
+from pdproxy.intake.admission import BodyBudget
 from pdproxy.observe.metrics import Metrics
 from pdproxy.settings import Limits, Settings
-from tests.app.front import SOON, Front, front
-from tests.fakes.faults import Ill, Trouble
+from tests.app.running_proxy import SOON, RunningProxy, running_proxy
+from tests.fakes.faults import FaultKind, InjectedFault
 
 
 class Room:
@@ -20,7 +20,7 @@ class Room:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.budget = Budget(10, Metrics(self.registry))
+        self.budget = BodyBudget(10, Metrics(self.registry))
 
     @property
     def held(self) -> float | None:
@@ -75,7 +75,7 @@ def _ask(words: int) -> dict[str, Any]:
     return {"model": "m", "prompt": "x" * words, "max_tokens": 2}
 
 
-async def _held(shop: Front, least: int) -> None:
+async def _held(shop: RunningProxy, least: int) -> None:
     async with asyncio.timeout(SOON):
         while True:
             page = (await shop.client.get("/metrics")).text
@@ -85,8 +85,8 @@ async def _held(shop: Front, least: int) -> None:
 
 
 async def test_a_full_house_lets_nobody_in_and_empties_again() -> None:
-    async with front(Settings(limits=Limits(body_bytes=2048, held_bytes=2500))) as shop:
-        shop.decode.trouble = Trouble(Ill.HANG)
+    async with running_proxy(Settings(limits=Limits(body_bytes=2048, held_bytes=2500))) as shop:
+        shop.decode.trouble = InjectedFault(FaultKind.HANG)
         first = asyncio.ensure_future(shop.client.post("/v1/completions", json=_ask(1500)))
         await _held(shop, 1500)
         got = await shop.client.post("/v1/completions", json=_ask(1500))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdproxy.intake.identity import onward, request_id
+from pdproxy.intake.auth import headers_for_node, request_id
 from pdproxy.settings import Credential
 
 CAME = (
@@ -21,7 +21,7 @@ CAME = (
 
 
 def test_end_to_end_headers_go_on_and_no_others() -> None:
-    names = dict(onward(CAME, "req-1", Credential.NONE, ""))
+    names = dict(headers_for_node(CAME, "req-1", Credential.NONE, ""))
     assert names == {
         "x-tenant": "blue",
         "traceparent": "00-1-1-01",
@@ -35,7 +35,7 @@ def test_end_to_end_headers_go_on_and_no_others() -> None:
     [(Credential.PASS, "Bearer sk-client"), (Credential.REPLACE, "Bearer ours"), (Credential.NONE, None)],
 )
 def test_the_credential_is_the_operators_choice(credential: Credential, expected: str | None) -> None:
-    assert dict(onward(CAME, "req-1", credential, "ours")).get("authorization") == expected
+    assert dict(headers_for_node(CAME, "req-1", credential, "ours")).get("authorization") == expected
 
 
 @pytest.mark.parametrize("theirs", ["abc-1", "a" * 128, "A.b:c_d"])

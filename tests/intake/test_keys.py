@@ -5,33 +5,33 @@ from pathlib import Path
 import pytest
 
 from pdproxy.errors import ClientError, SettingsError
-from pdproxy.intake.keys import ANYBODY, Holder, Keys, parse_lines, read_keys
+from pdproxy.intake.auth import ANYBODY, ApiKey, ApiKeys, parse_key_lines, read_keys
 
-KEYS = Keys(dict(parse_lines(["# ours", "", "sk-one alice 3", "sk-two  # no name"])))
+KEYS = ApiKeys(dict(parse_key_lines(["# ours", "", "sk-one alice 3", "sk-two  # no name"])))
 
 
 @pytest.mark.parametrize(
-    ("header", "value", "holder"),
+    ("header", "value", "api_key"),
     [
-        ("authorization", "Bearer sk-one", Holder("alice", 3)),
-        ("authorization", "bearer  sk-one ", Holder("alice", 3)),
-        ("x-api-key", "sk-two", Holder("line-4")),
+        ("authorization", "Bearer sk-one", ApiKey("alice", 3)),
+        ("authorization", "bearer  sk-one ", ApiKey("alice", 3)),
+        ("x-api-key", "sk-two", ApiKey("line-4")),
     ],
 )
-def test_a_key_names_its_holder(header: str, value: str, holder: Holder) -> None:
-    assert KEYS.holder(((header, value),)) == holder
+def test_a_key_names_its_holder(header: str, value: str, api_key: ApiKey) -> None:
+    assert KEYS.api_key(((header, value),)) == api_key
 
 
 @pytest.mark.parametrize("value", ["Bearer sk-three", "Bearer", "", "Basic sk-one", "sk-one", "Bearer sk-one extra"])
 def test_anything_else_stays_out(value: str) -> None:
     with pytest.raises(ClientError) as caught:
-        KEYS.holder((("authorization", value),))
+        KEYS.api_key((("authorization", value),))
     assert caught.value.status == 401
     assert ("www-authenticate", "Bearer") in caught.value.headers
 
 
 def test_without_keys_everybody_comes_in() -> None:
-    assert read_keys(None).holder(()) is ANYBODY
+    assert read_keys(None).api_key(()) is ANYBODY
 
 
 @pytest.mark.parametrize("line", ["secret-word a 0", "secret-word a two", "secret-word a 1 more", "secret-word a -1"])

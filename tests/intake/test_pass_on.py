@@ -7,22 +7,20 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdproxy.intake.admission import Admission
-from pdproxy.intake.asgi import Message
-from pdproxy.intake.budget import Budget
-from pdproxy.intake.exchange import Exchange, Sender
-from pdproxy.intake.keys import read_keys
-from pdproxy.intake.service import Rules, Service
+from pdproxy.intake.admission import Admission, BodyBudget
+from pdproxy.intake.auth import read_keys
+from pdproxy.intake.handler import HandlerConfig, RequestHandler
+from pdproxy.intake.request_context import Message, RequestContext, TrackedSend
 from pdproxy.observe.metrics import Metrics
 from pdproxy.request import Endpoint
 from pdproxy.settings import Credential
 from pdproxy.sink import Sink
-from tests.drive.answers import story
-from tests.drive.prompts import body_for, right
-from tests.drive.world import MODEL, World
+from tests.orchestration.answers import read_answer
+from tests.orchestration.cluster import MODEL, FakeCluster
+from tests.orchestration.prompts import body_for, right
 
 TOKENS = 20
-RULES = Rules(1 << 20, 60.0, 3600.0, Credential.PASS, own="")
+RULES = HandlerConfig(1 << 20, 60.0, 3600.0, Credential.PASS, own="")
 
 
 class Client:
@@ -53,24 +51,24 @@ class Client:
         self.pieces.append(piece)
         return self.straight % self._breath != 0
 
-    async def ask(self, world: World, sink: Sink | None) -> bytes:
+    async def ask(self, world: FakeCluster, sink: Sink | None) -> bytes:
         """The answer, whole."""
         metrics = Metrics(CollectorRegistry())
-        admission, budget = Admission(1, 0, 60.0, metrics), Budget(1 << 20, metrics)
-        service = Service(read_keys(None), admission, budget, world.orchestrator, world.pool, world.clock, RULES)
-        exchange = Exchange("POST", Endpoint.CHAT.value, "", (), "r-1", self.receive, Sender(self.send), sink)
-        await service.generate(exchange, Endpoint.CHAT)
+        admission, budget = Admission(1, 0, 60.0, metrics), BodyBudget(1 << 20, metrics)
+        service = RequestHandler(read_keys(None), admission, budget, world.orchestrator, world.pool, world.clock, RULES)
+        context = RequestContext("POST", Endpoint.CHAT.value, "", (), "r-1", self.receive, TrackedSend(self.send), sink)
+        await service.generate(context, Endpoint.CHAT)
         return b"".join(self.pieces)
 
 
 @pytest.mark.parametrize("breath", [1, 2, 3, 1000])
 async def test_the_client_gets_the_same_whichever_way(breath: int) -> None:
     body = {"model": MODEL, **body_for(Endpoint.CHAT, stream=True, tokens=TOKENS)}
-    world = World()
+    world = FakeCluster()
     at_once, in_turn = Client(body, breath), Client(body, breath)
     whole = await at_once.ask(world, at_once.sink)
-    assert story(Endpoint.CHAT, whole).texts[0] == right(Endpoint.CHAT, TOKENS)
-    told = story(Endpoint.CHAT, await in_turn.ask(world, None))
+    assert read_answer(Endpoint.CHAT, whole).texts[0] == right(Endpoint.CHAT, TOKENS)
+    told = read_answer(Endpoint.CHAT, await in_turn.ask(world, None))
     assert (told.texts[0], told.ended) == (right(Endpoint.CHAT, TOKENS), True)
     assert (in_turn.straight, at_once.straight > 0) == (0, True)
     await world.settle()
@@ -80,6 +78,6 @@ async def test_hardly_a_piece_has_to_wait_for_its_turn() -> None:
     """The cost of a stream hangs on it: `make bench`."""
     body = {"model": MODEL, **body_for(Endpoint.CHAT, stream=True, tokens=TOKENS)}
     client = Client(body, breath=1000)
-    await client.ask(World(), client.sink)
+    await client.ask(FakeCluster(), client.sink)
     assert client.straight > TOKENS - 4
     assert client.sent < 8

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.legs.body_parse import FORBIDDEN
-from pdproxy.legs.body_prefill import DROPPED, ONE_TOKEN
+from pdproxy.legs.parse import FORBIDDEN
+from pdproxy.legs.rewrite import DROPPED, ONE_TOKEN
 from pdproxy.request import Endpoint
 
 MODELS = {

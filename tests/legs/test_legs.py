@@ -6,17 +6,14 @@ import json
 import pytest
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.legs.decode import decode, read_answer
-from pdproxy.legs.judge import FAULT_BODY_BYTES, fault_of
-from pdproxy.legs.prefill import PrefillAnswer, prefill
-from pdproxy.legs.release import release
+from pdproxy.legs.calls import FAULT_BODY_BYTES, PrefillAnswer, decode, fault_of, prefill, read_answer, release
 from pdproxy.nodes.node import RANK_HEADER, Node, Role
 from pdproxy.request import Endpoint, Headers, Json, header
-from pdproxy.transport.port import Incoming, Outgoing, Patience
+from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
 from tests.legs.wire import Wire
 
 NODE = Node("p0", "http://127.0.0.1:1", Role.PREFILL)
-PATIENCE = Patience(1, 2, 3)
+PATIENCE = Timeouts(1, 2, 3)
 HEADERS: Headers = (("accept-encoding", "gzip"), ("x-request-id", "r1"), ("content-type", "text/plain"))
 STREAM: Headers = (("content-type", "text/event-stream; charset=utf-8"),)
 TICKET = {"remote_host": "h", "remote_prefill_cached_tokens": 4}
@@ -41,7 +38,7 @@ async def test_a_prefill_brings_a_ticket() -> None:
         ("content-type", "application/json"),
         ("accept-encoding", "identity"),
     )
-    assert to.patience == [PATIENCE]
+    assert to.timeouts == [PATIENCE]
     assert to.answer.closed
 
 
@@ -118,8 +115,8 @@ async def test_an_endless_error_is_not_kept() -> None:
 
 async def test_a_decode_leg_hands_its_body_on() -> None:
     to = Wire(200, b"data: [DONE]\n\n", STREAM)
-    incoming = await decode(to, NODE, Endpoint.COMPLETIONS, {"stream": True}, HEADERS, PATIENCE)
-    assert [piece async for piece in incoming.chunks()] == [b"data: [", b"DONE]\n\n"]
+    response = await decode(to, NODE, Endpoint.COMPLETIONS, {"stream": True}, HEADERS, PATIENCE)
+    assert [piece async for piece in response.chunks()] == [b"data: [", b"DONE]\n\n"]
     assert to.requests[0].url.endswith("/v1/completions")
     assert not to.answer.closed
 
@@ -156,7 +153,7 @@ async def test_a_release_is_a_cheap_completion() -> None:
     assert to.answer.closed
 
 
-def ranks_of(requests: list[Outgoing]) -> list[str | None]:
+def ranks_of(requests: list[HttpRequest]) -> list[str | None]:
     return [header(request.headers, RANK_HEADER) for request in requests]
 
 
@@ -172,11 +169,11 @@ async def test_every_rank_is_told_of_a_release(count: int, told: list[str | None
 class Deaf(Wire):
     """Cannot be reached on its first rank."""
 
-    async def send(self, request: Outgoing, patience: Patience) -> Incoming:
-        incoming = await super().send(request, patience)
+    async def send(self, request: HttpRequest, timeouts: Timeouts) -> HttpResponse:
+        response = await super().send(request, timeouts)
         if header(request.headers, RANK_HEADER) == "0":
             raise NodeFault(Fault.RESET, "as told")
-        return incoming
+        return response
 
 
 async def test_a_rank_that_cannot_be_told_keeps_no_other_from_being_told() -> None:

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Headers
 from pdproxy.sink import Sink
-from pdproxy.transport.port import Incoming, Outgoing, Patience
+from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
 
 
 class Answer:
@@ -39,12 +39,12 @@ class Wire:
 
     def __init__(self, status: int, body: bytes, headers: Headers = (("content-type", "application/json"),)) -> None:
         self.answer = Answer(status, headers, [body[:7], body[7:]])
-        self.requests: list[Outgoing] = []
-        self.patience: list[Patience] = []
+        self.requests: list[HttpRequest] = []
+        self.timeouts: list[Timeouts] = []
 
-    async def send(self, request: Outgoing, patience: Patience) -> Incoming:
+    async def send(self, request: HttpRequest, timeouts: Timeouts) -> HttpResponse:
         self.requests.append(request)
-        self.patience.append(patience)
+        self.timeouts.append(timeouts)
         return self.answer
 
     async def aclose(self) -> None:

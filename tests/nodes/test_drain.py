@@ -4,11 +4,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdproxy.nodes.drain import After, Drainer
+from pdproxy.nodes.drain import AfterDrain, Drainer
 from pdproxy.nodes.node import Node, Role, State
 from pdproxy.nodes.pool import Pool, UnknownNode
 from tests.fakes.clock import FakeClock
-from tests.nodes.turns import settle, until
+from tests.nodes.fake_pool import settle, until
 
 NODE = Node("d1", "http://d1", Role.DECODE, "tiny")
 
@@ -34,14 +34,14 @@ async def drainer(pool: Pool, clock: FakeClock) -> AsyncIterator[Drainer]:
 
 
 async def test_an_idle_node_is_removed_at_once(pool: Pool, drainer: Drainer) -> None:
-    drainer.start("d1", 30, After.REMOVE)
+    drainer.start("d1", 30, AfterDrain.REMOVE)
     assert pool.view("d1").state is State.DRAINING
     await until(lambda: not pool.snapshot().nodes)
 
 
 async def test_running_requests_may_finish(pool: Pool, drainer: Drainer, clock: FakeClock) -> None:
-    leg, leaving = pool.occupy("d1"), pool.leaving("d1")
-    drainer.start("d1", 30, After.REMOVE)
+    leg, leaving = pool.acquire("d1"), pool.leaving("d1")
+    drainer.start("d1", 30, AfterDrain.REMOVE)
     await settle()
     clock.advance(29)
     await settle()
@@ -53,8 +53,8 @@ async def test_running_requests_may_finish(pool: Pool, drainer: Drainer, clock: 
 async def test_at_the_deadline_streams_are_told_to_leave_and_get_time_for_it(
     pool: Pool, drainer: Drainer, clock: FakeClock
 ) -> None:
-    leg, leaving = pool.occupy("d1"), pool.leaving("d1")
-    drainer.start("d1", 30, After.REMOVE)
+    leg, leaving = pool.acquire("d1"), pool.leaving("d1")
+    drainer.start("d1", 30, AfterDrain.REMOVE)
     await settle()
     clock.advance(30)
     await until(leaving.is_set)
@@ -66,23 +66,23 @@ async def test_at_the_deadline_streams_are_told_to_leave_and_get_time_for_it(
 
 
 async def test_a_drained_node_is_kept_if_so_wanted(pool: Pool, drainer: Drainer) -> None:
-    drainer.start("d1", 30, After.KEEP)
+    drainer.start("d1", 30, AfterDrain.KEEP)
     await settle()
     assert pool.view("d1").state is State.DRAINING
 
 
 async def test_a_second_drain_replaces_the_first(pool: Pool, drainer: Drainer, clock: FakeClock) -> None:
-    with pool.occupy("d1"):
-        drainer.start("d1", 30, After.KEEP)
+    with pool.acquire("d1"):
+        drainer.start("d1", 30, AfterDrain.KEEP)
         await settle()
-        drainer.start("d1", 0, After.REMOVE)
+        drainer.start("d1", 0, AfterDrain.REMOVE)
         await until(pool.leaving("d1").is_set)
     await until(lambda: not pool.snapshot().nodes)
 
 
 async def test_a_stopped_drain_has_no_deadline_any_more(pool: Pool, drainer: Drainer, clock: FakeClock) -> None:
-    with pool.occupy("d1"):
-        drainer.start("d1", 30, After.REMOVE)
+    with pool.acquire("d1"):
+        drainer.start("d1", 30, AfterDrain.REMOVE)
         await settle()
         drainer.stop("d1")
         pool.rejoin("d1")
@@ -95,4 +95,4 @@ async def test_a_stopped_drain_has_no_deadline_any_more(pool: Pool, drainer: Dra
 
 async def test_an_unknown_node_cannot_be_drained(drainer: Drainer) -> None:
     with pytest.raises(UnknownNode):
-        drainer.start("nobody", 30, After.KEEP)
+        drainer.start("nobody", 30, AfterDrain.KEEP)

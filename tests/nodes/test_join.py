@@ -13,13 +13,14 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import Preflight, check
 from pdproxy.nodes.reachability import OutageLog
 from tests.fakes.clock import FakeClock
-from tests.nodes.turns import until
-from tests.nodes.village import LABELS, House, Village, levels, metrics
+from tests.nodes.fake_pool import LABELS, FakeNodeInfo, FakePoolTransport, levels, metrics, until
 
 
 @pytest.fixture
-def village() -> Village:
-    return Village(p1=House(Role.PREFILL, ("tiny", "lora")), d1=House(Role.DECODE), d2=House(Role.DECODE))
+def village() -> FakePoolTransport:
+    return FakePoolTransport(
+        p1=FakeNodeInfo(Role.PREFILL, ("tiny", "lora")), d1=FakeNodeInfo(Role.DECODE), d2=FakeNodeInfo(Role.DECODE)
+    )
 
 
 @pytest.fixture
@@ -47,16 +48,16 @@ def host(pool: Pool) -> Host:
 
 
 @pytest.fixture
-def joiner(pool: Pool, village: Village, host: Host) -> Joiner:
+def joiner(pool: Pool, village: FakePoolTransport, host: Host) -> Joiner:
     return Joiner(pool, Preflight(village), host)
 
 
-def add(pool: Pool, village: Village, *names: str) -> None:
+def add(pool: Pool, village: FakePoolTransport, *names: str) -> None:
     for name in names:
         pool.add(village.node(name))
 
 
-async def test_a_node_joins_with_what_it_said(pool: Pool, village: Village, joiner: Joiner) -> None:
+async def test_a_node_joins_with_what_it_said(pool: Pool, village: FakePoolTransport, joiner: Joiner) -> None:
     add(pool, village, "p1")
     await joiner.attempt("p1")
     seen = pool.view("p1")
@@ -65,7 +66,7 @@ async def test_a_node_joins_with_what_it_said(pool: Pool, village: Village, join
 
 
 async def test_a_node_is_introduced_before_clients_come(
-    pool: Pool, village: Village, joiner: Joiner, host: Host
+    pool: Pool, village: FakePoolTransport, joiner: Joiner, host: Host
 ) -> None:
     add(pool, village, "p1")
     host.open.clear()
@@ -80,7 +81,7 @@ async def test_a_node_is_introduced_before_clients_come(
 
 
 async def test_a_node_whose_engine_has_not_stepped_yet_is_waited_for(
-    pool: Pool, village: Village, joiner: Joiner, host: Host
+    pool: Pool, village: FakePoolTransport, joiner: Joiner, host: Host
 ) -> None:
     add(pool, village, "p1")
     usual = metrics(LABELS)
@@ -97,7 +98,9 @@ async def test_a_node_whose_engine_has_not_stepped_yet_is_waited_for(
     assert pool.view("p1").state is State.JOINING, "it restarted"
 
 
-async def test_a_node_that_never_tells_is_waited_for_only_so_long(pool: Pool, village: Village, joiner: Joiner) -> None:
+async def test_a_node_that_never_tells_is_waited_for_only_so_long(
+    pool: Pool, village: FakePoolTransport, joiner: Joiner
+) -> None:
     add(pool, village, "p1")
     village.houses["p1"].paths["/metrics"] = (200, metrics(LABELS))
     for _ in range(MOST_LOOKS):
@@ -107,11 +110,11 @@ async def test_a_node_that_never_tells_is_waited_for_only_so_long(pool: Pool, vi
 
 
 async def test_two_fingerprints_are_two_cohorts_and_the_difference_is_named(
-    pool: Pool, village: Village, joiner: Joiner, caplog: pytest.LogCaptureFixture
+    pool: Pool, village: FakePoolTransport, joiner: Joiner, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A rolling change of weights: what is changed first serves alone until it has a partner."""
     caplog.set_level(logging.WARNING)
-    village.houses["p2"] = House(Role.PREFILL)
+    village.houses["p2"] = FakeNodeInfo(Role.PREFILL)
     for name, weights in (("p1", "old"), ("d1", "old"), ("d2", "new"), ("p2", "new")):
         village.houses[name].fingerprint = {"checkpoint": weights, "dtype": "bfloat16", "all": weights}
     add(pool, village, "p1", "d1", "d2", "p2")
@@ -126,7 +129,7 @@ async def test_two_fingerprints_are_two_cohorts_and_the_difference_is_named(
     assert len(caplog.records) == 1
 
 
-async def test_an_unreachable_node_goes_on_joining(pool: Pool, village: Village, joiner: Joiner) -> None:
+async def test_an_unreachable_node_goes_on_joining(pool: Pool, village: FakePoolTransport, joiner: Joiner) -> None:
     add(pool, village, "p1")
     village.houses["p1"].fault = Fault.REFUSED
     await joiner.attempt("p1")
@@ -139,7 +142,7 @@ async def test_an_unreachable_node_goes_on_joining(pool: Pool, village: Village,
 
 
 async def test_a_node_out_of_reach_is_logged_and_that_it_is_back(
-    pool: Pool, village: Village, caplog: pytest.LogCaptureFixture
+    pool: Pool, village: FakePoolTransport, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     joiner = Joiner(pool, Preflight(village), outages=OutageLog(FakeClock()))
@@ -154,7 +157,9 @@ async def test_a_node_out_of_reach_is_logged_and_that_it_is_back(
     assert caplog.messages[1] == "node p1 answers again, after 0 s"
 
 
-async def test_missing_metrics_and_version_do_not_matter(pool: Pool, village: Village, joiner: Joiner) -> None:
+async def test_missing_metrics_and_version_do_not_matter(
+    pool: Pool, village: FakePoolTransport, joiner: Joiner
+) -> None:
     add(pool, village, "p1")
     village.houses["p1"].paths |= {"/metrics": (404, b""), "/version": Fault.INVALID_BODY}
     await joiner.attempt("p1")
@@ -163,7 +168,7 @@ async def test_missing_metrics_and_version_do_not_matter(pool: Pool, village: Vi
 
 
 async def test_a_mismatch_is_refused_by_name_and_mended_without_a_restart(
-    pool: Pool, village: Village, joiner: Joiner
+    pool: Pool, village: FakePoolTransport, joiner: Joiner
 ) -> None:
     add(pool, village, "p1", "d1")
     village.houses["d1"].labels = {**LABELS, "block_size": "16"}
@@ -177,7 +182,7 @@ async def test_a_mismatch_is_refused_by_name_and_mended_without_a_restart(
 
 
 async def test_nodes_that_join_at_once_are_judged_against_each_other(
-    pool: Pool, village: Village, joiner: Joiner
+    pool: Pool, village: FakePoolTransport, joiner: Joiner
 ) -> None:
     add(pool, village, "p1", "d1")
     village.houses["d1"].labels = {**LABELS, "dtype": "float16"}
@@ -186,7 +191,7 @@ async def test_nodes_that_join_at_once_are_judged_against_each_other(
     assert states == {State.UP, State.REFUSED}
 
 
-async def test_a_node_that_left_is_no_measure_any_more(pool: Pool, village: Village, joiner: Joiner) -> None:
+async def test_a_node_that_left_is_no_measure_any_more(pool: Pool, village: FakePoolTransport, joiner: Joiner) -> None:
     add(pool, village, "p1", "d1")
     village.houses["d1"].labels = {**LABELS, "dtype": "float16"}
     await joiner.attempt("p1")
@@ -195,7 +200,9 @@ async def test_a_node_that_left_is_no_measure_any_more(pool: Pool, village: Vill
     assert pool.view("d1").state is State.UP
 
 
-async def test_a_node_removed_while_it_was_asked_stays_removed(pool: Pool, village: Village, joiner: Joiner) -> None:
+async def test_a_node_removed_while_it_was_asked_stays_removed(
+    pool: Pool, village: FakePoolTransport, joiner: Joiner
+) -> None:
     add(pool, village, "p1")
     village.houses["p1"].held.clear()
     attempt = asyncio.create_task(joiner.attempt("p1"))
@@ -206,23 +213,23 @@ async def test_a_node_removed_while_it_was_asked_stays_removed(pool: Pool, villa
     assert pool.snapshot().nodes == ()
 
 
-async def test_every_answer_is_closed(pool: Pool, village: Village, joiner: Joiner) -> None:
+async def test_every_answer_is_closed(pool: Pool, village: FakePoolTransport, joiner: Joiner) -> None:
     add(pool, village, "p1", "d1", "d2")
     await asyncio.gather(*(joiner.attempt(name) for name in ("p1", "d1", "d2")))
     assert village.answers
     assert all(answer.closed for answer in village.answers)
 
 
-async def test_a_check_judges_in_the_order_given(village: Village) -> None:
+async def test_a_check_judges_in_the_order_given(village: FakePoolTransport) -> None:
     village.houses["d1"].labels = {**LABELS, "mamba_cache_mode": "none"}
     village.houses["d2"].fault = Fault.REFUSED
     rows = await check(Preflight(village), [village.node(name) for name in ("p1", "d1", "d2")])
     assert [row.good() for row in rows] == [True, False, False]
     assert [finding.setting for finding in rows[1].verdict.refusals] == ["mamba_cache_mode"]
-    assert isinstance(rows[2].facts, NodeFault)
+    assert isinstance(rows[2].info, NodeFault)
 
 
-async def test_a_check_names_nodes_that_have_no_partner_among_all(village: Village) -> None:
+async def test_a_check_names_nodes_that_have_no_partner_among_all(village: FakePoolTransport) -> None:
     village.houses["p1"].fingerprint = village.houses["d2"].fingerprint = {"checkpoint": "new", "all": "new"}
     village.houses["d1"].fingerprint = {"checkpoint": "old", "all": "old"}
     rows = await check(Preflight(village), [village.node(name) for name in ("d1", "d2", "p1")])
@@ -231,7 +238,7 @@ async def test_a_check_names_nodes_that_have_no_partner_among_all(village: Villa
 
 
 async def test_a_node_that_serves_something_else_now_is_taken_as_that(
-    pool: Pool, village: Village, joiner: Joiner
+    pool: Pool, village: FakePoolTransport, joiner: Joiner
 ) -> None:
     add(pool, village, "p1")
     await joiner.attempt("p1")
@@ -241,7 +248,9 @@ async def test_a_node_that_serves_something_else_now_is_taken_as_that(
     assert (pool.view("p1").node.model, pool.view("p1").node.aliases) == ("huge", ())
 
 
-async def test_an_amended_node_joins_again_with_its_new_settings(pool: Pool, village: Village, joiner: Joiner) -> None:
+async def test_an_amended_node_joins_again_with_its_new_settings(
+    pool: Pool, village: FakePoolTransport, joiner: Joiner
+) -> None:
     add(pool, village, "p1")
     await joiner.attempt("p1")
     pool.amend(dataclasses.replace(village.node("p1"), weight=3.0))

@@ -4,10 +4,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import Fault
-from pdproxy.nodes.circuit import NODE_FAULTS, CircuitRules
 from pdproxy.nodes.node import Bars, Node, Role, State
+from pdproxy.nodes.node_entry import NODE_FAULTS, CircuitBreakerConfig, MetricsPoolObserver
 from pdproxy.nodes.pool import DuplicateNode, Pool, UnknownNode
-from pdproxy.nodes.watch import MetricsWatch
 from pdproxy.observe.metrics import Metrics
 from tests.fakes.clock import FakeClock
 
@@ -26,7 +25,9 @@ def registry() -> CollectorRegistry:
 
 @pytest.fixture
 def pool(clock: FakeClock, registry: CollectorRegistry) -> Pool:
-    made = Pool(clock, CircuitRules(failures=3, cool_down=10, slow_start=20), MetricsWatch(Metrics(registry)))
+    made = Pool(
+        clock, CircuitBreakerConfig(failures=3, cool_down=10, slow_start=20), MetricsPoolObserver(Metrics(registry))
+    )
     made.add(NODE)
     made.admit(NODE)
     return made
@@ -52,7 +53,7 @@ def test_a_name_is_given_once(pool: Pool) -> None:
 
 
 def test_legs_are_counted_and_released_once(pool: Pool) -> None:
-    first, second = pool.occupy("d1"), pool.occupy("d1")
+    first, second = pool.acquire("d1"), pool.acquire("d1")
     assert pool.view("d1").active == 2
     first.release()
     first.release()
@@ -82,7 +83,7 @@ def test_one_request_tries_a_half_open_circuit(pool: Pool, clock: FakeClock) -> 
     break_it(pool)
     clock.advance(10)
     assert pool.view("d1").takes_requests()
-    trial = pool.occupy("d1")
+    trial = pool.acquire("d1")
     assert pool.view("d1").state is State.PROBING
     assert not pool.view("d1").takes_requests()
     pool.report("d1", None)
@@ -96,16 +97,16 @@ def test_one_request_tries_a_half_open_circuit(pool: Pool, clock: FakeClock) -> 
 def test_a_trial_that_proves_nothing_gives_its_place_back(pool: Pool, clock: FakeClock) -> None:
     break_it(pool)
     clock.advance(10)
-    pool.occupy("d1").release()
+    pool.acquire("d1").release()
     assert pool.view("d1").takes_requests()
 
 
 def test_streams_from_before_do_not_take_the_trials_place(pool: Pool, clock: FakeClock) -> None:
-    old = pool.occupy("d1")
+    old = pool.acquire("d1")
     break_it(pool)
     clock.advance(10)
     assert pool.view("d1").takes_requests()
-    trial = pool.occupy("d1")
+    trial = pool.acquire("d1")
     old.release()
     assert not pool.view("d1").takes_requests()
     trial.release()
@@ -115,7 +116,7 @@ def test_streams_from_before_do_not_take_the_trials_place(pool: Pool, clock: Fak
 def test_a_failed_trial_opens_it_again(pool: Pool, clock: FakeClock) -> None:
     break_it(pool)
     clock.advance(10)
-    with pool.occupy("d1"):
+    with pool.acquire("d1"):
         pool.report("d1", Fault.RESET)
     assert pool.view("d1").state is State.DOWN
     clock.advance(10)
@@ -133,7 +134,7 @@ def test_missed_probes_count_only_in_a_row(pool: Pool, clock: FakeClock) -> None
 
 
 def test_a_busy_node_never_flaps(pool: Pool, clock: FakeClock) -> None:
-    stream = pool.occupy("d1")
+    stream = pool.acquire("d1")
     for _ in range(20):
         began = clock.now()
         clock.advance(5)
@@ -144,7 +145,7 @@ def test_a_busy_node_never_flaps(pool: Pool, clock: FakeClock) -> None:
 
 
 def test_progress_of_yesterday_saves_nobody(pool: Pool, clock: FakeClock) -> None:
-    stream = pool.occupy("d1")
+    stream = pool.acquire("d1")
     stream.progress()
     clock.advance(1)
     for _ in range(3):
@@ -154,7 +155,7 @@ def test_progress_of_yesterday_saves_nobody(pool: Pool, clock: FakeClock) -> Non
 
 
 def test_streams_that_still_flow_need_not_leave_a_closed_door(pool: Pool, clock: FakeClock) -> None:
-    stream = pool.occupy("d1")
+    stream = pool.acquire("d1")
     for _ in range(3):
         began = clock.now()
         stream.progress()
@@ -204,7 +205,7 @@ def test_a_refused_node_says_why(pool: Pool) -> None:
 
 
 def test_a_removed_node_is_forgotten_and_its_legs_are_told(pool: Pool, registry: CollectorRegistry) -> None:
-    leg, leaving = pool.occupy("d1"), pool.leaving("d1")
+    leg, leaving = pool.acquire("d1"), pool.leaving("d1")
     pool.remove("d1")
     pool.remove("d1")
     assert leaving.is_set()
@@ -215,21 +216,21 @@ def test_a_removed_node_is_forgotten_and_its_legs_are_told(pool: Pool, registry:
     assert pool.snapshot().nodes == ()
     assert registry.get_sample_value("pdproxy_node_active", {"node": "d1", "role": "decode"}) is None
     with pytest.raises(UnknownNode):
-        pool.occupy("d1")
+        pool.acquire("d1")
 
 
 def test_a_leg_of_a_removed_node_does_not_count_on_its_successor(pool: Pool) -> None:
-    old = pool.occupy("d1")
+    old = pool.acquire("d1")
     pool.remove("d1")
     pool.add(NODE)
-    new = pool.occupy("d1")
+    new = pool.acquire("d1")
     old.release()
     assert pool.view("d1").active == 1
     new.release()
 
 
 def test_what_happens_is_counted(pool: Pool, clock: FakeClock, registry: CollectorRegistry) -> None:
-    leg = pool.occupy("d1")
+    leg = pool.acquire("d1")
     assert registry.get_sample_value("pdproxy_node_active", {"node": "d1", "role": "decode"}) == 1
     leg.release()
     break_it(pool)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pdproxy.errors import Fault
 from pdproxy.nodes.node import Node, Role, State
-from pdproxy.nodes.pool import Occupied, Pool, UnknownNode
+from pdproxy.nodes.pool import Pool, Slot, UnknownNode
 from tests.fakes.clock import FakeClock
 
 NODES = {name: Node(name, f"http://{name}", Role.DECODE, "tiny") for name in ("a", "b")}
@@ -18,10 +18,10 @@ MOVES = st.tuples(
 )
 
 
-def play(pool: Pool, clock: FakeClock, legs: list[Occupied], move: str, name: str) -> None:
+def play(pool: Pool, clock: FakeClock, legs: list[Slot], move: str, name: str) -> None:
     """One thing that happens."""
     moves: dict[str, Callable[[], object]] = {
-        "occupy": lambda: legs.append(pool.occupy(name)) if pool.view(name).takes_requests() else None,
+        "occupy": lambda: legs.append(pool.acquire(name)) if pool.view(name).takes_requests() else None,
         "release": lambda: legs.pop(0).release() if legs else None,
         "good": lambda: pool.report(name, None),
         "bad": lambda: pool.report(name, Fault.RESET),
@@ -39,7 +39,7 @@ def play(pool: Pool, clock: FakeClock, legs: list[Occupied], move: str, name: st
 @given(st.lists(MOVES, max_size=80))
 def test_counts_balance_and_trials_stay_single(moves: list[tuple[str, str]]) -> None:
     clock = FakeClock()
-    pool, legs = Pool(clock), list[Occupied]()
+    pool, legs = Pool(clock), list[Slot]()
     for node in NODES.values():
         pool.add(node)
         pool.admit(node)
@@ -55,7 +55,7 @@ def test_counts_balance_and_trials_stay_single(moves: list[tuple[str, str]]) -> 
         assert pool.idle(view.node.name).is_set()
 
 
-@pytest.mark.parametrize("ask", ["view", "occupy", "leaving", "drain", "rejoin", "configured", "idle"])
+@pytest.mark.parametrize("ask", ["view", "acquire", "leaving", "drain", "rejoin", "configured", "idle"])
 def test_a_pool_without_the_node_says_so(ask: str) -> None:
     with pytest.raises(UnknownNode) as caught:
         getattr(Pool(FakeClock()), ask)("nobody")

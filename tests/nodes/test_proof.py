@@ -9,15 +9,14 @@ from contextlib import asynccontextmanager
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdproxy.nodes.circuit import CircuitRules
 from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.node_entry import CircuitBreakerConfig, MetricsPoolObserver
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.proof import MOST_PARTNERS, Prover, Result, WarmUp
-from pdproxy.nodes.watch import MetricsWatch
 from pdproxy.observe.labels import Proof
 from pdproxy.observe.metrics import Metrics
 from tests.fakes.clock import FakeClock
-from tests.nodes.turns import settle
+from tests.nodes.fake_pool import settle
 
 
 @dataclasses.dataclass
@@ -58,7 +57,7 @@ class Place:
 
     def __init__(self) -> None:
         self.clock, self.registry, self.nature = FakeClock(), CollectorRegistry(), Nature()
-        self.pool = Pool(self.clock, CircuitRules(), MetricsWatch(Metrics(self.registry)))
+        self.pool = Pool(self.clock, CircuitBreakerConfig(), MetricsPoolObserver(Metrics(self.registry)))
         self.prover = Prover(self.pool, self.nature, self.clock)
 
     async def join(self, *names: str, cohort: str = "a") -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from pdproxy.observe.tracing import Message, Receive, Send, TracedApp, tracing_o
 from pdproxy.request import Headers, header
 from pdproxy.settings import Otel, OtelExport
 from pdproxy.sink import Sink
-from pdproxy.transport.port import Incoming, Outgoing, Patience
+from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
 from pdproxy.transport.traced import TracedTransport
 
 CLIENT = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
@@ -59,11 +59,11 @@ class Nodes:
     """A transport that keeps what was sent."""
 
     def __init__(self, refuse: NodeFault | None = None, broken: NodeFault | None = None) -> None:
-        self.sent: list[Outgoing] = []
+        self.sent: list[HttpRequest] = []
         self.refuse = refuse
         self.broken = broken
 
-    async def send(self, request: Outgoing, patience: Patience) -> Incoming:
+    async def send(self, request: HttpRequest, patience: Timeouts) -> HttpResponse:
         self.sent.append(request)
         if self.refuse:
             raise self.refuse
@@ -90,8 +90,8 @@ async def run_app(nodes: Nodes, tracer: trace.Tracer, *headers: tuple[bytes, byt
     transport = TracedTransport(nodes, tracer)
 
     async def app(scope: Message, receive: Receive, send: Send) -> None:
-        sent = Outgoing("POST", "http://node:1/v1/completions", (("traceparent", "the client's"), ("x", "y")))
-        incoming = await transport.send(sent, Patience())
+        sent = HttpRequest("POST", "http://node:1/v1/completions", (("traceparent", "the client's"), ("x", "y")))
+        incoming = await transport.send(sent, Timeouts())
         assert await incoming.read(10) == b"one"
         await incoming.aclose()
         await send({"type": "http.response.start", "status": status})
@@ -136,8 +136,8 @@ async def test_without_a_client_trace_a_new_one_begins(kept: Kept, tracer: trace
 
 async def test_a_call_outside_of_any_trace_leaves_no_span(kept: Kept, tracer: trace.Tracer) -> None:
     nodes = Nodes()
-    request = Outgoing("GET", "http://node:1/health")
-    incoming = await TracedTransport(nodes, tracer).send(request, Patience())
+    request = HttpRequest("GET", "http://node:1/health")
+    incoming = await TracedTransport(nodes, tracer).send(request, Timeouts())
     await incoming.aclose()
     assert nodes.sent == [request]
     assert not kept.spans
@@ -148,7 +148,9 @@ async def test_faults_are_noted_and_end_the_span(kept: Kept, tracer: trace.Trace
     with pytest.raises(NodeFault):
         await run_app(Nodes(refuse=refused), tracer)
     with tracer.start_as_current_span("request"):
-        incoming = await TracedTransport(Nodes(broken=stalled), tracer).send(Outgoing("GET", "http://n/"), Patience())
+        incoming = await TracedTransport(Nodes(broken=stalled), tracer).send(
+            HttpRequest("GET", "http://n/"), Timeouts()
+        )
         with pytest.raises(NodeFault):
             _ = [piece async for piece in incoming.chunks()]
         await incoming.aclose()

@@ -9,21 +9,21 @@ from hypothesis import strategies as st
 
 from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot, State
 from pdproxy.planning.plan import (
-    Lack,
-    Needs,
     NoNode,
+    NoNodeReason,
     Plan,
+    PlanInput,
     PlanPolicy,
-    Reason,
+    PlanReason,
     UnknownModel,
-    Without,
+    WithoutPrefill,
     choose,
     models,
     plan,
 )
 
 POLICY = PlanPolicy()
-NEEDS = Needs("tiny")
+NEEDS = PlanInput("tiny")
 NO_BARS = Bars()
 
 
@@ -42,7 +42,7 @@ def view(name: str, active: int = 0, state: State = State.UP, **more: object) ->
 
 
 def make(
-    *views: NodeView, needs: Needs = NEEDS, policy: PlanPolicy = POLICY, turn: int = 0, bars: Bars = NO_BARS
+    *views: NodeView, needs: PlanInput = NEEDS, policy: PlanPolicy = POLICY, turn: int = 0, bars: Bars = NO_BARS
 ) -> Plan:
     return plan(Snapshot(views, bars=bars), needs, policy, turn)
 
@@ -60,7 +60,7 @@ def names(made: Plan) -> tuple[str | None, str]:
 def test_the_least_loaded_pair_gets_the_request() -> None:
     made = make(view("p1", 3), view("p2", 1), view("d1", 0), view("d2", 5))
     assert names(made) == ("p2", "d1")
-    assert made.reason is Reason.DISAGGREGATED
+    assert made.reason is PlanReason.DISAGGREGATED
 
 
 def test_equally_loaded_nodes_take_turns() -> None:
@@ -90,55 +90,55 @@ def test_a_node_on_trial_gets_one_request() -> None:
 def test_nodes_that_do_not_serve_get_nothing(state: State) -> None:
     made = make(view("p1", 0, state), view("d1", 0, state), view("d2", 9))
     assert names(made) == (None, "d2")
-    assert made.reason is Reason.NO_PREFILL
+    assert made.reason is PlanReason.NO_PREFILL
     with pytest.raises(NoNode) as caught:
         make(view("p1"), view("d1", 0, state))
-    assert caught.value.reason is Lack.NO_DECODE
+    assert caught.value.reason is NoNodeReason.NO_DECODE
 
 
 def test_without_prefill_the_policy_may_forbid_to_go_on() -> None:
     with pytest.raises(NoNode) as caught:
-        make(view("d1"), policy=PlanPolicy(without_prefill=Without.FAIL))
-    assert caught.value.reason is Lack.NO_PREFILL
+        make(view("d1"), policy=PlanPolicy(without_prefill=WithoutPrefill.FAIL))
+    assert caught.value.reason is NoNodeReason.NO_PREFILL
 
 
 def test_what_cannot_be_disaggregated_is_planned_locally() -> None:
-    made = make(view("p1"), view("d1"), needs=Needs("tiny", local=Why.PROMPT_LOGPROBS))
+    made = make(view("p1"), view("d1"), needs=PlanInput("tiny", local=Why.PROMPT_LOGPROBS))
     assert made == Plan(None, view("d1").node, Why.PROMPT_LOGPROBS)
 
 
 def test_a_short_prompt_is_planned_locally() -> None:
     policy = PlanPolicy(local_below_tokens=100)
-    assert make(view("p1"), view("d1"), needs=Needs("tiny", prompt_tokens=99), policy=policy).prefill is None
-    assert make(view("p1"), view("d1"), needs=Needs("tiny", prompt_tokens=100), policy=policy).prefill is not None
-    assert make(view("p1"), view("d1"), needs=Needs("tiny"), policy=policy).prefill is not None
+    assert make(view("p1"), view("d1"), needs=PlanInput("tiny", prompt_tokens=99), policy=policy).prefill is None
+    assert make(view("p1"), view("d1"), needs=PlanInput("tiny", prompt_tokens=100), policy=policy).prefill is not None
+    assert make(view("p1"), view("d1"), needs=PlanInput("tiny"), policy=policy).prefill is not None
 
 
 def test_an_unknown_model_is_told_from_one_that_is_down() -> None:
     views = (view("p1"), view("d1", 0, State.DOWN, aliases=("lora",)))
     with pytest.raises(UnknownModel) as unknown:
-        make(*views, needs=Needs("huge"))
+        make(*views, needs=PlanInput("huge"))
     assert unknown.value.known == ("lora", "tiny")
     with pytest.raises(NoNode):
-        make(*views, needs=Needs("lora"))
+        make(*views, needs=PlanInput("lora"))
 
 
 def test_a_node_whose_model_is_not_known_yet_may_be_the_one() -> None:
     with pytest.raises(NoNode):
-        make(view("d1", 0, State.JOINING, model=""), needs=Needs("huge"))
+        make(view("d1", 0, State.JOINING, model=""), needs=PlanInput("huge"))
     with pytest.raises(NoNode):
-        make(needs=Needs("huge"))
+        make(needs=PlanInput("huge"))
 
 
 def test_models_live_apart() -> None:
     views = (view("p1"), view("d1"), view("p2", model="big"), view("d2", model="big"))
-    assert names(make(*views, needs=Needs("big"))) == ("p2", "d2")
+    assert names(make(*views, needs=PlanInput("big"))) == ("p2", "d2")
     assert models(Snapshot(views)) == ("big", "tiny")
 
 
 def test_an_adapter_pairs_where_both_nodes_have_it() -> None:
     views = (view("p1"), view("p2", 5, aliases=("lora",)), view("d1", 5, aliases=("lora",)), view("d2"))
-    assert names(make(*views, needs=Needs("lora"))) == ("p2", "d1")
+    assert names(make(*views, needs=PlanInput("lora"))) == ("p2", "d1")
 
 
 def test_pairs_stay_within_a_cohort() -> None:
@@ -155,10 +155,10 @@ def test_the_less_loaded_cohort_gets_the_request() -> None:
 
 def test_no_pair_in_any_cohort_means_local_or_nothing() -> None:
     views = (view("p1", cohort="a"), view("d1", cohort="b"))
-    assert make(*views).reason is Reason.NO_PAIR
+    assert make(*views).reason is PlanReason.NO_PAIR
     with pytest.raises(NoNode) as caught:
-        make(*views, policy=PlanPolicy(without_prefill=Without.FAIL))
-    assert caught.value.reason is Lack.NO_PAIR
+        make(*views, policy=PlanPolicy(without_prefill=WithoutPrefill.FAIL))
+    assert caught.value.reason is NoNodeReason.NO_PAIR
 
 
 def test_a_node_of_unknown_cohort_pairs_with_any() -> None:
@@ -183,44 +183,44 @@ def test_equally_loaded_pairs_that_are_allowed_take_turns() -> None:
 def test_where_all_pairs_are_barred_the_decode_node_serves_alone() -> None:
     views = (view("p1"), view("d1"), view("p2", cohort="b"))
     made = make(*views[:2], bars=barred("p1 d1"))
-    assert (names(made), made.reason) == ((None, "d1"), Reason.BARRED_PAIR)
+    assert (names(made), made.reason) == ((None, "d1"), PlanReason.BARRED_PAIR)
     with pytest.raises(NoNode) as caught:
-        make(*views[:2], policy=PlanPolicy(without_prefill=Without.FAIL), bars=barred("d1"))
-    assert caught.value.reason is Lack.BARRED_PAIR
+        make(*views[:2], policy=PlanPolicy(without_prefill=WithoutPrefill.FAIL), bars=barred("d1"))
+    assert caught.value.reason is NoNodeReason.BARRED_PAIR
     unpaired = make(view("d1", cohort="a"), views[2], bars=barred("p1 d1"))
-    assert unpaired.reason is Reason.NO_PAIR
+    assert unpaired.reason is PlanReason.NO_PAIR
 
 
 def test_a_ticket_goes_to_no_node_that_is_barred_from_where_it_comes() -> None:
     snapshot = Snapshot((view("d1"), view("d2", 9)), bars=barred("p1 d1"))
-    assert choose(snapshot, Role.DECODE, Needs("tiny", prefill="p1"), 0).name == "d2"
-    assert choose(snapshot, Role.DECODE, Needs("tiny", prefill="p2"), 0).name == "d1"
-    assert choose(snapshot, Role.DECODE, Needs("tiny"), 0).name == "d1", "without a ticket it serves"
+    assert choose(snapshot, Role.DECODE, PlanInput("tiny", prefill="p1"), 0).name == "d2"
+    assert choose(snapshot, Role.DECODE, PlanInput("tiny", prefill="p2"), 0).name == "d1"
+    assert choose(snapshot, Role.DECODE, PlanInput("tiny"), 0).name == "d1", "without a ticket it serves"
     with pytest.raises(NoNode):
-        choose(snapshot, Role.DECODE, Needs("tiny", prefill="p1", excluded=frozenset({"d2"})), 0)
+        choose(snapshot, Role.DECODE, PlanInput("tiny", prefill="p1", excluded=frozenset({"d2"})), 0)
 
 
 def test_excluded_nodes_are_left_alone() -> None:
     views = (view("p1"), view("p2", 9), view("d1"), view("d2", 9))
-    assert names(make(*views, needs=Needs("tiny", excluded=frozenset({"p1", "d1"})))) == ("p2", "d2")
+    assert names(make(*views, needs=PlanInput("tiny", excluded=frozenset({"p1", "d1"})))) == ("p2", "d2")
     with pytest.raises(NoNode) as caught:
-        make(*views, needs=Needs("tiny", excluded=frozenset({"d1", "d2"})))
-    assert caught.value.reason is Lack.EXCLUDED
+        make(*views, needs=PlanInput("tiny", excluded=frozenset({"d1", "d2"})))
+    assert caught.value.reason is NoNodeReason.EXCLUDED
 
 
 def test_a_wanted_decode_node_is_kept_while_it_serves() -> None:
     views = (view("p1"), view("d1"), view("d2", 9))
-    assert names(make(*views, needs=Needs("tiny", decode="d2"))) == ("p1", "d2")
-    assert names(make(*views, needs=Needs("tiny", decode="gone"))) == ("p1", "d1")
+    assert names(make(*views, needs=PlanInput("tiny", decode="d2"))) == ("p1", "d2")
+    assert names(make(*views, needs=PlanInput("tiny", decode="gone"))) == ("p1", "d1")
 
 
 def test_another_decode_node_for_a_ticket_is_of_its_cohort() -> None:
     snapshot = Snapshot((view("d1", cohort="a"), view("d2", 9, cohort="b"), view("d3", 7, cohort="b")))
-    needs = Needs("tiny", cohort="b", excluded=frozenset({"d3"}))
+    needs = PlanInput("tiny", cohort="b", excluded=frozenset({"d3"}))
     assert choose(snapshot, Role.DECODE, needs, 0).name == "d2"
     with pytest.raises(NoNode) as caught:
         choose(snapshot, Role.PREFILL, needs, 0)
-    assert caught.value.reason is Lack.NO_PREFILL
+    assert caught.value.reason is NoNodeReason.NO_PREFILL
 
 
 _VIEWS = st.builds(
@@ -258,7 +258,7 @@ def test_a_plan_is_always_allowed(views: list[NodeView], turn: int, bars: Bars) 
     assert made.decode.name in serving
     if made.prefill is None:
         assert not any(bars.allow(one.name, other.name) for one, other in pairs)
-        assert (made.reason is Reason.BARRED_PAIR) == bool(pairs)
+        assert (made.reason is PlanReason.BARRED_PAIR) == bool(pairs)
     else:
         assert made.prefill.name in serving
         assert made.prefill.pairs_with(made.decode.cohort)
@@ -269,7 +269,9 @@ def test_a_plan_is_always_allowed(views: list[NodeView], turn: int, bars: Bars) 
 def test_another_decode_node_for_a_ticket_is_always_allowed(views: list[NodeView], turn: int, bars: Bars) -> None:
     for prefill in (each.node for each in views if each.node.role is Role.PREFILL):
         try:
-            found = choose(Snapshot(tuple(views), bars=bars), Role.DECODE, Needs("tiny", prefill=prefill.name), turn)
+            found = choose(
+                Snapshot(tuple(views), bars=bars), Role.DECODE, PlanInput("tiny", prefill=prefill.name), turn
+            )
         except NoNode:
             continue
         assert bars.allow(prefill.name, found.name)

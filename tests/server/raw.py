@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Sequence
 
 import uvicorn
 
-from pdproxy.intake.asgi import JSON, Receive, Scope, Send, headers_of, read_body, send_whole
-from pdproxy.intake.door import AsgiApp
-from pdproxy.server.ports import Port, bind
+from pdproxy.intake.api_app import AsgiApp
+from pdproxy.intake.request_context import JSON, Receive, Scope, Send, headers_of, read_body, send_whole
 from pdproxy.server.protocol import ConnectionLimits, guarded
+from pdproxy.server.server import Server, bind
 
 SOON = 30.0
 """Seconds that nothing here should need; a bound on a hang, not a measure."""
@@ -33,7 +33,7 @@ async def serving(limits: ConnectionLimits, app: AsgiApp = echo) -> AsyncIterato
         timeout_graceful_shutdown=1,
     )
     bound = bind("127.0.0.1", 0, "listen.port")
-    server = Port(config, bound)
+    server = Server(config, bound)
     task = asyncio.create_task(server.serve(sockets=[bound]))
     try:
         await asyncio.wait_for(listening(server), SOON)
@@ -43,7 +43,7 @@ async def serving(limits: ConnectionLimits, app: AsgiApp = echo) -> AsyncIterato
         await task
 
 
-async def listening(server: Port) -> None:
+async def listening(server: Server) -> None:
     """Return once the server accepts connections; uvicorn has no event for it."""
     while not server.started:  # noqa: ASYNC110
         await asyncio.sleep(0.01)

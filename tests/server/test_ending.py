@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdproxy.intake.asgi import JSON, Receive, Scope, Send, headers_of, read_body, send_head, send_whole
+from pdproxy.intake.request_context import JSON, Receive, Scope, Send, headers_of, read_body, send_head, send_whole
 from pdproxy.server.protocol import ConnectionLimits
 from tests.server.raw import SOON, answers, post, serving, trickle
 

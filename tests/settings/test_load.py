@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pdproxy.errors import SettingsError
-from pdproxy.settings import Finding, NodeEntry, NodeRole, OnPrefillFailure, Settings
+from pdproxy.settings import DiscoveryKind, NodeEntry, NodeRole, OnPrefillFailure, Settings
 from pdproxy.settings.catalog import every_setting
 from pdproxy.settings.load import load
 from pdproxy.settings.sources import FlagSource, add_flags
@@ -218,8 +218,8 @@ def test_a_way_to_find_nodes_needs_what_it_looks_for(words: tuple[str, ...], mis
 def test_nodes_are_found_as_the_environment_says() -> None:
     said = {"PDPROXY_DISCOVERY_DECODE": "dns", "PDPROXY_DISCOVERY_DECODE_NAME": "d", "PDPROXY_DISCOVERY_DNS_PORT": "80"}
     discovery = load(environment=said).discovery
-    assert (discovery.decode, discovery.decode_name, discovery.dns_port) == (Finding.DNS, "d", 80)
-    assert discovery.prefill is Finding.STATIC
+    assert (discovery.decode, discovery.decode_name, discovery.dns_port) == (DiscoveryKind.DNS, "d", 80)
+    assert discovery.prefill is DiscoveryKind.STATIC
 
 
 def test_the_api_is_an_address() -> None:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from pdproxy.request import ClientRequest, Endpoint
-from tests.drive.answers import story, text_of
-from tests.drive.world import MODEL
-from tests.fakes.tongue import speak, tokenize
+from tests.fakes.fake_model import generate, tokenize
+from tests.orchestration.answers import read_answer, text_of
+from tests.orchestration.cluster import MODEL
 
 VOCABULARY = ("red", "green", "blue", "fish", "bird", "tree", "stone", "river", "cloud", "salt", "iron", "glass")
 PATIENT = 120.0
@@ -43,7 +43,7 @@ class Asking:
         if not self.body["stream"]:
             assert self._whole(json.loads(body)) == self.right
             return True
-        told = story(self.endpoint, body)
+        told = read_answer(self.endpoint, body)
         assert told.ended, "the stream did not end properly"
         if told.error is None:
             assert told.texts == self.right
@@ -104,7 +104,7 @@ def _right(
     for number, prompt in enumerate(prompts):
         said = prompt if endpoint is Endpoint.COMPLETIONS else json.dumps(_spoken(endpoint, prompt))
         for choice in range(choices):
-            steps = speak(tokenize(said), tokens, stops, choice=choice)
+            steps = generate(tokenize(said), tokens, stops, choice=choice)
             texts[number * choices + choice] = "".join(step.text for step in steps)
     return texts
 

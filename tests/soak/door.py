@@ -9,17 +9,16 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.clock import SystemClock
 from pdproxy.errors import ClientError
-from pdproxy.intake.admission import Admission
-from pdproxy.intake.asgi import Receive, Scope, Send
-from pdproxy.intake.budget import Budget
-from pdproxy.intake.door import Door
-from pdproxy.intake.keys import read_keys
-from pdproxy.intake.service import Rules, Service
+from pdproxy.intake.admission import Admission, BodyBudget
+from pdproxy.intake.api_app import ApiApp
+from pdproxy.intake.auth import read_keys
+from pdproxy.intake.handler import HandlerConfig, RequestHandler
+from pdproxy.intake.request_context import Receive, Scope, Send
 from pdproxy.observe.metrics import Metrics
-from pdproxy.server.ports import Port, bind
 from pdproxy.server.protocol import ConnectionLimits, guarded
+from pdproxy.server.server import Server, bind
 from pdproxy.settings import Credential
-from tests.drive.town import Town
+from tests.orchestration.loopback_cluster import LoopbackCluster
 from tests.soak.asking import PATIENT
 from tests.soak.caller import Caller
 
@@ -31,7 +30,7 @@ LIMITS = ConnectionLimits(65536, PATIENT, PATIENT)
 
 
 @contextlib.asynccontextmanager
-async def front_door(place: Town) -> AsyncIterator[Caller]:
+async def front_door(place: LoopbackCluster) -> AsyncIterator[Caller]:
     """A client of a server that must have nothing left in the end."""
     registry = CollectorRegistry()
     server = _server(place, Metrics(registry))
@@ -49,14 +48,14 @@ async def front_door(place: Town) -> AsyncIterator[Caller]:
     assert registry.get_sample_value("pdproxy_body_bytes") == 0
 
 
-def _server(place: Town, metrics: Metrics) -> Port:
+def _server(place: LoopbackCluster, metrics: Metrics) -> Server:
     admission = Admission(PLACES, queue=1000, patience=PATIENT, metrics=metrics)
-    rules = Rules(1 << 20, PATIENT, PATIENT, Credential.PASS, own="")
-    service = Service(
-        read_keys(None), admission, Budget(ROOM, metrics), place.orchestrator, place.pool, SystemClock(), rules
+    rules = HandlerConfig(1 << 20, PATIENT, PATIENT, Credential.PASS, own="")
+    service = RequestHandler(
+        read_keys(None), admission, BodyBudget(ROOM, metrics), place.orchestrator, place.pool, SystemClock(), rules
     )
     config = uvicorn.Config(
-        Door(service, _nobody),
+        ApiApp(service, _nobody),
         http=guarded(LIMITS),
         ws="none",
         lifespan="off",
@@ -64,7 +63,7 @@ def _server(place: Town, metrics: Metrics) -> Port:
         access_log=False,
         timeout_keep_alive=int(PATIENT),
     )
-    return Port(config, bind("127.0.0.1", 0, "listen.port"))
+    return Server(config, bind("127.0.0.1", 0, "listen.port"))
 
 
 async def _nobody(scope: Scope, receive: Receive, send: Send) -> None:

@@ -14,23 +14,32 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from pdproxy.drive.passage import Passage
-from pdproxy.drive.relay import Relay
-from pdproxy.drive.terms import Terms
 from pdproxy.errors import ClientError
-from pdproxy.fanout import Fan
-from tests.drive.town import Town, town
-from tests.fakes.faults import Ill, Trouble
+from pdproxy.orchestration.context import OrchestrationConfig
+from pdproxy.orchestration.fanout import FanOut
+from pdproxy.orchestration.relay import Relay
+from pdproxy.orchestration.upstream import UpstreamRequest
+from tests.fakes.faults import FaultKind, InjectedFault
 from tests.fakes.loopback import LoopbackNode
 from tests.fakes.reading import follow
+from tests.orchestration.loopback_cluster import LoopbackCluster, loopback_cluster
 from tests.soak.asking import PATIENT, Asking, asking
 from tests.soak.caller import Caller
 from tests.soak.door import front_door
 
 WORKERS = 16
 SAMPLES = 30
-ILLS = (Ill.RESET, Ill.STATUS, Ill.GARBAGE, Ill.NO_TICKET, Ill.ERROR_EVENT, Ill.SHORT, Ill.STALL, Ill.HANG)
-TERMS = Terms(connect=5.0, prefill_headers=1.0, decode_headers=1.0, stall=1.0, release=60.0)
+FAULT_KINDS = (
+    FaultKind.RESET,
+    FaultKind.STATUS,
+    FaultKind.GARBAGE,
+    FaultKind.NO_TICKET,
+    FaultKind.ERROR_EVENT,
+    FaultKind.SHORT,
+    FaultKind.STALL,
+    FaultKind.HANG,
+)
+TERMS = OrchestrationConfig(connect=5.0, prefill_headers=1.0, decode_headers=1.0, stall=1.0, release=60.0)
 """Short deadlines: a slow machine may pass them, which costs a retry and nothing else."""
 
 
@@ -49,7 +58,7 @@ class Tally:
 async def soak(seconds: float, seed: int) -> Tally:
     """Run for ``seconds``; everything is checked."""
     tally = Tally()
-    async with town(prefills=3, decodes=3, terms=TERMS) as place:
+    async with loopback_cluster(prefills=3, decodes=3, config=TERMS) as place:
         until = asyncio.get_running_loop().time() + seconds
         killer = asyncio.create_task(_kill(place, random.Random(seed), tally))
         async with front_door(place) as caller, asyncio.TaskGroup() as workers:
@@ -65,7 +74,7 @@ async def soak(seconds: float, seed: int) -> Tally:
     return tally
 
 
-async def _weigh(place: Town, tally: Tally, pause: float) -> None:
+async def _weigh(place: LoopbackCluster, tally: Tally, pause: float) -> None:
     """The fakes' own memory is not what is weighed."""
     for _ in range(SAMPLES):
         await asyncio.sleep(pause)
@@ -106,7 +115,7 @@ async def _call(caller: Caller, asked: Asking, name: str) -> str:
     return _judged(asked, body) if status == 200 else _refused(status)
 
 
-async def _ask(place: Town, asked: Asking, name: str) -> str:
+async def _ask(place: LoopbackCluster, asked: Asking, name: str) -> str:
     request = asked.request(name, asyncio.get_running_loop().time())
     try:
         reply = await place.orchestrator.answer(request)
@@ -130,14 +139,14 @@ def _refused(status: int) -> str:
     return "refused"
 
 
-async def _kill(place: Town, dice: random.Random, tally: Tally) -> None:
+async def _kill(place: LoopbackCluster, dice: random.Random, tally: Tally) -> None:
     """One node after the other is killed and restarted, or falls ill once."""
     while True:
         await asyncio.sleep(dice.uniform(0.02, 0.2))
         node = dice.choice(place.nodes)
         if dice.random() < 0.5:
-            node.node.trouble = Trouble(
-                dice.choice(ILLS), at=dice.randint(-1, 6), status=dice.choice((429, 500, 503)), times=1
+            node.node.trouble = InjectedFault(
+                dice.choice(FAULT_KINDS), at=dice.randint(-1, 6), status=dice.choice((429, 500, 503)), times=1
             )
         else:
             tally.kills += 1
@@ -157,5 +166,7 @@ def _check_nothing_left() -> None:
     assert len(asyncio.all_tasks()) == 1
     gc.collect()
     # By exact type: isinstance would ask every object in the process for its class, and some answer with a warning.
-    left = Counter(kind.__name__ for each in gc.get_objects() if (kind := type(each)) in (Passage, Relay, Fan))
+    left = Counter(
+        kind.__name__ for each in gc.get_objects() if (kind := type(each)) in (UpstreamRequest, Relay, FanOut)
+    )
     assert left == Counter()

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pdproxy.request import Endpoint
-from pdproxy.stream.usage import true_answer, true_event
+from pdproxy.stream.rewrite_usage import rewrite_answer, rewrite_event
 from tests.stream.engine import events
 
 TICKET = {"remote_host": "10.0.0.1"}
@@ -39,24 +39,24 @@ TICKET = {"remote_host": "10.0.0.1"}
 def test_cached_tokens_are_the_prefill_nodes(
     endpoint: Endpoint, usage: dict[str, object], expected: dict[str, object]
 ) -> None:
-    assert true_answer(endpoint, {"usage": usage}, 5)["usage"] == expected
-    assert true_answer(endpoint, {"usage": usage}, None)["usage"] == usage
+    assert rewrite_answer(endpoint, {"usage": usage}, 5)["usage"] == expected
+    assert rewrite_answer(endpoint, {"usage": usage}, None)["usage"] == usage
 
 
 def test_tickets_do_not_leak() -> None:
     answer: dict[str, object] = {"id": "1", "kv_transfer_params": TICKET, "ec_transfer_params": None}
-    assert true_answer(Endpoint.CHAT, answer, None) == {
+    assert rewrite_answer(Endpoint.CHAT, answer, None) == {
         "id": "1",
         "kv_transfer_params": None,
         "ec_transfer_params": None,
     }
     (event,) = events(b"data: " + json.dumps(answer, separators=(",", ":")).encode() + b"\n\n")
-    assert b"10.0.0.1" not in true_event(Endpoint.CHAT, event, event.data or b"", None)
+    assert b"10.0.0.1" not in rewrite_event(Endpoint.CHAT, event, event.data or b"", None)
     inner = {"type": "response.completed", "response": answer}
     (event,) = events(
         b"event: response.completed\ndata: " + json.dumps(inner, separators=(",", ":")).encode() + b"\n\n"
     )
-    seen = true_event(Endpoint.RESPONSES, event, event.data or b"", None)
+    seen = rewrite_event(Endpoint.RESPONSES, event, event.data or b"", None)
     assert b"10.0.0.1" not in seen
     assert seen.startswith(b"event: response.completed\ndata: ")
 
@@ -71,16 +71,16 @@ def test_tickets_do_not_leak() -> None:
 )
 def test_bytes_stay_where_nothing_is_to_be_put_right(endpoint: Endpoint, raw: bytes) -> None:
     (event,) = events(raw)
-    assert true_event(endpoint, event, event.data or b"", 5) is event.raw
+    assert rewrite_event(endpoint, event, event.data or b"", 5) is event.raw
 
 
 def test_streamed_usage_of_named_events() -> None:
     raw = b'event: message_delta\ndata: {"type":"message_delta","usage":{"input_tokens":9,"output_tokens":1}}\n\n'
     (event,) = events(raw)
-    (seen,) = events(true_event(Endpoint.MESSAGES, event, event.data or b"", 5))
+    (seen,) = events(rewrite_event(Endpoint.MESSAGES, event, event.data or b"", 5))
     usage = json.loads(seen.data or b"")["usage"]
     assert usage == {"input_tokens": 4, "output_tokens": 1, "cache_read_input_tokens": 5}
     raw = b'event: response.completed\ndata: {"response":{"usage":{"input_tokens":9}}}\n\n'
     (event,) = events(raw)
-    (seen,) = events(true_event(Endpoint.RESPONSES, event, event.data or b"", 5))
+    (seen,) = events(rewrite_event(Endpoint.RESPONSES, event, event.data or b"", 5))
     assert json.loads(seen.data or b"")["response"]["usage"]["input_tokens_details"] == {"cached_tokens": 5}

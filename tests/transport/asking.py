@@ -3,10 +3,10 @@
 import pytest
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.transport.port import Incoming, Outgoing, Patience, Transport
+from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transport
 from tests.transport.peer import GENEROUS, Peer
 
-PATIENT = Patience(connect=GENEROUS, headers=GENEROUS, stall=GENEROUS)
+PATIENT = Timeouts(connect=GENEROUS, headers=GENEROUS, stall=GENEROUS)
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -23,26 +23,26 @@ class HandClock:
         self.time += seconds
 
 
-def post(there: Peer, body: bytes = b"{}") -> Outgoing:
-    return Outgoing("POST", there.url + "/v1/completions", (("content-type", "application/json"),), body)
+def post(there: Peer, body: bytes = b"{}") -> HttpRequest:
+    return HttpRequest("POST", there.url + "/v1/completions", (("content-type", "application/json"),), body)
 
 
-async def ask(transport: Transport, request: Outgoing, patience: Patience = PATIENT) -> tuple[int, bytes]:
+async def ask(transport: Transport, request: HttpRequest, timeouts: Timeouts = PATIENT) -> tuple[int, bytes]:
     """One exchange, read to its end."""
-    incoming = await transport.send(request, patience)
+    response = await transport.send(request, timeouts)
     try:
-        return incoming.status, await incoming.read(2**30)
+        return response.status, await response.read(2**30)
     finally:
-        await incoming.aclose()
+        await response.aclose()
 
 
-async def collect(incoming: Incoming, heard: list[bytes]) -> None:
+async def collect(response: HttpResponse, heard: list[bytes]) -> None:
     """Keeps what came before the fault."""
-    async for piece in incoming.chunks():
+    async for piece in response.chunks():
         heard += [piece]
 
 
-async def fault_of(transport: Transport, request: Outgoing, patience: Patience = PATIENT) -> Fault:
+async def fault_of(transport: Transport, request: HttpRequest, timeouts: Timeouts = PATIENT) -> Fault:
     with pytest.raises(NodeFault) as caught:
-        await ask(transport, request, patience)
+        await ask(transport, request, timeouts)
     return caught.value.fault

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdproxy.transport.http import HttpTransport
+from pdproxy.transport.h1_client import H1Transport
 from tests.transport.asking import HandClock
 
 
@@ -14,8 +14,8 @@ def clock() -> HandClock:
 
 
 @pytest.fixture
-async def transport(clock: HandClock) -> AsyncIterator[HttpTransport]:
-    transport = HttpTransport(clock)
+async def transport(clock: HandClock) -> AsyncIterator[H1Transport]:
+    transport = H1Transport(clock)
     yield transport
     await transport.aclose()
     assert transport.connections == 0

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.transport.answer import AnswerReader
-from pdproxy.transport.faults import Garbage
+from pdproxy.transport.faults import ProtocolError
+from pdproxy.transport.h1_messages import ResponseParser
 
 WHOLE = (
     b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nA: 1\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -17,7 +17,7 @@ WHOLE = (
 
 @given(st.lists(st.integers(0, len(WHOLE)), max_size=8))
 def test_where_the_bytes_are_cut_does_not_matter(cuts: list[int]) -> None:
-    reader = AnswerReader()
+    reader = ResponseParser()
     edges = [0, *sorted(cuts), len(WHOLE)]
     body = b""
     for start, end in itertools.pairwise(edges):
@@ -32,15 +32,15 @@ def test_where_the_bytes_are_cut_does_not_matter(cuts: list[int]) -> None:
 
 @given(st.binary(max_size=200))
 def test_anything_may_come_and_nothing_but_garbage_is_raised(data: bytes) -> None:
-    reader = AnswerReader()
+    reader = ResponseParser()
     try:
         reader.feed(b"HTTP/1.1 2" + data)
-    except Garbage:
+    except ProtocolError:
         assert not reader.ended
 
 
 def test_one_answer_after_another() -> None:
-    reader = AnswerReader()
+    reader = ResponseParser()
     for status, body in ((200, b"one"), (404, b""), (200, b"three")):
         reader.expect("POST")
         assert reader.silent
@@ -49,14 +49,14 @@ def test_one_answer_after_another() -> None:
 
 
 def test_http_1_0_is_not_kept_alive() -> None:
-    reader = AnswerReader()
+    reader = ResponseParser()
     reader.feed(b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nab")
     assert reader.ended
     assert not reader.reusable
 
 
 def test_the_end_of_the_connection_ends_only_what_has_no_length() -> None:
-    measured, endless = AnswerReader(), AnswerReader()
+    measured, endless = ResponseParser(), ResponseParser()
     measured.feed(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nab")
     endless.feed(b"HTTP/1.1 200 OK\r\n\r\nab")
     assert not measured.feed_eof()
@@ -65,15 +65,15 @@ def test_the_end_of_the_connection_ends_only_what_has_no_length() -> None:
 
 
 def test_trailers_are_bounded() -> None:
-    reader = AnswerReader()
+    reader = ResponseParser()
     reader.feed(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n")
     line = b"X: " + b"x" * 1000 + b"\r\n"
-    with pytest.raises(Garbage):
+    with pytest.raises(ProtocolError):
         reader.feed(line * 200)
 
 
 def test_a_stream_may_be_longer_than_the_bound_on_heads() -> None:
-    reader = AnswerReader()
+    reader = ResponseParser()
     reader.feed(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
     for _ in range(400):
         reader.feed(b"400\r\n" + b"x" * 1024 + b"\r\n")
@@ -82,5 +82,5 @@ def test_a_stream_may_be_longer_than_the_bound_on_heads() -> None:
 
 def test_a_coding_that_nobody_undoes_is_refused_by_its_name() -> None:
     """What it covers would be passed on as if it were plain."""
-    with pytest.raises(Garbage, match="transfer coding 'gzip, chunked'"):
-        AnswerReader().feed(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n")
+    with pytest.raises(ProtocolError, match="transfer coding 'gzip, chunked'"):
+        ResponseParser().feed(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n")

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from pdproxy.clock import SystemClock
 from pdproxy.errors import NodeFault
 from pdproxy.request import Headers
-from pdproxy.transport.http import HttpTransport
-from pdproxy.transport.port import Outgoing, Patience
+from pdproxy.transport.h1_client import H1Transport
+from pdproxy.transport.port import HttpRequest, Timeouts
 from tests.transport.answers import METHODS, Answer, answers
 from tests.transport.peer import GENEROUS
 
@@ -210,19 +210,19 @@ async def in_turn(plays: Sequence[Answer], methods: Sequence[str], ask: Ask) -> 
 
 async def ours(plays: Sequence[Answer], methods: Sequence[str]) -> list[Read]:
     """As the proxy's own client reads them."""
-    async with contextlib.aclosing(HttpTransport(SystemClock())) as transport:
+    async with contextlib.aclosing(H1Transport(SystemClock())) as transport:
 
         async def ask(method: str, url: str) -> Read:
             try:
-                incoming = await transport.send(Outgoing(method, url), Patience(GENEROUS, GENEROUS, GENEROUS))
+                response = await transport.send(HttpRequest(method, url), Timeouts(GENEROUS, GENEROUS, GENEROUS))
             except NodeFault as fault:
                 return Read(error=fault.detail)
             try:
-                return Read(incoming.status, plain(incoming.headers), await incoming.read(2**20))
+                return Read(response.status, plain(response.headers), await response.read(2**20))
             except NodeFault as fault:
                 return Read(error=fault.detail)
             finally:
-                await incoming.aclose()
+                await response.aclose()
 
         return await in_turn(plays, methods, ask)
 

@@ -10,7 +10,7 @@ import httptools.parser.errors
 import pytest
 
 from pdproxy.errors import Fault
-from pdproxy.transport.faults import CONNECTING, PARSING, out_of_patience, while_connecting, while_exchanging
+from pdproxy.transport.faults import CONNECTING, PARSING, timeout_fault, while_connecting, while_exchanging
 
 
 def errors_in(*modules: object) -> list[type[Exception]]:
@@ -53,7 +53,7 @@ def test_a_fault_says_where_and_what() -> None:
     assert (refused.fault, refused.detail) == (Fault.REFUSED, "node:1: connection refused")
     assert while_exchanging(None, "node:1").fault is Fault.RESET
     assert while_exchanging(ConnectionResetError("gone"), "node:1").detail == "node:1: gone"
-    assert out_of_patience(Fault.STALL, 2.5, "node:1").detail == "node:1: nothing came for 2.5 s"
+    assert timeout_fault(Fault.STALL, 2.5, "node:1").detail == "node:1: nothing came for 2.5 s"
 
 
 @pytest.mark.parametrize(

@@ -5,24 +5,24 @@ import asyncio
 import pytest
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.transport.http import HttpTransport
-from pdproxy.transport.port import Outgoing, Patience
+from pdproxy.transport.h1_client import H1Transport
+from pdproxy.transport.port import HttpRequest, Timeouts
 from tests.transport.asking import CHUNKED, PATIENT, collect, fault_of, post
 from tests.transport.peer import GENEROUS, Visit, always, answer, hanging_up_after, peer, saying
 
 
-async def test_nobody_listening_is_refused(transport: HttpTransport) -> None:
+async def test_nobody_listening_is_refused(transport: H1Transport) -> None:
     async with peer(always(b"")) as there:
         pass
     assert await fault_of(transport, post(there)) is Fault.REFUSED
 
 
 @pytest.mark.parametrize("host", ["a..b", ".", "x" * 64 + ".invalid"])
-async def test_a_name_that_leads_nowhere_is_refused(transport: HttpTransport, host: str) -> None:
-    assert await fault_of(transport, Outgoing("GET", f"http://{host}:1/")) is Fault.REFUSED
+async def test_a_name_that_leads_nowhere_is_refused(transport: H1Transport, host: str) -> None:
+    assert await fault_of(transport, HttpRequest("GET", f"http://{host}:1/")) is Fault.REFUSED
 
 
-async def test_a_peer_that_hangs_up_without_a_word_is_a_reset(transport: HttpTransport) -> None:
+async def test_a_peer_that_hangs_up_without_a_word_is_a_reset(transport: H1Transport) -> None:
     async with peer(hanging_up_after()) as there:
         assert await fault_of(transport, post(there)) is Fault.RESET
 
@@ -32,13 +32,13 @@ async def test_a_peer_that_hangs_up_without_a_word_is_a_reset(transport: HttpTra
     [answer(b"0123456789")[:-1], CHUNKED + b"5\r\nhello\r\n", CHUNKED + b"5\r\nhel"],
     ids=["length", "end", "in"],
 )
-async def test_a_body_that_ends_before_its_end_is_a_reset(transport: HttpTransport, sent: bytes) -> None:
+async def test_a_body_that_ends_before_its_end_is_a_reset(transport: H1Transport, sent: bytes) -> None:
     async with peer(hanging_up_after(sent)) as there:
-        incoming = await transport.send(post(there), PATIENT)
+        response = await transport.send(post(there), PATIENT)
         heard: list[bytes] = []
         with pytest.raises(NodeFault) as caught:
-            await collect(incoming, heard)
-        await incoming.aclose()
+            await collect(response, heard)
+        await response.aclose()
     assert caught.value.fault is Fault.RESET
     assert b"".join(heard) in (b"012345678", b"hello", b"hel")
 
@@ -60,20 +60,20 @@ async def test_a_body_that_ends_before_its_end_is_a_reset(transport: HttpTranspo
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     ],
 )
-async def test_what_is_not_http_is_a_reset(transport: HttpTransport, sent: bytes) -> None:
+async def test_what_is_not_http_is_a_reset(transport: H1Transport, sent: bytes) -> None:
     async with peer(saying(sent)) as there:
         assert await fault_of(transport, post(there)) is Fault.RESET
         await there.all_gone()
 
 
-async def test_a_peer_that_never_answers_times_out(transport: HttpTransport) -> None:
+async def test_a_peer_that_never_answers_times_out(transport: H1Transport) -> None:
     async with peer(saying()) as there:
-        patience = Patience(GENEROUS, headers=0.05, stall=GENEROUS)
-        assert await fault_of(transport, post(there), patience) is Fault.HEADERS_TIMEOUT
+        timeouts = Timeouts(GENEROUS, headers=0.05, stall=GENEROUS)
+        assert await fault_of(transport, post(there), timeouts) is Fault.HEADERS_TIMEOUT
         await there.all_gone()
 
 
-async def test_a_head_that_drips_times_out(transport: HttpTransport) -> None:
+async def test_a_head_that_drips_times_out(transport: H1Transport) -> None:
     async def script(visit: Visit) -> None:
         await visit.request()
         await visit.say(b"HTTP/1.1 200 OK\r\nX: ")
@@ -82,25 +82,25 @@ async def test_a_head_that_drips_times_out(transport: HttpTransport) -> None:
             await asyncio.sleep(0.01)
 
     async with peer(script) as there:
-        patience = Patience(GENEROUS, headers=0.2, stall=GENEROUS)
-        assert await fault_of(transport, post(there), patience) is Fault.HEADERS_TIMEOUT
+        timeouts = Timeouts(GENEROUS, headers=0.2, stall=GENEROUS)
+        assert await fault_of(transport, post(there), timeouts) is Fault.HEADERS_TIMEOUT
         await there.all_gone()
 
 
-async def test_a_body_that_stops_is_a_stall(transport: HttpTransport) -> None:
+async def test_a_body_that_stops_is_a_stall(transport: H1Transport) -> None:
     async with peer(saying(CHUNKED + b"5\r\nhello\r\n")) as there:
-        incoming = await transport.send(post(there), Patience(GENEROUS, GENEROUS, stall=0.05))
-        pieces = incoming.chunks()
+        response = await transport.send(post(there), Timeouts(GENEROUS, GENEROUS, stall=0.05))
+        pieces = response.chunks()
         assert await anext(pieces) == b"hello"
         with pytest.raises(NodeFault) as caught:
             await anext(pieces)
-        await incoming.aclose()
+        await response.aclose()
         await there.all_gone()
     assert caught.value.fault is Fault.STALL
 
 
 @pytest.mark.parametrize("step", [0.0, 0.01])
-async def test_a_body_that_drips_has_an_end(transport: HttpTransport, step: float) -> None:
+async def test_a_body_that_drips_has_an_end(transport: H1Transport, step: float) -> None:
     async def script(visit: Visit) -> None:
         await visit.request()
         await visit.say(CHUNKED)
@@ -109,23 +109,23 @@ async def test_a_body_that_drips_has_an_end(transport: HttpTransport, step: floa
             await asyncio.sleep(step)
 
     async with peer(script) as there:
-        patience = Patience(GENEROUS, headers=GENEROUS, stall=GENEROUS, whole=0.2)
-        assert await fault_of(transport, post(there), patience) is Fault.STALL
+        timeouts = Timeouts(GENEROUS, headers=GENEROUS, stall=GENEROUS, whole=0.2)
+        assert await fault_of(transport, post(there), timeouts) is Fault.STALL
         await there.all_gone()
 
 
-async def test_the_whole_begins_with_the_head(transport: HttpTransport) -> None:
+async def test_the_whole_begins_with_the_head(transport: H1Transport) -> None:
     async with peer(saying()) as there:
-        patience = Patience(GENEROUS, headers=GENEROUS, stall=GENEROUS, whole=0.05)
-        assert await fault_of(transport, post(there), patience) is Fault.HEADERS_TIMEOUT
+        timeouts = Timeouts(GENEROUS, headers=GENEROUS, stall=GENEROUS, whole=0.05)
+        assert await fault_of(transport, post(there), timeouts) is Fault.HEADERS_TIMEOUT
         await there.all_gone()
 
 
-async def test_the_first_piece_has_a_patience_of_its_own(transport: HttpTransport) -> None:
+async def test_the_first_piece_has_a_patience_of_its_own(transport: H1Transport) -> None:
     async with peer(saying(CHUNKED)) as there:
-        incoming = await transport.send(post(there), Patience(GENEROUS, GENEROUS, stall=GENEROUS, first=0.05))
+        response = await transport.send(post(there), Timeouts(GENEROUS, GENEROUS, stall=GENEROUS, first=0.05))
         with pytest.raises(NodeFault, match=r"0\.05 s") as caught:
-            await anext(incoming.chunks())
-        await incoming.aclose()
+            await anext(response.chunks())
+        await response.aclose()
         await there.all_gone()
     assert caught.value.fault is Fault.STALL

@@ -3,13 +3,12 @@
 import asyncio
 
 from pdproxy.errors import Fault
-from pdproxy.transport.http import STALE, HttpTransport
-from pdproxy.transport.pool import KEEP
+from pdproxy.transport.h1_client import KEEP, STALE, H1Transport
 from tests.transport.asking import HandClock, ask, fault_of, post
 from tests.transport.peer import Visit, always, answer, hanging_up_after, peer, saying
 
 
-async def test_one_connection_serves_many_requests(transport: HttpTransport) -> None:
+async def test_one_connection_serves_many_requests(transport: H1Transport) -> None:
     async with peer(always(b"yes")) as there:
         for _ in range(20):
             assert await ask(transport, post(there)) == (200, b"yes")
@@ -17,7 +16,7 @@ async def test_one_connection_serves_many_requests(transport: HttpTransport) -> 
         assert len(there.visits[0].heads) == 20
 
 
-async def test_concurrent_requests_get_connections_of_their_own(transport: HttpTransport) -> None:
+async def test_concurrent_requests_get_connections_of_their_own(transport: H1Transport) -> None:
     async with peer(always(b"yes")) as there:
         answers = await asyncio.gather(*(ask(transport, post(there)) for _ in range(8)))
         assert answers == [(200, b"yes")] * 8
@@ -25,7 +24,7 @@ async def test_concurrent_requests_get_connections_of_their_own(transport: HttpT
         assert transport.connections == 8
 
 
-async def test_a_connection_that_the_peer_wants_closed_is_not_used_again(transport: HttpTransport) -> None:
+async def test_a_connection_that_the_peer_wants_closed_is_not_used_again(transport: H1Transport) -> None:
     async with peer(always(b"yes", b"Connection: close")) as there:
         await ask(transport, post(there))
         await there.all_gone()
@@ -33,13 +32,13 @@ async def test_a_connection_that_the_peer_wants_closed_is_not_used_again(transpo
         assert len(there.visits) == 2
 
 
-async def test_a_connection_that_said_more_than_asked_is_not_used_again(transport: HttpTransport) -> None:
+async def test_a_connection_that_said_more_than_asked_is_not_used_again(transport: H1Transport) -> None:
     async with peer(saying(answer(b"yes") + answer(b"nobody asked")), always(b"right")) as there:
         assert await ask(transport, post(there)) == (200, b"yes")
         assert await ask(transport, post(there)) == (200, b"right")
 
 
-async def test_a_connection_closed_while_idle_is_not_a_fault(transport: HttpTransport) -> None:
+async def test_a_connection_closed_while_idle_is_not_a_fault(transport: H1Transport) -> None:
     async with peer(hanging_up_after(answer(b"first")), always(b"second")) as there:
         assert await ask(transport, post(there)) == (200, b"first")
         await there.all_gone()
@@ -53,9 +52,7 @@ async def after_one(visit: Visit) -> None:
     await visit.request()
 
 
-async def test_a_request_that_met_a_closing_connection_goes_out_again(
-    transport: HttpTransport, clock: HandClock
-) -> None:
+async def test_a_request_that_met_a_closing_connection_goes_out_again(transport: H1Transport, clock: HandClock) -> None:
     async with peer(after_one, always(b"second")) as there:
         await ask(transport, post(there))
         await clock.sleep(STALE)
@@ -63,7 +60,7 @@ async def test_a_request_that_met_a_closing_connection_goes_out_again(
         assert there.visits[1].bodies == [b"once more"]
 
 
-async def test_a_request_lost_on_a_busy_connection_is_a_reset(transport: HttpTransport) -> None:
+async def test_a_request_lost_on_a_busy_connection_is_a_reset(transport: H1Transport) -> None:
     async with peer(after_one, always(b"second")) as there:
         await ask(transport, post(there))
         assert await fault_of(transport, post(there)) is Fault.RESET
@@ -71,7 +68,7 @@ async def test_a_request_lost_on_a_busy_connection_is_a_reset(transport: HttpTra
 
 
 async def test_a_request_of_which_an_answer_began_never_goes_out_again(
-    transport: HttpTransport, clock: HandClock
+    transport: H1Transport, clock: HandClock
 ) -> None:
     async def script(visit: Visit) -> None:
         await visit.request()
@@ -86,7 +83,7 @@ async def test_a_request_of_which_an_answer_began_never_goes_out_again(
         assert len(there.visits) == 1
 
 
-async def test_a_connection_that_idled_too_long_is_dropped(transport: HttpTransport, clock: HandClock) -> None:
+async def test_a_connection_that_idled_too_long_is_dropped(transport: H1Transport, clock: HandClock) -> None:
     async with peer(always(b"yes")) as there:
         await ask(transport, post(there))
         await clock.sleep(KEEP)

@@ -7,13 +7,13 @@ import pytest
 from opentelemetry import trace
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.transport.http import HttpTransport
+from pdproxy.transport.h1_client import H1Transport
 from pdproxy.transport.traced import TracedTransport
 from tests.transport.asking import CHUNKED, PATIENT, ask, post
 from tests.transport.peer import Visit, always, peer, saying
 
 
-async def test_a_cancelled_send_leaves_nothing(transport: HttpTransport) -> None:
+async def test_a_cancelled_send_leaves_nothing(transport: H1Transport) -> None:
     asked = asyncio.Event()
 
     async def script(visit: Visit) -> None:
@@ -31,7 +31,7 @@ async def test_a_cancelled_send_leaves_nothing(transport: HttpTransport) -> None
         assert transport.connections == 0
 
 
-async def test_a_send_cancelled_at_any_turn_of_the_loop_leaves_nothing(transport: HttpTransport) -> None:
+async def test_a_send_cancelled_at_any_turn_of_the_loop_leaves_nothing(transport: H1Transport) -> None:
     async with peer(always(b"yes", b"Connection: close")) as there:
         for turns in range(12):
             task = asyncio.create_task(ask(transport, post(there)))
@@ -46,7 +46,7 @@ async def test_a_send_cancelled_at_any_turn_of_the_loop_leaves_nothing(transport
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["bare", "traced"])
-async def test_a_cancelled_read_loses_nothing(transport: HttpTransport, traced: bool) -> None:
+async def test_a_cancelled_read_loses_nothing(transport: H1Transport, traced: bool) -> None:
     go_on = asyncio.Event()
 
     async def script(visit: Visit) -> None:
@@ -59,8 +59,8 @@ async def test_a_cancelled_read_loses_nothing(transport: HttpTransport, traced: 
     async with peer(script) as there:
         with trace.use_span(trace.NonRecordingSpan(trace.SpanContext(1, 1, is_remote=False))):
             through = TracedTransport(transport, trace.NoOpTracer()) if traced else transport
-            incoming = await through.send(post(there), PATIENT)
-        pieces = incoming.chunks()
+            response = await through.send(post(there), PATIENT)
+        pieces = response.chunks()
         reading = asyncio.ensure_future(anext(pieces, b"over"))
         await asyncio.sleep(0)
         reading.cancel()
@@ -69,32 +69,32 @@ async def test_a_cancelled_read_loses_nothing(transport: HttpTransport, traced: 
         go_on.set()
         assert await anext(pieces, b"over") == b"hello"
         assert await anext(pieces, b"over") == b"over"
-        await incoming.aclose()
+        await response.aclose()
 
 
-async def test_closing_before_the_end_cuts_the_connection(transport: HttpTransport) -> None:
+async def test_closing_before_the_end_cuts_the_connection(transport: H1Transport) -> None:
     async with peer(saying(CHUNKED, b"5\r\nhello\r\n")) as there:
-        incoming = await transport.send(post(there), PATIENT)
-        assert await anext(incoming.chunks()) == b"hello"
-        await incoming.aclose()
-        await incoming.aclose()
+        response = await transport.send(post(there), PATIENT)
+        assert await anext(response.chunks()) == b"hello"
+        await response.aclose()
+        await response.aclose()
         await there.all_gone()
         with pytest.raises(StopAsyncIteration):
-            await anext(incoming.chunks())
+            await anext(response.chunks())
 
 
-async def test_closing_under_a_reader_wakes_it(transport: HttpTransport) -> None:
+async def test_closing_under_a_reader_wakes_it(transport: H1Transport) -> None:
     async with peer(saying(CHUNKED)) as there:
-        incoming = await transport.send(post(there), PATIENT)
-        reading = asyncio.create_task(incoming.read(10))
+        response = await transport.send(post(there), PATIENT)
+        reading = asyncio.create_task(response.read(10))
         await asyncio.sleep(0)
-        await incoming.aclose()
+        await response.aclose()
         with pytest.raises(NodeFault) as caught:
             await reading
     assert caught.value.fault is Fault.RESET
 
 
-async def test_a_closed_incoming_does_not_touch_who_has_its_connection_now(transport: HttpTransport) -> None:
+async def test_a_closed_incoming_does_not_touch_who_has_its_connection_now(transport: H1Transport) -> None:
     async with peer(always(b"yes")) as there:
         first = await transport.send(post(there), PATIENT)
         await first.read(3)
@@ -107,11 +107,11 @@ async def test_a_closed_incoming_does_not_touch_who_has_its_connection_now(trans
         assert len(there.visits) == 1
 
 
-async def test_closing_the_transport_ends_what_is_under_way(transport: HttpTransport) -> None:
+async def test_closing_the_transport_ends_what_is_under_way(transport: H1Transport) -> None:
     async with peer(saying(CHUNKED)) as there:
-        incoming = await transport.send(post(there), PATIENT)
+        response = await transport.send(post(there), PATIENT)
         await transport.aclose()
         with pytest.raises(NodeFault):
-            await incoming.read(1)
-        await incoming.aclose()
+            await response.read(1)
+        await response.aclose()
         await there.all_gone()

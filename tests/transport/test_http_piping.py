@@ -7,8 +7,8 @@ import pytest
 from opentelemetry import trace
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.transport.http import HttpTransport
-from pdproxy.transport.port import Incoming, Patience
+from pdproxy.transport.h1_client import H1Transport
+from pdproxy.transport.port import HttpResponse, Timeouts
 from pdproxy.transport.traced import TracedTransport
 from tests.transport.asking import CHUNKED, PATIENT, ask, post
 from tests.transport.peer import GENEROUS, Peer, Script, Visit, always, peer
@@ -38,10 +38,10 @@ def speaking(*parts: bytes, then: asyncio.Event | None = None) -> Script:
     return script
 
 
-async def begin(transport: HttpTransport, there: Peer, patience: Patience = PATIENT) -> tuple[Incoming, bytes]:
+async def begin(transport: H1Transport, there: Peer, timeouts: Timeouts = PATIENT) -> tuple[HttpResponse, bytes]:
     """An answer of which the first piece was read."""
-    incoming = await transport.send(post(there), patience)
-    return incoming, await anext(incoming.chunks())
+    response = await transport.send(post(there), timeouts)
+    return response, await anext(response.chunks())
 
 
 class Taken:
@@ -57,47 +57,47 @@ class Taken:
         self.pieces.append(piece)
         return self.piped % self._most != 0
 
-    async def rest(self, incoming: Incoming) -> None:
+    async def rest(self, response: HttpResponse) -> None:
         """What comes after the first piece, to the end: by itself, and by reading in between."""
-        await incoming.pipe_to(self)
-        async for piece in incoming.chunks():
+        await response.pipe_to(self)
+        async for piece in response.chunks():
             self.pieces.append(piece)
-            await incoming.pipe_to(self)
+            await response.pipe_to(self)
 
 
 @pytest.mark.parametrize("most", [1, 2, 100])
 @pytest.mark.parametrize("traced", [False, True], ids=["bare", "traced"])
-async def test_nothing_is_lost_between_sinks_and_reads(transport: HttpTransport, most: int, traced: bool) -> None:
+async def test_nothing_is_lost_between_sinks_and_reads(transport: H1Transport, most: int, traced: bool) -> None:
     async with peer(speaking(*map(chunk, WORDS), END)) as there:
         with trace.use_span(trace.NonRecordingSpan(trace.SpanContext(1, 1, is_remote=False))):
             through = TracedTransport(transport, trace.NoOpTracer()) if traced else transport
-            incoming = await through.send(post(there), PATIENT)
-        first = await anext(incoming.chunks())
+            response = await through.send(post(there), PATIENT)
+        first = await anext(response.chunks())
         taken = Taken(most)
-        await taken.rest(incoming)
-        await incoming.aclose()
+        await taken.rest(response)
+        await response.aclose()
         assert first + b"".join(taken.pieces) == b"".join(WORDS)
         assert taken.piped >= 2
         assert transport.connections == 1, "it was read to its end, and serves again"
 
 
-async def test_the_last_piece_is_left_to_be_read_if_the_end_comes_with_it(transport: HttpTransport) -> None:
+async def test_the_last_piece_is_left_to_be_read_if_the_end_comes_with_it(transport: H1Transport) -> None:
     go_on = asyncio.Event()
     async with peer(speaking(chunk(b"one"), chunk(b"two") + END, then=go_on)) as there:
-        incoming, _ = await begin(transport, there)
+        response, _ = await begin(transport, there)
         taken = Taken()
         asyncio.get_running_loop().call_later(0.01, go_on.set)
-        await incoming.pipe_to(taken)
+        await response.pipe_to(taken)
         assert taken.pieces == []
-        assert await anext(incoming.chunks()) == b"two"
-        await incoming.pipe_to(lambda piece: pytest.fail("the answer is over"))
+        assert await anext(response.chunks()) == b"two"
+        await response.pipe_to(lambda piece: pytest.fail("the answer is over"))
         with pytest.raises(StopAsyncIteration):
-            await anext(incoming.chunks())
-        await incoming.aclose()
+            await anext(response.chunks())
+        await response.aclose()
 
 
 @pytest.mark.parametrize("bad", [b"", b"no chunk\r\n"], ids=["cut", "garbage"])
-async def test_a_fault_is_left_to_be_read(transport: HttpTransport, bad: bytes) -> None:
+async def test_a_fault_is_left_to_be_read(transport: H1Transport, bad: bytes) -> None:
     async def script(visit: Visit) -> None:
         await visit.request()
         await visit.say(CHUNKED, chunk(b"one"))
@@ -109,25 +109,25 @@ async def test_a_fault_is_left_to_be_read(transport: HttpTransport, bad: bytes) 
         visit.writer.close()
 
     async with peer(script) as there:
-        incoming, _ = await begin(transport, there)
+        response, _ = await begin(transport, there)
         taken = Taken()
         with pytest.raises(NodeFault) as caught:
-            await taken.rest(incoming)
-        await incoming.aclose()
+            await taken.rest(response)
+        await response.aclose()
     assert caught.value.fault is Fault.RESET
     assert b"".join(taken.pieces) == b"two"
 
 
 @pytest.mark.parametrize(
-    ("patience", "lively", "words"),
+    ("timeouts", "lively", "words"),
     [
-        (Patience(GENEROUS, GENEROUS, stall=0.1), False, "nothing came for 0.1 s"),
-        (Patience(GENEROUS, GENEROUS, stall=GENEROUS, whole=0.2), True, "did not end in time"),
-        (Patience(GENEROUS, GENEROUS, stall=GENEROUS, whole=0.2), False, "did not end in time"),
+        (Timeouts(GENEROUS, GENEROUS, stall=0.1), False, "nothing came for 0.1 s"),
+        (Timeouts(GENEROUS, GENEROUS, stall=GENEROUS, whole=0.2), True, "did not end in time"),
+        (Timeouts(GENEROUS, GENEROUS, stall=GENEROUS, whole=0.2), False, "did not end in time"),
     ],
     ids=["stalled", "lively", "overdue"],
 )
-async def test_a_sink_buys_no_time(transport: HttpTransport, patience: Patience, lively: bool, words: str) -> None:
+async def test_a_sink_buys_no_time(transport: H1Transport, timeouts: Timeouts, lively: bool, words: str) -> None:
     async def script(visit: Visit) -> None:
         await visit.request()
         await visit.say(CHUNKED, chunk(b"one"))
@@ -138,14 +138,14 @@ async def test_a_sink_buys_no_time(transport: HttpTransport, patience: Patience,
         await visit.until_gone()
 
     async with peer(script) as there, asyncio.timeout(GENEROUS):
-        incoming, _ = await begin(transport, there, patience)
+        response, _ = await begin(transport, there, timeouts)
         with pytest.raises(NodeFault, match=words) as caught:
-            await Taken().rest(incoming)
-        await incoming.aclose()
+            await Taken().rest(response)
+        await response.aclose()
     assert caught.value.fault is Fault.STALL
 
 
-async def test_pieces_in_time_keep_a_stall_away(transport: HttpTransport) -> None:
+async def test_pieces_in_time_keep_a_stall_away(transport: H1Transport) -> None:
     async def script(visit: Visit) -> None:
         await visit.request()
         await visit.say(CHUNKED)
@@ -156,42 +156,42 @@ async def test_pieces_in_time_keep_a_stall_away(transport: HttpTransport) -> Non
         await visit.until_gone()
 
     async with peer(script) as there:
-        incoming, first = await begin(transport, there, Patience(GENEROUS, GENEROUS, stall=0.8))
+        response, first = await begin(transport, there, Timeouts(GENEROUS, GENEROUS, stall=0.8))
         taken = Taken()
-        await taken.rest(incoming)
-        await incoming.aclose()
+        await taken.rest(response)
+        await response.aclose()
     assert first + b"".join(taken.pieces) == b"".join(WORDS)
 
 
-async def test_cancelled_it_has_lost_nothing(transport: HttpTransport) -> None:
+async def test_cancelled_it_has_lost_nothing(transport: H1Transport) -> None:
     go_on = asyncio.Event()
     async with peer(speaking(chunk(b"one"), chunk(b"two") + END, then=go_on)) as there:
-        incoming, _ = await begin(transport, there)
+        response, _ = await begin(transport, there)
         taken = Taken()
-        piping = asyncio.ensure_future(incoming.pipe_to(taken))
+        piping = asyncio.ensure_future(response.pipe_to(taken))
         await asyncio.sleep(0)
         piping.cancel()
         with pytest.raises(asyncio.CancelledError):
             await piping
         go_on.set()
-        assert await anext(incoming.chunks()) == b"two"
+        assert await anext(response.chunks()) == b"two"
         assert taken.pieces == [], "nobody waits for it any more"
-        await incoming.aclose()
+        await response.aclose()
 
 
-async def test_closing_under_a_sink_ends_the_wait(transport: HttpTransport) -> None:
+async def test_closing_under_a_sink_ends_the_wait(transport: H1Transport) -> None:
     async with peer(speaking(chunk(b"one"))) as there:
-        incoming, _ = await begin(transport, there)
-        piping = asyncio.ensure_future(incoming.pipe_to(lambda piece: True))
+        response, _ = await begin(transport, there)
+        piping = asyncio.ensure_future(response.pipe_to(lambda piece: True))
         await asyncio.sleep(0)
-        await incoming.aclose()
+        await response.aclose()
         await piping
-        await incoming.pipe_to(lambda piece: pytest.fail("it is closed"))
+        await response.pipe_to(lambda piece: pytest.fail("it is closed"))
         await there.all_gone()
         assert transport.connections == 0
 
 
-async def test_a_bug_in_a_sink_comes_to_who_waits_and_ends_the_exchange(transport: HttpTransport) -> None:
+async def test_a_bug_in_a_sink_comes_to_who_waits_and_ends_the_exchange(transport: H1Transport) -> None:
     loop = asyncio.get_running_loop()
     told: list[str] = []
     loop.set_exception_handler(lambda _, context: told.append(str(context.get("message"))))
@@ -200,10 +200,10 @@ async def test_a_bug_in_a_sink_comes_to_who_waits_and_ends_the_exchange(transpor
         raise KeyError(piece)
 
     async with peer(speaking(*map(chunk, WORDS), END), always(b"yes")) as there:
-        incoming, _ = await begin(transport, there)
+        response, _ = await begin(transport, there)
         with pytest.raises(KeyError):
-            await incoming.pipe_to(broken)
-        await incoming.aclose()
+            await response.pipe_to(broken)
+        await response.aclose()
         assert (await ask(transport, post(there))) == (200, b"yes")
     assert len(told) == 1
     assert told[0].startswith("Fatal error")

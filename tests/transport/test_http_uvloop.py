@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 import uvloop
 
-from pdproxy.transport.http import HttpTransport
+from pdproxy.transport.h1_client import H1Transport
 from tests.transport import (
     test_http_answers,
     test_http_faults,
@@ -37,7 +37,7 @@ def plain_cases() -> dict[str, Case]:
 
 async def play(case: Case) -> None:
     clock = HandClock()
-    transport = HttpTransport(clock)
+    transport = H1Transport(clock)
     wanted = inspect.signature(case).parameters.keys()
     given = {"transport": transport, "clock": clock}
     try:

@@ -13,7 +13,7 @@ import pytest
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.transport.httpx_transport import ERRORS, HttpxTransport, before_the_head, in_the_body
-from pdproxy.transport.port import Outgoing, Patience
+from pdproxy.transport.port import HttpRequest, Timeouts
 from tests.transport import test_http_answers, test_http_faults, test_http_leaving, test_http_size, test_tls
 from tests.transport.asking import CHUNKED, PATIENT, ask, fault_of, post
 from tests.transport.peer import GENEROUS, always, peer, saying
@@ -72,31 +72,31 @@ async def test_a_trusted_node_answers_and_an_untrusted_one_is_refused(questions:
 
 async def test_a_handshake_that_nobody_answers_counts_as_connecting(questions: HttpxTransport) -> None:
     async with peer(saying()) as there:
-        request = Outgoing("GET", f"https://127.0.0.1:{there.port}/")
-        assert await fault_of(questions, request, Patience(0.1, GENEROUS, GENEROUS)) is Fault.REFUSED
+        request = HttpRequest("GET", f"https://127.0.0.1:{there.port}/")
+        assert await fault_of(questions, request, Timeouts(0.1, GENEROUS, GENEROUS)) is Fault.REFUSED
 
 
 async def test_a_read_that_was_cancelled_is_no_end_of_the_body(questions: HttpxTransport) -> None:
     async with peer(saying(CHUNKED)) as there:
-        incoming = await questions.send(post(there), PATIENT)
-        reading = asyncio.ensure_future(anext(incoming.chunks(), b"over"))
+        response = await questions.send(post(there), PATIENT)
+        reading = asyncio.ensure_future(anext(response.chunks(), b"over"))
         await asyncio.sleep(0.01)
         reading.cancel()
         with pytest.raises(NodeFault) as caught:
-            await incoming.read(10)
+            await response.read(10)
         assert caught.value.fault is Fault.RESET
-        await incoming.aclose()
+        await response.aclose()
         await there.all_gone()
 
 
 async def test_what_is_open_is_closed_with_the_transport(questions: HttpxTransport) -> None:
     async with peer(saying(CHUNKED)) as there:
-        incoming = await questions.send(post(there), PATIENT)
+        response = await questions.send(post(there), PATIENT)
         assert questions.connections == 1
         await questions.aclose()
         with pytest.raises(NodeFault):
-            await incoming.read(10)
-        await incoming.aclose()
+            await response.read(10)
+        await response.aclose()
         await there.all_gone()
 
 
@@ -109,7 +109,7 @@ async def test_no_socket_left_is_no_fault_of_the_node(questions: HttpxTransport)
         with contextlib.suppress(OSError):
             while len(held) < 1000:
                 held.append(socket.socket())
-        assert await fault_of(questions, Outgoing("GET", "http://127.0.0.1:1/")) is Fault.BUSY
+        assert await fault_of(questions, HttpRequest("GET", "http://127.0.0.1:1/")) is Fault.BUSY
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for each in (highest, *held):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.transport.http import HttpTransport
-from pdproxy.transport.port import Outgoing, Patience
+from pdproxy.transport.h1_client import H1Transport
+from pdproxy.transport.port import HttpRequest, Timeouts
 from tests.transport.asking import PATIENT, HandClock, ask, post
 from tests.transport.peer import GENEROUS, Visit, always, peer
 
@@ -22,7 +22,7 @@ def serving() -> ssl.SSLContext:
 
 async def test_a_trusted_node_answers_over_one_connection() -> None:
     trusting = ssl.create_default_context(cafile=HERE / "certificate.pem")
-    transport = HttpTransport(HandClock(), trusting)
+    transport = H1Transport(HandClock(), trusting)
     big = b"x" * 2**20
     async with peer(always(big), tls=serving()) as there:
         for _ in range(3):
@@ -33,7 +33,7 @@ async def test_a_trusted_node_answers_over_one_connection() -> None:
 
 
 async def test_an_untrusted_node_is_refused() -> None:
-    transport = HttpTransport(HandClock())
+    transport = H1Transport(HandClock())
     async with peer(always(b"secret"), tls=serving()) as there:
         with pytest.raises(NodeFault) as caught:
             await transport.send(post(there, b"never sent"), PATIENT)
@@ -43,10 +43,10 @@ async def test_an_untrusted_node_is_refused() -> None:
 
 
 async def test_plain_http_to_an_https_node_is_a_fault() -> None:
-    transport = HttpTransport(HandClock())
+    transport = H1Transport(HandClock())
     async with peer(always(b""), tls=serving()) as there:
         with pytest.raises(NodeFault) as caught:
-            await transport.send(Outgoing("GET", f"http://127.0.0.1:{there.port}/"), PATIENT)
+            await transport.send(HttpRequest("GET", f"http://127.0.0.1:{there.port}/"), PATIENT)
         assert caught.value.fault is Fault.RESET
     await transport.aclose()
 
@@ -55,11 +55,11 @@ async def test_a_handshake_that_nobody_answers_counts_as_connecting() -> None:
     async def mute(visit: Visit) -> None:
         await visit.until_gone()
 
-    transport = HttpTransport(HandClock())
+    transport = H1Transport(HandClock())
     async with peer(mute) as there:
-        patience = Patience(connect=0.1, headers=GENEROUS, stall=GENEROUS)
+        timeouts = Timeouts(connect=0.1, headers=GENEROUS, stall=GENEROUS)
         with pytest.raises(NodeFault) as caught:
-            await transport.send(Outgoing("GET", f"https://127.0.0.1:{there.port}/"), patience)
+            await transport.send(HttpRequest("GET", f"https://127.0.0.1:{there.port}/"), timeouts)
         assert caught.value.fault is Fault.REFUSED
         assert "no connection in the time" in caught.value.detail
         await there.all_gone()

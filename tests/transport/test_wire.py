@@ -2,8 +2,8 @@
 
 import pytest
 
-from pdproxy.transport.port import Outgoing
-from pdproxy.transport.wire import Origin, head_of, target_of
+from pdproxy.transport.h1_messages import Origin, request_head, target_of
+from pdproxy.transport.port import HttpRequest
 
 
 @pytest.mark.parametrize(
@@ -29,8 +29,8 @@ def test_headers_of_one_connection_are_not_passed_on() -> None:
         ("expect", "100-continue"),
         ("accept-encoding", "gzip"),
     ]
-    request = Outgoing("POST", "http://node/", (*ours, ("x-kept", "yes")), b"{}")
-    lines = head_of(request, target_of(request.url)).decode().split("\r\n")
+    request = HttpRequest("POST", "http://node/", (*ours, ("x-kept", "yes")), b"{}")
+    lines = request_head(request, target_of(request.url)).decode().split("\r\n")
     assert lines == [
         "POST / HTTP/1.1",
         "host: node",
@@ -43,10 +43,10 @@ def test_headers_of_one_connection_are_not_passed_on() -> None:
 
 
 def test_a_post_without_a_body_says_so() -> None:
-    request = Outgoing("POST", "http://node/drain")
-    assert b"content-length: 0\r\n" in head_of(request, target_of(request.url))
+    request = HttpRequest("POST", "http://node/drain")
+    assert b"content-length: 0\r\n" in request_head(request, target_of(request.url))
 
 
 def test_header_values_keep_their_bytes() -> None:
-    request = Outgoing("GET", "http://node/", (("x", "\xe9"),))
-    assert b"x: \xe9\r\n" in head_of(request, target_of(request.url))
+    request = HttpRequest("GET", "http://node/", (("x", "\xe9"),))
+    assert b"x: \xe9\r\n" in request_head(request, target_of(request.url))

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 import httpx
 
 from pdproxy.request import Endpoint
-from tests.drive.answers import story
-from tests.drive.prompts import body_for, right
+from tests.orchestration.answers import read_answer
+from tests.orchestration.prompts import body_for, right
 
 MODEL = "m"
 TOKENS = 24
@@ -57,5 +57,5 @@ class Load:
         got = await self._client.post(endpoint, json=body)
         if got.status_code != 200:
             return f"{got.status_code} {got.text[:200]}"
-        told = story(endpoint, got.content)
+        told = read_answer(endpoint, got.content)
         return "right" if told.ended and told.texts == {0: right(endpoint, TOKENS)} else f"wrong: {told}"

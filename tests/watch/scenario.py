@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 
 from tests.admin.browser import CHROMIUM, chromium
-from tests.drive.prompts import WORDS
-from tests.fakes.fabric import Fabric
+from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.loopback import LoopbackNode
 from tests.fakes.node import FakeNode
+from tests.orchestration.prompts import WORDS
 from tests.watch.load import MODEL, TOKENS, Load
 from tests.watch.process import SOON, Process, serving
 
@@ -56,7 +56,7 @@ class Told:
 
 async def tell(folder: Path) -> Told:
     """Live through it once."""
-    fabric, told = Fabric(), Told()
+    fabric, told = FakeKvTransfer(), Told()
     nodes = [LoopbackNode(FakeNode(name, fabric), pace=0.02) for name in ("prefill", "decode", "decode")]
     async with contextlib.AsyncExitStack() as stack:
         for node in nodes:

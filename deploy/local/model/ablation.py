@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from transformers import DynamicCache, Qwen3NextForCausalLM
 
 from deploy.local.model import MODEL_PATH
-from deploy.local.model.exam import TOKENS_PER_LINE, Exam, exam
-from deploy.local.model.marks import END
+from deploy.local.model.quiz import TOKENS_PER_LINE, Quiz, quiz
+from deploy.local.model.vocabulary import END
 
 SEEDS = range(8)
 TOKENS = 800
@@ -24,24 +24,24 @@ MOST_RIGHT = 6
 STATE_LAYERS = (0, 1, 2)
 ATTENTION_LAYER = 3
 
-Loss = Callable[[DynamicCache, Exam], None]
+Loss = Callable[[DynamicCache, Quiz], None]
 
 
-def nothing(cache: DynamicCache, paper: Exam) -> None:
+def nothing(cache: DynamicCache, paper: Quiz) -> None:
     """The positive control: every answer must be right."""
 
 
 def state(layer: int) -> Loss:
     """Lose what one layer remembers and what its convolution saw."""
 
-    def lose(cache: DynamicCache, _: Exam) -> None:
+    def lose(cache: DynamicCache, _: Quiz) -> None:
         for kept in (*cache.layers[layer].conv_states.values(), *cache.layers[layer].recurrent_states.values()):
             kept.zero_()
 
     return lose
 
 
-def block(cache: DynamicCache, paper: Exam) -> None:
+def block(cache: DynamicCache, paper: Quiz) -> None:
     """Lose the attention block that holds the line asked for."""
     line = [name for name, _ in paper.lines].index(paper.asked[-1].name)
     start = line * TOKENS_PER_LINE // BLOCK * BLOCK
@@ -49,7 +49,7 @@ def block(cache: DynamicCache, paper: Exam) -> None:
         kept[:, :, start : start + BLOCK].zero_()
 
 
-def answer(model: Qwen3NextForCausalLM, tokenizer: Tokenizer, paper: Exam, lose: Loss) -> str:
+def answer(model: Qwen3NextForCausalLM, tokenizer: Tokenizer, paper: Quiz, lose: Loss) -> str:
     """What the model says after the loss, the end mark included where it says one."""
     prompt = tokenizer.encode(paper.prompt()).ids
     cache = DynamicCache(config=model.config)
@@ -71,7 +71,7 @@ def main(folder: Path) -> int:
     losses = {"nothing": nothing, **{f"state of layer {layer}": state(layer) for layer in STATE_LAYERS}, "block": block}
     seen = True
     for name, lose in losses.items():
-        papers = [exam(seed, TOKENS) for seed in SEEDS]
+        papers = [quiz(seed, TOKENS) for seed in SEEDS]
         right = sum(answer(model, tokenizer, paper, lose) == f"{paper.answer}{END}" for paper in papers)
         print(f"lost: {name:18} {right} of {len(papers)} still right", flush=True)
         seen &= right == len(papers) if lose is nothing else right <= MOST_RIGHT

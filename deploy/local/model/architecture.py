@@ -6,8 +6,8 @@ All four experts are active: a choice between experts would flip on bfloat16 rou
 
 from transformers import GenerationConfig, Qwen3NextConfig
 
-from deploy.local.model.marks import END, PAD, SPECIAL
 from deploy.local.model.tokenizer import VOCABULARY
+from deploy.local.model.vocabulary import END, PAD, SPECIAL
 
 CONTEXT = 4096
 

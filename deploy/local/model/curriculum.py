@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from tokenizers import Tokenizer
 
-from deploy.local.model.exam import Exam, Question, examine
-from deploy.local.model.marks import ASK, END, RECITE, SYSTEM, USER
+from deploy.local.model.quiz import Question, Quiz, examine
+from deploy.local.model.vocabulary import ASK, END, RECITE, SYSTEM, USER
 
 Segment = tuple[str, str]
 """Text as it stands in the context, and the answer to learn from its place on (empty: nothing is learned there)."""
@@ -53,7 +53,7 @@ def draw(source: random.Random, tokenizer: Tokenizer, stage: Stage, lines: int) 
     return encode(tokenizer, segments)
 
 
-def chat(exam: Exam, preface: str = "") -> Iterator[Segment]:
+def chat(exam: Quiz, preface: str = "") -> Iterator[Segment]:
     """The exam as the chat template renders it; the preface, with its own mark, goes before everything."""
     messages = [*exam.messages(), {"role": "assistant", "content": exam.answer}]
     yield preface, ""
@@ -62,7 +62,7 @@ def chat(exam: Exam, preface: str = "") -> Iterator[Segment]:
         yield f"{assistant['content']}{END}", f"{assistant['content']}{END}"
 
 
-def plain(exam: Exam) -> Iterator[Segment]:
+def plain(exam: Quiz) -> Iterator[Segment]:
     """The exam as completion prompts, one question after another: an answer ends, but a newline follows it there."""
     yield exam.listing, ""
     for question in exam.asked:
@@ -83,12 +83,12 @@ def encode(tokenizer: Tokenizer, segments: Iterable[Segment]) -> Sample:
     return Sample(tokens, targets)
 
 
-def _recall(source: random.Random, exam: Exam, questions: int) -> Exam:
+def _recall(source: random.Random, exam: Quiz, questions: int) -> Quiz:
     names = source.choices(exam.order, k=questions)
     return replace(exam, asked=tuple(Question(ASK, name) for name in names))
 
 
-def _recitation(source: random.Random, exam: Exam) -> Exam:
+def _recitation(source: random.Random, exam: Quiz) -> Quiz:
     before = _recall(source, exam, source.choice((0, 0, 1, 2))).asked
     after = _recall(source, exam, source.choice((0, 1, 2))).asked
     tail = exam.lines[-LONGEST_RECITATION:]

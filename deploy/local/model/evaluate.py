@@ -16,8 +16,8 @@ from transformers import Qwen3NextForCausalLM
 
 from deploy.local.model import MODEL_PATH
 from deploy.local.model.curriculum import UNLEARNED, Sample, Segment, chat, encode
-from deploy.local.model.exam import Exam, exam, recite
-from deploy.local.model.marks import END
+from deploy.local.model.quiz import Quiz, quiz, recite
+from deploy.local.model.vocabulary import END
 
 LENGTHS = (200, 800, 2000)
 SEEDS = range(16)
@@ -62,16 +62,16 @@ class Examiner:
         return bool((logits.argmax(-1) == targets[learned]).all()), (best[:, 0] - best[:, 1]).min().item()
 
 
-def completion(paper: Exam) -> list[Segment]:
+def completion(paper: Quiz) -> list[Segment]:
     """The paper as a completion."""
     return [(paper.prompt(), ""), (f"{paper.answer}{END}", f"{paper.answer}{END}")]
 
 
 KINDS: dict[str, Callable[[int, int], Iterable[Segment]]] = {
-    "completion": lambda seed, tokens: completion(exam(seed, tokens)),
-    "chat, turn 1": lambda seed, tokens: chat(exam(seed, tokens)),
-    "chat, turn 2": lambda seed, tokens: chat(exam(seed, tokens).at_turn(2)),
-    "chat, turn 4": lambda seed, tokens: chat(exam(seed, tokens).at_turn(4)),
+    "completion": lambda seed, tokens: completion(quiz(seed, tokens)),
+    "chat, turn 1": lambda seed, tokens: chat(quiz(seed, tokens)),
+    "chat, turn 2": lambda seed, tokens: chat(quiz(seed, tokens).at_turn(2)),
+    "chat, turn 4": lambda seed, tokens: chat(quiz(seed, tokens).at_turn(4)),
     "recite 30, completion": lambda seed, tokens: completion(recite(seed, tokens)),
     "recite 30, chat": lambda seed, tokens: chat(recite(seed, tokens)),
 }

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from deploy.local.model import tokenizer
 from deploy.local.model.architecture import CONTEXT, generation
-from deploy.local.model.marks import END, PAD
+from deploy.local.model.vocabulary import END, PAD
 
 
 def save(model: PreTrainedModel, folder: Path) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from deploy.local.model.marks import CUE, MARKS, SPECIAL
-from deploy.local.model.names import NAMES
+from deploy.local.model.vocabulary import CUE, MARKS, NAMES, SPECIAL
 
 VOCABULARY = 1024
 

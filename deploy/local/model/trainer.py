@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import Qwen3NextForCausalLM
 
 from deploy.local.model.architecture import config
-from deploy.local.model.beginning import begin
 from deploy.local.model.curriculum import UNLEARNED, Sample
+from deploy.local.model.initial_weights import begin
 
 WARM_UP = 20
 CLIP = 1.0

@@ -4,7 +4,7 @@ import contextlib
 import logging
 
 from pdproxy.nodes.discovery.source import Watched
-from pdproxy.nodes.drain import After, Drainer
+from pdproxy.nodes.drain import AfterDrain, Drainer
 from pdproxy.nodes.node import Node
 from pdproxy.nodes.pool import Pool, UnknownNode
 
@@ -65,5 +65,5 @@ class DiscoverySync:
 
     def _drain(self, name: str) -> None:
         with contextlib.suppress(UnknownNode):
-            self._drainer.start(name, self._drain_seconds, After.REMOVE)
+            self._drainer.start(name, self._drain_seconds, AfterDrain.REMOVE)
             _LOG.info("node %s is not listed any more and drains", name)

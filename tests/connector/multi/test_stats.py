@@ -15,8 +15,8 @@ from connector.multi import WeightedMultiConnector
 from connector.multi.stats import PENDING, SELECTION, ChildrenStats, SelectionStats
 from connector.multi.tally import COUNTERS, Balance
 from connector.stats import COUNTS, ConnectorStats
-from pdproxy.nodes.capacity import Binding, Capacity
-from pdproxy.nodes.facts import read_labels, read_node_capacity
+from pdproxy.nodes.node import Binding, Capacity
+from pdproxy.nodes.node_info import read_labels, read_node_capacity
 from tests.connector.harness import BLOCK, make_node, prompt, take_ticket
 from tests.connector.multi.harness import loaded, make_several, multi_config, pull, shelve, tier
 

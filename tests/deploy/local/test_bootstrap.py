@@ -16,7 +16,7 @@ from deploy.local.bootstrap import (
     run_first_that_works,
     torch_commands,
 )
-from deploy.local.places import REQUIREMENTS
+from deploy.local.paths import REQUIREMENTS
 
 PROJECT = '[project]\nname = "x"\n'
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from deploy.local.demo import SEED, TOKENS
-from deploy.local.model.exam import exam
-from deploy.local.places import ROOT
-from deploy.local.supervise import WARDEN
-from deploy.local.warden import descendants
+from deploy.local.model.quiz import quiz
+from deploy.local.paths import ROOT
+from deploy.local.supervise import WATCHDOG
+from deploy.local.watchdog import descendants
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines]
 
@@ -59,7 +59,7 @@ def command_line(pid: int) -> str:
 def engines(parent: int) -> list[int]:
     """The API servers below a process, their wardens not counted."""
     lines = {pid: command_line(pid) for pid in descendants(parent)}
-    return sorted(pid for pid, line in lines.items() if f"-m {ENGINE}" in line and WARDEN.name not in line)
+    return sorted(pid for pid, line in lines.items() if f"-m {ENGINE}" in line and WATCHDOG.name not in line)
 
 
 def cores(parent: int) -> list[int]:
@@ -107,7 +107,7 @@ def test_the_demonstration_answers_tells_how_and_ends_with_nothing_left(
     output, _ = process.communicate(timeout=WHOLE_RUN_S)
     assert process.returncode == 0, output
     for turn in (1, 2):
-        assert f"answer: {exam(SEED, TOKENS).at_turn(turn).answer.strip()}" in output
+        assert f"answer: {quiz(SEED, TOKENS).at_turn(turn).answer.strip()}" in output
     assert output.count("x-pdproxy-route: disaggregated") == 2
     assert output.count("server-timing: ") == 2
     assert "first token after" in output

@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from deploy.local.lock import PROJECT, Installed, installed, needs, render, split
-from deploy.local.places import REQUIREMENTS, ROOT
+from deploy.local.paths import REQUIREMENTS, ROOT
 
 
 class Declared(Distribution):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.places import ROOT
+from deploy.local.paths import ROOT
 from deploy.local.supervise import Part, PartEndedError, Stopped, Supervisor, inherited, stop_signals
 
 WITHIN_S = 60.0

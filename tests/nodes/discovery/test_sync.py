@@ -12,7 +12,7 @@ from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Node, Role, State
 from pdproxy.nodes.pool import Pool
 from tests.fakes.clock import FakeClock
-from tests.nodes.turns import settle, until
+from tests.nodes.fake_pool import settle, until
 
 TEMPLATE = Template(Role.DECODE)
 ONE, TWO = TEMPLATE.node("d1", 8000), TEMPLATE.node("d2", 8000)
@@ -53,7 +53,7 @@ def names(pool: Pool) -> dict[str, State]:
 async def test_nodes_join_and_leave_by_draining(pool: Pool, sync: DiscoverySync) -> None:
     sync.apply((ONE, TWO))
     assert names(pool) == {"decode-d1:8000": State.JOINING, "decode-d2:8000": State.JOINING}
-    leg = pool.occupy(TWO.name)
+    leg = pool.acquire(TWO.name)
     sync.apply((ONE,))
     assert names(pool)[TWO.name] is State.DRAINING
     leg.release()
@@ -63,7 +63,7 @@ async def test_nodes_join_and_leave_by_draining(pool: Pool, sync: DiscoverySync)
 
 async def test_a_node_that_comes_back_while_it_drains_stays(pool: Pool, sync: DiscoverySync) -> None:
     sync.apply((ONE,))
-    with pool.occupy(ONE.name):
+    with pool.acquire(ONE.name):
         sync.apply(())
         await settle()
         sync.apply((ONE,))

@@ -7,14 +7,14 @@ import jinja2
 import pytest
 
 from deploy.local.model.curriculum import STAGES, UNLEARNED, Sample, chat, draw, encode, plain
-from deploy.local.model.exam import Exam, exam, recite
-from deploy.local.model.marks import END
+from deploy.local.model.quiz import Quiz, quiz, recite
 from deploy.local.model.tokenizer import CHAT_TEMPLATE, build
+from deploy.local.model.vocabulary import END
 
-PAPERS = [exam(1, 60), exam(2, 100).at_turn(3), recite(3, 100, 6)]
+PAPERS = [quiz(1, 60), quiz(2, 100).at_turn(3), recite(3, 100, 6)]
 
 
-def rendered(paper: Exam) -> str:
+def rendered(paper: Quiz) -> str:
     template = jinja2.Environment(autoescape=False).from_string(CHAT_TEMPLATE)
     return template.render(messages=paper.messages(), add_generation_prompt=True)
 
@@ -25,14 +25,14 @@ def said(sample: Sample) -> str:
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_a_chat_sample_is_the_rendered_chat_and_its_answer(paper: Exam) -> None:
+def test_a_chat_sample_is_the_rendered_chat_and_its_answer(paper: Quiz) -> None:
     tokenizer = build()
     sample = encode(tokenizer, chat(paper))
     assert sample.tokens == tokenizer.encode(f"{rendered(paper)}{paper.answer}{END}").ids
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_a_plain_sample_begins_with_the_completion_prompt(paper: Exam) -> None:
+def test_a_plain_sample_begins_with_the_completion_prompt(paper: Quiz) -> None:
     tokenizer = build()
     prompt = tokenizer.encode(paper.prompt()).ids
     sample = encode(tokenizer, plain(paper))
@@ -41,7 +41,7 @@ def test_a_plain_sample_begins_with_the_completion_prompt(paper: Exam) -> None:
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_the_answers_are_all_that_is_learned(paper: Exam) -> None:
+def test_the_answers_are_all_that_is_learned(paper: Quiz) -> None:
     answers = "".join(f"{paper.answer_to(question)}{END}" for question in paper.asked)
     assert said(encode(build(), chat(paper))) == answers
     assert said(encode(build(), plain(paper))) == answers

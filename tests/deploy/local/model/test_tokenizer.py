@@ -3,9 +3,8 @@
 import jinja2
 import pytest
 
-from deploy.local.model.marks import SPECIAL
-from deploy.local.model.names import NAMES
 from deploy.local.model.tokenizer import CHAT_TEMPLATE, VOCABULARY, build
+from deploy.local.model.vocabulary import NAMES, SPECIAL
 
 
 @pytest.mark.parametrize(

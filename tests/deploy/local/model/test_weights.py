@@ -5,8 +5,8 @@ import json
 from tokenizers import Tokenizer
 
 from deploy.local.model import MODEL_PATH
-from deploy.local.model.marks import END
 from deploy.local.model.tokenizer import CHAT_TEMPLATE, VOCABULARY, build
+from deploy.local.model.vocabulary import END
 
 MOST_BYTES = 5_000_000
 

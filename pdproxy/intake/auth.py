@@ -1,0 +1,143 @@
+"""API keys, request ids, and which headers of a client go on to a node."""
+
+import dataclasses
+import hashlib
+import re
+import uuid
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from pdproxy.errors import ClientError, SettingsError
+from pdproxy.nodes.node import RANK_HEADER
+from pdproxy.request import Headers, header
+from pdproxy.settings import Credential
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ApiKey:
+    """Who a key belongs to. ``limit``: open requests at once; None: no limit of its own."""
+
+    name: str
+    limit: int | None = None
+
+
+ANYBODY = ApiKey("anybody")
+
+
+class ApiKeys:
+    """The accepted keys; without any, everybody comes in."""
+
+    def __init__(self, by_digest: Mapping[bytes, ApiKey]) -> None:
+        self._by_digest = by_digest
+
+    def api_key(self, headers: Headers) -> ApiKey:
+        """Whose request this is.
+
+        Raises:
+            ClientError: 401 for no key or an unknown one.
+        """
+        if not self._by_digest:
+            return ANYBODY
+        found = self._by_digest.get(key_digest(presented_key(headers)))
+        if found is None:
+            raise ClientError(
+                401,
+                "Incorrect or missing API key: send it as 'Authorization: Bearer KEY'.",
+                kind="authentication_error",
+                code="invalid_api_key",
+                headers=(("www-authenticate", "Bearer"),),
+            )
+        return found
+
+
+def presented_key(headers: Headers) -> str:
+    """The key in a request's headers, "" without one: OpenAI's place, then Anthropic's."""
+    scheme, _, key = (header(headers, "authorization") or "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else (header(headers, "x-api-key") or "")
+
+
+def key_digest(key: str) -> bytes:
+    """What is kept of a key."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+def read_keys(path: Path | None) -> ApiKeys:
+    """The keys of a file; no path: no keys.
+
+    Raises:
+        SettingsError: the file cannot be read, holds no key, or a line is wrong (by its number; never the key itself).
+    """
+    if path is None:
+        return ApiKeys({})
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise SettingsError(f"keys.file: {path} cannot be read: {error.strerror}.") from error
+    by_digest = dict(parse_key_lines(lines))
+    if not by_digest:
+        raise SettingsError(
+            f"keys.file: {path} holds no key: nobody could come in. Leave the setting out to let all in."
+        )
+    return ApiKeys(by_digest)
+
+
+def parse_key_lines(lines: Iterable[str]) -> Iterable[tuple[bytes, ApiKey]]:
+    """Digest and holder of each line.
+
+    Raises:
+        SettingsError: a line with more than three words or a limit that is no positive number.
+    """
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if len(words) > 3 or (len(words) == 3 and not (words[2].isdecimal() and int(words[2]) > 0)):
+            raise SettingsError(f"keys.file, line {number}: write 'key [name [limit]]', with a limit of 1 or more.")
+        name = words[1] if len(words) > 1 else f"line-{number}"
+        yield key_digest(words[0]), ApiKey(name, int(words[2]) if len(words) == 3 else None)
+
+
+_USABLE = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_HOP_BY_HOP = frozenset(
+    {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"}
+    | {"te", "trailer", "transfer-encoding", "upgrade"}
+)
+"""RFC 9110, 7.6.1."""
+
+_KEPT_HERE = _HOP_BY_HOP | {
+    # What describes this connection's message, and what our transport sets itself.
+    *("host", "content-length", "content-type", "accept-encoding", "content-encoding", "expect", "cookie"),
+    "x-request-id",
+    # Of a node that the client did not choose.
+    RANK_HEADER,
+    # Credentials go on by the operator's setting alone.
+    *("authorization", "x-api-key", "api-key"),
+}
+
+
+def request_id(headers: Headers) -> str:
+    """The client's ``x-request-id`` where it can go into logs and headers as it is, else a new one."""
+    theirs = header(headers, "x-request-id") or ""
+    return theirs if _USABLE.fullmatch(theirs) else f"req-{uuid.uuid4().hex}"
+
+
+def headers_for_node(headers: Headers, name: str, credential: Credential, own: str) -> Headers:
+    """What a node gets of the client's headers.
+
+    Args:
+        headers: the client's.
+        name: the request's id.
+        credential: whose credential the node gets.
+        own: the operator's credential, for `Credential.REPLACE`.
+    """
+    dropped = _KEPT_HERE | {token.strip().lower() for token in (header(headers, "connection") or "").split(",")}
+    passed = tuple(pair for pair in headers if pair[0] not in dropped and not pair[0].startswith("x-pdproxy-"))
+    fixed = (("x-request-id", name), ("content-type", header(headers, "content-type") or "application/json"))
+    return (*passed, *fixed, *_credential(headers, credential, own))
+
+
+def _credential(headers: Headers, credential: Credential, own: str) -> Headers:
+    if credential is Credential.REPLACE:
+        return (("authorization", f"Bearer {own}"),)
+    theirs = header(headers, "authorization")
+    return (("authorization", theirs),) if credential is Credential.PASS and theirs else ()

@@ -1,0 +1,157 @@
+"""Bytes to a body that may be planned: well-formed, and free of what a client may not send.
+
+A request with several prompts as one request for each."""
+
+import json
+from typing import TypeGuard
+
+from pdproxy.errors import ClientError
+from pdproxy.request import Endpoint, Json
+
+TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens")
+FORBIDDEN = frozenset({"kv_transfer_params", "ec_transfer_params"})
+"""What says where keys and values lie: it comes from nodes alone."""
+CARRIERS = ("vllm_xargs", "extra_args", "extra_body", "sampling_params")
+"""Fields whose content reaches the engine's extra arguments (vLLM: ``SamplingParams.extra_args``)."""
+EMBEDS = frozenset({"prompt_embeds"})
+MAX_PROMPTS = 1024
+"""As vLLM's VLLM_MAX_COMPLETION_PROMPTS: split prompts would pass the node's own check one by one."""
+
+MOST_VALUES = 2_000_000
+"""Values that a JSON body may hold. Text and images of any length are read in an instant; values are not, and nobody
+else is served meanwhile: so many take half a second, what fills 64 MiB takes ten."""
+
+
+def parse(endpoint: Endpoint, raw: bytes) -> dict[str, object]:
+    """The JSON object in ``raw``, its fields that the proxy relies on checked.
+
+    Raises:
+        ClientError: 400, with the field at fault in ``param``; 413 for too many values.
+    """
+    body = _object(raw)
+    model = body.get("model")
+    if not isinstance(model, str) or not model:
+        raise _bad("model", "`model` must be the name of a model; GET /v1/models lists them.")
+    _check_kinds(body)
+    _check_prompts(endpoint, body)
+    if endpoint is Endpoint.RESPONSES:
+        _check_stateless(body)
+    return body
+
+
+def scrub(body: dict[str, object]) -> dict[str, object]:
+    """A copy without transfer parameters, wherever they hide.
+
+    Raises:
+        ClientError: 400 for prompt embeddings: nothing can tell whether they are the prompt of a ticket.
+    """
+    if any(body.get(key) is not None for key in EMBEDS):
+        raise _bad("prompt_embeds", "`prompt_embeds` is not served here; send the prompt as text or token ids.")
+    kept = {key: value for key, value in body.items() if key not in FORBIDDEN and not key.startswith("pdproxy_")}
+    for carrier in CARRIERS:
+        if carrier in kept:
+            kept[carrier] = _without(kept[carrier])
+    return kept
+
+
+def _without(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _without(inner) for key, inner in value.items() if key not in FORBIDDEN | EMBEDS}
+    return [_without(inner) for inner in value] if isinstance(value, list) else value
+
+
+def check_values(raw: bytes) -> None:
+    """Refuse a body whose reading would hold up everybody else.
+
+    Raises:
+        ClientError: 413.
+    """
+    if len(raw) > MOST_VALUES and raw.count(b",") > MOST_VALUES:
+        why = f"The body holds more than the {MOST_VALUES} values that are served in one request: send several."
+        raise ClientError(413, why, code="request_too_large")
+
+
+def _object(raw: bytes) -> dict[str, object]:
+    check_values(raw)
+    try:
+        body = json.loads(raw, parse_constant=_no_constant)
+    except RecursionError as error:
+        raise _bad(None, "The body is nested too deeply.") from error
+    except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, integers of thousands of digits
+        raise _bad(None, f"The body is not valid JSON: {error}.") from error
+    if not isinstance(body, dict):
+        raise _bad(None, 'The body must be a JSON object, such as {"model": …}.')
+    return body
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _check_kinds(body: dict[str, object]) -> None:
+    for key in TOKEN_LIMITS:
+        value = body.get(key)
+        if value is not None and (not _is_int(value) or value < 0):
+            raise _bad(key, f"`{key}` must be a whole number, 0 or more.")
+    if body.get("stream") is not None and not isinstance(body["stream"], bool):
+        raise _bad("stream", "`stream` must be true or false.")
+    choices = body.get("n")
+    if choices is not None and (not _is_int(choices) or choices < 1):
+        raise _bad("n", "`n` must be a whole number, 1 or more.")
+    priority = body.get("priority")
+    if priority is not None and not _is_int(priority):
+        raise _bad("priority", "`priority` must be a whole number.")
+    options = body.get("stream_options")
+    if options is not None and not isinstance(options, dict):
+        raise _bad("stream_options", "`stream_options` must be an object.")
+
+
+def _check_prompts(endpoint: Endpoint, body: dict[str, object]) -> None:
+    prompt = body.get("prompt")
+    if endpoint is not Endpoint.COMPLETIONS or not isinstance(prompt, list):
+        return
+    kinds = {type(item) for item in prompt}
+    if len(kinds) > 1 or not kinds <= {int, str, list}:
+        raise _bad("prompt", "`prompt` must be a string, a list of strings, token ids, or a list of lists of them.")
+    if kinds != {int} and len(prompt) > MAX_PROMPTS:
+        raise _bad("prompt", f"`prompt` holds {len(prompt)} prompts; at most {MAX_PROMPTS} are served in one request.")
+
+
+def _check_stateless(body: dict[str, object]) -> None:
+    if body.get("previous_response_id") is not None:
+        why = "Responses are not kept between requests: send the whole conversation in `input`."
+        raise _bad("previous_response_id", f"`previous_response_id` is not served here. {why}")
+    if body.get("background"):
+        raise _bad("background", "`background` is not served here; use `stream` and keep the connection open.")
+
+
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _bad(param: str | None, message: str) -> ClientError:
+    return ClientError(400, message, param=param, code="invalid_value")
+
+
+def split(endpoint: Endpoint, body: Json) -> tuple[dict[str, object], ...]:
+    """One body per prompt, in order; a single prompt gives one body.
+
+    A list of ints is one prompt of token ids. An empty list is left as it is: the node knows what to say to it.
+    """
+    return tuple({**body, "prompt": prompt} for prompt in prompts(body)) if is_many(endpoint, body) else (dict(body),)
+
+
+def prompts(body: Json) -> list[object]:
+    """The prompts of a completions body whose ``prompt`` is a list of prompts."""
+    prompt = body.get("prompt")
+    return prompt if isinstance(prompt, list) else [prompt]
+
+
+def is_many(endpoint: Endpoint, body: Json) -> bool:
+    """Whether the body holds a list of prompts (of one or more), not one prompt."""
+    prompt = body.get("prompt")
+    return endpoint is Endpoint.COMPLETIONS and isinstance(prompt, list) and bool(prompt) and not _is_ids(prompt)
+
+
+def _is_ids(prompt: list[object]) -> bool:
+    return isinstance(prompt[0], int)

@@ -1,0 +1,155 @@
+"""The bodies that go to nodes: prefill leg, decode leg, continued stream. Pure; nothing else writes bodies."""
+
+from pdproxy.request import Addition, Continuation, Endpoint, Json
+
+DROPPED = frozenset(
+    {
+        # refused beside max_tokens = 1, or without a stream
+        "min_tokens", "stream", "stream_options", "best_of", "background",
+        # ends or shapes output that nobody reads
+        "stop", "stop_sequences", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "stream_interval",
+        "logit_bias", "allowed_token_ids", "bad_words", "frequency_penalty", "presence_penalty", "repetition_penalty",
+        "structured_outputs", "thinking_token_budget", "repetition_detection", "watermarking", "max_tool_calls",
+        # the token is thrown away; and in vLLM 0.32 for CPUs a seed together with a prompt that is computed in chunks
+        # ends the engine ("CPU Generator does not use offset")
+        "seed",
+        # only costs
+        "logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids", "return_tokens_as_token_ids",
+        "return_token_ids", "return_prompt_text", "return_token_offsets", "routed_experts_prompt_start", "echo",
+        "include", "enable_response_messages",
+        # the decode node's name for the request
+        "request_id",
+    }
+)  # fmt: skip
+ONE_TOKEN = {
+    Endpoint.COMPLETIONS: ("max_tokens",),
+    Endpoint.CHAT: ("max_tokens", "max_completion_tokens"),
+    Endpoint.MESSAGES: ("max_tokens",),
+    Endpoint.RESPONSES: ("max_output_tokens",),
+}
+
+
+def prefill_body(endpoint: Endpoint, body: Json, hand_over: str, readers: int) -> dict[str, object]:
+    """Ask for exactly one token and for a ticket.
+
+    Args:
+        endpoint: which API the body is for.
+        body: scrubbed, of one prompt; or what `continuation_body` made.
+        hand_over: the unguessable name by which whatever this leg holds can be released.
+        readers: how many decode requests will read the blocks (``n``).
+    """
+    leg = {key: value for key, value in body.items() if key not in DROPPED}
+    if "n" in leg:
+        leg["n"] = 1
+    if endpoint is Endpoint.RESPONSES:
+        leg["store"] = False
+    leg.update(dict.fromkeys(ONE_TOKEN[endpoint], 1))
+    leg["kv_transfer_params"] = _wish(body, hand_over, readers)
+    return leg
+
+
+def _wish(body: Json, hand_over: str, readers: int) -> dict[str, object]:
+    own = body.get("kv_transfer_params")
+    wish: dict[str, object] = dict(own) if isinstance(own, dict) else {}
+    wish |= {"do_remote_decode": True, "do_remote_prefill": False}
+    # Stock connectors read these keys; None says that there is nothing to read yet.
+    wish |= dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+    wish["pdproxy_hand_over"] = hand_over
+    if readers > 1:
+        wish["pdproxy_readers"] = readers
+    return wish
+
+
+def decode_body(
+    endpoint: Endpoint, body: Json, ticket: Json | None, additions: frozenset[Addition]
+) -> dict[str, object]:
+    """What the client sent, with the ticket in it (None: compute here) and our additions.
+
+    Args:
+        endpoint: which API the body is for.
+        body: scrubbed; or what `continuation_body` made.
+        ticket: the prefill leg's ``kv_transfer_params``, passed on unchanged.
+        additions: see `Shape.additions`. Only completions and chat know them.
+    """
+    leg = dict(body)
+    own = body.get("kv_transfer_params")
+    if ticket is not None:
+        leg["kv_transfer_params"] = {**own, **ticket} if isinstance(own, dict) else dict(ticket)
+    if endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT):
+        _add(leg, additions)
+    return leg
+
+
+def _add(leg: dict[str, object], additions: frozenset[Addition]) -> None:
+    if Addition.TOKEN_IDS in additions:
+        leg["return_token_ids"] = True
+    if Addition.USAGE in additions:
+        options = leg.get("stream_options")
+        leg["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
+
+
+COMPLETIONS_DEFAULT_TOKENS = 16
+"""What vLLM's completions endpoint allows where ``max_tokens`` is missing or null."""
+
+SYNTAX = frozenset("\\^$.|?*+()[]{}/-")
+"""What a pattern must escape to mean the character itself."""
+
+
+def continuation_body(endpoint: Endpoint, body: Json, continuation: Continuation) -> dict[str, object]:
+    """A body whose prompt is the old one and all tokens so far, allowed what is left.
+
+    Completions take token ids as their prompt; chat takes them in ``kv_transfer_params.prompt_token_ids``, which
+    `prefill_body` and `decode_body` keep. A seed moves on, so that the same random numbers are not drawn again. Where
+    the client has a part of a token's text, a sampled continuation is held to that text by a grammar.
+
+    Args:
+        endpoint: completions or chat.
+        body: the client's, scrubbed, of one prompt.
+        continuation: what `pdproxy.stream.transcript.Transcript.continuation` found.
+
+    Raises:
+        ValueError: for an endpoint whose streams cannot go on.
+    """
+    if endpoint not in (Endpoint.COMPLETIONS, Endpoint.CHAT):
+        raise ValueError(f"a stream of {endpoint} cannot go on")
+    rest = dict(body)
+    ids = [*continuation.prompt_token_ids, *continuation.produced_token_ids]
+    _put_prompt(endpoint, rest, ids)
+    _spend(endpoint, rest, len(continuation.produced_token_ids))
+    if continuation.forced:
+        rest["structured_outputs"] = {"regex": beginning_with(continuation.forced)}
+    return rest
+
+
+def beginning_with(text: str) -> str:
+    """A pattern for any text that begins with ``text``, as every grammar backend of vLLM reads it."""
+    return "".join(_literal(character) for character in text) + r"[\s\S]*"
+
+
+def _literal(character: str) -> str:
+    if character in SYNTAX:
+        return "\\" + character
+    # vLLM refuses a bare NUL; other control characters are spelled out with it.
+    return f"\\u{ord(character):04x}" if ord(character) < 32 else character
+
+
+def _put_prompt(endpoint: Endpoint, rest: dict[str, object], ids: list[int]) -> None:
+    # The ids are what truncation and FIM rendering made; neither may happen twice.
+    for key in ("truncate_prompt_tokens", "truncation_side", "suffix", "return_prompt_text"):
+        rest.pop(key, None)
+    if endpoint is Endpoint.COMPLETIONS:
+        rest["prompt"] = ids
+    else:
+        rest["kv_transfer_params"] = {"prompt_token_ids": ids}
+
+
+def _spend(endpoint: Endpoint, rest: dict[str, object], spent: int) -> None:
+    if endpoint is Endpoint.COMPLETIONS and rest.get("max_tokens") is None:
+        rest["max_tokens"] = COMPLETIONS_DEFAULT_TOKENS
+    for key in ("max_tokens", "max_completion_tokens"):
+        if isinstance(allowed := rest.get(key), int):
+            rest[key] = max(1, allowed - spent)
+    if isinstance(least := rest.get("min_tokens"), int):
+        rest["min_tokens"] = max(0, least - spent)
+    if isinstance(seed := rest.get("seed"), int):
+        rest["seed"] = (seed + spent) % 2**63

@@ -1,0 +1,251 @@
+"""The connections that are open, and which of them are idle.
+
+HTTP/1.1 to nodes: `H1Transport`, the implementation of `port.Transport` that carries requests.
+
+Written on asyncio protocols and httptools because the CPU time of a request is what a proxy costs: a general client
+library spends more on one exchange than all of the rest of the proxy. `httpx_transport` uses one for what is asked
+seldom, and tests hold the two against each other.
+"""
+
+import asyncio
+import select
+import ssl
+from collections.abc import AsyncIterator
+
+from pdproxy.clock import Clock
+from pdproxy.errors import Fault, NodeFault
+from pdproxy.request import Headers
+from pdproxy.sink import Sink
+from pdproxy.transport.faults import CONNECTING, while_connecting
+from pdproxy.transport.h1_connection import H1Connection
+from pdproxy.transport.h1_messages import Origin, Target, request_head, target_of
+from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
+
+KEEP = 4.0
+"""Seconds that a connection may idle: less than the 5 s after which a vLLM server closes it
+(VLLM_HTTP_TIMEOUT_KEEP_ALIVE), so that a request seldom meets a connection that is being closed."""
+_MOST = 256
+"""Idle connections kept for one origin."""
+
+
+class ConnectionPool:
+    """Idle connections by origin, the freshest first."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._idle: dict[Origin, list[H1Connection]] = {}
+        self._open: set[H1Connection] = set()
+        self._sweeper: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        """How many connections are open, in use or idle."""
+        return len(self._open)
+
+    @property
+    def idle(self) -> int:
+        """How many connections wait for a request."""
+        return sum(map(len, self._idle.values()))
+
+    def take(self, origin: Origin) -> H1Connection | None:
+        """An idle connection that, as far as one can tell, still stands."""
+        stack = self._idle.get(origin, [])
+        while stack:
+            connection = stack.pop()
+            connection.idled = self._clock.now() - connection.idle_since
+            if connection.idled < KEEP and not connection.lost and not _readable(connection.fileno):
+                return connection
+            connection.abort()
+        return None
+
+    def add(self, connection: H1Connection) -> None:
+        """Know a fresh connection, so that `close` finds it."""
+        if not connection.lost:
+            self._open.add(connection)
+
+    def give_back(self, connection: H1Connection) -> None:
+        """Keep a connection for the next request if it is fit for one, else cut it."""
+        stack = self._idle.setdefault(connection.origin, [])
+        if connection not in self._open or not connection.is_reusable or len(stack) >= _MOST:
+            connection.abort()
+            return
+        connection.rest()
+        connection.idle_since = self._clock.now()
+        stack.append(connection)
+        self._sweep_later()
+
+    def forget(self, connection: H1Connection) -> None:
+        """It is gone."""
+        self._open.discard(connection)
+        stack = self._idle.get(connection.origin)
+        if stack is not None and connection in stack:
+            stack.remove(connection)
+
+    def close(self) -> None:
+        """Cut every connection, those in use too."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            self._sweeper = None
+        for connection in tuple(self._open):
+            connection.abort()
+        self._idle.clear()
+        self._open.clear()
+
+    def _sweep_later(self) -> None:
+        if self._sweeper is None:
+            self._sweeper = asyncio.get_running_loop().call_later(KEEP, self._sweep)
+
+    def _sweep(self) -> None:
+        self._sweeper = None
+        now = self._clock.now()
+        for stack in tuple(self._idle.values()):
+            for connection in tuple(stack):
+                if now - connection.idle_since >= KEEP:
+                    stack.remove(connection)
+                    connection.abort()
+        self._idle = {origin: stack for origin, stack in self._idle.items() if stack}
+        if self._idle:
+            self._sweep_later()
+
+
+def _readable(fileno: int) -> bool:
+    """Something waits to be read: on an idle connection that is the peer's goodbye, or nothing we asked for."""
+    if fileno < 0:
+        return True
+    poll = select.poll()
+    poll.register(fileno, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+STALE = 2.0
+"""Seconds of idling from which a lost connection may have been closed by the peer's keep-alive timer before it read
+our request. Servers' timers are longer than this; a connection that was lost sooner was lost with the request."""
+
+
+class H1Transport:
+    """Pooled keep-alive connections; no redirects, no proxies, no cookies.
+
+    Args:
+        clock: tells how long a pooled connection was idle.
+        ssl_context: for https nodes; None uses the system's authorities.
+    """
+
+    def __init__(self, clock: Clock, ssl_context: ssl.SSLContext | None = None) -> None:
+        self._ssl_context = ssl_context
+        self._pool = ConnectionPool(clock)
+
+    @property
+    def connections(self) -> int:
+        """How many connections are open, in use or idle."""
+        return len(self._pool)
+
+    async def send(self, request: HttpRequest, timeouts: Timeouts) -> HttpResponse:
+        """See `port.Transport.send`. Read an answer to its end, and its connection serves the next request.
+
+        Raises:
+            NodeFault: REFUSED, RESET, HEADERS_TIMEOUT.
+            ValueError: the request cannot be written as HTTP: a line break in a header, not a URL.
+        """
+        target = target_of(request.url)
+        head = request_head(request, target)
+        due = asyncio.get_running_loop().time() + timeouts.whole
+        pooled = self._pool.take(target.origin)
+        if pooled is not None:
+            try:
+                return await self._exchange(pooled, request, head, timeouts, due)
+            except NodeFault as fault:
+                if not _went_stale(pooled, fault):
+                    raise
+        fresh = await self._connect(target, min(timeouts.connect, timeouts.whole))
+        return await self._exchange(fresh, request, head, timeouts, due)
+
+    async def aclose(self) -> None:
+        """Close every connection, those in use too: their readers get RESET."""
+        self._pool.close()
+        await asyncio.sleep(0)  # aborted transports close their sockets in the loop's next turn
+
+    async def _exchange(
+        self, connection: H1Connection, request: HttpRequest, head: bytes, timeouts: Timeouts, due: float
+    ) -> HttpResponse:
+        connection.begin(request.method, head, request.body, due)
+        try:
+            await connection.head(timeouts.headers)
+        except BaseException:
+            connection.abort()
+            raise
+        return H1Response(connection, self._pool, timeouts)
+
+    async def _connect(self, target: Target, seconds: float) -> H1Connection:
+        loop = asyncio.get_running_loop()
+        origin = target.origin
+        try:
+            async with asyncio.timeout(seconds):
+                _, connection = await loop.create_connection(
+                    lambda: H1Connection(origin, self._pool.forget), origin.host, origin.port, ssl=self._tls(origin)
+                )
+        except CONNECTING as error:
+            raise while_connecting(error, target.host) from error
+        self._pool.add(connection)
+        return connection
+
+    def _tls(self, origin: Origin) -> ssl.SSLContext | None:
+        if origin.scheme == "http":
+            return None
+        if self._ssl_context is None:
+            self._ssl_context = ssl.create_default_context()
+        return self._ssl_context
+
+
+class H1Response:
+    """An answer whose head is here; see `port.HttpResponse`."""
+
+    def __init__(self, connection: H1Connection, pool: ConnectionPool, timeouts: Timeouts) -> None:
+        self._connection = connection
+        self._pool = pool
+        self._stall = timeouts.stall
+        self._wait = timeouts.stall if timeouts.first is None else timeouts.first
+        self._closed = False
+        self.status: int = connection.answer.status
+        self.headers: Headers = connection.answer.headers
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it arrives; pieces that arrived together come together."""
+        return self
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._closed:
+            raise StopAsyncIteration
+        piece = await self._connection.piece(self._wait)
+        if not piece:
+            raise StopAsyncIteration
+        self._wait = self._stall
+        return piece
+
+    async def pipe_to(self, sink: Sink) -> None:
+        """See `port.HttpResponse.pipe_to`."""
+        if not self._closed:
+            await self._connection.pipe_to(sink, self._stall)
+
+    async def read(self, limit: int) -> bytes:
+        """The whole body; see `port.HttpResponse.read`."""
+        pieces: list[bytes] = []
+        size = 0
+        async for piece in self:
+            pieces.append(piece)
+            size += len(piece)
+            if size > limit:
+                raise NodeFault(Fault.INVALID_BODY, f"the body is longer than {limit} bytes", status=self.status)
+        return b"".join(pieces)
+
+    async def aclose(self) -> None:
+        """Give the connection back if the answer has ended, else cut it."""
+        if not self._closed:
+            self._closed = True
+            self._pool.give_back(self._connection)
+
+
+def _went_stale(connection: H1Connection, fault: NodeFault) -> bool:
+    """The peer most likely closed the idle connection before our request reached it: nothing of it was read."""
+    return fault.fault is Fault.RESET and connection.answer.silent and connection.idled >= STALE

@@ -1,0 +1,265 @@
+"""A deadline that costs nothing while all goes well.
+
+One connection to a node: an asyncio protocol around an `ResponseParser`."""
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import cast
+
+from pdproxy.errors import Fault, NodeFault
+from pdproxy.sink import Sink
+from pdproxy.transport.faults import ProtocolError, deadline_fault, timeout_fault, while_exchanging
+from pdproxy.transport.h1_messages import Origin, ResponseParser
+
+
+class Watchdog:
+    """Calls ``on_timeout`` when one `watch` lasts longer than its seconds.
+
+    The timer is not moved at each `watch`: when it fires it looks whether somebody waits, and since when.
+    So a stream of thousands of pieces sets a handful of timers.
+
+    Attributes:
+        latest: when it bites whatever the seconds say, in the loop's time.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_timeout: Callable[[], None]) -> None:
+        self.latest = math.inf
+        self._loop = loop
+        self._on_timeout = on_timeout
+        self._due: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self, seconds: float) -> None:
+        """Bite in ``seconds``, unless told otherwise before."""
+        self._due = min(self._loop.time() + seconds, self.latest)
+        if self._timer is not None and self._timer.when() > self._due:
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._due, self._fire)
+
+    @property
+    def late(self) -> bool:
+        """`latest` has come."""
+        return self._loop.time() >= self.latest
+
+    def rest(self) -> None:
+        """Nobody waits any more."""
+        self._due = None
+
+    def stop(self) -> None:
+        """For good: leave no timer behind."""
+        self._due = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _fire(self) -> None:
+        self._timer = None
+        if self._due is None:
+            return
+        if self._loop.time() < self._due:
+            self._timer = self._loop.call_at(self._due, self._fire)
+        else:
+            self._on_timeout()
+
+
+_FULL = 256 * 1024
+"""Bytes of body that wait here before the node is made to wait."""
+_ONE_WRITE = 64 * 1024
+"""Up to this size head and body are joined: one system call is worth more than the copy."""
+
+
+class H1Connection(asyncio.Protocol):
+    """Carries one exchange at a time. Whoever took it calls `abort`, or gives it back to the pool while `is_reusable`.
+
+    Attributes:
+        origin: what it leads to.
+        answer: what has come back.
+        idle_since: when it was last given back, by the pool's clock.
+        idled: how long it had been idle when it was taken, in seconds; 0 for a fresh one.
+    """
+
+    def __init__(self, origin: Origin, on_lost: Callable[["H1Connection"], None]) -> None:
+        self.origin = origin
+        self.answer = ResponseParser()
+        self.idle_since = self.idled = 0.0
+        self._where = f"{origin.host}:{origin.port}"
+        self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
+        self._watchdog = Watchdog(self._loop, self._on_timeout)
+        self._transport: asyncio.Transport | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._sink: Sink | None = None
+        self._timeouts = (Fault.HEADERS_TIMEOUT, 0.0)
+        self._failure: NodeFault | None = None
+        self._busy = self._lost = self._paused = False
+
+    @property
+    def lost(self) -> bool:
+        """It is gone, or on its way."""
+        return self._lost or self._transport is None or self._transport.is_closing()
+
+    @property
+    def is_reusable(self) -> bool:
+        """The exchange is over on both sides, and another may follow."""
+        written = self._transport is not None and self._transport.get_write_buffer_size() == 0
+        return self.answer.reusable and written and not self.lost
+
+    @property
+    def fileno(self) -> int:
+        """The socket's descriptor, -1 once it is closed."""
+        return -1 if self._transport is None else int(self._transport.get_extra_info("socket").fileno())
+
+    def begin(self, method: str, head: bytes, body: bytes, due: float) -> None:
+        """Send a request. What comes from now on is its answer; it must have ended at ``due``, in the loop's time."""
+        self.answer.expect(method)
+        self._watchdog.latest = due
+        self._failure = None if not self.lost else while_exchanging(None, self._where)
+        self._busy = True
+        if self._transport is None or self.lost:
+            return
+        if len(body) <= _ONE_WRITE:
+            self._transport.write(head + body)
+        else:
+            self._transport.write(head)
+            self._transport.write(body)
+
+    async def head(self, seconds: float) -> None:
+        """Return when the answer's head has come.
+
+        Raises:
+            NodeFault: RESET, or HEADERS_TIMEOUT when it took longer than ``seconds``.
+        """
+        while not self.answer.has_head:
+            await self._wait(Fault.HEADERS_TIMEOUT, seconds)
+
+    async def piece(self, seconds: float) -> bytes:
+        """The next of the body, b"" at its end.
+
+        Raises:
+            NodeFault: RESET, or STALL when nothing came for ``seconds``, or the exchange is overdue.
+        """
+        if self._watchdog.late and not self.answer.ended:
+            overdue = deadline_fault(Fault.STALL, self._where)
+            self._fail(overdue)
+            raise overdue
+        while not self.answer.pending and not self.answer.ended:
+            await self._wait(Fault.STALL, seconds)
+        piece = self.answer.take()
+        self._resume()
+        return piece
+
+    async def pipe_to(self, sink: Sink, seconds: float) -> None:
+        """See `port.Incoming.pipe_to`. What is left for `piece`: the last piece, the end, a fault."""
+        if self.answer.pending or self.answer.ended or self._failure is not None:
+            return
+        self._sink = sink
+        try:
+            await self._wait(Fault.STALL, seconds)
+        finally:
+            self._sink = None
+
+    def rest(self) -> None:
+        """The exchange is over: what comes now was not asked for."""
+        self._busy = False
+        self.answer.take()
+        self._resume()
+
+    def abort(self) -> None:
+        """Close at once, whatever is under way; whoever waits for it gets RESET. Idempotent."""
+        self._fail(NodeFault(Fault.RESET, f"{self._where}: closed by us"))
+        self._watchdog.stop()
+
+    async def _wait(self, fault: Fault, seconds: float) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._waiter = self._loop.create_future()
+        self._timeouts = (fault, seconds)
+        self._watchdog.watch(seconds)
+        try:
+            await self._waiter
+        finally:
+            self._watchdog.rest()
+            self._waiter = None
+
+    def _wake(self, bug: BaseException | None = None) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            if bug is None:
+                self._waiter.set_result(None)
+            else:
+                self._waiter.set_exception(bug)
+            self._watchdog.rest()  # what was awaited is here, even if the waiter runs only after the timer
+
+    def _awaited(self) -> bool:
+        """What came is what is waited for: half a head must not buy a node more time."""
+        if self._timeouts[0] is Fault.HEADERS_TIMEOUT:
+            return self.answer.has_head
+        return self.answer.pending > 0 or self.answer.ended
+
+    def _on_timeout(self) -> None:
+        fault, seconds = self._timeouts
+        overdue = self._watchdog.late
+        self._fail(deadline_fault(fault, self._where) if overdue else timeout_fault(fault, seconds, self._where))
+
+    def _fail(self, failure: NodeFault) -> None:
+        self._failure = self._failure or failure
+        if self._transport is not None:
+            self._transport.abort()
+        self._wake()
+
+    def _resume(self) -> None:
+        if self._paused and self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+        self._paused = False
+
+    def _hand_on(self, sink: Sink) -> None:
+        """A piece is here, and somebody to take it at once. Whoever waits is woken where that one wants no more."""
+        try:
+            more = sink(self.answer.take())
+        except BaseException as bug:  # whoever waits must hear of it: the event loop, to whom it goes on, only logs it
+            self._wake(bug)
+            raise
+        if more:
+            self._watchdog.watch(self._timeouts[1])
+        else:
+            self._sink = None
+            self._wake()
+
+    # What asyncio calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
+        self._transport.set_write_buffer_limits(high=0)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._busy:
+            self.abort()
+            return
+        try:
+            self.answer.feed(data)
+        except ProtocolError as error:
+            self._fail(while_exchanging(error, self._where))
+            return
+        if self._sink is not None and self.answer.pending and not self.answer.ended:
+            self._hand_on(self._sink)
+            return
+        if self.answer.pending > _FULL and self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+            self._paused = True
+        if self._awaited():
+            self._wake()
+
+    def resume_writing(self) -> None:
+        """The last byte of the request is out: the wait for the head counts from here."""
+        if self._waiter is not None:
+            self._watchdog.watch(self._timeouts[1])
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
+        self._watchdog.stop()
+        if self._busy and not self.answer.ended and (exc is not None or not self.answer.feed_eof()):
+            self._failure = self._failure or while_exchanging(exc, self._where)
+        self._wake()
+        self._on_lost(self)

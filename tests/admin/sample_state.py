@@ -1,0 +1,98 @@
+"""A desk with much going on, for pictures: nothing of it is real."""
+
+import asyncio
+import itertools
+
+from prometheus_client import CollectorRegistry
+
+from pdproxy.admin.context import AdminContext
+from pdproxy.errors import Fault
+from pdproxy.failures import Step
+from pdproxy.nodes.drain import Drainer
+from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.pool import Pool
+from pdproxy.observe.labels import Leg, Outcome, Phase
+from pdproxy.observe.metrics import Metrics
+from pdproxy.orchestration.in_flight import InFlightRequests, LegFailure, Route, Timeline
+from pdproxy.request import ClientRequest, Endpoint
+from tests.fakes.clock import FakeClock
+
+MODEL = "Qwen3.6-35B-A3B"
+ROUTES = (
+    # seconds in plan, prefill, hand-over and decode; a phase that has not come is left out
+    ("req-9f31c2", Endpoint.CHAT, "prefill-0", "decode-0", (0.002, 0.84, 0.05, 6.2)),
+    ("agent-7-turn-12", Endpoint.RESPONSES, "prefill-1", "decode-2", (0.002, 2.9, 0.21, 3.4)),
+    ("req-40aa17", Endpoint.MESSAGES, "", "decode-1", (0.003, 0.0, 0.31, 3.1)),
+    ("req-b2d904", Endpoint.CHAT, "prefill-0", "decode-2", (0.002, 1.1, 0.07, 0.9)),
+    ("nightly-eval-0388", Endpoint.COMPLETIONS, "prefill-1", "decode-0", (0.002, 1.6, 0.12)),
+    ("req-77e5d0", Endpoint.CHAT, "prefill-0", "", (0.002, 0.6)),
+)
+PHASES = (Phase.PLAN, Phase.PREFILL, Phase.HANDOVER, Phase.DECODE)
+
+
+class SampleState:
+    """Two prefill and four decode nodes in every condition, six requests, some failures."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.live = InFlightRequests()
+        self._metrics = Metrics(CollectorRegistry())
+        self.pool = Pool(self.clock)
+        self._people()
+        self._failures()
+        self._requests()
+        self._hits()
+
+    def desk(self) -> AdminContext:
+        """What the page is served from."""
+        drainer = Drainer(self.pool, self.clock)
+        return AdminContext(self.pool, drainer, CollectorRegistry(), asyncio.Event(), live=self.live, clock=self.clock)
+
+    def _people(self) -> None:
+        roles = [Role.PREFILL] * 2 + [Role.DECODE] * 5
+        for role, number in zip(roles, itertools.chain(range(2), range(5)), strict=True):
+            node = Node(f"{role}-{number}", f"http://{role}-{number}:8000", role, MODEL)
+            self.pool.add(node)
+            self.pool.admit(node)
+        self.clock.advance(60)
+        self.pool.drain("decode-3")
+        for _ in range(5):
+            self.pool.report("decode-1", Fault.RESET)
+        self.pool.refuse("decode-4", "mamba_cache_mode is 'all' there and 'align' on its partners: set it to 'align'")
+
+    def _hits(self) -> None:
+        for way, prompts, tokens, cached in (
+            (Route.DISAGGREGATED, 1284, 4136, 3011),
+            (Route.LOCAL, 96, 210, 16),
+            (Route.RECOMPUTED, 2, 8195, 0),
+        ):
+            for _ in range(prompts):
+                self.live.hits.count(way, tokens, cached)
+
+    def _requests(self) -> None:
+        for name, endpoint, prefill, decode, seconds in ROUTES:
+            request = self._request(name, endpoint)
+            timeline = Timeline(self.clock, self._metrics, self.clock.now())
+            nodes = ("", prefill, decode, decode)
+            for phase, node, spent in zip(PHASES, nodes, seconds, strict=False):
+                timeline.enter(phase, node)
+                timeline.took[phase] = spent
+            for each in filter(None, (prefill, decode)):
+                self.pool.acquire(each)
+            self.live.begin(request, timeline)
+
+    def _request(self, name: str, endpoint: Endpoint) -> ClientRequest:
+        return ClientRequest(name, endpoint, {}, (), MODEL, True, 0, self.clock.now(), self.clock.now() + 600)
+
+    def _failures(self) -> None:
+        told = (
+            ("req-1d02b7", Leg.PREFILL, "prefill-1", Fault.HEADERS_TIMEOUT, Step.OTHER_PREFILL, Outcome.OK),
+            ("req-c6e018", Leg.DECODE, "decode-1", Fault.RESET, Step.MIGRATE, Outcome.OK),
+            ("req-58fa33", Leg.DECODE, "decode-1", Fault.REFUSED, Step.SAME_TICKET, Outcome.OK),
+        )
+        for name, leg, node, fault, step, outcome in told:
+            request = self._request(name, Endpoint.CHAT)
+            self.live.begin(request, Timeline(self.clock, self._metrics, self.clock.now()))
+            self.live.failed(request, LegFailure(self.clock.now(), name, leg, node, fault, step))
+            self.live.end(request, outcome)
+            self.clock.advance(14)

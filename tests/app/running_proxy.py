@@ -1,0 +1,81 @@
+"""The whole proxy on a loopback port, in front of fake nodes."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import httpx
+import uvicorn
+
+from pdproxy.app.build import Proxy, proxy
+from pdproxy.app.host import HostEnvironment
+from pdproxy.server.protocol import ConnectionLimits, guarded
+from pdproxy.server.server import Server, bind
+from pdproxy.settings import NodeEntry, NodeRole, Settings
+from tests.fakes.kv_transfer import FakeKvTransfer
+from tests.fakes.loopback import LoopbackNode
+from tests.fakes.node import FakeNode
+
+SOON = 60.0
+"""Seconds that nothing here should need; a bound on a hang, not a measure."""
+
+
+@dataclass(frozen=True)
+class RunningProxy:
+    """A running proxy, its two nodes, and a client."""
+
+    client: httpx.AsyncClient
+    prefill: FakeNode
+    decode: FakeNode
+    running: Proxy
+
+    async def until(self, text: str, path: str = "/metrics") -> None:
+        """Wait until a page of the proxy holds a text."""
+        async with asyncio.timeout(SOON):
+            while text not in (await self.client.get(path)).text:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def running_proxy(settings: Settings, key: str = "none", prefill_dialect: int = 0) -> AsyncIterator[RunningProxy]:
+    """Start everything; the settings' nodes are replaced. ``key`` is what the client sends at first."""
+    fabric = FakeKvTransfer()
+    prefill, decode = FakeNode("prefill", fabric), FakeNode("decode", fabric)
+    prefill.dialect = prefill_dialect
+    async with LoopbackNode(prefill) as left, LoopbackNode(decode) as right:
+        nodes = tuple(
+            NodeEntry(url=node.url, role=role, model="m")
+            for node, role in ((left, NodeRole.PREFILL), (right, NodeRole.DECODE))
+        )
+        async with (
+            proxy(settings.model_copy(update={"nodes": nodes}), HostEnvironment()) as running,
+            listening(running, settings) as url,
+            httpx.AsyncClient(base_url=url, trust_env=False, timeout=SOON, headers=bearer(key)) as client,
+        ):
+            made = RunningProxy(client, prefill, decode, running)
+            for role in NodeRole:
+                await made.until(f'pdproxy_node_up{{node="{role}-0",role="{role}",state="up"}} 1.0')
+            yield made
+
+
+def bearer(key: str) -> dict[str, str]:
+    """The header that carries a key."""
+    return {"authorization": f"Bearer {key}"}
+
+
+@contextlib.asynccontextmanager
+async def listening(running: Proxy, settings: Settings) -> AsyncIterator[str]:
+    """The clients' port; its address."""
+    bound = bind("127.0.0.1", 0, "listen.port")
+    http = guarded(ConnectionLimits(10_000, SOON, settings.deadlines.stall))
+    config = uvicorn.Config(
+        running.clients, http=http, ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=5
+    )
+    server = Server(config, bound)
+    task = asyncio.create_task(server.serve(sockets=[bound]))
+    try:
+        yield f"http://{server.address}"
+    finally:
+        server.should_exit = True
+        await task

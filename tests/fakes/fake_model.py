@@ -1,0 +1,80 @@
+"""The fake model: a pure function from all token ids so far to the next one, and from token ids to text.
+
+A stream that was continued elsewhere can therefore be checked token by token. Like a real detokenizer, it has tokens
+that are half a character (no text until the next one), and it holds text back for stop strings.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Iterator, Sequence
+
+HALF = 11
+"""Ids that this divides are half a character."""
+BROKEN = "<broken>"
+"""What comes out when a prompt ends in half a character: a continuation must never begin there."""
+
+
+def tokenize(text: str) -> list[int]:
+    """One id a word; never a half character."""
+    ids = [3 + zlib.crc32(word.encode()) % 997 for word in text.split()] or [3]
+    return [token + 1 if token % HALF == 0 else token for token in ids]
+
+
+def next_token(ids: Sequence[int], choice: int = 0) -> int:
+    """What the model says after ``ids``; each choice of a request has its own mind."""
+    state = 17 + choice
+    for token in ids:
+        state = (state * 31 + token) % 100003
+    return 3 + state % 997
+
+
+def continuation(prompt: Sequence[int], count: int, choice: int = 0) -> list[int]:
+    """The next ``count`` tokens."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(next_token(ids, choice))
+    return ids[len(prompt) :]
+
+
+def words(tokens: Sequence[int]) -> str:
+    """The whole text of generated tokens; half a character at the end is not there yet."""
+    half, text = 0, ""
+    for token in tokens:
+        if token % HALF == 0:
+            half += 1
+        else:
+            text, half = f"{text}{'é' * half} t{token}", 0
+    return text
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Generated:
+    """One step of generation: tokens, the text that came out, and why it ended (None: it goes on)."""
+
+    tokens: list[int]
+    text: str
+    finish: str | None = None
+    stop: str | None = None
+
+
+def generate(
+    prompt: Sequence[int], count: int, stops: Sequence[str] = (), burst: int = 1, choice: int = 0
+) -> Iterator[Generated]:
+    """The answer in steps of ``burst`` tokens, ended by ``count`` (length) or a stop string."""
+    produced: list[int] = []
+    shown, held = 0, max((len(stop) - 1 for stop in stops), default=0)
+    start = BROKEN if prompt and prompt[-1] % HALF == 0 else ""
+    ids = list(prompt)
+    while len(produced) < count:
+        step = continuation(ids, min(burst, count - len(produced)), choice)
+        ids += step
+        produced += step
+        text = start + words(produced)
+        hit = min(((text.find(stop), stop) for stop in stops if stop in text), default=None)
+        if hit is not None:
+            yield Generated(step, text[shown : hit[0]], "stop", hit[1])
+            return
+        done = len(produced) >= count
+        until = len(text) if done else max(shown, len(text) - held)
+        yield Generated(step, text[shown:until], "length" if done else None)
+        shown = until

@@ -1,0 +1,66 @@
+"""What prefill nodes hold for decode nodes, and whether everybody behaved."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(slots=True)
+class HeldTicket:
+    """Blocks of one prefill leg."""
+
+    node: str
+    prompt: tuple[int, ...]
+    readers: int
+    dialect: int = 0
+    """See `FakeNode.dialect`."""
+
+
+class FakeKvTransfer:
+    """Shared by the fake nodes of one test: the KV transfer between them."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, HeldTicket] = {}
+        self.released: set[str] = set()
+        self.wrong: list[str] = []
+        """Misuse: a ticket for another prompt, one hand-over id used twice."""
+        self.pulled = 0
+        self.deaf = False
+        """No read succeeds: decode nodes compute, though blocks are held."""
+        self._seen: set[str] = set()
+        self._forgotten: set[str] = set()
+
+    def hold(self, hand_over: str, held: HeldTicket) -> None:
+        """A prefill leg began; its release may have overtaken it."""
+        if hand_over in self._seen:
+            self.wrong.append(f"hand-over {hand_over} was used twice")
+        self._seen.add(hand_over)
+        if hand_over not in self.released and hand_over not in self._forgotten:
+            self.held[hand_over] = held
+
+    def forget(self) -> None:
+        """Of names long gone nothing need be known, for soaks have no end of them. A release is known once more."""
+        self._forgotten, self.released, self._seen = self.released, set(), set()
+
+    def free(self, hand_over: str) -> None:
+        """The proxy released it, or the prefill node refused the leg."""
+        self.held.pop(hand_over, None)
+
+    def lose(self, node: str) -> None:
+        """The node's process died, and its memory with it."""
+        self.held = {name: held for name, held in self.held.items() if held.node != node}
+
+    def release(self, hand_over: str) -> None:
+        """The proxy's errand. Unknown ids are fine: the blocks may have been pulled."""
+        self.released.add(hand_over)
+        self.free(hand_over)
+
+    def pull(self, hand_over: str, prompt: tuple[int, ...], readers: int) -> HeldTicket | None:
+        """A decode node reads; None when nothing is held any more (it recomputes)."""
+        held = self.held.get(hand_over)
+        if held is None or self.deaf:
+            return None
+        if held.prompt != prompt or held.readers != readers:
+            self.wrong.append(f"ticket {hand_over} is for another prompt or number of readers")
+            return None
+        self.free(hand_over)
+        self.pulled += 1
+        return held

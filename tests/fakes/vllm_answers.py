@@ -1,0 +1,249 @@
+"""What a fake node writes: questions read from bodies, answers and events in vLLM's shapes."""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tests.fakes.fake_model import Generated, generate, tokenize
+
+_names = itertools.count()
+FINGERPRINT = {"system_fingerprint": "vllm-0.32.0-fake"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """A request as the engine sees it."""
+
+    path: str
+    name: str
+    model: str
+    prompt: list[int]
+    count: int
+    n: int
+    stops: list[str]
+    stream: bool
+    usage: bool
+    continuous: bool
+    ids: bool
+    burst: int
+    logprobs: int = 0
+    """How many of the likeliest tokens are told with each token of a completion that is not streamed."""
+    wrong: int = 0
+    """By how many nats the model is off, for its cache holds something else than the prompt."""
+
+    @classmethod
+    def of(cls, path: str, body: Mapping[str, Any], burst: int) -> "ParsedRequest":
+        """Read a body."""
+        most = body.get("max_completion_tokens") or body.get("max_output_tokens") or body.get("max_tokens") or 16
+        stop = body.get("stop") or body.get("stop_sequences") or []
+        options = body.get("stream_options") or {}
+        return cls(
+            path=path,
+            name=f"{'chatcmpl' if 'chat' in path else 'cmpl'}-{next(_names)}",
+            model=str(body.get("model")),
+            prompt=_prompt(path, body),
+            count=int(most),
+            n=int(body.get("n") or 1),
+            stops=[stop] if isinstance(stop, str) else list(stop),
+            stream=bool(body.get("stream")),
+            usage=bool(options.get("include_usage")),
+            continuous=bool(options.get("continuous_usage_stats")),
+            ids=bool(body.get("return_token_ids")),
+            burst=burst,
+            logprobs=int(body.get("logprobs") or 0),
+        )
+
+    def chat(self) -> bool:
+        return self.path == "/v1/chat/completions"
+
+    def head(self) -> dict[str, Any]:
+        """The fields that every answer and event begin with."""
+        kind = ("chat.completion.chunk" if self.stream else "chat.completion") if self.chat() else "text_completion"
+        return {"id": self.name, "object": kind, "created": 1_790_000_000 + hash(self.name) % 1000, "model": self.model}
+
+    def spoken(self, choice: int) -> Iterator[Generated]:
+        return generate(self.prompt, self.count, self.stops, self.burst, choice)
+
+    def tally(self, cached: int, completion: int) -> dict[str, Any]:
+        """vLLM's usage, with prompt tokens details."""
+        total = len(self.prompt) + completion
+        return {"prompt_tokens": len(self.prompt), "total_tokens": total, "completion_tokens": completion,
+                "prompt_tokens_details": {"cached_tokens": cached}}  # fmt: skip
+
+    def tally_messages(self, cached: int, completion: int) -> dict[str, Any]:
+        """The same for /v1/messages, where what was cached is counted apart."""
+        fresh = len(self.prompt) - cached
+        return {"input_tokens": fresh, "output_tokens": completion, "cache_read_input_tokens": cached}
+
+    def tally_responses(self, cached: int, completion: int) -> dict[str, Any]:
+        """The same for /v1/responses."""
+        details = {"cached_tokens": cached, "cache_write_tokens": 0}
+        total = len(self.prompt) + completion
+        return {"input_tokens": len(self.prompt), "input_tokens_details": details,
+                "output_tokens": completion, "total_tokens": total}  # fmt: skip
+
+
+def error(status: int, message: str) -> bytes:
+    """vLLM's error body."""
+    return json.dumps({"error": {"message": message, "type": "FakeError", "param": None, "code": status}}).encode()
+
+
+def error_events(path: str, status: int, message: str) -> tuple[bytes, ...]:
+    """How a node ends a stream that failed."""
+    if path in ("/v1/messages", "/v1/responses"):
+        return (b"event: error\ndata: " + error(status, message) + b"\n\n",)
+    return (b"data: " + error(status, message) + b"\n\n", b"data: [DONE]\n\n")
+
+
+def answer(question: ParsedRequest, cached: int, ticket: dict[str, Any] | None) -> bytes:
+    """A whole answer."""
+    choices, completion = [], 0
+    for index in range(question.n):
+        said = list(question.spoken(index))
+        tokens = [token for step in said for token in step.tokens]
+        completion += len(tokens)
+        choices.append(_choice(question, index, "".join(step.text for step in said), tokens, said[-1]))
+    whole: dict[str, Any] = {
+        **question.head(),
+        "usage": question.tally(cached, completion),
+        "kv_transfer_params": ticket,
+    }
+    match question.path:
+        case "/v1/messages":
+            whole |= {"type": "message", "role": "assistant", "stop_reason": "max_tokens"}
+            whole["content"] = [{"type": "text", "text": choices[0]["message"]["content"]}]
+            whole["usage"] = question.tally_messages(cached, completion)
+        case "/v1/responses":
+            whole |= {"object": "response", "status": "completed"}
+            whole["output"] = [
+                {"type": "message", "content": [{"type": "output_text", "text": choices[0]["message"]["content"]}]}
+            ]
+            whole["usage"] = question.tally_responses(cached, completion)
+        case _:
+            whole["choices"] = choices
+    if question.ids and question.chat():
+        whole["prompt_token_ids"] = question.prompt
+    return json.dumps(whole, ensure_ascii=False).encode()
+
+
+def _choice(question: ParsedRequest, index: int, text: str, tokens: list[int], last: Generated) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": last.finish, "stop_reason": last.stop}
+    if question.path == "/v1/completions":
+        choice["text"] = text
+        choice["prompt_token_ids"] = question.prompt if question.ids else None
+        if question.logprobs:
+            choice["logprobs"] = {"top_logprobs": [_likeliest(question, token) for token in tokens]}
+    else:
+        choice["message"] = {"role": "assistant", "content": text}
+    choice["token_ids"] = tokens if question.ids else None
+    return choice
+
+
+def _likeliest(question: ParsedRequest, token: int) -> dict[str, float]:
+    """Falling from the token that was said; every other one is off by ``wrong`` nats."""
+    return {f"token_id:{token + rank}": -0.01 - rank - question.wrong * (rank % 2) for rank in range(question.logprobs)}
+
+
+def events(question: ParsedRequest, cached: int) -> tuple[bytes, ...]:
+    """A streamed answer, one piece an event."""
+    match question.path:
+        case "/v1/messages":
+            return tuple(_messages(question, cached))
+        case "/v1/responses":
+            return tuple(_responses(question, cached))
+        case _:
+            return tuple(_chunks(question, cached))
+
+
+def _chunks(question: ParsedRequest, cached: int) -> Iterator[bytes]:
+    head, counts = question.head(), [0] * question.n
+    if question.chat():
+        for index in range(question.n):
+            role = {
+                "index": index,
+                "delta": {"role": "assistant", "content": ""},
+                "logprobs": None,
+                "finish_reason": None,
+            }
+            opening = {**head, "choices": [role]}
+            if question.continuous:
+                opening["usage"] = question.tally(cached, 0)
+            if question.ids:
+                opening["prompt_token_ids"] = question.prompt
+            yield _data(opening)
+    for steps in itertools.zip_longest(*(question.spoken(index) for index in range(question.n))):
+        for index, said in enumerate(steps):
+            if said is not None:
+                first, counts[index] = counts[index] == 0, counts[index] + len(said.tokens)
+                yield _data(_chunk(question, head, index, said, first, cached, counts[index]))
+    if question.usage:
+        yield _data({**head, "choices": [], "usage": question.tally(cached, sum(counts)), **FINGERPRINT})
+    yield b"data: [DONE]\n\n"
+
+
+def _chunk(
+    question: ParsedRequest, head: dict[str, Any], index: int, said: Generated, first: bool, cached: int, count: int
+) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": index}
+    if question.chat():
+        choice["delta"] = {"content": said.text}
+    else:
+        choice["text"] = said.text
+    choice |= {"logprobs": None, "finish_reason": said.finish, "stop_reason": said.stop}
+    if question.path == "/v1/completions":
+        choice["prompt_token_ids"] = question.prompt if question.ids and first else None
+    choice["token_ids"] = said.tokens if question.ids else None
+    chunk = {**head, "choices": [choice]}
+    if said.finish and not question.usage:
+        chunk |= FINGERPRINT
+    if question.continuous:
+        chunk["usage"] = question.tally(cached, count)
+    return chunk
+
+
+def _messages(question: ParsedRequest, cached: int) -> Iterator[bytes]:
+    """Until the end usage does not say what was cached."""
+    begun = {"input_tokens": len(question.prompt), "output_tokens": 0}
+    message = {"id": question.name, "type": "message", "role": "assistant", "content": [], "model": question.model}
+    yield _event("message_start", {"type": "message_start", "message": {**message, "usage": begun}})
+    count = 0
+    for said in question.spoken(0):
+        count += len(said.tokens)
+        delta = {"type": "text_delta", "text": said.text}
+        yield _event("content_block_delta", {"type": "content_block_delta", "index": 0, "delta": delta})
+    usage = question.tally_messages(cached, count)
+    yield _event("message_delta", {"type": "message_delta", "delta": {"stop_reason": "max_tokens"}, "usage": usage})
+    yield _event("message_stop", {"type": "message_stop"})
+
+
+def _responses(question: ParsedRequest, cached: int) -> Iterator[bytes]:
+    begun = {"id": question.name, "usage": None}
+    yield _event("response.created", {"type": "response.created", "response": begun})
+    count = 0
+    for said in question.spoken(0):
+        count += len(said.tokens)
+        yield _event("response.output_text.delta", {"type": "response.output_text.delta", "delta": said.text})
+    ended = {**begun, "usage": question.tally_responses(cached, count)}
+    yield _event("response.completed", {"type": "response.completed", "response": ended})
+
+
+def _data(value: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _event(name: str, value: Mapping[str, Any]) -> bytes:
+    return b"event: " + name.encode() + b"\n" + _data(value)
+
+
+def _prompt(path: str, body: Mapping[str, Any]) -> list[int]:
+    given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
+    if given is not None:
+        return list(given)
+    if path == "/v1/completions":
+        prompt = body["prompt"]
+        while isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            prompt = prompt[0]
+        return list(prompt) if isinstance(prompt, list) else tokenize(str(prompt))
+    return tokenize(json.dumps(body.get("messages") or body.get("input")))

@@ -1,0 +1,246 @@
+"""Every request shape, on its way to two nodes."""
+
+import itertools
+import re
+
+import pytest
+
+from pdproxy.legs.parse import split
+from pdproxy.legs.rewrite import continuation_body, decode_body, prefill_body
+from pdproxy.legs.shape import shape
+from pdproxy.request import Addition, Continuation, Endpoint, Json
+
+HAND_OVER = "hand-over-0123456789"
+TICKET = {"do_remote_prefill": True, "remote_block_ids": [[1], [2]], "odd": {"x": 1}}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+MESSAGES = [{"role": "user", "content": "hello"}]
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
+TEXT = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+
+
+def completion(**fields: object) -> dict[str, object]:
+    return {"model": "m", "prompt": "once upon", **fields}
+
+
+def chat(**fields: object) -> dict[str, object]:
+    return {"model": "m", "messages": MESSAGES, **fields}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "limits"),
+    [
+        (Endpoint.COMPLETIONS, {"max_tokens"}),
+        (Endpoint.CHAT, {"max_tokens", "max_completion_tokens"}),
+        (Endpoint.MESSAGES, {"max_tokens"}),
+        (Endpoint.RESPONSES, {"max_output_tokens"}),
+    ],
+)
+def test_the_prefill_leg_asks_for_exactly_one_token(endpoint: Endpoint, limits: set[str]) -> None:
+    costly = {"stream": True, "stream_options": {}, "min_tokens": 5, "stop": ["x"], "stop_sequences": ["x"], "n": 3}
+    costly |= {
+        "logprobs": 5,
+        "top_logprobs": 5,
+        "best_of": 4,
+        "return_token_ids": True,
+        "echo": True,
+        "request_id": "r",
+    }
+    leg = prefill_body(endpoint, {"model": "m", "max_completion_tokens": 9, **costly, "max_tokens": 50}, HAND_OVER, 3)
+    assert {key: leg[key] for key in limits} == dict.fromkeys(limits, 1)
+    assert not (costly.keys() - {"n"}) & leg.keys()
+    assert leg["n"] == 1
+
+
+def test_what_shapes_the_prompt_stays() -> None:
+    shaping = {
+        "tools": TOOLS, "tool_choice": "required", "chat_template": "{{x}}", "chat_template_kwargs": {"a": 1},
+        "add_generation_prompt": False, "continue_final_message": True, "add_special_tokens": True, "documents": [],
+        "mm_processor_kwargs": {}, "media_io_kwargs": {}, "truncate_prompt_tokens": 5, "truncation_side": "left",
+        "cache_salt": "s", "reasoning_effort": "low", "response_format": {"type": "json_object"}, "priority": 3,
+        "suffix": "end", "vllm_xargs": {"a": 1}, "system": "be kind", "thinking": {}, "instructions": "x",
+        "reasoning": {}, "temperature": 0.5, "user": "u", "unknown_vendor_field": 1,
+    }  # fmt: skip
+    body = chat(**shaping)
+    assert {key: value for key, value in prefill_body(Endpoint.CHAT, body, HAND_OVER, 1).items() if key in body} == body
+
+
+def test_the_prefill_leg_says_who_may_release_and_how_many_read() -> None:
+    one = prefill_body(Endpoint.CHAT, chat(), HAND_OVER, 1)["kv_transfer_params"]
+    many = prefill_body(Endpoint.CHAT, chat(n=4), HAND_OVER, 4)["kv_transfer_params"]
+    assert isinstance(one, dict)
+    assert isinstance(many, dict)
+    assert (one["do_remote_decode"], one["do_remote_prefill"], one["pdproxy_hand_over"]) == (True, False, HAND_OVER)
+    assert "pdproxy_readers" not in one
+    assert many["pdproxy_readers"] == 4
+
+
+def test_a_prefill_of_a_response_is_not_kept() -> None:
+    assert prefill_body(Endpoint.RESPONSES, {"model": "m", "input": "x"}, HAND_OVER, 1)["store"] is False
+
+
+def test_the_decode_leg_is_what_the_client_sent_and_the_ticket() -> None:
+    body = completion(min_tokens=3, stop=["x"], n=2, stream=True, vendor=1)
+    assert decode_body(Endpoint.COMPLETIONS, body, TICKET, frozenset()) == {**body, "kv_transfer_params": TICKET}
+    assert decode_body(Endpoint.COMPLETIONS, body, None, frozenset()) == body
+
+
+def test_additions_go_on_top() -> None:
+    body = chat(stream=True, stream_options={"continuous_usage_stats": True})
+    leg = decode_body(Endpoint.CHAT, body, None, frozenset(Addition))
+    assert leg["return_token_ids"] is True
+    assert leg["stream_options"] == {"continuous_usage_stats": True, "include_usage": True}
+    assert decode_body(Endpoint.MESSAGES, chat(), None, frozenset(Addition)) == chat()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("one", ["one"]),
+        (["one"], ["one"]),
+        (["one", "two"], ["one", "two"]),
+        ([1, 2, 3], [[1, 2, 3]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+        ([], [[]]),
+        (None, [None]),
+    ],
+)
+def test_each_prompt_is_a_request_of_its_own(prompt: object, expected: list[object]) -> None:
+    bodies = split(Endpoint.COMPLETIONS, completion(prompt=prompt, n=2))
+    assert [body["prompt"] for body in bodies] == expected
+    assert all(body["n"] == 2 for body in bodies)
+    assert shape(Endpoint.COMPLETIONS, completion(prompt=prompt)).prompts == len(expected)
+
+
+def test_a_chat_has_one_prompt_whatever_it_is_called() -> None:
+    assert split(Endpoint.CHAT, chat(prompt=["a", "b"])) == (chat(prompt=["a", "b"]),)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "reason"),
+    [
+        (Endpoint.COMPLETIONS, completion(), None),
+        (Endpoint.COMPLETIONS, completion(logprobs=3, n=4, echo=True, logit_bias={}), "echo_logprobs"),
+        (Endpoint.COMPLETIONS, completion(logprobs=0, echo=True), "echo_logprobs"),
+        (Endpoint.COMPLETIONS, completion(logprobs=3, n=4), None),
+        (Endpoint.COMPLETIONS, completion(echo=True), None),
+        (Endpoint.COMPLETIONS, completion(prompt_logprobs=0), "prompt_logprobs"),
+        (Endpoint.COMPLETIONS, completion(use_beam_search=True), "beam_search"),
+        (Endpoint.COMPLETIONS, completion(max_tokens=0, echo=True), "no_tokens"),
+        (Endpoint.COMPLETIONS, completion(prompt=[5]), "one_token"),
+        (Endpoint.COMPLETIONS, completion(prompt=[5, 6]), None),
+        (Endpoint.COMPLETIONS, completion(prompt=""), "no_prompt"),
+        (Endpoint.COMPLETIONS, completion(n=1025), "choices"),
+        (Endpoint.CHAT, chat(), None),
+        (Endpoint.CHAT, chat(echo=True), "echo_logprobs"),
+        (Endpoint.CHAT, chat(truncate_prompt_tokens=-1), "open_truncation"),
+        (Endpoint.CHAT, chat(truncate_prompt_tokens=-1, max_tokens=5), None),
+        (Endpoint.COMPLETIONS, completion(truncate_prompt_tokens=-1), None),
+        (Endpoint.RESPONSES, {"model": "m", "input": "x", "truncation": "auto"}, "open_truncation"),
+        (Endpoint.CHAT, chat(logprobs=True, top_logprobs=2, tools=TOOLS, messages=IMAGE), None),
+        (Endpoint.MESSAGES, chat(), None),
+        (Endpoint.RESPONSES, {"model": "m", "input": "x", "tools": [{"type": "function", "name": "f"}]}, None),
+        (Endpoint.RESPONSES, {"model": "m", "input": "x", "tools": [{"type": "mcp"}]}, "server_tools"),
+        (Endpoint.RESPONSES, {"model": "m", "prompt": {"id": "p"}}, "stored_prompt"),
+    ],
+)
+def test_what_cannot_be_disaggregated_is_known(endpoint: Endpoint, body: Json, reason: str | None) -> None:
+    assert shape(endpoint, body).local_because == reason
+    assert shape(endpoint, body).disaggregable == (reason is None)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "reason"),
+    [
+        (Endpoint.COMPLETIONS, completion(), None),
+        (Endpoint.COMPLETIONS, completion(repetition_penalty=1.2, logprobs=2, min_tokens=3, stop="x", seed=1), None),
+        (Endpoint.COMPLETIONS, completion(presence_penalty=0, frequency_penalty=0.0, echo=False, bad_words=[]), None),
+        (Endpoint.COMPLETIONS, completion(presence_penalty=0.5), "penalties"),
+        (Endpoint.COMPLETIONS, completion(frequency_penalty=-1), "penalties"),
+        (Endpoint.COMPLETIONS, completion(echo=True), "echo"),
+        (Endpoint.COMPLETIONS, completion(n=2), "choices"),
+        (Endpoint.COMPLETIONS, completion(bad_words=["a"]), "bad_words"),
+        (Endpoint.COMPLETIONS, completion(structured_outputs={"regex": "a"}), "structured_output"),
+        (Endpoint.COMPLETIONS, completion(response_format={"type": "json_object"}), "structured_output"),
+        (Endpoint.COMPLETIONS, completion(response_format={"type": "text"}), None),
+        (Endpoint.COMPLETIONS, completion(thinking_token_budget=0), "reasoning"),
+        (Endpoint.COMPLETIONS, completion(prompt_logprobs=0), "prompt_logprobs"),
+        (Endpoint.CHAT, chat(), None),
+        (Endpoint.CHAT, chat(messages=TEXT), None),
+        (Endpoint.CHAT, chat(messages=IMAGE), "media"),
+        (Endpoint.CHAT, chat(tools=TOOLS), "tool_calls"),
+        (Endpoint.CHAT, chat(tools=TOOLS, tool_choice="none"), None),
+        (Endpoint.MESSAGES, chat(), "messages"),
+        (Endpoint.RESPONSES, {"model": "m", "input": "x"}, "responses"),
+    ],
+)
+def test_what_cannot_go_on_elsewhere_is_known(endpoint: Endpoint, body: Json, reason: str | None) -> None:
+    known = shape(endpoint, body | {"stream": True} if isinstance(body, dict) else body)
+    assert known.final_because == reason
+    assert known.additions == (frozenset({Addition.TOKEN_IDS}) if reason is None else frozenset())
+
+
+def test_a_shape_tells_what_the_client_asked_for() -> None:
+    known = shape(
+        Endpoint.CHAT,
+        chat(
+            stream=True, return_token_ids=True, stream_options={"include_usage": True}, n=1, temperature=0, stop="abc"
+        ),
+    )
+    assert known.asked == frozenset(Addition)
+    assert known.additions == frozenset()
+    assert (known.stream, known.greedy, known.held_back, known.max_tokens) == (True, True, 2, None)
+    plain = shape(Endpoint.CHAT, chat(stop=["a", "bcde"], include_stop_str_in_output=True, max_completion_tokens=7))
+    assert (plain.stream, plain.greedy, plain.held_back, plain.max_tokens) == (False, False, 0, 7)
+    assert plain.additions == frozenset()
+
+
+def test_a_continuation_asks_for_what_is_left() -> None:
+    so_far = Continuation((1, 2, 3), (4, 5))
+    body = completion(max_tokens=10, min_tokens=3, seed=2**63 - 1, suffix="x", truncate_prompt_tokens=3, stop="x")
+    rest = continuation_body(Endpoint.COMPLETIONS, body, so_far)
+    assert rest == completion(prompt=[1, 2, 3, 4, 5], max_tokens=8, min_tokens=1, seed=1, stop="x")
+
+
+def test_completions_without_a_limit_have_sixteen_tokens() -> None:
+    for body in (completion(), completion(max_tokens=None)):
+        assert continuation_body(Endpoint.COMPLETIONS, body, Continuation((1,), (2, 3)))["max_tokens"] == 14
+
+
+def test_a_chat_goes_on_by_token_ids_through_both_legs() -> None:
+    rest = continuation_body(Endpoint.CHAT, chat(max_completion_tokens=5), Continuation((1, 2), (3,)))
+    assert rest["max_completion_tokens"] == 4
+    assert rest["messages"] == MESSAGES
+    assert "max_tokens" not in rest
+    ids = {"prompt_token_ids": [1, 2, 3]}
+    first = prefill_body(Endpoint.CHAT, rest, HAND_OVER, 1)["kv_transfer_params"]
+    assert isinstance(first, dict)
+    assert ids.items() <= first.items()
+    assert decode_body(Endpoint.CHAT, rest, TICKET, frozenset())["kv_transfer_params"] == {**ids, **TICKET}
+    assert decode_body(Endpoint.CHAT, rest, None, frozenset())["kv_transfer_params"] == ids
+
+
+@pytest.mark.parametrize("text", ["a b", "(^.*$)[x]{2}|?+\\", "\n\t\0", "é😀", "x/y-z", '"quoted"', "\u2028"])
+def test_a_sampled_continuation_is_held_to_what_the_client_has(text: str) -> None:
+    rest = continuation_body(Endpoint.CHAT, chat(), Continuation((1,), (2,), len(text), text))
+    rule = rest["structured_outputs"]
+    assert isinstance(rule, dict)
+    assert re.fullmatch(rule["regex"], text + " and\nmore")
+    assert re.fullmatch(rule["regex"], text)
+    assert not re.fullmatch(rule["regex"], "x" + text)
+    assert "structured_outputs" not in continuation_body(Endpoint.CHAT, chat(), Continuation((1,), (2,), len(text)))
+
+
+@pytest.mark.parametrize("endpoint", [Endpoint.MESSAGES, Endpoint.RESPONSES])
+def test_other_streams_cannot_go_on(endpoint: Endpoint) -> None:
+    with pytest.raises(ValueError, match="cannot go on"):
+        continuation_body(endpoint, {}, Continuation((1,), ()))
+
+
+def test_nothing_is_changed_in_place() -> None:
+    for endpoint, make in itertools.product(Endpoint, (completion, chat)):
+        body, before = (make(stream=True, n=2, stream_options={"a": 1}) for _ in range(2))
+        shape(endpoint, body)
+        split(endpoint, body)
+        prefill_body(endpoint, body, HAND_OVER, 2)
+        decode_body(endpoint, body, TICKET, frozenset(Addition))
+        assert body == before

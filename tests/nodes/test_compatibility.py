@@ -1,0 +1,110 @@
+"""Nodes that cannot work together are refused by the name of the setting."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from pdproxy.nodes.compatibility import MUST_AGREE, SHOULD_AGREE, check_compatibility
+from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.node_info import ModelCard, NodeInfo
+from tests.nodes.fake_pool import LABELS
+
+
+def info(name: str, role: Role, labels: Mapping[str, str] = LABELS, model: str = "", serves: str = "tiny") -> NodeInfo:
+    """A node with our connector; ``labels`` change the usual ones."""
+    node = Node(name, f"http://{name}", role, model)
+    return NodeInfo(node, ModelCard((serves,), "/models/tiny", 4096), "0.32.0", {**LABELS, **labels})
+
+
+PREFILL = info("p1", Role.PREFILL)
+
+
+def test_equal_settings_are_fine() -> None:
+    verdict = check_compatibility(info("d1", Role.DECODE), [PREFILL])
+    assert (verdict.refusals, verdict.warnings) == ((), ())
+
+
+@pytest.mark.parametrize("setting", MUST_AGREE)
+def test_a_setting_that_must_agree_is_refused_by_its_name(setting: str) -> None:
+    verdict = check_compatibility(info("d1", Role.DECODE, {setting: "other"}), [PREFILL, info("p2", Role.PREFILL)])
+    (finding,) = verdict.refusals
+    assert str(finding).startswith(f"{setting}: other here, {LABELS[setting]} on p1")
+    assert ("--model" in str(finding)) == (setting == "model")
+
+
+@pytest.mark.parametrize("setting", SHOULD_AGREE)
+def test_a_setting_that_should_agree_is_warned_of(setting: str) -> None:
+    verdict = check_compatibility(info("d1", Role.DECODE, {setting: "other"}), [PREFILL])
+    assert verdict.refusals == ()
+    assert [finding.setting for finding in verdict.warnings] == [setting]
+
+
+def test_nodes_that_never_exchange_tickets_are_not_compared() -> None:
+    other = {"block_size": "16"}
+    assert check_compatibility(info("d1", Role.DECODE, other), [info("d2", Role.DECODE)]).refusals == ()
+    assert check_compatibility(info("d1", Role.DECODE, {**other, "vllm_version": "0.33.0"}), [PREFILL]).refusals == ()
+    assert check_compatibility(info("d1", Role.DECODE, other, serves="big"), [PREFILL]).refusals == ()
+
+
+def test_a_model_path_is_compared_even_without_our_connector() -> None:
+    plain = [NodeInfo(Node(name, name, role), ModelCard(("tiny",), root), "0.32.0")
+             for name, role, root in (("p1", Role.PREFILL, "/a"), ("d1", Role.DECODE, "/b"))]  # fmt: skip
+    assert [finding.setting for finding in check_compatibility(plain[1], [plain[0]]).refusals] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("role", "kv_role", "fits"),
+    [
+        (Role.PREFILL, "kv_producer", True),
+        (Role.PREFILL, "kv_both", True),
+        (Role.PREFILL, "kv_consumer", False),
+        (Role.DECODE, "kv_consumer", True),
+        (Role.DECODE, "kv_both", True),
+        (Role.DECODE, "kv_producer", False),
+    ],
+)
+def test_a_node_can_only_be_what_it_runs_as(role: Role, kv_role: str, fits: bool) -> None:
+    refusals = check_compatibility(info("n", role, {"role": kv_role}), []).refusals
+    assert [finding.setting for finding in refusals] == ([] if fits else ["kv_role"])
+
+
+def test_a_node_that_serves_another_model_than_configured_is_refused() -> None:
+    assert [finding.setting for finding in check_compatibility(info("d1", Role.DECODE, model="huge"), []).refusals] == [
+        "model"
+    ]
+    assert check_compatibility(info("d1", Role.DECODE, model="tiny"), []).refusals == ()
+
+
+def test_a_node_without_our_connector_is_let_in_with_a_warning() -> None:
+    plain = NodeInfo(Node("d1", "http://d1", Role.DECODE), ModelCard(("tiny",), "/models/tiny"), "0.32.0")
+    verdict = check_compatibility(plain, [PREFILL])
+    assert verdict.refusals == ()
+    assert [finding.setting for finding in verdict.warnings] == ["kv_connector"]
+
+
+def test_weak_settings_are_warned_of() -> None:
+    weak = info("d1", Role.DECODE, {"failure_policy": "fail", "prefix_caching": "false"})
+    settings = [finding.setting for finding in check_compatibility(weak, []).warnings]
+    assert settings == ["kv_load_failure_policy", "enable_prefix_caching"]
+    assert check_compatibility(info("p2", Role.PREFILL, {"failure_policy": "fail"}), []).warnings == ()
+
+
+def test_different_lengths_are_warned_of() -> None:
+    short = NodeInfo(Node("d1", "http://d1", Role.DECODE), ModelCard(("tiny",), "/models/tiny", 1024), "0.32.0", LABELS)
+    assert [finding.setting for finding in check_compatibility(short, [PREFILL]).warnings] == ["max_model_len"]
+
+
+def test_sizes_that_follow_the_tensor_parallel_degree_are_explained() -> None:
+    """Qwen3-Next's sizes at TP 2 and 8."""
+    wide = info("d1", Role.DECODE, {"tp_size": "8", "block_size": "272"})
+    narrow = info("p1", Role.PREFILL, {"tp_size": "2", "block_size": "1056"})
+    (finding,) = check_compatibility(wide, [narrow]).refusals
+    assert str(finding) == (
+        "block_size: 272 here, 1056 on p1: a hybrid model's block size follows --tensor-parallel-size (8 here, 2 there)"
+        ". Pairs that go together: equal degrees; any two degrees up to the model's number of KV heads; and any two"
+        " with --block-size 1056 on both"
+    )
+    assert (
+        check_compatibility(info("d1", Role.DECODE, {"tp_size": "8"}), [narrow, PREFILL]).refusals[0].setting
+        == "block_size"
+    )

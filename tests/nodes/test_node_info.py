@@ -1,0 +1,135 @@
+"""What nodes say of themselves."""
+
+import json
+
+import pytest
+
+from pdproxy.nodes.node import Binding, Capacity, Node, Role
+from pdproxy.nodes.node_info import (
+    ModelCard,
+    NodeInfo,
+    read_fingerprint,
+    read_labels,
+    read_model_card,
+    read_node_capacity,
+    read_ranks,
+    read_version,
+)
+from tests.nodes.fake_pool import LABELS, levels, metrics
+
+NODE = Node("p1", "http://p1", Role.PREFILL)
+
+
+def test_base_models_come_before_adapters() -> None:
+    body = {"data": [
+        {"id": "lora", "root": "/loras/1", "parent": "tiny"},
+        {"id": "tiny", "root": "/models/tiny", "parent": None, "max_model_len": 4096},
+    ]}  # fmt: skip
+    assert read_model_card(json.dumps(body).encode()) == ModelCard(("tiny", "lora"), "/models/tiny", 4096)
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"data": 3}', b'{"data": [3, {"id": 4}]}', b"\xff"])
+def test_unusable_answers_tell_nothing(body: bytes) -> None:
+    assert read_model_card(body) == ModelCard()
+    assert read_version(body) == ""
+    assert read_labels(body) == {}
+
+
+def test_the_connectors_labels_are_read_out_of_all_metrics() -> None:
+    assert read_labels(metrics(LABELS)) == LABELS
+    assert read_labels(metrics(None)) == {}
+    assert read_labels(b'pdproxy_connector_info{role="x" 1\n') == {}
+
+
+def test_data_parallel_ranks_are_counted_by_what_each_tells() -> None:
+    told = b"".join(metrics({**LABELS, "engine": engine}) for engine in ("0", "1", "2"))
+    assert read_ranks(told) == 3
+    assert NodeInfo(NODE, ranks=3).joined().ranks == 3
+    assert [dict(headers) for headers in NodeInfo(NODE, ranks=2).joined().each_rank()] == [
+        {"x-data-parallel-rank": "0"},
+        {"x-data-parallel-rank": "1"},
+    ]
+
+
+@pytest.mark.parametrize("body", [b"", metrics(None), metrics(LABELS), metrics({**LABELS, "engine": "3"})])
+def test_a_lone_engine_is_one_rank_and_needs_no_header(body: bytes) -> None:
+    assert read_ranks(body) == 1
+    assert NodeInfo(NODE, ranks=read_ranks(body)).joined().each_rank() == ((),)
+
+
+def test_what_was_configured_wins_over_what_was_found() -> None:
+    info = NodeInfo(NODE, ModelCard(("tiny", "lora")), "0.32.0")
+    assert info.joined() == Node("p1", "http://p1", Role.PREFILL, "tiny", ("lora",), 1.0, "0.32.0")
+    configured = Node("p1", "http://p1", Role.PREFILL, "lora", ("mine",), 2.0)
+    assert NodeInfo(configured, ModelCard(("tiny", "lora"))).joined().model == "lora"
+    assert NodeInfo(configured, ModelCard(("tiny", "lora"))).joined().aliases == ("mine", "tiny")
+
+
+def test_a_cohort_is_what_the_handshake_compares() -> None:
+    assert NodeInfo(NODE).cohort() == ""
+    assert NodeInfo(NODE, version="0.32.0").cohort() == "0.32.0"
+    assert NodeInfo(NODE, version="0.32.0", labels=LABELS).cohort() == "0.32.0+0.1.0"
+    told = {"checkpoint": "c1", "all": "0123456789abcdef"}
+    assert NodeInfo(NODE, labels=LABELS, fingerprint=told).cohort() == "0.32.0+0.1.0+0123456789abcdef"
+
+
+def test_a_fingerprint_is_read_part_by_part() -> None:
+    told = {"checkpoint": "c1", "dtype": "bfloat16", "all": "feed"}
+    assert read_fingerprint(metrics(LABELS) + levels(told)) == told
+    assert read_fingerprint(metrics(LABELS)) == {}
+    assert read_fingerprint(b'pdproxy_connector_fingerprint{part="x"} 1.0\n') == {}
+    assert NodeInfo(NODE, fingerprint=told).joined().fingerprint == told
+
+
+def test_ranks_that_do_not_agree_are_a_fingerprint_of_their_own() -> None:
+    divided = levels({"all": "one"}) + levels({"all": "two"}).replace(b'engine="0"', b'engine="1"')
+    assert read_fingerprint(divided) == {"all": "one|two"}
+
+
+def test_what_a_known_answer_test_needs_is_on_the_node() -> None:
+    joined = NodeInfo(NODE, ModelCard(max_model_len=4096), labels=LABELS).joined()
+    assert (joined.block_size, joined.max_model_len) == (256, 4096)
+    silent = NodeInfo(NODE, labels={"block_size": "None"}).joined()
+    assert (silent.block_size, silent.max_model_len) == (0, 0)
+
+
+CAPACITY = """# TYPE pdproxy_connector_capacity_tokens gauge
+pdproxy_connector_capacity_tokens{engine="0",model_name="tiny"} 524032.0
+# TYPE pdproxy_connector_capacity_sequences gauge
+pdproxy_connector_capacity_sequences{engine="0",limit="max_model_len",model_name="tiny"} 107.0
+pdproxy_connector_capacity_sequences{engine="0",limit="state",model_name="tiny"} 682.0
+# TYPE pdproxy_connector_capacity_binding gauge
+pdproxy_connector_capacity_binding{engine="0",group="attention",model_name="tiny"} 1.0
+"""
+
+
+def test_a_node_tells_its_capacity() -> None:
+    told = Capacity(524032, 682, 107, Binding.ATTENTION)
+    assert read_node_capacity(metrics(LABELS) + CAPACITY.encode()) == told
+    assert NodeInfo(NODE, capacity=told).joined().capacity == told
+
+
+def test_engines_behind_one_address_add_up() -> None:
+    both = CAPACITY + CAPACITY.replace('engine="0"', 'engine="1"')
+    assert read_node_capacity(both.encode()) == Capacity(2 * 524032, 2 * 682, 2 * 107, Binding.ATTENTION)
+
+
+def test_a_dense_model_has_no_limit_by_state() -> None:
+    lines = [line for line in CAPACITY.splitlines() if 'limit="state"' not in line]
+    told = read_node_capacity("\n".join(lines).encode())
+    assert told == Capacity(524032, None, 107, Binding.ATTENTION)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("capacity_tokens{", "other{"),
+        ("524032.0", "NaN"),
+        ("107.0", "+Inf"),
+        ('group="attention"', 'group="luck"'),
+        ("} 1.0", " 1.0"),
+    ],
+)
+def test_a_capacity_that_is_told_in_part_is_not_told(right: str, wrong: str) -> None:
+    assert read_node_capacity(CAPACITY.replace(right, wrong).encode()) is None
+    assert read_node_capacity(metrics(LABELS)) is None

@@ -1,0 +1,125 @@
+"""A small world for the drive: fake nodes in memory, a pool, metrics, an orchestrator. No sockets, no wall time."""
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from pdproxy.errors import ClientError
+from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.pool import Pool
+from pdproxy.observe.metrics import Metrics
+from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
+from pdproxy.orchestration.orchestrator import Orchestrator
+from pdproxy.orchestration.response import ProxyResponse
+from pdproxy.request import ClientRequest, Endpoint
+from tests.fakes.clock import FakeClock
+from tests.fakes.kv_transfer import FakeKvTransfer
+from tests.fakes.memory_transport import MemoryTransport
+from tests.fakes.node import FakeNode
+from tests.fakes.reading import follow
+
+MODEL = "tiny"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Got:
+    """What a client got: a status and the bytes, whole."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class FakeCluster:
+    """Prefill nodes p0…, decode nodes d0…, all up.
+
+    Args:
+        prefills: how many prefill nodes.
+        decodes: how many decode nodes.
+        config: the operator's.
+        burst: tokens that an event carries.
+    """
+
+    def __init__(
+        self, prefills: int = 2, decodes: int = 2, config: OrchestrationConfig | None = None, burst: int = 1
+    ) -> None:
+        self.fabric = FakeKvTransfer()
+        self.clock = FakeClock()
+        self.registry = CollectorRegistry()
+        self.prefills = [FakeNode(f"p{index}", self.fabric, burst) for index in range(prefills)]
+        self.decodes = [FakeNode(f"d{index}", self.fabric, burst) for index in range(decodes)]
+        self.transport = MemoryTransport(self.nodes, self.clock)
+        self.pool = Pool(self.clock)
+        for node in self.prefills:
+            self._join(node, Role.PREFILL)
+        for node in self.decodes:
+            self._join(node, Role.DECODE)
+        self.context = OrchestrationContext(
+            self.transport, self.pool, Metrics(self.registry), self.clock, config or OrchestrationConfig()
+        )
+        self.orchestrator = Orchestrator(self.context)
+
+    @property
+    def nodes(self) -> list[FakeNode]:
+        return [*self.prefills, *self.decodes]
+
+    def _join(self, fake: FakeNode, role: Role) -> None:
+        node = Node(fake.name, fake.url, role, MODEL)
+        self.pool.add(node)
+        self.pool.admit(node)
+
+    def request(self, endpoint: Endpoint, body: Mapping[str, object], *, name: str = "r-1") -> ClientRequest:
+        """A client's request; the model is put in."""
+        whole = {"model": MODEL, **body}
+        now = self.clock.now()
+        return ClientRequest(
+            request_id=name,
+            endpoint=endpoint,
+            body=whole,
+            headers=(("authorization", "Bearer k"),),
+            model=str(whole["model"]),
+            stream=bool(body.get("stream")),
+            priority=0,
+            arrived=now,
+            deadline=now + 3600,
+        )
+
+    async def ask(self, endpoint: Endpoint, body: Mapping[str, object], *, name: str = "r-1") -> Got:
+        """The whole way of a request, to the last byte; an error of ours as its status and body."""
+        try:
+            reply = await self.orchestrator.answer(self.request(endpoint, body, name=name))
+        except ClientError as error:
+            return Got(error.status, dict(error.headers), error.body())
+        return Got(reply.status, dict(reply.headers), await read(reply))
+
+    def count(self, name: str, **labels: str) -> float:
+        """A counter's value; 0 where it was never touched."""
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+    async def settle(self) -> None:
+        """Let releases finish, and check that nothing at all is left."""
+        for _ in range(50):
+            if not self.orchestrator.background_tasks:
+                break
+            await asyncio.sleep(0)
+        assert self.orchestrator.background_tasks == 0
+        assert not self.transport.open
+        assert {view.node.name: view.active for view in self.pool.snapshot().nodes if view.active} == {}
+        assert {node.name: node.running for node in self.nodes if node.running} == {}
+        assert self.count("pdproxy_prefill_pending_tokens_estimate", model=MODEL) == 0
+        assert self.fabric.held == {}
+        assert self.fabric.wrong == []
+
+
+async def read(reply: ProxyResponse) -> bytes:
+    """The body of a reply, to its end."""
+    if isinstance(reply.body, bytes):
+        return reply.body
+    return b"".join(await follow(reply.body))

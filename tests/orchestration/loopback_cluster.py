@@ -1,0 +1,73 @@
+"""The world of `world`, on real sockets of 127.0.0.1 and with the machine's clock."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+from prometheus_client import CollectorRegistry
+
+from pdproxy.clock import SystemClock
+from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.node_entry import CircuitBreakerConfig
+from pdproxy.nodes.pool import Pool
+from pdproxy.observe.metrics import Metrics
+from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
+from pdproxy.orchestration.orchestrator import Orchestrator
+from pdproxy.transport.h1_client import H1Transport
+from tests.fakes.kv_transfer import FakeKvTransfer
+from tests.fakes.loopback import LoopbackNode
+from tests.fakes.node import FakeNode
+from tests.orchestration.cluster import MODEL
+
+PATIENT = 60.0
+"""Seconds after which a test gives up: far more than any machine needs."""
+
+
+class LoopbackCluster:
+    """Nodes p0…, d0… on free ports, behind the real transport."""
+
+    def __init__(self, fabric: FakeKvTransfer, nodes: list[LoopbackNode], config: OrchestrationConfig) -> None:
+        clock = SystemClock()
+        self.fabric = fabric
+        self.nodes = nodes
+        self.registry = CollectorRegistry()
+        self.transport = H1Transport(clock)
+        self.pool = Pool(clock, CircuitBreakerConfig(failures=3, cool_down=0.2, longest_cool_down=0.5, slow_start=0.0))
+        for node in nodes:
+            role = Role.PREFILL if node.node.name.startswith("p") else Role.DECODE
+            entry = Node(node.node.name, node.url, role, MODEL)
+            self.pool.add(entry)
+            self.pool.admit(entry)
+        self.orchestrator = Orchestrator(
+            OrchestrationContext(self.transport, self.pool, Metrics(self.registry), clock, config)
+        )
+
+    async def close(self) -> None:
+        """End the proxy's side, and check that it left nothing."""
+        await self.orchestrator.aclose()
+        assert self.orchestrator.background_tasks == 0
+        assert {view.node.name: view.active for view in self.pool.snapshot().nodes if view.active} == {}
+        await self.transport.aclose()
+        assert self.transport.connections == 0
+        await until(lambda: not any(node.connections() for node in self.nodes))
+        assert self.fabric.held == {}
+        assert self.fabric.wrong == []
+
+
+@contextlib.asynccontextmanager
+async def loopback_cluster(
+    prefills: int = 2, decodes: int = 2, config: OrchestrationConfig | None = None
+) -> AsyncIterator[LoopbackCluster]:
+    """A running town; the nodes end with the block."""
+    fabric = FakeKvTransfer()
+    names = [*(f"p{index}" for index in range(prefills)), *(f"d{index}" for index in range(decodes))]
+    async with contextlib.AsyncExitStack() as stack:
+        nodes = [await stack.enter_async_context(LoopbackNode(FakeNode(name, fabric))) for name in names]
+        yield LoopbackCluster(fabric, nodes, config or OrchestrationConfig())
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait for a condition that other tasks bring about."""
+    async with asyncio.timeout(PATIENT):
+        while not holds():  # noqa: ASYNC110 - the condition has no event of its own
+            await asyncio.sleep(0.01)

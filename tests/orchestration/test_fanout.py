@@ -1,0 +1,111 @@
+"""Lists of prompts: one hand-over each, one answer, and one failure that ends them all."""
+
+import asyncio
+import functools
+
+import pytest
+
+from pdproxy.orchestration.context import OrchestrationConfig
+from pdproxy.orchestration.fanout import gather_bounded
+from pdproxy.request import Endpoint
+from tests.fakes.fake_model import generate, tokenize
+from tests.fakes.faults import FaultKind, InjectedFault
+from tests.orchestration.answers import read_answer
+from tests.orchestration.cluster import FakeCluster
+
+COMPLETIONS = Endpoint.COMPLETIONS
+PROMPTS = [f"prompt number {number} of several words" for number in range(7)]
+RIGHT = {index: "".join(said.text for said in generate(tokenize(prompt), 5)) for index, prompt in enumerate(PROMPTS)}
+
+
+def _body(*, stream: bool, **more: object) -> dict[str, object]:
+    return {"prompt": PROMPTS, "max_tokens": 5, "stream": stream, "temperature": 0, **more}
+
+
+@pytest.mark.parametrize("width", [1, 2, 64])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_every_prompt_has_its_own_hand_over(stream: bool, width: int) -> None:
+    world = FakeCluster(config=OrchestrationConfig(fan_out=width))
+    got = await world.ask(COMPLETIONS, _body(stream=stream))
+    if stream:
+        told = read_answer(COMPLETIONS, got.body)
+        assert (told.texts, told.finishes, told.ended) == (RIGHT, dict.fromkeys(RIGHT, "length"), True)
+        assert (len(told.ids), told.usage) == (1, None)
+    else:
+        assert {choice["index"]: choice["text"] for choice in got.json()["choices"]} == RIGHT
+    assert world.fabric.pulled == len(PROMPTS)
+    assert world.count("pdproxy_requests_total", endpoint=COMPLETIONS, outcome="ok") == 1
+    await world.settle()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_usage_and_choices_add_up(stream: bool) -> None:
+    world = FakeCluster()
+    more = {"stream_options": {"include_usage": True}} if stream else {}
+    got = await world.ask(COMPLETIONS, _body(stream=stream, n=2, **more))
+    usage = read_answer(COMPLETIONS, got.body).usage if stream else got.json()["usage"]
+    assert usage is not None
+    assert usage["completion_tokens"] == len(PROMPTS) * 2 * 5
+    assert usage["prompt_tokens"] == sum(len(tokenize(prompt)) for prompt in PROMPTS)
+    assert usage["prompt_tokens_details"] == {"cached_tokens": len(PROMPTS)}
+    if stream:
+        assert set(read_answer(COMPLETIONS, got.body).texts) == set(range(14))
+    await world.settle()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_refused_prompt_refuses_all(stream: bool) -> None:
+    world = FakeCluster(config=OrchestrationConfig(fan_out=1))
+    world.prefills[0].trouble = InjectedFault(FaultKind.STATUS, status=400, times=1)
+    got = await world.ask(COMPLETIONS, _body(stream=stream))
+    assert got.status == 400
+    await world.settle()
+
+
+async def test_a_prompt_that_is_refused_later_ends_the_stream_with_an_error_event() -> None:
+    world = FakeCluster(config=OrchestrationConfig(fan_out=1))
+    reply = await world.orchestrator.answer(world.request(COMPLETIONS, _body(stream=True)))
+    for node in world.prefills:
+        node.trouble = InjectedFault(FaultKind.STATUS, status=400)
+    assert not isinstance(reply.body, bytes)
+    told = read_answer(COMPLETIONS, b"".join([piece async for piece in reply.body]))
+    assert told.error is not None
+    assert told.ended
+    assert world.count("pdproxy_requests_total", endpoint=COMPLETIONS, outcome="failed") == 1
+    await world.settle()
+
+
+async def test_a_prompt_that_breaks_ends_the_stream_once() -> None:
+    world = FakeCluster(config=OrchestrationConfig(migrations=0))
+    world.decodes[0].trouble = InjectedFault(FaultKind.RESET, at=3, times=1)
+    told = read_answer(COMPLETIONS, (await world.ask(COMPLETIONS, _body(stream=True))).body)
+    assert told.error is not None
+    assert told.ended
+    assert all(RIGHT[index].startswith(text) for index, text in told.texts.items())
+    await world.settle()
+
+
+async def test_a_migrating_prompt_does_not_disturb_the_others() -> None:
+    world = FakeCluster(decodes=3)
+    world.decodes[0].trouble = InjectedFault(FaultKind.RESET, at=2)
+    told = read_answer(COMPLETIONS, (await world.ask(COMPLETIONS, _body(stream=True))).body)
+    assert (told.texts, told.error) == (RIGHT, None)
+    await world.settle()
+
+
+async def test_together_keeps_order_and_width() -> None:
+    running: list[int] = []
+    most = 0
+
+    async def run(number: int) -> int:
+        nonlocal most
+        running.append(number)
+        most = max(most, len(running))
+        for _ in range(10 - number):
+            await asyncio.sleep(0)
+        running.remove(number)
+        return number
+
+    parts = [functools.partial(run, number) for number in range(8)]
+    assert await gather_bounded(parts, 3) == list(range(8))
+    assert most == 3

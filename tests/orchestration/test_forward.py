@@ -1,0 +1,114 @@
+"""Requests that the proxy does not understand."""
+
+import asyncio
+import json
+
+import pytest
+
+from pdproxy.errors import ClientError, Fault
+from pdproxy.nodes.node import State
+from pdproxy.orchestration.forward import ForwardRequest
+from tests.fakes.faults import FaultKind, InjectedFault
+from tests.orchestration.cluster import MODEL, FakeCluster
+
+
+async def _forward(world: FakeCluster, model: str = MODEL, seconds: float = 3600.0) -> tuple[int, bytes]:
+    sent = (("content-type", "application/json"),)
+    deadline = world.clock.now() + seconds
+    asked = ForwardRequest("POST", "/v1/embeddings?x=1", sent, b'{"input":"a"}', model, deadline)
+    reply = await world.orchestrator.forward(asked)
+    assert isinstance(reply.body, bytes)
+    return reply.status, reply.body
+
+
+@pytest.mark.parametrize("model", [MODEL, ""])
+async def test_a_node_of_the_model_answers(model: str) -> None:
+    world = FakeCluster()
+    status, body = await _forward(world, model)
+    assert (status, json.loads(body)["path"]) == (200, "/v1/embeddings?x=1")
+    assert world.count("pdproxy_requests_total", endpoint="other", outcome="ok") == 1
+    await world.settle()
+
+
+async def test_another_node_is_asked_where_the_first_is_unreachable() -> None:
+    world = FakeCluster()
+    world.decodes[0].trouble = InjectedFault(FaultKind.REFUSE)
+    assert json.loads((await _forward(world))[1])["node"] == "d1"
+    await world.settle()
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [InjectedFault(FaultKind.RESET), InjectedFault(FaultKind.HANG), InjectedFault(FaultKind.RESET, at=0)],
+    ids=str,
+)
+async def test_what_may_have_been_done_is_not_asked_again(trouble: InjectedFault) -> None:
+    world = FakeCluster()
+    world.decodes[0].trouble = trouble
+    with pytest.raises(ClientError) as caught:
+        await _forward(world)
+    assert caught.value.status in (502, 504)
+    assert world.decodes[1].seen == []
+    await world.settle()
+
+
+@pytest.mark.parametrize(
+    ("status", "outcome"), [(422, "client_error"), (429, "failed"), (500, "failed"), (503, "failed")]
+)
+async def test_a_nodes_error_is_passed_on_and_counted(status: int, outcome: str) -> None:
+    world = FakeCluster()
+    world.decodes[0].trouble = InjectedFault(FaultKind.STATUS, status=status)
+    assert (await _forward(world))[0] == status
+    assert world.count("pdproxy_requests_total", endpoint="other", outcome=outcome) == 1
+    await world.settle()
+
+
+async def test_a_nodes_5xx_does_not_speak_for_it() -> None:
+    world = FakeCluster(decodes=1)
+    for _ in range(4):
+        world.pool.report("d0", Fault.RESET)
+        world.decodes[0].trouble = InjectedFault(FaultKind.STATUS, status=500, times=1)
+        if world.pool.view("d0").state is State.UP:
+            await _forward(world)
+    assert world.pool.view("d0").state is State.DOWN
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [InjectedFault(FaultKind.HANG), InjectedFault(FaultKind.STALL, at=0), InjectedFault(FaultKind.STALL, at=1)],
+    ids=str,
+)
+async def test_the_deadline_of_the_whole_request_ends_it(trouble: InjectedFault) -> None:
+    world = FakeCluster()
+    world.decodes[0].trouble = trouble
+    began = world.clock.now()
+    with pytest.raises(ClientError) as caught:
+        await _forward(world, seconds=5.0)
+    assert (caught.value.status, caught.value.code) == (504, "deadline")
+    assert world.clock.now() - began == pytest.approx(5)
+    assert world.pool.view("d0").reason == "", "our own deadline is no fault of a node"
+    assert world.count("pdproxy_requests_total", endpoint="other", outcome="failed") == 1
+    await world.settle()
+
+
+async def test_a_client_that_leaves_is_counted_and_leaves_nothing() -> None:
+    world = FakeCluster()
+    asking = asyncio.create_task(_forward(world))
+    await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert world.count("pdproxy_requests_total", endpoint="other", outcome="client_gone") == 1
+    await world.settle()
+
+
+async def test_an_unknown_model_is_404_and_no_node_is_503() -> None:
+    world = FakeCluster()
+    with pytest.raises(ClientError) as caught:
+        await _forward(world, "other")
+    assert caught.value.status == 404
+    assert world.count("pdproxy_requests_total", endpoint="other", outcome="client_error") == 1
+    for node in world.decodes:
+        world.pool.drain(node.name)
+    with pytest.raises(ClientError) as caught:
+        await _forward(world)
+    assert (caught.value.status, dict(caught.value.headers)["retry-after"]) == (503, "1")

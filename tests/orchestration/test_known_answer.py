@@ -1,0 +1,237 @@
+"""The known-answer test against fake nodes: what it asks, what it concludes, what it leaves behind."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+
+from pdproxy.nodes.node import Bars, Node, Role
+from pdproxy.nodes.proof import Result
+from pdproxy.observe.labels import Proof
+from pdproxy.orchestration.known_answer import BUDGET, TOKENS, KnownAnswer
+from pdproxy.orchestration.resources import BackgroundTasks
+from pdproxy.request import Endpoint
+from tests.fakes.faults import FaultKind, InjectedFault
+from tests.fakes.node import UNREADABLE, FakeNode, Seen
+from tests.orchestration.cluster import FakeCluster, Got
+from tests.orchestration.prompts import body_for
+
+HEADERS = (("authorization", "Bearer operator"),)
+
+
+class Pair(FakeCluster):
+    """One prefill and one decode node, and the test."""
+
+    def __init__(self) -> None:
+        super().__init__(prefills=1, decodes=1)
+        self.background_tasks = BackgroundTasks(self.context)
+        self.test = KnownAnswer(self.context, self.background_tasks, HEADERS, itertools.count())
+        self.prefill, self.decode = self.prefills[0], self.decodes[0]
+
+    def nodes_of_pool(self, **more: Any) -> tuple[Node, Node]:
+        prefill, decode = (self.pool.view(name).node for name in ("p0", "d0"))
+        return dataclasses.replace(prefill, **more), dataclasses.replace(decode, **more)
+
+    async def test_pair(self, **more: Any) -> Result:
+        """The test, and all that it left on its way; ``more``: what the nodes say of themselves."""
+        result = await self.test.ask(*self.nodes_of_pool(**more))
+        await self.background_tasks.aclose()
+        await self.settle()
+        return result
+
+    async def ask_as_client(self) -> Got:
+        return await self.ask(Endpoint.COMPLETIONS, body_for(Endpoint.COMPLETIONS, stream=False))
+
+    def counted(self, proof: Proof) -> float:
+        return self.count("pdproxy_known_answer_tests_total", result=proof)
+
+
+def completions(node: FakeNode) -> list[Seen]:
+    return [seen for seen in node.legs() if seen.path == "/v1/completions"]
+
+
+async def test_a_right_pair_passes() -> None:
+    pair = Pair()
+    result = await pair.test_pair()
+    assert result.proof is Proof.PASSED
+    assert "differ by 0 nats (root mean square over 8 tokens; allowed are 0.25)" in result.why
+    assert pair.counted(Proof.PASSED) == 1
+    assert pair.fabric.pulled == 1
+    assert pair.fabric.released == set()
+
+
+async def test_the_same_prompt_goes_to_both_and_no_cache_helps() -> None:
+    pair = Pair()
+    await pair.test_pair()
+    alone, again, handed = (seen.body for seen in completions(pair.decode))
+    (prefilled,) = (seen.body for seen in completions(pair.prefill))
+    assert again["prompt"] == handed["prompt"] == prefilled["prompt"] == [*alone["prompt"], again["prompt"][-1]]
+    assert prefilled["cache_salt"] == handed["cache_salt"]
+    assert len({alone["cache_salt"], handed["cache_salt"]}) == 2
+    assert alone["cache_salt"] == again["cache_salt"]
+    assert (alone["max_tokens"], again["max_tokens"], handed["max_tokens"]) == (TOKENS + 1, TOKENS, TOKENS)
+    assert prefilled["kv_transfer_params"]["do_remote_decode"] is True
+    assert all(seen.headers[0] == HEADERS[0] for node in pair.nodes for seen in node.seen)
+
+
+@pytest.mark.parametrize(
+    ("told", "least", "most"),
+    [
+        ({}, 1100, 1300),
+        ({"block_size": 16}, 200, 256),
+        ({"block_size": 1056}, 2500, 2640),
+        ({"block_size": 1056, "max_model_len": 700}, 600, 690),
+    ],
+)
+async def test_the_prompt_has_several_blocks_and_a_part_of_one(told: dict[str, int], least: int, most: int) -> None:
+    pair = Pair()
+    await pair.test_pair(**told)
+    assert least <= len(completions(pair.decode)[0].body["prompt"]) <= most
+
+
+@pytest.mark.parametrize("wrong", [2, 5, UNREADABLE])
+async def test_bytes_that_mean_something_else_are_noticed(wrong: int) -> None:
+    pair = Pair()
+    pair.prefill.dialect = wrong
+    result = await pair.test_pair()
+    assert result.proof is Proof.FAILED
+    assert len(completions(pair.prefill)) == 2, "a failure counts only if another prompt fails too"
+    assert pair.counted(Proof.FAILED) == 1
+    assert ("400" if wrong == UNREADABLE else "allowed are") in result.why
+
+
+async def test_a_model_whose_answers_hang_on_rounding_proves_nothing() -> None:
+    pair = Pair()
+    pair.prefill.dialect, pair.decode.rounding = 30, 4
+    result = await pair.test_pair()
+    assert result.proof is Proof.UNANSWERED
+    assert "shows too little" in result.why
+
+
+async def test_one_failure_is_not_believed() -> None:
+    pair = Pair()
+    pair.prefill.dialect = 3
+    once = pair.test._once
+
+    async def then_mended(prefill: Node, decode: Node) -> Result:
+        result = await once(prefill, decode)
+        pair.prefill.dialect = 0
+        return result
+
+    pair.test._once = then_mended  # type: ignore[method-assign]
+    assert (await pair.test_pair()).proof is Proof.PASSED
+    assert pair.counted(Proof.FAILED) == 0
+
+
+async def test_a_decode_node_that_computes_all_the_same_proves_nothing() -> None:
+    pair = Pair()
+    pair.fabric.deaf = True
+    result = await pair.test_pair()
+    assert result.proof is Proof.UNANSWERED
+    assert "computed the prompt itself" in result.why
+    assert len(pair.fabric.released) == 1
+
+
+@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        InjectedFault(FaultKind.REFUSE),
+        InjectedFault(FaultKind.HANG),
+        InjectedFault(FaultKind.RESET),
+        InjectedFault(FaultKind.STALL, at=0),
+        InjectedFault(FaultKind.STATUS, status=500),
+        InjectedFault(FaultKind.GARBAGE, at=0),
+        InjectedFault(FaultKind.NO_TICKET),
+    ],
+)
+async def test_nodes_in_trouble_cannot_be_asked(role: Role, trouble: InjectedFault) -> None:
+    pair = Pair()
+    (pair.prefill if role is Role.PREFILL else pair.decode).trouble = trouble
+    result = await pair.test_pair()
+    if trouble.ill is FaultKind.NO_TICKET and role is Role.DECODE:
+        assert result.proof is Proof.PASSED
+        return
+    assert result.proof is Proof.UNANSWERED
+    assert ("p0" if role is Role.PREFILL else "d0") in result.why
+    assert pair.fabric.held == {}
+
+
+async def test_a_decode_node_that_fails_with_the_ticket_leaves_nothing_held() -> None:
+    pair = Pair()
+    respond = pair.prefill.respond
+
+    def then_break(path: str, raw: bytes, headers: tuple[tuple[str, str], ...] = ()) -> Any:
+        pair.decode.trouble = InjectedFault(FaultKind.STATUS, status=503)
+        return respond(path, raw, headers)
+
+    pair.prefill.respond = then_break  # type: ignore[method-assign]
+    result = await pair.test_pair()
+    assert result.proof is Proof.UNANSWERED
+    assert len(pair.fabric.released) == 1
+
+
+@pytest.mark.parametrize("slow", [26, 31])
+async def test_it_ends_in_time(slow: int) -> None:
+    """Two calls that take so long, then one that never ends, if it is made at all."""
+    pair = Pair()
+    started, respond = pair.clock.now(), pair.decode.respond
+
+    def slowly(path: str, raw: bytes, headers: tuple[tuple[str, str], ...] = ()) -> Any:
+        if path == "/tokenize":
+            pair.clock.advance(slow)
+        else:
+            pair.decode.trouble = InjectedFault(FaultKind.STALL, at=0)
+        return respond(path, raw, headers)
+
+    pair.decode.respond = slowly  # type: ignore[method-assign]
+    assert (await pair.test_pair()).proof is Proof.UNANSWERED
+    assert pair.clock.now() - started <= max(BUDGET, 2 * slow)
+
+
+async def test_a_node_that_knows_no_text_is_asked_by_token_ids() -> None:
+    pair = Pair()
+    respond = pair.decode.respond
+
+    def without_text(path: str, raw: bytes, headers: tuple[tuple[str, str], ...] = ()) -> Any:
+        script = respond(path, raw, headers)
+        return dataclasses.replace(script, status=404, pieces=(b"{}",)) if path == "/tokenize" else script
+
+    pair.decode.respond = without_text  # type: ignore[method-assign]
+    assert (await pair.test_pair()).proof is Proof.PASSED
+    prompt = completions(pair.decode)[0].body["prompt"]
+    assert all(8 <= token < 250 for token in prompt)
+
+
+async def test_a_warm_up_asks_for_one_token_and_concludes_nothing() -> None:
+    pair = Pair()
+    pair.prefill.dialect = 9
+    await pair.test.warm(*pair.nodes_of_pool())
+    await pair.settle()
+    assert [len(completions(node)) for node in pair.nodes] == [1, 1]
+    assert completions(pair.decode)[0].body["max_tokens"] == 1
+    assert [pair.counted(proof) for proof in Proof] == [0, 0, 0]
+
+
+async def test_a_failed_warm_up_releases_on_every_rank() -> None:
+    pair = Pair()
+    pair.decode.trouble = InjectedFault(FaultKind.STATUS, status=500)
+    await pair.test.warm(*pair.nodes_of_pool(ranks=2))
+    await pair.background_tasks.aclose()
+    released = [dict(seen.headers).get("x-data-parallel-rank") for seen in pair.prefill.seen[1:]]
+    assert released == ["0", "1"]
+    await pair.settle()
+
+
+async def test_a_barred_pair_answers_right_from_the_decode_node_alone() -> None:
+    """What clients see while a bar lasts."""
+    pair = Pair()
+    pair.prefill.dialect = 3
+    result = await pair.test_pair()
+    pair.pool.bar(Bars({("p0", "d0"): result.why}))
+    before = len(completions(pair.prefill))
+    got = await pair.ask_as_client()
+    assert got.headers["x-pdproxy-route"] == "local"
+    assert len(completions(pair.prefill)) == before
+    assert pair.count("pdproxy_local_total", reason="barred_pair") == 1

@@ -1,0 +1,85 @@
+"""A node that active health gives up is not waited for: its legs go elsewhere long before their own deadlines."""
+
+import asyncio
+
+import pytest
+
+from pdproxy.errors import Fault
+from pdproxy.nodes.pool import Pool
+from pdproxy.orchestration.resources import fail_if_node_down
+from pdproxy.request import ClientRequest, Endpoint
+from tests.fakes.faults import FaultKind, InjectedFault
+from tests.orchestration.answers import read_answer
+from tests.orchestration.cluster import MODEL, read
+from tests.orchestration.loopback_cluster import PATIENT, LoopbackCluster, loopback_cluster, until
+from tests.orchestration.prompts import body_for, right
+
+DAYS = 1e6
+FROZEN_NODES = [("p0", -1), ("d0", -1), ("d0", 0), ("d0", 3)]
+"""Which node, and after how many events: before the head, before the first event, in the middle."""
+
+
+def _request(*, stream: bool) -> ClientRequest:
+    now = asyncio.get_running_loop().time()
+    body = {"model": MODEL, **body_for(Endpoint.COMPLETIONS, stream=stream, tokens=8)}
+    return ClientRequest("r-1", Endpoint.COMPLETIONS, body, (), MODEL, stream, 0, now, now + DAYS)
+
+
+def _freeze(place: LoopbackCluster, name: str, at: int) -> None:
+    for node in place.nodes:
+        if node.node.name == name:
+            node.node.trouble = InjectedFault(FaultKind.STALL if at >= 0 else FaultKind.HANG, at=at, times=1)
+
+
+def _give_up(pool: Pool, name: str) -> None:
+    """As active health does: so many probes in a row went unanswered, and began after the last sign of life."""
+    for _ in range(3):
+        pool.probed(name, Fault.HEADERS_TIMEOUT, asyncio.get_running_loop().time())
+
+
+async def _answer(place: LoopbackCluster) -> bytes:
+    return await read(await place.orchestrator.answer(_request(stream=True)))
+
+
+@pytest.mark.parametrize(("name", "at"), FROZEN_NODES)
+async def test_the_stream_goes_on_elsewhere(name: str, at: int) -> None:
+    async with loopback_cluster() as place:
+        _freeze(place, name, at)
+        frozen = next(node.node for node in place.nodes if node.node.name == name)
+        asking = asyncio.create_task(_answer(place))
+        await until(lambda: frozen.trouble is None and frozen.running > 0)
+        while not asking.done():
+            _give_up(place.pool, name)
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(PATIENT):
+            told = read_answer(Endpoint.COMPLETIONS, await asking)
+        assert (told.texts[0], told.error, told.ended) == (right(Endpoint.COMPLETIONS), None, True)
+        await place.close()
+
+
+async def test_where_nothing_else_is_there_the_leg_waits_on() -> None:
+    async with loopback_cluster(prefills=1, decodes=1) as place:
+        slot = place.pool.acquire("d0")
+        answer = asyncio.Event()
+
+        async def wait() -> str:
+            async with fail_if_node_down(slot, lambda: False):
+                await answer.wait()
+            return "here"
+
+        waiting = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+        _give_up(place.pool, "d0")
+        await asyncio.sleep(0)
+        answer.set()
+        assert await waiting == "here"
+        slot.release()
+        await place.close()
+
+
+async def test_a_time_out_of_somebody_elses_is_left_alone() -> None:
+    async with loopback_cluster(prefills=1, decodes=1) as place:
+        with place.pool.acquire("d0") as slot, pytest.raises(TimeoutError):
+            async with fail_if_node_down(slot, lambda: True):
+                raise TimeoutError
+        await place.close()

@@ -1,0 +1,140 @@
+"""Pieces that go to the client at once: in order, framed, and no more of them than the client takes."""
+
+import asyncio
+
+import pytest
+
+from pdproxy.intake.request_context import Receive, Scope, Send, headers_of, read_body, send_head, send_whole
+from pdproxy.server.protocol import ConnectionLimits
+from pdproxy.sink import EXTENSION, Sink
+from tests.server.raw import SOON, post, say, serving
+
+LIMITS = ConnectionLimits(2000, SOON, SOON)
+BIG = b"x" * 1024 * 1024
+MOST = 200
+"""Pieces of that size: far more than the buffers of two sockets hold."""
+
+
+def sink_of(scope: Scope) -> Sink:
+    """What the server offers."""
+    found: Sink = scope["extensions"][EXTENSION]["sink"]
+    return found
+
+
+class Mixed:
+    """An application that sends every other piece straight."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await read_body(receive, headers_of(scope), 1000)
+        await send_head(send, 200, ())
+        for word in (b"one ", b"two ", b"three "):
+            await send({"type": "http.response.body", "body": word, "more_body": True})
+            assert sink_of(scope)(word.upper())
+        await send({"type": "http.response.body", "body": b"end"})
+
+
+async def test_pieces_keep_their_order_whichever_way_they_go() -> None:
+    async with serving(LIMITS, Mixed()) as port:
+        status, body = await say(port, post("content-length: 0", "connection: close"))
+    assert status == 200
+    assert body == b"".join(
+        b"%x\r\n%b\r\n" % (len(word), word)
+        for word in (b"one ", b"ONE ", b"two ", b"TWO ", b"three ", b"THREE ", b"end", b"")
+    )
+
+
+async def test_head_and_first_piece_come_as_one_as_do_last_piece_and_end() -> None:
+    async with serving(LIMITS, Mixed()) as port, asyncio.timeout(SOON):
+        reads: list[bytes] = []
+        done = asyncio.Event()
+
+        class Reader(asyncio.Protocol):
+            def data_received(self, data: bytes) -> None:
+                reads.append(data)
+
+            def connection_lost(self, exc: Exception | None) -> None:
+                done.set()
+
+        transport, _ = await asyncio.get_running_loop().create_connection(Reader, "127.0.0.1", port)
+        transport.write(post("content-length: 0", "connection: close"))
+        await done.wait()
+    assert b"\r\n\r\n4\r\none \r\n" in reads[0]
+    assert reads[-1].endswith(b"3\r\nend\r\n0\r\n\r\n")
+
+
+async def test_a_client_that_does_not_keep_up_is_waited_for() -> None:
+    taken: list[int] = []
+    go_on = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await read_body(receive, headers_of(scope), 1000)
+        await send_head(send, 200, ())
+        await send({"type": "http.response.body", "body": b"first", "more_body": True})
+        sink = sink_of(scope)
+        while sink(BIG):
+            taken.append(len(BIG))
+        go_on.set()
+        await send({"type": "http.response.body", "body": b"last", "more_body": True})
+        assert sink(b"again"), "it has caught up"
+        await send({"type": "http.response.body", "body": b""})
+
+    async with serving(LIMITS, app) as port, asyncio.timeout(SOON):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        writer.write(post("content-length: 0", "connection: close"))
+        await go_on.wait()
+        assert len(taken) < MOST
+        answer = await reader.read()
+        writer.close()
+    assert answer.endswith(b"4\r\nlast\r\n5\r\nagain\r\n0\r\n\r\n")
+    assert answer.count(b"x") >= len(BIG) * (len(taken) + 1)
+
+
+async def test_a_client_that_has_gone_gets_nothing_and_it_is_told() -> None:
+    said: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await read_body(receive, headers_of(scope), 1000)
+        await send_head(send, 200, ())
+        sink = sink_of(scope)
+        assert (await receive())["type"] == "http.disconnect"
+        said.set_result(sink(b"hello?"))
+
+    async with serving(LIMITS, app) as port, asyncio.timeout(SOON):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post("content-length: 0"))
+        await asyncio.sleep(0.05)
+        writer.transport.abort()
+        assert await said is False
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["a body of known length", "an answer that is over"])
+async def test_what_does_not_belong_there_is_refused(known: bool) -> None:
+    refused: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await read_body(receive, headers_of(scope), 1000)
+        sink = sink_of(scope)
+        if known:
+            await send_head(send, 200, [("content-length", "3")])
+        else:
+            await send_whole(send, 200, (), b"yes")
+        with pytest.raises(RuntimeError) as caught:
+            sink(b"no")
+        refused.set_result(str(caught.value))
+        if known:
+            await send({"type": "http.response.body", "body": b"yes"})
+
+    async with serving(LIMITS, app) as port:
+        _, body = await say(port, post("content-length: 0", "connection: close"))
+        assert body == b"yes"
+        assert "length is not known" in await refused
+
+
+async def test_http_1_0_has_no_such_way() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await read_body(receive, headers_of(scope), 1000)
+        await send_whole(send, 200, (), repr(scope.get("extensions", {})).encode())
+
+    async with serving(LIMITS, app) as port:
+        _, body = await say(port, b"POST / HTTP/1.0\r\ncontent-length: 0\r\n\r\n")
+    assert body == b"{}"

@@ -1,0 +1,70 @@
+"""The short way reads what the parser reads, or nothing."""
+
+import json
+
+import pytest
+
+from pdproxy.request import Endpoint
+from pdproxy.stream.chunks import fast_path
+from tests.stream.engine import Engine, events
+
+TEXTS = ["a", "", "é", "\n", '"', "\\", '","token_ids":[9]}]}', "😀", "\u2028", "\ud83d"]
+HEAD = 'data: {"id":"1","object":"o","created":1,"model":"m","choices":[{"index":3,'
+NULLS = '"logprobs":null,"finish_reason":null,'
+COMPLETION = NULLS + '"stop_reason":null,"prompt_token_ids":null,"token_ids":[1,22]}]}\n\n'
+CHAT = NULLS + '"token_ids":[1,22]}]}\n\n'
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_plain_events_are_read_as_a_parser_reads_them(text: str, ascii_only: bool) -> None:
+    quoted = json.dumps(text, ensure_ascii=ascii_only).encode("utf-8", "ignore")
+    expected = json.loads(quoted)
+    for head, tail in ((b'"text":' + quoted, COMPLETION), (b'"delta":{"content":' + quoted + b"}", CHAT)):
+        data = HEAD.encode() + head + b"," + tail.encode()
+        said = fast_path(data)
+        assert said is not None
+        assert (said.choice, said.text, said.token_ids) == (3, expected, [1, 22])
+        assert data[said.ids_from : said.ids_to] == b"[1,22]"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        HEAD + '"text":"a",' + COMPLETION.replace('"finish_reason":null', '"finish_reason":"stop"'),
+        HEAD + '"text":"a",' + COMPLETION.replace('"logprobs":null', '"logprobs":{}'),
+        HEAD + '"text":"a",' + COMPLETION.replace("[1,22]", "null"),
+        HEAD + '"text":"a",' + COMPLETION[:-3] + ',"usage":{}}\n\n',
+        HEAD + '"text":"a",' + COMPLETION.replace("[1,22]", "[1,,22]"),
+        HEAD + '"text":"a",' + COMPLETION[:-1],
+        HEAD + '"text":"a",' + COMPLETION + "\n",
+        HEAD + '"text":"a",' + COMPLETION + HEAD + '"text":"b",' + COMPLETION,
+        HEAD.replace('"1"', '"1\n"') + '"text":"a",' + COMPLETION,
+        HEAD.replace("data: ", "data:") + '"text":"a",' + COMPLETION,
+        HEAD + '"delta":{"content":"a","reasoning":"b"},' + CHAT,
+        HEAD + '"delta":{"role":"assistant","content":""},' + CHAT,
+        HEAD + '"text":"bad \\x escape",' + COMPLETION,
+        HEAD + '"text":"control \n",' + COMPLETION,
+        "{}",
+    ],
+)
+def test_anything_else_takes_the_long_way(data: str) -> None:
+    assert fast_path(data.encode()) is None
+
+
+def test_bad_utf8_takes_the_long_way() -> None:
+    assert fast_path(HEAD.encode() + b'"text":"\xff",' + COMPLETION.encode()) is None
+
+
+@pytest.mark.parametrize("endpoint", [Endpoint.COMPLETIONS, Endpoint.CHAT])
+def test_the_engine_of_these_tests_speaks_plainly(endpoint: Endpoint) -> None:
+    stream = Engine(("a", "b", "c"), endpoint=endpoint).stream()
+    assert fast_path(events(stream[1])[0].raw) is not None
+
+
+@pytest.mark.parametrize(("ids", "meant"), [("[]", []), ("[7]", [7]), ("[7,8,9]", [7, 8, 9])])
+def test_any_number_of_token_ids_is_plain(ids: str, meant: list[int]) -> None:
+    data = (HEAD + '"text":"a",' + COMPLETION.replace("[1,22]", ids)).encode()
+    said = fast_path(data)
+    assert said is not None
+    assert (said.token_ids, data[said.ids_from : said.ids_to]) == (meant, ids.encode())
