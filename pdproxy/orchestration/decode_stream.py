@@ -113,7 +113,7 @@ class DecodeStream:
         return self._client_bytes(piece)
 
     async def pipe_to(self, sink: Sink) -> None:
-        """Write what the client sees of each piece, as long as that is all there is to do; `read_next` does the rest."""
+        """Write what the client sees of each piece, while that is all there is to do; `read_next` does the rest."""
         if self.has_data_event and self._pending_error is None and not self.ended:
             await self._response.pipe_to(functools.partial(self._write_piece, sink))
 
