@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 ANY = "..."
 """At the end of a hook's parameters: ours takes whatever follows."""
@@ -87,6 +88,15 @@ class Facts:
     fields: Mapping[str, tuple[str, ...]]
     constants: Mapping[str, str]
     inner: Mapping[str, tuple[str, ...]]
+
+    @classmethod
+    def load(cls, raw: Mapping[str, Any]) -> Facts:
+        """Out of JSON, which has no tuples."""
+        lists = {name: {key: tuple(values) for key, values in raw[name].items()} for name in _LISTED}
+        return cls(parameters=raw["parameters"], constants=raw["constants"], **lists)
+
+
+_LISTED = ("attributes", "fields", "inner")
 
 
 def misfits(contract: Contract, facts: Facts) -> Iterator[str]:

@@ -6,8 +6,10 @@ python -m connector.seams --wheel … --describe > tests/connector/contracts/0.3
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,22 +17,27 @@ from pathlib import Path
 from connector.seams.check import broken, seams, wanted
 from connector.seams.ours import touches
 from connector.seams.theirs import Library, Shape, installed, wheel
+from connector.seams.unloaded import asked_about, facts_of, unfit
 
 FOLDER = Path(__file__).parents[1]
 
 
-def installed_shape() -> Shape:
+def installed_library() -> Library:
     """Of the vLLM in this environment. Raises ModuleNotFoundError without one."""
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("vllm is not installed here: give a wheel")
-    library = Library(installed(Path(spec.origin).parents[1]))
-    return library.shape(_installed_version(), wanted(touches(FOLDER)))
+    return Library(installed(Path(spec.origin).parents[1]))
 
 
-def wheel_shape(path: Path) -> Shape:
-    """Of a wheel, whose file name carries the version."""
-    return Library(wheel(path)).shape(path.name.split("-")[1], wanted(touches(FOLDER)))
+def installed_shape() -> Shape:
+    """Of the vLLM in this environment. Raises ModuleNotFoundError without one."""
+    return shape_of(installed_library(), _installed_version())
+
+
+def shape_of(library: Library, version: str) -> Shape:
+    """What this package touches of a version, or asks about it when a node starts."""
+    return library.shape(version, wanted(touches(FOLDER)) | asked_about())
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -39,16 +46,20 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--wheel", type=Path)
     parser.add_argument("--describe", action="store_true")
     given = parser.parse_args(arguments)
-    shape = installed_shape() if given.wheel is None else wheel_shape(given.wheel)
+    library = installed_library() if given.wheel is None else Library(wheel(given.wheel))
+    # A wheel's file name carries its version.
+    shape = shape_of(library, _installed_version() if given.wheel is None else given.wheel.name.split("-")[1])
+    found = facts_of(library, shape)
     if given.describe:
-        sys.stdout.write(shape.dump())
+        facts = {name: asdict(each) for name, each in found.items()}
+        sys.stdout.write(json.dumps({**json.loads(shape.dump()), "facts": facts}, indent=0) + "\n")
         return 0
     known = seams(touches(FOLDER), shape)
-    lines = [f"{len(known)} seams with vLLM {shape.version}"]
+    lines = [f"{len(known)} seams with vLLM {shape.version}, {known.private} of them with what it keeps to itself"]
     for title in ("imports", "overrides", "uses", "reads"):
         part = getattr(known, title)
         lines += ["", f"{title}: {len(part)}", *(f"  {touch}" for touch in part)]
-    faults = list(broken(known, shape))
+    faults = [*broken(known, shape), *unfit(found)]
     sys.stdout.write("\n".join([*lines, *(["", "broken:"] if faults else []), *faults]) + "\n")
     return 1 if faults else 0
 

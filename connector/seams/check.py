@@ -19,6 +19,11 @@ class Seams:
     def __len__(self) -> int:
         return sum(map(len, (self.imports, self.overrides, self.uses, self.reads)))
 
+    @property
+    def private(self) -> int:
+        """How many touch something that vLLM keeps to itself, by its name."""
+        return sum(touch.private for touch in (*self.imports, *self.overrides, *self.uses, *self.reads))
+
 
 def wanted(found: Touches) -> frozenset[str]:
     """The classes and names that must be known of a version."""

@@ -18,6 +18,11 @@ class Touch:
     chain: tuple[str, ...]
     parameters: tuple[str, ...] | None = None
 
+    @property
+    def private(self) -> bool:
+        """Whether it is something that vLLM keeps to itself, by its name."""
+        return any(name.startswith("_") and not name.startswith("__") for name in self.chain)
+
     def __str__(self) -> str:
         shown = "" if self.parameters is None else f"({', '.join(self.parameters)})"
         return f"{self.owner}.{'.'.join(self.chain)}{shown}"

@@ -140,6 +140,18 @@ class Library:
                 return next((each for each in found if each is not None), None)
         return None
 
+    def method(self, module: str, owner: str, name: str) -> ast.FunctionDef | None:
+        """The method that `name` is in a class, its own or the nearest that it inherits."""
+        found = self.find(module, owner)
+        if found is None or not isinstance(found[1], ast.ClassDef):
+            return None
+        own = [item for item in found[1].body if isinstance(item, ast.FunctionDef) and item.name == name]
+        if own:
+            return own[-1]
+        bases = [base.id for base in found[1].bases if isinstance(base, ast.Name)]
+        inherited = [self.method(found[0], base, name) for base in bases]
+        return next((each for each in inherited if each is not None), None)
+
     def _sources(self, module: str, node: ast.ImportFrom) -> list[str]:
         """The modules of vLLM that an import may mean: a relative one is so to the package, or to its parent."""
         if not node.level:

@@ -180,7 +180,7 @@ def test_the_metric_has_every_part_and_their_digest(usual: Fingerprint) -> None:
         ({"ranks": (payload(block_size=64, physical_blocks_per_logical_kv_block=4),)}, {"kernel_block_size"}),
         ({"ranks": (payload(), payload(kv_cache_layout="LBHNC"))}, {"kv_layout"}),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value)) if isinstance(value, set) else str(value),
 )
 def test_what_changes_the_meaning_of_the_bytes_is_in_it(
     usual: Fingerprint, arguments: Mapping[str, Any], parts: set[str]

@@ -1,13 +1,18 @@
 """What we touch of vLLM is there in every version that we support."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from connector.seams.__main__ import FOLDER, installed_shape, main
+from connector.contract import Facts
+from connector.seams.__main__ import FOLDER, installed_library, installed_shape, main, shape_of
 from connector.seams.check import Seams, broken, fits, seams, wanted
 from connector.seams.ours import Touch, Touches, touches
 from connector.seams.theirs import Library, Shape
+from connector.seams.unloaded import CONTRACTS as UNLOADED
+from connector.seams.unloaded import facts_of, unfit
+from connector.shape_check import Running, facts
 
 CONTRACTS = Path(__file__).parent / "contracts"
 FOUND = touches(FOLDER)
@@ -40,10 +45,28 @@ def test_another_version_has_every_seam(known: Seams, path: Path) -> None:
     assert list(broken(known, shape)) == []
 
 
+@pytest.mark.parametrize("path", sorted(CONTRACTS.glob("*.json")), ids=lambda path: path.stem)
+def test_another_version_fits_as_a_node_s_start_asks(path: Path) -> None:
+    raw = json.loads(path.read_text(encoding="utf-8"))["facts"]
+    assert unfit({name: Facts.load(each) for name, each in raw.items()}) == []
+
+
+def test_a_version_that_is_read_has_the_same_facts_as_when_it_runs() -> None:
+    library = installed_library()
+    read = facts_of(library, shape_of(library, "0.32.0"))
+    for name, contract in UNLOADED.items():
+        running = facts(contract, Running())
+        assert read[name].parameters == running.parameters
+        assert read[name].attributes == running.attributes
+        assert (read[name].fields, read[name].constants) == (running.fields, running.constants)
+        assert read[name].inner == running.inner
+
+
 def test_the_seams_are_few(known: Seams) -> None:
     """A ceiling, so that one more is a decision. Fifteen are the CPU worker's, which no GPU node loads; some thirty
     are public settings that a fingerprint reads off the configuration."""
     assert len(known.overrides) <= 62
+    assert known.private <= 31
     assert len(known) <= 275
 
 
@@ -67,7 +90,7 @@ class Sub(Base):
 DEEP = "class Config:\n    size: int = 1\n"
 
 
-def shape_of(base: str = BASE, deep: str = DEEP) -> Shape:
+def small(base: str = BASE, deep: str = DEEP) -> Shape:
     sources = {"vllm": "", "vllm.base": base, "vllm.deep": deep}
     return Library(sources.get).shape("9.9", frozenset({"vllm.base:Sub"}))
 
@@ -87,11 +110,11 @@ def use(sub: "Sub | None", sure: Sub): return sub.name, sure.config.size
 
 
 def test_a_seam_is_what_vllm_has_too(tmp_path: Path) -> None:
-    known = seams(ours(tmp_path, MINE), shape_of())
+    known = seams(ours(tmp_path, MINE), small())
     assert [touch.chain for touch in known.overrides] == [("__init__",), ("hook",)]
     assert {touch.chain for touch in known.uses} == {("__init__",), ("kept",), ("config",), ("hook",)}
     assert {touch.chain for touch in known.reads} == {("name",), ("config", "size")}
-    assert list(broken(known, shape_of())) == []
+    assert list(broken(known, small())) == []
 
 
 @pytest.mark.parametrize(
@@ -105,15 +128,15 @@ def test_a_seam_is_what_vllm_has_too(tmp_path: Path) -> None:
     ],
 )
 def test_a_change_in_vllm_is_found(tmp_path: Path, base: str, deep: str, names: str) -> None:
-    known = seams(ours(tmp_path, MINE), shape_of())
-    faults = list(broken(known, shape_of(base, deep)))
+    known = seams(ours(tmp_path, MINE), small())
+    faults = list(broken(known, small(base, deep)))
     assert faults
     assert all("9.9" in fault for fault in faults)
     assert any(names in fault for fault in faults)
 
 
 def test_a_shape_survives_as_json() -> None:
-    assert Shape.load(shape_of().dump()) == shape_of()
+    assert Shape.load(small().dump()) == small()
 
 
 @pytest.mark.parametrize(
