@@ -23,8 +23,9 @@ from connector.introductions import Asked, Introduction, Rank, Unreachable
 from connector.metadata import ReadOutcome
 from connector.open_batches import Address
 
-UNREACHABLE_FOR = 2.0
-"""Seconds for which an address that could not be reached is not asked again."""
+UNREACHABLE_FOR = 0.1
+"""Seconds for which an address that could not be reached is not asked again: enough for a flood of tickets to cost one
+dial, and too short for a node that was only slow to be passed over."""
 INCOMPATIBLE_FOR = 10.0
 MOST_FAILURES = 1024
 MOST_OFFERS = 64

@@ -18,6 +18,7 @@ pytest.importorskip("vllm")
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import HeartbeatInfo
 
+from connector import handshakes
 from connector.lease import Verdict
 from connector.metadata import ConnectorMetadata, ReadEnd, ReadOutcome
 from connector.notices import Done, parse
@@ -252,7 +253,10 @@ def test_names_that_hang_delay_nobody(make: MakeRank, stranger: Prefill) -> None
     go.set()
 
 
-def test_a_flood_to_one_dead_address_costs_one_dial(make: MakeRank, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_flood_to_one_dead_address_costs_one_dial(
+    make: MakeRank, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshakes, "UNREACHABLE_FOR", PATIENCE)
     caplog.set_level(logging.WARNING, "vllm.pdproxy.worker")
     worker = make(probe_timeout=0.5)
     with closing(accepting()) as hole:
