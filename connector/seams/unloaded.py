@@ -39,7 +39,8 @@ class Unloaded:
         return "None" if value is None else repr(ast.literal_eval(value))
 
     def tree(self, owner: str, name: str) -> ast.FunctionDef | None:
-        return self._library.method(*owner.split(":"), name)
+        module, kind = owner.split(":")
+        return self._library.method(module, kind, name)
 
 
 def facts_of(library: Library, shape: Shape) -> dict[str, Facts]:

@@ -117,7 +117,7 @@ class Worker(worker_side.WorkerSide):
         return super().get_transfer_results()
 
     def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
-        if req_id in vars(self).setdefault("_recving_metadata", {req_id: meta}):
+        if req_id in self.__dict__.setdefault("_recving_metadata", {req_id: meta}):
             self._know(req_id)
         super()._read_blocks_for_req(req_id, meta)
 
