@@ -1,6 +1,6 @@
 """Start parts, notice when one ends, take all of them down; no part outlives this process, however it ends.
 
-Each part runs under a warden of its own (see warden.py), in a process group of its own, so that the terminal's Ctrl-C
+Each part runs under a watchdog of its own (see watchdog.py), in a process group of its own, so that the terminal's Ctrl-C
 reaches this process alone and the parts end in order. Not in a session of its own: Linux schedules a session as a
 group, and a node that spins while it waits for another was seen to keep the other's session from running for 30 s
 (Linux 6.18, two cores; docs/operating.md, "Known limits").
@@ -17,10 +17,10 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
-WATCHDOG = Path(__file__).with_name("warden.py")
+WATCHDOG = Path(__file__).with_name("watchdog.py")
 GRACE_S = 10.0
 SLACK_S = 10.0
-"""How much longer than its grace a warden may take before it is ended itself."""
+"""How much longer than its grace a watchdog may take before it is ended itself."""
 
 
 class PartEndedError(Exception):
@@ -37,7 +37,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Part:
-    """One command under its warden. `process` is the warden: it ends when, and as, the command does."""
+    """One command under its watchdog. `process` is the watchdog: it ends when, and as, the command does."""
 
     name: str
     log: Path
@@ -54,12 +54,12 @@ class Part:
             raise PartEndedError(f"{self.name} ended with code {code}; the end of {self.log}:\n{self.last_lines()}")
 
     def let_go(self) -> None:
-        """Tell the warden to end the command; returns at once."""
+        """Tell the watchdog to end the command; returns at once."""
         if self.process.stdin is not None and not self.process.stdin.closed:
             self.process.stdin.close()
 
     def wait(self, grace: float) -> None:
-        """Wait until nothing is left of it; a warden that does not manage in time is killed with what it started."""
+        """Wait until nothing is left of it; a watchdog that does not manage in time is killed with what it started."""
         try:
             self.process.wait(grace + SLACK_S)
         except subprocess.TimeoutExpired:
@@ -79,10 +79,10 @@ class Supervisor(AbstractContextManager["Supervisor"]):
         """Start `command`; its output goes to `NAME.log` in the log folder."""
         self._logs.mkdir(parents=True, exist_ok=True)
         log = self._logs / f"{name}.log"
-        warden = [sys.executable, "-I", "-S", str(WATCHDOG), str(self._grace), *command]
+        watchdog = [sys.executable, "-I", "-S", str(WATCHDOG), str(self._grace), *command]
         with log.open("wb") as output:
             process = subprocess.Popen(
-                warden, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=dict(environment), cwd=cwd,
+                watchdog, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=dict(environment), cwd=cwd,
                 process_group=0,
             )  # fmt: skip
         part = Part(name, log, process)

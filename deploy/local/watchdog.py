@@ -1,4 +1,4 @@
-"""Run one command so that nothing of it outlives its parent: `warden.py GRACE COMMAND …`.
+"""Run one command so that nothing of it outlives its parent: `watchdog.py GRACE COMMAND …`.
 
 The parent holds the other end of our standard input and writes nothing to it. When that end closes, because the parent
 said so or because it is gone (however it went: a pipe closes under SIGKILL too), the whole family goes: first SIGTERM,
@@ -30,7 +30,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def die_with_watchdog() -> None:
-    """Runs in the child before it becomes the command: should this warden be killed outright, the child is told."""
+    """Runs in the child before it becomes the command: should this watchdog be killed outright, the child is told."""
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -57,7 +57,7 @@ def command_line(pid: int) -> str:
 
 
 def engines(parent: int) -> list[int]:
-    """The API servers below a process, their wardens not counted."""
+    """The API servers below a process, their watchdogs not counted."""
     lines = {pid: command_line(pid) for pid in descendants(parent)}
     return sorted(pid for pid, line in lines.items() if f"-m {ENGINE}" in line and WATCHDOG.name not in line)
 

@@ -1,4 +1,4 @@
-"""Parts and their wardens, with small Python programs for parts: nothing outlives its parent, however that ends."""
+"""Parts and their watchdogs, with small Python programs for parts: nothing outlives its parent, however that ends."""
 
 import os
 import signal
