@@ -27,8 +27,8 @@ lint: env ## format, style, types, import contracts
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-unit: env ## tests without engines (seconds)
-	$(RUN) -m pytest -m "not e2e and not long" --ignore=tests/soak
+unit: env ## tests without engines (minutes, two at a time)
+	$(RUN) -m pytest -n 2 -m "not e2e and not long" --ignore=tests/soak
 
 soak: env ## mixed load under random kills on fake nodes (two minutes; 15 in test-long)
 	SOAK_SECONDS=120 $(RUN) -m pytest tests/soak
