@@ -1,6 +1,7 @@
 """The half in the scheduler's process: vLLM's pull scheduler, with every ticket judged and every lease kept.
 
 `facade` says when vLLM calls what. Each hook first lets a desk decide, and vLLM's own code then acts on clean params.
+Over 300 lines: vLLM wants all hooks on one class, and each is short.
 """
 
 import logging

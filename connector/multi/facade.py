@@ -1,7 +1,8 @@
 """The choosing connector: vLLM's MultiConnector, with the first child that has anything replaced by the best.
 
 Configured as `kv_connector: MultiConnector` (vLLM's platform code decides by that name) with
-`kv_connector_module_path: connector.multi`; `settings` shows the children.
+`kv_connector_module_path: connector.multi`; `settings` shows the children. Over 300 lines: vLLM wants all hooks on one
+class.
 
 Scheduler process:
     get_num_new_matched_tokens ─► `Chooser` asks every child; `choice` decides ─► the winner's tokens

@@ -1,9 +1,7 @@
-"""Who belongs to the pool, and in which state: the half of `Pool` that operators, health and discovery change.
+"""The nodes that this proxy knows: who belongs to the pool (`Roster`), their load, and how they behave (`Pool`).
 
-The nodes that this proxy knows: membership (`Roster`), load, conduct. It does no I/O; `health` and `join` do, and
-tell it.
-
-Everything here is synchronous and runs on one event loop.
+No I/O: `health_check` and `join` do that and report here. Everything is synchronous and runs on one event loop. Over 300
+lines, for membership, load and circuits change the same entries.
 """
 
 import asyncio

@@ -1,6 +1,7 @@
 """The settings: one model for each section, and `Settings` over all. Times are seconds, sizes are bytes.
 
-A model that exists is valid: each field by its type, and those that must go together by the validators here.
+A model that exists is valid: each field by its type, and those that must go together by the validators here. Over 300
+lines, for every setting of the proxy stands here, with its description.
 """
 
 from typing import Self
