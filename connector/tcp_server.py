@@ -11,6 +11,7 @@
 So a newcomer always gets in, and an honest peer with few connections keeps them while a stranger holds all others.
 A peer is an IPv4 address or the /64 network of an IPv6 address, which one host may have to itself. Peers that have
 proved themselves (`Conversation.trusted`) are closed only after all others.
+Over 300 lines: each bound needs the others' books.
 """
 
 from __future__ import annotations

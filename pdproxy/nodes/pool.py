@@ -1,7 +1,7 @@
 """The nodes that this proxy knows: who belongs to the pool (`Roster`), their load, and how they behave (`Pool`).
 
-No I/O: `health_check` and `join` do that and report here. Everything is synchronous and runs on one event loop. Over 300
-lines, for membership, load and circuits change the same entries.
+No I/O: `health_check` and `join` do that and report here. Everything is synchronous and runs on one event loop. Over
+300 lines, for membership, load and circuits change the same entries.
 """
 
 import asyncio
