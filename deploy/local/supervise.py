@@ -1,6 +1,6 @@
 """Start parts, notice when one ends, take all of them down; no part outlives this process, however it ends.
 
-Each part runs under a watchdog of its own (see watchdog.py), in a process group of its own, so that the terminal's Ctrl-C
+Each part runs under a watchdog (see watchdog.py), in a process group of its own, so that the terminal's Ctrl-C
 reaches this process alone and the parts end in order. Not in a session of its own: Linux schedules a session as a
 group, and a node that spins while it waits for another was seen to keep the other's session from running for 30 s
 (Linux 6.18, two cores; docs/operating.md, "Known limits").
@@ -82,9 +82,14 @@ class Supervisor(AbstractContextManager["Supervisor"]):
         watchdog = [sys.executable, "-I", "-S", str(WATCHDOG), str(self._grace), *command]
         with log.open("wb") as output:
             process = subprocess.Popen(
-                watchdog, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=dict(environment), cwd=cwd,
+                watchdog,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                cwd=cwd,
                 process_group=0,
-            )  # fmt: skip
+            )
         part = Part(name, log, process)
         self._parts.append(part)
         return part
