@@ -2,6 +2,8 @@
 
 vLLM promises none of it: hooks change their parameters between releases, and so do tuples and messages that only its
 own classes exchange. `connector.seams` lists what is touched, and a test holds that everything on its list stands here.
+
+Over 300 lines, for it is one list.
 """
 
 from __future__ import annotations
@@ -92,6 +94,7 @@ HAND_OVERS = Contract(
             "get_exchange_clipped_blocks": "self block_ids",
         },
         WORKER: {
+            "_cleanup_remote_engine": "self engine_id log_eviction=",
             "_handle_heartbeat": "self payload",
             "_log_failure": "self failure_type req_id msg= error= meta=",
             "_pop_done_transfers": "self transfers",
@@ -101,6 +104,7 @@ HAND_OVERS = Contract(
     attributes={
         CONNECTOR: ("connector_scheduler", "connector_worker", "engine_id"),
         SCHEDULER: (
+            "_reqs_need_recv",
             "_reqs_need_save",
             "_reqs_not_processed",
             "engine_id",
@@ -109,6 +113,8 @@ HAND_OVERS = Contract(
             "side_channel_port",
         ),
         WORKER: (
+            "_handshake_futures",
+            "_invalid_remote_engines",
             "_recv_failures",
             "_recving_metadata",
             "_recving_transfers",
@@ -119,15 +125,55 @@ HAND_OVERS = Contract(
             "kv_transfer_config",
             "nixl_backends",
             "nixl_wrapper",
+            "transfer_topo",
             "xfer_stats",
         ),
         f"{V1}.nixl.stats:NixlKVConnectorStats": ("data", "record_notification_after_expiry"),
         f"{V1}.nixl.metadata:RemoteMeta": ("block_ids", "engine_id", "host", "port", "request_id"),
-        f"{V1}.nixl.metadata:ReqMeta": ("awaiting_kvs", "local_block_ids", "remote"),
+        f"{V1}.nixl.metadata:ReqMeta": (
+            "awaiting_kvs",
+            "dcp_size",
+            "local_block_ids",
+            "pp_size",
+            "remote",
+            "tp_size",
+        ),
         f"{V1}.nixl.metadata:NixlHandshakePayload": ("agent_metadata_bytes", "compatibility_hash"),
-        "vllm.config:VllmConfig": ("cache_config", "kv_transfer_config", "model_config", "parallel_config"),
+        "vllm.config:LoadConfig": ("download_dir", "load_format"),
+        "vllm.config:ModelConfig": (
+            "architecture",
+            "disable_sliding_window",
+            "dtype",
+            "hf_config",
+            "max_model_len",
+            "model",
+            "model_weights",
+            "multimodal_config",
+            "quantization",
+            "quantization_config",
+            "revision",
+        ),
+        "vllm.config:VllmConfig": (
+            "cache_config",
+            "kv_transfer_config",
+            "load_config",
+            "lora_config",
+            "model_config",
+            "num_speculative_tokens",
+            "parallel_config",
+            "speculative_config",
+        ),
         "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("blocks",),
         "vllm.v1.core.sched.output:SchedulerOutput": ("total_num_scheduled_tokens",),
+        "vllm.v1.core.sched.scheduler:Scheduler": ("requests",),
+        "vllm.v1.kv_cache_interface:AttentionSpec": (
+            "dtype",
+            "head_size",
+            "head_size_v",
+            "kv_quant_mode",
+            "state_content_size_bytes",
+            "tokens_per_state",
+        ),
         "vllm.v1.kv_cache_interface:KVCacheConfig": (
             "kv_cache_groups",
             "num_blocks",
@@ -139,6 +185,8 @@ HAND_OVERS = Contract(
             "mamba_cache_mode",
             "num_prefill_checkpoint_blocks",
             "num_speculative_blocks",
+            "shapes",
+            "tp_replicated",
         ),
         "vllm.v1.outputs:KVConnectorOutput": (
             "failed_recving",
@@ -150,6 +198,7 @@ HAND_OVERS = Contract(
             "abort_immediately",
             "is_finished",
             "kv_transfer_params",
+            "lora_request",
             "num_computed_tokens",
             "num_output_tokens",
             "num_preemptions",
@@ -240,6 +289,7 @@ TIERS = Contract(
         STATS: ("data",),
         "vllm.config:VllmConfig": ("kv_transfer_config",),
         "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("blocks",),
+        "vllm.v1.core.kv_cache_manager:KVCacheManager": ("block_pool",),
         "vllm.v1.core.sched.output:SchedulerOutput": ("preempted_req_ids",),
         "vllm.v1.kv_cache_interface:KVCacheConfig": ("kv_cache_groups",),
         "vllm.v1.outputs:KVConnectorOutput": (
