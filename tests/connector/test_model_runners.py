@@ -25,7 +25,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from connector.facade import NixlConnector
 from connector.metadata import ConnectorMetadata, ReadEnd, ReadOutcome, WorkerReport
 from connector.worker_side import WorkerSide
-from tests.connector.rank import lease_step, read_step
+from tests.connector.rank import alias_of, lease_step, read_step
 from tests.connector.worker import BLOCK_BYTES, NONCE, MakeRank, Prefill, agent, until
 
 Runner = Callable[[ConnectorMetadata], KVConnectorOutput]
@@ -195,7 +195,7 @@ def test_a_lease_is_held_read_and_let_go(make: MakeRank, begin: Begin) -> None:
     worker = make()
     step, _ = begin(worker)
     assert not step(lease_step("p")).finished_sending
-    agent(worker).inbox.append(f"p#{NONCE}:1".encode())
+    agent(worker).inbox.append(f"{alias_of('p')}#{NONCE}:1".encode())
     output = step(ConnectorMetadata())
     assert output.finished_sending == {"p"}
     assert output.kv_connector_worker_meta == WorkerReport(reads_seen={"p": {NONCE: 1}})
