@@ -101,6 +101,7 @@ class Client:
             self._flush()
             self.zmtp.receive(self.raw.recv(4096))
             assert self.zmtp.next_message() is None
+        self._flush()  # greeting and READY may come in one piece: then ours is not sent yet
         self.challenge = self.zmtp.peer.get(PROPERTY, b"")
         self.asker = Asker(keys, self.challenge, b"c" * 16)
 

@@ -23,16 +23,9 @@ def levels() -> Iterator[None]:
 
 
 def record(message: str, *args: object, **extra: object) -> logging.LogRecord:
-    made = logging.makeLogRecord(
-        {
-            "name": "pdproxy.x",
-            "levelno": logging.INFO,
-            "levelname": "INFO",
-            "msg": message,
-            "args": args,
-            "created": 0.0,
-        }
-    )
+    # Not `makeLogRecord`: that one uses the record factory, which vLLM replaces for the whole process when imported.
+    made = logging.LogRecord("pdproxy.x", logging.INFO, __file__, 1, message, args, None)
+    made.created = 0.0
     made.__dict__.update(extra)
     return made
 
