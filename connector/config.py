@@ -1,19 +1,48 @@
-"""The connector's settings, read once from `kv_connector_extra_config` and the environment.
+"""What the connector may raise, and only while a node starts.
+
+    ConnectorError
+    ├── ConfigError        a setting that cannot work, or a vLLM that does not fit; the sentence names it
+    └── SideChannelError   the side-channel address cannot be bound
+
+Nothing that arrives in a request raises: it is refused, see `connector.ticket.Reason`.
+
+
+The connector's settings, read once from `kv_connector_extra_config` and the environment.
 
 Keys of ours: `pdproxy_key_file`, `pdproxy_allowed_hosts`, `pdproxy_read_deadline`, `pdproxy_probe_timeout`,
 `pdproxy_verify_timeout`, `pdproxy_read_retries`, `pdproxy_progress_delay`, `pdproxy_side_channel_connections`; of
 vLLM's: `kv_lease_duration`. Ticket keys never come out of the extra config itself, which vLLM logs: only out of a file
 (one key a line, `#` starts a comment) or out of `PDPROXY_TICKET_KEYS` (separated by commas). The first key signs, all
 verify.
+
+
+vLLM's `vllm.general_plugins` entry point: the environment that a hybrid model's transfer needs.
+
+vLLM loads it in the process that parses the engine's arguments, in the engine core and in every worker, before the
+model is built. Mamba's convolution state must be laid out dimension-first ("DS") to be moved block by block; vLLM
+sets this by itself on CPU only. A node that says otherwise in its own environment keeps what it says; a node
+without our connector, or without state groups, does not notice.
 """
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from connector.errors import ConfigError
+
+class ConnectorError(Exception):
+    """Base of everything that this package raises."""
+
+
+class ConfigError(ConnectorError):
+    """A setting of this node that cannot work, or a version of vLLM, named in a sentence."""
+
+
+class SideChannelError(ConnectorError):
+    """The side-channel address is in use or cannot be bound."""
+
 
 KEYS_VARIABLE = "PDPROXY_TICKET_KEYS"
 SHORTEST_KEY = 16
@@ -163,3 +192,16 @@ def _read_lines(path: Any) -> list[str]:
         return Path(str(path)).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"pdproxy_key_file {path!r} cannot be read: {error}") from error
+
+
+LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
+
+
+def register() -> None:
+    """Called by vLLM, several times and in several processes."""
+    prepare(os.environ)
+
+
+def prepare(environ: MutableMapping[str, str]) -> None:
+    """Ask for the layout that can travel."""
+    environ.setdefault(LAYOUT, "DS")

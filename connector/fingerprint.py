@@ -3,17 +3,23 @@
 A prefill node puts its fingerprint into every ticket; a decode node takes a ticket only if the fingerprint in it is its
 own, part for part. What two nodes may differ in (tensor-parallel size, memory, role, ports) is in no part. How a node
 makes its own: `node_fingerprint`.
+
+
+What a model's configuration says of its computation, as values of a fingerprint. Pure.
+
+It takes the configuration as the engine holds it, which is `config.json` with `--hf-overrides` applied.
 """
 
 import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
-from connector.fields import Reason, Refused
+from connector.ticket_fields import RefusalReason, RefusedError
 
 MOST_PARTS = 64
 LONGEST_VALUE = 128
@@ -23,8 +29,8 @@ MOST_NAMED = 4
 NONE = "none"
 """The value of a part that does not apply to a model, such as the state's type of one without state groups."""
 
-_NAME = re.compile(r"[a-z][a-z0-9_]{0,47}")
-_VALUE = re.compile(rf"[A-Za-z0-9_.,:;+*/=()-]{{1,{LONGEST_VALUE}}}")
+_PART_NAME = re.compile(r"[a-z][a-z0-9_]{0,47}")
+_PART_VALUE = re.compile(rf"[A-Za-z0-9_.,:;+*/=()-]{{1,{LONGEST_VALUE}}}")
 
 ADVICE: Mapping[str, str] = MappingProxyType(
     {
@@ -67,7 +73,7 @@ class Fingerprint:
     def of(cls, parts: Mapping[str, str]) -> "Fingerprint":
         """Raises ValueError for a name or value that no other node would read."""
         for name, value in parts.items():
-            if _NAME.fullmatch(name) is None or _VALUE.fullmatch(value) is None:
+            if _PART_NAME.fullmatch(name) is None or _PART_VALUE.fullmatch(value) is None:
                 raise ValueError(f"{name}={value!r} cannot stand in a fingerprint")
         return cls(tuple(sorted(parts.items())))
 
@@ -90,14 +96,14 @@ def read_fingerprint(value: Any, mine: Fingerprint | None = None) -> Fingerprint
     if mine is not None and value == dict(mine.parts):
         return mine
     if value is None:
-        raise Refused(Reason.MISSING_FIELD, "fingerprint is missing")
+        raise RefusedError(RefusalReason.MISSING_FIELD, "fingerprint is missing")
     if not isinstance(value, dict) or not 0 < len(value) <= MOST_PARTS:
-        raise Refused(Reason.BAD_FIELD, f"fingerprint is not an object with 1 to {MOST_PARTS} parts")
+        raise RefusedError(RefusalReason.BAD_FIELD, f"fingerprint is not an object with 1 to {MOST_PARTS} parts")
     for name, text in value.items():
-        if not isinstance(name, str) or _NAME.fullmatch(name) is None:
-            raise Refused(Reason.BAD_FIELD, "a part of the fingerprint has no plain name")
-        if not isinstance(text, str) or _VALUE.fullmatch(text) is None:
-            raise Refused(Reason.BAD_FIELD, "a part of the fingerprint has no plain value")
+        if not isinstance(name, str) or _PART_NAME.fullmatch(name) is None:
+            raise RefusedError(RefusalReason.BAD_FIELD, "a part of the fingerprint has no plain name")
+        if not isinstance(text, str) or _PART_VALUE.fullmatch(text) is None:
+            raise RefusedError(RefusalReason.BAD_FIELD, "a part of the fingerprint has no plain value")
     return Fingerprint(tuple(sorted(value.items())))
 
 
@@ -129,3 +135,141 @@ def _sentence(name: str, here: str | None, there: str | None) -> str:
         where = "here" if there is None else "on the prefill node"
         return f"{name} is known {where} only: run the same release of this connector on both"
     return f"{name} is {here} here, {there} on the prefill node: {advice}"
+
+
+IGNORED = frozenset(
+    {
+        # Where it came from, and which release wrote it.
+        "_name_or_path",
+        "name_or_path",
+        "_commit_hash",
+        "transformers_version",
+        "auto_map",
+        # Parts of their own.
+        "architectures",
+        "dtype",
+        "torch_dtype",
+        # What other callers than an engine ask for.
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "return_dict",
+        "output_attentions",
+        "output_hidden_states",
+        "use_cache",
+        "initializer_range",
+        # vLLM's model classes write these into the configuration while they load: where scheduler and worker share a
+        # process it shows there, elsewhere not. Each follows from other parts.
+        "max_model_len",
+        "attn_temperature_tuning",
+        "_attn_implementation",
+        "_attn_implementation_internal",
+        "draft_vocab_size",
+        "target_layer_count",
+        "total_num_heads",
+        "total_num_kv_heads",
+    }
+)
+
+LONGER_THAN = 32768
+"""Tokens of `max_model_len` above which vLLM's Llama 4 scales its queries (`llama4.py`, `attn_temperature_tuning`)."""
+
+_ROPE = re.compile(r"rope(_.*)?|rotary_.*|partial_rotary_factor|(original_)?max_position_embeddings")
+_UNUSUAL = re.compile(r"[^A-Za-z0-9_.,:;+*/=()-]")
+
+
+def model_digest(config: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """16 hex digits over all of a configuration that can shape a computation, and over `settings`. Rope and the
+    quantization have parts of their own."""
+    own_part = dict.fromkeys(("quantization_config", "compression_config"))
+    return _digest([_plain({**config, **own_part}, skip_rope=True), _plain(settings)])
+
+
+def rope_text(config: Mapping[str, Any]) -> str:
+    """Rope and context settings of the whole configuration as `place=value`, in the order of the places."""
+    found = {f"{name}={_setting_text(value)}" for name, value in _rope_settings(_plain(config))}
+    return short(",".join(sorted(found))) if found else NONE
+
+
+def context_text(config: Mapping[str, Any], max_model_len: int) -> str:
+    """What of `--max-model-len` a model computes by: mostly nothing, so that two nodes may differ in it.
+
+    vLLM takes the long factors of `longrope` once `max_model_len` exceeds the length before scaling
+    (`phi3_long_rope_scaled_rope.py`), and scales Llama 4's queries above `LONGER_THAN` tokens.
+    """
+    settings = {name.rpartition(".")[2]: value for name, value in _rope_settings(_plain(config))}
+    if settings.get("rope_type", settings.get("type")) == "longrope":
+        original = settings.get("original_max_position_embeddings", settings.get("max_position_embeddings", 0))
+        return "long" if max_model_len > original else "short"
+    if str(config.get("model_type", "")).startswith("llama4"):
+        return "long" if max_model_len > LONGER_THAN else "short"
+    return NONE
+
+
+def quantization_text(method: str | None, asked: Any, found: Any) -> str:
+    """The method's name, with a digest of what the command line (`asked`) and the checkpoint (`found`) say of it."""
+    told = _plain({"asked": asked or None, "found": found or None})
+    if not told:
+        return NONE if method is None else short(method)
+    return short(f"{method}:{_digest(told)}")
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """A digest of settings that are not left at nothing; `NONE` when all are."""
+    given = {name: value for name, value in settings.items() if value}
+    return _digest(_plain(given)) if given else NONE
+
+
+def short(text: str) -> str:
+    """`text` with what cannot stand in a fingerprint replaced; its digest in the place of what is too long."""
+    plain = _UNUSUAL.sub("_", text)
+    if plain == text and 0 < len(text) <= LONGEST_VALUE:
+        return text
+    return f"{plain[: LONGEST_VALUE - 17]}:{_digest(text)}"
+
+
+def _rope_settings(value: Any, path: str = "", inside: bool = False) -> Iterator[tuple[str, Any]]:
+    """Every setting of rope by its place, which `rope_parameters` and its like add nothing to."""
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    for name, inner in value.items():
+        rope = inside or _ROPE.fullmatch(str(name)) is not None
+        if isinstance(inner, dict):
+            yield from _rope_settings(inner, path if rope and not inside else f"{path}{name}.", rope)
+        elif rope:
+            yield f"{path}{name}", inner
+        elif isinstance(inner, list) and any(isinstance(each, dict) for each in inner):
+            yield from _rope_settings(inner, f"{path}{name}.")
+
+
+def _plain(value: Any, *, skip_rope: bool = False) -> Any:
+    """JSON values alone. What is null says nothing; 10000 and 10000.0 are one number."""
+    if isinstance(value, Enum):
+        value = value.value
+    if is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping):
+        kept = ((str(name), inner) for name, inner in value.items() if inner is not None and name not in IGNORED)
+        return {
+            name: _plain(inner, skip_rope=skip_rope)
+            for name, inner in kept
+            if not (skip_rope and _ROPE.fullmatch(name))
+        }
+    if isinstance(value, list | tuple | set | frozenset):
+        items = sorted(value, key=str) if isinstance(value, set | frozenset) else value
+        return [_plain(inner, skip_rope=skip_rope) for inner in items]
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return type(value).__qualname__ if " at 0x" in repr(value) else repr(value)
+
+
+def _setting_text(value: Any) -> str:
+    return str(value) if not isinstance(value, list) else _digest(value)
+
+
+def _digest(value: Any) -> str:
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]

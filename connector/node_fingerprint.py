@@ -18,9 +18,9 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 
-from connector.checkpoint import Source, checkpoint_text
-from connector.fingerprint import NONE, Fingerprint
-from connector.model_settings import (
+from connector.fingerprint import (
+    NONE,
+    Fingerprint,
     context_text,
     model_digest,
     quantization_text,
@@ -28,11 +28,13 @@ from connector.model_settings import (
     settings_text,
     short,
 )
+from connector.weights import WeightsSource, checkpoint_text
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, SpeculativeConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
 
 STATE_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
 MEDIA_SETTINGS = (
@@ -136,12 +138,12 @@ def lora_settings(vllm_config: "VllmConfig") -> dict[str, Any]:
     return {} if config is None else {name: getattr(config, name, None) for name in LORA_SETTINGS}
 
 
-def _source(model: "ModelConfig", load: "LoadConfig") -> Source:
+def _source(model: "ModelConfig", load: "LoadConfig") -> WeightsSource:
     """`model_weights` is where the weights of a model in object storage are, `model` then a folder with its rest."""
-    return Source(model.model_weights or model.model, model.revision, str(load.load_format), load.download_dir)
+    return WeightsSource(model.model_weights or model.model, model.revision, str(load.load_format), load.download_dir)
 
 
-def _draft(vllm_config: "VllmConfig", target: Source) -> str:
+def _draft(vllm_config: "VllmConfig", target: WeightsSource) -> str:
     speculative: SpeculativeConfig | None = vllm_config.speculative_config
     if speculative is None or speculative.draft_model_config is None:
         return NONE

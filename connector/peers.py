@@ -1,4 +1,10 @@
-"""The connections to prefill nodes' side channels, for one thread: what the other end does costs nobody else anything.
+"""Host names to addresses, without ever waiting: `getaddrinfo` may hang for as long as a name server is silent.
+
+Addresses written as numbers need no look-up. A name is looked up in a thread of its own, at most one a name and
+`MOST_THREADS` in all, and its address is kept; an old one serves on while the name is looked up anew.
+
+
+The connections to prefill nodes' side channels, for one thread: what the other end does costs nobody else anything.
 
 Nothing here waits, and an address is dialled once however many ask. At most `most` addresses are kept: for one more,
 the connection is dropped that has been on its way to an answer for longest, else the one idle for longest. So a
@@ -13,16 +19,108 @@ import os
 import secrets
 import selectors
 import socket
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from connector.open_batches import Address
-from connector.proof import CHALLENGE_BYTES, PROPERTY, Asker
-from connector.question import LONGEST_ANSWER, Answer, read_answer
-from connector.resolver import Resolver
+from connector.messages import CHALLENGE_BYTES, LONGEST_REPLY, PROPERTY, QuestionSigner, Reply, read_reply
 from connector.tcp_server import keep_alive
 from connector.zmtp import Zmtp
+
+MOST_THREADS = 128
+"""A look-up cannot be ended. So many names whose server is silent, and further new names fail at once."""
+MOST_NAMES = 1024
+FRESH_FOR = 60.0
+
+SocketAddress = tuple[Any, ...]
+LookUp = Callable[[str, int], tuple[socket.AddressFamily, SocketAddress]]
+"""(host, port) → family and address; raises OSError."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedAddress:
+    """Where to connect."""
+
+    family: socket.AddressFamily
+    address: SocketAddress
+
+
+def look_up(host: str, port: int) -> tuple[socket.AddressFamily, SocketAddress]:
+    """The system's answer, IPv4 before IPv6 as the listener binds. Raises OSError."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    return family, address
+
+
+class Resolver:
+    """For one thread. `wake` is called in another one when a look-up has ended."""
+
+    def __init__(self, wake: Callable[[], None], clock: Callable[[], float], look_up: LookUp = look_up) -> None:
+        self._wake = wake
+        self._clock = clock
+        self._look_up = look_up
+        self._lock = threading.Lock()
+        self._running: set[tuple[str, int]] = set()
+        self._found: OrderedDict[tuple[str, int], tuple[ResolvedAddress, float]] = OrderedDict()
+        self._failed: dict[tuple[str, int], OSError] = {}
+
+    def find(self, host: str, port: int) -> ResolvedAddress | None:
+        """Where `host:port` is; None while that is looked up. Raises OSError where it is nowhere."""
+        literal = _literal(host, port)
+        if literal is not None:
+            return literal
+        with self._lock:
+            known = self._found.get((host, port))
+            failed = self._failed.pop((host, port), None)
+        if known is not None and self._clock() - known[1] < FRESH_FOR:
+            return known[0]
+        if failed is not None and known is None:
+            raise failed
+        self._start(host, port, optional=known is not None)
+        return None if known is None else known[0]
+
+    def _start(self, host: str, port: int, *, optional: bool) -> None:
+        with self._lock:
+            if (host, port) in self._running:
+                return
+            if len(self._running) >= MOST_THREADS:
+                if optional:
+                    return
+                raise OSError(f"{MOST_THREADS} names are being looked up already")
+            self._running.add((host, port))
+        threading.Thread(target=self._run, args=(host, port), name="pdproxy_resolver", daemon=True).start()
+
+    def _run(self, host: str, port: int) -> None:
+        try:
+            result: ResolvedAddress | OSError = ResolvedAddress(*self._look_up(host, port))
+        except (OSError, UnicodeError) as error:
+            result = OSError(str(error))
+        with self._lock:
+            self._running.discard((host, port))
+            if isinstance(result, ResolvedAddress):
+                self._found[host, port] = (result, self._clock())
+                self._found.move_to_end((host, port))
+            elif len(self._failed) < MOST_NAMES:
+                self._failed[host, port] = result
+            while len(self._found) > MOST_NAMES:
+                self._found.popitem(last=False)
+        self._wake()
+
+
+def _literal(host: str, port: int) -> ResolvedAddress | None:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[
+            0
+        ]
+    except (OSError, UnicodeError):
+        return None
+    return ResolvedAddress(family, address)
+
+
+Address = tuple[str, int]
+"""Host and side-channel port of a prefill node."""
 
 MOST_PEERS = 256
 CHUNK = 65536
@@ -40,15 +138,15 @@ class _Peer:
     zmtp: Zmtp
     challenge: bytes
     socket: socket.socket | None = None
-    asker: Asker | None = None
+    asker: QuestionSigner | None = None
     waiting: deque[bytes] = field(default_factory=deque)
     unsent: bytearray = field(default_factory=bytearray)
     answered: bool = False
 
-    def greet(self, keys: Sequence[bytes]) -> Asker | None:
+    def greet(self, keys: Sequence[bytes]) -> QuestionSigner | None:
         """Who signs for us on this connection, from the other end's READY on."""
         if self.asker is None and self.zmtp.peer is not None:
-            self.asker = Asker(keys, self.zmtp.peer.get(PROPERTY, b""), self.challenge)
+            self.asker = QuestionSigner(keys, self.zmtp.peer.get(PROPERTY, b""), self.challenge)
         return self.asker
 
 
@@ -71,7 +169,7 @@ class Peers:
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._resolver = resolver or Resolver(self.wake, clock)
         self._peers: OrderedDict[Address, _Peer] = OrderedDict()
-        self._answers: list[tuple[Address, Answer]] = []
+        self._answers: list[tuple[Address, Reply]] = []
         self._lost: dict[Address, str] = {}
         self._chunk = memoryview(bytearray(CHUNK))
 
@@ -107,7 +205,7 @@ class Peers:
         for peer in [peer for peer in self._peers.values() if peer.socket is None]:
             self._work(peer)
 
-    def received(self) -> list[tuple[Address, Answer]]:
+    def received(self) -> list[tuple[Address, Reply]]:
         """Every answer that came in since the last call; on a connection with keys, only genuine ones."""
         answers, self._answers = self._answers, []
         return answers
@@ -137,7 +235,7 @@ class Peers:
             pending = (one for one, peer in self._peers.items() if not peer.answered)
             self._lose(next(pending, next(iter(self._peers))), "too many other prefill addresses were asked since")
         challenge = secrets.token_bytes(CHALLENGE_BYTES)
-        zmtp = Zmtp(b"DEALER", LONGEST_ANSWER, {PROPERTY: challenge} if self._keys else None)
+        zmtp = Zmtp(b"DEALER", LONGEST_REPLY, {PROPERTY: challenge} if self._keys else None)
         self._peers[address] = peer = _Peer(address, zmtp, challenge)
         return peer
 
@@ -205,12 +303,12 @@ class Peers:
             self._take(frames, peer)
         peer.greet(self._keys)
         buffered = sum(one.zmtp.buffered for one in self._peers.values()) if peer.zmtp.buffered > CHUNK else 0
-        if buffered > MOST_BUFFERED or len(peer.unsent) > LONGEST_ANSWER:
+        if buffered > MOST_BUFFERED or len(peer.unsent) > LONGEST_REPLY:
             raise ConnectionError("the other end sends more than an answer may be")
 
     def _take(self, frames: tuple[bytes, ...], peer: _Peer) -> None:
         """Keep an answer that is genuine; a refusal needs no proof, since it gives nothing. Raises ConnectionError."""
-        answer = read_answer(frames[1]) if len(frames) in (2, 3) and not frames[0] else None
+        answer = read_reply(frames[1]) if len(frames) in (2, 3) and not frames[0] else None
         asker = peer.greet(self._keys)
         if answer is None or asker is None or not (isinstance(answer.body, str) or asker.genuine(frames[1:])):
             raise ConnectionError("what answers there is no side channel of ours, or has none of our ticket keys")

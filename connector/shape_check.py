@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Protocol
 
-from connector.contract import PROPERTY, Contract, Facts, Inner, inner_key, misfits
-from connector.errors import ConfigError
+from connector.config import ConfigError
+from connector.contract import PROPERTY, Contract, Inner, VersionFacts, inner_key, misfits
 from connector.vllm_contracts import TESTED
 
 log = logging.getLogger("vllm.pdproxy.shape_check")
@@ -68,11 +68,11 @@ def vllm_names() -> Iterator[None]:
         raise ConfigError(sentence(running_version(), [str(error)])) from error
 
 
-def facts(contract: Contract, source: Source) -> Facts:
+def facts(contract: Contract, source: Source) -> VersionFacts:
     """What `contract` asks, answered by a version."""
     methods = [(owner, name) for part in (contract.hooks, contract.calls) for owner in part for name in part[owner]]
     parameters = {f"{owner}.{name}": source.parameters(owner, name) for owner, name in methods}
-    return Facts(
+    return VersionFacts(
         parameters={key: text for key, text in parameters.items() if text is not None},
         attributes={owner: _present(names, source.members(owner)) for owner, names in contract.attributes.items()},
         fields={owner: source.fields(owner) for owner in contract.fields},

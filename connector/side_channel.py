@@ -16,25 +16,27 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from connector.accounts import Accounts
-from connector.errors import SideChannelError
-from connector.lease import Verdict
-from connector.proof import CHALLENGE_BYTES, PROPERTY, Answerer
-from connector.question import (
+from connector.config import SideChannelError
+from connector.messages import (
+    CHALLENGE_BYTES,
     LONGEST_QUESTION,
-    Batch,
+    PROPERTY,
     Handshake,
-    Introduce,
-    Refused,
+    MetadataQuestion,
+    QuestionBatch,
+    QuestionRefusal,
+    ReplySigner,
+    Verdict,
     read_request,
-    write_answer,
     write_clock,
     write_refusal,
+    write_reply,
 )
-from connector.tcp_server import BACKLOG, Closed, Limits, TcpServer
+from connector.stats import Counters
+from connector.tcp_server import BACKLOG, CloseReason, Limits, TcpServer
 from connector.zmtp import Zmtp
 
-Judge = Callable[[str, str, str], Verdict]
+JudgeRead = Callable[[str, str, str], Verdict]
 """(engine id, request id, nonce) → verdict; called in the listener's thread."""
 
 NEEDS_KEY = (
@@ -56,8 +58,8 @@ class Listener:
         host: str,
         port: int,
         encoded: Mapping[tuple[int, int], bytes],
-        judge: Judge,
-        accounts: Accounts,
+        judge: JudgeRead,
+        accounts: Counters,
         *,
         engine_id: str = "",
         keys: Sequence[bytes] = (),
@@ -86,13 +88,13 @@ class Listener:
             self._server.stop()
             self._server = None
 
-    def _begin(self) -> _Talk:
-        return _Talk(self, self._keys)
+    def _begin(self) -> _Connection:
+        return _Connection(self, self._keys)
 
-    def _closed(self, reason: Closed) -> None:
+    def _closed(self, reason: CloseReason) -> None:
         self._accounts.side_channel_closed(reason.value)
 
-    def refuse(self, reason: Refused) -> None:
+    def refuse(self, reason: QuestionRefusal) -> None:
         """Count a question that gets no usable answer."""
         self._accounts.side_channel_refused(reason.value)
 
@@ -100,14 +102,14 @@ class Listener:
         """Count a message that says nothing we know."""
         self._accounts.junk("side_channel")
 
-    def reply(self, request: Handshake | Introduce | Batch) -> Sequence[bytes]:
+    def reply(self, request: Handshake | MetadataQuestion | QuestionBatch) -> Sequence[bytes]:
         """The frames that answer a request of somebody who may ask."""
         match request:
-            case Batch(number, questions):
+            case QuestionBatch(number, questions):
                 verdicts = [self._judge(asked.engine_id, asked.request_id, asked.nonce) for asked in questions]
-                return [write_answer(number, self.incarnation, verdicts)]
-            case Introduce(number, engine_id, pp_rank, tp_rank):
-                return [write_answer(number, self.incarnation, self._introduction(engine_id, pp_rank, tp_rank))]
+                return [write_reply(number, self.incarnation, verdicts)]
+            case MetadataQuestion(number, engine_id, pp_rank, tp_rank):
+                return [write_reply(number, self.incarnation, self._introduction(engine_id, pp_rank, tp_rank))]
             case Handshake(pp_rank, tp_rank):
                 payload = self._encoded.get((pp_rank, tp_rank))
                 # vLLM's decode side estimates the clocks' offset from this: it must be the scheduler process's clock.
@@ -115,18 +117,18 @@ class Listener:
 
     def _introduction(self, engine_id: str, pp_rank: int, tp_rank: int) -> bytes | str:
         if engine_id != self._engine_id:
-            return Refused.ANOTHER_ENGINE.value
-        return self._encoded.get((pp_rank, tp_rank), Refused.NO_SUCH_RANK.value)
+            return QuestionRefusal.ANOTHER_ENGINE.value
+        return self._encoded.get((pp_rank, tp_rank), QuestionRefusal.NO_SUCH_RANK.value)
 
 
-class _Talk:
+class _Connection:
     """One connection to the listener (`tcp_server.Conversation`)."""
 
     def __init__(self, listener: Listener, keys: Sequence[bytes]) -> None:
         self._listener = listener
         self._keys = keys
         self._challenge = secrets.token_bytes(CHALLENGE_BYTES)
-        self._answerer: Answerer | None = None
+        self._answerer: ReplySigner | None = None
         self._last = 0
         self.trusted = False
         self.zmtp = Zmtp(b"ROUTER", LONGEST_QUESTION, {PROPERTY: self._challenge} if keys else None)
@@ -144,25 +146,27 @@ class _Talk:
             self._listener.refuse(refused)
             self._send(self._say(request, refused))
 
-    def _refusal(self, request: Handshake | Introduce | Batch, frames: Sequence[bytes]) -> Refused | None:
+    def _refusal(
+        self, request: Handshake | MetadataQuestion | QuestionBatch, frames: Sequence[bytes]
+    ) -> QuestionRefusal | None:
         if len(frames) == 2:
-            return Refused.UNSIGNED
+            return QuestionRefusal.UNSIGNED
         if not self._prover().genuine(frames[1], frames[2]):
-            return Refused.BAD_SIGNATURE
+            return QuestionRefusal.BAD_SIGNATURE
         if isinstance(request, Handshake) or request.number <= self._last:
-            return Refused.REPLAYED
+            return QuestionRefusal.REPLAYED
         self._last, self.trusted = request.number, True
         return None
 
-    def _prover(self) -> Answerer:
+    def _prover(self) -> ReplySigner:
         if self._answerer is None:
-            self._answerer = Answerer(self._keys, self._challenge, (self.zmtp.peer or {}).get(PROPERTY, b""))
+            self._answerer = ReplySigner(self._keys, self._challenge, (self.zmtp.peer or {}).get(PROPERTY, b""))
         return self._answerer
 
-    def _say(self, request: Handshake | Introduce | Batch, refused: Refused) -> list[bytes]:
+    def _say(self, request: Handshake | MetadataQuestion | QuestionBatch, refused: QuestionRefusal) -> list[bytes]:
         if isinstance(request, Handshake):
             return [write_refusal(NEEDS_KEY), write_clock(time.perf_counter())]
-        return [write_answer(request.number, self._listener.incarnation, refused.value)]
+        return [write_reply(request.number, self._listener.incarnation, refused.value)]
 
     def _send(self, reply: Sequence[bytes]) -> None:
         if self._keys and len(reply) == 1:

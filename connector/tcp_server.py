@@ -54,7 +54,7 @@ Peer = tuple[bool, str]
 """Whether it has proved itself, and its address or network."""
 
 
-class Closed(StrEnum):
+class CloseReason(StrEnum):
     """Why the server closed a connection; labels of its metric."""
 
     CROWDED = "crowded"
@@ -82,7 +82,7 @@ class Limits:
         return Limits(most, min(self.peer_connections, most), self.buffered, self.opening, self.message)
 
 
-class Conversation(Protocol):
+class ConnectionHandler(Protocol):
     """What is said on one connection: its bytes, and what answers them."""
 
     @property
@@ -103,7 +103,7 @@ class _Connection:
 
     socket: socket.socket
     peer: Peer
-    talk: Conversation
+    talk: ConnectionHandler
     opened: float
     active: float
     pending: deque[memoryview] = field(default_factory=deque)
@@ -143,8 +143,8 @@ class TcpServer:
     def __init__(
         self,
         listening: socket.socket,
-        begin: Callable[[], Conversation],
-        count: Callable[[Closed], None],
+        begin: Callable[[], ConnectionHandler],
+        count: Callable[[CloseReason], None],
         limits: Limits,
     ) -> None:
         self._listening = listening
@@ -236,9 +236,9 @@ class TcpServer:
         keep_alive(accepted)
         peer = (False, network)
         if len(self._peers.get(peer, ())) >= self._limits.peer_connections:
-            self._close_idle(peer, Closed.CROWDED)
+            self._close_idle(peer, CloseReason.CROWDED)
         elif self._size >= self._limits.connections:
-            self._close_idle(self._largest(), Closed.CROWDED)
+            self._close_idle(self._largest(), CloseReason.CROWDED)
         now = time.monotonic()
         connection = _Connection(accepted, peer, self._begin(), now, now)
         self._peers.setdefault(peer, OrderedDict())[connection] = None
@@ -248,9 +248,9 @@ class TcpServer:
 
     def _make_descriptor(self, error: OSError) -> None:
         if self._size:
-            self._close_idle(self._largest(), Closed.NO_DESCRIPTORS)
+            self._close_idle(self._largest(), CloseReason.NO_DESCRIPTORS)
             return
-        self._count(Closed.NO_DESCRIPTORS)
+        self._count(CloseReason.NO_DESCRIPTORS)
         self._warn(f"no connection can be accepted: {error}; raise the limit of open files (ulimit -n)")
         self._selector.unregister(self._listening)
         self._paused_until = time.monotonic() + PAUSE
@@ -304,7 +304,7 @@ class TcpServer:
             self._touch(connection)
             taken = connection.flush()
         if zmtp.fault is not None:
-            self._close(connection, Closed(zmtp.fault.value))
+            self._close(connection, CloseReason(zmtp.fault.value))
             return
         taken = taken and connection.flush()
         self._selector.modify(connection.socket, selectors.EVENT_READ if taken else selectors.EVENT_WRITE, connection)
@@ -326,7 +326,7 @@ class TcpServer:
         self._hold(connection, connection.talk.zmtp.buffered)
         while self._buffered > self._limits.buffered:
             heaviest = max(self._peers.values(), key=lambda peer: sum(one.held for one in peer))
-            self._close(max(heaviest, key=lambda one: one.held), Closed.MEMORY)
+            self._close(max(heaviest, key=lambda one: one.held), CloseReason.MEMORY)
 
     def _hold(self, connection: _Connection, size: int) -> None:
         self._buffered += size - connection.held
@@ -337,7 +337,7 @@ class TcpServer:
     def _close_slow(self, now: float) -> None:
         slow = [one for peer in self._peers.values() for one in peer if one.is_slow(now, self._limits)]
         for connection in slow:
-            self._close(connection, Closed.SLOW)
+            self._close(connection, CloseReason.SLOW)
 
     def _largest(self) -> Peer:
         """The peer with the most connections, of those that have not proved themselves if there are any."""
@@ -348,10 +348,10 @@ class TcpServer:
 
         return max(self._peers, key=weight)
 
-    def _close_idle(self, peer: Peer, reason: Closed) -> None:
+    def _close_idle(self, peer: Peer, reason: CloseReason) -> None:
         self._close(next(iter(self._peers[peer])), reason)
 
-    def _close(self, connection: _Connection, reason: Closed | None = None) -> None:
+    def _close(self, connection: _Connection, reason: CloseReason | None = None) -> None:
         if reason is not None:
             self._count(reason)
             self._warn(f"a connection from {connection.peer[1]} was closed: {reason.value}")

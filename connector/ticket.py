@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from connector import fields
-from connector.fields import Reason, Refusal
+from connector import ticket_fields
 from connector.fingerprint import Fingerprint, differences, read_fingerprint, summary
+from connector.ticket_fields import Refusal, RefusalReason
 
 VERSION = 2
 OURS = "pdproxy"
@@ -156,46 +156,48 @@ def parse(raw: Any, expected: Expected) -> Ticket | Refusal:
         _check_host(ticket, expected.hosts)
         _check_fingerprint(ticket.fingerprint, expected.fingerprint)
         _check_groups(ticket, expected.groups)
-    except fields.Refused as refused:
+    except ticket_fields.RefusedError as refused:
         return refused.refusal
     return ticket
 
 
 def _read(raw: Any, mine: Fingerprint | None) -> tuple[Ticket, str | None]:
     if not isinstance(raw, dict):
-        raise fields.Refused(Reason.NOT_AN_OBJECT, "kv_transfer_params is not an object")
+        raise ticket_fields.RefusedError(RefusalReason.NOT_AN_OBJECT, "kv_transfer_params is not an object")
     ours = _ours(raw)
     ticket = Ticket(
-        engine_id=fields.plain_name(raw, "remote_engine_id"),
-        request_id=fields.plain_name(raw, "remote_request_id"),
-        host=fields.host(raw),
-        port=fields.whole(raw, "remote_port", 1, 65535),
-        tp_size=fields.whole(raw, "tp_size", 1, MOST_RANKS),
-        dcp_size=fields.whole(raw, "dcp_size", 1, MOST_RANKS, absent=1),
-        pp_size=fields.whole(raw, "pp_size", 1, MOST_RANKS, absent=1),
-        num_tokens=fields.whole(raw, "remote_num_tokens", 1, MOST_TOKENS),
-        block_ids=fields.block_ids(raw.get("remote_block_ids")),
-        block_sizes=fields.block_sizes(ours.get("block_sizes")),
-        registration=fields.registration(raw),
-        readers=fields.whole(ours, "readers", 1, 1024),
-        issued_at=fields.moment(ours.get("issued_at")),
-        digest=fields.digest_hex(ours, "digest"),
+        engine_id=ticket_fields.plain_name(raw, "remote_engine_id"),
+        request_id=ticket_fields.plain_name(raw, "remote_request_id"),
+        host=ticket_fields.host(raw),
+        port=ticket_fields.whole(raw, "remote_port", 1, 65535),
+        tp_size=ticket_fields.whole(raw, "tp_size", 1, MOST_RANKS),
+        dcp_size=ticket_fields.whole(raw, "dcp_size", 1, MOST_RANKS, absent=1),
+        pp_size=ticket_fields.whole(raw, "pp_size", 1, MOST_RANKS, absent=1),
+        num_tokens=ticket_fields.whole(raw, "remote_num_tokens", 1, MOST_TOKENS),
+        block_ids=ticket_fields.block_ids(raw.get("remote_block_ids")),
+        block_sizes=ticket_fields.block_sizes(ours.get("block_sizes")),
+        registration=ticket_fields.registration(raw),
+        readers=ticket_fields.whole(ours, "readers", 1, 1024),
+        issued_at=ticket_fields.moment(ours.get("issued_at")),
+        digest=ticket_fields.digest_hex(ours, "digest"),
         fingerprint=read_fingerprint(ours.get("fingerprint"), mine),
     )
     if raw.get("transfer_mode", "pull") != "pull" or raw.get("remote_blocks_expiry_time") is not None:
-        raise fields.Refused(Reason.BAD_FIELD, "not a ticket for a pull from a prefill node")
-    return ticket, None if ours.get("signature") is None else fields.digest_hex(ours, "signature")
+        raise ticket_fields.RefusedError(RefusalReason.BAD_FIELD, "not a ticket for a pull from a prefill node")
+    return ticket, None if ours.get("signature") is None else ticket_fields.digest_hex(ours, "signature")
 
 
 def _ours(raw: dict[Any, Any]) -> dict[Any, Any]:
     ours = raw.get(OURS)
     if ours is None:
-        raise fields.Refused(Reason.MISSING_FIELD, f"{OURS} is missing: not issued by this connector")
+        raise ticket_fields.RefusedError(
+            RefusalReason.MISSING_FIELD, f"{OURS} is missing: not issued by this connector"
+        )
     if not isinstance(ours, dict):
-        raise fields.Refused(Reason.BAD_FIELD, f"{OURS} is not an object")
+        raise ticket_fields.RefusedError(RefusalReason.BAD_FIELD, f"{OURS} is not an object")
     version = ours.get("v")
     if type(version) is not int or version != VERSION:
-        raise fields.Refused(Reason.UNKNOWN_VERSION, f"only version {VERSION} is known here")
+        raise ticket_fields.RefusedError(RefusalReason.UNKNOWN_VERSION, f"only version {VERSION} is known here")
     return ours
 
 
@@ -203,31 +205,31 @@ def _check_signature(ticket: Ticket, signature: str | None, keys: Sequence[bytes
     if not keys:
         return
     if signature is None:
-        raise fields.Refused(Reason.UNSIGNED, "the ticket is not signed, and this node has a key")
+        raise ticket_fields.RefusedError(RefusalReason.UNSIGNED, "the ticket is not signed, and this node has a key")
     if not genuine(ticket, signature, keys):
-        raise fields.Refused(Reason.BAD_SIGNATURE, "no key of this node made the signature")
+        raise ticket_fields.RefusedError(RefusalReason.BAD_SIGNATURE, "no key of this node made the signature")
 
 
 def _check_host(ticket: Ticket, hosts: frozenset[str]) -> None:
     if hosts and ticket.host not in hosts:
-        raise fields.Refused(Reason.HOST, "remote_host is not in pdproxy_allowed_hosts")
+        raise ticket_fields.RefusedError(RefusalReason.HOST, "remote_host is not in pdproxy_allowed_hosts")
 
 
 def _check_fingerprint(theirs: Fingerprint, mine: Fingerprint | None) -> None:
     if mine is not None and theirs != mine:
-        raise fields.Refused(Reason.FINGERPRINT, summary(differences(mine, theirs)))
+        raise ticket_fields.RefusedError(RefusalReason.FINGERPRINT, summary(differences(mine, theirs)))
 
 
 def _check_groups(ticket: Ticket, groups: tuple[GroupShape, ...]) -> None:
     if not len(ticket.block_ids) == len(ticket.block_sizes) == len(groups):
-        raise fields.Refused(Reason.GROUPS, f"this model has {len(groups)} cache groups")
+        raise ticket_fields.RefusedError(RefusalReason.GROUPS, f"this model has {len(groups)} cache groups")
     for blocks, size, shape in zip(ticket.block_ids, ticket.block_sizes, groups, strict=True):
         _check_group(blocks, size, shape, ticket)
 
 
 def _check_group(blocks: tuple[int, ...], size: int, shape: GroupShape, ticket: Ticket) -> None:
     if size % shape.block_size and shape.block_size % size:
-        raise fields.Refused(Reason.GROUPS, "block sizes of the two nodes do not divide each other")
+        raise ticket_fields.RefusedError(RefusalReason.GROUPS, "block sizes of the two nodes do not divide each other")
     most = -(-ticket.num_tokens // size)
     match shape.kind:
         case GroupKind.STATE:
@@ -237,9 +239,13 @@ def _check_group(blocks: tuple[int, ...], size: int, shape: GroupShape, ticket: 
         case GroupKind.ATTENTION:
             fits = 1 <= len(blocks) <= most if ticket.dcp_size > 1 else len(blocks) == most
     if not fits:
-        raise fields.Refused(Reason.BLOCKS, f"{len(blocks)} blocks in a {shape.kind} group do not fit the tokens")
+        raise ticket_fields.RefusedError(
+            RefusalReason.BLOCKS, f"{len(blocks)} blocks in a {shape.kind} group do not fit the tokens"
+        )
     if shape.kind is not GroupKind.WINDOW and (0 in blocks or len(set(blocks)) != len(blocks)):
-        raise fields.Refused(Reason.BLOCKS, f"a block of a {shape.kind} group is null or named twice")
+        raise ticket_fields.RefusedError(
+            RefusalReason.BLOCKS, f"a block of a {shape.kind} group is null or named twice"
+        )
 
 
 def _mac(key: bytes, message: bytes) -> str:

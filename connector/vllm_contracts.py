@@ -1,15 +1,20 @@
 """What this package relies on of vLLM, written down. Pure.
 
 vLLM promises none of it: hooks change their parameters between releases, and so do tuples and messages that only its
-own classes exchange. `connector.seams` lists what is touched, and a test holds that everything on its list stands here.
+own classes exchange. `tests.vllm_compat` lists what is touched, and a test holds that everything on its list stands here.
 
 Over 300 lines, for it is one list.
 """
 
 from __future__ import annotations
 
-from connector.contract import PROPERTY, AtLeast, AtMost, Contract, Exactly, Inner
-from connector.inner_shapes import (
+from connector.contract import (
+    PROPERTY,
+    AtLeast,
+    AtMost,
+    Contract,
+    Exactly,
+    Inner,
     dict_keywords,
     entry_sizes,
     message_sizes,

@@ -24,7 +24,7 @@ _MECHANISM = b"NULL".ljust(20, b"\0")
 _GREETING = _SIGNATURE + b"\x03\x00" + _MECHANISM + bytes(32)
 
 
-class Fault(StrEnum):
+class ZmtpFault(StrEnum):
     """Why a peer's bytes are not read any further."""
 
     NOT_ZMTP = "not_zmtp"
@@ -50,7 +50,7 @@ class Zmtp:
         self._frame_bytes = 0
         self.pieces: list[bytes] = [_GREETING]
         self.peer: Mapping[bytes, bytes] | None = None
-        self.fault: Fault | None = None
+        self.fault: ZmtpFault | None = None
 
     @property
     def buffered(self) -> int:
@@ -72,7 +72,7 @@ class Zmtp:
             if flags & _COMMAND:
                 self._obey(body)
             elif self.peer is None:
-                self._break(Fault.NOT_ZMTP)
+                self._break(ZmtpFault.NOT_ZMTP)
             else:
                 self._frames.append(body)
                 self._frame_bytes += len(body) + LONGEST_HEADER
@@ -89,7 +89,7 @@ class Zmtp:
     def _read_greeting(self) -> bool:
         start = bytes(self._buffer[:_GREETING_BYTES])
         if not _may_be_greeting(start):
-            self._break(Fault.NOT_ZMTP)
+            self._break(ZmtpFault.NOT_ZMTP)
             return False
         if len(start) < _GREETING_BYTES:
             return False
@@ -104,13 +104,13 @@ class Zmtp:
         flags = buffer[0] if buffer else 0
         header = LONGEST_HEADER if flags & _LONG else 2
         if flags & ~(_MORE | _LONG | _COMMAND) or (flags & _COMMAND and flags & _MORE):
-            self._break(Fault.NOT_ZMTP)
+            self._break(ZmtpFault.NOT_ZMTP)
             return None
         if len(buffer) < header:
             return None
         size = int.from_bytes(buffer[1:header], "big")
         if not self._fits(flags, size):
-            self._break(Fault.TOO_LONG)
+            self._break(ZmtpFault.TOO_LONG)
             return None
         if len(buffer) < header + size:
             return None
@@ -128,14 +128,14 @@ class Zmtp:
         if name == b"READY" and self.peer is None:
             self.peer = _properties(rest)
             if self.peer is None:
-                self._break(Fault.NOT_ZMTP)
+                self._break(ZmtpFault.NOT_ZMTP)
         elif name == b"PING" and self.peer is not None and len(rest) >= 2:
             body = b"\x04PONG" + rest[2:18]
             self.pieces += [_header(_COMMAND, len(body)), body]
         elif name != b"PONG" or self.peer is None:
-            self._break(Fault.NOT_ZMTP)
+            self._break(ZmtpFault.NOT_ZMTP)
 
-    def _break(self, fault: Fault) -> None:
+    def _break(self, fault: ZmtpFault) -> None:
         self.fault = fault
         self._buffer.clear()
         self._frames, self._frame_bytes = [], 0

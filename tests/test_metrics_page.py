@@ -9,8 +9,8 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from connector.accounts import COUNTERS, GAUGES, HISTOGRAMS
-from connector.lease import Ending
+from connector.leases import LeaseEnd
+from connector.stats import COUNTERS, GAUGES, HISTOGRAMS
 from pdproxy.nodes.node import Role, State
 from pdproxy.observe.labels import Outcome, Phase, Release
 from pdproxy.observe.metrics import Metrics
@@ -73,7 +73,7 @@ VALUES: Mapping[tuple[str, str], Iterable[str]] = {
     ("pdproxy_requests_total", "outcome"): Outcome,
     ("pdproxy_releases_total", "outcome"): Release,
     ("pdproxy_phase_seconds_bucket", "phase"): Phase,
-    ("pdproxy_connector_leases_ended_total", "how"): Ending,
+    ("pdproxy_connector_leases_ended_total", "how"): LeaseEnd,
 }
 """What labels are set to, as far as queries pick by them."""
 

@@ -73,7 +73,7 @@ def kv_transfer_config(spec: NodeSpec) -> dict[str, object]:
     """Our connector under vLLM's name for its own: the module path wins, and checks made by name still pass."""
     return {
         "kv_connector": "NixlConnector",
-        "kv_connector_module_path": "connector.facade",
+        "kv_connector_module_path": "connector.nixl_connector",
         "kv_role": spec.role.value,
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": dict(spec.connector_config),

@@ -28,12 +28,7 @@ import httpx
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Headers
 from pdproxy.sink import Sink
-from pdproxy.transport.faults import (
-    deadline_fault,
-    timeout_fault,
-    while_connecting,
-    while_exchanging,
-)
+from pdproxy.transport.faults import deadline_fault, timeout_fault, while_connecting, while_exchanging
 from pdproxy.transport.h1_messages import Target, fields_of, request_head, target_of
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
 

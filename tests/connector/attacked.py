@@ -17,9 +17,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from connector.accounts import Accounts
-from connector.lease import Verdict
+from connector.messages import Verdict
 from connector.side_channel import Listener
+from connector.stats import Counters
 from connector.tcp_server import Limits
 
 ROOT = Path(__file__).parents[2]
@@ -86,7 +86,7 @@ def take_descriptors(left: int) -> list[int]:
 def main(limits: str, descriptors: str, left: str) -> None:
     if int(descriptors):
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(descriptors), int(descriptors)))
-    accounts = Accounts()
+    accounts = Counters()
     listener = Listener(
         "127.0.0.1", 0, {(0, 0): PAYLOAD}, lambda *_: Verdict.HELD, accounts, limits=Limits(**json.loads(limits))
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from connector.worker_side import WorkerSide
+    from connector.worker import ConnectorWorker
     from tests.connector.worker import MakeRank, Prefill
 
 
@@ -35,15 +35,15 @@ def prefill() -> Iterator[Prefill]:
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRank]:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 
-    from connector.worker_side import WorkerSide
+    from connector.worker import ConnectorWorker
     from tests.connector.rank import cache_config, settings, vllm_state
 
     monkeypatch.setattr(NixlBaseConnectorWorker, "__init__", lambda worker, *_: vllm_state(worker))
-    made: list[WorkerSide] = []
+    made: list[ConnectorWorker] = []
 
-    def build(**changes: Any) -> WorkerSide:
+    def build(**changes: Any) -> ConnectorWorker:
         config: Any = None
-        made.append(WorkerSide(config, "D", cache_config(), settings(**changes)))
+        made.append(ConnectorWorker(config, "D", cache_config(), settings(**changes)))
         return made[-1]
 
     yield build

@@ -34,7 +34,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from connector.metadata import ConnectorMetadata, ReadEnd, ReadOutcome, WorkerReport
-from connector.scheduler_side import SchedulerSide
+from connector.scheduler import ConnectorScheduler
 from connector.stats import COUNTS
 
 MODEL = Path(__file__).parents[2] / "deploy" / "local" / "model" / "tiny-hybrid"
@@ -120,10 +120,10 @@ class Node:
             self.ahead.append((plan, self._run(plan)))
 
     @property
-    def side(self) -> SchedulerSide:
+    def side(self) -> ConnectorScheduler:
         """Our half of the connector."""
         side = self.scheduler.connector.connector_scheduler
-        assert isinstance(side, SchedulerSide)
+        assert isinstance(side, ConnectorScheduler)
         return side
 
     @property
@@ -231,7 +231,7 @@ def _config(
     cache.num_gpu_blocks = num_blocks
     transfer = KVTransferConfig(
         kv_connector="NixlConnector",
-        kv_connector_module_path="connector.facade",
+        kv_connector_module_path="connector.nixl_connector",
         kv_role=role,
         engine_id=engine_id,
         kv_load_failure_policy="recompute",

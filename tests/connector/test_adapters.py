@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from connector import adapters
-from connector.adapters import Adapters
+from connector import weights
+from connector.weights import Adapters
 from tests.connector.weights import layers, write_safetensors
 
 CONFIG: dict[str, Any] = {
@@ -79,7 +79,7 @@ def test_the_nodes_own_settings_count(tmp_path: Path) -> None:
 def test_an_adapter_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, known = write(tmp_path / "one"), Adapters({})
     first = digest(folder, known)
-    monkeypatch.setattr(adapters, "content_digest", lambda _: pytest.fail("read again"))
+    monkeypatch.setattr(weights, "content_digest", lambda _: pytest.fail("read again"))
     assert digest(folder, known) == first
 
 
@@ -128,7 +128,7 @@ def test_pickled_adapters_are_read_too(tmp_path: Path) -> None:
 
 
 def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "REMEMBERED", 3)
+    monkeypatch.setattr(weights, "REMEMBERED", 3)
     folder, known = write(tmp_path / "one"), Adapters({})
     for number in range(1, 10):
         digest(folder, known, lora_int_id=number)

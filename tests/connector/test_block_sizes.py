@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import transformers
 
-from connector.block_sizes import (
+from connector.block_sizes import (  # fmt: skip
     Dtypes,
     Hybrid,
     UnknownModelError,
@@ -21,7 +21,7 @@ from connector.block_sizes import (
     pairs,
     read,
     report,
-)  # fmt: skip
+)
 
 FLOAT32 = Dtypes(mamba_ssm_cache="float32")
 QWEN = {"architectures": ["Qwen3NextForCausalLM"], "dtype": "bfloat16", "num_hidden_layers": 4}

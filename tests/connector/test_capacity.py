@@ -7,51 +7,59 @@ pytest.importorskip("vllm")
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
-from connector.capacity import NO_CAPACITY, Binding, Bounded, Capacity, Growing, capacity
-from connector.footprint import footprint, node_capacity
+from connector.kv_groups import (
+    NO_CAPACITY,
+    BoundedGroup,
+    Capacity,
+    GrowingGroup,
+    LimitedBy,
+    capacity,
+    footprint,
+    node_capacity,
+)
 from connector.stats import LEVELS
 from tests.connector.harness import DENSE, make_node, prompt, state
 
-STATE = Bounded(1, 1)
+STATE = BoundedGroup(1, 1)
 
 
 def test_only_growing_groups_count_for_tokens() -> None:
     """Once it was blocks / all groups x block size: a quarter of this."""
-    told = capacity(1000, 4096, [Growing(16), STATE, STATE, STATE])
-    assert told == Capacity(tokens=16000, sequences=333, admitted=3, binding=Binding.ATTENTION)
+    told = capacity(1000, 4096, [GrowingGroup(16), STATE, STATE, STATE])
+    assert told == Capacity(tokens=16000, sequences=333, admitted=3, binding=LimitedBy.ATTENTION)
 
 
 def test_short_sequences_run_out_of_state_first() -> None:
-    told = capacity(1000, 32, [Growing(16), STATE, STATE, STATE])
-    assert (told.admitted, told.binding) == (200, Binding.STATE)
+    told = capacity(1000, 32, [GrowingGroup(16), STATE, STATE, STATE])
+    assert (told.admitted, told.binding) == (200, LimitedBy.STATE)
 
 
 def test_tokens_and_sequences_share_the_pool() -> None:
     """What `Capacity` says of a load: at the brim, the two shares add up to one."""
-    told = capacity(1200, 1600, [Growing(16), Bounded(20, 20)])
+    told = capacity(1200, 1600, [GrowingGroup(16), BoundedGroup(20, 20)])
     assert told.sequences is not None
     assert told.admitted * 1600 / told.tokens + told.admitted / told.sequences == 1
 
 
 def test_one_sequence_may_be_at_its_peak() -> None:
-    assert capacity(100, 160, [Growing(16), Bounded(10, 10)]).admitted == 5
-    assert capacity(100, 160, [Growing(16), Bounded(10, 11)]).admitted == 4
-    assert capacity(5, 160, [Growing(16), Bounded(10, 40)]) == Capacity(80, 0, 0, Binding.ATTENTION)
+    assert capacity(100, 160, [GrowingGroup(16), BoundedGroup(10, 10)]).admitted == 5
+    assert capacity(100, 160, [GrowingGroup(16), BoundedGroup(10, 11)]).admitted == 4
+    assert capacity(5, 160, [GrowingGroup(16), BoundedGroup(10, 40)]) == Capacity(80, 0, 0, LimitedBy.ATTENTION)
 
 
 def test_blocks_of_two_sizes_fill_up_together() -> None:
     """64 tokens end a block in both groups, and take four blocks of one and one of the other."""
-    assert capacity(100, 64, [Growing(16), Growing(64)]).tokens == 20 * 64
+    assert capacity(100, 64, [GrowingGroup(16), GrowingGroup(64)]).tokens == 20 * 64
 
 
 @pytest.mark.parametrize("wrong", [(-1, 1), (1, 0)])
 def test_nonsense_is_refused(wrong: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="there can be no"):
-        capacity(*wrong, [Growing(16)])
+        capacity(*wrong, [GrowingGroup(16)])
     with pytest.raises(ValueError, match="there can be no"):
-        Growing(0)
+        GrowingGroup(0)
     with pytest.raises(ValueError, match="there can be no"):
-        Bounded(2, 1)
+        BoundedGroup(2, 1)
 
 
 def test_a_group_in_host_memory_is_no_part_of_the_pool() -> None:
@@ -65,7 +73,7 @@ def test_a_state_s_mode_decides_what_it_takes_for_a_moment() -> None:
     config = make_node().scheduler.vllm_config
     longest = config.model_config.max_model_len // 16
     peaks = {mode: footprint(state(mode), config) for mode in ("none", "align", "all")}
-    assert peaks == {"none": Bounded(1, 1), "align": Bounded(1, 2), "all": Bounded(1, longest)}
+    assert peaks == {"none": BoundedGroup(1, 1), "align": BoundedGroup(1, 2), "all": BoundedGroup(1, longest)}
 
 
 def test_an_idle_engine_steps_once_to_tell_its_capacity() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from connector.checkpoint import Source, checkpoint_text, content_digest, weight_files
+from connector.weights import WeightsSource, checkpoint_text, content_digest, weight_files
 from tests.connector.weights import layers, write_safetensors
 
 LARGE = "layers.1.weight"
@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def of(folder: Path, **other: str) -> str:
-    return checkpoint_text(Source(str(folder), **other))
+    return checkpoint_text(WeightsSource(str(folder), **other))
 
 
 def test_equal_content_is_equal_under_another_path_and_in_other_files(folder: Path, tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_each_format_reads_its_own_files(folder: Path) -> None:
     (folder / "model.pt").write_bytes(b"pickle")
 
     def names(load_format: str) -> list[str]:
-        return [path.name for path in weight_files(Source(str(folder), load_format=load_format))]
+        return [path.name for path in weight_files(WeightsSource(str(folder), load_format=load_format))]
 
     assert names("auto") == names("mistral") == ["consolidated.safetensors"]
     assert names("hf") == names("safetensors") == ["consolidated.safetensors", "model.safetensors"]
@@ -143,7 +143,7 @@ def test_what_is_no_checkpoint_is_told_by_its_source(
 
 def test_weights_that_cannot_be_read_agree_by_source_alone(caplog: pytest.LogCaptureFixture) -> None:
     def bucket(model: str = "s3://bucket/model", revision: str = "a", load_format: str = "runai_streamer") -> str:
-        return checkpoint_text(Source(model, revision, load_format))
+        return checkpoint_text(WeightsSource(model, revision, load_format))
 
     with caplog.at_level(logging.WARNING):
         assert bucket() == bucket()
@@ -166,12 +166,12 @@ def test_a_repository_is_found_in_the_cache_and_by_its_revision(
     local = tmp_path / "local"
     local.mkdir()
     write_safetensors(local / "any.safetensors", layers(seed=1))
-    main = checkpoint_text(Source("someone/a-model", download_dir=str(cache)))
+    main = checkpoint_text(WeightsSource("someone/a-model", download_dir=str(cache)))
     assert main == of(local)
-    assert checkpoint_text(Source("someone/a-model", "b" * 40, download_dir=str(cache))) != main
-    assert checkpoint_text(Source("someone/unknown", download_dir=str(cache))).startswith("source:")
+    assert checkpoint_text(WeightsSource("someone/a-model", "b" * 40, download_dir=str(cache))) != main
+    assert checkpoint_text(WeightsSource("someone/unknown", download_dir=str(cache))).startswith("source:")
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
-    assert checkpoint_text(Source("someone/a-model", download_dir=str(cache))).startswith("source:")
+    assert checkpoint_text(WeightsSource("someone/a-model", download_dir=str(cache))).startswith("source:")
 
 
 def test_a_large_checkpoint_costs_little(tmp_path: Path) -> None:

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from connector.config import ConnectorConfig, Role, from_vllm
-from connector.errors import ConfigError
+from connector.config import ConfigError, ConnectorConfig, Role, from_vllm
 
 KEY = "0123456789abcdef"
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connector.fields import Reason, Refusal, Refused
 from connector.fingerprint import ADVICE, MOST_PARTS, Fingerprint, differences, read_fingerprint, summary
 from connector.ticket import Expected, Ticket, parse
+from connector.ticket_fields import Refusal, RefusalReason, RefusedError
 from tests.connector.tickets import ANYTHING, EXAMPLES, FINGERPRINT, KEY, SHAPES, good, good_wire
 
 MINE = Fingerprint.of({"dtype": "bfloat16", "state_dtypes": "bfloat16+float32", "block_sizes": "256*4"})
@@ -76,7 +76,7 @@ def test_a_log_line_bears_only_so_many() -> None:
 def test_whatever_comes_is_a_fingerprint_or_refused(value: Any) -> None:
     try:
         read = read_fingerprint(value)
-    except Refused:
+    except RefusedError:
         return
     assert dict(read.parts) == value
     assert len(read.parts) <= MOST_PARTS
@@ -87,7 +87,7 @@ def test_a_ticket_of_another_fingerprint_is_refused_with_what_differs() -> None:
     other = FINGERPRINT.extended({"checkpoint": "content:4567"})
     refused = parse(good_wire(fingerprint=other), Expected(SHAPES, (KEY,), fingerprint=FINGERPRINT))
     assert isinstance(refused, Refusal)
-    assert refused.reason is Reason.FINGERPRINT
+    assert refused.reason is RefusalReason.FINGERPRINT
     assert "checkpoint is content:0123 here, content:4567 on the prefill node: serve the same weights" in refused.detail
 
 
@@ -98,14 +98,14 @@ def test_block_sizes_that_divide_each_other_are_refused_all_the_same() -> None:
     )
     refused = parse(larger, Expected(SHAPES, (KEY,), fingerprint=FINGERPRINT))
     assert isinstance(refused, Refusal)
-    assert (refused.reason, "--block-size" in refused.detail) == (Reason.FINGERPRINT, True)
+    assert (refused.reason, "--block-size" in refused.detail) == (RefusalReason.FINGERPRINT, True)
 
 
 def test_what_differs_is_named_before_groups_that_do_not_fit() -> None:
     other = good_wire(block_ids=((1,),), block_sizes=(16,), fingerprint=FINGERPRINT.extended({"dtype": "float16"}))
     refused = parse(other, Expected(SHAPES, (KEY,), fingerprint=FINGERPRINT))
     assert isinstance(refused, Refusal)
-    assert refused.reason is Reason.FINGERPRINT
+    assert refused.reason is RefusalReason.FINGERPRINT
 
 
 def test_a_forged_fingerprint_is_a_bad_signature() -> None:
@@ -113,7 +113,7 @@ def test_a_forged_fingerprint_is_a_bad_signature() -> None:
     ticket["pdproxy"]["fingerprint"] = dict(FINGERPRINT.parts)
     refused = parse(ticket, Expected(SHAPES, (KEY,), fingerprint=FINGERPRINT))
     assert isinstance(refused, Refusal)
-    assert refused.reason is Reason.BAD_SIGNATURE
+    assert refused.reason is RefusalReason.BAD_SIGNATURE
 
 
 def test_without_an_expected_one_any_is_taken() -> None:

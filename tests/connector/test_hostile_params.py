@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from connector.fields import Reason
+from connector.ticket_fields import RefusalReason
 from tests.connector.harness import Node, make_node, prompt, received, take_ticket
 from tests.connector.tickets import ANYTHING, EXAMPLES, MALFORMED, UNSIGNED, Spoil, spoiled
 
@@ -68,13 +68,13 @@ CASES = [*MALFORMED, *((f"altered: {name}", spoil, reason) for name, spoil, reas
 
 @pytest.mark.parametrize(("spoil", "reason"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_a_bad_ticket_is_refused_under_its_reason(
-    pair: tuple[Node, Node], ticket: dict[str, Any], spoil: Spoil, reason: Reason
+    pair: tuple[Node, Node], ticket: dict[str, Any], spoil: Spoil, reason: RefusalReason
 ) -> None:
     before = dict(pair[1].counts("refused"))
     assert ask(pair[1], spoil(ticket)) is None
     after = pair[1].counts("refused")
     grown = {name for name in after if after[name] != before.get(name, 0)}
-    assert grown <= {reason, Reason.BAD_SIGNATURE}
+    assert grown <= {reason, RefusalReason.BAD_SIGNATURE}
     assert sum(after.values()) == sum(before.values()) + 1
 
 

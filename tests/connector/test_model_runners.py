@@ -22,9 +22,9 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from connector.facade import NixlConnector
 from connector.metadata import ConnectorMetadata, ReadEnd, ReadOutcome, WorkerReport
-from connector.worker_side import WorkerSide
+from connector.nixl_connector import NixlConnector
+from connector.worker import ConnectorWorker
 from tests.connector.rank import alias_of, lease_step, read_step
 from tests.connector.worker import BLOCK_BYTES, NONCE, MakeRank, Prefill, agent, until
 
@@ -35,7 +35,7 @@ Runner = Callable[[ConnectorMetadata], KVConnectorOutput]
 class Forward:
     """In the place of a forward pass: what the rank has posted when it runs."""
 
-    def __init__(self, worker: WorkerSide) -> None:
+    def __init__(self, worker: ConnectorWorker) -> None:
         self._worker = worker
         self.posted: list[int] = []
 
@@ -43,7 +43,7 @@ class Forward:
         self.posted.append(len(agent(self._worker).blocks))
 
 
-def facade(worker: WorkerSide) -> NixlConnector:
+def facade(worker: ConnectorWorker) -> NixlConnector:
     """The class that vLLM's runners call, around a rank that was made without an engine."""
     connector = object.__new__(NixlConnector)
     connector.connector_worker, connector.connector_scheduler = worker, None
@@ -152,8 +152,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def begin(monkeypatch: pytest.MonkeyPatch, kind: str) -> Callable[[WorkerSide], tuple[Runner, Forward]]:
-    def begin(worker: WorkerSide) -> tuple[Runner, Forward]:
+def begin(monkeypatch: pytest.MonkeyPatch, kind: str) -> Callable[[ConnectorWorker], tuple[Runner, Forward]]:
+    def begin(worker: ConnectorWorker) -> tuple[Runner, Forward]:
         connector, forward = facade(worker), Forward(worker)
         monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
         return RUNNERS[kind](connector, forward), forward
@@ -161,7 +161,7 @@ def begin(monkeypatch: pytest.MonkeyPatch, kind: str) -> Callable[[WorkerSide], 
     return begin
 
 
-Begin = Callable[[WorkerSide], tuple[Runner, Forward]]
+Begin = Callable[[ConnectorWorker], tuple[Runner, Forward]]
 
 
 def test_a_read_is_posted_landed_judged_and_reported(make: MakeRank, prefill: Prefill, begin: Begin) -> None:

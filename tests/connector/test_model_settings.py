@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from connector.fingerprint import LONGEST_VALUE, NONE, Fingerprint
-from connector.model_settings import (
+from connector.fingerprint import (
+    LONGEST_VALUE,
+    NONE,
+    Fingerprint,
     context_text,
     model_digest,
     quantization_text,

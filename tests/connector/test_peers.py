@@ -9,11 +9,10 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from connector.accounts import Accounts
-from connector.lease import Verdict
+from connector.messages import Question, Verdict, write_batch
 from connector.peers import Peers
-from connector.question import Question, write_batch
 from connector.side_channel import Listener
+from connector.stats import Counters
 
 HOST = "127.0.0.1"
 PATIENCE = 30.0
@@ -22,7 +21,7 @@ PING = write_batch(1, ())
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    made = Listener(HOST, 0, {}, lambda *_: Verdict.HELD, Accounts())
+    made = Listener(HOST, 0, {}, lambda *_: Verdict.HELD, Counters())
     made.start()
     yield made
     made.stop()
@@ -69,7 +68,7 @@ def test_for_one_address_more_the_one_that_never_answered_goes_first(listener: L
 
 def test_of_those_that_answered_the_longest_idle_goes() -> None:
     with ExitStack() as stack, closing(Peers((), time.monotonic, most=2)) as peers:
-        listeners = [Listener(HOST, 0, {}, lambda *_: Verdict.HELD, Accounts()) for _ in range(3)]
+        listeners = [Listener(HOST, 0, {}, lambda *_: Verdict.HELD, Counters()) for _ in range(3)]
         for made in listeners:
             made.start()
             stack.callback(made.stop)

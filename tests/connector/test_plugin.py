@@ -1,6 +1,6 @@
 """The plugin asks for the layout that can travel, and overrules nobody."""
 
-from connector.plugin import LAYOUT, prepare
+from connector.config import LAYOUT, prepare
 
 
 def test_the_layout_is_asked_for() -> None:

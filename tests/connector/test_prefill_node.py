@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request
 
-from connector.fields import usable_name
-from connector.lease import Verdict
+from connector.messages import Verdict
 from connector.metadata import WorkerReport
+from connector.ticket_fields import usable_name
 from tests.connector.harness import DENSE, Node, make_node, prompt, sent, take_ticket
 
 pytestmark = pytest.mark.usefixtures("every_pace")

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from connector.quarantine import Quarantine
+from connector.decode_reads import Quarantine
 
 
 @dataclass

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from connector.read_sizes import GroupSize, ReadSize, group_sizes, read_size
+from connector.kv_groups import GroupSize, ReadSize, group_sizes, read_size
 
 
 def attention(**more: Any) -> FullAttentionSpec:

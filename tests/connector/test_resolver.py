@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from connector.resolver import FRESH_FOR, MOST_THREADS, Found, Resolver, SocketAddress, look_up
+from connector.peers import FRESH_FOR, MOST_THREADS, ResolvedAddress, Resolver, SocketAddress, look_up
 
 PATIENCE = 30.0
 
@@ -59,7 +59,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_numbers_are_not_looked_up(server: NameServer) -> None:
     resolver = Resolver(lambda: None, time.monotonic, server)
-    assert resolver.find("10.0.0.1", 7) == Found(socket.AF_INET, ("10.0.0.1", 7))
+    assert resolver.find("10.0.0.1", 7) == ResolvedAddress(socket.AF_INET, ("10.0.0.1", 7))
     found = resolver.find("::1", 7)
     assert found is not None
     assert found.family == socket.AF_INET6
@@ -71,12 +71,12 @@ def test_a_name_is_looked_up_beside_and_kept_and_looked_up_anew(server: NameServ
     resolver = Resolver(clock.wake, clock, server)
     assert resolver.find("node", 7) is None
     until(lambda: clock.woken == 1)
-    first = Found(socket.AF_INET, ("10.0.0.1", 7))
+    first = ResolvedAddress(socket.AF_INET, ("10.0.0.1", 7))
     assert resolver.find("node", 7) == first
     clock.now = FRESH_FOR + 1
     assert resolver.find("node", 7) == first
     until(lambda: clock.woken == 2)
-    assert resolver.find("node", 7) == Found(socket.AF_INET, ("10.0.0.2", 7))
+    assert resolver.find("node", 7) == ResolvedAddress(socket.AF_INET, ("10.0.0.2", 7))
     assert server.asked == ["node", "node"]
 
 
@@ -99,7 +99,7 @@ def test_an_old_address_serves_on_while_the_name_server_is_broken(server: NameSe
     server.broken, clock.now = True, FRESH_FOR + 1
     resolver.find("node", 7)
     until(lambda: clock.woken == 2)
-    assert resolver.find("node", 7) == Found(socket.AF_INET, ("10.0.0.1", 7))
+    assert resolver.find("node", 7) == ResolvedAddress(socket.AF_INET, ("10.0.0.1", 7))
 
 
 def test_hanging_look_ups_hold_one_thread_a_name_and_leave_room_for_others(server: NameServer) -> None:

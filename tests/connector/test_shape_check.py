@@ -23,14 +23,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 from vllm.v1.request import Request
 
 from connector import shape_check
-from connector.errors import ConfigError
-from connector.facade import NixlConnector
-from connector.question import HANDSHAKE
-from connector.seams.__main__ import FOLDER, installed_shape
-from connector.seams.check import seams
-from connector.seams.ours import touches
+from connector.config import ConfigError
+from connector.messages import HANDSHAKE
+from connector.nixl_connector import NixlConnector
 from connector.shape_check import require_fit, vllm_names
 from connector.vllm_contracts import HAND_OVERS, SEEDED_CPU, TIERS
+from tests.vllm_compat.__main__ import FOLDER, installed_shape
+from tests.vllm_compat.check import seams
+from tests.vllm_compat.our_use import touches
 
 Drift = Callable[[pytest.MonkeyPatch], None]
 
@@ -244,7 +244,7 @@ def test_another_package_that_is_missing_is_not_vllms_fault() -> None:
 
 
 def test_every_seam_is_in_a_contract() -> None:
-    """What `python -m connector.seams` lists is checked at start; nothing is checked that is no seam of ours."""
+    """What `python -m tests.vllm_compat` lists is checked at start; nothing is checked that is no seam of ours."""
     known = seams(touches(FOLDER), installed_shape())
     contracts = (HAND_OVERS, TIERS, SEEDED_CPU)
     hooks = {(owner, name) for each in contracts for owner, methods in each.hooks.items() for name in methods}

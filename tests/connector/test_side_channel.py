@@ -13,22 +13,23 @@ import pytest
 import zmq
 
 from connector import tcp_server
-from connector.accounts import Accounts
-from connector.errors import SideChannelError
-from connector.lease import Verdict
-from connector.proof import PROPERTY, Asker
-from connector.question import (
+from connector.config import SideChannelError
+from connector.messages import (
     HANDSHAKE,
     LONGEST_QUESTION,
-    Answer,
-    Introduce,
+    PROPERTY,
+    MetadataQuestion,
     Question,
-    Refused,
-    read_answer,
+    QuestionRefusal,
+    QuestionSigner,
+    Reply,
+    Verdict,
+    read_reply,
     write_batch,
-    write_introduce,
+    write_metadata_question,
 )
 from connector.side_channel import NEEDS_KEY, NO_SUCH_RANK, Listener, ensure_free
+from connector.stats import Counters
 from connector.zmtp import Zmtp
 
 HOST = "127.0.0.1"
@@ -52,7 +53,7 @@ class Side:
     """A running side channel, and libzmq's sockets to it."""
 
     def __init__(self, *keys: bytes, host: str = HOST) -> None:
-        self.accounts = Accounts()
+        self.accounts = Counters()
         self.listener = Listener(
             host, 0, {(0, 0): b"zero", (0, 1): b"one"}, judge, self.accounts, engine_id="P", keys=keys
         )
@@ -103,7 +104,7 @@ class Client:
             assert self.zmtp.next_message() is None
         self._flush()  # greeting and READY may come in one piece: then ours is not sent yet
         self.challenge = self.zmtp.peer.get(PROPERTY, b"")
-        self.asker = Asker(keys, self.challenge, b"c" * 16)
+        self.asker = QuestionSigner(keys, self.challenge, b"c" * 16)
 
     def send(self, *frames: bytes) -> tuple[bytes, ...]:
         self.zmtp.send([b"", *frames])
@@ -112,10 +113,10 @@ class Client:
             self._receive()
         return message[1:]
 
-    def ask(self, message: bytes) -> Answer | None:
+    def ask(self, message: bytes) -> Reply | None:
         answered = self.send(*self.asker.sign(message))
         assert self.asker.genuine(answered)
-        return read_answer(answered[0])
+        return read_reply(answered[0])
 
     def _receive(self) -> None:
         data = self.raw.recv(65536)
@@ -169,23 +170,23 @@ def test_a_batch_of_questions_gets_its_verdicts_in_order(side: Side) -> None:
     asking = side.socket(zmq.DEALER)
     questions = [Question("P", "held", "n"), Question("P", "gone", "mine"), Question("P", "gone", "n")]
     asking.send_multipart([b"", write_batch(7, [*questions, Question("Q", "held", "n")])])
-    answer = read_answer(asking.recv_multipart()[-1])
+    answer = read_reply(asking.recv_multipart()[-1])
     verdicts = (Verdict.HELD, Verdict.RELEASED_BY_YOU, Verdict.EXPIRED, Verdict.UNKNOWN)
-    assert answer == Answer(7, side.listener.incarnation, verdicts)
+    assert answer == Reply(7, side.listener.incarnation, verdicts)
 
 
 @pytest.mark.parametrize(
     ("asked", "body"),
     [
-        (Introduce(3, "P", 0, 1), b"one"),
-        (Introduce(3, "P", 1, 0), Refused.NO_SUCH_RANK.value),
-        (Introduce(3, "Q", 0, 0), Refused.ANOTHER_ENGINE.value),
+        (MetadataQuestion(3, "P", 0, 1), b"one"),
+        (MetadataQuestion(3, "P", 1, 0), QuestionRefusal.NO_SUCH_RANK.value),
+        (MetadataQuestion(3, "Q", 0, 0), QuestionRefusal.ANOTHER_ENGINE.value),
     ],
 )
 def test_an_introduction_gives_the_metadata_of_the_engine_that_was_meant(
-    side: Side, asked: Introduce, body: bytes | str
+    side: Side, asked: MetadataQuestion, body: bytes | str
 ) -> None:
-    assert Client(side).ask(write_introduce(asked)) == Answer(3, side.listener.incarnation, body)
+    assert Client(side).ask(write_metadata_question(asked)) == Reply(3, side.listener.incarnation, body)
 
 
 def test_junk_is_counted_and_ends_nothing(side: Side) -> None:
@@ -231,27 +232,27 @@ def test_a_node_with_keys_answers_who_has_one(locked: Side) -> None:
     for key in KEYS:
         client = Client(locked, key)
         answer = client.ask(write_batch(1, [Question("P", "held", "n")]))
-        assert answer == Answer(1, locked.listener.incarnation, (Verdict.HELD,))
-        answer = client.ask(write_introduce(Introduce(2, "P", 0, 0)))
-        assert answer == Answer(2, locked.listener.incarnation, b"zero")
+        assert answer == Reply(1, locked.listener.incarnation, (Verdict.HELD,))
+        answer = client.ask(write_metadata_question(MetadataQuestion(2, "P", 0, 0)))
+        assert answer == Reply(2, locked.listener.incarnation, b"zero")
     assert locked.counts() == {}
 
 
 def refusal(answered: tuple[bytes, ...]) -> str | None:
-    answer = read_answer(answered[0])
+    answer = read_reply(answered[0])
     return answer.body if answer is not None and isinstance(answer.body, str) else None
 
 
-ASKED = (write_batch(5, [Question("P", "held", "n")]), write_introduce(Introduce(5, "P", 0, 0)))
+ASKED = (write_batch(5, [Question("P", "held", "n")]), write_metadata_question(MetadataQuestion(5, "P", 0, 0)))
 
 
 @pytest.mark.parametrize("message", ASKED, ids=["question", "introduction"])
 def test_a_node_with_keys_answers_nobody_else(locked: Side, message: bytes) -> None:
     client = Client(locked)
-    assert refusal(client.send(message)) == Refused.UNSIGNED
-    stranger = Asker([b"another key of sixteen"], client.challenge, b"c" * 16)
-    assert refusal(client.send(*stranger.sign(message))) == Refused.BAD_SIGNATURE
-    assert refusal(client.send(message, b"")) == Refused.BAD_SIGNATURE
+    assert refusal(client.send(message)) == QuestionRefusal.UNSIGNED
+    stranger = QuestionSigner([b"another key of sixteen"], client.challenge, b"c" * 16)
+    assert refusal(client.send(*stranger.sign(message))) == QuestionRefusal.BAD_SIGNATURE
+    assert refusal(client.send(message, b"")) == QuestionRefusal.BAD_SIGNATURE
     assert locked.counts() == {
         ("side_channel_refused", "unsigned"): 1,
         ("side_channel_refused", "bad_signature"): 2,
@@ -263,16 +264,16 @@ def test_a_captured_question_is_worth_nothing(locked: Side, message: bytes) -> N
     client = Client(locked, KEYS[0])
     captured = client.asker.sign(message)
     assert refusal(client.send(*captured)) is None
-    assert refusal(client.send(*captured)) == Refused.REPLAYED
+    assert refusal(client.send(*captured)) == QuestionRefusal.REPLAYED
     earlier = client.asker.sign(write_batch(4, []))
-    assert refusal(client.send(*earlier)) == Refused.REPLAYED
-    assert refusal(Client(locked).send(*captured)) == Refused.BAD_SIGNATURE
+    assert refusal(client.send(*earlier)) == QuestionRefusal.REPLAYED
+    assert refusal(Client(locked).send(*captured)) == QuestionRefusal.BAD_SIGNATURE
 
 
 def test_an_answer_sent_back_is_no_question(locked: Side) -> None:
     client = Client(locked, KEYS[0])
     answered = client.send(*client.asker.sign(write_batch(1, [])))
-    assert not Asker(KEYS, client.challenge, b"d" * 16).genuine(answered)
+    assert not QuestionSigner(KEYS, client.challenge, b"d" * 16).genuine(answered)
     client.zmtp.send([b"", *answered])
     assert refusal(client.send(*client.asker.sign(write_batch(2, [])))) is None
     assert locked.counts() == {("junk", "side_channel"): 1}
@@ -288,7 +289,7 @@ def test_a_node_with_keys_refuses_vllms_own_handshake_with_a_sentence(locked: Si
 def test_a_node_without_keys_does_not_look_at_macs(side: Side) -> None:
     client = Client(side)
     answered = client.send(write_batch(5, []), b"anything")
-    assert read_answer(answered[0]) == Answer(5, side.listener.incarnation, ())
+    assert read_reply(answered[0]) == Reply(5, side.listener.incarnation, ())
     assert len(answered) == 1
 
 
@@ -315,7 +316,7 @@ def test_who_has_proved_himself_may_work(locked: Side, monkeypatch: pytest.Monke
 
 
 def test_a_port_in_use_fails_at_once_with_a_sentence(side: Side) -> None:
-    second = Listener(HOST, side.port, {}, judge, Accounts())
+    second = Listener(HOST, side.port, {}, judge, Counters())
     with pytest.raises(SideChannelError, match=f"{HOST}:{side.port}.*VLLM_NIXL_SIDE_CHANNEL_PORT"):
         second.start()
     with pytest.raises(SideChannelError):
@@ -332,7 +333,7 @@ def test_stop_gives_the_port_back(side: Side) -> None:
     assert side.handshake(0)[0] == b"zero"
     side.listener.stop()
     side.listener.stop()
-    again = Listener(HOST, side.port, {}, judge, Accounts())
+    again = Listener(HOST, side.port, {}, judge, Counters())
     again.start()
     again.stop()
 

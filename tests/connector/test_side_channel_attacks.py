@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import zmq
 
-from connector.question import HANDSHAKE, LONGEST_QUESTION
+from connector.messages import HANDSHAKE, LONGEST_QUESTION
 from connector.tcp_server import SHARE, Limits, network_of
 from connector.zmtp import MOST_FRAMES, Zmtp
 from tests.connector.attacked import PAYLOAD, Victim, start

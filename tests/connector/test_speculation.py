@@ -9,7 +9,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
 
-from connector.read_sizes import GroupSize, group_sizes
+from connector.kv_groups import GroupSize, group_sizes
 from tests.connector.harness import BLOCK, Node, attention, make_node, prompt, received, take_ticket
 
 pytestmark = pytest.mark.usefixtures("every_pace")

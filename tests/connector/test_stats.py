@@ -12,14 +12,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 pytest.importorskip("vllm")
 
-from connector.accounts import COUNTERS, Accounts
 from connector.metadata import ReadOutcome
-from connector.node_info import node_info
-from connector.stats import VALUES, ConnectorPromMetrics, ConnectorStats, drained
+from connector.nixl_connector import node_info
+from connector.stats import COUNTERS, VALUES, ConnectorPromMetrics, ConnectorStats, Counters, drained
 
 
 def filled(**tokens: int) -> ConnectorStats:
-    accounts = Accounts()
+    accounts = Counters()
     accounts.prompt_tokens(**tokens)
     stats = ConnectorStats()
     stats.take(accounts)
@@ -35,7 +34,7 @@ def prometheus(registry: CollectorRegistry, info: dict[str, str]) -> ConnectorPr
 def test_ours_alone_count_as_something_to_report() -> None:
     assert ConnectorStats().is_empty()
     assert not filled(hit=1).is_empty()
-    assert drained(Accounts()) is None
+    assert drained(Counters()) is None
 
 
 def test_stats_are_new_after_they_were_handed_over() -> None:
@@ -56,7 +55,7 @@ def test_both_sides_merge_and_reduce_to_one_number_a_series() -> None:
 def test_numbers_arrive_at_the_metrics_page_of_the_right_engine() -> None:
     registry = CollectorRegistry()
     metrics = prometheus(registry, {"role": "kv_consumer"})
-    accounts = Accounts()
+    accounts = Counters()
     accounts.prompt_tokens(hit=5)
     accounts.blocks("state", pulled=3)
     accounts.ticket_unused()
@@ -75,7 +74,7 @@ def test_numbers_arrive_at_the_metrics_page_of_the_right_engine() -> None:
 
 
 def test_a_fingerprint_is_one_series_a_part() -> None:
-    accounts, registry = Accounts(), CollectorRegistry()
+    accounts, registry = Counters(), CollectorRegistry()
     accounts.fingerprint({"dtype": "bfloat16", "all": "0123456789abcdef"})
     stats = drained(accounts)
     assert stats is not None

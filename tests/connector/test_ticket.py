@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connector.fields import Reason, Refusal
 from connector.ticket import Expected, GroupKind, GroupShape, Ticket, encode, genuine, parse, sign, wire
+from connector.ticket_fields import Refusal, RefusalReason
 from tests.connector.tickets import (
     EXAMPLES,
     EXPECTED,
@@ -40,14 +40,14 @@ def test_what_the_scheduler_adds_later_does_not_break_the_signature() -> None:
 
 
 @pytest.mark.parametrize(("spoil", "reason"), [case[1:] for case in MALFORMED], ids=[case[0] for case in MALFORMED])
-def test_a_malformed_ticket_is_refused(spoil: Spoil, reason: Reason) -> None:
+def test_a_malformed_ticket_is_refused(spoil: Spoil, reason: RefusalReason) -> None:
     refused = parse(spoil(good_wire()), ANYONE)
     assert isinstance(refused, Refusal)
     assert refused.reason is reason
 
 
 @pytest.mark.parametrize(("spoil", "reason"), [case[1:] for case in UNSIGNED], ids=[case[0] for case in UNSIGNED])
-def test_an_altered_ticket_is_refused_where_there_is_a_key(spoil: Spoil, reason: Reason) -> None:
+def test_an_altered_ticket_is_refused_where_there_is_a_key(spoil: Spoil, reason: RefusalReason) -> None:
     refused = parse(spoil(good_wire()), EXPECTED)
     assert isinstance(refused, Refusal)
     assert refused.reason is reason
@@ -80,7 +80,7 @@ def test_only_listed_hosts_are_dialled() -> None:
     assert parse(good_wire(), Expected(SHAPES, (KEY,), frozenset({"10.0.0.1"}))) == good()
     refused = parse(good_wire(), Expected(SHAPES, (KEY,), frozenset({"10.0.0.2"})))
     assert isinstance(refused, Refusal)
-    assert refused.reason is Reason.HOST
+    assert refused.reason is RefusalReason.HOST
 
 
 @pytest.mark.parametrize("host", ["localhost", "node-3.cluster.local", "10.1.2.3", "fd00::17", "fe80::1%eth0"])

@@ -12,12 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.accounts import Accounts
-from connector.lease import Verdict
-from connector.open_batches import Judged, OpenBatches
-from connector.question import MOST_QUESTIONS, Answer, Batch, Question, read_request
+from connector.messages import MOST_QUESTIONS, Question, QuestionBatch, Reply, Verdict, read_request
 from connector.side_channel import Listener
-from connector.verifier import Verifier
+from connector.stats import Counters
+from connector.verifier import OpenBatches, ReadVerdict, Verifier
 
 HOST = "127.0.0.1"
 PATIENCE = 30.0
@@ -30,15 +28,18 @@ def question(nonce: str) -> Question:
 
 def number(message: bytes) -> int:
     batch = read_request(message)
-    assert isinstance(batch, Batch)
+    assert isinstance(batch, QuestionBatch)
     return batch.number
 
 
 def test_an_answer_settles_its_batch_once() -> None:
     batches = OpenBatches(timeout=1)
     (message,) = batches.ask(HERE, [question("a"), question("b")], now=0)
-    reply = Answer(number(message), "run", (Verdict.HELD, Verdict.EXPIRED))
-    assert batches.answer(HERE, reply) == [Judged("a", Verdict.HELD, "run"), Judged("b", Verdict.EXPIRED, "run")]
+    reply = Reply(number(message), "run", (Verdict.HELD, Verdict.EXPIRED))
+    assert batches.answer(HERE, reply) == [
+        ReadVerdict("a", Verdict.HELD, "run"),
+        ReadVerdict("b", Verdict.EXPIRED, "run"),
+    ]
     assert batches.answer(HERE, reply) is None
     assert len(batches) == 0
 
@@ -46,7 +47,7 @@ def test_an_answer_settles_its_batch_once() -> None:
 def test_an_answer_from_another_address_settles_nothing() -> None:
     batches = OpenBatches(timeout=1)
     (message,) = batches.ask(HERE, [question("a")], now=0)
-    assert batches.answer((HOST, 2), Answer(number(message), "run", (Verdict.HELD,))) is None
+    assert batches.answer((HOST, 2), Reply(number(message), "run", (Verdict.HELD,))) is None
     assert len(batches) == 1
 
 
@@ -54,7 +55,7 @@ def test_an_answer_from_another_address_settles_nothing() -> None:
 def test_an_answer_that_gives_no_verdict_for_each_counts_as_none(body: tuple[Verdict, ...] | bytes | str) -> None:
     batches = OpenBatches(timeout=1)
     (message,) = batches.ask(HERE, [question("a"), question("b")], now=0)
-    assert batches.answer(HERE, Answer(number(message), "run", body)) == [Judged("a", None), Judged("b", None)]
+    assert batches.answer(HERE, Reply(number(message), "run", body)) == [ReadVerdict("a", None), ReadVerdict("b", None)]
 
 
 def test_silence_is_an_answer_when_the_time_is_up() -> None:
@@ -62,7 +63,7 @@ def test_silence_is_an_answer_when_the_time_is_up() -> None:
     batches.ask(HERE, [question("a")], now=10)
     assert batches.next_due() == 12
     assert batches.overdue(11.9) == ([], set())
-    assert batches.overdue(12) == ([Judged("a", None)], {HERE})
+    assert batches.overdue(12) == ([ReadVerdict("a", None)], {HERE})
     assert batches.next_due() is None
 
 
@@ -71,7 +72,7 @@ def test_a_lost_peer_answers_all_of_its_questions_with_none() -> None:
     batches.ask(HERE, [question("a")], now=0)
     batches.ask((HOST, 2), [question("b")], now=0)
     batches.ask(HERE, [question("c")], now=0)
-    assert batches.lost(HERE) == [Judged("a", None), Judged("c", None)]
+    assert batches.lost(HERE) == [ReadVerdict("a", None), ReadVerdict("c", None)]
     assert len(batches) == 1
 
 
@@ -80,7 +81,7 @@ def test_long_batches_are_cut_and_no_question_is_lost(count: int) -> None:
     batches = OpenBatches(timeout=1)
     messages = batches.ask(HERE, [question(str(index)) for index in range(count)], now=0)
     read = [read_request(message) for message in messages]
-    asked = [one.nonce for batch in read if isinstance(batch, Batch) for one in batch.questions]
+    asked = [one.nonce for batch in read if isinstance(batch, QuestionBatch) for one in batch.questions]
     assert asked == [str(index) for index in range(count)]
     assert len(batches.overdue(1)[0]) == count
 
@@ -92,7 +93,7 @@ def free_port() -> int:
 
 
 def collect(verifier: Verifier, count: int) -> dict[str, Verdict | None]:
-    found: list[Judged] = []
+    found: list[ReadVerdict] = []
     deadline = time.monotonic() + PATIENCE
     while len(found) < count:
         assert time.monotonic() < deadline, f"only {len(found)} of {count} answers came"
@@ -105,7 +106,7 @@ def collect(verifier: Verifier, count: int) -> dict[str, Verdict | None]:
 @pytest.fixture
 def port() -> Iterator[int]:
     number = free_port()
-    listener = Listener(HOST, number, {}, judge, Accounts())
+    listener = Listener(HOST, number, {}, judge, Counters())
     listener.start()
     yield number
     listener.stop()
@@ -136,7 +137,7 @@ def test_a_refusing_peer_is_known_at_once_delays_nobody_and_is_asked_again_later
     with closing(Verifier(timeout=100 * PATIENCE)) as verifier:
         verifier.ask({(HOST, dead): [question("lost")], (HOST, port): [question("fine")]})
         assert collect(verifier, 2) == {"lost": None, "fine": Verdict.HELD}
-        late = Listener(HOST, dead, {}, judge, Accounts())
+        late = Listener(HOST, dead, {}, judge, Counters())
         late.start()
         with closing(Closing(late)):
             answer: Verdict | None = None

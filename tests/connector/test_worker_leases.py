@@ -11,13 +11,7 @@ pytest.importorskip("vllm")
 
 from connector.metadata import ConnectorMetadata
 from tests.connector.rank import alias_of, lease_step
-from tests.connector.worker import (
-    NONCE,
-    MakeRank,
-    agent,
-    report,
-    step,
-)
+from tests.connector.worker import NONCE, MakeRank, agent, report, step
 
 
 def test_a_read_of_our_lease_ends_it_and_is_told_with_its_nonce(make: MakeRank) -> None:

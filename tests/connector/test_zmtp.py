@@ -12,7 +12,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.zmtp import LONGEST_COMMAND, MOST_FRAMES, Fault, Zmtp
+from connector.zmtp import LONGEST_COMMAND, MOST_FRAMES, Zmtp, ZmtpFault
 
 LONGEST = 10_000
 HOST = "127.0.0.1"
@@ -109,7 +109,7 @@ def test_a_greeting_alone_says_nothing_and_is_no_fault(at: int) -> None:
 def test_what_is_no_zmtp_is_refused(data: bytes) -> None:
     zmtp = server()
     assert read([data], zmtp) == []
-    assert zmtp.fault is Fault.NOT_ZMTP
+    assert zmtp.fault is ZmtpFault.NOT_ZMTP
     assert read([OPEN, b"\x00\x01a"], zmtp) == []
 
 
@@ -130,7 +130,7 @@ def test_what_is_no_zmtp_is_refused(data: bytes) -> None:
 def test_what_is_too_long_is_refused_by_its_header(data: bytes) -> None:
     zmtp = server()
     assert read([OPEN + data], zmtp) == []
-    assert zmtp.fault is Fault.TOO_LONG
+    assert zmtp.fault is ZmtpFault.TOO_LONG
     assert zmtp.buffered == 0
 
 

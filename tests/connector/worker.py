@@ -12,11 +12,11 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata, NixlHandshakePayload
 
-from connector.accounts import Accounts
-from connector.lease import Verdict
+from connector.messages import Verdict
 from connector.metadata import ConnectorMetadata, WorkerReport
 from connector.side_channel import Listener
-from connector.worker_side import WorkerSide
+from connector.stats import Counters
+from connector.worker import ConnectorWorker
 from tests.connector.rank import BLOCK_TOKENS, COMPATIBLE, HOST, PEER, Agent
 
 PATIENCE = 30.0
@@ -66,7 +66,7 @@ class Prefill:
         self.port = port or self.port
         known = {(0, 0): self._payload}
         self.listener = Listener(
-            HOST, self.port, known, self._judge, Accounts(), engine_id=self._engine_id, keys=self._keys
+            HOST, self.port, known, self._judge, Counters(), engine_id=self._engine_id, keys=self._keys
         )
         self.listener.start()
 
@@ -75,21 +75,21 @@ class Prefill:
         return self.verdict
 
 
-MakeRank = Callable[..., WorkerSide]
+MakeRank = Callable[..., ConnectorWorker]
 
 
-def agent(worker: WorkerSide) -> Agent:
+def agent(worker: ConnectorWorker) -> Agent:
     found = worker.nixl_wrapper
     assert isinstance(found, Agent)
     return found
 
 
-def step(worker: WorkerSide, metadata: ConnectorMetadata | None = None) -> KVConnectorTransferResults:
+def step(worker: ConnectorWorker, metadata: ConnectorMetadata | None = None) -> KVConnectorTransferResults:
     worker.start_load_kv(ConnectorMetadata() if metadata is None else metadata)
     return worker.get_transfer_results()
 
 
-def until_received(worker: WorkerSide, metadata: ConnectorMetadata | None = None) -> KVConnectorTransferResults:
+def until_received(worker: ConnectorWorker, metadata: ConnectorMetadata | None = None) -> KVConnectorTransferResults:
     """The first results with a read in them, from the very step that orders it (`metadata`) on."""
     deadline = time.monotonic() + PATIENCE
     while True:
@@ -113,10 +113,10 @@ def until(act: Callable[[], T], enough: Callable[[T], bool]) -> T:
     return found
 
 
-def report(worker: WorkerSide) -> WorkerReport:
+def report(worker: ConnectorWorker) -> WorkerReport:
     return worker.build_connector_worker_meta() or WorkerReport()
 
 
-def counts(worker: WorkerSide) -> dict[tuple[str, ...], int]:
+def counts(worker: ConnectorWorker) -> dict[tuple[str, ...], int]:
     stats = worker.get_kv_connector_stats()
     return {} if stats is None else {(name, *labels): value for name, labels, value in stats.data["pdproxy_counts"]}

@@ -68,7 +68,7 @@ def test_a_nodes_connector_takes_its_configuration(path: str, profile: str, serv
     found = re.search(r"--kv-transfer-config[= ](\{.*?\})( |$)", words)
     assert found is not None
     config = json.loads(found[1])
-    assert config["kv_connector_module_path"] == "connector.facade"
+    assert config["kv_connector_module_path"] == "connector.nixl_connector"
     made = ConnectorConfig.from_extra(config["kv_role"], config["kv_load_failure_policy"], {}, {})
     assert made.role == role
 

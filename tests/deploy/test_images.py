@@ -111,5 +111,5 @@ def test_the_gpu_nodes_image_gets_our_wheel(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as opened:
         names = opened.namelist()
         [points] = [opened.read(name).decode() for name in names if name.endswith("entry_points.txt")]
-    assert {"connector/facade.py", "pdproxy/__main__.py"} <= set(names)
-    assert "pdproxy_connector = connector.plugin:register" in points
+    assert {"connector/nixl_connector.py", "pdproxy/__main__.py"} <= set(names)
+    assert "pdproxy_connector = connector.config:register" in points

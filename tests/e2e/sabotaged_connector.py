@@ -1,6 +1,6 @@
 """Our connector with a saboteur in it: it spoils a read or strikes the other node at an exact moment, when ordered to.
 
-A node loads this module in the place of `connector.facade`. The test leaves its orders in a file that the node's
+A node loads this module in the place of `connector.nixl_connector`. The test leaves its orders in a file that the node's
 environment names; each order is carried out once, at the next read that comes to its moment, and noted in a second
 file, so that a test can tell that it happened. Without orders a node is as always.
 """
@@ -18,13 +18,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
 
 from connector.config import from_vllm
-from connector.facade import NixlConnector as Honest
+from connector.messages import Question
 from connector.metadata import ConnectorMetadata
-from connector.open_batches import Address
-from connector.question import Question
-from connector.scheduler_side import SchedulerSide
+from connector.nixl_connector import NixlConnector as Honest
+from connector.peers import Address
+from connector.scheduler import ConnectorScheduler
 from connector.verifier import Verifier
-from connector.worker_side import WorkerSide
+from connector.worker import ConnectorWorker
 from deploy.local.node import NodeSpec, kv_transfer_config
 from tests.e2e.process_faults import ProcessFault, inject
 
@@ -138,7 +138,7 @@ class _Asking(Verifier):
         super().ask(questions)
 
 
-class _Worker(WorkerSide):
+class _Worker(ConnectorWorker):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._orders = Orders(Path(os.environ[ORDERS]))
@@ -184,7 +184,7 @@ class _Worker(WorkerSide):
                 cache[block * ratio : (block + 1) * ratio] = 0
 
 
-class _Scheduler(SchedulerSide):
+class _Scheduler(ConnectorScheduler):
     def build_connector_meta(self, scheduler_output: Any) -> ConnectorMetadata:
         orders = Orders(Path(os.environ[ORDERS]))
         order = orders.take(Moment.PLANNED)

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from connector.fields import Reason
+from connector.ticket_fields import RefusalReason
 from deploy.local.model.quiz import quiz
 from deploy.local.node import Node, NodeSpec, Role
 from deploy.local.stack import logs_of, start_nodes
@@ -49,7 +49,7 @@ def refuses_and_answers_right(give: Node, take: Node, oddity: Oddity) -> None:
     here, there = parts(take.url), parts(give.url)
     assert here[oddity.part] != there[oddity.part]
     assert here["all"] != there["all"]
-    refused, reads = watch(take.url, "refused", reason=Reason.FINGERPRINT), watch(take.url, "reads")
+    refused, reads = watch(take.url, "refused", reason=RefusalReason.FINGERPRINT), watch(take.url, "reads")
     for seed in range(900, 900 + QUESTIONS):
         question = quiz(seed, LINES)
         ticket = prefill(give.url, question.prompt(), pdproxy_hand_over=f"differences-{oddity.part}-{seed}")
@@ -109,7 +109,7 @@ def test_the_number_of_ranks_is_no_difference(pair: Pair, role: Role) -> None:
     with started(spec) as wide:
         assert parts(wide.url) == parts(pair.prefill.url)
         give, take = (wide, pair.decode) if role is Role.PREFILL else (pair.prefill, wide)
-        refused = watch(take.url, "refused", reason=Reason.FINGERPRINT)
+        refused = watch(take.url, "refused", reason=RefusalReason.FINGERPRINT)
         verified = watch(take.url, "reads", outcome="verified")
         for seed in range(940, 940 + QUESTIONS):
             question = quiz(seed, LINES)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from connector.fields import Reason
+from connector.ticket_fields import RefusalReason
 from deploy.local.node import SERVED_NAME, Node, NodeSpec, Role
 from deploy.local.stack import logs_of, start_nodes
 from deploy.local.supervise import Supervisor
@@ -78,7 +78,7 @@ def test_other_content_is_refused_and_poisons_nothing(
     nodes: tuple[Node, Node], model: Dense, prefilled: str, decoded: str
 ) -> None:
     give, take = nodes
-    refused, reads = watch(take.url, "refused", reason=Reason.DIGEST), watch(take.url, "reads")
+    refused, reads = watch(take.url, "refused", reason=RefusalReason.DIGEST), watch(take.url, "reads")
     for seed in range(50, 50 + QUESTIONS):
         asked = draw(model, seed + 10 * len(prefilled + decoded))
         assert tokens_of(take, asked, decoded, ticket(give, asked, prefilled)) == asked.answer

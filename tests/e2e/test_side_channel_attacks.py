@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 
-from connector.question import HANDSHAKE
+from connector.messages import HANDSHAKE
 from connector.side_channel import NEEDS_KEY
 from deploy.local.model.quiz import Quiz, quiz
 from deploy.local.node import Node, NodeSpec, Role, kv_transfer_config, on_free_ports, start_node

@@ -12,7 +12,7 @@ from deploy.local.model.quiz import Quiz
 from deploy.local.node import Node, NodeSpec, Role, on_free_ports
 from deploy.local.stack import start_nodes
 from deploy.local.supervise import Supervisor
-from tests.connector.multi.harness import pull, tier
+from tests.connector.tiers.harness import pull, tier
 from tests.e2e.fleet import DEVELOPING
 from tests.e2e.legs import complete
 
@@ -75,7 +75,7 @@ def several(*children: dict[str, object]) -> tuple[str, ...]:
     """The arguments of a decode node with these children."""
     config = {
         "kv_connector": "MultiConnector",
-        "kv_connector_module_path": "connector.multi",
+        "kv_connector_module_path": "connector.tiers",
         "kv_role": "kv_consumer",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"connectors": list(children)},

@@ -1,6 +1,6 @@
 """Our connector with the comparison of fingerprints switched off: it reads from nodes that mean something else.
 
-A node loads this module in the place of `connector.facade`, so that a test can show what is caught when the fingerprint
+A node loads this module in the place of `connector.nixl_connector`, so that a test can show what is caught when the fingerprint
 is not compared, or does not list a difference. Everything else is as always.
 """
 
@@ -13,9 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
 
 from connector.config import from_vllm
-from connector.facade import NixlConnector as Comparing
 from connector.fingerprint import Fingerprint
-from connector.scheduler_side import SchedulerSide
+from connector.nixl_connector import NixlConnector as Comparing
+from connector.scheduler import ConnectorScheduler
 from deploy.local.node import NodeSpec, kv_transfer_config
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def trusting(spec: NodeSpec) -> NodeSpec:
     return replace(spec, more_arguments=(*spec.more_arguments, "--kv-transfer-config", json.dumps(config)))
 
 
-class _Scheduler(SchedulerSide):
+class _Scheduler(ConnectorScheduler):
     def adopt(self, fingerprint: Fingerprint) -> None:
         super().adopt(fingerprint)
         self._gate = replace(self._gate, expected=replace(self._gate.expected, fingerprint=None))

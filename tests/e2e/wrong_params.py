@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from connector.fields import Reason
+from connector.ticket_fields import RefusalReason
 from tests.e2e.legs import TO_HAND_OVER, Params
 
 OURS = "pdproxy"
@@ -41,7 +41,7 @@ class WrongParams:
 
     name: str
     params: Any
-    reason: Reason | None
+    reason: RefusalReason | None
     status: HTTPStatus = HTTPStatus.OK
     smuggled: bool = False
 
@@ -67,27 +67,29 @@ def for_decode_node(ticket: Params, alike: Params, longer: Params) -> Iterator[W
     yield from _fields(ticket)
     yield from _blocks(ticket)
     yield from _ours(ticket)
-    yield WrongParams("another prompt's", alike, Reason.DIGEST)
-    yield WrongParams("a longer prompt's", longer, Reason.NUMBER)
+    yield WrongParams("another prompt's", alike, RefusalReason.DIGEST)
+    yield WrongParams("a longer prompt's", longer, RefusalReason.NUMBER)
     one_more = altered(ticket, {"remote_num_tokens": ticket["remote_num_tokens"] + 1})
-    yield WrongParams("one token more", one_more, Reason.NUMBER)
-    yield WrongParams("a prefill leg", TO_HAND_OVER, Reason.WRONG_ROLE)
-    yield WrongParams("a prefill leg with a ticket", {**ticket, **TO_HAND_OVER}, Reason.WRONG_ROLE)
-    yield WrongParams("a release", {"pdproxy_release": NEVER_HANDED_OVER}, Reason.WRONG_ROLE)
+    yield WrongParams("one token more", one_more, RefusalReason.NUMBER)
+    yield WrongParams("a prefill leg", TO_HAND_OVER, RefusalReason.WRONG_ROLE)
+    yield WrongParams("a prefill leg with a ticket", {**ticket, **TO_HAND_OVER}, RefusalReason.WRONG_ROLE)
+    yield WrongParams("a release", {"pdproxy_release": NEVER_HANDED_OVER}, RefusalReason.WRONG_ROLE)
 
 
 def for_prefill_node(ticket: Params) -> Iterator[WrongParams]:
     """The same for a node that prefills."""
     yield from _flags(ticket)
-    yield WrongParams("a ticket", ticket, Reason.WRONG_ROLE)
+    yield WrongParams("a ticket", ticket, RefusalReason.WRONG_ROLE)
     for name in (name for name in ticket if name.startswith("remote_") and ticket[name] is not None):
-        yield WrongParams(f"{name} in a prefill leg", {**TO_HAND_OVER, name: ticket[name]}, Reason.REMOTE_FIELDS)
-    yield WrongParams("a prefill leg with a ticket", {**ticket, **TO_HAND_OVER}, Reason.REMOTE_FIELDS)
+        yield WrongParams(f"{name} in a prefill leg", {**TO_HAND_OVER, name: ticket[name]}, RefusalReason.REMOTE_FIELDS)
+    yield WrongParams("a prefill leg with a ticket", {**ticket, **TO_HAND_OVER}, RefusalReason.REMOTE_FIELDS)
     for junk in (*NO_NUMBERS, 1025):
-        yield WrongParams(f"readers {junk!s:.20}", {**TO_HAND_OVER, "pdproxy_readers": junk}, Reason.BAD_FIELD)
+        yield WrongParams(f"readers {junk!s:.20}", {**TO_HAND_OVER, "pdproxy_readers": junk}, RefusalReason.BAD_FIELD)
     for junk in (*NO_NAMES, "short", "x" * 129, "a-name-with-a.dot"):
-        yield WrongParams(f"hand-over {junk!s:.20}", {**TO_HAND_OVER, "pdproxy_hand_over": junk}, Reason.BAD_FIELD)
-        yield WrongParams(f"release {junk!s:.20}", {"pdproxy_release": junk}, Reason.BAD_FIELD)
+        yield WrongParams(
+            f"hand-over {junk!s:.20}", {**TO_HAND_OVER, "pdproxy_hand_over": junk}, RefusalReason.BAD_FIELD
+        )
+        yield WrongParams(f"release {junk!s:.20}", {"pdproxy_release": junk}, RefusalReason.BAD_FIELD)
     yield WrongParams("release of nothing", {"pdproxy_release": NEVER_HANDED_OVER}, None)
 
 
@@ -97,69 +99,69 @@ def at_random(ticket: Params, source: random.Random) -> WrongParams:
     match kind:
         case "number":
             name, junk = source.choice(NUMBERS), source.choice((0, -source.getrandbits(60) - 1, source.random(), "9"))
-            return WrongParams(f"{name} {junk}", altered(ticket, {name: junk}), Reason.BAD_FIELD)
+            return WrongParams(f"{name} {junk}", altered(ticket, {name: junk}), RefusalReason.BAD_FIELD)
         case "name":
             name = source.choice(NAMES)
             junk = "".join(chr(source.randrange(0x80, 0x2000)) for _ in range(source.randrange(1, 40)))
-            return WrongParams(f"{name} {junk}", altered(ticket, {name: junk}), Reason.BAD_FIELD)
+            return WrongParams(f"{name} {junk}", altered(ticket, {name: junk}), RefusalReason.BAD_FIELD)
         case "lack":
             name = source.choice((*FIELDS, "remote_block_ids", OURS))
-            return WrongParams(f"no {name}", without(ticket, name), Reason.MISSING_FIELD)
+            return WrongParams(f"no {name}", without(ticket, name), RefusalReason.MISSING_FIELD)
         case "block":
             groups = copy.deepcopy(ticket["remote_block_ids"])
             group = source.choice(groups)
             group[source.randrange(len(group))] = source.choice((-source.getrandbits(40) - 1, 0, 1 << 40, 0.5, "3"))
-            return WrongParams(f"blocks {groups}", altered(ticket, {"remote_block_ids": groups}), Reason.BLOCKS)
+            return WrongParams(f"blocks {groups}", altered(ticket, {"remote_block_ids": groups}), RefusalReason.BLOCKS)
         case "group":
             count = source.choice([n for n in range(1, 40) if n != len(ticket["remote_block_ids"])])
             ids = [[source.randrange(1, 2000)] for _ in range(count)]
-            return WrongParams(f"{count} groups", altered(ticket, {"remote_block_ids": ids}), Reason.GROUPS)
+            return WrongParams(f"{count} groups", altered(ticket, {"remote_block_ids": ids}), RefusalReason.GROUPS)
         case "digest":
             digest = source.randbytes(32).hex()
-            return WrongParams(f"digest {digest}", ours_altered(ticket, {"digest": digest}), Reason.DIGEST)
+            return WrongParams(f"digest {digest}", ours_altered(ticket, {"digest": digest}), RefusalReason.DIGEST)
     version = source.randrange(3, 1 << 60)
-    return WrongParams(f"version {version}", ours_altered(ticket, {"v": version}), Reason.UNKNOWN_VERSION)
+    return WrongParams(f"version {version}", ours_altered(ticket, {"v": version}), RefusalReason.UNKNOWN_VERSION)
 
 
 def _flags(ticket: Params) -> Iterator[WrongParams]:
     for junk in ("", "ticket", 7, 0.5, True, [1], [], NESTED):
         yield WrongParams(f"not an object: {junk!s:.20}", junk, None, HTTPStatus.BAD_REQUEST)
     for junk in ("", 0, 0.0, []):
-        yield WrongParams(f"smuggled {junk!r}", junk, Reason.NOT_AN_OBJECT, smuggled=True)
+        yield WrongParams(f"smuggled {junk!r}", junk, RefusalReason.NOT_AN_OBJECT, smuggled=True)
     yield WrongParams("empty", {}, None)
     yield WrongParams("nothing we know", {"a": {"b": NESTED}, "": 1}, None)
-    yield WrongParams("no flag", without(ticket, "do_remote_prefill"), Reason.NO_FLAG)
-    yield WrongParams("both flags", altered(ticket, {"do_remote_decode": True}), Reason.CONTRADICTORY)
+    yield WrongParams("no flag", without(ticket, "do_remote_prefill"), RefusalReason.NO_FLAG)
+    yield WrongParams("both flags", altered(ticket, {"do_remote_decode": True}), RefusalReason.CONTRADICTORY)
     for junk in ("true", 1, 0, [], {}, NESTED):
-        yield WrongParams(f"flag {junk!s:.20}", altered(ticket, {"do_remote_prefill": junk}), Reason.BAD_FIELD)
-        yield WrongParams(f"flag {junk!s:.20}", {"do_remote_decode": junk}, Reason.BAD_FIELD)
+        yield WrongParams(f"flag {junk!s:.20}", altered(ticket, {"do_remote_prefill": junk}), RefusalReason.BAD_FIELD)
+        yield WrongParams(f"flag {junk!s:.20}", {"do_remote_decode": junk}, RefusalReason.BAD_FIELD)
 
 
 def _fields(ticket: Params) -> Iterator[WrongParams]:
-    yield WrongParams("a flag alone", {"do_remote_prefill": True}, Reason.MISSING_FIELD)
+    yield WrongParams("a flag alone", {"do_remote_prefill": True}, RefusalReason.MISSING_FIELD)
     for name in (*FIELDS, "remote_block_ids", OURS):
-        yield WrongParams(f"no {name}", without(ticket, name), Reason.MISSING_FIELD)
-        yield WrongParams(f"null {name}", altered(ticket, {name: None}), Reason.MISSING_FIELD)
+        yield WrongParams(f"no {name}", without(ticket, name), RefusalReason.MISSING_FIELD)
+        yield WrongParams(f"null {name}", altered(ticket, {name: None}), RefusalReason.MISSING_FIELD)
     for name in NUMBERS:
         for junk in NO_NUMBERS:
-            yield WrongParams(f"{name} {junk!s:.20}", altered(ticket, {name: junk}), Reason.BAD_FIELD)
+            yield WrongParams(f"{name} {junk!s:.20}", altered(ticket, {name: junk}), RefusalReason.BAD_FIELD)
     for name in NAMES:
         for junk in NO_NAMES:
-            yield WrongParams(f"{name} {junk!s:.20}", altered(ticket, {name: junk}), Reason.BAD_FIELD)
+            yield WrongParams(f"{name} {junk!s:.20}", altered(ticket, {name: junk}), RefusalReason.BAD_FIELD)
     for junk in ("http://a", "a/b", "-a", "user@host", "127.0.0.1\r\n"):
-        yield WrongParams(f"host {junk!r}", altered(ticket, {"remote_host": junk}), Reason.BAD_FIELD)
-    yield WrongParams("a push", altered(ticket, {"transfer_mode": "push"}), Reason.BAD_FIELD)
-    yield WrongParams("a loan", altered(ticket, {"remote_blocks_expiry_time": 12.5}), Reason.BAD_FIELD)
-    yield WrongParams("registration", altered(ticket, {"remote_registration_generation": -1}), Reason.BAD_FIELD)
+        yield WrongParams(f"host {junk!r}", altered(ticket, {"remote_host": junk}), RefusalReason.BAD_FIELD)
+    yield WrongParams("a push", altered(ticket, {"transfer_mode": "push"}), RefusalReason.BAD_FIELD)
+    yield WrongParams("a loan", altered(ticket, {"remote_blocks_expiry_time": 12.5}), RefusalReason.BAD_FIELD)
+    yield WrongParams("registration", altered(ticket, {"remote_registration_generation": -1}), RefusalReason.BAD_FIELD)
 
 
 def _blocks(ticket: Params) -> Iterator[WrongParams]:
     right = ticket["remote_block_ids"]
     state = min(range(len(right)), key=lambda group: len(right[group]))
-    changed: list[tuple[Any, Reason]] = [(junk, Reason.GROUPS) for junk in NO_LISTS]
-    changed += [(right[:-1], Reason.GROUPS), ([*right, [1]], Reason.GROUPS)]
+    changed: list[tuple[Any, RefusalReason]] = [(junk, RefusalReason.GROUPS) for junk in NO_LISTS]
+    changed += [(right[:-1], RefusalReason.GROUPS), ([*right, [1]], RefusalReason.GROUPS)]
     wrong_ids = [[junk] for junk in NO_BLOCKS] + [[], [0], [1, 2, 3], [*range(1, 50_000)]]
-    changed += [([*right[:state], ids, *right[state + 1 :]], Reason.BLOCKS) for ids in wrong_ids]
+    changed += [([*right[:state], ids, *right[state + 1 :]], RefusalReason.BLOCKS) for ids in wrong_ids]
     for ids, reason in changed:
         yield WrongParams(f"blocks {ids!s:.30}", altered(ticket, {"remote_block_ids": ids}), reason)
 
@@ -167,34 +169,38 @@ def _blocks(ticket: Params) -> Iterator[WrongParams]:
 def _ours(ticket: Params) -> Iterator[WrongParams]:
     no_object: tuple[Any, ...] = ("", "x", 7, True, [], NESTED)
     for junk in no_object:
-        yield WrongParams(f"ours {junk!s:.20}", altered(ticket, {OURS: junk}), Reason.BAD_FIELD)
+        yield WrongParams(f"ours {junk!s:.20}", altered(ticket, {OURS: junk}), RefusalReason.BAD_FIELD)
     for junk in NO_VERSIONS:
-        yield WrongParams(f"version {junk}", ours_altered(ticket, {"v": junk}), Reason.UNKNOWN_VERSION)
+        yield WrongParams(f"version {junk}", ours_altered(ticket, {"v": junk}), RefusalReason.UNKNOWN_VERSION)
     for junk in NO_DIGESTS:
-        yield WrongParams(f"digest {junk}", ours_altered(ticket, {"digest": junk}), Reason.BAD_FIELD)
+        yield WrongParams(f"digest {junk}", ours_altered(ticket, {"digest": junk}), RefusalReason.BAD_FIELD)
     yield from _fingerprints(ticket[OURS]["fingerprint"], ticket)
     sizes = ticket[OURS]["block_sizes"]
-    odd: list[tuple[Any, Reason]] = [(junk, Reason.BAD_FIELD) for junk in (None, [0] * 4, "x")]
-    odd += [([7] * 4, Reason.GROUPS), (sizes[:-1], Reason.GROUPS), ([*sizes, 1], Reason.GROUPS)]
+    odd: list[tuple[Any, RefusalReason]] = [(junk, RefusalReason.BAD_FIELD) for junk in (None, [0] * 4, "x")]
+    odd += [([7] * 4, RefusalReason.GROUPS), (sizes[:-1], RefusalReason.GROUPS), ([*sizes, 1], RefusalReason.GROUPS)]
     for junk, reason in odd:
         yield WrongParams(f"block sizes {junk}", ours_altered(ticket, {"block_sizes": junk}), reason)
     for junk in (*NO_NUMBERS, 1025):
-        yield WrongParams(f"readers {junk!s:.20}", ours_altered(ticket, {"readers": junk}), Reason.BAD_FIELD)
+        yield WrongParams(f"readers {junk!s:.20}", ours_altered(ticket, {"readers": junk}), RefusalReason.BAD_FIELD)
     no_times: tuple[Any, ...] = ("now", -1, 1 << 41, True, None, [])
     for junk in no_times:
-        yield WrongParams(f"issued {junk}", ours_altered(ticket, {"issued_at": junk}), Reason.BAD_FIELD)
+        yield WrongParams(f"issued {junk}", ours_altered(ticket, {"issued_at": junk}), RefusalReason.BAD_FIELD)
     no_signatures: tuple[Any, ...] = ("x", "g" * 64, 7, [])
     for junk in no_signatures:
-        yield WrongParams(f"signature {junk}", ours_altered(ticket, {"signature": junk}), Reason.BAD_FIELD)
+        yield WrongParams(f"signature {junk}", ours_altered(ticket, {"signature": junk}), RefusalReason.BAD_FIELD)
 
 
 def _fingerprints(told: dict[str, str], ticket: Params) -> Iterator[WrongParams]:
     for junk in NO_FINGERPRINTS:
-        yield WrongParams(f"fingerprint {junk!s:.30}", ours_altered(ticket, {"fingerprint": junk}), Reason.BAD_FIELD)
+        yield WrongParams(
+            f"fingerprint {junk!s:.30}", ours_altered(ticket, {"fingerprint": junk}), RefusalReason.BAD_FIELD
+        )
     missing = ours_altered(ticket, {"fingerprint": None})
-    yield WrongParams("fingerprint null", missing, Reason.MISSING_FIELD)
+    yield WrongParams("fingerprint null", missing, RefusalReason.MISSING_FIELD)
     for name in told:
         for changed in ({**told, name: "x"}, {key: value for key, value in told.items() if key != name}):
-            yield WrongParams(f"another {name}", ours_altered(ticket, {"fingerprint": changed}), Reason.FINGERPRINT)
+            yield WrongParams(
+                f"another {name}", ours_altered(ticket, {"fingerprint": changed}), RefusalReason.FINGERPRINT
+            )
     more = ours_altered(ticket, {"fingerprint": {**told, "unheard_of": "x"}})
-    yield WrongParams("a part more", more, Reason.FINGERPRINT)
+    yield WrongParams("a part more", more, RefusalReason.FINGERPRINT)

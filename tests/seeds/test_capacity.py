@@ -25,8 +25,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from connector.capacity import NO_CAPACITY, Binding, Capacity
-from connector.footprint import node_capacity
+from connector.kv_groups import NO_CAPACITY, Capacity, LimitedBy, node_capacity
 from tests.connector.harness import BLOCK, attention, make_node, prompt, state
 
 LONGEST = 4096
@@ -63,13 +62,13 @@ SHAPES: dict[str, tuple[KVCacheSpec, ...]] = {
 WITH_ATTENTION = [shape for shape in SHAPES if not shape.startswith(("mamba", "empty"))]
 
 FIGURES = {
-    "dense": Capacity(USABLE * BLOCK, None, USABLE // ATTENTION, Binding.ATTENTION),
-    "hybrid none": Capacity(USABLE * BLOCK, USABLE, USABLE // (ATTENTION + 1), Binding.ATTENTION),
-    "hybrid align": Capacity(USABLE * BLOCK, USABLE, 1299 // (ATTENTION + 1), Binding.ATTENTION),
-    "hybrid all": Capacity(USABLE * BLOCK, USABLE, 1045 // (ATTENTION + 1), Binding.ATTENTION),
-    "mamba only none": Capacity(USABLE * LONGEST, USABLE, USABLE, Binding.STATE),
-    "mamba only align": Capacity(USABLE * LONGEST, USABLE, USABLE - 1, Binding.STATE),
-    "one attention, three mamba": Capacity(USABLE * BLOCK, USABLE // 3, 1297 // (ATTENTION + 3), Binding.ATTENTION),
+    "dense": Capacity(USABLE * BLOCK, None, USABLE // ATTENTION, LimitedBy.ATTENTION),
+    "hybrid none": Capacity(USABLE * BLOCK, USABLE, USABLE // (ATTENTION + 1), LimitedBy.ATTENTION),
+    "hybrid align": Capacity(USABLE * BLOCK, USABLE, 1299 // (ATTENTION + 1), LimitedBy.ATTENTION),
+    "hybrid all": Capacity(USABLE * BLOCK, USABLE, 1045 // (ATTENTION + 1), LimitedBy.ATTENTION),
+    "mamba only none": Capacity(USABLE * LONGEST, USABLE, USABLE, LimitedBy.STATE),
+    "mamba only align": Capacity(USABLE * LONGEST, USABLE, USABLE - 1, LimitedBy.STATE),
+    "one attention, three mamba": Capacity(USABLE * BLOCK, USABLE // 3, 1297 // (ATTENTION + 3), LimitedBy.ATTENTION),
 }
 
 

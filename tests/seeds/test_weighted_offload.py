@@ -11,11 +11,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput
 
-from connector.errors import ConfigError
-from connector.multi import MultiConnector
-from connector.multi.metadata import WeightedReport
+from connector.config import ConfigError
+from connector.tiers import MultiConnector
+from connector.tiers.rank_loads import WeightedReport
 from tests.connector.harness import BLOCK, DENSE, HYBRID, make_node, prompt, take_ticket
-from tests.connector.multi.harness import Several, loaded, make_several, multi_config, pull, shelve, tier
+from tests.connector.tiers.harness import Several, loaded, make_several, multi_config, pull, shelve, tier
 
 pytestmark = pytest.mark.usefixtures("every_pace")
 

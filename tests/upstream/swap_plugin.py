@@ -56,11 +56,7 @@ def default_vllm_config() -> Iterator[Any]:
 @pytest.fixture
 def dist_init(default_vllm_config: Any, tmp_path: Path) -> Iterator[None]:
     """A world of one rank, as in `tests/conftest.py` of vLLM."""
-    from vllm.distributed import (
-        cleanup_dist_env_and_memory,
-        init_distributed_environment,
-        initialize_model_parallel,
-    )
+    from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
 
     init_distributed_environment(1, 0, f"file://{tmp_path / 'store'}", 0, backend="gloo")
     initialize_model_parallel(1, 1)

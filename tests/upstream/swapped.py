@@ -22,16 +22,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import Nix
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-from connector import facade, scheduler_side, worker_side
-from connector.admission import Decode
-from connector.capacity import NO_CAPACITY
+from connector import nixl_connector, scheduler, worker
 from connector.config import ConnectorConfig, Role, from_vllm
-from connector.lease import Verdict
+from connector.kv_groups import NO_CAPACITY, ReadSize
+from connector.messages import Question, Verdict
 from connector.metadata import ConnectorMetadata, ReadOrder
-from connector.open_batches import Judged
-from connector.question import Question
-from connector.read_sizes import ReadSize
 from connector.shape_check import require_fit
+from connector.transfer_params import ReadTicket
+from connector.verifier import ReadVerdict
 from connector.vllm_contracts import HAND_OVERS
 
 
@@ -69,19 +67,19 @@ class Trusting:
 
     def judge(self, raw: Any, facts: Any) -> Any:
         stock = isinstance(raw, dict) and raw.get("do_remote_prefill") and "pdproxy" not in raw
-        return Decode(StockTicket(raw)) if stock else self._gate.judge(raw, facts)  # type: ignore[arg-type]
+        return ReadTicket(StockTicket(raw)) if stock else self._gate.judge(raw, facts)  # type: ignore[arg-type]
 
 
 class Held:
     """In the place of the verifier: every prefill node says that it held the blocks. The tests have no other node."""
 
     def __init__(self) -> None:
-        self._judged: list[Judged] = []
+        self._judged: list[ReadVerdict] = []
 
     def ask(self, questions: Mapping[Any, Any]) -> None:
-        self._judged += [Judged(asked.nonce, Verdict.HELD) for batch in questions.values() for asked in batch]
+        self._judged += [ReadVerdict(asked.nonce, Verdict.HELD) for batch in questions.values() for asked in batch]
 
-    def answers(self, patience: float = 0.0) -> list[Judged]:
+    def answers(self, patience: float = 0.0) -> list[ReadVerdict]:
         judged, self._judged = self._judged, []
         return judged
 
@@ -89,7 +87,7 @@ class Held:
         """Nothing is open."""
 
 
-class Scheduler(scheduler_side.SchedulerSide):
+class Scheduler(scheduler.ConnectorScheduler):
     """Made with vLLM's three arguments, or past its constructor."""
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any, config: Any = None) -> None:
@@ -97,10 +95,10 @@ class Scheduler(scheduler_side.SchedulerSide):
         self._gate: Any = Trusting(self._gate)
 
     def __getattr__(self, name: str) -> Any:
-        return _late(self, name, scheduler_side.SchedulerSide, NixlPullConnectorScheduler)
+        return _late(self, name, scheduler.ConnectorScheduler, NixlPullConnectorScheduler)
 
 
-class Worker(worker_side.WorkerSide):
+class Worker(worker.ConnectorWorker):
     """The same; and a read that a test has begun by hand is known like one that was ordered."""
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any, config: Any = None) -> None:
@@ -109,7 +107,7 @@ class Worker(worker_side.WorkerSide):
         self._verifier: Any = Held()
 
     def __getattr__(self, name: str) -> Any:
-        return _late(self, name, worker_side.WorkerSide, NixlPullConnectorWorker)
+        return _late(self, name, worker.ConnectorWorker, NixlPullConnectorWorker)
 
     def get_transfer_results(self) -> Any:
         for request_id in vars(self).get("_recving_metadata", {}):
@@ -129,7 +127,7 @@ class Worker(worker_side.WorkerSide):
             self._flights.posted(request_id, time.monotonic())
 
 
-class Connector(facade.NixlConnector):
+class Connector(nixl_connector.NixlConnector):
     """With a setting that the tests leave at vLLM's default, with which our connector does not start."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -140,9 +138,9 @@ def ours() -> Mapping[type[Any], type[Any]]:
     """vLLM's class → ours. Also compares vLLM with what we rely on: later, ours would be compared with itself."""
     require_fit(HAND_OVERS)
     substitutes: dict[Any, dict[str, Any]] = {
-        facade: {"require_fit": lambda contract: None, "from_vllm": lambda transfer, environ: _quiet(transfer)},
-        scheduler_side: {"ConnectorMetadata": Metadata, "SchedulerSide": Scheduler},
-        worker_side: {"ping": lambda host, port, timeout: None, "WorkerSide": Worker},
+        nixl_connector: {"require_fit": lambda contract: None, "from_vllm": lambda transfer, environ: _quiet(transfer)},
+        scheduler: {"ConnectorMetadata": Metadata, "SchedulerSide": Scheduler},
+        worker: {"ping": lambda host, port, timeout: None, "WorkerSide": Worker},
     }
     for module, names in substitutes.items():
         for name, substitute in names.items():
@@ -180,7 +178,7 @@ def _late(made: Any, name: str, side: type[Any], stock: type[Any]) -> Any:
     made._asked_late.add(name)
     with (
         patch.object(stock, "__init__", lambda self, *args: None),
-        patch.object(scheduler_side, "node_capacity", lambda *args: NO_CAPACITY),
+        patch.object(scheduler, "node_capacity", lambda *args: NO_CAPACITY),
     ):
         scratch = object.__new__(_as_vllm_makes_it(side))
         scratch.__init__(_plain_config(), "engine", _plain_cache(), settings(_plain_config()))

@@ -1,0 +1,251 @@
+"""How many tokens and sequences a KV cache holds, told by kind of group: pure.
+
+All groups draw blocks from one pool. A *growing* group takes blocks in proportion to a sequence's length; a *bounded*
+one takes a fixed number per sequence, however long (mamba states; sliding and chunked windows). Counting bounded groups
+as if they grew made a hybrid node's capacity look 2 to 4 times too small (vllm#40384).
+
+
+What one sequence takes of each cache group of a node, out of vLLM's own description of its cache.
+
+The shapes of a model's KV-cache groups, out of vLLM's `KVCacheConfig`.
+
+How many bytes a read brings, and how many a local hit spared, by kind of group. Per rank.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from connector.ticket import GroupKind, GroupShape
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class LimitedBy(enum.StrEnum):
+    """What runs out first with sequences of `max_model_len`; the value is a label of a metric."""
+
+    ATTENTION = "attention"
+    STATE = "state"
+    NOTHING = "nothing"
+    """There is no cache to fill."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrowingGroup:
+    """A group that keeps every token: full attention. `block_size`: tokens in a block."""
+
+    block_size: int
+
+    def __post_init__(self) -> None:
+        _require(self.block_size > 0, f"a block of {self.block_size} tokens")
+
+    def blocks(self, tokens: int) -> int:
+        """What a sequence of so many tokens holds."""
+        return -(-tokens // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundedGroup:
+    """A group that keeps the end of a sequence, or its state. Both in blocks.
+
+    `held`: by one long sequence while it decodes; `peak`: at most, for the moment in which it enters or crosses into
+    another block. vLLM promises each sequence its peak; they are at it in turn.
+    """
+
+    held: int
+    peak: int
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.held <= self.peak, f"{self.held} blocks held of {self.peak} at most")
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What a node holds. A load of `t` tokens in `n` sequences fits while `t / tokens + n / sequences <= 1`, but for
+    the last block of each sequence.
+
+    `tokens`: of attention capacity, were every block given to the growing groups; without any, what `sequences` of
+    `max_model_len` hold. `sequences`: that the bounded groups alone would allow at the same time; None where no group
+    is bounded. `admitted`: sequences of `max_model_len` that run together, all groups counted, while one of them is at
+    its peak.
+    """
+
+    tokens: int
+    sequences: int | None
+    admitted: int
+    binding: LimitedBy
+
+
+NO_CAPACITY = Capacity(0, None, 0, LimitedBy.NOTHING)
+"""Of a model that keeps no cache."""
+
+
+def capacity(blocks: int, max_model_len: int, groups: Sequence[GrowingGroup | BoundedGroup]) -> Capacity:
+    """Tell what `blocks` usable blocks hold (vLLM's null block is none), with sequences of at most `max_model_len`.
+
+    Raises ValueError for a negative number of blocks or a length below one.
+    """
+    _require(blocks >= 0 and max_model_len > 0, f"{blocks} blocks for sequences of {max_model_len} tokens")
+    growing = [group for group in groups if isinstance(group, GrowingGroup)]
+    bounded = [group for group in groups if isinstance(group, BoundedGroup)]
+    attention = sum(group.blocks(max_model_len) for group in growing)
+    state = sum(group.held for group in bounded)
+    if attention + state == 0:
+        return NO_CAPACITY
+    sequences = blocks // state if state else None
+    spare = sum(group.peak - group.held for group in bounded)
+    return Capacity(
+        tokens=_tokens(blocks, growing) if growing else (sequences or 0) * max_model_len,
+        sequences=sequences,
+        admitted=max(0, blocks - spare) // (attention + state),
+        binding=LimitedBy.ATTENTION if attention >= state else LimitedBy.STATE,
+    )
+
+
+def _tokens(blocks: int, growing: Sequence[GrowingGroup]) -> int:
+    """Groups with blocks of several sizes fill up together, in steps of the tokens that end a block in each."""
+    step = math.lcm(*(group.block_size for group in growing))
+    return blocks // sum(step // group.block_size for group in growing) * step
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(f"there can be no {what}")
+
+
+def node_capacity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Capacity:
+    """The capacity of one engine. Block 0 is vLLM's null block; groups that live in host memory have another pool."""
+    groups = [
+        footprint(group.kv_cache_spec, vllm_config)
+        for group in kv_cache_config.kv_cache_groups
+        if not group.host_resident
+    ]
+    return capacity(max(0, kv_cache_config.num_blocks - 1), vllm_config.model_config.max_model_len, groups)
+
+
+def footprint(spec: Any, vllm_config: VllmConfig) -> GrowingGroup | BoundedGroup:
+    """One group's, from its spec. A kind that is not known here counts as what vLLM reserves for it."""
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return footprint(next(iter(spec.kv_cache_specs.values())), vllm_config)
+    if isinstance(spec, FullAttentionSpec):
+        shards = vllm_config.parallel_config.decode_context_parallel_size if spec.dcp_sharded else 1
+        return GrowingGroup(spec.block_size * shards)
+    longest = vllm_config.model_config.max_model_len
+    if isinstance(spec, MambaSpec):
+        return _state(spec, longest)
+    reserved = _blocks(spec.max_memory_usage_bytes(vllm_config), spec.page_size_bytes)
+    return _bounded(_window(spec, longest), reserved, _blocks(longest, spec.block_size))
+
+
+def _state(spec: MambaSpec, longest: int) -> BoundedGroup:
+    """The running state, whatever the mode; what lies before it is freed, and at most stays to be found again.
+
+    `align` holds the state of the last block too while it crosses into the next, and a checkpoint while it prefills
+    (`MambaManager.get_num_blocks_to_allocate`). `all` is admitted with a block for each block of its prompt, which go
+    with the step after (`SingleTypeKVCacheManager.remove_skipped_blocks`); vLLM 0.32 no longer lets it be configured.
+    """
+    held = 1 + spec.num_speculative_blocks
+    match spec.mamba_cache_mode:
+        case "align":
+            return BoundedGroup(held, held + 1 + spec.num_prefill_checkpoint_blocks)
+        case "all":
+            return BoundedGroup(held, max(held, _blocks(longest, spec.block_size) + spec.num_speculative_blocks))
+        case _:
+            return BoundedGroup(held, held)
+
+
+def _window(spec: Any, longest: int) -> int | None:
+    """Blocks that hold what the next token sees, wherever the window begins in its first; None without a window."""
+    if isinstance(spec, SlidingWindowSpec):
+        return _blocks(min(spec.sliding_window - 1 + spec.extra_retained_tokens, longest), spec.block_size) + 1
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return _blocks(min(spec.attention_chunk_size, longest), spec.block_size)
+    return None
+
+
+def _bounded(held: int | None, reserved: int, all_of_it: int) -> BoundedGroup:
+    """A window never takes more than the whole sequence would."""
+    if held is None:
+        return BoundedGroup(reserved, reserved)
+    held = min(held, all_of_it)
+    return BoundedGroup(held, max(held, min(reserved, all_of_it)))
+
+
+def _blocks(amount: int, size: int) -> int:
+    return -(-amount // size)
+
+
+def group_shapes(kv_cache_config: KVCacheConfig) -> tuple[GroupShape, ...]:
+    """The groups that travel, in the order in which tickets name their blocks."""
+    return tuple(_shape(group.kv_cache_spec) for group in kv_cache_config.transfer_groups)
+
+
+def _shape(spec: Any) -> GroupShape:
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return _shape(next(iter(spec.kv_cache_specs.values())))
+    if isinstance(spec, MambaSpec):
+        return GroupShape(GroupKind.STATE, spec.block_size)
+    kind = GroupKind.ATTENTION if isinstance(spec, FullAttentionSpec) else GroupKind.WINDOW
+    return GroupShape(kind, spec.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSize:
+    """One group that travels: whether it holds state, its block's tokens, and its block's bytes over all its layers."""
+
+    state: bool
+    block_tokens: int
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSize:
+    """Bytes that a read brings, by kind of group, and attention bytes that a local hit spared."""
+
+    attention: int = 0
+    state: int = 0
+    spared: int = 0
+
+
+def group_sizes(kv_cache_config: KVCacheConfig) -> tuple[GroupSize, ...]:
+    """The groups that travel, in the order in which tickets name their blocks."""
+    return tuple(_group_size(group.kv_cache_spec, len(group.layer_names)) for group in kv_cache_config.transfer_groups)
+
+
+def read_size(
+    sizes: Sequence[GroupSize], local: Sequence[Sequence[int]], remote: Sequence[Sequence[int]], hit_tokens: int
+) -> ReadSize:
+    """The size of a read of logical blocks. vLLM pairs each group's lists and drops what the other side lacks; only
+    whole blocks are ever hit."""
+    attention = state = 0
+    for size, mine, theirs in zip(sizes, local, remote, strict=False):
+        moved = min(len(mine), len(theirs)) * size.block_bytes
+        attention, state = attention + (0 if size.state else moved), state + (moved if size.state else 0)
+    spared = sum(hit_tokens // size.block_tokens * size.block_bytes for size in sizes if not size.state)
+    return ReadSize(attention, state, spared)
+
+
+def _group_size(spec: Any, layers: int) -> GroupSize:
+    from vllm.v1.kv_cache_interface import MambaSpec, UniformTypeKVCacheSpecs
+
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        parts = [_group_size(part, 1) for part in spec.kv_cache_specs.values()]
+        return GroupSize(parts[0].state, parts[0].block_tokens, sum(part.block_bytes for part in parts))
+    if isinstance(spec, MambaSpec):
+        # Only the state itself travels, not the padding that makes its page as large as attention's.
+        return GroupSize(True, spec.block_size, spec.real_page_size_bytes * layers)
+    return GroupSize(False, spec.block_size, spec.page_size_bytes * layers)

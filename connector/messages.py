@@ -1,0 +1,310 @@
+"""What a decode node asks a prefill node's side channel, and the answers, as bytes. Pure.
+
+All are msgpack arrays in one frame; where there are ticket keys a second frame holds their MAC (see `proof`):
+
+    vLLM's handshake   ["get_meta_msg", pipeline rank, tensor rank]
+    its answer         two frames: vLLM's `NixlHandshakePayload`, and the prefill node's clock
+    introduction       [META, number, [engine id, pipeline rank, tensor rank]]    the same, for our own decode nodes
+    its answer         [number, incarnation, "", payload]                         the payload as binary
+    question           [ASK, number, [[engine id, request id, nonce], ...]]       an empty list is a ping
+    its answer         [number, incarnation, "", [verdict, ...]]                  in the question's order
+    refusal of either  [number, incarnation, reason, []]
+
+`incarnation` names one run of a prefill node: memory that was registered in another run is gone.
+
+
+That a question, and its answer, come from a node which has the ticket keys. Pure.
+
+On every connection each side names a fresh random *challenge* before the first message (a property of ZMTP's READY
+command). A message then carries an HMAC-SHA256 over both challenges, its direction, and its own bytes, which hold a
+number; the prefill node takes only numbers that grow.
+
+What a message that somebody captured is worth to him:
+    on another connection, to this node or another        nothing: the challenges differ
+    on the same connection, injected into it              nothing: its number was used
+    sent back to whom it came from                        nothing: the direction differs
+So a replay needs no clock to be refused. Nothing here is encrypted: who sees the packets sees ids, verdicts and the
+metadata of the handshake, and can delay or cut the connection.
+
+The first key signs, as with tickets; every key is tried, each in constant time. The prefill node answers with the key
+by which it was asked, so that keys can be changed one node after the other.
+
+
+What a NIXL notice says: parsed once, and never with an exception. Pure.
+
+vLLM's decode side ends a read with `<request id>:<readers>`, where `readers` is the number of its ranks that will
+tell this prefill rank the same; what it takes for our request id is the alias that our tickets name. Ours puts the
+read's nonce behind it, `<alias>#<nonce>:<readers>`; a notice without one (a decode node that runs vLLM's own
+connector) counts as the nonce `NO_NONCE`. Heartbeats are vLLM's: `HB:<alias>,<alias>...`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+
+HANDSHAKE = b"get_meta_msg"
+ASK = b"pdproxy_held"
+META = b"pdproxy_meta"
+MOST_QUESTIONS = 128
+LONGEST_MESSAGE_NAME = 1024
+LONGEST_QUESTION = 256 * 1024
+"""Bytes of a question's message. `MOST_QUESTIONS` with names as long as tickets allow take half of it."""
+LONGEST_REPLY = 4 * 1024 * 1024
+"""Bytes of an answer's message. The metadata of one worker grows with its cache tensors, some hundred bytes each."""
+
+_Name = Annotated[str, msgspec.Meta(max_length=LONGEST_MESSAGE_NAME)]
+_Items = Annotated[list[tuple[_Name, _Name, _Name]], msgspec.Meta(max_length=MOST_QUESTIONS)]
+_REQUEST = msgspec.msgpack.Decoder(tuple[bytes, int, msgspec.Raw])
+_QUESTIONS = msgspec.msgpack.Decoder(_Items)
+_RANK = msgspec.msgpack.Decoder(tuple[_Name, int, int])
+_NUMBER = msgspec.msgpack.Decoder(int)
+_REPLY = msgspec.msgpack.Decoder(tuple[int, _Name, _Name, list[str] | bytes])
+_CLOCK = msgspec.msgpack.Encoder()
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, ValueError)
+
+
+class Verdict(StrEnum):
+    """The answer to "may I use what I read?"; the values go over the wire."""
+
+    HELD = "held"
+    RELEASED_BY_YOU = "released_by_you"
+    RELEASED_BY_ANOTHER = "released_by_another"
+    EXPIRED = "expired"
+    UNKNOWN = "unknown"
+
+    @property
+    def good(self) -> bool:
+        """Whether the bytes read are certainly the ticket's."""
+        return self in (Verdict.HELD, Verdict.RELEASED_BY_YOU)
+
+
+class QuestionRefusal(StrEnum):
+    """Why a prefill node answers nothing usable; labels of its metric, and in answers to us."""
+
+    UNSIGNED = "unsigned"
+    BAD_SIGNATURE = "bad_signature"
+    REPLAYED = "replayed"
+    ANOTHER_ENGINE = "another_engine"
+    NO_SUCH_RANK = "no_such_rank"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One read to judge: the ticket's engine id and request id, and the nonce that the read carried."""
+
+    engine_id: str
+    request_id: str
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True)
+class Handshake:
+    """vLLM's own question: the NIXL metadata of one worker of the prefill node."""
+
+    pp_rank: int
+    tp_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataQuestion:
+    """The same by our own decode nodes, who know which engine they mean; `number` comes back with the answer."""
+
+    number: int
+    engine_id: str
+    pp_rank: int
+    tp_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionBatch:
+    """Several questions at once; `number` comes back with the answer."""
+
+    number: int
+    questions: tuple[Question, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """`body`: verdicts to a batch, a payload to an introduction, the reason of a refusal to either."""
+
+    number: int
+    incarnation: str
+    body: tuple[Verdict, ...] | bytes | str
+
+
+def read_request(message: bytes) -> Handshake | MetadataQuestion | QuestionBatch | None:
+    """What a decode node asks; None for anything else. Total."""
+    try:
+        kind, number, rest = _REQUEST.decode(message)
+        if kind == HANDSHAKE:
+            return Handshake(number, _NUMBER.decode(rest))
+        if kind == META:
+            return MetadataQuestion(number, *_RANK.decode(rest))
+        if kind == ASK:
+            return QuestionBatch(number, tuple(Question(*item) for item in _QUESTIONS.decode(rest)))
+    except _UNREADABLE:
+        return None
+    return None
+
+
+def write_batch(number: int, questions: Sequence[Question]) -> bytes:
+    """The bytes of a batch; at most `MOST_QUESTIONS` of them."""
+    items = [(question.engine_id, question.request_id, question.nonce) for question in questions]
+    return msgspec.msgpack.encode((ASK, number, items))
+
+
+def write_metadata_question(asked: MetadataQuestion) -> bytes:
+    """The bytes of an introduction."""
+    return msgspec.msgpack.encode((META, asked.number, (asked.engine_id, asked.pp_rank, asked.tp_rank)))
+
+
+def write_reply(number: int, incarnation: str, body: Sequence[Verdict] | bytes | str) -> bytes:
+    """The bytes of an answer."""
+    if isinstance(body, str):
+        return msgspec.msgpack.encode((number, incarnation, body, ()))
+    plain = body if isinstance(body, bytes) else [verdict.value for verdict in body]
+    return msgspec.msgpack.encode((number, incarnation, "", plain))
+
+
+def read_reply(message: bytes) -> Reply | None:
+    """An answer; None for anything else, an unknown verdict included. Total."""
+    try:
+        number, incarnation, reason, body = _REPLY.decode(message)
+        said = body if isinstance(body, bytes) else tuple(map(Verdict, body))
+        return Reply(number, incarnation, reason or said)
+    except _UNREADABLE:
+        return None
+
+
+def write_clock(seconds: float) -> bytes:
+    """The second frame of the answer to vLLM's handshake."""
+    return _CLOCK.encode(seconds)
+
+
+def write_refusal(sentence: str) -> bytes:
+    """A `NixlHandshakePayload` that no node accepts: vLLM logs the hash that does not match its own, our sentence."""
+    return msgspec.msgpack.encode({"compatibility_hash": sentence, "agent_metadata_bytes": b""})
+
+
+CHALLENGE_BYTES = 16
+PROPERTY = b"x-pdproxy-challenge"
+
+_DOMAIN = b"pdproxy side channel\n"
+_ASKED, _ANSWERED = b"q", b"a"
+
+
+class QuestionSigner:
+    """The decode node's end of one connection."""
+
+    def __init__(self, keys: Sequence[bytes], theirs: bytes, ours: bytes) -> None:
+        self._keys = keys
+        self._challenges = theirs + ours
+
+    def sign(self, message: bytes) -> tuple[bytes, ...]:
+        """The frames of a message: with its MAC where there is a key."""
+        return (message, _mac(self._keys[0], self._challenges, _ASKED, message)) if self._keys else (message,)
+
+    def genuine(self, frames: Sequence[bytes]) -> bool:
+        """Whether an answer (message, and MAC if any) comes from a node with one of our keys; without keys always."""
+        if not self._keys:
+            return len(frames) in (1, 2)
+        return len(frames) == 2 and _find(self._keys, self._challenges, _ANSWERED, *frames) is not None
+
+
+class ReplySigner:
+    """The prefill node's end of one connection."""
+
+    def __init__(self, keys: Sequence[bytes], ours: bytes, theirs: bytes) -> None:
+        self._keys = keys
+        self._challenges = ours + theirs
+        self._key = b""
+
+    def genuine(self, message: bytes, mac: bytes) -> bool:
+        """Whether a question comes from a node with one of our keys."""
+        key = _find(self._keys, self._challenges, _ASKED, message, mac)
+        self._key = key or self._key
+        return key is not None
+
+    def sign(self, message: bytes) -> tuple[bytes, ...]:
+        """The frames of an answer: with its MAC, by the key of the last genuine question, if there was one."""
+        return (message, _mac(self._key, self._challenges, _ANSWERED, message)) if self._key else (message,)
+
+
+def _mac(key: bytes, challenges: bytes, direction: bytes, message: bytes) -> bytes:
+    return hmac.digest(key, _DOMAIN + challenges + direction + message, "sha256")
+
+
+def _find(keys: Sequence[bytes], challenges: bytes, direction: bytes, message: bytes, mac: bytes) -> bytes | None:
+    """The key that made `mac`; every key is tried."""
+    made = [hmac.compare_digest(_mac(key, challenges, direction, message), mac) for key in keys]
+    return keys[made.index(True)] if any(made) else None
+
+
+NO_NONCE = ""
+LONGEST_DONE = 1024
+LONGEST_HEARTBEAT = 4 * 1024 * 1024
+MOST_READERS = 4096
+_HEARTBEAT = b"HB:"
+_DONE = re.compile(r"(?P<alias>[^\x00-\x1f]+?)(?:#(?P<nonce>[0-9A-Za-z_-]{8,64}))?:(?P<readers>[0-9]{1,4})")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDone:
+    """One reading rank has everything. `readers`: how many ranks will say so to this rank, 1 to `MOST_READERS`.
+
+    `alias`: what the ticket calls the request (see `aliases`).
+    """
+
+    alias: str
+    nonce: str
+    readers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Whose leases go on."""
+
+    aliases: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Junk:
+    """Bytes that say nothing we know."""
+
+    size: int
+
+
+Notif = ReadDone | Heartbeat | Junk
+
+
+def with_nonce(alias: str, nonce: str) -> str:
+    """The alias as our notices carry it; vLLM's own code then appends `:<readers>`."""
+    return f"{alias}#{nonce}"
+
+
+def nonce_of(tag: str) -> str:
+    """The nonce in what `tagged` made."""
+    return tag.rpartition("#")[2]
+
+
+def parse_notif(message: bytes) -> Notif:
+    """What `message` says. Total: anything that is not a notice is Junk."""
+    try:
+        if message.startswith(_HEARTBEAT):
+            if len(message) > LONGEST_HEARTBEAT:
+                return Junk(len(message))
+            return Heartbeat(tuple(message[len(_HEARTBEAT) :].decode().split(",")))
+        text = message.decode() if len(message) <= LONGEST_DONE else ""
+    except UnicodeDecodeError:
+        return Junk(len(message))
+    found = _DONE.fullmatch(text)
+    if found is None or not 1 <= int(found["readers"]) <= MOST_READERS:
+        return Junk(len(message))
+    return ReadDone(found["alias"], found["nonce"] or NO_NONCE, int(found["readers"]))

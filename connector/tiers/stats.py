@@ -1,0 +1,213 @@
+"""How often each child was asked and won, until vLLM's pipeline carries it to the API server.
+
+The children's statistics, each under its own name, and who was chosen, in vLLM's pipeline to `/metrics`.
+
+vLLM merges what the workers and the scheduler collect and sends it to the API server as a plain dict: child name →
+{"connector", "module", "stats"}, and under `SELECTION` the counts of `tally`. No child's name can be `SELECTION`.
+"""
+
+from collections import Counter as Totals
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import Counter, Gauge
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+SELECTION_COUNTERS: Mapping[str, str] = MappingProxyType(
+    {
+        "child_queries": "Requests for which a child was asked whether it has their prefix: wins, losses and misses.",
+        "child_wins": "Requests whose prefix a child was chosen to load.",
+        "child_losses": "Requests for which a child had something, and another child or the local cache had more.",
+        "child_misses": "Requests for which a child had nothing, or did not say so in time.",
+        "child_tokens_won": "Prompt tokens that a child was chosen to load.",
+        "child_failed_loads": "Loads that a child began and could not finish.",
+    }
+)
+"""Every counter, all with the label `child`."""
+
+
+@dataclass(frozen=True)
+class SelectionSnapshot:
+    """Since the last drain: `counts` holds `[counter, child, increment > 0]`; `pending`, loads on their way by child,
+    is what is true now, and empty if it has not changed. Lists and dicts, since they travel as msgpack."""
+
+    counts: list[tuple[str, str, int]]
+    pending: dict[str, int]
+
+
+class SelectionCounters:
+    """Adds up, in the scheduler's process. A counter only ever grows: an increment below 1 is an error of the caller
+    that is left out, never subtracted."""
+
+    def __init__(self) -> None:
+        self._counts: Totals[tuple[str, str]] = Totals()
+        self._told: dict[str, int] = {}
+
+    def add(self, counter: str, child: str, increment: int = 1) -> None:
+        """One counter of `COUNTERS` of one child."""
+        if increment > 0:
+            self._counts[counter, child] += increment
+
+    def drain(self, pending: Mapping[str, int]) -> SelectionSnapshot:
+        """What came together; the counts start again from zero."""
+        counts, self._counts = self._counts, Totals()
+        changed = dict(pending) if pending != self._told else {}
+        self._told = dict(pending)
+        return SelectionSnapshot([(name, child, number) for (name, child), number in counts.items()], changed)
+
+
+PREFIX = "pdproxy_connector_"
+PENDING = "child_pending_loads"
+SELECTION = "*selection*"
+
+Source = tuple[str, str | None]
+"""Where a child's class comes from: `kv_connector` and `kv_connector_module_path`."""
+
+
+@dataclass
+class SelectionStats(KVConnectorStats):
+    """Who was asked and who won: `counts` as in `tally.Balance`; `pending` as it is now."""
+
+    data: dict[str, Any] = field(default_factory=lambda: {"counts": [], "pending": {}})
+
+    @classmethod
+    def of(cls, balance: SelectionSnapshot) -> "SelectionStats":
+        """Out of a drained tally."""
+        return cls({"counts": [list(count) for count in balance.counts], "pending": balance.pending})
+
+    def reset(self) -> None:
+        """Forget."""
+        self.data = {"counts": [], "pending": {}}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Counts of both; what is pending by the later."""
+        self.data["counts"] = [*self.data["counts"], *other.data["counts"]]
+        self.data["pending"] = {**self.data["pending"], **other.data["pending"]}
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """One number a series, for the line that vLLM logs every few seconds."""
+        totals: Totals[str] = Totals()
+        for name, child, number in self.data["counts"]:
+            totals[f"{name}/{child}"] += number
+        return dict(totals)
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to say."""
+        return not self.data["counts"] and not self.data["pending"]
+
+
+@dataclass
+class ChildrenStats(MultiKVConnectorStats):
+    """Stats by child; `sources` says how to make a child's stats again where they arrive."""
+
+    sources: dict[str, Source] = field(default_factory=dict)
+
+    def add(self, name: str, source: Source, stats: KVConnectorStats) -> None:
+        """One child's."""
+        self.data[name], self.sources[name] = stats, source
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Child by child."""
+        if isinstance(other, ChildrenStats):
+            self.sources.update(other.sources)
+        return super().aggregate(other)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What travels."""
+        return {
+            name: {"connector": connector, "module": module, "stats": self.data[name].to_dict()}
+            for name, (connector, module) in self.sources.items()
+        }
+
+    @classmethod
+    def from_dict(cls, payload: Mapping[str, Any]) -> "ChildrenStats":
+        """What arrived; a child whose class makes no stats out of it is left out."""
+        found = cls()
+        for name, part in payload.items():
+            source = (part["connector"], part["module"])
+            stats = SelectionStats(part["stats"]) if name == SELECTION else _made(source, part["stats"])
+            if stats is not None:
+                found.add(name, source, stats)
+        return found
+
+
+def _made(source: Source, data: dict[str, Any]) -> KVConnectorStats | None:
+    config = KVTransferConfig(kv_connector=source[0], kv_connector_module_path=source[1], kv_role="kv_both")
+    return KVConnectorFactory.get_connector_class(config).build_kv_connector_stats(data)
+
+
+class ChildrenPromMetrics(KVConnectorPromMetrics):
+    """The Prometheus side, in the API server's process. `children`: their own, by name, as far as they have any."""
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+        children: Mapping[str, KVConnectorPromMetrics | None],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._children = children
+        self._engines = per_engine_labelvalues
+        labels = [*labelnames, "child"]
+        self._counters = {
+            name: metric_types[Counter](PREFIX + name, about, labelnames=labels)
+            for name, about in SELECTION_COUNTERS.items()
+        }
+        self._pending = metric_types[Gauge](
+            PREFIX + PENDING,
+            "Loads of a child that are on their way.",
+            labelnames=labels,
+            multiprocess_mode="mostrecent",
+        )
+        for engine in per_engine_labelvalues.values():
+            for child in children:
+                self._begin([*engine, child])
+
+    def _begin(self, labels: Sequence[object]) -> None:
+        """Every series begins with 0, so that a rate over it is right from the first increment on."""
+        for counter in self._counters.values():
+            counter.labels(*labels)
+        self._pending.labels(*labels).set(0)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Take in what `ChildrenStats.to_dict` made."""
+        for name, part in transfer_stats_data.items():
+            if name == SELECTION:
+                self._select(part["stats"], self._engines[engine_idx])
+            elif (metrics := self._children.get(name)) is not None:
+                metrics.observe(part["stats"], engine_idx)
+
+    def _select(self, stats: Mapping[str, Any], engine: Sequence[object]) -> None:
+        for name, child, number in stats["counts"]:
+            self._counters[name].labels(*engine, child).inc(number)
+        for child, number in stats["pending"].items():
+            self._pending.labels(*engine, child).set(number)
+
+
+class SharedMetric:
+    """A kind of metric whose series several children share: made at the first call, handed out again at the next.
+
+    Two children of one class register the same names; the label `child` tells their series apart.
+    """
+
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
+        self._made: dict[str, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        name = str(kwargs["name"] if "name" in kwargs else args[0])
+        if name not in self._made:
+            self._made[name] = self._kind(*args, **kwargs)
+        return self._made[name]

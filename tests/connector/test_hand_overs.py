@@ -1,0 +1,65 @@
+"""Hand-over ids: released before, during or after the prefill."""
+
+from connector.prefill_tickets import HandOvers
+
+ID = "hand-over-0123456789"
+
+
+def table(memory: float = 60.0, capacity: int = 100) -> HandOvers:
+    return HandOvers(memory=memory, capacity=capacity)
+
+
+def test_a_release_names_the_requests_that_carry_the_id() -> None:
+    known = table()
+    assert not known.arrive(ID, "a")
+    assert not known.arrive(ID, "b")
+    assert known.release(ID, now=0.0) == {"a", "b"}
+    assert known.released("a")
+    assert not known.released("c")
+
+
+def test_a_release_that_comes_first_is_remembered() -> None:
+    known = table()
+    assert known.release(ID, now=0.0) == frozenset()
+    assert known.arrive(ID, "a")
+
+
+def test_a_request_that_left_is_not_named() -> None:
+    known = table()
+    known.arrive(ID, "a")
+    known.leave("a")
+    known.leave("a")
+    assert len(known) == 0
+    assert known.release(ID, now=0.0) == frozenset()
+
+
+def test_early_releases_are_forgotten_by_age() -> None:
+    known = table(memory=60.0)
+    known.release(ID, now=0.0)
+    known.release("another-id-0123456789", now=100.0)
+    assert not known.arrive(ID, "a")
+
+
+def test_early_releases_are_bounded_in_number() -> None:
+    known = table(capacity=10)
+    for index in range(100):
+        known.release(f"{ID}-{index}", now=0.0)
+    assert len(known) == 10
+
+
+def test_a_flood_of_releases_does_not_make_it_forget_living_requests() -> None:
+    known = table(capacity=10)
+    known.arrive(ID, "a")
+    known.release(ID, now=0.0)
+    for index in range(100):
+        known.release(f"{ID}-{index}", now=0.0)
+    assert known.released("a")
+
+
+def test_a_long_prefill_does_not_keep_old_releases_alive() -> None:
+    known = table(memory=60.0)
+    known.arrive(ID, "a")
+    known.release("another-id-0123456789", now=0.0)
+    known.release("a-third-id-0123456789", now=100.0)
+    assert not known.arrive("another-id-0123456789", "b")
+    assert known.release(ID, now=100.0) == {"a"}

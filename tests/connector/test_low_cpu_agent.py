@@ -1,0 +1,49 @@
+"""NIXL's agents of our making: idle when nothing moves, awake when something does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from vllm.distributed.nixl_utils import NixlWrapper, nixl_agent_config
+
+from connector.worker_base import LowCpuNixlAgent
+
+WATCHED = 0.5
+"""Seconds."""
+
+
+def patient() -> NixlWrapper:
+    return LowCpuNixlAgent(threads=1, delay=1.0)
+
+
+def stock() -> NixlWrapper:
+    return NixlWrapper("stock", nixl_agent_config(num_threads=1))
+
+
+@pytest.mark.parametrize(("make", "spins"), [(patient, False), (stock, True)])
+def test_a_patient_agent_costs_nothing_while_it_waits(make: Callable[[], NixlWrapper], spins: bool) -> None:
+    """NIXL's own burns a core; should that change, this module has become needless."""
+    agent = make()
+    before = time.process_time()
+    time.sleep(WATCHED)
+    assert (time.process_time() - before > WATCHED / 4) is spins
+    del agent
+
+
+def test_a_notice_wakes_the_thread_long_before_its_delay() -> None:
+    sender, receiver = patient(), patient()
+    name = sender.add_remote_agent(receiver.get_agent_metadata())
+    sender.send_notif(name, notif_msg=b"first, which also connects")
+    assert arrival(receiver) < 5
+    sender.send_notif(name, notif_msg=b"done")
+    assert arrival(receiver) < 0.5
+
+
+def arrival(agent: NixlWrapper) -> float:
+    """Seconds until a notice is there."""
+    start = time.monotonic()
+    while not agent.get_new_notifs() and time.monotonic() < start + 10:
+        time.sleep(0.001)
+    return time.monotonic() - start

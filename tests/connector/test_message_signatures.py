@@ -1,0 +1,62 @@
+"""A message proves that it comes from a node with a key, on this connection, in this direction."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from connector.messages import QuestionSigner, ReplySigner
+
+OLD, NEW, OTHER = b"the old key 16 bytes", b"the new key 16 bytes", b"another key 16 bytes"
+THEIRS, OURS = b"t" * 16, b"o" * 16
+MESSAGE = b"a question"
+
+
+@pytest.mark.parametrize(
+    ("asking", "answering", "genuine"),
+    [
+        ([OLD], [OLD], True),
+        ([OLD], [OLD, NEW], True),
+        ([NEW, OLD], [OLD, NEW], True),
+        ([NEW], [NEW, OLD], True),
+        ([OLD], [NEW], False),
+        ([OTHER, OLD], [OLD, NEW], False),
+    ],
+)
+def test_the_first_key_signs_and_every_key_verifies(asking: list[bytes], answering: list[bytes], genuine: bool) -> None:
+    asker, answerer = QuestionSigner(asking, THEIRS, OURS), ReplySigner(answering, THEIRS, OURS)
+    assert answerer.genuine(*asker.sign(MESSAGE)) is genuine
+    assert asker.genuine(answerer.sign(b"an answer")) is genuine
+
+
+def test_without_a_question_no_answer_is_signed() -> None:
+    assert ReplySigner([OLD], THEIRS, OURS).sign(b"an answer") == (b"an answer",)
+
+
+@given(st.binary(max_size=40), st.binary(max_size=40))
+def test_what_nobody_signed_is_not_genuine(message: bytes, mac: bytes) -> None:
+    assert not ReplySigner([OLD, NEW], THEIRS, OURS).genuine(message, mac)
+    assert not QuestionSigner([OLD, NEW], THEIRS, OURS).genuine((message, mac))
+    assert not QuestionSigner([OLD, NEW], THEIRS, OURS).genuine((message,))
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(b"x" * 16, OURS), (THEIRS, b"x" * 16)])
+def test_another_connection_is_another_proof(theirs: bytes, ours: bytes) -> None:
+    asker, answerer = QuestionSigner([OLD], THEIRS, OURS), ReplySigner([OLD], theirs, ours)
+    assert not answerer.genuine(*asker.sign(MESSAGE))
+
+
+def test_a_question_is_no_answer_and_an_answer_no_question() -> None:
+    asker, answerer = QuestionSigner([OLD], THEIRS, OURS), ReplySigner([OLD], THEIRS, OURS)
+    asked = asker.sign(MESSAGE)
+    assert answerer.genuine(*asked)
+    assert not asker.genuine(asked)
+    assert not answerer.genuine(*answerer.sign(MESSAGE))
+
+
+def test_without_keys_nothing_is_signed_and_everything_taken() -> None:
+    asker = QuestionSigner([], b"", b"")
+    assert asker.sign(MESSAGE) == (MESSAGE,)
+    assert asker.genuine((MESSAGE,))
+    assert asker.genuine((MESSAGE, b"a MAC"))

@@ -1,0 +1,108 @@
+"""The question and its answer survive the wire; anything else is None."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from connector.messages import (
+    ASK,
+    HANDSHAKE,
+    LONGEST_MESSAGE_NAME,
+    LONGEST_QUESTION,
+    META,
+    MOST_QUESTIONS,
+    Handshake,
+    MetadataQuestion,
+    Question,
+    QuestionBatch,
+    QuestionRefusal,
+    Reply,
+    Verdict,
+    read_reply,
+    read_request,
+    write_batch,
+    write_clock,
+    write_metadata_question,
+    write_refusal,
+    write_reply,
+)
+from connector.ticket_fields import LONGEST_NAME as LONGEST_TICKET_NAME
+
+NAMES = st.text(max_size=40)
+QUESTIONS = st.lists(st.builds(Question, NAMES, NAMES, NAMES), max_size=20)
+
+
+@given(st.integers(0, 2**40), QUESTIONS)
+def test_questions_survive_the_wire(number: int, questions: list[Question]) -> None:
+    assert read_request(write_batch(number, questions)) == QuestionBatch(number, tuple(questions))
+
+
+@given(st.builds(MetadataQuestion, st.integers(0, 2**40), NAMES, st.integers(0, 9), st.integers(0, 9)))
+def test_an_introduction_survives_the_wire(asked: MetadataQuestion) -> None:
+    assert read_request(write_metadata_question(asked)) == asked
+
+
+BODIES = (
+    st.lists(st.sampled_from(Verdict)).map(tuple) | st.binary(max_size=40) | st.sampled_from(QuestionRefusal).map(str)
+)
+
+
+@given(st.builds(Reply, st.integers(0, 2**40), NAMES, BODIES))
+def test_answers_survive_the_wire(answer: Reply) -> None:
+    assert read_reply(write_reply(answer.number, answer.incarnation, answer.body)) == answer
+
+
+def test_the_longest_batch_of_names_as_tickets_allow_them_is_short_enough() -> None:
+    name = "n" * LONGEST_TICKET_NAME
+    assert len(write_batch(1 << 60, [Question(name, name, "n" * 80)] * MOST_QUESTIONS)) < LONGEST_QUESTION
+
+
+def test_a_refused_handshake_is_a_payload_that_no_node_accepts() -> None:
+    payload = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata").NixlHandshakePayload
+    read = msgspec.msgpack.Decoder(payload).decode(write_refusal("refused: why"))
+    assert read.compatibility_hash == "refused: why"
+    assert msgspec.msgpack.decode(write_clock(1.5)) == 1.5
+
+
+def test_the_stock_handshake_is_understood() -> None:
+    assert read_request(msgspec.msgpack.encode((HANDSHAKE, 0, 3))) == Handshake(0, 3)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        (HANDSHAKE, 0),
+        (HANDSHAKE, 0, []),
+        (HANDSHAKE, "0", "0"),
+        (ASK, 1, 2),
+        (ASK, "1", []),
+        (META, 1, ["e", 0]),
+        (META, 1, ["e", 0, "0"]),
+        (META, 1, ["e" * (LONGEST_MESSAGE_NAME + 1), 0, 0]),
+        (ASK, 1, [["a", "b"]]),
+        (ASK, 1, [["a", "b", 3]]),
+        (ASK, 1, [["a" * (LONGEST_MESSAGE_NAME + 1), "b", "c"]]),
+        (ASK, 1, [["a", "b", "c"]] * (MOST_QUESTIONS + 1)),
+        (b"something else", 1, []),
+        {"a": 1},
+        None,
+        10**18,
+    ],
+)
+def test_requests_that_mean_nothing_are_none(message: object) -> None:
+    assert read_request(msgspec.msgpack.encode(message)) is None
+
+
+def test_an_answer_with_a_verdict_from_the_future_is_none() -> None:
+    assert read_reply(msgspec.msgpack.encode((1, "run", "", ["held", "perhaps"]))) is None
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_raise(message: bytes) -> None:
+    assert read_request(message) is None or isinstance(
+        read_request(message), Handshake | MetadataQuestion | QuestionBatch
+    )
+    assert read_reply(message) is None or isinstance(read_reply(message), Reply)

@@ -1,0 +1,337 @@
+"""A rank's reads over vLLM's own worker code, a small NIXL agent, and a real side channel."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+
+from connector import pending_reads
+from connector.messages import ReadDone, Verdict, parse_notif
+from connector.metadata import ConnectorMetadata, ReadEnd, ReadOutcome, WorkerReport
+from connector.verifier import ReadVerdict, Verifier
+from connector.worker import IDLE_PATIENCE, IDLE_REST, ConnectorWorker
+from tests.connector.rank import PEER, read_step
+from tests.connector.worker import (
+    BLOCK_BYTES,
+    NONCE,
+    PATIENCE,
+    MakeRank,
+    Prefill,
+    agent,
+    counts,
+    free_port,
+    report,
+    step,
+    until_received,
+)
+
+
+def test_a_read_is_reported_only_after_its_verdict(make: MakeRank, prefill: Prefill) -> None:
+    worker = make()
+    assert not step(worker, read_step("r", NONCE, prefill.port, local=[3, 4], remote=[7, 8, 9])).finished_recving
+    assert agent(worker).blocks[0] == ([3, 4], [8, 9])
+    assert prefill.asked == []
+    agent(worker).end(0)
+    results = until_received(worker)
+    assert results.finished_recving == {"r"}
+    assert results.failed_recving == set()
+    assert prefill.asked == [(PEER, "remote-r", NONCE)]
+    assert [parse_notif(notice) for notice in agent(worker).sent] == [ReadDone("remote-r", NONCE, 1)]
+    assert report(worker).reads_ended == {"r": ReadEnd(NONCE, ReadOutcome.VERIFIED, 2 * BLOCK_BYTES, 0)}
+    assert worker.build_connector_worker_meta() is None
+    assert counts(worker) == {
+        ("reads", "verified"): 1,
+        ("bytes", "attention", "pulled"): 2 * BLOCK_BYTES,
+        ("bytes", "attention", "spared"): BLOCK_BYTES,
+    }
+
+
+class Unhurried(Verifier):
+    """Waits long where a rank would wait at all, and keeps how long that was to be."""
+
+    def __init__(self) -> None:
+        super().__init__(PATIENCE)
+        self.waited: list[float] = []
+
+    def answers(self, patience: float = 0.0) -> list[ReadVerdict]:
+        self.waited.append(patience)
+        return super().answers(PATIENCE if patience else 0.0)
+
+
+def test_a_verdict_is_waited_for_only_in_a_step_that_computes_nothing(make: MakeRank, prefill: Prefill) -> None:
+    worker = make()
+    worker._verifier.close()
+    worker._verifier = verifier = Unhurried()
+    idle = ConnectorMetadata()
+    idle.idle = True
+    step(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7]))
+    step(worker, idle)
+    agent(worker).end(0)
+    assert verifier.waited == [0.0, 0.0]
+    assert step(worker, idle).finished_recving == {"r"}
+    step(worker, read_step("s", "f" * 16, prefill.port, local=[4], remote=[7]))
+    agent(worker).end(1)
+    step(worker)
+    assert verifier.waited == [0.0, 0.0, IDLE_PATIENCE, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("verdict", [Verdict.EXPIRED, Verdict.RELEASED_BY_ANOTHER, Verdict.UNKNOWN])
+def test_a_read_of_blocks_that_were_not_held_fails(make: MakeRank, prefill: Prefill, verdict: Verdict) -> None:
+    prefill.verdict = verdict
+    worker = make()
+    step(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7]))
+    agent(worker).end(0)
+    results = until_received(worker)
+    assert results.failed_recving == results.finished_recving == {"r"}
+    assert report(worker).reads_ended == {"r": ReadEnd(NONCE, ReadOutcome.NOT_HELD)}
+    assert counts(worker) == {("reads", "not_held"): 1}
+
+
+def test_a_read_that_nobody_vouches_for_fails(make: MakeRank, prefill: Prefill) -> None:
+    worker = make()
+    prefill.listener.stop()
+    step(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7]))
+    agent(worker).end(0)
+    assert until_received(worker).failed_recving == {"r"}
+    assert report(worker).reads_ended["r"].outcome is ReadOutcome.UNVERIFIED
+
+
+def test_a_failed_transfer_is_not_asked_about(make: MakeRank, prefill: Prefill) -> None:
+    worker = make()
+    step(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7]))
+    agent(worker).end(0, "ERR")
+    assert until_received(worker).failed_recving == {"r"}
+    assert report(worker).reads_ended["r"].outcome is ReadOutcome.TRANSFER_FAILED
+    assert prefill.asked == []
+
+
+def test_a_hanging_read_is_given_up_and_its_transfer_left_alone(make: MakeRank, prefill: Prefill) -> None:
+    worker = make(read_deadline=0.05)
+    assert until_received(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7])).failed_recving == {"r"}
+    told = report(worker)
+    assert told.reads_ended["r"].outcome is ReadOutcome.NO_PROGRESS
+    assert (told.stalled, told.drained) == ({NONCE: 1}, {})
+    assert agent(worker).states == {0: "PROC"}
+    assert worker._engines_with_inflight_transfers() == {PEER}
+    assert not step(worker).finished_recving
+    agent(worker).end(0)
+    assert not step(worker).finished_recving
+    assert report(worker).drained == {NONCE: 1}
+    assert worker._engines_with_inflight_transfers() == set()
+    assert prefill.asked == []
+
+
+def test_a_read_from_a_silent_peer_is_given_up_long_before_its_deadline(make: MakeRank, prefill: Prefill) -> None:
+    worker = make(read_deadline=600.0, verify_timeout=0.2)
+    step(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7]))
+    prefill.listener.stop()
+    assert until_received(worker).failed_recving == {"r"}
+    assert report(worker).reads_ended["r"].outcome is ReadOutcome.NO_PROGRESS
+
+
+def test_a_ticket_that_vllm_cannot_pair_fails_its_request_alone(make: MakeRank, prefill: Prefill) -> None:
+    worker = make()
+    results = step(worker, read_step("r", NONCE, prefill.port, local=[3, 4, 5], remote=[7]))
+    assert results.failed_recving == {"r"}
+    assert agent(worker).blocks == {}
+    step(worker, read_step("s", NONCE, prefill.port, local=[3], remote=[7]))
+    agent(worker).end(0)
+    assert until_received(worker).failed_recving == set()
+
+
+def test_a_port_that_nobody_listens_on_fails_the_read(make: MakeRank) -> None:
+    worker = make()
+    assert until_received(
+        worker, read_step("r", NONCE, free_port(), local=[3], remote=[7], engine="gone")
+    ).failed_recving == {"r"}
+    assert report(worker).reads_ended["r"].outcome is ReadOutcome.PEER_UNREACHABLE
+
+
+def test_a_read_given_up_during_its_handshake_never_touches_the_blocks(make: MakeRank, prefill: Prefill) -> None:
+    worker = make(read_deadline=0.05)
+    blocked, go = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        blocked.set()
+        go.wait(PATIENCE)
+
+    worker._handshake_initiation_executor.submit(slow)
+    assert blocked.wait(PATIENCE)
+    metadata = read_step("r", NONCE, prefill.port, local=[3], remote=[7], engine="slow")
+    meta = metadata.reqs_to_recv["r"]
+    assert until_received(worker, metadata).failed_recving == {"r"}
+    assert report(worker).stalled == {}
+    # What the handshake's end does: the request comes up for its read, long after it was given up.
+    worker._remote_agents["slow"] = {(0, 0): "peer"}
+    worker._ready_requests.put(("r", meta))
+    step(worker)
+    assert agent(worker).blocks == {}
+    go.set()
+
+
+def test_without_blocks_to_read_only_a_notice_goes_out(make: MakeRank, prefill: Prefill) -> None:
+    worker = make()
+    assert not step(worker, read_step("r", NONCE, prefill.port, local=[], remote=[7])).finished_recving
+    assert [parse_notif(notice) for notice in agent(worker).sent] == [ReadDone("remote-r", NONCE, 1)]
+    assert not step(worker).finished_recving
+    assert prefill.asked == []
+
+
+def test_a_verdict_that_was_lost_is_asked_for_again_and_the_read_counts(make: MakeRank, prefill: Prefill) -> None:
+    """Its own notice has ended the lease by then: to read once more would be to read what is not held."""
+    worker = make()
+    worker._verifier.close()
+    worker._verifier = verifier = Forgetful()
+    prefill.verdict = Verdict.RELEASED_BY_YOU
+    step(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7]))
+    agent(worker).end(0)
+    assert until_received(worker).failed_recving == set()
+    assert report(worker).reads_ended["r"].outcome is ReadOutcome.VERIFIED
+    assert verifier.forgotten == [NONCE]
+    assert prefill.asked == [(PEER, "remote-r", NONCE)] * 2
+
+
+class Forgetful(Verifier):
+    """Loses the first answer to each question."""
+
+    def __init__(self) -> None:
+        super().__init__(PATIENCE)
+        self.forgotten: list[str] = []
+
+    def answers(self, patience: float = 0.0) -> list[ReadVerdict]:
+        found = super().answers(patience)
+        for at, judged in enumerate(found):
+            if judged.nonce not in self.forgotten:
+                self.forgotten.append(judged.nonce)
+                found[at] = ReadVerdict(judged.nonce, None)
+        return found
+
+
+# ---- giving tickets back
+
+
+def until_returned(worker: ConnectorWorker, metadata: ConnectorMetadata | None = None) -> WorkerReport:
+    """The first report that says that a notice is done with."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        step(worker, metadata)
+        told = report(worker)
+        if told.returned:
+            return told
+        metadata = None
+        assert time.monotonic() < deadline, "no notice was given"
+        time.sleep(0.005)
+
+
+def test_a_ticket_goes_back_to_a_known_node_at_once(make: MakeRank, prefill: Prefill) -> None:
+    worker = make()
+    step(worker, read_step("r", NONCE, prefill.port, local=[], remote=[7]))
+    assert report(worker).returned == {NONCE: 1}
+    assert counts(worker) == {("tickets_returned", "sent"): 1}
+
+
+def shake_hands(worker: ConnectorWorker, engine: str) -> None:
+    """What a handshake leaves behind."""
+    for known in (worker.tp_mappings, worker.dst_region_group_ids, worker.dst_num_blocks):
+        known[engine] = known[PEER]
+    worker.dst_uses_region_group_mapping[engine] = False
+    worker.dst_xfer_side_handles[engine] = {0: 1}
+    worker._remote_agents[engine] = {(0, 0): "peer"}
+    worker._engine_by_address["10.0.0.1", 5600] = engine
+
+
+@pytest.fixture
+def unknown() -> Iterator[Prefill]:
+    """A prefill node that the worker has made no handshake with."""
+    node = Prefill("new")
+    yield node
+    node.listener.stop()
+
+
+def test_a_ticket_of_an_unknown_node_goes_back_after_a_handshake(make: MakeRank, unknown: Prefill) -> None:
+    worker = make()
+    shaken: list[str] = []
+
+    def shake(req_id: str, engine: str, meta: Any) -> None:
+        shaken.append(engine)
+        shake_hands(worker, engine)
+        worker._ready_requests.put((req_id, meta))
+
+    worker._background_nixl_handshake = shake
+    told = until_returned(worker, read_step("r", NONCE, unknown.port, local=[], remote=[7], engine="new"))
+    assert told.returned == {NONCE: 1}
+    assert shaken == ["new"]
+    assert [parse_notif(notice) for notice in agent(worker).sent] == [ReadDone("remote-r", NONCE, 1)]
+    assert [asked[:2] for asked in unknown.asked] == [("new", "remote-r")]
+    assert counts(worker) == {("tickets_returned", "sent"): 1}
+
+
+def test_no_hands_are_shaken_for_a_lease_that_is_not_held(make: MakeRank, prefill: Prefill) -> None:
+    worker = make()
+    prefill.verdict = Verdict.UNKNOWN
+    until_returned(worker, read_step("r", NONCE, prefill.port, local=[], remote=[7], engine="new"))
+    assert worker._handshake_futures == {}
+    assert agent(worker).sent == []
+    assert counts(worker) == {("tickets_returned", "not_held"): 1}
+
+
+def test_a_silent_node_is_asked_until_it_wakes(
+    make: MakeRank, unknown: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pending_reads, "ASK_EVERY", 0.02)
+    worker = make()
+    worker._background_nixl_handshake = lambda req_id, engine, meta: shake_hands(worker, engine)
+    unknown.listener.stop()
+    step(worker, read_step("r", NONCE, unknown.port, local=[], remote=[7], engine="new"))
+    for _ in range(20):
+        step(worker)
+        time.sleep(0.01)
+    assert report(worker).returned == {}
+    unknown.restart()
+    assert until_returned(worker).returned == {NONCE: 1}
+    assert [parse_notif(notice) for notice in agent(worker).sent] == [ReadDone("remote-r", NONCE, 1)]
+
+
+def test_a_node_that_stays_silent_is_given_up_by_the_time_its_lease_is_over(make: MakeRank) -> None:
+    worker = make(lease_duration=0.2)
+    told = until_returned(worker, read_step("r", NONCE, free_port(), local=[], remote=[7], engine="gone"))
+    assert told.returned == {NONCE: 1}
+    assert agent(worker).sent == []
+    assert counts(worker) == {("tickets_returned", "unreachable"): 1}
+
+
+@pytest.mark.parametrize("end", ["DONE", "ERR"])
+def test_how_a_transfer_that_was_given_up_ended_is_told(make: MakeRank, prefill: Prefill, end: str) -> None:
+    worker = make(read_deadline=0.05)
+    until_received(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7]))
+    report(worker)
+    agent(worker).end(0, end)
+    step(worker)
+    told = report(worker)
+    assert told.drained == {NONCE: 1}
+    assert told.broken == ({NONCE: 1} if end == "ERR" else {})
+
+
+def test_an_idle_rank_rests_while_it_only_waits_for_what_it_gave_up(make: MakeRank, prefill: Prefill) -> None:
+    worker = make(read_deadline=0.05)
+    idle = ConnectorMetadata()
+    idle.idle = True
+    assert worker._patience() == 0.0
+    until_received(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7]))
+    began = time.monotonic()
+    step(worker, idle)
+    assert time.monotonic() - began >= 0.9 * IDLE_REST
+    step(worker, read_step("s", "f" * 16, prefill.port, local=[4], remote=[7]))
+    worker._idle = True
+    assert worker._patience() == 0.0, "a read is under way"
+    agent(worker).end(0)
+    agent(worker).end(1)
+    until_received(worker)
+    assert worker._patience() == 0.0
