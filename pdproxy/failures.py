@@ -46,9 +46,6 @@ class Step(enum.StrEnum):
 NO_RETRY_USED = frozenset({Fault.REFUSED})
 """Faults that use no retry up: nothing of the request reached the node, and no node is tried twice."""
 
-FINAL_STEPS = frozenset({Step.ANSWER, Step.FAIL, Step.ERROR_EVENT})
-"""The steps that end the request."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FailureRow:
@@ -142,18 +139,43 @@ FAILURE_TABLE: Mapping[tuple[Leg, Moment, Fault], FailureRow] = {
 """Every leg, moment and fault; a prefill leg never streams. A leg that streams has its head behind it: what a head can
 say comes up there only through a confused node, and is treated like any break."""
 
-COUNTED_AT_ONCE = frozenset({Fault.REFUSED, Fault.RESET, Fault.HEADERS_TIMEOUT, Fault.STALL, Fault.INVALID_BODY})
-"""What counts against a node at once."""
 
-COUNTED_AFTER_ANOTHER_SERVED = frozenset({Fault.SERVER_ERROR, Fault.ERROR_EVENT})
-"""What a request may have caused itself: it counts only once another node has served the same request."""
+class Blame(enum.StrEnum):
+    """Whether a fault counts against the node that it happened on."""
+
+    YES = "yes"
+    NO = "no"
+    IF_ANOTHER_SERVED = "once another node has served the request"
+    """The request itself may have caused it."""
+    IF_SILENT = "unless a request has received something from the node meanwhile"
+    """A node that is busy answers probes late."""
 
 
-def counts_in_words(fault: Fault) -> str:
-    """Whether a fault counts against the node, in words."""
-    if fault in COUNTED_AFTER_ANOTHER_SERVED:
-        return "once another node has served the request"
-    return "yes" if fault in COUNTED_AT_ONCE else "no"
+LEG_BLAME: Mapping[Fault, Blame] = {
+    Fault.REFUSED: Blame.YES,
+    Fault.RESET: Blame.YES,
+    Fault.HEADERS_TIMEOUT: Blame.YES,
+    Fault.STALL: Blame.YES,
+    Fault.CLIENT_ERROR: Blame.NO,
+    Fault.BUSY: Blame.NO,
+    Fault.SERVER_ERROR: Blame.IF_ANOTHER_SERVED,
+    Fault.INVALID_BODY: Blame.YES,
+    Fault.NO_TICKET: Blame.NO,
+    Fault.ERROR_EVENT: Blame.IF_ANOTHER_SERVED,
+}
+"""Of legs: `health.failures` in a row open the node's circuit."""
+
+PROBE_BLAME: Mapping[Fault, Blame] = {
+    Fault.REFUSED: Blame.YES,
+    Fault.RESET: Blame.YES,
+    Fault.HEADERS_TIMEOUT: Blame.IF_SILENT,
+    Fault.STALL: Blame.IF_SILENT,
+    Fault.BUSY: Blame.NO,
+    Fault.SERVER_ERROR: Blame.YES,
+    Fault.INVALID_BODY: Blame.YES,
+}
+"""Of health probes, with the faults that a probe can have: `health.failures` in a row, and the node is given up.
+BUSY is the proxy's own lack of sockets."""
 
 
 NOT_CONTINUABLE: Mapping[str, str] = {
@@ -186,7 +208,9 @@ def document() -> str:
         steps = "; else ".join(_STEPS[step] for step in row.steps)
         if Step.FAIL in row.steps:
             steps += f" ({row.status})"
-        lines.append(f"| {leg} | {moment} | {fault} | {steps} | {counts_in_words(fault)} | `{row.deadline}` |")
+        lines.append(f"| {leg} | {moment} | {fault} | {steps} | {LEG_BLAME[fault]} | `{row.deadline}` |")
+    lines += [_PROBES, "| fault | counts against the node |", "|---|---|"]
+    lines += [f"| {fault} | {blame} |" for fault, blame in PROBE_BLAME.items()]
     lines += [_EXCEPTIONS, "| reason | what it is |", "|---|---|"]
     lines += [f"| {word} | {meaning} |" for word, meaning in NOT_CONTINUABLE.items()]
     return "\n".join(lines) + "\n"
@@ -227,6 +251,13 @@ The deadline of the whole request ends every one of these (504, or the error eve
 What one node answers by itself (embeddings, tokenize, score, …) has one leg: where its node could not be reached,
 another one is asked; after any other fault nobody knows what was done, and the client gets the error. The deadlines are
 those of a decode leg.
+"""
+
+_PROBES = """
+# Health probes
+
+`health.failures` of these in a row and the node is given up: it gets no requests until it has joined anew. An engine
+that has requests and makes no step for a minute is a `stall`.
 """
 
 _EXCEPTIONS = """

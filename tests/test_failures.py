@@ -7,11 +7,11 @@ import pytest
 
 from pdproxy.errors import Fault
 from pdproxy.failures import (
-    COUNTED_AFTER_ANOTHER_SERVED,
-    COUNTED_AT_ONCE,
     FAILURE_TABLE,
-    FINAL_STEPS,
+    LEG_BLAME,
     NOT_CONTINUABLE,
+    PROBE_BLAME,
+    Blame,
     Moment,
     RetryOptions,
     Step,
@@ -20,11 +20,11 @@ from pdproxy.failures import (
     final_step,
 )
 from pdproxy.legs.shape import OUTPUT_RULES
-from pdproxy.nodes.node_entry import NODE_FAULTS
 from pdproxy.observe.labels import Leg
 from pdproxy.orchestration.sub_request import RouteReason
 from pdproxy.settings.choices import OnPrefillFailure
 
+FINAL_STEPS = frozenset({Step.ANSWER, Step.FAIL, Step.ERROR_EVENT})
 NOTHING = RetryOptions(OnPrefillFailure.FAIL, retries=0, ticket_works=False, migrations=0, continuable=False)
 
 
@@ -70,8 +70,10 @@ def test_a_stream_moves_only_while_it_may_and_can(moves: int, continuable: bool)
     assert decide(Leg.DECODE, Moment.STREAMING, Fault.RESET, able) is Step.MIGRATE
 
 
-def test_what_counts_is_what_the_circuit_counts() -> None:
-    assert (COUNTED_AT_ONCE | COUNTED_AFTER_ANOTHER_SERVED) - {Fault.ERROR_EVENT} == NODE_FAULTS
+def test_for_every_fault_it_is_known_whether_it_counts_against_a_node() -> None:
+    assert set(LEG_BLAME) == set(Fault)
+    assert Blame.IF_SILENT not in LEG_BLAME.values()
+    assert Blame.IF_ANOTHER_SERVED not in PROBE_BLAME.values()
 
 
 def test_every_reason_against_continuing_is_a_word_of_the_metric() -> None:

@@ -16,12 +16,12 @@ from pdproxy.intake.admission import Admission, BodyBudget
 from pdproxy.intake.api_app import ApiApp, AsgiApp
 from pdproxy.intake.auth import read_keys
 from pdproxy.intake.handler import HandlerConfig, RequestHandler
+from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.discovery.sync import DiscoverySync
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.health_check import HealthCheck, HealthCheckConfig
 from pdproxy.nodes.join import Joiner
 from pdproxy.nodes.node import Node, Role
-from pdproxy.nodes.node_entry import CircuitBreakerConfig, MetricsPoolObserver
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import Preflight
 from pdproxy.nodes.proof import Prover, WarmUp
@@ -131,7 +131,7 @@ def _registry() -> CollectorRegistry:
 def _pool(settings: Settings, clock: SystemClock, metrics: Metrics) -> Pool:
     health = settings.health
     rules = CircuitBreakerConfig(failures=health.failures, cool_down=health.cool_down, slow_start=health.slow_start)
-    pool = Pool(clock, rules, MetricsPoolObserver(metrics))
+    pool = Pool(clock, rules, metrics)
     for node in nodes_of(settings.nodes):
         pool.add(node)
     return pool

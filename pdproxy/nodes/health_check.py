@@ -11,6 +11,7 @@ from typing import Any
 
 from pdproxy.clock import Clock
 from pdproxy.errors import Fault, NodeFault
+from pdproxy.failures import PROBE_BLAME, Blame
 from pdproxy.nodes.join import Joiner
 from pdproxy.nodes.node import Node, NodeView, State
 from pdproxy.nodes.pool import Pool
@@ -183,8 +184,8 @@ class HealthCheck:
         began = self._clock.now()
         failure = await self._probe(view.node) or await self._stuck(view.node, began)
         fault = None if failure is None else failure.fault
-        if not self._is_there(view.node) or fault is Fault.BUSY:
-            return  # busy are we, with no socket left: that says nothing of the node
+        if not self._is_there(view.node) or (fault is not None and PROBE_BLAME[fault] is Blame.NO):
+            return
         if fault is None and self._was_away(view.node.name):
             self._unreachable.discard(view.node.name)
             await self._joiner.attempt(view.node.name)

@@ -50,7 +50,7 @@ class Joiner:
         try:
             info = await self._preflight.inspect(node)
         except NodeFault as fault:
-            self._pool.waiting(name, f"{what(fault)}: {reason(fault)}")
+            self._pool.set_join_reason(name, f"{what(fault)}: {reason(fault)}")
             if self._outages and self._has(node):
                 self._outages.failed(node, fault)
             return
@@ -104,7 +104,7 @@ class Joiner:
         if info.labels and info.capacity is None and self._looks[name] < MOST_LOOKS:
             if self._pool.view(name).state is not State.JOINING:
                 self._pool.rejoin(name)  # it restarted, and what is known of it may be another one's
-            self._pool.waiting(name, "its engine has not told yet what its cache holds")
+            self._pool.set_join_reason(name, "its engine has not told yet what its cache holds")
             return True
         del self._looks[name]
         return False

@@ -191,5 +191,4 @@ class Snapshot:
     """All nodes at one moment; what a plan is made from."""
 
     nodes: tuple[NodeView, ...]
-    info: Mapping[str, str] = dataclasses.field(default_factory=dict)
     bars: Bars = Bars()

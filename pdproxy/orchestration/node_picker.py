@@ -2,9 +2,9 @@
 
 from pdproxy.errors import Fault, NodeFault, PdproxyError
 from pdproxy.failures import (
-    COUNTED_AFTER_ANOTHER_SERVED,
-    COUNTED_AT_ONCE,
+    LEG_BLAME,
     NO_RETRY_USED,
+    Blame,
     Moment,
     RetryOptions,
     Step,
@@ -33,9 +33,9 @@ class FaultReporter:
     def failed(self, leg: Leg, name: str, fault: Fault) -> None:
         """A leg failed on a node."""
         self.excluded |= {name}
-        if fault in COUNTED_AFTER_ANOTHER_SERVED:
+        if LEG_BLAME[fault] is Blame.IF_ANOTHER_SERVED:
             self._doubted.append((leg, name))
-        elif fault in COUNTED_AT_ONCE:
+        elif LEG_BLAME[fault] is Blame.YES:
             self._pool.report(name, fault)
 
     def served(self, leg: Leg, name: str) -> None:

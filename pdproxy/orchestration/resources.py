@@ -10,7 +10,8 @@ from pdproxy.errors import Fault, NodeFault
 from pdproxy.legs.calls import PrefillAnswer, release
 from pdproxy.lifecycle import IllegalTransition
 from pdproxy.nodes.node import Node
-from pdproxy.nodes.pool import Pool, Slot
+from pdproxy.nodes.pool import Pool
+from pdproxy.nodes.pool_entry import Slot
 from pdproxy.observe.labels import Leg, Release
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.context import OrchestrationContext

@@ -12,7 +12,6 @@ from pdproxy.admin.app import admin_app
 from pdproxy.admin.context import AdminContext
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Bars, Binding, Capacity, Node, Role, State
-from pdproxy.nodes.node_entry import MetricsPoolObserver
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
 from pdproxy.planning.plan import WithoutPrefill
@@ -26,7 +25,7 @@ NEW = {"url": "http://127.0.0.1:9/", "role": "decode"}
 
 def a_desk(token: str | None = None, without_prefill: WithoutPrefill = WithoutPrefill.LOCAL) -> AdminContext:
     clock, registry = FakeClock(), CollectorRegistry()
-    pool = Pool(clock, watch=MetricsPoolObserver(Metrics(registry)))
+    pool = Pool(clock, metrics=Metrics(registry))
     return AdminContext(pool, Drainer(pool, clock), registry, asyncio.Event(), without_prefill, 30, token)
 
 

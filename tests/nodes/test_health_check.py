@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from pdproxy.errors import Fault
+from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.health_check import HealthCheck
 from pdproxy.nodes.join import Joiner
 from pdproxy.nodes.node import Node, Role, State
-from pdproxy.nodes.node_entry import CircuitBreakerConfig
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import Preflight
 from pdproxy.nodes.reachability import OutageLog

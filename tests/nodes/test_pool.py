@@ -4,13 +4,15 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import Fault
+from pdproxy.failures import LEG_BLAME, Blame
+from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.node import Bars, Node, Role, State
-from pdproxy.nodes.node_entry import NODE_FAULTS, CircuitBreakerConfig, MetricsPoolObserver
 from pdproxy.nodes.pool import DuplicateNode, Pool, UnknownNode
 from pdproxy.observe.metrics import Metrics
 from tests.fakes.clock import FakeClock
 
 NODE = Node("d1", "http://d1", Role.DECODE, "tiny")
+BLAMED = [fault for fault in Fault if LEG_BLAME[fault] is not Blame.NO]
 
 
 @pytest.fixture
@@ -25,9 +27,7 @@ def registry() -> CollectorRegistry:
 
 @pytest.fixture
 def pool(clock: FakeClock, registry: CollectorRegistry) -> Pool:
-    made = Pool(
-        clock, CircuitBreakerConfig(failures=3, cool_down=10, slow_start=20), MetricsPoolObserver(Metrics(registry))
-    )
+    made = Pool(clock, CircuitBreakerConfig(failures=3, cool_down=10, slow_start=20), Metrics(registry))
     made.add(NODE)
     made.admit(NODE)
     return made
@@ -65,14 +65,14 @@ def test_legs_are_counted_and_released_once(pool: Pool) -> None:
     assert pool.idle("d1").is_set()
 
 
-@pytest.mark.parametrize("fault", sorted(NODE_FAULTS))
+@pytest.mark.parametrize("fault", BLAMED)
 def test_node_faults_in_a_row_open_the_circuit(pool: Pool, fault: Fault) -> None:
     break_it(pool, fault)
     assert pool.view("d1").state is State.DOWN
     assert fault in pool.view("d1").reason
 
 
-@pytest.mark.parametrize("fault", sorted(set(Fault) - NODE_FAULTS))
+@pytest.mark.parametrize("fault", sorted(set(Fault) - set(BLAMED)))
 def test_what_a_client_caused_never_counts(pool: Pool, fault: Fault) -> None:
     for _ in range(50):
         pool.report("d1", fault)

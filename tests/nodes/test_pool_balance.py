@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from pdproxy.errors import Fault
 from pdproxy.nodes.node import Node, Role, State
-from pdproxy.nodes.pool import Pool, Slot, UnknownNode
+from pdproxy.nodes.pool import Pool, UnknownNode
+from pdproxy.nodes.pool_entry import Slot
 from tests.fakes.clock import FakeClock
 
 NODES = {name: Node(name, f"http://{name}", Role.DECODE, "tiny") for name in ("a", "b")}

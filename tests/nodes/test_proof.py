@@ -10,7 +10,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.nodes.node import Node, Role
-from pdproxy.nodes.node_entry import CircuitBreakerConfig, MetricsPoolObserver
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.proof import MOST_PARTNERS, Prover, Result, WarmUp
 from pdproxy.observe.labels import Proof
@@ -57,7 +56,7 @@ class Place:
 
     def __init__(self) -> None:
         self.clock, self.registry, self.nature = FakeClock(), CollectorRegistry(), Nature()
-        self.pool = Pool(self.clock, CircuitBreakerConfig(), MetricsPoolObserver(Metrics(self.registry)))
+        self.pool = Pool(self.clock, metrics=Metrics(self.registry))
         self.prover = Prover(self.pool, self.nature, self.clock)
 
     async def join(self, *names: str, cohort: str = "a") -> list[tuple[str, str]]:

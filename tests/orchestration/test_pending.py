@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pdproxy.nodes.node import Node, Role
-from pdproxy.nodes.node_entry import MetricsPoolObserver
+from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.sub_request import estimated_prompt_tokens
 from pdproxy.request import Endpoint, Json
 from tests.fakes.faults import FaultKind, InjectedFault
@@ -74,10 +74,9 @@ async def test_a_prompt_that_no_prefill_node_gets_is_not_pending() -> None:
 
 async def test_the_series_is_there_as_soon_as_a_node_of_the_model_is() -> None:
     world = FakeCluster()
-    watch = MetricsPoolObserver(world.context.metrics)
+    pool = Pool(world.clock, metrics=world.context.metrics)
     for role, model in ((Role.PREFILL, "mine"), (Role.DECODE, "other"), (Role.PREFILL, "")):
-        node = Node("n", "http://n", role, model)
-        watch.state(node, world.pool.view("p0").state)
+        pool.add(Node(f"{role}-{model}", "http://n", role, model))
     told = [world.registry.get_sample_value(SERIES, {"model": model}) for model in ("mine", "other", "")]
     assert told == [0, None, None]
 
