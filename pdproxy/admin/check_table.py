@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from pdproxy.errors import NodeFault
 from pdproxy.nodes.node import Capacity
-from pdproxy.nodes.preflight import CheckRow
-from pdproxy.nodes.reachability import is_out_of_reach, reason, what
+from pdproxy.nodes.preflight import CheckRow, cause, is_unreachable, symptom
 
 _HEAD = ("NODE", "ROLE", "MODEL", "COHORT", "TOKENS", "SEQUENCES", "LONGEST", "BINDS", "VERDICT")
 
@@ -30,7 +29,7 @@ def passed(rows: Iterable[CheckRow]) -> bool:
 
 def _cells(row: CheckRow) -> tuple[str, ...]:
     if isinstance(row.info, NodeFault):
-        verdict = "unreachable" if is_out_of_reach(row.info) else "unusable"
+        verdict = "unreachable" if is_unreachable(row.info) else "unusable"
         return row.node.name, row.node.role, row.node.model or "?", "?", *_capacity(None), verdict
     node = row.info.joined()
     return node.name, node.role, node.model or "?", node.cohort or "?", *_capacity(node.capacity), _verdict(row)
@@ -44,19 +43,19 @@ def _capacity(told: Capacity | None) -> tuple[str, str, str, str]:
 
 
 def _verdict(row: CheckRow) -> str:
-    if row.verdict.refusals:
+    if row.compatibility.refusals:
         return "refused"
     if row.unpaired:
         return "no partner"
-    return "ok, with warnings" if row.verdict.warnings else "ok"
+    return "ok, with warnings" if row.compatibility.warnings else "ok"
 
 
 def _notes(row: CheckRow) -> list[str]:
     if isinstance(row.info, NodeFault):
-        return [f"{row.node.name}: {what(row.info)}: {reason(row.info)}"]
+        return [f"{row.node.name}: {symptom(row.info)}: {cause(row.info)}"]
     kinds = {
-        "refused": row.verdict.refusals,
+        "refused": row.compatibility.refusals,
         "exchanges no tickets": row.unpaired,
-        "warning": row.verdict.warnings,
+        "warning": row.compatibility.warnings,
     }
     return [f"{row.node.name}: {kind}: {finding}" for kind, findings in kinds.items() for finding in findings]

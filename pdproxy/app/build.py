@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 from collections.abc import AsyncIterator
 
 from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR, CollectorRegistry
@@ -17,15 +18,14 @@ from pdproxy.intake.api_app import ApiApp, AsgiApp
 from pdproxy.intake.auth import read_keys
 from pdproxy.intake.handler import HandlerConfig, RequestHandler
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
-from pdproxy.nodes.discovery.sync import DiscoverySync
+from pdproxy.nodes.discovery.source import DiscoverySync
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.health_check import HealthCheck, HealthCheckConfig
-from pdproxy.nodes.join import Joiner
+from pdproxy.nodes.join import Joiner, OutageLog
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import Preflight
-from pdproxy.nodes.proof import Prover, WarmUp
-from pdproxy.nodes.reachability import OutageLog
+from pdproxy.nodes.proof import Prover, warm_up
 from pdproxy.observe.labels import Task
 from pdproxy.observe.metrics import Metrics
 from pdproxy.observe.tracing import TracedApp, Tracing, tracing_of
@@ -92,9 +92,9 @@ async def proxy(settings: Settings, around: HostEnvironment) -> AsyncIterator[Pr
     background_tasks = BackgroundTasks(context)
     test = KnownAnswer(context, background_tasks, headers)
     prover = Prover(pool, test, clock) if settings.health.first_hand_over is FirstHandOver.KNOWN_ANSWER else None
-    outages = OutageLog(clock)
-    joiner = Joiner(pool, Preflight(questions, headers), prover or WarmUp(pool, test), outages)
-    health = HealthCheck(pool, joiner, transport, clock, _health_rules(settings), headers, outages)
+    prove = prover.join if prover else functools.partial(warm_up, pool, test)
+    joiner = Joiner(pool, Preflight(questions, headers), prove, OutageLog(clock))
+    health = HealthCheck(pool, joiner, transport, clock, _health_rules(settings), headers)
     keeper = TaskSupervisor(clock, metrics)
     keeper.keep(Task.HEALTH, health.run)
     if prover is not None:

@@ -10,14 +10,54 @@ from pdproxy.clock import Clock
 from pdproxy.errors import SettingsError
 from pdproxy.nodes.discovery.dns import DnsSource, Name, Resolver, SystemResolver
 from pdproxy.nodes.discovery.file import FileSource
-from pdproxy.nodes.discovery.service_account import ServiceAccount, api_address
-from pdproxy.nodes.discovery.source import Source, Template
+from pdproxy.nodes.discovery.source import NodeSource, Template
 from pdproxy.nodes.node import Role
 from pdproxy.request import Headers
 from pdproxy.settings import Discovery, DiscoveryKind, Upstream
 
 if TYPE_CHECKING:
     from pdproxy.nodes.discovery.kubernetes import Api, KubernetesSource
+
+
+class ServiceAccount:
+    """The files of the service account that Kubernetes mounts into a pod."""
+
+    def __init__(self, mount: Path = Path("/var/run/secrets/kubernetes.io/serviceaccount")) -> None:
+        self._mount = mount
+        self.authorities = mount / "ca.crt"
+        """PEM certificates that the API server's certificate is checked against."""
+
+    @property
+    def token(self) -> Path | None:
+        """Where the token is, which the kubelet replaces about every hour; None where there is none."""
+        path = self._mount / "token"
+        return path if path.exists() else None
+
+    def namespace(self) -> str:
+        """The pod's own namespace.
+
+        Raises:
+            SettingsError: there is no service account.
+        """
+        try:
+            return (self._mount / "namespace").read_text(encoding="ascii").strip()
+        except OSError as error:
+            raise SettingsError(
+                "no Kubernetes service account is mounted: name the namespace, and run in a pod whose "
+                "automountServiceAccountToken is not false"
+            ) from error
+
+
+def api_address(environment: Mapping[str, str]) -> str:
+    """The Kubernetes API server, from a pod's environment variables.
+
+    Raises:
+        SettingsError: they do not name it.
+    """
+    host, port = environment.get("KUBERNETES_SERVICE_HOST"), environment.get("KUBERNETES_SERVICE_PORT", "443")
+    if not host:
+        raise SettingsError("KUBERNETES_SERVICE_HOST is not set: Kubernetes discovery works inside a cluster only")
+    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,14 +87,14 @@ class Sources:
         self._clock = clock
         self._around = around
         self._watching: list[KubernetesSource] = []
-        self.all: tuple[Source, ...] = tuple(self._made())
+        self.all: tuple[NodeSource, ...] = tuple(self._made())
 
     async def aclose(self) -> None:
         """Close the connections to the API server. Not before the sources have been left."""
         for source in self._watching:
             await source.aclose()
 
-    def _made(self) -> Iterable[Source]:
+    def _made(self) -> Iterable[NodeSource]:
         kinds = {Role.PREFILL: self._discovery.prefill, Role.DECODE: self._discovery.decode}
         in_file = frozenset(role for role, kind in kinds.items() if kind is DiscoveryKind.FILE)
         if in_file and self._discovery.file is not None:

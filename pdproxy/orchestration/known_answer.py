@@ -25,15 +25,15 @@ from pdproxy.legs.calls import decode, json_object, outgoing_body, prefill, read
 from pdproxy.legs.rewrite import decode_body, prefill_body
 from pdproxy.legs.usage import read_usage
 from pdproxy.nodes.node import Node
-from pdproxy.nodes.preflight import post
-from pdproxy.nodes.proof import Result
+from pdproxy.nodes.preflight import exchange
+from pdproxy.nodes.proof import ProofResult
 from pdproxy.observe.labels import Proof
 from pdproxy.orchestration.answers_agree import Comparison, Said, compare
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.known_answer_prompt import plain_ids, prompt_tokens, question
 from pdproxy.orchestration.resources import BackgroundTasks, HandOver
 from pdproxy.request import Endpoint, Headers, Json
-from pdproxy.transport.port import Timeouts
+from pdproxy.transport.port import HttpRequest, Timeouts
 
 _LOG = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class KnownAnswer:
         self._headers = headers
         self._seeds = seeds or itertools.count()
 
-    async def ask(self, prefill: Node, decode: Node) -> Result:
+    async def ask(self, prefill: Node, decode: Node) -> ProofResult:
         """Make the test; a second time where it failed, with another prompt."""
         result = await self._once(prefill, decode)
         if result.proof is Proof.FAILED:
@@ -115,19 +115,19 @@ class KnownAnswer:
     def _pair(self, prefill: Node, decode: Node) -> _Pair:
         return _Pair(prefill, decode, self._context.clock.now() + BUDGET)
 
-    async def _once(self, prefill: Node, decode: Node) -> Result:
+    async def _once(self, prefill: Node, decode: Node) -> ProofResult:
         seed = next(self._seeds)
         try:
             comparison = await self.compare(prefill, decode, seed)
         except Unanswered as why:
-            return Result(Proof.UNANSWERED, str(why))
+            return ProofResult(Proof.UNANSWERED, str(why))
         except Unreadable as why:
-            return Result(Proof.FAILED, f"the known-answer test failed (prompt {seed}): {why}")
+            return ProofResult(Proof.FAILED, f"the known-answer test failed (prompt {seed}): {why}")
         if comparison.agrees():
-            return Result(Proof.PASSED, comparison.sentence())
+            return ProofResult(Proof.PASSED, comparison.sentence())
         if comparison.undecided():
-            return Result(Proof.UNANSWERED, f"prompt {seed} shows too little: {comparison.sentence()}")
-        return Result(Proof.FAILED, f"the known-answer test failed (prompt {seed}): {comparison.sentence()}")
+            return ProofResult(Proof.UNANSWERED, f"prompt {seed} shows too little: {comparison.sentence()}")
+        return ProofResult(Proof.FAILED, f"the known-answer test failed (prompt {seed}): {comparison.sentence()}")
 
     async def compare(self, prefill: Node, decode: Node, seed: int) -> Comparison:
         """Ask once, with the prompt of this seed.
@@ -161,9 +161,10 @@ class KnownAnswer:
     async def _tokens(self, pair: _Pair, text: str) -> list[int]:
         """The token ids of a text; none from a node that knows no text."""
         body = outgoing_body({"model": pair.decode.model, "prompt": text})
-        url, timeouts = f"{pair.decode.url}/tokenize", self._patience(pair)
+        headers = (*self._headers, ("content-type", "application/json"))
+        request, timeouts = HttpRequest("POST", f"{pair.decode.url}/tokenize", headers, body), self._patience(pair)
         try:
-            status, answer = await post(self._context.transport, url, self._headers, body, timeouts)
+            status, answer = await exchange(self._context.transport, request, timeouts)
             ids = json_object(answer).get("tokens") if status == 200 else None
         except NodeFault as fault:
             raise Unanswered(f"{pair.decode.name} did not answer: {fault}") from fault

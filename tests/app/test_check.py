@@ -8,9 +8,8 @@ import pytest
 
 from pdproxy.__main__ import main
 from pdproxy.app.check import Report, inspect
-from pdproxy.app.host import HostEnvironment
+from pdproxy.app.host import HostEnvironment, ServiceAccount
 from pdproxy.nodes.discovery.dns import Service
-from pdproxy.nodes.discovery.service_account import ServiceAccount
 from pdproxy.settings import Discovery, DiscoveryKind, NodeEntry, NodeRole, Settings
 from tests.app.zone import Zone
 from tests.fakes.kv_transfer import FakeKvTransfer

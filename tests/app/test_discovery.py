@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from pdproxy.app.build import Proxy, proxy
-from pdproxy.app.host import HostEnvironment, Sources
+from pdproxy.app.host import HostEnvironment, ServiceAccount, Sources
 from pdproxy.errors import SettingsError
 from pdproxy.nodes.discovery.dns import Service
-from pdproxy.nodes.discovery.service_account import ServiceAccount
 from pdproxy.settings import Discovery, DiscoveryKind, Health, NodeEntry, NodeRole, Settings
 from tests.admin.asking import state_of
 from tests.app.zone import Zone

@@ -25,9 +25,9 @@ def test_statistics_that_are_off_say_nothing(body: bytes) -> None:
 
 def test_engines_behind_one_server_are_added_up() -> None:
     body = b'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_running{engine="1"} 3.0\n'
-    vitals = read_engine_progress(body)
-    assert vitals is not None
-    assert vitals.running == 5
+    progress = read_engine_progress(body)
+    assert progress is not None
+    assert progress.running == 5
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
-"""Why nodes exchange no tickets, in words that tell the operator what to align."""
+"""Why nodes exchange no tickets, part by part, and what the operator should align."""
 
 from collections.abc import Mapping
 
 import pytest
 
-from pdproxy.nodes.fingerprints import ADVICE, differences, unpaired
+from pdproxy.nodes.compatibility import ADVICE, differences, differences_from_partners
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.node_info import ModelCard, NodeInfo
 from tests.nodes.fake_pool import LABELS
@@ -21,23 +21,23 @@ def info(
 ) -> NodeInfo:
     """A node whose role is its first letter; ``parts`` None for one whose connector has no fingerprint."""
     node = Node(name, f"http://{name}", Role.PREFILL if name[0] == "p" else Role.DECODE)
-    told = {**LABELS, "vllm_version": version} if labels is None else labels
-    return NodeInfo(node, ModelCard((model,), "/models/tiny"), version, told, fingerprint=parts)
+    labels = {**LABELS, "vllm_version": version} if labels is None else labels
+    return NodeInfo(node, ModelCard((model,), "/models/tiny"), version, labels, fingerprint=parts)
 
 
 def but(**parts: str) -> Mapping[str, str]:
     return {**PARTS, "all": "-".join(parts.values()), **parts}
 
 
-def test_a_node_with_a_partner_is_not_spoken_of() -> None:
-    assert unpaired(info("d1"), [info("p1"), info("p2", but(checkpoint="c2"))]) == ()
-    assert unpaired(info("d1"), []) == ()
-    assert unpaired(info("d1"), [info("d2", but(checkpoint="c2"))]) == (), "of the same role"
-    assert unpaired(info("d1"), [info("p1", but(checkpoint="c2"), model="big")]) == ()
+def test_a_node_with_a_partner_has_no_differences() -> None:
+    assert differences_from_partners(info("d1"), [info("p1"), info("p2", but(checkpoint="c2"))]) == ()
+    assert differences_from_partners(info("d1"), []) == ()
+    assert differences_from_partners(info("d1"), [info("d2", but(checkpoint="c2"))]) == (), "of the same role"
+    assert differences_from_partners(info("d1"), [info("p1", but(checkpoint="c2"), model="big")]) == ()
 
 
 def test_each_part_is_named_with_what_to_align() -> None:
-    (found,) = unpaired(info("d1", but(state_dtypes="bfloat16")), [info("p1")])
+    (found,) = differences_from_partners(info("d1", but(state_dtypes="bfloat16")), [info("p1")])
     assert str(found) == (
         "state_dtypes: bfloat16 here, float32 on p1: the same --mamba-ssm-cache-dtype and --mamba-cache-dtype"
     )
@@ -45,12 +45,12 @@ def test_each_part_is_named_with_what_to_align() -> None:
 
 def test_it_is_compared_with_the_nearest() -> None:
     others = [info("p1", but(checkpoint="c2", rope="theta=1e6")), info("p2", but(rope="theta=1e6"))]
-    assert [found.setting for found in unpaired(info("d1"), others)] == ["rope"]
-    assert "p2" in str(unpaired(info("d1"), others)[0])
+    assert [found.setting for found in differences_from_partners(info("d1"), others)] == ["rope"]
+    assert "p2" in str(differences_from_partners(info("d1"), others)[0])
 
 
 def test_other_versions_are_named_too() -> None:
-    found = unpaired(info("d1", version="0.33.0"), [info("p1")])
+    found = differences_from_partners(info("d1", version="0.33.0"), [info("p1")])
     assert [str(each) for each in found] == ["vllm_version: 0.33.0 here, 0.32.0 on p1: run the same vLLM release"]
 
 
@@ -81,6 +81,6 @@ def test_block_sizes_are_explained_by_the_tensor_parallel_degree() -> None:
 
 
 def test_every_part_of_the_connectors_fingerprint_has_advice() -> None:
-    """The two share a wire, not code: what the connector names, the proxy must know."""
+    """The two share no code: the proxy must have advice for every part that the connector names."""
     fingerprint = pytest.importorskip("connector.fingerprint")
     assert set(fingerprint.ADVICE) <= set(ADVICE)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdproxy.nodes.node import Bars, Node, Role
-from pdproxy.nodes.proof import Result
+from pdproxy.nodes.proof import ProofResult
 from pdproxy.observe.labels import Proof
 from pdproxy.orchestration.known_answer import BUDGET, TOKENS, KnownAnswer
 from pdproxy.orchestration.resources import BackgroundTasks
@@ -33,7 +33,7 @@ class Pair(FakeCluster):
         prefill, decode = (self.pool.view(name).node for name in ("p0", "d0"))
         return dataclasses.replace(prefill, **more), dataclasses.replace(decode, **more)
 
-    async def test_pair(self, **more: Any) -> Result:
+    async def test_pair(self, **more: Any) -> ProofResult:
         """The test, and all that it left on its way; ``more``: what the nodes say of themselves."""
         result = await self.test.ask(*self.nodes_of_pool(**more))
         await self.background_tasks.aclose()
@@ -114,7 +114,7 @@ async def test_one_failure_is_not_believed() -> None:
     pair.prefill.dialect = 3
     once = pair.test._once
 
-    async def then_mended(prefill: Node, decode: Node) -> Result:
+    async def then_mended(prefill: Node, decode: Node) -> ProofResult:
         result = await once(prefill, decode)
         pair.prefill.dialect = 0
         return result

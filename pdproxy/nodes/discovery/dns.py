@@ -128,16 +128,16 @@ class DnsSource:
 
     @property
     def place(self) -> str:
-        """See `Source`."""
+        """See `NodeSource`."""
         return f"the name {self._name.name}"
 
     def watch(self) -> AsyncGenerator[Nodes, None]:
-        """See `Source`. A name that has nothing now keeps its last nodes: a name server that lost its data looks the
-        same as a service with no ready node, and active health tells the two apart."""
+        """See `NodeSource`. A name without records keeps its last nodes: a name server that lost its data looks the same
+        as a service with no ready node, and active health tells the two apart."""
         return poll(self.place, self._list_some, self._clock, self._interval)
 
     async def list(self) -> Nodes:
-        """See `Source`."""
+        """See `NodeSource`."""
         name, port = self._name.name, self._name.port
         if port is not None:
             return tuple(self._template.node(host, port) for host in await self._resolver.addresses(name))

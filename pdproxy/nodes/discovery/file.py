@@ -35,15 +35,15 @@ class FileSource:
 
     @property
     def place(self) -> str:
-        """See `Source`."""
+        """See `NodeSource`."""
         return f"the file {self._path}"
 
     def watch(self) -> AsyncGenerator[Nodes, None]:
-        """See `Source`. A file that cannot be used, perhaps half written, changes nothing."""
+        """See `NodeSource`. A file that cannot be used, perhaps half written, changes nothing."""
         return poll(self.place, self.list, self._clock, self._interval, logging.ERROR)
 
     async def list(self) -> Nodes:
-        """See `Source`."""
+        """See `NodeSource`."""
         try:
             nodes = read_entries(await asyncio.to_thread(self._path.read_bytes))
         except (OSError, SettingsError) as error:

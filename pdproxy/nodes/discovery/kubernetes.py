@@ -22,7 +22,7 @@ from lightkube.resources.discovery_v1 import EndpointSlice
 
 from pdproxy.clock import Clock
 from pdproxy.nodes.discovery.endpoint_slices import EndpointSlices, Lost
-from pdproxy.nodes.discovery.source import Changes, DiscoveryError, Nodes, Template
+from pdproxy.nodes.discovery.source import DiscoveryError, Nodes, Template
 
 _LOG = logging.getLogger(__name__)
 
@@ -102,11 +102,11 @@ class KubernetesSource:
 
     @property
     def place(self) -> str:
-        """See `Source`."""
+        """See `NodeSource`."""
         return f"EndpointSlices {self._query.selector} in {self._query.namespace}"
 
     async def list(self) -> Nodes:
-        """See `Source`."""
+        """See `NodeSource`."""
         try:
             await self._list()
         except _TROUBLE as error:
@@ -114,15 +114,16 @@ class KubernetesSource:
         return self._nodes()
 
     async def watch(self) -> AsyncGenerator[Nodes, None]:
-        """See `Source`."""
-        changes = Changes()
+        """See `NodeSource`."""
+        last: Nodes | None = None
         while True:
             try:
                 async with contextlib.aclosing(self._follow()) as steps:
                     async for _ in steps:
                         self._pace.succeeded()
                         nodes = self._nodes()
-                        if changes.is_new(nodes):
+                        if nodes != last:
+                            last = nodes
                             yield nodes
             except _TROUBLE as error:
                 self._pace.failed()

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from pdproxy.app.host import ServiceAccount, api_address
 from pdproxy.errors import SettingsError
-from pdproxy.nodes.discovery.service_account import ServiceAccount, api_address
 
 
 def test_the_token_may_be_missing(tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
-"""What an operator reads of nodes that cannot be asked."""
+"""What is logged of nodes that cannot be reached."""
 
 import logging
 
 import pytest
 
 from pdproxy.errors import Fault, NodeFault
+from pdproxy.nodes.join import OutageLog
 from pdproxy.nodes.node import Node, Role
-from pdproxy.nodes.reachability import OutageLog, reason, what
+from pdproxy.nodes.preflight import cause, symptom
 from tests.fakes.clock import FakeClock
 
 NODE = Node("d1", "http://d1:8000", Role.DECODE)
@@ -78,12 +79,12 @@ def test_a_node_that_left_is_forgotten(log: OutageLog, caplog: pytest.LogCapture
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_credential_that_is_missing_names_its_setting(status: int) -> None:
     fault = NodeFault(Fault.SERVER_ERROR, f"/v1/models answers {status}", status=status)
-    assert what(fault) == "cannot be used"
-    assert reason(fault).startswith(f"/v1/models answers {status}: our own questions need a credential")
-    assert "upstream.credential_file" in reason(fault)
+    assert symptom(fault) == "cannot be used"
+    assert cause(fault).startswith(f"/v1/models answers {status}: our own questions need a credential")
+    assert "upstream.credential_file" in cause(fault)
 
 
 def test_what_a_node_answers_wrongly_is_not_called_out_of_reach() -> None:
     fault = NodeFault(Fault.SERVER_ERROR, "/health answers 503", status=503)
-    assert (what(fault), reason(fault)) == ("cannot be used", "/health answers 503")
-    assert what(NodeFault(Fault.RESET, "")) == what(NodeFault(Fault.HEADERS_TIMEOUT, "")) == "cannot be reached"
+    assert (symptom(fault), cause(fault)) == ("cannot be used", "/health answers 503")
+    assert symptom(NodeFault(Fault.RESET, "")) == symptom(NodeFault(Fault.HEADERS_TIMEOUT, "")) == "cannot be reached"

@@ -6,8 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 
 import pytest
 
-from pdproxy.nodes.discovery.source import Template
-from pdproxy.nodes.discovery.sync import DiscoverySync
+from pdproxy.nodes.discovery.source import DiscoverySync, Template
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Node, Role, State
 from pdproxy.nodes.pool import Pool
@@ -18,8 +17,10 @@ TEMPLATE = Template(Role.DECODE)
 ONE, TWO = TEMPLATE.node("d1", 8000), TEMPLATE.node("d2", 8000)
 
 
-class Told:
-    """A source that shows what it is told."""
+class FakeSource:
+    """A source whose lists a test puts in."""
+
+    place = "a test"
 
     def __init__(self) -> None:
         self.shown: asyncio.Queue[tuple[Node, ...]] = asyncio.Queue()
@@ -27,6 +28,9 @@ class Told:
     async def watch(self) -> AsyncGenerator[tuple[Node, ...], None]:
         while True:
             yield await self.shown.get()
+
+    async def list(self) -> tuple[Node, ...]:
+        return await self.shown.get()
 
 
 @pytest.fixture
@@ -43,7 +47,7 @@ async def drainer(pool: Pool) -> AsyncIterator[Drainer]:
 
 @pytest.fixture
 def sync(pool: Pool, drainer: Drainer) -> DiscoverySync:
-    return DiscoverySync(pool, drainer, Told(), 30)
+    return DiscoverySync(pool, drainer, FakeSource(), 30)
 
 
 def names(pool: Pool) -> dict[str, State]:
@@ -103,7 +107,7 @@ async def test_what_the_operator_removed_stays_removed_until_it_is_found_anew(po
 
 
 async def test_it_follows_until_it_is_cancelled(pool: Pool, drainer: Drainer) -> None:
-    source = Told()
+    source = FakeSource()
     task = asyncio.create_task(DiscoverySync(pool, drainer, source, 30).run())
     for shown in ((ONE,), (ONE, TWO), ()):
         source.shown.put_nowait(shown)
