@@ -46,6 +46,9 @@ class Step(enum.StrEnum):
 NO_RETRY_USED = frozenset({Fault.REFUSED})
 """Faults that use no retry up: nothing of the request reached the node, and no node is tried twice."""
 
+FINAL_STEPS = frozenset({Step.ANSWER, Step.FAIL, Step.ERROR_EVENT})
+"""The steps that end the request."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FailureRow:
@@ -163,7 +166,7 @@ LEG_BLAME: Mapping[Fault, Blame] = {
     Fault.NO_TICKET: Blame.NO,
     Fault.ERROR_EVENT: Blame.IF_ANOTHER_SERVED,
 }
-"""Of legs: `health.failures` in a row open the node's circuit."""
+"""Of prefill and decode legs: `health.failures` in a row open the node's circuit."""
 
 PROBE_BLAME: Mapping[Fault, Blame] = {
     Fault.REFUSED: Blame.YES,
@@ -176,6 +179,13 @@ PROBE_BLAME: Mapping[Fault, Blame] = {
 }
 """Of health probes, with the faults that a probe can have: `health.failures` in a row, and the node is given up.
 BUSY is the proxy's own lack of sockets."""
+
+
+def blame(leg: Leg, fault: Fault) -> Blame:
+    """Whether a leg's fault counts against its node: a release's never does, and a forward's has no second node."""
+    if leg is Leg.RELEASE or (leg is Leg.FORWARD and LEG_BLAME[fault] is Blame.IF_ANOTHER_SERVED):
+        return Blame.NO
+    return LEG_BLAME[fault]
 
 
 NOT_CONTINUABLE: Mapping[str, str] = {
@@ -208,9 +218,9 @@ def document() -> str:
         steps = "; else ".join(_STEPS[step] for step in row.steps)
         if Step.FAIL in row.steps:
             steps += f" ({row.status})"
-        lines.append(f"| {leg} | {moment} | {fault} | {steps} | {LEG_BLAME[fault]} | `{row.deadline}` |")
+        lines.append(f"| {leg} | {moment} | {fault} | {steps} | {blame(leg, fault)} | `{row.deadline}` |")
     lines += [_PROBES, "| fault | counts against the node |", "|---|---|"]
-    lines += [f"| {fault} | {blame} |" for fault, blame in PROBE_BLAME.items()]
+    lines += [f"| {fault} | {counts} |" for fault, counts in PROBE_BLAME.items()]
     lines += [_EXCEPTIONS, "| reason | what it is |", "|---|---|"]
     lines += [f"| {word} | {meaning} |" for word, meaning in NOT_CONTINUABLE.items()]
     return "\n".join(lines) + "\n"

@@ -8,6 +8,7 @@ import pytest
 from pdproxy.errors import Fault
 from pdproxy.failures import (
     FAILURE_TABLE,
+    FINAL_STEPS,
     LEG_BLAME,
     NOT_CONTINUABLE,
     PROBE_BLAME,
@@ -15,6 +16,7 @@ from pdproxy.failures import (
     Moment,
     RetryOptions,
     Step,
+    blame,
     decide,
     document,
     final_step,
@@ -24,7 +26,6 @@ from pdproxy.observe.labels import Leg
 from pdproxy.orchestration.sub_request import RouteReason
 from pdproxy.settings.choices import OnPrefillFailure
 
-FINAL_STEPS = frozenset({Step.ANSWER, Step.FAIL, Step.ERROR_EVENT})
 NOTHING = RetryOptions(OnPrefillFailure.FAIL, retries=0, ticket_works=False, migrations=0, continuable=False)
 
 
@@ -74,6 +75,8 @@ def test_for_every_fault_it_is_known_whether_it_counts_against_a_node() -> None:
     assert set(LEG_BLAME) == set(Fault)
     assert Blame.IF_SILENT not in LEG_BLAME.values()
     assert Blame.IF_ANOTHER_SERVED not in PROBE_BLAME.values()
+    assert {blame(Leg.RELEASE, fault) for fault in Fault} == {Blame.NO}
+    assert {blame(Leg.FORWARD, fault) for fault in Fault} == {Blame.YES, Blame.NO}
 
 
 def test_every_reason_against_continuing_is_a_word_of_the_metric() -> None:

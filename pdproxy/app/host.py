@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pdproxy.clock import Clock
 from pdproxy.errors import SettingsError
-from pdproxy.nodes.discovery.dns import DnsSource, Name, Resolver, SystemResolver
+from pdproxy.nodes.discovery.dns import DnsSource, Resolver, SystemResolver
 from pdproxy.nodes.discovery.file import FileSource
 from pdproxy.nodes.discovery.source import NodeSource, Template
 from pdproxy.nodes.node import Role
@@ -107,8 +107,9 @@ class Sources:
 
     def _dns(self, role: Role) -> DnsSource:
         said = self._discovery
-        name = Name({Role.PREFILL: said.prefill_name, Role.DECODE: said.decode_name}[role], said.dns_port or None)
-        return DnsSource(self._around.resolver, name, self._template(role), self._clock, said.dns_interval)
+        name = {Role.PREFILL: said.prefill_name, Role.DECODE: said.decode_name}[role]
+        port, template = said.dns_port or None, self._template(role)
+        return DnsSource(self._around.resolver, name, port, template, self._clock, said.dns_interval)
 
     def _kubernetes(self, role: Role) -> "KubernetesSource":
         try:

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable
 
 from pdproxy.errors import ClientError, Fault, NodeFault
-from pdproxy.failures import LEG_BLAME, Blame, Moment, Step
+from pdproxy.failures import Blame, Moment, Step, blame
 from pdproxy.legs.calls import ANSWER_BYTES
 from pdproxy.nodes.node import Node, Role
 from pdproxy.observe.labels import Leg, Outcome
@@ -101,7 +101,7 @@ def _failed(context: OrchestrationContext, node: Node, fault: NodeFault, asked: 
     """
     context.metrics.leg_failed(Leg.FORWARD, fault.fault)
     remaining_seconds(context.clock, asked.deadline)
-    if LEG_BLAME[fault.fault] is Blame.YES:
+    if blame(Leg.FORWARD, fault.fault) is Blame.YES:
         context.pool.report(node.name, fault.fault)
 
 

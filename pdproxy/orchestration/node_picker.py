@@ -2,12 +2,12 @@
 
 from pdproxy.errors import Fault, NodeFault, PdproxyError
 from pdproxy.failures import (
-    LEG_BLAME,
     NO_RETRY_USED,
     Blame,
     Moment,
     RetryOptions,
     Step,
+    blame,
     decide,
     final_step,
 )
@@ -33,9 +33,9 @@ class FaultReporter:
     def failed(self, leg: Leg, name: str, fault: Fault) -> None:
         """A leg failed on a node."""
         self.excluded |= {name}
-        if LEG_BLAME[fault] is Blame.IF_ANOTHER_SERVED:
+        if blame(leg, fault) is Blame.IF_ANOTHER_SERVED:
             self._doubted.append((leg, name))
-        elif LEG_BLAME[fault] is Blame.YES:
+        elif blame(leg, fault) is Blame.YES:
             self._pool.report(name, fault)
 
     def served(self, leg: Leg, name: str) -> None:

@@ -14,15 +14,15 @@ from pdproxy.nodes.discovery.source import DiscoveryError, Nodes, poll
 from pdproxy.nodes.node import Node, Role
 
 _FIELDS = frozenset({"url", "role", "name", "model", "aliases", "weight"})
-_URL = re.compile(r"https?://(?P<netloc>([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?)/?")
+_URL = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/?")
 
 
 class FileSource:
-    """Reads the whole file each time: it is small, and times of change lie on network mounts and links.
+    """Reads the whole file each time: it is small, and times of change are wrong on network mounts and links.
 
     Args:
-        interval: seconds between two looks.
-        roles: whose nodes are taken; others in the file are not looked at.
+        interval: seconds between two reads.
+        roles: nodes of other roles in the file are left out.
     """
 
     def __init__(
