@@ -16,7 +16,7 @@ from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Role, Snapshot, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.in_flight import InFlightRequests
-from pdproxy.planning.plan import WithoutPrefill
+from pdproxy.settings.choices import OnPrefillFailure
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class AdminContext:
         drainer: sees nodes out.
         registry: what /metrics shows.
         leaving: set when the proxy itself is about to end: it is not ready any more.
-        without_prefill: whether decode nodes alone make it ready.
+        on_prefill_failure: with FAIL, decode nodes alone do not make it ready.
         drain_seconds: a drain's deadline where the operator names none.
         token: what the endpoints under /nodes, and /ui/state, ask for; None asks for nothing.
         live: requests on the way.
@@ -39,7 +39,7 @@ class AdminContext:
     drainer: Drainer
     registry: CollectorRegistry
     leaving: asyncio.Event
-    without_prefill: WithoutPrefill = WithoutPrefill.LOCAL
+    on_prefill_failure: OnPrefillFailure = OnPrefillFailure.RETRY
     drain_seconds: float = 30.0
     token: str | None = None
     live: InFlightRequests = dataclasses.field(default_factory=InFlightRequests)
@@ -62,7 +62,7 @@ def readiness(desk: AdminContext) -> Readiness:
     snapshot = desk.pool.snapshot()
     if not _serving(snapshot, Role.DECODE):
         return Readiness.NO_DECODE
-    if desk.without_prefill is WithoutPrefill.FAIL and not _serving(snapshot, Role.PREFILL):
+    if desk.on_prefill_failure is OnPrefillFailure.FAIL and not _serving(snapshot, Role.PREFILL):
         return Readiness.NO_PREFILL
     return Readiness.READY
 

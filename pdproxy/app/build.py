@@ -33,8 +33,7 @@ from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationCont
 from pdproxy.orchestration.known_answer import KnownAnswer
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.resources import BackgroundTasks
-from pdproxy.planning.plan import WithoutPrefill
-from pdproxy.settings import FirstHandOver, NodeEntry, OnPrefillFailure, Settings
+from pdproxy.settings import FirstHandOver, NodeEntry, Settings
 from pdproxy.transport.h1_client import H1Transport
 from pdproxy.transport.httpx_transport import HttpxTransport
 from pdproxy.transport.port import Transport
@@ -181,13 +180,12 @@ def _desk(
     registry: CollectorRegistry,
     leaving: asyncio.Event,
 ) -> AdminContext:
-    fails = settings.policy.on_prefill_failure is OnPrefillFailure.FAIL
     return AdminContext(
         pool=context.pool,
         drainer=drainer,
         registry=registry,
         leaving=leaving,
-        without_prefill=WithoutPrefill.FAIL if fails else WithoutPrefill.LOCAL,
+        on_prefill_failure=settings.policy.on_prefill_failure,
         drain_seconds=settings.deadlines.drain,
         token=read_secret(settings.listen.admin_token_file, "listen.admin_token_file") or None,
         live=context.live,

@@ -9,7 +9,7 @@ from pdproxy.clock import Clock
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.in_flight import InFlightRequests
-from pdproxy.planning.plan import PlanPolicy, WithoutPrefill
+from pdproxy.planning.plan import PlanPolicy
 from pdproxy.settings.choices import OnPrefillFailure
 from pdproxy.transport.port import Timeouts, Transport
 
@@ -46,8 +46,7 @@ class OrchestrationConfig:
 
     def plan_policy(self) -> PlanPolicy:
         """What planning needs to know of it."""
-        fail = self.on_prefill_failure is OnPrefillFailure.FAIL
-        return PlanPolicy(WithoutPrefill.FAIL if fail else WithoutPrefill.LOCAL, self.local_below_tokens)
+        return PlanPolicy(self.on_prefill_failure, self.local_below_tokens)
 
     def prefill_timeouts(self, remaining_seconds: float) -> Timeouts:
         """Patience for a prefill leg that may use ``remaining_seconds`` seconds of the request's deadline."""

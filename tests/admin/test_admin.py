@@ -14,7 +14,7 @@ from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Bars, Binding, Capacity, Node, Role, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
-from pdproxy.planning.plan import WithoutPrefill
+from pdproxy.settings.choices import OnPrefillFailure
 from tests.fakes.clock import FakeClock
 from tests.nodes.fake_pool import until
 
@@ -23,10 +23,10 @@ DECODE = Node("d1", "http://d1", Role.DECODE, "tiny")
 NEW = {"url": "http://127.0.0.1:9/", "role": "decode"}
 
 
-def a_desk(token: str | None = None, without_prefill: WithoutPrefill = WithoutPrefill.LOCAL) -> AdminContext:
+def a_desk(token: str | None = None, on_prefill_failure: OnPrefillFailure = OnPrefillFailure.RETRY) -> AdminContext:
     clock, registry = FakeClock(), CollectorRegistry()
     pool = Pool(clock, metrics=Metrics(registry))
-    return AdminContext(pool, Drainer(pool, clock), registry, asyncio.Event(), without_prefill, 30, token)
+    return AdminContext(pool, Drainer(pool, clock), registry, asyncio.Event(), on_prefill_failure, 30, token)
 
 
 def client_of(desk: AdminContext) -> httpx.AsyncClient:
@@ -65,7 +65,7 @@ async def test_it_is_ready_with_a_decode_node(client: httpx.AsyncClient, desk: A
 
 
 async def test_it_needs_a_prefill_node_where_the_policy_says_so() -> None:
-    desk = a_desk(without_prefill=WithoutPrefill.FAIL)
+    desk = a_desk(on_prefill_failure=OnPrefillFailure.FAIL)
     async with client_of(desk) as client:
         serve(desk, DECODE)
         assert (await client.get("/ready")).status_code == 503

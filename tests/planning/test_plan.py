@@ -16,13 +16,14 @@ from pdproxy.planning.plan import (
     PlanPolicy,
     PlanReason,
     UnknownModel,
-    WithoutPrefill,
     choose,
     models,
     plan,
 )
+from pdproxy.settings.choices import OnPrefillFailure
 
 POLICY = PlanPolicy()
+FAIL = PlanPolicy(OnPrefillFailure.FAIL)
 NEEDS = PlanInput("tiny")
 NO_BARS = Bars()
 
@@ -98,7 +99,7 @@ def test_nodes_that_do_not_serve_get_nothing(state: State) -> None:
 
 def test_without_prefill_the_policy_may_forbid_to_go_on() -> None:
     with pytest.raises(NoNode) as caught:
-        make(view("d1"), policy=PlanPolicy(without_prefill=WithoutPrefill.FAIL))
+        make(view("d1"), policy=FAIL)
     assert caught.value.reason is NoNodeReason.NO_PREFILL
 
 
@@ -157,7 +158,7 @@ def test_no_pair_in_any_cohort_means_local_or_nothing() -> None:
     views = (view("p1", cohort="a"), view("d1", cohort="b"))
     assert make(*views).reason is PlanReason.NO_PAIR
     with pytest.raises(NoNode) as caught:
-        make(*views, policy=PlanPolicy(without_prefill=WithoutPrefill.FAIL))
+        make(*views, policy=FAIL)
     assert caught.value.reason is NoNodeReason.NO_PAIR
 
 
@@ -185,7 +186,7 @@ def test_where_all_pairs_are_barred_the_decode_node_serves_alone() -> None:
     made = make(*views[:2], bars=barred("p1 d1"))
     assert (names(made), made.reason) == ((None, "d1"), PlanReason.BARRED_PAIR)
     with pytest.raises(NoNode) as caught:
-        make(*views[:2], policy=PlanPolicy(without_prefill=WithoutPrefill.FAIL), bars=barred("d1"))
+        make(*views[:2], policy=FAIL, bars=barred("d1"))
     assert caught.value.reason is NoNodeReason.BARRED_PAIR
     unpaired = make(view("d1", cohort="a"), views[2], bars=barred("p1 d1"))
     assert unpaired.reason is PlanReason.NO_PAIR
@@ -206,12 +207,6 @@ def test_excluded_nodes_are_left_alone() -> None:
     with pytest.raises(NoNode) as caught:
         make(*views, needs=PlanInput("tiny", excluded=frozenset({"d1", "d2"})))
     assert caught.value.reason is NoNodeReason.EXCLUDED
-
-
-def test_a_wanted_decode_node_is_kept_while_it_serves() -> None:
-    views = (view("p1"), view("d1"), view("d2", 9))
-    assert names(make(*views, needs=PlanInput("tiny", decode="d2"))) == ("p1", "d2")
-    assert names(make(*views, needs=PlanInput("tiny", decode="gone"))) == ("p1", "d1")
 
 
 def test_another_decode_node_for_a_ticket_is_of_its_cohort() -> None:
