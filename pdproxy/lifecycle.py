@@ -6,7 +6,7 @@
         └──────────(local)──────┘   ↑          │
                                     └ PLANNING ┘ (migration)
 
-What each failure does next is the table in `failures`; nobody else decides a retry.
+What follows a failure is the table in `failures`: no other file decides a retry.
 """
 
 import enum
@@ -15,37 +15,34 @@ from pdproxy.errors import PdproxyError
 
 
 class RequestState(enum.StrEnum):
-    """Where a request stands."""
+    """The states of a request."""
 
     PLANNING = "planning"
-    """Nodes are being chosen: no I/O."""
     PREFILLING = "prefilling"
-    """The prefill leg is under way."""
     HANDING_OVER = "handing_over"
-    """The decode leg is under way; the client has nothing of this leg yet."""
+    """The decode leg is under way; its first event is not here yet."""
     STREAMING = "streaming"
-    """The decode node's events are passing through."""
     ENDED = "ended"
-    """Nothing is held any more."""
+    """Nothing is held on nodes any more."""
 
 
 class Transition(enum.StrEnum):
-    """What happened."""
+    """The moves between them, and what causes each."""
 
     PREFILL = "prefill"
     """A plan with a prefill node was made."""
     LOCAL = "local"
-    """The decode node is to compute the prompt by itself."""
+    """A plan without prefill node was made."""
     TICKET = "ticket"
     """The prefill node answered with a ticket."""
     AGAIN = "again"
     """Back to planning, because a leg failed."""
     SAME_TICKET = "same_ticket"
-    """Another decode node gets the ticket that is at hand."""
+    """Another decode node gets the same ticket."""
     FIRST_EVENT = "first_event"
-    """The decode node's first event is here."""
+    """The decode leg's first event, or its whole answer, is here."""
     MIGRATE = "migrate"
-    """The stream moves to another node: plan again from what was produced."""
+    """The stream moves to another node."""
     END = "end"
     """The answer is complete, failed for good, or the client has gone."""
 
@@ -65,28 +62,24 @@ TRANSITIONS = {
     (RequestState.STREAMING, Transition.END): RequestState.ENDED,
     (RequestState.ENDED, Transition.END): RequestState.ENDED,
 }
-"""Every allowed move; any other one raises. Ending is allowed anywhere, and twice."""
+"""Every allowed move. Ending is allowed anywhere, and twice."""
 
 
 class IllegalTransition(PdproxyError):
-    """A move that the table does not have: a bug of ours, never of a client or a node."""
+    """A move that the table does not have: a bug of the proxy."""
 
 
 class RequestLifecycle:
-    """Where one request stands; changes by `move` alone."""
+    """The state of one request; changes by `move` alone."""
 
-    __slots__ = ("stage",)
+    __slots__ = ("state",)
 
     def __init__(self) -> None:
-        self.stage = RequestState.PLANNING
+        self.state = RequestState.PLANNING
 
     def move(self, move: Transition) -> None:
-        """Go on.
-
-        Raises:
-            IllegalTransition: the table has no such move from here.
-        """
-        after = TRANSITIONS.get((self.stage, move))
+        """Change the state by the table. Raises `IllegalTransition`."""
+        after = TRANSITIONS.get((self.state, move))
         if after is None:
-            raise IllegalTransition(f"{move} is not a move from {self.stage}")
-        self.stage = after
+            raise IllegalTransition(f"{move} is not a move from {self.state}")
+        self.state = after

@@ -20,7 +20,7 @@ from pdproxy.intake.handler import HandlerConfig, RequestHandler
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.discovery.source import DiscoverySync
 from pdproxy.nodes.drain import Drainer
-from pdproxy.nodes.health_check import HealthCheck, HealthCheckConfig
+from pdproxy.nodes.health_check import HealthCheck
 from pdproxy.nodes.join import Joiner, OutageLog
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
@@ -93,7 +93,8 @@ async def proxy(settings: Settings, around: HostEnvironment) -> AsyncIterator[Pr
     prover = Prover(pool, test, clock) if settings.health.first_hand_over is FirstHandOver.KNOWN_ANSWER else None
     prove = prover.join if prover else functools.partial(warm_up, pool, test)
     joiner = Joiner(pool, Preflight(questions, headers), prove, OutageLog(clock))
-    health = HealthCheck(pool, joiner, transport, clock, _health_rules(settings), headers)
+    intervals = settings.health.interval, settings.health.timeout
+    health = HealthCheck(pool, joiner, transport, clock, headers, *intervals)
     keeper = TaskSupervisor(clock, metrics)
     keeper.keep(Task.HEALTH, health.run)
     if prover is not None:
@@ -134,10 +135,6 @@ def _pool(settings: Settings, clock: SystemClock, metrics: Metrics) -> Pool:
     for node in nodes_of(settings.nodes):
         pool.add(node)
     return pool
-
-
-def _health_rules(settings: Settings) -> HealthCheckConfig:
-    return HealthCheckConfig(interval=settings.health.interval, timeout=settings.health.timeout)
 
 
 def orchestration_config(settings: Settings) -> OrchestrationConfig:

@@ -16,18 +16,9 @@ from pdproxy.nodes.node import Bars
 
 Pair = tuple[str, str]
 """The names of a prefill and a decode node."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Backoff:
-    """When a test that was not passed is repeated: seconds, doubling from `first` to `longest`."""
-
-    first: float = 30.0
-    longest: float = 600.0
-
-    def delay(self, times: int) -> float:
-        """The wait after so many tests in a row, >= 1."""
-        return float(min(self.longest, self.first * 2.0 ** min(times - 1, 16)))
+FIRST_DELAY = 30.0
+"""Seconds until a test that was not passed is repeated; doubles with each repetition."""
+LONGEST_DELAY = 600.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,8 +39,7 @@ class Unpassed:
 class Evidence:
     """The results so far, of nodes that are there."""
 
-    def __init__(self, backoff: Backoff | None = None) -> None:
-        self._backoff = backoff or Backoff()
+    def __init__(self) -> None:
         self._proved: set[str] = set()
         self._failed: dict[Pair, Unpassed] = {}
         self._unanswered: dict[str, Unpassed] = {}
@@ -84,15 +74,15 @@ class Evidence:
 
     def record_failed(self, pair: Pair, why: str, now: float) -> None:
         """A test was failed."""
-        self._failed[pair] = self._next(self._failed.get(pair), why, now)
+        self._failed[pair] = _next(self._failed.get(pair), why, now)
 
     def record_unanswered(self, pair: Pair, why: str, now: float) -> None:
         """A test could not be made: that neither bars a pair nor ends a bar."""
         if pair in self._failed:
-            self._failed[pair] = self._next(self._failed[pair], self._failed[pair].why, now)
+            self._failed[pair] = _next(self._failed[pair], self._failed[pair].why, now)
         for name in pair:
             if name not in self._proved:
-                self._unanswered[name] = self._next(self._unanswered.get(name), why, now)
+                self._unanswered[name] = _next(self._unanswered.get(name), why, now)
 
     def restart(self, name: str, now: float, partners: Collection[str]) -> None:
         """The node joins, and may be another one than before: it must be proved, and its failures be tested at once.
@@ -122,6 +112,7 @@ class Evidence:
                     nodes.setdefault(name, failure.why)
         return Bars(MappingProxyType(pairs), MappingProxyType(nodes))
 
-    def _next(self, before: Unpassed | None, why: str, now: float) -> Unpassed:
-        times = 1 if before is None else before.times + 1
-        return Unpassed(why, times, now + self._backoff.delay(times))
+
+def _next(before: Unpassed | None, why: str, now: float) -> Unpassed:
+    times = 1 if before is None else before.times + 1
+    return Unpassed(why, times, now + min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** min(times - 1, 16)))

@@ -24,6 +24,10 @@ _MOVING = (
 )
 """Series that the engine core's own reports move (vLLM 0.32, `v1/metrics/loggers.py`): with every step of a decode,
 and, by the cache usage, with every chunk of a long prefill."""
+JOINING_INTERVAL = 1.0
+"""Seconds between two tries to have a node join that is not reachable yet."""
+STUCK_SECONDS = 60.0
+"""An engine with requests that makes no step for so long misses its probes, whatever its HTTP server says."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,56 +37,30 @@ class EngineProgress:
     Attributes:
         running: requests that the engine is computing.
         series: change whenever the engine makes a step.
+        since: monotonic seconds of the first of equal readings in a row.
     """
 
     running: float
     series: tuple[str, ...]
-
-
-def read_engine_progress(body: bytes) -> EngineProgress | None:
-    """The engine's progress by a ``/metrics`` answer; None where the engine's statistics are off."""
-    lines = [line for line in body.decode("utf-8", "replace").splitlines() if line.startswith(_MOVING)]
-    running = [line for line in lines if line.startswith((_RUNNING + "{", _RUNNING + " "))]
-    if not running:
-        return None
-    try:
-        return EngineProgress(sum(float(line.rpartition(" ")[2]) for line in running), tuple(lines))
-    except ValueError:
-        return None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class NoProgressSince:
-    """Since when (monotonic seconds) an engine has shown the same progress."""
-
-    progress: EngineProgress
     since: float
 
-    def seconds(self, now: float) -> float:
-        """How long it has stood still; 0 for one that has nothing to do."""
-        return now - self.since if self.progress.running > 0 else 0.0
+    def still_seconds(self, now: float) -> float:
+        """How long it has stood still; 0 for an engine that has nothing to do."""
+        return now - self.since if self.running > 0 else 0.0
 
 
-def update_progress(before: NoProgressSince | None, progress: EngineProgress, now: float) -> NoProgressSince:
-    """What follows from a new reading."""
-    return before if before is not None and before.progress == progress else NoProgressSince(progress, now)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class HealthCheckConfig:
-    """Times in seconds. How many misses in a row give a node up is `CircuitBreakerConfig.failures`.
-
-    Attributes:
-        interval: between two probes of a node.
-        timeout: for one probe's answer.
-        joining: between two tries to have a node join that is not reachable yet.
-        stuck: an engine with requests that makes no step for so long misses its probes, whatever its HTTP server says.
-    """
-
-    interval: float = 5.0
-    timeout: float = 5.0
-    joining: float = 1.0
-    stuck: float = 60.0
+def read_engine_progress(body: bytes, before: EngineProgress | None, now: float) -> EngineProgress | None:
+    """The progress by a ``/metrics`` answer and the reading before; None where the engine's statistics are off."""
+    series = tuple(line for line in body.decode("utf-8", "replace").splitlines() if line.startswith(_MOVING))
+    running = [line for line in series if line.startswith((_RUNNING + "{", _RUNNING + " "))]
+    if not running:
+        return None
+    if before is not None and before.series == series:
+        return before
+    try:
+        return EngineProgress(sum(float(line.rpartition(" ")[2]) for line in running), series, now)
+    except ValueError:
+        return None
 
 
 class HealthCheck:
@@ -90,6 +68,8 @@ class HealthCheck:
 
     Args:
         headers: of each probe, such as a credential.
+        interval: seconds between two probes of a node.
+        timeout: seconds for one probe's answer.
     """
 
     def __init__(
@@ -98,19 +78,21 @@ class HealthCheck:
         joiner: Joiner,
         transport: Transport,
         clock: Clock,
-        config: HealthCheckConfig | None = None,
         headers: Headers = (),
+        interval: float = 5.0,
+        timeout: float = 5.0,
     ) -> None:
         self._pool = pool
         self._joiner = joiner
         self._transport = transport
         self._clock = clock
-        self._config = config or HealthCheckConfig()
         self._headers = headers
+        self._interval = interval
+        self._timeouts = Timeouts(connect=timeout, headers=timeout, stall=timeout, whole=timeout)
         self._visiting: set[str] = set()
         self._visited: dict[str, float] = {}
         self._refused: set[str] = set()
-        self._still: dict[str, NoProgressSince] = {}
+        self._progress: dict[str, EngineProgress] = {}
 
     async def run(self) -> None:
         """Visit every node each interval, joining ones more often, new ones at once, until cancelled."""
@@ -120,8 +102,8 @@ class HealthCheck:
                 for view in self._due():
                     self._visiting.add(view.node.name)
                     group.create_task(self._visit(view))
-                pause = min(self._config.joining, self._config.interval)
-                await first_of(self._pool.changed.wait(), self._clock.sleep(pause))
+                pause = self._clock.sleep(min(JOINING_INTERVAL, self._interval))
+                await first_of(self._pool.changed.wait(), pause)
 
     def _due(self) -> list[NodeView]:
         now = self._clock.now()
@@ -131,7 +113,7 @@ class HealthCheck:
         return [view for view in views if view.node.name not in self._visiting and self._is_due(view, now)]
 
     def _is_due(self, view: NodeView, now: float) -> bool:
-        interval = self._config.joining if view.state is State.JOINING else self._config.interval
+        interval = JOINING_INTERVAL if view.state is State.JOINING else self._interval
         return now - self._visited[view.node.name] >= interval
 
     async def _visit(self, view: NodeView) -> None:
@@ -175,29 +157,28 @@ class HealthCheck:
 
         One that was given up is asked too: its legs have left, and it must have moved before it may come back.
         """
-        if not self._pool.silent(node.name, now - self._config.interval) and not self._pool.lost(node.name):
-            self._still.pop(node.name, None)
+        if not self._pool.silent(node.name, now - self._interval) and not self._pool.lost(node.name):
+            self._progress.pop(node.name, None)
             return None
         try:
             _, body = await self._get(node, "/metrics")
         except NodeFault:
             return None  # its health was answered just now: a slow /metrics alone proves nothing
-        progress = read_engine_progress(body)
+        progress = read_engine_progress(body, self._progress.get(node.name), now)
         if progress is None:
             return None
-        still = self._still[node.name] = update_progress(self._still.get(node.name), progress, now)
-        if still.seconds(now) < self._config.stuck:
+        self._progress[node.name] = progress
+        still = progress.still_seconds(now)
+        if still < STUCK_SECONDS:
             return None
-        return NodeFault(Fault.STALL, f"its engine has requests and has made no step for {still.seconds(now):.0f} s")
+        return NodeFault(Fault.STALL, f"its engine has requests and has made no step for {still:.0f} s")
 
     async def _get(self, node: Node, path: str) -> tuple[int, bytes]:
-        timeout = self._config.timeout
-        timeouts = Timeouts(connect=timeout, headers=timeout, stall=timeout, whole=timeout)
-        return await exchange(self._transport, HttpRequest("GET", node.url + path, self._headers), timeouts)
+        return await exchange(self._transport, HttpRequest("GET", node.url + path, self._headers), self._timeouts)
 
     def _is_there(self, name: str) -> bool:
         there = any(view.node.name == name for view in self._pool.snapshot().nodes)
         if not there:
             self._refused.discard(name)
-            self._still.pop(name, None)
+            self._progress.pop(name, None)
         return there

@@ -14,7 +14,7 @@ from pdproxy.errors import Fault, PdproxyError
 from pdproxy.failures import LEG_BLAME, PROBE_BLAME, Blame
 from pdproxy.nodes.circuit_breaker import CircuitBreaker, CircuitBreakerConfig, CircuitState
 from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot, State
-from pdproxy.nodes.pool_entry import Membership, PoolEntry, Slot
+from pdproxy.nodes.pool_entry import PoolEntry, Slot
 from pdproxy.observe.metrics import Metrics
 
 ALL_NODES = "*"
@@ -121,22 +121,22 @@ class Pool:
     def admit(self, node: Node) -> None:
         """Let the node of this name serve, with what the preflight found out about it; it starts slowly."""
         entry = self._entry(node.name)
-        if entry.membership is not Membership.DRAINING:
+        if entry.membership is not State.DRAINING:
             entry.node, entry.misses, entry.reason = node, 0, ""
             entry.stay()
-            self._set(entry, CircuitBreaker(self._config, changed_at=self._clock.now()), Membership.SERVING)
+            self._set(entry, CircuitBreaker(self._config, changed_at=self._clock.now()), State.UP)
 
     def refuse(self, name: str, reason: str) -> None:
         """Its settings cannot work. Streams that run on the node go on."""
         entry = self._entry(name)
-        if entry.membership is not Membership.DRAINING:
+        if entry.membership is not State.DRAINING:
             entry.reason = reason
-            self._set(entry, entry.circuit, Membership.REFUSED)
+            self._set(entry, entry.circuit, State.REFUSED)
 
     def set_join_reason(self, name: str, reason: str) -> None:
         """Why the node does not join yet, for operators; ignored for one that is not JOINING."""
         entry = self._entries.get(name)
-        if entry is not None and entry.membership is Membership.JOINING:
+        if entry is not None and entry.membership is State.JOINING:
             entry.reason = reason
 
     def rejoin(self, name: str) -> None:
@@ -144,7 +144,7 @@ class Pool:
         entry = self._entry(name)
         entry.reason = ""
         entry.stay()
-        self._set(entry, entry.circuit, Membership.JOINING)
+        self._set(entry, entry.circuit, State.JOINING)
         self.changed.set()
 
     def amend(self, node: Node) -> None:
@@ -156,7 +156,7 @@ class Pool:
         """No new requests from now on. `Drainer` watches over the deadline."""
         entry = self._entry(name)
         entry.reason = "drained by the operator"
-        self._set(entry, entry.circuit, Membership.DRAINING)
+        self._set(entry, entry.circuit, State.DRAINING)
 
     def idle(self, name: str) -> asyncio.Event:
         """Set while no leg is on the node."""
@@ -233,7 +233,7 @@ class Pool:
             self._set(entry, entry.circuit.at(now))
         return entry
 
-    def _set(self, entry: PoolEntry, circuit: CircuitBreaker, membership: Membership | None = None) -> None:
+    def _set(self, entry: PoolEntry, circuit: CircuitBreaker, membership: State | None = None) -> None:
         before, state = entry.circuit.state, entry.state()
         entry.circuit, entry.membership = circuit, membership or entry.membership
         if circuit.state is not before:

@@ -2,22 +2,11 @@
 
 import asyncio
 import dataclasses
-import enum
 from collections.abc import Callable
 
 from pdproxy.clock import Clock
 from pdproxy.nodes.circuit_breaker import CircuitBreaker, CircuitState
 from pdproxy.nodes.node import Node, NodeView, State
-
-
-class Membership(enum.Enum):
-    """The state of a node apart from its circuit, which matters only while the node is SERVING."""
-
-    JOINING = State.JOINING
-    SERVING = State.UP
-    DRAINING = State.DRAINING
-    REFUSED = State.REFUSED
-
 
 _STATE_BY_CIRCUIT = {
     CircuitState.CLOSED: State.UP, CircuitState.OPEN: State.DOWN, CircuitState.HALF_OPEN: State.PROBING
@@ -31,6 +20,7 @@ class PoolEntry:
     Attributes:
         node: with what the preflight found filled in.
         configured: as it was given to the pool.
+        membership: JOINING, UP, DRAINING or REFUSED; the circuit counts only while it is UP.
         active: legs in flight.
         trials: of these, the ones that were sent to try a half-open circuit.
         misses: active health probes failed in a row.
@@ -43,7 +33,7 @@ class PoolEntry:
     node: Node
     circuit: CircuitBreaker
     configured: Node
-    membership: Membership = Membership.JOINING
+    membership: State = State.JOINING
     active: int = 0
     trials: int = 0
     misses: int = 0
@@ -67,8 +57,7 @@ class PoolEntry:
 
     def state(self) -> State:
         """The state that plans are made from."""
-        serving = self.membership is Membership.SERVING
-        return _STATE_BY_CIRCUIT[self.circuit.state] if serving else self.membership.value
+        return _STATE_BY_CIRCUIT[self.circuit.state] if self.membership is State.UP else self.membership
 
     def view(self, now: float) -> NodeView:
         """The node as a snapshot shows it."""

@@ -26,7 +26,7 @@ from pdproxy.transport.port import HttpRequest, Timeouts, Transport
 
 ANSWER_LIMIT = 8 * 1024 * 1024
 """Bytes: a node's /metrics has some hundred kilobytes."""
-PREFLIGHT_TIMEOUTS = Timeouts(connect=5.0, headers=10.0, stall=10.0, whole=20.0)
+_TIMEOUTS = Timeouts(connect=5.0, headers=10.0, stall=10.0, whole=20.0)
 _UNREACHABLE = frozenset({Fault.REFUSED, Fault.RESET, Fault.HEADERS_TIMEOUT})
 
 
@@ -47,14 +47,12 @@ class Preflight:
     """Reads what a node publishes.
 
     Args:
-        headers: of each question, such as a credential.
-        timeouts: of each question.
+        headers: of each request, such as a credential.
     """
 
-    def __init__(self, transport: Transport, headers: Headers = (), timeouts: Timeouts = PREFLIGHT_TIMEOUTS) -> None:
+    def __init__(self, transport: Transport, headers: Headers = ()) -> None:
         self._transport = transport
         self._headers = headers
-        self._timeouts = timeouts
 
     async def inspect(self, node: Node) -> NodeInfo:
         """What the node publishes. Only /v1/models must be there; what else is missing is left empty.
@@ -88,7 +86,7 @@ class Preflight:
         return body if status == 200 else b""
 
     async def _get(self, node: Node, path: str) -> tuple[int, bytes]:
-        return await exchange(self._transport, HttpRequest("GET", node.url + path, self._headers), self._timeouts)
+        return await exchange(self._transport, HttpRequest("GET", node.url + path, self._headers), _TIMEOUTS)
 
 
 def is_unreachable(fault: NodeFault) -> bool:

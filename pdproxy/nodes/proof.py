@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from pdproxy.clock import Clock
-from pdproxy.nodes.evidence import Backoff, Evidence, Pair
+from pdproxy.nodes.evidence import Evidence, Pair
 from pdproxy.nodes.node import Bars, Node, Role, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.labels import Proof
@@ -62,11 +62,11 @@ async def warm_up(pool: Pool, test: HandOverTest, node: Node) -> None:
 class Prover:
     """Tests pairs, and bars in the pool those that failed. `join` is for joining nodes, `run` for the background."""
 
-    def __init__(self, pool: Pool, test: HandOverTest, clock: Clock, backoff: Backoff | None = None) -> None:
+    def __init__(self, pool: Pool, test: HandOverTest, clock: Clock) -> None:
         self._pool = pool
         self._test = test
         self._clock = clock
-        self._evidence = Evidence(backoff)
+        self._evidence = Evidence()
         self._under_test: set[str] = set()
         self._joins: dict[str, int] = {}
         self._turns = itertools.count()

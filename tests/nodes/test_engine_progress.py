@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdproxy.nodes.health_check import read_engine_progress, update_progress
+from pdproxy.nodes.health_check import read_engine_progress
 
 
 def reading(running: float, steps: int, usage: float = 0.5) -> bytes:
@@ -20,12 +20,12 @@ def reading(running: float, steps: int, usage: float = 0.5) -> bytes:
 
 @pytest.mark.parametrize("body", [b"", b"# nothing here\n", b"vllm:num_requests_running{} x\n", b"\xff\xfe"])
 def test_statistics_that_are_off_say_nothing(body: bytes) -> None:
-    assert read_engine_progress(body) is None
+    assert read_engine_progress(body, None, 0) is None
 
 
 def test_engines_behind_one_server_are_added_up() -> None:
     body = b'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_running{engine="1"} 3.0\n'
-    progress = read_engine_progress(body)
+    progress = read_engine_progress(body, None, 0)
     assert progress is not None
     assert progress.running == 5
 
@@ -40,13 +40,14 @@ def test_engines_behind_one_server_are_added_up() -> None:
     ],
 )
 def test_only_a_reading_that_does_not_change_is_still(then: bytes, still: float) -> None:
-    first, second = read_engine_progress(reading(1, 7)), read_engine_progress(then)
+    first = read_engine_progress(reading(1, 7), None, 100)
+    second = read_engine_progress(then, first, 130)
     assert first is not None
     assert second is not None
-    assert update_progress(update_progress(None, first, 100), second, 130).seconds(130) == still
+    assert second.still_seconds(130) == still
 
 
 def test_an_engine_with_nothing_to_do_may_stand_still() -> None:
-    idle = read_engine_progress(reading(0, 7))
+    idle = read_engine_progress(reading(0, 7), read_engine_progress(reading(0, 7), None, 100), 1000)
     assert idle is not None
-    assert update_progress(update_progress(None, idle, 100), idle, 1000).seconds(1000) == 0
+    assert idle.still_seconds(1000) == 0

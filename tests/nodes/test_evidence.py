@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.nodes.evidence import Backoff, Evidence
+from pdproxy.nodes.evidence import Evidence
 
 
 @pytest.fixture
 def evidence() -> Evidence:
-    return Evidence(Backoff(first=30, longest=600))
+    return Evidence()
 
 
 def test_a_pair_that_failed_is_barred_until_it_passes(evidence: Evidence) -> None:

@@ -1,4 +1,4 @@
-"""What a list of EndpointSlices and the watch that goes on from it say together: who is ready, and where. No I/O."""
+"""The ready endpoints of a service, by a list of EndpointSlices and the watch that continues it. No I/O."""
 
 from collections.abc import Iterable
 
@@ -8,17 +8,17 @@ Address = tuple[str, int]
 
 
 class Lost(Exception):
-    """What is known may be wrong or is too old to go on from: list again."""
+    """The known slices may be wrong, or are too old to continue from: list again."""
 
 
 class EndpointSlices:
-    """Every slice as it was last seen.
+    """Every slice in its last version.
 
     Args:
         port: the name of the port to take; "" takes a slice's first one.
 
     Attributes:
-        version: what to watch from; "" when everything must be listed.
+        version: from which to watch; "" when everything must be listed.
     """
 
     def __init__(self, port: str) -> None:
@@ -35,7 +35,7 @@ class EndpointSlices:
         self.version = version
 
     def apply(self, event: str, changed: EndpointSlice) -> None:
-        """Take one event of a watch; one that is older than what is known of its slice changes nothing.
+        """Take one event of a watch; one that is older than the known version of its slice changes nothing.
 
         Raises:
             Lost: there is no such event.

@@ -37,7 +37,7 @@ _TROUBLE = (httpx2.HTTPError, lightkube.ConfigError, Lost, *_GARBLED)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Api:
-    """The way to an API server.
+    """Where an API server is.
 
     Attributes:
         url: its base address.
@@ -55,7 +55,6 @@ class Query:
     """What to watch.
 
     Attributes:
-        namespace: where the service lives.
         selector: of labels, such as ``kubernetes.io/service-name=prefill``.
         port: the name of the port that nodes serve HTTP on; "" for the first.
     """
@@ -85,7 +84,7 @@ class WatchConfig:
 class KubernetesSource:
     """Lists once, then watches; resumes where a watch broke off, and lists again when the server has lost its place.
 
-    Whoever makes one must `aclose` it.
+    To be closed (`aclose`), after `watch` was left.
     """
 
     def __init__(
@@ -94,8 +93,15 @@ class KubernetesSource:
         self._query = query
         self._template = template
         self._config = config or WatchConfig()
-        self._pace = _Pace(clock, self._config)
-        self._client = _client(api, self._config, self._pace)
+        cluster = Cluster(server=api.url, certificate_auth=None if api.authorities is None else str(api.authorities))
+        user = User(token_file=None if api.token_file is None else str(api.token_file))
+        self._transport = _ApiTransport(cluster, self._config, clock)
+        self._client = lightkube.AsyncClient(
+            lightkube.KubeConfig.from_one(cluster=cluster, user=user),
+            timeout=httpx2.Timeout(self._config.slack, connect=5.0),
+            trust_env=False,
+            transport=self._transport,
+        )
         self._slices = EndpointSlices(query.port)
         # A label that exists is written as its name alone, and so is a whole selector.
         self._labels: LabelSelector = {query.selector: None}
@@ -110,7 +116,7 @@ class KubernetesSource:
         try:
             await self._list()
         except _TROUBLE as error:
-            raise DiscoveryError(_words(error)) from error
+            raise DiscoveryError(_sentence(error)) from error
         return self._nodes()
 
     async def watch(self) -> AsyncGenerator[Nodes, None]:
@@ -118,24 +124,24 @@ class KubernetesSource:
         last: Nodes | None = None
         while True:
             try:
-                async with contextlib.aclosing(self._follow()) as steps:
+                async with contextlib.aclosing(self._list_and_watch()) as steps:
                     async for _ in steps:
-                        self._pace.succeeded()
+                        self._transport.failures = 0
                         nodes = self._nodes()
                         if nodes != last:
                             last = nodes
                             yield nodes
             except _TROUBLE as error:
-                self._pace.failed()
+                self._transport.back_off()
                 if _must_list(error):
                     self._slices.version = ""
-                _LOG.warning("watching %s: %s", self.place, _words(error))
+                _LOG.warning("watching %s: %s", self.place, _sentence(error))
 
     async def aclose(self) -> None:
-        """Close the connections. Not before `watch` was left."""
+        """Close the connections."""
         await self._client.aclose()
 
-    async def _follow(self) -> AsyncGenerator[None, None]:
+    async def _list_and_watch(self) -> AsyncGenerator[None, None]:
         """List if need be, then watch; yields whenever the slices may have changed."""
         if not self._slices.version:
             await self._list()
@@ -162,51 +168,36 @@ class KubernetesSource:
         return tuple(self._template.node(host, port) for host, port in self._slices.addresses())
 
 
-class _Pace:
-    """How long to wait before the next request: a server that ends or refuses all watches at once is not to be
-    hammered."""
-
-    def __init__(self, clock: Clock, config: WatchConfig) -> None:
-        self._clock = clock
-        self._config = config
-        self._failures = 0
-        self._due = 0.0
-
-    async def wait(self) -> None:
-        """Return when the next request may go out."""
-        due, self._due = self._due, 0.0
-        if due:
-            await self._clock.sleep(due)
-
-    def watches(self) -> None:
-        """A watch is asked for: however it ends, the next request waits."""
-        self._due = self._config.first_pause
-
-    def succeeded(self) -> None:
-        """Something came."""
-        self._failures = 0
-
-    def failed(self) -> None:
-        """Wait twice as long as after the failure before."""
-        self._due = min(self._config.first_pause * 2.0 ** min(self._failures, 16), self._config.longest_pause)
-        self._failures += 1
-
-
 class _ApiTransport(httpx2.AsyncHTTPTransport):
-    """Paces requests, and asks for watches as they should be asked for; see the module's docstring."""
+    """Paces requests, for servers that end or refuse all watches at once, and completes the requests for watches; see
+    the module's docstring.
 
-    def __init__(self, cluster: Cluster, config: WatchConfig, pace: _Pace) -> None:
+    Attributes:
+        failures: in a row.
+    """
+
+    def __init__(self, cluster: Cluster, config: WatchConfig, clock: Clock) -> None:
         super().__init__(verify=verify_cluster(cluster, User(), str, trust_env=False))
-        self._silence = config.lasts + config.slack
-        self._pace = pace
+        self._config = config
+        self._clock = clock
+        self._pause = 0.0
+        self.failures = 0
+
+    def back_off(self) -> None:
+        """Before the next request, wait twice as long as after the failure before."""
+        self._pause = min(self._config.first_pause * 2.0 ** min(self.failures, 16), self._config.longest_pause)
+        self.failures += 1
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        await self._pace.wait()
+        pause, self._pause = self._pause, 0.0
+        if pause:
+            await self._clock.sleep(pause)
         if "watch" in request.url.params:
-            self._pace.watches()
+            self._pause = self._config.first_pause  # however the watch ends
             request.url = request.url.copy_merge_params({"allowWatchBookmarks": "true"})
+            silence = self._config.lasts + self._config.slack
             request.extensions = {
-                **request.extensions, "timeout": {**request.extensions["timeout"], "read": self._silence}
+                **request.extensions, "timeout": {**request.extensions["timeout"], "read": silence}
             }  # fmt: skip
         response = await super().handle_async_request(request)
         if response.is_error:
@@ -215,27 +206,16 @@ class _ApiTransport(httpx2.AsyncHTTPTransport):
         return response
 
 
-def _client(api: Api, config: WatchConfig, pace: _Pace) -> lightkube.AsyncClient:
-    cluster = Cluster(server=api.url, certificate_auth=None if api.authorities is None else str(api.authorities))
-    user = User(token_file=None if api.token_file is None else str(api.token_file))
-    return lightkube.AsyncClient(
-        lightkube.KubeConfig.from_one(cluster=cluster, user=user),
-        timeout=httpx2.Timeout(config.slack, connect=5.0),
-        trust_env=False,
-        transport=_ApiTransport(cluster, config, pace),
-    )
-
-
 def _must_list(error: Exception) -> bool:
-    """A connection that broke is no reason to: the watch goes on where it was. What is garbled would come again."""
+    """Whether the watch cannot be resumed. A broken connection is no reason; what is garbled would come again."""
     if isinstance(error, httpx2.HTTPStatusError):
-        # No response of its own: it came inside of a watch, which says that it cannot go on.
+        # Without a response of its own it came inside of a watch, as the server's message that it cannot go on.
         response: httpx2.Response | None = error.response
         return response is None or response.status_code == _GONE
     return isinstance(error, (Lost, *_GARBLED))
 
 
-def _words(error: Exception) -> str:
+def _sentence(error: Exception) -> str:
     if isinstance(error, httpx2.HTTPStatusError):
         response: httpx2.Response | None = error.response
         if response is not None:

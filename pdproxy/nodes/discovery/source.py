@@ -48,19 +48,15 @@ class NodeSource(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Template:
-    """What all nodes of a source have in common; see `Node`. A ``model`` of "" asks each node."""
+    """What all nodes of a source that lists addresses have in common."""
 
     role: Role
     scheme: str = "http"
-    model: str = ""
-    aliases: tuple[str, ...] = ()
-    weight: float = 1.0
 
     def node(self, host: str, port: int) -> Node:
         """The node at this address, named after its role and address."""
         netloc = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        url = f"{self.scheme}://{netloc}"
-        return Node(f"{self.role}-{netloc}", url, self.role, self.model, self.aliases, self.weight)
+        return Node(f"{self.role}-{netloc}", f"{self.scheme}://{netloc}", self.role)
 
 
 async def poll(

@@ -214,9 +214,9 @@ async def test_addresses_are_followed_and_trouble_changes_nothing() -> None:
 
 async def test_services_bring_their_own_ports() -> None:
     resolver = Told(DiscoveryError("what?"), RECORDS)
-    found = DnsSource(resolver, NAME, None, Template(Role.PREFILL, "https", weight=2.0), NoWait()).watch()
+    found = DnsSource(resolver, NAME, None, Template(Role.PREFILL, "https"), NoWait()).watch()
     (first, second) = await anext(found)
     assert first.name == "prefill-d-0.decode.ai.svc.cluster.local:8000"
     assert (first.url, second.url) == tuple(f"https://{record.host}:{record.port}" for record in RECORDS)
-    assert first.weight == 2.0
+    assert first.role is Role.PREFILL
     await found.aclose()
