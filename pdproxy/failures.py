@@ -154,7 +154,7 @@ class Blame(enum.StrEnum):
     """A node that is busy answers probes late."""
 
 
-LEG_BLAME: Mapping[Fault, Blame] = {
+LEG_BLAME = {
     Fault.REFUSED: Blame.YES,
     Fault.RESET: Blame.YES,
     Fault.HEADERS_TIMEOUT: Blame.YES,
@@ -168,17 +168,13 @@ LEG_BLAME: Mapping[Fault, Blame] = {
 }
 """Of prefill and decode legs: `health.failures` in a row open the node's circuit."""
 
-PROBE_BLAME: Mapping[Fault, Blame] = {
-    Fault.REFUSED: Blame.YES,
-    Fault.RESET: Blame.YES,
+PROBE_BLAME = LEG_BLAME | {
     Fault.HEADERS_TIMEOUT: Blame.IF_SILENT,
     Fault.STALL: Blame.IF_SILENT,
-    Fault.BUSY: Blame.NO,
     Fault.SERVER_ERROR: Blame.YES,
-    Fault.INVALID_BODY: Blame.YES,
+    Fault.ERROR_EVENT: Blame.NO,
 }
-"""Of health probes, with the faults that a probe can have: `health.failures` in a row, and the node is given up.
-BUSY is the proxy's own lack of sockets."""
+"""Of health probes: `health.failures` in a row, and the node is given up. BUSY is the proxy's own lack of sockets."""
 
 
 def blame(leg: Leg, fault: Fault) -> Blame:

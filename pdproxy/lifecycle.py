@@ -56,11 +56,7 @@ TRANSITIONS = {
     (RequestState.HANDING_OVER, Transition.AGAIN): RequestState.PLANNING,
     (RequestState.HANDING_OVER, Transition.FIRST_EVENT): RequestState.STREAMING,
     (RequestState.STREAMING, Transition.MIGRATE): RequestState.PLANNING,
-    (RequestState.PLANNING, Transition.END): RequestState.ENDED,
-    (RequestState.PREFILLING, Transition.END): RequestState.ENDED,
-    (RequestState.HANDING_OVER, Transition.END): RequestState.ENDED,
-    (RequestState.STREAMING, Transition.END): RequestState.ENDED,
-    (RequestState.ENDED, Transition.END): RequestState.ENDED,
+    **{(state, Transition.END): RequestState.ENDED for state in RequestState},
 }
 """Every allowed move. Ending is allowed anywhere, and twice."""
 

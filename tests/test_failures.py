@@ -72,7 +72,7 @@ def test_a_stream_moves_only_while_it_may_and_can(moves: int, continuable: bool)
 
 
 def test_for_every_fault_it_is_known_whether_it_counts_against_a_node() -> None:
-    assert set(LEG_BLAME) == set(Fault)
+    assert set(LEG_BLAME) == set(PROBE_BLAME) == set(Fault)
     assert Blame.IF_SILENT not in LEG_BLAME.values()
     assert Blame.IF_ANOTHER_SERVED not in PROBE_BLAME.values()
     assert {blame(Leg.RELEASE, fault) for fault in Fault} == {Blame.NO}

@@ -1,6 +1,5 @@
 """How a node comes in: preflight, check, known-answer test, UP. And what is logged of nodes that cannot be reached."""
 
-import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Collection
 
@@ -20,50 +19,42 @@ REMINDERS = (60.0, 300.0, 1800.0)
 """Seconds after which a node that still cannot be reached is logged again; after the last, each time as much later."""
 
 
-@dataclasses.dataclass(slots=True)
-class _Outage:
-    """One node's outage: when it began, how many lines were logged, and when the next one is due."""
-
-    since: float
-    due: float
-    lines: int = 0
-
-    def logged(self) -> None:
-        after = REMINDERS[self.lines] if self.lines < len(REMINDERS) else (self.lines - 1) * REMINDERS[-1]
-        self.lines += 1
-        self.due = self.since + after
-
-
 class OutageLog:
     """One line when a node is found to be out of reach, few while it is, and one when it is back."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._outages: dict[str, _Outage] = {}
+        self._outages: dict[str, tuple[float, int]] = {}
+        """When each began (monotonic seconds), and how many lines were logged."""
 
     def failed(self, node: Node, fault: NodeFault) -> None:
         """A preflight or health probe of the node failed, once more."""
         now = self._clock.now()
-        outage = self._outages.setdefault(node.name, _Outage(now, now))
-        if now < outage.due:
-            return
-        if outage.lines == 0:
+        since, lines = self._outages.get(node.name, (now, 0))
+        if lines == 0:
             text = "node %s %s: %s. It gets no requests until that is over; it is asked again all the time"
             _LOG.warning(text, node.name, symptom(fault), cause(fault))
-        else:
+        elif now - since >= _reminder_after(lines):
             text = "node %s still %s, for %s now: %s"
-            _LOG.warning(text, node.name, symptom(fault), _duration(now - outage.since), cause(fault))
-        outage.logged()
+            _LOG.warning(text, node.name, symptom(fault), _duration(now - since), cause(fault))
+        else:
+            return
+        self._outages[node.name] = since, lines + 1
 
     def answered(self, node: Node) -> None:
         """A preflight of the node succeeded."""
-        outage = self._outages.pop(node.name, None)
-        if outage is not None:
-            _LOG.info("node %s answers again, after %s", node.name, _duration(self._clock.now() - outage.since))
+        since, _ = self._outages.pop(node.name, (None, 0))
+        if since is not None:
+            _LOG.info("node %s answers again, after %s", node.name, _duration(self._clock.now() - since))
 
     def keep(self, names: Collection[str]) -> None:
         """Forget all other nodes: they have left."""
         self._outages = {name: outage for name, outage in self._outages.items() if name in names}
+
+
+def _reminder_after(lines: int) -> float:
+    """Seconds from an outage's beginning to the line after so many."""
+    return REMINDERS[lines - 1] if lines <= len(REMINDERS) else (lines - 2) * REMINDERS[-1]
 
 
 def _duration(seconds: float) -> str:

@@ -28,6 +28,9 @@ _LOG = logging.getLogger(__name__)
 
 _PAGE = 500
 """Slices in one answer, so that a large list needs no large buffer."""
+_FIRST_PAUSE = 1.0
+"""Seconds after a watch's end; doubles with each failure in a row."""
+_LONGEST_PAUSE = 30.0
 _GONE = 410
 _GARBLED = (ValueError, AttributeError)
 """What lightkube raises for an answer of another shape; AttributeError for an event without metadata."""
@@ -71,14 +74,10 @@ class WatchConfig:
     Attributes:
         lasts: how long the server is asked to keep one watch open.
         slack: after which an overdue end means that the connection is dead; also for each wait of a list.
-        first_pause: after a watch's end; doubles with each failure in a row.
-        longest_pause: where the doubling ends.
     """
 
     lasts: int = 240
     slack: float = 30.0
-    first_pause: float = 1.0
-    longest_pause: float = 30.0
 
 
 class KubernetesSource:
@@ -185,7 +184,7 @@ class _ApiTransport(httpx2.AsyncHTTPTransport):
 
     def back_off(self) -> None:
         """Before the next request, wait twice as long as after the failure before."""
-        self._pause = min(self._config.first_pause * 2.0 ** min(self.failures, 16), self._config.longest_pause)
+        self._pause = min(_FIRST_PAUSE * 2.0 ** min(self.failures, 16), _LONGEST_PAUSE)
         self.failures += 1
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
@@ -193,7 +192,7 @@ class _ApiTransport(httpx2.AsyncHTTPTransport):
         if pause:
             await self._clock.sleep(pause)
         if "watch" in request.url.params:
-            self._pause = self._config.first_pause  # however the watch ends
+            self._pause = _FIRST_PAUSE  # however the watch ends
             request.url = request.url.copy_merge_params({"allowWatchBookmarks": "true"})
             silence = self._config.lasts + self._config.slack
             request.extensions = {

@@ -44,7 +44,7 @@ def test_entries_are_read_with_every_field() -> None:
         ("a: [", "YAML"),
         ("", "list"),
         ("nodes: []", "list"),
-        ("- 3", "node 0"),
+        ("- 3", "node 0: must be {url, role}, not 3"),
         ("- {role: prefill}", "url"),
         ("- {url: 'http://x', role: both}", "role"),
         ("- {url: 'ftp://x', role: prefill}", "url"),
