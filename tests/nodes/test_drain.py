@@ -14,11 +14,6 @@ NODE = Node("d1", "http://d1", Role.DECODE, "tiny")
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
 def pool(clock: FakeClock) -> Pool:
     made = Pool(clock)
     made.add(NODE)

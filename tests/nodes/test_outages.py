@@ -20,11 +20,6 @@ FIRST = (
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
 def log(clock: FakeClock, caplog: pytest.LogCaptureFixture) -> OutageLog:
     caplog.set_level(logging.INFO)
     return OutageLog(clock)

@@ -16,11 +16,6 @@ BLAMED = [fault for fault in Fault if LEG_BLAME[fault] is not Blame.NO]
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
 def registry() -> CollectorRegistry:
     return CollectorRegistry()
 
