@@ -3,109 +3,20 @@
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from pdproxy.nodes.node import Node, Role
-from pdproxy.nodes.pool import Pool
-from pdproxy.nodes.proof import MOST_PARTNERS, ProofResult, Prover, warm_up
-from pdproxy.observe.labels import Proof
-from pdproxy.observe.metrics import Metrics
-from tests.fakes.clock import FakeClock
+from pdproxy.nodes.proof import MOST_PARTNERS, warm_up
 from tests.nodes.fake_pool import settle
-
-
-@dataclasses.dataclass
-class FakeHandOverTest:
-    """Two nodes pass where they have the same format, and neither is silent."""
-
-    formats: dict[str, int] = dataclasses.field(default_factory=dict)
-    silent: set[str] = dataclasses.field(default_factory=set)
-    failing_pairs: set[tuple[str, str]] = dataclasses.field(default_factory=set)
-    """Pairs that fail though each of them is right with others."""
-    asked: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    warmed_up: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    held: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-
-    def __post_init__(self) -> None:
-        self.held.set()
-
-    async def ask(self, prefill: Node, decode: Node) -> ProofResult:
-        pair = prefill.name, decode.name
-        self.asked.append(pair)
-        result = self._result(pair)
-        await self.held.wait()
-        await asyncio.sleep(0)
-        return result
-
-    def _result(self, pair: tuple[str, str]) -> ProofResult:
-        if self.silent & set(pair):
-            return ProofResult(Proof.UNANSWERED, "no ticket")
-        right = self.formats.get(pair[0], 0) == self.formats.get(pair[1], 0) and pair not in self.failing_pairs
-        return ProofResult(Proof.PASSED) if right else ProofResult(Proof.FAILED, "far apart")
-
-    async def warm(self, prefill: Node, decode: Node) -> None:
-        self.warmed_up.append((prefill.name, decode.name))
-
-
-class FakePool:
-    """A pool, its prover, and nodes that join."""
-
-    def __init__(self) -> None:
-        self.clock, self.registry, self.test = FakeClock(), CollectorRegistry(), FakeHandOverTest()
-        self.pool = Pool(self.clock, metrics=Metrics(self.registry))
-        self.prover = Prover(self.pool, self.test, self.clock)
-
-    async def join(self, *names: str, cohort: str = "a") -> list[tuple[str, str]]:
-        """Join one after the other, as the joiner does; the pairs that were tested meanwhile."""
-        before = len(self.test.asked)
-        for name in names:
-            node = node_of(name, cohort)
-            if name not in {view.node.name for view in self.pool.snapshot().nodes}:
-                self.pool.add(node)
-            await self.prover.join(node)
-            self.pool.admit(node)
-        return self.test.asked[before:]
-
-    def allowed(self, prefill: str, decode: str) -> bool:
-        return self.pool.snapshot().bars.allow(prefill, decode)
-
-    def gauge(self, prefill: str, decode: str) -> float | None:
-        return self.registry.get_sample_value("pdproxy_pair_barred", {"prefill": prefill, "decode": decode})
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        task = asyncio.create_task(self.prover.run())
-        try:
-            await settle()
-            yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    async def after(self, seconds: int) -> list[tuple[str, str]]:
-        """Let time pass, second by second; the pairs that were tested meanwhile."""
-        before = len(self.test.asked)
-        for _ in range(seconds):
-            self.clock.advance(1)
-            await settle()
-        return self.test.asked[before:]
-
-
-def node_of(name: str, cohort: str = "a") -> Node:
-    role = Role.PREFILL if name.startswith("p") else Role.DECODE
-    return Node(name, f"http://{name}", role, "tiny", cohort=cohort)
+from tests.nodes.proved_pool import ProvedPool, node_of
 
 
 @pytest.fixture
-def nodes() -> FakePool:
-    return FakePool()
+def nodes() -> ProvedPool:
+    return ProvedPool()
 
 
-async def test_the_first_of_a_role_joins_unproved_and_is_proved_by_its_first_partner(nodes: FakePool) -> None:
+async def test_the_first_of_a_role_joins_unproved_and_is_proved_by_its_first_partner(nodes: ProvedPool) -> None:
     assert await nodes.join("p1", "p2") == []
     assert sorted(await nodes.join("d1")) == [("p1", "d1"), ("p2", "d1")]
     assert nodes.allowed("p1", "d1")
@@ -113,30 +24,30 @@ async def test_the_first_of_a_role_joins_unproved_and_is_proved_by_its_first_par
         assert await nodes.after(700) == [], "proved nodes are not tested again"
 
 
-async def test_of_two_that_join_at_once_the_second_proves_both(nodes: FakePool) -> None:
+async def test_of_two_that_join_at_once_the_second_proves_both(nodes: ProvedPool) -> None:
     await asyncio.gather(nodes.join("p1"), nodes.join("d1"))
     assert nodes.test.asked == [("p1", "d1")]
 
 
-async def test_a_node_is_proved_with_one_partner_and_the_others_are_only_warmed_up(nodes: FakePool) -> None:
+async def test_a_node_is_proved_with_one_partner_and_the_others_are_only_warmed_up(nodes: ProvedPool) -> None:
     await nodes.join("p1", "p2", "d1")
     assert await nodes.join("d2") == [("p1", "d2")]
     assert nodes.test.warmed_up == [("p2", "d2")]
 
 
-async def test_tests_are_as_many_as_nodes(nodes: FakePool) -> None:
+async def test_tests_are_as_many_as_nodes(nodes: ProvedPool) -> None:
     await nodes.join(*(f"p{number}" for number in range(6)), *(f"d{number}" for number in range(6)))
     assert len(nodes.test.asked) == 6 + 5
 
 
-async def test_nodes_that_join_at_once_do_not_ask_for_the_same_proof(nodes: FakePool) -> None:
+async def test_nodes_that_join_at_once_do_not_ask_for_the_same_proof(nodes: ProvedPool) -> None:
     await nodes.join(*(f"p{number}" for number in range(5)))
     await asyncio.gather(*(nodes.join(f"d{number}") for number in range(5)))
     assert len(nodes.test.asked) <= 5 + 5
     assert {prefill for prefill, _ in nodes.test.asked} == {f"p{number}" for number in range(5)}
 
 
-async def test_with_many_partners_a_join_is_bounded(nodes: FakePool) -> None:
+async def test_with_many_partners_a_join_is_bounded(nodes: ProvedPool) -> None:
     await nodes.join(*(f"p{number}" for number in range(30)))
     asked = await nodes.join("d0")
     assert len(asked) == 1 + MOST_PARTNERS
@@ -144,7 +55,7 @@ async def test_with_many_partners_a_join_is_bounded(nodes: FakePool) -> None:
     assert len(nodes.test.warmed_up) <= MOST_PARTNERS
 
 
-async def test_a_pair_that_fails_is_kept_apart(nodes: FakePool, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_pair_that_fails_is_kept_apart(nodes: ProvedPool, caplog: pytest.LogCaptureFixture) -> None:
     nodes.test.formats["d1"] = 1
     await nodes.join("p1", "d1")
     assert not nodes.allowed("p1", "d1")
@@ -154,7 +65,7 @@ async def test_a_pair_that_fails_is_kept_apart(nodes: FakePool, caplog: pytest.L
     ]
 
 
-async def test_a_node_that_fails_with_two_is_kept_apart_from_all(nodes: FakePool) -> None:
+async def test_a_node_that_fails_with_two_is_kept_apart_from_all(nodes: ProvedPool) -> None:
     await nodes.join("p1", "p2", "p3", "d1")
     nodes.test.formats["d2"] = 1
     assert await nodes.join("d2") == [("p1", "d2"), ("p2", "d2")]
@@ -166,7 +77,7 @@ async def test_a_node_that_fails_with_two_is_kept_apart_from_all(nodes: FakePool
     assert nodes.allowed("p4", "d1")
 
 
-async def test_a_node_that_passes_with_the_second_is_kept_apart_from_the_first_alone(nodes: FakePool) -> None:
+async def test_a_node_that_passes_with_the_second_is_kept_apart_from_the_first_alone(nodes: ProvedPool) -> None:
     await nodes.join("p1", "p2", "d1")
     nodes.test.failing_pairs.add(("p1", "d2"))
     assert await nodes.join("d2") == [("p1", "d2"), ("p2", "d2")]
@@ -175,7 +86,7 @@ async def test_a_node_that_passes_with_the_second_is_kept_apart_from_the_first_a
     assert nodes.gauge("*", "d2") is None
 
 
-async def test_which_node_was_wrong_shows_with_the_third_one(nodes: FakePool) -> None:
+async def test_which_node_was_wrong_shows_with_the_third_one(nodes: ProvedPool) -> None:
     nodes.test.formats["p1"] = 1
     await nodes.join("p1", "d1")
     assert not nodes.allowed("p1", "d1")
@@ -186,7 +97,7 @@ async def test_which_node_was_wrong_shows_with_the_third_one(nodes: FakePool) ->
     assert not nodes.allowed("p1", "d2")
 
 
-async def test_a_node_that_cannot_be_asked_joins_and_is_tried_again(nodes: FakePool) -> None:
+async def test_a_node_that_cannot_be_asked_joins_and_is_tried_again(nodes: ProvedPool) -> None:
     nodes.test.silent.add("d1")
     assert await nodes.join("p1", "p2", "d1") == [("p1", "d1"), ("p2", "d1"), ("p2", "d1")]
     assert nodes.allowed("p1", "d1")
@@ -199,7 +110,7 @@ async def test_a_node_that_cannot_be_asked_joins_and_is_tried_again(nodes: FakeP
         assert await nodes.after(700) == []
 
 
-async def test_a_pair_that_failed_is_tried_again_with_growing_waits(nodes: FakePool) -> None:
+async def test_a_pair_that_failed_is_tried_again_with_growing_waits(nodes: ProvedPool) -> None:
     nodes.test.formats["d1"] = 1
     await nodes.join("p1", "d1")
     async with nodes.running():
@@ -213,7 +124,7 @@ async def test_a_pair_that_failed_is_tried_again_with_growing_waits(nodes: FakeP
         assert await nodes.after(700) == []
 
 
-async def test_a_wrong_node_that_was_mended_is_let_in_bar_by_bar(nodes: FakePool) -> None:
+async def test_a_wrong_node_that_was_mended_is_let_in_bar_by_bar(nodes: ProvedPool) -> None:
     await nodes.join("p1", "p2", "p3", "d1")
     nodes.test.formats["d2"] = 1
     await nodes.join("d2")
@@ -223,7 +134,7 @@ async def test_a_wrong_node_that_was_mended_is_let_in_bar_by_bar(nodes: FakePool
     assert all(nodes.allowed(prefill, "d2") for prefill in ("p1", "p2", "p3"))
 
 
-async def test_an_unproved_node_beside_a_wrong_one_is_tried_with_a_proved_one(nodes: FakePool) -> None:
+async def test_an_unproved_node_beside_a_wrong_one_is_tried_with_a_proved_one(nodes: ProvedPool) -> None:
     """p1 failed with d1, and which one is wrong is not known; then p2 and d2 come, and pass."""
     nodes.test.formats["d1"] = 1
     await nodes.join("p1", "d1")
@@ -238,7 +149,7 @@ async def test_an_unproved_node_beside_a_wrong_one_is_tried_with_a_proved_one(no
     assert nodes.gauge("*", "d1") == 1
 
 
-async def test_a_node_that_came_back_is_proved_again(nodes: FakePool) -> None:
+async def test_a_node_that_came_back_is_proved_again(nodes: ProvedPool) -> None:
     await nodes.join("p1", "p2", "d1")
     nodes.test.formats["d1"] = 1
     assert await nodes.join("d1") == [("p1", "d1"), ("p2", "d1")]
@@ -250,7 +161,7 @@ async def test_a_node_that_came_back_is_proved_again(nodes: FakePool) -> None:
     assert all(nodes.allowed(prefill, "d1") for prefill in ("p1", "p2"))
 
 
-async def test_a_node_that_came_back_as_one_of_another_cohort_has_no_bars(nodes: FakePool) -> None:
+async def test_a_node_that_came_back_as_one_of_another_cohort_has_no_bars(nodes: ProvedPool) -> None:
     nodes.test.formats["d1"] = 1
     await nodes.join("p1", "d2", "d1")
     assert not nodes.allowed("p1", "d1")
@@ -261,7 +172,7 @@ async def test_a_node_that_came_back_as_one_of_another_cohort_has_no_bars(nodes:
     assert await nodes.join("p2", cohort="b") == [("p2", "d1")]
 
 
-async def test_a_node_that_left_is_forgotten(nodes: FakePool) -> None:
+async def test_a_node_that_left_is_forgotten(nodes: ProvedPool) -> None:
     nodes.test.formats["d1"] = 1
     await nodes.join("p1", "d1")
     nodes.pool.remove("d1")
@@ -272,7 +183,7 @@ async def test_a_node_that_left_is_forgotten(nodes: FakePool) -> None:
     assert nodes.allowed("p1", "d1")
 
 
-async def test_a_result_of_a_node_that_is_gone_does_not_count_for_its_successor(nodes: FakePool) -> None:
+async def test_a_result_of_a_node_that_is_gone_does_not_count_for_its_successor(nodes: ProvedPool) -> None:
     await nodes.join("p1")
     nodes.test.formats["d1"] = 1
     nodes.test.held.clear()
@@ -288,7 +199,7 @@ async def test_a_result_of_a_node_that_is_gone_does_not_count_for_its_successor(
     assert nodes.allowed("p1", "d1")
 
 
-async def test_nodes_of_other_cohorts_and_models_are_not_asked(nodes: FakePool) -> None:
+async def test_nodes_of_other_cohorts_and_models_are_not_asked(nodes: ProvedPool) -> None:
     await nodes.join("p1")
     assert await nodes.join("d1", cohort="b") == []
     other = dataclasses.replace(node_of("d2"), model="big")
@@ -297,7 +208,7 @@ async def test_nodes_of_other_cohorts_and_models_are_not_asked(nodes: FakePool) 
     assert nodes.test.asked == []
 
 
-async def test_a_plain_warm_up_compares_nothing(nodes: FakePool) -> None:
+async def test_a_plain_warm_up_compares_nothing(nodes: ProvedPool) -> None:
     await nodes.join("p1", "p2")
     await warm_up(nodes.pool, nodes.test, node_of("d1"))
     assert nodes.test.warmed_up == [("p1", "d1"), ("p2", "d1")]
