@@ -89,7 +89,7 @@ class PlanInput:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """Where a request goes. ``prefill`` is None when the decode node computes everything; ``reason`` says why."""
+    """Where a request goes. ``prefill`` is None when the decode node computes everything; ``reason`` is why."""
 
     prefill: Node | None
     decode: Node

@@ -80,7 +80,7 @@ class FakeNodeInfo:
         self.asked.append((path, json.loads(body) if body else None))
         fault = self.fault or self.paths.get(path)
         if isinstance(fault, Fault):
-            raise NodeFault(fault, "as told")
+            raise NodeFault(fault, "injected")
         return fault or (200, self._usual(path, body))
 
     def _usual(self, path: str, body: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""The circuit: a table of moves, told the time."""
+"""The circuit: its moves, with times as arguments."""
 
 import pytest
 from hypothesis import given
@@ -28,7 +28,7 @@ def test_it_is_open_for_the_cool_down_and_then_half_open() -> None:
     assert circuit.at(110).state is CircuitState.HALF_OPEN
 
 
-def test_while_open_old_requests_say_nothing_new() -> None:
+def test_while_open_requests_from_before_change_nothing() -> None:
     circuit = opened(100)
     assert circuit.succeeded(101) == circuit
     assert circuit.failed(101) == circuit

@@ -75,7 +75,7 @@ def test_a_node_that_serves_another_model_than_configured_is_refused() -> None:
     assert check_compatibility(info("d1", Role.DECODE, model="tiny"), []).refusals == ()
 
 
-def test_a_node_without_our_connector_is_let_in_with_a_warning() -> None:
+def test_a_node_without_our_connector_is_admitted_with_a_warning() -> None:
     plain = NodeInfo(Node("d1", "http://d1", Role.DECODE), ModelCard(("tiny",), "/models/tiny"), "0.32.0")
     found = check_compatibility(plain, [PREFILL])
     assert found.refusals == ()

@@ -25,7 +25,7 @@ def reading(running: float, steps: int, usage: float = 0.5) -> bytes:
 
 
 @pytest.mark.parametrize("body", [b"", b"# nothing here\n", b"vllm:num_requests_running{} x\n", b"\xff\xfe"])
-def test_statistics_that_are_off_say_nothing(body: bytes) -> None:
+def test_statistics_that_are_off_give_no_progress(body: bytes) -> None:
     assert read_engine_progress(body, None, 0) is None
 
 

@@ -45,7 +45,7 @@ def test_one_that_passes_with_another_is_barred_from_the_one_alone(evidence: Evi
     assert bars.allow("p2", "d2")
 
 
-def test_who_is_wrong_shows_when_a_third_node_comes(evidence: Evidence) -> None:
+def test_which_node_is_wrong_shows_when_a_third_one_comes(evidence: Evidence) -> None:
     evidence.record_failed(("p1", "d1"), "far apart", 0)
     evidence.record_passed(("p1", "d2"))
     assert set(evidence.bars().nodes) == {"d1"}

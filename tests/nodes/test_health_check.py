@@ -51,7 +51,7 @@ async def test_a_node_that_is_given_up_is_logged_once_and_again_when_it_is_back(
     for _ in range(3):
         await visit_all(health, pool)
     [line] = logged()
-    assert line.startswith("node d1 cannot be reached: as told. ")
+    assert line.startswith("node d1 cannot be reached: injected. ")
     transport.nodes["d1"].fault = None
     transport.nodes["d1"].paths["/health"] = (503, b"")
     clock.advance(61)
@@ -62,7 +62,7 @@ async def test_a_node_that_is_given_up_is_logged_once_and_again_when_it_is_back(
     assert logged() == ["node d1 answers again, after 1 min"]
 
 
-async def test_what_we_lack_ourselves_changes_nothing(
+async def test_a_lack_of_sockets_in_the_proxy_changes_nothing(
     pool: Pool, transport: FakePoolTransport, health: HealthCheck
 ) -> None:
     await visit_all(health, pool)
@@ -76,7 +76,7 @@ async def test_what_we_lack_ourselves_changes_nothing(
         assert state(pool, "d1") is then
 
 
-async def test_a_node_that_says_it_is_dead_is_believed(
+async def test_a_node_whose_health_page_fails_is_given_up(
     pool: Pool, transport: FakePoolTransport, health: HealthCheck
 ) -> None:
     await visit_all(health, pool)

@@ -76,7 +76,7 @@ async def test_a_slow_node_delays_no_other(
         assert transport.nodes["p1"].asked.count(("/health", None)) == 0
 
 
-async def test_a_node_removed_while_it_is_visited_harms_nobody(
+async def test_a_node_removed_while_it_is_visited_does_no_harm(
     pool: Pool, transport: FakePoolTransport, health: HealthCheck
 ) -> None:
     async with running(health):

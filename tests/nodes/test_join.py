@@ -120,8 +120,8 @@ async def test_two_fingerprints_are_two_cohorts_and_the_difference_is_named(
     for name in ("p1", "d1", "d2"):
         await joiner.attempt(name)
     assert [view.state for view in pool.snapshot().nodes] == [State.UP] * 3 + [State.JOINING]
-    said = "node d2 exchanges no tickets: checkpoint: new here, old on p1: the same weights"
-    assert [record.message[: len(said)] for record in caplog.records] == [said]
+    beginning = "node d2 exchanges no tickets: checkpoint: new here, old on p1: the same weights"
+    assert [record.message[: len(beginning)] for record in caplog.records] == [beginning]
     await joiner.attempt("p2")
     cohorts = {view.node.name: view.node.cohort.rpartition("+")[2] for view in pool.snapshot().nodes}
     assert cohorts == {"p1": "old", "d1": "old", "p2": "new", "d2": "new"}
@@ -133,7 +133,7 @@ async def test_an_unreachable_node_goes_on_joining(pool: Pool, transport: FakePo
     transport.nodes["p1"].fault = Fault.REFUSED
     await joiner.attempt("p1")
     assert pool.view("p1").state is State.JOINING
-    assert pool.view("p1").reason == "cannot be reached: as told"
+    assert pool.view("p1").reason == "cannot be reached: injected"
     transport.nodes["p1"].fault = None
     transport.nodes["p1"].paths["/v1/models"] = (503, b"")
     await joiner.attempt("p1")
@@ -149,8 +149,8 @@ async def test_a_node_out_of_reach_is_logged_and_that_it_is_back(
     transport.nodes["p1"].fault = Fault.REFUSED
     for _ in range(3):
         await joiner.attempt("p1")
-    [said] = caplog.messages
-    assert said.startswith("node p1 cannot be reached: as told. ")
+    [line] = caplog.messages
+    assert line.startswith("node p1 cannot be reached: injected. ")
     transport.nodes["p1"].fault = None
     await joiner.attempt("p1")
     assert caplog.messages[1] == "node p1 answers again, after 0 s"
@@ -180,7 +180,7 @@ async def test_a_mismatch_is_refused_by_name_and_mended_without_a_restart(
     assert pool.view("d1").state is State.UP
 
 
-async def test_nodes_that_join_at_once_are_judged_against_each_other(
+async def test_nodes_that_join_at_once_are_compared_with_each_other(
     pool: Pool, transport: FakePoolTransport, joiner: Joiner
 ) -> None:
     add(pool, transport, "p1", "d1")
@@ -219,7 +219,7 @@ async def test_every_answer_is_closed(pool: Pool, transport: FakePoolTransport, 
     assert all(answer.closed for answer in transport.answers)
 
 
-async def test_a_check_judges_in_the_order_given(transport: FakePoolTransport) -> None:
+async def test_nodes_are_checked_in_the_order_given(transport: FakePoolTransport) -> None:
     transport.nodes["d1"].labels = {**LABELS, "mamba_cache_mode": "none"}
     transport.nodes["d2"].fault = Fault.REFUSED
     rows = await check_nodes(Preflight(transport), [transport.node(name) for name in ("p1", "d1", "d2")])

@@ -1,4 +1,4 @@
-"""Membership, load and conduct."""
+"""Membership, load, circuits and bars of a pool."""
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -139,7 +139,7 @@ def test_a_busy_node_never_flaps(pool: Pool, clock: FakeClock) -> None:
     assert not pool.leaving("d1").is_set()
 
 
-def test_progress_of_yesterday_saves_nobody(pool: Pool, clock: FakeClock) -> None:
+def test_progress_before_the_probe_does_not_count(pool: Pool, clock: FakeClock) -> None:
     stream = pool.acquire("d1")
     stream.progress()
     clock.advance(1)
@@ -149,7 +149,7 @@ def test_progress_of_yesterday_saves_nobody(pool: Pool, clock: FakeClock) -> Non
     assert pool.leaving("d1").is_set()
 
 
-def test_streams_that_still_flow_need_not_leave_a_closed_door(pool: Pool, clock: FakeClock) -> None:
+def test_streams_that_still_flow_need_not_leave_a_node_that_refuses_connections(pool: Pool, clock: FakeClock) -> None:
     stream = pool.acquire("d1")
     for _ in range(3):
         began = clock.now()
@@ -163,7 +163,7 @@ def test_streams_that_still_flow_need_not_leave_a_closed_door(pool: Pool, clock:
 
 
 @pytest.mark.parametrize("change", ["amend", "rejoin", "admit"])
-def test_streams_older_than_a_change_are_told_to_leave_later(pool: Pool, change: str) -> None:
+def test_streams_older_than_a_change_can_still_be_made_to_leave(pool: Pool, change: str) -> None:
     leaving = pool.leaving("d1")
     {"amend": pool.amend, "rejoin": lambda node: pool.rejoin(node.name), "admit": pool.admit}[change](NODE)
     assert not leaving.is_set()
@@ -193,13 +193,13 @@ def test_a_draining_node_takes_nothing_and_stays_so(pool: Pool) -> None:
     assert pool.view("d1").state is State.JOINING
 
 
-def test_a_refused_node_says_why(pool: Pool) -> None:
+def test_a_refused_node_has_a_reason(pool: Pool) -> None:
     pool.refuse("d1", "block_size: 16 here, 256 on p1")
     assert pool.view("d1").state is State.REFUSED
     assert pool.view("d1").reason == "block_size: 16 here, 256 on p1"
 
 
-def test_a_removed_node_is_forgotten_and_its_legs_are_told(pool: Pool, registry: CollectorRegistry) -> None:
+def test_a_removed_node_is_forgotten_and_its_streams_must_leave(pool: Pool, registry: CollectorRegistry) -> None:
     leg, leaving = pool.acquire("d1"), pool.leaving("d1")
     pool.remove("d1")
     pool.remove("d1")

@@ -124,7 +124,7 @@ async def test_a_pair_that_failed_is_tried_again_with_growing_waits(nodes: Prove
         assert await nodes.after(700) == []
 
 
-async def test_a_wrong_node_that_was_mended_is_let_in_bar_by_bar(nodes: ProvedPool) -> None:
+async def test_the_bars_of_a_wrong_node_that_was_mended_are_lifted_one_by_one(nodes: ProvedPool) -> None:
     await nodes.join("p1", "p2", "p3", "d1")
     nodes.test.formats["d2"] = 1
     await nodes.join("d2")

@@ -115,7 +115,7 @@ def test_a_short_prompt_is_planned_locally() -> None:
     assert make(view("p1"), view("d1"), needs=PlanInput("tiny"), policy=policy).prefill is not None
 
 
-def test_an_unknown_model_is_told_from_one_that_is_down() -> None:
+def test_an_unknown_model_is_not_the_same_as_one_that_is_down() -> None:
     views = (view("p1"), view("d1", 0, State.DOWN, aliases=("lora",)))
     with pytest.raises(UnknownModel) as unknown:
         make(*views, needs=PlanInput("huge"))

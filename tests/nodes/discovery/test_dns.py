@@ -1,4 +1,4 @@
-"""Nodes behind a DNS name, and what name servers say of it, byte for byte."""
+"""Nodes behind a DNS name, and the answers of name servers, byte for byte."""
 
 import asyncio
 import struct
@@ -35,7 +35,7 @@ def an_answer(asked: bytes, *records: Service, flags: int = 0x8180) -> bytes:
 
 
 class NameServer(asyncio.DatagramProtocol):
-    """Answers over UDP as a test says, over TCP with the records."""
+    """Answers over UDP with what a test gives it, over TCP with the records."""
 
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
@@ -96,9 +96,9 @@ def test_services_are_asked_for_and_over_tcp_where_the_answer_does_not_fit(
         assert runner.run(services(configuration, answers)) == RECORDS
 
 
-async def test_only_the_best_priority_counts_and_a_dot_is_nobody(configuration: Path) -> None:
-    worse, nobody = Service(5, "backup", 80), Service(0, "", 0)
-    assert await services(configuration, lambda asked: an_answer(asked, worse, nobody)) == (worse,)
+async def test_only_the_best_priority_counts_and_a_dot_is_absent(configuration: Path) -> None:
+    worse, absent = Service(5, "backup", 80), Service(0, "", 0)
+    assert await services(configuration, lambda asked: an_answer(asked, worse, absent)) == (worse,)
     assert await services(configuration, lambda asked: an_answer(asked, worse, *reversed(RECORDS))) == RECORDS
 
 
@@ -156,7 +156,7 @@ async def test_a_server_that_fails_is_named(configuration: Path) -> None:
 async def test_what_answers_nothing_is_waited_out_and_said_in_the_same_words_each_time(
     configuration: Path, answers: Answers
 ) -> None:
-    """Anybody could have sent it. In the same words, or it would be logged at every look-up."""
+    """It may be forged. The message is always the same, or it would be logged at every look-up."""
     with pytest.raises(DiscoveryError, match=r"^no name server answered within 0\.2 s$"):
         await services(configuration, answers, timeout=0.2)
 
@@ -166,7 +166,7 @@ async def test_addresses_are_what_the_system_knows() -> None:
     assert "127.0.0.1" in await SystemResolver().addresses("localhost")  # of /etc/hosts, here and in any container
 
 
-class Told:
+class ScriptedResolver:
     """A resolver that gives one answer after the other, or raises it."""
 
     def __init__(self, *answers: object) -> None:
@@ -204,7 +204,7 @@ async def urls(found: AsyncIterator[tuple[object, ...]]) -> list[str]:
 
 
 async def test_addresses_are_followed_and_trouble_changes_nothing() -> None:
-    resolver = Told(("10.0.0.1",), DiscoveryError("no network"), (), ("10.0.0.1",), ("10.0.0.1", "fd00::1"))
+    resolver = ScriptedResolver(("10.0.0.1",), DiscoveryError("no network"), (), ("10.0.0.1",), ("10.0.0.1", "fd00::1"))
     source = DnsSource(resolver, "decode", 8000, Template(Role.DECODE), NoWait())
     found = source.watch()
     assert await urls(found) == ["http://10.0.0.1:8000"]
@@ -213,7 +213,7 @@ async def test_addresses_are_followed_and_trouble_changes_nothing() -> None:
 
 
 async def test_services_bring_their_own_ports() -> None:
-    resolver = Told(DiscoveryError("what?"), RECORDS)
+    resolver = ScriptedResolver(DiscoveryError("what?"), RECORDS)
     found = DnsSource(resolver, NAME, None, Template(Role.PREFILL, "https"), NoWait()).watch()
     (first, second) = await anext(found)
     assert first.name == "prefill-d-0.decode.ai.svc.cluster.local:8000"

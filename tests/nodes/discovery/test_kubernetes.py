@@ -67,7 +67,7 @@ async def test_410_inside_a_watch_means_listing_again(server: ApiServer, lists: 
     await server.put("a", "10.0.0.1")
     assert await hosts(lists) == ["10.0.0.1:8000"]
     server.version += 1
-    await server.tell("ERROR", GONE)
+    await server.send_event("ERROR", GONE)
     server.slices = {"b": a_slice("b", "10.0.0.2", version=102)}
     assert await hosts(lists) == ["10.0.0.2:8000"]
     assert server.lists() == 2
@@ -76,7 +76,7 @@ async def test_410_inside_a_watch_means_listing_again(server: ApiServer, lists: 
 async def test_bookmarks_move_the_place_to_resume_from(server: ApiServer, lists: Lists) -> None:
     assert await hosts(lists) == []
     server.version = 500
-    await server.tell("BOOKMARK", a_bookmark(500))
+    await server.send_event("BOOKMARK", a_bookmark(500))
     await server.put("a", "10.0.0.1")
     assert await hosts(lists) == ["10.0.0.1:8000"]
     await server.end_watches()
@@ -92,8 +92,8 @@ async def test_an_event_from_the_past_changes_nothing(server: ApiServer, lists: 
     assert await hosts(lists) == ["10.0.0.2:8000"]
     await server.delete("a")
     assert await hosts(lists) == []
-    await server.tell("MODIFIED", a_slice("a", "10.0.0.9", version=101))
-    await server.tell("DELETED", a_slice("b", version=50))
+    await server.send_event("MODIFIED", a_slice("a", "10.0.0.9", version=101))
+    await server.send_event("DELETED", a_slice("b", version=50))
     await server.put("b", "10.0.0.3")
     assert await hosts(lists) == ["10.0.0.3:8000"]
 

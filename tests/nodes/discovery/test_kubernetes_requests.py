@@ -112,10 +112,10 @@ async def test_a_refusal_in_no_shape_at_all_is_said_too(clock: NoWaitClock, toke
         await source.aclose()
 
 
-async def test_without_a_server_or_a_token_it_says_what_is_missing(clock: NoWaitClock, tmp_path: Path) -> None:
-    for token, said in ((None, "ConnectError"), (tmp_path / "absent", "absent")):
+async def test_without_a_server_or_a_token_the_error_names_what_is_missing(clock: NoWaitClock, tmp_path: Path) -> None:
+    for token, reason in ((None, "ConnectError"), (tmp_path / "absent", "absent")):
         source = KubernetesSource(Api("http://127.0.0.1:1", token), Query("ai", "a=b"), Template(Role.DECODE), clock)
-        with pytest.raises(DiscoveryError, match=said):
+        with pytest.raises(DiscoveryError, match=reason):
             await source.list()
         await source.aclose()
 
