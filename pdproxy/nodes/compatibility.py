@@ -13,14 +13,7 @@ from pdproxy.nodes.node import Role
 from pdproxy.nodes.node_info import WHOLE, NodeInfo
 
 MUST_AGREE = (
-    "model",
-    "block_size",
-    "mamba_block_size",
-    "mamba_cache_mode",
-    "kv_cache_dtype",
-    "dtype",
-    "ssm_layout",
-    "signed",
+    *("model", "block_size", "mamba_block_size", "mamba_cache_mode", "kv_cache_dtype", "dtype", "ssm_layout", "signed"),
 )
 """Settings in which a prefill and a decode node of one cohort may not differ: the handshake (`model` as a path,
 `dtype`, `kv_cache_dtype`), the layout of what is read, or the ticket would not fit.

@@ -92,6 +92,13 @@ class NodeInfo:
         return self.labels.get(name)
 
 
+def read_node_info(node: Node, models: bytes, version: bytes, metrics: bytes) -> NodeInfo:
+    """The bodies of a node's ``/v1/models``, ``/version`` and ``/metrics`` together."""
+    labels, capacity, ranks = read_labels(metrics), read_node_capacity(metrics), read_ranks(metrics)
+    fingerprint = read_fingerprint(metrics)
+    return NodeInfo(node, read_model_card(models), read_version(version), labels, capacity, ranks, fingerprint)
+
+
 def read_model_card(body: bytes) -> ModelCard:
     """The models of a ``/v1/models`` answer; empty where it is unusable. Adapters have a ``parent``."""
     listed = _object(body).get("data")

@@ -5,22 +5,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.nodes.compatibility import (
-    Compatibility,
-    Incompatibility,
-    check_compatibility,
-    differences_from_partners,
-)
+from pdproxy.nodes.compatibility import Compatibility, Incompatibility, check_compatibility, differences_from_partners
 from pdproxy.nodes.node import Node
-from pdproxy.nodes.node_info import (
-    NodeInfo,
-    read_fingerprint,
-    read_labels,
-    read_model_card,
-    read_node_capacity,
-    read_ranks,
-    read_version,
-)
+from pdproxy.nodes.node_info import NodeInfo, read_node_info
 from pdproxy.request import Headers
 from pdproxy.transport.port import HttpRequest, Timeouts, Transport
 
@@ -63,16 +50,8 @@ class Preflight:
         status, body = await self._get(node, "/v1/models")
         if status != 200:
             raise NodeFault(Fault.SERVER_ERROR, f"/v1/models answers {status}", status=status)
-        version = read_version(await self._optional(node, "/version"))
-        metrics = await self._optional(node, "/metrics")
-        return NodeInfo(
-            node,
-            read_model_card(body),
-            version,
-            read_labels(metrics),
-            read_node_capacity(metrics),
-            read_ranks(metrics),
-            read_fingerprint(metrics),
+        return read_node_info(
+            node, body, await self._optional(node, "/version"), await self._optional(node, "/metrics")
         )
 
     async def _optional(self, node: Node, path: str) -> bytes:

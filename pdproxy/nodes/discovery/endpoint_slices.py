@@ -4,8 +4,6 @@ from collections.abc import Iterable
 
 from lightkube.models.discovery_v1 import Endpoint, EndpointSlice
 
-Address = tuple[str, int]
-
 
 class Lost(Exception):
     """The known slices may be wrong, or are too old to continue from: list again."""
@@ -23,7 +21,7 @@ class EndpointSlices:
 
     def __init__(self, port: str) -> None:
         self._port = port
-        self._addresses: dict[str, frozenset[Address]] = {}
+        self._addresses: dict[str, frozenset[tuple[str, int]]] = {}
         self._versions: dict[str, int] = {}
         self.version = ""
 
@@ -51,7 +49,7 @@ class EndpointSlices:
         if version and _is_newer(version, self.version):
             self.version = version
 
-    def addresses(self) -> tuple[Address, ...]:
+    def addresses(self) -> tuple[tuple[str, int], ...]:
         """Host and port of every endpoint that is ready in any slice, sorted."""
         return tuple(sorted({address for addresses in self._addresses.values() for address in addresses}))
 

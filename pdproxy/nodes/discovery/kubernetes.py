@@ -67,37 +67,28 @@ class Query:
     port: str = ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class WatchConfig:
-    """Times in seconds.
-
-    Attributes:
-        lasts: how long the server is asked to keep one watch open.
-        slack: after which an overdue end means that the connection is dead; also for each wait of a list.
-    """
-
-    lasts: int = 240
-    slack: float = 30.0
-
-
 class KubernetesSource:
     """Lists once, then watches; resumes where a watch broke off, and lists again when the server has lost its place.
 
     To be closed (`aclose`), after `watch` was left.
+
+    Args:
+        watch_seconds: how long the server is asked to keep one watch open.
+        slack: seconds after which an overdue end means that the connection is dead; also for each wait of a list.
     """
 
     def __init__(
-        self, api: Api, query: Query, template: Template, clock: Clock, config: WatchConfig | None = None
+        self, api: Api, query: Query, template: Template, clock: Clock, watch_seconds: int = 240, slack: float = 30.0
     ) -> None:
         self._query = query
         self._template = template
-        self._config = config or WatchConfig()
+        self._watch_seconds = watch_seconds
         cluster = Cluster(server=api.url, certificate_auth=None if api.authorities is None else str(api.authorities))
         user = User(token_file=None if api.token_file is None else str(api.token_file))
-        self._transport = _ApiTransport(cluster, self._config, clock)
+        self._transport = _ApiTransport(cluster, clock, watch_seconds + slack)
         self._client = lightkube.AsyncClient(
             lightkube.KubeConfig.from_one(cluster=cluster, user=user),
-            timeout=httpx2.Timeout(self._config.slack, connect=5.0),
+            timeout=httpx2.Timeout(slack, connect=5.0),
             trust_env=False,
             transport=self._transport,
         )
@@ -149,7 +140,7 @@ class KubernetesSource:
             EndpointSlice,
             namespace=self._query.namespace,
             labels=self._labels,
-            server_timeout=self._config.lasts,
+            server_timeout=self._watch_seconds,
             resource_version=self._slices.version,
         )
         # Typed as an iterable, it is a generator: left alone it would close its answer only when it is collected.
@@ -175,10 +166,10 @@ class _ApiTransport(httpx2.AsyncHTTPTransport):
         failures: in a row.
     """
 
-    def __init__(self, cluster: Cluster, config: WatchConfig, clock: Clock) -> None:
+    def __init__(self, cluster: Cluster, clock: Clock, longest_silence: float) -> None:
         super().__init__(verify=verify_cluster(cluster, User(), str, trust_env=False))
-        self._config = config
         self._clock = clock
+        self._longest_silence = longest_silence
         self._pause = 0.0
         self.failures = 0
 
@@ -194,9 +185,8 @@ class _ApiTransport(httpx2.AsyncHTTPTransport):
         if "watch" in request.url.params:
             self._pause = _FIRST_PAUSE  # however the watch ends
             request.url = request.url.copy_merge_params({"allowWatchBookmarks": "true"})
-            silence = self._config.lasts + self._config.slack
             request.extensions = {
-                **request.extensions, "timeout": {**request.extensions["timeout"], "read": silence}
+                **request.extensions, "timeout": {**request.extensions["timeout"], "read": self._longest_silence}
             }  # fmt: skip
         response = await super().handle_async_request(request)
         if response.is_error:

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from pdproxy.nodes.discovery.kubernetes import WatchConfig
 from tests.nodes.discovery.apiserver import GONE, ApiServer, a_bookmark, a_slice
 from tests.nodes.discovery.watching import Lists, NoWaitClock, hosts, watching
 
@@ -43,7 +42,7 @@ async def test_a_cut_connection_loses_no_event(server: ApiServer, lists: Lists) 
 async def test_a_watch_that_is_silent_beyond_its_time_is_dead_and_loses_no_event(
     server: ApiServer, clock: NoWaitClock, token: Path
 ) -> None:
-    async with watching(server, clock, token, WatchConfig(lasts=1, slack=0.2)) as lists:
+    async with watching(server, clock, token, watch_seconds=1, slack=0.2) as lists:
         assert await hosts(lists) == []
         await server.put("a", "10.0.0.1")
         assert await hosts(lists) == ["10.0.0.1:8000"]

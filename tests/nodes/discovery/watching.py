@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
+from typing import Any
 
-from pdproxy.nodes.discovery.kubernetes import Api, KubernetesSource, Query, WatchConfig
+from pdproxy.nodes.discovery.kubernetes import Api, KubernetesSource, Query
 from pdproxy.nodes.discovery.source import Nodes, Template
 from pdproxy.nodes.node import Role
 from tests.nodes.discovery.apiserver import ApiServer
@@ -29,22 +30,20 @@ class NoWaitClock:
 
 @contextlib.asynccontextmanager
 async def a_source(
-    server: ApiServer, clock: NoWaitClock, token: Path, config: WatchConfig | None = None
+    server: ApiServer, clock: NoWaitClock, token: Path, **seconds: Any
 ) -> AsyncIterator[KubernetesSource]:
     """A source, which leaves no connection behind."""
     query = Query("ai", "kubernetes.io/service-name=decode", "http")
-    source = KubernetesSource(Api(server.url, token), query, Template(Role.DECODE), clock, config)
+    source = KubernetesSource(Api(server.url, token), query, Template(Role.DECODE), clock, **seconds)
     yield source
     await source.aclose()
     await server.all_gone()
 
 
 @contextlib.asynccontextmanager
-async def watching(
-    server: ApiServer, clock: NoWaitClock, token: Path, config: WatchConfig | None = None
-) -> AsyncIterator[Lists]:
+async def watching(server: ApiServer, clock: NoWaitClock, token: Path, **seconds: Any) -> AsyncIterator[Lists]:
     """The lists of a source that is being watched."""
-    async with a_source(server, clock, token, config) as source, contextlib.aclosing(source.watch()) as made:
+    async with a_source(server, clock, token, **seconds) as source, contextlib.aclosing(source.watch()) as made:
         yield made
 
 
