@@ -13,7 +13,14 @@ from pdproxy.nodes.node import Role
 from pdproxy.nodes.node_info import WHOLE, NodeInfo
 
 MUST_AGREE = (
-    *("model", "block_size", "mamba_block_size", "mamba_cache_mode", "kv_cache_dtype", "dtype", "ssm_layout", "signed"),
+    "model",
+    "block_size",
+    "mamba_block_size",
+    "mamba_cache_mode",
+    "kv_cache_dtype",
+    "dtype",
+    "ssm_layout",
+    "signed",
 )
 """Settings in which a prefill and a decode node of one cohort may not differ: the handshake (`model` as a path,
 `dtype`, `kv_cache_dtype`), the layout of what is read, or the ticket would not fit.
@@ -99,13 +106,12 @@ def differences_from_partners(info: NodeInfo, others: Iterable[NodeInfo]) -> tup
     there are none. It is compared with the nearest of them: the one that differs in the fewest parts.
     """
     mine = info.joined()
-    theirs = [(other, other.joined()) for other in others]
     partners = [
-        (other, node) for other, node in theirs if node.role is not mine.role and node.model == mine.model != ""
+        other for other in others if other.node.role is not mine.role and other.joined().model == mine.model != ""
     ]
-    if not partners or any(mine.pairs_with(node.cohort) for _, node in partners):
+    if not partners or any(mine.pairs_with(other.cohort()) for other in partners):
         return ()
-    return min((differences(info, other) for other, _ in partners), key=len)
+    return min((differences(info, other) for other in partners), key=len)
 
 
 def differences(info: NodeInfo, other: NodeInfo) -> tuple[Incompatibility, ...]:

@@ -177,8 +177,8 @@ class HealthCheck:
         return await exchange(self._transport, HttpRequest("GET", node.url + path, self._headers), self._timeouts)
 
     def _is_there(self, name: str) -> bool:
-        there = any(view.node.name == name for view in self._pool.snapshot().nodes)
-        if not there:
-            self._refused.discard(name)
-            self._progress.pop(name, None)
-        return there
+        if name in self._pool:
+            return True
+        self._refused.discard(name)
+        self._progress.pop(name, None)
+        return False

@@ -104,8 +104,7 @@ class Joiner:
 
     def _others(self, name: str) -> list[NodeInfo]:
         """The other accepted nodes that are still in the pool."""
-        there = {view.node.name for view in self._pool.snapshot().nodes}
-        self._accepted = {key: info for key, info in self._accepted.items() if key in there}
+        self._accepted = {key: info for key, info in self._accepted.items() if key in self._pool}
         return [info for key, info in self._accepted.items() if key != name]
 
     def _refuse(self, name: str, compatibility: Compatibility) -> None:
@@ -145,5 +144,4 @@ class Joiner:
 
     def _has(self, node: Node) -> bool:
         """Whether the pool still has this very node (it may have been removed, even replaced, while we asked)."""
-        there = any(view.node.name == node.name for view in self._pool.snapshot().nodes)
-        return there and self._pool.configured(node.name) == node
+        return node.name in self._pool and self._pool.configured(node.name) == node

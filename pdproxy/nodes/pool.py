@@ -56,6 +56,9 @@ class Pool:
         self.bars = Bars()
         self.changed = asyncio.Event()
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
     # -- planning and legs
 
     def snapshot(self) -> Snapshot:

@@ -50,9 +50,8 @@ class Preflight:
         status, body = await self._get(node, "/v1/models")
         if status != 200:
             raise NodeFault(Fault.SERVER_ERROR, f"/v1/models answers {status}", status=status)
-        return read_node_info(
-            node, body, await self._optional(node, "/version"), await self._optional(node, "/metrics")
-        )
+        version, metrics = await self._optional(node, "/version"), await self._optional(node, "/metrics")
+        return read_node_info(node, body, version, metrics)
 
     async def _optional(self, node: Node, path: str) -> bytes:
         """The body of an answer that may be missing: b"" then."""

@@ -127,13 +127,12 @@ class DiscoverySync:
                 self._amend(node)
 
     def _add(self, node: Node) -> None:
-        present = {view.node.name: view.node for view in self._pool.snapshot().nodes}
-        others = (other for name, other in present.items() if name != node.name)
+        others = (view.node for view in self._pool.snapshot().nodes if view.node.name != node.name)
         if any((other.url, other.role) == (node.url, node.role) for other in others):
             _LOG.warning("node %s is there already under another name", node.url)
             return
         self._listed[node.name] = node
-        if node.name in present:
+        if node.name in self._pool:
             self._drainer.stop(node.name)
             self._amend(node)
             return
