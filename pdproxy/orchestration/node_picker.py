@@ -153,8 +153,7 @@ class NodePicker:
             self._sub_request.request.model,
             self._local,
             self._fault_reporter.excluded,
-            cohort=ticket_of.cohort if ticket_of else "",
-            prefill=ticket_of.name if ticket_of else "",
+            ticket_of=ticket_of,
             prompt_tokens=self._tokens,
         )
 

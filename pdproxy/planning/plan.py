@@ -74,16 +74,14 @@ class PlanInput:
         model: as the client named it.
         local: why it cannot be disaggregated, in one of the words of an enumeration; None when it can.
         excluded: names of nodes that must not be used (they failed this request).
-        cohort: of the prefill node whose ticket is at hand: the decode node must pair with it; "" for any.
-        prefill: name of that prefill node: the decode node may not be barred from it; "" for none.
+        ticket_of: the prefill node whose ticket is at hand: the decode node must be able to use it; None for any.
         prompt_tokens: how long the prompt is, where known.
     """
 
     model: str
     local: enum.StrEnum | None = None
     excluded: frozenset[str] = frozenset()
-    cohort: str = ""
-    prefill: str = ""
+    ticket_of: Node | None = None
     prompt_tokens: int | None = None
 
 
@@ -170,9 +168,12 @@ def _serving(snapshot: Snapshot, role: Role, needs: PlanInput) -> Iterable[NodeV
         if view.node.role is role
         and view.takes_requests()
         and view.node.serves(needs.model)
-        and view.node.pairs_with(needs.cohort)
-        and (not needs.prefill or snapshot.bars.allow(needs.prefill, view.node.name))
+        and (needs.ticket_of is None or _can_use_ticket(view.node, needs.ticket_of, snapshot.bars))
     )
+
+
+def _can_use_ticket(decode: Node, prefill: Node, bars: Bars) -> bool:
+    return decode.pairs_with(prefill.cohort) and bars.allow(prefill.name, decode.name)
 
 
 def _candidates(snapshot: Snapshot, role: Role, needs: PlanInput) -> list[NodeView]:
@@ -216,25 +217,24 @@ def _pair_of(
     cohort: str, prefills: list[NodeView], decodes: list[NodeView], _: Bars, turn: int
 ) -> tuple[NodeView, NodeView] | None:
     """Where nothing is barred, each of the two is chosen by itself."""
-    fit_prefill, fit_decode = _of_cohort(cohort, prefills), _of_cohort(cohort, decodes)
-    if not fit_prefill or not fit_decode:
-        return None
-    return _least(fit_prefill, turn), _least(fit_decode, turn)
+    prefills, decodes = _of_cohort(cohort, prefills), _of_cohort(cohort, decodes)
+    return (_least(prefills, turn), _least(decodes, turn)) if prefills and decodes else None
 
 
 def _allowed_pair_of(
     cohort: str, prefills: list[NodeView], decodes: list[NodeView], bars: Bars, turn: int
 ) -> tuple[NodeView, NodeView] | None:
-    """Where some are, every pair is looked at: the least loaded node may have no partner."""
-    takers = [(view, _load(view)) for view in _of_cohort(cohort, decodes)]
+    """Where some are, every pair is compared: the least loaded node may have no partner."""
+    decode_loads = [(view, _load(view)) for view in _of_cohort(cohort, decodes)]
     lowest, ties = float("inf"), list[tuple[NodeView, NodeView]]()
     for prefill in _of_cohort(cohort, prefills):
-        own = _load(prefill)
-        for decode, load in takers:
-            if own + load > lowest or not bars.allow(prefill.node.name, decode.node.name):
+        prefill_load = _load(prefill)
+        for decode, decode_load in decode_loads:
+            load = prefill_load + decode_load
+            if load > lowest or not bars.allow(prefill.node.name, decode.node.name):
                 continue
-            if own + load < lowest:
-                lowest, ties = own + load, []
+            if load < lowest:
+                lowest, ties = load, []
             ties.append((prefill, decode))
     return ties[turn % len(ties)] if ties else None
 
