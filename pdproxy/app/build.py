@@ -190,6 +190,6 @@ def _desk(
         without_prefill=WithoutPrefill.FAIL if fails else WithoutPrefill.LOCAL,
         drain_seconds=settings.deadlines.drain,
         token=read_secret(settings.listen.admin_token_file, "listen.admin_token_file") or None,
-        live=context.live,
+        live=context.in_flight,
         clock=context.clock,
     )

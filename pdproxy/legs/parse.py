@@ -1,6 +1,4 @@
-"""Bytes to a body that may be planned: well-formed, and free of what a client may not send.
-
-A request with several prompts as one request for each."""
+"""A request's bytes to bodies that may be planned: well-formed, without what a client may not send, one per prompt."""
 
 import json
 from typing import TypeGuard
@@ -10,7 +8,7 @@ from pdproxy.request import Endpoint, Json
 
 TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens")
 FORBIDDEN = frozenset({"kv_transfer_params", "ec_transfer_params"})
-"""What says where keys and values lie: it comes from nodes alone."""
+"""Where keys and values lie: only nodes may say so."""
 CARRIERS = ("vllm_xargs", "extra_args", "extra_body", "sampling_params")
 """Fields whose content reaches the engine's extra arguments (vLLM: ``SamplingParams.extra_args``)."""
 EMBEDS = frozenset({"prompt_embeds"})
@@ -18,8 +16,8 @@ MAX_PROMPTS = 1024
 """As vLLM's VLLM_MAX_COMPLETION_PROMPTS: split prompts would pass the node's own check one by one."""
 
 MOST_VALUES = 2_000_000
-"""Values that a JSON body may hold. Text and images of any length are read in an instant; values are not, and nobody
-else is served meanwhile: so many take half a second, what fills 64 MiB takes ten."""
+"""Values that a JSON body may hold. Parsing blocks the event loop: text and images of any length are parsed at once, so
+many values take half a second, as many as fit into 64 MiB ten seconds."""
 
 
 def parse(endpoint: Endpoint, raw: bytes) -> dict[str, object]:
@@ -43,7 +41,7 @@ def scrub(body: dict[str, object]) -> dict[str, object]:
     """A copy without transfer parameters, wherever they hide.
 
     Raises:
-        ClientError: 400 for prompt embeddings: nothing can tell whether they are the prompt of a ticket.
+        ClientError: 400 for prompt embeddings: a ticket cannot be checked against them.
     """
     if any(body.get(key) is not None for key in EMBEDS):
         raise _bad("prompt_embeds", "`prompt_embeds` is not served here; send the prompt as text or token ids.")
@@ -61,7 +59,7 @@ def _without(value: object) -> object:
 
 
 def check_values(raw: bytes) -> None:
-    """Refuse a body whose reading would hold up everybody else.
+    """Refuse a body whose parsing would block the event loop for too long.
 
     Raises:
         ClientError: 413.
@@ -138,20 +136,7 @@ def split(endpoint: Endpoint, body: Json) -> tuple[dict[str, object], ...]:
 
     A list of ints is one prompt of token ids. An empty list is left as it is: the node knows what to say to it.
     """
-    return tuple({**body, "prompt": prompt} for prompt in prompts(body)) if is_many(endpoint, body) else (dict(body),)
-
-
-def prompts(body: Json) -> list[object]:
-    """The prompts of a completions body whose ``prompt`` is a list of prompts."""
     prompt = body.get("prompt")
-    return prompt if isinstance(prompt, list) else [prompt]
-
-
-def is_many(endpoint: Endpoint, body: Json) -> bool:
-    """Whether the body holds a list of prompts (of one or more), not one prompt."""
-    prompt = body.get("prompt")
-    return endpoint is Endpoint.COMPLETIONS and isinstance(prompt, list) and bool(prompt) and not _is_ids(prompt)
-
-
-def _is_ids(prompt: list[object]) -> bool:
-    return isinstance(prompt[0], int)
+    if endpoint is not Endpoint.COMPLETIONS or not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int):
+        return (dict(body),)
+    return tuple({**body, "prompt": each} for each in prompt)

@@ -38,33 +38,48 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from pdproxy.request import Json
+
 FLOOR = 0.25
-"""Nats."""
+"""Nats that are always allowed."""
 OWN_SPREADS = 4.0
 """How many times its own spread a decode node's answer may change by a hand-over."""
 MOST = 1.0
-"""Nats that are allowed at most. A model that changes its own answers by more than a quarter of that says too little of
-what was handed over: it neither passes then (unless it is nearer) nor fails."""
+"""Nats that are allowed at most. A model whose own answers lie more than a quarter of that apart shows too little of
+what was handed over: then it neither passes (unless its answer is nearer) nor fails."""
 
 Position = Mapping[str, float]
 """Log-probabilities by token."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Said:
-    """An answer.
-
-    Attributes:
-        tokens: as they were chosen.
-        likeliest: at each of them the likeliest tokens.
-    """
+class ScoredAnswer:
+    """An answer's tokens, and the log-probabilities of the likeliest tokens at the position of each."""
 
     tokens: Sequence[int]
-    likeliest: Sequence[Position]
+    top_logprobs: Sequence[Position]
 
-    def without_first(self) -> "Said":
-        """The rest of the answer, for whom the first token is part of the prompt."""
-        return Said(self.tokens[1:], self.likeliest[1:])
+    @classmethod
+    def read(cls, answer: Json) -> "ScoredAnswer | None":
+        """The first choice of a completions answer; None where it has no log-probabilities or token ids."""
+        choices = answer.get("choices")
+        choice = _mapping(choices[0]) if isinstance(choices, list) and choices else {}
+        tokens, top_logprobs = choice.get("token_ids"), _mapping(choice.get("logprobs")).get("top_logprobs")
+        if not isinstance(tokens, list) or not tokens or not isinstance(top_logprobs, list):
+            return None
+        return cls(tokens, [_numbers(position) for position in top_logprobs])
+
+    def without_first(self) -> "ScoredAnswer":
+        """The rest of the answer, where the first token is part of the prompt."""
+        return ScoredAnswer(self.tokens[1:], self.top_logprobs[1:])
+
+
+def _numbers(position: object) -> dict[str, float]:
+    return {token: float(value) for token, value in _mapping(position).items() if isinstance(value, int | float)}
+
+
+def _mapping(value: object) -> Json:
+    return value if isinstance(value, dict) else {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,11 +121,11 @@ class Comparison:
         return self.distance.nats <= self.allowed
 
     def undecided(self) -> bool:
-        """Whether it may, but nobody can tell: the node's own answers lie too far apart."""
+        """Whether it might, but the node's own answers lie too far apart to tell."""
         return not self.agrees() and self.spread * OWN_SPREADS > MOST
 
     def sentence(self) -> str:
-        """With all figures."""
+        """All figures, for the operator."""
         far = self.distance
         return (
             f"log-probabilities differ by {far.nats:.3g} nats (root mean square over {far.compared} tokens; allowed are"
@@ -119,16 +134,16 @@ class Comparison:
         )
 
 
-def compare(handed: Said, alone: Said, alone_again: Said) -> Comparison:
+def compare(handed: ScoredAnswer, alone: ScoredAnswer, alone_again: ScoredAnswer) -> Comparison:
     """Judge the answer after a hand-over by two that the decode node gave alone, to the same prompt."""
     spread = distance(alone, alone_again).nats
     nearer = min((distance(handed, alone), distance(handed, alone_again)), key=lambda far: far.nats)
     return Comparison(nearer, spread)
 
 
-def distance(one: Said, other: Said) -> Distance:
+def distance(one: ScoredAnswer, other: ScoredAnswer) -> Distance:
     """How far two answers to the same prompt lie apart; infinitely where nothing can be compared."""
-    differences = [_differences(one.likeliest[at], other.likeliest[at]) for at in range(_common(one, other))]
+    differences = [_differences(one.top_logprobs[at], other.top_logprobs[at]) for at in range(_common(one, other))]
     flat = [difference for position in differences for difference in position]
     if not flat or not all(map(math.isfinite, flat)):
         return Distance(math.inf, math.inf, 0, len(differences))
@@ -137,9 +152,9 @@ def distance(one: Said, other: Said) -> Distance:
     return Distance(math.sqrt(sum(each * each for each in flat) / len(flat)), greatest, at, len(differences))
 
 
-def _common(one: Said, other: Said) -> int:
+def _common(one: ScoredAnswer, other: ScoredAnswer) -> int:
     """How many positions follow the same tokens."""
-    most = min(len(one.likeliest), len(other.likeliest), len(one.tokens), len(other.tokens))
+    most = min(len(one.top_logprobs), len(other.top_logprobs), len(one.tokens), len(other.tokens))
     agreeing = next((at for at in range(most) if one.tokens[at] != other.tokens[at]), most)
     return min(most, agreeing + 1)
 

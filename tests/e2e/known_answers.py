@@ -24,8 +24,8 @@ from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationCont
 from pdproxy.orchestration.known_answer import KnownAnswer, Unreadable
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.resources import BackgroundTasks
-from pdproxy.orchestration.response import ProxyResponse
 from pdproxy.request import ClientRequest, Endpoint, header
+from pdproxy.response import ProxyResponse
 from pdproxy.transport.h1_client import H1Transport
 from tests.e2e.conftest import REQUEST_TIMEOUT_S
 

@@ -14,8 +14,8 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
 from pdproxy.orchestration.orchestrator import Orchestrator
-from pdproxy.orchestration.response import ProxyResponse
 from pdproxy.request import ClientRequest, Endpoint
+from pdproxy.response import ProxyResponse
 from tests.fakes.clock import FakeClock
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.memory_transport import MemoryTransport

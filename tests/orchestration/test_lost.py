@@ -88,7 +88,7 @@ async def test_a_bug_in_one_of_several_streams_ends_them_all() -> None:
             raise RuntimeError("no name is left")
         return f"hand-over-{number}"
 
-    orchestrator = Orchestrator(dataclasses.replace(world.context, name=name))
+    orchestrator = Orchestrator(dataclasses.replace(world.context, new_hand_over_id=name))
     body = {**body_for(COMPLETIONS, stream=True), "prompt": [WORDS] * 3}
     async with asyncio.timeout(60):
         with pytest.raises(RuntimeError):
