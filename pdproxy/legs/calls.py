@@ -34,12 +34,7 @@ def new_hand_over_id() -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillAnswer:
-    """What a prefill leg brought.
-
-    Attributes:
-        ticket: for the decode leg.
-        cached_tokens: prompt tokens that the prefill node had cached; None where it does not say.
-    """
+    """The ticket for the decode leg, and how many prompt tokens the prefill node had cached, if it says so."""
 
     ticket: Json
     cached_tokens: int | None = None
@@ -67,15 +62,10 @@ def read_prefill(answer: Json) -> PrefillAnswer:
     if not isinstance(params, dict) or not params:
         raise NodeFault(Fault.NO_TICKET, "the prefill answer carries no kv_transfer_params")
     ticket = {key: value for key, value in params.items() if key != _CACHED_HINT}
-    return PrefillAnswer(ticket, _cached_tokens(answer, params))
-
-
-def _cached_tokens(answer: Json, params: Json) -> int | None:
-    hint = params.get(_CACHED_HINT)
+    hint, usage = params.get(_CACHED_HINT), read_usage(answer.get("usage"))
     if isinstance(hint, int):
-        return hint
-    usage = read_usage(answer.get("usage"))
-    return None if usage is None else usage.cached
+        return PrefillAnswer(ticket, hint)
+    return PrefillAnswer(ticket, None if usage is None else usage.cached)
 
 
 async def decode(
@@ -100,55 +90,39 @@ async def release(
     """Free the blocks of a hand-over; good before, during and after its prefill, and more than once.
 
     The node chose the rank of the prefill by itself and did not say which, so the message goes to every rank: those
-    that do not know the id have nothing to free.
-
-    Args:
-        transport: to the nodes.
-        node: the prefill node.
-        model: any name that the node serves.
-        hand_over_id: as given to `rewrite.prefill_body`.
-        timeouts: of each call.
-        headers: such as the node's credential.
+    that do not know the id have nothing to free. ``model`` is any name that the node serves; ``timeouts`` are those of
+    each call.
 
     Raises:
         NodeFault: any fault, after all ranks were called; the blocks are then freed when the lease ends.
     """
     body = release_body(model, hand_over_id)
-    calls = (
-        _release_on_rank(transport, node, body, (*leg_headers(headers), *rank), timeouts) for rank in node.each_rank()
-    )
-    for failure in await asyncio.gather(*calls, return_exceptions=True):
+
+    async def on_rank(rank: Headers) -> None:
+        response = await _post(transport, node, Endpoint.COMPLETIONS, body, (*headers, *rank), timeouts)
+        try:
+            await raise_for_status(response)
+            await response.read(FAULT_BODY_BYTES)
+        finally:
+            await response.aclose()
+
+    for failure in await asyncio.gather(*map(on_rank, node.each_rank()), return_exceptions=True):
         if failure is not None:
             raise failure
-
-
-async def _release_on_rank(transport: Transport, node: Node, body: Json, headers: Headers, timeouts: Timeouts) -> None:
-    request = HttpRequest("POST", node.url + Endpoint.COMPLETIONS, headers, outgoing_body(body))
-    response = await transport.send(request, timeouts)
-    try:
-        await raise_for_status(response)
-        await response.read(FAULT_BODY_BYTES)
-    finally:
-        await response.aclose()
 
 
 async def _post(
     transport: Transport, node: Node, endpoint: Endpoint, body: Json, headers: Headers, timeouts: Timeouts
 ) -> HttpResponse:
-    request = HttpRequest("POST", node.url + endpoint, leg_headers(headers), outgoing_body(body))
-    return await transport.send(request, timeouts)
+    own = ("content-type", "accept", "accept-encoding")
+    kept = tuple((name, value) for name, value in headers if name not in own)
+    leg_headers = (*kept, ("content-type", "application/json"), ("accept-encoding", "identity"))
+    return await transport.send(HttpRequest("POST", node.url + endpoint, leg_headers, outgoing_body(body)), timeouts)
 
 
 def outgoing_body(body: object) -> bytes:
     """The bytes of a leg's body: ASCII, so that lone surrogates of a client's text survive."""
     return json.dumps(body, separators=(",", ":")).encode("ascii")
-
-
-def leg_headers(headers: Headers) -> Headers:
-    """A client's headers with what the leg's own body needs."""
-    own = ("content-type", "accept", "accept-encoding")
-    kept = tuple((name, value) for name, value in headers if name not in own)
-    return (*kept, ("content-type", "application/json"), ("accept-encoding", "identity"))
 
 
 async def raise_for_status(response: HttpResponse) -> HttpResponse:

@@ -1,10 +1,13 @@
 """What is recorded of a request at its end: its outcome, its log line, its usage."""
 
+import asyncio
 import logging
 from collections.abc import Callable
 
+from pdproxy.errors import ClientError
 from pdproxy.observe.labels import Outcome, Phase, Tokens
 from pdproxy.observe.logs import request_ended
+from pdproxy.orchestration.client_errors import UpstreamErrorResponse
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.in_flight import Route, Timeline
 from pdproxy.orchestration.resources import BackgroundTasks, HandOver
@@ -36,14 +39,23 @@ class RequestLog:
         timeline.end()
         self._context.in_flight.end(request, outcome)
         self._context.metrics.request_ended(request.endpoint, outcome)
-        facts = {"endpoint": request.endpoint.value, "model": request.model[:_LONGEST_MODEL], **_nodes(timeline)}
+        nodes = {"prefill_node": timeline.nodes.get(Phase.PREFILL), "decode_node": timeline.nodes.get(Phase.HANDOVER)}
+        facts = {"endpoint": request.endpoint.value, "model": request.model[:_LONGEST_MODEL]}
+        facts |= {field: node for field, node in nodes.items() if node is not None}
         request_ended(_log, outcome, request.request_id, timeline.took, facts)
 
 
-def _nodes(timeline: Timeline) -> dict[str, str]:
-    """Prefill and decode node, as far as the request came."""
-    phases = {"prefill_node": Phase.PREFILL, "decode_node": Phase.HANDOVER}
-    return {name: timeline.nodes[phase] for name, phase in phases.items() if phase in timeline.nodes}
+def outcome_of(error: BaseException, left: Callable[[], bool]) -> Outcome:
+    """How a request ended that raised an error."""
+    match error:
+        case ClientError(status=status):
+            return status_outcome(status)
+        case UpstreamErrorResponse(response=response):
+            return status_outcome(response.status)
+        case asyncio.CancelledError():
+            return cancelled_outcome(left)
+        case _:
+            return Outcome.FAILED
 
 
 def cancelled_outcome(left: Callable[[], bool]) -> Outcome:
@@ -51,8 +63,10 @@ def cancelled_outcome(left: Callable[[], bool]) -> Outcome:
     return Outcome.CLIENT_GONE if left() else Outcome.FAILED
 
 
-def error_outcome(status: int) -> Outcome:
-    """The outcome of a request that was answered with an error status."""
+def status_outcome(status: int) -> Outcome:
+    """The outcome of a request that was answered with this status."""
+    if status < 400:
+        return Outcome.OK
     return Outcome.CLIENT_ERROR if status < 500 and status != 429 else Outcome.FAILED
 
 
@@ -67,19 +81,17 @@ def record_usage(
 
     A hand-over that was not read is released.
     """
-    recomputed = hand_over is not None and usage.recomputed
+    route, cached = Route.LOCAL, usage.cached
+    if hand_over is not None:
+        route = Route.RECOMPUTED if usage.recomputed else Route.DISAGGREGATED
+        cached = usage.cached if usage.recomputed else hand_over.answer.cached_tokens
     context.metrics.tokens(Tokens.PROMPT, usage.prompt or 0)
     context.metrics.tokens(Tokens.COMPLETION, usage.completion or 0)
-    if hand_over is None:
-        route, cached = Route.LOCAL, usage.cached
-    elif recomputed:
-        route, cached = Route.RECOMPUTED, usage.cached
-    else:
-        route, cached = Route.DISAGGREGATED, hand_over.answer.cached_tokens
     context.metrics.tokens(Tokens.CACHED, cached or 0)
     context.in_flight.cache_stats.count(route, usage.prompt or 0, cached or 0)
-    if hand_over is not None and recomputed:
-        context.metrics.recomputed()
-        _log.warning("request %s: the decode node computed the prompt again", sub_request.name)
-        background_tasks.release(hand_over.node, sub_request.request.model, hand_over.hand_over_id, sub_request.headers)
-    return recomputed
+    if hand_over is None or route is not Route.RECOMPUTED:
+        return False
+    context.metrics.recomputed()
+    _log.warning("request %s: the decode node computed the prompt again", sub_request.name)
+    background_tasks.release(hand_over.node, sub_request.request.model, hand_over.hand_over_id, sub_request.headers)
+    return True

@@ -1,7 +1,6 @@
 """Answers that are not streamed: of one prompt, or of several merged into one."""
 
 import asyncio
-import dataclasses
 import functools
 import json
 from collections.abc import Callable, Coroutine, Sequence
@@ -9,9 +8,9 @@ from typing import TypeVar
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.legs.calls import ANSWER_BYTES, json_object
-from pdproxy.orchestration.upstream import UpstreamBody, UpstreamRequest
+from pdproxy.orchestration.upstream import UpstreamRequest
 from pdproxy.request import Endpoint, Json
-from pdproxy.stream.chunks import rewrite_answer
+from pdproxy.stream.chunks import choices_of, rewrite_answer
 from pdproxy.transport.port import HttpResponse
 from pdproxy.usage import read_usage, sum_usage
 
@@ -26,19 +25,6 @@ REQUIRED_FIELD = {
 """The list that every answer must have."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class BufferedAnswer:
-    """A node's answer as the client may see it.
-
-    Attributes:
-        body: its bytes, untouched where nothing had to be changed.
-        answer: the same, parsed.
-    """
-
-    body: bytes
-    answer: dict[str, object]
-
-
 async def buffered_body(upstreams: Sequence[UpstreamRequest], width: int) -> bytes:
     """The body for the client; at most ``width`` prompts are answered at once. Closes all upstreams, on every exit.
 
@@ -47,17 +33,18 @@ async def buffered_body(upstreams: Sequence[UpstreamRequest], width: int) -> byt
         UpstreamErrorResponse: likewise.
     """
     if len(upstreams) == 1:
-        return (await read_buffered(upstreams[0])).body
-    answers = await gather_bounded([functools.partial(read_buffered, upstream) for upstream in upstreams], width)
-    return _encode(merge_answers([each.answer for each in answers]))
+        return (await _answer(upstreams[0]))[0]
+    answers = await gather_bounded([functools.partial(_answer, upstream) for upstream in upstreams], width)
+    return _encode(merge_answers([answer for _, answer in answers]))
 
 
-async def read_buffered(upstream: UpstreamRequest) -> BufferedAnswer:
-    """The answer to one prompt; closes the upstream, on every exit. Raises as `UpstreamRequest.start`."""
+async def _answer(upstream: UpstreamRequest) -> tuple[bytes, dict[str, object]]:
+    """The answer to one prompt, as bytes (the node's own where nothing had to be changed) and parsed."""
     sub_request = upstream.sub_request
     try:
         raw, answer = await upstream.start(
-            UpstreamBody(sub_request.body, sub_request.shape.additions),
+            sub_request.body,
+            sub_request.shape.additions,
             functools.partial(_read, REQUIRED_FIELD[sub_request.endpoint]),
         )
         usage = read_usage(answer.get("usage"))
@@ -67,7 +54,7 @@ async def read_buffered(upstream: UpstreamRequest) -> BufferedAnswer:
         await upstream.aclose()
     cached = None if upstream.hand_over is None or upstream.recomputed else upstream.hand_over.answer.cached_tokens
     seen = rewrite_answer(sub_request.endpoint, answer, cached)
-    return BufferedAnswer(raw if seen == answer else _encode(seen), seen)
+    return raw if seen == answer else _encode(seen), seen
 
 
 async def _read(required_field: str, response: HttpResponse) -> tuple[bytes, dict[str, object]]:
@@ -113,12 +100,6 @@ def merge_answers(answers: Sequence[Json]) -> dict[str, object]:
     if "metrics" in merged:
         merged["metrics"] = None
     return merged
-
-
-def choices_of(answer: Json) -> list[dict[str, object]]:
-    """The choices of an answer or of an event's payload."""
-    choices = answer.get("choices")
-    return [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
 
 
 def _encode(answer: Json) -> bytes:

@@ -63,13 +63,8 @@ class OrchestrationConfig:
         return _within(self.release, self.connect, self.release, self.release)
 
 
-def _within(remaining_seconds: float, connect: float, headers: float, stall: float) -> Timeouts:
-    return Timeouts(
-        min(connect, remaining_seconds),
-        min(headers, remaining_seconds),
-        min(stall, remaining_seconds),
-        whole=remaining_seconds,
-    )
+def _within(seconds: float, connect: float, headers: float, stall: float) -> Timeouts:
+    return Timeouts(min(connect, seconds), min(headers, seconds), min(stall, seconds), whole=seconds)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,9 +72,6 @@ class OrchestrationContext:
     """Dependencies of the orchestration.
 
     Attributes:
-        transport: to the nodes.
-        pool: membership, load and circuits of the nodes.
-        clock: monotonic time.
         in_flight: for the operator's page.
         new_hand_over_id: must return unguessable ids.
         tie_breaker: counts plans, so that equally loaded nodes take turns.

@@ -1,19 +1,18 @@
 """The streams of several prompts as one stream, as a node gives it to a list of prompts."""
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Sequence
 
 from pdproxy.errors import ClientError, NodeFault
 from pdproxy.observe.labels import Outcome
-from pdproxy.orchestration.buffered import cancel_all, choices_of
+from pdproxy.orchestration.buffered import cancel_all
 from pdproxy.orchestration.client_errors import UpstreamErrorResponse, error_event
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.relay import Relay
 from pdproxy.orchestration.upstream import UpstreamRequest
 from pdproxy.request import Endpoint
 from pdproxy.response import ResponseStream
-from pdproxy.stream.chunks import DONE, DONE_EVENT, HEAD, data_event, parse_object
+from pdproxy.stream.chunks import DONE, DONE_EVENT, HEAD, choices_of, data_event, parse_object
 from pdproxy.stream.sse import SseParser
 from pdproxy.usage import sum_usage
 
@@ -67,24 +66,12 @@ class StreamMerge:
         return data_event(payload)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Piece:
-    """Something of one prompt's stream: bytes, how it ended, or what it raised."""
-
-    prompt: int
-    data: bytes = b""
-    ended: Outcome | None = None
-    raised: Exception | None = None
+_Piece = tuple[int, bytes | Outcome | Exception | None]
+"""The number of a prompt with bytes of its stream, with how that ended, or with what it raised."""
 
 
 class FanOut(ResponseStream):
-    """Runs a `Relay` for each prompt and merges their streams. The holder must `aclose` it, on every exit.
-
-    Args:
-        context: dependencies.
-        upstreams: one for each prompt, in order.
-        on_finished: called once with the outcome.
-    """
+    """Runs a `Relay` for each prompt and merges their streams. The holder must `aclose` it, on every exit."""
 
     def __init__(
         self,
@@ -105,12 +92,7 @@ class FanOut(ResponseStream):
         """How it ended; None while it goes on."""
 
     async def start(self) -> None:
-        """Start all, and wait for the first event of any.
-
-        Raises:
-            ClientError: one could not begin.
-            UpstreamErrorResponse: a node's own error goes to the client.
-        """
+        """Start all, and wait for the first event of any; raises as `UpstreamRequest.start`, for any of them."""
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._pump(index, relay)) for index, relay in enumerate(self._relays)]
         while not self._ready and self.outcome is None:
@@ -139,12 +121,13 @@ class FanOut(ResponseStream):
             return error_event(Endpoint.COMPLETIONS, shown)
 
     def _take(self, piece: _Piece) -> bytes:
-        if piece.raised is not None:
-            raise piece.raised
-        if piece.ended is None:
-            return self._merged(piece)
+        prompt, content = piece
+        if isinstance(content, Exception):
+            raise content
+        if isinstance(content, bytes):
+            return self._merged(prompt, content)
         self._running -= 1
-        if piece.ended is not Outcome.OK:
+        if content is not Outcome.OK:
             self.outcome = Outcome.FAILED
             return DONE_EVENT
         if self._running:
@@ -152,9 +135,9 @@ class FanOut(ResponseStream):
         self.outcome = Outcome.OK
         return self._merge.ending()
 
-    def _merged(self, piece: _Piece) -> bytes:
+    def _merged(self, prompt: int, data: bytes) -> bytes:
         try:
-            return self._merge.take(piece.prompt, piece.data)
+            return self._merge.take(prompt, data)
         except NodeFault as fault:
             raise ClientError(502, "A node's answer could not be understood.", code="stream_broken") from fault
 
@@ -163,10 +146,10 @@ class FanOut(ResponseStream):
             try:
                 await relay.start()
                 async for data in relay:
-                    await self._queue.put(_Piece(index, data))
-                await self._queue.put(_Piece(index, ended=relay.outcome))
+                    await self._queue.put((index, data))
+                await self._queue.put((index, relay.outcome))
             except Exception as error:  # a bug too: the reader of the queue must not wait for ever
-                await self._queue.put(_Piece(index, raised=error))
+                await self._queue.put((index, error))
                 raise
             finally:
                 await relay.aclose()

@@ -1,15 +1,14 @@
 """Requests that the proxy does not understand: one node answers, byte for byte."""
 
-import asyncio
 import dataclasses
 from collections.abc import Callable
 
-from pdproxy.errors import ClientError, NodeFault
+from pdproxy.errors import NodeFault
 from pdproxy.failures import COUNTED_AT_ONCE, Moment, Step
 from pdproxy.legs.calls import ANSWER_BYTES
 from pdproxy.nodes.node import Node, Role
-from pdproxy.observe.labels import Leg, Outcome
-from pdproxy.orchestration.access_log import cancelled_outcome, error_outcome
+from pdproxy.observe.labels import Leg
+from pdproxy.orchestration.access_log import outcome_of, status_outcome
 from pdproxy.orchestration.client_errors import final_error, remaining_seconds, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.node_picker import RetryState
@@ -26,11 +25,9 @@ class ForwardRequest:
     """A request that one node answers.
 
     Attributes:
-        method: as the client sent it.
         path: with its query string; intake has checked that it is allowed.
         headers: the client's end-to-end headers.
-        body: as it came.
-        model: which pool; "" for any.
+        model: "" for any.
         deadline: monotonic seconds by which the whole request must have ended.
         left: whether the client has disconnected.
     """
@@ -50,20 +47,13 @@ async def forward(context: OrchestrationContext, request: ForwardRequest) -> Pro
     Raises:
         ClientError: no such model, no node, too late, or the node failed.
     """
-    outcome = Outcome.FAILED
     try:
         response = await _forward(context, request)
-        outcome = Outcome.OK if response.status < 400 else error_outcome(response.status)
-    except ClientError as error:
-        outcome = error_outcome(error.status)
+    except BaseException as error:
+        context.metrics.request_ended(None, outcome_of(error, request.left))
         raise
-    except asyncio.CancelledError:
-        outcome = cancelled_outcome(request.left)
-        raise
-    else:
-        return response
-    finally:
-        context.metrics.request_ended(None, outcome)
+    context.metrics.request_ended(None, status_outcome(response.status))
+    return response
 
 
 async def _forward(context: OrchestrationContext, request: ForwardRequest) -> ProxyResponse:

@@ -12,6 +12,12 @@ from pdproxy.observe.labels import Leg, Outcome, Phase
 from pdproxy.observe.metrics import Metrics
 from pdproxy.request import ClientRequest
 
+MAX_SHOWN = 65536
+"""Requests in flight that are kept; the oldest are dropped first. Admission keeps their number far below."""
+MAX_FAILURES = 20
+"""Failures that are kept."""
+_AFTER_FIRST_BYTE = frozenset({Phase.DECODE, Phase.TOTAL})
+
 
 class Timeline:
     """The phases of one request, one after the other, from the plan on; one that is entered again adds to its time.
@@ -54,9 +60,8 @@ class Timeline:
         """The request has ended; put the phases on the metrics that `first_byte` could not know."""
         self.enter(self.now)
         self.took[Phase.TOTAL] = self._entered - self.start
-        self._metrics.phase_took(Phase.TOTAL, self.took[Phase.TOTAL])
-        if Phase.DECODE in self.took:
-            self._metrics.phase_took(Phase.DECODE, self.took[Phase.DECODE])
+        for phase in _AFTER_FIRST_BYTE & self.took.keys():
+            self._metrics.phase_took(phase, self.took[phase])
 
     def so_far(self, phase: Phase) -> float:
         """Seconds spent in a phase until now."""
@@ -67,9 +72,6 @@ class Timeline:
         """The value of `Server-Timing`, in milliseconds, of the phases up to the first byte."""
         phases = ((phase, seconds) for phase, seconds in self.took.items() if phase not in _AFTER_FIRST_BYTE)
         return ", ".join(f"{phase};dur={seconds * 1000:.1f}" for phase, seconds in phases)
-
-
-_AFTER_FIRST_BYTE = frozenset({Phase.DECODE, Phase.TOTAL})
 
 
 class Route(enum.StrEnum):
@@ -106,12 +108,6 @@ class CacheStats:
         sums.cached_tokens += cached_tokens
 
 
-MAX_SHOWN = 65536
-"""Requests in flight that are kept; the oldest are dropped first. Admission keeps their number far below."""
-MAX_FAILURES = 20
-"""Failures that are kept."""
-
-
 @dataclasses.dataclass(slots=True, eq=False)
 class InFlightRequest:
     """One client request; it has an `outcome` once it has ended."""
@@ -141,7 +137,7 @@ class LegFailure:
 
 
 class InFlightRequests:
-    """All requests in flight; every change is O(1)."""
+    """All requests in flight; every change is O(1). Clients choose ids, so requests are known by their objects."""
 
     def __init__(self) -> None:
         self._requests: dict[int, InFlightRequest] = {}
@@ -153,7 +149,7 @@ class InFlightRequests:
         return len(self._requests)
 
     def begin(self, request: ClientRequest, timeline: Timeline) -> None:
-        """A request is in flight until `end`. Clients choose ids, so two may have the same: the object is the key."""
+        """A request is in flight until `end`."""
         if len(self._requests) >= MAX_SHOWN:
             del self._requests[next(iter(self._requests))]
         self._requests[id(request)] = InFlightRequest(request, timeline)

@@ -1,13 +1,11 @@
 """Answers client requests with the nodes of the pool: the entry from intake, and the headers of the answer."""
 
-import asyncio
 from collections.abc import Sequence
 
-from pdproxy.errors import ClientError
 from pdproxy.legs.parse import split
 from pdproxy.legs.shape import shape
 from pdproxy.observe.labels import Outcome
-from pdproxy.orchestration.access_log import RequestLog, error_outcome
+from pdproxy.orchestration.access_log import RequestLog, outcome_of
 from pdproxy.orchestration.buffered import buffered_body
 from pdproxy.orchestration.client_errors import UpstreamErrorResponse
 from pdproxy.orchestration.context import OrchestrationContext
@@ -27,9 +25,9 @@ _STREAM_HEADERS = (("content-type", "text/event-stream; charset=utf-8"), ("cache
 class Orchestrator:
     """Answers requests with the nodes of the pool."""
 
-    def __init__(self, context: OrchestrationContext) -> None:
+    def __init__(self, context: OrchestrationContext, background_tasks: BackgroundTasks) -> None:
         self._context = context
-        self._background_tasks = BackgroundTasks(context)
+        self._background_tasks = background_tasks
 
     async def answer(self, request: ClientRequest) -> ProxyResponse:
         """The response to a request for a generating endpoint.
@@ -44,19 +42,12 @@ class Orchestrator:
         log = RequestLog(self._context, request)
         try:
             return await self._answer(request, log)
-        except UpstreamErrorResponse as error:
-            log.end(error_outcome(error.response.status))
+        except BaseException as error:
+            log.end(outcome_of(error, request.left))
+            if not isinstance(error, UpstreamErrorResponse):
+                raise
             own = error.response
             return ProxyResponse(own.status, (*own.headers, *_own_headers(request, log.timeline)), own.body)
-        except ClientError as error:
-            log.end(error_outcome(error.status))
-            raise
-        except asyncio.CancelledError:
-            log.end(Outcome.CLIENT_GONE)
-            raise
-        except BaseException:
-            log.end(Outcome.FAILED)
-            raise
 
     async def forward(self, request: ForwardRequest) -> ProxyResponse:
         """The response of one suitable node to a request that the proxy does not understand (embeddings, tokenize, …).
@@ -66,15 +57,6 @@ class Orchestrator:
         """
         return await forward(self._context, request)
 
-    @property
-    def background_tasks(self) -> int:
-        """Releases under way."""
-        return len(self._background_tasks)
-
-    async def aclose(self) -> None:
-        """Wait, within the release deadline, for the releases that are still under way."""
-        await self._background_tasks.aclose()
-
     async def _answer(self, request: ClientRequest, log: RequestLog) -> ProxyResponse:
         upstreams = self._upstreams(request, log)
         if request.stream:
@@ -82,18 +64,14 @@ class Orchestrator:
         body = await buffered_body(upstreams, self._context.config.fan_out)
         log.timeline.first_byte()
         log.end(Outcome.OK)
-        return ProxyResponse(
-            200, (_JSON_HEADER, *_own_headers(request, log.timeline), *_route_headers(upstreams)), body
-        )
+        headers = (_JSON_HEADER, *_own_headers(request, log.timeline), *_route_headers(upstreams))
+        return ProxyResponse(200, headers, body)
 
     async def _streamed(
         self, request: ClientRequest, log: RequestLog, upstreams: list[UpstreamRequest]
     ) -> ProxyResponse:
-        stream: Relay | FanOut
-        if len(upstreams) == 1:
-            stream = Relay(self._context, upstreams[0], log.end)
-        else:
-            stream = FanOut(self._context, upstreams, log.end)
+        single = len(upstreams) == 1
+        stream = Relay(self._context, upstreams[0], log.end) if single else FanOut(self._context, upstreams, log.end)
         try:
             await stream.start()
         except BaseException:
@@ -105,22 +83,15 @@ class Orchestrator:
 
     def _upstreams(self, request: ClientRequest, log: RequestLog) -> list[UpstreamRequest]:
         """One for each prompt; the first one's phases stand for the request's."""
-        context, sub_requests = self._context, _sub_requests(request)
-        others = (Timeline(context.clock, context.metrics, log.timeline.start) for _ in sub_requests[1:])
-        return [
-            UpstreamRequest(context, self._background_tasks, sub_request, timeline)
-            for sub_request, timeline in zip(sub_requests, (log.timeline, *others), strict=True)
-        ]
-
-
-def _sub_requests(request: ClientRequest) -> list[SubRequest]:
-    """One for each prompt."""
-    endpoint = request.endpoint
-    bodies = split(endpoint, request.body)
-    if len(bodies) == 1:
-        return [SubRequest(request, bodies[0], shape(endpoint, bodies[0]), request.request_id)]
-    names = (f"{request.request_id}-{index}" for index in range(len(bodies)))
-    return [SubRequest(request, body, shape(endpoint, body), name) for body, name in zip(bodies, names, strict=True)]
+        context, endpoint, name = self._context, request.endpoint, request.request_id
+        bodies = split(endpoint, request.body)
+        upstreams = []
+        for index, body in enumerate(bodies):
+            timeline = Timeline(context.clock, context.metrics, request.arrived) if index else log.timeline
+            own_name = f"{name}-{index}" if len(bodies) > 1 else name
+            sub_request = SubRequest(request, body, shape(endpoint, body), own_name)
+            upstreams.append(UpstreamRequest(context, self._background_tasks, sub_request, timeline))
+        return upstreams
 
 
 def _own_headers(request: ClientRequest, timeline: Timeline) -> Headers:

@@ -19,7 +19,7 @@ from pdproxy.orchestration.client_errors import (
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.decode_stream import DecodeStream, UsageEventFilter
 from pdproxy.orchestration.resources import node_down_fault
-from pdproxy.orchestration.upstream import UpstreamBody, UpstreamRequest
+from pdproxy.orchestration.upstream import UpstreamRequest
 from pdproxy.request import Addition, Endpoint, Json, SubRequest
 from pdproxy.response import ResponseStream, Sink
 from pdproxy.stream.choice_state import NotContinuable
@@ -31,13 +31,7 @@ PROGRESS_SECONDS = 0.5
 
 
 class Relay(ResponseStream):
-    """The stream of one prompt, once `start` has returned. The holder must `aclose` it.
-
-    Args:
-        context: dependencies.
-        upstream: the prompt's; the relay closes it.
-        on_finished: called with the outcome; more than once if `aclose` is.
-    """
+    """The stream of one prompt, once `start` has returned. The holder must `aclose` it, which closes ``upstream``."""
 
     def __init__(
         self, context: OrchestrationContext, upstream: UpstreamRequest, on_finished: Callable[[Outcome], None]
@@ -47,6 +41,7 @@ class Relay(ResponseStream):
         self._upstream = upstream
         self._sub_request = upstream.sub_request
         self._on_finished = on_finished
+        self._adds_usage = _adds_usage(upstream.sub_request)
         self._transcript = Transcript(upstream.sub_request.endpoint, upstream.sub_request.shape)
         self._decode_stream: DecodeStream | None = None
         self._leaving = asyncio.Event()
@@ -60,8 +55,7 @@ class Relay(ResponseStream):
     async def start(self) -> None:
         """Wait for the first event; raises as `UpstreamRequest.start`."""
         self._context.metrics.continuable(self._sub_request.shape.not_continuable)
-        self._ready = await self._upstream.start(self._body_for(self._sub_request.body), self._read_first_event)
-        self._upstream.resources.slot.on_node_down(self._on_node_down)
+        self._ready = await self._start_on_node(self._sub_request.body)
         self.outcome = Outcome.CLIENT_GONE
 
     async def pipe_to(self, sink: Sink) -> None:
@@ -85,15 +79,19 @@ class Relay(ResponseStream):
             if self.outcome is not None:
                 self._on_finished(self.outcome)
 
-    def _body_for(self, body: Json) -> UpstreamBody:
-        usage = frozenset({Addition.USAGE}) if _adds_usage(self._sub_request) else frozenset()
-        return UpstreamBody(body, self._sub_request.shape.additions | usage)
+    async def _start_on_node(self, body: Json) -> bytes:
+        additions = self._sub_request.shape.additions
+        if self._adds_usage:
+            additions |= {Addition.USAGE}
+        first_event = await self._upstream.start(body, additions, self._read_first_event)
+        self._upstream.resources.slot.on_node_down(self._on_node_down)
+        return first_event
 
     async def _read_first_event(self, response: HttpResponse) -> bytes:
         hand_over = self._upstream.hand_over
         if not self._transcript.started and hand_over is not None:
             self._transcript.cached_tokens = hand_over.answer.cached_tokens
-        usage_filter = UsageEventFilter() if _adds_usage(self._sub_request) else None
+        usage_filter = UsageEventFilter() if self._adds_usage else None
         decode_stream = DecodeStream(response, self._transcript, hand_over is not None, usage_filter)
         read_first = await decode_stream.read_first()
         self._decode_stream = decode_stream
@@ -164,22 +162,21 @@ class Relay(ResponseStream):
         try:
             body = self._remaining_body()
             await self._upstream.leave_node()
-            first_event = await self._upstream.start(body, self._read_first_event)
-            self._upstream.resources.slot.on_node_down(self._on_node_down)
+            first_event = await self._start_on_node(body)
         except (ClientError, UpstreamErrorResponse, NotContinuable) as error:
             self._context.metrics.migrated(Migration.FAILED)
             return await self._fail(error)
         self._context.metrics.migrated(Migration.DONE)
         return first_event
 
-    def _remaining_body(self) -> UpstreamBody:
+    def _remaining_body(self) -> Json:
         """What is still to be generated, as a request."""
         if not self._transcript.started:
             self._transcript.restart()
-            return self._body_for(self._sub_request.body)
+            return self._sub_request.body
         continuation = self._transcript.continuation()
         self._transcript.resume()
-        return self._body_for(continuation_body(self._sub_request.endpoint, self._sub_request.body, continuation))
+        return continuation_body(self._sub_request.endpoint, self._sub_request.body, continuation)
 
     def _can_move(self) -> bool:
         return self._migrations_left > 0 and self._continuable()

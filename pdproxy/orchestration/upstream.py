@@ -3,7 +3,6 @@
 Everything that it holds meanwhile is in `HeldResources`: `aclose` gives it back, whenever it is called.
 """
 
-import dataclasses
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -37,19 +36,6 @@ _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class UpstreamBody:
-    """What goes to the nodes.
-
-    Attributes:
-        body: the client's, or its continuation.
-        additions: what the decode leg asks for on top.
-    """
-
-    body: Json
-    additions: frozenset[Addition]
-
-
 class UpstreamRequest:
     """A sub-request on its way through the nodes. The holder must `aclose` it, on every exit.
 
@@ -81,8 +67,15 @@ class UpstreamRequest:
         self.recomputed = False
         self.node_name = ""
 
-    async def start(self, body: UpstreamBody, read_answer: Callable[[HttpResponse], Awaitable[Result]]) -> Result:
-        """Send a request, or its continuation, through prefill and decode; what ``read_answer`` makes of the answer.
+    async def start(
+        self, body: Json, additions: frozenset[Addition], read_answer: Callable[[HttpResponse], Awaitable[Result]]
+    ) -> Result:
+        """Send a body through prefill and decode; what ``read_answer`` makes of the answer.
+
+        Args:
+            body: the client's, or its continuation.
+            additions: for the decode leg.
+            read_answer: what it raises as a `NodeFault` is a fault of the decode leg.
 
         Raises:
             ClientError: every retry failed, or none is left.
@@ -90,14 +83,17 @@ class UpstreamRequest:
         """
         self._retry_state = RetryState(self._context)
         self._node_picker.reset()
-        node = await self._plan_and_prefill(body.body)
+        node = await self._plan_and_prefill(body)
         while True:
             try:
-                return await self._decode_on(node, body, read_answer)
+                ticket = None if self.hand_over is None else self.hand_over.answer.ticket
+                return await self._decode_on(
+                    node, decode_body(self.sub_request.endpoint, body, ticket, additions), read_answer
+                )
             except NodeFault as raised:
                 fault = as_client_fault(raised)
             await self.resources.close_decode_leg()
-            node = await self._next_decode_node(self._next_step(Leg.DECODE, node, fault), fault, body.body)
+            node = await self._next_decode_node(self._next_step(Leg.DECODE, node, fault), fault, body)
 
     async def _next_decode_node(self, step: Step, fault: NodeFault, body: Json) -> Node:
         """The decode node for the next try."""
@@ -168,11 +164,9 @@ class UpstreamRequest:
         return HandOver(hand_over_id, node, answer, context.clock.now())
 
     async def _decode_on(
-        self, node: Node, body: UpstreamBody, read_answer: Callable[[HttpResponse], Awaitable[Result]]
+        self, node: Node, leg: Json, read_answer: Callable[[HttpResponse], Awaitable[Result]]
     ) -> Result:
         sub_request, context = self.sub_request, self._context
-        ticket = None if self.hand_over is None else self.hand_over.answer.ticket
-        leg = decode_body(sub_request.endpoint, body.body, ticket, body.additions)
         timeouts = context.config.decode_timeouts(self.remaining_seconds())
         self._timeline.enter(Phase.HANDOVER, node.name)
         try:

@@ -3,13 +3,14 @@
 import dataclasses
 import json
 import re
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.request import Endpoint, NotContinuableReason
+from pdproxy.request import Endpoint, Json, NotContinuableReason
 from pdproxy.stream.sse import Event
 from pdproxy.usage import with_cached_tokens
 
+Kind = TypeVar("Kind")
 DONE = b"[DONE]"
 """The data of the last event of completions and chat."""
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -41,6 +42,12 @@ def parse_object(data: bytes) -> dict[str, object]:
     if not isinstance(value, dict):
         raise NodeFault(Fault.INVALID_BODY, "an event of the stream is not a JSON object")
     return value
+
+
+def choices_of(payload: Json) -> list[dict[str, object]]:
+    """The choices of an answer or of an event's payload."""
+    choices = payload.get("choices")
+    return [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
 
 
 def data_event(payload: object, name: bytes = b"") -> bytes:
@@ -96,46 +103,36 @@ class ChunkChoice:
         raw: the entry.
         content: the mapping that holds its text: of chat the delta, of completions the entry itself.
         key: the text's key in ``content``.
+        parsed: what a node's parser made of the text.
     """
 
     raw: dict[str, object]
     content: dict[str, object]
     key: str
+    index: int
+    text: str
+    token_ids: list[int] | None
+    finish: str | None
+    logprobs: dict[str, object] | None
+    parsed: NotContinuableReason | None
 
-    @property
-    def index(self) -> int:
-        index = self.raw.get("index")
-        return index if isinstance(index, int) else 0
-
-    @property
-    def text(self) -> str:
-        text = self.content.get(self.key)
-        return text if isinstance(text, str) else ""
-
-    def put_text(self, text: str) -> None:
-        """Replace the text, where there is any."""
-        if self.key in self.content:
-            self.content[self.key] = text
-
-    @property
-    def token_ids(self) -> list[int] | None:
-        ids = self.raw.get("token_ids")
-        return ids if isinstance(ids, list) else None
-
-    @property
-    def finish(self) -> str | None:
-        finish = self.raw.get("finish_reason")
-        return finish if isinstance(finish, str) else None
-
-    @property
-    def logprobs(self) -> dict[str, object] | None:
-        logprobs = self.raw.get("logprobs")
-        return logprobs if isinstance(logprobs, dict) else None
-
-    @property
-    def parsed(self) -> NotContinuableReason | None:
-        """What a parser made of the text: reasoning, tool calls."""
-        return next((reason for key, reason in PARSED.items() if self.content.get(key)), None)
+    @classmethod
+    def read(cls, endpoint: Endpoint, raw: dict[str, object]) -> "ChunkChoice":
+        """The meaning of an entry; fields of a wrong type count as missing."""
+        content, key = raw, "text"
+        if endpoint is not Endpoint.COMPLETIONS:
+            content, key = _typed(raw.get("delta"), dict) or {}, "content"
+        return cls(
+            raw,
+            content,
+            key,
+            index=_typed(raw.get("index"), int) or 0,
+            text=_typed(content.get(key), str) or "",
+            token_ids=_typed(raw.get("token_ids"), list),
+            finish=_typed(raw.get("finish_reason"), str),
+            logprobs=_typed(raw.get("logprobs"), dict),
+            parsed=next((reason for field, reason in PARSED.items() if content.get(field)), None),
+        )
 
     @property
     def has_output(self) -> bool:
@@ -147,6 +144,11 @@ class ChunkChoice:
         """Nothing but token ids."""
         return not self.content and self.finish is None and self.logprobs is None
 
+    def put_text(self, text: str) -> None:
+        """Replace the text, where there is any."""
+        if self.key in self.content:
+            self.content[self.key] = text
+
     def shift_offsets(self, base: int) -> int:
         """Move the text offsets of log-probabilities by ``base``; where the next token's text begins, 0 if unknown."""
         logprobs: dict[str, object] = self.logprobs or {}
@@ -157,14 +159,16 @@ class ChunkChoice:
         return int(offsets[-1]) + base + len(str(tokens[-1]))
 
 
+def _typed(value: object, kind: type[Kind]) -> Kind | None:
+    return value if isinstance(value, kind) else None
+
+
 class Chunk:
     """The payload of one data event of completions or chat. Changing it changes what `encode` gives."""
 
     def __init__(self, endpoint: Endpoint, payload: dict[str, object]) -> None:
         self.payload = payload
-        listed = payload.get("choices")
-        raw = [choice for choice in listed if isinstance(choice, dict)] if isinstance(listed, list) else []
-        self.choices = [_choice(endpoint, choice) for choice in raw]
+        self.choices = [ChunkChoice.read(endpoint, raw) for raw in choices_of(payload)]
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...] | None:
@@ -180,8 +184,7 @@ class Chunk:
 
     @property
     def usage(self) -> dict[str, object] | None:
-        usage = self.payload.get("usage")
-        return usage if isinstance(usage, dict) else None
+        return _typed(self.payload.get("usage"), dict)
 
     def adopt(self, first: "Chunk") -> None:
         """Become part of the answer that began with ``first``: take its id, and drop what only a first event has."""
@@ -203,13 +206,6 @@ class Chunk:
         """A final usage event of the answer that this chunk belongs to."""
         kept = {key: value for key, value in self.payload.items() if key in HEAD}
         return data_event({**kept, "choices": [], "usage": usage})
-
-
-def _choice(endpoint: Endpoint, raw: dict[str, object]) -> ChunkChoice:
-    if endpoint is Endpoint.COMPLETIONS:
-        return ChunkChoice(raw, raw, "text")
-    delta = raw.get("delta")
-    return ChunkChoice(raw, delta if isinstance(delta, dict) else {}, "content")
 
 
 _WORD = rb'"[^"\\\x00-\x1f]*+"'
