@@ -35,11 +35,8 @@ class ClientRequest:
 
     Attributes:
         request_id: the client's ``x-request-id`` where it is usable, else one of ours.
-        endpoint: which API.
         body: the parsed JSON object, already scrubbed of what a client may not send.
         headers: what may be passed on to a node (end-to-end headers, no credentials unless configured).
-        model: the body's ``model``.
-        stream: whether the client wants server-sent events.
         priority: smaller is served first, as in vLLM.
         arrived: monotonic seconds.
         deadline: monotonic seconds by which the whole request must have ended.
@@ -84,11 +81,10 @@ class LocalReason(enum.StrEnum):
     SHORT_PROMPT = "short_prompt"
     """The prompt is shorter than ``policy.local_below_tokens``."""
     NO_PREFILL = "no_prefill"
-    """No prefill node takes requests now."""
     NO_PAIR = "no_pair"
-    """There are prefill and decode nodes, but no two of one cohort."""
+    """No prefill and decode node are of one cohort."""
     BARRED_PAIR = "barred_pair"
-    """There are pairs of one cohort, and all of them failed the known-answer test."""
+    """All pairs of one cohort failed the known-answer test."""
     PREFILL_FAILED = "prefill_failed"
     """The failure table chose to compute on the decode node."""
 
@@ -151,14 +147,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SubRequest:
-    """One prompt of a client's request.
-
-    Attributes:
-        request: the client's.
-        body: of one prompt.
-        shape: of ``body``.
-        name: the request id; with the prompt's number where there are several.
-    """
+    """One prompt of a client's request; ``name`` is the request id, with the prompt's number if there are several."""
 
     request: ClientRequest
     body: Json
@@ -167,7 +156,6 @@ class SubRequest:
 
     @property
     def endpoint(self) -> Endpoint:
-        """Which API."""
         return self.request.endpoint
 
     @property

@@ -10,9 +10,8 @@ from pdproxy.request import Headers
 Sink = Callable[[bytes], bool]
 """Takes a piece of a body, always. False: pass no more on, because the piece or the moment needs a decision.
 
-Most pieces of a stream need none. Passed on within the callback that read them from the node's socket, they cost no
-task switch and no chain of coroutines. What a sink raises is a bug: it ends the exchange that the piece came from, and
-is raised in the task that waits for that exchange.
+Most pieces of a stream need none: passed on within the callback that read them from the node's socket, they cost no
+task switch. What a sink raises is a bug: it ends the exchange that the piece came from.
 """
 
 SINK_EXTENSION = "pdproxy.http.sink"
@@ -65,13 +64,7 @@ class ResponseStream(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProxyResponse:
-    """A response for the client.
-
-    Attributes:
-        status: the HTTP status.
-        headers: lower-case names, `content-type` among them; no `content-length`.
-        body: whole, or a stream.
-    """
+    """A response for the client; ``headers`` have lower-case names and no `content-length`."""
 
     status: int
     headers: Headers

@@ -78,7 +78,7 @@ def state(desk: AdminContext) -> Mapping[str, object]:
         "nodes": [status(view, pool.bars).model_dump(mode="json") for view in pool.nodes],
         "on_the_way": len(desk.live),
         "requests": [_ride(ride) for ride in desk.live.newest(SHOWN)],
-        "hits": [{"way": route, **dataclasses.asdict(sums)} for route, sums in desk.live.cache_stats.by_route.items()],
+        "hits": [{"way": route, **dataclasses.asdict(sums)} for route, sums in desk.live.cache_stats.items()],
         "failures": [_failure(failure, now) for failure in desk.live.failures()],
     }
 

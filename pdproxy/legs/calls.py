@@ -53,11 +53,7 @@ async def prefill(
 
 
 def read_prefill(answer: Json) -> PrefillAnswer:
-    """The ticket in a prefill leg's answer.
-
-    Raises:
-        NodeFault: NO_TICKET.
-    """
+    """The ticket in a prefill leg's answer; without one, a NO_TICKET fault."""
     params = answer.get("kv_transfer_params")
     if not isinstance(params, dict) or not params:
         raise NodeFault(Fault.NO_TICKET, "the prefill answer carries no kv_transfer_params")
@@ -126,12 +122,7 @@ def outgoing_body(body: object) -> bytes:
 
 
 async def raise_for_status(response: HttpResponse) -> HttpResponse:
-    """The response if its status is 2xx; anything else is a fault, and the response is closed.
-
-    Raises:
-        NodeFault: CLIENT_ERROR, BUSY, SERVER_ERROR or INVALID_BODY (neither 2xx nor an error), with a bounded body;
-            or what reading it raised.
-    """
+    """The response if its status is 2xx; any other status is a fault with a bounded body, and closes the response."""
     if 200 <= response.status < 300:
         return response
     try:
@@ -162,11 +153,7 @@ async def _bounded(response: HttpResponse) -> bytes:
 
 
 async def read_answer(response: HttpResponse, limit: int = ANSWER_BYTES) -> dict[str, object]:
-    """A non-streamed answer, whole; closes the response.
-
-    Raises:
-        NodeFault: RESET, STALL, or INVALID_BODY where it is not a JSON object or longer than ``limit`` bytes.
-    """
+    """A non-streamed answer, whole; closes the response. No JSON object, or one over ``limit`` bytes: INVALID_BODY."""
     try:
         return json_object(await response.read(limit))
     finally:
@@ -174,11 +161,7 @@ async def read_answer(response: HttpResponse, limit: int = ANSWER_BYTES) -> dict
 
 
 def json_object(raw: bytes) -> dict[str, object]:
-    """A JSON object.
-
-    Raises:
-        NodeFault: INVALID_BODY.
-    """
+    """A JSON object; anything else is an INVALID_BODY fault."""
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError) as error:

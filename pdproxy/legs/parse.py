@@ -1,6 +1,7 @@
 """A request's bytes to bodies that may be planned: well-formed, without what a client may not send, one per prompt."""
 
 import json
+from collections.abc import Callable, Mapping
 from typing import TypeGuard
 
 from pdproxy.errors import ClientError
@@ -59,11 +60,7 @@ def _without(value: object) -> object:
 
 
 def check_values(raw: bytes) -> None:
-    """Refuse a body whose parsing would block the event loop for too long.
-
-    Raises:
-        ClientError: 413.
-    """
+    """Refuse a body with 413 whose parsing would block the event loop for too long."""
     if len(raw) > MOST_VALUES and raw.count(b",") > MOST_VALUES:
         why = f"The body holds more than the {MOST_VALUES} values that are served in one request: send several."
         raise ClientError(413, why, code="request_too_large")
@@ -86,22 +83,25 @@ def _no_constant(name: str) -> object:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _check_kinds(body: dict[str, object]) -> None:
-    for key in TOKEN_LIMITS:
-        value = body.get(key)
-        if value is not None and (not _is_int(value) or value < 0):
-            raise _bad(key, f"`{key}` must be a whole number, 0 or more.")
-    if body.get("stream") is not None and not isinstance(body["stream"], bool):
-        raise _bad("stream", "`stream` must be true or false.")
-    choices = body.get("n")
-    if choices is not None and (not _is_int(choices) or choices < 1):
-        raise _bad("n", "`n` must be a whole number, 1 or more.")
-    priority = body.get("priority")
-    if priority is not None and not _is_int(priority):
-        raise _bad("priority", "`priority` must be a whole number.")
-    options = body.get("stream_options")
-    if options is not None and not isinstance(options, dict):
-        raise _bad("stream_options", "`stream_options` must be an object.")
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_KINDS: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    **dict.fromkeys(TOKEN_LIMITS, (lambda value: _is_int(value) and value >= 0, "a whole number, 0 or more")),
+    "stream": (lambda value: isinstance(value, bool), "true or false"),
+    "n": (lambda value: _is_int(value) and value >= 1, "a whole number, 1 or more"),
+    "priority": (_is_int, "a whole number"),
+    "stream_options": (lambda value: isinstance(value, dict), "an object"),
+}
+"""What fields must be that the proxy relies on, where they are not null."""
+
+
+def _check_kinds(body: Json) -> None:
+    for field, (fits, kind) in _KINDS.items():
+        value = body.get(field)
+        if value is not None and not fits(value):
+            raise _bad(field, f"`{field}` must be {kind}.")
 
 
 def _check_prompts(endpoint: Endpoint, body: dict[str, object]) -> None:
@@ -121,10 +121,6 @@ def _check_stateless(body: dict[str, object]) -> None:
         raise _bad("previous_response_id", f"`previous_response_id` is not served here. {why}")
     if body.get("background"):
         raise _bad("background", "`background` is not served here; use `stream` and keep the connection open.")
-
-
-def _is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _bad(param: str | None, message: str) -> ClientError:

@@ -88,7 +88,7 @@ def record_usage(
     context.metrics.tokens(Tokens.PROMPT, usage.prompt or 0)
     context.metrics.tokens(Tokens.COMPLETION, usage.completion or 0)
     context.metrics.tokens(Tokens.CACHED, cached or 0)
-    context.in_flight.cache_stats.count(route, usage.prompt or 0, cached or 0)
+    context.in_flight.cache_stats[route].add(usage.prompt or 0, cached or 0)
     if hand_over is None or route is not Route.RECOMPUTED:
         return False
     context.metrics.recomputed()

@@ -13,7 +13,7 @@ from pdproxy.stream.choice_state import NotContinuable
 from pdproxy.stream.chunks import DONE_EVENT
 
 RETRY_AFTER = "1"
-"""Seconds; what a client is asked to wait where a node did not say."""
+"""Seconds that a client is asked to wait where a node did not say."""
 
 
 class UpstreamErrorResponse(PdproxyError):
@@ -38,7 +38,7 @@ def final_error(leg: Leg, moment: Moment, step: Step, fault: NodeFault) -> Clien
 
 
 def deadline_error() -> ClientError:
-    """504: the whole request's deadline came."""
+    """504."""
     return ClientError(504, "The request took longer than its deadline allows.", kind="timeout_error", code="deadline")
 
 
@@ -156,16 +156,11 @@ EARLY = 0.01
 
 
 def deadline_passed(clock: Clock, deadline: float) -> bool:
-    """Whether it has come."""
     return clock.now() >= deadline - EARLY
 
 
 def remaining_seconds(clock: Clock, deadline: float) -> float:
-    """Seconds that are left.
-
-    Raises:
-        ClientError: 504 where none are.
-    """
+    """Seconds that are left; raises the `ClientError` 504 where none are."""
     if deadline_passed(clock, deadline):
         raise deadline_error()
     return deadline - clock.now()

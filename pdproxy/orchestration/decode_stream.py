@@ -30,11 +30,9 @@ class UsageEventFilter:
 
     @property
     def is_holding(self) -> bool:
-        """Something is held back."""
         return bool(self._held)
 
     def is_usage_event(self, data: bytes) -> bool:
-        """Whether an event is the usage event."""
         return _USAGE_EVENT in data
 
     def feed(self, data: bytes, seen: bytes) -> bytes:
@@ -52,7 +50,6 @@ class UsageEventFilter:
         return held.removesuffix(_END) + found.group() + _END
 
     def flush(self) -> bytes:
-        """What was held back."""
         held, self._held = self._held, b""
         return held
 
@@ -63,8 +60,8 @@ class DecodeStream:
     Args:
         response: the leg's; the caller closes it.
         transcript: what the client has; it outlives the leg.
-        ticketed: whether the leg has a ticket, so that recomputing is worth noticing.
-        usage_filter: takes out the usage event where only we asked for it.
+        ticketed: whether the leg has a ticket.
+        usage_filter: where only we asked for the usage event.
     """
 
     def __init__(
@@ -86,17 +83,8 @@ class DecodeStream:
         self.usage: Usage | None = None
         """The last usage that the leg reported."""
 
-    @property
-    def recomputed(self) -> bool:
-        """The leg had a ticket and computed the prompt all the same, as far as its usage shows."""
-        return self._ticketed and self.usage is not None and self.usage.recomputed
-
     async def read_first(self) -> bytes:
-        """Everything up to and with the first data event.
-
-        Raises:
-            NodeFault: as `read_next`.
-        """
+        """Everything up to and with the first data event; raises as `read_next`."""
         pieces = []
         while not (self.has_data_event or self.ended):
             pieces.append(await self.read_next())
@@ -111,10 +99,18 @@ class DecodeStream:
         """
         if self._pending_error is not None:
             raise self._pending_error
-        piece = await self._read_chunk()
-        if piece is None:
-            return self._end()
-        return self._client_bytes(piece)
+        try:
+            piece = await anext(self._chunks, None)
+        except NodeFault:
+            if not self._transcript.ended:
+                raise
+            piece = None  # cut after its end: nothing is missing
+        if piece is not None:
+            return self._client_bytes(piece)
+        if not self._transcript.ended:
+            raise NodeFault(Fault.RESET, "the body ended before the stream did")
+        self.ended = True
+        return b""
 
     async def pipe_to(self, sink: Sink) -> None:
         """Write what the client sees of each piece, until one needs `read_next`: an error, or the end."""
@@ -133,38 +129,22 @@ class DecodeStream:
         """What was held back for a usage event that did not come."""
         return b"" if self._usage_filter is None else self._usage_filter.flush()
 
-    async def _read_chunk(self) -> bytes | None:
-        try:
-            return await anext(self._chunks, None)
-        except NodeFault:
-            if not self._transcript.ended:
-                raise
-            return None  # cut after its end: nothing is missing
-
-    def _end(self) -> bytes:
-        if not self._transcript.ended:
-            raise NodeFault(Fault.RESET, "the body ended before the stream did")
-        self.ended = True
-        return b""
-
     def _client_bytes(self, piece: bytes) -> bytes:
         if self._at_event_boundary:
             seen = self._transcript.take_fast_path(piece)
             if seen is not None:
                 return seen
-        seen = b"".join(map(self._take_event, self._events(piece)))
+        try:
+            events = self._parser.feed(piece)
+        except EventTooLong as error:
+            raise NodeFault(Fault.INVALID_BODY, "an event of the stream has no end") from error
+        seen = b"".join(map(self._take_event, events))
         self._at_event_boundary = (
             self.has_data_event
             and not self._parser.rest
             and (self._usage_filter is None or not self._usage_filter.is_holding)
         )
         return seen
-
-    def _events(self, piece: bytes) -> list[Event]:
-        try:
-            return self._parser.feed(piece)
-        except EventTooLong as error:
-            raise NodeFault(Fault.INVALID_BODY, "an event of the stream has no end") from error
 
     def _take_event(self, event: Event) -> bytes:
         if event.data is None or self._pending_error is not None:
@@ -201,5 +181,5 @@ class DecodeStream:
 
     def _note_usage(self, data: bytes) -> None:
         self.usage = read_usage_event(data) or self.usage
-        if self.recomputed:
+        if self._ticketed and self.usage is not None and self.usage.recomputed:
             self._transcript.cached_tokens = None  # what the prefill node had cached was of no use

@@ -1,31 +1,62 @@
-"""The streams of several prompts as one stream, as a node gives it to a list of prompts."""
+"""A list of prompts: a sub-request each, answered as one, as a node answers a list of prompts.
+
+Choice indices count through: prompt i's choice j becomes ``i * n + j`` (vLLM 0.32, ``openai/completion/serving.py``).
+"""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TypeVar
 
 from pdproxy.errors import ClientError, NodeFault
 from pdproxy.observe.labels import Outcome
-from pdproxy.orchestration.buffered import cancel_all
 from pdproxy.orchestration.client_errors import UpstreamErrorResponse, error_event
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.relay import Relay
 from pdproxy.orchestration.upstream import UpstreamRequest
-from pdproxy.request import Endpoint
+from pdproxy.request import Endpoint, Json
 from pdproxy.response import ResponseStream
 from pdproxy.stream.chunks import DONE, DONE_EVENT, HEAD, choices_of, data_event, parse_object
 from pdproxy.stream.sse import SseParser
 from pdproxy.usage import sum_usage
 
+Result = TypeVar("Result")
+
+
+async def gather_bounded(parts: Sequence[Callable[[], Coroutine[None, None, Result]]], width: int) -> list[Result]:
+    """All results, in order, at most ``width`` at a time. The first failure cancels the others and is raised."""
+    gate = asyncio.Semaphore(width)
+
+    async def one(part: Callable[[], Coroutine[None, None, Result]]) -> Result:
+        async with gate:
+            return await part()
+
+    tasks = [asyncio.ensure_future(one(part)) for part in parts]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancel_all(tasks)
+
+
+async def cancel_all(tasks: Sequence["asyncio.Future[Result]"]) -> None:
+    """Cancel tasks and wait for their end, even if it is cancelled meanwhile."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def merge_answers(answers: Sequence[Json]) -> dict[str, object]:
+    """Completions answers as one; everything but choices and usage is the first one's, and ``metrics`` is left out."""
+    merged = dict(answers[0])
+    choices = [choice for answer in answers for choice in choices_of(answer)]
+    merged["choices"] = [{**choice, "index": index} for index, choice in enumerate(choices)]
+    merged["usage"] = sum_usage([usage for answer in answers if isinstance(usage := answer.get("usage"), dict)])
+    if "metrics" in merged:
+        merged["metrics"] = None
+    return merged
+
 
 class StreamMerge:
-    """Merges the events of several prompts' streams, in any order; does no I/O.
-
-    Choice indices count through: prompt i's choice j becomes ``i * n + j`` (vLLM 0.32,
-    ``openai/completion/serving.py``).
-
-    Args:
-        choices: ``n`` of the request.
-    """
+    """Merges the events of several prompts' streams, in any order; does no I/O. ``choices`` is ``n`` of the request."""
 
     def __init__(self, choices: int) -> None:
         self._choices = choices
@@ -36,10 +67,7 @@ class StreamMerge:
     def take(self, prompt: int, piece: bytes) -> bytes:
         """What the client sees of a piece of one prompt's stream (as its transcript gave it).
 
-        The stream's own end and final usage are kept for `ending`.
-
-        Raises:
-            NodeFault: INVALID_BODY where an event is no JSON object.
+        The stream's own end and final usage are kept for `ending`. An event that is no JSON object is a `NodeFault`.
         """
         parser = self._parsers.setdefault(prompt, SseParser())
         return b"".join(e.raw if e.data is None else self._take(prompt, e.data) for e in parser.feed(piece))

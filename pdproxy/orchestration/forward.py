@@ -92,11 +92,7 @@ async def _send(context: OrchestrationContext, node: Node, request: ForwardReque
 
 
 def _record_fault(context: OrchestrationContext, node: Node, fault: NodeFault, request: ForwardRequest) -> None:
-    """Count a fault; one that the request's own deadline made does not count against the node.
-
-    Raises:
-        ClientError: 504 where the deadline made it.
-    """
+    """Count a fault; one that the request's own deadline made is a 504, and does not count against the node."""
     context.metrics.leg_failed(Leg.FORWARD, fault.fault)
     remaining_seconds(context.clock, request.deadline)
     if fault.fault in COUNTED_AT_ONCE:

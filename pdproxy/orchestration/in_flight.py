@@ -86,26 +86,18 @@ class Route(enum.StrEnum):
 
 
 @dataclasses.dataclass(slots=True)
-class TokenSums:
-    """Prompts that were answered, and their tokens."""
+class CacheStats:
+    """Prompts that were answered since the start, and their tokens."""
 
     prompts: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
-
-class CacheStats:
-    """Sums since the start, by route."""
-
-    def __init__(self) -> None:
-        self.by_route = {route: TokenSums() for route in Route}
-
-    def count(self, route: Route, prompt_tokens: int, cached_tokens: int) -> None:
+    def add(self, prompt_tokens: int, cached_tokens: int) -> None:
         """A prompt was answered."""
-        sums = self.by_route[route]
-        sums.prompts += 1
-        sums.prompt_tokens += prompt_tokens
-        sums.cached_tokens += cached_tokens
+        self.prompts += 1
+        self.prompt_tokens += prompt_tokens
+        self.cached_tokens += cached_tokens
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -142,10 +134,9 @@ class InFlightRequests:
     def __init__(self) -> None:
         self._requests: dict[int, InFlightRequest] = {}
         self._failures: collections.deque[LegFailure] = collections.deque(maxlen=MAX_FAILURES)
-        self.cache_stats = CacheStats()
+        self.cache_stats = {route: CacheStats() for route in Route}
 
     def __len__(self) -> int:
-        """Requests in flight."""
         return len(self._requests)
 
     def begin(self, request: ClientRequest, timeline: Timeline) -> None:

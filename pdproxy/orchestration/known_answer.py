@@ -21,6 +21,7 @@ on which it was trained (with names of these syllables), the same state changed 
 A test that fails is made once more with another prompt before it counts.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -49,6 +50,13 @@ TOP_LOGPROBS = 20
 """Tokens whose log-probabilities are compared at each position: as many as vLLM gives by default."""
 BUDGET = 60.0
 """Seconds for one test as a whole."""
+_SCORED_GREEDY = {
+    "temperature": 0,
+    "ignore_eos": True,
+    "logprobs": TOP_LOGPROBS,
+    "return_tokens_as_token_ids": True,
+    "return_token_ids": True,
+}
 CALL_TIMEOUTS = Timeouts(connect=5.0, headers=20.0, stall=20.0, whole=30.0)
 _WARM_UP_IDS = (1, 2, 3, 4)
 """Token ids that any vocabulary has; the prefill node drops the last one, so there must be several."""
@@ -77,8 +85,6 @@ class KnownAnswer:
     """Implements `pdproxy.nodes.proof.HandOverTest`.
 
     Args:
-        context: dependencies.
-        background_tasks: for releasing hand-overs that were not read.
         headers: what the nodes want to see, such as their credential.
         seeds: of prompts; the same in every proxy, so that a failure can be repeated.
     """
@@ -119,15 +125,16 @@ class KnownAnswer:
         seed = next(self._seeds)
         try:
             comparison = await self.compare(prefill, decode, seed)
-        except Unanswered as why:
-            return Result(Proof.UNANSWERED, str(why))
-        except Unreadable as why:
-            return Result(Proof.FAILED, f"the known-answer test failed (prompt {seed}): {why}")
+            why = comparison.sentence()
+        except Unanswered as unanswered:
+            return Result(Proof.UNANSWERED, str(unanswered))
+        except Unreadable as unreadable:
+            return Result(Proof.FAILED, f"the known-answer test failed (prompt {seed}): {unreadable}")
         if comparison.agrees():
-            return Result(Proof.PASSED, comparison.sentence())
+            return Result(Proof.PASSED, why)
         if comparison.undecided():
-            return Result(Proof.UNANSWERED, f"prompt {seed} shows too little: {comparison.sentence()}")
-        return Result(Proof.FAILED, f"the known-answer test failed (prompt {seed}): {comparison.sentence()}")
+            return Result(Proof.UNANSWERED, f"prompt {seed} shows too little: {why}")
+        return Result(Proof.FAILED, f"the known-answer test failed (prompt {seed}): {why}")
 
     async def compare(self, prefill: Node, decode: Node, seed: int) -> Comparison:
         """Make the test once, with the prompt of this seed.
@@ -142,11 +149,17 @@ class KnownAnswer:
         alone = await self._alone(pair, _body(pair, prompt, TOKENS + 1, salt))
         whole = [*prompt, alone.tokens[0]]
         again = await self._alone(pair, _body(pair, whole, TOKENS, salt))
-        try:
-            answer = await self._handed_over(pair, _body(pair, whole, TOKENS, self._context.new_hand_over_id()))
-        except NodeFault as fault:
-            raise _meaning(pair.decode, fault) from fault
-        return compare(_scored(answer, pair.decode), alone.without_first(), again)
+        with _unanswered_on_fault(f"{decode.name} did not answer the hand-over"):
+            try:
+                answer = await self._handed_over(pair, _body(pair, whole, TOKENS, self._context.new_hand_over_id()))
+            except NodeFault as fault:
+                # vLLM answers 400 to log-probabilities that are no numbers: what it read made the computation NaN.
+                if fault.fault is not Fault.CLIENT_ERROR:
+                    raise
+                raise Unreadable(
+                    f"{decode.name} answers alone, and with the hand-over says {_detail(fault)}"
+                ) from fault
+        return compare(_scored(answer, decode), alone.without_first(), again)
 
     async def _prompt(self, pair: _Pair, seed: int) -> list[int]:
         nodes = (pair.prefill, pair.decode)
@@ -161,19 +174,14 @@ class KnownAnswer:
         """The token ids of a text; none where the decode node has no tokenizer."""
         body = outgoing_body({"model": pair.decode.model, "prompt": text})
         url, timeouts = f"{pair.decode.url}/tokenize", self._timeouts(pair)
-        try:
+        with _unanswered_on_fault(f"{pair.decode.name} did not answer"):
             status, answer = await post(self._context.transport, url, self._headers, body, timeouts)
             ids = json_object(answer).get("tokens") if status == 200 else None
-        except NodeFault as fault:
-            raise Unanswered(f"{pair.decode.name} did not answer: {fault}") from fault
         return ids if isinstance(ids, list) else []
 
     async def _alone(self, pair: _Pair, body: Json) -> ScoredAnswer:
-        try:
-            answer = await self._decode(pair, body, None)
-        except NodeFault as fault:
-            raise Unanswered(f"{pair.decode.name} did not answer alone: {_detail(fault)}") from fault
-        return _scored(answer, pair.decode)
+        with _unanswered_on_fault(f"{pair.decode.name} did not answer alone"):
+            return _scored(await self._decode(pair, body, None), pair.decode)
 
     async def _handed_over(self, pair: _Pair, body: Json) -> Json:
         """What the decode node answers with a ticket of the prefill node.
@@ -183,13 +191,16 @@ class KnownAnswer:
             Unanswered: the prefill leg did, or the decode node reports that it computed the prompt.
         """
         hand_over_id, held = self._context.new_hand_over_id(), True
+        leg = prefill_body(Endpoint.COMPLETIONS, body, hand_over_id, readers=1)
+        transport, timeouts = self._context.transport, self._timeouts(pair)
         try:
-            try:
-                ticket = await self._ticket(pair, body, hand_over_id)
-            except NodeFault as fault:
-                held = fault.fault not in NOTHING_HELD
-                raise Unanswered(f"{pair.prefill.name} gave no ticket: {_detail(fault)}") from fault
-            answer = await self._decode(pair, body, ticket)
+            with _unanswered_on_fault(f"{pair.prefill.name} gave no ticket"):
+                try:
+                    given = await prefill(transport, pair.prefill, Endpoint.COMPLETIONS, leg, self._headers, timeouts)
+                except NodeFault as fault:
+                    held = fault.fault not in NOTHING_HELD
+                    raise
+            answer = await self._decode(pair, body, given.ticket)
             usage = read_usage(answer.get("usage"))
             held = usage is not None and usage.recomputed
         finally:
@@ -201,11 +212,6 @@ class KnownAnswer:
                 " and its pdproxy_connector_refused_total and pdproxy_connector_reads_total, say why"
             )
         return answer
-
-    async def _ticket(self, pair: _Pair, body: Json, hand_over_id: str) -> Json:
-        leg = prefill_body(Endpoint.COMPLETIONS, body, hand_over_id, readers=1)
-        transport, timeouts = self._context.transport, self._timeouts(pair)
-        return (await prefill(transport, pair.prefill, Endpoint.COMPLETIONS, leg, self._headers, timeouts)).ticket
 
     async def _decode(self, pair: _Pair, body: Json, ticket: Json | None) -> Json:
         leg = decode_body(Endpoint.COMPLETIONS, body, ticket, frozenset())
@@ -222,17 +228,7 @@ class KnownAnswer:
 
 
 def _body(pair: _Pair, prompt: list[int], tokens: int, salt: str) -> Json:
-    return {
-        "model": pair.decode.model,
-        "prompt": prompt,
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "cache_salt": salt,
-        "logprobs": TOP_LOGPROBS,
-        "return_tokens_as_token_ids": True,
-        "return_token_ids": True,
-    }
+    return {"model": pair.decode.model, "prompt": prompt, "max_tokens": tokens, "cache_salt": salt, **_SCORED_GREEDY}
 
 
 def _scored(answer: Json, node: Node) -> ScoredAnswer:
@@ -242,14 +238,12 @@ def _scored(answer: Json, node: Node) -> ScoredAnswer:
     return scored
 
 
-def _meaning(node: Node, fault: NodeFault) -> Exception:
-    """What it means that a decode leg with a ticket failed though the node answers the same prompt alone.
-
-    vLLM answers 400 to log-probabilities that are no numbers: what it read turned the computation into NaN.
-    """
-    if fault.fault is Fault.CLIENT_ERROR:
-        return Unreadable(f"{node.name} answers alone, and with the hand-over says {_detail(fault)}")
-    return Unanswered(f"{node.name} did not answer the hand-over: {_detail(fault)}")
+@contextlib.contextmanager
+def _unanswered_on_fault(what: str) -> Iterator[None]:
+    try:
+        yield
+    except NodeFault as fault:
+        raise Unanswered(f"{what}: {_detail(fault)}") from fault
 
 
 def _detail(fault: NodeFault) -> str:

@@ -1,25 +1,38 @@
-"""Answers client requests with the nodes of the pool: the entry from intake, and the headers of the answer."""
+"""Answers client requests with the nodes of the pool: the entry from intake, buffered answers, response headers."""
 
+import functools
+import json
 from collections.abc import Sequence
 
+from pdproxy.errors import Fault, NodeFault
+from pdproxy.legs.calls import ANSWER_BYTES, json_object
 from pdproxy.legs.parse import split
 from pdproxy.legs.shape import shape
 from pdproxy.observe.labels import Outcome
 from pdproxy.orchestration.access_log import RequestLog, outcome_of
-from pdproxy.orchestration.buffered import buffered_body
 from pdproxy.orchestration.client_errors import UpstreamErrorResponse
 from pdproxy.orchestration.context import OrchestrationContext
-from pdproxy.orchestration.fanout import FanOut
+from pdproxy.orchestration.fanout import FanOut, gather_bounded, merge_answers
 from pdproxy.orchestration.forward import ForwardRequest, forward
 from pdproxy.orchestration.in_flight import Timeline
 from pdproxy.orchestration.relay import Relay
 from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.orchestration.upstream import UpstreamRequest
-from pdproxy.request import ClientRequest, Headers, SubRequest
+from pdproxy.request import ClientRequest, Endpoint, Headers, Json, SubRequest
 from pdproxy.response import ProxyResponse
+from pdproxy.stream.chunks import rewrite_answer
+from pdproxy.transport.port import HttpResponse
+from pdproxy.usage import read_usage
 
 _JSON_HEADER = ("content-type", "application/json")
 _STREAM_HEADERS = (("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache"))
+_REQUIRED_FIELD = {
+    Endpoint.COMPLETIONS: "choices",
+    Endpoint.CHAT: "choices",
+    Endpoint.MESSAGES: "content",
+    Endpoint.RESPONSES: "output",
+}
+"""The list that every answer must have."""
 
 
 class Orchestrator:
@@ -61,7 +74,7 @@ class Orchestrator:
         upstreams = self._upstreams(request, log)
         if request.stream:
             return await self._streamed(request, log, upstreams)
-        body = await buffered_body(upstreams, self._context.config.fan_out)
+        body = await _buffered_body(upstreams, self._context.config.fan_out)
         log.timeline.first_byte()
         log.end(Outcome.OK)
         headers = (_JSON_HEADER, *_own_headers(request, log.timeline), *_route_headers(upstreams))
@@ -92,6 +105,45 @@ class Orchestrator:
             sub_request = SubRequest(request, body, shape(endpoint, body), own_name)
             upstreams.append(UpstreamRequest(context, self._background_tasks, sub_request, timeline))
         return upstreams
+
+
+async def _buffered_body(upstreams: Sequence[UpstreamRequest], width: int) -> bytes:
+    """The body for the client; at most ``width`` prompts are answered at once. Closes all upstreams, on every exit."""
+    if len(upstreams) == 1:
+        return (await _buffered_answer(upstreams[0]))[0]
+    answers = await gather_bounded([functools.partial(_buffered_answer, upstream) for upstream in upstreams], width)
+    return _encode(merge_answers([answer for _, answer in answers]))
+
+
+async def _buffered_answer(upstream: UpstreamRequest) -> tuple[bytes, dict[str, object]]:
+    """The answer to one prompt, as bytes (the node's own where nothing had to be changed) and parsed."""
+    sub_request = upstream.sub_request
+    try:
+        raw, answer = await upstream.start(
+            sub_request.body,
+            sub_request.shape.additions,
+            functools.partial(_read, _REQUIRED_FIELD[sub_request.endpoint]),
+        )
+        usage = read_usage(answer.get("usage"))
+        if usage is not None:
+            upstream.record_usage(usage)
+    finally:
+        await upstream.aclose()
+    cached = None if upstream.hand_over is None or upstream.recomputed else upstream.hand_over.answer.cached_tokens
+    seen = rewrite_answer(sub_request.endpoint, answer, cached)
+    return raw if seen == answer else _encode(seen), seen
+
+
+async def _read(required_field: str, response: HttpResponse) -> tuple[bytes, dict[str, object]]:
+    raw = await response.read(ANSWER_BYTES)
+    answer = json_object(raw)
+    if not isinstance(answer.get(required_field), list):
+        raise NodeFault(Fault.INVALID_BODY, f"the answer has no {required_field}")
+    return raw, answer
+
+
+def _encode(answer: Json) -> bytes:
+    return json.dumps(answer, separators=(",", ":")).encode("ascii")
 
 
 def _own_headers(request: ClientRequest, timeline: Timeline) -> Headers:

@@ -22,14 +22,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HandOver:
-    """A prompt that a prefill node has computed for a decode node to read.
-
-    Attributes:
-        hand_over_id: with which it can be released.
-        node: the prefill node.
-        answer: the ticket.
-        issued_at: monotonic seconds.
-    """
+    """A prompt that prefill node ``node`` has computed for a decode node to read; ``issued_at`` monotonic seconds."""
 
     hand_over_id: str
     node: Node
@@ -44,14 +37,11 @@ def node_down_fault() -> NodeFault:
 
 @asynccontextmanager
 async def fail_if_node_down(slot: Slot, alternative_exists: Callable[[], bool]) -> AsyncIterator[None]:
-    """Wait inside for an answer.
-
-    Args:
-        slot: the leg's on its node.
-        alternative_exists: whether the request can go elsewhere; else the leg waits on, for the node may come back.
+    """Wait inside for the answer of the leg that has ``slot``.
 
     Raises:
-        NodeFault: STALL, as soon as active health has given the node up.
+        NodeFault: STALL, as soon as active health has given the node up, where an alternative exists; else the leg
+            waits on, for the node may come back.
     """
     now = asyncio.get_running_loop().time
     scope = asyncio.timeout(None)
@@ -76,7 +66,6 @@ class BackgroundTasks:
         self._running: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
-        """Tasks under way."""
         return len(self._running)
 
     def release(self, node: Node, model: str, hand_over_id: str, headers: Headers) -> None:
@@ -143,11 +132,7 @@ class HeldResources:
 
     @property
     def slot(self) -> Slot:
-        """On the decode node.
-
-        Raises:
-            IllegalTransition: none was taken.
-        """
+        """On the decode node; there must be one."""
         if self._slot is None:
             raise IllegalTransition("a decode leg needs a slot on its node")
         return self._slot
@@ -158,10 +143,7 @@ class HeldResources:
         self._slot = self._pool.acquire(decode.name)
 
     def begin_prefill(self, node: Node, hand_over_id: str, tokens: int) -> Slot:
-        """Before a prefill leg is sent: its slot. From now on the node may hold blocks under this id.
-
-        ``tokens`` is the estimated length of the prompt.
-        """
+        """Before a prefill leg of about so many tokens: its slot. From here on the node may hold blocks for it."""
         slot = self._pool.acquire(node.name)
         self._metrics.prefill_began(node.model, tokens)
         self._prefilling = (slot, node.model, tokens)

@@ -70,12 +70,7 @@ class UpstreamRequest:
     async def start(
         self, body: Json, additions: frozenset[Addition], read_answer: Callable[[HttpResponse], Awaitable[Result]]
     ) -> Result:
-        """Send a body through prefill and decode; what ``read_answer`` makes of the answer.
-
-        Args:
-            body: the client's, or its continuation.
-            additions: for the decode leg.
-            read_answer: what it raises as a `NodeFault` is a fault of the decode leg.
+        """Send a body (the client's, or its continuation) to the nodes; what ``read_answer`` makes of the answer.
 
         Raises:
             ClientError: every retry failed, or none is left.
@@ -92,8 +87,9 @@ class UpstreamRequest:
                 )
             except NodeFault as raised:
                 fault = as_client_fault(raised)
+            step = self._next_step(Leg.DECODE, node, fault)
             await self.resources.close_decode_leg()
-            node = await self._next_decode_node(self._next_step(Leg.DECODE, node, fault), fault, body)
+            node = await self._next_decode_node(step, fault, body)
 
     async def _next_decode_node(self, step: Step, fault: NodeFault, body: Json) -> Node:
         """The decode node for the next try."""
@@ -136,6 +132,7 @@ class UpstreamRequest:
         self._life.move(Transition.AGAIN)
 
     def _next_step(self, leg: Leg, node: Node, fault: NodeFault) -> Step:
+        self.record_fault(leg, node.name, fault)
         step = self._retry_state.next_step(leg, fault, self.hand_over)
         self.record_step(leg, node.name, fault, step)
         return step
@@ -153,7 +150,6 @@ class UpstreamRequest:
                     context.transport, node, sub_request.endpoint, leg, sub_request.headers, timeouts
                 )
         except NodeFault as fault:
-            self.record_fault(Leg.PREFILL, node.name, fault)
             if fault.fault in NOTHING_HELD:
                 self.resources.forget_hand_over()
             self.resources.release_hand_over()
@@ -169,16 +165,10 @@ class UpstreamRequest:
         sub_request, context = self.sub_request, self._context
         timeouts = context.config.decode_timeouts(self.remaining_seconds())
         self._timeline.enter(Phase.HANDOVER, node.name)
-        try:
-            async with fail_if_node_down(self.resources.slot, self._node_picker.possible):
-                response = await decode(
-                    context.transport, node, sub_request.endpoint, leg, sub_request.headers, timeouts
-                )
-                self._timeline.enter(Phase.DECODE, node.name)
-                result = await read_answer(self.resources.hold_response(response))
-        except NodeFault as fault:
-            self.record_fault(Leg.DECODE, node.name, as_client_fault(fault))
-            raise
+        async with fail_if_node_down(self.resources.slot, self._node_picker.possible):
+            response = await decode(context.transport, node, sub_request.endpoint, leg, sub_request.headers, timeouts)
+            self._timeline.enter(Phase.DECODE, node.name)
+            result = await read_answer(self.resources.hold_response(response))
         self._life.move(Transition.FIRST_EVENT)
         if _first_event_proves_read(sub_request):
             self.resources.forget_hand_over()
@@ -203,7 +193,7 @@ class UpstreamRequest:
         return decode_node
 
     async def leave_node(self) -> None:
-        """The stream is about to move: end its leg, release what it may not have read, exclude its node."""
+        """Before a migration: end the leg, release what it may not have read, exclude its node."""
         self._life.move(Transition.MIGRATE)
         self.resources.release_hand_over()
         self._fault_reporter.clear_excluded()
@@ -239,15 +229,10 @@ class UpstreamRequest:
 
     @property
     def deadline_passed(self) -> bool:
-        """Whether the request's deadline has come."""
         return deadline_passed(self._context.clock, self.sub_request.request.deadline)
 
     def remaining_seconds(self) -> float:
-        """Seconds of the request's deadline that are left.
-
-        Raises:
-            ClientError: 504 where none are.
-        """
+        """Until the deadline; raises the `ClientError` 504 where it has come."""
         return remaining_seconds(self._context.clock, self.sub_request.request.deadline)
 
 

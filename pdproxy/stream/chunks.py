@@ -30,11 +30,7 @@ FINAL_EVENTS = frozenset({b"message_delta", b"response.completed", b"response.in
 
 
 def parse_object(data: bytes) -> dict[str, object]:
-    """A JSON object.
-
-    Raises:
-        NodeFault: INVALID_BODY.
-    """
+    """A JSON object; anything else is an INVALID_BODY fault."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -59,10 +55,7 @@ def data_event(payload: object, name: bytes = b"") -> bytes:
 def rewrite_answer(endpoint: Endpoint, answer: dict[str, object], cached_tokens: int | None) -> dict[str, object]:
     """A non-streamed answer (or an event's payload) as the client may see it: no ticket, the true ``cached_tokens``.
 
-    Args:
-        endpoint: which API.
-        answer: from the decode node; left as it is.
-        cached_tokens: the prefill node's, None where unknown or where the decode node computed the prompt itself.
+    ``cached_tokens`` are the prefill node's: None where unknown, or where the decode node computed the prompt itself.
     """
     seen = {**answer, **{key: None for key in TICKETS if key in answer}}
     if cached_tokens is not None and isinstance(usage := answer.get("usage"), dict):
@@ -71,11 +64,7 @@ def rewrite_answer(endpoint: Endpoint, answer: dict[str, object], cached_tokens:
 
 
 def rewrite_event(endpoint: Endpoint, event: Event, data: bytes, cached_tokens: int | None) -> bytes:
-    """An event as the client may see it; untouched bytes unless it has the final usage or a ticket.
-
-    Raises:
-        NodeFault: INVALID_BODY where such an event is no JSON object.
-    """
+    """An event as the client may see it; untouched bytes unless it has the final usage or a ticket."""
     has_usage = cached_tokens is not None and b'"usage":' in data and b'"usage":null' not in data
     if not has_usage and _TICKET not in data:
         return event.raw
@@ -101,8 +90,7 @@ class ChunkChoice:
 
     Attributes:
         raw: the entry.
-        content: the mapping that holds its text: of chat the delta, of completions the entry itself.
-        key: the text's key in ``content``.
+        content: where it has its text, under ``key``: of chat the delta, of completions the entry itself.
         parsed: what a node's parser made of the text.
     """
 

@@ -32,13 +32,7 @@ CHUNKED = (Endpoint.COMPLETIONS, Endpoint.CHAT)
 
 
 class Transcript:
-    """One streamed answer to one prompt.
-
-    Args:
-        endpoint: which API.
-        shape: of the request (one prompt).
-        cached_tokens: prompt tokens that the prefill node had cached, None where unknown.
-    """
+    """One streamed answer to one prompt; ``cached_tokens`` are the prompt tokens that the prefill node had cached."""
 
     def __init__(self, endpoint: Endpoint, shape: Shape, cached_tokens: int | None = None) -> None:
         self.endpoint = endpoint

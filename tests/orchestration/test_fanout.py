@@ -5,8 +5,8 @@ import functools
 
 import pytest
 
-from pdproxy.orchestration.buffered import gather_bounded
 from pdproxy.orchestration.context import OrchestrationConfig
+from pdproxy.orchestration.fanout import gather_bounded
 from pdproxy.request import Endpoint
 from tests.fakes.fake_model import generate, tokenize
 from tests.fakes.faults import FaultKind, InjectedFault

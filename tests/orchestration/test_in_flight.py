@@ -42,7 +42,7 @@ async def test_a_prompt_counts_for_the_cache_that_served_it() -> None:
     await world.ask(Endpoint.CHAT, CHAT)
     world.pool.remove("p0")
     await world.ask(Endpoint.CHAT, CHAT)
-    sums = world.context.in_flight.cache_stats.by_route
+    sums = world.context.in_flight.cache_stats
     long = len(prompt_ids(Endpoint.CHAT))
     pulled, local, again = (sums[way] for way in (Route.DISAGGREGATED, Route.LOCAL, Route.RECOMPUTED))
     assert (pulled.prompts, pulled.prompt_tokens, pulled.cached_tokens) == (1, long, 1)

@@ -2,8 +2,7 @@
 
 import json
 
-from pdproxy.orchestration.buffered import merge_answers
-from pdproxy.orchestration.fanout import StreamMerge
+from pdproxy.orchestration.fanout import StreamMerge, merge_answers
 from pdproxy.request import Endpoint, Json, Shape
 from pdproxy.stream.transcript import Transcript
 from pdproxy.usage import sum_usage
