@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from pdproxy.errors import Fault
 from pdproxy.observe.labels import Leg
+from pdproxy.request import NotContinuableReason
 from pdproxy.settings.choices import OnPrefillFailure
 
 
@@ -35,18 +36,27 @@ class Step(enum.StrEnum):
     """Another decode node, after a new prefill."""
     MIGRATE = "migrate"
     """Continue the stream on another node."""
+    OTHER_NODE = "other_node"
+    """Another node, the same request."""
+    SAME_NODE = "same_node"
+    """The same node, the same request."""
     ANSWER = "answer"
     """The node's answer goes to the client."""
     FAIL = "fail"
     """Our error goes to the client."""
     ERROR_EVENT = "error_event"
     """An error event, and a clean end of the stream."""
+    LEASE_END = "lease_end"
+    """Nothing: the lease's end frees the blocks."""
 
 
 NO_RETRY_USED = frozenset({Fault.REFUSED})
 """Faults that use no retry up: nothing of the request reached the node, and no node is tried twice."""
 
-FINAL_STEPS = frozenset({Step.ANSWER, Step.FAIL, Step.ERROR_EVENT})
+RELEASE_RETRIES = 1
+"""How often one release may be tried again."""
+
+FINAL_STEPS = frozenset({Step.ANSWER, Step.FAIL, Step.ERROR_EVENT, Step.LEASE_END})
 """The steps that end the request."""
 
 
@@ -79,9 +89,9 @@ class RetryOptions:
 
     policy: OnPrefillFailure
     retries: int
-    ticket_works: bool
-    migrations: int
-    continuable: bool
+    ticket_works: bool = False
+    migrations: int = 0
+    continuable: bool = False
 
     def allow(self, step: Step) -> bool:
         """Whether ``step`` can be taken now."""
@@ -92,7 +102,7 @@ class RetryOptions:
                 return self.policy is not OnPrefillFailure.FAIL
             case Step.SAME_TICKET:
                 return self.retries > 0 and self.ticket_works
-            case Step.PREFILL_AGAIN:
+            case Step.PREFILL_AGAIN | Step.OTHER_NODE | Step.SAME_NODE:
                 return self.retries > 0
             case Step.MIGRATE:
                 return self.migrations > 0 and self.continuable
@@ -138,9 +148,19 @@ FAILURE_TABLE: Mapping[tuple[Leg, Moment, Fault], FailureRow] = {
     (Leg.DECODE, Moment.OPENING, Fault.NO_TICKET): FailureRow(_DECODE, "stall"),
     (Leg.DECODE, Moment.OPENING, Fault.ERROR_EVENT): FailureRow(_DECODE, "stall"),
     **{(Leg.DECODE, Moment.STREAMING, fault): FailureRow(_STREAM, "stall") for fault in Fault},
+    (Leg.DECODE, Moment.STREAMING, Fault.CLIENT_ERROR): FailureRow((Step.ERROR_EVENT,), "stall"),
+    **{(Leg.FORWARD, Moment.OPENING, fault): FailureRow((Step.FAIL,), "stall") for fault in Fault},
+    (Leg.FORWARD, Moment.OPENING, Fault.REFUSED): FailureRow((Step.OTHER_NODE, Step.FAIL), "connect", 503),
+    (Leg.FORWARD, Moment.OPENING, Fault.RESET): FailureRow((Step.FAIL,), "decode_headers"),
+    (Leg.FORWARD, Moment.OPENING, Fault.HEADERS_TIMEOUT): FailureRow((Step.FAIL,), "decode_headers", 504),
+    (Leg.FORWARD, Moment.OPENING, Fault.STALL): FailureRow((Step.FAIL,), "decode_headers", 504),
+    (Leg.FORWARD, Moment.OPENING, Fault.BUSY): FailureRow((Step.FAIL,), "connect", 503),
+    **{(Leg.RELEASE, Moment.OPENING, fault): FailureRow((Step.LEASE_END,), "release") for fault in Fault},
+    (Leg.RELEASE, Moment.OPENING, Fault.RESET): FailureRow((Step.SAME_NODE, Step.LEASE_END), "release"),
 }
-"""Every leg, moment and fault; a prefill leg never streams. A leg that streams has its head behind it: what a head can
-say comes up there only through a confused node, and is treated like any break."""
+"""Every leg, moment and fault; only a decode leg streams. A leg that streams has its head behind it: what a head can
+say comes up there only through a confused node, and is treated like any break. A forward leg passes the node's answer
+on whatever its status is, so that no status makes a fault."""
 
 
 class Blame(enum.StrEnum):
@@ -184,24 +204,28 @@ def blame(leg: Leg, fault: Fault) -> Blame:
     return LEG_BLAME[fault]
 
 
-NOT_CONTINUABLE: Mapping[str, str] = {
-    "messages": "a stream of /v1/messages: it carries no token ids",
-    "responses": "a stream of /v1/responses: it carries no token ids",
-    "choices": "`n` above 1: each choice stands elsewhere",
-    "penalties": "presence or frequency penalties: they count the output, which would begin anew",
-    "bad_words": "`bad_words`: they are matched over the output",
-    "reasoning": "reasoning that is being parsed, or a thinking budget",
-    "tool_calls": "tools that may be called: their parser's state is on the node",
-    "structured_output": "structured output or a response format: the grammar's state is on the node",
-    "media": "images, audio or video in the prompt: token ids do not carry them",
-    "echo": "`echo`",
-    "prompt_logprobs": "`prompt_logprobs`",
-    "beam_search": "beam search",
-    "repetition_detection": "repetition detection",
-    "watermarking": "watermarking",
-    "token_details": "log-probabilities or token ids whose tokens' text is not out yet",
-    "no_token_ids": "the node sent no token ids",
-    "diverged": "sampling: the other node said something else than what the client has of a word or stop string",
+NOT_CONTINUABLE: Mapping[NotContinuableReason, str] = {
+    NotContinuableReason.MESSAGES: "a stream of /v1/messages: it carries no token ids",
+    NotContinuableReason.RESPONSES: "a stream of /v1/responses: it carries no token ids",
+    NotContinuableReason.CHOICES: "`n` above 1: each choice stands elsewhere",
+    NotContinuableReason.PENALTIES: "presence or frequency penalties: they count the output, which would begin anew",
+    NotContinuableReason.BAD_WORDS: "`bad_words`: they are matched over the output",
+    NotContinuableReason.REASONING: "reasoning that is being parsed, or a thinking budget",
+    NotContinuableReason.TOOL_CALLS: "tools that may be called: their parser's state is on the node",
+    NotContinuableReason.STRUCTURED_OUTPUT: (
+        "structured output or a response format: the grammar's state is on the node"
+    ),
+    NotContinuableReason.MEDIA: "images, audio or video in the prompt: token ids do not carry them",
+    NotContinuableReason.ECHO: "`echo`",
+    NotContinuableReason.PROMPT_LOGPROBS: "`prompt_logprobs`",
+    NotContinuableReason.BEAM_SEARCH: "beam search",
+    NotContinuableReason.REPETITION_DETECTION: "repetition detection",
+    NotContinuableReason.WATERMARKING: "watermarking",
+    NotContinuableReason.TOKEN_DETAILS: "log-probabilities or token ids whose tokens' text is not out yet",
+    NotContinuableReason.NO_TOKEN_IDS: "the node sent no token ids",
+    NotContinuableReason.DIVERGED: (
+        "sampling: the other node said something else than what the client has of a word or stop string"
+    ),
 }
 """Why a stream that broke off is ended with an error event: the words of `pdproxy_continuable_total`, explained."""
 
@@ -218,7 +242,7 @@ def document() -> str:
     lines += [_PROBES, "| fault | counts against the node |", "|---|---|"]
     lines += [f"| {fault} | {counts} |" for fault, counts in PROBE_BLAME.items()]
     lines += [_EXCEPTIONS, "| reason | what it is |", "|---|---|"]
-    lines += [f"| {word} | {meaning} |" for word, meaning in NOT_CONTINUABLE.items()]
+    lines += [f"| {reason} | {meaning} |" for reason, meaning in NOT_CONTINUABLE.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -228,9 +252,12 @@ _STEPS = {
     Step.SAME_TICKET: "another decode node, same ticket",
     Step.PREFILL_AGAIN: "another decode node, after a new prefill",
     Step.MIGRATE: "migrate the stream",
+    Step.OTHER_NODE: "another node",
+    Step.SAME_NODE: "the same node again",
     Step.ANSWER: "the node's answer to the client",
     Step.FAIL: "our error to the client",
     Step.ERROR_EVENT: "error event, clean end",
+    Step.LEASE_END: "nothing: the lease's end frees the blocks",
 }
 
 _INTRODUCTION = """# What follows a failure
@@ -254,9 +281,11 @@ once, as `stall`, long before the deadlines named below.
 
 The deadline of the whole request ends every one of these (504, or the error event). What a leg held is released.
 
-What one node answers by itself (embeddings, tokenize, score, …) has one leg: where its node could not be reached,
-another one is asked; after any other fault nobody knows what was done, and the client gets the error. The deadlines are
-those of a decode leg.
+What one node answers by itself (embeddings, tokenize, score, …) has one leg, *forward*: where its node could not be
+reached, another one is asked; after any other fault nobody knows what was done, and the client gets the error. The
+deadlines are those of a decode leg. The node's answer is passed on whatever its status.
+
+A *release* is good any number of times: where its connection broke, it is sent once more.
 """
 
 _PROBES = """

@@ -62,7 +62,7 @@ TRANSITIONS = {
 
 
 class IllegalTransition(PdproxyError):
-    """A move that the table does not have: a bug of the proxy."""
+    """A move that the table does not have: always a bug of ours."""
 
 
 class RequestLifecycle:

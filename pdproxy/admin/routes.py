@@ -78,7 +78,7 @@ def state(desk: AdminContext) -> Mapping[str, object]:
         "nodes": [status(view, pool.bars).model_dump(mode="json") for view in pool.nodes],
         "on_the_way": len(desk.live),
         "requests": [_ride(ride) for ride in desk.live.newest(SHOWN)],
-        "hits": [{"way": way, **dataclasses.asdict(sums)} for way, sums in desk.live.hits.by_way.items()],
+        "hits": [{"way": route, **dataclasses.asdict(sums)} for route, sums in desk.live.cache_stats.items()],
         "failures": [_failure(failure, now) for failure in desk.live.failures()],
     }
 
@@ -104,7 +104,7 @@ def _seconds(timeline: Timeline) -> Mapping[str, float]:
 
 
 def _failure(failure: LegFailure, now: float) -> Mapping[str, object]:
-    ride = failure.ride
+    ride = failure.request
     return {
         "ago": round(now - failure.at, 1),
         "id": failure.name,

@@ -85,10 +85,10 @@ async def proxy(settings: Settings, around: HostEnvironment) -> AsyncIterator[Pr
     transport, questions = traced(H1Transport(clock, trust), tracing), HttpxTransport(trust)
     drainer = Drainer(pool, clock, settings.deadlines.drain)
     context = OrchestrationContext(transport, pool, metrics, clock, orchestration_config(settings))
-    orchestrator = Orchestrator(context)
+    background_tasks = BackgroundTasks(context)
+    orchestrator = Orchestrator(context, background_tasks)
     service = _service(settings, orchestrator, pool, metrics, clock, credential)
     operators = admin_app(_desk(settings, context, drainer, registry, leaving))
-    background_tasks = BackgroundTasks(context)
     test = KnownAnswer(context, background_tasks, headers)
     prover = Prover(pool, test, clock) if settings.health.first_hand_over is FirstHandOver.KNOWN_ANSWER else None
     prove = prover.join if prover else functools.partial(warm_up, pool, test)
@@ -108,7 +108,6 @@ async def proxy(settings: Settings, around: HostEnvironment) -> AsyncIterator[Pr
         await keeper.aclose()
         await sources.aclose()
         await drainer.aclose()
-        await orchestrator.aclose()
         await background_tasks.aclose()
         await transport.aclose()
         await questions.aclose()
@@ -185,6 +184,6 @@ def _desk(
         on_prefill_failure=settings.policy.on_prefill_failure,
         drain_seconds=settings.deadlines.drain,
         token=read_secret(settings.listen.admin_token_file, "listen.admin_token_file") or None,
-        live=context.live,
+        live=context.in_flight,
         clock=context.clock,
     )

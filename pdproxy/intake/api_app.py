@@ -25,7 +25,7 @@ from pdproxy.intake.request_context import (
     send_whole,
 )
 from pdproxy.request import Headers
-from pdproxy.sink import EXTENSION
+from pdproxy.response import SINK_EXTENSION
 
 _LOG = logging.getLogger("pdproxy.intake")
 
@@ -49,7 +49,7 @@ class ApiApp:
             raise ClientError(404, f"Only HTTP is served here, not {scope['type']}.")
         headers = headers_of(scope)
         name = request_id(headers)
-        sink = scope.get("extensions", {}).get(EXTENSION, {}).get("sink")
+        sink = scope.get("extensions", {}).get(SINK_EXTENSION, {}).get("sink")
         context = RequestContext(
             scope["method"], scope["path"], query(scope), headers, name, receive, TrackedSend(send), sink
         )

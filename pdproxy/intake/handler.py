@@ -15,8 +15,8 @@ from pdproxy.nodes.node import Snapshot
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.orchestrator import Orchestrator
-from pdproxy.orchestration.response import ProxyResponse
 from pdproxy.request import ClientRequest, Endpoint, Headers, Json
+from pdproxy.response import ProxyResponse
 from pdproxy.settings import Credential
 
 _IN_FORM = re.compile(rb'name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n--')

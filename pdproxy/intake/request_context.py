@@ -8,9 +8,9 @@ from typing import Any, Self
 
 from pdproxy.errors import ClientError
 from pdproxy.intake import paths
+from pdproxy.orchestration.client_errors import error_body, error_event
 from pdproxy.request import Endpoint, Headers, header
-from pdproxy.sink import Sink
-from pdproxy.stream.errors import error_body, error_event
+from pdproxy.response import Sink
 
 JSON = ("content-type", "application/json")
 """The header of a JSON body."""

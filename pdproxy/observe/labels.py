@@ -51,13 +51,6 @@ class Tokens(enum.StrEnum):
     COMPLETION = "completion"
 
 
-class Answer(enum.StrEnum):
-    """Yes or no, where a label says so."""
-
-    YES = "yes"
-    NO = "no"
-
-
 class Task(enum.StrEnum):
     """What goes on beside the requests."""
 

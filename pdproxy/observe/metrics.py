@@ -7,7 +7,7 @@ from functools import cache, partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdproxy.errors import Fault
-from pdproxy.observe.labels import Answer, Leg, Migration, Outcome, Phase, Proof, Release, Task, Tokens
+from pdproxy.observe.labels import Leg, Migration, Outcome, Phase, Proof, Release, Task, Tokens
 from pdproxy.request import Endpoint
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -99,9 +99,9 @@ class Metrics:
         """Count the attempt to continue a stream on another node."""
         self._migrations.labels(outcome).inc()
 
-    def continuable(self, answer: Answer, reason: enum.StrEnum) -> None:
-        """Count whether a request could be continued elsewhere, should its node die, and why (not)."""
-        self._continuing(answer, reason).inc()
+    def continuable(self, reason: enum.StrEnum | None) -> None:
+        """Count whether a stream could be continued on another node, or the reason why not."""
+        self._continuing("yes" if reason is None else "no", reason or "none").inc()
 
     def recomputed(self) -> None:
         """Count a disaggregated request whose decode node computed the prompt itself after all."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from pdproxy.errors import PdproxyError
 from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot
+from pdproxy.request import LocalReason
 from pdproxy.settings.choices import OnPrefillFailure
 
 
@@ -42,17 +43,6 @@ class UnknownModel(PdproxyError):
         self.known = known
 
 
-class PlanReason(enum.StrEnum):
-    """Why the plan is what it is (or it is `PlanInput.local`)."""
-
-    DISAGGREGATED = "disaggregated"
-    SHORT_PROMPT = "short_prompt"
-    NO_PREFILL = "no_prefill"
-    NO_PAIR = "no_pair"
-    BARRED_PAIR = "barred_pair"
-    """There are pairs of one cohort, and all of them failed the known-answer test."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanPolicy:
     """The operator's choices.
@@ -72,14 +62,14 @@ class PlanInput:
 
     Attributes:
         model: as the client named it.
-        local: why it cannot be disaggregated, in one of the words of an enumeration; None when it can.
+        local: why it cannot be disaggregated; None when it can.
         excluded: names of nodes that must not be used (they failed this request).
         ticket_of: the prefill node whose ticket is at hand: the decode node must be able to use it; None for any.
         prompt_tokens: how long the prompt is, where known.
     """
 
     model: str
-    local: enum.StrEnum | None = None
+    local: LocalReason | None = None
     excluded: frozenset[str] = frozenset()
     ticket_of: Node | None = None
     prompt_tokens: int | None = None
@@ -87,11 +77,11 @@ class PlanInput:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """Where a request goes. ``prefill`` is None when the decode node computes everything; ``reason`` is why."""
+    """Where a request goes. ``prefill`` is None when the decode node computes everything; ``local`` says why."""
 
     prefill: Node | None
     decode: Node
-    reason: enum.StrEnum
+    local: LocalReason | None = None
 
 
 def plan(snapshot: Snapshot, needs: PlanInput, policy: PlanPolicy, turn: int) -> Plan:
@@ -114,15 +104,15 @@ def plan(snapshot: Snapshot, needs: PlanInput, policy: PlanPolicy, turn: int) ->
         raise NoNode(_lack(snapshot, Role.DECODE, needs, NoNodeReason.NO_DECODE), needs.model)
     pair = _pair(prefills, decodes, snapshot.bars, turn)
     if pair is not None:
-        return Plan(pair[0], pair[1], PlanReason.DISAGGREGATED)
+        return Plan(pair[0], pair[1])
     barred = bool(snapshot.bars) and _pair(prefills, decodes, Bars(), turn) is not None
     if policy.on_prefill_failure is OnPrefillFailure.FAIL:
         unpaired = NoNodeReason.BARRED_PAIR if barred else NoNodeReason.NO_PAIR
         raise NoNode(
             unpaired if prefills else _lack(snapshot, Role.PREFILL, needs, NoNodeReason.NO_PREFILL), needs.model
         )
-    unpaired_because = PlanReason.BARRED_PAIR if barred else PlanReason.NO_PAIR
-    return Plan(None, _least(decodes, turn).node, unpaired_because if prefills else PlanReason.NO_PREFILL)
+    unpaired_because = LocalReason.BARRED_PAIR if barred else LocalReason.NO_PAIR
+    return Plan(None, _least(decodes, turn).node, unpaired_because if prefills else LocalReason.NO_PREFILL)
 
 
 def choose(snapshot: Snapshot, role: Role, needs: PlanInput, turn: int) -> Node:
@@ -153,11 +143,11 @@ def models(snapshot: Snapshot) -> tuple[str, ...]:
     return tuple(sorted({name for node in decodes for name in (node.model, *node.aliases) if name}))
 
 
-def _why_local(needs: PlanInput, policy: PlanPolicy) -> enum.StrEnum | None:
+def _why_local(needs: PlanInput, policy: PlanPolicy) -> LocalReason | None:
     if needs.local is not None:
         return needs.local
     if needs.prompt_tokens is not None and needs.prompt_tokens < policy.local_below_tokens:
-        return PlanReason.SHORT_PROMPT
+        return LocalReason.SHORT_PROMPT
     return None
 
 

@@ -25,8 +25,8 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pdproxy.errors import ClientError, PdproxyError
+from pdproxy.response import SINK_EXTENSION
 from pdproxy.server.response_writer import ResponseWriter, direct_write, unchunked
-from pdproxy.sink import EXTENSION
 
 FRAMING = (b"content-length", b"transfer-encoding")
 
@@ -158,7 +158,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if version == "1.0":
             unchunked(self.cycle)
         else:
-            self.scope["extensions"] = {EXTENSION: {"sink": direct_write(self.cycle, self._writer)}}
+            self.scope["extensions"] = {SINK_EXTENSION: {"sink": direct_write(self.cycle, self._writer)}}
         self._stage, self._came = ReceiveState.BODY, 0
 
     def on_body(self, body: bytes) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from pdproxy.sink import Sink
+from pdproxy.response import Sink
 
 MIN_PROGRESS_BYTES = 64 * 1024
 """Bytes that a client must take of a long answer in its time; of a shorter one all."""
@@ -132,7 +132,7 @@ def _no_more() -> bool:
 
 
 def direct_write(cycle: RequestResponseCycle, writer: ResponseWriter) -> Sink:
-    """The sink of one exchange; see `pdproxy.sink.EXTENSION`."""
+    """The sink of one exchange; see `pdproxy.response.SINK_EXTENSION`."""
     return functools.partial(_write, cycle, writer)
 
 

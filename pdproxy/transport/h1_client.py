@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from pdproxy.clock import Clock
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Headers
-from pdproxy.sink import Sink
+from pdproxy.response import Sink
 from pdproxy.transport.faults import CONNECTING, while_connecting
 from pdproxy.transport.h1_connection import H1Connection
 from pdproxy.transport.h1_messages import Origin, Target, request_head, target_of

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import cast
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.sink import Sink
+from pdproxy.response import Sink
 from pdproxy.transport.faults import ProtocolError, deadline_fault, timeout_fault, while_exchanging
 from pdproxy.transport.h1_messages import Origin, ResponseParser
 

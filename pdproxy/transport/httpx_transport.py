@@ -27,7 +27,7 @@ import httpx
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Headers
-from pdproxy.sink import Sink
+from pdproxy.response import Sink
 from pdproxy.transport.faults import (
     deadline_fault,
     timeout_fault,

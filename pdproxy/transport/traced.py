@@ -8,7 +8,7 @@ from opentelemetry import trace
 from pdproxy.errors import NodeFault
 from pdproxy.observe.tracing import outward
 from pdproxy.request import Headers
-from pdproxy.sink import Sink
+from pdproxy.response import Sink
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transport
 
 

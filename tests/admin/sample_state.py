@@ -67,7 +67,7 @@ class SampleState:
             (Route.RECOMPUTED, 2, 8195, 0),
         ):
             for _ in range(prompts):
-                self.live.hits.count(way, tokens, cached)
+                self.live.cache_stats[way].add(tokens, cached)
 
     def _requests(self) -> None:
         for name, endpoint, prefill, decode, seconds in ROUTES:

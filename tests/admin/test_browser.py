@@ -22,7 +22,7 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 
 
 def desk_of(world: FakeCluster, token: str | None = None) -> AdminContext:
-    live, clock, drainer = world.context.live, world.clock, Drainer(world.pool, world.clock)
+    live, clock, drainer = world.context.in_flight, world.clock, Drainer(world.pool, world.clock)
     return AdminContext(world.pool, drainer, CollectorRegistry(), asyncio.Event(), token=token, live=live, clock=clock)
 
 

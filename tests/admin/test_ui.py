@@ -23,7 +23,7 @@ CHAT = body_for(Endpoint.CHAT, stream=True)
 
 def client_of(world: FakeCluster, token: str | None = None) -> httpx.AsyncClient:
     drainer = Drainer(world.pool, world.clock)
-    live, clock = world.context.live, world.clock
+    live, clock = world.context.in_flight, world.clock
     desk = AdminContext(world.pool, drainer, CollectorRegistry(), asyncio.Event(), token=token, live=live, clock=clock)
     return httpx.AsyncClient(transport=httpx.ASGITransport(admin_app(desk)), base_url="http://admin")
 
@@ -66,7 +66,7 @@ async def test_a_failure_is_shown_with_its_consequence() -> None:
     world = FakeCluster(prefills=1, decodes=1)
     request = world.request(Endpoint.CHAT, CHAT, name="r-7")
     failure = LegFailure(world.clock.now(), "r-7", Leg.DECODE, "d0", Fault.STALL, Step.MIGRATE)
-    world.context.live.failed(request, failure)
+    world.context.in_flight.failed(request, failure)
     world.clock.advance(3)
     async with client_of(world) as client:
         (shown,) = (await client.get("/ui/state")).json()["failures"]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pdproxy.intake.request_context import Message
+from pdproxy.response import SINK_EXTENSION
 from pdproxy.settings import Settings
-from pdproxy.sink import EXTENSION
 from tests.app.running_proxy import SOON, RunningProxy, running_proxy
 from tests.fakes.faults import FaultKind, InjectedFault
 
@@ -32,7 +32,7 @@ class Call:
         self._incoming = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
         self.sent: list[Message] = []
         self.began = asyncio.Event()
-        straight = {EXTENSION: {"sink": self._sink}}
+        straight = {SINK_EXTENSION: {"sink": self._sink}}
         scope = {
             "type": "http", "method": "POST", "path": path, "query_string": b"", "headers": [], "extensions": straight
         }  # fmt: skip

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterable
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Headers
-from pdproxy.sink import Sink
+from pdproxy.response import Sink
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
 from tests.fakes.clock import FakeClock
 from tests.fakes.faults import FaultKind

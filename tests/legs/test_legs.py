@@ -6,7 +6,16 @@ import json
 import pytest
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.legs.calls import FAULT_BODY_BYTES, PrefillAnswer, decode, fault_of, prefill, read_answer, release
+from pdproxy.legs.calls import (
+    FAULT_BODY_BYTES,
+    PrefillAnswer,
+    decode,
+    fault_of,
+    prefill,
+    read_answer,
+    read_prefill,
+    release,
+)
 from pdproxy.nodes.node import RANK_HEADER, Node, Role
 from pdproxy.request import Endpoint, Headers, Json, header
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
@@ -29,7 +38,7 @@ async def run_prefill(to: Wire, endpoint: Endpoint = Endpoint.CHAT) -> PrefillAn
 
 async def test_a_prefill_brings_a_ticket() -> None:
     to = wire({"kv_transfer_params": TICKET, "usage": {"prompt_tokens": 9}})
-    assert await run_prefill(to) == PrefillAnswer(TICKET, 4)
+    assert await run_prefill(to) == PrefillAnswer({"remote_host": "h"}, 4)
     (request,) = to.requests
     assert (request.method, request.url) == ("POST", "http://127.0.0.1:1/v1/chat/completions")
     assert json.loads(request.body) == {"model": "m", "user": "ü\ud800"}
@@ -187,3 +196,8 @@ async def test_a_rank_that_cannot_be_told_keeps_no_other_from_being_told() -> No
 async def test_a_failed_release_is_a_fault() -> None:
     with pytest.raises(NodeFault):
         await release(Wire(500, b""), NODE, "m", "hand-over-0123456789", PATIENCE)
+
+
+def test_the_decode_node_does_not_get_what_the_prefill_node_had_cached() -> None:
+    params = {"do_remote_prefill": True, "remote_prefill_cached_tokens": 7, "x": [1]}
+    assert read_prefill({"kv_transfer_params": params}) == PrefillAnswer({"do_remote_prefill": True, "x": [1]}, 7)

@@ -9,7 +9,7 @@ from typing import Any
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.nodes.node import Node, Role
 from pdproxy.request import Headers
-from pdproxy.sink import Sink
+from pdproxy.response import Sink
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
 
 LABELS = {

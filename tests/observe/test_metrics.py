@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import Fault
-from pdproxy.observe.labels import Answer, Leg, Migration, Outcome, Phase, Proof, Release, Task, Tokens
+from pdproxy.observe.labels import Leg, Migration, Outcome, Phase, Proof, Release, Task, Tokens
 from pdproxy.observe.metrics import Metrics
 from pdproxy.request import Endpoint
 
@@ -34,7 +34,7 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
     metrics.step_taken(Leg.DECODE, Fault.RESET, Word.ONE)
     metrics.planned_local(Word.TWO)
     metrics.migrated(Migration.DONE)
-    metrics.continuable(Answer.NO, Word.ONE)
+    metrics.continuable(Word.ONE)
     metrics.recomputed()
     metrics.released(Release.FAILED)
     metrics.request_began()

@@ -14,8 +14,9 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
 from pdproxy.orchestration.orchestrator import Orchestrator
-from pdproxy.orchestration.response import ProxyResponse
+from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.request import ClientRequest, Endpoint
+from pdproxy.response import ProxyResponse
 from tests.fakes.clock import FakeClock
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.memory_transport import MemoryTransport
@@ -64,7 +65,8 @@ class FakeCluster:
         self.context = OrchestrationContext(
             self.transport, self.pool, Metrics(self.registry), self.clock, config or OrchestrationConfig()
         )
-        self.orchestrator = Orchestrator(self.context)
+        self.background_tasks = BackgroundTasks(self.context)
+        self.orchestrator = Orchestrator(self.context, self.background_tasks)
 
     @property
     def nodes(self) -> list[FakeNode]:
@@ -106,10 +108,10 @@ class FakeCluster:
     async def settle(self) -> None:
         """Let releases finish, and check that nothing at all is left."""
         for _ in range(50):
-            if not self.orchestrator.background_tasks:
+            if not self.background_tasks:
                 break
             await asyncio.sleep(0)
-        assert self.orchestrator.background_tasks == 0
+        assert len(self.background_tasks) == 0
         assert not self.transport.open
         assert {view.node.name: view.active for view in self.pool.snapshot().nodes if view.active} == {}
         assert {node.name: node.running for node in self.nodes if node.running} == {}

@@ -13,6 +13,7 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
 from pdproxy.orchestration.orchestrator import Orchestrator
+from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.transport.h1_client import H1Transport
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.loopback import LoopbackNode
@@ -38,14 +39,14 @@ class LoopbackCluster:
             entry = Node(node.node.name, node.url, role, MODEL)
             self.pool.add(entry)
             self.pool.admit(entry)
-        self.orchestrator = Orchestrator(
-            OrchestrationContext(self.transport, self.pool, Metrics(self.registry), clock, config)
-        )
+        context = OrchestrationContext(self.transport, self.pool, Metrics(self.registry), clock, config)
+        self.background_tasks = BackgroundTasks(context)
+        self.orchestrator = Orchestrator(context, self.background_tasks)
 
     async def close(self) -> None:
         """End the proxy's side, and check that it left nothing."""
-        await self.orchestrator.aclose()
-        assert self.orchestrator.background_tasks == 0
+        await self.background_tasks.aclose()
+        assert len(self.background_tasks) == 0
         assert {view.node.name: view.active for view in self.pool.snapshot().nodes if view.active} == {}
         await self.transport.aclose()
         assert self.transport.connections == 0

@@ -145,6 +145,6 @@ async def test_a_failed_release_is_counted_and_does_no_harm() -> None:
     world.prefills[0].trouble = InjectedFault(FaultKind.REFUSE)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    await world.orchestrator.aclose()
+    await world.background_tasks.aclose()
     assert world.count("pdproxy_releases_total", outcome="failed") == 1
-    assert world.orchestrator.background_tasks == 0
+    assert len(world.background_tasks) == 0

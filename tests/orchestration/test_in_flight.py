@@ -19,21 +19,21 @@ CHAT = body_for(Endpoint.CHAT, stream=True)
 async def test_a_stream_is_on_the_way_until_it_has_ended() -> None:
     world = FakeCluster(prefills=1, decodes=1)
     reply = await world.orchestrator.answer(world.request(Endpoint.CHAT, CHAT))
-    (ride,) = world.context.live.newest(50)
+    (ride,) = world.context.in_flight.newest(50)
     assert (ride.request.request_id, ride.timeline.now, ride.outcome) == ("r-1", Phase.DECODE, None)
     assert ride.timeline.nodes == {Phase.PREFILL: "p0", Phase.HANDOVER: "d0", Phase.DECODE: "d0"}
     await read(reply)
-    assert (len(world.context.live), ride.outcome) == (0, Outcome.OK)
+    assert (len(world.context.in_flight), ride.outcome) == (0, Outcome.OK)
     await world.settle()
 
 
 async def test_a_client_that_leaves_is_on_the_way_no_more() -> None:
     world = FakeCluster(prefills=1, decodes=1)
     reply = await world.orchestrator.answer(world.request(Endpoint.CHAT, CHAT))
-    (ride,) = world.context.live.newest(50)
+    (ride,) = world.context.in_flight.newest(50)
     assert not isinstance(reply.body, bytes)
     await reply.body.aclose()
-    assert (len(world.context.live), ride.outcome) == (0, Outcome.CLIENT_GONE)
+    assert (len(world.context.in_flight), ride.outcome) == (0, Outcome.CLIENT_GONE)
     await world.settle()
 
 
@@ -42,7 +42,7 @@ async def test_a_prompt_counts_for_the_cache_that_served_it() -> None:
     await world.ask(Endpoint.CHAT, CHAT)
     world.pool.remove("p0")
     await world.ask(Endpoint.CHAT, CHAT)
-    sums = world.context.live.hits.by_way
+    sums = world.context.in_flight.cache_stats
     long = len(prompt_ids(Endpoint.CHAT))
     pulled, local, again = (sums[way] for way in (Route.DISAGGREGATED, Route.LOCAL, Route.RECOMPUTED))
     assert (pulled.prompts, pulled.prompt_tokens, pulled.cached_tokens) == (1, long, 1)
@@ -65,18 +65,18 @@ async def test_a_failure_tells_what_became_of_it(
     world = FakeCluster(prefills=1, decodes=decodes)
     next(node for node in world.nodes if node.name == name).trouble = trouble
     await world.ask(Endpoint.CHAT, CHAT)
-    last = world.context.live.failures()[-1]
+    last = world.context.in_flight.failures()[-1]
     assert (last.name, last.node, last.fault, last.step) == ("r-1", name, Fault.RESET, step)
     assert last.leg is (Leg.PREFILL if name == "p0" else Leg.DECODE)
-    assert last.ride is not None
-    assert last.ride.outcome is outcome
+    assert last.request is not None
+    assert last.request.outcome is outcome
 
 
 async def test_a_clients_own_mistake_is_no_failure() -> None:
     world = FakeCluster(prefills=1, decodes=1)
     world.prefills[0].trouble = InjectedFault(FaultKind.STATUS, status=400, times=9)
     assert (await world.ask(Endpoint.CHAT, CHAT)).status == 400
-    assert world.context.live.failures() == []
+    assert world.context.in_flight.failures() == []
 
 
 def test_only_so_much_is_remembered() -> None:

@@ -10,7 +10,6 @@ from pdproxy.nodes.node import Bars, Node, Role
 from pdproxy.nodes.proof import ProofResult
 from pdproxy.observe.labels import Proof
 from pdproxy.orchestration.known_answer import BUDGET, TOKENS, KnownAnswer
-from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.request import Endpoint
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.fakes.node import UNREADABLE, FakeNode, Seen
@@ -25,7 +24,6 @@ class Pair(FakeCluster):
 
     def __init__(self) -> None:
         super().__init__(prefills=1, decodes=1)
-        self.background_tasks = BackgroundTasks(self.context)
         self.test = KnownAnswer(self.context, self.background_tasks, HEADERS, itertools.count())
         self.prefill, self.decode = self.prefills[0], self.decodes[0]
 

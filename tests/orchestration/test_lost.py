@@ -9,6 +9,7 @@ import pytest
 from pdproxy.errors import Fault
 from pdproxy.nodes.node import Node, Role
 from pdproxy.orchestration.orchestrator import Orchestrator
+from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.request import Endpoint
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.orchestration.answers import read_answer
@@ -88,11 +89,13 @@ async def test_a_bug_in_one_of_several_streams_ends_them_all() -> None:
             raise RuntimeError("no name is left")
         return f"hand-over-{number}"
 
-    orchestrator = Orchestrator(dataclasses.replace(world.context, name=name))
+    context = dataclasses.replace(world.context, new_hand_over_id=name)
+    background_tasks = BackgroundTasks(context)
+    orchestrator = Orchestrator(context, background_tasks)
     body = {**body_for(COMPLETIONS, stream=True), "prompt": [WORDS] * 3}
     async with asyncio.timeout(60):
         with pytest.raises(RuntimeError):
             await read(await orchestrator.answer(world.request(COMPLETIONS, body)))
-    await orchestrator.aclose()
+    await background_tasks.aclose()
     assert len(asyncio.all_tasks()) == 1
     assert not world.transport.open

@@ -4,26 +4,15 @@ import pytest
 
 from pdproxy.errors import ClientError, Fault, NodeFault
 from pdproxy.failures import Moment, Step
-from pdproxy.legs.calls import PrefillAnswer
-from pdproxy.nodes.node import Node, Role
+from pdproxy.legs.shape import max_prompt_tokens
 from pdproxy.observe.labels import Leg, Phase
 from pdproxy.orchestration.client_errors import UpstreamErrorResponse, final_error
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.orchestration.decode_stream import UsageEventFilter
 from pdproxy.orchestration.in_flight import Timeline
 from pdproxy.orchestration.node_picker import FaultReporter
-from pdproxy.orchestration.resources import HandOver
-from pdproxy.orchestration.sub_request import RouteReason, max_prompt_tokens
 from pdproxy.request import Endpoint, Json
 from tests.orchestration.cluster import FakeCluster
-
-
-def test_the_decode_node_is_not_told_what_the_prefill_node_had_cached() -> None:
-    answer = PrefillAnswer({"do_remote_prefill": True, "remote_prefill_cached_tokens": 7, "x": [1]}, 7)
-    hand_over = HandOver("id", Node("p", "http://p", Role.PREFILL), answer, 0.0)
-    assert hand_over.ticket() == {"do_remote_prefill": True, "x": [1]}
-    assert hand_over.cached_tokens == 7
-
 
 FINISH = b'{"id":"1","choices":[{"text":"x","finish_reason":"stop"}]}'
 USAGE = b'{"id":"1","choices":[],"usage":{"prompt_tokens":1},"system_fingerprint":"f"}'
@@ -35,20 +24,20 @@ def _event(data: bytes) -> bytes:
 
 def test_the_tail_gives_the_fingerprint_back_to_the_finish() -> None:
     tail = UsageEventFilter()
-    assert tail.keep(FINISH, _event(FINISH)) == b""
+    assert tail.feed(FINISH, _event(FINISH)) == b""
     assert tail.is_usage_event(USAGE)
-    assert tail.close(USAGE) == _event(FINISH[:-1] + b',"system_fingerprint":"f"}')
+    assert tail.on_usage_event(USAGE) == _event(FINISH[:-1] + b',"system_fingerprint":"f"}')
     assert tail.flush() == b""
 
 
 def test_the_tail_loses_nothing_where_no_usage_comes() -> None:
     tail = UsageEventFilter()
-    tail.keep(FINISH, _event(FINISH))
-    assert tail.keep(b"[DONE]", b"data: [DONE]\n\n") == _event(FINISH) + b"data: [DONE]\n\n"
+    tail.feed(FINISH, _event(FINISH))
+    assert tail.feed(b"[DONE]", b"data: [DONE]\n\n") == _event(FINISH) + b"data: [DONE]\n\n"
 
 
 def test_the_tail_passes_everything_else_at_once() -> None:
-    assert UsageEventFilter().keep(b'{"choices":[{"text":"x"}]}', b"seen") == b"seen"
+    assert UsageEventFilter().feed(b'{"choices":[{"text":"x"}]}', b"seen") == b"seen"
 
 
 async def test_a_5xx_counts_once_another_node_has_served_the_request() -> None:
@@ -92,16 +81,8 @@ def test_a_nodes_own_answer_keeps_its_status_body_and_wait() -> None:
     fault = NodeFault(Fault.BUSY, "", status=429, body=b'{"error":{}}', headers=(("retry-after", "9"), ("server", "x")))
     said = final_error(Leg.DECODE, Moment.OPENING, Step.ANSWER, fault)
     assert isinstance(said, UpstreamErrorResponse)
-    assert (said.reply.status, said.reply.body) == (429, b'{"error":{}}')
-    assert said.reply.headers == (("content-type", "application/json"), ("retry-after", "9"))
-
-
-def test_a_word_that_is_not_known_is_other() -> None:
-    assert (RouteReason.of("echo"), RouteReason.of("brand_new"), RouteReason.of(None)) == (
-        RouteReason.ECHO,
-        RouteReason.OTHER,
-        RouteReason.NONE,
-    )
+    assert (said.response.status, said.response.body) == (429, b'{"error":{}}')
+    assert said.response.headers == (("content-type", "application/json"), ("retry-after", "9"))
 
 
 async def test_the_timeline_tells_phases_in_milliseconds() -> None:

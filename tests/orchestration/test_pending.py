@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from pdproxy.legs.shape import estimated_prompt_tokens
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
-from pdproxy.orchestration.sub_request import estimated_prompt_tokens
 from pdproxy.request import Endpoint, Json
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.orchestration.cluster import MODEL, FakeCluster

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from pdproxy.orchestration.response import ProxyResponse
 from pdproxy.request import ClientRequest, Endpoint
+from pdproxy.response import ProxyResponse
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.orchestration.answers import read_answer
 from tests.orchestration.cluster import MODEL, read

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from pdproxy.orchestration.context import OrchestrationConfig
-from pdproxy.orchestration.response import ProxyResponse
 from pdproxy.request import Endpoint
+from pdproxy.response import ProxyResponse
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.orchestration.answers import read_answer
 from tests.orchestration.cluster import FakeCluster

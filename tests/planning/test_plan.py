@@ -1,7 +1,6 @@
 """Plans: pure decisions from a snapshot."""
 
 import collections
-import enum
 
 import pytest
 from hypothesis import given
@@ -14,24 +13,18 @@ from pdproxy.planning.plan import (
     Plan,
     PlanInput,
     PlanPolicy,
-    PlanReason,
     UnknownModel,
     choose,
     models,
     plan,
 )
+from pdproxy.request import LocalReason
 from pdproxy.settings.choices import OnPrefillFailure
 
 POLICY = PlanPolicy()
 FAIL = PlanPolicy(OnPrefillFailure.FAIL)
 NEEDS = PlanInput("tiny")
 NO_BARS = Bars()
-
-
-class Why(enum.StrEnum):
-    """A reason of the caller's own."""
-
-    PROMPT_LOGPROBS = "prompt_logprobs"
 
 
 def view(name: str, active: int = 0, state: State = State.UP, **more: object) -> NodeView:
@@ -61,7 +54,7 @@ def names(made: Plan) -> tuple[str | None, str]:
 def test_the_least_loaded_pair_gets_the_request() -> None:
     made = make(view("p1", 3), view("p2", 1), view("d1", 0), view("d2", 5))
     assert names(made) == ("p2", "d1")
-    assert made.reason is PlanReason.DISAGGREGATED
+    assert made.local is None
 
 
 def test_equally_loaded_nodes_take_turns() -> None:
@@ -91,7 +84,7 @@ def test_a_node_on_trial_gets_one_request() -> None:
 def test_nodes_that_do_not_serve_get_nothing(state: State) -> None:
     made = make(view("p1", 0, state), view("d1", 0, state), view("d2", 9))
     assert names(made) == (None, "d2")
-    assert made.reason is PlanReason.NO_PREFILL
+    assert made.local is LocalReason.NO_PREFILL
     with pytest.raises(NoNode) as caught:
         make(view("p1"), view("d1", 0, state))
     assert caught.value.reason is NoNodeReason.NO_DECODE
@@ -104,8 +97,8 @@ def test_without_prefill_the_policy_may_forbid_to_go_on() -> None:
 
 
 def test_what_cannot_be_disaggregated_is_planned_locally() -> None:
-    made = make(view("p1"), view("d1"), needs=PlanInput("tiny", local=Why.PROMPT_LOGPROBS))
-    assert made == Plan(None, view("d1").node, Why.PROMPT_LOGPROBS)
+    made = make(view("p1"), view("d1"), needs=PlanInput("tiny", local=LocalReason.PROMPT_LOGPROBS))
+    assert made == Plan(None, view("d1").node, LocalReason.PROMPT_LOGPROBS)
 
 
 def test_a_short_prompt_is_planned_locally() -> None:
@@ -156,7 +149,7 @@ def test_the_less_loaded_cohort_gets_the_request() -> None:
 
 def test_no_pair_in_any_cohort_means_local_or_nothing() -> None:
     views = (view("p1", cohort="a"), view("d1", cohort="b"))
-    assert make(*views).reason is PlanReason.NO_PAIR
+    assert make(*views).local is LocalReason.NO_PAIR
     with pytest.raises(NoNode) as caught:
         make(*views, policy=FAIL)
     assert caught.value.reason is NoNodeReason.NO_PAIR
@@ -184,12 +177,12 @@ def test_equally_loaded_pairs_that_are_allowed_take_turns() -> None:
 def test_where_all_pairs_are_barred_the_decode_node_serves_alone() -> None:
     views = (view("p1"), view("d1"), view("p2", cohort="b"))
     made = make(*views[:2], bars=barred("p1 d1"))
-    assert (names(made), made.reason) == ((None, "d1"), PlanReason.BARRED_PAIR)
+    assert (names(made), made.local) == ((None, "d1"), LocalReason.BARRED_PAIR)
     with pytest.raises(NoNode) as caught:
         make(*views[:2], policy=FAIL, bars=barred("d1"))
     assert caught.value.reason is NoNodeReason.BARRED_PAIR
     unpaired = make(view("d1", cohort="a"), views[2], bars=barred("p1 d1"))
-    assert unpaired.reason is PlanReason.NO_PAIR
+    assert unpaired.local is LocalReason.NO_PAIR
 
 
 def test_a_ticket_goes_to_no_node_that_is_barred_from_where_it_comes() -> None:
@@ -253,7 +246,7 @@ def test_a_plan_is_always_allowed(views: list[NodeView], turn: int, bars: Bars) 
     assert made.decode.name in serving
     if made.prefill is None:
         assert not any(bars.allow(one.name, other.name) for one, other in pairs)
-        assert (made.reason is PlanReason.BARRED_PAIR) == bool(pairs)
+        assert (made.local is LocalReason.BARRED_PAIR) == bool(pairs)
     else:
         assert made.prefill.name in serving
         assert made.prefill.pairs_with(made.decode.cohort)

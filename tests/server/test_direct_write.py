@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from pdproxy.intake.request_context import Receive, Scope, Send, headers_of, read_body, send_head, send_whole
+from pdproxy.response import SINK_EXTENSION, Sink
 from pdproxy.server.protocol import ConnectionLimits
-from pdproxy.sink import EXTENSION, Sink
 from tests.server.raw import SOON, post, say, serving
 
 LIMITS = ConnectionLimits(2000, SOON, SOON)
@@ -17,7 +17,7 @@ MOST = 200
 
 def sink_of(scope: Scope) -> Sink:
     """What the server offers."""
-    found: Sink = scope["extensions"][EXTENSION]["sink"]
+    found: Sink = scope["extensions"][SINK_EXTENSION]["sink"]
     return found
 
 

@@ -2,9 +2,10 @@
 
 import json
 
+from pdproxy.orchestration.fanout import StreamMerge, merge_answers
 from pdproxy.request import Endpoint, Json, Shape
-from pdproxy.stream.merge import StreamMerge, merge_answers, sum_usage
 from pdproxy.stream.transcript import Transcript
+from pdproxy.usage import sum_usage
 from tests.stream.engine import Engine, events
 
 
@@ -60,7 +61,7 @@ def test_without_usage_there_is_none() -> None:
 
 
 def test_comments_pass_and_a_transcript_may_come_before() -> None:
-    transcript = Transcript(Endpoint.COMPLETIONS, Shape(1, 1, stream=True))
+    transcript = Transcript(Endpoint.COMPLETIONS, Shape(1, stream=True))
     merge = StreamMerge(choices=1)
     raw = b": hi\n\n" + b"".join(Engine(("a",)).stream())
     seen = b"".join(merge.take(0, transcript.take(event)) for event in events(raw))

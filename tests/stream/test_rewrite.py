@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pdproxy.request import Endpoint
-from pdproxy.stream.rewrite_usage import rewrite_answer, rewrite_event
+from pdproxy.stream.chunks import rewrite_answer, rewrite_event
 from tests.stream.engine import events
 
 TICKET = {"remote_host": "10.0.0.1"}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from deploy.local.paths import MODEL
-from pdproxy.orchestration.known_answer_prompt import NAMES, plain_ids, prompt_tokens, question
+from pdproxy.orchestration.known_answer import NAMES, plain_ids, prompt_tokens, question
 
 
 def test_a_question_asks_for_a_name_far_back_in_its_list() -> None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pdproxy.legs.usage import Usage, read_usage, read_usage_event
+from pdproxy.usage import Usage, read_usage, read_usage_event
 
 SHAPES = [
     ({"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 8}}, Usage(9, 2, 8)),

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from pdproxy.errors import ClientError
+from pdproxy.orchestration.client_errors import error_body, error_event
 from pdproxy.request import Endpoint
-from pdproxy.stream.errors import error_body, error_event
 from tests.stream.engine import events
 
 ERROR = ClientError(502, "the decode node is gone", kind="upstream_error", code="node_lost")
