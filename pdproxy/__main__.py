@@ -13,7 +13,7 @@ from pdproxy import __version__
 from pdproxy.errors import SettingsError
 
 if TYPE_CHECKING:
-    from pdproxy.settings import Settings
+    from pdproxy.settings.model import Settings
 
 UNUSABLE = 2
 """The exit status for settings that cannot be used, as for any command line."""

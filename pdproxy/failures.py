@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from pdproxy.errors import Fault
 from pdproxy.observe.labels import Leg
-from pdproxy.settings.choices import OnPrefillFailure
+from pdproxy.settings.types import OnPrefillFailure
 
 
 class Moment(enum.StrEnum):

@@ -23,7 +23,7 @@ from pdproxy.legs.shape import OUTPUT_RULES
 from pdproxy.nodes.node_entry import NODE_FAULTS
 from pdproxy.observe.labels import Leg
 from pdproxy.orchestration.sub_request import RouteReason
-from pdproxy.settings.choices import OnPrefillFailure
+from pdproxy.settings.types import OnPrefillFailure
 
 NOTHING = RetryOptions(OnPrefillFailure.FAIL, retries=0, ticket_works=False, migrations=0, continuable=False)
 

@@ -34,7 +34,8 @@ from pdproxy.orchestration.known_answer import KnownAnswer
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.planning.plan import WithoutPrefill
-from pdproxy.settings import FirstHandOver, NodeEntry, OnPrefillFailure, Settings
+from pdproxy.settings.model import ConfiguredNode, Settings
+from pdproxy.settings.types import FirstHandOver, OnPrefillFailure
 from pdproxy.transport.h1_client import H1Transport
 from pdproxy.transport.httpx_transport import HttpxTransport
 from pdproxy.transport.port import Transport
@@ -56,7 +57,7 @@ class Proxy:
     leaving: asyncio.Event
 
 
-def nodes_of(entries: tuple[NodeEntry, ...]) -> list[Node]:
+def nodes_of(entries: tuple[ConfiguredNode, ...]) -> list[Node]:
     """The nodes of the settings, named by role and order: ``prefill-0``, ``decode-1``."""
     counts = dict.fromkeys(Role, 0)
     nodes = []

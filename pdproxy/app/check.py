@@ -15,7 +15,7 @@ from pdproxy.nodes.discovery.source import DiscoveryError, Source
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.preflight import CheckRow, Preflight
 from pdproxy.nodes.preflight import check as check_nodes
-from pdproxy.settings import Settings
+from pdproxy.settings.model import Settings
 from pdproxy.transport.httpx_transport import HttpxTransport
 
 LOOK_SECONDS = 30.0

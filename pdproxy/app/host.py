@@ -14,7 +14,8 @@ from pdproxy.nodes.discovery.service_account import ServiceAccount, api_address
 from pdproxy.nodes.discovery.source import Source, Template
 from pdproxy.nodes.node import Role
 from pdproxy.request import Headers
-from pdproxy.settings import Discovery, DiscoveryKind, Upstream
+from pdproxy.settings.model import Discovery, Upstream
+from pdproxy.settings.types import DiscoveryKind
 
 if TYPE_CHECKING:
     from pdproxy.nodes.discovery.kubernetes import Api, KubernetesSource

@@ -22,7 +22,7 @@ from pdproxy.observe.logs import configure
 from pdproxy.server.protocol import ConnectionLimits, guarded
 from pdproxy.server.server import Server, bind
 from pdproxy.server.server import serve as serve_ports
-from pdproxy.settings import Settings
+from pdproxy.settings.model import Settings
 
 _LOG = logging.getLogger("pdproxy")
 

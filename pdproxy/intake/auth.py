@@ -10,7 +10,7 @@ from pathlib import Path
 from pdproxy.errors import ClientError, SettingsError
 from pdproxy.nodes.node import RANK_HEADER
 from pdproxy.request import Headers, header
-from pdproxy.settings import Credential
+from pdproxy.settings.types import Credential
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

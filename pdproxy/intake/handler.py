@@ -17,7 +17,7 @@ from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.response import ProxyResponse
 from pdproxy.request import ClientRequest, Endpoint, Headers, Json
-from pdproxy.settings import Credential
+from pdproxy.settings.types import Credential
 
 _IN_FORM = re.compile(rb'name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n--')
 """A field of a multipart form, as audio comes."""

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import TextIO
 
 from pdproxy.observe.labels import Outcome, Phase
-from pdproxy.settings import Log, LogFormat
+from pdproxy.settings.model import Log
+from pdproxy.settings.types import LogFormat
 
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", "color_message"}
 _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)} | {10: "\\n", 13: "\\r"}

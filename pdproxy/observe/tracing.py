@@ -14,7 +14,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from pdproxy import __version__
 from pdproxy.errors import SettingsError
 from pdproxy.request import Endpoint, Headers
-from pdproxy.settings import Otel, OtelExport
+from pdproxy.settings.model import Otel
+from pdproxy.settings.types import OtelExport
 
 CARRIED = ("traceparent", "tracestate")
 """The headers of W3C Trace Context."""

@@ -1,34 +1,32 @@
-"""The settings: one model for each section, and `Settings` over all. Times are seconds, sizes are bytes.
+"""Every setting, with its description: one model for each section, and `Settings` over all.
 
-A model that exists is valid: each field by its type, and those that must go together by the validators here. Over 300
-lines, for every setting of the proxy stands here, with its description.
+Times are seconds, sizes are bytes. A model that exists is valid: each field by its type, and those that must go
+together by the validators here.
 """
 
-from typing import Self
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from pdproxy.settings.choices import (
-    Credential,
-    DiscoveryKind,
-    FirstHandOver,
-    LogFormat,
-    LogLevel,
-    NodeRole,
-    OnPrefillFailure,
-    OtelExport,
-    Scheme,
-)
 from pdproxy.settings.types import (
     Address,
     Bytes,
     Count,
+    Credential,
+    DiscoveryKind,
+    FirstHandOver,
     Host,
+    LogFormat,
+    LogLevel,
+    NodeRole,
     Number,
+    OnPrefillFailure,
     OptionalAddress,
     OptionalFile,
+    OtelExport,
     Port,
+    Scheme,
     Seconds,
     Text,
     Texts,
@@ -37,7 +35,7 @@ from pdproxy.settings.types import (
 
 
 class Section(BaseModel):
-    """What all sections have in common."""
+    """The configuration that all sections share."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", str_strip_whitespace=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -73,7 +71,7 @@ class Listen(Section):
         return self
 
 
-class NodeEntry(Section):
+class ConfiguredNode(Section):
     """One vLLM node, known from the start."""
 
     url: Address
@@ -269,12 +267,12 @@ class Otel(Section):
 
 
 class Settings(BaseSettings):
-    """Everything an operator decides, read once at start (`load`). Made directly, it reads nothing from anywhere."""
+    """Everything an operator decides. `load` reads it from its sources; made directly, it reads no environment."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", case_sensitive=True)
 
     listen: Listen = Listen()
-    nodes: tuple[NodeEntry, ...] = ()
+    nodes: tuple[ConfiguredNode, ...] = ()
     discovery: Discovery = Discovery()
     upstream: Upstream = Upstream()
     deadlines: Deadlines = Deadlines()
@@ -287,7 +285,7 @@ class Settings(BaseSettings):
 
     @field_validator("nodes")
     @classmethod
-    def _each_once(cls, nodes: tuple[NodeEntry, ...]) -> tuple[NodeEntry, ...]:
+    def _each_once(cls, nodes: tuple[ConfiguredNode, ...]) -> tuple[ConfiguredNode, ...]:
         seen: set[tuple[str, NodeRole]] = set()
         for node in nodes:
             if (node.url, node.role) in seen:
@@ -296,14 +294,6 @@ class Settings(BaseSettings):
         return nodes
 
     @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
+    def settings_customise_sources(cls, *_: Any, **sources: Any) -> tuple[PydanticBaseSettingsSource, ...]:
         """Only what is passed in: `load` names the other sources."""
-        del settings_cls, env_settings, dotenv_settings, file_secret_settings
-        return (init_settings,)
+        return (sources["init_settings"],)

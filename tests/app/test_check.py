@@ -11,7 +11,8 @@ from pdproxy.app.check import Report, inspect
 from pdproxy.app.host import HostEnvironment
 from pdproxy.nodes.discovery.dns import Service
 from pdproxy.nodes.discovery.service_account import ServiceAccount
-from pdproxy.settings import Discovery, DiscoveryKind, NodeEntry, NodeRole, Settings
+from pdproxy.settings.model import ConfiguredNode, Discovery, Settings
+from pdproxy.settings.types import DiscoveryKind, NodeRole
 from tests.app.zone import Zone
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.loopback import LoopbackNode
@@ -46,7 +47,7 @@ def verdicts(report: Report) -> dict[str, bool]:
     return {f"{row.node.role} {row.node.url}": row.good() for row in report.rows}
 
 
-def also_in_a_file(folder: Path, listed: str, entry: NodeEntry) -> Settings:
+def also_in_a_file(folder: Path, listed: str, entry: ConfiguredNode) -> Settings:
     """A node that is named, beside a file of nodes."""
     path = folder / "nodes.yaml"
     path.write_text(listed)
@@ -55,7 +56,7 @@ def also_in_a_file(folder: Path, listed: str, entry: NodeEntry) -> Settings:
 
 async def test_nodes_in_a_file_are_asked_after_those_that_are_named(tmp_path: Path, node: LoopbackNode) -> None:
     listed = f"[{{url: '{node.url}', role: decode}}, {{url: '{NOBODY}', role: decode}}]"
-    told = also_in_a_file(tmp_path, listed, NodeEntry(url=node.url, role=NodeRole.PREFILL))
+    told = also_in_a_file(tmp_path, listed, ConfiguredNode(url=node.url, role=NodeRole.PREFILL))
     report = await inspect(told, HostEnvironment())
     assert list(verdicts(report).items()) == [
         (f"prefill {node.url}", True),
@@ -68,7 +69,7 @@ async def test_nodes_in_a_file_are_asked_after_those_that_are_named(tmp_path: Pa
 
 async def test_a_node_that_is_named_and_found_is_asked_once(tmp_path: Path, node: LoopbackNode) -> None:
     listed = f"[{{url: '{node.url}', role: decode, name: found}}]"
-    told = also_in_a_file(tmp_path, listed, NodeEntry(url=node.url, role=NodeRole.DECODE))
+    told = also_in_a_file(tmp_path, listed, ConfiguredNode(url=node.url, role=NodeRole.DECODE))
     report = await inspect(told, HostEnvironment())
     assert [row.node.name for row in report.rows] == ["decode-0"]
     assert report.good()
@@ -92,7 +93,7 @@ async def test_what_could_not_be_looked_at_is_said_and_the_rest_is_asked(tmp_pat
     absent = tmp_path / "absent.yaml"
     absent.touch()
     lost = Discovery(prefill=DiscoveryKind.FILE, file=absent, decode=DiscoveryKind.DNS, decode_name="a..b", dns_port=80)
-    settings = Settings(nodes=(NodeEntry(url=node.url, role=NodeRole.DECODE),), discovery=lost)
+    settings = Settings(nodes=(ConfiguredNode(url=node.url, role=NodeRole.DECODE),), discovery=lost)
     absent.unlink()
     report = await inspect(settings, HostEnvironment())
     assert verdicts(report) == {f"decode {node.url}": True}

@@ -12,7 +12,8 @@ from pdproxy.app.host import HostEnvironment, Sources
 from pdproxy.errors import SettingsError
 from pdproxy.nodes.discovery.dns import Service
 from pdproxy.nodes.discovery.service_account import ServiceAccount
-from pdproxy.settings import Discovery, DiscoveryKind, Health, NodeEntry, NodeRole, Settings
+from pdproxy.settings.model import ConfiguredNode, Discovery, Health, Settings
+from pdproxy.settings.types import DiscoveryKind, NodeRole
 from tests.admin.asking import state_of
 from tests.app.zone import Zone
 from tests.fakes.clock import FakeClock
@@ -35,7 +36,7 @@ async def test_of_a_file_the_roles_that_ask_for_it_are_taken(tmp_path: Path) -> 
     path = tmp_path / "nodes.yaml"
     path.write_text("[{url: 'http://127.0.0.1:1', role: decode}, {url: 'http://127.0.0.1:2', role: prefill}]")
     one = Settings(
-        nodes=(NodeEntry(url="http://127.0.0.1:3", role=NodeRole.PREFILL),),
+        nodes=(ConfiguredNode(url="http://127.0.0.1:3", role=NodeRole.PREFILL),),
         discovery=Discovery(decode=DiscoveryKind.FILE, file=path, file_interval=0.05),
         health=NEVER,
     )

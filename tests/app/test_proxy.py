@@ -12,7 +12,8 @@ import pytest
 
 from pdproxy.intake.handler import model_of
 from pdproxy.observe.labels import Task
-from pdproxy.settings import FirstHandOver, Health, Keys, Limits, Settings
+from pdproxy.settings.model import Health, Keys, Limits, Settings
+from pdproxy.settings.types import FirstHandOver
 from tests.app.running_proxy import SOON, RunningProxy, bearer, running_proxy
 from tests.fakes.faults import FaultKind, InjectedFault
 

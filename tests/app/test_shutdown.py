@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdproxy.intake.request_context import Message
-from pdproxy.settings import Settings
+from pdproxy.settings.model import Settings
 from pdproxy.sink import EXTENSION
 from tests.app.running_proxy import SOON, RunningProxy, running_proxy
 from tests.fakes.faults import FaultKind, InjectedFault

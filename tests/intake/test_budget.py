@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from pdproxy.errors import ClientError
 from pdproxy.intake.admission import BodyBudget
 from pdproxy.observe.metrics import Metrics
-from pdproxy.settings import Limits, Settings
+from pdproxy.settings.model import Limits, Settings
 from tests.app.running_proxy import SOON, RunningProxy, running_proxy
 from tests.fakes.faults import FaultKind, InjectedFault
 

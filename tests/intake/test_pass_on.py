@@ -13,7 +13,7 @@ from pdproxy.intake.handler import HandlerConfig, RequestHandler
 from pdproxy.intake.request_context import Message, RequestContext, TrackedSend
 from pdproxy.observe.metrics import Metrics
 from pdproxy.request import Endpoint
-from pdproxy.settings import Credential
+from pdproxy.settings.types import Credential
 from pdproxy.sink import Sink
 from tests.orchestration.answers import read_answer
 from tests.orchestration.cluster import MODEL, FakeCluster

@@ -10,7 +10,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, Sp
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.observe.tracing import Message, Receive, Send, TracedApp, tracing_of
 from pdproxy.request import Headers, header
-from pdproxy.settings import Otel, OtelExport
+from pdproxy.settings.model import Otel
+from pdproxy.settings.types import OtelExport
 from pdproxy.sink import Sink
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
 from pdproxy.transport.traced import TracedTransport

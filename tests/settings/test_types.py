@@ -7,9 +7,20 @@ import pytest
 from pydantic import Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
-from pdproxy.settings import LogLevel, OtelExport
+from pdproxy.settings.catalog import takes
 from pdproxy.settings.model import Section
-from pdproxy.settings.types import Address, Bytes, OptionalAddress, OptionalFile, Port, Seconds, Text, Texts, takes
+from pdproxy.settings.types import (
+    Address,
+    Bytes,
+    LogLevel,
+    OptionalAddress,
+    OptionalFile,
+    OtelExport,
+    Port,
+    Seconds,
+    Text,
+    Texts,
+)
 
 HERE = __file__
 ABOVE_0 = Field(gt=0)
