@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from pdproxy.errors import ClientError
-from pdproxy.intake.auth import ANYBODY, ApiKey
+from pdproxy.intake.auth import ANONYMOUS, ApiKey
 from pdproxy.observe.metrics import Metrics
 
 
@@ -25,14 +25,13 @@ class Rejection(enum.StrEnum):
 
 
 class Admission:
-    """A bounded number of places, and a bounded queue ordered by priority, then arrival.
+    """Bounds the requests that run; those beyond wait in a bounded queue ordered by priority, then arrival.
 
     Args:
-        concurrency: places.
+        concurrency: requests that run at once.
         queue: how many may wait.
         patience: seconds that one may wait.
-        metrics: told of every change.
-        key_limit: open requests of one key whose holder has no limit of its own; 0: none.
+        key_limit: open requests of one API key that has no limit of its own; 0: none.
     """
 
     def __init__(self, concurrency: int, queue: int, patience: float, metrics: Metrics, key_limit: int = 0) -> None:
@@ -46,8 +45,8 @@ class Admission:
         self._per_key: Counter[str] = Counter()
 
     @contextlib.asynccontextmanager
-    async def place(self, api_key: ApiKey, priority: int) -> AsyncIterator[None]:
-        """Hold a place while inside.
+    async def admit(self, api_key: ApiKey, priority: int) -> AsyncIterator[None]:
+        """Be one of the running requests while inside.
 
         Raises:
             ClientError: 429 with Retry-After: the key's limit, a full queue, or a wait beyond ``patience``.
@@ -65,7 +64,7 @@ class Admission:
             self._leave_key(api_key)
 
     def _enter_key(self, api_key: ApiKey) -> None:
-        limit = api_key.limit or (self._key_limit if api_key is not ANYBODY else 0)
+        limit = api_key.limit or (self._key_limit if api_key is not ANONYMOUS else 0)
         if limit and self._per_key[api_key.name] >= limit:
             raise self._refused(Rejection.KEY_LIMIT, f"This API key may have {limit} requests open at once.", 1)
         self._per_key[api_key.name] += 1
@@ -128,51 +127,39 @@ class Admission:
 
 
 class BodyBudget:
-    """Bytes for all requests together.
+    """Bounds the bytes of request bodies that are held at once, of all requests together."""
 
-    Args:
-        most: at once.
-        metrics: told of every change.
-    """
-
-    def __init__(self, most: int, metrics: Metrics) -> None:
-        self._most = most
+    def __init__(self, limit: int, metrics: Metrics) -> None:
+        self._limit = limit
         self._metrics = metrics
         self._held = 0
 
-    def share(self) -> "Reservation":
-        """For one request."""
+    def reserve(self) -> "Reservation":
+        """For one request; empty at first."""
         return Reservation(self)
 
     def take(self, size: int) -> None:
-        """So many bytes more are held.
+        """Hold so many bytes more; a negative number gives some back.
 
         Raises:
             ClientError: 429 with Retry-After: there is no room for them.
         """
-        if self._held + size > self._most:
+        if self._held + size > self._limit:
             self._metrics.rejected(Rejection.BODIES_FULL)
-            raise _full()
-        self._change(size)
-
-    def give(self, size: int) -> None:
-        """So many bytes less."""
-        self._change(-size)
-
-    def _change(self, size: int) -> None:
+            raise _bodies_full()
         self._held += size
         self._metrics.body_bytes_are(self._held)
 
 
 class Reservation:
-    """What one request holds; given back at the end of the context."""
+    """The bytes that one request holds; given back at the end of the context."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
         self._size = 0
 
-    def reach(self, size: int) -> None:
-        """The body has so many bytes by now. What its head promises does not count: promises cost nothing.
+    def grow_to(self, size: int) -> None:
+        """The body has so many bytes by now. The length that its head promises is not reserved.
 
         Raises:
             ClientError: as `BodyBudget.take`.
@@ -186,16 +173,16 @@ class Reservation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._budget.give(self._size)
+        self._budget.take(-self._size)
         self._size = 0
 
 
-def _full() -> ClientError:
+def _bodies_full() -> ClientError:
     return ClientError(
         429,
         "The requests that are here take up all the room there is for them: try again later.",
         kind="rate_limit_error",
         code=Rejection.BODIES_FULL,
-        # What is left of the body would otherwise be read as the next request.
+        # The rest of the body would otherwise be read as the next request.
         headers=(("retry-after", "1"), ("connection", "close")),
     )
