@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pdproxy.errors import ClientError, SettingsError
 from pdproxy.nodes.node import RANK_HEADER
-from pdproxy.request import Headers, header
+from pdproxy.request import HOP_BY_HOP, Headers, header
 from pdproxy.settings.types import Credential
 
 
@@ -98,13 +98,7 @@ def parse_key_lines(lines: Iterable[str]) -> Iterable[tuple[bytes, ApiKey]]:
 
 
 _USABLE = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_HOP_BY_HOP = frozenset(
-    {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"}
-    | {"te", "trailer", "transfer-encoding", "upgrade"}
-)
-"""RFC 9110, 7.6.1."""
-
-_KEPT_HERE = _HOP_BY_HOP | {
+_NOT_PASSED_ON = HOP_BY_HOP | {
     # What describes this connection's message, and what our transport sets itself.
     *("host", "content-length", "content-type", "accept-encoding", "content-encoding", "expect", "cookie"),
     "x-request-id",
@@ -123,7 +117,7 @@ def request_id(headers: Headers) -> str:
 
 def headers_for_node(headers: Headers, request_id: str, credential: Credential, own: str) -> Headers:
     """What a node gets of the client's headers, with the request's id; ``own`` is the operator's credential."""
-    dropped = _KEPT_HERE | {token.strip().lower() for token in (header(headers, "connection") or "").split(",")}
+    dropped = _NOT_PASSED_ON | {token.strip().lower() for token in (header(headers, "connection") or "").split(",")}
     passed = tuple(pair for pair in headers if pair[0] not in dropped and not pair[0].startswith("x-pdproxy-"))
     fixed = (("x-request-id", request_id), ("content-type", header(headers, "content-type") or "application/json"))
     return (*passed, *fixed, *_credential(headers, credential, own))

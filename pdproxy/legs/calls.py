@@ -8,7 +8,7 @@ from pdproxy.errors import Fault, NodeFault
 from pdproxy.legs.usage import read_usage
 from pdproxy.nodes.node import Node
 from pdproxy.request import Endpoint, Headers, Json, header
-from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transport
+from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transport, read_to_end
 
 FAULT_BODY_BYTES = 64 * 1024
 """How much of an error's body is kept for the client."""
@@ -113,7 +113,7 @@ async def prefill(
     response = await transport.send(request, timeouts)
     try:
         await raise_for_status(response)
-        return read_prefill(json_object(await response.read(ANSWER_BYTES)))
+        return read_prefill(json_object(await read_to_end(response, ANSWER_BYTES)))
     finally:
         await response.aclose()
 
@@ -174,7 +174,7 @@ async def read_answer(response: HttpResponse, limit: int = ANSWER_BYTES) -> dict
         NodeFault: RESET, STALL, or INVALID_BODY where it is not a JSON object or longer than ``limit`` bytes.
     """
     try:
-        return json_object(await response.read(limit))
+        return json_object(await read_to_end(response, limit))
     finally:
         await response.aclose()
 
@@ -211,6 +211,6 @@ async def _tell(transport: Transport, request: HttpRequest, timeouts: Timeouts) 
     response = await transport.send(request, timeouts)
     try:
         await raise_for_status(response)
-        await response.read(FAULT_BODY_BYTES)
+        await read_to_end(response, FAULT_BODY_BYTES)
     finally:
         await response.aclose()

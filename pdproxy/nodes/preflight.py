@@ -20,7 +20,7 @@ from pdproxy.nodes.node_info import (
     read_version,
 )
 from pdproxy.request import Headers
-from pdproxy.transport.port import HttpRequest, Timeouts, Transport
+from pdproxy.transport.port import HttpRequest, Timeouts, Transport, read_to_end
 
 ANSWER_LIMIT = 8 * 1024 * 1024
 """Bytes: a node's /metrics has some hundred kilobytes."""
@@ -32,7 +32,7 @@ async def get(transport: Transport, url: str, headers: Headers, timeouts: Timeou
     """Status and body of a GET.
 
     Raises:
-        NodeFault: as `Transport.send` and `Incoming.read`.
+        NodeFault: as `Transport.send` and `read_to_end`.
     """
     return await _exchange(transport, HttpRequest("GET", url, headers), timeouts)
 
@@ -41,7 +41,7 @@ async def post(transport: Transport, url: str, headers: Headers, body: bytes, ti
     """Status and body of a POST of JSON.
 
     Raises:
-        NodeFault: as `Transport.send` and `Incoming.read`.
+        NodeFault: as `Transport.send` and `read_to_end`.
     """
     return await _exchange(transport, HttpRequest("POST", url, (*headers, _JSON), body), timeouts)
 
@@ -49,7 +49,7 @@ async def post(transport: Transport, url: str, headers: Headers, body: bytes, ti
 async def _exchange(transport: Transport, request: HttpRequest, timeouts: Timeouts) -> tuple[int, bytes]:
     response = await transport.send(request, timeouts)
     try:
-        return response.status, await response.read(ANSWER_LIMIT)
+        return response.status, await read_to_end(response, ANSWER_LIMIT)
     finally:
         await response.aclose()
 

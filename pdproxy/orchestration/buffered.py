@@ -10,7 +10,7 @@ from pdproxy.orchestration.sub_request import SubRequest
 from pdproxy.orchestration.upstream import UpstreamBody, UpstreamRequest
 from pdproxy.request import Endpoint
 from pdproxy.stream.rewrite_usage import rewrite_answer
-from pdproxy.transport.port import HttpResponse
+from pdproxy.transport.port import HttpResponse, read_to_end
 
 _REQUIRED_FIELD = {
     Endpoint.COMPLETIONS: "choices",
@@ -54,7 +54,7 @@ async def read_buffered(upstream: UpstreamRequest, sub_request: SubRequest) -> B
 
 
 async def _read(sub_request: SubRequest, response: HttpResponse) -> tuple[bytes, dict[str, object]]:
-    raw = await response.read(ANSWER_BYTES)
+    raw = await read_to_end(response, ANSWER_BYTES)
     answer = json_object(raw)
     if not isinstance(answer.get(_REQUIRED_FIELD[sub_request.endpoint]), list):
         raise NodeFault(Fault.INVALID_BODY, f"the answer has no {_REQUIRED_FIELD[sub_request.endpoint]}")

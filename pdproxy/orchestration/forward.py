@@ -15,7 +15,7 @@ from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.response import ProxyResponse
 from pdproxy.planning.plan import NoNode, PlanInput, UnknownModel, choose, models
 from pdproxy.request import Headers, cancelled_by_client
-from pdproxy.transport.port import HttpRequest
+from pdproxy.transport.port import HttpRequest, read_to_end
 
 _KEPT = ("content-type", "retry-after", "www-authenticate")
 
@@ -85,7 +85,7 @@ async def _ask(context: OrchestrationContext, node: Node, asked: ForwardRequest)
     with context.pool.acquire(node.name):
         response = await context.transport.send(there, timeouts)
         try:
-            answer = await response.read(ANSWER_BYTES)
+            answer = await read_to_end(response, ANSWER_BYTES)
         finally:
             await response.aclose()
     if response.status < 500:  # the request may have caused it: a 5xx says nothing of the node, neither way

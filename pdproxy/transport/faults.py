@@ -1,14 +1,12 @@
-"""The one place where foreign errors become `NodeFault`.
-
-What can reach us from below, and what it means:
+"""Where the errors of sockets, TLS and httptools become `NodeFault`; httpx's do in `httpx_transport`.
 
 ::
 
-    while connecting    OSError that says that we have no socket left              → BUSY
+    while connecting    OSError: this process has no socket or memory left             → BUSY
                         OSError (refused, unreachable, name not found, TLS, time out)  → REFUSED
                         UnicodeError (a host name that IDNA cannot encode)             → REFUSED
     while exchanging    OSError, or the end of the connection                          → RESET
-                        httptools' errors, `ProtocolError`: what came is not HTTP            → RESET
+                        httptools' errors, `ProtocolError`: what came is not HTTP      → RESET
 """
 
 import errno
@@ -24,24 +22,24 @@ CONNECTING: tuple[type[Exception], ...] = (OSError, UnicodeError)
 """What `create_connection` raises: `TimeoutError`, `socket.gaierror` and `ssl.SSLError` are OSErrors."""
 
 _OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-"""Of open files or memory: no node would be reached."""
+"""Too many open files, or no memory: no node could be reached."""
 
 PARSING: tuple[type[Exception], ...] = (httptools.HttpParserError, httptools.HttpParserUpgrade)
 """What `feed_data` raises."""
 
 
 class ProtocolError(Exception):
-    """What came on a connection is not an HTTP/1.1 answer that we accept."""
+    """What came on a connection is not an HTTP/1.1 response that is accepted."""
 
 
 def while_connecting(error: Exception, where: str) -> NodeFault:
-    """A connection that never stood: nothing of the request reached the node. Our own lack is no fault of the node."""
+    """No connection: nothing of the request reached the node. BUSY where this process is out of sockets or memory."""
     ours = isinstance(error, OSError) and error.errno in _OWN_LIMITS
     return NodeFault(Fault.BUSY if ours else Fault.REFUSED, f"{where}: {_words(error)}")
 
 
 def while_exchanging(error: Exception | None, where: str) -> NodeFault:
-    """A connection that broke, or that ended (``None``), before the answer did."""
+    """A connection that broke, or that was closed (``None``), before the response ended."""
     return NodeFault(Fault.RESET, f"{where}: {_words(error) if error else 'closed before the answer ended'}")
 
 
@@ -51,12 +49,12 @@ def timeout_fault(fault: Fault, seconds: float, where: str) -> NodeFault:
 
 
 def deadline_fault(fault: Fault, where: str) -> NodeFault:
-    """An answer that has not ended when the exchange must have, however lively it is."""
+    """A response that had not ended when the whole exchange had to, though pieces may have come all the time."""
     return NodeFault(fault, f"{where}: the answer did not end in time")
 
 
 def _words(error: Exception) -> str:
-    """What happened, for an operator who reads no Python."""
+    """The error for an operator: no Python in it."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted ({error.verify_message}): upstream.ca_file names the authorities"
     if isinstance(error, ssl.SSLError):

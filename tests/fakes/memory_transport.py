@@ -110,13 +110,6 @@ class MemoryResponse:
             self._at += 1
             more = sink(self._script.pieces[self._at - 1])
 
-    async def read(self, limit: int) -> bytes:
-        """See the port."""
-        whole = b"".join([piece async for piece in self.chunks()])
-        if len(whole) > limit:
-            raise NodeFault(Fault.INVALID_BODY, "too long")
-        return whole
-
     async def aclose(self) -> None:
         """See the port."""
         if not self._closed:

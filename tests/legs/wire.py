@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator
 
-from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Headers
 from pdproxy.sink import Sink
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
@@ -23,12 +22,6 @@ class Answer:
 
     async def pipe_to(self, sink: Sink) -> None:
         pass
-
-    async def read(self, limit: int) -> bytes:
-        body = b"".join(self.pieces)
-        if len(body) > limit:
-            raise NodeFault(Fault.INVALID_BODY, "too long")
-        return body
 
     async def aclose(self) -> None:
         self.closed += 1

@@ -48,11 +48,6 @@ class Answer:
     async def pipe_to(self, sink: Sink) -> None:
         pass
 
-    async def read(self, limit: int) -> bytes:
-        if len(self._body) > limit:
-            raise NodeFault(Fault.INVALID_BODY, "too long")
-        return self._body
-
     async def aclose(self) -> None:
         self.closed = True
 

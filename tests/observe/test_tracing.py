@@ -13,7 +13,7 @@ from pdproxy.request import Headers, header
 from pdproxy.settings.model import Otel
 from pdproxy.settings.types import OtelExport
 from pdproxy.sink import Sink
-from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
+from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, read_to_end
 from pdproxy.transport.traced import TracedTransport
 
 CLIENT = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
@@ -46,11 +46,6 @@ class Answer:
 
     async def pipe_to(self, sink: Sink) -> None:
         pass
-
-    async def read(self, limit: int) -> bytes:
-        if self.fault:
-            raise self.fault
-        return b"one"
 
     async def aclose(self) -> None:
         pass
@@ -93,7 +88,7 @@ async def run_app(nodes: Nodes, tracer: trace.Tracer, *headers: tuple[bytes, byt
     async def app(scope: Message, receive: Receive, send: Send) -> None:
         sent = HttpRequest("POST", "http://node:1/v1/completions", (("traceparent", "the client's"), ("x", "y")))
         incoming = await transport.send(sent, Timeouts())
-        assert await incoming.read(10) == b"one"
+        assert await read_to_end(incoming, 10) == b"one"
         await incoming.aclose()
         await send({"type": "http.response.start", "status": status})
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from pdproxy.transport.h1_client import H1Transport
-from pdproxy.transport.port import HttpRequest
+from pdproxy.transport.port import HttpRequest, read_to_end
 from tests.transport.asking import CHUNKED, PATIENT, ask, post
 from tests.transport.peer import Visit, always, answer, hanging_up_after, peer, saying
 
@@ -109,5 +109,5 @@ async def test_interim_answers_are_passed_over(transport: H1Transport) -> None:
         response = await transport.send(post(there), PATIENT)
         assert response.status == 200
         assert response.headers == (("content-length", "5"),)
-        assert await response.read(5) == b"final"
+        assert await read_to_end(response, 5) == b"final"
         await response.aclose()

@@ -8,6 +8,7 @@ from opentelemetry import trace
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.transport.h1_client import H1Transport
+from pdproxy.transport.port import read_to_end
 from pdproxy.transport.traced import TracedTransport
 from tests.transport.asking import CHUNKED, PATIENT, ask, post
 from tests.transport.peer import Visit, always, peer, saying
@@ -86,7 +87,7 @@ async def test_closing_before_the_end_cuts_the_connection(transport: H1Transport
 async def test_closing_under_a_reader_wakes_it(transport: H1Transport) -> None:
     async with peer(saying(CHUNKED)) as there:
         response = await transport.send(post(there), PATIENT)
-        reading = asyncio.create_task(response.read(10))
+        reading = asyncio.create_task(read_to_end(response, 10))
         await asyncio.sleep(0)
         await response.aclose()
         with pytest.raises(NodeFault) as caught:
@@ -97,12 +98,12 @@ async def test_closing_under_a_reader_wakes_it(transport: H1Transport) -> None:
 async def test_a_closed_incoming_does_not_touch_who_has_its_connection_now(transport: H1Transport) -> None:
     async with peer(always(b"yes")) as there:
         first = await transport.send(post(there), PATIENT)
-        await first.read(3)
+        await read_to_end(first, 3)
         await first.aclose()
         second = await transport.send(post(there), PATIENT)
         await first.aclose()
-        assert await first.read(3) == b""
-        assert await second.read(3) == b"yes"
+        assert await read_to_end(first, 3) == b""
+        assert await read_to_end(second, 3) == b"yes"
         await second.aclose()
         assert len(there.visits) == 1
 
@@ -112,6 +113,6 @@ async def test_closing_the_transport_ends_what_is_under_way(transport: H1Transpo
         response = await transport.send(post(there), PATIENT)
         await transport.aclose()
         with pytest.raises(NodeFault):
-            await response.read(1)
+            await read_to_end(response, 1)
         await response.aclose()
         await there.all_gone()
