@@ -66,7 +66,7 @@ def _loaded(parser: Parser, words: Sequence[str]) -> "Settings":
 def _serve(words: Sequence[str]) -> int:
     """Serve until a signal ends it."""
     settings = _loaded(_parser("serve", _serve.__doc__), words)
-    from pdproxy.app import serve
+    from pdproxy.app.run import serve
 
     return serve(settings)
 
@@ -78,7 +78,7 @@ def _check(words: Sequence[str]) -> int:
         raise SettingsError(
             "there are no nodes to check: name them with --prefill URL and --decode URL, or `discovery`."
         )
-    from pdproxy.app import check
+    from pdproxy.app.check import check
 
     return check(settings)
 

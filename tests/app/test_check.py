@@ -63,7 +63,7 @@ async def test_nodes_in_a_file_are_asked_after_those_that_are_named(tmp_path: Pa
         (f"decode {node.url}", True),
         (f"decode {NOBODY}", False),
     ]
-    assert report.unseen == []
+    assert report.empty_sources == []
     assert not report.good()
 
 
@@ -97,7 +97,7 @@ async def test_what_could_not_be_looked_at_is_said_and_the_rest_is_asked(tmp_pat
     absent.unlink()
     report = await inspect(settings, HostEnvironment())
     assert verdicts(report) == {f"decode {node.url}": True}
-    first, second = report.unseen
+    first, second = report.empty_sources
     assert first.startswith(f"the file {absent} could not be looked at: ")
     assert second.startswith("the name a..b could not be looked at: ")
     assert not report.good()
@@ -108,14 +108,14 @@ async def test_what_the_api_refuses_is_said(tmp_path: Path) -> None:
         server.refusals = [403]
         report = await inspect(Settings(discovery=told), around)
     assert report.rows == []
-    assert "EndpointSlices role=decode in ai could not be looked at: " in report.unseen[0]
-    assert "403" in report.unseen[0]
+    assert "EndpointSlices role=decode in ai could not be looked at: " in report.empty_sources[0]
+    assert "403" in report.empty_sources[0]
 
 
 async def test_a_source_without_nodes_is_no_success(tmp_path: Path) -> None:
     async with cluster(tmp_path) as (around, told, _):
         report = await inspect(Settings(discovery=told), around)
-    assert report.unseen == ["EndpointSlices role=decode in ai: there are no nodes now"]
+    assert report.empty_sources == ["EndpointSlices role=decode in ai: there are no nodes now"]
     assert not report.good()
 
 

@@ -94,5 +94,5 @@ def test_without_the_client_the_start_ends_with_what_to_install(monkeypatch: pyt
 
 def test_heavy_clients_are_loaded_only_where_they_are_asked_for() -> None:
     """They would make every start slower."""
-    code = "import sys, pdproxy.app; print(*sorted({'dns', 'lightkube', 'httpx2'} & set(sys.modules)))"
+    code = "import sys, pdproxy.app.run; print(*sorted({'dns', 'lightkube', 'httpx2'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout == "\n"
