@@ -81,9 +81,9 @@ async def _list(source: Source) -> tuple[tuple[Node, ...], str]:
         async with asyncio.timeout(LIST_SECONDS):
             found = await source.list()
     except TimeoutError:
-        return (), f"{source.place} could not be looked at: no answer within {LIST_SECONDS:g} s"
+        return (), f"{source.place} cannot be read: no answer within {LIST_SECONDS:g} s"
     except DiscoveryError as error:
-        return (), f"{source.place} could not be looked at: {error}"
+        return (), f"{source.place} cannot be read: {error}"
     return found, "" if found else f"{source.place}: there are no nodes now"
 
 

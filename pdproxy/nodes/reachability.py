@@ -20,8 +20,8 @@ def reason(fault: NodeFault) -> str:
     """Why a node cannot be asked, with the setting to look at where there is one."""
     if fault.status in _DENIED:
         return (
-            f"{fault.detail}: our own questions need a credential that it takes; name the file with it in "
-            "upstream.credential_file (upstream.credential says what clients' requests carry)"
+            f"{fault.detail}: the proxy's own requests need a credential that the node accepts: name the "
+            "file with it in upstream.credential_file (upstream.credential says what clients' requests carry)"
         )
     return fault.detail
 
@@ -65,7 +65,7 @@ class OutageLog:
         if now < outage.due:
             return
         if outage.lines == 0:
-            text = "node %s %s: %s. It gets no requests until that is over; it is asked again all the time"
+            text = "node %s %s: %s. It gets no requests until it answers; every health check tries again"
             _LOG.warning(text, node.name, what(fault), reason(fault))
         else:
             text = "node %s still %s, for %s now: %s"

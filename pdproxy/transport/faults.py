@@ -58,11 +58,11 @@ def _words(error: Exception) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted ({error.verify_message}): upstream.ca_file names the authorities"
     if isinstance(error, ssl.SSLError):
-        return f"no TLS with it ({error})"
+        return f"the TLS handshake failed ({error})"
     if isinstance(error, socket.gaierror):
-        return f"its name leads nowhere ({error.strerror})"
+        return f"its host name cannot be resolved ({error.strerror})"
     if isinstance(error, TimeoutError) and error.errno is None:
-        return "no connection in the time that there is for it"
+        return "no connection in time"
     if isinstance(error, OSError) and error.errno is not None:
         return os.strerror(error.errno).lower()
     return str(error) or type(error).__name__

@@ -98,8 +98,8 @@ async def test_what_could_not_be_looked_at_is_said_and_the_rest_is_asked(tmp_pat
     report = await inspect(settings, HostEnvironment())
     assert verdicts(report) == {f"decode {node.url}": True}
     first, second = report.empty_sources
-    assert first.startswith(f"the file {absent} could not be looked at: ")
-    assert second.startswith("the name a..b could not be looked at: ")
+    assert first.startswith(f"the file {absent} cannot be read: ")
+    assert second.startswith("the name a..b cannot be read: ")
     assert not report.good()
 
 
@@ -108,7 +108,7 @@ async def test_what_the_api_refuses_is_said(tmp_path: Path) -> None:
         server.refusals = [403]
         report = await inspect(Settings(discovery=told), around)
     assert report.rows == []
-    assert "EndpointSlices role=decode in ai could not be looked at: " in report.empty_sources[0]
+    assert "EndpointSlices role=decode in ai cannot be read: " in report.empty_sources[0]
     assert "403" in report.empty_sources[0]
 
 
