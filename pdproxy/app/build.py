@@ -10,7 +10,7 @@ from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTO
 
 from pdproxy.admin.app import admin_app
 from pdproxy.admin.context import AdminContext
-from pdproxy.app.host import HostEnvironment, Sources, node_credential, node_headers, node_tls, read_secret
+from pdproxy.app.host import HostEnvironment, Sources, node_headers, read_secret, tls
 from pdproxy.clock import Clock, SystemClock
 from pdproxy.intake.admission import Admission, BodyBudget
 from pdproxy.intake.api_app import ApiApp, AsgiApp
@@ -70,13 +70,13 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     for collector in (PROCESS_COLLECTOR, PLATFORM_COLLECTOR, GC_COLLECTOR):
         registry.register(collector)
     metrics = Metrics(registry)
-    credential = node_credential(settings.upstream)
+    credential = read_secret(settings.upstream.credential_file, "upstream.credential_file")
     headers = node_headers(credential)
     pool = _pool(settings, clock, metrics)
     sources = Sources(settings.discovery, clock, host)
     tracing = tracing_of(settings.otel)
-    tls = node_tls(settings.upstream)
-    transport, preflight_transport = _traced(H1Transport(clock, tls), tracing), HttpxTransport(tls)
+    node_tls = tls(settings.upstream.ca_file, "upstream.ca_file")
+    transport, preflight_transport = _traced(H1Transport(clock, node_tls), tracing), HttpxTransport(node_tls)
     drainer = Drainer(pool, clock, settings.deadlines.drain)
     context = OrchestrationContext(transport, pool, metrics, clock, orchestration_config(settings))
     orchestrator = Orchestrator(context)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from pdproxy.app.build import nodes_of
-from pdproxy.app.host import HostEnvironment, Sources, node_credential, node_headers, node_tls
+from pdproxy.app.host import HostEnvironment, Sources, node_headers, read_secret, tls
 from pdproxy.clock import SystemClock
 from pdproxy.errors import NodeFault
 from pdproxy.nodes.discovery.source import DiscoveryError, Source
@@ -64,9 +64,10 @@ async def inspect(settings: Settings, host: HostEnvironment) -> Report:
     Raises:
         SettingsError: as `check`.
     """
-    headers = node_headers(node_credential(settings.upstream))
+    upstream = settings.upstream
+    headers = node_headers(read_secret(upstream.credential_file, "upstream.credential_file"))
     async with (
-        contextlib.aclosing(HttpxTransport(node_tls(settings.upstream))) as transport,
+        contextlib.aclosing(HttpxTransport(tls(upstream.ca_file, "upstream.ca_file"))) as transport,
         contextlib.aclosing(Sources(settings.discovery, SystemClock(), host)) as sources,
     ):
         listed = await asyncio.gather(*map(_list, sources.all))

@@ -14,7 +14,7 @@ from pdproxy.nodes.discovery.service_account import ServiceAccount, api_address
 from pdproxy.nodes.discovery.source import Source, Template
 from pdproxy.nodes.node import Role
 from pdproxy.request import Headers
-from pdproxy.settings.model import Discovery, Upstream
+from pdproxy.settings.model import Discovery
 from pdproxy.settings.types import DiscoveryKind
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Sources:
 
 
 def read_secret(path: Path | None, setting: str) -> str:
-    """A file's one word; "" without a file.
+    """The one word that a file holds; "" without a file.
 
     Raises:
         SettingsError: it cannot be read, or is empty, or holds several words.
@@ -112,27 +112,9 @@ def read_secret(path: Path | None, setting: str) -> str:
     return words[0]
 
 
-def node_credential(upstream: Upstream) -> str:
-    """The operator's credential for the nodes; "" where none is set.
-
-    Raises:
-        SettingsError: the file is unusable.
-    """
-    return read_secret(upstream.credential_file, "upstream.credential_file")
-
-
 def node_headers(credential: str) -> Headers:
     """The headers of the proxy's own requests to nodes (health, preflight, releases)."""
     return (("authorization", f"Bearer {credential}"),) if credential else ()
-
-
-def node_tls(upstream: Upstream) -> ssl.SSLContext:
-    """The authorities that https nodes' certificates are checked against.
-
-    Raises:
-        SettingsError: the file of authorities is unusable.
-    """
-    return tls(upstream.ca_file, "upstream.ca_file")
 
 
 def check_pair(certificate: Path | None, key: Path | None) -> None:
@@ -151,7 +133,7 @@ def check_pair(certificate: Path | None, key: Path | None) -> None:
         raise SettingsError(f"{text}, in PEM and without a password: {error}.") from error
 
 
-def tls(authorities: Path | None, what: str) -> ssl.SSLContext:
+def tls(authorities: Path | None, setting: str) -> ssl.SSLContext:
     """A client's TLS context with the authorities of a PEM file; None for the system's.
 
     Raises:
@@ -160,4 +142,4 @@ def tls(authorities: Path | None, what: str) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=authorities)
     except OSError as error:
-        raise SettingsError(f"{what}: {authorities} is not usable: {error}.") from error
+        raise SettingsError(f"{setting}: {authorities} is not usable: {error}.") from error
