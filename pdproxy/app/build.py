@@ -28,7 +28,7 @@ from pdproxy.nodes.proof import Prover, WarmUp
 from pdproxy.nodes.reachability import OutageLog
 from pdproxy.observe.labels import Task
 from pdproxy.observe.metrics import Metrics
-from pdproxy.observe.tracing import TracedApp, Tracing, tracing_of
+from pdproxy.observe.tracing import TracedApp, tracing_of
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
 from pdproxy.orchestration.known_answer import KnownAnswer
 from pdproxy.orchestration.orchestrator import Orchestrator
@@ -38,7 +38,6 @@ from pdproxy.settings.model import ConfiguredNode, Settings
 from pdproxy.settings.types import FirstHandOver, OnPrefillFailure
 from pdproxy.transport.h1_client import H1Transport
 from pdproxy.transport.httpx_transport import HttpxTransport
-from pdproxy.transport.port import Transport
 from pdproxy.transport.traced import TracedTransport
 
 _LOG = logging.getLogger(__name__)
@@ -76,7 +75,8 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     sources = Sources(settings.discovery, clock, host)
     tracing = tracing_of(settings.otel)
     node_tls = tls(settings.upstream.ca_file, "upstream.ca_file")
-    transport, preflight_transport = _traced(H1Transport(clock, node_tls), tracing), HttpxTransport(node_tls)
+    h1_transport, preflight_transport = H1Transport(clock, node_tls), HttpxTransport(node_tls)
+    transport = TracedTransport(h1_transport, tracing.tracer) if tracing else h1_transport
     drainer = Drainer(pool, clock, settings.deadlines.drain)
     context = OrchestrationContext(transport, pool, metrics, clock, orchestration_config(settings))
     orchestrator = Orchestrator(context)
@@ -115,11 +115,6 @@ def nodes_of(entries: tuple[ConfiguredNode, ...]) -> list[Node]:
         counts[role] += 1
         nodes.append(Node(name, entry.url, role, entry.model, entry.aliases, entry.weight))
     return nodes
-
-
-def _traced(transport: Transport, tracing: Tracing | None) -> Transport:
-    """The transport with a span around each call, where tracing is on."""
-    return TracedTransport(transport, tracing.tracer) if tracing else transport
 
 
 def _pool(settings: Settings, clock: SystemClock, metrics: Metrics) -> Pool:

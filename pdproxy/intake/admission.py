@@ -66,7 +66,9 @@ class Admission:
     def _enter_key(self, api_key: ApiKey) -> None:
         limit = api_key.limit or (self._key_limit if api_key is not ANONYMOUS else 0)
         if limit and self._per_key[api_key.name] >= limit:
-            raise self._refused(Rejection.KEY_LIMIT, f"This API key may have {limit} requests open at once.", 1)
+            raise _rejected(
+                self._metrics, Rejection.KEY_LIMIT, f"This API key may have {limit} requests open at once.", 1
+            )
         self._per_key[api_key.name] += 1
 
     def _leave_key(self, api_key: ApiKey) -> None:
@@ -79,14 +81,16 @@ class Admission:
             self._free -= 1
             return
         if len(self._waiting) >= self._queue_limit:
-            raise self._refused(Rejection.QUEUE_FULL, "All places and the queue are full: try again later.", 5)
+            raise _rejected(
+                self._metrics, Rejection.QUEUE_FULL, "All places and the queue are full: try again later.", 5
+            )
         await self._wait(priority)
 
     async def _wait(self, priority: int) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = (priority, next(self._order), turn)
         heapq.heappush(self._waiting, entry)
-        self._tell()
+        self._report_queue()
         try:
             # Not wait_for: in Python 3.11 that swallows a cancellation which comes together with the turn.
             async with asyncio.timeout(self._patience):
@@ -94,7 +98,7 @@ class Admission:
         except TimeoutError:
             self._abandon(entry)
             text = f"No place became free within {self._patience:g} s: try again later."
-            raise self._refused(Rejection.QUEUE_TIMEOUT, text, 5) from None
+            raise _rejected(self._metrics, Rejection.QUEUE_TIMEOUT, text, 5) from None
         except asyncio.CancelledError:
             self._abandon(entry)
             raise
@@ -105,7 +109,7 @@ class Admission:
         elif entry in self._waiting:
             self._waiting.remove(entry)
             heapq.heapify(self._waiting)
-        self._tell()
+        self._report_queue()
 
     def _give(self) -> None:
         while self._waiting:
@@ -115,15 +119,10 @@ class Admission:
                 break
         else:
             self._free += 1
-        self._tell()
+        self._report_queue()
 
-    def _tell(self) -> None:
+    def _report_queue(self) -> None:
         self._metrics.queue_is(len(self._waiting))
-
-    def _refused(self, reason: Rejection, message: str, seconds: int) -> ClientError:
-        self._metrics.rejected(reason)
-        retry = (("retry-after", str(seconds)),)
-        return ClientError(429, message, kind="rate_limit_error", code=reason, headers=retry)
 
 
 class BodyBudget:
@@ -145,8 +144,9 @@ class BodyBudget:
             ClientError: 429 with Retry-After: there is no room for them.
         """
         if self._held + size > self._limit:
-            self._metrics.rejected(Rejection.BODIES_FULL)
-            raise _bodies_full()
+            text = "The requests that are here take up all the room there is for them: try again later."
+            close = ("connection", "close")  # the rest of the body would otherwise be read as the next request
+            raise _rejected(self._metrics, Rejection.BODIES_FULL, text, 1, close)
         self._held += size
         self._metrics.body_bytes_are(self._held)
 
@@ -177,12 +177,9 @@ class Reservation:
         self._size = 0
 
 
-def _bodies_full() -> ClientError:
-    return ClientError(
-        429,
-        "The requests that are here take up all the room there is for them: try again later.",
-        kind="rate_limit_error",
-        code=Rejection.BODIES_FULL,
-        # The rest of the body would otherwise be read as the next request.
-        headers=(("retry-after", "1"), ("connection", "close")),
-    )
+def _rejected(
+    metrics: Metrics, reason: Rejection, message: str, retry_after: int, *headers: tuple[str, str]
+) -> ClientError:
+    metrics.rejected(reason)
+    retry = ("retry-after", str(retry_after))
+    return ClientError(429, message, kind="rate_limit_error", code=reason, headers=(retry, *headers))

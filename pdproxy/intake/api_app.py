@@ -68,9 +68,16 @@ class ApiApp:
             raise ClientError(404, f"Only HTTP is served here, not {scope['type']}.")
         headers, path = headers_of(scope), scope["path"]
         name = request_id(headers)
-        sink = scope.get("extensions", {}).get(EXTENSION, {}).get("sink")
         context = RequestContext(
-            scope["method"], path, query(scope), headers, name, receive, TrackedSend(send), GENERATING.get(path), sink
+            method=scope["method"],
+            path=path,
+            query=scope["query_string"].decode("latin-1"),
+            headers=headers,
+            request_id=name,
+            receive=receive,
+            send=TrackedSend(send),
+            endpoint=GENERATING.get(path),
+            sink=scope.get("extensions", {}).get(EXTENSION, {}).get("sink"),
         )
         try:
             await self._dispatch(context, scope)
@@ -112,7 +119,7 @@ class ApiApp:
         if path != "/v1/models" and not path.startswith("/v1/models/"):
             return None
         self._handler.keys.api_key(headers)
-        cards = model_cards(self._handler.snapshot())
+        cards = model_cards(self._handler.pool.snapshot())
         if path == "/v1/models":
             return json.dumps({"object": "list", "data": list(cards.values())}).encode()
         name = urllib.parse.unquote(path.removeprefix("/v1/models/"))
@@ -136,12 +143,6 @@ def model_cards(snapshot: Snapshot) -> dict[str, Json]:
     nodes = [view.node for view in snapshot.nodes if view.node.role is Role.DECODE and view.state in _LISTED]
     names = dict.fromkeys(name for node in nodes for name in (node.model, *node.aliases) if name)
     return {name: {"id": name, "object": "model", "created": 0, "owned_by": "pdproxy"} for name in names}
-
-
-def query(scope: Scope) -> str:
-    """The query string, with its question mark; "" without one."""
-    raw: bytes = scope["query_string"]
-    return f"?{raw.decode('latin-1')}" if raw else ""
 
 
 def unknown_path(method: str, path: str) -> ClientError:

@@ -24,11 +24,11 @@ class ApiKey:
 ANONYMOUS = ApiKey("anonymous")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class ApiKeys:
     """The accepted keys, by their digests; without any, every request is accepted."""
 
-    def __init__(self, by_digest: Mapping[bytes, ApiKey]) -> None:
-        self._by_digest = by_digest
+    by_digest: Mapping[bytes, ApiKey]
 
     def api_key(self, headers: Headers) -> ApiKey:
         """The key that a request carries.
@@ -36,9 +36,9 @@ class ApiKeys:
         Raises:
             ClientError: 401 for no key or an unknown one.
         """
-        if not self._by_digest:
+        if not self.by_digest:
             return ANONYMOUS
-        found = self._by_digest.get(key_digest(presented_key(headers)))
+        found = self.by_digest.get(key_digest(presented_key(headers)))
         if found is None:
             raise ClientError(
                 401,

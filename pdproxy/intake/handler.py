@@ -11,7 +11,6 @@ from pdproxy.intake.admission import Admission, BodyBudget, Reservation
 from pdproxy.intake.auth import ApiKeys, headers_for_node
 from pdproxy.intake.request_context import DisconnectWatcher, RequestContext, read_body, send_head, send_whole
 from pdproxy.legs.parse import check_values, parse, scrub
-from pdproxy.nodes.node import Snapshot
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.orchestrator import Orchestrator
@@ -41,30 +40,17 @@ class HandlerConfig:
     own: str
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class RequestHandler:
     """Answers one request: what `ApiApp` routes to it."""
 
-    def __init__(
-        self,
-        keys: ApiKeys,
-        admission: Admission,
-        budget: BodyBudget,
-        orchestrator: Orchestrator,
-        pool: Pool,
-        clock: Clock,
-        config: HandlerConfig,
-    ) -> None:
-        self.keys = keys
-        self._admission = admission
-        self._budget = budget
-        self._orchestrator = orchestrator
-        self._pool = pool
-        self._clock = clock
-        self._config = config
-
-    def snapshot(self) -> Snapshot:
-        """The nodes as they are now."""
-        return self._pool.snapshot()
+    keys: ApiKeys
+    admission: Admission
+    budget: BodyBudget
+    orchestrator: Orchestrator
+    pool: Pool
+    clock: Clock
+    config: HandlerConfig
 
     async def generate(self, context: RequestContext, endpoint: Endpoint) -> None:
         """Answer a request whose body the proxy understands.
@@ -74,13 +60,13 @@ class RequestHandler:
             ClientGone: the client has disconnected.
         """
         api_key = self.keys.api_key(context.headers)
-        arrived = self._clock.now()
-        with self._budget.reserve() as reservation:
+        arrived = self.clock.now()
+        with self.budget.reserve() as reservation:
             body = scrub(parse(endpoint, await self._read(context, reservation)))
             watcher = DisconnectWatcher(context.receive)
             request = self._request(context, endpoint, body, arrived, watcher)
-            async with watcher, self._admission.admit(api_key, request.priority):
-                await self._respond(context, await self._orchestrator.answer(request))
+            async with watcher, self.admission.admit(api_key, request.priority):
+                await self._respond(context, await self.orchestrator.answer(request))
 
     async def forward(self, context: RequestContext) -> None:
         """Have one node answer a request that the proxy does not understand.
@@ -89,21 +75,22 @@ class RequestHandler:
             ClientError, ClientGone: as `generate`.
         """
         api_key = self.keys.api_key(context.headers)
-        deadline = self._clock.now() + self._config.request_seconds
-        with self._budget.reserve() as reservation:
+        deadline = self.clock.now() + self.config.request_seconds
+        with self.budget.reserve() as reservation:
             raw = await self._read(context, reservation)
-            path, watcher = context.path + context.query, DisconnectWatcher(context.receive)
+            path = f"{context.path}?{context.query}" if context.query else context.path
+            watcher = DisconnectWatcher(context.receive)
             headers = self._node_headers(context)
             request = ForwardRequest(context.method, path, headers, raw, model_of(raw), deadline, watcher.left)
-            async with watcher, self._admission.admit(api_key, 0):
-                await self._respond(context, await self._orchestrator.forward(request))
+            async with watcher, self.admission.admit(api_key, 0):
+                await self._respond(context, await self.orchestrator.forward(request))
 
     async def _read(self, context: RequestContext, reservation: Reservation) -> bytes:
         try:
-            async with asyncio.timeout(self._config.upload_seconds):
-                return await read_body(context.receive, context.headers, self._config.body_bytes, reservation.grow_to)
+            async with asyncio.timeout(self.config.upload_seconds):
+                return await read_body(context.receive, context.headers, self.config.body_bytes, reservation.grow_to)
         except TimeoutError:
-            text = f"The body did not arrive within {self._config.upload_seconds:g} s."
+            text = f"The body did not arrive within {self.config.upload_seconds:g} s."
             raise ClientError(408, text, code="upload_timeout", headers=(("connection", "close"),)) from None
 
     def _request(
@@ -119,12 +106,12 @@ class RequestHandler:
             stream=body.get("stream") is True,
             priority=priority if isinstance(priority, int) else 0,
             arrived=arrived,
-            deadline=arrived + self._config.request_seconds,
+            deadline=arrived + self.config.request_seconds,
             left=watcher.left,
         )
 
     def _node_headers(self, context: RequestContext) -> Headers:
-        return headers_for_node(context.headers, context.request_id, self._config.credential, self._config.own)
+        return headers_for_node(context.headers, context.request_id, self.config.credential, self.config.own)
 
     async def _respond(self, context: RequestContext, response: ProxyResponse) -> None:
         headers = (*response.headers, ("x-request-id", context.request_id))

@@ -96,7 +96,6 @@ class RequestContext:
     """A request's head, and the two halves of its connection.
 
     Attributes:
-        query: with its question mark, or "".
         request_id: for logs and the response.
         endpoint: whose API errors follow; None for a path that is not a generating endpoint.
         sink: takes pieces of the response's body without waiting; None where the server has none.

@@ -68,25 +68,25 @@ def outward(headers: Headers, span: trace.Span) -> Headers:
     return (*(field for field in headers if field[0] not in _TRACE_HEADERS), *carrier.items())
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class TracedApp:
     """An ASGI application with a server span around each request; its parent is the client's span, if it sent one."""
 
-    def __init__(self, app: App, tracer: trace.Tracer) -> None:
-        self._app = app
-        self._tracer = tracer
+    app: App
+    tracer: trace.Tracer
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         method, path = scope["method"], scope["path"]
-        with self._tracer.start_as_current_span(
+        with self.tracer.start_as_current_span(
             f"{method} {path}" if path in _PATHS else method,
             context=TraceContextTextMapPropagator().extract(_trace_headers(scope)),
             kind=trace.SpanKind.SERVER,
             attributes={"http.request.method": method, "url.path": path},
         ) as span:
-            await self._app(scope, receive, _recording(span, send))
+            await self.app(scope, receive, _recording(span, send))
 
 
 def _trace_headers(scope: Message) -> dict[str, str]:

@@ -5,7 +5,6 @@ A connection that is closed while its client still sends is reset, and a respons
 """
 
 import asyncio
-import functools
 from collections.abc import Callable
 
 from uvicorn._types import ASGISendEvent
@@ -122,18 +121,17 @@ class ResponseWriter(asyncio.Transport):
 
 
 def direct_write(cycle: RequestResponseCycle, writer: ResponseWriter) -> Sink:
-    """The sink of one response, in place of ASGI's ``send``; see `pdproxy.sink.EXTENSION`."""
-    return functools.partial(_write, cycle, writer)
+    """The sink of one response, in place of ASGI's ``send``; see `pdproxy.sink.EXTENSION`. Writes chunks as uvicorn."""
 
+    def write(piece: bytes) -> bool:
+        if cycle.disconnected:
+            return False
+        if cycle.response_complete or not cycle.chunked_encoding:
+            raise RuntimeError("only pieces of a body whose length is not known go this way, after its head")
+        writer.write_now(b"%x\r\n%b\r\n" % (len(piece), piece))
+        return not cycle.flow.write_paused
 
-def _write(cycle: RequestResponseCycle, writer: ResponseWriter, piece: bytes) -> bool:
-    """Write a chunk as uvicorn does."""
-    if cycle.disconnected:
-        return False
-    if cycle.response_complete or not cycle.chunked_encoding:
-        raise RuntimeError("only pieces of a body whose length is not known go this way, after its head")
-    writer.write_now(b"%x\r\n%b\r\n" % (len(piece), piece))
-    return not cycle.flow.write_paused
+    return write
 
 
 class UnchunkedCycle(RequestResponseCycle):

@@ -50,7 +50,10 @@ class Setting:
     @property
     def takes(self) -> str:
         """What it takes, in words: "a number of seconds above 0"."""
-        return takes(self.field)
+        if isinstance(self.field.annotation, type) and issubclass(self.field.annotation, OneOf):
+            return "one of " + ", ".join(self.field.annotation)
+        words = next((each.words for each in self.field.metadata if isinstance(each, Takes)), "")
+        return words or _number(self.field)
 
 
 def sections() -> dict[str, type[BaseModel]]:
@@ -71,14 +74,6 @@ def every_setting() -> tuple[Setting, ...]:
 def node_settings() -> tuple[Setting, ...]:
     """The fields of an entry of ``nodes``."""
     return tuple(Setting("", name, field) for name, field in ConfiguredNode.model_fields.items())
-
-
-def takes(field: FieldInfo) -> str:
-    """What a field takes, in words: "a number of seconds above 0"."""
-    if isinstance(field.annotation, type) and issubclass(field.annotation, OneOf):
-        return "one of " + ", ".join(field.annotation)
-    words = next((each.words for each in field.metadata if isinstance(each, Takes)), "")
-    return words or _number(field)
 
 
 def unit_of(field: FieldInfo) -> str:

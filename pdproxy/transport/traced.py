@@ -12,21 +12,21 @@ from pdproxy.sink import Sink
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transport
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class TracedTransport:
     """See `port.Transport`. A call outside of any trace, such as a health check, leaves no span."""
 
-    def __init__(self, inner: Transport, tracer: trace.Tracer) -> None:
-        self._inner = inner
-        self._tracer = tracer
+    inner: Transport
+    tracer: trace.Tracer
 
     async def send(self, request: HttpRequest, timeouts: Timeouts) -> HttpResponse:
         """As the inner transport, under a client span that lasts until the response is closed."""
         if not trace.get_current_span().get_span_context().is_valid:
-            return await self._inner.send(request, timeouts)
+            return await self.inner.send(request, timeouts)
         span = self._begin(request)
         try:
             traced = dataclasses.replace(request, headers=outward(request.headers, span))
-            response = await self._inner.send(traced, timeouts)
+            response = await self.inner.send(traced, timeouts)
         except BaseException as error:
             _record(span, error)
             span.end()
@@ -35,8 +35,7 @@ class TracedTransport:
         return TracedResponse(response, span)
 
     async def aclose(self) -> None:
-        """Close the inner transport."""
-        await self._inner.aclose()
+        await self.inner.aclose()
 
     def _begin(self, request: HttpRequest) -> trace.Span:
         parts = urlsplit(request.url)
@@ -46,7 +45,7 @@ class TracedTransport:
             "server.port": parts.port or (443 if parts.scheme == "https" else 80),
             "url.path": parts.path,
         }
-        return self._tracer.start_span(request.method, kind=trace.SpanKind.CLIENT, attributes=attributes)
+        return self.tracer.start_span(request.method, kind=trace.SpanKind.CLIENT, attributes=attributes)
 
 
 class TracedResponse:

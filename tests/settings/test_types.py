@@ -7,7 +7,7 @@ import pytest
 from pydantic import Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
-from pdproxy.settings.catalog import takes
+from pdproxy.settings.catalog import Setting
 from pdproxy.settings.model import Section
 from pdproxy.settings.types import (
     Address,
@@ -105,4 +105,4 @@ def test_does_not_fit_and_says_what_would(value: object, kind: object, bounds: F
     with pytest.raises(ValidationError) as caught:
         converted(value, kind, bounds)
     assert caught.value.error_count() == 1
-    assert takes(section(kind, bounds).model_fields["x"]) == words
+    assert Setting("", "x", section(kind, bounds).model_fields["x"]).takes == words
