@@ -43,14 +43,10 @@ def while_exchanging(error: Exception | None, where: str) -> NodeFault:
     return NodeFault(Fault.RESET, f"{where}: {_words(error) if error else 'closed before the answer ended'}")
 
 
-def timeout_fault(fault: Fault, seconds: float, where: str) -> NodeFault:
-    """Nothing came for too long: HEADERS_TIMEOUT or STALL."""
-    return NodeFault(fault, f"{where}: nothing came for {seconds:g} s")
-
-
-def deadline_fault(fault: Fault, where: str) -> NodeFault:
-    """A response that had not ended when the whole exchange had to, though pieces may have come all the time."""
-    return NodeFault(fault, f"{where}: the answer did not end in time")
+def timeout_fault(fault: Fault, where: str, seconds: float | None = None) -> NodeFault:
+    """HEADERS_TIMEOUT or STALL: nothing came for some seconds; None: the whole exchange did not end in time."""
+    why = "the answer did not end in time" if seconds is None else f"nothing came for {seconds:g} s"
+    return NodeFault(fault, f"{where}: {why}")
 
 
 def _words(error: Exception) -> str:

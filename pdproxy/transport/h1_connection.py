@@ -7,7 +7,7 @@ from typing import cast
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.sink import Sink
-from pdproxy.transport.faults import ProtocolError, deadline_fault, timeout_fault, while_exchanging
+from pdproxy.transport.faults import ProtocolError, timeout_fault, while_exchanging
 from pdproxy.transport.h1_messages import Origin, ResponseParser
 
 
@@ -139,7 +139,7 @@ class H1Connection(asyncio.Protocol):
             NodeFault: RESET, or STALL when nothing came for ``seconds``, or the exchange is overdue.
         """
         if self._watchdog.late and not self.answer.ended:
-            overdue = deadline_fault(Fault.STALL, self._where)
+            overdue = timeout_fault(Fault.STALL, self._where)
             self._fail(overdue)
             raise overdue
         while not self.answer.pending and not self.answer.ended:
@@ -197,8 +197,7 @@ class H1Connection(asyncio.Protocol):
 
     def _on_timeout(self) -> None:
         fault, seconds = self._timeouts
-        overdue = self._watchdog.late
-        self._fail(deadline_fault(fault, self._where) if overdue else timeout_fault(fault, seconds, self._where))
+        self._fail(timeout_fault(fault, self._where, None if self._watchdog.late else seconds))
 
     def _fail(self, failure: NodeFault) -> None:
         self._failure = self._failure or failure

@@ -28,7 +28,7 @@ import httpx
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Headers
 from pdproxy.sink import Sink
-from pdproxy.transport.faults import deadline_fault, timeout_fault, while_connecting, while_exchanging
+from pdproxy.transport.faults import timeout_fault, while_connecting, while_exchanging
 from pdproxy.transport.h1_messages import Target, fields_of, request_head, target_of
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
 
@@ -101,9 +101,8 @@ class _Phases:
 
     def fault(self, where: str) -> NodeFault:
         """The fault of a head that did not come in time."""
-        if asyncio.get_running_loop().time() >= self._due:
-            return deadline_fault(Fault.HEADERS_TIMEOUT, where)
-        return timeout_fault(Fault.HEADERS_TIMEOUT, self.timeouts.headers, where)
+        overdue = asyncio.get_running_loop().time() >= self._due
+        return timeout_fault(Fault.HEADERS_TIMEOUT, where, None if overdue else self.timeouts.headers)
 
 
 class HttpxResponse:
@@ -166,8 +165,8 @@ class HttpxResponse:
             return await anext(self._pieces, None)
 
     def _overdue(self) -> NodeFault:
-        late = asyncio.get_running_loop().time() >= self._due
-        return deadline_fault(Fault.STALL, self._where) if late else timeout_fault(Fault.STALL, self._wait, self._where)
+        overdue = asyncio.get_running_loop().time() >= self._due
+        return timeout_fault(Fault.STALL, self._where, None if overdue else self._wait)
 
     async def pipe_to(self, sink: Sink) -> None:
         """Returns at once: every piece is left to `chunks`."""
@@ -186,14 +185,14 @@ def before_the_head(error: Exception, where: str) -> NodeFault:
     if isinstance(error, httpx.PoolTimeout):
         return NodeFault(Fault.BUSY, f"{where}: no connection is free")
     if isinstance(error, httpx.TimeoutException):
-        return deadline_fault(Fault.HEADERS_TIMEOUT, where)
+        return timeout_fault(Fault.HEADERS_TIMEOUT, where)
     return while_exchanging(_cause(error), where)
 
 
 def in_the_body(error: Exception, where: str) -> NodeFault:
     """The fault of a body that broke off."""
     if isinstance(error, httpx.TimeoutException):
-        return deadline_fault(Fault.STALL, where)
+        return timeout_fault(Fault.STALL, where)
     return while_exchanging(_cause(error), where)
 
 

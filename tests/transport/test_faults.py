@@ -53,7 +53,7 @@ def test_a_fault_says_where_and_what() -> None:
     assert (refused.fault, refused.detail) == (Fault.REFUSED, "node:1: connection refused")
     assert while_exchanging(None, "node:1").fault is Fault.RESET
     assert while_exchanging(ConnectionResetError("gone"), "node:1").detail == "node:1: gone"
-    assert timeout_fault(Fault.STALL, 2.5, "node:1").detail == "node:1: nothing came for 2.5 s"
+    assert timeout_fault(Fault.STALL, "node:1", 2.5).detail == "node:1: nothing came for 2.5 s"
 
 
 @pytest.mark.parametrize(
