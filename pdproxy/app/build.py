@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 
@@ -35,7 +36,7 @@ from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.planning.plan import WithoutPrefill
 from pdproxy.settings.model import ConfiguredNode, Settings
-from pdproxy.settings.types import FirstHandOver, OnPrefillFailure
+from pdproxy.settings.types import FirstHandOver, NodeRole, OnPrefillFailure
 from pdproxy.transport.h1_client import H1Transport
 from pdproxy.transport.httpx_transport import HttpxTransport
 from pdproxy.transport.traced import TracedTransport
@@ -107,14 +108,13 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
 
 def nodes_of(entries: tuple[ConfiguredNode, ...]) -> list[Node]:
     """The nodes of the settings, named by role and order: ``prefill-0``, ``decode-1``."""
-    counts = dict.fromkeys(Role, 0)
-    nodes = []
-    for entry in entries:
-        role = Role(entry.role)
-        name = f"{role}-{counts[role]}"
-        counts[role] += 1
-        nodes.append(Node(name, entry.url, role, entry.model, entry.aliases, entry.weight))
-    return nodes
+    numbers = {role: itertools.count() for role in NodeRole}
+    return [
+        Node(
+            f"{each.role}-{next(numbers[each.role])}", each.url, Role(each.role), each.model, each.aliases, each.weight
+        )
+        for each in entries
+    ]
 
 
 def _pool(settings: Settings, clock: SystemClock, metrics: Metrics) -> Pool:

@@ -7,7 +7,6 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator
-from types import TracebackType
 from typing import Self
 
 from pdproxy.errors import ClientError
@@ -43,6 +42,7 @@ class Admission:
         self._order = itertools.count()
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._per_key: Counter[str] = Counter()
+        metrics.watch_requests(lambda: concurrency - self._free, lambda: len(self._waiting))
 
     @contextlib.asynccontextmanager
     async def admit(self, api_key: ApiKey, priority: int) -> AsyncIterator[None]:
@@ -54,11 +54,9 @@ class Admission:
         self._enter_key(api_key)
         try:
             await self._take(priority)
-            self._metrics.request_began()
             try:
                 yield
             finally:
-                self._metrics.request_left()
                 self._give()
         finally:
             self._leave_key(api_key)
@@ -90,7 +88,6 @@ class Admission:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = (priority, next(self._order), turn)
         heapq.heappush(self._waiting, entry)
-        self._report_queue()
         try:
             # Not wait_for: in Python 3.11 that swallows a cancellation which comes together with the turn.
             async with asyncio.timeout(self._patience):
@@ -109,7 +106,6 @@ class Admission:
         elif entry in self._waiting:
             self._waiting.remove(entry)
             heapq.heapify(self._waiting)
-        self._report_queue()
 
     def _give(self) -> None:
         while self._waiting:
@@ -119,10 +115,6 @@ class Admission:
                 break
         else:
             self._free += 1
-        self._report_queue()
-
-    def _report_queue(self) -> None:
-        self._metrics.queue_is(len(self._waiting))
 
 
 class BodyBudget:
@@ -132,6 +124,7 @@ class BodyBudget:
         self._limit = limit
         self._metrics = metrics
         self._held = 0
+        metrics.watch_bodies(lambda: self._held)
 
     def reserve(self) -> "Reservation":
         """For one request; empty at first."""
@@ -148,7 +141,6 @@ class BodyBudget:
             close = ("connection", "close")  # the rest of the body would otherwise be read as the next request
             raise _rejected(self._metrics, Rejection.BODIES_FULL, text, 1, close)
         self._held += size
-        self._metrics.body_bytes_are(self._held)
 
 
 class Reservation:
@@ -170,9 +162,7 @@ class Reservation:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._budget.take(-self._size)
         self._size = 0
 

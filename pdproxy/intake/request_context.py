@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from types import TracebackType
 from typing import Any, Self
 
 from pdproxy.errors import ClientError
@@ -155,9 +154,7 @@ class DisconnectWatcher:
         self._gone = True
         task.cancel()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         assert self._watch is not None
         self._watch.cancel()
         if self._gone and kind is asyncio.CancelledError:

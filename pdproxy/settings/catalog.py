@@ -1,6 +1,8 @@
 """Every setting with its names in the file, in the environment and on the command line, from the models."""
 
 import dataclasses
+import difflib
+from collections.abc import Mapping
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -95,3 +97,14 @@ def _number(field: FieldInfo) -> str:
 
 def _bound(field: FieldInfo, name: str) -> object:
     return next((getattr(each, name) for each in field.metadata if hasattr(each, name)), None)
+
+
+def did_you_mean(word: str, known: Mapping[str, str], otherwise: str = "") -> str:
+    """Such as " Did you mean x?", or `otherwise` when no known name resembles the word.
+
+    Args:
+        known: what to suggest, by the name that the word is compared with.
+    """
+    compared = {name.lower(): meant for name, meant in known.items()}
+    near = difflib.get_close_matches(word.lower(), compared, n=1, cutoff=0.6)
+    return f" Did you mean {compared[near[0]]}?" if near else otherwise

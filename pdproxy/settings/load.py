@@ -11,17 +11,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pdproxy.errors import SettingsError
-from pdproxy.settings.catalog import every_setting, node_settings, sections
+from pdproxy.settings.catalog import did_you_mean, every_setting, node_settings, sections
 from pdproxy.settings.model import Settings
-from pdproxy.settings.sources import (
-    CONFIG,
-    EnvironmentSource,
-    FlagSource,
-    Location,
-    SettingsSource,
-    YamlSource,
-    did_you_mean,
-)
+from pdproxy.settings.sources import CONFIG, EnvironmentSource, FlagSource, Location, SettingsSource, YamlSource
 from pdproxy.settings.types import UNSHOWN
 
 

@@ -6,7 +6,6 @@ dots in their names, take JSON for whole sections, and show Python's types in th
 """
 
 import argparse
-import difflib
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ import yaml
 from pydantic_settings import EnvSettingsSource, InitSettingsSource
 
 from pdproxy.errors import SettingsError
-from pdproxy.settings.catalog import PREFIX, SHORT, every_setting, sections
+from pdproxy.settings.catalog import PREFIX, SHORT, did_you_mean, every_setting, sections
 from pdproxy.settings.model import Settings
 from pdproxy.settings.types import NodeRole
 
@@ -140,17 +139,6 @@ def refuse_unknown(unknown: Sequence[str]) -> None:
         flags = ("--config", *(f"--{role}" for role in NodeRole), *SHORT.values(), *(s.flag for s in every_setting()))
         near = did_you_mean(unknown[0].partition("=")[0], {name: name for name in flags})
         raise SettingsError(f"{unknown[0]} is no flag of this command.{near}")
-
-
-def did_you_mean(word: str, known: Mapping[str, str], otherwise: str = "") -> str:
-    """Such as " Did you mean x?", or `otherwise` when no known name resembles the word.
-
-    Args:
-        known: what to suggest, by the name that the word is compared with.
-    """
-    compared = {name.lower(): meant for name, meant in known.items()}
-    near = difflib.get_close_matches(word.lower(), compared, n=1, cutoff=0.6)
-    return f" Did you mean {compared[near[0]]}?" if near else otherwise
 
 
 def _unknown_variables(environment: Mapping[str, str], known: set[str]) -> list[str]:
