@@ -46,7 +46,7 @@ def fault_of(status: int, headers: Headers) -> Fault:
 
 async def _bounded(response: HttpResponse) -> bytes:
     kept = b""
-    async for chunk in response.chunks():
+    async for chunk in response:
         kept += chunk
         if len(kept) > FAULT_BODY_BYTES:
             return b""  # half an error body is no error body

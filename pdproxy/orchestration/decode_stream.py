@@ -67,7 +67,7 @@ class DecodeStream:
         self, response: HttpResponse, transcript: Transcript, ticketed: bool, tail: UsageEventFilter | None
     ) -> None:
         self._response = response
-        self._chunks: AsyncIterator[bytes] = response.chunks()
+        self._chunks: AsyncIterator[bytes] = aiter(response)
         self._transcript = transcript
         self._ticketed = ticketed
         self._tail = tail

@@ -196,9 +196,6 @@ class H1Response:
         self.status: int = connection.answer.status
         self.headers: Headers = connection.answer.headers
 
-    def chunks(self) -> AsyncIterator[bytes]:
-        return self
-
     def __aiter__(self) -> AsyncIterator[bytes]:
         return self
 

@@ -130,9 +130,6 @@ class HttpxResponse:
             (name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in response.headers.raw
         )
 
-    def chunks(self) -> AsyncIterator[bytes]:
-        return self
-
     def __aiter__(self) -> AsyncIterator[bytes]:
         return self
 
@@ -169,7 +166,7 @@ class HttpxResponse:
         return timeout_fault(Fault.STALL, self._where, None if overdue else self._wait)
 
     async def pipe_to(self, sink: Sink) -> None:
-        """Returns at once: every piece is left to `chunks`."""
+        """Returns at once: every piece is left to iteration."""
 
     async def aclose(self) -> None:
         self._ended = True

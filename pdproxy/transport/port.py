@@ -50,7 +50,7 @@ class HttpRequest:
 
 
 class HttpResponse(Protocol):
-    """A response whose head has arrived. It must be closed (`aclose`) on every exit."""
+    """A response whose head has arrived. Iterating yields its body. It must be closed (`aclose`) on every exit."""
 
     @property
     def status(self) -> int: ...
@@ -58,7 +58,7 @@ class HttpResponse(Protocol):
     @property
     def headers(self) -> Headers: ...
 
-    def chunks(self) -> AsyncIterator[bytes]:
+    def __aiter__(self) -> AsyncIterator[bytes]:
         """The body as it arrives; pieces that arrived together may come as one.
 
         Raises:
@@ -67,9 +67,9 @@ class HttpResponse(Protocol):
         ...
 
     async def pipe_to(self, sink: Sink) -> None:
-        """Between two reads of `chunks`: pass pieces to ``sink`` as they come, while it returns True.
+        """Between two reads: pass pieces to ``sink`` as they come, while it returns True.
 
-        Also returns when the body's last piece or its end is here, or when it failed: the next read of `chunks` shows
+        Also returns when the body's last piece or its end is here, or when it failed: the next read shows
         which. May return at once. When it is cancelled, no piece is lost.
         """
         ...
@@ -102,11 +102,11 @@ async def read_to_end(response: HttpResponse, limit: int) -> bytes:
     """The whole body of a response.
 
     Raises:
-        NodeFault: as `HttpResponse.chunks`; INVALID_BODY when it is longer than ``limit`` bytes.
+        NodeFault: as iterating an `HttpResponse`; INVALID_BODY when it is longer than ``limit`` bytes.
     """
     pieces: list[bytes] = []
     size = 0
-    async for piece in response.chunks():
+    async for piece in response:
         pieces.append(piece)
         size += len(piece)
         if size > limit:

@@ -53,13 +53,10 @@ class TracedResponse:
 
     def __init__(self, inner: HttpResponse, span: trace.Span) -> None:
         self._inner = inner
-        self._pieces = inner.chunks()
+        self._pieces = aiter(inner)
         self._span = span
         self.status = inner.status
         self.headers = inner.headers
-
-    def chunks(self) -> AsyncIterator[bytes]:
-        return self
 
     def __aiter__(self) -> AsyncIterator[bytes]:
         return self

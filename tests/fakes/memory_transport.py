@@ -80,7 +80,7 @@ class MemoryResponse:
     def headers(self) -> Headers:
         return self._script.headers
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def __aiter__(self) -> AsyncIterator[bytes]:
         """See the port."""
         while self._at < len(self._script.pieces):
             await asyncio.sleep(0)

@@ -16,7 +16,7 @@ class Answer:
         self.pieces = pieces
         self.closed = 0
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def __aiter__(self) -> AsyncIterator[bytes]:
         for piece in self.pieces:
             yield piece
 

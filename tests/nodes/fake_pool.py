@@ -42,7 +42,7 @@ class Answer:
         self._body = body
         self.closed = False
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def __aiter__(self) -> AsyncIterator[bytes]:
         yield self._body
 
     async def pipe_to(self, sink: Sink) -> None:

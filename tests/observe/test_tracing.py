@@ -39,7 +39,7 @@ class Answer:
     def __init__(self, fault: NodeFault | None) -> None:
         self.fault = fault
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def __aiter__(self) -> AsyncIterator[bytes]:
         yield b"one"
         if self.fault:
             raise self.fault
@@ -148,7 +148,7 @@ async def test_faults_are_noted_and_end_the_span(kept: Kept, tracer: trace.Trace
             HttpRequest("GET", "http://n/"), Timeouts()
         )
         with pytest.raises(NodeFault):
-            _ = [piece async for piece in incoming.chunks()]
+            _ = [piece async for piece in incoming]
         await incoming.aclose()
     errors = [
         span.attributes["error.type"] for span in kept.spans if span.attributes and "error.type" in span.attributes

@@ -38,7 +38,7 @@ async def ask(transport: Transport, request: HttpRequest, timeouts: Timeouts = P
 
 async def collect(response: HttpResponse, heard: list[bytes]) -> None:
     """Keeps what came before the fault."""
-    async for piece in response.chunks():
+    async for piece in response:
         heard += [piece]
 
 

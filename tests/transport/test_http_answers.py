@@ -63,7 +63,7 @@ async def test_chunks_arrive_as_they_are_sent(transport: H1Transport) -> None:
 
     async with peer(script) as there:
         response = await transport.send(post(there), PATIENT)
-        pieces = response.chunks()
+        pieces = aiter(response)
         assert await anext(pieces) == b"first"
         heard.set()
         assert await anext(pieces) == b"second"

@@ -61,7 +61,7 @@ async def test_a_cancelled_read_loses_nothing(transport: H1Transport, traced: bo
         with trace.use_span(trace.NonRecordingSpan(trace.SpanContext(1, 1, is_remote=False))):
             through = TracedTransport(transport, trace.NoOpTracer()) if traced else transport
             response = await through.send(post(there), PATIENT)
-        pieces = response.chunks()
+        pieces = aiter(response)
         reading = asyncio.ensure_future(anext(pieces, b"over"))
         await asyncio.sleep(0)
         reading.cancel()
@@ -76,12 +76,12 @@ async def test_a_cancelled_read_loses_nothing(transport: H1Transport, traced: bo
 async def test_closing_before_the_end_cuts_the_connection(transport: H1Transport) -> None:
     async with peer(saying(CHUNKED, b"5\r\nhello\r\n")) as there:
         response = await transport.send(post(there), PATIENT)
-        assert await anext(response.chunks()) == b"hello"
+        assert await anext(aiter(response)) == b"hello"
         await response.aclose()
         await response.aclose()
         await there.all_gone()
         with pytest.raises(StopAsyncIteration):
-            await anext(response.chunks())
+            await anext(aiter(response))
 
 
 async def test_closing_under_a_reader_wakes_it(transport: H1Transport) -> None:

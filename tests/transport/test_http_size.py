@@ -60,7 +60,7 @@ async def test_a_slow_reader_makes_the_peer_wait(transport: H1Transport) -> None
             await asyncio.sleep(0.2)
         assert sent < total // 2
         size = 0
-        async for piece in response.chunks():
+        async for piece in response:
             size += len(piece)
         await response.aclose()
         assert size == total

@@ -79,7 +79,7 @@ async def test_a_handshake_that_nobody_answers_counts_as_connecting(questions: H
 async def test_a_read_that_was_cancelled_is_no_end_of_the_body(questions: HttpxTransport) -> None:
     async with peer(saying(CHUNKED)) as there:
         response = await questions.send(post(there), PATIENT)
-        reading = asyncio.ensure_future(anext(response.chunks(), b"over"))
+        reading = asyncio.ensure_future(anext(aiter(response), b"over"))
         await asyncio.sleep(0.01)
         reading.cancel()
         with pytest.raises(NodeFault) as caught:
