@@ -64,9 +64,8 @@ class Admission:
     def _enter_key(self, api_key: ApiKey) -> None:
         limit = api_key.limit or (self._key_limit if api_key is not ANONYMOUS else 0)
         if limit and self._per_key[api_key.name] >= limit:
-            raise _rejected(
-                self._metrics, Rejection.KEY_LIMIT, f"This API key may have {limit} requests open at once.", 1
-            )
+            text = f"This API key may have {limit} requests open at once."
+            raise _rejected(self._metrics, Rejection.KEY_LIMIT, text, 1)
         self._per_key[api_key.name] += 1
 
     def _leave_key(self, api_key: ApiKey) -> None:
@@ -79,9 +78,8 @@ class Admission:
             self._free -= 1
             return
         if len(self._waiting) >= self._queue_limit:
-            raise _rejected(
-                self._metrics, Rejection.QUEUE_FULL, "All places and the queue are full: try again later.", 5
-            )
+            text = "All places and the queue are full: try again later."
+            raise _rejected(self._metrics, Rejection.QUEUE_FULL, text, 5)
         await self._wait(priority)
 
     async def _wait(self, priority: int) -> None:

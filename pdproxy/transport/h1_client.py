@@ -9,6 +9,7 @@ import asyncio
 import select
 import ssl
 from collections.abc import AsyncIterator
+from typing import Literal
 
 from pdproxy.clock import Clock
 from pdproxy.errors import Fault, NodeFault
@@ -115,10 +116,10 @@ class H1Transport:
     """Pooled keep-alive connections; no redirects, no proxies, no cookies.
 
     Args:
-        ssl_context: for https nodes; None uses the system's authorities.
+        ssl_context: for https nodes; True uses the system's authorities.
     """
 
-    def __init__(self, clock: Clock, ssl_context: ssl.SSLContext | None = None) -> None:
+    def __init__(self, clock: Clock, ssl_context: ssl.SSLContext | Literal[True] = True) -> None:
         self._ssl_context = ssl_context
         self._pool = ConnectionPool(clock)
 
@@ -166,22 +167,16 @@ class H1Transport:
     async def _connect(self, target: Target, seconds: float) -> H1Connection:
         loop = asyncio.get_running_loop()
         origin = target.origin
+        tls = self._ssl_context if origin.scheme == "https" else None
         try:
             async with asyncio.timeout(seconds):
                 _, connection = await loop.create_connection(
-                    lambda: H1Connection(origin, self._pool.forget), origin.host, origin.port, ssl=self._tls(origin)
+                    lambda: H1Connection(origin, self._pool.forget), origin.host, origin.port, ssl=tls
                 )
         except CONNECTING as error:
             raise while_connecting(error, target.host) from error
         self._pool.add(connection)
         return connection
-
-    def _tls(self, origin: Origin) -> ssl.SSLContext | None:
-        if origin.scheme == "http":
-            return None
-        if self._ssl_context is None:
-            self._ssl_context = ssl.create_default_context()
-        return self._ssl_context
 
 
 class H1Response:
