@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pdproxy.errors import Fault
 from pdproxy.observe.labels import Leg
 from pdproxy.request import NotContinuableReason
-from pdproxy.settings.choices import OnPrefillFailure
+from pdproxy.settings.types import OnPrefillFailure
 
 
 class Moment(enum.StrEnum):

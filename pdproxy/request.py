@@ -9,6 +9,12 @@ Json: TypeAlias = Mapping[str, object]
 Headers: TypeAlias = tuple[tuple[str, str], ...]
 """Header names in lower case, in the order they came."""
 
+HOP_BY_HOP = frozenset(
+    {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"}
+    | {"te", "trailer", "transfer-encoding", "upgrade"}
+)
+"""Headers that belong to one connection (RFC 9110, 7.6.1)."""
+
 
 class Endpoint(enum.StrEnum):
     """The generating endpoints, whose bodies the proxy understands."""

@@ -24,7 +24,7 @@ from pdproxy.failures import (
 from pdproxy.legs.shape import OUTPUT_RULES
 from pdproxy.observe.labels import Leg
 from pdproxy.request import NotContinuableReason
-from pdproxy.settings.choices import OnPrefillFailure
+from pdproxy.settings.types import OnPrefillFailure
 
 NOTHING = RetryOptions(OnPrefillFailure.FAIL, retries=0, ticket_works=False, migrations=0, continuable=False)
 

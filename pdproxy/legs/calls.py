@@ -9,7 +9,7 @@ from pdproxy.errors import Fault, NodeFault
 from pdproxy.legs.rewrite import release_body
 from pdproxy.nodes.node import Node
 from pdproxy.request import Endpoint, Headers, Json, header
-from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transport
+from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transport, read_to_end
 from pdproxy.usage import read_usage
 
 FAULT_BODY_BYTES = 64 * 1024
@@ -98,7 +98,7 @@ async def release(
         response = await _post(transport, node, Endpoint.COMPLETIONS, body, (*headers, *rank), timeouts)
         try:
             await raise_for_status(response)
-            await response.read(FAULT_BODY_BYTES)
+            await read_to_end(response, FAULT_BODY_BYTES)
         finally:
             await response.aclose()
 
@@ -145,7 +145,7 @@ def fault_of(status: int, headers: Headers) -> Fault:
 
 async def _bounded(response: HttpResponse) -> bytes:
     kept = b""
-    async for chunk in response.chunks():
+    async for chunk in response:
         kept += chunk
         if len(kept) > FAULT_BODY_BYTES:
             return b""  # half an error body is no error body
@@ -155,7 +155,7 @@ async def _bounded(response: HttpResponse) -> bytes:
 async def read_answer(response: HttpResponse, limit: int = ANSWER_BYTES) -> dict[str, object]:
     """A non-streamed answer, whole; closes the response. No JSON object, or one over ``limit`` bytes: INVALID_BODY."""
     try:
-        return json_object(await response.read(limit))
+        return json_object(await read_to_end(response, limit))
     finally:
         await response.aclose()
 

@@ -9,7 +9,7 @@ from pdproxy.nodes.compatibility import Compatibility, Incompatibility, check_co
 from pdproxy.nodes.node import Node
 from pdproxy.nodes.node_info import NodeInfo, read_node_info
 from pdproxy.request import Headers
-from pdproxy.transport.port import HttpRequest, Timeouts, Transport
+from pdproxy.transport.port import HttpRequest, Timeouts, Transport, read_to_end
 
 ANSWER_LIMIT = 8 * 1024 * 1024
 """Bytes: a node's /metrics has some hundred kilobytes."""
@@ -25,7 +25,7 @@ async def exchange(transport: Transport, request: HttpRequest, timeouts: Timeout
     """
     response = await transport.send(request, timeouts)
     try:
-        return response.status, await response.read(ANSWER_LIMIT)
+        return response.status, await read_to_end(response, ANSWER_LIMIT)
     finally:
         await response.aclose()
 
@@ -81,8 +81,8 @@ def cause(fault: NodeFault) -> str:
     """For operators, why a preflight or a health probe failed, with the setting to look at where there is one."""
     if fault.status in (401, 403):
         return (
-            f"{fault.detail}: our own questions need a credential that it takes; name the file with it in "
-            "upstream.credential_file (upstream.credential says what clients' requests carry)"
+            f"{fault.detail}: the proxy's own requests need a credential that the node accepts: name the "
+            "file with it in upstream.credential_file (upstream.credential says what clients' requests carry)"
         )
     return fault.detail
 

@@ -2,6 +2,7 @@
 
 import enum
 import itertools
+from collections.abc import Callable
 from functools import cache, partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -111,21 +112,14 @@ class Metrics:
         """Count a hand-over that the proxy told its node to free."""
         self._releases.labels(outcome).inc()
 
-    def request_began(self) -> None:
-        """One more request runs."""
-        self._active.inc()
+    def watch_requests(self, active: Callable[[], float], queued: Callable[[], float]) -> None:
+        """Ask for the numbers of running and of waiting requests whenever metrics are scraped."""
+        self._active.set_function(active)
+        self._queued.set_function(queued)
 
-    def request_left(self) -> None:
-        """One request less runs."""
-        self._active.dec()
-
-    def queue_is(self, waiting: int) -> None:
-        """Set how many requests wait."""
-        self._queued.set(waiting)
-
-    def body_bytes_are(self, held: int) -> None:
-        """Set how many bytes of request bodies are held."""
-        self._bodies.set(held)
+    def watch_bodies(self, held: Callable[[], float]) -> None:
+        """Ask for the bytes of request bodies that are held whenever metrics are scraped."""
+        self._bodies.set_function(held)
 
     def rejected(self, reason: enum.StrEnum) -> None:
         """Count a request that was turned away."""

@@ -10,7 +10,7 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.in_flight import InFlightRequests
 from pdproxy.planning.plan import PlanPolicy
-from pdproxy.settings.choices import OnPrefillFailure
+from pdproxy.settings.types import OnPrefillFailure
 from pdproxy.transport.port import Timeouts, Transport
 
 

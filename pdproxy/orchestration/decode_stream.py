@@ -68,7 +68,7 @@ class DecodeStream:
         self, response: HttpResponse, transcript: Transcript, ticketed: bool, usage_filter: UsageEventFilter | None
     ) -> None:
         self._response = response
-        self._chunks: AsyncIterator[bytes] = response.chunks()
+        self._chunks: AsyncIterator[bytes] = aiter(response)
         self._transcript = transcript
         self._ticketed = ticketed
         self._usage_filter = usage_filter

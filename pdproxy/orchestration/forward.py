@@ -15,7 +15,7 @@ from pdproxy.orchestration.node_picker import RetryState
 from pdproxy.planning.plan import NoNode, PlanInput, UnknownModel, choose, models
 from pdproxy.request import Headers, cancelled_by_client
 from pdproxy.response import ProxyResponse
-from pdproxy.transport.port import HttpRequest
+from pdproxy.transport.port import HttpRequest, read_to_end
 
 _KEPT = ("content-type", "retry-after", "www-authenticate")
 
@@ -83,7 +83,7 @@ async def _send(context: OrchestrationContext, node: Node, request: ForwardReque
             HttpRequest(request.method, node.url + request.path, headers, request.body), timeouts
         )
         try:
-            answer = await response.read(ANSWER_BYTES)
+            answer = await read_to_end(response, ANSWER_BYTES)
         finally:
             await response.aclose()
     if response.status < 500:  # the request may have caused it: a 5xx says nothing of the node, neither way

@@ -21,7 +21,7 @@ from pdproxy.orchestration.upstream import UpstreamRequest
 from pdproxy.request import ClientRequest, Endpoint, Headers, Json, SubRequest
 from pdproxy.response import ProxyResponse
 from pdproxy.stream.chunks import rewrite_answer
-from pdproxy.transport.port import HttpResponse
+from pdproxy.transport.port import HttpResponse, read_to_end
 from pdproxy.usage import read_usage
 
 _JSON_HEADER = ("content-type", "application/json")
@@ -135,7 +135,7 @@ async def _buffered_answer(upstream: UpstreamRequest) -> tuple[bytes, dict[str, 
 
 
 async def _read(required_field: str, response: HttpResponse) -> tuple[bytes, dict[str, object]]:
-    raw = await response.read(ANSWER_BYTES)
+    raw = await read_to_end(response, ANSWER_BYTES)
     answer = json_object(raw)
     if not isinstance(answer.get(required_field), list):
         raise NodeFault(Fault.INVALID_BODY, f"the answer has no {required_field}")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pdproxy.errors import PdproxyError
 from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot
 from pdproxy.request import LocalReason
-from pdproxy.settings.choices import OnPrefillFailure
+from pdproxy.settings.types import OnPrefillFailure
 
 
 class NoNodeReason(enum.StrEnum):

@@ -14,7 +14,7 @@ from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Bars, Binding, Capacity, Node, Role, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
-from pdproxy.settings.choices import OnPrefillFailure
+from pdproxy.settings.types import OnPrefillFailure
 from tests.fakes.clock import FakeClock
 from tests.nodes.fake_pool import until
 

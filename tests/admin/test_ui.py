@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.admin.app import admin_app
 from pdproxy.admin.context import AdminContext
-from pdproxy.admin.routes import policy
+from pdproxy.admin.page import policy
 from pdproxy.errors import Fault
 from pdproxy.failures import Step
 from pdproxy.nodes.drain import Drainer

@@ -12,7 +12,8 @@ from pdproxy.app.build import Proxy, proxy
 from pdproxy.app.host import HostEnvironment
 from pdproxy.server.protocol import ConnectionLimits, guarded
 from pdproxy.server.server import Server, bind
-from pdproxy.settings import NodeEntry, NodeRole, Settings
+from pdproxy.settings.model import ConfiguredNode, Settings
+from pdproxy.settings.types import NodeRole
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.loopback import LoopbackNode
 from tests.fakes.node import FakeNode
@@ -45,7 +46,7 @@ async def running_proxy(settings: Settings, key: str = "none", prefill_dialect: 
     prefill.dialect = prefill_dialect
     async with LoopbackNode(prefill) as left, LoopbackNode(decode) as right:
         nodes = tuple(
-            NodeEntry(url=node.url, role=role, model="m")
+            ConfiguredNode(url=node.url, role=role, model="m")
             for node, role in ((left, NodeRole.PREFILL), (right, NodeRole.DECODE))
         )
         async with (

@@ -11,7 +11,8 @@ from pdproxy.app.build import Proxy, proxy
 from pdproxy.app.host import HostEnvironment, ServiceAccount, Sources
 from pdproxy.errors import SettingsError
 from pdproxy.nodes.discovery.dns import Service
-from pdproxy.settings import Discovery, DiscoveryKind, Health, NodeEntry, NodeRole, Settings
+from pdproxy.settings.model import ConfiguredNode, Discovery, Health, Settings
+from pdproxy.settings.types import DiscoveryKind, NodeRole
 from tests.admin.asking import state_of
 from tests.app.zone import Zone
 from tests.fakes.clock import FakeClock
@@ -34,7 +35,7 @@ async def test_of_a_file_the_roles_that_ask_for_it_are_taken(tmp_path: Path) -> 
     path = tmp_path / "nodes.yaml"
     path.write_text("[{url: 'http://127.0.0.1:1', role: decode}, {url: 'http://127.0.0.1:2', role: prefill}]")
     one = Settings(
-        nodes=(NodeEntry(url="http://127.0.0.1:3", role=NodeRole.PREFILL),),
+        nodes=(ConfiguredNode(url="http://127.0.0.1:3", role=NodeRole.PREFILL),),
         discovery=Discovery(decode=DiscoveryKind.FILE, file=path, file_interval=0.05),
         health=NEVER,
     )
@@ -92,5 +93,5 @@ def test_without_the_client_the_start_ends_with_what_to_install(monkeypatch: pyt
 
 def test_heavy_clients_are_loaded_only_where_they_are_asked_for() -> None:
     """They would make every start slower."""
-    code = "import sys, pdproxy.app; print(*sorted({'dns', 'lightkube', 'httpx2'} & set(sys.modules)))"
+    code = "import sys, pdproxy.app.run; print(*sorted({'dns', 'lightkube', 'httpx2'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout == "\n"

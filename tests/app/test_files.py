@@ -8,10 +8,10 @@ import pytest
 
 SCRIPT = """
 import resource
-from pdproxy.app.run import allow_many
+from pdproxy.app.run import raise_file_limit
 
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
-allow_many()
+raise_file_limit()
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 """
 

@@ -10,9 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
+from pdproxy import __version__
 from pdproxy.intake.handler import model_of
 from pdproxy.observe.labels import Task
-from pdproxy.settings import FirstHandOver, Health, Keys, Limits, Settings
+from pdproxy.request import Endpoint
+from pdproxy.settings.model import Health, Keys, Limits, Settings
+from pdproxy.settings.types import FirstHandOver
 from tests.app.running_proxy import SOON, RunningProxy, bearer, running_proxy
 from tests.fakes.faults import FaultKind, InjectedFault
 
@@ -107,7 +110,10 @@ async def test_the_other_pages(shop: RunningProxy) -> None:
     assert (await shop.client.get("/v1/models/m")).json()["id"] == "m"
     assert (await shop.client.get("/health")).status_code == 200
     assert (await shop.client.get("/ready")).status_code == 200
-    assert (await shop.client.get("/openapi.json")).json()["openapi"].startswith("3.")
+    document = (await shop.client.get("/openapi.json")).json()
+    assert document["openapi"].startswith("3.")
+    assert document["info"]["version"] == __version__
+    assert document["paths"].keys() == {*Endpoint, "/v1/models", "/health", "/ready"}
     shop.running.leaving.set()
     assert (await shop.client.get("/ready")).status_code == 503
 

@@ -9,7 +9,7 @@ import pytest
 
 from pdproxy.intake.request_context import Message
 from pdproxy.response import SINK_EXTENSION
-from pdproxy.settings import Settings
+from pdproxy.settings.model import Settings
 from tests.app.running_proxy import SOON, RunningProxy, running_proxy
 from tests.fakes.faults import FaultKind, InjectedFault
 

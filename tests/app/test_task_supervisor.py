@@ -6,7 +6,7 @@ import logging
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdproxy.app.task_supervisor import TaskSupervisor
+from pdproxy.app.build import TaskSupervisor
 from pdproxy.observe.labels import Task
 from pdproxy.observe.metrics import Metrics
 from tests.fakes.clock import FakeClock

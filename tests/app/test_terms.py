@@ -4,7 +4,8 @@ import dataclasses
 
 from pdproxy.app.build import orchestration_config
 from pdproxy.orchestration.context import OrchestrationConfig
-from pdproxy.settings import Deadlines, OnPrefillFailure, Policy, Settings
+from pdproxy.settings.model import Deadlines, Policy, Settings
+from pdproxy.settings.types import OnPrefillFailure
 
 SAID = Settings(
     deadlines=Deadlines(connect=1, prefill_headers=2, decode_headers=3, stall=4, release=5.5),

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import ClientError
 from pdproxy.intake.admission import Admission
-from pdproxy.intake.auth import ANYBODY, ApiKey
+from pdproxy.intake.auth import ANONYMOUS, ApiKey
 from pdproxy.observe.metrics import Metrics
 
 
@@ -20,13 +20,13 @@ class Stage:
         self.entered: list[str] = []
         self.ends: dict[str, asyncio.Event] = {}
 
-    async def run(self, name: str, priority: int = 0, api_key: ApiKey = ANYBODY) -> None:
+    async def run(self, name: str, priority: int = 0, api_key: ApiKey = ANONYMOUS) -> None:
         end = self.ends[name] = asyncio.Event()
-        async with self.admission.place(api_key, priority):
+        async with self.admission.admit(api_key, priority):
             self.entered.append(name)
             await end.wait()
 
-    async def start(self, name: str, priority: int = 0, api_key: ApiKey = ANYBODY) -> asyncio.Task[None]:
+    async def start(self, name: str, priority: int = 0, api_key: ApiKey = ANONYMOUS) -> asyncio.Task[None]:
         task = asyncio.create_task(self.run(name, priority, api_key))
         await settle()
         return task

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from pdproxy.errors import ClientError
 from pdproxy.intake.admission import BodyBudget
 from pdproxy.observe.metrics import Metrics
-from pdproxy.settings import Limits, Settings
+from pdproxy.settings.model import Limits, Settings
 from tests.app.running_proxy import SOON, RunningProxy, running_proxy
 from tests.fakes.faults import FaultKind, InjectedFault
 
@@ -33,12 +33,12 @@ class Room:
 
 def test_what_is_here_counts_until_its_request_ends() -> None:
     room = Room()
-    with room.budget.share() as share:
-        share.reach(4)
-        share.reach(9)
+    with room.budget.reserve() as share:
+        share.grow_to(4)
+        share.grow_to(9)
         assert room.held == 9
-        with room.budget.share() as other:
-            other.reach(1)
+        with room.budget.reserve() as other:
+            other.grow_to(1)
             assert room.held == 10
         assert room.held == 9
     assert (room.held, room.refused) == (0, None)
@@ -46,15 +46,15 @@ def test_what_is_here_counts_until_its_request_ends() -> None:
 
 def test_who_finds_no_room_is_told_to_come_again_and_holds_nothing() -> None:
     room = Room()
-    with room.budget.share() as share, room.budget.share() as late:
-        share.reach(6)
-        late.reach(2)
+    with room.budget.reserve() as share, room.budget.reserve() as late:
+        share.grow_to(6)
+        late.grow_to(2)
         with pytest.raises(ClientError) as caught:
-            late.reach(5)
+            late.grow_to(5)
         assert (caught.value.status, caught.value.code) == (429, "bodies_full")
         assert dict(caught.value.headers) == {"retry-after": "1", "connection": "close"}
         assert (room.held, room.refused) == (8, 1)
-        share.reach(8)
+        share.grow_to(8)
     assert room.held == 0
 
 
@@ -62,8 +62,8 @@ def test_it_is_given_back_whatever_happens() -> None:
     room = Room()
 
     def fail() -> None:
-        with room.budget.share() as share:
-            share.reach(10)
+        with room.budget.reserve() as share:
+            share.grow_to(10)
             raise KeyError
 
     with pytest.raises(KeyError):

@@ -3,7 +3,7 @@
 import pytest
 
 from pdproxy.intake.auth import headers_for_node, request_id
-from pdproxy.settings import Credential
+from pdproxy.settings.types import Credential
 
 CAME = (
     ("host", "front"),

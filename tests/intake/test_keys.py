@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pdproxy.errors import ClientError, SettingsError
-from pdproxy.intake.auth import ANYBODY, ApiKey, ApiKeys, parse_key_lines, read_keys
+from pdproxy.intake.auth import ANONYMOUS, ApiKey, ApiKeys, parse_key_lines, read_keys
 
 KEYS = ApiKeys(dict(parse_key_lines(["# ours", "", "sk-one alice 3", "sk-two  # no name"])))
 
@@ -31,7 +31,7 @@ def test_anything_else_stays_out(value: str) -> None:
 
 
 def test_without_keys_everybody_comes_in() -> None:
-    assert read_keys(None).api_key(()) is ANYBODY
+    assert read_keys(None).api_key(()) is ANONYMOUS
 
 
 @pytest.mark.parametrize("line", ["secret-word a 0", "secret-word a two", "secret-word a 1 more", "secret-word a -1"])

@@ -14,7 +14,7 @@ from pdproxy.intake.request_context import Message, RequestContext, TrackedSend
 from pdproxy.observe.metrics import Metrics
 from pdproxy.request import Endpoint
 from pdproxy.response import Sink
-from pdproxy.settings import Credential
+from pdproxy.settings.types import Credential
 from tests.orchestration.answers import read_answer
 from tests.orchestration.cluster import MODEL, FakeCluster
 from tests.orchestration.prompts import body_for, right
@@ -56,7 +56,9 @@ class Client:
         metrics = Metrics(CollectorRegistry())
         admission, budget = Admission(1, 0, 60.0, metrics), BodyBudget(1 << 20, metrics)
         service = RequestHandler(read_keys(None), admission, budget, world.orchestrator, world.pool, world.clock, RULES)
-        context = RequestContext("POST", Endpoint.CHAT.value, "", (), "r-1", self.receive, TrackedSend(self.send), sink)
+        context = RequestContext(
+            "POST", Endpoint.CHAT.value, "", (), "r-1", self.receive, TrackedSend(self.send), Endpoint.CHAT, sink
+        )
         await service.generate(context, Endpoint.CHAT)
         return b"".join(self.pieces)
 

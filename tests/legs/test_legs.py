@@ -125,7 +125,7 @@ async def test_an_endless_error_is_not_kept() -> None:
 async def test_a_decode_leg_hands_its_body_on() -> None:
     to = Wire(200, b"data: [DONE]\n\n", STREAM)
     response = await decode(to, NODE, Endpoint.COMPLETIONS, {"stream": True}, HEADERS, PATIENCE)
-    assert [piece async for piece in response.chunks()] == [b"data: [", b"DONE]\n\n"]
+    assert [piece async for piece in response] == [b"data: [", b"DONE]\n\n"]
     assert to.requests[0].url.endswith("/v1/completions")
     assert not to.answer.closed
 

@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator
 
-from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Headers
 from pdproxy.response import Sink
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
@@ -17,18 +16,12 @@ class Answer:
         self.pieces = pieces
         self.closed = 0
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def __aiter__(self) -> AsyncIterator[bytes]:
         for piece in self.pieces:
             yield piece
 
     async def pipe_to(self, sink: Sink) -> None:
         pass
-
-    async def read(self, limit: int) -> bytes:
-        body = b"".join(self.pieces)
-        if len(body) > limit:
-            raise NodeFault(Fault.INVALID_BODY, "too long")
-        return body
 
     async def aclose(self) -> None:
         self.closed += 1

@@ -40,16 +40,11 @@ class Answer:
         self._body = body
         self.closed = False
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def __aiter__(self) -> AsyncIterator[bytes]:
         yield self._body
 
     async def pipe_to(self, sink: Sink) -> None:
         pass
-
-    async def read(self, limit: int) -> bytes:
-        if len(self._body) > limit:
-            raise NodeFault(Fault.INVALID_BODY, "too long")
-        return self._body
 
     async def aclose(self) -> None:
         self.closed = True

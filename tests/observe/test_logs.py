@@ -10,7 +10,8 @@ import pytest
 
 from pdproxy.observe.labels import Outcome, Phase
 from pdproxy.observe.logs import JsonFormatter, TextFormatter, configure, request_ended
-from pdproxy.settings import Log, LogFormat, LogLevel
+from pdproxy.settings.model import Log
+from pdproxy.settings.types import LogFormat, LogLevel
 
 
 @pytest.fixture

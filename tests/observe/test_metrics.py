@@ -37,8 +37,9 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
     metrics.continuable(Word.ONE)
     metrics.recomputed()
     metrics.released(Release.FAILED)
-    metrics.request_began()
-    metrics.queue_is(3)
+    active = [1.0]
+    metrics.watch_requests(lambda: active[0], lambda: 3)
+    metrics.watch_bodies(lambda: 700)
     metrics.rejected(Word.ONE)
     metrics.tokens(Tokens.CACHED, 512)
     metrics.prefill_expected("idle")
@@ -68,6 +69,7 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
         ("pdproxy_releases_total", (("outcome", "failed"),)): 1,
         ("pdproxy_requests_active", ()): 1,
         ("pdproxy_requests_queued", ()): 3,
+        ("pdproxy_body_bytes", ()): 700,
         ("pdproxy_rejected_total", (("reason", "one"),)): 1,
         ("pdproxy_tokens_total", (("kind", "cached"),)): 512,
         ("pdproxy_prefill_pending_tokens_estimate", (("model", "idle"),)): 0,
@@ -78,7 +80,7 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
     }
     for (name, labels), value in expected.items():
         assert registry.get_sample_value(name, dict(labels)) == value, name
-    metrics.request_left()
+    active[0] = 0
     assert registry.get_sample_value("pdproxy_requests_active") == 0
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.request import Endpoint
-from pdproxy.settings.choices import OnPrefillFailure
+from pdproxy.settings.types import OnPrefillFailure
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.orchestration.answers import read_answer, text_of
 from tests.orchestration.cluster import FakeCluster, Got

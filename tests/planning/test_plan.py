@@ -19,7 +19,7 @@ from pdproxy.planning.plan import (
     plan,
 )
 from pdproxy.request import LocalReason
-from pdproxy.settings.choices import OnPrefillFailure
+from pdproxy.settings.types import OnPrefillFailure
 
 POLICY = PlanPolicy()
 FAIL = PlanPolicy(OnPrefillFailure.FAIL)

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from pdproxy.intake.request_context import Receive, Scope, Send, headers_of, read_body, send_head, send_whole
+from pdproxy.intake.request_context import Receive, Scope, Send, send_head, send_whole
 from pdproxy.response import SINK_EXTENSION, Sink
 from pdproxy.server.protocol import ConnectionLimits
-from tests.server.raw import SOON, post, say, serving
+from tests.server.raw import SOON, post, say, serving, whole_body
 
 LIMITS = ConnectionLimits(2000, SOON, SOON)
 BIG = b"x" * 1024 * 1024
@@ -25,7 +25,7 @@ class Mixed:
     """An application that sends every other piece straight."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await read_body(receive, headers_of(scope), 1000)
+        await whole_body(scope, receive)
         await send_head(send, 200, ())
         for word in (b"one ", b"two ", b"three "):
             await send({"type": "http.response.body", "body": word, "more_body": True})
@@ -67,7 +67,7 @@ async def test_a_client_that_does_not_keep_up_is_waited_for() -> None:
     go_on = asyncio.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await read_body(receive, headers_of(scope), 1000)
+        await whole_body(scope, receive)
         await send_head(send, 200, ())
         await send({"type": "http.response.body", "body": b"first", "more_body": True})
         sink = sink_of(scope)
@@ -93,7 +93,7 @@ async def test_a_client_that_has_gone_gets_nothing_and_it_is_told() -> None:
     said: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await read_body(receive, headers_of(scope), 1000)
+        await whole_body(scope, receive)
         await send_head(send, 200, ())
         sink = sink_of(scope)
         assert (await receive())["type"] == "http.disconnect"
@@ -112,7 +112,7 @@ async def test_what_does_not_belong_there_is_refused(known: bool) -> None:
     refused: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await read_body(receive, headers_of(scope), 1000)
+        await whole_body(scope, receive)
         sink = sink_of(scope)
         if known:
             await send_head(send, 200, [("content-length", "3")])
@@ -132,7 +132,7 @@ async def test_what_does_not_belong_there_is_refused(known: bool) -> None:
 
 async def test_http_1_0_has_no_such_way() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await read_body(receive, headers_of(scope), 1000)
+        await whole_body(scope, receive)
         await send_whole(send, 200, (), repr(scope.get("extensions", {})).encode())
 
     async with serving(LIMITS, app) as port:

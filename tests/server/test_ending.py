@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdproxy.intake.request_context import JSON, Receive, Scope, Send, headers_of, read_body, send_head, send_whole
+from pdproxy.intake.request_context import JSON_HEADER, Receive, Scope, Send, send_head, send_whole
 from pdproxy.server.protocol import ConnectionLimits
-from tests.server.raw import SOON, answers, post, serving, trickle
+from tests.server.raw import SOON, answers, post, serving, trickle, whole_body
 
 HASTY = ConnectionLimits(2000, 0.3, SOON)
 LONG = 64 * 1024 * 1024
@@ -22,7 +22,7 @@ async def hasty() -> AsyncIterator[int]:
 
 async def unread(scope: Scope, receive: Receive, send: Send) -> None:
     """Answers before it has read the body."""
-    await send_whole(send, 200, (JSON,), b"no")
+    await send_whole(send, 200, (JSON_HEADER,), b"no")
 
 
 async def too_much(scope: Scope, receive: Receive, send: Send) -> None:
@@ -32,7 +32,7 @@ async def too_much(scope: Scope, receive: Receive, send: Send) -> None:
 
 async def streams(scope: Scope, receive: Receive, send: Send) -> None:
     """Two pieces of a length that nobody knows."""
-    await read_body(receive, headers_of(scope), 1000)
+    await whole_body(scope, receive)
     await send_head(send, 200, ())
     for piece in (b"one ", b"two"):
         await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -41,7 +41,7 @@ async def streams(scope: Scope, receive: Receive, send: Send) -> None:
 
 async def at_length(scope: Scope, receive: Receive, send: Send) -> None:
     """More than fits into the buffers on the way."""
-    await read_body(receive, headers_of(scope), 1000)
+    await whole_body(scope, receive)
     await send_whole(send, 200, (), b"x" * LONG)
 
 

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdproxy.intake.request_context import JSON, Receive, Scope, Send, headers_of, read_body, send_head, send_whole
+from pdproxy.intake.request_context import JSON_HEADER, Receive, Scope, Send, headers_of, send_head, send_whole
 from pdproxy.server.protocol import ConnectionLimits
-from tests.server.raw import SOON, post, say, serving
+from tests.server.raw import SOON, post, say, serving, whole_body
 
 LIMITS = ConnectionLimits(2000, SOON, SOON)
 CHUNKED = ("transfer-encoding: chunked", "connection: close")
@@ -16,8 +16,8 @@ CHUNKED = ("transfer-encoding: chunked", "connection: close")
 
 async def headers_back(scope: Scope, receive: Receive, send: Send) -> None:
     """Answers with the names of the request's headers, once its body is here."""
-    await read_body(receive, headers_of(scope), 100_000)
-    await send_whole(send, 200, (JSON,), json.dumps([name for name, _ in headers_of(scope)]).encode())
+    await whole_body(scope, receive, 100_000)
+    await send_whole(send, 200, (JSON_HEADER,), json.dumps([name for name, _ in headers_of(scope)]).encode())
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ class Slow:
         self.gone = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await read_body(receive, headers_of(scope), 1000)
+        await whole_body(scope, receive)
         await send_head(send, 200, ())
         self.begun.set()
         await self.go_on.wait()
@@ -134,7 +134,7 @@ class Slow:
 
     async def until_gone(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Streams for ever, until the client leaves."""
-        await read_body(receive, headers_of(scope), 1000)
+        await whole_body(scope, receive)
         await send_head(send, 200, ())
         self.begun.set()
         while (await receive())["type"] != "http.disconnect":
@@ -143,7 +143,7 @@ class Slow:
 
     async def flood(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends without end."""
-        await read_body(receive, headers_of(scope), 1000)
+        await whole_body(scope, receive)
         await send_head(send, 200, ())
         leaving = asyncio.create_task(self._wait(receive))
         while not self.gone.is_set():

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from pdproxy.errors import SettingsError
-from pdproxy.settings import DiscoveryKind, NodeEntry, NodeRole, OnPrefillFailure, Settings
 from pdproxy.settings.catalog import every_setting
 from pdproxy.settings.load import load
+from pdproxy.settings.model import ConfiguredNode, Settings
 from pdproxy.settings.sources import FlagSource, add_flags
+from pdproxy.settings.types import DiscoveryKind, NodeRole, OnPrefillFailure
 
 P = {"url": "http://p:1", "role": NodeRole.PREFILL}
 
@@ -43,9 +44,9 @@ def test_nothing_said_is_the_defaults() -> None:
 def test_two_flags_are_enough() -> None:
     settings = load(flags("--prefill", "http://p:1/", "--decode", "http://d:1", "--decode", "http://d:2"))
     assert settings.nodes == (
-        NodeEntry(url="http://p:1", role=NodeRole.PREFILL),
-        NodeEntry(url="http://d:1", role=NodeRole.DECODE),
-        NodeEntry(url="http://d:2", role=NodeRole.DECODE),
+        ConfiguredNode(url="http://p:1", role=NodeRole.PREFILL),
+        ConfiguredNode(url="http://d:1", role=NodeRole.DECODE),
+        ConfiguredNode(url="http://d:2", role=NodeRole.DECODE),
     )
 
 
@@ -62,7 +63,7 @@ def test_a_file_says_everything(tmp_path: Path) -> None:
     settings = load(config=file(tmp_path, text))
     assert (settings.listen.host, settings.listen.port) == ("0.0.0.0", 9000)
     assert settings.nodes == (
-        NodeEntry(url="http://p:1", role=NodeRole.PREFILL, model="m", aliases=("lora",), weight=2.0),
+        ConfiguredNode(url="http://p:1", role=NodeRole.PREFILL, model="m", aliases=("lora",), weight=2.0),
     )
     assert settings.deadlines.stall == 90.0
     assert settings.deadlines.connect == 5.0

@@ -7,9 +7,20 @@ import pytest
 from pydantic import Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
-from pdproxy.settings import LogLevel, OtelExport
+from pdproxy.settings.catalog import Setting
 from pdproxy.settings.model import Section
-from pdproxy.settings.types import Address, Bytes, OptionalAddress, OptionalFile, Port, Seconds, Text, Texts, takes
+from pdproxy.settings.types import (
+    Address,
+    Bytes,
+    LogLevel,
+    OptionalAddress,
+    OptionalFile,
+    OtelExport,
+    Port,
+    Seconds,
+    Text,
+    Texts,
+)
 
 HERE = __file__
 ABOVE_0 = Field(gt=0)
@@ -94,4 +105,4 @@ def test_does_not_fit_and_says_what_would(value: object, kind: object, bounds: F
     with pytest.raises(ValidationError) as caught:
         converted(value, kind, bounds)
     assert caught.value.error_count() == 1
-    assert takes(section(kind, bounds).model_fields["x"]) == words
+    assert Setting("", "x", section(kind, bounds).model_fields["x"]).takes == words

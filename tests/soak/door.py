@@ -17,7 +17,7 @@ from pdproxy.intake.request_context import Receive, Scope, Send
 from pdproxy.observe.metrics import Metrics
 from pdproxy.server.protocol import ConnectionLimits, guarded
 from pdproxy.server.server import Server, bind
-from pdproxy.settings import Credential
+from pdproxy.settings.types import Credential
 from tests.orchestration.loopback_cluster import LoopbackCluster
 from tests.soak.asking import PATIENT
 from tests.soak.caller import Caller

@@ -20,7 +20,7 @@ from pdproxy.clock import SystemClock
 from pdproxy.errors import NodeFault
 from pdproxy.request import Headers
 from pdproxy.transport.h1_client import H1Transport
-from pdproxy.transport.port import HttpRequest, Timeouts
+from pdproxy.transport.port import HttpRequest, Timeouts, read_to_end
 from tests.transport.answers import METHODS, Answer, answers
 from tests.transport.peer import GENEROUS
 
@@ -218,7 +218,7 @@ async def ours(plays: Sequence[Answer], methods: Sequence[str]) -> list[Read]:
             except NodeFault as fault:
                 return Read(error=fault.detail)
             try:
-                return Read(response.status, plain(response.headers), await response.read(2**20))
+                return Read(response.status, plain(response.headers), await read_to_end(response, 2**20))
             except NodeFault as fault:
                 return Read(error=fault.detail)
             finally:

@@ -90,7 +90,7 @@ async def test_a_head_that_drips_times_out(transport: H1Transport) -> None:
 async def test_a_body_that_stops_is_a_stall(transport: H1Transport) -> None:
     async with peer(saying(CHUNKED + b"5\r\nhello\r\n")) as there:
         response = await transport.send(post(there), Timeouts(GENEROUS, GENEROUS, stall=0.05))
-        pieces = response.chunks()
+        pieces = aiter(response)
         assert await anext(pieces) == b"hello"
         with pytest.raises(NodeFault) as caught:
             await anext(pieces)
@@ -125,7 +125,7 @@ async def test_the_first_piece_has_a_patience_of_its_own(transport: H1Transport)
     async with peer(saying(CHUNKED)) as there:
         response = await transport.send(post(there), Timeouts(GENEROUS, GENEROUS, stall=GENEROUS, first=0.05))
         with pytest.raises(NodeFault, match=r"0\.05 s") as caught:
-            await anext(response.chunks())
+            await anext(aiter(response))
         await response.aclose()
         await there.all_gone()
     assert caught.value.fault is Fault.STALL

@@ -41,7 +41,7 @@ def speaking(*parts: bytes, then: asyncio.Event | None = None) -> Script:
 async def begin(transport: H1Transport, there: Peer, timeouts: Timeouts = PATIENT) -> tuple[HttpResponse, bytes]:
     """An answer of which the first piece was read."""
     response = await transport.send(post(there), timeouts)
-    return response, await anext(response.chunks())
+    return response, await anext(aiter(response))
 
 
 class Taken:
@@ -60,7 +60,7 @@ class Taken:
     async def rest(self, response: HttpResponse) -> None:
         """What comes after the first piece, to the end: by itself, and by reading in between."""
         await response.pipe_to(self)
-        async for piece in response.chunks():
+        async for piece in response:
             self.pieces.append(piece)
             await response.pipe_to(self)
 
@@ -72,7 +72,7 @@ async def test_nothing_is_lost_between_sinks_and_reads(transport: H1Transport, m
         with trace.use_span(trace.NonRecordingSpan(trace.SpanContext(1, 1, is_remote=False))):
             through = TracedTransport(transport, trace.NoOpTracer()) if traced else transport
             response = await through.send(post(there), PATIENT)
-        first = await anext(response.chunks())
+        first = await anext(aiter(response))
         taken = Taken(most)
         await taken.rest(response)
         await response.aclose()
@@ -89,10 +89,10 @@ async def test_the_last_piece_is_left_to_be_read_if_the_end_comes_with_it(transp
         asyncio.get_running_loop().call_later(0.01, go_on.set)
         await response.pipe_to(taken)
         assert taken.pieces == []
-        assert await anext(response.chunks()) == b"two"
+        assert await anext(aiter(response)) == b"two"
         await response.pipe_to(lambda piece: pytest.fail("the answer is over"))
         with pytest.raises(StopAsyncIteration):
-            await anext(response.chunks())
+            await anext(aiter(response))
         await response.aclose()
 
 
@@ -174,7 +174,7 @@ async def test_cancelled_it_has_lost_nothing(transport: H1Transport) -> None:
         with pytest.raises(asyncio.CancelledError):
             await piping
         go_on.set()
-        assert await anext(response.chunks()) == b"two"
+        assert await anext(aiter(response)) == b"two"
         assert taken.pieces == [], "nobody waits for it any more"
         await response.aclose()
 

@@ -13,7 +13,7 @@ import pytest
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.transport.httpx_transport import ERRORS, HttpxTransport, before_the_head, in_the_body
-from pdproxy.transport.port import HttpRequest, Timeouts
+from pdproxy.transport.port import HttpRequest, Timeouts, read_to_end
 from tests.transport import test_http_answers, test_http_faults, test_http_leaving, test_http_size, test_tls
 from tests.transport.asking import CHUNKED, PATIENT, ask, fault_of, post
 from tests.transport.peer import GENEROUS, always, peer, saying
@@ -79,11 +79,11 @@ async def test_a_handshake_that_nobody_answers_counts_as_connecting(questions: H
 async def test_a_read_that_was_cancelled_is_no_end_of_the_body(questions: HttpxTransport) -> None:
     async with peer(saying(CHUNKED)) as there:
         response = await questions.send(post(there), PATIENT)
-        reading = asyncio.ensure_future(anext(response.chunks(), b"over"))
+        reading = asyncio.ensure_future(anext(aiter(response), b"over"))
         await asyncio.sleep(0.01)
         reading.cancel()
         with pytest.raises(NodeFault) as caught:
-            await response.read(10)
+            await read_to_end(response, 10)
         assert caught.value.fault is Fault.RESET
         await response.aclose()
         await there.all_gone()
@@ -95,7 +95,7 @@ async def test_what_is_open_is_closed_with_the_transport(questions: HttpxTranspo
         assert questions.connections == 1
         await questions.aclose()
         with pytest.raises(NodeFault):
-            await response.read(10)
+            await read_to_end(response, 10)
         await response.aclose()
         await there.all_gone()
 

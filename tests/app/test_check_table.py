@@ -1,6 +1,6 @@
 """`pdproxy check` as a person reads it."""
 
-from pdproxy.admin.check_table import passed, table
+from pdproxy.app.check import passed, table
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.nodes.compatibility import Compatibility, Incompatibility
 from pdproxy.nodes.node import Binding, Capacity, Node, Role
