@@ -2,26 +2,27 @@
 
 import asyncio
 import json
-import math
 import re
 from pathlib import Path
 
 import pytest
 import yaml
+from prometheus_client.samples import Sample
 
 from tests.admin.browser import CHROMIUM
 from tests.admin.reading import text_of
-from tests.deploy.prometheus.evaluate import evaluate
-from tests.deploy.prometheus.rules import Rule, firing, run
-from tests.deploy.prometheus.storage import Storage
+from tests.deploy.prometheus.promtool import gives, needs_promtool, recorded, run_query_tests, shows_values
+from tests.deploy.prometheus.queries import legend_labels, samples_of, selectors
 from tests.watch.scenario import Told, tell
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CONFIG = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
 STEP = float(CONFIG["global"]["scrape_interval"].removesuffix("s"))
-NODE_DOWN = {
-    "alertname": "PdproxyNodeDown", "severity": "ticket", "node": "decode-0", "role": "decode", "state": "down"
-}  # fmt: skip
+ALERTS = DEPLOY / "prometheus/alerts.yml"
+NODE_DOWN = (
+    'ALERTS{alertname="PdproxyNodeDown",alertstate="firing",severity="ticket",'
+    'node="decode-0",role="decode",state="down"}'
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,26 +32,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
 
 
 @pytest.fixture(scope="module")
-def history(told: Told) -> Storage:
-    """All scrapes until the node came back."""
-    return stored(told, told.returned)
-
-
-def stored(told: Told, until: int) -> Storage:
-    """The first scrapes, as if Prometheus had made one each STEP seconds."""
-    storage = Storage()
-    for number, page in enumerate(told.scrapes[:until]):
-        storage.scraped(page, number * STEP)
-    return storage
-
-
-def alarms(told: Told, until: int) -> list[dict[str, str]]:
-    """What fires after so many scrapes."""
-    groups = yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())["groups"]
-    rules = [Rule.of(rule) for group in groups for rule in group["rules"]]
-    storage = stored(told, until)
-    run(rules, storage, (number * STEP for number in range(until)))
-    return firing(storage, (until - 1) * STEP)
+def scrapes(told: Told) -> list[list[Sample]]:
+    """All scrapes; Prometheus would have made one each STEP seconds."""
+    return [samples_of(page) for page in told.scrapes]
 
 
 def panels() -> list[tuple[str, str, str]]:
@@ -98,19 +82,30 @@ def test_a_browser_shows_it(told: Told) -> None:
 
 
 @pytest.mark.parametrize(("title", "query", "legend"), panels())
-def test_every_panel_of_the_proxy_shows_something(
-    told: Told, history: Storage, title: str, query: str, legend: str
+def test_every_panel_of_the_proxy_reads_series_that_are_there(
+    scrapes: list[list[Sample]], told: Told, title: str, query: str, legend: str
 ) -> None:
-    found = evaluate(query, history, (told.returned - 1) * STEP)
-    assert any(math.isfinite(value) for value in found.values())
-    named = set(re.findall(r"\{\{(\w+)\}\}", legend))
-    assert all(named <= {label for label, value in labels if value} for labels in found)
+    now = scrapes[told.returned - 1]
+    for selector in selectors(query):
+        found = selector.of(now)
+        assert found, selector
+        assert all(legend_labels(legend) <= {label for label, value in each.labels.items() if value} for each in found)
 
 
-def test_the_alert_for_the_dead_node_fires_and_no_other(told: Told) -> None:
-    assert alarms(told, told.killed) == []
-    assert alarms(told, told.returned) == [NODE_DOWN]
-    assert alarms(told, told.returned + 1) == []
+@needs_promtool
+def test_every_panel_of_the_proxy_shows_something(scrapes: list[list[Sample]], told: Told, tmp_path: Path) -> None:
+    now = (told.returned - 1) * STEP
+    tests = [test for _, query, legend in panels() for test in shows_values(query, legend_labels(legend), now)]
+    run_query_tests(tmp_path / "panels.json", recorded(scrapes[: told.returned], STEP), tests)
+
+
+@needs_promtool
+def test_the_alert_for_the_dead_node_fires_and_no_other(
+    scrapes: list[list[Sample]], told: Told, tmp_path: Path
+) -> None:
+    moments = [(told.killed, []), (told.returned, [NODE_DOWN]), (told.returned + 1, [])]
+    tests = [gives('ALERTS{alertstate="firing"}', (count - 1) * STEP, *firing) for count, firing in moments]
+    run_query_tests(tmp_path / "alerts.json", recorded(scrapes, STEP), tests, ALERTS)
 
 
 def test_prompt_tokens_were_on_their_way_and_are_not_any_more(told: Told) -> None:
