@@ -26,9 +26,9 @@ from connector import shape_check
 from connector.errors import ConfigError
 from connector.facade import NixlConnector
 from connector.question import HANDSHAKE
-from connector.seams.__main__ import FOLDER, installed_shape
 from connector.seams.check import seams
-from connector.seams.ours import touches
+from connector.seams.ours import Touches
+from connector.seams.theirs import Shape
 from connector.shape_check import require_fit, vllm_names
 from connector.vllm_contracts import HAND_OVERS, SEEDED_CPU, TIERS
 
@@ -243,14 +243,14 @@ def test_another_package_that_is_missing_is_not_vllms_fault() -> None:
         importlib.import_module("a_package_that_is_not_there")
 
 
-def test_every_seam_is_in_a_contract() -> None:
+def test_every_seam_is_in_a_contract(touched: Touches, installed: Shape) -> None:
     """What `python -m connector.seams` lists is checked at start; nothing is checked that is no seam of ours."""
-    known = seams(touches(FOLDER), installed_shape())
+    known = seams(touched, installed)
     contracts = (HAND_OVERS, TIERS, SEEDED_CPU)
     hooks = {(owner, name) for each in contracts for owner, methods in each.hooks.items() for name in methods}
     calls = {(owner, name) for each in contracts for owner, methods in each.calls.items() for name in methods}
     attributes = {(owner, name) for each in contracts for owner, names in each.attributes.items() for name in names}
     fields = {(owner, name) for each in contracts for owner, names in each.fields.items() for name in names}
     assert {(touch.owner, touch.chain[0]) for touch in known.overrides} == hooks
-    touched = {(touch.owner, touch.chain[0]) for touch in (*known.uses, *known.reads)}
-    assert touched - hooks - calls - attributes - fields == set()
+    used = {(touch.owner, touch.chain[0]) for touch in (*known.uses, *known.reads)}
+    assert used - hooks - calls - attributes - fields == set()

@@ -1,4 +1,4 @@
-"""The proxy's own server in front of a town, and clients of it."""
+"""The proxy's own server in front of a loopback cluster, and a client of it."""
 
 import asyncio
 import contextlib
@@ -30,10 +30,10 @@ LIMITS = ConnectionLimits(65536, PATIENT, PATIENT)
 
 
 @contextlib.asynccontextmanager
-async def front_door(place: LoopbackCluster) -> AsyncIterator[Caller]:
+async def serving(cluster: LoopbackCluster) -> AsyncIterator[Caller]:
     """A client of a server that must have nothing left in the end."""
     registry = CollectorRegistry()
-    server = _server(place, Metrics(registry))
+    server = _server(cluster, Metrics(registry))
     serving = asyncio.create_task(server.serve(sockets=[server.bound]))
     try:
         with contextlib.closing(Caller(server.bound.getsockname()[1])) as caller:
@@ -48,14 +48,14 @@ async def front_door(place: LoopbackCluster) -> AsyncIterator[Caller]:
     assert registry.get_sample_value("pdproxy_body_bytes") == 0
 
 
-def _server(place: LoopbackCluster, metrics: Metrics) -> Server:
+def _server(cluster: LoopbackCluster, metrics: Metrics) -> Server:
     admission = Admission(PLACES, queue=1000, patience=PATIENT, metrics=metrics)
     rules = HandlerConfig(1 << 20, PATIENT, PATIENT, Credential.PASS, own="")
     service = RequestHandler(
-        read_keys(None), admission, BodyBudget(ROOM, metrics), place.orchestrator, place.pool, SystemClock(), rules
+        read_keys(None), admission, BodyBudget(ROOM, metrics), cluster.orchestrator, cluster.pool, SystemClock(), rules
     )
     config = uvicorn.Config(
-        ApiApp(service, _nobody),
+        ApiApp(service, _no_operators),
         http=guarded(LIMITS),
         ws="none",
         lifespan="off",
@@ -66,5 +66,5 @@ def _server(place: LoopbackCluster, metrics: Metrics) -> Server:
     return Server(config, bind("127.0.0.1", 0, "listen.port"))
 
 
-async def _nobody(scope: Scope, receive: Receive, send: Send) -> None:
-    raise ClientError(404, "There are no operators here.")
+async def _no_operators(scope: Scope, receive: Receive, send: Send) -> None:
+    raise ClientError(404, "No operators' endpoints here.")
