@@ -39,7 +39,7 @@ e2e: env ## tests with real engines (minutes)
 test-long: env ## the tests that take minutes each
 	$(RUN) -m pytest -m long
 
-test-upstream: env ## vLLM's own connector tests with our classes in the place of vLLM's (a quarter of an hour)
+test-upstream: env ## vLLM's own connector tests with our classes in the place of vLLM's (five minutes)
 	$(RUN) -m tests.upstream
 
 fuzz: env ## property tests with FUZZED examples each (default 2000)
