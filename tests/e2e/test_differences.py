@@ -10,7 +10,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,19 +24,16 @@ from deploy.local.paths import ROOT
 from deploy.local.stack import logs_of, start_nodes
 from deploy.local.supervise import Supervisor
 from tests.e2e.conftest import Pair
-from tests.e2e.legs import complete, prefill
+from tests.e2e.legs import LENGTH, complete, hand_all_over, prefill
 from tests.e2e.metrics_reader import PATIENCE_S, watch
 from tests.e2e.odd_nodes import BLOCK_256, ODDITIES, STATE_TYPE, Oddity, OnePath
 
 pytestmark = pytest.mark.e2e
 
-QUESTIONS = 4
-LINES = 800
 HONEST = 200
 """Hand-overs between two nodes that do not differ; 0 refused of so many is at most 1.5 % with 95 % certainty."""
 HONEST_RANKS = 20
 """The same between nodes of different numbers of ranks."""
-AT_ONCE = 8
 CHECKED_WITHIN_S = 60.0
 
 
@@ -62,18 +58,18 @@ def refuses_and_answers_right(give: Node, take: Node, oddity: Oddity) -> None:
     assert here[oddity.part] != there[oddity.part]
     assert here["all"] != there["all"]
     refused, reads = watch(take.url, "refused", reason=Reason.FINGERPRINT), watch(take.url, "reads")
-    for seed in range(900, 900 + QUESTIONS):
-        question = quiz(seed, LINES)
+    for seed in oddity.seeds:
+        question = quiz(seed, LENGTH)
         ticket = prefill(give.url, question.prompt(), pdproxy_hand_over=f"differences-{oddity.part}-{seed}")
         assert complete(take.url, question.prompt(), params=ticket).text == question.answer
         following = question.ask(1)
         assert complete(take.url, following.prompt()).text == following.answer
-    refused.reaches(QUESTIONS)
-    assert (refused.grown(), reads.grown()) == (QUESTIONS, 0)
+    refused.reaches(len(oddity.seeds))
+    assert (refused.grown(), reads.grown()) == (len(oddity.seeds), 0)
     logged = [
         line for line in take.part.log.read_text(encoding="utf-8").splitlines() if "refused (fingerprint)" in line
     ]
-    assert len(logged) == QUESTIONS
+    assert len(logged) == len(oddity.seeds)
     assert f"{oddity.part} is {here[oddity.part]} here, {there[oddity.part]} on the prefill node" in logged[0]
     assert oddity.flag in logged[0]
 
@@ -100,29 +96,6 @@ def named_by_check(give: Node, take: Node, oddity: Oddity) -> None:
         (said,) = [line for line in lines if line.startswith(f"{name}: exchanges no tickets: {oddity.part}: ")]
         assert f": {values}: " in said
         assert oddity.flag in said
-
-
-def hands_all_over(give: Node, take: Node, seeds: range) -> None:
-    """So many prompts, some at a time: every answer is right, every read is verified, no ticket is refused."""
-    refused, verified, ended = (
-        watch(take.url, "refused"),
-        watch(take.url, "reads", outcome="verified"),
-        watch(take.url, "reads"),
-    )
-
-    def right(seed: int) -> bool:
-        question = quiz(seed, LINES)
-        ticket = prefill(give.url, question.prompt(), pdproxy_hand_over=f"honest-{take.spec.role.name}-{seed}")
-        return complete(take.url, question.prompt(), params=ticket).text == question.answer
-
-    with ThreadPoolExecutor(AT_ONCE) as threads:
-        answers = list(threads.map(right, seeds))
-    reads = len(seeds) * take.spec.tensor_parallel_size
-    ended.reaches(reads)
-    print(f"{give.spec.name} to {take.spec.name}: {answers.count(True)} of {len(seeds)} right, "
-          f"{verified.grown():g} of {reads} reads verified, {refused.grown():g} refused")  # fmt: skip
-    assert all(answers)
-    assert (verified.grown(), ended.grown(), refused.grown()) == (reads, reads, 0)
 
 
 def test_one_flag_that_differs_is_found(pair: Pair) -> None:
@@ -172,7 +145,7 @@ def test_other_weights_under_the_same_path_are_found(tmp_path: Path, oddity: Odd
 
 @pytest.mark.long
 def test_honest_hand_overs_are_never_refused(pair: Pair) -> None:
-    hands_all_over(pair.prefill, pair.decode, range(2000, 2000 + HONEST))
+    hand_all_over(pair.prefill, pair.decode, range(2000, 2000 + HONEST))
 
 
 @pytest.mark.long
@@ -182,5 +155,5 @@ def test_the_number_of_ranks_is_no_difference(pair: Pair, role: Role) -> None:
     with started(spec) as wide:
         assert parts(wide.url) == parts(pair.prefill.url)
         give, take = (wide, pair.decode) if role is Role.PREFILL else (pair.prefill, wide)
-        hands_all_over(give, take, range(2300, 2300 + HONEST_RANKS))
+        hand_all_over(give, take, range(2300, 2300 + HONEST_RANKS))
         assert checked(give, take)[0] == 0
