@@ -40,7 +40,7 @@ test-long: env ## the tests that take minutes each
 	$(RUN) -m pytest -m long
 	FUZZED=500 $(RUN) -m pytest -m "hypothesis and not e2e and not long" tests/connector
 
-test-upstream: env ## vLLM's own connector tests with our classes in the place of vLLM's (a quarter of an hour)
+test-upstream: env ## vLLM's own connector tests with our classes in the place of vLLM's (five minutes)
 	$(RUN) -m tests.upstream
 
 fuzz: env ## property tests with FUZZED examples each (default 2000)

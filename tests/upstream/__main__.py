@@ -1,4 +1,4 @@
-"""Run vLLM's own tests of its NIXL connector with our classes: `make test-upstream`. A quarter of an hour.
+"""Run vLLM's own tests of its NIXL connector with our classes: `make test-upstream`. Five minutes.
 
 python -m tests.upstream             against `ledger.toml`; 1 when a test fails that is not in it
 python -m tests.upstream --stock     vLLM's own classes: what fails then is not ours to explain

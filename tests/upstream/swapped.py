@@ -10,7 +10,8 @@ import copy
 import dataclasses
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -22,15 +23,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import Nix
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-from connector import facade, scheduler_side, worker_side
-from connector.admission import Decode
+from connector import facade, handshaking, scheduler_side, worker_side
+from connector.admission import Decode, Gate
 from connector.capacity import NO_CAPACITY
 from connector.config import ConnectorConfig, Role, from_vllm
+from connector.fingerprint import Fingerprint
+from connector.handshakes import Go, Handshakes
+from connector.handshaking import ReadSource, awaited
+from connector.introductions import Asked, Introduction
 from connector.lease import Verdict
 from connector.metadata import ConnectorMetadata, ReadOrder
-from connector.open_batches import Judged
+from connector.notices import nonce_of
+from connector.open_batches import Address, Judged
 from connector.question import Question
 from connector.read_sizes import ReadSize
+from connector.returns import Return
 from connector.shape_check import require_fit
 from connector.vllm_contracts import HAND_OVERS
 
@@ -61,15 +68,28 @@ class StockTicket:
         return dict(self.raw)
 
 
-class Trusting:
-    """In the place of the gate for tickets of vLLM's own connector, which it would refuse; all else is judged."""
-
-    def __init__(self, gate: Any) -> None:
-        self._gate = gate
+class Trusting(Gate):
+    """Lets tickets of vLLM's own connector pass, which ours refuses; everything else is judged."""
 
     def judge(self, raw: Any, facts: Any) -> Any:
         stock = isinstance(raw, dict) and raw.get("do_remote_prefill") and "pdproxy" not in raw
-        return Decode(StockTicket(raw)) if stock else self._gate.judge(raw, facts)  # type: ignore[arg-type]
+        return Decode(StockTicket(raw)) if stock else super().judge(raw, facts)  # type: ignore[arg-type]
+
+
+class Introduced(Handshakes):
+    """Every prefill node has introduced itself: what vLLM's handshake with it says is the tests' to decide."""
+
+    def way(self, asked: Asked, now: float, *, loaded: bool) -> Go:
+        return Go()
+
+    def take(self, engine_id: str) -> Introduction:
+        return Introduction("", {})
+
+
+@contextmanager
+def no_relay(payloads: object) -> Iterator[int]:
+    """In the place of the relay that answers vLLM's handshake: the tests answer it themselves."""
+    yield 1
 
 
 class Held:
@@ -85,6 +105,12 @@ class Held:
         judged, self._judged = self._judged, []
         return judged
 
+    def introductions(self) -> Iterable[tuple[Asked, Introduction]]:
+        return ()
+
+    def lost(self) -> Iterable[Address]:
+        return ()
+
     def close(self) -> None:
         """Nothing is open."""
 
@@ -94,19 +120,20 @@ class Scheduler(scheduler_side.SchedulerSide):
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any, config: Any = None) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config, config or settings(vllm_config))
-        self._gate: Any = Trusting(self._gate)
+        self._gate = Trusting(self._gate.role, self._gate.expected)
 
     def __getattr__(self, name: str) -> Any:
         return _late(self, name, scheduler_side.SchedulerSide, NixlPullConnectorScheduler)
 
 
 class Worker(worker_side.WorkerSide):
-    """The same; and a read that a test has begun by hand is known like one that was ordered."""
+    """The same; and a read or notice that a test has begun by hand is known like one that was ordered."""
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any, config: Any = None) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config, config or settings(vllm_config))
         self._verifier.close()
         self._verifier: Any = Held()
+        self._handshakes = Introduced()
 
     def __getattr__(self, name: str) -> Any:
         return _late(self, name, worker_side.WorkerSide, NixlPullConnectorWorker)
@@ -119,14 +146,22 @@ class Worker(worker_side.WorkerSide):
     def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
         if req_id in self.__dict__.setdefault("_recving_metadata", {req_id: meta}):
             self._know(req_id)
+        if not awaited(meta):
+            self._know_return(req_id, meta)
         super()._read_blocks_for_req(req_id, meta)
 
     def _know(self, request_id: str) -> None:
         remote = self._recving_metadata[request_id].remote
         if request_id not in self._flights._flights and remote is not None:
             asked = Question(remote.engine_id, str(remote.request_id), f"{request_id:0>16}")
+            self._reads[request_id] = ReadSource(Asked(remote.engine_id, ("host", 1), ()))
             self._flights.begin(request_id, asked, ("host", 1), ReadSize(), time.monotonic())
             self._flights.posted(request_id, time.monotonic())
+
+    def _know_return(self, request_id: str, meta: Any) -> None:
+        asked = Question(meta.remote.engine_id, meta.remote.request_id, nonce_of(meta.remote.request_id))
+        if asked.nonce not in self._returns:
+            self._returns.begin(Return(asked, ("host", 1), (request_id, meta)), time.monotonic())
 
 
 class Connector(facade.NixlConnector):
@@ -142,7 +177,8 @@ def ours() -> Mapping[type[Any], type[Any]]:
     substitutes: dict[Any, dict[str, Any]] = {
         facade: {"require_fit": lambda contract: None, "from_vllm": lambda transfer, environ: _quiet(transfer)},
         scheduler_side: {"ConnectorMetadata": Metadata, "SchedulerSide": Scheduler},
-        worker_side: {"ping": lambda host, port, timeout: None, "WorkerSide": Worker},
+        worker_side: {"WorkerSide": Worker},
+        handshaking: {"relay": no_relay},
     }
     for module, names in substitutes.items():
         for name, substitute in names.items():
@@ -181,14 +217,10 @@ def _late(made: Any, name: str, side: type[Any], stock: type[Any]) -> Any:
     with (
         patch.object(stock, "__init__", lambda self, *args: None),
         patch.object(scheduler_side, "node_capacity", lambda *args: NO_CAPACITY),
+        patch.object(scheduler_side, "node_fingerprint", lambda *args: Fingerprint()),
     ):
         scratch = object.__new__(_as_vllm_makes_it(side))
         scratch.__init__(_plain_config(), "engine", _plain_cache(), settings(_plain_config()))
-    if "_verifier" in vars(scratch):
-        scratch._verifier.close()
-        scratch._verifier = Held()
-    if "_gate" in vars(scratch):
-        scratch._gate = Trusting(scratch._gate)
     for key, value in vars(scratch).items():
         vars(made).setdefault(key, value)
     if name not in vars(made):
