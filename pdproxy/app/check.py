@@ -11,7 +11,7 @@ from pdproxy.admin.check_table import passed, table
 from pdproxy.app.build import nodes_of
 from pdproxy.app.host import HostEnvironment, Sources, node_tls, own_credential, own_headers
 from pdproxy.clock import SystemClock
-from pdproxy.nodes.discovery.source import DiscoveryError, NodeSource
+from pdproxy.nodes.discovery.source import DiscoveryError, Source
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.preflight import CheckRow, Preflight, check_nodes
 from pdproxy.settings import Settings
@@ -68,7 +68,7 @@ async def inspect(settings: Settings, around: HostEnvironment) -> Report:
     return Report(rows, [why for _, why in looks if why])
 
 
-async def _look(source: NodeSource) -> tuple[tuple[Node, ...], str]:
+async def _look(source: Source) -> tuple[tuple[Node, ...], str]:
     """The nodes that a source shows, or why it shows none."""
     try:
         async with asyncio.timeout(LOOK_SECONDS):

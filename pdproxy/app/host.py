@@ -10,7 +10,7 @@ from pdproxy.clock import Clock
 from pdproxy.errors import SettingsError
 from pdproxy.nodes.discovery.dns import DnsSource, Resolver, SystemResolver
 from pdproxy.nodes.discovery.file import FileSource
-from pdproxy.nodes.discovery.source import NodeSource, Template
+from pdproxy.nodes.discovery.source import Source, Template
 from pdproxy.nodes.node import Role
 from pdproxy.request import Headers
 from pdproxy.settings import Discovery, DiscoveryKind, Upstream
@@ -87,14 +87,14 @@ class Sources:
         self._clock = clock
         self._around = around
         self._watching: list[KubernetesSource] = []
-        self.all: tuple[NodeSource, ...] = tuple(self._made())
+        self.all: tuple[Source, ...] = tuple(self._made())
 
     async def aclose(self) -> None:
         """Close the connections to the API server. Not before the sources have been left."""
         for source in self._watching:
             await source.aclose()
 
-    def _made(self) -> Iterable[NodeSource]:
+    def _made(self) -> Iterable[Source]:
         kinds = {Role.PREFILL: self._discovery.prefill, Role.DECODE: self._discovery.decode}
         in_file = frozenset(role for role, kind in kinds.items() if kind is DiscoveryKind.FILE)
         if in_file and self._discovery.file is not None:

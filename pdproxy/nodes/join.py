@@ -32,7 +32,7 @@ class OutageLog:
         now = self._clock.now()
         since, lines = self._outages.get(node.name, (now, 0))
         if lines == 0:
-            text = "node %s %s: %s. It gets no requests until that is over; it is asked again all the time"
+            text = "node %s %s: %s. It gets no requests until it answers; every health check tries again"
             _LOG.warning(text, node.name, symptom(fault), cause(fault))
         elif now - since >= _reminder_after(lines):
             text = "node %s still %s, for %s now: %s"

@@ -81,8 +81,8 @@ def cause(fault: NodeFault) -> str:
     """For operators, why a preflight or a health probe failed, with the setting to look at where there is one."""
     if fault.status in (401, 403):
         return (
-            f"{fault.detail}: our own questions need a credential that it takes; name the file with it in "
-            "upstream.credential_file (upstream.credential says what clients' requests carry)"
+            f"{fault.detail}: the proxy's own requests need a credential that the node accepts: name the "
+            "file with it in upstream.credential_file (upstream.credential says what clients' requests carry)"
         )
     return fault.detail
 

@@ -14,8 +14,8 @@ NODE = Node("d1", "http://d1:8000", Role.DECODE)
 REFUSED = NodeFault(Fault.REFUSED, "d1:8000: connection refused")
 
 FIRST = (
-    "node d1 cannot be reached: d1:8000: connection refused. It gets no requests until that is over; "
-    "it is asked again all the time"
+    "node d1 cannot be reached: d1:8000: connection refused. It gets no requests until it answers; "
+    "every health check tries again"
 )
 
 
@@ -75,7 +75,7 @@ def test_a_node_that_left_is_forgotten(log: OutageLog, caplog: pytest.LogCapture
 def test_a_credential_that_is_missing_names_its_setting(status: int) -> None:
     fault = NodeFault(Fault.SERVER_ERROR, f"/v1/models answers {status}", status=status)
     assert symptom(fault) == "cannot be used"
-    assert cause(fault).startswith(f"/v1/models answers {status}: our own questions need a credential")
+    assert cause(fault).startswith(f"/v1/models answers {status}: the proxy's own requests need a credential")
     assert "upstream.credential_file" in cause(fault)
 
 

@@ -119,16 +119,16 @@ class DnsSource:
 
     @property
     def place(self) -> str:
-        """See `NodeSource`."""
+        """See `Source`."""
         return f"the name {self._name}"
 
     def watch(self) -> AsyncGenerator[Nodes, None]:
-        """See `NodeSource`. A name without records keeps its last nodes: a name server that lost its data looks like a
+        """See `Source`. A name without records keeps its last nodes: a name server that lost its data looks like a
         service with no ready node, and active health tells the two apart."""
         return poll(self.place, self._list_some, self._clock, self._interval)
 
     async def list(self) -> Nodes:
-        """See `NodeSource`."""
+        """See `Source`."""
         if self._port is not None:
             addresses = await self._resolver.addresses(self._name)
             return tuple(self._template.node(address, self._port) for address in addresses)
