@@ -35,8 +35,7 @@ class EndpointSlices:
     def apply(self, event: str, changed: EndpointSlice) -> None:
         """Take one event of a watch; one that is older than the known version of its slice changes nothing.
 
-        Raises:
-            Lost: there is no such event.
+        Raises `Lost` for an event of another kind.
         """
         if event not in ("ADDED", "MODIFIED", "DELETED", "BOOKMARK"):
             raise Lost(f"unknown event {event!r}")

@@ -30,11 +30,7 @@ class Source(Protocol):
         ...
 
     async def list(self) -> Nodes:
-        """All nodes that there should be, as of now; once, for `pdproxy check`.
-
-        Raises:
-            DiscoveryError: the list could not be read.
-        """
+        """All nodes that there should be, as of now; for `pdproxy check`. Raises `DiscoveryError`."""
         ...
 
     def watch(self) -> AsyncGenerator[Nodes, None]:
