@@ -6,7 +6,7 @@
         └──────────(local)──────┘   ↑          │
                                     └ PLANNING ┘ (migration)
 
-What follows a failure is the table in `failures`: no other file decides a retry.
+What follows each failure is the table in `failures`; no other file decides a retry.
 """
 
 import enum
@@ -15,34 +15,37 @@ from pdproxy.errors import PdproxyError
 
 
 class RequestState(enum.StrEnum):
-    """The states of a request."""
+    """Where a request stands."""
 
     PLANNING = "planning"
+    """Nodes are being chosen: no I/O."""
     PREFILLING = "prefilling"
+    """The prefill leg is under way."""
     HANDING_OVER = "handing_over"
-    """The decode leg is under way; its first event is not here yet."""
+    """The decode leg is under way; the client has nothing of this leg yet."""
     STREAMING = "streaming"
+    """The decode node's events go to the client."""
     ENDED = "ended"
-    """Nothing is held on nodes any more."""
+    """Nothing is held any more."""
 
 
 class Transition(enum.StrEnum):
-    """The moves between them, and what causes each."""
+    """What happened."""
 
     PREFILL = "prefill"
     """A plan with a prefill node was made."""
     LOCAL = "local"
-    """A plan without prefill node was made."""
+    """The decode node is to compute the prompt by itself."""
     TICKET = "ticket"
     """The prefill node answered with a ticket."""
     AGAIN = "again"
     """Back to planning, because a leg failed."""
     SAME_TICKET = "same_ticket"
-    """Another decode node gets the same ticket."""
+    """Another decode node gets the ticket that is at hand."""
     FIRST_EVENT = "first_event"
-    """The decode leg's first event, or its whole answer, is here."""
+    """The decode node's first event is here."""
     MIGRATE = "migrate"
-    """The stream moves to another node."""
+    """The stream moves to another node: plan again from what was produced."""
     END = "end"
     """The answer is complete, failed for good, or the client has gone."""
 
@@ -58,7 +61,7 @@ TRANSITIONS = {
     (RequestState.STREAMING, Transition.MIGRATE): RequestState.PLANNING,
     **{(state, Transition.END): RequestState.ENDED for state in RequestState},
 }
-"""Every allowed move. Ending is allowed anywhere, and twice."""
+"""Every allowed move; any other one raises. Ending is allowed anywhere, and twice."""
 
 
 class IllegalTransition(PdproxyError):
@@ -74,7 +77,7 @@ class RequestLifecycle:
         self.state = RequestState.PLANNING
 
     def move(self, move: Transition) -> None:
-        """Change the state by the table. Raises `IllegalTransition`."""
+        """Go on; a move that the table does not have from here is an `IllegalTransition`."""
         after = TRANSITIONS.get((self.state, move))
         if after is None:
             raise IllegalTransition(f"{move} is not a move from {self.state}")

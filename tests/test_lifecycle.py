@@ -6,7 +6,7 @@ import pytest
 
 from pdproxy.lifecycle import TRANSITIONS, IllegalTransition, RequestLifecycle, RequestState, Transition
 
-MOVES_TO: dict[RequestState, list[Transition]] = {
+ROADS: dict[RequestState, list[Transition]] = {
     RequestState.PLANNING: [],
     RequestState.PREFILLING: [Transition.PREFILL],
     RequestState.HANDING_OVER: [Transition.PREFILL, Transition.TICKET],
@@ -17,7 +17,7 @@ MOVES_TO: dict[RequestState, list[Transition]] = {
 
 def _at(state: RequestState) -> RequestLifecycle:
     life = RequestLifecycle()
-    for move in MOVES_TO[state]:
+    for move in ROADS[state]:
         life.move(move)
     assert life.state is state
     return life

@@ -16,7 +16,7 @@ from pdproxy.app.build import nodes_of
 from pdproxy.app.host import HostEnvironment, Sources, node_headers, read_secret, tls
 from pdproxy.clock import SystemClock
 from pdproxy.errors import NodeFault
-from pdproxy.nodes.discovery.source import DiscoveryError, NodeSource
+from pdproxy.nodes.discovery.source import DiscoveryError, Source
 from pdproxy.nodes.node import Capacity, Node, Role
 from pdproxy.nodes.preflight import CheckRow, Preflight, cause, check_nodes, is_unreachable, symptom
 from pdproxy.settings.model import Settings
@@ -74,7 +74,7 @@ async def inspect(settings: Settings, host: HostEnvironment) -> Report:
     return Report(rows, [why for _, why in listed if why])
 
 
-async def _list(source: NodeSource) -> tuple[tuple[Node, ...], str]:
+async def _list(source: Source) -> tuple[tuple[Node, ...], str]:
     """The nodes of a source, or why there are none."""
     try:
         async with asyncio.timeout(LIST_SECONDS):

@@ -10,7 +10,7 @@ from pdproxy.clock import Clock
 from pdproxy.errors import SettingsError
 from pdproxy.nodes.discovery.dns import DnsSource, Resolver, SystemResolver
 from pdproxy.nodes.discovery.file import FileSource
-from pdproxy.nodes.discovery.source import NodeSource, Template
+from pdproxy.nodes.discovery.source import Source, Template
 from pdproxy.nodes.node import Role
 from pdproxy.request import Headers
 from pdproxy.settings.model import Discovery
@@ -82,14 +82,14 @@ class Sources:
         self._clock = clock
         self._host = host
         self._watching: list[KubernetesSource] = []
-        self.all: tuple[NodeSource, ...] = tuple(self._sources())
+        self.all: tuple[Source, ...] = tuple(self._sources())
 
     async def aclose(self) -> None:
         """Close the connections to the API server. Not before the sources are no longer watched."""
         for source in self._watching:
             await source.aclose()
 
-    def _sources(self) -> Iterable[NodeSource]:
+    def _sources(self) -> Iterable[Source]:
         settings = self._discovery
         kinds = {Role.PREFILL: settings.prefill, Role.DECODE: settings.decode}
         in_file = frozenset(role for role, kind in kinds.items() if kind is DiscoveryKind.FILE)

@@ -50,24 +50,19 @@ class CircuitBreaker:
 
     def failed(self, now: float) -> "CircuitBreaker":
         """A leg failed by the node's fault. Of no effect while open: that leg began before."""
-        match self.state:
-            case CircuitState.OPEN:
-                return self
-            case CircuitState.HALF_OPEN:
-                return self.opened(now)
-            case CircuitState.CLOSED:
-                counted = dataclasses.replace(self, failures=self.failures + 1)
-                return counted.opened(now) if counted.failures >= self.config.failures else counted
+        if self.state is CircuitState.OPEN:
+            return self
+        if self.state is CircuitState.HALF_OPEN or self.failures + 1 >= self.config.failures:
+            return self.opened(now)
+        return dataclasses.replace(self, failures=self.failures + 1)
 
     def succeeded(self, now: float) -> "CircuitBreaker":
         """A leg succeeded. Of no effect while open: it may have begun long before."""
-        match self.state:
-            case CircuitState.OPEN:
-                return self
-            case CircuitState.HALF_OPEN:
-                return dataclasses.replace(self, state=CircuitState.CLOSED, failures=0, changed_at=now)
-            case CircuitState.CLOSED:
-                return self._calm(now)
+        if self.state is CircuitState.HALF_OPEN:
+            return dataclasses.replace(self, state=CircuitState.CLOSED, failures=0, changed_at=now)
+        if self.state is CircuitState.OPEN or not (self.failures or self.openings):
+            return self
+        return dataclasses.replace(self, failures=0, openings=self.openings if self.share(now) < 1.0 else 0)
 
     def opened(self, now: float) -> "CircuitBreaker":
         """Open, whatever it was before; the cool-down starts now."""
@@ -91,9 +86,3 @@ class CircuitBreaker:
         if self.state is not CircuitState.CLOSED or self.config.slow_start <= 0:
             return 1.0
         return min(1.0, max(SMALLEST_SHARE, (now - self.changed_at) / self.config.slow_start))
-
-    def _calm(self, now: float) -> "CircuitBreaker":
-        if not self.failures and not self.openings:
-            return self
-        openings = self.openings if self.share(now) < 1.0 else 0
-        return dataclasses.replace(self, failures=0, openings=openings)

@@ -97,7 +97,7 @@ def check_compatibility(info: NodeInfo, others: Iterable[NodeInfo]) -> Compatibi
     """
     partners = [other for other in others if _may_pair(info, other)]
     refusals = [*_wrong_model(info), *_wrong_role(info), *_unequal_settings(info, partners, MUST_AGREE)]
-    warnings = [*_weaknesses(info), *_unequal_settings(info, partners, SHOULD_AGREE), *_lengths(info, partners)]
+    warnings = [*_weaknesses(info), *_unequal_settings(info, partners, (*SHOULD_AGREE, "max_model_len"))]
     return Compatibility(tuple(refusals), tuple(warnings))
 
 
@@ -174,9 +174,14 @@ def _unequal_settings(info: NodeInfo, partners: Iterable[NodeInfo], names: Itera
         for name in names:
             mine, theirs = info.setting(name), other.setting(name)
             if mine is not None and theirs is not None and mine != theirs:
-                advice = {"model": _ONE_PATH, "block_size": block_size_advice(info, other)}.get(name, "")
-                found.setdefault(name, _difference(name, mine, theirs, other, advice))
+                found.setdefault(name, _difference(name, mine, theirs, other, _setting_advice(name, info, other)))
     return list(found.values())
+
+
+def _setting_advice(name: str, info: NodeInfo, other: NodeInfo) -> str:
+    if name == "block_size":
+        return block_size_advice(info, other)
+    return {"model": _ONE_PATH, "max_model_len": "the smaller one counts"}.get(name, "")
 
 
 def block_size_advice(info: NodeInfo, other: NodeInfo) -> str:
@@ -208,12 +213,3 @@ def _weaknesses(info: NodeInfo) -> list[Incompatibility]:
     if info.labels.get("prefix_caching") == "false":
         weak.append(Incompatibility("enable_prefix_caching", "off: nothing is reused between turns"))
     return weak
-
-
-def _lengths(info: NodeInfo, partners: Iterable[NodeInfo]) -> list[Incompatibility]:
-    mine = info.models.max_model_len
-    for other in partners:
-        theirs = other.models.max_model_len
-        if mine is not None and theirs is not None and mine != theirs:
-            return [_difference("max_model_len", str(mine), str(theirs), other, "the smaller one counts")]
-    return []

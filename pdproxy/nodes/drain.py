@@ -34,10 +34,7 @@ class Drainer:
     def start(self, name: str, seconds: float, after: AfterDrain) -> None:
         """No new requests from now on; after ``seconds`` at the latest, running ones must leave.
 
-        A drain that is under way is replaced.
-
-        Raises:
-            UnknownNode: it has left.
+        A drain that is under way is replaced. Raises `UnknownNode`.
         """
         self._pool.drain(name)
         self.stop(name)

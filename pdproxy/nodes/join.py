@@ -80,11 +80,7 @@ class Joiner:
         self._early_preflights: dict[str, int] = {}
 
     async def attempt(self, name: str) -> None:
-        """Try to bring one node of the pool in; it stays as it is when it cannot be reached.
-
-        Raises:
-            UnknownNode: it has left.
-        """
+        """Try to have one node of the pool join; it stays as it is when it cannot be reached. Raises `UnknownNode`."""
         node = self._pool.configured(name)
         try:
             info = await self._preflight.inspect(node)

@@ -87,9 +87,13 @@ class NodeInfo:
 
     def setting(self, name: str) -> str | None:
         """A setting as the node published it; None where it did not."""
-        if name == "model":
-            return self.labels.get("model") or self.models.root or None
-        return self.labels.get(name)
+        match name:
+            case "model":
+                return self.labels.get("model") or self.models.root or None
+            case "max_model_len":
+                return None if self.models.max_model_len is None else str(self.models.max_model_len)
+            case _:
+                return self.labels.get(name)
 
 
 def read_node_info(node: Node, models: bytes, version: bytes, metrics: bytes) -> NodeInfo:

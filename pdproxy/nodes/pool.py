@@ -105,11 +105,7 @@ class Pool:
     # -- membership
 
     def add(self, node: Node) -> None:
-        """Take a node in as JOINING; `HealthCheck` then has it join.
-
-        Raises:
-            DuplicateNode: the name is taken.
-        """
+        """Take a node in as JOINING; `HealthCheck` then has it join. Raises `DuplicateNode` if the name is taken."""
         if node.name in self._entries:
             raise DuplicateNode(node.name)
         self._entries[node.name] = entry = PoolEntry(node, CircuitBreaker(self._config), node)

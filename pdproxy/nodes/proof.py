@@ -80,7 +80,7 @@ class Prover:
         if not partners:
             self._publish()
             return  # at once: of two nodes that join at the same time, the second must find the first one serving
-        unproved = [partner for partner in partners[1:] if not self._settled(partner.name)][:MOST_PARTNERS]
+        unproved = [partner for partner in partners[1:] if self._rank(partner) == (True, False)][:MOST_PARTNERS]
         rest = [partner for partner in partners[1:] if partner not in unproved][: MOST_PARTNERS - len(unproved)]
         with self._testing(node, partners[0], *unproved):
             await asyncio.gather(
@@ -102,12 +102,8 @@ class Prover:
                 return
 
     def _rank(self, partner: Node) -> tuple[bool, bool]:
-        """Proved nodes first, then those that are not under test."""
+        """Whether it is unproved, and whether it is under test: proved partners come first."""
         return not self._evidence.proved(partner.name), partner.name in self._under_test
-
-    def _settled(self, name: str) -> bool:
-        """Whether a joining node need not prove this partner: it is proved, or under test."""
-        return self._evidence.proved(name) or name in self._under_test
 
     async def _ask(self, prefill: Node, decode: Node) -> Proof:
         pair = prefill.name, decode.name

@@ -116,12 +116,7 @@ def plan(snapshot: Snapshot, needs: PlanInput, policy: PlanPolicy, turn: int) ->
 
 
 def choose(snapshot: Snapshot, role: Role, needs: PlanInput, turn: int) -> Node:
-    """The least loaded node of one role: another decode node for the same ticket, another prefill node for a decode.
-
-    Raises:
-        UnknownModel: no node serves the model.
-        NoNode: none can take it now.
-    """
+    """The least loaded node of one role. Raises as `plan`."""
     _check_model(snapshot, needs.model)
     views = _candidates(snapshot, role, needs)
     if not views:

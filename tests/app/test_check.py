@@ -9,7 +9,6 @@ import pytest
 from pdproxy.__main__ import main
 from pdproxy.app.check import Report, inspect
 from pdproxy.app.host import HostEnvironment, ServiceAccount
-from pdproxy.nodes.discovery.dns import Service
 from pdproxy.settings.model import ConfiguredNode, Discovery, Settings
 from pdproxy.settings.types import DiscoveryKind, NodeRole
 from tests.app.zone import Zone
@@ -75,7 +74,7 @@ async def test_a_node_that_is_named_and_found_is_asked_once(tmp_path: Path, node
 
 
 async def test_names_are_looked_up(node: LoopbackNode) -> None:
-    zone = Zone({}, {"d": (Service(1, "127.0.0.1", node.port),)})
+    zone = Zone({}, {"d": (("127.0.0.1", node.port),)})
     told = Settings(discovery=Discovery(decode=DiscoveryKind.DNS, decode_name="d"))
     assert verdicts(await inspect(told, HostEnvironment(resolver=zone))) == {f"decode {node.url}": True}
 

@@ -10,7 +10,6 @@ import pytest
 from pdproxy.app.build import Proxy, proxy
 from pdproxy.app.host import HostEnvironment, ServiceAccount, Sources
 from pdproxy.errors import SettingsError
-from pdproxy.nodes.discovery.dns import Service
 from pdproxy.settings.model import ConfiguredNode, Discovery, Health, Settings
 from pdproxy.settings.types import DiscoveryKind, NodeRole
 from tests.admin.asking import state_of
@@ -46,7 +45,7 @@ async def test_of_a_file_the_roles_that_ask_for_it_are_taken(tmp_path: Path) -> 
 
 
 async def test_names_are_looked_up_with_a_port_or_for_services() -> None:
-    zone = Zone({"p": ("127.0.0.7",), "d": ("127.0.0.8",)}, {"p": (Service(1, "127.0.0.9", 9),)})
+    zone = Zone({"p": ("127.0.0.7",), "d": ("127.0.0.8",)}, {"p": (("127.0.0.9", 9),)})
     both = Discovery(prefill=DiscoveryKind.DNS, prefill_name="p", decode=DiscoveryKind.DNS, decode_name="d", dns_port=4)
     around = HostEnvironment(resolver=zone)
     async with proxy(Settings(discovery=both, health=NEVER), around) as running:

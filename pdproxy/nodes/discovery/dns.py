@@ -1,7 +1,6 @@
 """Nodes behind a DNS name: every address of a headless service, or every service that SRV records list."""
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncGenerator, Iterable
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,15 +11,6 @@ if TYPE_CHECKING:
     from dns.asyncresolver import Resolver as Stub
 
 
-@dataclasses.dataclass(frozen=True, slots=True, order=True)
-class Service:
-    """One SRV record."""
-
-    priority: int
-    host: str
-    port: int
-
-
 class Resolver(Protocol):
     """Looks names up. Both methods raise `DiscoveryError` where the look-up fails."""
 
@@ -28,8 +18,8 @@ class Resolver(Protocol):
         """The name's addresses, sorted; empty when it has none."""
         ...
 
-    async def services(self, name: str) -> tuple[Service, ...]:
-        """The name's SRV records of the best (lowest) priority, sorted; empty when it has none."""
+    async def services(self, name: str) -> tuple[tuple[str, int], ...]:
+        """Host and port of the name's SRV records of the best (lowest) priority, sorted; empty when it has none."""
         ...
 
 
@@ -58,7 +48,7 @@ class SystemResolver:
             raise DiscoveryError(str(error)) from error
         return tuple(sorted({str(entry[4][0]) for entry in found}))
 
-    async def services(self, name: str) -> tuple[Service, ...]:
+    async def services(self, name: str) -> tuple[tuple[str, int], ...]:
         """See `Resolver`. Lost datagrams are sent again; what does not fit into one is asked for over TCP."""
         from dns.exception import DNSException  # here, so that only look-ups of services pay for it
         from dns.rdtypes.IN.SRV import SRV
@@ -73,8 +63,8 @@ class SystemResolver:
             raise DiscoveryError(f"no name server answered within {self._timeout:g} s") from error
         except DNSException as error:
             raise DiscoveryError(str(error) or type(error).__name__) from error
-        records = [record for record in answer if isinstance(record, SRV)]
-        return best(Service(record.priority, record.target.to_text(True), record.port) for record in records)
+        records = ((each.priority, each.target.to_text(True), each.port) for each in answer if isinstance(each, SRV))
+        return best_services(records)
 
     def _stub(self) -> "Stub":
         """A new one each time: the configuration may have changed."""
@@ -86,11 +76,14 @@ class SystemResolver:
         return stub
 
 
-def best(services: Iterable[Service]) -> tuple[Service, ...]:
-    """Those of the lowest priority, sorted. RFC 2782: the target "." says that the service is not there."""
-    there = {service for service in services if service.host not in ("", ".")}
-    lowest = min((service.priority for service in there), default=0)
-    return tuple(sorted(service for service in there if service.priority == lowest))
+def best_services(records: Iterable[tuple[int, str, int]]) -> tuple[tuple[str, int], ...]:
+    """Host and port, sorted, of the records (priority, host, port) of the lowest priority.
+
+    RFC 2782: the host "." stands for a service that is not there.
+    """
+    there = [record for record in records if record[1] not in ("", ".")]
+    lowest = min((priority for priority, _, _ in there), default=0)
+    return tuple(sorted({(host, port) for priority, host, port in there if priority == lowest}))
 
 
 class DnsSource:
@@ -119,21 +112,20 @@ class DnsSource:
 
     @property
     def place(self) -> str:
-        """See `NodeSource`."""
+        """See `Source`."""
         return f"the name {self._name}"
 
     def watch(self) -> AsyncGenerator[Nodes, None]:
-        """See `NodeSource`. A name without records keeps its last nodes: a name server that lost its data looks like a
+        """See `Source`. A name without records keeps its last nodes: a name server that lost its data looks like a
         service with no ready node, and active health tells the two apart."""
         return poll(self.place, self._list_some, self._clock, self._interval)
 
     async def list(self) -> Nodes:
-        """See `NodeSource`."""
+        """See `Source`."""
         if self._port is not None:
             addresses = await self._resolver.addresses(self._name)
             return tuple(self._template.node(address, self._port) for address in addresses)
-        services = await self._resolver.services(self._name)
-        return tuple(self._template.node(service.host, service.port) for service in services)
+        return tuple(self._template.node(host, port) for host, port in await self._resolver.services(self._name))
 
     async def _list_some(self) -> Nodes:
         nodes = await self.list()

@@ -36,15 +36,15 @@ class FileSource:
 
     @property
     def place(self) -> str:
-        """See `NodeSource`."""
+        """See `Source`."""
         return f"the file {self._path}"
 
     def watch(self) -> AsyncGenerator[Nodes, None]:
-        """See `NodeSource`. A file that cannot be used, perhaps half written, changes nothing."""
+        """See `Source`. A file that cannot be used, perhaps half written, changes nothing."""
         return poll(self.place, self.list, self._clock, self._interval, logging.ERROR)
 
     async def list(self) -> Nodes:
-        """See `NodeSource`."""
+        """See `Source`."""
         try:
             nodes = read_entries(await asyncio.to_thread(self._path.read_bytes))
         except (OSError, SettingsError) as error:

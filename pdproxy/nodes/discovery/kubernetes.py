@@ -98,11 +98,11 @@ class KubernetesSource:
 
     @property
     def place(self) -> str:
-        """See `NodeSource`."""
+        """See `Source`."""
         return f"EndpointSlices {self._query.selector} in {self._query.namespace}"
 
     async def list(self) -> Nodes:
-        """See `NodeSource`."""
+        """See `Source`."""
         try:
             await self._list()
         except _TROUBLE as error:
@@ -110,7 +110,7 @@ class KubernetesSource:
         return self._nodes()
 
     async def watch(self) -> AsyncGenerator[Nodes, None]:
-        """See `NodeSource`."""
+        """See `Source`."""
         last: Nodes | None = None
         while True:
             try:

@@ -21,7 +21,7 @@ class DiscoveryError(PdproxyError):
     """A source could not be listed; the message says why."""
 
 
-class NodeSource(Protocol):
+class Source(Protocol):
     """A list of nodes that come and go."""
 
     @property
@@ -30,11 +30,7 @@ class NodeSource(Protocol):
         ...
 
     async def list(self) -> Nodes:
-        """All nodes that there should be, as of now; once, for `pdproxy check`.
-
-        Raises:
-            DiscoveryError: the list could not be read.
-        """
+        """All nodes that there should be, as of now; for `pdproxy check`. Raises `DiscoveryError`."""
         ...
 
     def watch(self) -> AsyncGenerator[Nodes, None]:
@@ -66,10 +62,10 @@ async def poll(
     interval: float,
     level: int = logging.WARNING,
 ) -> AsyncGenerator[Nodes, None]:
-    """`NodeSource.watch` for what can only be listed again and again.
+    """`Source.watch` for what can only be listed again and again.
 
     Args:
-        place: see `NodeSource.place`.
+        place: see `Source.place`.
         list_nodes: raises `DiscoveryError` where the last list shall hold; logged once as long as the reason stays.
         interval: seconds between two lists.
         level: that errors are logged with.
@@ -100,7 +96,7 @@ class DiscoverySync:
         drain_seconds: for running requests on a node that is not listed any more.
     """
 
-    def __init__(self, pool: Pool, drainer: Drainer, source: NodeSource, drain_seconds: float) -> None:
+    def __init__(self, pool: Pool, drainer: Drainer, source: Source, drain_seconds: float) -> None:
         self._pool = pool
         self._drainer = drainer
         self._source = source
