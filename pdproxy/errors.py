@@ -8,7 +8,7 @@
     └── NodeFault              one leg failed on one node; `Fault` names how
         (raised by `transport` for the wire, by `legs` for what the answer says)
 
-A `NodeFault` never reaches a client as it is: `lifecycle` decides what follows from it.
+A `NodeFault` never reaches a client as it is: the table in `failures` decides what follows from it.
 """
 
 import enum
@@ -81,7 +81,7 @@ class Fault(enum.StrEnum):
     NO_TICKET = "no_ticket"
     """A good prefill answer without kv_transfer_params."""
     ERROR_EVENT = "error_event"
-    """An error that the node reported inside a 200 stream."""
+    """An error other than a 4xx that the node reported inside a 200 stream."""
 
 
 class NodeFault(PdproxyError):

@@ -24,7 +24,7 @@ class RequestState(enum.StrEnum):
     HANDING_OVER = "handing_over"
     """The decode leg is under way; the client has nothing of this leg yet."""
     STREAMING = "streaming"
-    """The decode node's events are passing through."""
+    """The decode node's events go to the client."""
     ENDED = "ended"
     """Nothing is held any more."""
 

@@ -45,7 +45,6 @@ class OrchestrationConfig:
     ticket_life: float = 30.0
 
     def plan_policy(self) -> PlanPolicy:
-        """The part of it that planning needs."""
         fail = self.on_prefill_failure is OnPrefillFailure.FAIL
         return PlanPolicy(WithoutPrefill.FAIL if fail else WithoutPrefill.LOCAL, self.local_below_tokens)
 

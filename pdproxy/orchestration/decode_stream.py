@@ -74,7 +74,7 @@ class DecodeStream:
         self._usage_filter = usage_filter
         self._parser = SseParser()
         self._at_event_boundary = False
-        """No part of an event, and nothing held back, stands before the next piece."""
+        """No part of an event, and nothing held back, precedes the next piece."""
         self._pending_error: NodeFault | NotContinuable | None = None
         self.has_data_event = False
         """A data event came."""

@@ -8,7 +8,6 @@ from pdproxy.failures import COUNTED_AT_ONCE, Moment, Step
 from pdproxy.legs.calls import ANSWER_BYTES
 from pdproxy.nodes.node import Node, Role
 from pdproxy.observe.labels import Leg
-from pdproxy.orchestration.access_log import outcome_of, status_outcome
 from pdproxy.orchestration.client_errors import final_error, remaining_seconds, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.node_picker import RetryState
@@ -42,21 +41,7 @@ class ForwardRequest:
 
 
 async def forward(context: OrchestrationContext, request: ForwardRequest) -> ProxyResponse:
-    """The response of a decode node.
-
-    Raises:
-        ClientError: no such model, no node, too late, or the node failed.
-    """
-    try:
-        response = await _forward(context, request)
-    except BaseException as error:
-        context.metrics.request_ended(None, outcome_of(error, request.left))
-        raise
-    context.metrics.request_ended(None, status_outcome(response.status))
-    return response
-
-
-async def _forward(context: OrchestrationContext, request: ForwardRequest) -> ProxyResponse:
+    """The response of a decode node; raises as `Orchestrator.forward`."""
     excluded: frozenset[str] = frozenset()
     retry_state = RetryState(context)
     while True:

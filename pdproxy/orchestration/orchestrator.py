@@ -9,7 +9,7 @@ from pdproxy.legs.calls import ANSWER_BYTES, json_object
 from pdproxy.legs.parse import split
 from pdproxy.legs.shape import shape
 from pdproxy.observe.labels import Outcome
-from pdproxy.orchestration.access_log import RequestLog, outcome_of
+from pdproxy.orchestration.access_log import RequestLog, outcome_of, status_outcome
 from pdproxy.orchestration.client_errors import UpstreamErrorResponse
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.fanout import FanOut, gather_bounded, merge_answers
@@ -68,7 +68,13 @@ class Orchestrator:
         Raises:
             ClientError: as `answer`.
         """
-        return await forward(self._context, request)
+        try:
+            response = await forward(self._context, request)
+        except BaseException as error:
+            self._context.metrics.request_ended(None, outcome_of(error, request.left))
+            raise
+        self._context.metrics.request_ended(None, status_outcome(response.status))
+        return response
 
     async def _answer(self, request: ClientRequest, log: RequestLog) -> ProxyResponse:
         upstreams = self._upstreams(request, log)

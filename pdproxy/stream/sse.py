@@ -17,7 +17,7 @@ class Event(NamedTuple):
 
     Attributes:
         raw: the bytes as they came, the empty line at their end included.
-        name: the ``event`` field, empty where there is none.
+        name: the ``event`` field.
         data: the ``data`` lines joined by LF; None where there are none (a comment, a keep-alive).
     """
 
@@ -42,11 +42,7 @@ class SseParser:
         return self._left
 
     def feed(self, piece: bytes) -> list[Event]:
-        """The events that ``piece`` completes.
-
-        Raises:
-            EventTooLong: `EVENT_BYTES` came without an event's end.
-        """
+        """The events that ``piece`` completes; raises `EventTooLong`."""
         if not self._left and _is_plain(piece):
             return [Event(piece, b"", piece[6:-2])]
         block = self._left + piece
