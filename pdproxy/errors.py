@@ -27,12 +27,11 @@ class ClientError(PdproxyError):
     """An answer for the client, in OpenAI's error shape.
 
     Args:
-        status: the HTTP status, 400 to 599.
+        status: 400 to 599.
         message: a sentence that says what to do.
-        kind: OpenAI's ``type``, such as ``invalid_request_error``.
-        code: OpenAI's ``code``, a machine-readable word.
+        kind: OpenAI's ``type``.
         param: the field of the request that is at fault.
-        headers: further response headers, such as ``retry-after``.
+        headers: such as ``retry-after``.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from pdproxy.orchestration.client_errors import final_error, remaining_seconds, 
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.node_picker import RetryState
 from pdproxy.planning.plan import NoNode, PlanInput, UnknownModel, choose, models
-from pdproxy.request import Headers, cancelled_by_client
+from pdproxy.request import Headers
 from pdproxy.response import ProxyResponse
 from pdproxy.transport.port import HttpRequest
 
@@ -37,7 +37,7 @@ class ForwardRequest:
     body: bytes
     model: str
     deadline: float
-    left: Callable[[], bool] = cancelled_by_client
+    left: Callable[[], bool]
 
 
 async def forward(context: OrchestrationContext, request: ForwardRequest) -> ProxyResponse:

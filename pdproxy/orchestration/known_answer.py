@@ -49,7 +49,7 @@ TOP_LOGPROBS = 20
 """Tokens whose log-probabilities are compared at each position: as many as vLLM gives by default."""
 BUDGET = 60.0
 """Seconds for one test as a whole."""
-_SCORED_GREEDY = {
+_WITH_SCORES = {
     "temperature": 0,
     "ignore_eos": True,
     "logprobs": TOP_LOGPROBS,
@@ -217,13 +217,7 @@ class KnownAnswer:
 
 
 def _body(pair: _Pair, prompt: list[int], tokens: int, salt: str) -> Json:
-    return {
-        "model": pair.decode.model,
-        "prompt": prompt,
-        "max_tokens": tokens,
-        "cache_salt": salt,
-        **_SCORED_GREEDY,
-    }
+    return {"model": pair.decode.model, "prompt": prompt, "max_tokens": tokens, "cache_salt": salt, **_WITH_SCORES}
 
 
 def _scored(answer: Json, node: Node) -> ScoredAnswer:

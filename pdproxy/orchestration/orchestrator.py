@@ -26,13 +26,8 @@ from pdproxy.usage import read_usage
 
 _JSON_HEADER = ("content-type", "application/json")
 _STREAM_HEADERS = (("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache"))
-_REQUIRED_FIELD = {
-    Endpoint.COMPLETIONS: "choices",
-    Endpoint.CHAT: "choices",
-    Endpoint.MESSAGES: "content",
-    Endpoint.RESPONSES: "output",
-}
-"""The list that every answer must have."""
+_OUTPUT_FIELD = {Endpoint.MESSAGES: "content", Endpoint.RESPONSES: "output"}
+"""The list that every answer must have, where it is not ``choices``."""
 
 
 class Orchestrator:
@@ -126,9 +121,7 @@ async def _buffered_answer(upstream: UpstreamRequest) -> tuple[bytes, dict[str, 
     sub_request = upstream.sub_request
     try:
         raw, answer = await upstream.start(
-            sub_request.body,
-            sub_request.shape.additions,
-            functools.partial(_read, _REQUIRED_FIELD[sub_request.endpoint]),
+            sub_request.body, sub_request.shape.additions, functools.partial(_read, sub_request.endpoint)
         )
         usage = read_usage(answer.get("usage"))
         if usage is not None:
@@ -140,11 +133,11 @@ async def _buffered_answer(upstream: UpstreamRequest) -> tuple[bytes, dict[str, 
     return raw if seen == answer else _encode(seen), seen
 
 
-async def _read(required_field: str, response: HttpResponse) -> tuple[bytes, dict[str, object]]:
+async def _read(endpoint: Endpoint, response: HttpResponse) -> tuple[bytes, dict[str, object]]:
     raw = await response.read(ANSWER_BYTES)
-    answer = json_object(raw)
-    if not isinstance(answer.get(required_field), list):
-        raise NodeFault(Fault.INVALID_BODY, f"the answer has no {required_field}")
+    answer, field = json_object(raw), _OUTPUT_FIELD.get(endpoint, "choices")
+    if not isinstance(answer.get(field), list):
+        raise NodeFault(Fault.INVALID_BODY, f"the answer has no {field}")
     return raw, answer
 
 

@@ -37,11 +37,9 @@ def node_down_fault() -> NodeFault:
 
 @asynccontextmanager
 async def fail_if_node_down(slot: Slot, alternative_exists: Callable[[], bool]) -> AsyncIterator[None]:
-    """Wait inside for the answer of the leg that has ``slot``.
+    """Wait inside for a leg's answer: a STALL fault, as soon as active health has given its node up.
 
-    Raises:
-        NodeFault: STALL, as soon as active health has given the node up, where an alternative exists; else the leg
-            waits on, for the node may come back.
+    Where no alternative exists the leg waits on, for the node may come back.
     """
     now = asyncio.get_running_loop().time
     scope = asyncio.timeout(None)

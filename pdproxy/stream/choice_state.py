@@ -1,4 +1,4 @@
-"""What the client has of one choice of a streamed answer: pure bookkeeping of tokens against text.
+"""What the client has of one choice of a streamed answer: tokens against text. Pure.
 
 Text lags behind tokens. vLLM holds back as many characters as a stop string could still take away (`held_back`), and a
 character whose bytes are spread over several tokens comes with the last of them. A stream may go on elsewhere only from

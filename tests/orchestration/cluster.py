@@ -91,6 +91,7 @@ class FakeCluster:
             priority=0,
             arrived=now,
             deadline=now + 3600,
+            left=lambda: True,
         )
 
     async def ask(self, endpoint: Endpoint, body: Mapping[str, object], *, name: str = "r-1") -> Got:

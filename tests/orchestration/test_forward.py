@@ -15,7 +15,7 @@ from tests.orchestration.cluster import MODEL, FakeCluster
 async def _forward(world: FakeCluster, model: str = MODEL, seconds: float = 3600.0) -> tuple[int, bytes]:
     sent = (("content-type", "application/json"),)
     deadline = world.clock.now() + seconds
-    asked = ForwardRequest("POST", "/v1/embeddings?x=1", sent, b'{"input":"a"}', model, deadline)
+    asked = ForwardRequest("POST", "/v1/embeddings?x=1", sent, b'{"input":"a"}', model, deadline, lambda: True)
     reply = await world.orchestrator.forward(asked)
     assert isinstance(reply.body, bytes)
     return reply.status, reply.body

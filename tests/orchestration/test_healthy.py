@@ -137,6 +137,6 @@ async def test_the_fingerprint_stays_with_the_finish() -> None:
 
 async def test_other_paths_go_to_one_node() -> None:
     world = FakeCluster()
-    reply = await world.orchestrator.forward(ForwardRequest("POST", "/tokenize", (), b"{}", "tiny", inf))
+    reply = await world.orchestrator.forward(ForwardRequest("POST", "/tokenize", (), b"{}", "tiny", inf, lambda: True))
     assert (reply.status, reply.body) == (200, b'{"path": "/tokenize", "node": "d0"}')
     await world.settle()

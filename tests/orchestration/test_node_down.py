@@ -22,7 +22,7 @@ FROZEN_NODES = [("p0", -1), ("d0", -1), ("d0", 0), ("d0", 3)]
 def _request(*, stream: bool) -> ClientRequest:
     now = asyncio.get_running_loop().time()
     body = {"model": MODEL, **body_for(Endpoint.COMPLETIONS, stream=stream, tokens=8)}
-    return ClientRequest("r-1", Endpoint.COMPLETIONS, body, (), MODEL, stream, 0, now, now + DAYS)
+    return ClientRequest("r-1", Endpoint.COMPLETIONS, body, (), MODEL, stream, 0, now, now + DAYS, lambda: True)
 
 
 def _freeze(place: LoopbackCluster, name: str, at: int) -> None:
