@@ -138,20 +138,18 @@ class UpstreamRequest:
         hand_over_id = context.new_hand_over_id()
         leg = prefill_body(sub_request.endpoint, body, hand_over_id, sub_request.shape.choices)
         timeouts = context.config.prefill_timeouts(self.remaining_seconds())
-        slot = self.resources.begin_prefill(node, hand_over_id, estimated_prompt_tokens(body))
         self._timeline.enter(Phase.PREFILL, node.name)
         try:
-            async with fail_if_node_down(slot, self._node_picker.possible):
-                answer = await prefill(
-                    context.transport, node, sub_request.endpoint, leg, sub_request.headers, timeouts
-                )
+            with self.resources.prefilling(node, hand_over_id, estimated_prompt_tokens(body)) as slot:
+                async with fail_if_node_down(slot, self._node_picker.possible):
+                    answer = await prefill(
+                        context.transport, node, sub_request.endpoint, leg, sub_request.headers, timeouts
+                    )
         except NodeFault as fault:
             if fault.fault in NOTHING_HELD:
                 self.resources.forget_hand_over()
             self.resources.release_hand_over()
             raise
-        finally:
-            self.resources.end_prefill()
         self._fault_reporter.served(Leg.PREFILL, node.name)
         return HandOver(hand_over_id, node, answer, context.clock.now())
 
