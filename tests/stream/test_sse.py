@@ -36,7 +36,7 @@ def test_fields_are_read() -> None:
     assert (plain.name, plain.data) == (b"", b"z")
 
 
-def test_what_is_cut_off_stays_visible() -> None:
+def test_an_unfinished_event_is_kept() -> None:
     parser = SseParser()
     assert parser.feed(b"data: a\n\ndata: b\n") == [Event(b"data: a\n\n", b"", b"a")]
     assert parser.rest == b"data: b\n"
