@@ -8,7 +8,7 @@
     └── NodeFault              one leg failed on one node; `Fault` names how
         (raised by `transport` for the wire, by `legs` for what the answer says)
 
-A `NodeFault` never reaches a client as it is: `failures` says what follows it.
+A `NodeFault` never reaches a client as it is: the table in `failures` decides what follows from it.
 """
 
 import dataclasses
@@ -28,13 +28,12 @@ class SettingsError(PdproxyError):
 class ClientError(PdproxyError):
     """An answer for the client, in OpenAI's error shape.
 
-    Attributes:
-        status: the HTTP status, 400 to 599.
+    Args:
+        status: 400 to 599.
         message: a sentence that says what to do.
         kind: OpenAI's ``type``.
-        code: OpenAI's ``code``, a machine-readable word.
         param: the field of the request that is at fault.
-        headers: further response headers, such as ``retry-after``.
+        headers: such as ``retry-after``.
     """
 
     status: int
@@ -76,7 +75,7 @@ class Fault(enum.StrEnum):
     NO_TICKET = "no_ticket"
     """A good prefill answer without kv_transfer_params."""
     ERROR_EVENT = "error_event"
-    """An error that the node reported inside a 200 stream."""
+    """An error other than a 4xx that the node reported inside a 200 stream."""
 
 
 @dataclasses.dataclass(eq=False, repr=False)

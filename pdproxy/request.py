@@ -30,11 +30,6 @@ def header(headers: Headers, name: str) -> str | None:
     return next((value for key, value in headers if key == name), None)
 
 
-def cancelled_by_client() -> bool:
-    """For requests without a `DisconnectWatcher`: a cancelled one counts as cancelled by its client."""
-    return True
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClientRequest:
     """One request to a generating endpoint.
@@ -58,7 +53,7 @@ class ClientRequest:
     priority: int
     arrived: float
     deadline: float
-    left: Callable[[], bool] = cancelled_by_client
+    left: Callable[[], bool]
 
 
 class Addition(enum.StrEnum):
@@ -119,7 +114,7 @@ class NotContinuableReason(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
-    """What planning, orchestration and stream need to know of a body of one prompt.
+    """What a body of one prompt asks for.
 
     Attributes:
         choices: ``n``, at least 1: how many answers there are, so how many readers a hand-over has.

@@ -1,4 +1,4 @@
-"""What usage says, in the shapes that vLLM 0.32 writes."""
+"""Usage in the shapes that vLLM 0.32 writes."""
 
 import json
 
@@ -27,7 +27,7 @@ def test_usage_is_read_as_each_endpoint_writes_it(usage: object, told: Usage) ->
 
 
 @pytest.mark.parametrize("usage", [{}, None, [1], "9"])
-def test_what_is_no_usage_says_nothing(usage: object) -> None:
+def test_other_values_are_no_usage(usage: object) -> None:
     assert read_usage(usage) is None
 
 
@@ -44,11 +44,11 @@ def test_what_is_no_usage_says_nothing(usage: object) -> None:
         ({"delta": {"partial_json": '{"output_tokens": 1}'}}, None),
     ],
 )
-def test_a_streams_event_is_read(event: object, told: Usage | None) -> None:
+def test_usage_is_read_from_events(event: object, told: Usage | None) -> None:
     assert read_usage_event(json.dumps(event).encode()) == told
 
 
-def test_an_event_that_is_no_json_says_nothing() -> None:
+def test_an_event_that_is_no_json_has_no_usage() -> None:
     assert read_usage_event(b'{"usage":{"output_tokens":') is None
 
 

@@ -86,11 +86,8 @@ async def release(
     """Free the blocks of a hand-over; good before, during and after its prefill, and more than once.
 
     The node chose the rank of the prefill by itself and did not say which, so the message goes to every rank: those
-    that do not know the id have nothing to free. ``model`` is any name that the node serves; ``timeouts`` are those of
-    each call.
-
-    Raises:
-        NodeFault: any fault, after all ranks were called; the blocks are then freed when the lease ends.
+    that do not know the id have nothing to free. ``model`` is any name that the node serves. A fault of one rank is
+    raised after all were called; its blocks are freed when the lease ends.
     """
     body = release_body(model, hand_over_id)
 

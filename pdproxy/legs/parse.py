@@ -17,8 +17,8 @@ MAX_PROMPTS = 1024
 """As vLLM's VLLM_MAX_COMPLETION_PROMPTS: split prompts would pass the node's own check one by one."""
 
 MOST_VALUES = 2_000_000
-"""Values that a JSON body may hold. Parsing blocks the event loop: text and images of any length are parsed at once, so
-many values take half a second, as many as fit into 64 MiB ten seconds."""
+"""Values that a JSON body may hold. Parsing blocks the event loop: for no time with long texts and images, for half a
+second with so many values, for ten seconds with as many as fit into 64 MiB."""
 
 
 def parse(endpoint: Endpoint, raw: bytes) -> dict[str, object]:

@@ -34,13 +34,9 @@ ONE_TOKEN = {
 
 
 def prefill_body(endpoint: Endpoint, body: Json, hand_over_id: str, readers: int) -> dict[str, object]:
-    """Ask for exactly one token and for a ticket.
+    """Ask for exactly one token and for a ticket that so many ``readers`` (``n``) will use.
 
-    Args:
-        endpoint: which API the body is for.
-        body: scrubbed, of one prompt; or what `continuation_body` made.
-        hand_over_id: see the module.
-        readers: how many decode requests will read the blocks (``n``).
+    ``body`` is scrubbed and of one prompt, or what `continuation_body` made.
     """
     leg = {key: value for key, value in body.items() if key not in DROPPED}
     if "n" in leg:
@@ -72,29 +68,22 @@ def release_body(model: str, hand_over_id: str) -> dict[str, object]:
 def decode_body(
     endpoint: Endpoint, body: Json, ticket: Json | None, additions: frozenset[Addition]
 ) -> dict[str, object]:
-    """What the client sent (or `continuation_body` made), with the ticket in it and our additions.
+    """What the client sent (or `continuation_body` made), with our additions and the ticket, unchanged.
 
-    Args:
-        endpoint: which API the body is for.
-        body: scrubbed, of one prompt.
-        ticket: goes in unchanged; None has the decode node compute the prompt.
-        additions: only completions and chat know them; for the other endpoints they are ignored.
+    Without a ticket the decode node computes the prompt. Only completions and chat know the additions.
     """
     leg = dict(body)
     own = body.get("kv_transfer_params")
     if ticket is not None:
         leg["kv_transfer_params"] = {**own, **ticket} if isinstance(own, dict) else dict(ticket)
-    if endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT):
-        _add(leg, additions)
-    return leg
-
-
-def _add(leg: dict[str, object], additions: frozenset[Addition]) -> None:
+    if endpoint not in (Endpoint.COMPLETIONS, Endpoint.CHAT):
+        return leg
     if Addition.TOKEN_IDS in additions:
         leg["return_token_ids"] = True
     if Addition.USAGE in additions:
         options = leg.get("stream_options")
         leg["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
+    return leg
 
 
 COMPLETIONS_DEFAULT_TOKENS = 16

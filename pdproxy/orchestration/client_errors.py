@@ -32,7 +32,9 @@ def final_error(leg: Leg, moment: Moment, step: Step, fault: NodeFault) -> Clien
     """The error that ends the request, by the final step of the fault's row."""
     if step is Step.ANSWER and fault.status is not None:
         if fault.body:
-            return UpstreamErrorResponse(ProxyResponse(fault.status, _kept_headers(fault.headers), fault.body))
+            kind = ("content-type", header(fault.headers, "content-type") or "application/json")
+            waits = (pair for pair in fault.headers if pair[0] == "retry-after")
+            return UpstreamErrorResponse(ProxyResponse(fault.status, (kind, *waits), fault.body))
         return _upstream_error(fault.status, "The node refused the request without saying why.", fault.headers)
     return _upstream_error(FAILURE_TABLE[leg, moment, fault.fault].status, _message(leg, fault.fault), fault.headers)
 
@@ -112,19 +114,6 @@ ANTHROPIC_ERRORS = {
     529: "overloaded_error",
 }
 """Anthropic's error types by status, from its API reference."""
-
-
-def as_client_fault(fault: NodeFault) -> NodeFault:
-    """An error event with a 4xx code is the client's own error; any other fault is returned as it is."""
-    if fault.fault is Fault.ERROR_EVENT and fault.status is not None and fault.status < 500:
-        return NodeFault(Fault.CLIENT_ERROR, fault.detail, status=fault.status, body=fault.body)
-    return fault
-
-
-def _kept_headers(headers: Headers) -> Headers:
-    wait = header(headers, "retry-after")
-    kind = ("content-type", header(headers, "content-type") or "application/json")
-    return (kind,) if wait is None else (kind, ("retry-after", wait))
 
 
 def _upstream_error(status: int, message: str, headers: Headers) -> ClientError:

@@ -8,7 +8,7 @@ from pdproxy.errors import Fault, NodeFault
 from pdproxy.response import Sink
 from pdproxy.stream.choice_state import NotContinuable
 from pdproxy.stream.chunks import DONE, FINISH_REASON, parse_object
-from pdproxy.stream.sse import Event, EventTooLong, SseParser
+from pdproxy.stream.sse import Event, SseParser
 from pdproxy.stream.transcript import CHUNKED, Transcript
 from pdproxy.transport.port import HttpResponse
 from pdproxy.usage import Usage, read_usage_event
@@ -74,7 +74,7 @@ class DecodeStream:
         self._usage_filter = usage_filter
         self._parser = SseParser()
         self._at_event_boundary = False
-        """No part of an event, and nothing held back, stands before the next piece."""
+        """No part of an event, and nothing held back, precedes the next piece."""
         self._pending_error: NodeFault | NotContinuable | None = None
         self.has_data_event = False
         """A data event came."""
@@ -134,11 +134,7 @@ class DecodeStream:
             seen = self._transcript.take_fast_path(piece)
             if seen is not None:
                 return seen
-        try:
-            events = self._parser.feed(piece)
-        except EventTooLong as error:
-            raise NodeFault(Fault.INVALID_BODY, "an event of the stream has no end") from error
-        seen = b"".join(map(self._take_event, events))
+        seen = b"".join(map(self._take_event, self._parser.feed(piece)))
         self._at_event_boundary = (
             self.has_data_event
             and not self._parser.rest

@@ -65,10 +65,7 @@ class StreamMerge:
         self._first: dict[str, object] = {}
 
     def take(self, prompt: int, piece: bytes) -> bytes:
-        """What the client sees of a piece of one prompt's stream (as its transcript gave it).
-
-        The stream's own end and final usage are kept for `ending`. An event that is no JSON object is a `NodeFault`.
-        """
+        """What the client sees of a piece of one prompt's stream; the stream's end and usage are kept for `ending`."""
         parser = self._parsers.setdefault(prompt, SseParser())
         return b"".join(e.raw if e.data is None else self._take(prompt, e.data) for e in parser.feed(piece))
 

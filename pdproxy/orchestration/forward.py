@@ -8,12 +8,11 @@ from pdproxy.failures import Blame, Moment, Step, blame
 from pdproxy.legs.calls import ANSWER_BYTES
 from pdproxy.nodes.node import Node, Role
 from pdproxy.observe.labels import Leg
-from pdproxy.orchestration.access_log import outcome_of, status_outcome
 from pdproxy.orchestration.client_errors import final_error, remaining_seconds, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.node_picker import RetryState
 from pdproxy.planning.plan import NoNode, PlanInput, UnknownModel, choose, models
-from pdproxy.request import Headers, cancelled_by_client
+from pdproxy.request import Headers
 from pdproxy.response import ProxyResponse
 from pdproxy.transport.port import HttpRequest, read_to_end
 
@@ -38,25 +37,11 @@ class ForwardRequest:
     body: bytes
     model: str
     deadline: float
-    left: Callable[[], bool] = cancelled_by_client
+    left: Callable[[], bool]
 
 
 async def forward(context: OrchestrationContext, request: ForwardRequest) -> ProxyResponse:
-    """The response of a decode node.
-
-    Raises:
-        ClientError: no such model, no node, too late, or the node failed.
-    """
-    try:
-        response = await _forward(context, request)
-    except BaseException as error:
-        context.metrics.request_ended(None, outcome_of(error, request.left))
-        raise
-    context.metrics.request_ended(None, status_outcome(response.status))
-    return response
-
-
-async def _forward(context: OrchestrationContext, request: ForwardRequest) -> ProxyResponse:
+    """The response of a decode node; raises as `Orchestrator.forward`."""
     excluded: frozenset[str] = frozenset()
     retry_state = RetryState(context)
     while True:

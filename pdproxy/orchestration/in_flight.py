@@ -15,7 +15,6 @@ from pdproxy.request import ClientRequest
 MAX_SHOWN = 65536
 """Requests in flight that are kept; the oldest are dropped first. Admission keeps their number far below."""
 MAX_FAILURES = 20
-"""Failures that are kept."""
 _AFTER_FIRST_BYTE = frozenset({Phase.DECODE, Phase.TOTAL})
 
 

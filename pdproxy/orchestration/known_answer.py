@@ -12,11 +12,10 @@ part of the prompt in the other, whose full blocks come out of the node's own ca
 this node. Each side has a cache salt of its own: neither finds in a cache what the other computed or what clients left
 there, and no client finds what the test left.
 
-The prompt is a list of made-up names and numbers, and one of the names again. Its answer stands far back in the prompt,
-so it depends on blocks far away, and on every state that was carried over the list in between; any model that has
-learned text copies it. That matters: to prompts of random token ids the tiny model of `deploy/local/model` gives no
-more than a flat answer, which was nearly the same (0.04 nats) with a mamba state of garbage. With a list of this form,
-on which it was trained (with names of these syllables), the same state changed the answer by 4.8 nats at the least.
+The prompt is a list of made-up names and numbers, and one of the names again. Its answer stands far back, so it depends
+on blocks far away and on every state that was carried over the list in between; any model that has learned text copies
+it. To prompts of random token ids the tiny model of `deploy/local/model` gives a flat answer, nearly the same (0.04
+nats) with a mamba state of garbage; to such a list, on which it was trained, one that differs by at least 4.8 nats.
 
 A test that fails is made once more with another prompt before it counts.
 """
@@ -50,7 +49,7 @@ TOP_LOGPROBS = 20
 """Tokens whose log-probabilities are compared at each position: as many as vLLM gives by default."""
 BUDGET = 60.0
 """Seconds for one test as a whole."""
-_SCORED_GREEDY = {
+_WITH_SCORES = {
     "temperature": 0,
     "ignore_eos": True,
     "logprobs": TOP_LOGPROBS,
@@ -137,12 +136,7 @@ class KnownAnswer:
         return ProofResult(Proof.FAILED, f"the known-answer test failed (prompt {seed}): {why}")
 
     async def compare(self, prefill: Node, decode: Node, seed: int) -> Comparison:
-        """Make the test once, with the prompt of this seed.
-
-        Raises:
-            Unanswered: nothing could be compared.
-            Unreadable: the decode node could not answer with the hand-over.
-        """
+        """Make the test once, with the prompt of this seed; raises `Unanswered` or `Unreadable`."""
         pair = self._pair(prefill, decode)
         prompt = await self._prompt(pair, seed)
         salt = self._context.new_hand_over_id()
@@ -185,12 +179,7 @@ class KnownAnswer:
             return _scored(await self._decode(pair, body, None), pair.decode)
 
     async def _handed_over(self, pair: _Pair, body: Json) -> Json:
-        """What the decode node answers with a ticket of the prefill node.
-
-        Raises:
-            NodeFault: the decode leg failed.
-            Unanswered: the prefill leg did, or the decode node reports that it computed the prompt.
-        """
+        """What the decode node answers with a ticket of the prefill node; raises the `NodeFault` of the decode leg."""
         hand_over_id, held = self._context.new_hand_over_id(), True
         leg = prefill_body(Endpoint.COMPLETIONS, body, hand_over_id, readers=1)
         transport, timeouts = self._context.transport, self._timeouts(pair)
@@ -229,7 +218,7 @@ class KnownAnswer:
 
 
 def _body(pair: _Pair, prompt: list[int], tokens: int, salt: str) -> Json:
-    return {"model": pair.decode.model, "prompt": prompt, "max_tokens": tokens, "cache_salt": salt, **_SCORED_GREEDY}
+    return {"model": pair.decode.model, "prompt": prompt, "max_tokens": tokens, "cache_salt": salt, **_WITH_SCORES}
 
 
 def _scored(answer: Json, node: Node) -> ScoredAnswer:

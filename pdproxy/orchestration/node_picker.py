@@ -29,7 +29,7 @@ class FaultReporter:
         self._pool = pool
         self._unreported: list[tuple[Leg, str]] = []
         self.excluded: frozenset[str] = frozenset()
-        """Nodes that failed this request: not planned for it again."""
+        """Nodes that are not planned for this request again: those that failed it, and one that its stream leaves."""
 
     def failed(self, leg: Leg, name: str, fault: Fault) -> None:
         """A leg failed on a node."""
@@ -48,14 +48,6 @@ class FaultReporter:
             if earlier[1] != name:
                 self._pool.report(earlier[1], Fault.SERVER_ERROR)
 
-    def exclude(self, name: str) -> None:
-        """Do not plan this node again for the request; it does not count as a fault."""
-        self.excluded |= {name}
-
-    def clear_excluded(self) -> None:
-        """The request got an answer since: nodes that failed it before may be tried again."""
-        self.excluded = frozenset()
-
 
 class RetryState:
     """The retries that are left to a request, each leg with its own, until it gets an answer."""
@@ -68,7 +60,10 @@ class RetryState:
     def next_step(self, leg: Leg, fault: NodeFault, hand_over: HandOver | None = None) -> Step:
         """The next step after a failed leg, by the failure table."""
         self._last = (leg, fault)
-        step = decide(leg, Moment.OPENING, fault.fault, self._options(leg, hand_over))
+        config, now = self._context.config, self._context.clock.now()
+        works = hand_over is not None and now - hand_over.issued_at < config.ticket_life
+        options = RetryOptions(config.on_prefill_failure, self._left[leg], ticket_works=works)
+        step = decide(leg, Moment.OPENING, fault.fault, options)
         self._left[leg] -= fault.fault not in NO_RETRY_USED
         self._context.metrics.step_taken(leg, fault.fault, step)
         return step
@@ -79,11 +74,6 @@ class RetryState:
             return no_node_error(error)
         leg, fault = self._last
         return final_error(leg, Moment.OPENING, final_step(leg, Moment.OPENING, fault.fault), fault)
-
-    def _options(self, leg: Leg, hand_over: HandOver | None) -> RetryOptions:
-        config = self._context.config
-        works = hand_over is not None and self._context.clock.now() - hand_over.issued_at < config.ticket_life
-        return RetryOptions(config.on_prefill_failure, self._left[leg], ticket_works=works)
 
 
 NO_NODE_ERRORS = (NoNode, UnknownModel)
@@ -102,12 +92,7 @@ class NodePicker:
         self._tokens = max_prompt_tokens(sub_request.endpoint, sub_request.body) if short else None
 
     def plan(self) -> Plan:
-        """Which nodes now.
-
-        Raises:
-            UnknownModel: no node serves the model.
-            NoNode: none can take it now.
-        """
+        """Which nodes now; raises as `planning.plan`."""
         context = self._context
         return plan(context.pool.snapshot(), self._input(), context.config.plan_policy(), next(context.tie_breaker))
 

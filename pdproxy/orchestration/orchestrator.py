@@ -9,7 +9,7 @@ from pdproxy.legs.calls import ANSWER_BYTES, json_object
 from pdproxy.legs.parse import split
 from pdproxy.legs.shape import shape
 from pdproxy.observe.labels import Outcome
-from pdproxy.orchestration.access_log import RequestLog, outcome_of
+from pdproxy.orchestration.access_log import RequestLog, outcome_of, status_outcome
 from pdproxy.orchestration.client_errors import UpstreamErrorResponse
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.fanout import FanOut, gather_bounded, merge_answers
@@ -26,13 +26,8 @@ from pdproxy.usage import read_usage
 
 _JSON_HEADER = ("content-type", "application/json")
 _STREAM_HEADERS = (("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache"))
-_REQUIRED_FIELD = {
-    Endpoint.COMPLETIONS: "choices",
-    Endpoint.CHAT: "choices",
-    Endpoint.MESSAGES: "content",
-    Endpoint.RESPONSES: "output",
-}
-"""The list that every answer must have."""
+_OUTPUT_FIELD = {Endpoint.MESSAGES: "content", Endpoint.RESPONSES: "output"}
+"""The list that every answer must have, where it is not ``choices``."""
 
 
 class Orchestrator:
@@ -68,7 +63,13 @@ class Orchestrator:
         Raises:
             ClientError: as `answer`.
         """
-        return await forward(self._context, request)
+        try:
+            response = await forward(self._context, request)
+        except BaseException as error:
+            self._context.metrics.request_ended(None, outcome_of(error, request.left))
+            raise
+        self._context.metrics.request_ended(None, status_outcome(response.status))
+        return response
 
     async def _answer(self, request: ClientRequest, log: RequestLog) -> ProxyResponse:
         upstreams = self._upstreams(request, log)
@@ -120,9 +121,7 @@ async def _buffered_answer(upstream: UpstreamRequest) -> tuple[bytes, dict[str, 
     sub_request = upstream.sub_request
     try:
         raw, answer = await upstream.start(
-            sub_request.body,
-            sub_request.shape.additions,
-            functools.partial(_read, _REQUIRED_FIELD[sub_request.endpoint]),
+            sub_request.body, sub_request.shape.additions, functools.partial(_read, sub_request.endpoint)
         )
         usage = read_usage(answer.get("usage"))
         if usage is not None:
@@ -134,11 +133,11 @@ async def _buffered_answer(upstream: UpstreamRequest) -> tuple[bytes, dict[str, 
     return raw if seen == answer else _encode(seen), seen
 
 
-async def _read(required_field: str, response: HttpResponse) -> tuple[bytes, dict[str, object]]:
+async def _read(endpoint: Endpoint, response: HttpResponse) -> tuple[bytes, dict[str, object]]:
     raw = await read_to_end(response, ANSWER_BYTES)
-    answer = json_object(raw)
-    if not isinstance(answer.get(required_field), list):
-        raise NodeFault(Fault.INVALID_BODY, f"the answer has no {required_field}")
+    answer, field = json_object(raw), _OUTPUT_FIELD.get(endpoint, "choices")
+    if not isinstance(answer.get(field), list):
+        raise NodeFault(Fault.INVALID_BODY, f"the answer has no {field}")
     return raw, answer
 
 

@@ -12,7 +12,6 @@ from pdproxy.observe.labels import Leg, Migration, Outcome
 from pdproxy.orchestration.client_errors import (
     StreamError,
     UpstreamErrorResponse,
-    as_client_fault,
     deadline_error,
     stream_error_event,
 )
@@ -119,7 +118,7 @@ class Relay(ResponseStream):
                 return await self._migrate()
             piece = await decode_stream.read_next()
         except NodeFault as fault:
-            return await self._on_fault(decode_stream, node_down_fault() if self._node_down else as_client_fault(fault))
+            return await self._on_fault(decode_stream, node_down_fault() if self._node_down else fault)
         except (ClientError, NotContinuable) as error:
             return await self._fail(error)
         self._report_progress()

@@ -3,8 +3,8 @@
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.failures import RELEASE_RETRIES, Moment, RetryOptions, Step, decide
@@ -37,11 +37,9 @@ def node_down_fault() -> NodeFault:
 
 @asynccontextmanager
 async def fail_if_node_down(slot: Slot, alternative_exists: Callable[[], bool]) -> AsyncIterator[None]:
-    """Wait inside for the answer of the leg that has ``slot``.
+    """Wait inside for a leg's answer: a STALL fault, as soon as active health has given its node up.
 
-    Raises:
-        NodeFault: STALL, as soon as active health has given the node up, where an alternative exists; else the leg
-            waits on, for the node may come back.
+    Where no alternative exists the leg waits on, for the node may come back.
     """
     now = asyncio.get_running_loop().time
     scope = asyncio.timeout(None)
@@ -126,7 +124,6 @@ class HeldResources:
         self._background_tasks = background_tasks
         self._sub_request = sub_request
         self._slot: Slot | None = None
-        self._prefilling: tuple[Slot, str, int] | None = None
         self._response: HttpResponse | None = None
         self._unread: tuple[Node, str] | None = None
 
@@ -142,21 +139,16 @@ class HeldResources:
         self._release_slot()
         self._slot = self._pool.acquire(decode.name)
 
-    def begin_prefill(self, node: Node, hand_over_id: str, tokens: int) -> Slot:
-        """Before a prefill leg of about so many tokens: its slot. From here on the node may hold blocks for it."""
-        slot = self._pool.acquire(node.name)
-        self._metrics.prefill_began(node.model, tokens)
-        self._prefilling = (slot, node.model, tokens)
-        self._unread = (node, hand_over_id)
-        return slot
-
-    def end_prefill(self) -> None:
-        """After a prefill leg, however it ended; its blocks may still wait for a reader."""
-        ended, self._prefilling = self._prefilling, None
-        if ended is not None:
-            slot, model, tokens = ended
-            slot.release()
-            self._metrics.prefill_ended(model, tokens)
+    @contextmanager
+    def prefilling(self, node: Node, hand_over_id: str, tokens: int) -> Iterator[Slot]:
+        """A slot for a prefill leg of about so many tokens; from here on the node may hold blocks for it."""
+        with self._pool.acquire(node.name) as slot:
+            self._unread = (node, hand_over_id)
+            self._metrics.prefill_began(node.model, tokens)
+            try:
+                yield slot
+            finally:
+                self._metrics.prefill_ended(node.model, tokens)
 
     def forget_hand_over(self) -> None:
         """Nothing is held under the hand-over's id any more: it was read, or the node never took it up."""
@@ -195,7 +187,6 @@ class HeldResources:
 
     async def aclose(self) -> None:
         """Give everything back. Idempotent."""
-        self.end_prefill()
         self.release_hand_over()
         await self.close_decode_leg()
 

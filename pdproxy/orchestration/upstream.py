@@ -17,7 +17,6 @@ from pdproxy.nodes.node import Node
 from pdproxy.observe.labels import Leg, Phase
 from pdproxy.orchestration.access_log import record_usage
 from pdproxy.orchestration.client_errors import (
-    as_client_fault,
     deadline_passed,
     final_error,
     remaining_seconds,
@@ -40,8 +39,6 @@ class UpstreamRequest:
     """A sub-request on its way through the nodes. The holder must `aclose` it, on every exit.
 
     Attributes:
-        sub_request: what has to be answered.
-        resources: what it holds on nodes.
         hand_over: the ticket of the decode leg; None where the decode node computes the prompt itself.
         recomputed: the decode node had a ticket and computed the prompt all the same, as far as its usage shows.
         node_name: the decode node that was chosen last; "" before there is one.
@@ -85,11 +82,10 @@ class UpstreamRequest:
                 return await self._decode_on(
                     node, decode_body(self.sub_request.endpoint, body, ticket, additions), read_answer
                 )
-            except NodeFault as raised:
-                fault = as_client_fault(raised)
-            step = self._next_step(Leg.DECODE, node, fault)
-            await self.resources.close_decode_leg()
-            node = await self._next_decode_node(step, fault, body)
+            except NodeFault as fault:
+                step = self._next_step(Leg.DECODE, node, fault)
+                await self.resources.close_decode_leg()
+                node = await self._next_decode_node(step, fault, body)
 
     async def _next_decode_node(self, step: Step, fault: NodeFault, body: Json) -> Node:
         """The decode node for the next try."""
@@ -111,8 +107,8 @@ class UpstreamRequest:
             self._life.move(Transition.PREFILL)
             try:
                 self.hand_over = await self._prefill(chosen.prefill, body)
-            except NodeFault as raised:
-                self._after_failed_prefill(chosen.prefill, as_client_fault(raised))
+            except NodeFault as fault:
+                self._after_failed_prefill(chosen.prefill, fault)
             else:
                 self._life.move(Transition.TICKET)
                 return chosen.decode
@@ -142,20 +138,18 @@ class UpstreamRequest:
         hand_over_id = context.new_hand_over_id()
         leg = prefill_body(sub_request.endpoint, body, hand_over_id, sub_request.shape.choices)
         timeouts = context.config.prefill_timeouts(self.remaining_seconds())
-        slot = self.resources.begin_prefill(node, hand_over_id, estimated_prompt_tokens(body))
         self._timeline.enter(Phase.PREFILL, node.name)
         try:
-            async with fail_if_node_down(slot, self._node_picker.possible):
-                answer = await prefill(
-                    context.transport, node, sub_request.endpoint, leg, sub_request.headers, timeouts
-                )
+            with self.resources.prefilling(node, hand_over_id, estimated_prompt_tokens(body)) as slot:
+                async with fail_if_node_down(slot, self._node_picker.possible):
+                    answer = await prefill(
+                        context.transport, node, sub_request.endpoint, leg, sub_request.headers, timeouts
+                    )
         except NodeFault as fault:
             if fault.fault in NOTHING_HELD:
                 self.resources.forget_hand_over()
             self.resources.release_hand_over()
             raise
-        finally:
-            self.resources.end_prefill()
         self._fault_reporter.served(Leg.PREFILL, node.name)
         return HandOver(hand_over_id, node, answer, context.clock.now())
 
@@ -196,8 +190,7 @@ class UpstreamRequest:
         """Before a migration: end the leg, release what it may not have read, exclude its node."""
         self._life.move(Transition.MIGRATE)
         self.resources.release_hand_over()
-        self._fault_reporter.clear_excluded()
-        self._fault_reporter.exclude(self.node_name)
+        self._fault_reporter.excluded = frozenset({self.node_name})  # others that failed earlier may be tried again
         await self.resources.close_decode_leg()
 
     async def aclose(self) -> None:
@@ -224,7 +217,7 @@ class UpstreamRequest:
 
     def other_node_available(self) -> bool:
         """Whether another decode node could take over now."""
-        self._fault_reporter.exclude(self.node_name)
+        self._fault_reporter.excluded |= {self.node_name}
         return self._node_picker.other_decode() is not None
 
     @property

@@ -1,4 +1,4 @@
-"""What the client has of one choice of a streamed answer: pure bookkeeping of tokens against text.
+"""What the client has of one choice of a streamed answer: tokens against text. Pure.
 
 Text lags behind tokens. vLLM holds back as many characters as a stop string could still take away (`held_back`), and a
 character whose bytes are spread over several tokens comes with the last of them. A stream may go on elsewhere only from
@@ -43,7 +43,7 @@ class ChoiceState:
         received: characters that the node sent; less than ``shown`` while a continuation repeats known text.
         detailed: log-probabilities or ids of single tokens reached the client.
         next_offset: where the next token's text begins, by the offsets of the log-probabilities; 0 if unknown.
-        base_offset: what is added to the offsets of a continuation.
+        base_offset: what is added to the offsets of a continuation's log-probabilities.
     """
 
     held_back: int = 0
@@ -60,10 +60,9 @@ class ChoiceState:
     """Tokens up to a boundary where ``shown`` ends, not in the list yet; 0: there is none."""
 
     def append(self, text: str, token_ids: list[int]) -> str:
-        """Take an event's text and ids; returns the part of the text that is new to the client.
+        """Take an event's text and ids; the part of the text that is new to the client.
 
-        Raises:
-            NotContinuable: DIVERGED, where a continuation should repeat known text and its text is another.
+        A continuation that should repeat known text and brings another is `NotContinuable`.
         """
         self.tokens += token_ids
         if not text:

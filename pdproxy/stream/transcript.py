@@ -65,8 +65,8 @@ class Transcript:
         """What the client sees of an event; empty where nothing.
 
         Raises:
-            NodeFault: ERROR_EVENT where the node reports an error (its JSON in ``body``, its code in ``status``),
-                INVALID_BODY where an event that must be read is no JSON object.
+            NodeFault: an error that the node reports, its JSON in ``body``, its code in ``status``: CLIENT_ERROR for a
+                4xx, else ERROR_EVENT. INVALID_BODY where an event that must be read is no JSON object.
             NotContinuable: a continuation is not what the client already has.
         """
         if event.data is None:
@@ -214,4 +214,5 @@ def _reported_error(data: bytes) -> NodeFault:
     error = payload.get("error")
     code = (error if isinstance(error, dict) else payload).get("code")
     status = code if isinstance(code, int) and 400 <= code < 600 else None
-    return NodeFault(Fault.ERROR_EVENT, "the node reported an error in its stream", status=status, body=data)
+    fault = Fault.CLIENT_ERROR if status is not None and status < 500 else Fault.ERROR_EVENT
+    return NodeFault(fault, "the node reported an error in its stream", status=status, body=data)

@@ -82,7 +82,9 @@ class SampleState:
             self.live.begin(request, timeline)
 
     def _request(self, name: str, endpoint: Endpoint) -> ClientRequest:
-        return ClientRequest(name, endpoint, {}, (), MODEL, True, 0, self.clock.now(), self.clock.now() + 600)
+        return ClientRequest(
+            name, endpoint, {}, (), MODEL, True, 0, self.clock.now(), self.clock.now() + 600, lambda: True
+        )
 
     def _failures(self) -> None:
         told = (

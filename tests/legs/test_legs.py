@@ -60,7 +60,7 @@ async def test_a_prefill_brings_a_ticket() -> None:
         ({"remote_host": "h"}, None, None),
     ],
 )
-async def test_what_was_cached_is_told_beside_the_ticket_or_in_usage(
+async def test_cached_tokens_are_read_from_the_ticket_or_from_usage(
     ticket: Json, usage: object, cached: int | None
 ) -> None:
     answer = await run_prefill(wire({"kv_transfer_params": ticket, "usage": usage}))
@@ -131,7 +131,7 @@ async def test_a_decode_leg_hands_its_body_on() -> None:
 
 
 @pytest.mark.parametrize(("stream", "headers"), [(True, (("content-type", "application/json"),)), (False, STREAM)])
-async def test_a_stream_must_be_one_and_nothing_else_may(stream: bool, headers: Headers) -> None:
+async def test_a_stream_is_answered_by_a_stream_and_nothing_else_is(stream: bool, headers: Headers) -> None:
     to = Wire(200, b"{}", headers)
     with pytest.raises(NodeFault) as caught:
         await decode(to, NODE, Endpoint.CHAT, {"stream": stream}, HEADERS, PATIENCE)
@@ -167,7 +167,7 @@ def ranks_of(requests: list[HttpRequest]) -> list[str | None]:
 
 
 @pytest.mark.parametrize(("count", "told"), [(1, [None]), (2, ["0", "1"]), (3, ["0", "1", "2"])])
-async def test_every_rank_is_told_of_a_release(count: int, told: list[str | None]) -> None:
+async def test_a_release_goes_to_every_rank(count: int, told: list[str | None]) -> None:
     to = wire({"choices": []})
     await release(to, dataclasses.replace(NODE, ranks=count), "m", "hand-over-0123456789", PATIENCE)
     assert ranks_of(to.requests) == told
@@ -185,7 +185,7 @@ class Deaf(Wire):
         return response
 
 
-async def test_a_rank_that_cannot_be_told_keeps_no_other_from_being_told() -> None:
+async def test_a_rank_that_fails_does_not_keep_the_release_from_others() -> None:
     to = Deaf(200, b"{}")
     with pytest.raises(NodeFault):
         await release(to, dataclasses.replace(NODE, ranks=3), "m", "hand-over-0123456789", PATIENCE)

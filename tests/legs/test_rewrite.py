@@ -1,4 +1,4 @@
-"""Every request shape, on its way to two nodes."""
+"""The bodies of both legs, the shapes of requests, and continuations."""
 
 import itertools
 import re
@@ -64,7 +64,7 @@ def test_what_shapes_the_prompt_stays() -> None:
     assert {key: value for key, value in prefill_body(Endpoint.CHAT, body, HAND_OVER, 1).items() if key in body} == body
 
 
-def test_the_prefill_leg_says_who_may_release_and_how_many_read() -> None:
+def test_the_prefill_leg_names_its_hand_over_and_its_readers() -> None:
     one = prefill_body(Endpoint.CHAT, chat(), HAND_OVER, 1)["kv_transfer_params"]
     many = prefill_body(Endpoint.CHAT, chat(n=4), HAND_OVER, 4)["kv_transfer_params"]
     assert isinstance(one, dict)
@@ -104,7 +104,7 @@ def test_additions_go_on_top() -> None:
         (None, [None]),
     ],
 )
-def test_each_prompt_is_a_request_of_its_own(prompt: object, expected: list[object]) -> None:
+def test_a_list_of_prompts_is_split(prompt: object, expected: list[object]) -> None:
     bodies = split(Endpoint.COMPLETIONS, completion(prompt=prompt, n=2))
     assert [body["prompt"] for body in bodies] == expected
     assert all(body["n"] == 2 for body in bodies)
@@ -172,13 +172,13 @@ def test_what_cannot_be_disaggregated_is_known(endpoint: Endpoint, body: Json, r
         (Endpoint.RESPONSES, {"model": "m", "input": "x"}, "responses"),
     ],
 )
-def test_what_cannot_go_on_elsewhere_is_known(endpoint: Endpoint, body: Json, reason: str | None) -> None:
+def test_what_cannot_be_continued_is_known(endpoint: Endpoint, body: Json, reason: str | None) -> None:
     known = shape(endpoint, body | {"stream": True} if isinstance(body, dict) else body)
     assert known.not_continuable == reason
     assert known.additions == (frozenset({Addition.TOKEN_IDS}) if reason is None else frozenset())
 
 
-def test_a_shape_tells_what_the_client_asked_for() -> None:
+def test_a_shape_has_what_the_client_asked_for() -> None:
     known = shape(
         Endpoint.CHAT,
         chat(
@@ -205,7 +205,7 @@ def test_completions_without_a_limit_have_sixteen_tokens() -> None:
         assert continuation_body(Endpoint.COMPLETIONS, body, Continuation((1,), (2, 3)))["max_tokens"] == 14
 
 
-def test_a_chat_goes_on_by_token_ids_through_both_legs() -> None:
+def test_a_chat_is_continued_by_token_ids_on_both_legs() -> None:
     rest = continuation_body(Endpoint.CHAT, chat(max_completion_tokens=5), Continuation((1, 2), (3,)))
     assert rest["max_completion_tokens"] == 4
     assert rest["messages"] == MESSAGES
@@ -230,7 +230,7 @@ def test_a_sampled_continuation_is_held_to_what_the_client_has(text: str) -> Non
 
 
 @pytest.mark.parametrize("endpoint", [Endpoint.MESSAGES, Endpoint.RESPONSES])
-def test_other_streams_cannot_go_on(endpoint: Endpoint) -> None:
+def test_streams_of_other_endpoints_cannot_be_continued(endpoint: Endpoint) -> None:
     with pytest.raises(ValueError, match="cannot be continued"):
         continuation_body(endpoint, {}, Continuation((1,), ()))
 

@@ -1,4 +1,4 @@
-"""A transport that answers from a script, and remembers."""
+"""A transport that gives a scripted answer and records requests."""
 
 from collections.abc import AsyncIterator
 
@@ -28,7 +28,7 @@ class Answer:
 
 
 class Wire:
-    """Gives every request the same answer."""
+    """Gives every request the same answer, and records the requests."""
 
     def __init__(self, status: int, body: bytes, headers: Headers = (("content-type", "application/json"),)) -> None:
         self.answer = Answer(status, headers, [body[:7], body[7:]])

@@ -1,4 +1,4 @@
-"""A small world for the drive: fake nodes in memory, a pool, metrics, an orchestrator. No sockets, no wall time."""
+"""A cluster in memory: fake nodes, a pool, metrics, an orchestrator. No sockets, no wall time."""
 
 import asyncio
 import dataclasses
@@ -91,6 +91,7 @@ class FakeCluster:
             priority=0,
             arrived=now,
             deadline=now + 3600,
+            left=lambda: True,
         )
 
     async def ask(self, endpoint: Endpoint, body: Mapping[str, object], *, name: str = "r-1") -> Got:
@@ -106,7 +107,7 @@ class FakeCluster:
         return self.registry.get_sample_value(name, labels) or 0.0
 
     async def settle(self) -> None:
-        """Let releases finish, and check that nothing at all is left."""
+        """Let releases finish, and check that nothing is held any more."""
         for _ in range(50):
             if not self.background_tasks:
                 break

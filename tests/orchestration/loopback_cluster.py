@@ -1,4 +1,4 @@
-"""The world of `world`, on real sockets of 127.0.0.1 and with the machine's clock."""
+"""The same cluster on real sockets of 127.0.0.1, with the machine's clock."""
 
 import asyncio
 import contextlib
@@ -59,7 +59,7 @@ class LoopbackCluster:
 async def loopback_cluster(
     prefills: int = 2, decodes: int = 2, config: OrchestrationConfig | None = None
 ) -> AsyncIterator[LoopbackCluster]:
-    """A running town; the nodes end with the block."""
+    """A running cluster; its nodes stop when the block ends."""
     fabric = FakeKvTransfer()
     names = [*(f"p{index}" for index in range(prefills)), *(f"d{index}" for index in range(decodes))]
     async with contextlib.AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Answers beside each other: what rounding explains and what not."""
+"""Comparing answers: which differences rounding explains, and which it does not."""
 
 import math
 
@@ -43,7 +43,7 @@ def test_a_token_that_one_does_not_show_is_at_most_its_least_likely_one() -> Non
 @pytest.mark.parametrize(
     "broken", [ScoredAnswer((), []), ScoredAnswer((1,), [{}]), ScoredAnswer((1,), [{"t1": math.nan}])]
 )
-def test_what_is_no_number_is_infinitely_far(broken: ScoredAnswer) -> None:
+def test_answers_without_numbers_are_infinitely_far_apart(broken: ScoredAnswer) -> None:
     comparison = compare(broken, said(1), said(1))
     assert comparison.distance.nats == math.inf
     assert not comparison.agrees()

@@ -1,11 +1,13 @@
-"""An error after the first byte, as each endpoint's clients read it."""
+"""Errors as clients read them, before and after the first byte of an answer."""
 
 import json
 
 import pytest
 
-from pdproxy.errors import ClientError
-from pdproxy.orchestration.client_errors import error_body, error_event
+from pdproxy.errors import ClientError, Fault, NodeFault
+from pdproxy.failures import Moment, Step
+from pdproxy.observe.labels import Leg
+from pdproxy.orchestration.client_errors import UpstreamErrorResponse, error_body, error_event, final_error
 from pdproxy.request import Endpoint
 from tests.stream.engine import events
 
@@ -32,3 +34,20 @@ def test_bodies_have_the_endpoints_shape() -> None:
     assert json.loads(error_body(Endpoint.CHAT, ERROR)) == json.loads(ERROR.body())
     messages = json.loads(error_body(Endpoint.MESSAGES, ClientError(404, "no such model")))
     assert messages == {"type": "error", "error": {"type": "not_found_error", "message": "no such model"}}
+
+
+@pytest.mark.parametrize("leg", [Leg.PREFILL, Leg.DECODE])
+@pytest.mark.parametrize("fault", Fault)
+def test_an_error_never_shows_internal_addresses(leg: Leg, fault: Fault) -> None:
+    said = final_error(leg, Moment.OPENING, Step.FAIL, NodeFault(fault, "10.0.0.1:8000 secret"))
+    assert isinstance(said, ClientError)
+    assert 500 <= said.status < 600
+    assert b"10.0.0.1" not in said.body()
+
+
+def test_a_nodes_own_answer_keeps_its_status_body_and_wait() -> None:
+    fault = NodeFault(Fault.BUSY, "", status=429, body=b'{"error":{}}', headers=(("retry-after", "9"), ("server", "x")))
+    said = final_error(Leg.DECODE, Moment.OPENING, Step.ANSWER, fault)
+    assert isinstance(said, UpstreamErrorResponse)
+    assert (said.response.status, said.response.body) == (429, b'{"error":{}}')
+    assert said.response.headers == (("content-type", "application/json"), ("retry-after", "9"))

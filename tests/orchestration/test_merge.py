@@ -1,4 +1,4 @@
-"""Several prompts' answers as one."""
+"""Answers and streams of several prompts merged into one."""
 
 import json
 
@@ -60,7 +60,7 @@ def test_without_usage_there_is_none() -> None:
     assert merge.ending() == b"data: [DONE]\n\n"
 
 
-def test_comments_pass_and_a_transcript_may_come_before() -> None:
+def test_comments_pass_through_transcript_and_merge() -> None:
     transcript = Transcript(Endpoint.COMPLETIONS, Shape(1, stream=True))
     merge = StreamMerge(choices=1)
     raw = b": hi\n\n" + b"".join(Engine(("a",)).stream())

@@ -32,7 +32,7 @@ class Asking:
     def request(self, name: str, now: float) -> ClientRequest:
         """The request as intake makes it."""
         stream = bool(self.body["stream"])
-        return ClientRequest(name, self.endpoint, self.body, (), MODEL, stream, 0, now, now + PATIENT)
+        return ClientRequest(name, self.endpoint, self.body, (), MODEL, stream, 0, now, now + PATIENT, lambda: True)
 
     def judge(self, body: bytes) -> bool:
         """Whether the answer is complete. What there is of it must be right, and end properly.

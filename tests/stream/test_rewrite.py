@@ -1,4 +1,4 @@
-"""Usage as it truly was; no ticket in any answer."""
+"""Answers and events rewritten for the client: the true cached tokens, and no ticket."""
 
 import json
 
@@ -69,7 +69,7 @@ def test_tickets_do_not_leak() -> None:
         (Endpoint.MESSAGES, b'event: message_start\ndata: {"message":{"usage":{"input_tokens":3}}}\n\n'),
     ],
 )
-def test_bytes_stay_where_nothing_is_to_be_put_right(endpoint: Endpoint, raw: bytes) -> None:
+def test_events_without_usage_or_ticket_keep_their_bytes(endpoint: Endpoint, raw: bytes) -> None:
     (event,) = events(raw)
     assert rewrite_event(endpoint, event, event.data or b"", 5) is event.raw
 

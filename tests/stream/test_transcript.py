@@ -1,4 +1,4 @@
-"""A broken stream goes on elsewhere and the client cannot tell."""
+"""A broken stream is continued on another node, and the client sees one answer."""
 
 import dataclasses
 import itertools
@@ -132,7 +132,7 @@ def test_offsets_of_log_probabilities_count_on() -> None:
         (Engine(("a", "", "b"), details=True), None, True, "token_details"),
     ],
 )
-def test_what_cannot_go_on_says_why(
+def test_what_cannot_be_continued_has_a_reason(
     engine: Engine, own: NotContinuableReason | None, greedy: bool, reason: str
 ) -> None:
     request = dataclasses.replace(shape(engine, greedy=greedy), not_continuable=own)
@@ -146,7 +146,7 @@ def test_what_cannot_go_on_says_why(
 @pytest.mark.parametrize(
     ("delta", "reason"), [({"reasoning": "hm"}, "reasoning"), ({"tool_calls": [{}]}, "tool_calls")]
 )
-def test_parsed_output_in_progress_cannot_go_on(delta: dict[str, object], reason: str) -> None:
+def test_parsed_output_in_progress_cannot_be_continued(delta: dict[str, object], reason: str) -> None:
     transcript = Transcript(Endpoint.CHAT, Shape(1, stream=True))
     payload = {"id": "1", "choices": [{"index": 0, "delta": delta, "token_ids": [1]}], "prompt_token_ids": [7]}
     transcript.take(events(b"data: " + json.dumps(payload).encode() + b"\n\n")[0])
@@ -167,7 +167,7 @@ def test_a_continuation_that_says_something_else_is_noticed() -> None:
         take_all(transcript, other.stream())
 
 
-def test_a_request_that_cannot_go_on_starts_again_while_nothing_was_said() -> None:
+def test_a_request_that_cannot_be_continued_is_repeated_while_nothing_was_sent() -> None:
     engine = Engine(("a", "b"), endpoint=Endpoint.CHAT, ids=False)
     request = Shape(1, stream=True, not_continuable=NotContinuableReason.TOOL_CALLS, asked=ASKED_USAGE)
     transcript = Transcript(engine.endpoint, request)
@@ -219,7 +219,7 @@ def test_of_other_endpoints_the_end_and_errors_are_noticed(endpoint: Endpoint, l
         transcript.take(events(b'event: error\ndata: {"type":"error","error":{"message":"x"}}\n\n')[0])
 
 
-def test_the_prefill_nodes_cached_tokens_are_told() -> None:
+def test_streamed_usage_has_the_prefill_nodes_cached_tokens() -> None:
     engine = Engine(("a", "b"))
     transcript = Transcript(engine.endpoint, shape(engine), cached_tokens=2)
     usage = heard(take_all(transcript, engine.stream()))[2]
