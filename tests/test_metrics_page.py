@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from connector.accounts import COUNTERS, GAUGES, HISTOGRAMS
 from connector.lease import Ending
 from pdproxy.nodes.node import Role, State
-from pdproxy.observe.labels import Outcome, Phase, Release
+from pdproxy.observe.labels import Attempt, Outcome, Phase
 from pdproxy.observe.metrics import Metrics
 
 ROOT = Path(__file__).parent.parent
@@ -71,7 +71,7 @@ VALUES: Mapping[tuple[str, str], Iterable[str]] = {
     ("pdproxy_node_up", "role"): Role,
     ("pdproxy_node_up", "state"): State,
     ("pdproxy_requests_total", "outcome"): Outcome,
-    ("pdproxy_releases_total", "outcome"): Release,
+    ("pdproxy_releases_total", "outcome"): Attempt,
     ("pdproxy_phase_seconds_bucket", "phase"): Phase,
     ("pdproxy_connector_leases_ended_total", "how"): Ending,
 }

@@ -8,7 +8,7 @@ from pdproxy.errors import ClientError, Fault, NodeFault
 from pdproxy.failures import Moment, RetryOptions, Step, decide
 from pdproxy.legs.rewrite import continuation_body
 from pdproxy.nodes.pool import UnknownNode
-from pdproxy.observe.labels import Answer, Leg, Migration, Outcome
+from pdproxy.observe.labels import Answer, Attempt, Leg, Outcome
 from pdproxy.orchestration.client_errors import (
     UpstreamErrorResponse,
     as_client_fault,
@@ -183,9 +183,9 @@ class Relay(ResponseStream):
             ready = await self._upstream.start(body, self._read_first_event)
             self._upstream.resources.slot.on_node_down(self._on_node_down)
         except (ClientError, UpstreamErrorResponse, NotContinuable) as error:
-            self._context.metrics.migrated(Migration.FAILED)
+            self._context.metrics.migrated(Attempt.FAILED)
             return await self._fail(error)
-        self._context.metrics.migrated(Migration.DONE)
+        self._context.metrics.migrated(Attempt.SUCCEEDED)
         return ready
 
     def _remaining_body(self) -> UpstreamBody:

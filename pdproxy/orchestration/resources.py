@@ -11,7 +11,7 @@ from pdproxy.legs.calls import PrefillAnswer, release
 from pdproxy.lifecycle import IllegalTransition
 from pdproxy.nodes.node import Node
 from pdproxy.nodes.pool import Pool, Slot
-from pdproxy.observe.labels import Leg, Release
+from pdproxy.observe.labels import Attempt, Leg
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.sub_request import SubRequest
@@ -120,10 +120,10 @@ class BackgroundTasks:
             await asyncio.gather(*late, return_exceptions=True)
 
     async def _release(self, node: Node, model: str, hand_over: str, headers: Headers) -> None:
-        outcome = Release.FAILED
+        outcome = Attempt.FAILED
         try:
             await self._release_with_retry(node, model, hand_over, headers)
-            outcome = Release.DONE
+            outcome = Attempt.SUCCEEDED
         except NodeFault as fault:
             self._context.metrics.leg_failed(Leg.RELEASE, fault.fault)
             _log.warning("release of %s on %s failed: %s", hand_over, node.name, fault.fault)
