@@ -8,7 +8,7 @@ from functools import cache, partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdproxy.errors import Fault
-from pdproxy.observe.labels import Leg, Migration, Outcome, Phase, Proof, Release, Task, Tokens
+from pdproxy.observe.labels import Attempt, Leg, Outcome, Phase, Proof, Task, Tokens
 from pdproxy.request import Endpoint
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -70,7 +70,7 @@ class Metrics:
         for endpoint, outcome in itertools.product((*Endpoint, _OTHER), Outcome):
             self._requests.labels(endpoint, outcome)
         for counter, words in (
-            (self._migrations, Migration), (self._releases, Release), (self._tokens, Tokens), (self._tasks, Task),
+            (self._migrations, Attempt), (self._releases, Attempt), (self._tokens, Tokens), (self._tasks, Task),
             (self._proofs, Proof),
         ):  # fmt: skip
             for word in words:
@@ -96,7 +96,7 @@ class Metrics:
         """Count a request that one node computes alone."""
         self._local.labels(reason).inc()
 
-    def migrated(self, outcome: Migration) -> None:
+    def migrated(self, outcome: Attempt) -> None:
         """Count the attempt to continue a stream on another node."""
         self._migrations.labels(outcome).inc()
 
@@ -108,7 +108,7 @@ class Metrics:
         """Count a disaggregated request whose decode node computed the prompt itself after all."""
         self._recomputed.inc()
 
-    def released(self, outcome: Release) -> None:
+    def released(self, outcome: Attempt) -> None:
         """Count a hand-over that the proxy told its node to free."""
         self._releases.labels(outcome).inc()
 

@@ -8,7 +8,7 @@ from pdproxy.errors import ClientError, NodeFault
 from pdproxy.failures import Moment, RetryOptions, Step, decide
 from pdproxy.legs.rewrite import continuation_body
 from pdproxy.nodes.pool import UnknownNode
-from pdproxy.observe.labels import Leg, Migration, Outcome
+from pdproxy.observe.labels import Attempt, Leg, Outcome
 from pdproxy.orchestration.client_errors import (
     StreamError,
     UpstreamErrorResponse,
@@ -163,9 +163,9 @@ class Relay(ResponseStream):
             await self._upstream.leave_node()
             first_event = await self._start_on_node(body)
         except (ClientError, UpstreamErrorResponse, NotContinuable) as error:
-            self._context.metrics.migrated(Migration.FAILED)
+            self._context.metrics.migrated(Attempt.FAILED)
             return await self._fail(error)
-        self._context.metrics.migrated(Migration.DONE)
+        self._context.metrics.migrated(Attempt.SUCCEEDED)
         return first_event
 
     def _remaining_body(self) -> Json:

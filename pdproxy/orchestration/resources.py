@@ -12,7 +12,7 @@ from pdproxy.legs.calls import PrefillAnswer, release
 from pdproxy.lifecycle import IllegalTransition
 from pdproxy.nodes.node import Node
 from pdproxy.nodes.pool_entry import Slot
-from pdproxy.observe.labels import Leg, Release
+from pdproxy.observe.labels import Attempt, Leg
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.request import Headers, SubRequest
 from pdproxy.transport.port import HttpResponse
@@ -88,10 +88,10 @@ class BackgroundTasks:
             await asyncio.gather(*late, return_exceptions=True)
 
     async def _release(self, node: Node, model: str, hand_over_id: str, headers: Headers) -> None:
-        outcome = Release.FAILED
+        outcome = Attempt.FAILED
         try:
             await self._release_with_retry(node, model, hand_over_id, headers)
-            outcome = Release.DONE
+            outcome = Attempt.SUCCEEDED
         except NodeFault as fault:
             self._context.metrics.leg_failed(Leg.RELEASE, fault.fault)
             _log.warning("release of %s on %s failed: %s", hand_over_id, node.name, fault.fault)

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import Fault
-from pdproxy.observe.labels import Leg, Migration, Outcome, Phase, Proof, Release, Task, Tokens
+from pdproxy.observe.labels import Attempt, Leg, Outcome, Phase, Proof, Task, Tokens
 from pdproxy.observe.metrics import Metrics
 from pdproxy.request import Endpoint
 
@@ -33,10 +33,10 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
     metrics.leg_failed(Leg.PREFILL, Fault.STALL)
     metrics.step_taken(Leg.DECODE, Fault.RESET, Word.ONE)
     metrics.planned_local(Word.TWO)
-    metrics.migrated(Migration.DONE)
+    metrics.migrated(Attempt.SUCCEEDED)
     metrics.continuable(Word.ONE)
     metrics.recomputed()
-    metrics.released(Release.FAILED)
+    metrics.released(Attempt.FAILED)
     active = [1.0]
     metrics.watch_requests(lambda: active[0], lambda: 3)
     metrics.watch_bodies(lambda: 700)
@@ -89,8 +89,8 @@ def test_what_alerts_ask_for_is_there_from_the_start(metrics: Metrics, registry:
     assert registry.get_sample_value("pdproxy_requests_total", {"endpoint": "/v1/messages", "outcome": "ok"}) == 0
     for name, label, word in (
         ("task_failures", "task", Task.DISCOVERY),
-        ("releases", "outcome", Release.FAILED),
-        ("migrations", "outcome", Migration.FAILED),
+        ("releases", "outcome", Attempt.FAILED),
+        ("migrations", "outcome", Attempt.FAILED),
         ("tokens", "kind", Tokens.CACHED),
     ):
         assert registry.get_sample_value(f"pdproxy_{name}_total", {label: word}) == 0
