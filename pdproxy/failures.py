@@ -24,30 +24,19 @@ class Moment(enum.StrEnum):
 
 
 class Step(enum.StrEnum):
-    """What is done next."""
+    """What is done next; `_STEPS` has each in words."""
 
     OTHER_PREFILL = "other_prefill"
-    """Another prefill node."""
     LOCAL = "local"
-    """Compute on the decode node."""
     SAME_TICKET = "same_ticket"
-    """Another decode node, the same ticket."""
     PREFILL_AGAIN = "prefill_again"
-    """Another decode node, after a new prefill."""
     MIGRATE = "migrate"
-    """Continue the stream on another node."""
     OTHER_NODE = "other_node"
-    """Another node, the same request."""
     SAME_NODE = "same_node"
-    """The same node, the same request."""
     ANSWER = "answer"
-    """The node's answer goes to the client."""
     FAIL = "fail"
-    """Our error goes to the client."""
     ERROR_EVENT = "error_event"
-    """An error event, and a clean end of the stream."""
     LEASE_END = "lease_end"
-    """Nothing: the lease's end frees the blocks."""
 
 
 NO_RETRY_USED = frozenset({Fault.REFUSED})

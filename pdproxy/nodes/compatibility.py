@@ -96,7 +96,7 @@ def check_compatibility(info: NodeInfo, others: Iterable[NodeInfo]) -> Compatibi
     Nodes of another model, of another cohort or of the same role never exchange tickets: they are not compared.
     """
     partners = [other for other in others if _may_pair(info, other)]
-    refusals = [*_wrong_model(info), *_wrong_role(info), *_unequal_settings(info, partners, MUST_AGREE)]
+    refusals = [*_not_as_configured(info), *_unequal_settings(info, partners, MUST_AGREE)]
     warnings = [*_weaknesses(info), *_unequal_settings(info, partners, (*SHOULD_AGREE, "max_model_len"))]
     return Compatibility(tuple(refusals), tuple(warnings))
 
@@ -153,18 +153,13 @@ def _may_pair(info: NodeInfo, other: NodeInfo) -> bool:
     )
 
 
-def _wrong_model(info: NodeInfo) -> list[Incompatibility]:
-    wanted, names = info.node.model, info.models.names
-    if not wanted or not names or wanted in names:
-        return []
-    return [Incompatibility("model", f"the node serves {', '.join(names)}, not {wanted}")]
-
-
-def _wrong_role(info: NodeInfo) -> list[Incompatibility]:
-    role = info.labels.get("role")
-    if role != _WRONG_ROLE[info.node.role]:
-        return []
-    return [Incompatibility("kv_role", f"the node runs as {role} and cannot be a {info.node.role} node")]
+def _not_as_configured(info: NodeInfo) -> list[Incompatibility]:
+    found, node = [], info.node
+    if node.model and info.models.names and node.model not in info.models.names:
+        found.append(Incompatibility("model", f"the node serves {', '.join(info.models.names)}, not {node.model}"))
+    if (role := info.labels.get("role")) == _WRONG_ROLE[node.role]:
+        found.append(Incompatibility("kv_role", f"the node runs as {role} and cannot be a {node.role} node"))
+    return found
 
 
 def _unequal_settings(info: NodeInfo, partners: Iterable[NodeInfo], names: Iterable[str]) -> list[Incompatibility]:

@@ -10,7 +10,6 @@ A test is about a pair, and one that failed does not say which of the two nodes 
 
 import dataclasses
 from collections.abc import Collection
-from types import MappingProxyType
 
 from pdproxy.nodes.node import Bars
 
@@ -110,7 +109,7 @@ class Evidence:
             for name, other in ((prefill, decode), (decode, prefill)):
                 if name not in self._proved and other in self._proved:
                     nodes.setdefault(name, failure.why)
-        return Bars(MappingProxyType(pairs), MappingProxyType(nodes))
+        return Bars(pairs, nodes)
 
 
 def _next(before: Unpassed | None, why: str, now: float) -> Unpassed:

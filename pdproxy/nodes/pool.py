@@ -5,7 +5,6 @@ No I/O: `health_check` and `join` do that and report here. Everything is synchro
 
 import asyncio
 from collections.abc import Iterator
-from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry
 
@@ -259,4 +258,4 @@ class Pool:
 def _without(bars: Bars, name: str) -> Bars:
     pairs = {pair: why for pair, why in bars.pairs.items() if name not in pair}
     nodes = {barred: why for barred, why in bars.nodes.items() if barred != name}
-    return Bars(MappingProxyType(pairs), MappingProxyType(nodes))
+    return Bars(pairs, nodes)

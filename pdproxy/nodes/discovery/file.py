@@ -11,7 +11,6 @@ import pydantic
 import yaml
 
 from pdproxy.clock import Clock
-from pdproxy.errors import SettingsError
 from pdproxy.nodes.discovery.source import DiscoveryError, Nodes, poll
 from pdproxy.nodes.node import Node, Role
 
@@ -47,7 +46,7 @@ class FileSource:
         """See `Source`."""
         try:
             nodes = read_entries(await asyncio.to_thread(self._path.read_bytes))
-        except (OSError, SettingsError) as error:
+        except OSError as error:
             raise DiscoveryError(str(error)) from error
         return tuple(node for node in nodes if node.role in self._roles)
 
@@ -77,19 +76,19 @@ def read_entries(text: bytes) -> Nodes:
     """Nodes of a YAML (or JSON) list of ``{url, role, name?, model?, aliases?, weight?}``.
 
     Raises:
-        SettingsError: names the entry and the field that cannot be used.
+        DiscoveryError: names the entry and the field that cannot be used.
     """
     try:
         entries = pydantic.TypeAdapter(list[_Entry]).validate_python(yaml.safe_load(text))
     except yaml.YAMLError as error:
-        raise SettingsError(f"the list of nodes is not YAML: {error}") from error
+        raise DiscoveryError(f"the list of nodes is not YAML: {error}") from error
     except pydantic.ValidationError as error:
-        raise SettingsError(_sentence(error)) from error
+        raise DiscoveryError(_sentence(error)) from error
     nodes = tuple(entry.node() for entry in entries)
     names = [node.name for node in nodes]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise SettingsError(f"two nodes are called {twice!r}")
+        raise DiscoveryError(f"two nodes are called {twice!r}")
     return nodes
 
 
