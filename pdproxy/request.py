@@ -136,7 +136,7 @@ class Shape:
 
     @property
     def continuable(self) -> bool:
-        """Whether a broken stream can be continued, as far as the request tells."""
+        """Whether a broken stream can be continued, as far as this depends on the request."""
         return self.not_continuable is None
 
     @property

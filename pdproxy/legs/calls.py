@@ -34,7 +34,7 @@ def new_hand_over_id() -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillAnswer:
-    """The ticket for the decode leg, and how many prompt tokens the prefill node had cached, if it says so."""
+    """The ticket for the decode leg, and how many prompt tokens the prefill node had cached, where it reports that."""
 
     ticket: Json
     cached_tokens: int | None = None
@@ -85,7 +85,7 @@ async def release(
 ) -> None:
     """Free the blocks of a hand-over; good before, during and after its prefill, and more than once.
 
-    The node chose the rank of the prefill by itself and did not say which, so the message goes to every rank: those
+    The node chose the rank of the prefill by itself and does not report it, so the message goes to every rank: those
     that do not know the id have nothing to free. ``model`` is any name that the node serves. A fault of one rank is
     raised after all were called; its blocks are freed when the lease ends.
     """

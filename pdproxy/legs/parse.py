@@ -9,7 +9,7 @@ from pdproxy.request import Endpoint, Json
 
 TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens")
 FORBIDDEN = frozenset({"kv_transfer_params", "ec_transfer_params"})
-"""Where keys and values lie: only nodes may say so."""
+"""Where keys and values lie; only a node may set it."""
 CARRIERS = ("vllm_xargs", "extra_args", "extra_body", "sampling_params")
 """Fields whose content reaches the engine's extra arguments (vLLM: ``SamplingParams.extra_args``)."""
 EMBEDS = frozenset({"prompt_embeds"})
@@ -130,7 +130,7 @@ def _bad(param: str | None, message: str) -> ClientError:
 def split(endpoint: Endpoint, body: Json) -> tuple[dict[str, object], ...]:
     """One body per prompt, in order; a single prompt gives one body.
 
-    A list of ints is one prompt of token ids. An empty list is left as it is: the node knows what to say to it.
+    A list of ints is one prompt of token ids. An empty list is left as it is: the node answers it with its own error.
     """
     prompt = body.get("prompt")
     if endpoint is not Endpoint.COMPLETIONS or not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int):

@@ -10,7 +10,7 @@ DROPPED = frozenset(
     {
         # refused beside max_tokens = 1, or without a stream
         "min_tokens", "stream", "stream_options", "best_of", "background",
-        # ends or shapes output that nobody reads
+        # ends or shapes output that is not used
         "stop", "stop_sequences", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "stream_interval",
         "logit_bias", "allowed_token_ids", "bad_words", "frequency_penalty", "presence_penalty", "repetition_penalty",
         "structured_outputs", "thinking_token_budget", "repetition_detection", "watermarking", "max_tool_calls",

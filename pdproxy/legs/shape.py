@@ -28,7 +28,7 @@ BYTES_PER_TOKEN = 4
 _PROMPT_FIELDS = ("prompt", "messages", "input", "system", "instructions", "tools")
 """The fields that a prompt is rendered from."""
 _NO_TEXT = MEDIA | {"source", "file", "file_data"}
-"""Fields that hold media: the number of their bytes does not tell how many tokens they are."""
+"""Fields that hold media: their length has nothing to do with their number of tokens."""
 
 
 def shape(endpoint: Endpoint, body: Json) -> Shape:

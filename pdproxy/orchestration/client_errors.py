@@ -1,4 +1,4 @@
-"""The errors that clients see: what they say, and how each endpoint writes them. No internal address gets into them."""
+"""The errors that clients see: their messages, and how each endpoint writes them. No internal address is in them."""
 
 import json
 
@@ -13,7 +13,7 @@ from pdproxy.stream.choice_state import NotContinuable
 from pdproxy.stream.chunks import DONE_EVENT
 
 RETRY_AFTER = "1"
-"""Seconds that a client is asked to wait where a node did not say."""
+"""Seconds that a client is asked to wait where the node gave no number."""
 
 
 class UpstreamErrorResponse(PdproxyError):
@@ -45,7 +45,7 @@ def deadline_error() -> ClientError:
 
 
 def unknown_model_error(error: UnknownModel) -> ClientError:
-    """404, in OpenAI's words."""
+    """404, as OpenAI writes it."""
     names = ", ".join(error.known) or "none"
     message = f"The model `{error.model}` does not exist. Served now: {names}."
     return ClientError(404, message, kind="NotFoundError", code="model_not_found", param="model")

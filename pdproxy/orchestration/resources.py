@@ -68,13 +68,10 @@ class BackgroundTasks:
 
     def release(self, node: Node, model: str, hand_over_id: str, headers: Headers) -> None:
         """Have a hand-over freed on its prefill node. Returns at once and never raises, also while being cancelled."""
-        self._run(self._release(node, model, hand_over_id, headers))
+        self.run(self._release(node, model, hand_over_id, headers))
 
-    def close(self, response: HttpResponse) -> None:
-        """Close a response that another task is reading: its read ends in RESET. Returns at once."""
-        self._run(response.aclose())
-
-    def _run(self, work: Coroutine[None, None, None]) -> None:
+    def run(self, work: Coroutine[None, None, None]) -> None:
+        """Do some work that is bounded by itself. Returns at once."""
         task = asyncio.get_running_loop().create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -169,14 +166,14 @@ class HeldResources:
         return response
 
     def progress(self) -> None:
-        """Tell active health that the decode node is at work."""
+        """Report to active health that the decode node is at work."""
         if self._slot is not None:
             self._slot.progress()
 
     def abort_decode_leg(self) -> None:
         """Close the decode leg while it is being read: its read ends in RESET."""
         if self._response is not None:
-            self._background_tasks.close(self._response)
+            self._background_tasks.run(self._response.aclose())
 
     async def close_decode_leg(self) -> None:
         """End the decode leg: its slot first, for closing may be interrupted."""

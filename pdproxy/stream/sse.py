@@ -37,7 +37,7 @@ class SseParser:
 
     def feed(self, piece: bytes) -> list[Event]:
         """The events that ``piece`` completes; a `NodeFault` where one grows beyond `EVENT_BYTES`."""
-        if not self.rest and _is_plain(piece):
+        if not self.rest and _is_one_data_line(piece):
             return [Event(piece, b"", piece[6:-2])]
         block = self.rest + piece
         ends = _ends_lf(block) if b"\r" not in block else _ends_any(block)
@@ -71,7 +71,7 @@ def _ends_any(block: bytes) -> list[int]:
     return ends
 
 
-def _is_plain(block: bytes) -> bool:
+def _is_one_data_line(block: bytes) -> bool:
     """Whether this is one event of one line of data, ended by LF: nearly all are."""
     return (
         block.startswith(b"data: ")
@@ -82,7 +82,7 @@ def _is_plain(block: bytes) -> bool:
 
 
 def _event(raw: bytes) -> Event:
-    if _is_plain(raw):
+    if _is_one_data_line(raw):
         return Event(raw, b"", raw[6:-2])
     name, lines = b"", []
     for line in _LINE.split(raw):

@@ -4,6 +4,8 @@ Completions and chat are followed token by token; of messages and responses only
 Bytes are passed on untouched where nothing has to be taken out or corrected.
 """
 
+import collections
+import functools
 import re
 
 from pdproxy.errors import Fault, NodeFault
@@ -43,7 +45,7 @@ class Transcript:
         """Generated text, ids or events reached the client."""
         self.ended = False
         """The stream's own end was seen; a body that ends without it was cut."""
-        self.choices: dict[int, ChoiceState] = {}
+        self.choices = collections.defaultdict[int, ChoiceState](functools.partial(ChoiceState, shape.held_back))
         self._not_continuable = shape.not_continuable
         self._strips = Addition.TOKEN_IDS in shape.additions
         self._finishes = 0
@@ -87,8 +89,8 @@ class Transcript:
         event = fast_path(raw)
         if event is None:
             return None
-        choice = self.choices.get(event.choice) or self._choice(event.choice)
-        choice.append(event.text, event.token_ids)  # never diverges: that needs a continuation, which is excluded above
+        # Never diverges: that needs a continuation, which is excluded above.
+        self.choices[event.choice].append(event.text, event.token_ids)
         return raw[: event.ids_from] + b"null" + raw[event.ids_to :]
 
     def continuation(self) -> Continuation:
@@ -150,12 +152,6 @@ class Transcript:
         self._finishes += data.count(FINISH_REASON)
         return rewrite_event(self.endpoint, event, data, self.cached_tokens)
 
-    def _choice(self, index: int) -> ChoiceState:
-        choice = self.choices.get(index)
-        if choice is None:
-            choice = self.choices[index] = ChoiceState(self.shape.held_back)
-        return choice
-
     def _follow(self, event: Event, chunk: Chunk) -> bytes:
         self._first = self._first or chunk
         if chunk.prompt_token_ids is not None and self.prompt_token_ids is None:
@@ -170,7 +166,7 @@ class Transcript:
 
     def _follow_choice(self, chunk_choice: ChunkChoice) -> bool:
         """Take one choice of a chunk; whether anything of it is new to the client."""
-        choice, ids = self._choice(chunk_choice.index), chunk_choice.token_ids or []
+        choice, ids = self.choices[chunk_choice.index], chunk_choice.token_ids or []
         lost_ids = bool(chunk_choice.text) and chunk_choice.token_ids is None
         no_ids = NotContinuableReason.NO_TOKEN_IDS if lost_ids else None
         self._not_continuable = self._not_continuable or chunk_choice.parsed or no_ids
