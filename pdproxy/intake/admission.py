@@ -29,14 +29,16 @@ class Admission:
     Args:
         concurrency: requests that run at once.
         queue: how many may wait.
-        patience: seconds that one may wait.
+        queue_seconds: how long one may wait.
         key_limit: open requests of one API key that has no limit of its own; 0: none.
     """
 
-    def __init__(self, concurrency: int, queue: int, patience: float, metrics: Metrics, key_limit: int = 0) -> None:
+    def __init__(
+        self, concurrency: int, queue: int, queue_seconds: float, metrics: Metrics, key_limit: int = 0
+    ) -> None:
         self._free = concurrency
         self._queue_limit = queue
-        self._patience = patience
+        self._queue_seconds = queue_seconds
         self._metrics = metrics
         self._key_limit = key_limit
         self._order = itertools.count()
@@ -49,7 +51,7 @@ class Admission:
         """Be one of the running requests while inside.
 
         Raises:
-            ClientError: 429 with Retry-After: the key's limit, a full queue, or a wait beyond ``patience``.
+            ClientError: 429 with Retry-After: the key's limit, a full queue, or a wait beyond ``queue_seconds``.
         """
         self._enter_key(api_key)
         try:
@@ -88,11 +90,11 @@ class Admission:
         heapq.heappush(self._waiting, entry)
         try:
             # Not wait_for: in Python 3.11 that swallows a cancellation which comes together with the turn.
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._queue_seconds):
                 await turn
         except TimeoutError:
             self._abandon(entry)
-            text = f"No place became free within {self._patience:g} s: try again later."
+            text = f"No place became free within {self._queue_seconds:g} s: try again later."
             raise _rejected(self._metrics, Rejection.QUEUE_TIMEOUT, text, 5) from None
         except asyncio.CancelledError:
             self._abandon(entry)

@@ -90,7 +90,8 @@ class ApiApp:
             await context.refuse(shutting_down_error())
         except Exception:
             _LOG.exception("unexpected failure", extra={"request_id": name})
-            await context.refuse(_internal_error(name))
+            text = f"The proxy failed on this request; its log says more under {name}."
+            await context.refuse(ClientError(500, text, kind="server_error", code="internal_error"))
             raise
 
     async def _dispatch(self, context: RequestContext, scope: Scope) -> None:
@@ -161,8 +162,3 @@ def unknown_path(method: str, path: str) -> ClientError:
 def _wrong_method(method: str, path: str, right: str) -> ClientError:
     text = f"{path} takes {right}, not {method[:20]}."
     return ClientError(405, text, code="method_not_allowed", headers=(("allow", right),))
-
-
-def _internal_error(name: str) -> ClientError:
-    text = f"The proxy failed on this request; its log says more under {name}."
-    return ClientError(500, text, kind="server_error", code="internal_error")

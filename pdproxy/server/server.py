@@ -80,6 +80,5 @@ def leave(ports: Sequence[Server], leaving: asyncio.Event) -> None:
 
 async def _run(port: Server, ports: Sequence[Server], leaving: asyncio.Event) -> None:
     await port.serve(sockets=[port.bound])
-    leaving.set()
-    for other in ports:
-        other.should_exit = True
+    if not leaving.is_set():
+        leave(ports, leaving)

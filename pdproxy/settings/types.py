@@ -157,10 +157,6 @@ class Quantity:
         return float(text) * factor
 
 
-_SECONDS = Quantity("seconds", (("ms", 0.001), ("s", 1.0), ("m", 60.0), ("h", 3600.0)))
-_BYTES = Quantity("bytes", (("KiB", 2.0**10), ("MiB", 2.0**20), ("GiB", 2.0**30), ("B", 1.0)))
-
-
 def address(text: str) -> str:
     """Check an http(s) address, and strip a slash from its end. Raises ValueError or PydanticCustomError."""
     _, _, rest = text.rpartition("://")
@@ -189,8 +185,8 @@ _ADDRESS = Takes("an address such as http://10.0.0.1:8000")
 Number = Annotated[float, Quantity()]
 Count = Annotated[int, Quantity()]
 Tokens = Annotated[int, Quantity("tokens")]
-Seconds = Annotated[float, _SECONDS]
-Bytes = Annotated[int, _BYTES]
+Seconds = Annotated[float, Quantity("seconds", (("ms", 0.001), ("s", 1.0), ("m", 60.0), ("h", 3600.0)))]
+Bytes = Annotated[int, Quantity("bytes", (("KiB", 2.0**10), ("MiB", 2.0**20), ("GiB", 2.0**30), ("B", 1.0)))]
 Port = Annotated[int, Ge(0), Le(65535), Quantity()]
 Text = Annotated[str, Takes("a text")]
 Texts = Annotated[

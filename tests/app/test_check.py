@@ -1,4 +1,4 @@
-"""`pdproxy check` asks the nodes that are found as well as those that are named."""
+"""`pdproxy check` asks the discovered as well as the configured nodes."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -52,7 +52,7 @@ def also_in_a_file(folder: Path, listed: str, entry: ConfiguredNode) -> Settings
     return Settings(nodes=(entry,), discovery=Discovery(decode=DiscoveryKind.FILE, file=path))
 
 
-async def test_nodes_in_a_file_are_asked_after_those_that_are_named(tmp_path: Path, node: LoopbackNode) -> None:
+async def test_discovered_nodes_are_checked_after_configured_ones(tmp_path: Path, node: LoopbackNode) -> None:
     listed = f"[{{url: '{node.url}', role: decode}}, {{url: '{NOBODY}', role: decode}}]"
     told = also_in_a_file(tmp_path, listed, ConfiguredNode(url=node.url, role=NodeRole.PREFILL))
     report = await inspect(told, HostEnvironment())
@@ -65,7 +65,7 @@ async def test_nodes_in_a_file_are_asked_after_those_that_are_named(tmp_path: Pa
     assert not report.good()
 
 
-async def test_a_node_that_is_named_and_found_is_asked_once(tmp_path: Path, node: LoopbackNode) -> None:
+async def test_a_node_that_is_configured_and_discovered_is_checked_once(tmp_path: Path, node: LoopbackNode) -> None:
     listed = f"[{{url: '{node.url}', role: decode, name: found}}]"
     told = also_in_a_file(tmp_path, listed, ConfiguredNode(url=node.url, role=NodeRole.DECODE))
     report = await inspect(told, HostEnvironment())
@@ -87,7 +87,9 @@ async def test_endpoint_slices_are_listed_once(tmp_path: Path, node: LoopbackNod
     assert report.good()
 
 
-async def test_what_could_not_be_looked_at_is_said_and_the_rest_is_asked(tmp_path: Path, node: LoopbackNode) -> None:
+async def test_a_source_that_cannot_be_read_is_named_and_the_rest_is_checked(
+    tmp_path: Path, node: LoopbackNode
+) -> None:
     absent = tmp_path / "absent.yaml"
     absent.touch()
     lost = Discovery(prefill=DiscoveryKind.FILE, file=absent, decode=DiscoveryKind.DNS, decode_name="a..b", dns_port=80)
@@ -101,7 +103,7 @@ async def test_what_could_not_be_looked_at_is_said_and_the_rest_is_asked(tmp_pat
     assert not report.good()
 
 
-async def test_what_the_api_refuses_is_said(tmp_path: Path) -> None:
+async def test_a_refusal_of_the_api_is_shown(tmp_path: Path) -> None:
     async with cluster(tmp_path) as (around, told, server):
         server.refusals = [403]
         report = await inspect(Settings(discovery=told), around)
@@ -117,7 +119,7 @@ async def test_a_source_without_nodes_is_no_success(tmp_path: Path) -> None:
     assert not report.good()
 
 
-def test_the_command_says_it_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_it_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "nodes.yaml"
     path.write_text(f"[{{url: '{NOBODY}', role: decode}}]")
     words = ["check", "--discovery-decode", "file", "--discovery-file", str(path)]

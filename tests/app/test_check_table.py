@@ -1,4 +1,4 @@
-"""`pdproxy check` as a person reads it."""
+"""The table that `pdproxy check` prints."""
 
 from pdproxy.app.check import passed, table
 from pdproxy.errors import Fault, NodeFault

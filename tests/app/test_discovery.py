@@ -1,4 +1,4 @@
-"""Nodes that the settings say how to find are found, in a whole proxy."""
+"""Discovery in a whole proxy."""
 
 import asyncio
 import subprocess
@@ -30,7 +30,7 @@ async def found(running: Proxy, count: int) -> dict[str, str]:
             await asyncio.sleep(0.01)
 
 
-async def test_of_a_file_the_roles_that_ask_for_it_are_taken(tmp_path: Path) -> None:
+async def test_a_file_is_used_for_the_roles_that_name_it(tmp_path: Path) -> None:
     path = tmp_path / "nodes.yaml"
     path.write_text("[{url: 'http://127.0.0.1:1', role: decode}, {url: 'http://127.0.0.1:2', role: prefill}]")
     one = Settings(

@@ -1,4 +1,4 @@
-"""What is counted, and under which names."""
+"""The metrics and their names."""
 
 import enum
 
@@ -84,7 +84,7 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
     assert registry.get_sample_value("pdproxy_requests_active") == 0
 
 
-def test_what_alerts_ask_for_is_there_from_the_start(metrics: Metrics, registry: CollectorRegistry) -> None:
+def test_series_that_alerts_use_exist_from_the_start(metrics: Metrics, registry: CollectorRegistry) -> None:
     assert registry.get_sample_value("pdproxy_requests_total", {"endpoint": "other", "outcome": "failed"}) == 0
     assert registry.get_sample_value("pdproxy_requests_total", {"endpoint": "/v1/messages", "outcome": "ok"}) == 0
     for name, label, word in (

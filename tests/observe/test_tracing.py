@@ -1,4 +1,4 @@
-"""Spans of a request and of its calls to nodes hang together; without tracing nothing is in the way."""
+"""Spans of a request and of its calls to nodes are one trace; without tracing there are none."""
 
 from collections.abc import AsyncIterator, Sequence
 
@@ -59,7 +59,7 @@ class Nodes:
         self.refuse = refuse
         self.broken = broken
 
-    async def send(self, request: HttpRequest, patience: Timeouts) -> HttpResponse:
+    async def send(self, request: HttpRequest, timeouts: Timeouts) -> HttpResponse:
         self.sent.append(request)
         if self.refuse:
             raise self.refuse

@@ -1,4 +1,4 @@
-"""Pieces that go to the client at once: in order, framed, and no more of them than the client takes."""
+"""The sink for pieces of a response: in order, framed, and no faster than the client reads."""
 
 import asyncio
 
@@ -33,7 +33,7 @@ class Mixed:
         await send({"type": "http.response.body", "body": b"end"})
 
 
-async def test_pieces_keep_their_order_whichever_way_they_go() -> None:
+async def test_pieces_keep_their_order_with_send_and_sink() -> None:
     async with serving(LIMITS, Mixed()) as port:
         status, body = await say(port, post("content-length: 0", "connection: close"))
     assert status == 200
@@ -43,7 +43,7 @@ async def test_pieces_keep_their_order_whichever_way_they_go() -> None:
     )
 
 
-async def test_head_and_first_piece_come_as_one_as_do_last_piece_and_end() -> None:
+async def test_head_and_first_piece_are_one_write_as_are_last_piece_and_end() -> None:
     async with serving(LIMITS, Mixed()) as port, asyncio.timeout(SOON):
         reads: list[bytes] = []
         done = asyncio.Event()
@@ -89,7 +89,7 @@ async def test_a_client_that_does_not_keep_up_is_waited_for() -> None:
     assert answer.count(b"x") >= len(BIG) * (len(taken) + 1)
 
 
-async def test_a_client_that_has_gone_gets_nothing_and_it_is_told() -> None:
+async def test_after_a_disconnect_the_sink_returns_false() -> None:
     said: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -108,7 +108,7 @@ async def test_a_client_that_has_gone_gets_nothing_and_it_is_told() -> None:
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["a body of known length", "an answer that is over"])
-async def test_what_does_not_belong_there_is_refused(known: bool) -> None:
+async def test_the_sink_refuses_bodies_of_known_length(known: bool) -> None:
     refused: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -130,7 +130,7 @@ async def test_what_does_not_belong_there_is_refused(known: bool) -> None:
         assert "length is not known" in await refused
 
 
-async def test_http_1_0_has_no_such_way() -> None:
+async def test_http_1_0_has_no_sink() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await whole_body(scope, receive)
         await send_whole(send, 200, (), repr(scope.get("extensions", {})).encode())

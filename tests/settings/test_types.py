@@ -1,4 +1,4 @@
-"""From what somebody wrote to what a setting is, and what is said when it cannot be one."""
+"""How values are converted to settings, and what is said of those that cannot be."""
 
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def converted(value: object, kind: Any, bounds: FieldInfo) -> object:
         ("", OptionalAddress, PLAIN, ""),
     ],
 )
-def test_fits(value: object, kind: object, bounds: FieldInfo, result: object) -> None:
+def test_values_are_converted(value: object, kind: object, bounds: FieldInfo, result: object) -> None:
     made = converted(value, kind, bounds)
     assert made == result
     assert type(made) is type(result)
@@ -101,7 +101,9 @@ def test_fits(value: object, kind: object, bounds: FieldInfo, result: object) ->
         ("64MiB and more", Bytes, AT_LEAST_1024, "a whole number of bytes, at least 1024"),
     ],
 )
-def test_does_not_fit_and_says_what_would(value: object, kind: object, bounds: FieldInfo, words: str) -> None:
+def test_invalid_values_are_refused_with_what_is_valid(
+    value: object, kind: object, bounds: FieldInfo, words: str
+) -> None:
     with pytest.raises(ValidationError) as caught:
         converted(value, kind, bounds)
     assert caught.value.error_count() == 1

@@ -49,7 +49,7 @@ async def serving(cluster: LoopbackCluster) -> AsyncIterator[Caller]:
 
 
 def _server(cluster: LoopbackCluster, metrics: Metrics) -> Server:
-    admission = Admission(PLACES, queue=1000, patience=PATIENT, metrics=metrics)
+    admission = Admission(PLACES, queue=1000, queue_seconds=PATIENT, metrics=metrics)
     rules = HandlerConfig(1 << 20, PATIENT, PATIENT, Credential.PASS, own="")
     service = RequestHandler(
         read_keys(None), admission, BodyBudget(ROOM, metrics), cluster.orchestrator, cluster.pool, SystemClock(), rules

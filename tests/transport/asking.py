@@ -1,4 +1,4 @@
-"""How the tests of the transport ask a peer."""
+"""Requests of the transport's tests to a peer."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every foreign error has its row: nothing from below reaches the proxy under its own name."""
+"""Every error of sockets, TLS and httptools becomes a `NodeFault`."""
 
 import asyncio
 import errno
@@ -43,7 +43,7 @@ def test_timeouts_of_asyncio_are_mapped() -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
-def test_what_we_lack_ourselves_is_no_fault_of_the_node(number: int) -> None:
+def test_a_lack_of_sockets_or_memory_is_busy(number: int) -> None:
     assert while_connecting(OSError(number, "none left"), "node:1").fault is Fault.BUSY
     assert while_connecting(OSError(errno.EHOSTUNREACH, "no way"), "node:1").fault is Fault.REFUSED
 

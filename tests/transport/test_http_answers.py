@@ -1,4 +1,4 @@
-"""What is sent to a scripted peer on loopback, and what is made of its answer."""
+"""Requests to a scripted peer on loopback, and its responses."""
 
 import asyncio
 

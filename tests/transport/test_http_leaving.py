@@ -1,4 +1,4 @@
-"""Cancelled or closed at any moment: nothing is left behind, and nobody else is disturbed."""
+"""Cancelled or closed at any moment: no connection is left behind, and no other request is disturbed."""
 
 import asyncio
 import contextlib
@@ -95,7 +95,7 @@ async def test_closing_under_a_reader_wakes_it(transport: H1Transport) -> None:
     assert caught.value.fault is Fault.RESET
 
 
-async def test_a_closed_incoming_does_not_touch_who_has_its_connection_now(transport: H1Transport) -> None:
+async def test_closing_a_response_twice_does_not_touch_the_next_one_on_its_connection(transport: H1Transport) -> None:
     async with peer(always(b"yes")) as there:
         first = await transport.send(post(there), PATIENT)
         await read_to_end(first, 3)

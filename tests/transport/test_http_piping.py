@@ -1,4 +1,4 @@
-"""Pieces that are handed on in the moment they come: none is lost or comes twice, and every end is left to a read."""
+"""`pipe_to`: no piece is lost or comes twice, and every end is left to iteration."""
 
 import asyncio
 import contextlib
@@ -127,7 +127,9 @@ async def test_a_fault_is_left_to_be_read(transport: H1Transport, bad: bytes) ->
     ],
     ids=["stalled", "lively", "overdue"],
 )
-async def test_a_sink_buys_no_time(transport: H1Transport, timeouts: Timeouts, lively: bool, words: str) -> None:
+async def test_a_sink_does_not_extend_the_stall_timeout(
+    transport: H1Transport, timeouts: Timeouts, lively: bool, words: str
+) -> None:
     async def script(visit: Visit) -> None:
         await visit.request()
         await visit.say(CHUNKED, chunk(b"one"))
@@ -145,7 +147,7 @@ async def test_a_sink_buys_no_time(transport: H1Transport, timeouts: Timeouts, l
     assert caught.value.fault is Fault.STALL
 
 
-async def test_pieces_in_time_keep_a_stall_away(transport: H1Transport) -> None:
+async def test_pieces_to_a_sink_restart_the_stall_timeout(transport: H1Transport) -> None:
     async def script(visit: Visit) -> None:
         await visit.request()
         await visit.say(CHUNKED)
@@ -163,7 +165,7 @@ async def test_pieces_in_time_keep_a_stall_away(transport: H1Transport) -> None:
     assert first + b"".join(taken.pieces) == b"".join(WORDS)
 
 
-async def test_cancelled_it_has_lost_nothing(transport: H1Transport) -> None:
+async def test_a_cancelled_pipe_loses_nothing(transport: H1Transport) -> None:
     go_on = asyncio.Event()
     async with peer(speaking(chunk(b"one"), chunk(b"two") + END, then=go_on)) as there:
         response, _ = await begin(transport, there)
@@ -191,7 +193,7 @@ async def test_closing_under_a_sink_ends_the_wait(transport: H1Transport) -> Non
         assert transport.connections == 0
 
 
-async def test_a_bug_in_a_sink_comes_to_who_waits_and_ends_the_exchange(transport: H1Transport) -> None:
+async def test_an_exception_in_a_sink_is_raised_in_pipe_to_and_ends_the_exchange(transport: H1Transport) -> None:
     loop = asyncio.get_running_loop()
     told: list[str] = []
     loop.set_exception_handler(lambda _, context: told.append(str(context.get("message"))))

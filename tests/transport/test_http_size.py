@@ -1,4 +1,4 @@
-"""Big bodies and slow sides: memory stays bounded, and whoever is slow is waited for."""
+"""Big bodies and slow readers: memory stays bounded, and nothing times out."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""https nodes: trusted authorities only, and the same manners."""
+"""https nodes: trusted authorities only."""
 
 import ssl
 from pathlib import Path
@@ -51,7 +51,7 @@ async def test_plain_http_to_an_https_node_is_a_fault() -> None:
     await transport.aclose()
 
 
-async def test_a_handshake_that_nobody_answers_counts_as_connecting() -> None:
+async def test_a_tls_handshake_without_answer_is_refused() -> None:
     async def mute(visit: Visit) -> None:
         await visit.until_gone()
 
