@@ -27,8 +27,8 @@ lint: env ## format, style, types, import contracts
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-unit: env ## tests without engines (minutes, two at a time)
-	$(RUN) -m pytest -n 2 -m "not e2e and not long" --ignore=tests/soak
+unit: env ## tests without engines (a minute on two cores)
+	$(RUN) -m pytest -n 2 --dist worksteal -m "not e2e and not long" --ignore=tests/soak --ignore=tests/e2e
 
 soak: env ## mixed load under random kills on fake nodes (two minutes; 15 in test-long)
 	SOAK_SECONDS=120 $(RUN) -m pytest tests/soak
@@ -38,8 +38,9 @@ e2e: env ## tests with real engines (minutes)
 
 test-long: env ## the tests that take minutes each
 	$(RUN) -m pytest -m long
+	FUZZED=500 $(RUN) -m pytest -m "hypothesis and not e2e and not long" tests/connector
 
-test-upstream: env ## vLLM's own connector tests with our classes in the place of vLLM's (a quarter of an hour)
+test-upstream: env ## vLLM's own connector tests with our classes in the place of vLLM's (five minutes)
 	$(RUN) -m tests.upstream
 
 fuzz: env ## property tests with FUZZED examples each (default 2000)

@@ -8,9 +8,10 @@
     └── NodeFault              one leg failed on one node; `Fault` names how
         (raised by `transport` for the wire, by `legs` for what the answer says)
 
-A `NodeFault` never reaches a client as it is: `lifecycle` decides what follows from it.
+A `NodeFault` never reaches a client as it is: the table in `failures` decides what follows from it.
 """
 
+import dataclasses
 import enum
 import json
 
@@ -23,35 +24,28 @@ class SettingsError(PdproxyError):
     """Settings that cannot be used. The message names the setting and what would work."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class ClientError(PdproxyError):
     """An answer for the client, in OpenAI's error shape.
 
     Args:
-        status: the HTTP status, 400 to 599.
+        status: 400 to 599.
         message: a sentence that says what to do.
-        kind: OpenAI's ``type``, such as ``invalid_request_error``.
-        code: OpenAI's ``code``, a machine-readable word.
+        kind: OpenAI's ``type``.
         param: the field of the request that is at fault.
-        headers: further response headers, such as ``retry-after``.
+        headers: such as ``retry-after``.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = "invalid_request_error",
-        code: str | None = None,
-        param: str | None = None,
-        headers: tuple[tuple[str, str], ...] = (),
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.kind = kind
-        self.code = code
-        self.param = param
-        self.headers = headers
+    status: int
+    message: str
+    _: dataclasses.KW_ONLY
+    kind: str = "invalid_request_error"
+    code: str | None = None
+    param: str | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return self.message
 
     def body(self) -> bytes:
         """The JSON body, OpenAI's shape: ``{"error": {message, type, param, code}}``."""
@@ -81,13 +75,14 @@ class Fault(enum.StrEnum):
     NO_TICKET = "no_ticket"
     """A good prefill answer without kv_transfer_params."""
     ERROR_EVENT = "error_event"
-    """An error that the node reported inside a 200 stream."""
+    """An error other than a 4xx that the node reported inside a 200 stream."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class NodeFault(PdproxyError):
     """One leg failed on one node.
 
-    Args:
+    Attributes:
         fault: the row of the failure table.
         detail: for the log, never for the client: may hold internal addresses.
         status: the upstream status, where there was one.
@@ -95,18 +90,12 @@ class NodeFault(PdproxyError):
         headers: upstream response headers worth keeping (``retry-after``).
     """
 
-    def __init__(
-        self,
-        fault: Fault,
-        detail: str,
-        *,
-        status: int | None = None,
-        body: bytes = b"",
-        headers: tuple[tuple[str, str], ...] = (),
-    ) -> None:
-        super().__init__(f"{fault}: {detail}")
-        self.fault = fault
-        self.detail = detail
-        self.status = status
-        self.body = body
-        self.headers = headers
+    fault: Fault
+    detail: str
+    _: dataclasses.KW_ONLY
+    status: int | None = None
+    body: bytes = b""
+    headers: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.fault}: {self.detail}"

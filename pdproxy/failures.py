@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 from pdproxy.errors import Fault
 from pdproxy.observe.labels import Leg
-from pdproxy.settings.choices import OnPrefillFailure
+from pdproxy.request import NotContinuableReason
+from pdproxy.settings.types import OnPrefillFailure
 
 
 class Moment(enum.StrEnum):
@@ -23,30 +24,28 @@ class Moment(enum.StrEnum):
 
 
 class Step(enum.StrEnum):
-    """What is done next."""
+    """What is done next; `_STEPS` has each in words."""
 
     OTHER_PREFILL = "other_prefill"
-    """Another prefill node."""
     LOCAL = "local"
-    """Compute on the decode node."""
     SAME_TICKET = "same_ticket"
-    """Another decode node, the same ticket."""
     PREFILL_AGAIN = "prefill_again"
-    """Another decode node, after a new prefill."""
     MIGRATE = "migrate"
-    """Continue the stream on another node."""
+    OTHER_NODE = "other_node"
+    SAME_NODE = "same_node"
     ANSWER = "answer"
-    """The node's answer goes to the client."""
     FAIL = "fail"
-    """Our error goes to the client."""
     ERROR_EVENT = "error_event"
-    """An error event, and a clean end of the stream."""
+    LEASE_END = "lease_end"
 
 
 NO_RETRY_USED = frozenset({Fault.REFUSED})
 """Faults that use no retry up: nothing of the request reached the node, and no node is tried twice."""
 
-FINAL_STEPS = frozenset({Step.ANSWER, Step.FAIL, Step.ERROR_EVENT})
+RELEASE_RETRIES = 1
+"""How often one release may be tried again."""
+
+FINAL_STEPS = frozenset({Step.ANSWER, Step.FAIL, Step.ERROR_EVENT, Step.LEASE_END})
 """The steps that end the request."""
 
 
@@ -79,9 +78,9 @@ class RetryOptions:
 
     policy: OnPrefillFailure
     retries: int
-    ticket_works: bool
-    migrations: int
-    continuable: bool
+    ticket_works: bool = False
+    migrations: int = 0
+    continuable: bool = False
 
     def allow(self, step: Step) -> bool:
         """Whether ``step`` can be taken now."""
@@ -92,7 +91,7 @@ class RetryOptions:
                 return self.policy is not OnPrefillFailure.FAIL
             case Step.SAME_TICKET:
                 return self.retries > 0 and self.ticket_works
-            case Step.PREFILL_AGAIN:
+            case Step.PREFILL_AGAIN | Step.OTHER_NODE | Step.SAME_NODE:
                 return self.retries > 0
             case Step.MIGRATE:
                 return self.migrations > 0 and self.continuable
@@ -138,42 +137,84 @@ FAILURE_TABLE: Mapping[tuple[Leg, Moment, Fault], FailureRow] = {
     (Leg.DECODE, Moment.OPENING, Fault.NO_TICKET): FailureRow(_DECODE, "stall"),
     (Leg.DECODE, Moment.OPENING, Fault.ERROR_EVENT): FailureRow(_DECODE, "stall"),
     **{(Leg.DECODE, Moment.STREAMING, fault): FailureRow(_STREAM, "stall") for fault in Fault},
+    (Leg.DECODE, Moment.STREAMING, Fault.CLIENT_ERROR): FailureRow((Step.ERROR_EVENT,), "stall"),
+    **{(Leg.FORWARD, Moment.OPENING, fault): FailureRow((Step.FAIL,), "stall") for fault in Fault},
+    (Leg.FORWARD, Moment.OPENING, Fault.REFUSED): FailureRow((Step.OTHER_NODE, Step.FAIL), "connect", 503),
+    (Leg.FORWARD, Moment.OPENING, Fault.RESET): FailureRow((Step.FAIL,), "decode_headers"),
+    (Leg.FORWARD, Moment.OPENING, Fault.HEADERS_TIMEOUT): FailureRow((Step.FAIL,), "decode_headers", 504),
+    (Leg.FORWARD, Moment.OPENING, Fault.STALL): FailureRow((Step.FAIL,), "decode_headers", 504),
+    (Leg.FORWARD, Moment.OPENING, Fault.BUSY): FailureRow((Step.FAIL,), "connect", 503),
+    **{(Leg.RELEASE, Moment.OPENING, fault): FailureRow((Step.LEASE_END,), "release") for fault in Fault},
+    (Leg.RELEASE, Moment.OPENING, Fault.RESET): FailureRow((Step.SAME_NODE, Step.LEASE_END), "release"),
 }
-"""Every leg, moment and fault; a prefill leg never streams. A leg that streams has its head behind it: what a head can
-say comes up there only through a confused node, and is treated like any break."""
-
-COUNTED_AT_ONCE = frozenset({Fault.REFUSED, Fault.RESET, Fault.HEADERS_TIMEOUT, Fault.STALL, Fault.INVALID_BODY})
-"""What counts against a node at once."""
-
-COUNTED_AFTER_ANOTHER_SERVED = frozenset({Fault.SERVER_ERROR, Fault.ERROR_EVENT})
-"""What a request may have caused itself: it counts only once another node has served the same request."""
+"""Every leg, moment and fault; only a decode leg streams. A leg that streams has its head behind it: what a head can
+say comes up there only through a confused node, and is treated like any break. A forward leg passes the node's answer
+on whatever its status is, so that no status makes a fault."""
 
 
-def counts_in_words(fault: Fault) -> str:
-    """Whether a fault counts against the node, in words."""
-    if fault in COUNTED_AFTER_ANOTHER_SERVED:
-        return "once another node has served the request"
-    return "yes" if fault in COUNTED_AT_ONCE else "no"
+class Blame(enum.StrEnum):
+    """Whether a fault counts against the node that it happened on."""
+
+    YES = "yes"
+    NO = "no"
+    IF_ANOTHER_SERVED = "once another node has served the request"
+    """The request itself may have caused it."""
+    IF_SILENT = "unless a request has received something from the node meanwhile"
+    """A node that is busy answers probes late."""
 
 
-NOT_CONTINUABLE: Mapping[str, str] = {
-    "messages": "a stream of /v1/messages: it carries no token ids",
-    "responses": "a stream of /v1/responses: it carries no token ids",
-    "choices": "`n` above 1: each choice stands elsewhere",
-    "penalties": "presence or frequency penalties: they count the output, which would begin anew",
-    "bad_words": "`bad_words`: they are matched over the output",
-    "reasoning": "reasoning that is being parsed, or a thinking budget",
-    "tool_calls": "tools that may be called: their parser's state is on the node",
-    "structured_output": "structured output or a response format: the grammar's state is on the node",
-    "media": "images, audio or video in the prompt: token ids do not carry them",
-    "echo": "`echo`",
-    "prompt_logprobs": "`prompt_logprobs`",
-    "beam_search": "beam search",
-    "repetition_detection": "repetition detection",
-    "watermarking": "watermarking",
-    "token_details": "log-probabilities or token ids whose tokens' text is not out yet",
-    "no_token_ids": "the node sent no token ids",
-    "diverged": "sampling: the other node said something else than what the client has of a word or stop string",
+LEG_BLAME = {
+    Fault.REFUSED: Blame.YES,
+    Fault.RESET: Blame.YES,
+    Fault.HEADERS_TIMEOUT: Blame.YES,
+    Fault.STALL: Blame.YES,
+    Fault.CLIENT_ERROR: Blame.NO,
+    Fault.BUSY: Blame.NO,
+    Fault.SERVER_ERROR: Blame.IF_ANOTHER_SERVED,
+    Fault.INVALID_BODY: Blame.YES,
+    Fault.NO_TICKET: Blame.NO,
+    Fault.ERROR_EVENT: Blame.IF_ANOTHER_SERVED,
+}
+"""Of prefill and decode legs: `health.failures` in a row open the node's circuit."""
+
+PROBE_BLAME = LEG_BLAME | {
+    Fault.HEADERS_TIMEOUT: Blame.IF_SILENT,
+    Fault.STALL: Blame.IF_SILENT,
+    Fault.SERVER_ERROR: Blame.YES,
+    Fault.ERROR_EVENT: Blame.NO,
+}
+"""Of health probes: `health.failures` in a row, and the node is given up. BUSY is the proxy's own lack of sockets."""
+
+
+def blame(leg: Leg, fault: Fault) -> Blame:
+    """Whether a leg's fault counts against its node: a release's never does, and a forward's has no second node."""
+    if leg is Leg.RELEASE or (leg is Leg.FORWARD and LEG_BLAME[fault] is Blame.IF_ANOTHER_SERVED):
+        return Blame.NO
+    return LEG_BLAME[fault]
+
+
+NOT_CONTINUABLE: Mapping[NotContinuableReason, str] = {
+    NotContinuableReason.MESSAGES: "a stream of /v1/messages: it carries no token ids",
+    NotContinuableReason.RESPONSES: "a stream of /v1/responses: it carries no token ids",
+    NotContinuableReason.CHOICES: "`n` above 1: each choice stands elsewhere",
+    NotContinuableReason.PENALTIES: "presence or frequency penalties: they count the output, which would begin anew",
+    NotContinuableReason.BAD_WORDS: "`bad_words`: they are matched over the output",
+    NotContinuableReason.REASONING: "reasoning that is being parsed, or a thinking budget",
+    NotContinuableReason.TOOL_CALLS: "tools that may be called: their parser's state is on the node",
+    NotContinuableReason.STRUCTURED_OUTPUT: (
+        "structured output or a response format: the grammar's state is on the node"
+    ),
+    NotContinuableReason.MEDIA: "images, audio or video in the prompt: token ids do not carry them",
+    NotContinuableReason.ECHO: "`echo`",
+    NotContinuableReason.PROMPT_LOGPROBS: "`prompt_logprobs`",
+    NotContinuableReason.BEAM_SEARCH: "beam search",
+    NotContinuableReason.REPETITION_DETECTION: "repetition detection",
+    NotContinuableReason.WATERMARKING: "watermarking",
+    NotContinuableReason.TOKEN_DETAILS: "log-probabilities or token ids whose tokens' text is not out yet",
+    NotContinuableReason.NO_TOKEN_IDS: "the node sent no token ids",
+    NotContinuableReason.DIVERGED: (
+        "sampling: the other node said something else than what the client has of a word or stop string"
+    ),
 }
 """Why a stream that broke off is ended with an error event: the words of `pdproxy_continuable_total`, explained."""
 
@@ -186,9 +227,11 @@ def document() -> str:
         steps = "; else ".join(_STEPS[step] for step in row.steps)
         if Step.FAIL in row.steps:
             steps += f" ({row.status})"
-        lines.append(f"| {leg} | {moment} | {fault} | {steps} | {counts_in_words(fault)} | `{row.deadline}` |")
+        lines.append(f"| {leg} | {moment} | {fault} | {steps} | {blame(leg, fault)} | `{row.deadline}` |")
+    lines += [_PROBES, "| fault | counts against the node |", "|---|---|"]
+    lines += [f"| {fault} | {counts} |" for fault, counts in PROBE_BLAME.items()]
     lines += [_EXCEPTIONS, "| reason | what it is |", "|---|---|"]
-    lines += [f"| {word} | {meaning} |" for word, meaning in NOT_CONTINUABLE.items()]
+    lines += [f"| {reason} | {meaning} |" for reason, meaning in NOT_CONTINUABLE.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -198,9 +241,12 @@ _STEPS = {
     Step.SAME_TICKET: "another decode node, same ticket",
     Step.PREFILL_AGAIN: "another decode node, after a new prefill",
     Step.MIGRATE: "migrate the stream",
+    Step.OTHER_NODE: "another node",
+    Step.SAME_NODE: "the same node again",
     Step.ANSWER: "the node's answer to the client",
     Step.FAIL: "our error to the client",
     Step.ERROR_EVENT: "error event, clean end",
+    Step.LEASE_END: "nothing: the lease's end frees the blocks",
 }
 
 _INTRODUCTION = """# What follows a failure
@@ -224,9 +270,18 @@ once, as `stall`, long before the deadlines named below.
 
 The deadline of the whole request ends every one of these (504, or the error event). What a leg held is released.
 
-What one node answers by itself (embeddings, tokenize, score, …) has one leg: where its node could not be reached,
-another one is asked; after any other fault nobody knows what was done, and the client gets the error. The deadlines are
-those of a decode leg.
+What one node answers by itself (embeddings, tokenize, score, …) has one leg, *forward*: where its node could not be
+reached, another one is asked; after any other fault nobody knows what was done, and the client gets the error. The
+deadlines are those of a decode leg. The node's answer is passed on whatever its status.
+
+A *release* is good any number of times: where its connection broke, it is sent once more.
+"""
+
+_PROBES = """
+# Health probes
+
+`health.failures` of these in a row and the node is given up: it gets no requests until it has joined anew. An engine
+that has requests and makes no step for a minute is a `stall`.
 """
 
 _EXCEPTIONS = """

@@ -6,7 +6,7 @@
         └──────────(local)──────┘   ↑          │
                                     └ PLANNING ┘ (migration)
 
-What each failure does next is the table in `failures`; nobody else decides a retry.
+What follows each failure is the table in `failures`; no other file decides a retry.
 """
 
 import enum
@@ -20,11 +20,10 @@ class RequestState(enum.StrEnum):
     PLANNING = "planning"
     """Nodes are being chosen: no I/O."""
     PREFILLING = "prefilling"
-    """The prefill leg is under way."""
     HANDING_OVER = "handing_over"
     """The decode leg is under way; the client has nothing of this leg yet."""
     STREAMING = "streaming"
-    """The decode node's events are passing through."""
+    """The decode node's events go to the client."""
     ENDED = "ended"
     """Nothing is held any more."""
 
@@ -33,17 +32,14 @@ class Transition(enum.StrEnum):
     """What happened."""
 
     PREFILL = "prefill"
-    """A plan with a prefill node was made."""
     LOCAL = "local"
     """The decode node is to compute the prompt by itself."""
     TICKET = "ticket"
-    """The prefill node answered with a ticket."""
     AGAIN = "again"
     """Back to planning, because a leg failed."""
     SAME_TICKET = "same_ticket"
-    """Another decode node gets the ticket that is at hand."""
+    """Another decode node gets the same ticket."""
     FIRST_EVENT = "first_event"
-    """The decode node's first event is here."""
     MIGRATE = "migrate"
     """The stream moves to another node: plan again from what was produced."""
     END = "end"
@@ -59,34 +55,26 @@ TRANSITIONS = {
     (RequestState.HANDING_OVER, Transition.AGAIN): RequestState.PLANNING,
     (RequestState.HANDING_OVER, Transition.FIRST_EVENT): RequestState.STREAMING,
     (RequestState.STREAMING, Transition.MIGRATE): RequestState.PLANNING,
-    (RequestState.PLANNING, Transition.END): RequestState.ENDED,
-    (RequestState.PREFILLING, Transition.END): RequestState.ENDED,
-    (RequestState.HANDING_OVER, Transition.END): RequestState.ENDED,
-    (RequestState.STREAMING, Transition.END): RequestState.ENDED,
-    (RequestState.ENDED, Transition.END): RequestState.ENDED,
+    **{(state, Transition.END): RequestState.ENDED for state in RequestState},
 }
 """Every allowed move; any other one raises. Ending is allowed anywhere, and twice."""
 
 
 class IllegalTransition(PdproxyError):
-    """A move that the table does not have: a bug of ours, never of a client or a node."""
+    """A move that the table does not have: always a bug of ours."""
 
 
 class RequestLifecycle:
-    """Where one request stands; changes by `move` alone."""
+    """The state of one request; changes by `move` alone."""
 
-    __slots__ = ("stage",)
+    __slots__ = ("state",)
 
     def __init__(self) -> None:
-        self.stage = RequestState.PLANNING
+        self.state = RequestState.PLANNING
 
     def move(self, move: Transition) -> None:
-        """Go on.
-
-        Raises:
-            IllegalTransition: the table has no such move from here.
-        """
-        after = TRANSITIONS.get((self.stage, move))
+        """Go on; a move that the table does not have from here is an `IllegalTransition`."""
+        after = TRANSITIONS.get((self.state, move))
         if after is None:
-            raise IllegalTransition(f"{move} is not a move from {self.stage}")
-        self.stage = after
+            raise IllegalTransition(f"{move} is not a move from {self.state}")
+        self.state = after

@@ -1,4 +1,4 @@
-"""A client's request as a value: what intake made of the bytes, before any decision."""
+"""A client's request as values: what intake made of the bytes, its shape, and one prompt of it."""
 
 import dataclasses
 import enum
@@ -8,6 +8,12 @@ from typing import TypeAlias
 Json: TypeAlias = Mapping[str, object]
 Headers: TypeAlias = tuple[tuple[str, str], ...]
 """Header names in lower case, in the order they came."""
+
+HOP_BY_HOP = frozenset(
+    {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"}
+    | {"te", "trailer", "transfer-encoding", "upgrade"}
+)
+"""Headers that belong to one connection (RFC 9110, 7.6.1)."""
 
 
 class Endpoint(enum.StrEnum):
@@ -19,9 +25,9 @@ class Endpoint(enum.StrEnum):
     RESPONSES = "/v1/responses"
 
 
-def cancelled_by_client() -> bool:
-    """Where nobody watches the client, whoever ends its request does so for it."""
-    return True
+def header(headers: Headers, name: str) -> str | None:
+    """The first value of a header, by its lower-case name."""
+    return next((value for key, value in headers if key == name), None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,15 +36,12 @@ class ClientRequest:
 
     Attributes:
         request_id: the client's ``x-request-id`` where it is usable, else one of ours.
-        endpoint: which API.
         body: the parsed JSON object, already scrubbed of what a client may not send.
         headers: what may be passed on to a node (end-to-end headers, no credentials unless configured).
-        model: the body's ``model``.
-        stream: whether the client wants server-sent events.
         priority: smaller is served first, as in vLLM.
         arrived: monotonic seconds.
         deadline: monotonic seconds by which the whole request must have ended.
-        left: whether the client has gone: else it is not the one who cancelled its request.
+        left: whether the client has disconnected; a request that is cancelled while it has not was cancelled by us.
     """
 
     request_id: str
@@ -50,78 +53,129 @@ class ClientRequest:
     priority: int
     arrived: float
     deadline: float
-    left: Callable[[], bool] = cancelled_by_client
-
-
-def header(headers: Headers, name: str) -> str | None:
-    """The first value of a header, by its lower-case name."""
-    return next((value for key, value in headers if key == name), None)
+    left: Callable[[], bool]
 
 
 class Addition(enum.StrEnum):
-    """What the proxy asks a decode node for beyond what the client asked; taken out of the answer again."""
+    """A field that the proxy adds to the decode leg's request; what it brings is taken out of the answer again."""
 
     TOKEN_IDS = "return_token_ids"
-    """So that a broken stream can go on elsewhere."""
+    """So that a broken stream can be continued on another node."""
     USAGE = "include_usage"
     """The final usage event."""
 
 
+class LocalReason(enum.StrEnum):
+    """Why a request is computed on the decode node alone: every value of ``pdproxy_local_total{reason}``."""
+
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    ECHO_LOGPROBS = "echo_logprobs"
+    BEAM_SEARCH = "beam_search"
+    NO_TOKENS = "no_tokens"
+    CHOICES = "choices"
+    """More answers are asked for than a hand-over may have readers."""
+    OPEN_TRUNCATION = "open_truncation"
+    SERVER_TOOLS = "server_tools"
+    STORED_PROMPT = "stored_prompt"
+    NO_PROMPT = "no_prompt"
+    ONE_TOKEN = "one_token"
+    SHORT_PROMPT = "short_prompt"
+    """The prompt is shorter than ``policy.local_below_tokens``."""
+    NO_PREFILL = "no_prefill"
+    NO_PAIR = "no_pair"
+    """No prefill and decode node are of one cohort."""
+    BARRED_PAIR = "barred_pair"
+    """All pairs of one cohort failed the known-answer test."""
+    PREFILL_FAILED = "prefill_failed"
+    """The failure table chose to compute on the decode node."""
+
+
+class NotContinuableReason(enum.StrEnum):
+    """Why a broken stream cannot be continued on another node; `failures.NOT_CONTINUABLE` explains each."""
+
+    MESSAGES = "messages"
+    RESPONSES = "responses"
+    CHOICES = "choices"
+    PENALTIES = "penalties"
+    BAD_WORDS = "bad_words"
+    REASONING = "reasoning"
+    TOOL_CALLS = "tool_calls"
+    STRUCTURED_OUTPUT = "structured_output"
+    MEDIA = "media"
+    ECHO = "echo"
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    BEAM_SEARCH = "beam_search"
+    REPETITION_DETECTION = "repetition_detection"
+    WATERMARKING = "watermarking"
+    TOKEN_DETAILS = "token_details"
+    NO_TOKEN_IDS = "no_token_ids"
+    DIVERGED = "diverged"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
-    """What kind of request a body is: all that planning, driving and relaying need to know of it.
+    """What a body of one prompt asks for.
 
     Attributes:
-        prompts: how many prompts it holds; more than one is split, one hand-over each.
-        choices: ``n``, at least 1: how many answers to each prompt, so how many readers of a hand-over.
+        choices: ``n``, at least 1: how many answers there are, so how many readers a hand-over has.
         stream: whether the answer comes as server-sent events.
-        local_because: why it cannot be disaggregated (a word for a metric), None where it can.
-        final_because: why a broken stream cannot go on elsewhere (a word), None where it can.
+        local: why it cannot be disaggregated, None where it can.
+        not_continuable: why a broken stream cannot be continued on another node, None where it can.
         asked: which of our additions the client asked for itself, so that they stay in the answer.
         held_back: characters that vLLM holds back for stop strings (the longest one's length less one).
         greedy: temperature 0: computing the same tokens again gives the same tokens.
-        max_tokens: what the client allows, None where it does not say.
     """
 
-    prompts: int
     choices: int
     stream: bool
-    local_because: str | None = None
-    final_because: str | None = None
+    local: LocalReason | None = None
+    not_continuable: NotContinuableReason | None = None
     asked: frozenset[Addition] = frozenset()
     held_back: int = 0
     greedy: bool = False
-    max_tokens: int | None = None
-
-    @property
-    def disaggregable(self) -> bool:
-        """Whether prefill and decode may run on two nodes."""
-        return self.local_because is None
 
     @property
     def continuable(self) -> bool:
-        """Whether a stream that breaks can go on elsewhere, as far as the request tells."""
-        return self.final_because is None
+        """Whether a broken stream can be continued, as far as this depends on the request."""
+        return self.not_continuable is None
 
     @property
     def additions(self) -> frozenset[Addition]:
-        """What to ask the decode node for on top of the client's wishes."""
+        """What the decode leg asks for beyond what the client asked for."""
         wanted = frozenset({Addition.TOKEN_IDS}) if self.stream and self.continuable else frozenset()
         return wanted - self.asked
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SubRequest:
+    """One prompt of a client's request; ``name`` is the request id, with the prompt's number if there are several."""
+
+    request: ClientRequest
+    body: Json
+    shape: Shape
+    name: str
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self.request.endpoint
+
+    @property
+    def headers(self) -> Headers:
+        """What both legs send: the client's headers, and the request id by which node logs can be matched."""
+        kept = tuple((name, value) for name, value in self.request.headers if name != "x-request-id")
+        return (*kept, ("x-request-id", self.name))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Continuation:
-    """From where a broken stream goes on.
+    """The point from which a broken stream is continued.
 
     Attributes:
         prompt_token_ids: the prompt, as the first node tokenized it.
         produced_token_ids: the tokens to append to it; their text has reached the client.
-        overlap: characters of the continuation's text that the client already has.
         forced: the text that a sampled continuation must begin with; a greedy one does so by itself.
     """
 
     prompt_token_ids: tuple[int, ...]
     produced_token_ids: tuple[int, ...]
-    overlap: int = 0
     forced: str = ""

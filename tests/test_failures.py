@@ -7,29 +7,30 @@ import pytest
 
 from pdproxy.errors import Fault
 from pdproxy.failures import (
-    COUNTED_AFTER_ANOTHER_SERVED,
-    COUNTED_AT_ONCE,
     FAILURE_TABLE,
     FINAL_STEPS,
+    LEG_BLAME,
     NOT_CONTINUABLE,
+    PROBE_BLAME,
+    Blame,
     Moment,
     RetryOptions,
     Step,
+    blame,
     decide,
     document,
     final_step,
 )
 from pdproxy.legs.shape import OUTPUT_RULES
-from pdproxy.nodes.node_entry import NODE_FAULTS
 from pdproxy.observe.labels import Leg
-from pdproxy.orchestration.sub_request import RouteReason
-from pdproxy.settings.choices import OnPrefillFailure
+from pdproxy.request import NotContinuableReason
+from pdproxy.settings.types import OnPrefillFailure
 
 NOTHING = RetryOptions(OnPrefillFailure.FAIL, retries=0, ticket_works=False, migrations=0, continuable=False)
 
 
 def test_every_fault_has_its_row() -> None:
-    opening = itertools.product((Leg.PREFILL, Leg.DECODE), (Moment.OPENING,), Fault)
+    opening = itertools.product(Leg, (Moment.OPENING,), Fault)
     streaming = itertools.product((Leg.DECODE,), (Moment.STREAMING,), Fault)
     assert set(FAILURE_TABLE) == {*opening, *streaming}
 
@@ -56,6 +57,12 @@ def test_without_any_chance_the_last_step_is_left(key: tuple[Leg, Moment, Fault]
         (Leg.DECODE, Fault.RESET, RetryOptions(OnPrefillFailure.RETRY, 1, True, 0, False), Step.SAME_TICKET),
         (Leg.DECODE, Fault.RESET, RetryOptions(OnPrefillFailure.RETRY, 1, False, 0, False), Step.PREFILL_AGAIN),
         (Leg.DECODE, Fault.BUSY, RetryOptions(OnPrefillFailure.RETRY, 0, True, 0, False), Step.ANSWER),
+        (Leg.FORWARD, Fault.REFUSED, RetryOptions(OnPrefillFailure.RETRY, 1), Step.OTHER_NODE),
+        (Leg.FORWARD, Fault.REFUSED, RetryOptions(OnPrefillFailure.RETRY, 0), Step.FAIL),
+        (Leg.FORWARD, Fault.RESET, RetryOptions(OnPrefillFailure.RETRY, 1), Step.FAIL),
+        (Leg.RELEASE, Fault.RESET, RetryOptions(OnPrefillFailure.RETRY, 1), Step.SAME_NODE),
+        (Leg.RELEASE, Fault.RESET, RetryOptions(OnPrefillFailure.RETRY, 0), Step.LEASE_END),
+        (Leg.RELEASE, Fault.REFUSED, RetryOptions(OnPrefillFailure.RETRY, 1), Step.LEASE_END),
     ],
 )
 def test_the_first_step_that_is_possible_is_taken(leg: Leg, fault: Fault, chances: RetryOptions, step: Step) -> None:
@@ -70,17 +77,17 @@ def test_a_stream_moves_only_while_it_may_and_can(moves: int, continuable: bool)
     assert decide(Leg.DECODE, Moment.STREAMING, Fault.RESET, able) is Step.MIGRATE
 
 
-def test_what_counts_is_what_the_circuit_counts() -> None:
-    assert (COUNTED_AT_ONCE | COUNTED_AFTER_ANOTHER_SERVED) - {Fault.ERROR_EVENT} == NODE_FAULTS
+def test_for_every_fault_it_is_known_whether_it_counts_against_a_node() -> None:
+    assert set(LEG_BLAME) == set(PROBE_BLAME) == set(Fault)
+    assert Blame.IF_SILENT not in LEG_BLAME.values()
+    assert Blame.IF_ANOTHER_SERVED not in PROBE_BLAME.values()
+    assert {blame(Leg.RELEASE, fault) for fault in Fault} == {Blame.NO}
+    assert {blame(Leg.FORWARD, fault) for fault in Fault} == {Blame.YES, Blame.NO}
 
 
-def test_every_reason_against_continuing_is_a_word_of_the_metric() -> None:
-    assert {RouteReason.of(word) for word in NOT_CONTINUABLE} == {RouteReason(word) for word in NOT_CONTINUABLE}
-
-
-@pytest.mark.parametrize("word", sorted({*OUTPUT_RULES.values(), "penalties", "choices", "messages", "responses"}))
-def test_every_reason_of_a_body_is_documented(word: str) -> None:
-    assert word in NOT_CONTINUABLE
+def test_every_reason_against_continuing_is_documented() -> None:
+    assert set(NOT_CONTINUABLE) == set(NotContinuableReason)
+    assert set(OUTPUT_RULES.values()) < set(NOT_CONTINUABLE)
 
 
 def test_the_documentation_is_the_table() -> None:

@@ -15,32 +15,32 @@ ROADS: dict[RequestState, list[Transition]] = {
 }
 
 
-def _at(stage: RequestState) -> RequestLifecycle:
+def _at(state: RequestState) -> RequestLifecycle:
     life = RequestLifecycle()
-    for move in ROADS[stage]:
+    for move in ROADS[state]:
         life.move(move)
-    assert life.stage is stage
+    assert life.state is state
     return life
 
 
-@pytest.mark.parametrize(("stage", "move"), list(itertools.product(RequestState, Transition)))
-def test_a_move_is_in_the_table_or_raises(stage: RequestState, move: Transition) -> None:
-    life = _at(stage)
-    if (stage, move) in TRANSITIONS:
+@pytest.mark.parametrize(("state", "move"), list(itertools.product(RequestState, Transition)))
+def test_a_move_is_in_the_table_or_raises(state: RequestState, move: Transition) -> None:
+    life = _at(state)
+    if (state, move) in TRANSITIONS:
         life.move(move)
-        assert life.stage is TRANSITIONS[stage, move]
+        assert life.state is TRANSITIONS[state, move]
         return
     with pytest.raises(IllegalTransition):
         life.move(move)
-    assert life.stage is stage
+    assert life.state is state
 
 
-@pytest.mark.parametrize("stage", RequestState)
-def test_every_life_can_end_at_any_moment(stage: RequestState) -> None:
-    life = _at(stage)
+@pytest.mark.parametrize("state", RequestState)
+def test_every_life_can_end_at_any_moment(state: RequestState) -> None:
+    life = _at(state)
     life.move(Transition.END)
     life.move(Transition.END)
-    assert life.stage is RequestState.ENDED
+    assert life.state is RequestState.ENDED
 
 
 def test_a_migrating_stream_goes_the_normal_way_again() -> None:
@@ -57,4 +57,4 @@ def test_a_migrating_stream_goes_the_normal_way_again() -> None:
         life.move(move)
     for move in (Transition.SAME_TICKET, Transition.FIRST_EVENT):
         life.move(move)
-    assert life.stage is RequestState.STREAMING
+    assert life.state is RequestState.STREAMING

@@ -39,7 +39,7 @@ def test_each_fault_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "required: COMMAND"),
     ],
 )
-def test_what_cannot_be_used_is_said_in_one_line(
+def test_unusable_arguments_are_named_in_one_line(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
@@ -53,7 +53,7 @@ def test_what_cannot_be_used_is_said_in_one_line(
 @pytest.mark.parametrize(
     "words", [["--help"], ["serve", "--help"], ["check", "--help"], ["settings", "-h"], ["--version"]]
 )
-def test_help_is_there(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(words)
     assert caught.value.code == 0

@@ -1,4 +1,4 @@
-"""docs/metrics.md, the alerts and the dashboard name the metrics that exist, and all of them."""
+"""The metrics and labels in docs/metrics.md, alerts and dashboard exist; the page has all of them."""
 
 import json
 import re
@@ -8,17 +8,40 @@ from pathlib import Path
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
 
 from connector.leases import LeaseEnd
 from connector.stats import COUNTERS, GAUGES, HISTOGRAMS
+from connector.ticket_fields import RefusalReason
+from pdproxy.intake.admission import Rejection
 from pdproxy.nodes.node import Role, State
-from pdproxy.observe.labels import Outcome, Phase, Release
+from pdproxy.observe.labels import Attempt, Outcome, Phase, Task
 from pdproxy.observe.metrics import Metrics
+from pdproxy.request import Endpoint
+from tests.deploy.prometheus.queries import grouping, legend_labels, selectors
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/metrics.md").read_text()
 ALERTS = ROOT / "deploy/prometheus/alerts.yml"
+ALERTS_TEST = ROOT / "deploy/prometheus/alerts_test.yml"
 DASHBOARD = ROOT / "deploy/grafana/dashboards/pdproxy.json"
+CONNECTOR = "pdproxy_connector_"
+OF_TARGETS = {"instance", "model_name", "engine"}
+"""Labels that every series of a node has besides the page's: vLLM's own, and Prometheus' for the scraped address."""
+
+
+class RecordingRegistry(CollectorRegistry):
+    """Keeps the metrics that are registered; a registry shows the labels of a metric only once it has a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registered: list[MetricWrapperBase] = []
+
+    def register(self, collector: Collector) -> None:
+        super().register(collector)
+        assert isinstance(collector, MetricWrapperBase)
+        self.registered.append(collector)
 
 
 def of_the_proxy() -> dict[str, str]:
@@ -31,64 +54,116 @@ def of_the_proxy() -> dict[str, str]:
 
 def of_the_connector() -> dict[str, str]:
     """Type by name; what these are made from is connector.stats."""
-    prefix = "pdproxy_connector_"
-    counters = {f"{prefix}{name}_total": "counter" for name in COUNTERS}
-    histograms = {f"{prefix}{name}": "histogram" for name in HISTOGRAMS}
-    return counters | histograms | {f"{prefix}{name}": "gauge" for name in (*GAUGES, "info")}
+    counters = {f"{CONNECTOR}{name}_total": "counter" for name in COUNTERS}
+    histograms = {f"{CONNECTOR}{name}": "histogram" for name in HISTOGRAMS}
+    return counters | histograms | {f"{CONNECTOR}{name}": "gauge" for name in (*GAUGES, "info")}
+
+
+def rows() -> dict[str, tuple[str, tuple[str, ...]]]:
+    """The page's type and labels of each metric."""
+    found = re.findall(r"^\| `(pdproxy_\w+)` \| (\w+) \| ([^|]*)\|", PAGE, re.MULTILINE)
+    return {name: (kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in found}
+
+
+def labels_of(series: str) -> set[str]:
+    """The labels of a series, by the page; a histogram's buckets have ``le`` too."""
+    _, labels = rows()[re.sub(r"_(bucket|sum|count)$", "", series)]
+    return {*labels, *(["le"] if series.endswith("_bucket") else [])}
 
 
 def test_the_page_has_every_metric_with_its_type_and_no_other() -> None:
-    rows = dict(re.findall(r"^\| `(pdproxy_\w+)` \| (\w+) \|", PAGE, re.MULTILINE))
-    assert rows == of_the_proxy() | of_the_connector()
+    assert {name: kind for name, (kind, _) in rows().items()} == of_the_proxy() | of_the_connector()
+
+
+def test_the_proxys_labels_are_the_pages() -> None:
+    registry = RecordingRegistry()
+    Metrics(registry)
+    for metric in registry.registered:
+        [family] = metric.describe()
+        _, labels = rows()[family.name + ("_total" if family.type == "counter" else "")]
+        if labels:
+            metric.labels(**dict.fromkeys(labels, "any"))  # raises for other names, for more and for fewer
+        else:
+            with pytest.raises(ValueError, match="No label names were set"):
+                metric.labels("any")
 
 
 def test_the_connectors_labels_are_the_pages() -> None:
     for name, labels in {**COUNTERS, **GAUGES}.items():
-        cell = re.search(rf"`pdproxy_connector_{name}(?:_total)?` \| \w+ \| ([^|]*)\|", PAGE)
-        assert cell is not None
-        assert tuple(re.findall(r"`(\w+)`", cell[1])) == labels
+        suffix = "_total" if name in COUNTERS else ""
+        assert rows()[f"{CONNECTOR}{name}{suffix}"][1] == labels
 
 
-def expressions() -> list[str]:
-    """Every query of the alerts and of the dashboard."""
-    rules = [rule["expr"] for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+def expressions() -> list[tuple[str, str]]:
+    """Every query of the alerts and of the dashboard, with the text that shows its labels, as a legend writes them."""
+    rules = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
     panels = json.loads(DASHBOARD.read_text())["panels"]
-    return rules + [target["expr"] for panel in panels for target in panel.get("targets", [])]
+    alerts = [
+        (rule["expr"], re.sub(r"\{\{ \$labels\.(\w+) \}\}", r"{{\1}}", " ".join(rule["annotations"].values())))
+        for rule in rules
+    ]
+    return alerts + [
+        (target["expr"], target["legendFormat"]) for panel in panels for target in panel.get("targets", [])
+    ]
 
 
-@pytest.mark.parametrize("expression", expressions())
-def test_every_query_asks_for_metrics_that_exist(expression: str) -> None:
+@pytest.mark.parametrize(("expression", "legend"), expressions())
+def test_every_query_asks_for_metrics_and_labels_that_exist(expression: str, legend: str) -> None:
     known = of_the_proxy() | of_the_connector()
-    asked = set(re.findall(r"pdproxy_\w+", expression))
+    asked = selectors(expression)
     assert asked
-    for name in asked:
-        base = re.sub(r"_(bucket|sum|count)$", "", name)
-        assert base in known, name
-        assert name == base or known[base] == "histogram"
+    for each in asked:
+        base = re.sub(r"_(bucket|sum|count)$", "", each.metric)
+        assert base in known, each.metric
+        assert each.metric == base or known[base] == "histogram"
+        used = {matcher.label for matcher in each.matchers} | grouping(expression) | legend_labels(legend)
+        assert used <= labels_of(each.metric)
+    if re.match(r"(sum|min|max|avg|count)\b", expression):
+        assert legend_labels(legend) <= grouping(expression)
 
 
 VALUES: Mapping[tuple[str, str], Iterable[str]] = {
     ("pdproxy_node_up", "role"): Role,
     ("pdproxy_node_up", "state"): State,
+    ("pdproxy_requests_total", "endpoint"): Endpoint,
     ("pdproxy_requests_total", "outcome"): Outcome,
-    ("pdproxy_releases_total", "outcome"): Release,
+    ("pdproxy_rejected_total", "reason"): Rejection,
+    ("pdproxy_releases_total", "outcome"): Attempt,
+    ("pdproxy_task_failures_total", "task"): Task,
     ("pdproxy_phase_seconds_bucket", "phase"): Phase,
     ("pdproxy_connector_leases_ended_total", "how"): LeaseEnd,
+    ("pdproxy_connector_refused_total", "reason"): RefusalReason,
 }
-"""What labels are set to, as far as queries pick by them."""
+"""What labels are set to, as far as queries pick by them and the alerts' tests set them."""
 
 
 def picked() -> set[tuple[str, str, str]]:
     """Metric, label and value of everything that a query picks by."""
-    series = [found for query in expressions() for found in re.findall(r"(pdproxy_\w+)\{([^}]*)\}", query)]
     return {
-        (name, label, value)
-        for name, matchers in series
-        for label, values in re.findall(r'(\w+)[=!~]+"([^"]*)"', matchers)
-        for value in values.split("|")
+        (each.metric, matcher.label, value)
+        for query, _ in expressions()
+        for each in selectors(query)
+        for matcher in each.matchers
+        for value in matcher.value.split("|")
     }
 
 
 @pytest.mark.parametrize(("name", "label", "value"), sorted(picked()))
-def test_every_value_that_a_query_picks_is_one_that_is_told(name: str, label: str, value: str) -> None:
+def test_every_value_that_a_query_picks_is_one_that_is_set(name: str, label: str, value: str) -> None:
     assert value in set(VALUES[name, label])
+
+
+def fed() -> set[str]:
+    """Every series that the tests of the alerts feed."""
+    tests = yaml.safe_load(ALERTS_TEST.read_text())["tests"]
+    return {series["series"] for test in tests for series in test["input_series"]}
+
+
+@pytest.mark.parametrize("series", sorted(fed()))
+def test_every_series_that_fires_an_alert_is_one_that_is_exported(series: str) -> None:
+    [each] = selectors(series)
+    labels = {matcher.label: matcher.value for matcher in each.matchers}
+    assert labels_of(each.metric) == labels.keys() - (OF_TARGETS if each.metric.startswith(CONNECTOR) else set())
+    for label, value in labels.items():
+        if (each.metric, label) in VALUES:
+            assert value in set(VALUES[each.metric, label])

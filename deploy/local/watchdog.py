@@ -1,9 +1,13 @@
-"""Run one command so that nothing of it outlives its parent: `watchdog.py GRACE COMMAND …`.
+"""Run one command so that nothing of it outlives its parent, no temporary file either: `watchdog.py GRACE COMMAND …`.
 
 The parent holds the other end of our standard input and writes nothing to it. When that end closes, because the parent
 said so or because it is gone (however it went: a pipe closes under SIGKILL too), the whole family goes: first SIGTERM,
 after GRACE seconds SIGKILL. A descendant that left the process group is found all the same: this process is the
 subreaper, so every orphan of the family becomes its child. Linux and standard library only.
+
+The command's temporary files go to a folder of its own (TMPDIR), which is removed when the family has ended: an engine
+that is killed leaves its sockets and files behind. The folder lies in the system's temporary folder, whose path is
+short: the path of a unix socket may have 107 characters, of which vLLM's names take 36.
 """
 
 import ctypes
@@ -12,6 +16,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,10 +39,11 @@ def die_with_watchdog() -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def start(command: Sequence[str]) -> subprocess.Popen[bytes]:
+def start(command: Sequence[str], temporary: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": temporary},
         process_group=0,
         preexec_fn=die_with_watchdog,  # noqa: PLW1509 - the danger is in threads; this process has one
     )
@@ -126,9 +132,10 @@ def main(arguments: Sequence[str]) -> int:
     grace, *command = arguments
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     stop = stop_pipe()
-    child = start(command)
-    wait_for_an_end(child, stop)
-    end_family(child, float(grace))
+    with tempfile.TemporaryDirectory(prefix="pdproxy-", ignore_cleanup_errors=True) as temporary:
+        child = start(command, temporary)
+        wait_for_an_end(child, stop)
+        end_family(child, float(grace))
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 

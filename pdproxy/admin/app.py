@@ -1,31 +1,36 @@
-"""The operator's HTTP application."""
+"""The operator's HTTP application: what everyone on its port sees, who may do more, and how errors look."""
+
+import hmac
+import urllib.parse
+from collections.abc import Awaitable, Callable
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client.exposition import choose_encoder
 
-from pdproxy.admin.context import AdminContext, Readiness, readiness, require_operator
-from pdproxy.admin.routes import page_router, router, state_router
+from pdproxy.admin.context import AdminContext, Readiness, readiness
+from pdproxy.admin.nodes import node_routes
+from pdproxy.admin.page import page_route, state_route
 from pdproxy.errors import ClientError
 from pdproxy.nodes.pool import DuplicateNode, UnknownNode
 
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
-def admin_app(desk: AdminContext) -> FastAPI:
+
+def admin_app(context: AdminContext) -> FastAPI:
     """Health, readiness, metrics and the empty page for everyone on this port; nodes and requests for the operator."""
     app = FastAPI(title="pdproxy administration", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_exception_handler(ClientError, _client_error)
-    app.add_exception_handler(UnknownNode, _unknown_node)
-    app.add_exception_handler(DuplicateNode, _duplicate_node)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    _add_signs(app, desk)
-    app.include_router(page_router())
-    for guarded in (router(desk), state_router(desk)):
-        app.include_router(guarded, dependencies=[Depends(require_operator(desk.token))])
+    for kind in (ClientError, UnknownNode, DuplicateNode, RequestValidationError):
+        app.add_exception_handler(kind, _error_response)
+    _add_public_routes(app, context)
+    app.include_router(page_route())
+    for guarded in (node_routes(context), state_route(context)):
+        app.include_router(guarded, dependencies=[Depends(require_operator(context.token))])
     return app
 
 
-def _add_signs(app: FastAPI, desk: AdminContext) -> None:
+def _add_public_routes(app: FastAPI, context: AdminContext) -> None:
     @app.get("/health")
     async def health() -> dict[str, str]:
         """The process is alive."""
@@ -34,36 +39,65 @@ def _add_signs(app: FastAPI, desk: AdminContext) -> None:
     @app.get("/ready")
     async def ready() -> JSONResponse:
         """Requests can be served now."""
-        found = readiness(desk)
+        found = readiness(context)
         return JSONResponse({"status": found}, 200 if found is Readiness.READY else 503)
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
-        """What is counted, for Prometheus."""
+        """The proxy's metrics, for Prometheus."""
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(desk.registry), headers={"content-type": content_type})
+        return Response(encode(context.registry), headers={"content-type": content_type})
 
 
-async def _client_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ClientError)
-    return _answer(error)
+def require_operator(token: str | None) -> Callable[[Request], Awaitable[None]]:
+    """A dependency that lets only the operator through.
+
+    With a token, each request must carry it as ``Authorization: Bearer``. Without one (the port is the operator's own),
+    a web page of another origin must still not be able to change anything through the operator's browser.
+
+    Raises:
+        ClientError: 401 or 403.
+    """
+
+    async def check(request: Request) -> None:
+        if token is not None and not _carries(request, token):
+            raise ClientError(
+                401,
+                "This needs the admin token, as 'Authorization: Bearer …'.",
+                code="admin_token_needed",
+                headers=(("www-authenticate", "Bearer"),),
+            )
+        if request.method not in _SAFE and _is_foreign(request):
+            raise ClientError(403, "A page of another origin may not change nodes.", code="foreign_origin")
+
+    return check
 
 
-async def _unknown_node(_: Request, error: Exception) -> Response:
-    return _answer(ClientError(404, f"There is {error}: see GET /nodes.", code="node_not_found"))
+def _carries(request: Request, token: str) -> bool:
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), token.encode())
 
 
-async def _duplicate_node(_: Request, error: Exception) -> Response:
-    return _answer(ClientError(409, f"{error}: remove it first, or choose another name.", code="node_exists"))
+def _is_foreign(request: Request) -> bool:
+    origin = request.headers.get("origin")
+    return origin is not None and urllib.parse.urlsplit(origin).netloc != request.headers.get("host")
 
 
-async def _invalid(_: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"][1:]) or "body"
-    return _answer(ClientError(400, f"{where}: {first['msg']}.", param=where))
+async def _error_response(_: Request, error: Exception) -> Response:
+    shown = _client_error(error)
+    return Response(shown.body(), shown.status, {"content-type": "application/json", **dict(shown.headers)})
 
 
-def _answer(error: ClientError) -> Response:
-    headers = {"content-type": "application/json", **dict(error.headers)}
-    return Response(error.body(), error.status, headers=headers)
+def _client_error(error: Exception) -> ClientError:
+    match error:
+        case UnknownNode():
+            return ClientError(404, f"There is {error}: see GET /nodes.", code="node_not_found")
+        case DuplicateNode():
+            return ClientError(409, f"{error}: remove it first, or choose another name.", code="node_exists")
+        case RequestValidationError():
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"][1:]) or "body"
+            return ClientError(400, f"{where}: {first['msg']}.", param=where)
+        case ClientError():
+            return error
+    raise error

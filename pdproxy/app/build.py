@@ -1,54 +1,56 @@
-"""Everything the proxy consists of, put together."""
+"""The composition root: everything the proxy consists of, built from the settings, and closed at the end."""
 
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+import functools
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
 
 from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR, CollectorRegistry
 
 from pdproxy.admin.app import admin_app
 from pdproxy.admin.context import AdminContext
-from pdproxy.app.host import HostEnvironment, Sources, node_tls, own_credential, own_headers, read_secret
-from pdproxy.app.task_supervisor import TaskSupervisor
-from pdproxy.clock import SystemClock
+from pdproxy.app.host import HostEnvironment, Sources, node_headers, read_secret, tls
+from pdproxy.clock import Clock, SystemClock
 from pdproxy.intake.admission import Admission, BodyBudget
 from pdproxy.intake.api_app import ApiApp, AsgiApp
 from pdproxy.intake.auth import read_keys
 from pdproxy.intake.handler import HandlerConfig, RequestHandler
-from pdproxy.nodes.discovery.sync import DiscoverySync
+from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
+from pdproxy.nodes.discovery.source import DiscoverySync
 from pdproxy.nodes.drain import Drainer
-from pdproxy.nodes.health_check import HealthCheck, HealthCheckConfig
-from pdproxy.nodes.join import Joiner
+from pdproxy.nodes.health_check import HealthCheck
+from pdproxy.nodes.join import Joiner, OutageLog
 from pdproxy.nodes.node import Node, Role
-from pdproxy.nodes.node_entry import CircuitBreakerConfig, MetricsPoolObserver
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import Preflight
-from pdproxy.nodes.proof import Prover, WarmUp
-from pdproxy.nodes.reachability import OutageLog
+from pdproxy.nodes.proof import Prover, warm_up
 from pdproxy.observe.labels import Task
 from pdproxy.observe.metrics import Metrics
-from pdproxy.observe.tracing import TracedApp, Tracing, tracing_of
+from pdproxy.observe.tracing import TracedApp, tracing_of
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
 from pdproxy.orchestration.known_answer import KnownAnswer
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.resources import BackgroundTasks
-from pdproxy.planning.plan import WithoutPrefill
-from pdproxy.settings import FirstHandOver, NodeEntry, OnPrefillFailure, Settings
+from pdproxy.settings.model import ConfiguredNode, Settings
+from pdproxy.settings.types import FirstHandOver, NodeRole
 from pdproxy.transport.h1_client import H1Transport
 from pdproxy.transport.httpx_transport import HttpxTransport
-from pdproxy.transport.port import Transport
 from pdproxy.transport.traced import TracedTransport
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Proxy:
-    """A proxy that runs: its two applications, and what tells it to go.
+    """A running proxy.
 
     Attributes:
         clients: the ASGI application for clients.
         operators: the ASGI application for operators.
-        leaving: to be set when the end begins.
+        leaving: to be set when the shutdown begins.
     """
 
     clients: AsgiApp
@@ -56,93 +58,74 @@ class Proxy:
     leaving: asyncio.Event
 
 
-def nodes_of(entries: tuple[NodeEntry, ...]) -> list[Node]:
-    """The nodes of the settings, named by role and order: ``prefill-0``, ``decode-1``."""
-    counts = dict.fromkeys(Role, 0)
-    nodes = []
-    for entry in entries:
-        role = Role(entry.role)
-        name = f"{role}-{counts[role]}"
-        counts[role] += 1
-        nodes.append(Node(name, entry.url.rstrip("/"), role, entry.model, entry.aliases, entry.weight))
-    return nodes
-
-
 @contextlib.asynccontextmanager
-async def proxy(settings: Settings, around: HostEnvironment) -> AsyncIterator[Proxy]:
-    """Build, watch the nodes while inside, then let go of everything.
+async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Proxy]:
+    """Build everything and watch the nodes while inside; then close everything.
 
     Raises:
         SettingsError: a file that the settings name cannot be used.
     """
-    clock, registry, leaving = SystemClock(), _registry(), asyncio.Event()
+    clock, registry, leaving = SystemClock(), CollectorRegistry(), asyncio.Event()
+    for collector in (PROCESS_COLLECTOR, PLATFORM_COLLECTOR, GC_COLLECTOR):
+        registry.register(collector)
     metrics = Metrics(registry)
-    credential = own_credential(settings.upstream)
-    headers = own_headers(credential)
+    credential = read_secret(settings.upstream.credential_file, "upstream.credential_file")
+    headers = node_headers(credential)
     pool = _pool(settings, clock, metrics)
-    sources = Sources(settings.discovery, clock, around)
+    sources = Sources(settings.discovery, clock, host)
     tracing = tracing_of(settings.otel)
-    trust = node_tls(settings.upstream)
-    transport, questions = traced(H1Transport(clock, trust), tracing), HttpxTransport(trust)
+    node_tls = tls(settings.upstream.ca_file, "upstream.ca_file")
+    h1_transport, preflight_transport = H1Transport(clock, node_tls), HttpxTransport(node_tls)
+    transport = TracedTransport(h1_transport, tracing.tracer) if tracing else h1_transport
     drainer = Drainer(pool, clock, settings.deadlines.drain)
     context = OrchestrationContext(transport, pool, metrics, clock, orchestration_config(settings))
-    orchestrator = Orchestrator(context)
-    service = _service(settings, orchestrator, pool, metrics, clock, credential)
-    operators = admin_app(_desk(settings, context, drainer, registry, leaving))
     background_tasks = BackgroundTasks(context)
+    orchestrator = Orchestrator(context, background_tasks)
+    handler = _request_handler(settings, orchestrator, context, credential)
+    operators = admin_app(_admin_context(settings, context, drainer, registry, leaving))
     test = KnownAnswer(context, background_tasks, headers)
     prover = Prover(pool, test, clock) if settings.health.first_hand_over is FirstHandOver.KNOWN_ANSWER else None
-    outages = OutageLog(clock)
-    joiner = Joiner(pool, Preflight(questions, headers), prover or WarmUp(pool, test), outages)
-    health = HealthCheck(pool, joiner, transport, clock, _health_rules(settings), headers, outages)
-    keeper = TaskSupervisor(clock, metrics)
-    keeper.keep(Task.HEALTH, health.run)
+    prove = prover.join if prover else functools.partial(warm_up, pool, test)
+    joiner = Joiner(pool, Preflight(preflight_transport, headers), prove, OutageLog(clock))
+    health = HealthCheck(pool, joiner, transport, clock, headers, settings.health.interval, settings.health.timeout)
+    supervisor = TaskSupervisor(clock, metrics)
+    supervisor.keep(Task.HEALTH, health.run)
     if prover is not None:
-        keeper.keep(Task.PROOF, prover.run)
+        supervisor.keep(Task.PROOF, prover.run)
     for source in sources.all:
-        keeper.keep(Task.DISCOVERY, DiscoverySync(pool, drainer, source, settings.deadlines.drain).run)
+        supervisor.keep(Task.DISCOVERY, DiscoverySync(pool, drainer, source, settings.deadlines.drain).run)
     try:
-        door = ApiApp(service, operators)
-        yield Proxy(TracedApp(door, tracing.tracer) if tracing else door, operators, leaving)
+        api = ApiApp(handler, operators)
+        yield Proxy(TracedApp(api, tracing.tracer) if tracing else api, operators, leaving)
     finally:
-        await keeper.aclose()
-        await sources.aclose()
-        await drainer.aclose()
-        await orchestrator.aclose()
-        await background_tasks.aclose()
-        await transport.aclose()
-        await questions.aclose()
+        for each in (supervisor, sources, drainer, background_tasks, transport, preflight_transport):
+            await each.aclose()
         if tracing:
             await asyncio.to_thread(tracing.close)
 
 
-def traced(transport: Transport, tracing: Tracing | None) -> Transport:
-    """The transport with a span around each call, where tracing is on."""
-    return TracedTransport(transport, tracing.tracer) if tracing else transport
-
-
-def _registry() -> CollectorRegistry:
-    registry = CollectorRegistry()
-    for collector in (PROCESS_COLLECTOR, PLATFORM_COLLECTOR, GC_COLLECTOR):
-        registry.register(collector)
-    return registry
+def nodes_of(entries: tuple[ConfiguredNode, ...]) -> list[Node]:
+    """The nodes of the settings, named by role and order: ``prefill-0``, ``decode-1``."""
+    numbers = {role: itertools.count() for role in NodeRole}
+    return [
+        Node(
+            f"{each.role}-{next(numbers[each.role])}", each.url, Role(each.role), each.model, each.aliases, each.weight
+        )
+        for each in entries
+    ]
 
 
 def _pool(settings: Settings, clock: SystemClock, metrics: Metrics) -> Pool:
     health = settings.health
-    rules = CircuitBreakerConfig(failures=health.failures, cool_down=health.cool_down, slow_start=health.slow_start)
-    pool = Pool(clock, rules, MetricsPoolObserver(metrics))
+    config = CircuitBreakerConfig(failures=health.failures, cool_down=health.cool_down, slow_start=health.slow_start)
+    pool = Pool(clock, config, metrics)
     for node in nodes_of(settings.nodes):
         pool.add(node)
     return pool
 
 
-def _health_rules(settings: Settings) -> HealthCheckConfig:
-    return HealthCheckConfig(interval=settings.health.interval, timeout=settings.health.timeout)
-
-
 def orchestration_config(settings: Settings) -> OrchestrationConfig:
-    """The part of the settings that the drive goes by."""
+    """The settings that orchestration uses."""
     deadlines, policy = settings.deadlines, settings.policy
     return OrchestrationConfig(
         connect=deadlines.connect,
@@ -158,38 +141,79 @@ def orchestration_config(settings: Settings) -> OrchestrationConfig:
     )
 
 
-def _service(
-    settings: Settings, orchestrator: Orchestrator, pool: Pool, metrics: Metrics, clock: SystemClock, credential: str
+def _request_handler(
+    settings: Settings, orchestrator: Orchestrator, context: OrchestrationContext, credential: str
 ) -> RequestHandler:
-    limits = settings.limits
+    limits, metrics = settings.limits, context.metrics
     admission = Admission(limits.concurrency, limits.queue, limits.queue_seconds, metrics, limits.key_concurrency)
     budget = BodyBudget(limits.held_bytes, metrics)
-    rules = HandlerConfig(
+    config = HandlerConfig(
         body_bytes=limits.body_bytes,
         upload_seconds=settings.deadlines.stall,
         request_seconds=settings.deadlines.request,
         credential=settings.upstream.credential,
         own=credential,
     )
-    return RequestHandler(read_keys(settings.keys.file), admission, budget, orchestrator, pool, clock, rules)
+    keys = read_keys(settings.keys.file)
+    return RequestHandler(keys, admission, budget, orchestrator, context.pool, context.clock, config)
 
 
-def _desk(
+def _admin_context(
     settings: Settings,
     context: OrchestrationContext,
     drainer: Drainer,
     registry: CollectorRegistry,
     leaving: asyncio.Event,
 ) -> AdminContext:
-    fails = settings.policy.on_prefill_failure is OnPrefillFailure.FAIL
     return AdminContext(
         pool=context.pool,
         drainer=drainer,
         registry=registry,
         leaving=leaving,
-        without_prefill=WithoutPrefill.FAIL if fails else WithoutPrefill.LOCAL,
+        on_prefill_failure=settings.policy.on_prefill_failure,
         drain_seconds=settings.deadlines.drain,
         token=read_secret(settings.listen.admin_token_file, "listen.admin_token_file") or None,
-        live=context.live,
+        live=context.in_flight,
         clock=context.clock,
     )
+
+
+class TaskSupervisor:
+    """Runs background tasks until `aclose`; one that ends is started again after a pause, logged and counted.
+
+    It is not taken as the end of the proxy: what ends such a task is most likely something odd that a node or an API
+    sent, which would be sent again after a restart too. Meanwhile running streams and the other nodes are fine, and the
+    circuits go on judging nodes by their legs.
+
+    Args:
+        pause: in seconds.
+    """
+
+    def __init__(self, clock: Clock, metrics: Metrics, pause: float = 1.0) -> None:
+        self._clock = clock
+        self._metrics = metrics
+        self._pause = pause
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def keep(self, name: Task, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Run work that should never end."""
+        self._tasks.append(asyncio.get_running_loop().create_task(self._run_again_and_again(name, work), name=name))
+
+    async def aclose(self) -> None:
+        """Cancel all."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _run_again_and_again(self, name: Task, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        while True:
+            running = asyncio.get_running_loop().create_task(work(), name=f"{name} itself")
+            try:
+                await asyncio.wait((running,))
+            finally:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+            why = None if running.cancelled() else running.exception()
+            _LOG.error("%s ended unexpectedly; again in %g s", name, self._pause, exc_info=why)
+            self._metrics.task_failed(name)
+            await self._clock.sleep(self._pause)

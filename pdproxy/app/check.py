@@ -1,42 +1,47 @@
-"""``pdproxy check``: whether the nodes of the settings, and those that are found as they say, can work together."""
+"""``pdproxy check``: whether the configured and the discovered nodes can work together, as a table.
+
+TOKENS is attention capacity, SEQUENCES how many the state groups allow, LONGEST how many of the greatest length run
+together, BINDS whether attention or state runs out first with these. A node without partner serves alone; a line below
+the table says in what it differs from the nearest node of the other role.
+"""
 
 import asyncio
 import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from pdproxy.admin.check_table import passed, table
 from pdproxy.app.build import nodes_of
-from pdproxy.app.host import HostEnvironment, Sources, node_tls, own_credential, own_headers
+from pdproxy.app.host import HostEnvironment, Sources, node_headers, read_secret, tls
 from pdproxy.clock import SystemClock
+from pdproxy.errors import NodeFault
 from pdproxy.nodes.discovery.source import DiscoveryError, Source
-from pdproxy.nodes.node import Node, Role
-from pdproxy.nodes.preflight import CheckRow, Preflight
-from pdproxy.nodes.preflight import check as check_nodes
-from pdproxy.settings import Settings
+from pdproxy.nodes.node import Capacity, Node, Role
+from pdproxy.nodes.preflight import CheckRow, Preflight, cause, check_nodes, is_unreachable, symptom
+from pdproxy.settings.model import Settings
 from pdproxy.transport.httpx_transport import HttpxTransport
 
-LOOK_SECONDS = 30.0
-"""For one look into one source."""
+LIST_SECONDS = 30.0
+"""For a discovery source to list its nodes."""
+_COLUMNS = ("NODE", "ROLE", "MODEL", "COHORT", "TOKENS", "SEQUENCES", "LONGEST", "BINDS", "VERDICT")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """What was found out.
+    """The result of a check.
 
     Attributes:
-        rows: of each node.
-        unseen: a sentence for each source that showed no node.
+        rows: one for each node.
+        empty_sources: a sentence for each source that listed no node.
     """
 
     rows: Sequence[CheckRow]
-    unseen: Sequence[str]
+    empty_sources: Sequence[str]
 
     def good(self) -> bool:
-        """Whether every node would be admitted and has a partner, and every source shows some."""
-        return not self.unseen and passed(self.rows)
+        """Whether every node would be admitted and has a partner, and every source lists some."""
+        return not self.empty_sources and passed(self.rows)
 
 
 def check(settings: Settings) -> int:
@@ -47,43 +52,90 @@ def check(settings: Settings) -> int:
     """
     report = asyncio.run(inspect(settings, HostEnvironment(os.environ)))
     lines = [table(report.rows)] if report.rows else []
-    sys.stdout.write("\n".join([*lines, *report.unseen]) + "\n")
+    sys.stdout.write("\n".join([*lines, *report.empty_sources]) + "\n")
     return 0 if report.good() else 1
 
 
-async def inspect(settings: Settings, around: HostEnvironment) -> Report:
-    """Look into each source once, and ask every node.
+async def inspect(settings: Settings, host: HostEnvironment) -> Report:
+    """List the nodes of each source once, and ask every node.
 
     Raises:
         SettingsError: as `check`.
     """
-    clock = SystemClock()
-    headers = own_headers(own_credential(settings.upstream))
+    upstream = settings.upstream
+    headers = node_headers(read_secret(upstream.credential_file, "upstream.credential_file"))
     async with (
-        contextlib.aclosing(HttpxTransport(node_tls(settings.upstream))) as transport,
-        contextlib.aclosing(Sources(settings.discovery, clock, around)) as sources,
+        contextlib.aclosing(HttpxTransport(tls(upstream.ca_file, "upstream.ca_file"))) as transport,
+        contextlib.aclosing(Sources(settings.discovery, SystemClock(), host)) as sources,
     ):
-        looks = await asyncio.gather(*map(_look, sources.all))
-        nodes = _distinct([*nodes_of(settings.nodes), *(node for found, _ in looks for node in found)])
+        listed = await asyncio.gather(*map(_list, sources.all))
+        nodes = _distinct([*nodes_of(settings.nodes), *(node for found, _ in listed for node in found)])
         rows = await check_nodes(Preflight(transport, headers), nodes)
-    return Report(rows, [why for _, why in looks if why])
+    return Report(rows, [why for _, why in listed if why])
 
 
-async def _look(source: Source) -> tuple[tuple[Node, ...], str]:
-    """The nodes that a source shows, or why it shows none."""
+async def _list(source: Source) -> tuple[tuple[Node, ...], str]:
+    """The nodes of a source, or why there are none."""
     try:
-        async with asyncio.timeout(LOOK_SECONDS):
+        async with asyncio.timeout(LIST_SECONDS):
             found = await source.list()
     except TimeoutError:
-        return (), f"{source.place} could not be looked at: no answer within {LOOK_SECONDS:g} s"
+        return (), f"{source.place} cannot be read: no answer within {LIST_SECONDS:g} s"
     except DiscoveryError as error:
-        return (), f"{source.place} could not be looked at: {error}"
+        return (), f"{source.place} cannot be read: {error}"
     return found, "" if found else f"{source.place}: there are no nodes now"
 
 
 def _distinct(nodes: Sequence[Node]) -> list[Node]:
-    """Without those that were named before: the proxy too takes an address once for each role."""
+    """Each address once for each role, as the proxy takes it: under the name that came first."""
     first: dict[tuple[str, Role], Node] = {}
     for node in nodes:
         first.setdefault((node.url, node.role), node)
     return list(first.values())
+
+
+def table(rows: Sequence[CheckRow]) -> str:
+    """One line per node, then a line for each finding, by the name of the setting."""
+    cells = [_COLUMNS, *(_cells(row) for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(_COLUMNS))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    return "\n".join([*lines, *(finding for row in rows for finding in _findings(row))])
+
+
+def passed(rows: Iterable[CheckRow]) -> bool:
+    """Whether every node would be admitted, and has a partner if there is any node of the other role."""
+    return all(row.good() and not row.unpaired for row in rows)
+
+
+def _cells(row: CheckRow) -> tuple[str, ...]:
+    if isinstance(row.info, NodeFault):
+        verdict = "unreachable" if is_unreachable(row.info) else "unusable"
+        return row.node.name, row.node.role, row.node.model or "?", "?", *_capacity(None), verdict
+    node = row.info.joined()
+    return node.name, node.role, node.model or "?", node.cohort or "?", *_capacity(node.capacity), _verdict(row)
+
+
+def _capacity(capacity: Capacity | None) -> tuple[str, str, str, str]:
+    if capacity is None:
+        return "?", "?", "?", "?"
+    sequences = "any" if capacity.sequences is None else f"{capacity.sequences:,}"
+    return f"{capacity.tokens:,}", sequences, f"{capacity.longest:,}", capacity.binding
+
+
+def _verdict(row: CheckRow) -> str:
+    if row.compatibility.refusals:
+        return "refused"
+    if row.unpaired:
+        return "no partner"
+    return "ok, with warnings" if row.compatibility.warnings else "ok"
+
+
+def _findings(row: CheckRow) -> list[str]:
+    if isinstance(row.info, NodeFault):
+        return [f"{row.node.name}: {symptom(row.info)}: {cause(row.info)}"]
+    kinds = {
+        "refused": row.compatibility.refusals,
+        "exchanges no tickets": row.unpaired,
+        "warning": row.compatibility.warnings,
+    }
+    return [f"{row.node.name}: {kind}: {finding}" for kind, findings in kinds.items() for finding in findings]

@@ -1,4 +1,4 @@
-"""What the proxy takes from the machine it runs on: discovery sources, secrets and TLS files."""
+"""What the proxy reads from its host: discovery sources, secrets and TLS files."""
 
 import dataclasses
 import ssl
@@ -8,27 +8,62 @@ from typing import TYPE_CHECKING
 
 from pdproxy.clock import Clock
 from pdproxy.errors import SettingsError
-from pdproxy.nodes.discovery.dns import DnsSource, Name, Resolver, SystemResolver
+from pdproxy.nodes.discovery.dns import DnsSource, Resolver, SystemResolver
 from pdproxy.nodes.discovery.file import FileSource
-from pdproxy.nodes.discovery.service_account import ServiceAccount, api_address
 from pdproxy.nodes.discovery.source import Source, Template
 from pdproxy.nodes.node import Role
 from pdproxy.request import Headers
-from pdproxy.settings import Discovery, DiscoveryKind, Upstream
+from pdproxy.settings.model import Discovery
+from pdproxy.settings.types import DiscoveryKind
 
 if TYPE_CHECKING:
     from pdproxy.nodes.discovery.kubernetes import Api, KubernetesSource
 
 
+class ServiceAccount:
+    """The files of the service account that Kubernetes mounts into a pod."""
+
+    def __init__(self, mount: Path = Path("/var/run/secrets/kubernetes.io/serviceaccount")) -> None:
+        self._mount = mount
+        self.authorities = mount / "ca.crt"
+        """PEM certificates that the API server's certificate is checked against."""
+
+    @property
+    def token(self) -> Path | None:
+        """Where the token is, which the kubelet replaces about every hour; None where there is none."""
+        path = self._mount / "token"
+        return path if path.exists() else None
+
+    def namespace(self) -> str:
+        """The pod's own namespace.
+
+        Raises:
+            SettingsError: there is no service account.
+        """
+        try:
+            return (self._mount / "namespace").read_text(encoding="ascii").strip()
+        except OSError as error:
+            raise SettingsError(
+                "no Kubernetes service account is mounted: name the namespace, and run in a pod whose "
+                "automountServiceAccountToken is not false"
+            ) from error
+
+
+def api_address(environment: Mapping[str, str]) -> str:
+    """The Kubernetes API server, from a pod's environment variables.
+
+    Raises:
+        SettingsError: they do not name it.
+    """
+    host, port = environment.get("KUBERNETES_SERVICE_HOST"), environment.get("KUBERNETES_SERVICE_PORT", "443")
+    if not host:
+        raise SettingsError("KUBERNETES_SERVICE_HOST is not set: Kubernetes discovery works inside a cluster only")
+    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostEnvironment:
-    """What the machine offers to look things up with.
-
-    Attributes:
-        environment: the process's.
-        account: of the pod, where it is one.
-        resolver: of names.
-    """
+    """The process's environment variables, its pod's service account (if it runs in one), and its DNS resolver."""
 
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     account: ServiceAccount = dataclasses.field(default_factory=ServiceAccount)
@@ -36,29 +71,30 @@ class HostEnvironment:
 
 
 class Sources:
-    """What the settings ask for, as sources to follow; whoever makes one must `aclose` it.
+    """The discovery sources that the settings ask for. To be closed (`aclose`).
 
     Raises:
         SettingsError: Kubernetes is asked for, and this is no pod that may ask it, or its client is not installed.
     """
 
-    def __init__(self, discovery: Discovery, clock: Clock, around: HostEnvironment) -> None:
+    def __init__(self, discovery: Discovery, clock: Clock, host: HostEnvironment) -> None:
         self._discovery = discovery
         self._clock = clock
-        self._around = around
+        self._host = host
         self._watching: list[KubernetesSource] = []
-        self.all: tuple[Source, ...] = tuple(self._made())
+        self.all: tuple[Source, ...] = tuple(self._sources())
 
     async def aclose(self) -> None:
-        """Close the connections to the API server. Not before the sources have been left."""
+        """Close the connections to the API server. Not before the sources are no longer watched."""
         for source in self._watching:
             await source.aclose()
 
-    def _made(self) -> Iterable[Source]:
-        kinds = {Role.PREFILL: self._discovery.prefill, Role.DECODE: self._discovery.decode}
+    def _sources(self) -> Iterable[Source]:
+        settings = self._discovery
+        kinds = {Role.PREFILL: settings.prefill, Role.DECODE: settings.decode}
         in_file = frozenset(role for role, kind in kinds.items() if kind is DiscoveryKind.FILE)
-        if in_file and self._discovery.file is not None:
-            yield FileSource(self._discovery.file, self._clock, self._discovery.file_interval, in_file)
+        if in_file and settings.file is not None:
+            yield FileSource(settings.file, self._clock, settings.file_interval, in_file)
         for role, kind in kinds.items():
             if kind is DiscoveryKind.DNS:
                 yield self._dns(role)
@@ -66,9 +102,10 @@ class Sources:
                 yield self._kubernetes(role)
 
     def _dns(self, role: Role) -> DnsSource:
-        said = self._discovery
-        name = Name({Role.PREFILL: said.prefill_name, Role.DECODE: said.decode_name}[role], said.dns_port or None)
-        return DnsSource(self._around.resolver, name, self._template(role), self._clock, said.dns_interval)
+        settings = self._discovery
+        names = {Role.PREFILL: settings.prefill_name, Role.DECODE: settings.decode_name}
+        port, template = settings.dns_port or None, Template(role, settings.scheme)
+        return DnsSource(self._host.resolver, names[role], port, template, self._clock, settings.dns_interval)
 
     def _kubernetes(self, role: Role) -> "KubernetesSource":
         try:
@@ -78,11 +115,11 @@ class Sources:
                 f"discovery.{role} is 'kubernetes', and the package {error.name} is missing: "
                 "pip install 'pdproxy[kubernetes]' brings it (the proxy's image has it)."
             ) from error
-        said = self._discovery
-        selector = {Role.PREFILL: said.prefill_selector, Role.DECODE: said.decode_selector}[role]
+        settings = self._discovery
+        selectors = {Role.PREFILL: settings.prefill_selector, Role.DECODE: settings.decode_selector}
         api = self._api()
-        query = Query(said.namespace or self._around.account.namespace(), selector, said.port_name)
-        source = KubernetesSource(api, query, self._template(role), self._clock)
+        query = Query(settings.namespace or self._host.account.namespace(), selectors[role], settings.port_name)
+        source = KubernetesSource(api, query, Template(role, settings.scheme), self._clock)
         self._watching.append(source)
         return source
 
@@ -90,19 +127,16 @@ class Sources:
         """The API server's certificate is signed by the cluster's own authority, nodes' ones perhaps by another."""
         from pdproxy.nodes.discovery.kubernetes import Api
 
-        account = self._around.account
-        url = self._discovery.api.rstrip("/") or api_address(self._around.environment)
+        account = self._host.account
+        url = self._discovery.api.rstrip("/") or api_address(self._host.environment)
         if not url.startswith("https:"):
             return Api(url, account.token)
         tls(account.authorities, "the service account's ca.crt")  # a file that cannot be used ends the start
         return Api(url, account.token, account.authorities)
 
-    def _template(self, role: Role) -> Template:
-        return Template(role, self._discovery.scheme)
-
 
 def read_secret(path: Path | None, setting: str) -> str:
-    """A file's one word; "" without a file.
+    """The one word that a file holds; "" without a file.
 
     Raises:
         SettingsError: it cannot be read, or is empty, or holds several words.
@@ -118,31 +152,13 @@ def read_secret(path: Path | None, setting: str) -> str:
     return words[0]
 
 
-def own_credential(upstream: Upstream) -> str:
-    """The operator's credential for the nodes; "" where none is set.
-
-    Raises:
-        SettingsError: the file is unusable.
-    """
-    return read_secret(upstream.credential_file, "upstream.credential_file")
-
-
-def own_headers(credential: str) -> Headers:
-    """What the proxy's own questions to nodes (health, preflight, releases) carry."""
+def node_headers(credential: str) -> Headers:
+    """The headers of the proxy's own requests to nodes (health, preflight, releases)."""
     return (("authorization", f"Bearer {credential}"),) if credential else ()
 
 
-def node_tls(upstream: Upstream) -> ssl.SSLContext:
-    """How https nodes are trusted.
-
-    Raises:
-        SettingsError: the file of authorities is unusable.
-    """
-    return tls(upstream.ca_file, "upstream.ca_file")
-
-
 def check_pair(certificate: Path | None, key: Path | None) -> None:
-    """Whether the clients' port can be served with them; None for both is plain HTTP.
+    """Check that the clients' port can be served with a certificate and its key; None for both is plain HTTP.
 
     Raises:
         SettingsError: they are no certificate and its key, or the key needs a password.
@@ -150,19 +166,15 @@ def check_pair(certificate: Path | None, key: Path | None) -> None:
     if certificate is None or key is None:
         return
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=_no_password)
+        # Without a password here, a terminal would be asked for one.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="none")
     except OSError as error:
         text = f"listen.tls_certificate, listen.tls_key: {certificate} and {key} are no certificate and its key"
         raise SettingsError(f"{text}, in PEM and without a password: {error}.") from error
 
 
-def _no_password() -> str:
-    """Else a terminal is asked for it."""
-    return "none"
-
-
-def tls(authorities: Path | None, what: str) -> ssl.SSLContext:
-    """Trust in the authorities of a PEM file; None for the system's.
+def tls(authorities: Path | None, setting: str) -> ssl.SSLContext:
+    """A client's TLS context with the authorities of a PEM file; None for the system's.
 
     Raises:
         SettingsError: the file is unusable.
@@ -170,4 +182,4 @@ def tls(authorities: Path | None, what: str) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=authorities)
     except OSError as error:
-        raise SettingsError(f"{what}: {authorities} is not usable: {error}.") from error
+        raise SettingsError(f"{setting}: {authorities} is not usable: {error}.") from error

@@ -1,6 +1,4 @@
-"""``pdproxy serve``: the proxy on its two ports, until a signal.
-
-How many files, sockets among them, the process may have open."""
+"""``pdproxy serve``: the proxy on its two ports, until a signal."""
 
 import asyncio
 import contextlib
@@ -22,14 +20,15 @@ from pdproxy.observe.logs import configure
 from pdproxy.server.protocol import ConnectionLimits, guarded
 from pdproxy.server.server import Server, bind
 from pdproxy.server.server import serve as serve_ports
-from pdproxy.settings import Settings
+from pdproxy.settings.model import Settings
 
 _LOG = logging.getLogger("pdproxy")
 
-YOUNG = 10_000
-"""New objects between two collections: a request makes hundreds, and nearly all of them go without a collector."""
+GC_THRESHOLD = 10_000
+"""New objects between two collections: a request makes hundreds, and nearly all are freed without the collector."""
 HEAD_SECONDS = 30.0
 """For a request's head: what a slow mobile client may need, and no more."""
+MAX_OPEN_FILES = 1 << 20
 
 
 def serve(settings: Settings) -> int:
@@ -39,7 +38,7 @@ def serve(settings: Settings) -> int:
         SettingsError: an address or a file of the settings cannot be used.
     """
     configure(settings.log, sys.stderr)
-    allow_many()
+    raise_file_limit()
     with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
         runner.run(_serve(settings))
     return 0
@@ -48,17 +47,17 @@ def serve(settings: Settings) -> int:
 async def _serve(settings: Settings) -> None:
     async with proxy(settings, HostEnvironment(os.environ)) as running:
         ports = _ports(settings, running)
-        _spare_collector()
+        _tune_collector()
         _LOG.info("clients: %s, operators: %s", *(port.address for port in ports))
         await serve_ports(ports, running.leaving)
         _LOG.info("ended")
 
 
-def _spare_collector() -> None:
-    """What was built by now lives as long as the process: no collection need look at it again (`make bench`)."""
+def _tune_collector() -> None:
+    """What was built by now lives as long as the process: the collector need not scan it again (`make bench`)."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG)
+    gc.set_threshold(GC_THRESHOLD)
 
 
 def _ports(settings: Settings, running: Proxy) -> list[Server]:
@@ -87,20 +86,17 @@ def _config(settings: Settings, app: AsgiApp, **tls: object) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=False,  # nobody asks for the client's address
+        proxy_headers=False,  # the client's address is not used
         timeout_keep_alive=75,
         timeout_graceful_shutdown=math.ceil(settings.deadlines.drain),
         **tls,  # type: ignore[arg-type]
     )
 
 
-ENOUGH = 1 << 20
-
-
-def allow_many() -> None:
-    """Raise the soft limit as far as may be: a stream takes up to three sockets, and 1,024 is the usual limit."""
+def raise_file_limit() -> None:
+    """Raise the limit of open files: a stream takes up to three sockets, and 1,024 is the usual limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
+    most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft == resource.RLIM_INFINITY or soft >= most:
         return
     with contextlib.suppress(OSError, ValueError):  # a kernel with a lower limit of its own: then it stays

@@ -7,11 +7,10 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator
-from types import TracebackType
 from typing import Self
 
 from pdproxy.errors import ClientError
-from pdproxy.intake.auth import ANYBODY, ApiKey
+from pdproxy.intake.auth import ANONYMOUS, ApiKey
 from pdproxy.observe.metrics import Metrics
 
 
@@ -25,49 +24,50 @@ class Rejection(enum.StrEnum):
 
 
 class Admission:
-    """A bounded number of places, and a bounded queue ordered by priority, then arrival.
+    """Bounds the requests that run; those beyond wait in a bounded queue ordered by priority, then arrival.
 
     Args:
-        concurrency: places.
+        concurrency: requests that run at once.
         queue: how many may wait.
-        patience: seconds that one may wait.
-        metrics: told of every change.
-        key_limit: open requests of one key whose holder has no limit of its own; 0: none.
+        queue_seconds: how long one may wait.
+        key_limit: open requests of one API key that has no limit of its own; 0: none.
     """
 
-    def __init__(self, concurrency: int, queue: int, patience: float, metrics: Metrics, key_limit: int = 0) -> None:
+    def __init__(
+        self, concurrency: int, queue: int, queue_seconds: float, metrics: Metrics, key_limit: int = 0
+    ) -> None:
         self._free = concurrency
         self._queue_limit = queue
-        self._patience = patience
+        self._queue_seconds = queue_seconds
         self._metrics = metrics
         self._key_limit = key_limit
         self._order = itertools.count()
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._per_key: Counter[str] = Counter()
+        metrics.watch_requests(lambda: concurrency - self._free, lambda: len(self._waiting))
 
     @contextlib.asynccontextmanager
-    async def place(self, api_key: ApiKey, priority: int) -> AsyncIterator[None]:
-        """Hold a place while inside.
+    async def admit(self, api_key: ApiKey, priority: int) -> AsyncIterator[None]:
+        """Be one of the running requests while inside.
 
         Raises:
-            ClientError: 429 with Retry-After: the key's limit, a full queue, or a wait beyond ``patience``.
+            ClientError: 429 with Retry-After: the key's limit, a full queue, or a wait beyond ``queue_seconds``.
         """
         self._enter_key(api_key)
         try:
             await self._take(priority)
-            self._metrics.request_began()
             try:
                 yield
             finally:
-                self._metrics.request_left()
                 self._give()
         finally:
             self._leave_key(api_key)
 
     def _enter_key(self, api_key: ApiKey) -> None:
-        limit = api_key.limit or (self._key_limit if api_key is not ANYBODY else 0)
+        limit = api_key.limit or (self._key_limit if api_key is not ANONYMOUS else 0)
         if limit and self._per_key[api_key.name] >= limit:
-            raise self._refused(Rejection.KEY_LIMIT, f"This API key may have {limit} requests open at once.", 1)
+            text = f"This API key may have {limit} requests open at once."
+            raise _rejected(self._metrics, Rejection.KEY_LIMIT, text, 1)
         self._per_key[api_key.name] += 1
 
     def _leave_key(self, api_key: ApiKey) -> None:
@@ -80,22 +80,22 @@ class Admission:
             self._free -= 1
             return
         if len(self._waiting) >= self._queue_limit:
-            raise self._refused(Rejection.QUEUE_FULL, "All places and the queue are full: try again later.", 5)
+            text = "All places and the queue are full: try again later."
+            raise _rejected(self._metrics, Rejection.QUEUE_FULL, text, 5)
         await self._wait(priority)
 
     async def _wait(self, priority: int) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = (priority, next(self._order), turn)
         heapq.heappush(self._waiting, entry)
-        self._tell()
         try:
             # Not wait_for: in Python 3.11 that swallows a cancellation which comes together with the turn.
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._queue_seconds):
                 await turn
         except TimeoutError:
             self._abandon(entry)
-            text = f"No place became free within {self._patience:g} s: try again later."
-            raise self._refused(Rejection.QUEUE_TIMEOUT, text, 5) from None
+            text = f"No place became free within {self._queue_seconds:g} s: try again later."
+            raise _rejected(self._metrics, Rejection.QUEUE_TIMEOUT, text, 5) from None
         except asyncio.CancelledError:
             self._abandon(entry)
             raise
@@ -106,7 +106,6 @@ class Admission:
         elif entry in self._waiting:
             self._waiting.remove(entry)
             heapq.heapify(self._waiting)
-        self._tell()
 
     def _give(self) -> None:
         while self._waiting:
@@ -116,63 +115,43 @@ class Admission:
                 break
         else:
             self._free += 1
-        self._tell()
-
-    def _tell(self) -> None:
-        self._metrics.queue_is(len(self._waiting))
-
-    def _refused(self, reason: Rejection, message: str, seconds: int) -> ClientError:
-        self._metrics.rejected(reason)
-        retry = (("retry-after", str(seconds)),)
-        return ClientError(429, message, kind="rate_limit_error", code=reason, headers=retry)
 
 
 class BodyBudget:
-    """Bytes for all requests together.
+    """Bounds the bytes of request bodies that are held at once, of all requests together."""
 
-    Args:
-        most: at once.
-        metrics: told of every change.
-    """
-
-    def __init__(self, most: int, metrics: Metrics) -> None:
-        self._most = most
+    def __init__(self, limit: int, metrics: Metrics) -> None:
+        self._limit = limit
         self._metrics = metrics
         self._held = 0
+        metrics.watch_bodies(lambda: self._held)
 
-    def share(self) -> "Reservation":
-        """For one request."""
+    def reserve(self) -> "Reservation":
+        """For one request; empty at first."""
         return Reservation(self)
 
     def take(self, size: int) -> None:
-        """So many bytes more are held.
+        """Hold so many bytes more; a negative number gives some back.
 
         Raises:
             ClientError: 429 with Retry-After: there is no room for them.
         """
-        if self._held + size > self._most:
-            self._metrics.rejected(Rejection.BODIES_FULL)
-            raise _full()
-        self._change(size)
-
-    def give(self, size: int) -> None:
-        """So many bytes less."""
-        self._change(-size)
-
-    def _change(self, size: int) -> None:
+        if self._held + size > self._limit:
+            text = "The requests that are here take up all the room there is for them: try again later."
+            close = ("connection", "close")  # the rest of the body would otherwise be read as the next request
+            raise _rejected(self._metrics, Rejection.BODIES_FULL, text, 1, close)
         self._held += size
-        self._metrics.body_bytes_are(self._held)
 
 
 class Reservation:
-    """What one request holds; given back at the end of the context."""
+    """The bytes that one request holds; given back at the end of the context."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
         self._size = 0
 
-    def reach(self, size: int) -> None:
-        """The body has so many bytes by now. What its head promises does not count: promises cost nothing.
+    def grow_to(self, size: int) -> None:
+        """The body has so many bytes by now. The length that its head promises is not reserved.
 
         Raises:
             ClientError: as `BodyBudget.take`.
@@ -183,19 +162,14 @@ class Reservation:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._budget.give(self._size)
+    def __exit__(self, *_: object) -> None:
+        self._budget.take(-self._size)
         self._size = 0
 
 
-def _full() -> ClientError:
-    return ClientError(
-        429,
-        "The requests that are here take up all the room there is for them: try again later.",
-        kind="rate_limit_error",
-        code=Rejection.BODIES_FULL,
-        # What is left of the body would otherwise be read as the next request.
-        headers=(("retry-after", "1"), ("connection", "close")),
-    )
+def _rejected(
+    metrics: Metrics, reason: Rejection, message: str, retry_after: int, *headers: tuple[str, str]
+) -> ClientError:
+    metrics.rejected(reason)
+    retry = ("retry-after", str(retry_after))
+    return ClientError(429, message, kind="rate_limit_error", code=reason, headers=(retry, *headers))

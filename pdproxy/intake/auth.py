@@ -9,36 +9,36 @@ from pathlib import Path
 
 from pdproxy.errors import ClientError, SettingsError
 from pdproxy.nodes.node import RANK_HEADER
-from pdproxy.request import Headers, header
-from pdproxy.settings import Credential
+from pdproxy.request import HOP_BY_HOP, Headers, header
+from pdproxy.settings.types import Credential
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ApiKey:
-    """Who a key belongs to. ``limit``: open requests at once; None: no limit of its own."""
+    """A client's key. ``limit``: requests that keys of this name may have open at once; None: no limit of its own."""
 
     name: str
     limit: int | None = None
 
 
-ANYBODY = ApiKey("anybody")
+ANONYMOUS = ApiKey("anonymous")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """The accepted keys; without any, everybody comes in."""
+    """The accepted keys, by their digests; without any, every request is accepted."""
 
-    def __init__(self, by_digest: Mapping[bytes, ApiKey]) -> None:
-        self._by_digest = by_digest
+    by_digest: Mapping[bytes, ApiKey]
 
     def api_key(self, headers: Headers) -> ApiKey:
-        """Whose request this is.
+        """The key that a request carries.
 
         Raises:
             ClientError: 401 for no key or an unknown one.
         """
-        if not self._by_digest:
-            return ANYBODY
-        found = self._by_digest.get(key_digest(presented_key(headers)))
+        if not self.by_digest:
+            return ANONYMOUS
+        found = self.by_digest.get(key_digest(presented_key(headers)))
         if found is None:
             raise ClientError(
                 401,
@@ -51,18 +51,18 @@ class ApiKeys:
 
 
 def presented_key(headers: Headers) -> str:
-    """The key in a request's headers, "" without one: OpenAI's place, then Anthropic's."""
+    """The key in a request's headers, "" without one: OpenAI's header, else Anthropic's."""
     scheme, _, key = (header(headers, "authorization") or "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else (header(headers, "x-api-key") or "")
 
 
 def key_digest(key: str) -> bytes:
-    """What is kept of a key."""
+    """SHA-256: keys themselves are not kept."""
     return hashlib.sha256(key.encode()).digest()
 
 
 def read_keys(path: Path | None) -> ApiKeys:
-    """The keys of a file; no path: no keys.
+    """Read a file of keys; no path: no keys.
 
     Raises:
         SettingsError: the file cannot be read, holds no key, or a line is wrong (by its number; never the key itself).
@@ -82,7 +82,7 @@ def read_keys(path: Path | None) -> ApiKeys:
 
 
 def parse_key_lines(lines: Iterable[str]) -> Iterable[tuple[bytes, ApiKey]]:
-    """Digest and holder of each line.
+    """The digest and the key of each line.
 
     Raises:
         SettingsError: a line with more than three words or a limit that is no positive number.
@@ -98,13 +98,7 @@ def parse_key_lines(lines: Iterable[str]) -> Iterable[tuple[bytes, ApiKey]]:
 
 
 _USABLE = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_HOP_BY_HOP = frozenset(
-    {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"}
-    | {"te", "trailer", "transfer-encoding", "upgrade"}
-)
-"""RFC 9110, 7.6.1."""
-
-_KEPT_HERE = _HOP_BY_HOP | {
+_NOT_PASSED_ON = HOP_BY_HOP | {
     # What describes this connection's message, and what our transport sets itself.
     *("host", "content-length", "content-type", "accept-encoding", "content-encoding", "expect", "cookie"),
     "x-request-id",
@@ -121,18 +115,11 @@ def request_id(headers: Headers) -> str:
     return theirs if _USABLE.fullmatch(theirs) else f"req-{uuid.uuid4().hex}"
 
 
-def headers_for_node(headers: Headers, name: str, credential: Credential, own: str) -> Headers:
-    """What a node gets of the client's headers.
-
-    Args:
-        headers: the client's.
-        name: the request's id.
-        credential: whose credential the node gets.
-        own: the operator's credential, for `Credential.REPLACE`.
-    """
-    dropped = _KEPT_HERE | {token.strip().lower() for token in (header(headers, "connection") or "").split(",")}
+def headers_for_node(headers: Headers, request_id: str, credential: Credential, own: str) -> Headers:
+    """What a node gets of the client's headers, with the request's id; ``own`` is the operator's credential."""
+    dropped = _NOT_PASSED_ON | {token.strip().lower() for token in (header(headers, "connection") or "").split(",")}
     passed = tuple(pair for pair in headers if pair[0] not in dropped and not pair[0].startswith("x-pdproxy-"))
-    fixed = (("x-request-id", name), ("content-type", header(headers, "content-type") or "application/json"))
+    fixed = (("x-request-id", request_id), ("content-type", header(headers, "content-type") or "application/json"))
     return (*passed, *fixed, *_credential(headers, credential, own))
 
 

@@ -3,17 +3,14 @@
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from types import TracebackType
 from typing import Any, Self
 
 from pdproxy.errors import ClientError
-from pdproxy.intake import paths
+from pdproxy.orchestration.client_errors import error_body, error_event
 from pdproxy.request import Endpoint, Headers, header
-from pdproxy.sink import Sink
-from pdproxy.stream.errors import error_body, error_event
+from pdproxy.response import Sink
 
-JSON = ("content-type", "application/json")
-"""The header of a JSON body."""
+JSON_HEADER = ("content-type", "application/json")
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -30,18 +27,22 @@ def headers_of(scope: Scope) -> Headers:
     return tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
 
 
-async def read_body(
-    receive: Receive, headers: Headers, limit: int, reach: Callable[[int], None] | None = None
-) -> bytes:
-    """The request's whole body; ``reach`` is told how much of it is here, and may raise.
+async def read_body(receive: Receive, headers: Headers, limit: int, grow_to: Callable[[int], None]) -> bytes:
+    """The request's whole body.
+
+    Args:
+        limit: in bytes.
+        grow_to: called with the number of bytes that have arrived; may raise.
 
     Raises:
-        ClientError: 413 when it is longer than ``limit`` bytes; 415 when it is compressed.
+        ClientError: 413 when it is longer than ``limit``; 415 when it is compressed: it could grow past any limit.
         ClientGone: the client left while sending.
     """
-    refuse_codings(headers)
+    coding = header(headers, "content-encoding")
+    if coding and coding.strip().lower() != "identity":
+        raise ClientError(415, f"Send the body without content-encoding: {coding[:40]!r} is not accepted here.")
     if int(header(headers, "content-length") or 0) > limit:
-        raise too_large(limit)
+        raise _too_large(limit)
     pieces, size = [], 0
     while True:
         message = await receive()
@@ -50,37 +51,23 @@ async def read_body(
         pieces.append(message.get("body", b""))
         size += len(pieces[-1])
         if size > limit:
-            raise too_large(limit)
-        if reach is not None:
-            reach(size)
+            raise _too_large(limit)
+        grow_to(size)
         if not message.get("more_body", False):
             return b"".join(pieces)
 
 
-def refuse_codings(headers: Headers) -> None:
-    """Only plain bodies: a compressed one could grow past any limit.
-
-    Raises:
-        ClientError: 415.
-    """
-    coding = header(headers, "content-encoding")
-    if coding and coding.strip().lower() != "identity":
-        raise ClientError(415, f"Send the body without content-encoding: {coding[:40]!r} is not accepted here.")
-
-
-def too_large(limit: int) -> ClientError:
-    """413, with the limit."""
+def _too_large(limit: int) -> ClientError:
     return ClientError(
         413,
         f"The body is longer than the {limit} bytes that this server accepts: shorten the prompt.",
         code="request_too_large",
-        # What is left of the body would otherwise be read as the next request.
-        headers=(("connection", "close"),),
+        headers=(("connection", "close"),),  # the rest of the body would otherwise be read as the next request
     )
 
 
 async def send_head(send: Send, status: int, headers: Iterable[tuple[str, str]]) -> None:
-    """The response's first half."""
+    """Begin a response."""
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
     await send({"type": "http.response.start", "status": status, "headers": raw})
 
@@ -89,12 +76,6 @@ async def send_whole(send: Send, status: int, headers: Iterable[tuple[str, str]]
     """A response in one piece."""
     await send_head(send, status, (*headers, ("content-length", str(len(body)))))
     await send({"type": "http.response.body", "body": body})
-
-
-async def send_error(send: Send, error: ClientError, body: bytes, request_id: str) -> None:
-    """The error with its status and headers; ``body`` is in the shape of the endpoint's API."""
-    headers = (JSON, ("x-pdproxy-request-id", request_id), ("x-request-id", request_id), *error.headers)
-    await send_whole(send, error.status, headers, body)
 
 
 class TrackedSend:
@@ -114,9 +95,9 @@ class RequestContext:
     """A request's head, and the two halves of its connection.
 
     Attributes:
-        query: with its question mark, or "".
         request_id: for logs and the response.
-        sink: for pieces of the response's body that need not wait for their turn, where the server has one.
+        endpoint: whose API errors follow; None for a path that is not a generating endpoint.
+        sink: takes pieces of the response's body without waiting; None where the server has none.
     """
 
     method: str
@@ -126,31 +107,30 @@ class RequestContext:
     request_id: str
     receive: Receive
     send: TrackedSend
+    endpoint: Endpoint | None = None
     sink: Sink | None = None
 
     async def refuse(self, error: ClientError) -> None:
         """Send an error in the shape of the endpoint's API.
 
-        Not once the response has begun: then only cutting the connection says that it is broken.
+        Not once the response has begun: then only cutting the connection shows that it is broken.
         """
         if not self.send.begun:
-            await send_error(self.send, error, error_body(self._endpoint, error), self.request_id)
+            ids = (("x-pdproxy-request-id", self.request_id), ("x-request-id", self.request_id))
+            body = error_body(self.endpoint or Endpoint.COMPLETIONS, error)
+            await send_whole(self.send, error.status, (JSON_HEADER, *ids, *error.headers), body)
 
     async def break_off(self, error: ClientError) -> None:
-        """End a stream of events that cannot go on."""
-        event = error_event(self._endpoint, error)
+        """End an event stream with an error event."""
+        event = error_event(self.endpoint or Endpoint.COMPLETIONS, error)
         await self.send({"type": "http.response.body", "body": event})
-
-    @property
-    def _endpoint(self) -> Endpoint:
-        return paths.GENERATING.get(self.path, Endpoint.COMPLETIONS)
 
 
 class DisconnectWatcher:
     """Cancels the task it was entered in when the client leaves.
 
-    Used as an async context manager after the body was read; leaving the context ends the watch. A cancellation that
-    the client caused comes out as `ClientGone`; any other stays what it is.
+    An async context manager, entered after the body was read. A cancellation that the client caused is raised as
+    `ClientGone`; any other stays what it is.
     """
 
     def __init__(self, receive: Receive) -> None:
@@ -159,28 +139,26 @@ class DisconnectWatcher:
         self._watch: asyncio.Task[None] | None = None
 
     def left(self) -> bool:
-        """The client has gone."""
+        """Whether the client has disconnected."""
         return self._gone
 
     async def __aenter__(self) -> Self:
         task = asyncio.current_task()
         assert task is not None
-        self._watch = asyncio.create_task(self._wait_for_leave(task), name="presence")
+        self._watch = asyncio.create_task(self._cancel_on_disconnect(task), name="disconnect watcher")
         return self
 
-    async def _wait_for_leave(self, task: asyncio.Task[object]) -> None:
+    async def _cancel_on_disconnect(self, task: asyncio.Task[object]) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self._gone = True
         task.cancel()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         assert self._watch is not None
         self._watch.cancel()
         if self._gone and kind is asyncio.CancelledError:
             task = asyncio.current_task()
-            # Somebody else (shutdown) may have cancelled as well: then the cancellation stays.
+            # A shutdown may have cancelled the task as well: then the cancellation stays.
             if task is not None and task.uncancel() == 0:
                 raise ClientGone from None

@@ -3,27 +3,123 @@
 import asyncio
 import dataclasses
 import json
+import secrets
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.legs.usage import read_usage
+from pdproxy.legs.rewrite import release_body
 from pdproxy.nodes.node import Node
 from pdproxy.request import Endpoint, Headers, Json, header
-from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transport
+from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transport, read_to_end
+from pdproxy.usage import read_usage
 
 FAULT_BODY_BYTES = 64 * 1024
 """How much of an error's body is kept for the client."""
 ANSWER_BYTES = 256 * 1024 * 1024
 """The longest answer that is read whole: token ids and log-probabilities of a long prompt fit."""
 KEPT_HEADERS = ("retry-after", "content-type", "www-authenticate")
+EVENT_STREAM = "text/event-stream"
+
+NOTHING_HELD = frozenset({Fault.REFUSED, Fault.BUSY, Fault.CLIENT_ERROR, Fault.NO_TICKET})
+"""Faults of a prefill leg after which its node holds nothing for it: there is nothing to release."""
+_CACHED_HINT = "remote_prefill_cached_tokens"
+"""vLLM's scheduler adds it to the ticket, and a decode node that gets it reports it as its own ``cached_tokens``
+(0.32, v1/engine/output_processor.py). Without it the decode node reports what it did not have to compute, which shows
+whether it used the ticket. The connector does not look at it, and no signature covers it."""
+
+
+def new_hand_over_id() -> str:
+    """A new hand-over id: 128 bits of the system's randomness, in hex."""
+    return secrets.token_hex(16)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefillAnswer:
+    """The ticket for the decode leg, and how many prompt tokens the prefill node had cached, where it reports that."""
+
+    ticket: Json
+    cached_tokens: int | None = None
+
+
+async def prefill(
+    transport: Transport, node: Node, endpoint: Endpoint, body: Json, headers: Headers, timeouts: Timeouts
+) -> PrefillAnswer:
+    """Run the prefill leg to its end; ``body`` is from `rewrite.prefill_body`, ``headers`` are the client's.
+
+    Raises:
+        NodeFault: any fault; NO_TICKET where the answer is good and carries no ticket.
+    """
+    response = await _post(transport, node, endpoint, body, headers, timeouts)
+    return read_prefill(await read_answer(await raise_for_status(response)))
+
+
+def read_prefill(answer: Json) -> PrefillAnswer:
+    """The ticket in a prefill leg's answer; without one, a NO_TICKET fault."""
+    params = answer.get("kv_transfer_params")
+    if not isinstance(params, dict) or not params:
+        raise NodeFault(Fault.NO_TICKET, "the prefill answer carries no kv_transfer_params")
+    ticket = {key: value for key, value in params.items() if key != _CACHED_HINT}
+    hint, usage = params.get(_CACHED_HINT), read_usage(answer.get("usage"))
+    if isinstance(hint, int):
+        return PrefillAnswer(ticket, hint)
+    return PrefillAnswer(ticket, None if usage is None else usage.cached)
+
+
+async def decode(
+    transport: Transport, node: Node, endpoint: Endpoint, body: Json, headers: Headers, timeouts: Timeouts
+) -> HttpResponse:
+    """Start the decode leg; ``body`` is from `rewrite.decode_body`. The caller must close the response.
+
+    Raises:
+        NodeFault: any fault up to the head; INVALID_BODY where a stream was asked for and something else came.
+    """
+    response = await raise_for_status(await _post(transport, node, endpoint, body, headers, timeouts))
+    kind = header(response.headers, "content-type") or ""
+    if bool(body.get("stream")) == kind.startswith(EVENT_STREAM):
+        return response
+    await response.aclose()
+    raise NodeFault(Fault.INVALID_BODY, f"asked for stream={body.get('stream')} and got {kind or 'no content type'}")
+
+
+async def release(
+    transport: Transport, node: Node, model: str, hand_over_id: str, timeouts: Timeouts, headers: Headers = ()
+) -> None:
+    """Free the blocks of a hand-over; good before, during and after its prefill, and more than once.
+
+    The node chose the rank of the prefill by itself and does not report it, so the message goes to every rank: those
+    that do not know the id have nothing to free. ``model`` is any name that the node serves. A fault of one rank is
+    raised after all were called; its blocks are freed when the lease ends.
+    """
+    body = release_body(model, hand_over_id)
+
+    async def on_rank(rank: Headers) -> None:
+        response = await _post(transport, node, Endpoint.COMPLETIONS, body, (*headers, *rank), timeouts)
+        try:
+            await raise_for_status(response)
+            await read_to_end(response, FAULT_BODY_BYTES)
+        finally:
+            await response.aclose()
+
+    for failure in await asyncio.gather(*map(on_rank, node.each_rank()), return_exceptions=True):
+        if failure is not None:
+            raise failure
+
+
+async def _post(
+    transport: Transport, node: Node, endpoint: Endpoint, body: Json, headers: Headers, timeouts: Timeouts
+) -> HttpResponse:
+    own = ("content-type", "accept", "accept-encoding")
+    kept = tuple((name, value) for name, value in headers if name not in own)
+    leg_headers = (*kept, ("content-type", "application/json"), ("accept-encoding", "identity"))
+    return await transport.send(HttpRequest("POST", node.url + endpoint, leg_headers, outgoing_body(body)), timeouts)
+
+
+def outgoing_body(body: object) -> bytes:
+    """The bytes of a leg's body: ASCII, so that lone surrogates of a client's text survive."""
+    return json.dumps(body, separators=(",", ":")).encode("ascii")
 
 
 async def raise_for_status(response: HttpResponse) -> HttpResponse:
-    """Pass a 2xx on; anything else is a fault, and the response is closed.
-
-    Raises:
-        NodeFault: CLIENT_ERROR, BUSY, SERVER_ERROR or INVALID_BODY (neither 2xx nor an error), with a bounded body;
-            or what reading it raised.
-    """
+    """The response if its status is 2xx; any other status is a fault with a bounded body, and closes the response."""
     if 200 <= response.status < 300:
         return response
     try:
@@ -46,19 +142,23 @@ def fault_of(status: int, headers: Headers) -> Fault:
 
 async def _bounded(response: HttpResponse) -> bytes:
     kept = b""
-    async for chunk in response.chunks():
+    async for chunk in response:
         kept += chunk
         if len(kept) > FAULT_BODY_BYTES:
             return b""  # half an error body is no error body
     return kept
 
 
-def json_object(raw: bytes) -> dict[str, object]:
-    """A JSON object.
+async def read_answer(response: HttpResponse, limit: int = ANSWER_BYTES) -> dict[str, object]:
+    """A non-streamed answer, whole; closes the response. No JSON object, or one over ``limit`` bytes: INVALID_BODY."""
+    try:
+        return json_object(await read_to_end(response, limit))
+    finally:
+        await response.aclose()
 
-    Raises:
-        NodeFault: INVALID_BODY.
-    """
+
+def json_object(raw: bytes) -> dict[str, object]:
+    """A JSON object; anything else is an INVALID_BODY fault."""
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -66,151 +166,3 @@ def json_object(raw: bytes) -> dict[str, object]:
     if not isinstance(value, dict):
         raise NodeFault(Fault.INVALID_BODY, f"the answer is a JSON {type(value).__name__}, not an object")
     return value
-
-
-def outgoing_body(body: object) -> bytes:
-    """The bytes of a leg's body: ASCII, so that lone surrogates of a client's text survive."""
-    return json.dumps(body, separators=(",", ":")).encode("ascii")
-
-
-def leg_headers(headers: Headers) -> Headers:
-    """A client's headers with what the leg's own body needs."""
-    own = ("content-type", "accept", "accept-encoding")
-    kept = tuple((name, value) for name, value in headers if name not in own)
-    return (*kept, ("content-type", "application/json"), ("accept-encoding", "identity"))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PrefillAnswer:
-    """What a prefill leg brought.
-
-    Attributes:
-        ticket: opaque; goes to the decode leg unchanged.
-        cached_tokens: prompt tokens that the prefill node had cached; None where it does not say.
-    """
-
-    ticket: Json
-    cached_tokens: int | None = None
-
-
-async def prefill(
-    transport: Transport, node: Node, endpoint: Endpoint, body: Json, headers: Headers, timeouts: Timeouts
-) -> PrefillAnswer:
-    """Run the prefill leg to its end.
-
-    Args:
-        transport: to the nodes.
-        node: a prefill node.
-        endpoint: which API.
-        body: from `pdproxy.legs.body.prefill_body`.
-        headers: the client's end-to-end headers.
-        timeouts: the leg's deadlines.
-
-    Raises:
-        NodeFault: any fault; NO_TICKET where the answer is good and carries none.
-    """
-    request = HttpRequest("POST", node.url + endpoint, leg_headers(headers), outgoing_body(body))
-    response = await transport.send(request, timeouts)
-    try:
-        await raise_for_status(response)
-        return read_prefill(json_object(await response.read(ANSWER_BYTES)))
-    finally:
-        await response.aclose()
-
-
-def read_prefill(answer: Json) -> PrefillAnswer:
-    """The answer's meaning.
-
-    Raises:
-        NodeFault: NO_TICKET.
-    """
-    ticket = answer.get("kv_transfer_params")
-    if not isinstance(ticket, dict) or not ticket:
-        raise NodeFault(Fault.NO_TICKET, "the prefill answer carries no kv_transfer_params")
-    return PrefillAnswer(ticket, _cached(answer, ticket))
-
-
-def _cached(answer: Json, ticket: Json) -> int | None:
-    """As the scheduler writes it beside the ticket; usage may say it too."""
-    beside = ticket.get("remote_prefill_cached_tokens")
-    if isinstance(beside, int):
-        return beside
-    told = read_usage(answer.get("usage"))
-    return None if told is None else told.cached
-
-
-EVENT_STREAM = "text/event-stream"
-
-
-async def decode(
-    transport: Transport, node: Node, endpoint: Endpoint, body: Json, headers: Headers, timeouts: Timeouts
-) -> HttpResponse:
-    """Start the decode leg. Whoever gets the response must close it.
-
-    Args:
-        transport: to the nodes.
-        node: a decode node.
-        endpoint: which API.
-        body: from `pdproxy.legs.body.decode_body`.
-        headers: the client's end-to-end headers.
-        timeouts: the leg's deadlines.
-
-    Raises:
-        NodeFault: any fault up to the head; INVALID_BODY where a stream was asked and something else came.
-    """
-    request = HttpRequest("POST", node.url + endpoint, leg_headers(headers), outgoing_body(body))
-    response = await raise_for_status(await transport.send(request, timeouts))
-    kind = header(response.headers, "content-type") or ""
-    if bool(body.get("stream")) == kind.startswith(EVENT_STREAM):
-        return response
-    await response.aclose()
-    raise NodeFault(Fault.INVALID_BODY, f"asked for stream={body.get('stream')} and got {kind or 'no content type'}")
-
-
-async def read_answer(response: HttpResponse, limit: int = ANSWER_BYTES) -> dict[str, object]:
-    """A non-streamed answer, whole; closes the response.
-
-    Raises:
-        NodeFault: RESET, STALL, or INVALID_BODY where it is not a JSON object or longer than ``limit`` bytes.
-    """
-    try:
-        return json_object(await response.read(limit))
-    finally:
-        await response.aclose()
-
-
-async def release(
-    transport: Transport, node: Node, model: str, hand_over: str, timeouts: Timeouts, headers: Headers = ()
-) -> None:
-    """Free the blocks of a hand-over; good before, during and after its prefill, and more than once.
-
-    The node chose the rank of the prefill by itself and did not say which. A hand-over's name is known to nobody else,
-    so every rank is told: those that do not have it have nothing to free.
-
-    Args:
-        transport: to the nodes.
-        node: the prefill node that the hand-over was given to.
-        model: a name that the node serves, as the client gave it.
-        hand_over: the name given to `pdproxy.legs.body.prefill_body`.
-        timeouts: the deadlines of each call.
-        headers: what the node wants to see, such as its credential.
-
-    Raises:
-        NodeFault: any fault, after all ranks were told; the lease's end frees the blocks then.
-    """
-    body = {"model": model, "prompt": [0], "max_tokens": 1, "kv_transfer_params": {"pdproxy_release": hand_over}}
-    url, raw = node.url + Endpoint.COMPLETIONS, outgoing_body(body)
-    requests = [HttpRequest("POST", url, (*leg_headers(headers), *rank), raw) for rank in node.each_rank()]
-    ends = await asyncio.gather(*(_tell(transport, request, timeouts) for request in requests), return_exceptions=True)
-    for failure in ends:
-        if failure is not None:
-            raise failure
-
-
-async def _tell(transport: Transport, request: HttpRequest, timeouts: Timeouts) -> None:
-    response = await transport.send(request, timeouts)
-    try:
-        await raise_for_status(response)
-        await response.read(FAULT_BODY_BYTES)
-    finally:
-        await response.aclose()

@@ -1,8 +1,7 @@
-"""Bytes to a body that may be planned: well-formed, and free of what a client may not send.
-
-A request with several prompts as one request for each."""
+"""A request's bytes to bodies that may be planned: well-formed, without what a client may not send, one per prompt."""
 
 import json
+from collections.abc import Callable, Mapping
 from typing import TypeGuard
 
 from pdproxy.errors import ClientError
@@ -10,7 +9,7 @@ from pdproxy.request import Endpoint, Json
 
 TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens")
 FORBIDDEN = frozenset({"kv_transfer_params", "ec_transfer_params"})
-"""What says where keys and values lie: it comes from nodes alone."""
+"""Where keys and values lie; only a node may set it."""
 CARRIERS = ("vllm_xargs", "extra_args", "extra_body", "sampling_params")
 """Fields whose content reaches the engine's extra arguments (vLLM: ``SamplingParams.extra_args``)."""
 EMBEDS = frozenset({"prompt_embeds"})
@@ -18,8 +17,8 @@ MAX_PROMPTS = 1024
 """As vLLM's VLLM_MAX_COMPLETION_PROMPTS: split prompts would pass the node's own check one by one."""
 
 MOST_VALUES = 2_000_000
-"""Values that a JSON body may hold. Text and images of any length are read in an instant; values are not, and nobody
-else is served meanwhile: so many take half a second, what fills 64 MiB takes ten."""
+"""Values that a JSON body may hold. Parsing blocks the event loop: for no time with long texts and images, for half a
+second with so many values, for ten seconds with as many as fit into 64 MiB."""
 
 
 def parse(endpoint: Endpoint, raw: bytes) -> dict[str, object]:
@@ -43,7 +42,7 @@ def scrub(body: dict[str, object]) -> dict[str, object]:
     """A copy without transfer parameters, wherever they hide.
 
     Raises:
-        ClientError: 400 for prompt embeddings: nothing can tell whether they are the prompt of a ticket.
+        ClientError: 400 for prompt embeddings: a ticket cannot be checked against them.
     """
     if any(body.get(key) is not None for key in EMBEDS):
         raise _bad("prompt_embeds", "`prompt_embeds` is not served here; send the prompt as text or token ids.")
@@ -61,11 +60,7 @@ def _without(value: object) -> object:
 
 
 def check_values(raw: bytes) -> None:
-    """Refuse a body whose reading would hold up everybody else.
-
-    Raises:
-        ClientError: 413.
-    """
+    """Refuse a body with 413 whose parsing would block the event loop for too long."""
     if len(raw) > MOST_VALUES and raw.count(b",") > MOST_VALUES:
         why = f"The body holds more than the {MOST_VALUES} values that are served in one request: send several."
         raise ClientError(413, why, code="request_too_large")
@@ -88,22 +83,25 @@ def _no_constant(name: str) -> object:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _check_kinds(body: dict[str, object]) -> None:
-    for key in TOKEN_LIMITS:
-        value = body.get(key)
-        if value is not None and (not _is_int(value) or value < 0):
-            raise _bad(key, f"`{key}` must be a whole number, 0 or more.")
-    if body.get("stream") is not None and not isinstance(body["stream"], bool):
-        raise _bad("stream", "`stream` must be true or false.")
-    choices = body.get("n")
-    if choices is not None and (not _is_int(choices) or choices < 1):
-        raise _bad("n", "`n` must be a whole number, 1 or more.")
-    priority = body.get("priority")
-    if priority is not None and not _is_int(priority):
-        raise _bad("priority", "`priority` must be a whole number.")
-    options = body.get("stream_options")
-    if options is not None and not isinstance(options, dict):
-        raise _bad("stream_options", "`stream_options` must be an object.")
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_KINDS: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    **dict.fromkeys(TOKEN_LIMITS, (lambda value: _is_int(value) and value >= 0, "a whole number, 0 or more")),
+    "stream": (lambda value: isinstance(value, bool), "true or false"),
+    "n": (lambda value: _is_int(value) and value >= 1, "a whole number, 1 or more"),
+    "priority": (_is_int, "a whole number"),
+    "stream_options": (lambda value: isinstance(value, dict), "an object"),
+}
+"""What fields must be that the proxy relies on, where they are not null."""
+
+
+def _check_kinds(body: Json) -> None:
+    for field, (fits, kind) in _KINDS.items():
+        value = body.get(field)
+        if value is not None and not fits(value):
+            raise _bad(field, f"`{field}` must be {kind}.")
 
 
 def _check_prompts(endpoint: Endpoint, body: dict[str, object]) -> None:
@@ -125,10 +123,6 @@ def _check_stateless(body: dict[str, object]) -> None:
         raise _bad("background", "`background` is not served here; use `stream` and keep the connection open.")
 
 
-def _is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _bad(param: str | None, message: str) -> ClientError:
     return ClientError(400, message, param=param, code="invalid_value")
 
@@ -136,22 +130,9 @@ def _bad(param: str | None, message: str) -> ClientError:
 def split(endpoint: Endpoint, body: Json) -> tuple[dict[str, object], ...]:
     """One body per prompt, in order; a single prompt gives one body.
 
-    A list of ints is one prompt of token ids. An empty list is left as it is: the node knows what to say to it.
+    A list of ints is one prompt of token ids. An empty list is left as it is: the node answers it with its own error.
     """
-    return tuple({**body, "prompt": prompt} for prompt in prompts(body)) if is_many(endpoint, body) else (dict(body),)
-
-
-def prompts(body: Json) -> list[object]:
-    """The prompts of a completions body whose ``prompt`` is a list of prompts."""
     prompt = body.get("prompt")
-    return prompt if isinstance(prompt, list) else [prompt]
-
-
-def is_many(endpoint: Endpoint, body: Json) -> bool:
-    """Whether the body holds a list of prompts (of one or more), not one prompt."""
-    prompt = body.get("prompt")
-    return endpoint is Endpoint.COMPLETIONS and isinstance(prompt, list) and bool(prompt) and not _is_ids(prompt)
-
-
-def _is_ids(prompt: list[object]) -> bool:
-    return isinstance(prompt[0], int)
+    if endpoint is not Endpoint.COMPLETIONS or not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int):
+        return (dict(body),)
+    return tuple({**body, "prompt": each} for each in prompt)

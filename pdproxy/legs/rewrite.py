@@ -1,4 +1,8 @@
-"""The bodies that go to nodes: prefill leg, decode leg, continued stream. Pure; nothing else writes bodies."""
+"""The bodies that go to nodes: prefill leg, decode leg, release, continued stream. Pure; nothing else writes them.
+
+A hand-over id is what the proxy calls a prefill leg: with it the node can be asked to free whatever that leg holds,
+before, during and after the leg. It must be unguessable, and each leg gets a new one.
+"""
 
 from pdproxy.request import Addition, Continuation, Endpoint, Json
 
@@ -6,7 +10,7 @@ DROPPED = frozenset(
     {
         # refused beside max_tokens = 1, or without a stream
         "min_tokens", "stream", "stream_options", "best_of", "background",
-        # ends or shapes output that nobody reads
+        # ends or shapes output that is not used
         "stop", "stop_sequences", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "stream_interval",
         "logit_bias", "allowed_token_ids", "bad_words", "frequency_penalty", "presence_penalty", "repetition_penalty",
         "structured_outputs", "thinking_token_budget", "repetition_detection", "watermarking", "max_tool_calls",
@@ -29,14 +33,10 @@ ONE_TOKEN = {
 }
 
 
-def prefill_body(endpoint: Endpoint, body: Json, hand_over: str, readers: int) -> dict[str, object]:
-    """Ask for exactly one token and for a ticket.
+def prefill_body(endpoint: Endpoint, body: Json, hand_over_id: str, readers: int) -> dict[str, object]:
+    """Ask for exactly one token and for a ticket that so many ``readers`` (``n``) will use.
 
-    Args:
-        endpoint: which API the body is for.
-        body: scrubbed, of one prompt; or what `continuation_body` made.
-        hand_over: the unguessable name by which whatever this leg holds can be released.
-        readers: how many decode requests will read the blocks (``n``).
+    ``body`` is scrubbed and of one prompt, or what `continuation_body` made.
     """
     leg = {key: value for key, value in body.items() if key not in DROPPED}
     if "n" in leg:
@@ -44,48 +44,46 @@ def prefill_body(endpoint: Endpoint, body: Json, hand_over: str, readers: int) -
     if endpoint is Endpoint.RESPONSES:
         leg["store"] = False
     leg.update(dict.fromkeys(ONE_TOKEN[endpoint], 1))
-    leg["kv_transfer_params"] = _wish(body, hand_over, readers)
+    leg["kv_transfer_params"] = _prefill_params(body, hand_over_id, readers)
     return leg
 
 
-def _wish(body: Json, hand_over: str, readers: int) -> dict[str, object]:
+def _prefill_params(body: Json, hand_over_id: str, readers: int) -> dict[str, object]:
     own = body.get("kv_transfer_params")
-    wish: dict[str, object] = dict(own) if isinstance(own, dict) else {}
-    wish |= {"do_remote_decode": True, "do_remote_prefill": False}
+    params: dict[str, object] = dict(own) if isinstance(own, dict) else {}
+    params |= {"do_remote_decode": True, "do_remote_prefill": False}
     # Stock connectors read these keys; None says that there is nothing to read yet.
-    wish |= dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
-    wish["pdproxy_hand_over"] = hand_over
+    params |= dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+    params["pdproxy_hand_over"] = hand_over_id
     if readers > 1:
-        wish["pdproxy_readers"] = readers
-    return wish
+        params["pdproxy_readers"] = readers
+    return params
+
+
+def release_body(model: str, hand_over_id: str) -> dict[str, object]:
+    """Ask a prefill node to free the blocks of a hand-over; ``model`` is any name that the node serves."""
+    return {"model": model, "prompt": [0], "max_tokens": 1, "kv_transfer_params": {"pdproxy_release": hand_over_id}}
 
 
 def decode_body(
     endpoint: Endpoint, body: Json, ticket: Json | None, additions: frozenset[Addition]
 ) -> dict[str, object]:
-    """What the client sent, with the ticket in it (None: compute here) and our additions.
+    """What the client sent (or `continuation_body` made), with our additions and the ticket, unchanged.
 
-    Args:
-        endpoint: which API the body is for.
-        body: scrubbed; or what `continuation_body` made.
-        ticket: the prefill leg's ``kv_transfer_params``, passed on unchanged.
-        additions: see `Shape.additions`. Only completions and chat know them.
+    Without a ticket the decode node computes the prompt. Only completions and chat know the additions.
     """
     leg = dict(body)
     own = body.get("kv_transfer_params")
     if ticket is not None:
         leg["kv_transfer_params"] = {**own, **ticket} if isinstance(own, dict) else dict(ticket)
-    if endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT):
-        _add(leg, additions)
-    return leg
-
-
-def _add(leg: dict[str, object], additions: frozenset[Addition]) -> None:
+    if endpoint not in (Endpoint.COMPLETIONS, Endpoint.CHAT):
+        return leg
     if Addition.TOKEN_IDS in additions:
         leg["return_token_ids"] = True
     if Addition.USAGE in additions:
         options = leg.get("stream_options")
         leg["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
+    return leg
 
 
 COMPLETIONS_DEFAULT_TOKENS = 16
@@ -99,19 +97,14 @@ def continuation_body(endpoint: Endpoint, body: Json, continuation: Continuation
     """A body whose prompt is the old one and all tokens so far, allowed what is left.
 
     Completions take token ids as their prompt; chat takes them in ``kv_transfer_params.prompt_token_ids``, which
-    `prefill_body` and `decode_body` keep. A seed moves on, so that the same random numbers are not drawn again. Where
-    the client has a part of a token's text, a sampled continuation is held to that text by a grammar.
-
-    Args:
-        endpoint: completions or chat.
-        body: the client's, scrubbed, of one prompt.
-        continuation: what `pdproxy.stream.transcript.Transcript.continuation` found.
+    `prefill_body` and `decode_body` keep. A seed is advanced, so that the same random numbers are not drawn again.
+    Where the client has a part of a token's text, a grammar makes a sampled continuation begin with that text.
 
     Raises:
-        ValueError: for an endpoint whose streams cannot go on.
+        ValueError: for an endpoint whose streams cannot be continued.
     """
     if endpoint not in (Endpoint.COMPLETIONS, Endpoint.CHAT):
-        raise ValueError(f"a stream of {endpoint} cannot go on")
+        raise ValueError(f"a stream of {endpoint} cannot be continued")
     rest = dict(body)
     ids = [*continuation.prompt_token_ids, *continuation.produced_token_ids]
     _put_prompt(endpoint, rest, ids)

@@ -1,7 +1,8 @@
-"""What kind of request a body is."""
+"""What kind of request a body is, and about how long its prompt. Pure."""
 
-from pdproxy.legs.parse import is_many, prompts
-from pdproxy.request import Addition, Endpoint, Json, Shape
+from collections.abc import Iterator
+
+from pdproxy.request import Addition, Endpoint, Json, LocalReason, NotContinuableReason, Shape
 
 MEDIA = frozenset(
     {"image", "image_url", "image_embeds", "input_image", "audio_url", "input_audio", "audio_embeds", "video_url"}
@@ -9,36 +10,82 @@ MEDIA = frozenset(
 OUTPUT_PENALTIES = ("presence_penalty", "frequency_penalty")
 """They count output tokens; a continuation's output begins anew. repetition_penalty counts the prompt's too."""
 OUTPUT_RULES = {
-    "bad_words": "bad_words",
-    "thinking_token_budget": "reasoning",
-    "repetition_detection": "repetition_detection",
-    "watermarking": "watermarking",
-    "structured_outputs": "structured_output",
-    "prompt_logprobs": "prompt_logprobs",
-    "echo": "echo",
-    "use_beam_search": "beam_search",
+    "bad_words": NotContinuableReason.BAD_WORDS,
+    "thinking_token_budget": NotContinuableReason.REASONING,
+    "repetition_detection": NotContinuableReason.REPETITION_DETECTION,
+    "watermarking": NotContinuableReason.WATERMARKING,
+    "structured_outputs": NotContinuableReason.STRUCTURED_OUTPUT,
+    "prompt_logprobs": NotContinuableReason.PROMPT_LOGPROBS,
+    "echo": NotContinuableReason.ECHO,
+    "use_beam_search": NotContinuableReason.BEAM_SEARCH,
 }
 MOST_READERS = 1024
 """How many reads of one hand-over a prefill node's connector grants."""
 CLIENT_TOOLS = "function"
 """The only kind of a response's tools that the client runs: others run on the node, in further generations."""
+BYTES_PER_TOKEN = 4
+"""UTF-8 bytes that a token stands for, in prose; of code and rare scripts it stands for fewer."""
+_PROMPT_FIELDS = ("prompt", "messages", "input", "system", "instructions", "tools")
+"""The fields that a prompt is rendered from."""
+_NO_TEXT = MEDIA | {"source", "file", "file_data"}
+"""Fields that hold media: their length has nothing to do with their number of tokens."""
 
 
 def shape(endpoint: Endpoint, body: Json) -> Shape:
-    """What planning, driving and relaying need to know of a scrubbed body."""
+    """The shape of a scrubbed body of one prompt."""
     choices = body.get("n")
     held = max((len(text) for text in stops(body)), default=1) - 1
     return Shape(
-        prompts=len(prompts(body)) if is_many(endpoint, body) else 1,
         choices=choices if isinstance(choices, int) else 1,
         stream=body.get("stream") is True,
-        local_because=_local(endpoint, body),
-        final_because=_final(endpoint, body),
+        local=_local(endpoint, body),
+        not_continuable=_not_continuable(endpoint, body),
         asked=_asked(body),
         held_back=0 if body.get("include_stop_str_in_output") is True else held,
         greedy=body.get("temperature") == 0 and not isinstance(body.get("temperature"), bool),
-        max_tokens=_max_tokens(body),
     )
+
+
+def max_prompt_tokens(endpoint: Endpoint, body: Json) -> int | None:
+    """An upper bound in tokens; None where the prompt is rendered by a template or is not text.
+
+    A text has at most one token for each of its UTF-8 bytes, and one that marks its beginning.
+    """
+    if endpoint is not Endpoint.COMPLETIONS:
+        return None
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        return _utf8_length(prompt) + 1
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+        return len(prompt)
+    return None
+
+
+def estimated_prompt_tokens(body: Json) -> int:
+    """About how many tokens the prompt has: token ids are counted, text goes by its length, media count nothing."""
+    own = body.get("kv_transfer_params")
+    ids = own.get("prompt_token_ids") if isinstance(own, dict) else body.get("prompt")
+    if isinstance(ids, list) and ids and isinstance(ids[0], int):
+        return len(ids)
+    length = sum(map(_utf8_length, _texts([body.get(key) for key in _PROMPT_FIELDS])))
+    return -(-length // BYTES_PER_TOKEN)
+
+
+def _utf8_length(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
+def _texts(value: object) -> Iterator[str]:
+    """All strings within, but for media. No recursion: clients choose the depth."""
+    left = [value]
+    while left:
+        match left.pop():
+            case str(text):
+                yield text
+            case list(items):
+                left += items
+            case dict(fields):
+                left += [inner for key, inner in fields.items() if key not in _NO_TEXT]
 
 
 def stops(body: Json) -> tuple[str, ...]:
@@ -48,20 +95,20 @@ def stops(body: Json) -> tuple[str, ...]:
     return tuple(text for text in listed if isinstance(text, str))
 
 
-def _local(endpoint: Endpoint, body: Json) -> str | None:
+def _local(endpoint: Endpoint, body: Json) -> LocalReason | None:
     """Why prefill and decode cannot be two requests."""
     if body.get("prompt_logprobs") is not None:
-        return "prompt_logprobs"
+        return LocalReason.PROMPT_LOGPROBS
     if body.get("echo") is True and _scores_prompt(endpoint, body):
-        return "echo_logprobs"
+        return LocalReason.ECHO_LOGPROBS
     if body.get("use_beam_search") is True:
-        return "beam_search"
+        return LocalReason.BEAM_SEARCH
     if _max_tokens(body) == 0:
-        return "no_tokens"
+        return LocalReason.NO_TOKENS
     if isinstance(choices := body.get("n"), int) and choices > MOST_READERS:
-        return "choices"
+        return LocalReason.CHOICES
     if endpoint is not Endpoint.COMPLETIONS and _open_truncation(body):
-        return "open_truncation"
+        return LocalReason.OPEN_TRUNCATION
     if endpoint is Endpoint.RESPONSES:
         return _local_response(body)
     return _local_prompt(body) if endpoint is Endpoint.COMPLETIONS else None
@@ -79,31 +126,32 @@ def _open_truncation(body: Json) -> bool:
     return open_ended and _max_tokens(body) is None
 
 
-def _local_response(body: Json) -> str | None:
+def _local_response(body: Json) -> LocalReason | None:
     tools = body.get("tools")
     if isinstance(tools, list) and any(isinstance(t, dict) and t.get("type") != CLIENT_TOOLS for t in tools):
-        return "server_tools"
-    return "stored_prompt" if body.get("prompt") is not None else None
+        return LocalReason.SERVER_TOOLS
+    return LocalReason.STORED_PROMPT if body.get("prompt") is not None else None
 
 
-def _local_prompt(body: Json) -> str | None:
+def _local_prompt(body: Json) -> LocalReason | None:
     prompt = body.get("prompt")
     if prompt in (None, "", []):
-        return "no_prompt"
+        return LocalReason.NO_PROMPT
     # The prefill node leaves the last prompt token to the decode node: of one token nothing is left.
-    return "one_token" if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], int) else None
+    one_id = isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], int)
+    return LocalReason.ONE_TOKEN if one_id else None
 
 
-def _final(endpoint: Endpoint, body: Json) -> str | None:
-    """Why a broken stream cannot go on elsewhere."""
+def _not_continuable(endpoint: Endpoint, body: Json) -> NotContinuableReason | None:
+    """Why a broken stream cannot be continued on another node."""
     if endpoint in (Endpoint.MESSAGES, Endpoint.RESPONSES):
-        return endpoint.name.lower()
+        return NotContinuableReason[endpoint.name]
     if body.get("n") not in (None, 1):
-        return "choices"
+        return NotContinuableReason.CHOICES
     if any(body.get(key) for key in OUTPUT_PENALTIES):
-        return "penalties"
-    rule = next((word for key, word in OUTPUT_RULES.items() if _is_set(body.get(key))), None)
-    return rule or _final_format(body) or (_final_chat(body) if endpoint is Endpoint.CHAT else None)
+        return NotContinuableReason.PENALTIES
+    rule = next((reason for key, reason in OUTPUT_RULES.items() if _is_set(body.get(key))), None)
+    return rule or _format(body) or (_chat(body) if endpoint is Endpoint.CHAT else None)
 
 
 def _is_set(value: object) -> bool:
@@ -111,17 +159,18 @@ def _is_set(value: object) -> bool:
     return value is not None and value is not False and value not in ([], {})
 
 
-def _final_format(body: Json) -> str | None:
+def _format(body: Json) -> NotContinuableReason | None:
     form = body.get("response_format")
     plain = form is None or (isinstance(form, dict) and form.get("type") == "text")
-    return None if plain else "structured_output"
+    return None if plain else NotContinuableReason.STRUCTURED_OUTPUT
 
 
-def _final_chat(body: Json) -> str | None:
+def _chat(body: Json) -> NotContinuableReason | None:
     if body.get("tools") and body.get("tool_choice") != "none":
-        return "tool_calls"
+        return NotContinuableReason.TOOL_CALLS
     messages = body.get("messages")
-    return "media" if isinstance(messages, list) and any(_has_media(message) for message in messages) else None
+    media = isinstance(messages, list) and any(map(_has_media, messages))
+    return NotContinuableReason.MEDIA if media else None
 
 
 def _has_media(message: object) -> bool:

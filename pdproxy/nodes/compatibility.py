@@ -1,10 +1,16 @@
-"""Whether nodes can work together, judged before the first request instead of in the middle of one: pure."""
+"""Whether nodes can work together, by what they publish, and what to align where they cannot. Pure.
+
+- `check_compatibility`: settings that would fail in the middle of requests keep a node out, others are warned of.
+- `differences_from_partners`: a node of another cohort serves, but exchanges no tickets. That is right for the first
+  node of a rolling change, and it is what a mistake looks like, so it is always logged, part by part.
+"""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from pdproxy.nodes.node import Role
-from pdproxy.nodes.node_info import NodeInfo
+from pdproxy.nodes.node_info import WHOLE, NodeInfo
 
 MUST_AGREE = (
     "model",
@@ -19,12 +25,43 @@ MUST_AGREE = (
 """Settings in which a prefill and a decode node of one cohort may not differ: the handshake (`model` as a path,
 `dtype`, `kv_cache_dtype`), the layout of what is read, or the ticket would not fit.
 
-Nodes that publish fingerprints and differ in what these name are of two cohorts, and never compared. What is left for
+Nodes that publish fingerprints and differ in most of these are of two cohorts, and never compared. What is left for
 them is what the handshake or the tickets need beyond equal bytes: `model`, whose path no fingerprint has, and `signed`.
 """
 
 SHOULD_AGREE = ("tp_size", "prefix_caching", "lease_seconds")
 """Settings that may differ and mostly do so by mistake."""
+
+ADVICE: Mapping[str, str] = MappingProxyType(
+    {
+        "vllm_version": "run the same vLLM release",
+        "connector_version": "run the same pdproxy release",
+        "vllm": "run the same vLLM release",
+        "architecture": "serve the same model, with the same --model-impl",
+        "model_config": "serve the same model, with the same config.json and --hf-overrides",
+        "rope": "the same rope settings in config.json and --hf-overrides",
+        "context": "the same --max-model-len",
+        "media": "the same --mm-processor-kwargs and --media-io-kwargs",
+        "checkpoint": "the same weights: --model, --revision, --load-format; restart a node whose files were replaced",
+        "draft_checkpoint": "the same --speculative-config and weights of its draft model",
+        "quantization": "the same --quantization",
+        "dtype": "the same --dtype",
+        "kv_dtype": "the same --kv-cache-dtype",
+        "kv_shape": "the same model, --kv-cache-dtype and --attention-backend",
+        "kv_layout": "the same VLLM_KV_CACHE_LAYOUT",
+        "kernel_block_size": "the same --attention-backend and --block-size",
+        "attention_backend": "the same --attention-backend",
+        "cache_groups": "the same model, --speculative-config and --disable-sliding-window",
+        "block_sizes": "the same --block-size",
+        "cache_mode": "the same --mamba-cache-mode, and --enable-prefix-caching on both or on neither",
+        "state_dtypes": "the same --mamba-ssm-cache-dtype and --mamba-cache-dtype",
+        "state_shapes": "the same number of speculative tokens in --speculative-config",
+        "state_layout": "the same VLLM_SSM_CONV_STATE_LAYOUT",
+        "speculative": "the same method and number of tokens in --speculative-config",
+    }
+)
+"""What to align where a part of the fingerprint, or a version, differs. Parts that are missing here come from a newer
+connector, and are named without advice."""
 
 _ONE_PATH = (
     "vLLM's NIXL handshake compares the text of the path, so that no hand-over would succeed: mount or link the model"
@@ -36,7 +73,7 @@ _WRONG_ROLE = {Role.PREFILL: "kv_consumer", Role.DECODE: "kv_producer"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Incompatibility:
-    """One thing to know about a node, by the name of the setting."""
+    """Something about a node that the operator should know, by the name of the setting."""
 
     setting: str
     sentence: str
@@ -47,21 +84,63 @@ class Incompatibility:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Compatibility:
-    """What the preflight makes of a node: any refusal keeps it out."""
+    """The result of a check: any refusal keeps the node out."""
 
     refusals: tuple[Incompatibility, ...] = ()
     warnings: tuple[Incompatibility, ...] = ()
 
 
 def check_compatibility(info: NodeInfo, others: Iterable[NodeInfo]) -> Compatibility:
-    """Judge a node by itself and against the nodes that already serve.
+    """Check a node by itself and against the nodes that already serve.
 
     Nodes of another model, of another cohort or of the same role never exchange tickets: they are not compared.
     """
     partners = [other for other in others if _may_pair(info, other)]
-    refusals = [*_wrong_model(info), *_wrong_role(info), *_differences(info, partners, MUST_AGREE)]
-    warnings = [*_weaknesses(info), *_differences(info, partners, SHOULD_AGREE), *_lengths(info, partners)]
+    refusals = [*_not_as_configured(info), *_unequal_settings(info, partners, MUST_AGREE)]
+    warnings = [*_weaknesses(info), *_unequal_settings(info, partners, (*SHOULD_AGREE, "max_model_len"))]
     return Compatibility(tuple(refusals), tuple(warnings))
+
+
+def differences_from_partners(info: NodeInfo, others: Iterable[NodeInfo]) -> tuple[Incompatibility, ...]:
+    """Why a node exchanges no tickets though nodes of the other role serve its model; empty where it does, or where
+    there are none. It is compared with the nearest of them: the one that differs in the fewest parts.
+    """
+    mine = info.joined()
+    partners = [
+        other for other in others if other.node.role is not mine.role and other.joined().model == mine.model != ""
+    ]
+    if not partners or any(mine.pairs_with(other.cohort()) for other in partners):
+        return ()
+    return min((differences(info, other) for other in partners), key=len)
+
+
+def differences(info: NodeInfo, other: NodeInfo) -> tuple[Incompatibility, ...]:
+    """Each version or part of the fingerprint that differs, with what to align; those with advice first."""
+    mine, theirs = _parts(info), _parts(other)
+    unlike = [part for part in mine.keys() | theirs.keys() if mine.get(part) != theirs.get(part)]
+    order = list(ADVICE)
+    unlike.sort(key=lambda part: (order.index(part) if part in ADVICE else len(order), part))
+    values = [(part, mine.get(part, "not told"), theirs.get(part, "not told")) for part in unlike]
+    return tuple(_difference(*each, other, _part_advice(each[0], info, other)) for each in values)
+
+
+def _parts(info: NodeInfo) -> dict[str, str]:
+    """What makes a cohort, without the digest."""
+    versions = {
+        "vllm_version": info.labels.get("vllm_version", info.version),
+        "connector_version": info.labels.get("connector_version", "none"),
+    }
+    parts = {part: value for part, value in info.fingerprint.items() if part != WHOLE}
+    return versions | (parts or {"fingerprint": "none"})
+
+
+def _part_advice(part: str, info: NodeInfo, other: NodeInfo) -> str:
+    return (block_size_advice(info, other) if part == "block_sizes" else "") or ADVICE.get(part, "")
+
+
+def _difference(name: str, mine: str, theirs: str, other: NodeInfo, advice: str) -> Incompatibility:
+    values = f"{mine} here, {theirs} on {other.node.name}"
+    return Incompatibility(name, f"{values}: {advice}" if advice else values)
 
 
 def _may_pair(info: NodeInfo, other: NodeInfo) -> bool:
@@ -74,41 +153,30 @@ def _may_pair(info: NodeInfo, other: NodeInfo) -> bool:
     )
 
 
-def _wrong_model(info: NodeInfo) -> list[Incompatibility]:
-    wanted, names = info.node.model, info.models.names
-    if not wanted or not names or wanted in names:
-        return []
-    return [Incompatibility("model", f"the node serves {', '.join(names)}, not {wanted}")]
+def _not_as_configured(info: NodeInfo) -> list[Incompatibility]:
+    found, node = [], info.node
+    if node.model and info.models.names and node.model not in info.models.names:
+        found.append(Incompatibility("model", f"the node serves {', '.join(info.models.names)}, not {node.model}"))
+    if (role := info.labels.get("role")) == _WRONG_ROLE[node.role]:
+        found.append(Incompatibility("kv_role", f"the node runs as {role} and cannot be a {node.role} node"))
+    return found
 
 
-def _wrong_role(info: NodeInfo) -> list[Incompatibility]:
-    role = info.labels.get("role")
-    if role != _WRONG_ROLE[info.node.role]:
-        return []
-    return [Incompatibility("kv_role", f"the node runs as {role} and cannot be a {info.node.role} node")]
-
-
-def _differences(info: NodeInfo, partners: Iterable[NodeInfo], settings: Iterable[str]) -> list[Incompatibility]:
-    """At most one finding per setting: the first partner that differs."""
+def _unequal_settings(info: NodeInfo, partners: Iterable[NodeInfo], names: Iterable[str]) -> list[Incompatibility]:
+    """At most one for each setting: the first partner that differs."""
     found: dict[str, Incompatibility] = {}
     for other in partners:
-        for setting in settings:
-            mine, theirs = info.setting(setting), other.setting(setting)
+        for name in names:
+            mine, theirs = info.setting(name), other.setting(name)
             if mine is not None and theirs is not None and mine != theirs:
-                values, advice = f"{mine} here, {theirs} on {other.node.name}", _advice(setting, info, other)
-                found.setdefault(setting, Incompatibility(setting, f"{values}: {advice}" if advice else values))
+                found.setdefault(name, _difference(name, mine, theirs, other, _setting_advice(name, info, other)))
     return list(found.values())
 
 
-def _advice(setting: str, info: NodeInfo, other: NodeInfo) -> str:
-    """What to do about a difference, where its name does not say it all."""
-    match setting:
-        case "model":
-            return _ONE_PATH
-        case "block_size":
-            return block_size_advice(info, other)
-        case _:
-            return ""
+def _setting_advice(name: str, info: NodeInfo, other: NodeInfo) -> str:
+    if name == "block_size":
+        return block_size_advice(info, other)
+    return {"model": _ONE_PATH, "max_model_len": "the smaller one counts"}.get(name, "")
 
 
 def block_size_advice(info: NodeInfo, other: NodeInfo) -> str:
@@ -118,8 +186,8 @@ def block_size_advice(info: NodeInfo, other: NodeInfo) -> str:
     multiple of --block-size (or of the backend's own) whose page holds a rank's mamba state. The state shrinks with
     each rank, a token's attention page only until a rank has a single KV head: up to that degree all sizes are equal.
     """
-    sizes = [told.labels.get("block_size", "") for told in (info, other)]
-    degrees = [told.labels.get("tp_size", "") for told in (info, other)]
+    sizes = [node.labels.get("block_size", "") for node in (info, other)]
+    degrees = [node.labels.get("tp_size", "") for node in (info, other)]
     if degrees[0] == degrees[1] or sizes[0] == sizes[1] or not all(size.isdecimal() for size in sizes):
         return ""
     return (
@@ -131,28 +199,12 @@ def block_size_advice(info: NodeInfo, other: NodeInfo) -> str:
 
 def _weaknesses(info: NodeInfo) -> list[Incompatibility]:
     if not info.labels:
-        return [
-            Incompatibility(
-                "kv_connector",
-                "not pdproxy's: tickets are neither checked nor released early, and it pairs only with nodes like it",
-            )
-        ]
+        text = "not pdproxy's: tickets are neither checked nor released early, and it pairs only with nodes like it"
+        return [Incompatibility("kv_connector", text)]
     weak = []
     if info.node.role is Role.DECODE and info.labels.get("failure_policy", "recompute") != "recompute":
-        weak.append(
-            Incompatibility("kv_load_failure_policy", "a failed read ends the request; recompute would save it")
-        )
+        text = "a failed read ends the request; recompute would save it"
+        weak.append(Incompatibility("kv_load_failure_policy", text))
     if info.labels.get("prefix_caching") == "false":
         weak.append(Incompatibility("enable_prefix_caching", "off: nothing is reused between turns"))
     return weak
-
-
-def _lengths(info: NodeInfo, partners: Iterable[NodeInfo]) -> list[Incompatibility]:
-    mine = info.models.max_model_len
-    for other in partners:
-        theirs = other.models.max_model_len
-        if mine is not None and theirs is not None and mine != theirs:
-            return [
-                Incompatibility("max_model_len", f"{mine} here, {theirs} on {other.node.name}: the smaller one counts")
-            ]
-    return []

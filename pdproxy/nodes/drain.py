@@ -1,18 +1,17 @@
-"""Seeing nodes out: running requests finish, or are told to leave when the deadline comes."""
+"""How a node leaves: running requests finish, or are made to move elsewhere when the deadline comes."""
 
 import asyncio
 import enum
 import logging
 
-from pdproxy.clock import Clock
-from pdproxy.nodes.health_check import first_of
+from pdproxy.clock import Clock, first_of
 from pdproxy.nodes.pool import Pool, UnknownNode
 
 _LOG = logging.getLogger(__name__)
 
 
 class AfterDrain(enum.Enum):
-    """What becomes of a node that was seen out."""
+    """What becomes of a node once it is drained."""
 
     KEEP = "keep"
     """It stays, DRAINING, until it is removed or rejoins."""
@@ -23,7 +22,7 @@ class Drainer:
     """Owns the tasks that watch over drains; `aclose` ends them.
 
     Args:
-        grace: seconds for streams to move elsewhere once they were told to leave.
+        grace: seconds for streams to move elsewhere after the deadline.
     """
 
     def __init__(self, pool: Pool, clock: Clock, grace: float = 30.0) -> None:
@@ -33,42 +32,39 @@ class Drainer:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def start(self, name: str, seconds: float, after: AfterDrain) -> None:
-        """No new requests from now on; at the latest in ``seconds``, running ones are told to leave.
+        """No new requests from now on; after ``seconds`` at the latest, running ones must leave.
 
-        A drain that is under way is replaced.
-
-        Raises:
-            UnknownNode: it has left.
+        A drain that is under way is replaced. Raises `UnknownNode`.
         """
         self._pool.drain(name)
         self.stop(name)
-        task = asyncio.get_running_loop().create_task(self._see_out(name, seconds, after))
+        task = asyncio.get_running_loop().create_task(self._drain(name, seconds, after))
         self._tasks[name] = task
         task.add_done_callback(lambda done: self._forget(name, done))
 
     def stop(self, name: str) -> None:
-        """Watch no longer; the node stays as it is."""
+        """End the drain's deadline; the node stays as it is."""
         task = self._tasks.pop(name, None)
         if task is not None:
             task.cancel()
 
     async def aclose(self) -> None:
-        """End all watching."""
+        """End all."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _see_out(self, name: str, seconds: float, after: AfterDrain) -> None:
+    async def _drain(self, name: str, seconds: float, after: AfterDrain) -> None:
         try:
             idle, leaving = self._pool.idle(name), self._pool.leaving(name)
-            await first_of(idle.wait(), self._clock.sleep(seconds))
-            if not idle.is_set():
-                _LOG.info("node %s: the drain deadline came, running requests move elsewhere", name)
-                leaving.set()
-                await first_of(idle.wait(), self._clock.sleep(self._grace))
         except UnknownNode:
             return
+        await first_of(idle.wait(), self._clock.sleep(seconds))
+        if not idle.is_set():
+            _LOG.info("node %s: the drain deadline came, running requests move elsewhere", name)
+            leaving.set()
+            await first_of(idle.wait(), self._clock.sleep(self._grace))
         if after is AfterDrain.REMOVE:
             self._pool.remove(name)
 

@@ -1,115 +1,143 @@
-"""How a node comes in: preflight, judgement, introduction to its partners, UP."""
+"""How a node comes in: preflight, check, known-answer test, UP. And what is logged of nodes that cannot be reached."""
 
 import logging
+from collections.abc import Awaitable, Callable, Collection
 
+from pdproxy.clock import Clock
 from pdproxy.errors import NodeFault
-from pdproxy.nodes.compatibility import Compatibility, check_compatibility
-from pdproxy.nodes.fingerprints import unpaired
+from pdproxy.nodes.compatibility import Compatibility, check_compatibility, differences_from_partners
 from pdproxy.nodes.node import Node, State
 from pdproxy.nodes.node_info import NodeInfo
 from pdproxy.nodes.pool import Pool
-from pdproxy.nodes.preflight import Preflight
-from pdproxy.nodes.proof import Introduction
-from pdproxy.nodes.reachability import OutageLog, reason, what
+from pdproxy.nodes.preflight import Preflight, cause, symptom
 
 _LOG = logging.getLogger(__name__)
 
-MOST_LOOKS = 15
-"""How often a node is looked at whose engine has not told what it publishes when it starts; about a second apart."""
+MOST_EARLY_PREFLIGHTS = 15
+"""How often a preflight is made of a node whose engine has not published its cache yet; about a second apart."""
+REMINDERS = (60.0, 300.0, 1800.0)
+"""Seconds after which a node that still cannot be reached is logged again; after the last, each time as much later."""
+
+
+class OutageLog:
+    """One line when a node is found to be out of reach, few while it is, and one when it is back."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._outages: dict[str, tuple[float, int]] = {}
+        """When each began (monotonic seconds), and how many lines were logged."""
+
+    def failed(self, node: Node, fault: NodeFault) -> None:
+        """A preflight or health probe of the node failed, once more."""
+        now = self._clock.now()
+        since, lines = self._outages.get(node.name, (now, 0))
+        if lines == 0:
+            text = "node %s %s: %s. It gets no requests until it answers; every health check tries again"
+            _LOG.warning(text, node.name, symptom(fault), cause(fault))
+        elif now - since >= _reminder_after(lines):
+            text = "node %s still %s, for %s now: %s"
+            _LOG.warning(text, node.name, symptom(fault), _duration(now - since), cause(fault))
+        else:
+            return
+        self._outages[node.name] = since, lines + 1
+
+    def answered(self, node: Node) -> None:
+        """A preflight of the node succeeded."""
+        since, _ = self._outages.pop(node.name, (None, 0))
+        if since is not None:
+            _LOG.info("node %s answers again, after %s", node.name, _duration(self._clock.now() - since))
+
+    def keep(self, names: Collection[str]) -> None:
+        """Forget all other nodes: they have left."""
+        self._outages = {name: outage for name, outage in self._outages.items() if name in names}
+
+
+def _reminder_after(lines: int) -> float:
+    """Seconds from an outage's beginning to the line after so many."""
+    return REMINDERS[lines - 1] if lines <= len(REMINDERS) else (lines - 2) * REMINDERS[-1]
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 60 else f"{seconds / 60:.0f} min"
 
 
 class Joiner:
     """Admits nodes to the pool, or refuses them by the name of the setting.
 
     Args:
-        introduction: to its partners; None leaves first pairs cold.
-        outages: what is logged of nodes that cannot be asked; None logs nothing.
+        prove: what is done with a node between its preflight and its first request; bounded in time.
+        outages: logs nodes that cannot be reached; health checks use it too.
     """
 
     def __init__(
-        self,
-        pool: Pool,
-        preflight: Preflight,
-        introduction: Introduction | None = None,
-        outages: OutageLog | None = None,
+        self, pool: Pool, preflight: Preflight, prove: Callable[[Node], Awaitable[None]], outages: OutageLog
     ) -> None:
         self._pool = pool
         self._preflight = preflight
-        self._introduction = introduction
-        self._outages = outages
+        self._prove = prove
+        self.outages = outages
         self._accepted: dict[str, NodeInfo] = {}
-        self._looks: dict[str, int] = {}
+        self._early_preflights: dict[str, int] = {}
 
     async def attempt(self, name: str) -> None:
-        """Try to bring one node of the pool in; it stays as it is when it cannot be reached.
-
-        Raises:
-            UnknownNode: it has left.
-        """
+        """Try to have one node of the pool join; it stays as it is when it cannot be reached. Raises `UnknownNode`."""
         node = self._pool.configured(name)
         try:
             info = await self._preflight.inspect(node)
         except NodeFault as fault:
-            self._pool.waiting(name, f"{what(fault)}: {reason(fault)}")
-            if self._outages and self._has(node):
-                self._outages.failed(node, fault)
+            self._pool.set_join_reason(name, f"{symptom(fault)}: {cause(fault)}")
+            if self._has(node):
+                self.outages.failed(node, fault)
             return
-        if self._outages:
-            self._outages.answered(node)
+        self.outages.answered(node)
         if not self._has(node) or self._is_early(info):
             return
-        verdict = check_compatibility(info, self._others(name))
-        if verdict.refusals:
-            self._refuse(name, verdict)
-            return
-        await self._admit(info, verdict)
+        compatibility = check_compatibility(info, self._others(name))
+        if compatibility.refusals:
+            self._refuse(name, compatibility)
+        else:
+            await self._admit(info, compatibility)
 
     def _others(self, name: str) -> list[NodeInfo]:
-        """The facts of the other accepted nodes that are still there."""
-        there = {view.node.name for view in self._pool.snapshot().nodes}
-        self._accepted = {key: info for key, info in self._accepted.items() if key in there}
+        """The other accepted nodes that are still in the pool."""
+        self._accepted = {key: info for key, info in self._accepted.items() if key in self._pool}
         return [info for key, info in self._accepted.items() if key != name]
 
-    def _refuse(self, name: str, verdict: Compatibility) -> None:
-        reason = "; ".join(map(str, verdict.refusals))
+    def _refuse(self, name: str, compatibility: Compatibility) -> None:
+        reason = "; ".join(map(str, compatibility.refusals))
         self._accepted.pop(name, None)
         if self._pool.view(name).reason != reason:
             _LOG.error("node %s is refused: %s", name, reason)
         self._pool.refuse(name, reason)
 
-    async def _admit(self, info: NodeInfo, verdict: Compatibility) -> None:
-        """Accepted before its introduction: two nodes that join at the same time are judged against each other."""
+    async def _admit(self, info: NodeInfo, compatibility: Compatibility) -> None:
+        """Accepted before it is proved: two nodes that join at the same time are checked against each other."""
         node = info.joined()
         self._accepted[node.name] = info
-        if self._introduction is not None:
-            await self._introduction.join(node)
+        await self._prove(node)
         if self._has(info.node):
             self._pool.admit(node)
             _LOG.info("node %s serves %s as %s node", node.name, node.model or "any model", node.role)
-            self._log_findings(info, verdict)
-
-    def _log_findings(self, info: NodeInfo, verdict: Compatibility) -> None:
-        for warning in verdict.warnings:
-            _LOG.warning("node %s: %s", info.node.name, warning)
-        for difference in unpaired(info, self._others(info.node.name)):
-            _LOG.warning("node %s exchanges no tickets: %s", info.node.name, difference)
+            for warning in compatibility.warnings:
+                _LOG.warning("node %s: %s", node.name, warning)
+            for difference in differences_from_partners(info, self._others(node.name)):
+                _LOG.warning("node %s exchanges no tickets: %s", node.name, difference)
 
     def _is_early(self, info: NodeInfo) -> bool:
-        """Whether the engine has not told yet what its connector publishes once it steps for the first time.
+        """Whether the engine has not made its first step, with which its connector publishes what its cache holds.
 
         Its fingerprint is part of that: a node admitted without it would be of a cohort of its own.
         """
         name = info.node.name
-        self._looks[name] = self._looks.get(name, 0) + 1
-        if info.labels and info.capacity is None and self._looks[name] < MOST_LOOKS:
+        self._early_preflights[name] = self._early_preflights.get(name, 0) + 1
+        if info.labels and info.capacity is None and self._early_preflights[name] < MOST_EARLY_PREFLIGHTS:
             if self._pool.view(name).state is not State.JOINING:
                 self._pool.rejoin(name)  # it restarted, and what is known of it may be another one's
-            self._pool.waiting(name, "its engine has not told yet what its cache holds")
+            self._pool.set_join_reason(name, "its engine has not told yet what its cache holds")
             return True
-        del self._looks[name]
+        del self._early_preflights[name]
         return False
 
     def _has(self, node: Node) -> bool:
         """Whether the pool still has this very node (it may have been removed, even replaced, while we asked)."""
-        there = any(view.node.name == node.name for view in self._pool.snapshot().nodes)
-        return there and self._pool.configured(node.name) == node
+        return node.name in self._pool and self._pool.configured(node.name) == node

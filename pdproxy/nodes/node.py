@@ -1,20 +1,15 @@
-"""What a node's cache holds, as its connector tells it: pure.
-
-Values about nodes: pure, no I/O."""
+"""Nodes, their states, and the snapshot of them that plans are made from. Pure values."""
 
 import dataclasses
 import enum
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from pdproxy.request import Headers
 
-CAPACITY_METRICS = "pdproxy_connector_capacity_"
-"""What the names of the gauges begin with."""
-
-Sample = tuple[str, Mapping[str, str], float]
-"""A metric's name, labels and value."""
+RANK_HEADER = "x-data-parallel-rank"
+"""Which of its data-parallel ranks a server is to use. vLLM 0.32 heeds it for completions, chat and messages, not for
+responses, and picks one by load where it is missing."""
 
 
 class Binding(enum.StrEnum):
@@ -27,7 +22,7 @@ class Binding(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Capacity:
-    """Of all engines behind one address together.
+    """What the caches of all engines behind one address hold.
 
     A load of t tokens in n sequences fits while t / tokens + n / sequences <= 1, but for the last block of each.
 
@@ -44,30 +39,6 @@ class Capacity:
     binding: Binding
 
 
-def read_capacity(samples: Sequence[Sample]) -> Capacity | None:
-    """Out of the gauges of a node; None where they are missing or make no sense (an engine that has not told yet)."""
-    told = [
-        (name.removeprefix(CAPACITY_METRICS), labels, int(value))
-        for name, labels, value in samples
-        if math.isfinite(value)
-    ]
-    tokens = [value for name, _, value in told if name == "tokens"]
-    state, longest = _sequences(told, "state"), _sequences(told, "max_model_len")
-    binding = next((labels.get("group") for name, labels, value in told if name == "binding" and value), None)
-    if not tokens or not longest or binding not in set(Binding):
-        return None
-    return Capacity(sum(tokens), sum(state) if state else None, sum(longest), Binding(binding))
-
-
-def _sequences(told: Sequence[tuple[str, Mapping[str, str], int]], limit: str) -> list[int]:
-    return [value for name, labels, value in told if name == "sequences" and labels.get("limit") == limit]
-
-
-RANK_HEADER = "x-data-parallel-rank"
-"""Which of its data-parallel ranks a server is to use. vLLM 0.32 heeds it for completions, chat and messages, not for
-responses, and picks one by load where it is missing."""
-
-
 class Role(enum.StrEnum):
     """What a node is asked to do."""
 
@@ -76,10 +47,10 @@ class Role(enum.StrEnum):
 
 
 class State(enum.StrEnum):
-    """Where a node stands in its life."""
+    """Whether a node gets requests, and if not, why."""
 
     JOINING = "joining"
-    """Preflight and warm-up are under way: no requests."""
+    """Preflight and known-answer test are under way: no requests."""
     UP = "up"
     PROBING = "probing"
     """The circuit is half open: one request at a time."""
@@ -98,16 +69,15 @@ class Node:
     Attributes:
         name: unique, safe to show to operators (never to clients).
         url: the base, without a trailing slash.
-        role: what it is asked to do.
         model: the model it serves, as clients name it; "" until known.
         aliases: further names that are served here (LoRA).
         weight: relative share of requests, > 0.
         cohort: nodes pair only within one cohort (versions of vLLM and connector, fingerprint); "" pairs with all.
-        capacity: what its cache holds; None until known, and of a node that does not tell.
+        capacity: None until known, and of a node that does not publish it.
         ranks: data-parallel ranks behind the address, each with blocks and hand-overs of its own.
-        fingerprint: what the bytes of its KV cache depend on, value by part; empty where it does not say.
-        block_size: tokens in an attention block; 0 where it does not say.
-        max_model_len: the longest sequence in tokens; 0 where it does not say.
+        fingerprint: what the bytes of its KV cache depend on, value by part; empty where not published.
+        block_size: tokens in an attention block; 0 where not published.
+        max_model_len: the longest sequence in tokens; 0 where not published.
     """
 
     name: str
@@ -138,18 +108,21 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeView:
-    """One node in a snapshot: its state and what runs on it now."""
+    """One node in a snapshot.
+
+    Attributes:
+        active: legs in flight from this proxy.
+        share: 0 < share <= 1: the part of its weight that slow start allows now.
+        trials: while PROBING: requests in flight that try the half-open circuit. One is all it may get.
+        reason: for operators: why it is in this state (the setting that was refused, the last fault).
+    """
 
     node: Node
     state: State
     active: int
-    """Legs in flight from this proxy."""
     share: float = 1.0
-    """0 < share <= 1: the part of its weight that slow start allows now."""
     trials: int = 0
-    """While PROBING: requests taken since the circuit became half open and not yet judged. One is all it may get."""
     reason: str = ""
-    """For operators: why it is in this state (the setting that was refused, the last fault)."""
 
     def takes_requests(self) -> bool:
         """Whether a plan may send something here now."""
@@ -177,7 +150,7 @@ class Bars:
         return prefill not in self.nodes and decode not in self.nodes and (prefill, decode) not in self.pairs
 
     def of(self, name: str) -> tuple[str, ...]:
-        """From whom a node is barred, and why: a sentence for each."""
+        """A sentence for each node that this one exchanges no tickets with."""
         pairs = tuple(
             f"no tickets with {decode if name == prefill else prefill}: {why}"
             for (prefill, decode), why in self.pairs.items()
@@ -188,8 +161,7 @@ class Bars:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All nodes at one moment; what a plan is made from."""
+    """All nodes at one moment, in the order of joining."""
 
     nodes: tuple[NodeView, ...]
-    info: Mapping[str, str] = dataclasses.field(default_factory=dict)
     bars: Bars = Bars()

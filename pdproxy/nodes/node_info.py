@@ -1,36 +1,38 @@
-"""What a node says of itself, read out of its answers: pure."""
+"""What a node publishes about itself, read out of its answers. Pure."""
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
-from pdproxy.nodes.node import CAPACITY_METRICS, Capacity, Node, Sample, read_capacity
+from pdproxy.nodes.node import Binding, Capacity, Node
 
 INFO_METRIC = "pdproxy_connector_info"
-"""The gauge whose labels tell the connector's settings."""
-
+"""The gauge whose labels are the connector's settings."""
 FINGERPRINT_METRIC = "pdproxy_connector_fingerprint"
-"""The gauge with one series for each part of the fingerprint, its value as a label; see `NodeInfo.fingerprint`."""
-
+"""The gauge with one series for each part of the fingerprint, its value as a label."""
+CAPACITY_METRICS = "pdproxy_connector_capacity_"
+"""The beginning of the names of the capacity gauges."""
 WHOLE = "all"
-"""The part that stands for all others: a digest of them."""
+"""The part of a fingerprint that is a digest of all others."""
 
 
-def _no_labels() -> Mapping[str, str]:
+def _empty() -> Mapping[str, str]:
     return MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What ``GET /v1/models`` tells.
+    """The answer to ``GET /v1/models``.
 
     Attributes:
         names: every name served here, base models before adapters.
-        root: the path that the model was loaded from; "" where not told.
-        max_model_len: the longest sequence in tokens; None where not told.
+        root: the path that the model was loaded from; "" where missing.
+        max_model_len: the longest sequence in tokens; None where missing.
     """
 
     names: tuple[str, ...] = ()
@@ -40,30 +42,27 @@ class ModelCard:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """Everything that a preflight found out about one node.
+    """What a preflight found out about one node; empty or None where the node does not publish it.
 
     Attributes:
         node: as it was configured.
-        models: its models.
-        version: of vLLM; "" where not told.
-        labels: of our connector; empty when the node runs another one or none.
-        fingerprint: what the bytes of its KV cache depend on, value by part (such as `checkpoint`), and their digest
-            as the part `WHOLE`. Empty for a node whose connector publishes none.
-        capacity: of its cache; None where not told.
-        ranks: data-parallel ranks behind its address.
+        version: of vLLM.
+        labels: the settings of our connector; empty when the node runs another one or none.
+        fingerprint: value by part (such as `checkpoint`), with the digest of all as the part `WHOLE`.
     """
 
     node: Node
     models: ModelCard = dataclasses.field(default_factory=ModelCard)
     version: str = ""
-    labels: Mapping[str, str] = dataclasses.field(default_factory=_no_labels)
+    labels: Mapping[str, str] = dataclasses.field(default_factory=_empty)
     capacity: Capacity | None = None
     ranks: int = 1
-    fingerprint: Mapping[str, str] = dataclasses.field(default_factory=_no_labels)
+    fingerprint: Mapping[str, str] = dataclasses.field(default_factory=_empty)
 
     def joined(self) -> Node:
         """The node with what was found filled in. What was configured wins."""
         model = self.node.model or next(iter(self.models.names), "")
+        block_size = self.labels.get("block_size", "")
         aliases = dict.fromkeys((*self.node.aliases, *(name for name in self.models.names if name != model)))
         return dataclasses.replace(
             self.node,
@@ -73,7 +72,7 @@ class NodeInfo:
             capacity=self.capacity,
             ranks=self.ranks,
             fingerprint=self.fingerprint,
-            block_size=_number(self.labels.get("block_size")),
+            block_size=int(block_size) if block_size.isdecimal() else 0,
             max_model_len=self.models.max_model_len or 0,
         )
 
@@ -88,20 +87,32 @@ class NodeInfo:
 
     def setting(self, name: str) -> str | None:
         """A setting as the node published it; None where it did not."""
-        if name == "model":
-            return self.labels.get("model") or self.models.root or None
-        return self.labels.get(name)
+        match name:
+            case "model":
+                return self.labels.get("model") or self.models.root or None
+            case "max_model_len":
+                return None if self.models.max_model_len is None else str(self.models.max_model_len)
+            case _:
+                return self.labels.get(name)
+
+
+def read_node_info(node: Node, models: bytes, version: bytes, metrics: bytes) -> NodeInfo:
+    """The bodies of a node's ``/v1/models``, ``/version`` and ``/metrics`` together."""
+    labels, capacity, ranks = read_labels(metrics), read_node_capacity(metrics), read_ranks(metrics)
+    fingerprint = read_fingerprint(metrics)
+    return NodeInfo(node, read_model_card(models), read_version(version), labels, capacity, ranks, fingerprint)
 
 
 def read_model_card(body: bytes) -> ModelCard:
-    """The models of a ``/v1/models`` answer; an unusable answer tells nothing. Adapters have a ``parent``."""
-    entries = [entry for entry in _list(_object(body).get("data")) if isinstance(_mapping(entry).get("id"), str)]
-    base = [entry for entry in map(_mapping, entries) if not entry.get("parent")]
-    adapters = [entry for entry in map(_mapping, entries) if entry.get("parent")]
+    """The models of a ``/v1/models`` answer; empty where it is unusable. Adapters have a ``parent``."""
+    listed = _object(body).get("data")
+    entries = [entry for entry in (listed if isinstance(listed, list) else []) if isinstance(entry, dict)]
+    named = [entry for entry in entries if isinstance(entry.get("id"), str)]
+    base, adapters = [[entry for entry in named if bool(entry.get("parent")) is adapter] for adapter in (False, True)]
     first = base[0] if base else {}
     root, longest = first.get("root"), first.get("max_model_len")
     return ModelCard(
-        tuple(str(entry["id"]) for entry in (*base, *adapters)),
+        tuple(entry["id"] for entry in (*base, *adapters)),
         root if isinstance(root, str) else "",
         longest if isinstance(longest, int) else None,
     )
@@ -116,7 +127,7 @@ def read_version(body: bytes) -> str:
 def read_labels(body: bytes) -> Mapping[str, str]:
     """The labels of the connector's info metric in a ``/metrics`` answer; empty without one."""
     samples = _samples(body, INFO_METRIC + "{")
-    return MappingProxyType(dict(samples[0][1])) if samples else _no_labels()
+    return MappingProxyType(dict(samples[0].labels)) if samples else _empty()
 
 
 def read_fingerprint(body: bytes) -> Mapping[str, str]:
@@ -126,20 +137,35 @@ def read_fingerprint(body: bytes) -> Mapping[str, str]:
     pairs only with one that is divided in the same way.
     """
     values: dict[str, set[str]] = {}
-    for _, labels, _ in _samples(body, FINGERPRINT_METRIC + "{"):
-        if "part" in labels and "value" in labels:
-            values.setdefault(labels["part"], set()).add(labels["value"])
-    return MappingProxyType({part: "|".join(sorted(told)) for part, told in values.items()})
+    for sample in _samples(body, FINGERPRINT_METRIC + "{"):
+        if "part" in sample.labels and "value" in sample.labels:
+            values.setdefault(sample.labels["part"], set()).add(sample.labels["value"])
+    return MappingProxyType({part: "|".join(sorted(found)) for part, found in values.items()})
 
 
 def read_ranks(body: bytes) -> int:
-    """How many ranks with our connector a ``/metrics`` answer speaks of; 1 where it does not say."""
-    return max(1, len({labels.get("engine") for _, labels, _ in _samples(body, INFO_METRIC + "{")}))
+    """The number of ranks with our connector in a ``/metrics`` answer; 1 where there is none."""
+    return max(1, len({sample.labels.get("engine") for sample in _samples(body, INFO_METRIC + "{")}))
 
 
 def read_node_capacity(body: bytes) -> Capacity | None:
-    """The capacity in a ``/metrics`` answer; None where it is not told, or in part."""
-    return read_capacity(_samples(body, CAPACITY_METRICS))
+    """The capacity in a ``/metrics`` answer, added up over engines.
+
+    None where it is missing in whole or in part: an engine publishes it with its first step.
+    """
+    samples = [sample for sample in _samples(body, CAPACITY_METRICS) if math.isfinite(sample.value)]
+    tokens = _values(samples, "tokens")
+    state, longest = _values(samples, "sequences", "state"), _values(samples, "sequences", "max_model_len")
+    bindings = (sample for sample in samples if sample.name == CAPACITY_METRICS + "binding" and sample.value)
+    binding = next((sample.labels.get("group") for sample in bindings), None)
+    if not tokens or not longest or binding not in set(Binding):
+        return None
+    return Capacity(sum(tokens), sum(state) if state else None, sum(longest), Binding(binding))
+
+
+def _values(samples: Iterable[Sample], gauge: str, limit: str | None = None) -> list[int]:
+    name = CAPACITY_METRICS + gauge
+    return [int(each.value) for each in samples if each.name == name and each.labels.get("limit") == limit]
 
 
 def _samples(body: bytes, beginning: str) -> list[Sample]:
@@ -149,23 +175,12 @@ def _samples(body: bytes, beginning: str) -> list[Sample]:
         families = list(text_string_to_metric_families("".join(line + "\n" for line in lines)))
     except ValueError:
         return []
-    return [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
-
-
-def _number(text: str | None) -> int:
-    return int(text) if text is not None and text.isdecimal() else 0
+    return [sample for family in families for sample in family.samples]
 
 
 def _object(body: bytes) -> Mapping[str, object]:
     try:
-        return _mapping(json.loads(body))
+        value = json.loads(body)
     except ValueError:
         return {}
-
-
-def _mapping(value: object) -> Mapping[str, object]:
     return value if isinstance(value, dict) else {}
-
-
-def _list(value: object) -> list[object]:
-    return value if isinstance(value, list) else []

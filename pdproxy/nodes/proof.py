@@ -1,14 +1,14 @@
-"""Nodes are proved: a pair must answer a question handed over as the decode node answers it alone.
+"""Nodes are proved: a decode node must answer a prompt that a prefill node handed over as it answers it alone.
 
-Settings that agree promise that the bytes of one node mean the same on the other; this is the proof. It is asked for
+Settings that agree promise that the bytes of one node mean the same on the other; this is the proof. It is made
 
 - when a node joins, or comes back: with one partner of its cohort, a proved one where there is one. Only if that fails
-  or comes to nothing, a second partner is asked. Partners that are not proved yet are proved with it, so that all that
+  or cannot be made, a second partner is tested. Partners that are not proved yet are proved with it, so that all that
   joined before the first node of the other role are proved by the time that one serves.
-- in the background: pairs that failed and nodes that could not be asked, again and again with growing waits.
+- in the background: pairs that failed and nodes that could not be tested, again and again with growing waits.
 
-That is O(nodes) tests, and says nothing of a pair that is wrong though each of the two is right with somebody else: all
-nodes of a cohort publish one fingerprint and run one release, so what can go wrong goes wrong by the node.
+That is O(nodes) tests, and misses a pair that is wrong though each of the two is right with other nodes: all nodes of a
+cohort publish one fingerprint and run one release, so what can go wrong goes wrong by the node.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 from pdproxy.clock import Clock
-from pdproxy.nodes.evidence import Backoff, Evidence, Pair
+from pdproxy.nodes.evidence import Evidence, Pair
 from pdproxy.nodes.node import Bars, Node, Role, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.labels import Proof
@@ -28,13 +28,13 @@ from pdproxy.observe.labels import Proof
 _LOG = logging.getLogger(__name__)
 
 MOST_PARTNERS = 8
-"""With how many partners a joining node has to do before it serves: each costs requests on them."""
+"""How many partners a joining node is tested or warmed up with: each costs requests on them."""
 WITNESSES = 2
-"""How many partners are asked, one after the other, until a joining node passes with one."""
+"""How many partners are tested, one after the other, until a joining node passes with one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Result:
+class ProofResult:
     """How a known-answer test ended; ``why`` is a sentence with the figures, for the operator."""
 
     proof: Proof
@@ -42,73 +42,47 @@ class Result:
 
 
 class HandOverTest(Protocol):
-    """Asks two nodes."""
+    """Sends test requests to a pair of nodes. Bounded in time; never raises for what nodes do."""
 
-    async def ask(self, prefill: Node, decode: Node) -> Result:
-        """Hand a prompt over and compare. Bounded in time; never raises for what nodes do."""
+    async def ask(self, prefill: Node, decode: Node) -> ProofResult:
+        """Hand a prompt over and compare the answer."""
         ...
 
     async def warm(self, prefill: Node, decode: Node) -> None:
-        """Hand a tiny prompt over, so that the handshake of seconds is made before clients come. As `ask`."""
+        """Hand a tiny prompt over, so that the handshake of seconds is made before clients come."""
         ...
 
 
-class Introduction(Protocol):
-    """What a node goes through between its preflight and its first request."""
-
-    async def join(self, node: Node) -> None:
-        """Bounded in time; whatever comes of it, the node serves afterwards."""
-        ...
-
-
-class WarmUp:
-    """An `Introduction` that only pays for handshakes.
-
-    Args:
-        pool: where partners are found.
-        test: the way to the nodes.
-    """
-
-    def __init__(self, pool: Pool, test: HandOverTest) -> None:
-        self._pool = pool
-        self._test = test
-
-    async def join(self, node: Node) -> None:
-        """Warm the pairs that the node makes."""
-        partners = itertools.islice(partners_of(self._pool, node), MOST_PARTNERS)
-        await asyncio.gather(*(self._test.warm(*in_order(node, partner)) for partner in partners))
+async def warm_up(pool: Pool, test: HandOverTest, node: Node) -> None:
+    """Warm the pairs of a joining node up, and prove nothing."""
+    partners = itertools.islice(partners_of(pool, node), MOST_PARTNERS)
+    await asyncio.gather(*(test.warm(*in_order(node, partner)) for partner in partners))
 
 
 class Prover:
-    """An `Introduction` by known-answer tests; tells the pool which pairs are barred. `run` tries these again.
+    """Tests pairs, and bars in the pool those that failed. `join` is for joining nodes, `run` for the background."""
 
-    Args:
-        pool: where partners are found, and what is told.
-        test: the way to the nodes.
-        clock: for waits.
-    """
-
-    def __init__(self, pool: Pool, test: HandOverTest, clock: Clock, backoff: Backoff | None = None) -> None:
+    def __init__(self, pool: Pool, test: HandOverTest, clock: Clock) -> None:
         self._pool = pool
         self._test = test
         self._clock = clock
-        self._evidence = Evidence(backoff)
-        self._in_hand: set[str] = set()
+        self._evidence = Evidence()
+        self._under_test: set[str] = set()
         self._joins: dict[str, int] = {}
         self._turns = itertools.count()
 
     async def join(self, node: Node) -> None:
         """Prove the node, and with it partners that are not proved; what failed is barred when this returns."""
         self._joins[node.name] = next(self._turns)
-        fellows = [view.node.name for view in self._pool.snapshot().nodes if could_pair(node, view.node)]
-        self._evidence.starts_anew(node.name, self._clock.now(), fellows)
+        possible = [view.node.name for view in self._pool.snapshot().nodes if could_pair(node, view.node)]
+        self._evidence.restart(node.name, self._clock.now(), possible)
         partners = sorted(partners_of(self._pool, node), key=self._rank)
         if not partners:
             self._publish()
             return  # at once: of two nodes that join at the same time, the second must find the first one serving
-        unproved = [partner for partner in partners[1:] if not self._settled(partner.name)][:MOST_PARTNERS]
+        unproved = [partner for partner in partners[1:] if self._rank(partner) == (True, False)][:MOST_PARTNERS]
         rest = [partner for partner in partners[1:] if partner not in unproved][: MOST_PARTNERS - len(unproved)]
-        with self._in_hands(node, *partners[:1], *unproved):
+        with self._testing(node, partners[0], *unproved):
             await asyncio.gather(
                 self._prove(node, partners),
                 *(self._ask(*in_order(node, partner)) for partner in unproved),
@@ -116,7 +90,7 @@ class Prover:
             )
 
     async def run(self) -> None:
-        """Try again what failed or could not be asked, one pair at a time, until cancelled."""
+        """Repeat tests that failed or could not be made, one pair at a time, until cancelled."""
         while True:
             for prefill, decode in self._due():
                 await self._ask(prefill, decode)
@@ -128,45 +102,42 @@ class Prover:
                 return
 
     def _rank(self, partner: Node) -> tuple[bool, bool]:
-        """Proved nodes first, then those that nobody asks at this moment."""
-        return not self._evidence.proved(partner.name), partner.name in self._in_hand
-
-    def _settled(self, name: str) -> bool:
-        """Whether a joining node need not prove this partner: it is proved, or being proved."""
-        return self._evidence.proved(name) or name in self._in_hand
+        """Whether it is unproved, and whether it is under test: proved partners come first."""
+        return not self._evidence.proved(partner.name), partner.name in self._under_test
 
     async def _ask(self, prefill: Node, decode: Node) -> Proof:
         pair = prefill.name, decode.name
-        asked = self._incarnations(pair)
-        with self._in_hands(prefill, decode):
+        joins = self._joins_of(pair)
+        with self._testing(prefill, decode):
             result = await self._test.ask(prefill, decode)
-        if self._incarnations(pair) == asked:
+        if self._joins_of(pair) == joins:
             self._record(pair, result)
         return result.proof
 
     @contextlib.contextmanager
-    def _in_hands(self, *nodes: Node) -> Iterator[None]:
-        """While inside, nobody else need prove these nodes."""
-        taken = {node.name for node in nodes} - self._in_hand
-        self._in_hand |= taken
+    def _testing(self, *nodes: Node) -> Iterator[None]:
+        """While inside, no other test need prove these nodes."""
+        added = {node.name for node in nodes} - self._under_test
+        self._under_test |= added
         try:
             yield
         finally:
-            self._in_hand -= taken
+            self._under_test -= added
 
-    def _incarnations(self, pair: Pair) -> tuple[int | None, ...]:
+    def _joins_of(self, pair: Pair) -> tuple[int | None, ...]:
+        """Changes when one of the two joins anew: earlier results are about another node then."""
         return tuple(self._joins.get(name) for name in pair)
 
-    def _record(self, pair: Pair, result: Result) -> None:
+    def _record(self, pair: Pair, result: ProofResult) -> None:
         now = self._clock.now()
         match result.proof:
             case Proof.PASSED:
-                self._evidence.passes(pair)
+                self._evidence.record_passed(pair)
             case Proof.FAILED:
-                self._evidence.fails(pair, result.why, now)
+                self._evidence.record_failed(pair, result.why, now)
             case Proof.UNANSWERED:
                 _LOG.warning("no known-answer test from %s to %s: %s", *pair, result.why)
-                self._evidence.is_silent(pair, result.why, now)
+                self._evidence.record_unanswered(pair, result.why, now)
         self._publish()
 
     def _publish(self) -> None:
@@ -178,7 +149,7 @@ class Prover:
         self._pool.bar(bars)
 
     def _due(self) -> list[tuple[Node, Node]]:
-        """Pairs to try now: those that failed, and unproved nodes, each with one partner."""
+        """Pairs to test now: those that failed, and unproved nodes, each with one partner."""
         now, serving = self._clock.now(), {node.name: node for node in _serving(self._pool)}
         failed = [
             (serving[prefill], serving[decode])
@@ -186,24 +157,18 @@ class Prover:
             if prefill in serving and decode in serving
         ]
         unproved = (
-            node for node in serving.values() if self._joined(node) and self._evidence.unproved_due(node.name, now)
+            self._next_pair(node)
+            for name, node in serving.items()
+            if name in self._joins and name not in self._under_test and self._evidence.unproved_due(name, now)
         )
-        return failed + list(self._with_partners(unproved))
+        return failed + [pair for pair in unproved if pair is not None]
 
-    def _joined(self, node: Node) -> bool:
-        """Whether the node came in through `join`, and nobody asks it at this moment."""
-        return node.name in self._joins and node.name not in self._in_hand
-
-    def _with_partners(self, nodes: Iterable[Node]) -> Iterator[tuple[Node, Node]]:
-        for node in nodes:
-            untried = [partner for partner in partners_of(self._pool, node) if not self._failed(node, partner)]
-            proved = [partner for partner in untried if self._evidence.proved(partner.name)] or untried
-            if proved:
-                yield in_order(node, proved[next(self._turns) % len(proved)])
-
-    def _failed(self, node: Node, partner: Node) -> bool:
-        prefill, decode = in_order(node, partner)
-        return self._evidence.failed((prefill.name, decode.name)) is not None
+    def _next_pair(self, node: Node) -> tuple[Node, Node] | None:
+        """The node with one of its partners, best a proved one; none that it failed with. Partners take turns."""
+        pairs = [in_order(node, partner) for partner in partners_of(self._pool, node)]
+        untried = [pair for pair in pairs if self._evidence.failed((pair[0].name, pair[1].name)) is None]
+        best = [pair for pair in untried if any(self._evidence.proved(each.name) for each in pair)] or untried
+        return best[next(self._turns) % len(best)] if best else None
 
 
 def partners_of(pool: Pool, node: Node) -> Iterator[Node]:

@@ -1,4 +1,4 @@
-"""The words that label what is counted."""
+"""The label values of the metrics."""
 
 import enum
 
@@ -44,39 +44,25 @@ class Leg(enum.StrEnum):
 
 
 class Tokens(enum.StrEnum):
-    """Kinds of tokens, as the nodes' usage tells them."""
+    """Kinds of tokens in the nodes' usage."""
 
     PROMPT = "prompt"
     CACHED = "cached"
     COMPLETION = "completion"
 
 
-class Answer(enum.StrEnum):
-    """Yes or no, where a label says so."""
-
-    YES = "yes"
-    NO = "no"
-
-
 class Task(enum.StrEnum):
-    """What goes on beside the requests."""
+    """The background tasks."""
 
     HEALTH = "health"
     DISCOVERY = "discovery"
     PROOF = "proof"
 
 
-class Migration(enum.StrEnum):
-    """How the attempt to continue a stream elsewhere ended."""
+class Attempt(enum.StrEnum):
+    """How an attempt ended: to continue a stream elsewhere, or to release a hand-over."""
 
-    DONE = "done"
-    FAILED = "failed"
-
-
-class Release(enum.StrEnum):
-    """How telling a prefill node to free a hand-over ended."""
-
-    DONE = "done"
+    SUCCEEDED = "done"
     FAILED = "failed"
 
 

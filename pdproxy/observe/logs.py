@@ -1,6 +1,6 @@
 """Logs: one line a record, JSON or text, on top of the standard library's logging.
 
-Whoever logs says what a line is about in ``extra``: ``_LOG.info("client left", extra={"request_id": name})``.
+Details stand in ``extra``: ``_LOG.info("client left", extra={"request_id": name})``.
 """
 
 import datetime as dt
@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from typing import TextIO
 
 from pdproxy.observe.labels import Outcome, Phase
-from pdproxy.settings import Log, LogFormat
+from pdproxy.settings.model import Log
+from pdproxy.settings.types import LogFormat
 
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", "color_message"}
 _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)} | {10: "\\n", 13: "\\r"}
-"""What could end a line, or steer a terminal."""
+"""Characters that could end a line, or control a terminal."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -46,12 +47,11 @@ class TextFormatter(logging.Formatter):
 
 
 def configure(log: Log, stream: TextIO) -> logging.Handler:
-    """Send the proxy's records, and warnings of the libraries, to a stream. Called once, where a process starts.
+    """Send the proxy's records, and warnings of the libraries, to a stream; returns the handler, for tests to remove.
 
-    Returns:
-        The handler, so that a test can take it out again.
+    Called once, where a process starts.
     """
-    # No line of ours says which thread or process it comes from: finding out costs time on every request.
+    # No line shows its thread or process: finding out costs time on every request.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if log.format is LogFormat.JSON else TextFormatter())
@@ -69,14 +69,11 @@ def request_ended(
     timeline: Mapping[Phase, float],
     facts: Mapping[str, object],
 ) -> None:
-    """Log the one line that every request leaves.
+    """Log the one line of a request.
 
     Args:
-        logger: whose line it is.
-        outcome: how it ended.
-        request_id: its name.
         timeline: seconds spent in each phase.
-        facts: what else is known: endpoint, model, nodes, status. Never a body, a ticket or a key.
+        facts: endpoint, model, nodes, status. Never a body, a ticket or a key.
     """
     if not logger.isEnabledFor(logging.INFO):
         return

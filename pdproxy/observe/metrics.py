@@ -2,12 +2,13 @@
 
 import enum
 import itertools
+from collections.abc import Callable
 from functools import cache, partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdproxy.errors import Fault
-from pdproxy.observe.labels import Answer, Leg, Migration, Outcome, Phase, Proof, Release, Task, Tokens
+from pdproxy.observe.labels import Attempt, Leg, Outcome, Phase, Proof, Task, Tokens
 from pdproxy.request import Endpoint
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -69,7 +70,7 @@ class Metrics:
         for endpoint, outcome in itertools.product((*Endpoint, _OTHER), Outcome):
             self._requests.labels(endpoint, outcome)
         for counter, words in (
-            (self._migrations, Migration), (self._releases, Release), (self._tokens, Tokens), (self._tasks, Task),
+            (self._migrations, Attempt), (self._releases, Attempt), (self._tokens, Tokens), (self._tasks, Task),
             (self._proofs, Proof),
         ):  # fmt: skip
             for word in words:
@@ -95,37 +96,30 @@ class Metrics:
         """Count a request that one node computes alone."""
         self._local.labels(reason).inc()
 
-    def migrated(self, outcome: Migration) -> None:
+    def migrated(self, outcome: Attempt) -> None:
         """Count the attempt to continue a stream on another node."""
         self._migrations.labels(outcome).inc()
 
-    def continuable(self, answer: Answer, reason: enum.StrEnum) -> None:
-        """Count whether a request could be continued elsewhere, should its node die, and why (not)."""
-        self._continuing(answer, reason).inc()
+    def continuable(self, reason: enum.StrEnum | None) -> None:
+        """Count whether a stream could be continued on another node, or the reason why not."""
+        self._continuing("yes" if reason is None else "no", reason or "none").inc()
 
     def recomputed(self) -> None:
         """Count a disaggregated request whose decode node computed the prompt itself after all."""
         self._recomputed.inc()
 
-    def released(self, outcome: Release) -> None:
+    def released(self, outcome: Attempt) -> None:
         """Count a hand-over that the proxy told its node to free."""
         self._releases.labels(outcome).inc()
 
-    def request_began(self) -> None:
-        """One more request runs."""
-        self._active.inc()
+    def watch_requests(self, active: Callable[[], float], queued: Callable[[], float]) -> None:
+        """Ask for the numbers of running and of waiting requests whenever metrics are scraped."""
+        self._active.set_function(active)
+        self._queued.set_function(queued)
 
-    def request_left(self) -> None:
-        """One request less runs."""
-        self._active.dec()
-
-    def queue_is(self, waiting: int) -> None:
-        """Set how many requests wait."""
-        self._queued.set(waiting)
-
-    def body_bytes_are(self, held: int) -> None:
-        """Set how many bytes of request bodies are held."""
-        self._bodies.set(held)
+    def watch_bodies(self, held: Callable[[], float]) -> None:
+        """Ask for the bytes of request bodies that are held whenever metrics are scraped."""
+        self._bodies.set_function(held)
 
     def rejected(self, reason: enum.StrEnum) -> None:
         """Count a request that was turned away."""

@@ -1,7 +1,7 @@
 """OpenTelemetry: a span for each client request and one for each call to a node, joined by ``traceparent``.
 
-Off, nothing of this is in the way of a request: the client's own ``traceparent`` just goes on to the nodes.
-On, `TracedApp` goes around the clients' application and `transport.traced.TracedTransport` around the transport.
+Without tracing, the client's own ``traceparent`` is passed on to the nodes. With it, `TracedApp` wraps the clients'
+application, and `transport.traced.TracedTransport` the transport.
 """
 
 import dataclasses
@@ -14,10 +14,11 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from pdproxy import __version__
 from pdproxy.errors import SettingsError
 from pdproxy.request import Endpoint, Headers
-from pdproxy.settings import Otel, OtelExport
+from pdproxy.settings.model import Otel
+from pdproxy.settings.types import OtelExport
 
-CARRIED = ("traceparent", "tracestate")
-"""The headers of W3C Trace Context."""
+_TRACE_HEADERS = ("traceparent", "tracestate")
+"""Of W3C Trace Context."""
 
 _PATHS = frozenset(Endpoint)
 
@@ -29,7 +30,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tracing:
-    """What makes spans, and what sends the last of them (blocking, a few seconds at most)."""
+    """The tracer, and ``close``, which sends the last spans (blocking, a few seconds at most)."""
 
     tracer: trace.Tracer
     close: Callable[[], None]
@@ -44,65 +45,61 @@ def tracing_of(otel: Otel) -> Tracing | None:
     if otel.export is OtelExport.OFF:
         return None
     try:
-        return _tracing(otel)
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        exporter = OTLPSpanExporter(endpoint=otel.endpoint)  # imports its HTTP client
     except ImportError as error:
         raise SettingsError(
             f"otel.export is otlp, which needs packages that are not installed here ({error}): "
             "pip install 'pdproxy[otel]', or set otel.export to off."
         ) from error
-
-
-def _tracing(otel: Otel) -> Tracing:
-    """Spans that go to a collector. Raises ImportError; the exporter imports its HTTP client only when it is made."""
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
     provider = TracerProvider(resource=Resource.create({"service.name": otel.service}))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=otel.endpoint)))
+    provider.add_span_processor(BatchSpanProcessor(exporter))
     return Tracing(provider.get_tracer("pdproxy", __version__), provider.shutdown)
 
 
 def outward(headers: Headers, span: trace.Span) -> Headers:
-    """The headers for a call that ``span`` stands for: it is the parent of what the node does."""
+    """The headers of a call to a node whose spans are to be children of ``span``."""
     carrier: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(carrier, trace.set_span_in_context(span))
-    return (*(field for field in headers if field[0] not in CARRIED), *carrier.items())
+    return (*(field for field in headers if field[0] not in _TRACE_HEADERS), *carrier.items())
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class TracedApp:
     """An ASGI application with a server span around each request; its parent is the client's span, if it sent one."""
 
-    def __init__(self, app: App, tracer: trace.Tracer) -> None:
-        self._app = app
-        self._tracer = tracer
+    app: App
+    tracer: trace.Tracer
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         method, path = scope["method"], scope["path"]
-        with self._tracer.start_as_current_span(
+        with self.tracer.start_as_current_span(
             f"{method} {path}" if path in _PATHS else method,
-            context=TraceContextTextMapPropagator().extract(_carried(scope)),
+            context=TraceContextTextMapPropagator().extract(_trace_headers(scope)),
             kind=trace.SpanKind.SERVER,
             attributes={"http.request.method": method, "url.path": path},
         ) as span:
-            await self._app(scope, receive, _noting(span, send))
+            await self.app(scope, receive, _recording(span, send))
 
 
-def _carried(scope: Message) -> dict[str, str]:
+def _trace_headers(scope: Message) -> dict[str, str]:
     pairs = ((name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"])
-    return {name: value for name, value in pairs if name in CARRIED}
+    return {name: value for name, value in pairs if name in _TRACE_HEADERS}
 
 
-def _noting(span: trace.Span, send: Send) -> Send:
-    async def noting(message: Message) -> None:
+def _recording(span: trace.Span, send: Send) -> Send:
+    async def recording(message: Message) -> None:
         if message["type"] == "http.response.start":
             span.set_attribute("http.response.status_code", message["status"])
             if message["status"] >= 500:
                 span.set_status(trace.StatusCode.ERROR)
         await send(message)
 
-    return noting
+    return recording

@@ -1,16 +1,18 @@
 """What is recorded of a request at its end: its outcome, its log line, its usage."""
 
+import asyncio
 import logging
 from collections.abc import Callable
 
-from pdproxy.legs.usage import Usage
+from pdproxy.errors import ClientError
 from pdproxy.observe.labels import Outcome, Phase, Tokens
 from pdproxy.observe.logs import request_ended
+from pdproxy.orchestration.client_errors import UpstreamErrorResponse
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.in_flight import Route, Timeline
 from pdproxy.orchestration.resources import BackgroundTasks, HandOver
-from pdproxy.orchestration.sub_request import SubRequest
-from pdproxy.request import ClientRequest
+from pdproxy.request import ClientRequest, SubRequest
+from pdproxy.usage import Usage
 
 _log = logging.getLogger(__name__)
 _LONGEST_MODEL = 200
@@ -18,14 +20,14 @@ _LONGEST_MODEL = 200
 
 
 class RequestLog:
-    """Open, and shown as on the way, until `end` is called for the first time."""
+    """Keeps a request in flight until the first call of `end`, which writes its metrics and its log line."""
 
     def __init__(self, context: OrchestrationContext, request: ClientRequest) -> None:
         self._context = context
         self._request = request
         self._open = True
         self.timeline = Timeline(context.clock, context.metrics, request.arrived)
-        context.live.begin(request, self.timeline)
+        context.in_flight.begin(request, self.timeline)
 
     def end(self, outcome: Outcome) -> None:
         """The request has ended."""
@@ -35,25 +37,36 @@ class RequestLog:
         request, timeline = self._request, self.timeline
         outcome = cancelled_outcome(request.left) if outcome is Outcome.CLIENT_GONE else outcome
         timeline.end()
-        self._context.live.end(request, outcome)
+        self._context.in_flight.end(request, outcome)
         self._context.metrics.request_ended(request.endpoint, outcome)
-        facts = {"endpoint": request.endpoint.value, "model": request.model[:_LONGEST_MODEL], **_nodes(timeline)}
+        nodes = {"prefill_node": timeline.nodes.get(Phase.PREFILL), "decode_node": timeline.nodes.get(Phase.HANDOVER)}
+        facts = {"endpoint": request.endpoint.value, "model": request.model[:_LONGEST_MODEL]}
+        facts |= {field: node for field, node in nodes.items() if node is not None}
         request_ended(_log, outcome, request.request_id, timeline.took, facts)
 
 
-def _nodes(timeline: Timeline) -> dict[str, str]:
-    """Prefill and decode node, as far as it came."""
-    told = {"prefill_node": Phase.PREFILL, "decode_node": Phase.HANDOVER}
-    return {name: timeline.nodes[phase] for name, phase in told.items() if phase in timeline.nodes}
+def outcome_of(error: BaseException, left: Callable[[], bool]) -> Outcome:
+    """How a request ended that raised an error."""
+    match error:
+        case ClientError(status=status):
+            return status_outcome(status)
+        case UpstreamErrorResponse(response=response):
+            return status_outcome(response.status)
+        case asyncio.CancelledError():
+            return cancelled_outcome(left)
+        case _:
+            return Outcome.FAILED
 
 
 def cancelled_outcome(left: Callable[[], bool]) -> Outcome:
-    """How a request ended that was cut short: by its client, or by us (at the end of a shutdown's patience)."""
+    """The outcome of a cancelled request: its client has left, or we gave it up at the end of a shutdown."""
     return Outcome.CLIENT_GONE if left() else Outcome.FAILED
 
 
-def error_outcome(status: int) -> Outcome:
-    """How a request ended that got an error status."""
+def status_outcome(status: int) -> Outcome:
+    """The outcome of a request that was answered with this status."""
+    if status < 400:
+        return Outcome.OK
     return Outcome.CLIENT_ERROR if status < 500 and status != 429 else Outcome.FAILED
 
 
@@ -64,30 +77,21 @@ def record_usage(
     hand_over: HandOver | None,
     usage: Usage,
 ) -> bool:
-    """Count tokens, and whether the ticket was of use; True where the node computed the prompt all the same.
+    """Put a decode leg's usage on the metrics; whether the node had a ticket and computed the prompt all the same.
 
-    What it did not read is released.
+    A hand-over that was not read is released.
     """
-    recomputed = hand_over is not None and usage.recomputed
+    route, cached = Route.LOCAL, usage.cached
+    if hand_over is not None:
+        route = Route.RECOMPUTED if usage.recomputed else Route.DISAGGREGATED
+        cached = usage.cached if usage.recomputed else hand_over.answer.cached_tokens
     context.metrics.tokens(Tokens.PROMPT, usage.prompt or 0)
     context.metrics.tokens(Tokens.COMPLETION, usage.completion or 0)
-    cached = _cached(hand_over, usage, recomputed=recomputed)
-    context.metrics.tokens(Tokens.CACHED, cached)
-    context.live.hits.count(_route(hand_over, recomputed=recomputed), usage.prompt or 0, cached)
-    if hand_over is not None and recomputed:
-        context.metrics.recomputed()
-        _log.warning("request %s: the decode node computed the prompt again", sub_request.name)
-        background_tasks.release(hand_over.node, sub_request.request.model, hand_over.name, sub_request.headers)
-    return recomputed
-
-
-def _cached(hand_over: HandOver | None, usage: Usage, *, recomputed: bool) -> int:
-    if hand_over is None or recomputed:
-        return usage.cached or 0
-    return hand_over.cached_tokens or 0
-
-
-def _route(hand_over: HandOver | None, *, recomputed: bool) -> Route:
-    if hand_over is None:
-        return Route.LOCAL
-    return Route.RECOMPUTED if recomputed else Route.DISAGGREGATED
+    context.metrics.tokens(Tokens.CACHED, cached or 0)
+    context.in_flight.cache_stats[route].add(usage.prompt or 0, cached or 0)
+    if hand_over is None or route is not Route.RECOMPUTED:
+        return False
+    context.metrics.recomputed()
+    _log.warning("request %s: the decode node computed the prompt again", sub_request.name)
+    background_tasks.release(hand_over.node, sub_request.request.model, hand_over.hand_over_id, sub_request.headers)
+    return True

@@ -1,93 +1,119 @@
-"""The errors that clients see when nothing more can be tried. No internal address gets into them."""
+"""The errors that clients see: their messages, and how each endpoint writes them. No internal address is in them."""
+
+import json
 
 from pdproxy.clock import Clock
 from pdproxy.errors import ClientError, Fault, NodeFault, PdproxyError
 from pdproxy.failures import FAILURE_TABLE, Moment, Step
 from pdproxy.observe.labels import Leg
-from pdproxy.orchestration.response import ProxyResponse
 from pdproxy.planning.plan import NoNode, UnknownModel
 from pdproxy.request import Endpoint, Headers, header
-from pdproxy.stream.errors import DONE
-from pdproxy.stream.transcript import NotContinuable
+from pdproxy.response import ProxyResponse
+from pdproxy.stream.choice_state import NotContinuable
+from pdproxy.stream.chunks import DONE_EVENT
 
 RETRY_AFTER = "1"
-"""Seconds; what a client is told to wait for where a node did not say."""
-_JSON = "application/json"
+"""Seconds that a client is asked to wait where the node gave no number."""
 
 
 class UpstreamErrorResponse(PdproxyError):
-    """A node's own error answer is what the client gets."""
+    """A node's own error answer goes to the client."""
 
-    def __init__(self, reply: ProxyResponse) -> None:
-        super().__init__(f"a node answered {reply.status}")
-        self.reply = reply
+    def __init__(self, response: ProxyResponse) -> None:
+        super().__init__(f"a node answered {response.status}")
+        self.response = response
+
+
+StreamError = NodeFault | ClientError | UpstreamErrorResponse | NotContinuable
+"""What ends a stream with an error event."""
 
 
 def final_error(leg: Leg, moment: Moment, step: Step, fault: NodeFault) -> ClientError | UpstreamErrorResponse:
     """The error that ends the request, by the final step of the fault's row."""
     if step is Step.ANSWER and fault.status is not None:
         if fault.body:
-            return UpstreamErrorResponse(ProxyResponse(fault.status, _kept_headers(fault.headers), fault.body))
+            kind = ("content-type", header(fault.headers, "content-type") or "application/json")
+            waits = (pair for pair in fault.headers if pair[0] == "retry-after")
+            return UpstreamErrorResponse(ProxyResponse(fault.status, (kind, *waits), fault.body))
         return _upstream_error(fault.status, "The node refused the request without saying why.", fault.headers)
-    return _upstream_error(
-        FAILURE_TABLE[leg, moment, fault.fault].status, _MESSAGES[fault.fault].format(leg=leg), fault.headers
-    )
+    return _upstream_error(FAILURE_TABLE[leg, moment, fault.fault].status, _message(leg, fault.fault), fault.headers)
 
 
 def deadline_error() -> ClientError:
-    """The whole request's deadline came."""
+    """504."""
     return ClientError(504, "The request took longer than its deadline allows.", kind="timeout_error", code="deadline")
 
 
 def unknown_model_error(error: UnknownModel) -> ClientError:
-    """404, in OpenAI's words."""
+    """404, as OpenAI writes it."""
     names = ", ".join(error.known) or "none"
     message = f"The model `{error.model}` does not exist. Served now: {names}."
     return ClientError(404, message, kind="NotFoundError", code="model_not_found", param="model")
 
 
 def no_node_error(error: NoNode) -> ClientError:
-    """503: nothing takes requests now."""
+    """503: no node takes the request now."""
     message = f"No node for the model `{error.model}` takes requests now."
     return ClientError(
         503, message, kind="service_unavailable", code=str(error.reason), headers=(("retry-after", RETRY_AFTER),)
     )
 
 
-def stream_broken_error(error: NodeFault | ClientError | UpstreamErrorResponse | NotContinuable) -> ClientError:
-    """What the error event says about a stream that cannot go on."""
+def stream_error_event(endpoint: Endpoint, error: StreamError) -> bytes:
+    """The bytes that end a broken stream: the node's own error event where there is one, else `error_event`."""
+    own = error.body if isinstance(error, NodeFault) else b""
+    if not own or b"\n" in own:
+        return error_event(endpoint, _stream_broken_error(error))
+    if endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT):
+        return b"data: " + own + b"\n\n" + DONE_EVENT
+    return b"event: error\ndata: " + own + b"\n\n"
+
+
+def _stream_broken_error(error: StreamError) -> ClientError:
     if isinstance(error, ClientError):
         return error
     if isinstance(error, NodeFault):
-        said = _MESSAGES[error.fault].format(leg=Leg.DECODE)
-        message = f"{said} The answer so far is right; the rest could not be generated elsewhere."
+        what = _message(Leg.DECODE, error.fault)
+        message = f"{what} The answer so far is right; the rest could not be generated elsewhere."
     else:
         message = "The node stopped in the middle of its answer, and no other could continue it."
     return ClientError(502, message, kind="upstream_error", code="stream_broken")
 
 
-def node_error_event(
-    endpoint: Endpoint, error: NodeFault | ClientError | UpstreamErrorResponse | NotContinuable
-) -> bytes | None:
-    """The event by which a node itself reported its error, where there is one."""
-    if not isinstance(error, NodeFault) or not error.body or b"\n" in error.body:
-        return None
-    if endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT):
-        return b"data: " + error.body + b"\n\n" + DONE
-    return b"event: error\ndata: " + error.body + b"\n\n"
+def error_event(endpoint: Endpoint, error: ClientError) -> bytes:
+    """An error after the first byte, and the stream's clean end.
+
+    Completions and chat: ``data: {"error": …}``, then ``data: [DONE]``. Messages: ``event: error`` with Anthropic's
+    ``{"type": "error", "error": {type, message}}``. Responses: ``event: error`` with OpenAI's flat error event.
+    """
+    if endpoint is Endpoint.MESSAGES:
+        return b"event: error\ndata: " + error_body(endpoint, error) + b"\n\n"
+    if endpoint is Endpoint.RESPONSES:
+        flat = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
+        return b"event: error\ndata: " + json.dumps(flat, ensure_ascii=False).encode() + b"\n\n"
+    return b"data: " + error.body() + b"\n\n" + DONE_EVENT
 
 
-def as_client_fault(fault: NodeFault) -> NodeFault:
-    """An error event with a 4xx code is the client's own error; everything else is what it is."""
-    if fault.fault is Fault.ERROR_EVENT and fault.status is not None and fault.status < 500:
-        return NodeFault(Fault.CLIENT_ERROR, fault.detail, status=fault.status, body=fault.body)
-    return fault
+def error_body(endpoint: Endpoint, error: ClientError) -> bytes:
+    """The JSON body of an error before the first byte, in the endpoint's shape."""
+    if endpoint is not Endpoint.MESSAGES:
+        return error.body()
+    kind = ANTHROPIC_ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    shape = {"type": "error", "error": {"type": kind, "message": error.message}}
+    return json.dumps(shape, ensure_ascii=False).encode()
 
 
-def _kept_headers(headers: Headers) -> Headers:
-    wait = header(headers, "retry-after")
-    kind = ("content-type", header(headers, "content-type") or _JSON)
-    return (kind,) if wait is None else (kind, ("retry-after", wait))
+ANTHROPIC_ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    529: "overloaded_error",
+}
+"""Anthropic's error types by status, from its API reference."""
 
 
 def _upstream_error(status: int, message: str, headers: Headers) -> ClientError:
@@ -96,17 +122,21 @@ def _upstream_error(status: int, message: str, headers: Headers) -> ClientError:
     return ClientError(status, message, kind="upstream_error", code="node_failed", headers=kept)
 
 
-_MESSAGES = {
-    Fault.REFUSED: "No {leg} node could be reached.",
-    Fault.RESET: "The connection to the {leg} node broke, and no other could take over.",
-    Fault.HEADERS_TIMEOUT: "The {leg} node did not answer in time.",
-    Fault.STALL: "The {leg} node stopped in the middle of its answer.",
-    Fault.CLIENT_ERROR: "The {leg} node refused the request.",
-    Fault.BUSY: "All {leg} nodes are busy.",
-    Fault.SERVER_ERROR: "The {leg} node failed.",
-    Fault.INVALID_BODY: "The {leg} node's answer could not be understood.",
+def _message(leg: Leg, fault: Fault) -> str:
+    return _FAULT_MESSAGES[fault].format(role="prefill" if leg is Leg.PREFILL else "decode")
+
+
+_FAULT_MESSAGES = {
+    Fault.REFUSED: "No {role} node could be reached.",
+    Fault.RESET: "The connection to the {role} node broke, and no other could take over.",
+    Fault.HEADERS_TIMEOUT: "The {role} node did not answer in time.",
+    Fault.STALL: "The {role} node stopped in the middle of its answer.",
+    Fault.CLIENT_ERROR: "The {role} node refused the request.",
+    Fault.BUSY: "All {role} nodes are busy.",
+    Fault.SERVER_ERROR: "The {role} node failed.",
+    Fault.INVALID_BODY: "The {role} node's answer could not be understood.",
     Fault.NO_TICKET: "The prefill node did not hand its work over.",
-    Fault.ERROR_EVENT: "The {leg} node failed in the middle of its answer.",
+    Fault.ERROR_EVENT: "The {role} node failed in the middle of its answer.",
 }
 
 
@@ -115,16 +145,11 @@ EARLY = 0.01
 
 
 def deadline_passed(clock: Clock, deadline: float) -> bool:
-    """Whether it has come."""
     return clock.now() >= deadline - EARLY
 
 
 def remaining_seconds(clock: Clock, deadline: float) -> float:
-    """Seconds that are left.
-
-    Raises:
-        ClientError: 504 where none are.
-    """
+    """Seconds that are left; raises the `ClientError` 504 where none are."""
     if deadline_passed(clock, deadline):
         raise deadline_error()
     return deadline - clock.now()

@@ -1,20 +1,23 @@
-"""A list of prompts: one passage and one hand-over each, answered as one, in order."""
+"""A list of prompts: a sub-request each, answered as one, as a node answers a list of prompts.
+
+Choice indices count through: prompt i's choice j becomes ``i * n + j`` (vLLM 0.32, ``openai/completion/serving.py``).
+"""
 
 import asyncio
-import dataclasses
-import json
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TypeVar
 
 from pdproxy.errors import ClientError, NodeFault
 from pdproxy.observe.labels import Outcome
-from pdproxy.orchestration.buffered import BufferedAnswer
-from pdproxy.orchestration.client_errors import UpstreamErrorResponse
+from pdproxy.orchestration.client_errors import UpstreamErrorResponse, error_event
+from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.relay import Relay
-from pdproxy.orchestration.response import ResponseStream
-from pdproxy.request import Endpoint
-from pdproxy.stream.errors import DONE, error_event
-from pdproxy.stream.merge import StreamMerge, merge_answers
+from pdproxy.orchestration.upstream import UpstreamRequest
+from pdproxy.request import Endpoint, Json
+from pdproxy.response import ResponseStream
+from pdproxy.stream.chunks import DONE, DONE_EVENT, HEAD, choices_of, data_event, parse_object
+from pdproxy.stream.sse import SseParser
+from pdproxy.usage import sum_usage
 
 Result = TypeVar("Result")
 
@@ -31,59 +34,95 @@ async def gather_bounded(parts: Sequence[Callable[[], Coroutine[None, None, Resu
     try:
         return await asyncio.gather(*tasks)
     finally:
-        await _cancel_all(tasks)
+        await cancel_all(tasks)
 
 
-def merged_body(answers: Sequence[BufferedAnswer]) -> bytes:
-    """The answers to several prompts as the body of one."""
-    return json.dumps(merge_answers([each.answer for each in answers]), separators=(",", ":")).encode("ascii")
+async def cancel_all(tasks: Sequence["asyncio.Future[Result]"]) -> None:
+    """Cancel tasks and wait for their end, even if it is cancelled meanwhile."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Piece:
-    """Something of one prompt's stream: bytes, how it ended, or what it raised."""
+def merge_answers(answers: Sequence[Json]) -> dict[str, object]:
+    """Completions answers as one; everything but choices and usage is the first one's, and ``metrics`` is left out."""
+    merged = dict(answers[0])
+    choices = [choice for answer in answers for choice in choices_of(answer)]
+    merged["choices"] = [{**choice, "index": index} for index, choice in enumerate(choices)]
+    merged["usage"] = sum_usage([usage for answer in answers if isinstance(usage := answer.get("usage"), dict)])
+    if "metrics" in merged:
+        merged["metrics"] = None
+    return merged
 
-    prompt: int
-    data: bytes = b""
-    ended: Outcome | None = None
-    raised: Exception | None = None
+
+class StreamMerge:
+    """Merges the events of several prompts' streams, in any order; does no I/O. ``choices`` is ``n`` of the request."""
+
+    def __init__(self, choices: int) -> None:
+        self._choices = choices
+        self._parsers: dict[int, SseParser] = {}
+        self._usages: dict[int, dict[str, object]] = {}
+        self._first: dict[str, object] = {}
+
+    def take(self, prompt: int, piece: bytes) -> bytes:
+        """What the client sees of a piece of one prompt's stream; the stream's end and usage are kept for `ending`."""
+        parser = self._parsers.setdefault(prompt, SseParser())
+        return b"".join(e.raw if e.data is None else self._take(prompt, e.data) for e in parser.feed(piece))
+
+    def ending(self) -> bytes:
+        """The summed usage where the streams reported it, and the end. Call it once every stream has ended."""
+        usages = [self._usages[prompt] for prompt in sorted(self._usages)]
+        final = data_event({**self._first, "choices": [], "usage": sum_usage(usages)}) if usages else b""
+        return final + DONE_EVENT
+
+    def _take(self, prompt: int, data: bytes) -> bytes:
+        if data == DONE:
+            return b""
+        payload = parse_object(data)
+        for key in HEAD:
+            if key in payload:
+                payload[key] = self._first.setdefault(key, payload[key])
+        if payload.get("choices") == [] and isinstance(usage := payload.get("usage"), dict):
+            self._usages[prompt] = usage
+            return b""
+        for choice in choices_of(payload):
+            index = choice.get("index")
+            choice["index"] = prompt * self._choices + (index if isinstance(index, int) else 0)
+        return data_event(payload)
+
+
+_Piece = tuple[int, bytes | Outcome | Exception | None]
+"""The number of a prompt with bytes of its stream, with how that ended, or with what it raised."""
 
 
 class FanOut(ResponseStream):
-    """The streams of several prompts as one `ReplyStream`. Whoever makes one must `aclose` it, on every exit.
+    """Runs a `Relay` for each prompt and merges their streams. The holder must `aclose` it, on every exit."""
 
-    Args:
-        relays: the stream of each prompt, in order; the fan opens and closes them.
-        choices: ``n`` of the request.
-        width: how many run at once.
-        ended: told once how it ended.
-    """
-
-    def __init__(self, relays: Sequence[Relay], choices: int, width: int, ended: Callable[[Outcome], None]) -> None:
+    def __init__(
+        self,
+        context: OrchestrationContext,
+        upstreams: Sequence[UpstreamRequest],
+        on_finished: Callable[[Outcome], None],
+    ) -> None:
         super().__init__()
-        self._relays = relays
-        self._merge = StreamMerge(choices)
-        self._gate = asyncio.Semaphore(width)
-        self._ended = ended
-        self._queue: asyncio.Queue[_Piece] = asyncio.Queue(width)
+        self._relays = [Relay(context, upstream, _ignore_outcome) for upstream in upstreams]
+        self._merge = StreamMerge(upstreams[0].sub_request.shape.choices)
+        self._gate = asyncio.Semaphore(context.config.fan_out)
+        self._on_finished = on_finished
+        self._queue: asyncio.Queue[_Piece] = asyncio.Queue(context.config.fan_out)
         self._tasks: list[asyncio.Task[None]] = []
-        self._running = len(relays)
-        self._opened = False
+        self._running = len(upstreams)
+        self._started = False
         self.outcome: Outcome | None = None
         """How it ended; None while it goes on."""
 
     async def start(self) -> None:
-        """Start all, and wait for the first event of any.
-
-        Raises:
-            ClientError: one could not begin.
-            UpstreamErrorResponse: a node's own error goes to the client.
-        """
+        """Start all, and wait for the first event of any; raises as `UpstreamRequest.start`, for any of them."""
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._pump(index, relay)) for index, relay in enumerate(self._relays)]
         while not self._ready and self.outcome is None:
             self._ready = self._take(await self._queue.get())
-        self._opened = True
+        self._started = True
 
     async def aclose(self) -> None:
         """End every stream. Idempotent."""
@@ -91,10 +130,10 @@ class FanOut(ResponseStream):
             self.outcome, self._ready = Outcome.CLIENT_GONE, b""
         tasks, self._tasks = self._tasks, []  # a second call has nothing to wait for: not even a turn of the loop
         try:
-            await _cancel_all(tasks)
+            await cancel_all(tasks)
         finally:
-            if self._opened:
-                self._ended(self.outcome)
+            if self._started:
+                self._on_finished(self.outcome)
 
     async def _advance(self) -> bytes:
         if self.outcome is not None:
@@ -102,30 +141,28 @@ class FanOut(ResponseStream):
         try:
             return self._take(await self._queue.get())
         except (ClientError, UpstreamErrorResponse) as error:
-            return self._broken(error)
-
-    def _broken(self, error: ClientError | UpstreamErrorResponse) -> bytes:
-        self.outcome = Outcome.FAILED
-        known = error if isinstance(error, ClientError) else ClientError(502, "A node refused one of the prompts.")
-        return error_event(Endpoint.COMPLETIONS, known)
+            self.outcome = Outcome.FAILED
+            shown = error if isinstance(error, ClientError) else ClientError(502, "A node refused one of the prompts.")
+            return error_event(Endpoint.COMPLETIONS, shown)
 
     def _take(self, piece: _Piece) -> bytes:
-        if piece.raised is not None:
-            raise piece.raised
-        if piece.ended is None:
-            return self._merged(piece)
+        prompt, content = piece
+        if isinstance(content, Exception):
+            raise content
+        if isinstance(content, bytes):
+            return self._merged(prompt, content)
         self._running -= 1
-        if piece.ended is not Outcome.OK:
+        if content is not Outcome.OK:
             self.outcome = Outcome.FAILED
-            return DONE
+            return DONE_EVENT
         if self._running:
             return b""
         self.outcome = Outcome.OK
         return self._merge.ending()
 
-    def _merged(self, piece: _Piece) -> bytes:
+    def _merged(self, prompt: int, data: bytes) -> bytes:
         try:
-            return self._merge.take(piece.prompt, piece.data)
+            return self._merge.take(prompt, data)
         except NodeFault as fault:
             raise ClientError(502, "A node's answer could not be understood.", code="stream_broken") from fault
 
@@ -134,17 +171,14 @@ class FanOut(ResponseStream):
             try:
                 await relay.start()
                 async for data in relay:
-                    await self._queue.put(_Piece(index, data))
-                await self._queue.put(_Piece(index, ended=relay.outcome))
-            except Exception as error:  # a bug too: whoever reads must not wait for ever
-                await self._queue.put(_Piece(index, raised=error))
+                    await self._queue.put((index, data))
+                await self._queue.put((index, relay.outcome))
+            except Exception as error:  # a bug too: the reader of the queue must not wait for ever
+                await self._queue.put((index, error))
                 raise
             finally:
                 await relay.aclose()
 
 
-async def _cancel_all(tasks: Sequence["asyncio.Future[Result]"]) -> None:
-    """No task outlives this, even if it is cancelled while it waits."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+def _ignore_outcome(outcome: Outcome) -> None:
+    """One of several prompts has ended; only the whole request's outcome is recorded."""

@@ -1,21 +1,20 @@
 """Requests that the proxy does not understand: one node answers, byte for byte."""
 
-import asyncio
 import dataclasses
 from collections.abc import Callable
 
-from pdproxy.errors import ClientError, Fault, NodeFault
-from pdproxy.failures import COUNTED_AT_ONCE, Moment, Step
+from pdproxy.errors import NodeFault
+from pdproxy.failures import Blame, Moment, Step, blame
 from pdproxy.legs.calls import ANSWER_BYTES
 from pdproxy.nodes.node import Node, Role
-from pdproxy.observe.labels import Leg, Outcome
-from pdproxy.orchestration.access_log import cancelled_outcome, error_outcome
-from pdproxy.orchestration.client_errors import final_error, no_node_error, remaining_seconds, unknown_model_error
+from pdproxy.observe.labels import Leg
+from pdproxy.orchestration.client_errors import final_error, remaining_seconds, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext
-from pdproxy.orchestration.response import ProxyResponse
+from pdproxy.orchestration.node_picker import RetryState
 from pdproxy.planning.plan import NoNode, PlanInput, UnknownModel, choose, models
-from pdproxy.request import Headers, cancelled_by_client
-from pdproxy.transport.port import HttpRequest
+from pdproxy.request import Headers
+from pdproxy.response import ProxyResponse
+from pdproxy.transport.port import HttpRequest, read_to_end
 
 _KEPT = ("content-type", "retry-after", "www-authenticate")
 
@@ -25,13 +24,11 @@ class ForwardRequest:
     """A request that one node answers.
 
     Attributes:
-        method: as the client sent it.
-        path: with its query string, already judged by intake to be allowed.
+        path: with its query string; intake has checked that it is allowed.
         headers: the client's end-to-end headers.
-        body: as it came.
-        model: which pool; "" for any.
+        model: "" for any.
         deadline: monotonic seconds by which the whole request must have ended.
-        left: whether the client has gone.
+        left: whether the client has disconnected.
     """
 
     method: str
@@ -40,52 +37,38 @@ class ForwardRequest:
     body: bytes
     model: str
     deadline: float
-    left: Callable[[], bool] = cancelled_by_client
+    left: Callable[[], bool]
 
 
-async def forward(context: OrchestrationContext, asked: ForwardRequest) -> ProxyResponse:
-    """The reply of a decode node. Another one is asked only where the first could not be reached at all.
-
-    Raises:
-        ClientError: no such model, no node, too late, or the node failed.
-    """
-    outcome = Outcome.FAILED
-    try:
-        reply = await _answer(context, asked)
-        outcome = Outcome.OK if reply.status < 400 else error_outcome(reply.status)
-    except ClientError as error:
-        outcome = error_outcome(error.status)
-        raise
-    except asyncio.CancelledError:
-        outcome = cancelled_outcome(asked.left)
-        raise
-    else:
-        return reply
-    finally:
-        context.metrics.request_ended(None, outcome)
-
-
-async def _answer(context: OrchestrationContext, asked: ForwardRequest) -> ProxyResponse:
+async def forward(context: OrchestrationContext, request: ForwardRequest) -> ProxyResponse:
+    """The response of a decode node; raises as `Orchestrator.forward`."""
     excluded: frozenset[str] = frozenset()
+    retry_state = RetryState(context)
     while True:
-        node = _choose(context, asked.model, excluded)
         try:
-            return await _ask(context, node, asked)
+            node = _choose(context, request.model, excluded)
+        except NoNode as error:
+            raise retry_state.no_node_left(error) from error
+        try:
+            return await _send(context, node, request)
         except NodeFault as fault:
             excluded |= {node.name}
-            _failed(context, node, fault, asked)
-            if fault.fault is not Fault.REFUSED or len(excluded) > context.config.retries:
-                raise final_error(Leg.DECODE, Moment.OPENING, Step.FAIL, fault) from fault
+            _record_fault(context, node, fault, request)
+            step = retry_state.next_step(Leg.FORWARD, fault)
+            if step is not Step.OTHER_NODE:
+                raise final_error(Leg.FORWARD, Moment.OPENING, step, fault) from fault
 
 
-async def _ask(context: OrchestrationContext, node: Node, asked: ForwardRequest) -> ProxyResponse:
-    kept = tuple(pair for pair in asked.headers if pair[0] != "accept-encoding")
-    there = HttpRequest(asked.method, node.url + asked.path, (*kept, ("accept-encoding", "identity")), asked.body)
-    timeouts = context.config.decode_timeouts(remaining_seconds(context.clock, asked.deadline))
+async def _send(context: OrchestrationContext, node: Node, request: ForwardRequest) -> ProxyResponse:
+    kept = tuple(pair for pair in request.headers if pair[0] != "accept-encoding")
+    headers = (*kept, ("accept-encoding", "identity"))
+    timeouts = context.config.decode_timeouts(remaining_seconds(context.clock, request.deadline))
     with context.pool.acquire(node.name):
-        response = await context.transport.send(there, timeouts)
+        response = await context.transport.send(
+            HttpRequest(request.method, node.url + request.path, headers, request.body), timeouts
+        )
         try:
-            answer = await response.read(ANSWER_BYTES)
+            answer = await read_to_end(response, ANSWER_BYTES)
         finally:
             await response.aclose()
     if response.status < 500:  # the request may have caused it: a 5xx says nothing of the node, neither way
@@ -93,15 +76,11 @@ async def _ask(context: OrchestrationContext, node: Node, asked: ForwardRequest)
     return ProxyResponse(response.status, tuple(pair for pair in response.headers if pair[0] in _KEPT), answer)
 
 
-def _failed(context: OrchestrationContext, node: Node, fault: NodeFault, asked: ForwardRequest) -> None:
-    """Count a fault; one that the request's own deadline made is not the node's.
-
-    Raises:
-        ClientError: 504 where it did.
-    """
+def _record_fault(context: OrchestrationContext, node: Node, fault: NodeFault, request: ForwardRequest) -> None:
+    """Count a fault; one that the request's own deadline made is a 504, and does not count against the node."""
     context.metrics.leg_failed(Leg.FORWARD, fault.fault)
-    remaining_seconds(context.clock, asked.deadline)
-    if fault.fault in COUNTED_AT_ONCE:
+    remaining_seconds(context.clock, request.deadline)
+    if blame(Leg.FORWARD, fault.fault) is Blame.YES:
         context.pool.report(node.name, fault.fault)
 
 
@@ -112,5 +91,3 @@ def _choose(context: OrchestrationContext, model: str, excluded: frozenset[str])
         return choose(snapshot, Role.DECODE, PlanInput(wanted, excluded=excluded), next(context.tie_breaker))
     except UnknownModel as error:
         raise unknown_model_error(error) from error
-    except NoNode as error:
-        raise no_node_error(error) from error

@@ -1,4 +1,4 @@
-"""Requests that are being answered, the last failures, and what caches were worth: for operators."""
+"""Requests that are being answered, their phases, the last failures, and how much caches saved: for operators."""
 
 import collections
 import dataclasses
@@ -12,16 +12,21 @@ from pdproxy.observe.labels import Leg, Outcome, Phase
 from pdproxy.observe.metrics import Metrics
 from pdproxy.request import ClientRequest
 
+MAX_SHOWN = 65536
+"""Requests in flight that are kept; the oldest are dropped first. Admission keeps their number far below."""
+MAX_FAILURES = 20
+_AFTER_FIRST_BYTE = frozenset({Phase.DECODE, Phase.TOTAL})
+
 
 class Timeline:
-    """Phases follow each other, beginning with the plan; a phase that is entered again adds to its time.
+    """The phases of one request, one after the other, from the plan on; one that is entered again adds to its time.
 
     Attributes:
         start: monotonic seconds when the request arrived.
-        began: when its plan began; it waited until then.
+        began: when its plan began; it was queued until then.
         now: the phase that it is in.
-        took: seconds, of the phases that it has left.
-        nodes: the node that works in a phase, by name, where one does.
+        took: seconds spent in each phase that it has left.
+        nodes: name of the node that works in a phase, where one does.
     """
 
     __slots__ = ("_clock", "_entered", "_metrics", "began", "nodes", "now", "start", "took")
@@ -44,19 +49,18 @@ class Timeline:
             self.nodes[phase] = node
 
     def first_byte(self) -> None:
-        """The first byte for the client is here; counts every phase so far."""
+        """The first byte for the client is here; put every phase so far on the metrics."""
         self.took[Phase.FIRST_TOKEN] = self._clock.now() - self.start
         for phase, seconds in self.took.items():
             if phase is not Phase.DECODE:
                 self._metrics.phase_took(phase, seconds)
 
     def end(self) -> None:
-        """The request has ended; counts what `first_byte` could not know."""
+        """The request has ended; put the phases on the metrics that `first_byte` could not know."""
         self.enter(self.now)
         self.took[Phase.TOTAL] = self._entered - self.start
-        self._metrics.phase_took(Phase.TOTAL, self.took[Phase.TOTAL])
-        if Phase.DECODE in self.took:
-            self._metrics.phase_took(Phase.DECODE, self.took[Phase.DECODE])
+        for phase in _AFTER_FIRST_BYTE & self.took.keys():
+            self._metrics.phase_took(phase, self.took[phase])
 
     def so_far(self, phase: Phase) -> float:
         """Seconds spent in a phase until now."""
@@ -64,57 +68,40 @@ class Timeline:
         return self.took.get(phase, 0.0) + running
 
     def header(self) -> str:
-        """The value of `Server-Timing`, in milliseconds: the way to the first byte."""
-        told = ((phase, seconds) for phase, seconds in self.took.items() if phase not in _AFTERWARDS)
-        return ", ".join(f"{phase};dur={seconds * 1000:.1f}" for phase, seconds in told)
-
-
-_AFTERWARDS = frozenset({Phase.DECODE, Phase.TOTAL})
+        """The value of `Server-Timing`, in milliseconds, of the phases up to the first byte."""
+        phases = ((phase, seconds) for phase, seconds in self.took.items() if phase not in _AFTER_FIRST_BYTE)
+        return ", ".join(f"{phase};dur={seconds * 1000:.1f}" for phase, seconds in phases)
 
 
 class Route(enum.StrEnum):
-    """How a prompt was computed, and so whose cache its hits were in."""
+    """Which node computed a prompt, and so whose cache its cached tokens were in."""
 
     DISAGGREGATED = "disaggregated"
-    """By a prefill node: hits are those of its cache."""
+    """A prefill node."""
     LOCAL = "local"
-    """By the decode node alone."""
+    """The decode node, without a ticket."""
     RECOMPUTED = "recomputed"
-    """By the decode node, though it had a ticket."""
+    """The decode node, though it had a ticket."""
 
 
 @dataclasses.dataclass(slots=True)
-class TokenSums:
-    """Prompts that were answered, and their tokens."""
+class CacheStats:
+    """Prompts that were answered since the start, and their tokens."""
 
     prompts: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
-
-class CacheStats:
-    """Sums since the start."""
-
-    def __init__(self) -> None:
-        self.by_way = {way: TokenSums() for way in Route}
-
-    def count(self, way: Route, prompt_tokens: int, cached_tokens: int) -> None:
+    def add(self, prompt_tokens: int, cached_tokens: int) -> None:
         """A prompt was answered."""
-        of = self.by_way[way]
-        of.prompts += 1
-        of.prompt_tokens += prompt_tokens
-        of.cached_tokens += cached_tokens
-
-
-MAX_SHOWN = 65536
-"""Requests that are known at once; the oldest are forgotten first. Admission keeps them far below."""
-MAX_FAILURES = 20
-"""Failures that are remembered."""
+        self.prompts += 1
+        self.prompt_tokens += prompt_tokens
+        self.cached_tokens += cached_tokens
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class InFlightRequest:
-    """One client request on its way; `outcome` once it has ended."""
+    """One client request; it has an `outcome` once it has ended."""
 
     request: ClientRequest
     timeline: Timeline
@@ -123,12 +110,12 @@ class InFlightRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LegFailure:
-    """A leg that failed, and what was done about it.
+    """A leg that failed, and the next step.
 
     Attributes:
         at: monotonic seconds.
-        name: of the request; with the prompt's number where there are several.
-        ride: the request, whose end tells what became of it; None where it is not known any more.
+        name: of the sub-request.
+        request: the client's request, with its outcome once it has one; None where it was dropped (`MAX_SHOWN`).
     """
 
     at: float
@@ -137,41 +124,40 @@ class LegFailure:
     node: str
     fault: Fault
     step: Step
-    ride: InFlightRequest | None = None
+    request: InFlightRequest | None = None
 
 
 class InFlightRequests:
-    """Every change is O(1)."""
+    """All requests in flight; every change is O(1). Clients choose ids, so requests are known by their objects."""
 
     def __init__(self) -> None:
-        self._rides: dict[int, InFlightRequest] = {}
+        self._requests: dict[int, InFlightRequest] = {}
         self._failures: collections.deque[LegFailure] = collections.deque(maxlen=MAX_FAILURES)
-        self.hits = CacheStats()
+        self.cache_stats = {route: CacheStats() for route in Route}
 
     def __len__(self) -> int:
-        """Requests on the way."""
-        return len(self._rides)
+        return len(self._requests)
 
     def begin(self, request: ClientRequest, timeline: Timeline) -> None:
-        """A request is on the way until `end`. Two may have the same id, which clients choose: the object counts."""
-        if len(self._rides) >= MAX_SHOWN:
-            del self._rides[next(iter(self._rides))]
-        self._rides[id(request)] = InFlightRequest(request, timeline)
+        """A request is in flight until `end`."""
+        if len(self._requests) >= MAX_SHOWN:
+            del self._requests[next(iter(self._requests))]
+        self._requests[id(request)] = InFlightRequest(request, timeline)
 
     def end(self, request: ClientRequest, outcome: Outcome) -> None:
         """The request has ended."""
-        ride = self._rides.pop(id(request), None)
-        if ride is not None:
-            ride.outcome = outcome
+        ended = self._requests.pop(id(request), None)
+        if ended is not None:
+            ended.outcome = outcome
 
     def failed(self, request: ClientRequest, failure: LegFailure) -> None:
         """One of the request's legs failed. A client's own mistake is no failure of ours, and is not kept."""
         if failure.fault is not Fault.CLIENT_ERROR:
-            self._failures.append(dataclasses.replace(failure, ride=self._rides.get(id(request))))
+            self._failures.append(dataclasses.replace(failure, request=self._requests.get(id(request))))
 
     def newest(self, most: int) -> list[InFlightRequest]:
         """The requests that began last, newest first."""
-        return list(itertools.islice(reversed(self._rides.values()), most))
+        return list(itertools.islice(reversed(self._requests.values()), most))
 
     def failures(self) -> list[LegFailure]:
         """The last failures, newest first."""

@@ -9,51 +9,58 @@
 
 The two answers that it gives alone are computed differently: g is a step of its own after the prompt in the one, and
 part of the prompt in the other, whose full blocks come out of the node's own cache. So they show what rounding does on
-this node. Each side has a cache salt that nobody else has: neither finds in a cache what the other computed or what
-clients left there, and no client finds what the test left.
+this node. Each side has a cache salt of its own: neither finds in a cache what the other computed or what clients left
+there, and no client finds what the test left.
+
+The prompt is a list of made-up names and numbers, and one of the names again. Its answer stands far back, so it depends
+on blocks far away and on every state that was carried over the list in between; any model that has learned text copies
+it. To prompts of random token ids the tiny model of `deploy/local/model` gives a flat answer, nearly the same (0.04
+nats) with a mamba state of garbage; to such a list, on which it was trained, one that differs by at least 4.8 nats.
 
 A test that fails is made once more with another prompt before it counts.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 
 from pdproxy.errors import Fault, NodeFault, PdproxyError
-from pdproxy.legs.calls import decode, json_object, outgoing_body, prefill, read_answer
+from pdproxy.legs.calls import NOTHING_HELD, decode, json_object, outgoing_body, prefill, read_answer
 from pdproxy.legs.rewrite import decode_body, prefill_body
-from pdproxy.legs.usage import read_usage
 from pdproxy.nodes.node import Node
-from pdproxy.nodes.preflight import post
-from pdproxy.nodes.proof import Result
+from pdproxy.nodes.preflight import exchange
+from pdproxy.nodes.proof import ProofResult
 from pdproxy.observe.labels import Proof
-from pdproxy.orchestration.answers_agree import Comparison, Said, compare
+from pdproxy.orchestration.answers_agree import Comparison, ScoredAnswer, compare
 from pdproxy.orchestration.context import OrchestrationContext
-from pdproxy.orchestration.known_answer_prompt import plain_ids, prompt_tokens, question
-from pdproxy.orchestration.resources import BackgroundTasks, HandOver
+from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.request import Endpoint, Headers, Json
-from pdproxy.transport.port import Timeouts
+from pdproxy.transport.port import HttpRequest, Timeouts
+from pdproxy.usage import read_usage
 
 _LOG = logging.getLogger(__name__)
 
 TOKENS = 8
 """Of an answer that are compared."""
-LIKELIEST = 20
-"""Tokens whose log-probabilities are compared at each position: as many as vLLM gives unless told otherwise."""
+TOP_LOGPROBS = 20
+"""Tokens whose log-probabilities are compared at each position: as many as vLLM gives by default."""
 BUDGET = 60.0
 """Seconds for one test as a whole."""
-PATIENCE = Timeouts(connect=5.0, headers=20.0, stall=20.0, whole=30.0)
-"""For each of its calls."""
-
-_SAMPLE_LINES = 16
-"""Of a list, to learn how many tokens a line has."""
-_TINY = (1, 2, 3, 4)
+_WITH_SCORES = {
+    "temperature": 0,
+    "ignore_eos": True,
+    "logprobs": TOP_LOGPROBS,
+    "return_tokens_as_token_ids": True,
+    "return_token_ids": True,
+}
+CALL_TIMEOUTS = Timeouts(connect=5.0, headers=20.0, stall=20.0, whole=30.0)
+_WARM_UP_IDS = (1, 2, 3, 4)
 """Token ids that any vocabulary has; the prefill node drops the last one, so there must be several."""
-
-
-_SHOWN = 300
-"""Bytes of an error's body that are logged."""
+_LOGGED_BYTES = 300
+"""Of an error's body."""
 
 
 class Unanswered(PdproxyError):
@@ -66,7 +73,7 @@ class Unreadable(PdproxyError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Pair:
-    """Two nodes, and until when the test must be over."""
+    """Two nodes, and the monotonic second by which the test must be over."""
 
     prefill: Node
     decode: Node
@@ -77,10 +84,8 @@ class KnownAnswer:
     """Implements `pdproxy.nodes.proof.HandOverTest`.
 
     Args:
-        context: dependencies.
-        background_tasks: for releasing hand-overs that were not read.
         headers: what the nodes want to see, such as their credential.
-        seeds: of prompts; the same in every proxy, so that what one saw can be seen again.
+        seeds: of prompts; the same in every proxy, so that a failure can be repeated.
     """
 
     def __init__(
@@ -95,7 +100,7 @@ class KnownAnswer:
         self._headers = headers
         self._seeds = seeds or itertools.count()
 
-    async def ask(self, prefill: Node, decode: Node) -> Result:
+    async def ask(self, prefill: Node, decode: Node) -> ProofResult:
         """Make the test; a second time where it failed, with another prompt."""
         result = await self._once(prefill, decode)
         if result.proof is Proof.FAILED:
@@ -105,8 +110,8 @@ class KnownAnswer:
         return result
 
     async def warm(self, prefill: Node, decode: Node) -> None:
-        """Hand a tiny prompt over. A pair that stays cold is slower once, no reason for anything else."""
-        body = {"model": decode.model, "prompt": list(_TINY), "max_tokens": 1, "temperature": 0}
+        """Hand a tiny prompt over. Where that fails, the pair's first request is slower: nothing else follows."""
+        body = {"model": decode.model, "prompt": list(_WARM_UP_IDS), "max_tokens": 1, "temperature": 0}
         try:
             await self._handed_over(self._pair(prefill, decode), body)
         except (NodeFault, Unanswered) as why:
@@ -115,159 +120,181 @@ class KnownAnswer:
     def _pair(self, prefill: Node, decode: Node) -> _Pair:
         return _Pair(prefill, decode, self._context.clock.now() + BUDGET)
 
-    async def _once(self, prefill: Node, decode: Node) -> Result:
+    async def _once(self, prefill: Node, decode: Node) -> ProofResult:
         seed = next(self._seeds)
         try:
             comparison = await self.compare(prefill, decode, seed)
-        except Unanswered as why:
-            return Result(Proof.UNANSWERED, str(why))
-        except Unreadable as why:
-            return Result(Proof.FAILED, f"the known-answer test failed (prompt {seed}): {why}")
+            why = comparison.sentence()
+        except Unanswered as unanswered:
+            return ProofResult(Proof.UNANSWERED, str(unanswered))
+        except Unreadable as unreadable:
+            return ProofResult(Proof.FAILED, f"the known-answer test failed (prompt {seed}): {unreadable}")
         if comparison.agrees():
-            return Result(Proof.PASSED, comparison.sentence())
+            return ProofResult(Proof.PASSED, why)
         if comparison.undecided():
-            return Result(Proof.UNANSWERED, f"prompt {seed} shows too little: {comparison.sentence()}")
-        return Result(Proof.FAILED, f"the known-answer test failed (prompt {seed}): {comparison.sentence()}")
+            return ProofResult(Proof.UNANSWERED, f"prompt {seed} shows too little: {why}")
+        return ProofResult(Proof.FAILED, f"the known-answer test failed (prompt {seed}): {why}")
 
     async def compare(self, prefill: Node, decode: Node, seed: int) -> Comparison:
-        """Ask once, with the prompt of this seed.
-
-        Raises:
-            Unanswered: nothing could be compared.
-            Unreadable: the decode node could not answer with the hand-over.
-        """
+        """Make the test once, with the prompt of this seed; raises `Unanswered` or `Unreadable`."""
         pair = self._pair(prefill, decode)
         prompt = await self._prompt(pair, seed)
-        salt = self._context.name()
+        salt = self._context.new_hand_over_id()
         alone = await self._alone(pair, _body(pair, prompt, TOKENS + 1, salt))
         whole = [*prompt, alone.tokens[0]]
         again = await self._alone(pair, _body(pair, whole, TOKENS, salt))
-        try:
-            answer = await self._handed_over(pair, _body(pair, whole, TOKENS, self._context.name()))
-        except NodeFault as fault:
-            raise _meaning(pair.decode, fault) from fault
-        return compare(_said(answer, pair.decode), alone.without_first(), again)
+        with _unanswered_on_fault(f"{decode.name} did not answer the hand-over"):
+            try:
+                answer = await self._handed_over(pair, _body(pair, whole, TOKENS, self._context.new_hand_over_id()))
+            except NodeFault as fault:
+                # vLLM answers 400 to log-probabilities that are no numbers: what it read made the computation NaN.
+                if fault.fault is not Fault.CLIENT_ERROR:
+                    raise
+                raise Unreadable(
+                    f"{decode.name} answers alone, and with the hand-over says {_detail(fault)}"
+                ) from fault
+        return compare(_scored(answer, decode), alone.without_first(), again)
 
     async def _prompt(self, pair: _Pair, seed: int) -> list[int]:
-        """Of the length that shows something on these nodes."""
         nodes = (pair.prefill, pair.decode)
         wanted = prompt_tokens([node.block_size for node in nodes], [node.max_model_len for node in nodes], TOKENS + 2)
-        sample = await self._tokens(pair, question(seed, _SAMPLE_LINES))
+        sample = await self._tokens(pair, question(seed, SAMPLE_LINES))
         if not sample:
             return plain_ids(seed, wanted)
-        lines = wanted * _SAMPLE_LINES // len(sample)
+        lines = wanted * SAMPLE_LINES // len(sample)
         return (await self._tokens(pair, question(seed, lines)))[-wanted:]
 
     async def _tokens(self, pair: _Pair, text: str) -> list[int]:
-        """The token ids of a text; none from a node that knows no text."""
+        """The token ids of a text; none where the decode node has no tokenizer."""
         body = outgoing_body({"model": pair.decode.model, "prompt": text})
-        url, timeouts = f"{pair.decode.url}/tokenize", self._patience(pair)
-        try:
-            status, answer = await post(self._context.transport, url, self._headers, body, timeouts)
+        headers = (*self._headers, ("content-type", "application/json"))
+        request, timeouts = HttpRequest("POST", f"{pair.decode.url}/tokenize", headers, body), self._timeouts(pair)
+        with _unanswered_on_fault(f"{pair.decode.name} did not answer"):
+            status, answer = await exchange(self._context.transport, request, timeouts)
             ids = json_object(answer).get("tokens") if status == 200 else None
-        except NodeFault as fault:
-            raise Unanswered(f"{pair.decode.name} did not answer: {fault}") from fault
         return ids if isinstance(ids, list) else []
 
-    async def _alone(self, pair: _Pair, body: Json) -> Said:
-        try:
-            answer = await self._decode(pair, body, None)
-        except NodeFault as fault:
-            raise Unanswered(f"{pair.decode.name} did not answer alone: {_detail(fault)}") from fault
-        return _said(answer, pair.decode)
+    async def _alone(self, pair: _Pair, body: Json) -> ScoredAnswer:
+        with _unanswered_on_fault(f"{pair.decode.name} did not answer alone"):
+            return _scored(await self._decode(pair, body, None), pair.decode)
 
     async def _handed_over(self, pair: _Pair, body: Json) -> Json:
-        """What the decode node answers with a ticket of the prefill node.
-
-        Raises:
-            NodeFault: the decode leg failed.
-            Unanswered: the prefill leg did, or the decode node says that it computed the prompt.
-        """
-        hand_over, taken = self._context.name(), False
+        """What the decode node answers with a ticket of the prefill node; raises the `NodeFault` of the decode leg."""
+        hand_over_id, held = self._context.new_hand_over_id(), True
+        leg = prefill_body(Endpoint.COMPLETIONS, body, hand_over_id, readers=1)
+        transport, timeouts = self._context.transport, self._timeouts(pair)
         try:
-            ticket = await self._ticket(pair, body, hand_over)
-            answer = await self._decode(pair, body, ticket)
+            with _unanswered_on_fault(f"{pair.prefill.name} gave no ticket"):
+                try:
+                    given = await prefill(transport, pair.prefill, Endpoint.COMPLETIONS, leg, self._headers, timeouts)
+                except NodeFault as fault:
+                    held = fault.fault not in NOTHING_HELD
+                    raise
+            answer = await self._decode(pair, body, given.ticket)
             usage = read_usage(answer.get("usage"))
-            taken = usage is None or not usage.recomputed
+            held = usage is not None and usage.recomputed
         finally:
-            if not taken:
-                self._background_tasks.release(pair.prefill, pair.prefill.model, hand_over, self._headers)
-        if not taken:
+            if held:
+                self._background_tasks.release(pair.prefill, pair.prefill.model, hand_over_id, self._headers)
+        if held:
             raise Unanswered(
                 f"{pair.decode.name} computed the prompt itself though it had a ticket of {pair.prefill.name}: its log,"
                 " and its pdproxy_connector_refused_total and pdproxy_connector_reads_total, say why"
             )
         return answer
 
-    async def _ticket(self, pair: _Pair, body: Json, hand_over: str) -> Json:
-        leg = prefill_body(Endpoint.COMPLETIONS, body, hand_over, readers=1)
-        context, timeouts = self._context, self._patience(pair)
-        try:
-            answer = await prefill(context.transport, pair.prefill, Endpoint.COMPLETIONS, leg, self._headers, timeouts)
-        except NodeFault as fault:
-            raise Unanswered(f"{pair.prefill.name} gave no ticket: {_detail(fault)}") from fault
-        return HandOver(hand_over, pair.prefill, answer, context.clock.now()).ticket()
-
     async def _decode(self, pair: _Pair, body: Json, ticket: Json | None) -> Json:
         leg = decode_body(Endpoint.COMPLETIONS, body, ticket, frozenset())
-        context, timeouts = self._context, self._patience(pair)
+        transport, timeouts = self._context.transport, self._timeouts(pair)
         return await read_answer(
-            await decode(context.transport, pair.decode, Endpoint.COMPLETIONS, leg, self._headers, timeouts)
+            await decode(transport, pair.decode, Endpoint.COMPLETIONS, leg, self._headers, timeouts)
         )
 
-    def _patience(self, pair: _Pair) -> Timeouts:
+    def _timeouts(self, pair: _Pair) -> Timeouts:
         left = pair.deadline - self._context.clock.now()
         if left <= 0:
             raise Unanswered(f"{pair.prefill.name} and {pair.decode.name} took more than {BUDGET:g} s")
-        return dataclasses.replace(PATIENCE, whole=min(PATIENCE.whole, left))
+        return dataclasses.replace(CALL_TIMEOUTS, whole=min(CALL_TIMEOUTS.whole, left))
 
 
 def _body(pair: _Pair, prompt: list[int], tokens: int, salt: str) -> Json:
-    return {
-        "model": pair.decode.model,
-        "prompt": prompt,
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "cache_salt": salt,
-        "logprobs": LIKELIEST,
-        "return_tokens_as_token_ids": True,
-        "return_token_ids": True,
-    }
+    return {"model": pair.decode.model, "prompt": prompt, "max_tokens": tokens, "cache_salt": salt, **_WITH_SCORES}
 
 
-def _said(answer: Json, node: Node) -> Said:
-    """What of an answer is compared.
-
-    Raises:
-        Unanswered: the node gives no log-probabilities or token ids.
-    """
-    choices = answer.get("choices")
-    choice = _mapping(choices[0]) if isinstance(choices, list) and choices else {}
-    tokens, likeliest = choice.get("token_ids"), _mapping(choice.get("logprobs")).get("top_logprobs")
-    if not isinstance(tokens, list) or not tokens or not isinstance(likeliest, list):
+def _scored(answer: Json, node: Node) -> ScoredAnswer:
+    scored = ScoredAnswer.read(answer)
+    if scored is None:
         raise Unanswered(f"{node.name} answers without token ids or log-probabilities")
-    return Said(tokens, [_numbers(position) for position in likeliest])
+    return scored
 
 
-def _numbers(position: object) -> dict[str, float]:
-    return {token: float(value) for token, value in _mapping(position).items() if isinstance(value, int | float)}
-
-
-def _mapping(value: object) -> Json:
-    return value if isinstance(value, dict) else {}
-
-
-def _meaning(node: Node, fault: NodeFault) -> Exception:
-    """Of a decode leg with a ticket that failed though the node answers the same prompt alone.
-
-    vLLM answers 400 to log-probabilities that are no numbers: what it read turned the computation into NaN.
-    """
-    if fault.fault is Fault.CLIENT_ERROR:
-        return Unreadable(f"{node.name} answers alone, and with the hand-over says {_detail(fault)}")
-    return Unanswered(f"{node.name} did not answer the hand-over: {_detail(fault)}")
+@contextlib.contextmanager
+def _unanswered_on_fault(what: str) -> Iterator[None]:
+    try:
+        yield
+    except NodeFault as fault:
+        raise Unanswered(f"{what}: {_detail(fault)}") from fault
 
 
 def _detail(fault: NodeFault) -> str:
-    """With the beginning of what the node wrote: for the log."""
-    return f"{fault}: {fault.body[:_SHOWN].decode('utf-8', 'replace')}" if fault.body else str(fault)
+    """A fault for the log, with the beginning of the node's error body."""
+    return f"{fault}: {fault.body[:_LOGGED_BYTES].decode('utf-8', 'replace')}" if fault.body else str(fault)
+
+
+BEGINNINGS = (
+    *("al", "an", "ar", "bel", "ben", "bor", "cal", "cor", "dal", "dor", "el", "far", "fen", "gar", "hal"),
+    *("jar", "jor", "kel", "lan", "mar", "mel", "nor", "or", "per", "ros", "sal", "tor", "val"),
+)
+ENDINGS = (
+    *("ba", "bert", "da", "do", "dric", "fa", "ga", "go", "ko", "len", "lia", "lo", "mi"),
+    *("mo", "na", "nda", "ne", "nia", "no", "phin", "ric", "ro", "si", "ta", "vin"),
+)
+NAMES = tuple(beginning + ending for beginning in BEGINNINGS for ending in ENDINGS)
+"""700 names; longer lists go on with names of two words."""
+ASKED_WITHIN = 4
+"""The name that is asked for stands in the first of so many parts of the list."""
+BLOCKS = 2
+"""Full attention blocks of a prompt; half of another one follows."""
+LEAST_TOKENS = 256
+UNKNOWN_BLOCK = 512
+"""Assumed for nodes that do not report their block size."""
+FEWEST_LINES = 2
+SAMPLE_LINES = 16
+"""Of a list that is tokenized to learn how many tokens a line has."""
+_PLAIN_IDS = (8, 250)
+"""Ids that any vocabulary has."""
+_ECHO = 24
+"""Tokens of a prompt of plain ids that are repeated at its end."""
+
+
+def question(seed: int, lines: int) -> str:
+    """A list of so many lines, and the name that is asked for."""
+    source = random.Random(seed)
+    names = list(itertools.islice(_names(source), max(lines, FEWEST_LINES)))
+    listed = "".join(f"{name} {source.randrange(1000):03d}\n" for name in names)
+    asked = source.randrange(max(1, min(len(names), len(NAMES)) // ASKED_WITHIN))
+    return f"{listed}? {names[asked]} ="
+
+
+def plain_ids(seed: int, count: int) -> list[int]:
+    """So many token ids, whose end repeats a piece of their beginning: for a node without a tokenizer."""
+    source = random.Random(seed)
+    ids = [source.randrange(*_PLAIN_IDS) for _ in range(count)]
+    return [*ids[:-_ECHO], *ids[:_ECHO]] if count > 2 * _ECHO else ids
+
+
+def prompt_tokens(block_sizes: Sequence[int], max_model_lens: Sequence[int], answer: int) -> int:
+    """How many tokens a prompt is to have: some blocks and a part of one, as far as both nodes take it.
+
+    Sizes and lengths are those of the two nodes, 0 where one does not report its own; ``answer`` tokens follow.
+    """
+    block = max(block_sizes) or UNKNOWN_BLOCK
+    wanted = max(LEAST_TOKENS, BLOCKS * block + block // 2)
+    longest = min((length for length in max_model_lens if length), default=wanted + answer)
+    return max(1, min(wanted, longest - answer))
+
+
+def _names(source: random.Random) -> Iterator[str]:
+    yield from source.sample(NAMES, len(NAMES))
+    while True:
+        yield f"{source.choice(NAMES)} {source.choice(NAMES)}"

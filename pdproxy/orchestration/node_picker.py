@@ -1,117 +1,91 @@
 """Which nodes one prompt goes to: plans, excluded nodes, faults that count against nodes, retries that are left."""
 
 from pdproxy.errors import Fault, NodeFault, PdproxyError
-from pdproxy.failures import (
-    COUNTED_AFTER_ANOTHER_SERVED,
-    COUNTED_AT_ONCE,
-    NO_RETRY_USED,
-    Moment,
-    RetryOptions,
-    Step,
-    decide,
-    final_step,
-)
+from pdproxy.failures import NO_RETRY_USED, Blame, Moment, RetryOptions, Step, blame, decide, final_step
+from pdproxy.legs.shape import max_prompt_tokens
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.labels import Leg
 from pdproxy.orchestration.client_errors import final_error, no_node_error
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.resources import HandOver
-from pdproxy.orchestration.sub_request import RouteReason, SubRequest, max_prompt_tokens
 from pdproxy.planning.plan import NoNode, Plan, PlanInput, UnknownModel, choose, plan
+from pdproxy.request import LocalReason, SubRequest
 
 
 class FaultReporter:
-    """Reports to the pool. What the request itself may have caused waits until another node has served it."""
+    """Reports faults to the pool; those that the request may have caused itself only once another node served it."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._doubted: list[tuple[Leg, str]] = []
+        self._unreported: list[tuple[Leg, str]] = []
         self.excluded: frozenset[str] = frozenset()
-        """Nodes that failed this request: not planned for it again."""
+        """Nodes that are not planned for this request again: those that failed it, and one that its stream leaves."""
 
     def failed(self, leg: Leg, name: str, fault: Fault) -> None:
         """A leg failed on a node."""
         self.excluded |= {name}
-        if fault in COUNTED_AFTER_ANOTHER_SERVED:
-            self._doubted.append((leg, name))
-        elif fault in COUNTED_AT_ONCE:
+        if blame(leg, fault) is Blame.IF_ANOTHER_SERVED:
+            self._unreported.append((leg, name))
+        elif blame(leg, fault) is Blame.YES:
             self._pool.report(name, fault)
 
     def served(self, leg: Leg, name: str) -> None:
-        """A leg went well. A decode leg clears the request of every doubt, a prefill leg of those about prefill."""
+        """A leg went well: earlier faults of the same leg on other nodes count now; after a decode leg, all do."""
         self._pool.report(name, None)
-        for doubt in tuple(self._doubted):
-            if leg in (Leg.DECODE, doubt[0]):
-                self._doubted.remove(doubt)
-                self._report_doubted(doubt[1], name)
-
-    def exclude(self, name: str) -> None:
-        """Do not plan this node again for the request; nothing is held against it."""
-        self.excluded |= {name}
-
-    def clear_excluded(self) -> None:
-        """The request got an answer since: nodes that failed it before may be tried again."""
-        self.excluded = frozenset()
-
-    def _report_doubted(self, doubted: str, witness: str) -> None:
-        if doubted != witness:
-            self._pool.report(doubted, Fault.SERVER_ERROR)
+        counting = [earlier for earlier in self._unreported if leg in (Leg.DECODE, earlier[0])]
+        for earlier in counting:
+            self._unreported.remove(earlier)
+            if earlier[1] != name:
+                self._pool.report(earlier[1], Fault.SERVER_ERROR)
 
 
 class RetryState:
-    """Counts down; a new one is made for every opening."""
+    """The retries that are left to a request, each leg with its own, until it gets an answer."""
 
     def __init__(self, context: OrchestrationContext) -> None:
         self._context = context
-        self._left = dict.fromkeys((Leg.PREFILL, Leg.DECODE), context.config.retries)
+        self._left = dict.fromkeys((Leg.PREFILL, Leg.DECODE, Leg.FORWARD), context.config.retries)
         self._last: tuple[Leg, NodeFault] | None = None
 
-    def next_step(self, leg: Leg, fault: NodeFault, hand_over: HandOver | None) -> Step:
-        """The next step after a failed leg."""
+    def next_step(self, leg: Leg, fault: NodeFault, hand_over: HandOver | None = None) -> Step:
+        """The next step after a failed leg, by the failure table."""
         self._last = (leg, fault)
-        step = decide(leg, Moment.OPENING, fault.fault, self._chances(leg, hand_over))
+        config, now = self._context.config, self._context.clock.now()
+        works = hand_over is not None and now - hand_over.issued_at < config.ticket_life
+        options = RetryOptions(config.on_prefill_failure, self._left[leg], ticket_works=works)
+        step = decide(leg, Moment.OPENING, fault.fault, options)
         self._left[leg] -= fault.fault not in NO_RETRY_USED
         self._context.metrics.step_taken(leg, fault.fault, step)
         return step
 
     def no_node_left(self, error: NoNode) -> PdproxyError:
-        """No node is left: the last fault tells why, if there was one."""
+        """The error where a next step finds no node: that of the last fault, if there was one."""
         if self._last is None:
             return no_node_error(error)
         leg, fault = self._last
         return final_error(leg, Moment.OPENING, final_step(leg, Moment.OPENING, fault.fault), fault)
 
-    def _chances(self, leg: Leg, hand_over: HandOver | None) -> RetryOptions:
-        config = self._context.config
-        works = hand_over is not None and self._context.clock.now() - hand_over.issued_at < config.ticket_life
-        return RetryOptions(config.on_prefill_failure, self._left[leg], works, migrations=0, continuable=False)
-
 
 NO_NODE_ERRORS = (NoNode, UnknownModel)
-"""Why there is no other node: none can take it now, or the last that served the model was removed meanwhile."""
+"""There is no other node: none can take it now, or the last that served the model was removed meanwhile."""
 
 
 class NodePicker:
-    """Asks `planning` with a fresh snapshot each time; does no I/O."""
+    """Plans one prompt, with a fresh snapshot of the pool each time; does no I/O."""
 
     def __init__(self, context: OrchestrationContext, sub_request: SubRequest, fault_reporter: FaultReporter) -> None:
         self._context = context
         self._sub_request = sub_request
         self._fault_reporter = fault_reporter
-        self._local = _why(sub_request)
+        self._local = sub_request.shape.local
         short = context.config.local_below_tokens > 0
         self._tokens = max_prompt_tokens(sub_request.endpoint, sub_request.body) if short else None
 
     def plan(self) -> Plan:
-        """Which nodes now.
-
-        Raises:
-            UnknownModel: no node serves the model.
-            NoNode: none can take it now.
-        """
+        """Which nodes now; raises as `planning.plan`."""
         context = self._context
-        return plan(context.pool.snapshot(), self._needs(), context.config.plan_policy(), next(context.tie_breaker))
+        return plan(context.pool.snapshot(), self._input(), context.config.plan_policy(), next(context.tie_breaker))
 
     def possible(self) -> bool:
         """Whether a plan could be made now."""
@@ -121,44 +95,27 @@ class NodePicker:
             return False
         return True
 
-    def other_decode(self, prefill: Node) -> Node | None:
-        """Another decode node that can use a ticket of ``prefill``, None where there is none."""
+    def other_decode(self, prefill: Node | None = None) -> Node | None:
+        """A decode node that has not failed the request, and that can use a ticket of ``prefill`` if given."""
+        snapshot = self._context.pool.snapshot()
         try:
-            return self._choose_decode(self._needs(prefill))
+            return choose(snapshot, Role.DECODE, self._input(prefill), next(self._context.tie_breaker))
         except NO_NODE_ERRORS:
             return None
 
-    def other_node_available(self) -> bool:
-        """Whether a decode node is there that has not failed the request."""
-        try:
-            self._choose_decode(self._needs())
-        except NO_NODE_ERRORS:
-            return False
-        return True
-
-    def without_prefill(self, why: RouteReason) -> None:
+    def without_prefill(self, reason: LocalReason) -> None:
         """From now on the decode node computes the prompt."""
-        self._local = why
+        self._local = reason
 
     def reset(self) -> None:
-        """A new leg begins: what was decided for the last one is forgotten."""
-        self._local = _why(self._sub_request)
+        """Before a request, or its continuation, starts: an earlier `without_prefill` no longer holds."""
+        self._local = self._sub_request.shape.local
 
-    def _choose_decode(self, needs: PlanInput) -> Node:
-        return choose(self._context.pool.snapshot(), Role.DECODE, needs, next(self._context.tie_breaker))
-
-    def _needs(self, ticket_of: Node | None = None) -> PlanInput:
-        """``ticket_of``: the prefill node whose ticket is at hand."""
+    def _input(self, ticket_of: Node | None = None) -> PlanInput:
         return PlanInput(
             self._sub_request.request.model,
             self._local,
             self._fault_reporter.excluded,
-            cohort=ticket_of.cohort if ticket_of else "",
-            prefill=ticket_of.name if ticket_of else "",
+            ticket_of=ticket_of,
             prompt_tokens=self._tokens,
         )
-
-
-def _why(sub_request: SubRequest) -> RouteReason | None:
-    because = sub_request.shape.local_because
-    return None if because is None else RouteReason.of(because)

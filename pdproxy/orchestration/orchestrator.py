@@ -1,45 +1,48 @@
-"""Answers client requests with the nodes of the pool: the entry from intake, and the headers of the answer."""
+"""Answers client requests with the nodes of the pool: the entry from intake, buffered answers, response headers."""
 
-import asyncio
 import functools
+import json
 from collections.abc import Sequence
 
-from pdproxy.errors import ClientError
+from pdproxy.errors import Fault, NodeFault
+from pdproxy.legs.calls import ANSWER_BYTES, json_object
 from pdproxy.legs.parse import split
 from pdproxy.legs.shape import shape
 from pdproxy.observe.labels import Outcome
-from pdproxy.orchestration.access_log import RequestLog, error_outcome
-from pdproxy.orchestration.buffered import read_buffered
+from pdproxy.orchestration.access_log import RequestLog, outcome_of, status_outcome
 from pdproxy.orchestration.client_errors import UpstreamErrorResponse
 from pdproxy.orchestration.context import OrchestrationContext
-from pdproxy.orchestration.fanout import FanOut, gather_bounded, merged_body
+from pdproxy.orchestration.fanout import FanOut, gather_bounded, merge_answers
 from pdproxy.orchestration.forward import ForwardRequest, forward
 from pdproxy.orchestration.in_flight import Timeline
 from pdproxy.orchestration.relay import Relay
 from pdproxy.orchestration.resources import BackgroundTasks
-from pdproxy.orchestration.response import ProxyResponse
-from pdproxy.orchestration.sub_request import SubRequest
 from pdproxy.orchestration.upstream import UpstreamRequest
-from pdproxy.request import ClientRequest, Headers
+from pdproxy.request import ClientRequest, Endpoint, Headers, Json, SubRequest
+from pdproxy.response import ProxyResponse
+from pdproxy.stream.chunks import rewrite_answer
+from pdproxy.transport.port import HttpResponse, read_to_end
+from pdproxy.usage import read_usage
+
+_JSON_HEADER = ("content-type", "application/json")
+_STREAM_HEADERS = (("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache"))
+_OUTPUT_FIELD = {Endpoint.MESSAGES: "content", Endpoint.RESPONSES: "output"}
+"""The list that every answer must have, where it is not ``choices``."""
 
 
 class Orchestrator:
-    """Answers requests with the nodes of the pool.
+    """Answers requests with the nodes of the pool."""
 
-    Args:
-        context: the transport, the pool, the metrics, the clock and the operator's terms.
-    """
-
-    def __init__(self, context: OrchestrationContext) -> None:
+    def __init__(self, context: OrchestrationContext, background_tasks: BackgroundTasks) -> None:
         self._context = context
-        self._background_tasks = BackgroundTasks(context)
+        self._background_tasks = background_tasks
 
     async def answer(self, request: ClientRequest) -> ProxyResponse:
-        """The reply to a request for a generating endpoint.
+        """The response to a request for a generating endpoint.
 
-        A streamed reply comes back as soon as its first event is here. An upstream error that is the client's own comes
-        back as a `ProxyResponse` with the node's status and body. Cancelling the awaiting task, or `aclose` on the
-        response's stream, means that the client has gone: legs end, hand-overs are released, load is given back.
+        A streamed response is returned as soon as its first event is here. An upstream error that is the client's own
+        is a response with the node's status and body. Cancelling the awaiting task, or `aclose` on the response's
+        stream, means that the client has gone: legs end, hand-overs are released, slots are given back.
 
         Raises:
             ClientError: no such model (404), nothing can serve it now (503), all tries failed (502), too late (504).
@@ -47,143 +50,108 @@ class Orchestrator:
         log = RequestLog(self._context, request)
         try:
             return await self._answer(request, log)
-        except UpstreamErrorResponse as answered:
-            log.end(error_outcome(answered.reply.status))
-            reply = answered.reply
-            return ProxyResponse(reply.status, (*reply.headers, *own_headers(request, log.timeline)), reply.body)
-        except ClientError as error:
-            log.end(error_outcome(error.status))
-            raise
-        except asyncio.CancelledError:
-            log.end(Outcome.CLIENT_GONE)
-            raise
-        except BaseException:
-            log.end(Outcome.FAILED)
-            raise
+        except BaseException as error:
+            log.end(outcome_of(error, request.left))
+            if not isinstance(error, UpstreamErrorResponse):
+                raise
+            own = error.response
+            return ProxyResponse(own.status, (*own.headers, *_own_headers(request, log.timeline)), own.body)
 
-    async def forward(self, asked: ForwardRequest) -> ProxyResponse:
-        """The reply of one suitable node to a request that the proxy does not understand (embeddings, tokenize, …).
+    async def forward(self, request: ForwardRequest) -> ProxyResponse:
+        """The response of one suitable node to a request that the proxy does not understand (embeddings, tokenize, …).
 
         Raises:
             ClientError: as `answer`.
         """
-        return await forward(self._context, asked)
-
-    @property
-    def background_tasks(self) -> int:
-        """Releases under way."""
-        return len(self._background_tasks)
-
-    async def aclose(self) -> None:
-        """Wait, within the release deadline, for the releases that are still under way."""
-        await self._background_tasks.aclose()
+        try:
+            response = await forward(self._context, request)
+        except BaseException as error:
+            self._context.metrics.request_ended(None, outcome_of(error, request.left))
+            raise
+        self._context.metrics.request_ended(None, status_outcome(response.status))
+        return response
 
     async def _answer(self, request: ClientRequest, log: RequestLog) -> ProxyResponse:
-        sub_requests = _sub_requests(request)
-        if len(sub_requests) > 1:
-            return await (self._many_streams if request.stream else self._many)(request, sub_requests, log)
-        return await (self._stream if request.stream else self._one)(request, sub_requests[0], log)
-
-    async def _one(self, request: ClientRequest, sub_request: SubRequest, log: RequestLog) -> ProxyResponse:
-        upstream = self._upstream(sub_request, log.timeline)
-        answer = await read_buffered(upstream, sub_request)
-        return self._completed(request, log, [upstream], answer.body)
-
-    async def _many(self, request: ClientRequest, sub_requests: list[SubRequest], log: RequestLog) -> ProxyResponse:
-        upstreams = self._upstreams(sub_requests, log)
-        parts = [
-            functools.partial(read_buffered, upstream, sub_request)
-            for upstream, sub_request in zip(upstreams, sub_requests, strict=True)
-        ]
-        answers = await gather_bounded(parts, self._context.config.fan_out)
-        return self._completed(request, log, upstreams, merged_body(answers))
-
-    def _completed(
-        self, request: ClientRequest, log: RequestLog, upstreams: list[UpstreamRequest], body: bytes
-    ) -> ProxyResponse:
+        upstreams = self._upstreams(request, log)
+        if request.stream:
+            return await self._streamed(request, log, upstreams)
+        body = await _buffered_body(upstreams, self._context.config.fan_out)
         log.timeline.first_byte()
         log.end(Outcome.OK)
-        return ProxyResponse(200, buffered_headers(request, log.timeline, upstreams), body)
+        headers = (_JSON_HEADER, *_own_headers(request, log.timeline), *_route_headers(upstreams))
+        return ProxyResponse(200, headers, body)
 
-    async def _stream(self, request: ClientRequest, sub_request: SubRequest, log: RequestLog) -> ProxyResponse:
-        upstream = self._upstream(sub_request, log.timeline)
-        return await self._started(Relay(self._context, upstream, sub_request, log.end), request, log, [upstream])
-
-    async def _many_streams(
-        self, request: ClientRequest, sub_requests: list[SubRequest], log: RequestLog
+    async def _streamed(
+        self, request: ClientRequest, log: RequestLog, upstreams: list[UpstreamRequest]
     ) -> ProxyResponse:
-        upstreams = self._upstreams(sub_requests, log)
-        relays = [
-            Relay(self._context, upstream, sub_request, _ignore_outcome)
-            for upstream, sub_request in zip(upstreams, sub_requests, strict=True)
-        ]
-        fan = FanOut(relays, sub_requests[0].shape.choices, self._context.config.fan_out, log.end)
-        return await self._started(fan, request, log, upstreams)
-
-    async def _started(
-        self, stream: Relay | FanOut, request: ClientRequest, log: RequestLog, upstreams: list[UpstreamRequest]
-    ) -> ProxyResponse:
+        single = len(upstreams) == 1
+        stream = Relay(self._context, upstreams[0], log.end) if single else FanOut(self._context, upstreams, log.end)
         try:
             await stream.start()
         except BaseException:
             await stream.aclose()
             raise
         log.timeline.first_byte()
-        return ProxyResponse(200, stream_headers(request, log.timeline, upstreams), stream)
+        headers = (*_STREAM_HEADERS, *_own_headers(request, log.timeline), *_route_headers(upstreams))
+        return ProxyResponse(200, headers, stream)
 
-    def _upstreams(self, sub_requests: list[SubRequest], log: RequestLog) -> list[UpstreamRequest]:
-        """The first prompt's phases stand for the request's."""
-        others = (Timeline(self._context.clock, self._context.metrics, log.timeline.start) for _ in sub_requests[1:])
-        return [
-            self._upstream(sub_request, timeline)
-            for sub_request, timeline in zip(sub_requests, (log.timeline, *others), strict=True)
-        ]
-
-    def _upstream(self, sub_request: SubRequest, timeline: Timeline) -> UpstreamRequest:
-        return UpstreamRequest(self._context, self._background_tasks, sub_request, timeline)
-
-
-def _sub_requests(request: ClientRequest) -> list[SubRequest]:
-    """One for each prompt."""
-    endpoint = request.endpoint
-    bodies = split(endpoint, request.body)
-    if len(bodies) == 1:
-        return [SubRequest(request, bodies[0], shape(endpoint, bodies[0]), request.request_id)]
-    names = (f"{request.request_id}-{index}" for index in range(len(bodies)))
-    return [SubRequest(request, body, shape(endpoint, body), name) for body, name in zip(bodies, names, strict=True)]
+    def _upstreams(self, request: ClientRequest, log: RequestLog) -> list[UpstreamRequest]:
+        """One for each prompt; the first one's phases stand for the request's."""
+        context, endpoint, name = self._context, request.endpoint, request.request_id
+        bodies = split(endpoint, request.body)
+        upstreams = []
+        for index, body in enumerate(bodies):
+            timeline = Timeline(context.clock, context.metrics, request.arrived) if index else log.timeline
+            own_name = f"{name}-{index}" if len(bodies) > 1 else name
+            sub_request = SubRequest(request, body, shape(endpoint, body), own_name)
+            upstreams.append(UpstreamRequest(context, self._background_tasks, sub_request, timeline))
+        return upstreams
 
 
-def _ignore_outcome(outcome: Outcome) -> None:
-    """One of several prompts has ended; the request's own end counts."""
+async def _buffered_body(upstreams: Sequence[UpstreamRequest], width: int) -> bytes:
+    """The body for the client; at most ``width`` prompts are answered at once. Closes all upstreams, on every exit."""
+    if len(upstreams) == 1:
+        return (await _buffered_answer(upstreams[0]))[0]
+    answers = await gather_bounded([functools.partial(_buffered_answer, upstream) for upstream in upstreams], width)
+    return _encode(merge_answers([answer for _, answer in answers]))
 
 
-JSON = "application/json"
-EVENTS = "text/event-stream; charset=utf-8"
+async def _buffered_answer(upstream: UpstreamRequest) -> tuple[bytes, dict[str, object]]:
+    """The answer to one prompt, as bytes (the node's own where nothing had to be changed) and parsed."""
+    sub_request = upstream.sub_request
+    try:
+        raw, answer = await upstream.start(
+            sub_request.body, sub_request.shape.additions, functools.partial(_read, sub_request.endpoint)
+        )
+        usage = read_usage(answer.get("usage"))
+        if usage is not None:
+            upstream.record_usage(usage)
+    finally:
+        await upstream.aclose()
+    cached = None if upstream.hand_over is None or upstream.recomputed else upstream.hand_over.answer.cached_tokens
+    seen = rewrite_answer(sub_request.endpoint, answer, cached)
+    return raw if seen == answer else _encode(seen), seen
 
 
-def own_headers(request: ClientRequest, timeline: Timeline) -> Headers:
-    """The id, and where the time went."""
+async def _read(endpoint: Endpoint, response: HttpResponse) -> tuple[bytes, dict[str, object]]:
+    raw = await read_to_end(response, ANSWER_BYTES)
+    answer, field = json_object(raw), _OUTPUT_FIELD.get(endpoint, "choices")
+    if not isinstance(answer.get(field), list):
+        raise NodeFault(Fault.INVALID_BODY, f"the answer has no {field}")
+    return raw, answer
+
+
+def _encode(answer: Json) -> bytes:
+    return json.dumps(answer, separators=(",", ":")).encode("ascii")
+
+
+def _own_headers(request: ClientRequest, timeline: Timeline) -> Headers:
     return (("x-pdproxy-request-id", request.request_id), ("server-timing", timeline.header()))
 
 
-def route_headers(upstreams: Sequence[UpstreamRequest]) -> Headers:
-    """Which way the answer came; `x-pdproxy-recomputed` where it is known in time (not for streams)."""
+def _route_headers(upstreams: Sequence[UpstreamRequest]) -> Headers:
+    """How the answer was computed; `x-pdproxy-recomputed` where it is known in time (not for streams)."""
     if all(upstream.hand_over is None for upstream in upstreams):
         return (("x-pdproxy-route", "local"),)
-    way = ("x-pdproxy-route", "disaggregated")
-    return (way, ("x-pdproxy-recomputed", "1")) if any(upstream.recomputed for upstream in upstreams) else (way,)
-
-
-def stream_headers(request: ClientRequest, timeline: Timeline, upstreams: Sequence[UpstreamRequest]) -> Headers:
-    """Of a stream."""
-    return (
-        ("content-type", EVENTS),
-        ("cache-control", "no-cache"),
-        *own_headers(request, timeline),
-        *route_headers(upstreams),
-    )
-
-
-def buffered_headers(request: ClientRequest, timeline: Timeline, upstreams: Sequence[UpstreamRequest]) -> Headers:
-    """Of an answer in one piece."""
-    return (("content-type", JSON), *own_headers(request, timeline), *route_headers(upstreams))
+    route = ("x-pdproxy-route", "disaggregated")
+    return (route, ("x-pdproxy-recomputed", "1")) if any(upstream.recomputed for upstream in upstreams) else (route,)

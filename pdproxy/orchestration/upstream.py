@@ -1,65 +1,42 @@
-"""One prompt's way through plan, prefill and decode, up to a leg that answers.
+"""One prompt's way through plan, prefill and decode, with its retries, up to a decode leg that answers.
 
-All that is held meanwhile is in `HeldResources`: `aclose` gives it back, whenever it comes.
+Everything that it holds meanwhile is in `HeldResources`: `aclose` gives it back, whenever it is called.
 """
 
-import dataclasses
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.failures import Moment, Step
-from pdproxy.legs.calls import decode, prefill
+from pdproxy.legs.calls import NOTHING_HELD, decode, prefill
 from pdproxy.legs.rewrite import decode_body, prefill_body
-from pdproxy.legs.usage import Usage
+from pdproxy.legs.shape import estimated_prompt_tokens
 from pdproxy.lifecycle import RequestLifecycle, Transition
 from pdproxy.nodes.node import Node
 from pdproxy.observe.labels import Leg, Phase
 from pdproxy.orchestration.access_log import record_usage
-from pdproxy.orchestration.client_errors import (
-    as_client_fault,
-    deadline_passed,
-    final_error,
-    remaining_seconds,
-    unknown_model_error,
-)
+from pdproxy.orchestration.client_errors import deadline_passed, final_error, remaining_seconds, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.in_flight import LegFailure, Timeline
 from pdproxy.orchestration.node_picker import FaultReporter, NodePicker, RetryState
 from pdproxy.orchestration.resources import BackgroundTasks, HandOver, HeldResources, fail_if_node_down
-from pdproxy.orchestration.sub_request import RouteReason, SubRequest, estimated_prompt_tokens
 from pdproxy.planning.plan import NoNode, Plan, UnknownModel
-from pdproxy.request import Addition, Endpoint, Json
+from pdproxy.request import Addition, Endpoint, Json, LocalReason, SubRequest
 from pdproxy.transport.port import HttpResponse
+from pdproxy.usage import Usage
 
 _log = logging.getLogger(__name__)
-_NOTHING_HELD = frozenset({Fault.REFUSED, Fault.BUSY, Fault.CLIENT_ERROR, Fault.NO_TICKET})
-"""Prefill faults after which the node surely holds nothing for us."""
 Result = TypeVar("Result")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class UpstreamBody:
-    """What goes to the nodes.
+class UpstreamRequest:
+    """A sub-request on its way through the nodes. The holder must `aclose` it, on every exit.
 
     Attributes:
-        body: the client's, or its continuation.
-        additions: what the decode leg asks for on top.
-    """
-
-    body: Json
-    additions: frozenset[Addition]
-
-
-class UpstreamRequest:
-    """Whoever makes one must `aclose` it, on every exit.
-
-    Args:
-        context: dependencies.
-        background_tasks: for releases that outlive the request.
-        sub_request: what has to be answered.
-        timeline: of the client's request.
+        hand_over: the ticket of the decode leg; None where the decode node computes the prompt itself.
+        recomputed: the decode node had a ticket and computed the prompt all the same, as far as its usage shows.
+        node_name: the decode node that was chosen last; "" before there is one.
     """
 
     def __init__(
@@ -71,44 +48,42 @@ class UpstreamRequest:
     ) -> None:
         self._context = context
         self._background_tasks = background_tasks
-        self._sub_request = sub_request
         self._timeline = timeline
-        self.recomputed = False
-        """The decode node had a ticket and computed the prompt all the same, as far as it told."""
         self._life = RequestLifecycle()
         self._fault_reporter = FaultReporter(context.pool)
         self._node_picker = NodePicker(context, sub_request, self._fault_reporter)
         self._retry_state = RetryState(context)
-        self._node: Node | None = None
-        self.resources = HeldResources(context.pool, context.metrics, background_tasks, sub_request)
+        self.sub_request = sub_request
+        self.resources = HeldResources(context, background_tasks, sub_request)
         self.hand_over: HandOver | None = None
-        """The ticket that the decode leg has; None where it computes the prompt itself."""
+        self.recomputed = False
+        self.node_name = ""
 
-    @property
-    def node_name(self) -> str:
-        """The decode node that was chosen last; "" before there is one."""
-        return "" if self._node is None else self._node.name
-
-    async def start(self, body: UpstreamBody, read_answer: Callable[[HttpResponse], Awaitable[Result]]) -> Result:
-        """Bring a request to a decode node; what ``read_answer`` made of the answer.
+    async def start(
+        self, body: Json, additions: frozenset[Addition], read_answer: Callable[[HttpResponse], Awaitable[Result]]
+    ) -> Result:
+        """Send a body (the client's, or its continuation) to the nodes; what ``read_answer`` makes of the answer.
 
         Raises:
-            ClientError: all chances are used up.
+            ClientError: every retry failed, or none is left.
             UpstreamErrorResponse: a node's own error goes to the client.
         """
         self._retry_state = RetryState(self._context)
         self._node_picker.reset()
-        node = await self._plan_and_prefill(body.body)
+        node = await self._plan_and_prefill(body)
         while True:
             try:
-                return await self._decode_on(node, body, read_answer)
-            except NodeFault as raised:
-                fault = as_client_fault(raised)
-            await self.resources.close_decode_leg()
-            node = await self._next_decode_node(self._next_step(Leg.DECODE, node, fault), fault, body.body)
+                ticket = None if self.hand_over is None else self.hand_over.answer.ticket
+                return await self._decode_on(
+                    node, decode_body(self.sub_request.endpoint, body, ticket, additions), read_answer
+                )
+            except NodeFault as fault:
+                step = self._next_step(Leg.DECODE, node, fault)
+                await self.resources.close_decode_leg()
+                node = await self._next_decode_node(step, fault, body)
 
     async def _next_decode_node(self, step: Step, fault: NodeFault, body: Json) -> Node:
-        """The decode node that gets the next try."""
+        """The decode node for the next try."""
         if step is Step.SAME_TICKET and self.hand_over is not None:
             other = self._node_picker.other_decode(self.hand_over.node)
             if other is not None:
@@ -121,80 +96,71 @@ class UpstreamRequest:
         raise final_error(Leg.DECODE, Moment.OPENING, step, fault)
 
     async def _plan_and_prefill(self, body: Json) -> Node:
-        """Plan and prefill until a ticket is here, or the decode node is to compute alone; that decode node."""
+        """Plan and prefill until there is a ticket, or the decode node is to compute alone; that decode node."""
         self.hand_over = None
         while (chosen := self._plan()).prefill is not None:
             self._life.move(Transition.PREFILL)
             try:
                 self.hand_over = await self._prefill(chosen.prefill, body)
-            except NodeFault as raised:
-                self._after_prefill(chosen.prefill, as_client_fault(raised))
+            except NodeFault as fault:
+                self._after_failed_prefill(chosen.prefill, fault)
             else:
                 self._life.move(Transition.TICKET)
                 return chosen.decode
-        self._context.metrics.planned_local(RouteReason.of(chosen.reason))
+        if chosen.local is not None:
+            self._context.metrics.planned_local(chosen.local)
         self._life.move(Transition.LOCAL)
         return chosen.decode
 
-    def _after_prefill(self, node: Node, fault: NodeFault) -> None:
+    def _after_failed_prefill(self, node: Node, fault: NodeFault) -> None:
         match self._next_step(Leg.PREFILL, node, fault):
             case Step.OTHER_PREFILL:
                 pass
             case Step.LOCAL:
-                self._node_picker.without_prefill(RouteReason.PREFILL_FAILED)
+                self._node_picker.without_prefill(LocalReason.PREFILL_FAILED)
             case step:
                 raise final_error(Leg.PREFILL, Moment.OPENING, step, fault)
         self._life.move(Transition.AGAIN)
 
     def _next_step(self, leg: Leg, node: Node, fault: NodeFault) -> Step:
+        self.record_fault(leg, node.name, fault)
         step = self._retry_state.next_step(leg, fault, self.hand_over)
-        self.record_failure(leg, node.name, fault, step)
+        self.record_step(leg, node.name, fault, step)
         return step
 
     async def _prefill(self, node: Node, body: Json) -> HandOver:
-        sub_request, context = self._sub_request, self._context
-        name = context.name()
-        leg = prefill_body(sub_request.endpoint, body, name, sub_request.shape.choices)
+        sub_request, context = self.sub_request, self._context
+        hand_over_id = context.new_hand_over_id()
+        leg = prefill_body(sub_request.endpoint, body, hand_over_id, sub_request.shape.choices)
         timeouts = context.config.prefill_timeouts(self.remaining_seconds())
-        slot = self.resources.begin_prefill(node, name, estimated_prompt_tokens(body))
         self._timeline.enter(Phase.PREFILL, node.name)
         try:
-            async with fail_if_node_down(slot, self._node_picker.possible):
-                answer = await prefill(
-                    context.transport, node, sub_request.endpoint, leg, sub_request.headers, timeouts
-                )
+            with self.resources.prefilling(node, hand_over_id, estimated_prompt_tokens(body)) as slot:
+                async with fail_if_node_down(slot, self._node_picker.possible):
+                    answer = await prefill(
+                        context.transport, node, sub_request.endpoint, leg, sub_request.headers, timeouts
+                    )
         except NodeFault as fault:
-            self._record_fault(Leg.PREFILL, node.name, fault)
-            if fault.fault in _NOTHING_HELD:
-                self.resources.hand_over_read()
+            if fault.fault in NOTHING_HELD:
+                self.resources.forget_hand_over()
             self.resources.release_hand_over()
             raise
-        finally:
-            self.resources.end_prefill()
         self._fault_reporter.served(Leg.PREFILL, node.name)
-        return HandOver(name, node, answer, context.clock.now())
+        return HandOver(hand_over_id, node, answer, context.clock.now())
 
     async def _decode_on(
-        self, node: Node, body: UpstreamBody, read_answer: Callable[[HttpResponse], Awaitable[Result]]
+        self, node: Node, leg: Json, read_answer: Callable[[HttpResponse], Awaitable[Result]]
     ) -> Result:
-        sub_request, context = self._sub_request, self._context
-        ticket = None if self.hand_over is None else self.hand_over.ticket()
-        leg = decode_body(sub_request.endpoint, body.body, ticket, body.additions)
+        sub_request, context = self.sub_request, self._context
         timeouts = context.config.decode_timeouts(self.remaining_seconds())
         self._timeline.enter(Phase.HANDOVER, node.name)
-        try:
-            async with fail_if_node_down(self.resources.slot, self._node_picker.possible):
-                response = await decode(
-                    context.transport, node, sub_request.endpoint, leg, sub_request.headers, timeouts
-                )
-                self._timeline.enter(Phase.DECODE, node.name)
-                result = await read_answer(self.resources.hold_response(response))
-        except NodeFault as fault:
-            self._record_fault(Leg.DECODE, node.name, as_client_fault(fault))
-            raise
+        async with fail_if_node_down(self.resources.slot, self._node_picker.possible):
+            response = await decode(context.transport, node, sub_request.endpoint, leg, sub_request.headers, timeouts)
+            self._timeline.enter(Phase.DECODE, node.name)
+            result = await read_answer(self.resources.hold_response(response))
         self._life.move(Transition.FIRST_EVENT)
         if _first_event_proves_read(sub_request):
-            self.resources.hand_over_read()
+            self.resources.forget_hand_over()
         self._fault_reporter.served(Leg.DECODE, node.name)
         return result
 
@@ -210,26 +176,16 @@ class UpstreamRequest:
         return chosen
 
     def _acquire_decode(self, decode_node: Node) -> Node:
-        """Occupied from the plan on, so that the plans that follow see the load."""
+        """Take its slot from the plan on, so that the plans that follow see the load."""
         self.resources.acquire(decode_node)
-        self._node = decode_node
+        self.node_name = decode_node.name
         return decode_node
 
-    def _record_fault(self, leg: Leg, name: str, fault: NodeFault) -> None:
-        """Count a fault; one that our own deadline made is not the node's."""
-        sub_request = self._sub_request
-        self._context.metrics.leg_failed(leg, fault.fault)
-        level = logging.INFO if fault.fault is Fault.CLIENT_ERROR else logging.WARNING
-        _log.log(level, "request %s: %s leg on %s: %s: %s", sub_request.name, leg, name, fault.fault, fault.detail)
-        if not self.deadline_passed:
-            self._fault_reporter.failed(leg, name, fault.fault)
-
     async def leave_node(self) -> None:
-        """The stream has to move: end its leg, have freed what it may not have read, do not come back to its node."""
+        """Before a migration: end the leg, release what it may not have read, exclude its node."""
         self._life.move(Transition.MIGRATE)
         self.resources.release_hand_over()
-        self._fault_reporter.clear_excluded()
-        self._fault_reporter.exclude(self.node_name)
+        self._fault_reporter.excluded = frozenset({self.node_name})  # others that failed earlier may be tried again
         await self.resources.close_decode_leg()
 
     async def aclose(self) -> None:
@@ -237,36 +193,35 @@ class UpstreamRequest:
         self._life.move(Transition.END)
         await self.resources.aclose()
 
-    def leg_failed(self, fault: NodeFault) -> None:
-        """The decode leg failed after its first event."""
-        self._record_fault(Leg.DECODE, self.node_name, fault)
+    def record_fault(self, leg: Leg, node: str, fault: NodeFault) -> None:
+        """Count and log a failed leg; a fault that our own deadline made does not count against the node."""
+        self._context.metrics.leg_failed(leg, fault.fault)
+        level = logging.INFO if fault.fault is Fault.CLIENT_ERROR else logging.WARNING
+        _log.log(level, "request %s: %s leg on %s: %s: %s", self.sub_request.name, leg, node, fault.fault, fault.detail)
+        if not self.deadline_passed:
+            self._fault_reporter.failed(leg, node, fault.fault)
 
-    def record_failure(self, leg: Leg, node: str, fault: NodeFault, step: Step) -> None:
-        """Let the operator see a leg's failure, and what is done about it."""
-        failure = LegFailure(self._context.clock.now(), self._sub_request.name, leg, node, fault.fault, step)
-        self._context.live.failed(self._sub_request.request, failure)
+    def record_step(self, leg: Leg, node: str, fault: NodeFault, step: Step) -> None:
+        """Show the operator a leg's failure and the step that follows."""
+        failure = LegFailure(self._context.clock.now(), self.sub_request.name, leg, node, fault.fault, step)
+        self._context.in_flight.failed(self.sub_request.request, failure)
+
+    def record_usage(self, usage: Usage) -> None:
+        """A decode leg reported its usage."""
+        self.recomputed = record_usage(self._context, self._background_tasks, self.sub_request, self.hand_over, usage)
 
     def other_node_available(self) -> bool:
         """Whether another decode node could take over now."""
-        self._fault_reporter.exclude(self.node_name)
-        return self._node_picker.other_node_available()
-
-    def record_usage(self, usage: Usage) -> None:
-        """A decode leg told its usage."""
-        self.recomputed = record_usage(self._context, self._background_tasks, self._sub_request, self.hand_over, usage)
+        self._fault_reporter.excluded |= {self.node_name}
+        return self._node_picker.other_decode() is not None
 
     @property
     def deadline_passed(self) -> bool:
-        """Whether the request's deadline has come."""
-        return deadline_passed(self._context.clock, self._sub_request.request.deadline)
+        return deadline_passed(self._context.clock, self.sub_request.request.deadline)
 
     def remaining_seconds(self) -> float:
-        """Seconds of the request's deadline that are left.
-
-        Raises:
-            ClientError: 504 where none are.
-        """
-        return remaining_seconds(self._context.clock, self._sub_request.request.deadline)
+        """Until the deadline; raises the `ClientError` 504 where it has come."""
+        return remaining_seconds(self._context.clock, self.sub_request.request.deadline)
 
 
 def _first_event_proves_read(sub_request: SubRequest) -> bool:

@@ -6,21 +6,23 @@ from collections.abc import Iterable
 
 from pdproxy.errors import PdproxyError
 from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot
+from pdproxy.request import LocalReason
+from pdproxy.settings.types import OnPrefillFailure
 
 
 class NoNodeReason(enum.StrEnum):
-    """Why no plan could be made."""
+    """Why no plan can be made; the ``code`` of the client's error."""
 
     NO_DECODE = "no_decode"
     """No decode node for the model takes requests now (down, draining, joining, refused, on trial)."""
     NO_PREFILL = "no_prefill"
     """No prefill node takes requests now, and the policy forbids to do without."""
     EXCLUDED = "excluded"
-    """There are nodes that take requests, but all were excluded (tried already)."""
+    """All nodes that take requests have failed this one already."""
     NO_PAIR = "no_pair"
-    """Prefill and decode nodes there are, but none of one cohort, and the policy forbids to do without prefill."""
+    """No prefill and decode node are of one cohort, and the policy forbids to do without prefill."""
     BARRED_PAIR = "barred_pair"
-    """The same, of pairs that failed the known-answer test."""
+    """All pairs of one cohort failed the known-answer test, and the policy forbids to do without prefill."""
 
 
 class NoNode(PdproxyError):
@@ -33,12 +35,7 @@ class NoNode(PdproxyError):
 
 
 class UnknownModel(PdproxyError):
-    """No node, in whatever state, serves this model.
-
-    Attributes:
-        model: what the client asked for.
-        known: what it could have asked for.
-    """
+    """No node, in whatever state, serves this model. ``known`` are the models that are served."""
 
     def __init__(self, model: str, known: tuple[str, ...]) -> None:
         super().__init__(f"no node serves {model!r}")
@@ -46,124 +43,90 @@ class UnknownModel(PdproxyError):
         self.known = known
 
 
-class WithoutPrefill(enum.StrEnum):
-    """What to do when no prefill node can be had."""
-
-    LOCAL = "local"
-    """The decode node computes the prompt itself."""
-    FAIL = "fail"
-
-
-class PlanReason(enum.StrEnum):
-    """Why the plan is what it is (or it is `PlanInput.local`)."""
-
-    DISAGGREGATED = "disaggregated"
-    SHORT_PROMPT = "short_prompt"
-    NO_PREFILL = "no_prefill"
-    NO_PAIR = "no_pair"
-    BARRED_PAIR = "barred_pair"
-    """There are pairs of one cohort, and all of them failed the known-answer test."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanPolicy:
     """The operator's choices.
 
     Attributes:
-        without_prefill: when no prefill node can be had.
+        on_prefill_failure: FAIL refuses requests while there is no prefill node; else the decode node serves alone.
         local_below_tokens: prompts known to be shorter are computed on the decode node; 0 for none.
     """
 
-    without_prefill: WithoutPrefill = WithoutPrefill.LOCAL
+    on_prefill_failure: OnPrefillFailure = OnPrefillFailure.RETRY
     local_below_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanInput:
-    """What a request asks of a plan.
+    """What a plan depends on, of one request.
 
     Attributes:
         model: as the client named it.
-        local: why it cannot be disaggregated, in one of the words of an enumeration; None when it can.
+        local: why it cannot be disaggregated; None when it can.
         excluded: names of nodes that must not be used (they failed this request).
-        decode: the decode node to keep if it still takes requests (affinity).
-        cohort: the decode node must pair with it (a ticket is at hand); "" for any.
-        prefill: the name of the prefill node whose ticket is at hand: the decode node may not be barred from it; "" for
-            none.
+        ticket_of: the prefill node whose ticket is at hand: the decode node must be able to use it; None for any.
         prompt_tokens: how long the prompt is, where known.
     """
 
     model: str
-    local: enum.StrEnum | None = None
+    local: LocalReason | None = None
     excluded: frozenset[str] = frozenset()
-    decode: str | None = None
-    cohort: str = ""
-    prefill: str = ""
+    ticket_of: Node | None = None
     prompt_tokens: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """Where a request goes. ``prefill`` is None when the decode node computes everything; ``reason`` says why."""
+    """Where a request goes. ``prefill`` is None when the decode node computes everything; ``local`` says why."""
 
     prefill: Node | None
     decode: Node
-    reason: enum.StrEnum
+    local: LocalReason | None = None
 
 
 def plan(snapshot: Snapshot, needs: PlanInput, policy: PlanPolicy, turn: int) -> Plan:
     """The least loaded pair that may work together.
 
     Args:
-        turn: a counter that grows by one with each plan: equally loaded nodes take turns by it.
+        turn: a counter that grows by one with each plan, so that equally loaded nodes take turns.
 
     Raises:
         UnknownModel: no node serves the model.
         NoNode: none can take it now.
     """
-    known(snapshot, needs.model)
+    _check_model(snapshot, needs.model)
     local = _why_local(needs, policy)
     if local is not None:
         return Plan(None, choose(snapshot, Role.DECODE, needs, turn), local)
     prefills = _candidates(snapshot, Role.PREFILL, needs)
-    decodes = _kept(_candidates(snapshot, Role.DECODE, needs), needs.decode)
+    decodes = _candidates(snapshot, Role.DECODE, needs)
     if not decodes:
         raise NoNode(_lack(snapshot, Role.DECODE, needs, NoNodeReason.NO_DECODE), needs.model)
     pair = _pair(prefills, decodes, snapshot.bars, turn)
     if pair is not None:
-        return Plan(pair[0], pair[1], PlanReason.DISAGGREGATED)
+        return Plan(pair[0], pair[1])
     barred = bool(snapshot.bars) and _pair(prefills, decodes, Bars(), turn) is not None
-    if policy.without_prefill is WithoutPrefill.FAIL:
+    if policy.on_prefill_failure is OnPrefillFailure.FAIL:
         unpaired = NoNodeReason.BARRED_PAIR if barred else NoNodeReason.NO_PAIR
         raise NoNode(
             unpaired if prefills else _lack(snapshot, Role.PREFILL, needs, NoNodeReason.NO_PREFILL), needs.model
         )
-    unpaired_because = PlanReason.BARRED_PAIR if barred else PlanReason.NO_PAIR
-    return Plan(None, _least(decodes, turn).node, unpaired_because if prefills else PlanReason.NO_PREFILL)
+    unpaired_because = LocalReason.BARRED_PAIR if barred else LocalReason.NO_PAIR
+    return Plan(None, _least(decodes, turn).node, unpaired_because if prefills else LocalReason.NO_PREFILL)
 
 
 def choose(snapshot: Snapshot, role: Role, needs: PlanInput, turn: int) -> Node:
-    """The least loaded node of one role: another decode node for the same ticket, another prefill node for a decode.
-
-    Raises:
-        UnknownModel: no node serves the model.
-        NoNode: none can take it now.
-    """
-    known(snapshot, needs.model)
+    """The least loaded node of one role. Raises as `plan`."""
+    _check_model(snapshot, needs.model)
     views = _candidates(snapshot, role, needs)
     if not views:
         missing = NoNodeReason.NO_DECODE if role is Role.DECODE else NoNodeReason.NO_PREFILL
         raise NoNode(_lack(snapshot, role, needs, missing), needs.model)
-    kept = _kept(views, needs.decode) if role is Role.DECODE else views
-    return _least(kept, turn).node
+    return _least(views, turn).node
 
 
-def known(snapshot: Snapshot, model: str) -> None:
-    """Refuse a model that no decode node serves, in whatever state; one whose model is not known yet might.
-
-    Raises:
-        UnknownModel: so it is.
-    """
+def _check_model(snapshot: Snapshot, model: str) -> None:
+    """Raise UnknownModel where no decode node, in whatever state, serves it; one whose model is not known yet might."""
     decodes = [view.node for view in snapshot.nodes if view.node.role is Role.DECODE]
     if decodes and not any(node.serves(model) for node in decodes):
         raise UnknownModel(model, models(snapshot))
@@ -175,11 +138,11 @@ def models(snapshot: Snapshot) -> tuple[str, ...]:
     return tuple(sorted({name for node in decodes for name in (node.model, *node.aliases) if name}))
 
 
-def _why_local(needs: PlanInput, policy: PlanPolicy) -> enum.StrEnum | None:
+def _why_local(needs: PlanInput, policy: PlanPolicy) -> LocalReason | None:
     if needs.local is not None:
         return needs.local
     if needs.prompt_tokens is not None and needs.prompt_tokens < policy.local_below_tokens:
-        return PlanReason.SHORT_PROMPT
+        return LocalReason.SHORT_PROMPT
     return None
 
 
@@ -190,9 +153,12 @@ def _serving(snapshot: Snapshot, role: Role, needs: PlanInput) -> Iterable[NodeV
         if view.node.role is role
         and view.takes_requests()
         and view.node.serves(needs.model)
-        and view.node.pairs_with(needs.cohort)
-        and (not needs.prefill or snapshot.bars.allow(needs.prefill, view.node.name))
+        and (needs.ticket_of is None or _can_use_ticket(view.node, needs.ticket_of, snapshot.bars))
     )
+
+
+def _can_use_ticket(decode: Node, prefill: Node, bars: Bars) -> bool:
+    return decode.pairs_with(prefill.cohort) and bars.allow(prefill.name, decode.name)
 
 
 def _candidates(snapshot: Snapshot, role: Role, needs: PlanInput) -> list[NodeView]:
@@ -201,11 +167,6 @@ def _candidates(snapshot: Snapshot, role: Role, needs: PlanInput) -> list[NodeVi
 
 def _lack(snapshot: Snapshot, role: Role, needs: PlanInput, otherwise: NoNodeReason) -> NoNodeReason:
     return NoNodeReason.EXCLUDED if any(True for _ in _serving(snapshot, role, needs)) else otherwise
-
-
-def _kept(views: list[NodeView], name: str | None) -> list[NodeView]:
-    """Only the node of this name if it is there, else all."""
-    return [view for view in views if view.node.name == name] or views
 
 
 def _load(view: NodeView) -> float:
@@ -241,25 +202,24 @@ def _pair_of(
     cohort: str, prefills: list[NodeView], decodes: list[NodeView], _: Bars, turn: int
 ) -> tuple[NodeView, NodeView] | None:
     """Where nothing is barred, each of the two is chosen by itself."""
-    fit_prefill, fit_decode = _of_cohort(cohort, prefills), _of_cohort(cohort, decodes)
-    if not fit_prefill or not fit_decode:
-        return None
-    return _least(fit_prefill, turn), _least(fit_decode, turn)
+    prefills, decodes = _of_cohort(cohort, prefills), _of_cohort(cohort, decodes)
+    return (_least(prefills, turn), _least(decodes, turn)) if prefills and decodes else None
 
 
 def _allowed_pair_of(
     cohort: str, prefills: list[NodeView], decodes: list[NodeView], bars: Bars, turn: int
 ) -> tuple[NodeView, NodeView] | None:
-    """Where some are, every pair is looked at: the least loaded node may have no partner."""
-    takers = [(view, _load(view)) for view in _of_cohort(cohort, decodes)]
+    """Where some are, every pair is compared: the least loaded node may have no partner."""
+    decode_loads = [(view, _load(view)) for view in _of_cohort(cohort, decodes)]
     lowest, ties = float("inf"), list[tuple[NodeView, NodeView]]()
     for prefill in _of_cohort(cohort, prefills):
-        own = _load(prefill)
-        for decode, load in takers:
-            if own + load > lowest or not bars.allow(prefill.node.name, decode.node.name):
+        prefill_load = _load(prefill)
+        for decode, decode_load in decode_loads:
+            load = prefill_load + decode_load
+            if load > lowest or not bars.allow(prefill.node.name, decode.node.name):
                 continue
-            if own + load < lowest:
-                lowest, ties = own + load, []
+            if load < lowest:
+                lowest, ties = load, []
             ties.append((prefill, decode))
     return ties[turn % len(ties)] if ties else None
 

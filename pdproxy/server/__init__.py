@@ -1,1 +1,1 @@
-"""uvicorn in front: guarded connections, two ports on one event loop, a shutdown that lets streams end."""
+"""uvicorn with limits on connections, two ports on one event loop, and a shutdown that lets streams end."""

@@ -1,18 +1,16 @@
-"""Heads that two readers could understand in two ways. Pure.
+"""uvicorn's HTTP/1.1 protocol with limits that it lacks, and without requests that could be read in two ways.
 
-uvicorn's HTTP/1.1 protocol with bounds that it lacks, and without what it lets pass.
-
-Bounded are the size of a request's head, the time that it may take, what comes with a body that is none of it (chunk
-extensions, trailers), what follows an answer that did not wait for the body, and the time that a client may take
-nothing of its answer. Most of what is malformed or ambiguous llhttp refuses already (two content-lengths, or one beside
+Limited are the size of a request's head and the time for it, framing that comes with a body (chunk extensions,
+trailers), the rest of a body whose response is out already, and the time for which a client may read nothing of its
+response. Most malformed or ambiguous requests llhttp refuses already (two content-lengths, or one beside
 transfer-encoding, a bare carriage return, …); the rest is refused here. Trailers are dropped: taken for headers, they
-would pass every check that was made on the head.
+would bypass every check that was made on the head.
 
-A bad request never cuts the answer to the one before it. Nor are requests put in line: a client that sends one before
-it has its answer gets that answer and then a closed connection, and asks again, as HTTP wants it. uvicorn would stop
-reading to keep the line short, and so not notice that the client leaves.
+A bad request never cuts the response to the one before it. Requests are not pipelined: a client that sends one before
+it has its response gets that response and then a closed connection, and sends it again, as HTTP provides. uvicorn would
+stop reading in order to queue it, and so not notice that the client disconnects.
 
-A wish to upgrade is ignored, as HTTP allows. uvicorn ignores the wish, but takes the body for the next request.
+``Upgrade`` is ignored, as HTTP allows. uvicorn ignores it too, but takes the body for the next request.
 """
 
 import asyncio
@@ -25,20 +23,14 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pdproxy.errors import ClientError, PdproxyError
+from pdproxy.response import SINK_EXTENSION
 from pdproxy.server.response_writer import ResponseWriter, direct_write, unchunked
-from pdproxy.sink import EXTENSION
 
 FRAMING = (b"content-length", b"transfer-encoding")
 
 
 def ambiguous(method: bytes, version: str, headers: Sequence[tuple[bytes, bytes]]) -> str:
-    """Why somebody else on the way may have understood a head differently; "" where nobody can have.
-
-    Args:
-        method: in upper case.
-        version: of HTTP, such as "1.1".
-        headers: names in lower case.
-    """
+    """Why another server on the way may read a head differently, or "" where it cannot; header names in lower case."""
     hosts, codings = 0, []
     for name, value in headers:
         if name == b"host":
@@ -56,60 +48,60 @@ def ambiguous(method: bytes, version: str, headers: Sequence[tuple[bytes, bytes]
     return ""
 
 
-def head_again(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """A head that says of the body what ``headers`` say, and nothing else."""
+def framing_head(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """A head with nothing but the framing of the body from ``headers``."""
     fields = (b"%b: %b\r\n" % field for field in headers if field[0] in FRAMING)
     return b"POST / HTTP/1.1\r\nhost: x\r\n%b\r\n" % b"".join(fields)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What one client may do with a connection.
+    """Limits of one client connection.
 
     Attributes:
-        head_bytes: of a head, and of what comes with a body that is none of it between two pieces of the body.
-        head_seconds: from the connection's (or the head's) first byte to the head's last; and for what is left of a
-            body whose answer is out already.
-        taking_seconds: for a client to take what waits for it: else it would hold nodes and memory for ever.
+        head_bytes: of a head, and of framing between two pieces of a body.
+        head_seconds: from the connection's (or the head's) first byte to the head's last; and for the rest of a body
+            whose response is out already.
+        stall_seconds: for a client to read what waits for it: else it would hold nodes and memory for ever.
     """
 
     head_bytes: int
     head_seconds: float
-    taking_seconds: float
+    stall_seconds: float
 
 
 class RefusedHeadError(PdproxyError):
-    """A complete head that is too long or ambiguous; answered already."""
+    """A complete head that is too long or ambiguous; the error response is out already."""
 
 
 class ReceiveState(enum.Enum):
-    """Of what the client sends."""
+    """Which part of a request the client is sending."""
 
     BETWEEN = "between"
-    """Nothing of a request is here, or the last one as a whole."""
+    """None: the last request has come as a whole."""
     HEAD = "head"
     BODY = "body"
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One client connection. Subclassed by `guarded`, which binds the limits."""
+    """One client connection. `guarded` makes a subclass with the limits."""
 
     limits: typing.ClassVar[ConnectionLimits]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._writer = self.transport = ResponseWriter(transport, self._sends, self.limits.taking_seconds)
-        self._stage = ReceiveState.BETWEEN
-        self._came = 0
-        """Bytes since the last that were a request's, or its body's."""
-        self._refused = self._again = False
-        self._late: asyncio.TimerHandle | None = None
-        self._hurry(self._too_late)
+        self._writer = self.transport = ResponseWriter(transport, self._is_sending, self.limits.stall_seconds)
+        self._state = ReceiveState.BETWEEN
+        self._framing_bytes = 0
+        """Bytes since the last complete head or piece of a body."""
+        self._refused = self._reparsing = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._start_timer(self._on_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._in_time()
+        self._stop_timer()
         self._unset_keepalive_if_required()
-        self._writer.lost()
+        self._writer.on_lost()
         self._withdraw_sink()
         super().connection_lost(exc)
 
@@ -117,61 +109,61 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._refused or self.transport.is_closing():
             return
         self._unset_keepalive_if_required()
-        self._came += len(data)
-        if self._stage is ReceiveState.BETWEEN and self._late is None:
-            self._hurry(self._too_late)
+        self._framing_bytes += len(data)
+        if self._state is ReceiveState.BETWEEN and self._timer is None:
+            self._start_timer(self._on_timeout)
         self._parse(data)
         # The piece that ends the head may hold a body as well: only a head that is still open has outgrown its limit.
-        if self._came > self.limits.head_bytes:
+        if self._framing_bytes > self.limits.head_bytes:
             self._refuse_size()
 
     def on_message_begin(self) -> None:
-        if self._again:
+        if self._reparsing:
             return
         super().on_message_begin()
-        self._stage = ReceiveState.HEAD
-        if self._late is None:
-            self._hurry(self._too_late)
+        self._state = ReceiveState.HEAD
+        if self._timer is None:
+            self._start_timer(self._on_timeout)
 
     def on_url(self, url: bytes) -> None:
-        if not self._again:
+        if not self._reparsing:
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._stage is ReceiveState.HEAD:
+        if self._state is ReceiveState.HEAD:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if self._again:
+        if self._reparsing:
             return
-        self._in_time()
+        self._stop_timer()
         version = self.parser.get_http_version()
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self.limits.head_bytes:
             self._refuse_size()
         elif wrong := ambiguous(self.parser.get_method(), version, self.headers):
             self._refuse(400, wrong, "invalid_http")
-        elif self._answering():
+        elif self._responding():
             self._refuse(400, "Wait for an answer before the next request.", "pipelined")
         if self._refused:
-            raise RefusedHeadError  # Ends the parsing: the application must not hear of this request.
+            raise RefusedHeadError  # Ends the parsing: the application must not get this request.
         super().on_headers_complete()
         if version == "1.0":
             unchunked(self.cycle)
         else:
-            self.scope["extensions"] = {EXTENSION: {"sink": direct_write(self.cycle, self._writer)}}
-        self._stage, self._came = ReceiveState.BODY, 0
+            self.scope["extensions"] = {SINK_EXTENSION: {"sink": direct_write(self.cycle, self._writer)}}
+        self._state, self._framing_bytes = ReceiveState.BODY, 0
 
     def on_body(self, body: bytes) -> None:
-        self._came = 0
+        self._framing_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
-            return  # httptools sees no body where an upgrade is wished for
-        self._stage, self._came = ReceiveState.BETWEEN, 0
+            return  # httptools sees no body where the head has an upgrade
+        self._state, self._framing_bytes = ReceiveState.BETWEEN, 0
         super().on_message_complete()
         if self.cycle.response_complete:
-            self._in_time()
+            self._stop_timer()
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
@@ -179,15 +171,15 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._withdraw_sink()
-        if self._stage is ReceiveState.BODY and not self.transport.is_closing():
-            self._hurry(self.transport.close)
+        if self._state is ReceiveState.BODY and not self.transport.is_closing():
+            self._start_timer(self.transport.close)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._writer.waits()
+        self._writer.on_paused()
 
     def resume_writing(self) -> None:
-        self._writer.goes_on()
+        self._writer.on_resumed()
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
@@ -197,63 +189,63 @@ class GuardedProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            self._stay(data[upgrade.args[0] :])
+            self._ignore_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
 
-    def _stay(self, rest: bytes) -> None:
-        """A head wished for another protocol: what follows it is read as if it had not."""
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """Parse what follows a head with an upgrade as if the head had none."""
         self.parser = httptools.HttpRequestParser(self)
-        self._again = True
-        self._parse(head_again(self.headers))
-        self._again = False
+        self._reparsing = True
+        self._parse(framing_head(self.headers))
+        self._reparsing = False
         if rest:
             self._parse(rest)
 
-    def _hurry(self, late: typing.Callable[[], None]) -> None:
-        self._in_time()
-        self._late = self.loop.call_later(self.limits.head_seconds, late)
+    def _start_timer(self, on_timeout: typing.Callable[[], None]) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(self.limits.head_seconds, on_timeout)
 
-    def _in_time(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _withdraw_sink(self) -> None:
-        """It leads back to who offers it: a circle that only the garbage collector would find."""
+        """The sink refers to the protocol, which refers to the scope: a cycle for the garbage collector."""
         if self.cycle is not None:
             self.scope["extensions"] = {}
 
-    def _sends(self) -> bool:
-        """The client is not done: more of a request may come, or something that was refused."""
-        return self._refused or self._stage is not ReceiveState.BETWEEN
+    def _is_sending(self) -> bool:
+        """Whether the client may still be sending: the rest of a request, or what follows a refused one."""
+        return self._refused or self._state is not ReceiveState.BETWEEN
 
-    def _answering(self) -> bool:
-        """A request is here as a whole, and its answer not out yet."""
+    def _responding(self) -> bool:
+        """Whether a request has come as a whole, and its response is not out yet."""
         cycle: RequestResponseCycle | None = self.cycle
         return cycle is not None and not cycle.more_body and not cycle.response_complete
 
-    def _too_late(self) -> None:
-        self._late = None
-        if self._stage is ReceiveState.HEAD:
+    def _on_timeout(self) -> None:
+        self._timer = None
+        if self._state is ReceiveState.HEAD:
             self._refuse(408, f"The headers did not arrive within {self.limits.head_seconds:g} s.", "headers_timeout")
-        elif not self._answering():
+        elif not self._responding():
             self.transport.close()
 
     def _refuse_size(self) -> None:
         most = self.limits.head_bytes
-        if self._stage is ReceiveState.BODY:
+        if self._state is ReceiveState.BODY:
             self._refuse(400, f"More than {most} bytes came that are no body.", "framing_too_large")
         else:
             self._refuse(431, f"The request's headers are longer than {most} bytes.", "headers_too_large")
 
     def _refuse(self, status: int, message: str, code: str) -> None:
-        """The connection ends, once: with this error, or with the answer to the request before."""
+        """End the connection with this error, or with the response to the request before. Once."""
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
-        self._in_time()
-        if self._answering():
+        self._stop_timer()
+        if self._responding():
             self.cycle.keep_alive = False
             return
         cycle: RequestResponseCycle | None = self.cycle
@@ -261,16 +253,12 @@ class GuardedProtocol(HttpToolsProtocol):
             body = ClientError(status, message, code=code).body()
             head = f"HTTP/1.1 {status} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
             self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
-        self._say_goodbye(cycle)
-
-    def _say_goodbye(self, cycle: RequestResponseCycle | None) -> None:
-        """The end; for the application the client has gone, though it may still be listening."""
         self.transport.close()
         if cycle is not None:
-            cycle.disconnected = True
+            cycle.disconnected = True  # for the application, though the client may still read
             cycle.message_event.set()
 
 
 def guarded(limits: ConnectionLimits) -> type[GuardedProtocol]:
-    """The protocol class with these limits, as uvicorn wants it: a class that it can call."""
+    """The protocol class with these limits: uvicorn takes a class, not an instance."""
     return type("BoundProtocol", (GuardedProtocol,), {"limits": limits})

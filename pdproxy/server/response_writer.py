@@ -1,161 +1,152 @@
-"""The way out to a client: it takes what waits for it in its time, and gets the whole of what was said before the end.
+"""Writing responses to clients: with a time limit for the client to read, and a close that loses nothing.
 
-A connection that is closed while its client still sends is reset, and the answer that lay in between is lost with it
-(RFC 9112, 9.6). So the end has two steps there: nothing more goes out, and what comes is dropped until the client has
-closed.
-
-
-The way for pieces of a response that need not wait for their turn: ASGI's ``send`` without the coroutine.
-
-Answers to clients of HTTP/1.0, which know no chunks."""
+A connection that is closed while its client still sends is reset, and a response that is under way is lost with it
+(RFC 9112, 9.6). So it is closed in two steps: the sending half at once, the rest when the client has closed too.
+"""
 
 import asyncio
-import functools
 from collections.abc import Callable
 
 from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from pdproxy.sink import Sink
+from pdproxy.response import Sink
 
 MIN_PROGRESS_BYTES = 64 * 1024
-"""Bytes that a client must take of a long answer in its time; of a shorter one all."""
+"""Bytes that a client must read within its time limit, or all of a shorter response."""
 LINGER_SECONDS = 10.0
 """Seconds that a client has to notice that nothing more comes."""
 
 
 class ResponseWriter(asyncio.Transport):
-    """A connection's transport, with bounds. Whoever makes one calls `lost` when the connection is.
+    """A connection's transport. `on_lost`, `on_paused` and `on_resumed` are called by the protocol.
 
     Args:
-        inner: what it stands for.
-        sends: whether the client may be in the middle of a request.
-        seconds: for the client to take what waits, or a good deal of it.
+        is_sending: whether the client may be in the middle of a request.
+        seconds: for the client to read what waits, or `MIN_PROGRESS_BYTES` of it.
     """
 
-    def __init__(self, inner: asyncio.Transport, sends: Callable[[], bool], seconds: float) -> None:
+    def __init__(self, inner: asyncio.Transport, is_sending: Callable[[], bool], seconds: float) -> None:
         super().__init__()
         self._inner = inner
-        self._sends = sends
+        self._is_sending = is_sending
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._left = 0
-        self._watch: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._ending = False
-        self._held: list[bytes] = []
+        self._unwritten: list[bytes] = []
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Goes out in the loop's next turn, as one with what else is said in this: head and body, last piece and end.
+        """Write in the loop's next turn, together with what else is written in this one, such as head and body.
 
         One system call less is worth more than the turn: the client's machine is woken once.
         """
-        if not self._held:
+        if not self._unwritten:
             self._loop.call_soon(self._flush)
-        self._held.append(bytes(data))
+        self._unwritten.append(bytes(data))
 
     def write_now(self, data: bytes) -> None:
-        """Goes out at once."""
-        if self._held:
+        """Write at once."""
+        if self._unwritten:
             self._flush()
         self._inner.write(data)
 
     def get_write_buffer_size(self) -> int:
-        """Bytes that wait."""
-        return self._inner.get_write_buffer_size() + sum(map(len, self._held))
+        """Bytes that are not written yet."""
+        return self._inner.get_write_buffer_size() + sum(map(len, self._unwritten))
 
     def is_closing(self) -> bool:
-        """Nothing more goes out."""
+        """Whether nothing more is written."""
         return self._ending or self._inner.is_closing()
 
     def close(self) -> None:
-        """Let what waits go out, then end. Idempotent."""
+        """Write what waits, then close. Idempotent."""
         if self.is_closing():
             return
         self._ending = True
         self._flush()
-        self._stop()
-        if self._sends() and self._inner.can_write_eof():
+        self._stop_timer()
+        if self._is_sending() and self._inner.can_write_eof():
             self._inner.write_eof()
             self._inner.resume_reading()
-            self._watch = self._loop.call_later(LINGER_SECONDS, self._end)
+            self._timer = self._loop.call_later(LINGER_SECONDS, self._end)
         else:
             self._end()
 
     def abort(self) -> None:
-        """End at once."""
-        self._held.clear()
+        """Close at once."""
+        self._unwritten.clear()
         self._inner.abort()
 
-    def waits(self) -> None:
-        """The client does not keep up."""
-        if self._watch is None:
-            self._look_later()
+    def on_paused(self) -> None:
+        """The client does not keep up: start its time limit."""
+        if self._timer is None:
+            self._check_later()
 
-    def goes_on(self) -> None:
-        """It does again."""
+    def on_resumed(self) -> None:
+        """It does again: stop the time limit."""
         if not self._ending:
-            self._stop()
+            self._stop_timer()
 
-    def lost(self) -> None:
-        """The connection is gone: watch no longer, and let go of whose it was."""
-        self._stop()
-        self._held.clear()
-        self._sends = _no_more
+    def on_lost(self) -> None:
+        """The connection is closed: stop the time limit, and drop the reference to the protocol."""
+        self._stop_timer()
+        self._unwritten.clear()
+        self._is_sending = lambda: False
 
     def _flush(self) -> None:
-        held, self._held = self._held, []
-        if held:
-            self._inner.write(held[0] if len(held) == 1 else b"".join(held))
+        unwritten, self._unwritten = self._unwritten, []
+        if unwritten:
+            self._inner.write(unwritten[0] if len(unwritten) == 1 else b"".join(unwritten))
 
-    def _stop(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _end(self) -> None:
         self._inner.close()
-        self._look_later()
+        self._check_later()
 
-    def _look_later(self) -> None:
+    def _check_later(self) -> None:
         self._left = self.get_write_buffer_size()
-        self._watch = self._loop.call_later(self._seconds, self._look)
+        self._timer = self._loop.call_later(self._seconds, self._check_progress)
 
-    def _look(self) -> None:
+    def _check_progress(self) -> None:
         if self._left - self.get_write_buffer_size() < MIN_PROGRESS_BYTES:
             self._inner.abort()
         else:
-            self._look_later()
-
-
-def _no_more() -> bool:
-    return False
+            self._check_later()
 
 
 def direct_write(cycle: RequestResponseCycle, writer: ResponseWriter) -> Sink:
-    """The sink of one exchange; see `pdproxy.sink.EXTENSION`."""
-    return functools.partial(_write, cycle, writer)
+    """The sink of one response, in place of ASGI's ``send``; see `pdproxy.response.SINK_EXTENSION`.
 
+    Writes chunks as uvicorn does.
+    """
 
-def _write(cycle: RequestResponseCycle, writer: ResponseWriter, piece: bytes) -> bool:
-    """As uvicorn writes a piece of a body whose length is not known."""
-    if cycle.disconnected:
-        return False
-    if cycle.response_complete or not cycle.chunked_encoding:
-        raise RuntimeError("only pieces of a body whose length is not known go this way, after its head")
-    writer.write_now(b"%x\r\n%b\r\n" % (len(piece), piece))
-    return not cycle.flow.write_paused
+    def write(piece: bytes) -> bool:
+        if cycle.disconnected:
+            return False
+        if cycle.response_complete or not cycle.chunked_encoding:
+            raise RuntimeError("only pieces of a body whose length is not known go this way, after its head")
+        writer.write_now(b"%x\r\n%b\r\n" % (len(piece), piece))
+        return not cycle.flow.write_paused
+
+    return write
 
 
 class UnchunkedCycle(RequestResponseCycle):
-    """An exchange whose answer, where its length is not known, ends with the connection (RFC 9112, 6.3).
+    """A response that, where its length is not known, ends with the connection: HTTP/1.0 has no chunks (RFC 9112, 6.3).
 
-    uvicorn has chunks for such an answer, whoever asked, and no seam for the class: `unchunked` makes one of its own.
+    uvicorn would send chunks, and has no option for the class of an exchange: `unchunked` changes it.
     """
 
     open_ended = False
 
     async def send(self, message: ASGISendEvent) -> None:
-        """As uvicorn's. It checks that a body is as long as was said: of an open one, each piece is."""
+        """uvicorn's checks that a body has its announced length: where there is none, each piece announces its own."""
         if message["type"] == "http.response.start":
             self.open_ended = all(name != b"content-length" for name, _ in message.get("headers", ()))
             if self.open_ended:
@@ -166,6 +157,6 @@ class UnchunkedCycle(RequestResponseCycle):
 
 
 def unchunked(cycle: RequestResponseCycle) -> None:
-    """Have an exchange answered without chunks; and without 100 (Continue), which HTTP/1.0 does not know either."""
+    """Respond without chunks, and without 100 (Continue), which HTTP/1.0 does not have either."""
     cycle.__class__ = UnchunkedCycle
     cycle.waiting_for_100_continue = False

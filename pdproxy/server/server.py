@@ -15,7 +15,7 @@ _LOG = logging.getLogger("pdproxy.server")
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that leaves signals to `serve`, and takes a socket that is bound already."""
+    """A uvicorn server on a bound socket, without signal handlers: `serve` has them."""
 
     def __init__(self, config: uvicorn.Config, bound: socket.socket) -> None:
         super().__init__(config)
@@ -33,7 +33,7 @@ class Server(uvicorn.Server):
 
 
 def bind(host: str, port: int, setting: str) -> socket.socket:
-    """A listening address.
+    """A socket bound to an address.
 
     Raises:
         SettingsError: it is taken, or not this machine's; names the setting.
@@ -53,8 +53,7 @@ async def serve(ports: Sequence[Server], leaving: asyncio.Event) -> None:
     """Serve until a signal (SIGTERM, SIGINT) or until a port ends; running requests get their time to finish.
 
     Args:
-        ports: served together.
-        leaving: set as soon as the end begins, so that /ready says so.
+        leaving: set when the shutdown begins, so that /ready shows it.
     """
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -69,7 +68,7 @@ async def serve(ports: Sequence[Server], leaving: asyncio.Event) -> None:
 
 
 def leave(ports: Sequence[Server], leaving: asyncio.Event) -> None:
-    """Begin the end; a second call ends at once."""
+    """Begin the shutdown; a second call ends at once."""
     if leaving.is_set():
         _LOG.warning("ending at once: running requests are cut")
         for port in ports:
@@ -81,6 +80,5 @@ def leave(ports: Sequence[Server], leaving: asyncio.Event) -> None:
 
 async def _run(port: Server, ports: Sequence[Server], leaving: asyncio.Event) -> None:
     await port.serve(sockets=[port.bound])
-    leaving.set()
-    for other in ports:
-        other.should_exit = True
+    if not leaving.is_set():
+        leave(ports, leaving)

@@ -1,4 +1,4 @@
-"""Every single setting with its names, found by walking the models: what a file, a variable and a flag may name."""
+"""Every setting with its names in the file, in the environment and on the command line, from the models."""
 
 import dataclasses
 import difflib
@@ -7,16 +7,12 @@ from collections.abc import Mapping
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from pdproxy.settings.model import NodeEntry, Settings
-from pdproxy.settings.types import takes
+from pdproxy.settings.model import ConfiguredNode, Settings
+from pdproxy.settings.types import OneOf, Quantity, Takes
 
 PREFIX = "PDPROXY_"
 
-SHORT = {
-    "listen.host": "--host",
-    "listen.port": "--port",
-    "listen.admin_port": "--admin-port",
-}
+SHORT = {"listen.host": "--host", "listen.port": "--port", "listen.admin_port": "--admin-port"}
 """Shorter flags for what is set most often."""
 
 
@@ -25,7 +21,7 @@ class Setting:
     """One setting.
 
     Attributes:
-        section: its section's name, "" for a field of a node entry.
+        section: its section's name, "" for a field of a node.
         name: its own name.
         field: its type, bounds, default and description.
     """
@@ -51,8 +47,11 @@ class Setting:
 
     @property
     def takes(self) -> str:
-        """What it takes, in words."""
-        return takes(self.field)
+        """What it takes, in words: "a number of seconds above 0"."""
+        if isinstance(self.field.annotation, type) and issubclass(self.field.annotation, OneOf):
+            return "one of " + ", ".join(self.field.annotation)
+        words = next((each.words for each in self.field.metadata if isinstance(each, Takes)), "")
+        return words or _number(self.field)
 
 
 def sections() -> dict[str, type[BaseModel]]:
@@ -71,16 +70,36 @@ def every_setting() -> tuple[Setting, ...]:
 
 
 def node_settings() -> tuple[Setting, ...]:
-    """What one entry of ``nodes`` may hold."""
-    return tuple(Setting("", name, field) for name, field in NodeEntry.model_fields.items())
+    """The fields of an entry of ``nodes``."""
+    return tuple(Setting("", name, field) for name, field in ConfiguredNode.model_fields.items())
+
+
+def unit_of(field: FieldInfo) -> str:
+    """What a number counts; "" for everything else."""
+    return next((each.unit for each in field.metadata if isinstance(each, Quantity)), "")
+
+
+def _number(field: FieldInfo) -> str:
+    words = "a whole number" if field.annotation is int else "a number"
+    if unit := unit_of(field):
+        words += f" of {unit}"
+    above, least, most = (_bound(field, name) for name in ("gt", "ge", "le"))
+    if above is not None:
+        words += f" above {above}"
+    if least is not None:
+        words += f", at least {least}" if most is None else f" from {least} to {most}"
+    return words
+
+
+def _bound(field: FieldInfo, name: str) -> object:
+    return next((getattr(each, name) for each in field.metadata if hasattr(each, name)), None)
 
 
 def did_you_mean(word: str, known: Mapping[str, str], otherwise: str = "") -> str:
-    """ " Did you mean x?", or `otherwise` when nothing is near.
+    """Such as " Did you mean x?", or `otherwise` when no known name resembles the word.
 
     Args:
-        word: what was written.
-        known: what may be meant, by what the word is compared with.
+        known: what to suggest, by the name that the word is compared with.
     """
     compared = {name.lower(): meant for name, meant in known.items()}
     near = difflib.get_close_matches(word.lower(), compared, n=1, cutoff=0.6)

@@ -1,43 +1,19 @@
-"""The settings: one model for each section, and `Settings` over all. Times are seconds, sizes are bytes.
+"""Every setting, with its description: one model for each section, and `Settings` over all.
 
-A model that exists is valid: each field by its type, and those that must go together by the validators here. Over 300
-lines, for every setting of the proxy stands here, with its description.
+Times are seconds, sizes are bytes. A model that exists is valid: each field by its type, and those that must go
+together by the validators here.
 """
 
-from typing import Self
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from pdproxy.settings.choices import (
-    Credential,
-    DiscoveryKind,
-    FirstHandOver,
-    LogFormat,
-    LogLevel,
-    NodeRole,
-    OnPrefillFailure,
-    OtelExport,
-    Scheme,
-)
-from pdproxy.settings.types import (
-    Address,
-    Bytes,
-    Count,
-    Host,
-    Number,
-    OptionalAddress,
-    OptionalFile,
-    Port,
-    Seconds,
-    Text,
-    Texts,
-    Tokens,
-)
+from pdproxy.settings import types
 
 
 class Section(BaseModel):
-    """What all sections have in common."""
+    """The configuration that all sections share."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", str_strip_whitespace=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -47,19 +23,19 @@ class Section(BaseModel):
 class Listen(Section):
     """Where clients and operators connect."""
 
-    host: Host = "127.0.0.1"
+    host: types.Host = "127.0.0.1"
     """Address that clients connect to; 0.0.0.0 for all of the machine's."""
-    port: Port = 8080
+    port: types.Port = 8080
     """Port that clients connect to; 0 picks a free one."""
-    admin_host: Host = "127.0.0.1"
+    admin_host: types.Host = "127.0.0.1"
     """Address of the operators' port."""
-    admin_port: Port = 8081
+    admin_port: types.Port = 8081
     """Port for health, metrics and node administration; 0 picks a free one."""
-    admin_token_file: OptionalFile = None
+    admin_token_file: types.OptionalFile = None
     """File with the token that changing nodes asks for; without it none is asked for."""
-    tls_certificate: OptionalFile = None
+    tls_certificate: types.OptionalFile = None
     """PEM certificate chain for the clients' port."""
-    tls_key: OptionalFile = None
+    tls_key: types.OptionalFile = None
     """PEM private key that belongs to the certificate."""
 
     @model_validator(mode="after")
@@ -73,65 +49,65 @@ class Listen(Section):
         return self
 
 
-class NodeEntry(Section):
+class ConfiguredNode(Section):
     """One vLLM node, known from the start."""
 
-    url: Address
+    url: types.Address
     """Base address, such as http://10.0.0.1:8000."""
-    role: NodeRole
+    role: types.NodeRole
     """What the node is asked to do."""
-    model: Text = ""
+    model: types.Text = ""
     """Model as clients name it; empty asks the node."""
-    aliases: Texts = ()
+    aliases: types.Texts = ()
     """Further names served here, such as LoRA adapters."""
-    weight: Number = Field(default=1.0, gt=0)
+    weight: types.Number = Field(default=1.0, gt=0)
     """Relative share of requests."""
 
 
 class Discovery(Section):
     """Where nodes come from, besides `nodes`. They join through the preflight and leave by draining."""
 
-    prefill: DiscoveryKind = DiscoveryKind.STATIC
+    prefill: types.DiscoveryKind = types.DiscoveryKind.STATIC
     """How prefill nodes are found."""
-    decode: DiscoveryKind = DiscoveryKind.STATIC
+    decode: types.DiscoveryKind = types.DiscoveryKind.STATIC
     """How decode nodes are found."""
-    scheme: Scheme = Scheme.HTTP
+    scheme: types.Scheme = types.Scheme.HTTP
     """How nodes found by `dns` and `kubernetes` are spoken to."""
-    file: OptionalFile = None
+    file: types.OptionalFile = None
     """For `file`: YAML list of nodes, each as in `nodes`, of both roles."""
-    file_interval: Seconds = Field(default=5.0, gt=0)
+    file_interval: types.Seconds = Field(default=5.0, gt=0)
     """Between two looks into the file."""
-    prefill_name: Text = ""
+    prefill_name: types.Text = ""
     """For `dns`: the name of the prefill nodes."""
-    decode_name: Text = ""
+    decode_name: types.Text = ""
     """For `dns`: the name of the decode nodes."""
-    dns_port: Port = 0
+    dns_port: types.Port = 0
     """For `dns`: the nodes' port; 0 looks SRV records up, which say it."""
-    dns_interval: Seconds = Field(default=10.0, gt=0)
+    dns_interval: types.Seconds = Field(default=10.0, gt=0)
     """Between two look-ups of a name."""
-    prefill_selector: Text = ""
+    prefill_selector: types.Text = ""
     """For `kubernetes`: labels such as kubernetes.io/service-name=prefill, of EndpointSlices."""
-    decode_selector: Text = ""
+    decode_selector: types.Text = ""
     """For `kubernetes`: the same for the decode nodes."""
-    namespace: Text = ""
+    namespace: types.Text = ""
     """For `kubernetes`: where the slices are; empty is the pod's own."""
-    port_name: Text = ""
+    port_name: types.Text = ""
     """For `kubernetes`: the name of the nodes' port; empty is the first one."""
-    api: OptionalAddress = ""
+    api: types.OptionalAddress = ""
     """For `kubernetes`: address of the API server; empty takes the one the pod is told."""
 
     @property
     def wanted(self) -> bool:
         """Whether any nodes are to be found."""
-        return {self.prefill, self.decode} != {DiscoveryKind.STATIC}
+        return {self.prefill, self.decode} != {types.DiscoveryKind.STATIC}
 
     @model_validator(mode="after")
     def _what_is_looked_for(self) -> Self:
         for role, kind in (("prefill", self.prefill), ("decode", self.decode)):
             needs = {
-                DiscoveryKind.FILE: "file",
-                DiscoveryKind.DNS: f"{role}_name",
-                DiscoveryKind.KUBERNETES: f"{role}_selector",
+                types.DiscoveryKind.FILE: "file",
+                types.DiscoveryKind.DNS: f"{role}_name",
+                types.DiscoveryKind.KUBERNETES: f"{role}_selector",
             }
             if kind in needs and not getattr(self, needs[kind]):
                 raise ValueError(f"discovery.{role} is {kind}: that needs discovery.{needs[kind]}.")
@@ -141,16 +117,16 @@ class Discovery(Section):
 class Upstream(Section):
     """How nodes are spoken to."""
 
-    credential: Credential = Credential.PASS
+    credential: types.Credential = types.Credential.PASS
     """What a node gets as its Authorization header."""
-    credential_file: OptionalFile = None
+    credential_file: types.OptionalFile = None
     """File with the credential that `replace` sends and that our own health checks carry."""
-    ca_file: OptionalFile = None
+    ca_file: types.OptionalFile = None
     """PEM authorities for https nodes; empty uses the system's."""
 
     @model_validator(mode="after")
     def _credential(self) -> Self:
-        if self.credential is Credential.REPLACE and self.credential_file is None:
+        if self.credential is types.Credential.REPLACE and self.credential_file is None:
             raise ValueError("upstream.credential is replace: name the file in upstream.credential_file.")
         return self
 
@@ -158,38 +134,38 @@ class Upstream(Section):
 class Deadlines(Section):
     """How long each phase of a request may take."""
 
-    connect: Seconds = Field(default=5.0, gt=0)
+    connect: types.Seconds = Field(default=5.0, gt=0)
     """Until a connection to a node stands."""
-    prefill_headers: Seconds = Field(default=600.0, gt=0)
+    prefill_headers: types.Seconds = Field(default=600.0, gt=0)
     """Until a prefill node begins its answer."""
-    decode_headers: Seconds = Field(default=600.0, gt=0)
+    decode_headers: types.Seconds = Field(default=600.0, gt=0)
     """Until a decode node begins its answer."""
-    stall: Seconds = Field(default=120.0, gt=0)
+    stall: types.Seconds = Field(default=120.0, gt=0)
     """Between two pieces of an answer; also for a client to send its body, and to take what waits."""
-    request: Seconds = Field(default=3600.0, gt=0)
+    request: types.Seconds = Field(default=3600.0, gt=0)
     """For a request as a whole."""
-    drain: Seconds = Field(default=30.0, ge=0)
+    drain: types.Seconds = Field(default=30.0, ge=0)
     """For running requests at shutdown or node drain."""
-    release: Seconds = Field(default=5.0, gt=0)
+    release: types.Seconds = Field(default=5.0, gt=0)
     """For telling a prefill node to free blocks."""
 
 
 class Limits(Section):
     """What a client may ask for."""
 
-    body_bytes: Bytes = Field(default=64 * 1024 * 1024, ge=1024)
+    body_bytes: types.Bytes = Field(default=64 * 1024 * 1024, ge=1024)
     """Largest request body."""
-    held_bytes: Bytes = Field(default=256 * 1024 * 1024, ge=1024)
+    held_bytes: types.Bytes = Field(default=256 * 1024 * 1024, ge=1024)
     """Request bodies held at once, all together; what comes beyond gets 429."""
-    header_bytes: Bytes = Field(default=64 * 1024, ge=1024)
+    header_bytes: types.Bytes = Field(default=64 * 1024, ge=1024)
     """Largest request head."""
-    concurrency: Count = Field(default=1024, ge=1)
+    concurrency: types.Count = Field(default=1024, ge=1)
     """Requests that run at once."""
-    queue: Count = Field(default=4096, ge=0)
+    queue: types.Count = Field(default=4096, ge=0)
     """Requests that may wait for a place; more get 429."""
-    queue_seconds: Seconds = Field(default=30.0, ge=0)
+    queue_seconds: types.Seconds = Field(default=30.0, ge=0)
     """Longest wait for a place, then 429."""
-    key_concurrency: Count = Field(default=0, ge=0)
+    key_concurrency: types.Count = Field(default=0, ge=0)
     """Requests of one API key that run at once; 0 is no limit."""
 
     @model_validator(mode="after")
@@ -205,32 +181,32 @@ class Limits(Section):
 class Policy(Section):
     """What is decided for a request, and what follows a failure."""
 
-    on_prefill_failure: OnPrefillFailure = OnPrefillFailure.RETRY
+    on_prefill_failure: types.OnPrefillFailure = types.OnPrefillFailure.RETRY
     """What follows a failed prefill leg."""
-    retries: Count = Field(default=2, ge=0, le=10)
+    retries: types.Count = Field(default=2, ge=0, le=10)
     """Further nodes tried for one leg."""
-    migrations: Count = Field(default=3, ge=0, le=100)
+    migrations: types.Count = Field(default=3, ge=0, le=100)
     """Times that one stream may move to another node when its own dies; 0 is never."""
-    ticket_life: Seconds = Field(default=30.0, ge=0, le=3600)
+    ticket_life: types.Seconds = Field(default=30.0, ge=0, le=3600)
     """How long a ticket is tried again elsewhere: no longer than the nodes' kv_lease_duration; 0 is never."""
-    local_below_tokens: Tokens = Field(default=0, ge=0)
+    local_below_tokens: types.Tokens = Field(default=0, ge=0)
     """Prompts surely shorter are computed on the decode node; 0 is never."""
 
 
 class Health(Section):
     """How nodes are watched."""
 
-    interval: Seconds = Field(default=5.0, gt=0)
+    interval: types.Seconds = Field(default=5.0, gt=0)
     """Between two health checks of a node."""
-    timeout: Seconds = Field(default=5.0, gt=0)
+    timeout: types.Seconds = Field(default=5.0, gt=0)
     """For one health check."""
-    failures: Count = Field(default=3, ge=1)
+    failures: types.Count = Field(default=3, ge=1)
     """Failures in a row that open a node's circuit."""
-    cool_down: Seconds = Field(default=10.0, gt=0)
+    cool_down: types.Seconds = Field(default=10.0, gt=0)
     """Until a node with an open circuit is probed."""
-    slow_start: Seconds = Field(default=30.0, ge=0)
+    slow_start: types.Seconds = Field(default=30.0, ge=0)
     """Over which a node that came back gets its full share."""
-    first_hand_over: FirstHandOver = FirstHandOver.KNOWN_ANSWER
+    first_hand_over: types.FirstHandOver = types.FirstHandOver.KNOWN_ANSWER
     """What nodes hand over before they serve: `known_answer` compares the answer with what the decode node says alone,
     and keeps pairs apart that fail; `warm_up` only makes the handshake."""
 
@@ -238,43 +214,43 @@ class Health(Section):
 class Keys(Section):
     """Who may ask."""
 
-    file: OptionalFile = None
+    file: types.OptionalFile = None
     """File with API keys; without it anyone may ask."""
 
 
 class Log(Section):
     """What is logged, on standard error."""
 
-    level: LogLevel = LogLevel.INFO
+    level: types.LogLevel = types.LogLevel.INFO
     """How much is logged."""
-    format: LogFormat = LogFormat.TEXT
+    format: types.LogFormat = types.LogFormat.TEXT
     """How a line looks."""
 
 
 class Otel(Section):
     """Tracing; needs the extra `pdproxy[otel]`."""
 
-    export: OtelExport = OtelExport.OFF
+    export: types.OtelExport = types.OtelExport.OFF
     """Where spans go."""
-    endpoint: OptionalAddress = "http://127.0.0.1:4318/v1/traces"
+    endpoint: types.OptionalAddress = "http://127.0.0.1:4318/v1/traces"
     """OTLP/HTTP address of the collector."""
-    service: Text = "pdproxy"
+    service: types.Text = "pdproxy"
     """Service name that the spans carry."""
 
     @model_validator(mode="after")
     def _collector(self) -> Self:
-        if self.export is OtelExport.OTLP and not self.endpoint:
+        if self.export is types.OtelExport.OTLP and not self.endpoint:
             raise ValueError("otel.export is otlp: name the collector in otel.endpoint.")
         return self
 
 
 class Settings(BaseSettings):
-    """Everything an operator decides, read once at start (`load`). Made directly, it reads nothing from anywhere."""
+    """Everything an operator decides. `load` reads it from its sources; made directly, it reads no environment."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", case_sensitive=True)
 
     listen: Listen = Listen()
-    nodes: tuple[NodeEntry, ...] = ()
+    nodes: tuple[ConfiguredNode, ...] = ()
     discovery: Discovery = Discovery()
     upstream: Upstream = Upstream()
     deadlines: Deadlines = Deadlines()
@@ -287,8 +263,8 @@ class Settings(BaseSettings):
 
     @field_validator("nodes")
     @classmethod
-    def _each_once(cls, nodes: tuple[NodeEntry, ...]) -> tuple[NodeEntry, ...]:
-        seen: set[tuple[str, NodeRole]] = set()
+    def _each_once(cls, nodes: tuple[ConfiguredNode, ...]) -> tuple[ConfiguredNode, ...]:
+        seen: set[tuple[str, types.NodeRole]] = set()
         for node in nodes:
             if (node.url, node.role) in seen:
                 raise ValueError(f"the {node.role} node {node.url} is there twice; use weight to give it more.")
@@ -296,14 +272,6 @@ class Settings(BaseSettings):
         return nodes
 
     @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
+    def settings_customise_sources(cls, *_: Any, **sources: Any) -> tuple[PydanticBaseSettingsSource, ...]:
         """Only what is passed in: `load` names the other sources."""
-        del settings_cls, env_settings, dotenv_settings, file_secret_settings
-        return (init_settings,)
+        return (sources["init_settings"],)

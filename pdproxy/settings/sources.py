@@ -1,4 +1,4 @@
-"""Where settings come from: a YAML file, the environment, the command line. Each can tell where it found a value.
+"""Where settings come from: a YAML file, the environment, the command line. Each can name the place of a value.
 
 The file is parsed here rather than by pydantic-settings' own source, which takes a file that is missing for an empty
 one, forgets the first of two equal keys, and knows no line numbers. Flags are argparse's: pydantic-settings' own have
@@ -9,49 +9,38 @@ import argparse
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import yaml
 from pydantic_settings import EnvSettingsSource, InitSettingsSource
 
 from pdproxy.errors import SettingsError
 from pdproxy.settings.catalog import PREFIX, SHORT, did_you_mean, every_setting, sections
-from pdproxy.settings.choices import NodeRole
 from pdproxy.settings.model import Settings
+from pdproxy.settings.types import NodeRole
 
 CONFIG = PREFIX + "CONFIG"
 NODES = {PREFIX + role.upper(): role for role in NodeRole}
 
-Location = tuple[str | int, ...]
+Location: TypeAlias = tuple[str | int, ...]
 """The path of keys to a value: ``("deadlines", "stall")``, ``("nodes", 0, "url")``."""
 
-_NOT_OURS = re.compile(
+_FOREIGN = re.compile(
     # the connector's, which a launcher may hand to all that it starts
-    r"PDPROXY_(TICKET|CONNECTOR|TEST)_\w+"
+    r"PDPROXY_(TICKET|CONNECTOR|TEST)_\w+=.*"
     # what Kubernetes sets in every pod beside a service called pdproxy
-    r"|PDPROXY_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+    r"|PDPROXY_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)=.*"
+    r"|PDPROXY_(\w+_)?PORT=(tcp|udp|sctp)://.*",
+    re.DOTALL,
 )
+"""A variable with its value that begins with our prefix and is none of the proxy's settings."""
 
 
-class Source(Protocol):
-    """Values as they were written, nested as in `Settings`, and where each stands."""
-
-    @property
-    def faults(self) -> Sequence[str]:
-        """What cannot be made into values, a sentence each."""
-        ...
-
-    def __call__(self) -> dict[str, Any]:
-        """The values."""
-        ...
-
-    def place(self, location: Location) -> str:
-        """Where a value of this source stands: "the file a.yaml, line 3", "PDPROXY_LOG_LEVEL", "--log-level"."""
-        ...
-
-
-class FileSource(InitSettingsSource):
+class YamlSource(InitSettingsSource):
     """A YAML file.
+
+    Attributes:
+        faults: a sentence for each section that is no mapping.
 
     Raises:
         SettingsError: it cannot be read, is not YAML, or holds no mapping.
@@ -69,13 +58,17 @@ class FileSource(InitSettingsSource):
         super().__init__(Settings, values)
 
     def place(self, location: Location) -> str:
-        """The file and the line, and the place in the list of nodes."""
+        """Such as ``the file a.yaml, line 3, nodes[0]``."""
         node = f", nodes[{location[1]}]" if location[0] == "nodes" and len(location) > 1 else ""
         return f"the file {self._path}, line {_line(self._root, location)}{node}"
 
 
 class EnvironmentSource(EnvSettingsSource):
-    """The variables that begin with ``PDPROXY_``."""
+    """The variables that begin with ``PDPROXY_``.
+
+    Attributes:
+        faults: a sentence for each variable that names no setting.
+    """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         super().__init__(
@@ -96,12 +89,12 @@ class EnvironmentSource(EnvSettingsSource):
         return super().__call__() | _with_nodes(self._nodes)
 
     def place(self, location: Location) -> str:
-        """The variable."""
+        """Such as ``PDPROXY_LOG_LEVEL``."""
         return _node_origin(location, self._nodes) or PREFIX + "_".join(map(str, location)).upper()
 
 
 class FlagSource(InitSettingsSource):
-    """The command line, as argparse has read it with `add_flags`."""
+    """The command line, as argparse has parsed it with `add_flags`."""
 
     faults: Sequence[str] = ()
 
@@ -115,12 +108,15 @@ class FlagSource(InitSettingsSource):
         super().__init__(Settings, values | _with_nodes(self._nodes))
 
     def place(self, location: Location) -> str:
-        """The flag."""
+        """Such as ``--log-level``."""
         return _node_origin(location, self._nodes) or "--" + "-".join(map(str, location)).replace("_", "-")
 
 
+SettingsSource: TypeAlias = YamlSource | EnvironmentSource | FlagSource
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Give a command's parser the flags of every setting."""
+    """Give a command's parser a flag for every setting."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with settings.")
     for role in NodeRole:
         parser.add_argument(
@@ -134,15 +130,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_unknown(unknown: Sequence[str]) -> None:
-    """Complain of what the parser did not know.
+    """Refuse arguments that the parser did not recognise.
 
     Raises:
-        SettingsError: there was something.
+        SettingsError: there are any.
     """
     if unknown:
-        long = [each.flag for each in every_setting()]
-        known = {name: name for name in ("--config", *(f"--{role}" for role in NodeRole), *SHORT.values(), *long)}
-        near = did_you_mean(unknown[0].partition("=")[0], known)
+        flags = ("--config", *(f"--{role}" for role in NodeRole), *SHORT.values(), *(s.flag for s in every_setting()))
+        near = did_you_mean(unknown[0].partition("=")[0], {name: name for name in flags})
         raise SettingsError(f"{unknown[0]} is no flag of this command.{near}")
 
 
@@ -152,13 +147,8 @@ def _unknown_variables(environment: Mapping[str, str], known: set[str]) -> list[
         f"the environment variable {name} names no setting."
         + did_you_mean(name.removeprefix(PREFIX), names, " `pdproxy settings` lists them.")
         for name, value in environment.items()
-        if name.startswith(PREFIX) and name not in known and not _foreign(name, value)
+        if name.startswith(PREFIX) and name not in known and not _FOREIGN.fullmatch(f"{name}={value}")
     ]
-
-
-def _foreign(name: str, value: str) -> bool:
-    link = name.endswith("_PORT") and re.match(r"(tcp|udp|sctp)://", value)
-    return bool(link or _NOT_OURS.fullmatch(name))
 
 
 def _with_nodes(nodes: Sequence[tuple[str, dict[str, str]]]) -> dict[str, Any]:
@@ -166,7 +156,7 @@ def _with_nodes(nodes: Sequence[tuple[str, dict[str, str]]]) -> dict[str, Any]:
 
 
 def _node_origin(location: Location, nodes: Sequence[tuple[str, object]]) -> str:
-    """The name under which a node was given; "" for what is no single node."""
+    """The variable or flag that named a node, or all nodes; "" for a location outside of ``nodes``."""
     if location[0] != "nodes":
         return ""
     position = location[1] if len(location) > 1 else None
@@ -174,7 +164,7 @@ def _node_origin(location: Location, nodes: Sequence[tuple[str, object]]) -> str
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with names for keys, and without the silent loss: of two equal keys the first would be forgotten."""
+    """YAML whose keys are all texts, and in which a key that stands twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -185,7 +175,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _parsed(path: Path) -> tuple[object, yaml.Node | None]:
-    """What a file holds, and the tree it was made from."""
+    """The contents of a file, and the syntax tree that they were made from."""
     try:
         loader = _Loader(path.read_text(encoding="utf-8"))
         root = loader.get_single_node()
@@ -197,7 +187,7 @@ def _parsed(path: Path) -> tuple[object, yaml.Node | None]:
 
 
 def _line(node: yaml.Node | None, location: Location) -> int:
-    """Where the deepest key stands that can be found on the way to a value."""
+    """The line of a value, or of the deepest key on the way to it that the file has."""
     line = 1
     for step in location:
         if isinstance(node, yaml.SequenceNode) and isinstance(step, int):

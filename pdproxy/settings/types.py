@@ -1,10 +1,11 @@
-"""The types of settings: numbers with units, texts, addresses, files. Each says what it takes, in words."""
+"""What a setting may be: one of a few words, a number with a unit, a text, an address, a file."""
 
 import dataclasses
+import enum
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from annotated_types import Ge, Gt, Le, MinLen
+from annotated_types import Ge, Le, MinLen
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -13,18 +14,113 @@ from pydantic import (
     GetJsonSchemaHandler,
     WithJsonSchema,
 )
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from pdproxy.settings.choices import Choice
+
+class OneOf(enum.StrEnum):
+    """One of a few words, in upper or lower case. YAML reads a bare on or off as a boolean: here it is the word."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> "OneOf | None":
+        if isinstance(value, bool):
+            value = "on" if value else "off"
+        word = value.strip().lower() if isinstance(value, str) else ""
+        return next((member for member in cls if member.value == word), None)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        described = handler.resolve_ref_schema(handler(schema))
+        return {"enum": [*described["enum"], *([False] if "off" in list(cls) else [])]}
+
+
+class OnPrefillFailure(OneOf):
+    """What follows a failed prefill leg."""
+
+    RETRY = "retry"
+    """Another prefill node, then the decode node computes the prompt itself."""
+    LOCAL = "local"
+    """The decode node computes the prompt itself, at once."""
+    FAIL = "fail"
+    """Another prefill node, then the client gets the error."""
+
+
+class Credential(OneOf):
+    """What a node gets as its ``Authorization`` header."""
+
+    PASS = "pass"
+    """What the client sent."""
+    REPLACE = "replace"
+    """The credential in ``upstream.credential_file``."""
+    NONE = "none"
+    """Nothing."""
+
+
+class LogLevel(OneOf):
+    """How much is logged."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class LogFormat(OneOf):
+    """The format of a log line."""
+
+    JSON = "json"
+    TEXT = "text"
+
+
+class OtelExport(OneOf):
+    """Where spans go."""
+
+    OFF = "off"
+    OTLP = "otlp"
+
+
+class NodeRole(OneOf):
+    """What a configured node is asked to do."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class DiscoveryKind(OneOf):
+    """Where the nodes of a role come from, besides ``nodes``."""
+
+    STATIC = "static"
+    """Only from ``nodes``."""
+    FILE = "file"
+    """A file, which is read periodically."""
+    DNS = "dns"
+    """The addresses of a DNS name, or its SRV records."""
+    KUBERNETES = "kubernetes"
+    """EndpointSlices, which are watched."""
+
+
+class FirstHandOver(OneOf):
+    """Which hand-over a node is tested with before it serves."""
+
+    KNOWN_ANSWER = "known_answer"
+    """A prompt of several blocks, whose answer must be that of the decode node alone."""
+    WARM_UP = "warm_up"
+    """Four tokens, so that the connectors' handshake is made; nothing is compared."""
+
+
+class Scheme(OneOf):
+    """The scheme of a node's address."""
+
+    HTTP = "http"
+    HTTPS = "https"
+
 
 UNSHOWN = "unshown"
-"""The type of an error whose input must not be repeated: it may hold a password."""
+"""The type of a validation error whose input must not be shown: it may hold a password."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Takes:
-    """Annotates a type with what it takes, in words: "the path of a file"."""
+    """Annotates a type with what a setting of it takes, for messages: "the path of a file"."""
 
     words: str
 
@@ -41,12 +137,10 @@ class Quantity:
     unit: str = ""
     suffixes: tuple[tuple[str, float], ...] = ()
 
-    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self.parse, handler(source))
 
-    def __get_pydantic_json_schema__(
-        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         number = handler(schema)
         units = "|".join(suffix for suffix, _ in self.suffixes)
         fraction = r"(\.[0-9]+)?" if units or number["type"] == "number" else ""
@@ -54,7 +148,7 @@ class Quantity:
         return {**number, "type": [number["type"], "string"], "pattern": pattern}
 
     def parse(self, value: object) -> float:
-        """The number that a text or a number is. Raises ValueError: it is none."""
+        """Convert a text or a number. Raises ValueError."""
         text, factor = str(value).strip(), 1.0
         for suffix, size in self.suffixes:
             if text.endswith(suffix):
@@ -63,12 +157,8 @@ class Quantity:
         return float(text) * factor
 
 
-_SECONDS = Quantity("seconds", (("ms", 0.001), ("s", 1.0), ("m", 60.0), ("h", 3600.0)))
-_BYTES = Quantity("bytes", (("KiB", 2.0**10), ("MiB", 2.0**20), ("GiB", 2.0**30), ("B", 1.0)))
-
-
 def address(text: str) -> str:
-    """An http address, without a slash at its end. Raises ValueError or PydanticCustomError: it is none."""
+    """Check an http(s) address, and strip a slash from its end. Raises ValueError or PydanticCustomError."""
     _, _, rest = text.rpartition("://")
     if "@" in rest.partition("/")[0] or "?" in text or "#" in text:
         raise PydanticCustomError(UNSHOWN, "an address without credentials, query or fragment")
@@ -95,8 +185,8 @@ _ADDRESS = Takes("an address such as http://10.0.0.1:8000")
 Number = Annotated[float, Quantity()]
 Count = Annotated[int, Quantity()]
 Tokens = Annotated[int, Quantity("tokens")]
-Seconds = Annotated[float, _SECONDS]
-Bytes = Annotated[int, _BYTES]
+Seconds = Annotated[float, Quantity("seconds", (("ms", 0.001), ("s", 1.0), ("m", 60.0), ("h", 3600.0)))]
+Bytes = Annotated[int, Quantity("bytes", (("KiB", 2.0**10), ("MiB", 2.0**20), ("GiB", 2.0**30), ("B", 1.0)))]
 Port = Annotated[int, Ge(0), Le(65535), Quantity()]
 Text = Annotated[str, Takes("a text")]
 Texts = Annotated[
@@ -124,30 +214,3 @@ OptionalFile = Annotated[
     WithJsonSchema({"type": ["string", "null"]}),
     Takes("the path of a file"),
 ]
-
-
-def takes(field: FieldInfo) -> str:
-    """What a setting takes, in words: "a number of seconds above 0"."""
-    if isinstance(field.annotation, type) and issubclass(field.annotation, Choice):
-        return "one of " + ", ".join(field.annotation)
-    words = next((each.words for each in field.metadata if isinstance(each, Takes)), "")
-    return words or _number(field)
-
-
-def unit_of(field: FieldInfo) -> str:
-    """What a number counts; "" for everything else."""
-    return next((each.unit for each in field.metadata if isinstance(each, Quantity)), "")
-
-
-def _number(field: FieldInfo) -> str:
-    words = "a whole number" if field.annotation is int else "a number"
-    if unit := unit_of(field):
-        words += f" of {unit}"
-    least = next((each.ge for each in field.metadata if isinstance(each, Ge)), None)
-    most = next((each.le for each in field.metadata if isinstance(each, Le)), None)
-    for each in field.metadata:
-        if isinstance(each, Gt):
-            words += f" above {each.gt}"
-    if least is not None:
-        words += f", at least {least}" if most is None else f" from {least} to {most}"
-    return words

@@ -1,1 +1,1 @@
-"""Server-sent events: framing, what was said so far, and passing it on."""
+"""Server-sent events: framing, reading and rewriting them, and what a client has of a stream so far. No I/O."""

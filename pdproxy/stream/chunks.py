@@ -1,31 +1,36 @@
-"""One data event of a completions or chat stream, seen the same way for both.
-
-The most common event of a stream, read without a JSON parser.
-
-One choice that says text and token ids and nothing else, written as vLLM 0.32 writes it. What looks different in any
-way is not plain, and takes the long way.
-"""
+"""Events of a node's stream: read by a JSON parser or without one, and rewritten for the client."""
 
 import dataclasses
 import json
 import re
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.request import Endpoint
+from pdproxy.request import Endpoint, Json, NotContinuableReason
+from pdproxy.stream.sse import Event
+from pdproxy.usage import with_cached_tokens
 
-HEAD = frozenset({"id", "object", "created", "model"})
+Kind = TypeVar("Kind")
+DONE = b"[DONE]"
+"""The data of the last event of completions and chat."""
+DONE_EVENT = b"data: [DONE]\n\n"
+FINISH_REASON = b'"finish_reason":"'
+"""Begins the finish reason of a choice; null is written without the second quote."""
+HEAD = ("id", "object", "created", "model")
 """What every event of an answer repeats."""
-PARSED = {"reasoning": "reasoning", "reasoning_content": "reasoning", "tool_calls": "tool_calls"}
+PARSED = {
+    "reasoning": NotContinuableReason.REASONING,
+    "reasoning_content": NotContinuableReason.REASONING,
+    "tool_calls": NotContinuableReason.TOOL_CALLS,
+}
 """Fields of a chat delta that a node's parsers filled: their state cannot be handed to another node."""
+TICKETS = ("kv_transfer_params", "ec_transfer_params")
+_TICKET = b'_transfer_params":{'
+FINAL_EVENTS = frozenset({b"message_delta", b"response.completed", b"response.incomplete", b"response.failed"})
 
 
 def parse_object(data: bytes) -> dict[str, object]:
-    """A JSON object.
-
-    Raises:
-        NodeFault: INVALID_BODY.
-    """
+    """A JSON object; anything else is an INVALID_BODY fault."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -35,59 +40,102 @@ def parse_object(data: bytes) -> dict[str, object]:
     return value
 
 
+def choices_of(payload: Json) -> list[dict[str, object]]:
+    """The choices of an answer or of an event's payload."""
+    choices = payload.get("choices")
+    return [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
+
+
 def data_event(payload: object, name: bytes = b"") -> bytes:
     """An event of one data line."""
     head = b"event: " + name + b"\n" if name else b""
     return head + b"data: " + json.dumps(payload, separators=(",", ":")).encode("ascii") + b"\n\n"
 
 
+def rewrite_answer(endpoint: Endpoint, answer: dict[str, object], cached_tokens: int | None) -> dict[str, object]:
+    """A non-streamed answer (or an event's payload) as the client may see it: no ticket, the true ``cached_tokens``.
+
+    ``cached_tokens`` are the prefill node's: None where unknown, or where the decode node computed the prompt itself.
+    """
+    seen = {**answer, **{key: None for key in TICKETS if key in answer}}
+    if cached_tokens is not None and isinstance(usage := answer.get("usage"), dict):
+        seen["usage"] = with_cached_tokens(endpoint, usage, cached_tokens)
+    return seen
+
+
+def rewrite_event(endpoint: Endpoint, event: Event, data: bytes, cached_tokens: int | None) -> bytes:
+    """An event as the client may see it; untouched bytes unless it has the final usage or a ticket."""
+    has_usage = cached_tokens is not None and b'"usage":' in data and b'"usage":null' not in data
+    if not has_usage and _TICKET not in data:
+        return event.raw
+    payload = parse_object(data)
+    seen = _rewrite_payload(endpoint, event, payload, cached_tokens)
+    return event.raw if seen == payload else data_event(seen, event.name)
+
+
+def _rewrite_payload(
+    endpoint: Endpoint, event: Event, payload: dict[str, object], cached_tokens: int | None
+) -> dict[str, object]:
+    final_event = event.name in FINAL_EVENTS
+    inner = payload.get("response")
+    if isinstance(inner, dict):
+        return {**payload, "response": rewrite_answer(endpoint, inner, cached_tokens if final_event else None)}
+    final_chunk = payload.get("choices") == [] or final_event
+    return rewrite_answer(endpoint, payload, cached_tokens if final_chunk else None)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
-    """One entry of ``choices``; ``said`` is the mapping that holds its text (chat: the delta)."""
+class ChunkChoice:
+    """One entry of ``choices``.
+
+    Attributes:
+        raw: the entry.
+        content: where it has its text, under ``key``: of chat the delta, of completions the entry itself.
+        parsed: what a node's parser made of the text.
+    """
 
     raw: dict[str, object]
-    said: dict[str, object]
+    content: dict[str, object]
     key: str
+    index: int
+    text: str
+    token_ids: list[int] | None
+    finish: str | None
+    logprobs: dict[str, object] | None
+    parsed: NotContinuableReason | None
+
+    @classmethod
+    def read(cls, endpoint: Endpoint, raw: dict[str, object]) -> "ChunkChoice":
+        """The meaning of an entry; fields of a wrong type count as missing."""
+        content, key = raw, "text"
+        if endpoint is not Endpoint.COMPLETIONS:
+            content, key = _typed(raw.get("delta"), dict) or {}, "content"
+        return cls(
+            raw,
+            content,
+            key,
+            index=_typed(raw.get("index"), int) or 0,
+            text=_typed(content.get(key), str) or "",
+            token_ids=_typed(raw.get("token_ids"), list),
+            finish=_typed(raw.get("finish_reason"), str),
+            logprobs=_typed(raw.get("logprobs"), dict),
+            parsed=next((reason for field, reason in PARSED.items() if content.get(field)), None),
+        )
 
     @property
-    def index(self) -> int:
-        index = self.raw.get("index")
-        return index if isinstance(index, int) else 0
+    def has_output(self) -> bool:
+        """Something generated is in it, not only a role."""
+        return bool(self.text or self.token_ids or self.parsed or self.finish)
 
     @property
-    def text(self) -> str:
-        text = self.said.get(self.key)
-        return text if isinstance(text, str) else ""
+    def empty(self) -> bool:
+        """Nothing but token ids."""
+        return not self.content and self.finish is None and self.logprobs is None
 
     def put_text(self, text: str) -> None:
         """Replace the text, where there is any."""
-        if self.key in self.said:
-            self.said[self.key] = text
-
-    @property
-    def token_ids(self) -> list[int] | None:
-        ids = self.raw.get("token_ids")
-        return ids if isinstance(ids, list) else None
-
-    @property
-    def finish(self) -> str | None:
-        finish = self.raw.get("finish_reason")
-        return finish if isinstance(finish, str) else None
-
-    @property
-    def logprobs(self) -> dict[str, object] | None:
-        logprobs = self.raw.get("logprobs")
-        return logprobs if isinstance(logprobs, dict) else None
-
-    @property
-    def parsed(self) -> str | None:
-        """What a parser made of the text: reasoning, tool calls."""
-        return next((word for key, word in PARSED.items() if self.said.get(key)), None)
-
-    @property
-    def says(self) -> bool:
-        """Something generated is in it, not only a role."""
-        return bool(self.text or self.token_ids or self.parsed or self.finish)
+        if self.key in self.content:
+            self.content[self.key] = text
 
     def shift_offsets(self, base: int) -> int:
         """Move the text offsets of log-probabilities by ``base``; where the next token's text begins, 0 if unknown."""
@@ -98,20 +146,17 @@ class Choice:
         logprobs["text_offset"] = [offset + base for offset in offsets]
         return int(offsets[-1]) + base + len(str(tokens[-1]))
 
-    @property
-    def empty(self) -> bool:
-        """Nothing but token ids."""
-        return not self.said and self.finish is None and self.logprobs is None
+
+def _typed(value: object, kind: type[Kind]) -> Kind | None:
+    return value if isinstance(value, kind) else None
 
 
 class Chunk:
-    """The payload of one data event. Changing it changes what `encode` gives."""
+    """The payload of one data event of completions or chat. Changing it changes what `encode` gives."""
 
     def __init__(self, endpoint: Endpoint, payload: dict[str, object]) -> None:
         self.payload = payload
-        listed = payload.get("choices")
-        raw = [choice for choice in listed if isinstance(choice, dict)] if isinstance(listed, list) else []
-        self.choices = [_choice(endpoint, choice) for choice in raw]
+        self.choices = [ChunkChoice.read(endpoint, raw) for raw in choices_of(payload)]
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...] | None:
@@ -122,29 +167,21 @@ class Chunk:
 
     @property
     def empty(self) -> bool:
-        """There are choices, and none says anything."""
+        """There are choices, and all are `ChunkChoice.empty`."""
         return bool(self.choices) and all(choice.empty for choice in self.choices)
 
     @property
     def usage(self) -> dict[str, object] | None:
-        usage = self.payload.get("usage")
-        return usage if isinstance(usage, dict) else None
+        return _typed(self.payload.get("usage"), dict)
 
     def adopt(self, first: "Chunk") -> None:
-        """Belong to the answer that ``first`` began."""
-        for key in ("id", "created", "model"):
-            if key in first.payload:
-                self.payload[key] = first.payload[key]
-
-    def forget_prompt(self) -> None:
-        """Leave out what only the first event of an answer tells."""
+        """Become part of the answer that began with ``first``: take its id, and drop what only a first event has."""
+        self.payload |= {key: first.payload[key] for key in ("id", "created", "model") if key in first.payload}
         for holder in (self.payload, *(choice.raw for choice in self.choices)):
-            for key in ("prompt_token_ids", "prompt_text"):
-                if key in holder:
-                    holder[key] = None
+            holder |= {key: None for key in ("prompt_token_ids", "prompt_text") if key in holder}
 
-    def forget_ids(self) -> None:
-        """Leave out token ids, as vLLM writes it where nobody asked for them."""
+    def drop_token_ids(self) -> None:
+        """Leave out token ids, as vLLM writes it where they were not asked for."""
         for choice in self.choices:
             if "token_ids" in choice.raw:
                 choice.raw["token_ids"] = None
@@ -159,27 +196,20 @@ class Chunk:
         return data_event({**kept, "choices": [], "usage": usage})
 
 
-def _choice(endpoint: Endpoint, raw: dict[str, object]) -> Choice:
-    if endpoint is Endpoint.COMPLETIONS:
-        return Choice(raw, raw, "text")
-    delta = raw.get("delta")
-    return Choice(raw, delta if isinstance(delta, dict) else {}, "content")
-
-
 _WORD = rb'"[^"\\\x00-\x1f]*+"'
-_HEAD = (
+_EVENT_HEAD = (
     rb'data: \{"id":' + _WORD + rb',"object":' + _WORD + rb',"created":\d++,"model":' + _WORD
     + rb',"choices":\[\{"index":(\d++),'
 )  # fmt: skip
-_SAID = rb'"([^"\\\x00-\x1f]*+(?:\\.[^"\\\x00-\x1f]*+)*+)"'
-_TEXT = rb'(?:"delta":\{"content":' + _SAID + rb'\}|"text":' + _SAID + rb"),"
-_TAIL = rb'"logprobs":null,"finish_reason":null,(?:"stop_reason":null,)?+(?:"prompt_token_ids":null,)?+'
-_IDS = rb'"token_ids":\[(\d++(?:,\d++)*+|)\]\}\]\}\n\n'
-_PLAIN = re.compile(_HEAD + _TEXT + _TAIL + _IDS)
+_STRING = rb'"([^"\\\x00-\x1f]*+(?:\\.[^"\\\x00-\x1f]*+)*+)"'
+_CONTENT = rb'(?:"delta":\{"content":' + _STRING + rb'\}|"text":' + _STRING + rb"),"
+_NULLS = rb'"logprobs":null,"finish_reason":null,(?:"stop_reason":null,)?+(?:"prompt_token_ids":null,)?+'
+_TOKEN_IDS = rb'"token_ids":\[(\d++(?:,\d++)*+|)\]\}\]\}\n\n'
+_FAST_PATH = re.compile(_EVENT_HEAD + _CONTENT + _NULLS + _TOKEN_IDS)
 
 
 class FastPathEvent(NamedTuple):
-    """What a plain event says, and where in its bytes the token ids lie."""
+    """One choice's text and token ids, and where in the event's bytes the ids lie."""
 
     choice: int
     text: str
@@ -189,15 +219,18 @@ class FastPathEvent(NamedTuple):
 
 
 def fast_path(raw: bytes) -> FastPathEvent | None:
-    """The meaning of one whole event; None where it must be parsed, or is not one event, or more."""
-    match = _PLAIN.fullmatch(raw)
+    """The most common event read without a JSON parser: one choice with text and token ids and nothing else.
+
+    Returns None for bytes that are not exactly one event as vLLM 0.32 writes it: these must be parsed.
+    """
+    match = _FAST_PATH.fullmatch(raw)
     if match is None:
         return None
     index, content, text, ids = match.groups()
-    said = content if text is None else text
+    quoted = content if text is None else text
     try:
-        words: str = json.loads(b'"' + said + b'"') if b"\\" in said else said.decode()
-        listed = list(map(int, ids.split(b","))) if b"," in ids else [int(ids)] if ids else []
+        unquoted: str = json.loads(b'"' + quoted + b'"') if b"\\" in quoted else quoted.decode()
+        token_ids = list(map(int, ids.split(b","))) if b"," in ids else [int(ids)] if ids else []
     except ValueError:
         return None
-    return FastPathEvent(int(index), words, listed, match.start(4) - 1, match.end(4) + 1)
+    return FastPathEvent(int(index), unquoted, token_ids, match.start(4) - 1, match.end(4) + 1)

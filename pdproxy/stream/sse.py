@@ -7,6 +7,8 @@ that begins with a colon is a comment.
 import re
 from typing import NamedTuple
 
+from pdproxy.errors import Fault, NodeFault
+
 EVENT_BYTES = 16 * 1024 * 1024
 """The longest event that is buffered; log-probabilities of a long prompt fit."""
 _LINE = re.compile(rb"\r\n|\r|\n")
@@ -17,7 +19,7 @@ class Event(NamedTuple):
 
     Attributes:
         raw: the bytes as they came, the empty line at their end included.
-        name: the ``event`` field, empty where there is none.
+        name: the ``event`` field.
         data: the ``data`` lines joined by LF; None where there are none (a comment, a keep-alive).
     """
 
@@ -26,35 +28,23 @@ class Event(NamedTuple):
     data: bytes | None = None
 
 
-class EventTooLong(ValueError):
-    """An event grew beyond `EVENT_BYTES`."""
-
-
 class SseParser:
     """Frames a body that arrives in pieces."""
 
     def __init__(self) -> None:
-        self._left = b""
-
-    @property
-    def rest(self) -> bytes:
+        self.rest = b""
         """What came after the last whole event; not empty at the end of a body means that it was cut."""
-        return self._left
 
     def feed(self, piece: bytes) -> list[Event]:
-        """The events that ``piece`` completes.
-
-        Raises:
-            EventTooLong: `EVENT_BYTES` came without an event's end.
-        """
-        if not self._left and _is_plain(piece):
+        """The events that ``piece`` completes; a `NodeFault` where one grows beyond `EVENT_BYTES`."""
+        if not self.rest and _is_one_data_line(piece):
             return [Event(piece, b"", piece[6:-2])]
-        block = self._left + piece
+        block = self.rest + piece
         ends = _ends_lf(block) if b"\r" not in block else _ends_any(block)
         events = [_event(block[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
-        self._left = block[ends[-1] :] if ends else block
-        if len(self._left) > EVENT_BYTES:
-            raise EventTooLong(f"an event of more than {EVENT_BYTES} bytes")
+        self.rest = block[ends[-1] :] if ends else block
+        if len(self.rest) > EVENT_BYTES:
+            raise NodeFault(Fault.INVALID_BODY, "an event of the stream has no end")
         return events
 
 
@@ -81,7 +71,7 @@ def _ends_any(block: bytes) -> list[int]:
     return ends
 
 
-def _is_plain(block: bytes) -> bool:
+def _is_one_data_line(block: bytes) -> bool:
     """Whether this is one event of one line of data, ended by LF: nearly all are."""
     return (
         block.startswith(b"data: ")
@@ -92,7 +82,7 @@ def _is_plain(block: bytes) -> bool:
 
 
 def _event(raw: bytes) -> Event:
-    if _is_plain(raw):
+    if _is_one_data_line(raw):
         return Event(raw, b"", raw[6:-2])
     name, lines = b"", []
     for line in _LINE.split(raw):

@@ -1,21 +1,20 @@
-"""The connections that are open, and which of them are idle.
-
-HTTP/1.1 to nodes: `H1Transport`, the implementation of `port.Transport` that carries requests.
+"""HTTP/1.1 to nodes with pooled connections: `H1Transport`, the implementation of `port.Transport` for requests.
 
 Written on asyncio protocols and httptools because the CPU time of a request is what a proxy costs: a general client
-library spends more on one exchange than all of the rest of the proxy. `httpx_transport` uses one for what is asked
-seldom, and tests hold the two against each other.
+library spends more on one exchange than all of the rest of the proxy. `httpx_transport` uses one for health checks and
+the like, and tests compare the two.
 """
 
 import asyncio
 import select
 import ssl
 from collections.abc import AsyncIterator
+from typing import Literal
 
 from pdproxy.clock import Clock
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Headers
-from pdproxy.sink import Sink
+from pdproxy.response import Sink
 from pdproxy.transport.faults import CONNECTING, while_connecting
 from pdproxy.transport.h1_connection import H1Connection
 from pdproxy.transport.h1_messages import Origin, Target, request_head, target_of
@@ -34,17 +33,9 @@ class ConnectionPool:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._idle: dict[Origin, list[H1Connection]] = {}
-        self._open: set[H1Connection] = set()
         self._sweeper: asyncio.TimerHandle | None = None
-
-    def __len__(self) -> int:
-        """How many connections are open, in use or idle."""
-        return len(self._open)
-
-    @property
-    def idle(self) -> int:
-        """How many connections wait for a request."""
-        return sum(map(len, self._idle.values()))
+        self.open: set[H1Connection] = set()
+        """In use or idle."""
 
     def take(self, origin: Origin) -> H1Connection | None:
         """An idle connection that, as far as one can tell, still stands."""
@@ -58,14 +49,14 @@ class ConnectionPool:
         return None
 
     def add(self, connection: H1Connection) -> None:
-        """Know a fresh connection, so that `close` finds it."""
+        """Add a fresh connection, so that `close` closes it."""
         if not connection.lost:
-            self._open.add(connection)
+            self.open.add(connection)
 
     def give_back(self, connection: H1Connection) -> None:
-        """Keep a connection for the next request if it is fit for one, else cut it."""
+        """Keep a connection for the next request if it can carry one, else close it."""
         stack = self._idle.setdefault(connection.origin, [])
-        if connection not in self._open or not connection.is_reusable or len(stack) >= _MOST:
+        if connection not in self.open or not connection.is_reusable or len(stack) >= _MOST:
             connection.abort()
             return
         connection.rest()
@@ -74,21 +65,21 @@ class ConnectionPool:
         self._sweep_later()
 
     def forget(self, connection: H1Connection) -> None:
-        """It is gone."""
-        self._open.discard(connection)
+        """Drop a connection that is closed."""
+        self.open.discard(connection)
         stack = self._idle.get(connection.origin)
         if stack is not None and connection in stack:
             stack.remove(connection)
 
     def close(self) -> None:
-        """Cut every connection, those in use too."""
+        """Close every connection, those in use too."""
         if self._sweeper is not None:
             self._sweeper.cancel()
             self._sweeper = None
-        for connection in tuple(self._open):
+        for connection in tuple(self.open):
             connection.abort()
         self._idle.clear()
-        self._open.clear()
+        self.open.clear()
 
     def _sweep_later(self) -> None:
         if self._sweeper is None:
@@ -108,7 +99,7 @@ class ConnectionPool:
 
 
 def _readable(fileno: int) -> bool:
-    """Something waits to be read: on an idle connection that is the peer's goodbye, or nothing we asked for."""
+    """Whether there is something to read: on an idle connection the peer's close, or bytes that were not asked for."""
     if fileno < 0:
         return True
     poll = select.poll()
@@ -125,24 +116,23 @@ class H1Transport:
     """Pooled keep-alive connections; no redirects, no proxies, no cookies.
 
     Args:
-        clock: tells how long a pooled connection was idle.
-        ssl_context: for https nodes; None uses the system's authorities.
+        ssl_context: for https nodes; True uses the system's authorities.
     """
 
-    def __init__(self, clock: Clock, ssl_context: ssl.SSLContext | None = None) -> None:
+    def __init__(self, clock: Clock, ssl_context: ssl.SSLContext | Literal[True] = True) -> None:
         self._ssl_context = ssl_context
         self._pool = ConnectionPool(clock)
 
     @property
     def connections(self) -> int:
         """How many connections are open, in use or idle."""
-        return len(self._pool)
+        return len(self._pool.open)
 
     async def send(self, request: HttpRequest, timeouts: Timeouts) -> HttpResponse:
-        """See `port.Transport.send`. Read an answer to its end, and its connection serves the next request.
+        """See `port.Transport.send`. The connection of a response that is read to its end serves the next request.
 
         Raises:
-            NodeFault: REFUSED, RESET, HEADERS_TIMEOUT.
+            NodeFault: REFUSED, BUSY, RESET, HEADERS_TIMEOUT.
             ValueError: the request cannot be written as HTTP: a line break in a header, not a URL.
         """
         target = target_of(request.url)
@@ -177,39 +167,29 @@ class H1Transport:
     async def _connect(self, target: Target, seconds: float) -> H1Connection:
         loop = asyncio.get_running_loop()
         origin = target.origin
+        tls = self._ssl_context if origin.scheme == "https" else None
         try:
             async with asyncio.timeout(seconds):
                 _, connection = await loop.create_connection(
-                    lambda: H1Connection(origin, self._pool.forget), origin.host, origin.port, ssl=self._tls(origin)
+                    lambda: H1Connection(origin, self._pool.forget), origin.host, origin.port, ssl=tls
                 )
         except CONNECTING as error:
             raise while_connecting(error, target.host) from error
         self._pool.add(connection)
         return connection
 
-    def _tls(self, origin: Origin) -> ssl.SSLContext | None:
-        if origin.scheme == "http":
-            return None
-        if self._ssl_context is None:
-            self._ssl_context = ssl.create_default_context()
-        return self._ssl_context
-
 
 class H1Response:
-    """An answer whose head is here; see `port.HttpResponse`."""
+    """See `port.HttpResponse`."""
 
     def __init__(self, connection: H1Connection, pool: ConnectionPool, timeouts: Timeouts) -> None:
         self._connection = connection
         self._pool = pool
         self._stall = timeouts.stall
-        self._wait = timeouts.stall if timeouts.first is None else timeouts.first
+        self._wait = timeouts.first_piece
         self._closed = False
         self.status: int = connection.answer.status
         self.headers: Headers = connection.answer.headers
-
-    def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it arrives; pieces that arrived together come together."""
-        return self
 
     def __aiter__(self) -> AsyncIterator[bytes]:
         return self
@@ -224,28 +204,15 @@ class H1Response:
         return piece
 
     async def pipe_to(self, sink: Sink) -> None:
-        """See `port.HttpResponse.pipe_to`."""
         if not self._closed:
             await self._connection.pipe_to(sink, self._stall)
 
-    async def read(self, limit: int) -> bytes:
-        """The whole body; see `port.HttpResponse.read`."""
-        pieces: list[bytes] = []
-        size = 0
-        async for piece in self:
-            pieces.append(piece)
-            size += len(piece)
-            if size > limit:
-                raise NodeFault(Fault.INVALID_BODY, f"the body is longer than {limit} bytes", status=self.status)
-        return b"".join(pieces)
-
     async def aclose(self) -> None:
-        """Give the connection back if the answer has ended, else cut it."""
         if not self._closed:
             self._closed = True
             self._pool.give_back(self._connection)
 
 
 def _went_stale(connection: H1Connection, fault: NodeFault) -> bool:
-    """The peer most likely closed the idle connection before our request reached it: nothing of it was read."""
+    """Whether the peer most likely closed the idle connection before it read any of our request."""
     return fault.fault is Fault.RESET and connection.answer.silent and connection.idled >= STALE

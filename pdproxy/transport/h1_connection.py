@@ -1,6 +1,4 @@
-"""A deadline that costs nothing while all goes well.
-
-One connection to a node: an asyncio protocol around an `ResponseParser`."""
+"""One connection to a node: an asyncio protocol around a `ResponseParser`, and its timeouts."""
 
 import asyncio
 import math
@@ -8,19 +6,19 @@ from collections.abc import Callable
 from typing import cast
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.sink import Sink
-from pdproxy.transport.faults import ProtocolError, deadline_fault, timeout_fault, while_exchanging
+from pdproxy.response import Sink
+from pdproxy.transport.faults import ProtocolError, timeout_fault, while_exchanging
 from pdproxy.transport.h1_messages import Origin, ResponseParser
 
 
 class Watchdog:
     """Calls ``on_timeout`` when one `watch` lasts longer than its seconds.
 
-    The timer is not moved at each `watch`: when it fires it looks whether somebody waits, and since when.
+    The timer is not moved at each `watch`: when it fires it checks whether the time has come, and is set again if not.
     So a stream of thousands of pieces sets a handful of timers.
 
     Attributes:
-        latest: when it bites whatever the seconds say, in the loop's time.
+        latest: when it calls ``on_timeout`` at the latest, in the loop's time.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_timeout: Callable[[], None]) -> None:
@@ -31,7 +29,7 @@ class Watchdog:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, seconds: float) -> None:
-        """Bite in ``seconds``, unless told otherwise before."""
+        """Call ``on_timeout`` in ``seconds``, unless `watch` or `rest` is called before."""
         self._due = min(self._loop.time() + seconds, self.latest)
         if self._timer is not None and self._timer.when() > self._due:
             self._timer.cancel()
@@ -41,15 +39,15 @@ class Watchdog:
 
     @property
     def late(self) -> bool:
-        """`latest` has come."""
+        """Whether `latest` has passed."""
         return self._loop.time() >= self.latest
 
     def rest(self) -> None:
-        """Nobody waits any more."""
+        """End the watch."""
         self._due = None
 
     def stop(self) -> None:
-        """For good: leave no timer behind."""
+        """End the watch and cancel the timer."""
         self._due = None
         if self._timer is not None:
             self._timer.cancel()
@@ -72,11 +70,10 @@ _ONE_WRITE = 64 * 1024
 
 
 class H1Connection(asyncio.Protocol):
-    """Carries one exchange at a time. Whoever took it calls `abort`, or gives it back to the pool while `is_reusable`.
+    """Carries one exchange at a time. After it, call `abort`, or give it back to the pool while it `is_reusable`.
 
     Attributes:
-        origin: what it leads to.
-        answer: what has come back.
+        answer: the response, as far as it has arrived.
         idle_since: when it was last given back, by the pool's clock.
         idled: how long it had been idle when it was taken, in seconds; 0 for a fresh one.
     """
@@ -98,12 +95,12 @@ class H1Connection(asyncio.Protocol):
 
     @property
     def lost(self) -> bool:
-        """It is gone, or on its way."""
+        """Whether it is closed or closing."""
         return self._lost or self._transport is None or self._transport.is_closing()
 
     @property
     def is_reusable(self) -> bool:
-        """The exchange is over on both sides, and another may follow."""
+        """Whether the exchange is over on both sides, and another may follow."""
         written = self._transport is not None and self._transport.get_write_buffer_size() == 0
         return self.answer.reusable and written and not self.lost
 
@@ -113,7 +110,7 @@ class H1Connection(asyncio.Protocol):
         return -1 if self._transport is None else int(self._transport.get_extra_info("socket").fileno())
 
     def begin(self, method: str, head: bytes, body: bytes, due: float) -> None:
-        """Send a request. What comes from now on is its answer; it must have ended at ``due``, in the loop's time."""
+        """Send a request. Its response must have ended at ``due``, in the loop's time."""
         self.answer.expect(method)
         self._watchdog.latest = due
         self._failure = None if not self.lost else while_exchanging(None, self._where)
@@ -127,7 +124,7 @@ class H1Connection(asyncio.Protocol):
             self._transport.write(body)
 
     async def head(self, seconds: float) -> None:
-        """Return when the answer's head has come.
+        """Return when the response's head has come.
 
         Raises:
             NodeFault: RESET, or HEADERS_TIMEOUT when it took longer than ``seconds``.
@@ -136,13 +133,13 @@ class H1Connection(asyncio.Protocol):
             await self._wait(Fault.HEADERS_TIMEOUT, seconds)
 
     async def piece(self, seconds: float) -> bytes:
-        """The next of the body, b"" at its end.
+        """The next piece of the body, b"" at its end.
 
         Raises:
             NodeFault: RESET, or STALL when nothing came for ``seconds``, or the exchange is overdue.
         """
         if self._watchdog.late and not self.answer.ended:
-            overdue = deadline_fault(Fault.STALL, self._where)
+            overdue = timeout_fault(Fault.STALL, self._where)
             self._fail(overdue)
             raise overdue
         while not self.answer.pending and not self.answer.ended:
@@ -152,7 +149,7 @@ class H1Connection(asyncio.Protocol):
         return piece
 
     async def pipe_to(self, sink: Sink, seconds: float) -> None:
-        """See `port.Incoming.pipe_to`. What is left for `piece`: the last piece, the end, a fault."""
+        """See `port.HttpResponse.pipe_to`. The last piece, the end and a fault are left to `piece`."""
         if self.answer.pending or self.answer.ended or self._failure is not None:
             return
         self._sink = sink
@@ -162,13 +159,13 @@ class H1Connection(asyncio.Protocol):
             self._sink = None
 
     def rest(self) -> None:
-        """The exchange is over: what comes now was not asked for."""
+        """End the exchange: bytes that come from now on were not asked for."""
         self._busy = False
         self.answer.take()
         self._resume()
 
     def abort(self) -> None:
-        """Close at once, whatever is under way; whoever waits for it gets RESET. Idempotent."""
+        """Close at once; a pending `head` or `piece` raises RESET. Idempotent."""
         self._fail(NodeFault(Fault.RESET, f"{self._where}: closed by us"))
         self._watchdog.stop()
 
@@ -193,15 +190,14 @@ class H1Connection(asyncio.Protocol):
             self._watchdog.rest()  # what was awaited is here, even if the waiter runs only after the timer
 
     def _awaited(self) -> bool:
-        """What came is what is waited for: half a head must not buy a node more time."""
+        """Whether what was waited for is here: half a head must not extend the time for the head."""
         if self._timeouts[0] is Fault.HEADERS_TIMEOUT:
             return self.answer.has_head
         return self.answer.pending > 0 or self.answer.ended
 
     def _on_timeout(self) -> None:
         fault, seconds = self._timeouts
-        overdue = self._watchdog.late
-        self._fail(deadline_fault(fault, self._where) if overdue else timeout_fault(fault, seconds, self._where))
+        self._fail(timeout_fault(fault, self._where, None if self._watchdog.late else seconds))
 
     def _fail(self, failure: NodeFault) -> None:
         self._failure = self._failure or failure
@@ -215,10 +211,10 @@ class H1Connection(asyncio.Protocol):
         self._paused = False
 
     def _hand_on(self, sink: Sink) -> None:
-        """A piece is here, and somebody to take it at once. Whoever waits is woken where that one wants no more."""
+        """Pass a piece to the sink; end the wait of `pipe_to` where the sink wants no more."""
         try:
             more = sink(self.answer.take())
-        except BaseException as bug:  # whoever waits must hear of it: the event loop, to whom it goes on, only logs it
+        except BaseException as bug:  # raised in `pipe_to` as well: the event loop only logs it
             self._wake(bug)
             raise
         if more:

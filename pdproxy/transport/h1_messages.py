@@ -1,6 +1,4 @@
-"""What goes out on a connection: where a URL leads, and the bytes of a request's head. Pure.
-
-Reads the answers that come on one connection: bytes in, heads and bodies out. No I/O."""
+"""HTTP/1.1 messages as bytes: the head of a request, and the parser of the responses on one connection. No I/O."""
 
 import dataclasses
 import functools
@@ -9,31 +7,17 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from pdproxy.request import Headers
+from pdproxy.request import HOP_BY_HOP, Headers
 from pdproxy.transport.faults import PARSING, ProtocolError
 from pdproxy.transport.port import HttpRequest
 
 _PORTS = {"http": 80, "https": 443}
-_OURS = frozenset(
-    {
-        "accept-encoding",
-        "connection",
-        "content-length",
-        "expect",
-        "host",
-        "keep-alive",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-    }
-)
-"""Headers that belong to one connection (RFC 9110, 7.6.1) or that we set ourselves: never taken from a caller."""
+_OURS = HOP_BY_HOP | {"accept-encoding", "content-length", "expect", "host"}
+"""Headers that belong to one connection or that we set ourselves: never taken from a caller."""
 
 
 class Origin(NamedTuple):
-    """What a pooled connection is good for."""
+    """What a pooled connection is connected to."""
 
     scheme: str
     host: str
@@ -70,7 +54,8 @@ def target_of(url: str) -> Target:
 
 def fields_of(request: HttpRequest, target: Target) -> Headers:
     """The header fields of a request, ours first, without those of a caller that belong to one connection."""
-    fields = [("host", target.host), ("accept-encoding", "identity"), *_end_to_end(request.headers)]
+    end_to_end = (field for field in request.headers if field[0] not in _OURS)
+    fields = [("host", target.host), ("accept-encoding", "identity"), *end_to_end]
     if request.body or request.method not in ("GET", "HEAD"):
         fields.append(("content-length", str(len(request.body))))
     return tuple(fields)
@@ -92,17 +77,13 @@ def request_head(request: HttpRequest, target: Target) -> bytes:
     return (text + "\r\n\r\n").encode("latin-1")
 
 
-def _end_to_end(headers: Headers) -> Headers:
-    return tuple(field for field in headers if field[0] not in _OURS)
-
-
 _OVERHEAD = 128 * 1024
 """Bytes that may come without any of them being body: bounds heads, interim answers, chunk extensions, trailers."""
 _BODILESS = frozenset({204, 304})
 
 
 class ResponseParser:
-    """One answer at a time, as many as the connection lives to carry.
+    """Parses the responses on one connection, one after the other.
 
     Attributes:
         status: the HTTP status, once `has_head`.
@@ -111,7 +92,7 @@ class ResponseParser:
         ended: the whole answer has come.
         reusable: it has ended, and the connection can carry another.
         silent: no byte has come since `expect`.
-        pending: bytes of body that nobody has taken yet.
+        pending: bytes of body that have not been taken yet.
     """
 
     def __init__(self) -> None:
@@ -119,7 +100,7 @@ class ResponseParser:
         self.expect("GET")
 
     def expect(self, method: str) -> None:
-        """Make ready for the answer to a request with this method."""
+        """Get ready for the response to a request with this method."""
         self.status = 0
         self.headers: Headers = ()
         self.has_head = self.ended = self.reusable = False
@@ -166,7 +147,7 @@ class ResponseParser:
 
     def on_message_begin(self) -> None:
         if self.ended:
-            self.reusable = False  # more came than was asked for: nobody knows what it answers
+            self.reusable = False  # a response that was not asked for
         self._fields = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -179,7 +160,7 @@ class ResponseParser:
             return
         codings = [value.lower() for name, value in self._fields if name == "transfer-encoding"]
         if codings not in ([], ["chunked"]):
-            raise ProtocolError(f"transfer coding {', '.join(codings)!r}, which nobody undoes")
+            raise ProtocolError(f"transfer coding {', '.join(codings)!r}, which is not supported here")
         self.status, self.headers, self.has_head = status, tuple(self._fields), True
         framed = bool(codings) or any(name == "content-length" for name, _ in self._fields)
         self._ends_with_connection = not framed and status not in _BODILESS

@@ -1,9 +1,9 @@
-"""HTTP/1.1 to nodes by httpx: for questions that are asked now and then, and the reference that `http` is held against.
+"""HTTP/1.1 to nodes by httpx: for preflight and `check`, and the reference that `h1_client` is compared with.
 
 Of httpx only its transport is used: no cookies, no redirects, no content coding, no proxies of the environment. Each
-question has a pool and a connection of its own: questions are seldom, an idle connection may be closed just when it is
-used, what a server sends beyond its answer would be taken for the next one, and a call that is cancelled right after
-it connected would leave its connection in the pool.
+request has a connection of its own: requests are rare here, an idle connection may be closed just when it is used, what
+a server sends beyond its response would be taken for the next one, and a call that is cancelled right after it
+connected would leave its connection in the pool.
 
 Where httpx's errors become `NodeFault`, the one place for them:
 
@@ -27,8 +27,8 @@ import httpx
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Headers
-from pdproxy.sink import Sink
-from pdproxy.transport.faults import deadline_fault, timeout_fault, while_connecting, while_exchanging
+from pdproxy.response import Sink
+from pdproxy.transport.faults import timeout_fault, while_connecting, while_exchanging
 from pdproxy.transport.h1_messages import Target, fields_of, request_head, target_of
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
 
@@ -39,11 +39,7 @@ _CONNECTING = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError, httpx
 
 
 class HttpxTransport:
-    """See `port.Transport`.
-
-    Args:
-        ssl_context: for https nodes.
-    """
+    """See `port.Transport`."""
 
     def __init__(self, ssl_context: ssl.SSLContext) -> None:
         self._ssl_context = ssl_context
@@ -77,7 +73,7 @@ class HttpxTransport:
             if isinstance(error, _SENDING):
                 raise before_the_head(error, target.host) from error
             raise
-        return Received(response, timeouts, due, target.host, functools.partial(self._close, connection))
+        return HttpxResponse(response, timeouts, due, target.host, functools.partial(self._close, connection))
 
     async def aclose(self) -> None:
         """Close every connection."""
@@ -91,7 +87,7 @@ class HttpxTransport:
 
 
 class _Phases:
-    """Moves the end of the wait for a head: httpx limits each of its reads, and one that drips would have no end."""
+    """Limits the wait for the head as a whole: httpx limits each read, and many short ones would have no end."""
 
     def __init__(self, timeouts: Timeouts, due: float) -> None:
         self.timeouts = timeouts
@@ -99,19 +95,18 @@ class _Phases:
         self._due = due
 
     async def trace(self, event: str, info: object) -> None:  # noqa: ARG002 - httpcore names it
-        """What httpcore calls at each step."""
+        """Called by httpcore at each step of an exchange."""
         if event in ("http11.send_request_headers.started", "http11.send_request_body.complete"):
             self.limit.reschedule(min(asyncio.get_running_loop().time() + self.timeouts.headers, self._due))
 
     def fault(self, where: str) -> NodeFault:
-        """That no head came in time."""
-        if asyncio.get_running_loop().time() >= self._due:
-            return deadline_fault(Fault.HEADERS_TIMEOUT, where)
-        return timeout_fault(Fault.HEADERS_TIMEOUT, self.timeouts.headers, where)
+        """The fault of a head that did not come in time."""
+        overdue = asyncio.get_running_loop().time() >= self._due
+        return timeout_fault(Fault.HEADERS_TIMEOUT, where, None if overdue else self.timeouts.headers)
 
 
-class Received:
-    """An answer whose head is here; see `port.HttpResponse`."""
+class HttpxResponse:
+    """See `port.HttpResponse`."""
 
     def __init__(
         self,
@@ -124,7 +119,7 @@ class Received:
         self._response = response
         self._pieces = response.aiter_raw()
         self._stall = timeouts.stall
-        self._wait = timeouts.stall if timeouts.first is None else timeouts.first
+        self._wait = timeouts.first_piece
         self._due = due
         self._where = where
         self._close = close
@@ -134,10 +129,6 @@ class Received:
         self.headers: Headers = tuple(
             (name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in response.headers.raw
         )
-
-    def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it arrives."""
-        return self
 
     def __aiter__(self) -> AsyncIterator[bytes]:
         return self
@@ -171,25 +162,13 @@ class Received:
             return await anext(self._pieces, None)
 
     def _overdue(self) -> NodeFault:
-        late = asyncio.get_running_loop().time() >= self._due
-        return deadline_fault(Fault.STALL, self._where) if late else timeout_fault(Fault.STALL, self._wait, self._where)
+        overdue = asyncio.get_running_loop().time() >= self._due
+        return timeout_fault(Fault.STALL, self._where, None if overdue else self._wait)
 
     async def pipe_to(self, sink: Sink) -> None:
-        """See `port.HttpResponse.pipe_to`: returns at once, for nothing is in a hurry here."""
-
-    async def read(self, limit: int) -> bytes:
-        """The whole body; see `port.HttpResponse.read`."""
-        pieces: list[bytes] = []
-        size = 0
-        async for piece in self:
-            pieces.append(piece)
-            size += len(piece)
-            if size > limit:
-                raise NodeFault(Fault.INVALID_BODY, f"the body is longer than {limit} bytes", status=self.status)
-        return b"".join(pieces)
+        """Returns at once: every piece is left to iteration."""
 
     async def aclose(self) -> None:
-        """Close the answer and its connection."""
         self._ended = True
         with contextlib.suppress(*ERRORS):
             await self._response.aclose()
@@ -197,25 +176,25 @@ class Received:
 
 
 def before_the_head(error: Exception, where: str) -> NodeFault:
-    """The fault of an exchange that came to no answer; see the module's docstring."""
+    """The fault of an exchange without a response head; see the module's docstring."""
     if isinstance(error, _CONNECTING):
         return while_connecting(_cause(error), where)
     if isinstance(error, httpx.PoolTimeout):
         return NodeFault(Fault.BUSY, f"{where}: no connection is free")
     if isinstance(error, httpx.TimeoutException):
-        return deadline_fault(Fault.HEADERS_TIMEOUT, where)
+        return timeout_fault(Fault.HEADERS_TIMEOUT, where)
     return while_exchanging(_cause(error), where)
 
 
 def in_the_body(error: Exception, where: str) -> NodeFault:
-    """The fault of an answer that did not come to its end."""
+    """The fault of a body that broke off."""
     if isinstance(error, httpx.TimeoutException):
-        return deadline_fault(Fault.STALL, where)
+        return timeout_fault(Fault.STALL, where)
     return while_exchanging(_cause(error), where)
 
 
 def _request(request: HttpRequest, target: Target, phases: _Phases) -> httpx.Request:
-    """As it is to be sent: httpx adds nothing to it."""
+    """The request exactly as it is to be sent: httpx adds nothing to it."""
     headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in fields_of(request, target)]
     timeout = {"connect": phases.timeouts.connect}
     extensions = {"timeout": timeout, "trace": phases.trace, "target": target.path.encode("latin-1")}
@@ -223,14 +202,9 @@ def _request(request: HttpRequest, target: Target, phases: _Phases) -> httpx.Req
 
 
 def _cause(error: Exception) -> Exception:
-    """What httpx's error was made of: the system's own says more. Of several tries to connect, the last."""
-    found: BaseException = error
-    while (below := _below(found)) is not None:
+    """The operating system's error below httpx's, which says more, if there is one. Of several tries, the last."""
+    below: BaseException | None = error
+    while below is not None:
         found = below
+        below = found.exceptions[-1] if isinstance(found, BaseExceptionGroup) else found.__cause__ or found.__context__
     return found if isinstance(found, OSError) else error
-
-
-def _below(error: BaseException) -> BaseException | None:
-    if isinstance(error, BaseExceptionGroup):
-        return error.exceptions[-1]
-    return error.__cause__ or error.__context__

@@ -1,4 +1,4 @@
-"""What the rest of the proxy knows of HTTP towards nodes.
+"""HTTP to nodes, as the rest of the proxy knows it.
 
 Every failure is a `NodeFault`: REFUSED before the request was sent, or BUSY where we have no socket left for it; RESET
 and STALL after; HEADERS_TIMEOUT in between. Status codes are not failures here: `legs` judges them.
@@ -9,8 +9,9 @@ import math
 from collections.abc import AsyncIterator
 from typing import Protocol
 
+from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Headers
-from pdproxy.sink import Sink
+from pdproxy.response import Sink
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,6 +33,11 @@ class Timeouts:
     first: float | None = None
     whole: float = math.inf
 
+    @property
+    def first_piece(self) -> float:
+        """The wait for the body's first piece."""
+        return self.stall if self.first is None else self.first
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HttpRequest:
@@ -44,7 +50,7 @@ class HttpRequest:
 
 
 class HttpResponse(Protocol):
-    """A response whose head has arrived. Whoever holds it must `aclose` it, on every exit."""
+    """A response whose head has arrived. Iterating yields its body. It must be closed (`aclose`) on every exit."""
 
     @property
     def status(self) -> int: ...
@@ -52,8 +58,8 @@ class HttpResponse(Protocol):
     @property
     def headers(self) -> Headers: ...
 
-    def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it arrives (any content coding undone is the caller's matter: we ask for identity).
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        """The body as it arrives; pieces that arrived together may come as one.
 
         Raises:
             NodeFault: RESET when the body ends before its end, STALL when it stops, or lasts too long.
@@ -61,18 +67,10 @@ class HttpResponse(Protocol):
         ...
 
     async def pipe_to(self, sink: Sink) -> None:
-        """Between two reads of `chunks`: hand pieces on as they come, until there is something to be decided.
+        """Between two reads: pass pieces to ``sink`` as they come, while it returns True.
 
-        Returns when ``sink`` said False, when the body's last piece or its end is here, or when it failed: the next
-        read of `chunks` tells. May return at once. Cancelled, it has lost nothing.
-        """
-        ...
-
-    async def read(self, limit: int) -> bytes:
-        """The whole body.
-
-        Raises:
-            NodeFault: as `chunks`; INVALID_BODY when it is longer than ``limit`` bytes.
+        Also returns when the body's last piece or its end is here, or when it failed: the next read shows
+        which. May return at once. When it is cancelled, no piece is lost.
         """
         ...
 
@@ -98,3 +96,19 @@ class Transport(Protocol):
     async def aclose(self) -> None:
         """Close every connection."""
         ...
+
+
+async def read_to_end(response: HttpResponse, limit: int) -> bytes:
+    """The whole body of a response.
+
+    Raises:
+        NodeFault: as iterating an `HttpResponse`; INVALID_BODY when it is longer than ``limit`` bytes.
+    """
+    pieces: list[bytes] = []
+    size = 0
+    async for piece in response:
+        pieces.append(piece)
+        size += len(piece)
+        if size > limit:
+            raise NodeFault(Fault.INVALID_BODY, f"the body is longer than {limit} bytes", status=response.status)
+    return b"".join(pieces)

@@ -1,4 +1,4 @@
-"""Asking an operators' application in memory."""
+"""Requests to the operator's application in memory."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A real Chromium without a window, and something for it to look at."""
+"""A headless Chromium, and the operator's application on a port."""
 
 import asyncio
 import contextlib
@@ -25,10 +25,10 @@ _FLAGS = (
 
 
 @contextlib.asynccontextmanager
-async def served(desk: AdminContext) -> AsyncIterator[str]:
+async def served(context: AdminContext) -> AsyncIterator[str]:
     """The operators' application on a free port; its address."""
     bound = bind("127.0.0.1", 0, "here")
-    config = uvicorn.Config(admin_app(desk), log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(admin_app(context), log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=1)
     port = Server(config, bound)
     serving = asyncio.create_task(port.serve(sockets=[bound]))
     try:

@@ -10,7 +10,7 @@ from tests.admin.sample_state import SampleState
 
 async def picture(path: Path, width: int, height: int) -> None:
     """A screenshot of the live page with much going on."""
-    async with served(SampleState().desk()) as address:
+    async with served(SampleState().context()) as address:
         await chromium(f"{address}/ui", f"--window-size={width},{height}", f"--screenshot={path}")
 
 

@@ -1,4 +1,4 @@
-"""Reading the live page as Chromium printed it."""
+"""Text of the live page as Chromium printed it."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""A desk with much going on, for pictures: nothing of it is real."""
+"""A made-up state of a busy proxy, for screenshots."""
 
 import asyncio
 import itertools
@@ -38,17 +38,17 @@ class SampleState:
         self.live = InFlightRequests()
         self._metrics = Metrics(CollectorRegistry())
         self.pool = Pool(self.clock)
-        self._people()
+        self._add_nodes()
         self._failures()
         self._requests()
         self._hits()
 
-    def desk(self) -> AdminContext:
+    def context(self) -> AdminContext:
         """What the page is served from."""
         drainer = Drainer(self.pool, self.clock)
         return AdminContext(self.pool, drainer, CollectorRegistry(), asyncio.Event(), live=self.live, clock=self.clock)
 
-    def _people(self) -> None:
+    def _add_nodes(self) -> None:
         roles = [Role.PREFILL] * 2 + [Role.DECODE] * 5
         for role, number in zip(roles, itertools.chain(range(2), range(5)), strict=True):
             node = Node(f"{role}-{number}", f"http://{role}-{number}:8000", role, MODEL)
@@ -67,7 +67,7 @@ class SampleState:
             (Route.RECOMPUTED, 2, 8195, 0),
         ):
             for _ in range(prompts):
-                self.live.hits.count(way, tokens, cached)
+                self.live.cache_stats[way].add(tokens, cached)
 
     def _requests(self) -> None:
         for name, endpoint, prefill, decode, seconds in ROUTES:
@@ -82,7 +82,9 @@ class SampleState:
             self.live.begin(request, timeline)
 
     def _request(self, name: str, endpoint: Endpoint) -> ClientRequest:
-        return ClientRequest(name, endpoint, {}, (), MODEL, True, 0, self.clock.now(), self.clock.now() + 600)
+        return ClientRequest(
+            name, endpoint, {}, (), MODEL, True, 0, self.clock.now(), self.clock.now() + 600, lambda: True
+        )
 
     def _failures(self) -> None:
         told = (

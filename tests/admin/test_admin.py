@@ -12,10 +12,9 @@ from pdproxy.admin.app import admin_app
 from pdproxy.admin.context import AdminContext
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Bars, Binding, Capacity, Node, Role, State
-from pdproxy.nodes.node_entry import MetricsPoolObserver
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
-from pdproxy.planning.plan import WithoutPrefill
+from pdproxy.settings.types import OnPrefillFailure
 from tests.fakes.clock import FakeClock
 from tests.nodes.fake_pool import until
 
@@ -24,65 +23,67 @@ DECODE = Node("d1", "http://d1", Role.DECODE, "tiny")
 NEW = {"url": "http://127.0.0.1:9/", "role": "decode"}
 
 
-def a_desk(token: str | None = None, without_prefill: WithoutPrefill = WithoutPrefill.LOCAL) -> AdminContext:
+def make_context(
+    token: str | None = None, on_prefill_failure: OnPrefillFailure = OnPrefillFailure.RETRY
+) -> AdminContext:
     clock, registry = FakeClock(), CollectorRegistry()
-    pool = Pool(clock, watch=MetricsPoolObserver(Metrics(registry)))
-    return AdminContext(pool, Drainer(pool, clock), registry, asyncio.Event(), without_prefill, 30, token)
+    pool = Pool(clock, metrics=Metrics(registry))
+    return AdminContext(pool, Drainer(pool, clock), registry, asyncio.Event(), on_prefill_failure, 30, token)
 
 
-def client_of(desk: AdminContext) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(admin_app(desk)), base_url="http://admin")
+def client_of(context: AdminContext) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(admin_app(context)), base_url="http://admin")
 
 
-def serve(desk: AdminContext, *nodes: Node) -> None:
+def serve(context: AdminContext, *nodes: Node) -> None:
     for node in nodes:
-        desk.pool.add(node)
-        desk.pool.admit(node)
+        context.pool.add(node)
+        context.pool.admit(node)
 
 
 @pytest.fixture
-async def desk() -> AsyncIterator[AdminContext]:
-    made = a_desk()
+async def context() -> AsyncIterator[AdminContext]:
+    made = make_context()
     yield made
     await made.drainer.aclose()
 
 
 @pytest.fixture
-async def client(desk: AdminContext) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(desk) as made:
+async def client(context: AdminContext) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(context) as made:
         yield made
 
 
-async def test_it_is_alive_without_nodes(client: httpx.AsyncClient) -> None:
+async def test_health_needs_no_nodes(client: httpx.AsyncClient) -> None:
     assert (await client.get("/health")).json() == {"status": "ok"}
 
 
-async def test_it_is_ready_with_a_decode_node(client: httpx.AsyncClient, desk: AdminContext) -> None:
+async def test_ready_needs_a_decode_node(client: httpx.AsyncClient, context: AdminContext) -> None:
     assert (await client.get("/ready")).status_code == 503
-    serve(desk, PREFILL)
+    serve(context, PREFILL)
     assert (await client.get("/ready")).json() == {"status": "no decode node serves"}
-    serve(desk, DECODE)
+    serve(context, DECODE)
     assert (await client.get("/ready")).status_code == 200
 
 
-async def test_it_needs_a_prefill_node_where_the_policy_says_so() -> None:
-    desk = a_desk(without_prefill=WithoutPrefill.FAIL)
-    async with client_of(desk) as client:
-        serve(desk, DECODE)
+async def test_ready_needs_a_prefill_node_where_the_policy_is_fail() -> None:
+    context = make_context(on_prefill_failure=OnPrefillFailure.FAIL)
+    async with client_of(context) as client:
+        serve(context, DECODE)
         assert (await client.get("/ready")).status_code == 503
-        serve(desk, PREFILL)
+        serve(context, PREFILL)
         assert (await client.get("/ready")).status_code == 200
 
 
-async def test_it_is_not_ready_when_it_is_about_to_end(client: httpx.AsyncClient, desk: AdminContext) -> None:
-    serve(desk, DECODE)
-    desk.leaving.set()
+async def test_not_ready_when_shutting_down(client: httpx.AsyncClient, context: AdminContext) -> None:
+    serve(context, DECODE)
+    context.leaving.set()
     assert (await client.get("/ready")).status_code == 503
     assert (await client.get("/health")).status_code == 200
 
 
-async def test_metrics_are_shown_in_the_form_asked_for(client: httpx.AsyncClient, desk: AdminContext) -> None:
-    serve(desk, DECODE)
+async def test_metrics_are_shown_in_the_form_asked_for(client: httpx.AsyncClient, context: AdminContext) -> None:
+    serve(context, DECODE)
     plain = await client.get("/metrics")
     assert plain.headers["content-type"].startswith("text/plain")
     assert 'pdproxy_node_up{node="d1",role="decode",state="up"} 1.0' in plain.text
@@ -90,27 +91,27 @@ async def test_metrics_are_shown_in_the_form_asked_for(client: httpx.AsyncClient
     assert open_metrics.text.endswith("# EOF\n")
 
 
-async def test_nodes_are_listed_with_what_runs_on_them(client: httpx.AsyncClient, desk: AdminContext) -> None:
-    serve(desk, DECODE)
-    with desk.pool.acquire("d1"):
+async def test_nodes_are_listed_with_what_runs_on_them(client: httpx.AsyncClient, context: AdminContext) -> None:
+    serve(context, DECODE)
+    with context.pool.acquire("d1"):
         (listed,) = (await client.get("/nodes")).json()["nodes"]
     assert (listed["name"], listed["state"], listed["active"], listed["model"]) == ("d1", "up", 1, "tiny")
     assert (await client.get("/nodes/d1")).json()["name"] == "d1"
 
 
-async def test_a_node_is_listed_with_what_its_cache_holds(client: httpx.AsyncClient, desk: AdminContext) -> None:
-    serve(desk, PREFILL, dataclasses.replace(DECODE, capacity=Capacity(4096, None, 2, Binding.ATTENTION)))
+async def test_a_node_is_listed_with_what_its_cache_holds(client: httpx.AsyncClient, context: AdminContext) -> None:
+    serve(context, PREFILL, dataclasses.replace(DECODE, capacity=Capacity(4096, None, 2, Binding.ATTENTION)))
     assert (await client.get("/nodes/p1")).json()["capacity"] is None
     told = {"tokens": 4096, "sequences": None, "longest": 2, "binding": "attention"}
     assert (await client.get("/nodes/d1")).json()["capacity"] == told
 
 
 async def test_a_node_is_listed_with_its_fingerprint_and_with_whom_it_exchanges_no_tickets(
-    client: httpx.AsyncClient, desk: AdminContext
+    client: httpx.AsyncClient, context: AdminContext
 ) -> None:
     parts = {"checkpoint": "c1", "all": "feed"}
-    serve(desk, PREFILL, dataclasses.replace(DECODE, cohort="0.32.0+0.1.0+feed", fingerprint=parts))
-    desk.pool.bar(Bars({("p1", "d1"): "far apart"}, {"d1": "far apart"}))
+    serve(context, PREFILL, dataclasses.replace(DECODE, cohort="0.32.0+0.1.0+feed", fingerprint=parts))
+    context.pool.bar(Bars({("p1", "d1"): "far apart"}, {"d1": "far apart"}))
     listed = {node["name"]: node for node in (await client.get("/nodes")).json()["nodes"]}
     assert (listed["d1"]["cohort"], listed["d1"]["fingerprint"]) == ("0.32.0+0.1.0+feed", parts)
     assert listed["d1"]["barred"] == ["no tickets with any node: far apart", "no tickets with p1: far apart"]
@@ -119,11 +120,11 @@ async def test_a_node_is_listed_with_its_fingerprint_and_with_whom_it_exchanges_
     assert shown["p1"] == listed["p1"]["barred"]
 
 
-async def test_a_node_is_added_and_joins(client: httpx.AsyncClient, desk: AdminContext) -> None:
+async def test_a_node_is_added_and_joins(client: httpx.AsyncClient, context: AdminContext) -> None:
     answer = await client.post("/nodes", json=NEW)
     assert answer.status_code == 201
     assert (answer.json()["name"], answer.json()["state"]) == ("127.0.0.1:9", "joining")
-    assert desk.pool.view("127.0.0.1:9").node.url == "http://127.0.0.1:9"
+    assert context.pool.view("127.0.0.1:9").node.url == "http://127.0.0.1:9"
     assert (await client.post("/nodes", json=NEW)).status_code == 409
 
 
@@ -146,28 +147,28 @@ async def test_a_node_is_added_and_joins(client: httpx.AsyncClient, desk: AdminC
     ],
 )
 async def test_an_unusable_node_is_refused_by_its_field(
-    client: httpx.AsyncClient, desk: AdminContext, change: dict[str, object], param: str
+    client: httpx.AsyncClient, context: AdminContext, change: dict[str, object], param: str
 ) -> None:
     answer = await client.post("/nodes", json={**NEW, **change})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
-    assert desk.pool.snapshot().nodes == ()
+    assert context.pool.snapshot().nodes == ()
 
 
-async def test_a_node_is_drained_and_rejoins(client: httpx.AsyncClient, desk: AdminContext) -> None:
-    serve(desk, DECODE)
+async def test_a_node_is_drained_and_rejoins(client: httpx.AsyncClient, context: AdminContext) -> None:
+    serve(context, DECODE)
     answer = await client.post("/nodes/d1/drain?seconds=10")
     assert (answer.status_code, answer.json()["state"]) == (202, "draining")
     assert (await client.post("/nodes/d1/rejoin")).json()["state"] == "joining"
 
 
-async def test_a_node_is_removed_when_its_requests_ended(client: httpx.AsyncClient, desk: AdminContext) -> None:
-    serve(desk, DECODE)
-    leg = desk.pool.acquire("d1")
+async def test_a_node_is_removed_when_its_requests_ended(client: httpx.AsyncClient, context: AdminContext) -> None:
+    serve(context, DECODE)
+    leg = context.pool.acquire("d1")
     assert (await client.delete("/nodes/d1")).status_code == 202
-    assert desk.pool.view("d1").state is State.DRAINING
+    assert context.pool.view("d1").state is State.DRAINING
     leg.release()
-    await until(lambda: not desk.pool.snapshot().nodes)
+    await until(lambda: not context.pool.snapshot().nodes)
 
 
 @pytest.mark.parametrize(
@@ -181,14 +182,14 @@ async def test_an_unknown_node_is_a_404(client: httpx.AsyncClient, method: str, 
 
 
 @pytest.mark.parametrize("seconds", ["-1", "nan", "inf", "x"])
-async def test_a_drain_needs_a_usable_deadline(client: httpx.AsyncClient, desk: AdminContext, seconds: str) -> None:
-    serve(desk, DECODE)
+async def test_a_drain_needs_a_usable_deadline(client: httpx.AsyncClient, context: AdminContext, seconds: str) -> None:
+    serve(context, DECODE)
     assert (await client.post(f"/nodes/d1/drain?seconds={seconds}")).status_code == 400
-    assert desk.pool.view("d1").state is State.UP
+    assert context.pool.view("d1").state is State.UP
 
 
 async def test_with_a_token_nodes_are_the_operators_alone() -> None:
-    async with client_of(a_desk(token="s3cret")) as client:
+    async with client_of(make_context(token="s3cret")) as client:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic s3cret"}):
             refused = await client.get("/nodes", headers=headers)
             assert refused.status_code == 401
@@ -197,9 +198,9 @@ async def test_with_a_token_nodes_are_the_operators_alone() -> None:
         assert (await client.get("/health")).status_code == 200
 
 
-async def test_a_web_page_of_another_origin_changes_nothing(client: httpx.AsyncClient, desk: AdminContext) -> None:
-    serve(desk, DECODE)
+async def test_a_web_page_of_another_origin_changes_nothing(client: httpx.AsyncClient, context: AdminContext) -> None:
+    serve(context, DECODE)
     foreign = await client.post("/nodes/d1/drain", headers={"origin": "http://evil.example"})
     assert foreign.status_code == 403
-    assert desk.pool.view("d1").state is State.UP
+    assert context.pool.view("d1").state is State.UP
     assert (await client.post("/nodes/d1/drain", headers={"origin": "http://admin"})).status_code == 202

@@ -21,14 +21,16 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium o
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 
-def desk_of(world: FakeCluster, token: str | None = None) -> AdminContext:
-    live, clock, drainer = world.context.live, world.clock, Drainer(world.pool, world.clock)
-    return AdminContext(world.pool, drainer, CollectorRegistry(), asyncio.Event(), token=token, live=live, clock=clock)
+def context_of(cluster: FakeCluster, token: str | None = None) -> AdminContext:
+    live, clock, drainer = cluster.context.in_flight, cluster.clock, Drainer(cluster.pool, cluster.clock)
+    return AdminContext(
+        cluster.pool, drainer, CollectorRegistry(), asyncio.Event(), token=token, live=live, clock=clock
+    )
 
 
-async def look(desk: AdminContext) -> str:
+async def look(context: AdminContext) -> str:
     """The page as it is once it has asked a few times."""
-    async with served(desk) as address:
+    async with served(context) as address:
         page, complaints = await chromium(f"{address}/ui", "--dump-dom")
     broken = re.findall(r"CONSOLE.*(?:Uncaught|Content Security Policy).*", complaints)
     assert not broken
@@ -36,18 +38,18 @@ async def look(desk: AdminContext) -> str:
 
 
 async def test_nodes_and_a_request_on_the_way_are_shown() -> None:
-    world = FakeCluster(prefills=1, decodes=2)
-    world.decodes[0].trouble = InjectedFault(FaultKind.RESET, at=3, times=1)
-    await world.ask(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=True), name="req-moved")
-    world.pool.add(Node(HOSTILE, "http://x", Role.PREFILL))
-    reply = await world.orchestrator.answer(
-        world.request(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=True), name="req-here")
+    cluster = FakeCluster(prefills=1, decodes=2)
+    cluster.decodes[0].trouble = InjectedFault(FaultKind.RESET, at=3, times=1)
+    await cluster.ask(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=True), name="req-moved")
+    cluster.pool.add(Node(HOSTILE, "http://x", Role.PREFILL))
+    reply = await cluster.orchestrator.answer(
+        cluster.request(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=True), name="req-here")
     )
     assert not isinstance(reply.body, bytes)
-    world.clock.advance(2.5)
-    page = await look(desk_of(world))
+    cluster.clock.advance(2.5)
+    page = await look(context_of(cluster))
     await reply.body.aclose()
-    await world.settle()
+    await cluster.settle()
     nodes, requests = text_of(page, "nodes"), text_of(page, "requests")
     assert "p0 prefill ● up" in nodes
     assert "○ joining" in nodes
@@ -61,7 +63,7 @@ async def test_nodes_and_a_request_on_the_way_are_shown() -> None:
 
 
 async def test_the_page_asks_for_the_token() -> None:
-    page = await look(desk_of(FakeCluster(), token="s3cret"))
+    page = await look(context_of(FakeCluster(), token="s3cret"))
     assert re.search(r'<form id="ask">', page)
     assert re.search(r'<main id="content"[^>]* hidden="">', page)
     assert text_of(page, "told") == "This proxy asks for its admin token."

@@ -1,4 +1,4 @@
-"""The live page and what it asks for, without a browser."""
+"""The live page and its state, without a browser."""
 
 import asyncio
 import re
@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.admin.app import admin_app
 from pdproxy.admin.context import AdminContext
-from pdproxy.admin.routes import policy
+from pdproxy.admin.page import policy
 from pdproxy.errors import Fault
 from pdproxy.failures import Step
 from pdproxy.nodes.drain import Drainer
@@ -21,18 +21,20 @@ from tests.orchestration.prompts import body_for
 CHAT = body_for(Endpoint.CHAT, stream=True)
 
 
-def client_of(world: FakeCluster, token: str | None = None) -> httpx.AsyncClient:
-    drainer = Drainer(world.pool, world.clock)
-    live, clock = world.context.live, world.clock
-    desk = AdminContext(world.pool, drainer, CollectorRegistry(), asyncio.Event(), token=token, live=live, clock=clock)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(admin_app(desk)), base_url="http://admin")
+def client_of(cluster: FakeCluster, token: str | None = None) -> httpx.AsyncClient:
+    drainer = Drainer(cluster.pool, cluster.clock)
+    live, clock = cluster.context.in_flight, cluster.clock
+    context = AdminContext(
+        cluster.pool, drainer, CollectorRegistry(), asyncio.Event(), token=token, live=live, clock=clock
+    )
+    return httpx.AsyncClient(transport=httpx.ASGITransport(admin_app(context)), base_url="http://admin")
 
 
 async def test_a_request_is_shown_with_where_its_time_goes() -> None:
-    world = FakeCluster(prefills=1, decodes=1)
-    async with client_of(world) as client:
-        reply = await world.orchestrator.answer(world.request(Endpoint.CHAT, CHAT))
-        world.clock.advance(2.5)
+    cluster = FakeCluster(prefills=1, decodes=1)
+    async with client_of(cluster) as client:
+        reply = await cluster.orchestrator.answer(cluster.request(Endpoint.CHAT, CHAT))
+        cluster.clock.advance(2.5)
         state = (await client.get("/ui/state")).json()
         (shown,) = state["requests"]
         assert (state["ready"], state["on_the_way"]) == ("ready", 1)
@@ -47,28 +49,30 @@ async def test_a_request_is_shown_with_where_its_time_goes() -> None:
         after = (await client.get("/ui/state")).json()
     assert (after["on_the_way"], after["requests"]) == (0, [])
     assert {of["way"]: of["prompts"] for of in after["hits"]} == {"disaggregated": 1, "local": 0, "recomputed": 0}
-    await world.settle()
+    await cluster.settle()
 
 
 async def test_of_very_many_requests_the_newest_are_shown() -> None:
-    world = FakeCluster(prefills=1, decodes=1)
-    replies = [await world.orchestrator.answer(world.request(Endpoint.CHAT, CHAT, name=f"r-{n}")) for n in range(60)]
-    async with client_of(world) as client:
+    cluster = FakeCluster(prefills=1, decodes=1)
+    replies = [
+        await cluster.orchestrator.answer(cluster.request(Endpoint.CHAT, CHAT, name=f"r-{n}")) for n in range(60)
+    ]
+    async with client_of(cluster) as client:
         state = (await client.get("/ui/state")).json()
     assert state["on_the_way"] == 60
     assert [shown["id"] for shown in state["requests"]] == [f"r-{n}" for n in range(59, 9, -1)]
     for reply in replies:
         await read(reply)
-    await world.settle()
+    await cluster.settle()
 
 
 async def test_a_failure_is_shown_with_its_consequence() -> None:
-    world = FakeCluster(prefills=1, decodes=1)
-    request = world.request(Endpoint.CHAT, CHAT, name="r-7")
-    failure = LegFailure(world.clock.now(), "r-7", Leg.DECODE, "d0", Fault.STALL, Step.MIGRATE)
-    world.context.live.failed(request, failure)
-    world.clock.advance(3)
-    async with client_of(world) as client:
+    cluster = FakeCluster(prefills=1, decodes=1)
+    request = cluster.request(Endpoint.CHAT, CHAT, name="r-7")
+    failure = LegFailure(cluster.clock.now(), "r-7", Leg.DECODE, "d0", Fault.STALL, Step.MIGRATE)
+    cluster.context.in_flight.failed(request, failure)
+    cluster.clock.advance(3)
+    async with client_of(cluster) as client:
         (shown,) = (await client.get("/ui/state")).json()["failures"]
     assert shown == {
         "ago": 3.0, "id": "r-7", "leg": "decode", "node": "d0", "fault": "stall", "step": "migrate", "outcome": ""

@@ -1,4 +1,4 @@
-"""`pdproxy check` asks the nodes that are found as well as those that are named."""
+"""`pdproxy check` asks the discovered as well as the configured nodes."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -8,10 +8,9 @@ import pytest
 
 from pdproxy.__main__ import main
 from pdproxy.app.check import Report, inspect
-from pdproxy.app.host import HostEnvironment
-from pdproxy.nodes.discovery.dns import Service
-from pdproxy.nodes.discovery.service_account import ServiceAccount
-from pdproxy.settings import Discovery, DiscoveryKind, NodeEntry, NodeRole, Settings
+from pdproxy.app.host import HostEnvironment, ServiceAccount
+from pdproxy.settings.model import ConfiguredNode, Discovery, Settings
+from pdproxy.settings.types import DiscoveryKind, NodeRole
 from tests.app.zone import Zone
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.loopback import LoopbackNode
@@ -46,36 +45,36 @@ def verdicts(report: Report) -> dict[str, bool]:
     return {f"{row.node.role} {row.node.url}": row.good() for row in report.rows}
 
 
-def also_in_a_file(folder: Path, listed: str, entry: NodeEntry) -> Settings:
+def also_in_a_file(folder: Path, listed: str, entry: ConfiguredNode) -> Settings:
     """A node that is named, beside a file of nodes."""
     path = folder / "nodes.yaml"
     path.write_text(listed)
     return Settings(nodes=(entry,), discovery=Discovery(decode=DiscoveryKind.FILE, file=path))
 
 
-async def test_nodes_in_a_file_are_asked_after_those_that_are_named(tmp_path: Path, node: LoopbackNode) -> None:
+async def test_discovered_nodes_are_checked_after_configured_ones(tmp_path: Path, node: LoopbackNode) -> None:
     listed = f"[{{url: '{node.url}', role: decode}}, {{url: '{NOBODY}', role: decode}}]"
-    told = also_in_a_file(tmp_path, listed, NodeEntry(url=node.url, role=NodeRole.PREFILL))
+    told = also_in_a_file(tmp_path, listed, ConfiguredNode(url=node.url, role=NodeRole.PREFILL))
     report = await inspect(told, HostEnvironment())
     assert list(verdicts(report).items()) == [
         (f"prefill {node.url}", True),
         (f"decode {node.url}", True),
         (f"decode {NOBODY}", False),
     ]
-    assert report.unseen == []
+    assert report.empty_sources == []
     assert not report.good()
 
 
-async def test_a_node_that_is_named_and_found_is_asked_once(tmp_path: Path, node: LoopbackNode) -> None:
+async def test_a_node_that_is_configured_and_discovered_is_checked_once(tmp_path: Path, node: LoopbackNode) -> None:
     listed = f"[{{url: '{node.url}', role: decode, name: found}}]"
-    told = also_in_a_file(tmp_path, listed, NodeEntry(url=node.url, role=NodeRole.DECODE))
+    told = also_in_a_file(tmp_path, listed, ConfiguredNode(url=node.url, role=NodeRole.DECODE))
     report = await inspect(told, HostEnvironment())
     assert [row.node.name for row in report.rows] == ["decode-0"]
     assert report.good()
 
 
 async def test_names_are_looked_up(node: LoopbackNode) -> None:
-    zone = Zone({}, {"d": (Service(1, "127.0.0.1", node.port),)})
+    zone = Zone({}, {"d": (("127.0.0.1", node.port),)})
     told = Settings(discovery=Discovery(decode=DiscoveryKind.DNS, decode_name="d"))
     assert verdicts(await inspect(told, HostEnvironment(resolver=zone))) == {f"decode {node.url}": True}
 
@@ -88,37 +87,39 @@ async def test_endpoint_slices_are_listed_once(tmp_path: Path, node: LoopbackNod
     assert report.good()
 
 
-async def test_what_could_not_be_looked_at_is_said_and_the_rest_is_asked(tmp_path: Path, node: LoopbackNode) -> None:
+async def test_a_source_that_cannot_be_read_is_named_and_the_rest_is_checked(
+    tmp_path: Path, node: LoopbackNode
+) -> None:
     absent = tmp_path / "absent.yaml"
     absent.touch()
     lost = Discovery(prefill=DiscoveryKind.FILE, file=absent, decode=DiscoveryKind.DNS, decode_name="a..b", dns_port=80)
-    settings = Settings(nodes=(NodeEntry(url=node.url, role=NodeRole.DECODE),), discovery=lost)
+    settings = Settings(nodes=(ConfiguredNode(url=node.url, role=NodeRole.DECODE),), discovery=lost)
     absent.unlink()
     report = await inspect(settings, HostEnvironment())
     assert verdicts(report) == {f"decode {node.url}": True}
-    first, second = report.unseen
-    assert first.startswith(f"the file {absent} could not be looked at: ")
-    assert second.startswith("the name a..b could not be looked at: ")
+    first, second = report.empty_sources
+    assert first.startswith(f"the file {absent} cannot be read: ")
+    assert second.startswith("the name a..b cannot be read: ")
     assert not report.good()
 
 
-async def test_what_the_api_refuses_is_said(tmp_path: Path) -> None:
+async def test_a_refusal_of_the_api_is_shown(tmp_path: Path) -> None:
     async with cluster(tmp_path) as (around, told, server):
         server.refusals = [403]
         report = await inspect(Settings(discovery=told), around)
     assert report.rows == []
-    assert "EndpointSlices role=decode in ai could not be looked at: " in report.unseen[0]
-    assert "403" in report.unseen[0]
+    assert "EndpointSlices role=decode in ai cannot be read: " in report.empty_sources[0]
+    assert "403" in report.empty_sources[0]
 
 
 async def test_a_source_without_nodes_is_no_success(tmp_path: Path) -> None:
     async with cluster(tmp_path) as (around, told, _):
         report = await inspect(Settings(discovery=told), around)
-    assert report.unseen == ["EndpointSlices role=decode in ai: there are no nodes now"]
+    assert report.empty_sources == ["EndpointSlices role=decode in ai: there are no nodes now"]
     assert not report.good()
 
 
-def test_the_command_says_it_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_it_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "nodes.yaml"
     path.write_text(f"[{{url: '{NOBODY}', role: decode}}]")
     words = ["check", "--discovery-decode", "file", "--discovery-file", str(path)]

@@ -1,4 +1,4 @@
-"""Nodes that the settings say how to find are found, in a whole proxy."""
+"""Discovery in a whole proxy."""
 
 import asyncio
 import subprocess
@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from pdproxy.app.build import Proxy, proxy
-from pdproxy.app.host import HostEnvironment, Sources
+from pdproxy.app.host import HostEnvironment, ServiceAccount, Sources
 from pdproxy.errors import SettingsError
-from pdproxy.nodes.discovery.dns import Service
-from pdproxy.nodes.discovery.service_account import ServiceAccount
-from pdproxy.settings import Discovery, DiscoveryKind, Health, NodeEntry, NodeRole, Settings
+from pdproxy.settings.model import ConfiguredNode, Discovery, Health, Settings
+from pdproxy.settings.types import DiscoveryKind, NodeRole
 from tests.admin.asking import state_of
 from tests.app.zone import Zone
 from tests.fakes.clock import FakeClock
@@ -31,11 +30,11 @@ async def found(running: Proxy, count: int) -> dict[str, str]:
             await asyncio.sleep(0.01)
 
 
-async def test_of_a_file_the_roles_that_ask_for_it_are_taken(tmp_path: Path) -> None:
+async def test_a_file_is_used_for_the_roles_that_name_it(tmp_path: Path) -> None:
     path = tmp_path / "nodes.yaml"
     path.write_text("[{url: 'http://127.0.0.1:1', role: decode}, {url: 'http://127.0.0.1:2', role: prefill}]")
     one = Settings(
-        nodes=(NodeEntry(url="http://127.0.0.1:3", role=NodeRole.PREFILL),),
+        nodes=(ConfiguredNode(url="http://127.0.0.1:3", role=NodeRole.PREFILL),),
         discovery=Discovery(decode=DiscoveryKind.FILE, file=path, file_interval=0.05),
         health=NEVER,
     )
@@ -46,7 +45,7 @@ async def test_of_a_file_the_roles_that_ask_for_it_are_taken(tmp_path: Path) -> 
 
 
 async def test_names_are_looked_up_with_a_port_or_for_services() -> None:
-    zone = Zone({"p": ("127.0.0.7",), "d": ("127.0.0.8",)}, {"p": (Service(1, "127.0.0.9", 9),)})
+    zone = Zone({"p": ("127.0.0.7",), "d": ("127.0.0.8",)}, {"p": (("127.0.0.9", 9),)})
     both = Discovery(prefill=DiscoveryKind.DNS, prefill_name="p", decode=DiscoveryKind.DNS, decode_name="d", dns_port=4)
     around = HostEnvironment(resolver=zone)
     async with proxy(Settings(discovery=both, health=NEVER), around) as running:
@@ -93,5 +92,5 @@ def test_without_the_client_the_start_ends_with_what_to_install(monkeypatch: pyt
 
 def test_heavy_clients_are_loaded_only_where_they_are_asked_for() -> None:
     """They would make every start slower."""
-    code = "import sys, pdproxy.app; print(*sorted({'dns', 'lightkube', 'httpx2'} & set(sys.modules)))"
+    code = "import sys, pdproxy.app.run; print(*sorted({'dns', 'lightkube', 'httpx2'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout == "\n"

@@ -8,16 +8,16 @@ import pytest
 
 SCRIPT = """
 import resource
-from pdproxy.app.run import allow_many
+from pdproxy.app.run import raise_file_limit
 
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
-allow_many()
+raise_file_limit()
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 """
 
 
 @pytest.mark.parametrize(("soft", "hard", "then"), [(256, 512, "512 512"), (512, 512, "512 512")])
-def test_as_many_as_may_be(soft: int, hard: int, then: str) -> None:
+def test_the_limit_of_open_files_is_raised(soft: int, hard: int, then: str) -> None:
     script = SCRIPT.format(soft=soft, hard=hard)
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""What a client gets for what it sends: the whole proxy over real connections, in front of fake nodes."""
+"""Requests and responses of the whole proxy over real connections, in front of fake nodes."""
 
 import asyncio
 import json
@@ -10,9 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
+from pdproxy import __version__
 from pdproxy.intake.handler import model_of
 from pdproxy.observe.labels import Task
-from pdproxy.settings import FirstHandOver, Health, Keys, Limits, Settings
+from pdproxy.request import Endpoint
+from pdproxy.settings.model import Health, Keys, Limits, Settings
+from pdproxy.settings.types import FirstHandOver
 from tests.app.running_proxy import SOON, RunningProxy, bearer, running_proxy
 from tests.fakes.faults import FaultKind, InjectedFault
 
@@ -21,7 +24,7 @@ CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "
 
 
 @pytest.fixture
-async def shop() -> AsyncIterator[RunningProxy]:
+async def server() -> AsyncIterator[RunningProxy]:
     """A proxy that lets everybody in."""
     async with running_proxy(Settings(limits=Limits(body_bytes=2000))) as made:
         yield made
@@ -35,7 +38,7 @@ def message(response: httpx.Response) -> str:
 
 
 @pytest.mark.parametrize("asked", FirstHandOver)
-async def test_nodes_prove_themselves_before_they_serve_unless_told_otherwise(asked: FirstHandOver) -> None:
+async def test_nodes_pass_the_known_answer_test_before_they_serve_unless_it_is_off(asked: FirstHandOver) -> None:
     async with running_proxy(Settings(health=Health(first_hand_over=asked)), prefill_dialect=7) as made:
         route = (await made.client.post("/v1/completions", json=ASK)).headers["x-pdproxy-route"]
         shown = 'pdproxy_pair_barred{decode="decode-0",prefill="prefill-0"} 1.0' in (await metrics(made))
@@ -50,15 +53,15 @@ async def metrics(made: RunningProxy) -> str:
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", ASK), ("/v1/chat/completions", CHAT)])
-async def test_an_answer_goes_through_both_nodes(shop: RunningProxy, path: str, body: dict[str, Any]) -> None:
-    whole = await shop.client.post(path, json=body, headers={"x-request-id": "mine"})
+async def test_an_answer_goes_through_both_nodes(server: RunningProxy, path: str, body: dict[str, Any]) -> None:
+    whole = await server.client.post(path, json=body, headers={"x-request-id": "mine"})
     assert (whole.status_code, whole.headers["x-request-id"]) == (200, "mine")
     assert whole.headers["x-pdproxy-route"] == "disaggregated"
     assert "kv_transfer_params" not in {name for name, value in whole.json().items() if value is not None}
-    streamed = await shop.client.post(path, json={**body, "stream": True})
+    streamed = await server.client.post(path, json={**body, "stream": True})
     assert streamed.headers["content-type"].startswith("text/event-stream")
     assert streamed.text.endswith("data: [DONE]\n\n")
-    for node, wish in ((shop.prefill, "do_remote_decode"), (shop.decode, "do_remote_prefill")):
+    for node, wish in ((server.prefill, "do_remote_decode"), (server.decode, "do_remote_prefill")):
         legs = [seen.body for seen in node.legs() if seen.body.get("model") == "m"][-2:]
         assert [leg["kv_transfer_params"][wish] for leg in legs] == [True, True]
 
@@ -80,90 +83,93 @@ async def test_an_answer_goes_through_both_nodes(shop: RunningProxy, path: str, 
         ("GET", "/v1/responses/resp_1", b"", 404, "not kept"),
     ],
 )
-async def test_what_is_wrong_is_said(
-    shop: RunningProxy, method: str, path: str, content: bytes, status: int, words: str
+async def test_errors_name_what_is_wrong(
+    server: RunningProxy, method: str, path: str, content: bytes, status: int, words: str
 ) -> None:
-    got = await shop.client.request(method, path, content=content)
+    got = await server.client.request(method, path, content=content)
     assert got.status_code == status
     assert words in message(got)
     assert got.headers["x-request-id"].startswith("req-")
 
 
-async def test_a_compressed_body_is_refused(shop: RunningProxy) -> None:
-    got = await shop.client.post("/v1/completions", content=b"x", headers={"content-encoding": "gzip"})
+async def test_a_compressed_body_is_refused(server: RunningProxy) -> None:
+    got = await server.client.post("/v1/completions", content=b"x", headers={"content-encoding": "gzip"})
     assert got.status_code == 415
     assert "content-encoding" in message(got)
 
 
-async def test_messages_get_errors_in_their_own_shape(shop: RunningProxy) -> None:
-    got = await shop.client.post("/v1/messages", json={"model": "nobody", "messages": [], "max_tokens": 3})
+async def test_messages_get_errors_in_their_own_shape(server: RunningProxy) -> None:
+    got = await server.client.post("/v1/messages", json={"model": "nobody", "messages": [], "max_tokens": 3})
     assert got.json()["type"] == "error"
     assert got.status_code in (400, 404)
 
 
-async def test_the_other_pages(shop: RunningProxy) -> None:
-    listing = (await shop.client.get("/v1/models")).json()
+async def test_the_other_pages(server: RunningProxy) -> None:
+    listing = (await server.client.get("/v1/models")).json()
     assert [models["id"] for models in listing["data"]] == ["m"]
-    assert (await shop.client.get("/v1/models/m")).json()["id"] == "m"
-    assert (await shop.client.get("/health")).status_code == 200
-    assert (await shop.client.get("/ready")).status_code == 200
-    assert (await shop.client.get("/openapi.json")).json()["openapi"].startswith("3.")
-    shop.running.leaving.set()
-    assert (await shop.client.get("/ready")).status_code == 503
+    assert (await server.client.get("/v1/models/m")).json()["id"] == "m"
+    assert (await server.client.get("/health")).status_code == 200
+    assert (await server.client.get("/ready")).status_code == 200
+    document = (await server.client.get("/openapi.json")).json()
+    assert document["openapi"].startswith("3.")
+    assert document["info"]["version"] == __version__
+    assert document["paths"].keys() == {*Endpoint, "/v1/models", "/health", "/ready"}
+    server.running.leaving.set()
+    assert (await server.client.get("/ready")).status_code == 503
 
 
-async def test_other_endpoints_pass_through(shop: RunningProxy) -> None:
-    got = await shop.client.post("/v1/embeddings?x=1", json={"model": "m", "input": "hello"})
+async def test_other_endpoints_pass_through(server: RunningProxy) -> None:
+    got = await server.client.post("/v1/embeddings?x=1", json={"model": "m", "input": "hello"})
     assert got.status_code == 200
     assert got.json()["path"] == "/v1/embeddings?x=1"
 
 
-async def test_who_leaves_in_mid_stream_leaves_nothing_behind(shop: RunningProxy) -> None:
-    shop.decode.trouble = InjectedFault(FaultKind.STALL, at=2)
-    async with shop.client.stream("POST", "/v1/completions", json={**ASK, "stream": True}) as got:
+async def test_a_client_that_disconnects_in_mid_stream_leaves_nothing_behind(server: RunningProxy) -> None:
+    server.decode.trouble = InjectedFault(FaultKind.STALL, at=2)
+    async with server.client.stream("POST", "/v1/completions", json={**ASK, "stream": True}) as got:
         async for _ in got.aiter_bytes():
             break
-    await shop.until("pdproxy_requests_active 0.0")
-    await shop.until('pdproxy_node_active{node="decode-0",role="decode"} 0.0')
-    await shop.until('pdproxy_requests_total{endpoint="/v1/completions",outcome="client_gone"} 1.0')
+    await server.until("pdproxy_requests_active 0.0")
+    await server.until('pdproxy_node_active{node="decode-0",role="decode"} 0.0')
+    await server.until('pdproxy_requests_total{endpoint="/v1/completions",outcome="client_gone"} 1.0')
 
 
-async def test_with_keys_only_holders_come_in(tmp_path: Path) -> None:
+async def test_with_keys_requests_need_one(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("sk-one alice\n")
-    async with running_proxy(Settings(keys=Keys(file=path)), "sk-one") as shop:
-        assert (await shop.client.post("/v1/completions", json=ASK)).status_code == 200
-        shop.client.headers.update(bearer("sk-two"))
+    async with running_proxy(Settings(keys=Keys(file=path)), "sk-one") as server:
+        assert (await server.client.post("/v1/completions", json=ASK)).status_code == 200
+        server.client.headers.update(bearer("sk-two"))
         for page in ("/v1/models", "/metrics"):
-            assert (await shop.client.get(page)).status_code == 401
-        refused = await shop.client.post("/v1/completions", json=ASK)
+            assert (await server.client.get(page)).status_code == 401
+        refused = await server.client.post("/v1/completions", json=ASK)
         assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
-        assert (await shop.client.get("/health")).status_code == 200
+        assert (await server.client.get("/health")).status_code == 200
 
 
 @pytest.mark.parametrize("prompt", ["one two", ["one two", "three"]], ids=["one", "list"])
-async def test_who_reads_to_the_end_has_not_left(
-    shop: RunningProxy, prompt: str | list[str], caplog: pytest.LogCaptureFixture
+async def test_a_client_that_reads_to_the_end_has_not_disconnected(
+    server: RunningProxy, prompt: str | list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "pdproxy.intake")
-    got = await shop.client.post("/v1/completions", json={**ASK, "prompt": prompt, "stream": True})
+    got = await server.client.post("/v1/completions", json={**ASK, "prompt": prompt, "stream": True})
     assert got.text.endswith("data: [DONE]\n\n")
-    await shop.until("pdproxy_requests_active 0.0")
+    await server.until("pdproxy_requests_active 0.0")
     assert "client left" not in caplog.messages
 
 
 @pytest.mark.parametrize("page", ["/health", "/ready", "/metrics", "/v1/models", "/v1/models/m", "/openapi.json"])
-async def test_head_is_get_without_the_body(shop: RunningProxy, page: str) -> None:
-    got = await shop.client.head(page)
+async def test_head_is_get_without_the_body(server: RunningProxy, page: str) -> None:
+    got = await server.client.head(page)
     assert (got.status_code, got.content) == (200, b"")
     assert int(got.headers["content-length"]) > 2
 
 
-async def test_other_methods_are_told_what_works(shop: RunningProxy) -> None:
+async def test_other_methods_get_405_with_the_right_one(server: RunningProxy) -> None:
     for method in ("OPTIONS", "HEAD", "PUT"):
-        got = await shop.client.request(method, "/v1/completions")
+        got = await server.client.request(method, "/v1/completions")
         assert (got.status_code, got.headers["allow"]) == (405, "POST")
-    assert (await shop.client.post("/health")).headers["allow"] == "GET, HEAD"
+    assert (await server.client.post("/health")).headers["allow"] == "GET, HEAD"
 
 
 def test_what_is_nested_too_deeply_names_no_model() -> None:
@@ -177,9 +183,9 @@ def test_a_form_names_its_model() -> None:
     assert model_of(httpx.Request("POST", "http://x", files={"file": b"RIFF"}).read()) == ""
 
 
-async def test_who_expects_and_sends_too_much_is_not_told_to_go_on(shop: RunningProxy) -> None:
+async def test_a_too_long_body_with_expect_gets_no_100(server: RunningProxy) -> None:
     async with asyncio.timeout(SOON):
-        reader, writer = await asyncio.open_connection(shop.client.base_url.host, shop.client.base_url.port)
+        reader, writer = await asyncio.open_connection(server.client.base_url.host, server.client.base_url.port)
         writer.write(
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 9000\r\n\r\n"
         )

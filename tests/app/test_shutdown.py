@@ -1,4 +1,4 @@
-"""Requests that are cut short by a shutdown are told so."""
+"""Requests that a shutdown cuts short get an error that says so."""
 
 import asyncio
 import json
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pdproxy.intake.request_context import Message
-from pdproxy.settings import Settings
-from pdproxy.sink import EXTENSION
+from pdproxy.response import SINK_EXTENSION
+from pdproxy.settings.model import Settings
 from tests.app.running_proxy import SOON, RunningProxy, running_proxy
 from tests.fakes.faults import FaultKind, InjectedFault
 
@@ -20,7 +20,7 @@ RESPONSE = {"model": "m", "input": "hello", "max_output_tokens": 5}
 
 
 @pytest.fixture
-async def shop() -> AsyncIterator[RunningProxy]:
+async def server() -> AsyncIterator[RunningProxy]:
     async with running_proxy(Settings()) as running:
         yield running
 
@@ -28,15 +28,15 @@ async def shop() -> AsyncIterator[RunningProxy]:
 class Call:
     """One request, spoken to the application as a server does; the server cancels what is not over in time."""
 
-    def __init__(self, shop: RunningProxy, path: str, body: dict[str, Any]) -> None:
+    def __init__(self, server: RunningProxy, path: str, body: dict[str, Any]) -> None:
         self._incoming = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
         self.sent: list[Message] = []
         self.began = asyncio.Event()
-        straight = {EXTENSION: {"sink": self._sink}}
+        straight = {SINK_EXTENSION: {"sink": self._sink}}
         scope = {
             "type": "http", "method": "POST", "path": path, "query_string": b"", "headers": [], "extensions": straight
         }  # fmt: skip
-        self.task = asyncio.ensure_future(shop.running.clients(scope, self._receive, self._send))
+        self.task = asyncio.ensure_future(server.running.clients(scope, self._receive, self._send))
 
     async def _receive(self) -> Message:
         if not self._incoming:
@@ -71,9 +71,9 @@ class Call:
     ],
     ids=["completion", "list", "chat", "messages", "responses"],
 )
-async def test_a_stream_ends_in_an_error_event(shop: RunningProxy, path: str, body: dict[str, Any]) -> None:
-    shop.decode.trouble = InjectedFault(FaultKind.STALL, at=2)
-    call = Call(shop, path, {**body, "stream": True})
+async def test_a_stream_ends_in_an_error_event(server: RunningProxy, path: str, body: dict[str, Any]) -> None:
+    server.decode.trouble = InjectedFault(FaultKind.STALL, at=2)
+    call = Call(server, path, {**body, "stream": True})
     await asyncio.wait_for(call.began.wait(), SOON)
     said = await call.cut_short()
     assert call.sent[0]["status"] == 200
@@ -83,19 +83,19 @@ async def test_a_stream_ends_in_an_error_event(shop: RunningProxy, path: str, bo
         assert events[-2] == b"data: [DONE]"
     else:
         assert events[-2].startswith(b"event: error\ndata: ")
-    await shop.until(f'pdproxy_requests_total{{endpoint="{path}",outcome="failed"}} 1.0')
-    await shop.until('pdproxy_node_active{node="decode-0",role="decode"} 0.0')
+    await server.until(f'pdproxy_requests_total{{endpoint="{path}",outcome="failed"}} 1.0')
+    await server.until('pdproxy_node_active{node="decode-0",role="decode"} 0.0')
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
-async def test_what_has_no_answer_yet_is_told_to_ask_again(shop: RunningProxy, path: str) -> None:
-    shop.decode.trouble = InjectedFault(FaultKind.HANG)
-    call = Call(shop, path, COMPLETION)
-    await shop.until('pdproxy_node_active{node="decode-0",role="decode"} 1.0')
+async def test_a_request_without_response_yet_gets_503(server: RunningProxy, path: str) -> None:
+    server.decode.trouble = InjectedFault(FaultKind.HANG)
+    call = Call(server, path, COMPLETION)
+    await server.until('pdproxy_node_active{node="decode-0",role="decode"} 1.0')
     said = await call.cut_short()
     assert call.sent[0]["status"] == 503
     assert (b"retry-after", b"1") in call.sent[0]["headers"]
     assert json.loads(said)["error"]["code"] == "shutting_down"
     counted = "other" if path == "/v1/embeddings" else path
-    await shop.until(f'pdproxy_requests_total{{endpoint="{counted}",outcome="failed"}} 1.0')
-    await shop.until('pdproxy_node_active{node="decode-0",role="decode"} 0.0')
+    await server.until(f'pdproxy_requests_total{{endpoint="{counted}",outcome="failed"}} 1.0')
+    await server.until('pdproxy_node_active{node="decode-0",role="decode"} 0.0')

@@ -1,4 +1,4 @@
-"""Background tasks do not die silently."""
+"""Background tasks that end are logged and started again."""
 
 import asyncio
 import logging
@@ -6,7 +6,7 @@ import logging
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdproxy.app.task_supervisor import TaskSupervisor
+from pdproxy.app.build import TaskSupervisor
 from pdproxy.observe.labels import Task
 from pdproxy.observe.metrics import Metrics
 from tests.fakes.clock import FakeClock
@@ -31,7 +31,7 @@ class Work:
             self.ended += 1
 
 
-async def test_a_task_that_ends_is_begun_again_and_told_of(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_task_that_ends_is_logged_and_started_again(caplog: pytest.LogCaptureFixture) -> None:
     clock, registry, work = FakeClock(), CollectorRegistry(), Work()
     keeper = TaskSupervisor(clock, Metrics(registry), pause=1.0)
     with caplog.at_level(logging.ERROR):

@@ -1,10 +1,11 @@
-"""The drive goes by what the operator said."""
+"""The settings reach the orchestration."""
 
 import dataclasses
 
 from pdproxy.app.build import orchestration_config
 from pdproxy.orchestration.context import OrchestrationConfig
-from pdproxy.settings import Deadlines, OnPrefillFailure, Policy, Settings
+from pdproxy.settings.model import Deadlines, Policy, Settings
+from pdproxy.settings.types import OnPrefillFailure
 
 SAID = Settings(
     deadlines=Deadlines(connect=1, prefill_headers=2, decode_headers=3, stall=4, release=5.5),
@@ -14,11 +15,11 @@ SAID = Settings(
 )
 
 
-def test_nothing_said_is_what_the_drive_does_by_itself() -> None:
+def test_default_settings_are_the_default_config() -> None:
     assert orchestration_config(Settings()) == OrchestrationConfig()
 
 
-def test_every_setting_arrives() -> None:
+def test_every_setting_reaches_the_config() -> None:
     said = SAID.deadlines.model_dump() | SAID.policy.model_dump()
     arrived = dataclasses.asdict(orchestration_config(SAID))
     named = arrived.keys() & said.keys()

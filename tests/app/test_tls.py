@@ -1,4 +1,4 @@
-"""The clients' port with TLS, and what cannot be one."""
+"""TLS on the clients' port."""
 
 import asyncio
 import contextlib
@@ -47,7 +47,7 @@ def _words(certificate: Path, key: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("pair", [(CERTIFICATE, CERTIFICATE), (KEY, KEY), (CERTIFICATE, LOCKED)], ids=range(3))
-def test_what_is_no_certificate_and_its_key_is_said_in_one_line(
+def test_an_unusable_certificate_or_key_is_named_in_one_line(
     pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(_words(*pair)) == 2

@@ -5,12 +5,15 @@ blocks of 16 tokens, so that small prompts fill them.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from vllm.config import (
     CacheConfig,
@@ -33,9 +36,12 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from connector import nixl_connector
 from connector.metadata import ConnectorMetadata, ReadEnd, ReadOutcome, WorkerReport
 from connector.scheduler import ConnectorScheduler
+from connector.shape_check import require_fit
 from connector.stats import COUNTS
+from connector.vllm_contracts import HAND_OVERS
 
 MODEL = Path(__file__).parents[2] / "deploy" / "local" / "model" / "tiny-hybrid"
 BLOCK = 16
@@ -79,22 +85,39 @@ ONE_BEHIND = Pace(AsyncScheduler, 1)
 """Async scheduling, the default of GPU nodes."""
 ONE_BEHIND_V2 = Pace(AsyncScheduler, 1, v2=True)
 """What GPU nodes do by default."""
+PACES: Mapping[str, Pace] = {"in step": IN_STEP, "one behind": ONE_BEHIND, "one behind, V2": ONE_BEHIND_V2}
 PACE: ContextVar[Pace] = ContextVar("pace", default=IN_STEP)
-"""Of the nodes that a test makes; the fixture `every_pace` sets it."""
+"""Of the nodes that a test makes; `at_pace` sets it."""
 
 
-def make_scheduler(config: VllmConfig, cache: KVCacheConfig) -> Scheduler:
+@contextmanager
+def at_pace(pace: Pace) -> Iterator[None]:
+    """Nodes that are made inside keep this pace."""
+    token = PACE.set(pace)
+    yield
+    PACE.reset(token)
+
+
+@cache
+def check_vllm() -> None:
+    """The check that a node makes when it starts; once, for it is three quarters of the time that a node here takes."""
+    require_fit(HAND_OVERS)
+
+
+def make_scheduler(config: VllmConfig, kv_cache: KVCacheConfig) -> Scheduler:
     """As vLLM's engine makes it, at the test's pace."""
     pace = PACE.get()
     config.scheduler_config.async_scheduling = pace.behind > 0
-    scheduler = pace.scheduler(
-        vllm_config=config,
-        kv_cache_config=cache,
-        structured_output_manager=StructuredOutputManager(config),
-        block_size=BLOCK,
-        hash_block_size=BLOCK,
-        log_stats=True,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nixl_connector, "require_fit", lambda contract: check_vllm())
+        scheduler = pace.scheduler(
+            vllm_config=config,
+            kv_cache_config=kv_cache,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+            hash_block_size=BLOCK,
+            log_stats=True,
+        )
     scheduler.use_v2_model_runner = pace.v2
     return scheduler
 

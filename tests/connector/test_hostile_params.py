@@ -1,5 +1,6 @@
 """Hostile `kv_transfer_params` on vLLM's real scheduler: nothing raises or is dialled, every refusal is counted."""
 
+import copy
 from itertools import count
 from typing import Any
 
@@ -7,28 +8,53 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from connector.ticket_fields import RefusalReason
-from tests.connector.harness import Node, make_node, prompt, received, take_ticket
+from tests.connector.harness import PACES, Node, at_pace, make_node, prompt, received, take_ticket
 from tests.connector.tickets import ANYTHING, EXAMPLES, MALFORMED, UNSIGNED, Spoil, spoiled
 
-pytestmark = pytest.mark.usefixtures("every_pace")
-
+Pairs = dict[str, tuple[Node, Node]]
 KEY = "0123456789abcdef0123456789abcdef"
 TOKENS = prompt(100)
 NUMBERS = count()
 
 
 @pytest.fixture(scope="module")
-def pair(every_pace: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Node, Node]:
-    """A prefill and a decode node that share a key, kept for all examples, as an engine is."""
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
+    """At each pace a prefill and a decode node that share a key, kept for all examples, as an engine is."""
     path = tmp_path_factory.mktemp("keys") / "keys"
     path.write_text(KEY, encoding="utf-8")
-    extra = {"pdproxy_key_file": str(path)}
-    return make_node("kv_producer", engine_id="p", extra=extra), make_node("kv_consumer", engine_id="d", extra=extra)
+    return {name: _pair(name, {"pdproxy_key_file": str(path)}) for name in PACES}
+
+
+def _pair(pace: str, extra: dict[str, str]) -> tuple[Node, Node]:
+    with at_pace(PACES[pace]):
+        return make_node("kv_producer", engine_id="p", extra=extra), make_node(
+            "kv_consumer", engine_id="d", extra=extra
+        )
 
 
 @pytest.fixture(scope="module")
-def ticket(pair: tuple[Node, Node]) -> dict[str, Any]:
-    return take_ticket(pair[0], TOKENS)
+def tickets(pairs: Pairs) -> dict[str, dict[str, Any]]:
+    """A good ticket of each pair."""
+    return {name: take_ticket(give, TOKENS) for name, (give, _) in pairs.items()}
+
+
+@pytest.fixture(params=PACES)
+def pace(request: pytest.FixtureRequest) -> str:
+    """How the nodes step."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def pair(pace: str, pairs: Pairs) -> tuple[Node, Node]:
+    """The nodes of one pace."""
+    return pairs[pace]
+
+
+@pytest.fixture
+def ticket(pace: str, tickets: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A good ticket of the prefill node of one pace."""
+    return tickets[pace]
 
 
 def ask(node: Node, params: Any) -> Any:
@@ -80,18 +106,20 @@ def test_a_bad_ticket_is_refused_under_its_reason(
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(raw=spoiled())
-def test_spoiled_tickets_on_a_decode_node(pair: tuple[Node, Node], raw: Any) -> None:
-    before = refused(pair[1])
+def test_spoiled_tickets_on_a_decode_node(pairs: Pairs, raw: Any) -> None:
     asks = isinstance(raw, dict) and raw.get("do_remote_prefill") is True
-    assert ask(pair[1], raw) is None
-    assert refused(pair[1]) - before in ({1} if asks else {0, 1})
+    for _, node in pairs.values():
+        before = refused(node)
+        assert ask(node, copy.deepcopy(raw)) is None
+        assert refused(node) - before in ({1} if asks else {0, 1})
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(raw=ANYTHING | spoiled())
-def test_anything_on_a_prefill_node(pair: tuple[Node, Node], raw: Any) -> None:
-    left = ask(pair[0], raw)
-    assert left is None or left.keys() <= {"do_remote_decode", "do_remote_prefill", "_p_side_truncated"}
+def test_anything_on_a_prefill_node(pairs: Pairs, raw: Any) -> None:
+    for node, _ in pairs.values():
+        left = ask(node, copy.deepcopy(raw))
+        assert left is None or left.keys() <= {"do_remote_decode", "do_remote_prefill", "_p_side_truncated"}
 
 
 def test_replays_are_taken_while_the_ticket_is_good(pair: tuple[Node, Node], ticket: dict[str, Any]) -> None:

@@ -28,9 +28,9 @@ from connector.messages import HANDSHAKE
 from connector.nixl_connector import NixlConnector
 from connector.shape_check import require_fit, vllm_names
 from connector.vllm_contracts import HAND_OVERS, SEEDED_CPU, TIERS
-from tests.vllm_compat.__main__ import FOLDER, installed_shape
 from tests.vllm_compat.check import seams
-from tests.vllm_compat.our_use import touches
+from tests.vllm_compat.our_use import Touches
+from tests.vllm_compat.vllm_source import Shape
 
 Drift = Callable[[pytest.MonkeyPatch], None]
 
@@ -243,14 +243,14 @@ def test_another_package_that_is_missing_is_not_vllms_fault() -> None:
         importlib.import_module("a_package_that_is_not_there")
 
 
-def test_every_seam_is_in_a_contract() -> None:
+def test_every_seam_is_in_a_contract(touched: Touches, installed: Shape) -> None:
     """What `python -m tests.vllm_compat` lists is checked at start; nothing is checked that is no seam of ours."""
-    known = seams(touches(FOLDER), installed_shape())
+    known = seams(touched, installed)
     contracts = (HAND_OVERS, TIERS, SEEDED_CPU)
     hooks = {(owner, name) for each in contracts for owner, methods in each.hooks.items() for name in methods}
     calls = {(owner, name) for each in contracts for owner, methods in each.calls.items() for name in methods}
     attributes = {(owner, name) for each in contracts for owner, names in each.attributes.items() for name in names}
     fields = {(owner, name) for each in contracts for owner, names in each.fields.items() for name in names}
     assert {(touch.owner, touch.chain[0]) for touch in known.overrides} == hooks
-    touched = {(touch.owner, touch.chain[0]) for touch in (*known.uses, *known.reads)}
-    assert touched - hooks - calls - attributes - fields == set()
+    used = {(touch.owner, touch.chain[0]) for touch in (*known.uses, *known.reads)}
+    assert used - hooks - calls - attributes - fields == set()

@@ -6,6 +6,8 @@ podman-compose resolves variables, anchors and profiles; all that it wants of po
 import os
 import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +28,21 @@ def path_with_podman(folder: Path) -> str:
     return f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
-def resolved(path: str, profile: str, **variables: str) -> dict[str, Service]:
-    """The services of a profile, every variable filled in; nobody's `.env` is read."""
-    line = [sys.executable, "-m", "podman_compose", "-f", str(COMPOSE), "--env-file", os.devnull]
-    environment = {"PATH": path, "HOME": "/nonexistent", **variables}
-    told = subprocess.run(
-        [*line, "--profile", profile, "config"], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120,
-        check=False,
-    )  # fmt: skip
-    assert told.returncode == 0, told.stderr
-    services = yaml.safe_load(told.stdout)["services"]
+def resolved(profile: str, **variables: str) -> dict[str, Service]:
+    """The services of a profile, every variable filled in; no `.env` file is read."""
+    services = yaml.load(_config(profile, frozenset(variables.items())), yaml.CSafeLoader)["services"]
     return {name: each for name, each in services.items() if profile in each.get("profiles", [])}
+
+
+@cache
+def _config(profile: str, variables: frozenset[tuple[str, str]]) -> str:
+    """What ``podman-compose config`` prints; kept, for it takes most of a second."""
+    line = [sys.executable, "-m", "podman_compose", "-f", str(COMPOSE), "--env-file", os.devnull]
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {"PATH": path_with_podman(Path(folder)), "HOME": "/nonexistent", **dict(variables)}
+        ran = subprocess.run(
+            [*line, "--profile", profile, "config"], env=environment, cwd=ROOT, capture_output=True, text=True,
+            timeout=120, check=False,
+        )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout

@@ -1,4 +1,7 @@
-"""What a lock installs, as links to the files of this environment: a clean one in a second, without a network."""
+"""What a lock installs, as links to the files of this environment: a clean one in a second, without a network.
+
+The bytecode beside the files is linked too: compiling the proxy's packages takes longer than its start.
+"""
 
 from collections.abc import Iterator
 from importlib.metadata import distribution
@@ -25,5 +28,5 @@ def link(names: list[str], folder: Path) -> Path:
 def _files(name: str) -> Iterator[tuple[str, Path]]:
     """What it has below site-packages; scripts lie elsewhere."""
     for file in distribution(name).files or ():
-        if ".." not in file.parts and "__pycache__" not in file.parts:
+        if ".." not in file.parts:
             yield str(file), Path(str(file.locate()))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from deploy.local.paths import ROOT
-from tests.deploy.compose import path_with_podman, resolved
+from tests.deploy.compose import resolved
 from tests.helm.engine import Engine, Manifest, Manifests, engine, only_container, read_values, value_files
 
 Parse = Callable[[list[str]], Namespace]
@@ -32,10 +32,8 @@ def assert_reuses(said: Namespace) -> None:
 
 
 @pytest.mark.parametrize(("profile", "name"), NODES)
-def test_a_composed_nodes_command(
-    parse: Parse, tmp_path_factory: pytest.TempPathFactory, profile: str, name: str
-) -> None:
-    service = resolved(path_with_podman(tmp_path_factory.mktemp("bin")), profile)[name]
+def test_a_composed_nodes_command(parse: Parse, profile: str, name: str) -> None:
+    service = resolved(profile)[name]
     said = parse(service["command"])
     assert str(said.port) == service["environment"].get("NODE_PORT", "8000")
     assert said.kv_transfer_config.kv_role == ROLES[name.removeprefix("cpu-")]

@@ -9,7 +9,7 @@ import pytest
 from connector.config import ConnectorConfig
 from deploy.local.paths import ROOT
 from pdproxy.settings.load import load
-from tests.deploy.compose import COMPOSE, EXAMPLE, path_with_podman, resolved
+from tests.deploy.compose import COMPOSE, EXAMPLE, resolved
 from tests.deploy.containers import container
 from tests.deploy.dockerfile import FOLDER, stages
 
@@ -28,26 +28,20 @@ NODES = [
 BUILT = [(profile, name) for profile, names in PROFILES.items() if profile != "watch" for name in sorted(names)]
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A PATH with a podman for podman-compose."""
-    return path_with_podman(tmp_path_factory.mktemp("bin"))
-
-
 @pytest.mark.parametrize("profile", PROFILES)
-def test_every_profile_resolves_to_its_services(path: str, profile: str) -> None:
-    assert set(resolved(path, profile)) == PROFILES[profile]
+def test_every_profile_resolves_to_its_services(profile: str) -> None:
+    assert set(resolved(profile)) == PROFILES[profile]
 
 
 @pytest.mark.parametrize(("profile", "service"), [("decode", "proxy"), ("cpu", "cpu-proxy")])
-def test_the_proxys_environment_is_one_that_it_takes(path: str, profile: str, service: str) -> None:
-    said = resolved(path, profile)[service]["environment"]
+def test_the_proxys_environment_is_one_that_it_takes(profile: str, service: str) -> None:
+    said = resolved(profile)[service]["environment"]
     settings = load(environment={name: str(value) for name, value in said.items() if value is not None})
     assert {node.role for node in settings.nodes} == {"prefill", "decode"}
 
 
-def test_the_proxys_keys_are_where_the_example_says(path: str, tmp_path: Path) -> None:
-    proxy = resolved(path, "decode", KEY_FILES=str(tmp_path))["proxy"]
+def test_the_proxys_keys_are_where_the_example_says(tmp_path: Path) -> None:
+    proxy = resolved("decode", KEY_FILES=str(tmp_path))["proxy"]
     assert proxy["volumes"] == [f"{tmp_path}:/keys:ro"]
     said = dict(re.findall(r"^# (PDPROXY_\w+)=(\S+)", EXAMPLE.read_text(), re.MULTILINE))
     assert said.keys() == {name for name, value in proxy["environment"].items() if value is None}
@@ -63,8 +57,8 @@ def test_the_proxys_keys_are_where_the_example_says(path: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("profile", "service", "role"), NODES)
-def test_a_nodes_connector_takes_its_configuration(path: str, profile: str, service: str, role: str) -> None:
-    words = " ".join(resolved(path, profile)[service]["command"])
+def test_a_nodes_connector_takes_its_configuration(profile: str, service: str, role: str) -> None:
+    words = " ".join(resolved(profile)[service]["command"])
     found = re.search(r"--kv-transfer-config[= ](\{.*?\})( |$)", words)
     assert found is not None
     config = json.loads(found[1])
@@ -74,10 +68,10 @@ def test_a_nodes_connector_takes_its_configuration(path: str, profile: str, serv
 
 
 @pytest.mark.parametrize(("profile", "name"), [("prefill", "prefill"), ("decode", "decode")])
-def test_a_gpu_node_has_what_nixl_and_ucx_need(path: str, profile: str, name: str) -> None:
+def test_a_gpu_node_has_what_nixl_and_ucx_need(profile: str, name: str) -> None:
     gpus, ports = f"{name.upper()}_GPUS", f"{name.upper()}_SIDE_CHANNEL_PORT"
     said = {gpus: "2,3", ports: "5900", "NODE_ADDRESS": "10.0.0.7", "UCX_TLS": "rc", "UCX_NET_DEVICES": "mlx5_0:1"}
-    node = resolved(path, profile, RDMA_DEVICES="/dev/infiniband", **said)[name]
+    node = resolved(profile, RDMA_DEVICES="/dev/infiniband", **said)[name]
     assert (node["network_mode"], node["ipc"], node["cap_add"]) == ("host", "host", ["IPC_LOCK"])
     assert node["ulimits"]["memlock"] == -1
     assert node["devices"] == ["/dev/infiniband:/dev/infiniband"]
@@ -89,18 +83,18 @@ def test_a_gpu_node_has_what_nixl_and_ucx_need(path: str, profile: str, name: st
     assert (environment["UCX_TLS"], environment["UCX_NET_DEVICES"]) == ("rc", "mlx5_0:1")
 
 
-def test_what_is_set_in_env_arrives(path: str) -> None:
+def test_what_is_set_in_env_arrives() -> None:
     said = {"DECODE_PORT": "9999", "MODEL": "some/model", "PREFILL_URLS": "http://p:1,http://q:2", "ADMIN_PORT": "9998"}
-    services = resolved(path, "decode", **said)
+    services = resolved("decode", **said)
     assert services["decode"]["command"][:3] == ["some/model", "--port", "9999"]
     assert services["decode"]["environment"]["NODE_PORT"] == "9999"
     assert services["proxy"]["environment"]["PDPROXY_PREFILL"] == "http://p:1,http://q:2"
     assert services["proxy"]["environment"]["PDPROXY_LISTEN_ADMIN_PORT"] == "9998"
 
 
-def test_on_one_host_the_proxy_finds_both_nodes(path: str) -> None:
-    prefill, decode = resolved(path, "prefill")["prefill"], resolved(path, "decode")["decode"]
-    said = resolved(path, "decode")["proxy"]["environment"]
+def test_on_one_host_the_proxy_finds_both_nodes() -> None:
+    prefill, decode = resolved("prefill")["prefill"], resolved("decode")["decode"]
+    said = resolved("decode")["proxy"]["environment"]
     for node, name in ((prefill, "PDPROXY_PREFILL"), (decode, "PDPROXY_DECODE")):
         assert said[name] == f"http://127.0.0.1:{node['environment']['NODE_PORT']}"
         assert node["environment"]["NODE_PORT"] == node["command"][node["command"].index("--port") + 1]
@@ -111,9 +105,9 @@ def test_on_one_host_the_proxy_finds_both_nodes(path: str) -> None:
 @pytest.mark.parametrize(
     ("profile", "name", "nodes"), [("decode", "proxy", {"decode"}), ("cpu", "cpu-proxy", {"cpu-prefill", "cpu-decode"})]
 )
-def test_the_proxy_waits_for_no_model(path: str, profile: str, name: str, nodes: set[str]) -> None:
+def test_the_proxy_waits_for_no_model(profile: str, name: str, nodes: set[str]) -> None:
     """How long one takes to load nobody knows; the proxy takes nodes in as they come, and goes before they do."""
-    made = container(name, resolved(path, profile)[name], {})
+    made = container(name, resolved(profile)[name], {})
     assert made.after == nodes
     assert not made.waits
 
@@ -124,8 +118,8 @@ def test_a_node_that_loads_a_large_model_is_not_called_ill() -> None:
 
 
 @pytest.mark.parametrize(("profile", "name"), BUILT)
-def test_no_container_may_do_more_than_it_must(path: str, profile: str, name: str) -> None:
-    service = resolved(path, profile)[name]
+def test_no_container_may_do_more_than_it_must(profile: str, name: str) -> None:
+    service = resolved(profile)[name]
     assert "privileged" not in service
     if "gpu-node" not in service["build"]["dockerfile"]:
         assert service["cap_drop"] == ["ALL"]
@@ -134,18 +128,18 @@ def test_no_container_may_do_more_than_it_must(path: str, profile: str, name: st
         assert service["read_only"] is True
 
 
-def test_only_the_clients_port_is_offered_to_others_unasked(path: str) -> None:
+def test_only_the_clients_port_is_offered_to_others_unasked() -> None:
     """On GPU hosts, which have no port mappings, the proxy's own addresses decide."""
-    said = resolved(path, "decode")["proxy"]["environment"]
+    said = resolved("decode")["proxy"]["environment"]
     assert (said["PDPROXY_LISTEN_HOST"], said["PDPROXY_LISTEN_ADMIN_HOST"]) == ("0.0.0.0", "127.0.0.1")
-    assert all(port.startswith("127.0.0.1:") for port in resolved(path, "cpu")["cpu-proxy"]["ports"])
-    watching = resolved(path, "watch")
+    assert all(port.startswith("127.0.0.1:") for port in resolved("cpu")["cpu-proxy"]["ports"])
+    watching = resolved("watch")
     assert "--web.listen-address=127.0.0.1:9090" in watching["prometheus"]["command"]
     assert watching["grafana"]["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
 
 
-def test_what_is_mounted_from_the_repository_is_there(path: str) -> None:
-    volumes = [volume for each in resolved(path, "watch").values() for volume in each["volumes"]]
+def test_what_is_mounted_from_the_repository_is_there() -> None:
+    volumes = [volume for each in resolved("watch").values() for volume in each["volumes"]]
     sources = [volume.split(":")[0] for volume in volumes if volume.startswith("./")]
     assert len(sources) == 3
     assert all((ROOT / source).is_dir() for source in sources)
@@ -159,9 +153,9 @@ def test_the_example_has_every_knob_with_its_default_and_no_other() -> None:
     assert {name: explained[name] for name in defaults} == defaults
 
 
-def test_the_readme_names_the_ports_that_are_opened(path: str) -> None:
+def test_the_readme_names_the_ports_that_are_opened() -> None:
     said = (ROOT / "README.md").read_text(encoding="utf-8")
-    every = {name: service for profile in PROFILES for name, service in resolved(path, profile).items()}
+    every = {name: service for profile in PROFILES for name, service in resolved(profile).items()}
     proxy, cpu, prefill = every["proxy"]["environment"], every["cpu-proxy"]["ports"], every["prefill"]["environment"]
     opened = {
         "answers on port (\\d+)": {str(proxy["PDPROXY_LISTEN_PORT"]), cpu[0].rpartition(":")[2]},

@@ -18,7 +18,7 @@ from deploy.local.paths import VENV
 from deploy.local.ports import HOST, free_ports
 from deploy.local.stack import Until, await_proxy
 from deploy.local.supervise import Part, Supervisor
-from tests.deploy.compose import Service, path_with_podman, resolved
+from tests.deploy.compose import Service, resolved
 from tests.deploy.containers import Container, Moved, container, copied
 from tests.deploy.dockerfile import FOLDER
 from tests.e2e.conftest import REQUEST_TIMEOUT_S
@@ -58,7 +58,7 @@ def start(supervisor: Supervisor, folder: Path, nodes: Path = VENV, proxy: Path 
 
     Raises PartEndedError, AssertionError.
     """
-    services = resolved(path_with_podman(folder), "cpu")
+    services = resolved("cpu")
     ports = dict(zip((*NODES, PROXY, "operators"), free_ports(4), strict=True))
     containers = [
         _node(name, services, ports[name], {"/opt/pdproxy": str(nodes), "/tmp": str(folder)}) for name in NODES

@@ -24,8 +24,8 @@ from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationCont
 from pdproxy.orchestration.known_answer import KnownAnswer, Unreadable
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.resources import BackgroundTasks
-from pdproxy.orchestration.response import ProxyResponse
 from pdproxy.request import ClientRequest, Endpoint, header
+from pdproxy.response import ProxyResponse
 from pdproxy.transport.h1_client import H1Transport
 from tests.e2e.conftest import REQUEST_TIMEOUT_S
 
@@ -68,13 +68,14 @@ class Bench:
 
     async def answer(self, prompt: str) -> tuple[str, str]:
         """What a client of these nodes gets: the text, and by which route."""
-        orchestrator, now = Orchestrator(self.means), self.means.clock.now()
+        background_tasks = BackgroundTasks(self.means)
+        orchestrator, now = Orchestrator(self.means, background_tasks), self.means.clock.now()
         body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": 8, "temperature": 0}
         request = ClientRequest(
-            "r", Endpoint.COMPLETIONS, body, (), SERVED_NAME, False, 0, now, now + REQUEST_TIMEOUT_S
+            "r", Endpoint.COMPLETIONS, body, (), SERVED_NAME, False, 0, now, now + REQUEST_TIMEOUT_S, lambda: True
         )
         reply = await orchestrator.answer(request)
-        await orchestrator.aclose()
+        await background_tasks.aclose()
         assert isinstance(reply, ProxyResponse)
         assert isinstance(reply.body, bytes)
         return json.loads(reply.body)["choices"][0]["text"], str(header(reply.headers, "x-pdproxy-route"))

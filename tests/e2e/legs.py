@@ -1,18 +1,23 @@
 """The two legs of a request, sent by hand, as a proxy sends them.
 
-An honest hand-over, to show that two nodes still work together."""
+An honest hand-over, to show that two nodes still work together, and many of them."""
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
-from deploy.local.model.quiz import Quiz
-from deploy.local.node import SERVED_NAME
+from deploy.local.model.quiz import Quiz, quiz
+from deploy.local.node import SERVED_NAME, Node
 from tests.e2e.conftest import REQUEST_TIMEOUT_S
 from tests.e2e.metrics_reader import watch
 
 Params = dict[str, Any]
+AT_ONCE = 8
+LENGTH = 800
+"""Tokens of a prompt: three blocks and a part of one."""
 TO_HAND_OVER: Params = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -60,3 +65,24 @@ def hand_over(give: str, take: str, question: Quiz) -> None:
     assert complete(take, question.prompt(), params=prefill(give, question.prompt())).text == question.answer
     ended.reaches(1)
     assert verified.grown() == 1
+
+
+def hand_all_over(give: Node, take: Node, seeds: Sequence[int]) -> None:
+    """So many prompts, `AT_ONCE` at a time: every answer is right, every read is verified, no ticket is refused."""
+    refused, ended = watch(take.url, "refused"), watch(take.url, "reads")
+    verified = watch(take.url, "reads", outcome="verified")
+
+    def answered_right(seed: int) -> bool:
+        question = quiz(seed, LENGTH)
+        return (
+            complete(take.url, question.prompt(), params=prefill(give.url, question.prompt())).text == question.answer
+        )
+
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        right = sum(threads.map(answered_right, seeds))
+    reads = len(seeds) * take.spec.tensor_parallel_size
+    ended.reaches(reads)
+    counts = f"{verified.grown():g} of {reads} reads verified, {refused.grown():g} tickets refused"
+    print(f"{give.spec.name} to {take.spec.name}: {right} of {len(seeds)} right, {counts}")
+    assert right == len(seeds)
+    assert (verified.grown(), ended.grown(), refused.grown()) == (reads, reads, 0)

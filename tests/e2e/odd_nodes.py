@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from deploy.local.paths import MODEL
 WEIGHTS = "model.safetensors"
 BLOCK_256 = ("--block-size", "256")
 """Written out where another flag would change it: then the two nodes differ in that flag alone."""
-OTHER_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 12000.0, "partial_rotary_factor": 0.25}}
+OTHER_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+"""Rotates half of each head's dimensions, not a quarter. With another theta alone so small a model answers right from
+the other node's blocks."""
 
 Weights = dict[str, Any]
 
@@ -28,7 +30,8 @@ Weights = dict[str, Any]
 class Oddity:
     """What is different. `part`: of the fingerprint. `flag`: what the refusal tells an operator to align.
 
-    `weights`: changes the checkpoint; None leaves it as it is.
+    `weights`: changes the checkpoint; None leaves it as it is. `seeds`: of questions that the odd node answers right
+    alone, and wrong from the usual prefill node's blocks.
     """
 
     name: str
@@ -36,6 +39,7 @@ class Oddity:
     flag: str
     arguments: tuple[str, ...] = ()
     weights: Callable[[Weights], None] | None = None
+    seeds: Sequence[int] = range(900, 904)
 
     def spec(self, model: Path = MODEL) -> NodeSpec:
         """The odd node, on ports yet to be chosen."""
@@ -101,6 +105,6 @@ ODDITIES = (
     STATE_TYPE,
     Oddity("block size", "block_sizes", "--block-size", ("--block-size", "512")),
     Oddity("weights", "checkpoint", "--revision", weights=negate_values),
-    Oddity("rope", "rope", "--hf-overrides", ("--hf-overrides", json.dumps(OTHER_ROPE))),
+    Oddity("rope", "rope", "--hf-overrides", ("--hf-overrides", json.dumps(OTHER_ROPE)), seeds=(901, 902, 925, 936)),
     Oddity("another model", "checkpoint", "--model", weights=relabel_digits),
 )

@@ -1,21 +1,21 @@
-"""The dashboard's and the alerts' queries for nodes, asked of what real nodes tell."""
+"""The dashboard's and the alerts' queries for nodes, run on what real nodes export."""
 
 import json
-import math
-import re
 import secrets
+from pathlib import Path
 
 import httpx
 import pytest
 import yaml
 import zmq
+from prometheus_client.samples import Sample
 
 from deploy.local.model.quiz import quiz
 from deploy.local.node import Node
 from deploy.local.paths import ROOT
 from deploy.local.ports import HOST
-from tests.deploy.prometheus.evaluate import evaluate
-from tests.deploy.prometheus.storage import Storage
+from tests.deploy.prometheus.promtool import gives, needs_promtool, recorded, run_query_tests, shows_values
+from tests.deploy.prometheus.queries import Selector, legend_labels, samples_of, selectors
 from tests.e2e.conftest import REQUEST_TIMEOUT_S, Pair
 from tests.e2e.legs import complete, hand_over, prefill, release
 from tests.e2e.metrics_reader import watch
@@ -39,10 +39,10 @@ def panels() -> list[tuple[str, str]]:
     ]
 
 
-def selectors() -> set[str]:
-    """Every series of nodes that an alert names, as it stands there: labels, but no window."""
+def of_alerts() -> list[Selector]:
+    """Every series of nodes that an alert reads."""
     rules = [rule["expr"] for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
-    return {found for rule in rules for found in re.findall(rf"{OURS}\w+(?:\{{[^}}]*\}})?", rule)}
+    return sorted({each for rule in rules for each in selectors(rule) if each.metric.startswith(OURS)}, key=str)
 
 
 def live(pair: Pair, seed: int) -> None:
@@ -81,42 +81,63 @@ def _junk(pair: Pair) -> None:
         assert complete(pair.prefill.url, question.prompt()).text == question.answer
 
 
-def scrape(storage: Storage, pair: Pair, at: float) -> None:
-    """What both nodes tell, with the labels that prometheus.yml gives them."""
+def scrape(pair: Pair) -> list[Sample]:
+    """What both nodes export, with the labels that prometheus.yml gives them."""
     [job] = [job for job in yaml.safe_load(SCRAPED.read_text())["scrape_configs"] if job["job_name"] == "vllm"]
     targets = {target["labels"]["role"]: target for target in job["static_configs"]}
     nodes: dict[str, Node] = {"prefill": pair.prefill, "decode": pair.decode}
     assert targets.keys() == nodes.keys()
+    samples = []
     for role, node in nodes.items():
         page = httpx.get(f"{node.url}/metrics", timeout=REQUEST_TIMEOUT_S, trust_env=False).raise_for_status().text
-        storage.scraped(page, at, {"job": "vllm", "instance": node.url, **targets[role]["labels"]})
+        added = {"job": "vllm", "instance": node.url, **targets[role]["labels"]}
+        samples += [sample._replace(labels={**sample.labels, **added}) for sample in samples_of(page)]
+    return samples
 
 
 @pytest.fixture(scope="module")
-def history(pair: Pair) -> Storage:
+def history(pair: Pair) -> list[list[Sample]]:
     """Two scrapes; everything happened before the first, and once more before the second."""
-    storage = Storage()
+    scrapes = []
     for turn in (0, 1):
         live(pair, 8000 + 10 * turn)
-        scrape(storage, pair, turn * MINUTE)
-    return storage
+        scrapes.append(scrape(pair))
+    return scrapes
+
+
+def grown(selector: Selector, history: list[list[Sample]]) -> dict[frozenset[tuple[str, str]], float]:
+    """By how much each series grew between the two scrapes; one that is new, by all that it has."""
+    before, after = (
+        {frozenset(sample.labels.items()): sample.value for sample in selector.of(scrape)} for scrape in history
+    )
+    return {labels: value - before.get(labels, 0) for labels, value in after.items()}
 
 
 @pytest.mark.parametrize(("query", "legend"), panels())
-def test_every_panel_of_the_nodes_shows_something(history: Storage, query: str, legend: str) -> None:
-    found = evaluate(query, history, MINUTE)
-    assert found
-    assert all(math.isfinite(value) for value in found.values())
-    assert any(value > 0 for value in found.values())
-    named = set(re.findall(r"\{\{(\w+)\}\}", legend))
-    assert all(named <= {label for label, value in labels if value} for labels in found)
+def test_every_panel_of_the_nodes_reads_series_that_grow(history: list[list[Sample]], query: str, legend: str) -> None:
+    for selector in selectors(query):
+        found = grown(selector, history)
+        assert any(value > 0 for value in found.values())
+        assert all(legend_labels(legend) <= {label for label, value in labels if value} for labels in found)
 
 
-@pytest.mark.parametrize("selector", sorted(selectors()))
-def test_every_series_of_the_alerts_is_told(history: Storage, selector: str) -> None:
+@needs_promtool
+def test_every_panel_of_the_nodes_shows_something(history: list[list[Sample]], tmp_path: Path) -> None:
+    tests = [
+        test
+        for query, legend in panels()
+        for test in (
+            *shows_values(query, legend_labels(legend), MINUTE),
+            gives(f"count(abs({query}) < Inf) == bool count({query})", MINUTE, "{}"),
+            gives(f"count(({query}) > 0) > bool 0", MINUTE, "{}"),
+        )
+    ]
+    run_query_tests(tmp_path / "panels.json", recorded(history, MINUTE), tests)
+
+
+@pytest.mark.parametrize("selector", of_alerts(), ids=lambda each: each.metric)
+def test_every_series_of_the_alerts_is_exported(history: list[list[Sample]], selector: Selector) -> None:
     """With its labels; what values they take, tests/test_metrics_page.py knows: a lease takes long to expire."""
-    name, _, matchers = selector.partition("{")
-    found = evaluate(name, history, MINUTE)
-    assert any(value > 0 for value in found.values())
-    named = set(re.findall(r"(\w+)=", matchers))
-    assert all(named <= {label for label, _ in labels} for labels in found)
+    found = Selector(selector.metric, ()).of(history[-1])
+    assert any(sample.value > 0 for sample in found)
+    assert all({matcher.label for matcher in selector.matchers} <= sample.labels.keys() for sample in found)

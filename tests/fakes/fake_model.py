@@ -5,6 +5,7 @@ that are half a character (no text until the next one), and it holds text back f
 """
 
 import dataclasses
+import itertools
 import zlib
 from collections.abc import Iterator, Sequence
 
@@ -20,31 +21,33 @@ def tokenize(text: str) -> list[int]:
     return [token + 1 if token % HALF == 0 else token for token in ids]
 
 
-def next_token(ids: Sequence[int], choice: int = 0) -> int:
-    """What the model says after ``ids``; each choice of a request has its own mind."""
+def next_tokens(prompt: Sequence[int], choice: int = 0) -> Iterator[int]:
+    """What the model says after ``prompt``, without an end; each choice of a request says something else."""
     state = 17 + choice
-    for token in ids:
+    for token in prompt:
         state = (state * 31 + token) % 100003
-    return 3 + state % 997
+    while True:
+        token = 3 + state % 997
+        yield token
+        state = (state * 31 + token) % 100003
 
 
-def continuation(prompt: Sequence[int], count: int, choice: int = 0) -> list[int]:
-    """The next ``count`` tokens."""
-    ids = list(prompt)
-    for _ in range(count):
-        ids.append(next_token(ids, choice))
-    return ids[len(prompt) :]
+class Detokenizer:
+    """The text of generated tokens; half a character at the end is not there yet."""
 
+    def __init__(self) -> None:
+        self._halves = 0
 
-def words(tokens: Sequence[int]) -> str:
-    """The whole text of generated tokens; half a character at the end is not there yet."""
-    half, text = 0, ""
-    for token in tokens:
-        if token % HALF == 0:
-            half += 1
-        else:
-            text, half = f"{text}{'é' * half} t{token}", 0
-    return text
+    def text(self, tokens: Sequence[int]) -> str:
+        """What these tokens add."""
+        added = []
+        for token in tokens:
+            if token % HALF == 0:
+                self._halves += 1
+            else:
+                added.append(f"{'é' * self._halves} t{token}")
+                self._halves = 0
+        return "".join(added)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,20 +64,18 @@ def generate(
     prompt: Sequence[int], count: int, stops: Sequence[str] = (), burst: int = 1, choice: int = 0
 ) -> Iterator[Generated]:
     """The answer in steps of ``burst`` tokens, ended by ``count`` (length) or a stop string."""
-    produced: list[int] = []
-    shown, held = 0, max((len(stop) - 1 for stop in stops), default=0)
-    start = BROKEN if prompt and prompt[-1] % HALF == 0 else ""
-    ids = list(prompt)
-    while len(produced) < count:
-        step = continuation(ids, min(burst, count - len(produced)), choice)
-        ids += step
-        produced += step
-        text = start + words(produced)
+    produced, shown, held = 0, 0, max((len(stop) - 1 for stop in stops), default=0)
+    text = BROKEN if prompt and prompt[-1] % HALF == 0 else ""
+    tokens, detokenizer = next_tokens(prompt, choice), Detokenizer()
+    while produced < count:
+        step = list(itertools.islice(tokens, min(burst, count - produced)))
+        produced += len(step)
+        text += detokenizer.text(step)
         hit = min(((text.find(stop), stop) for stop in stops if stop in text), default=None)
         if hit is not None:
             yield Generated(step, text[shown : hit[0]], "stop", hit[1])
             return
-        done = len(produced) >= count
+        done = produced >= count
         until = len(text) if done else max(shown, len(text) - held)
         yield Generated(step, text[shown:until], "length" if done else None)
         shown = until

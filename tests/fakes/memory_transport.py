@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterable
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Headers
-from pdproxy.sink import Sink
+from pdproxy.response import Sink
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
 from tests.fakes.clock import FakeClock
 from tests.fakes.faults import FaultKind
@@ -80,7 +80,7 @@ class MemoryResponse:
     def headers(self) -> Headers:
         return self._script.headers
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def __aiter__(self) -> AsyncIterator[bytes]:
         """See the port."""
         while self._at < len(self._script.pieces):
             await asyncio.sleep(0)
@@ -109,13 +109,6 @@ class MemoryResponse:
                 return
             self._at += 1
             more = sink(self._script.pieces[self._at - 1])
-
-    async def read(self, limit: int) -> bytes:
-        """See the port."""
-        whole = b"".join([piece async for piece in self.chunks()])
-        if len(whole) > limit:
-            raise NodeFault(Fault.INVALID_BODY, "too long")
-        return whole
 
     async def aclose(self) -> None:
         """See the port."""

@@ -2,7 +2,7 @@
 
 import sys
 
-from pdproxy.orchestration.response import ResponseStream
+from pdproxy.response import ResponseStream
 
 AT_ONCE = 3
 """Pieces that are taken at once before a turn is asked for, as with a client that stops to take breath."""

@@ -46,7 +46,7 @@ class Engine:
         """What would be applied. Raises Refused."""
         files = self.render(values, kubeconfig)
         texts = [text for path, text in files.items() if path.endswith(".yaml")]
-        return Manifests([found for text in texts for found in yaml.safe_load_all(text) if found])
+        return Manifests([found for text in texts for found in yaml.load_all(text, yaml.CSafeLoader) if found])
 
     def _ask(self, do: str, values: Mapping[str, Any], kubeconfig: str = "") -> Any:
         question = {"do": do, "chart": str(self._chart), "values": values, "release": RELEASE, "namespace": NAMESPACE}

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from pdproxy.settings import Settings
 from pdproxy.settings.load import load
+from pdproxy.settings.model import Settings
 from tests.helm.engine import Manifest, Manifests, only_container
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.settings import NodeRole
+from pdproxy.settings.types import NodeRole
 from tests.helm.engine import Engine, Manifest, Manifests, read_values, value_files
 from tests.helm.settings import loaded, pod_of
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import pytest
 
 from deploy.local.node import NodeSpec, Role, command, environment
-from tests.deploy.compose import path_with_podman, resolved
+from tests.deploy.compose import resolved
 from tests.deploy.dockerfile import FOLDER, stages
 from tests.helm.conftest import Rendered
 from tests.helm.engine import only_container
@@ -53,9 +53,9 @@ def launched(role: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def composed(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[str]]:
+def composed() -> Mapping[str, list[str]]:
     """The command lines of compose.yaml's nodes by role."""
-    services = resolved(path_with_podman(tmp_path_factory.mktemp("bin")), "cpu")
+    services = resolved("cpu")
     return {role: services[f"cpu-{role}"]["command"] for role in ROLES}
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pdproxy.settings import Credential
 from pdproxy.settings.catalog import every_setting, sections
-from pdproxy.settings.sources import FileSource
+from pdproxy.settings.sources import YamlSource
+from pdproxy.settings.types import Credential
 from tests.helm.conftest import Rendered
 from tests.helm.engine import CHART, Engine, Refused, only_container, value_files
 from tests.helm.settings import loaded, pod_of
@@ -24,7 +24,7 @@ def test_the_proxy_accepts_its_settings(rendered: Rendered, values: str, tmp_pat
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"http": settings.listen.port, "admin": settings.listen.admin_port}
     assert settings.listen.host == settings.listen.admin_host == "0.0.0.0"
-    written = FileSource(tmp_path / "pdproxy.yaml")()
+    written = YamlSource(tmp_path / "pdproxy.yaml")()
     for path in (str(value) for section in sections() for value in written.get(section, {}).values()):
         if path.startswith(str(tmp_path)):
             inside = "/etc/pdproxy" + path.removeprefix(str(tmp_path))

@@ -8,10 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from pdproxy.nodes.node import Role
 from pdproxy.observe.metrics import Metrics
-from tests.deploy.prometheus.evaluate import evaluate
-from tests.deploy.prometheus.storage import Storage
-from tests.deploy.prometheus.syntax import parse
-from tests.deploy.prometheus.tree import Aggregation, Selector
+from tests.deploy.prometheus.queries import Selector, samples_of, selectors
 from tests.helm.conftest import Rendered
 from tests.helm.engine import CHART, Engine, Manifests
 
@@ -36,15 +33,21 @@ def counted() -> CollectorRegistry:
     return registry
 
 
+def summed(query: str) -> Selector:
+    """What a query sums up; a scaler's query is nothing but a sum."""
+    assert re.fullmatch(r"sum\(pdproxy_\w+\{[^{}]*\}\)", query)
+    [selector] = selectors(query)
+    return selector
+
+
 def asked(manifests: Manifests) -> Iterator[tuple[str, str, dict[str, str], str]]:
     """Scaled workload, series, its labels and threshold of everything that is scaled by our metrics."""
     for each in manifests.of("ScaledObject"):
         trigger = each["spec"]["triggers"][0]["metadata"]
-        selector = parse(trigger["query"])
-        assert isinstance(selector, Aggregation)
-        assert isinstance(selector.of, Selector)
-        labels = {matcher.label: matcher.value for matcher in selector.of.matchers}
-        yield each["spec"]["scaleTargetRef"]["name"], selector.of.name, labels, trigger["threshold"]
+        selector = summed(trigger["query"])
+        assert {matcher.operator for matcher in selector.matchers} == {"="}
+        labels = {matcher.label: matcher.value for matcher in selector.matchers}
+        yield each["spec"]["scaleTargetRef"]["name"], selector.metric, labels, trigger["threshold"]
     for each in manifests.of("HorizontalPodAutoscaler"):
         for metric in each["spec"]["metrics"]:
             if metric["type"] == "External":
@@ -82,12 +85,13 @@ def test_every_series_that_the_chart_names_exists() -> None:
 def test_the_query_sums_up_this_releases_proxies(helm: Engine, role: str, worth: float) -> None:
     values = {role: {"autoscaling": {"kind": "keda"}}, "keda": {"prometheus": "http://prometheus:9090"}}
     [scaled] = helm.manifests(values).of("ScaledObject")
-    storage = Storage()
-    for replica, service in (("a", "demo-pdproxy-admin"), ("b", "demo-pdproxy-admin"), ("c", "other-admin")):
-        ours = {"namespace": "llm", "service": service, "pod": replica}
-        storage.scraped(generate_latest(counted()).decode(), 0.0, ours)
     query = scaled["spec"]["triggers"][0]["metadata"]["query"]
-    assert evaluate(query, storage, 1.0) == {frozenset(): 2 * worth}
+    samples = [
+        sample._replace(labels={**sample.labels, "namespace": "llm", "service": service, "pod": replica})
+        for replica, service in (("a", "demo-pdproxy-admin"), ("b", "demo-pdproxy-admin"), ("c", "other-admin"))
+        for sample in samples_of(generate_latest(counted()).decode())
+    ]
+    assert sum(sample.value for sample in summed(query).of(samples)) == 2 * worth
 
 
 def test_the_query_keeps_to_this_release(rendered: Rendered) -> None:

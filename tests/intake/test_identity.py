@@ -1,9 +1,9 @@
-"""Names of requests, and the headers that go on."""
+"""Request ids, and the headers that are passed on to nodes."""
 
 import pytest
 
 from pdproxy.intake.auth import headers_for_node, request_id
-from pdproxy.settings import Credential
+from pdproxy.settings.types import Credential
 
 CAME = (
     ("host", "front"),
@@ -20,7 +20,7 @@ CAME = (
 )
 
 
-def test_end_to_end_headers_go_on_and_no_others() -> None:
+def test_only_end_to_end_headers_are_passed_on() -> None:
     names = dict(headers_for_node(CAME, "req-1", Credential.NONE, ""))
     assert names == {
         "x-tenant": "blue",
@@ -39,10 +39,10 @@ def test_the_credential_is_the_operators_choice(credential: Credential, expected
 
 
 @pytest.mark.parametrize("theirs", ["abc-1", "a" * 128, "A.b:c_d"])
-def test_a_usable_name_is_kept(theirs: str) -> None:
+def test_a_usable_request_id_is_kept(theirs: str) -> None:
     assert request_id((("x-request-id", theirs),)) == theirs
 
 
 @pytest.mark.parametrize("theirs", ["", "a" * 129, "with space", 'quote"', "line\nbreak", "é"])
-def test_any_other_name_is_replaced(theirs: str) -> None:
+def test_any_other_request_id_is_replaced(theirs: str) -> None:
     assert request_id((("x-request-id", theirs),)).startswith("req-")

@@ -1,11 +1,11 @@
-"""Who may come in."""
+"""API keys."""
 
 from pathlib import Path
 
 import pytest
 
 from pdproxy.errors import ClientError, SettingsError
-from pdproxy.intake.auth import ANYBODY, ApiKey, ApiKeys, parse_key_lines, read_keys
+from pdproxy.intake.auth import ANONYMOUS, ApiKey, ApiKeys, parse_key_lines, read_keys
 
 KEYS = ApiKeys(dict(parse_key_lines(["# ours", "", "sk-one alice 3", "sk-two  # no name"])))
 
@@ -18,20 +18,20 @@ KEYS = ApiKeys(dict(parse_key_lines(["# ours", "", "sk-one alice 3", "sk-two  # 
         ("x-api-key", "sk-two", ApiKey("line-4")),
     ],
 )
-def test_a_key_names_its_holder(header: str, value: str, api_key: ApiKey) -> None:
+def test_a_known_key_is_accepted(header: str, value: str, api_key: ApiKey) -> None:
     assert KEYS.api_key(((header, value),)) == api_key
 
 
 @pytest.mark.parametrize("value", ["Bearer sk-three", "Bearer", "", "Basic sk-one", "sk-one", "Bearer sk-one extra"])
-def test_anything_else_stays_out(value: str) -> None:
+def test_any_other_key_is_refused(value: str) -> None:
     with pytest.raises(ClientError) as caught:
         KEYS.api_key((("authorization", value),))
     assert caught.value.status == 401
     assert ("www-authenticate", "Bearer") in caught.value.headers
 
 
-def test_without_keys_everybody_comes_in() -> None:
-    assert read_keys(None).api_key(()) is ANYBODY
+def test_without_keys_every_request_is_accepted() -> None:
+    assert read_keys(None).api_key(()) is ANONYMOUS
 
 
 @pytest.mark.parametrize("line", ["secret-word a 0", "secret-word a two", "secret-word a 1 more", "secret-word a -1"])
@@ -43,7 +43,7 @@ def test_a_wrong_line_is_named_by_number_and_never_quoted(tmp_path: Path, line: 
     assert "secret-word" not in str(caught.value)
 
 
-def test_a_file_that_would_lock_everybody_out_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_keys_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# nobody\n")
     with pytest.raises(SettingsError, match="holds no key"):

@@ -1,4 +1,4 @@
-"""A stream on its way to the client: at once where the server has a way for that, in turn where it has none."""
+"""Streams to the client, through the server's sink and without one."""
 
 import asyncio
 import json
@@ -13,8 +13,8 @@ from pdproxy.intake.handler import HandlerConfig, RequestHandler
 from pdproxy.intake.request_context import Message, RequestContext, TrackedSend
 from pdproxy.observe.metrics import Metrics
 from pdproxy.request import Endpoint
-from pdproxy.settings import Credential
-from pdproxy.sink import Sink
+from pdproxy.response import Sink
+from pdproxy.settings.types import Credential
 from tests.orchestration.answers import read_answer
 from tests.orchestration.cluster import MODEL, FakeCluster
 from tests.orchestration.prompts import body_for, right
@@ -51,30 +51,34 @@ class Client:
         self.pieces.append(piece)
         return self.straight % self._breath != 0
 
-    async def ask(self, world: FakeCluster, sink: Sink | None) -> bytes:
+    async def ask(self, cluster: FakeCluster, sink: Sink | None) -> bytes:
         """The answer, whole."""
         metrics = Metrics(CollectorRegistry())
         admission, budget = Admission(1, 0, 60.0, metrics), BodyBudget(1 << 20, metrics)
-        service = RequestHandler(read_keys(None), admission, budget, world.orchestrator, world.pool, world.clock, RULES)
-        context = RequestContext("POST", Endpoint.CHAT.value, "", (), "r-1", self.receive, TrackedSend(self.send), sink)
+        service = RequestHandler(
+            read_keys(None), admission, budget, cluster.orchestrator, cluster.pool, cluster.clock, RULES
+        )
+        context = RequestContext(
+            "POST", Endpoint.CHAT.value, "", (), "r-1", self.receive, TrackedSend(self.send), Endpoint.CHAT, sink
+        )
         await service.generate(context, Endpoint.CHAT)
         return b"".join(self.pieces)
 
 
 @pytest.mark.parametrize("breath", [1, 2, 3, 1000])
-async def test_the_client_gets_the_same_whichever_way(breath: int) -> None:
+async def test_the_response_is_the_same_with_and_without_sink(breath: int) -> None:
     body = {"model": MODEL, **body_for(Endpoint.CHAT, stream=True, tokens=TOKENS)}
-    world = FakeCluster()
+    cluster = FakeCluster()
     at_once, in_turn = Client(body, breath), Client(body, breath)
-    whole = await at_once.ask(world, at_once.sink)
+    whole = await at_once.ask(cluster, at_once.sink)
     assert read_answer(Endpoint.CHAT, whole).texts[0] == right(Endpoint.CHAT, TOKENS)
-    told = read_answer(Endpoint.CHAT, await in_turn.ask(world, None))
+    told = read_answer(Endpoint.CHAT, await in_turn.ask(cluster, None))
     assert (told.texts[0], told.ended) == (right(Endpoint.CHAT, TOKENS), True)
     assert (in_turn.straight, at_once.straight > 0) == (0, True)
-    await world.settle()
+    await cluster.settle()
 
 
-async def test_hardly_a_piece_has_to_wait_for_its_turn() -> None:
+async def test_almost_every_piece_goes_to_the_sink() -> None:
     """The cost of a stream hangs on it: `make bench`."""
     body = {"model": MODEL, **body_for(Endpoint.CHAT, stream=True, tokens=TOKENS)}
     client = Client(body, breath=1000)

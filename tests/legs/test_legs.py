@@ -6,7 +6,16 @@ import json
 import pytest
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.legs.calls import FAULT_BODY_BYTES, PrefillAnswer, decode, fault_of, prefill, read_answer, release
+from pdproxy.legs.calls import (
+    FAULT_BODY_BYTES,
+    PrefillAnswer,
+    decode,
+    fault_of,
+    prefill,
+    read_answer,
+    read_prefill,
+    release,
+)
 from pdproxy.nodes.node import RANK_HEADER, Node, Role
 from pdproxy.request import Endpoint, Headers, Json, header
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
@@ -29,7 +38,7 @@ async def run_prefill(to: Wire, endpoint: Endpoint = Endpoint.CHAT) -> PrefillAn
 
 async def test_a_prefill_brings_a_ticket() -> None:
     to = wire({"kv_transfer_params": TICKET, "usage": {"prompt_tokens": 9}})
-    assert await run_prefill(to) == PrefillAnswer(TICKET, 4)
+    assert await run_prefill(to) == PrefillAnswer({"remote_host": "h"}, 4)
     (request,) = to.requests
     assert (request.method, request.url) == ("POST", "http://127.0.0.1:1/v1/chat/completions")
     assert json.loads(request.body) == {"model": "m", "user": "ü\ud800"}
@@ -51,7 +60,7 @@ async def test_a_prefill_brings_a_ticket() -> None:
         ({"remote_host": "h"}, None, None),
     ],
 )
-async def test_what_was_cached_is_told_beside_the_ticket_or_in_usage(
+async def test_cached_tokens_are_read_from_the_ticket_or_from_usage(
     ticket: Json, usage: object, cached: int | None
 ) -> None:
     answer = await run_prefill(wire({"kv_transfer_params": ticket, "usage": usage}))
@@ -116,13 +125,13 @@ async def test_an_endless_error_is_not_kept() -> None:
 async def test_a_decode_leg_hands_its_body_on() -> None:
     to = Wire(200, b"data: [DONE]\n\n", STREAM)
     response = await decode(to, NODE, Endpoint.COMPLETIONS, {"stream": True}, HEADERS, PATIENCE)
-    assert [piece async for piece in response.chunks()] == [b"data: [", b"DONE]\n\n"]
+    assert [piece async for piece in response] == [b"data: [", b"DONE]\n\n"]
     assert to.requests[0].url.endswith("/v1/completions")
     assert not to.answer.closed
 
 
 @pytest.mark.parametrize(("stream", "headers"), [(True, (("content-type", "application/json"),)), (False, STREAM)])
-async def test_a_stream_must_be_one_and_nothing_else_may(stream: bool, headers: Headers) -> None:
+async def test_a_stream_is_answered_by_a_stream_and_nothing_else_is(stream: bool, headers: Headers) -> None:
     to = Wire(200, b"{}", headers)
     with pytest.raises(NodeFault) as caught:
         await decode(to, NODE, Endpoint.CHAT, {"stream": stream}, HEADERS, PATIENCE)
@@ -158,7 +167,7 @@ def ranks_of(requests: list[HttpRequest]) -> list[str | None]:
 
 
 @pytest.mark.parametrize(("count", "told"), [(1, [None]), (2, ["0", "1"]), (3, ["0", "1", "2"])])
-async def test_every_rank_is_told_of_a_release(count: int, told: list[str | None]) -> None:
+async def test_a_release_goes_to_every_rank(count: int, told: list[str | None]) -> None:
     to = wire({"choices": []})
     await release(to, dataclasses.replace(NODE, ranks=count), "m", "hand-over-0123456789", PATIENCE)
     assert ranks_of(to.requests) == told
@@ -176,7 +185,7 @@ class Deaf(Wire):
         return response
 
 
-async def test_a_rank_that_cannot_be_told_keeps_no_other_from_being_told() -> None:
+async def test_a_rank_that_fails_does_not_keep_the_release_from_others() -> None:
     to = Deaf(200, b"{}")
     with pytest.raises(NodeFault):
         await release(to, dataclasses.replace(NODE, ranks=3), "m", "hand-over-0123456789", PATIENCE)
@@ -187,3 +196,8 @@ async def test_a_rank_that_cannot_be_told_keeps_no_other_from_being_told() -> No
 async def test_a_failed_release_is_a_fault() -> None:
     with pytest.raises(NodeFault):
         await release(Wire(500, b""), NODE, "m", "hand-over-0123456789", PATIENCE)
+
+
+def test_the_decode_node_does_not_get_what_the_prefill_node_had_cached() -> None:
+    params = {"do_remote_prefill": True, "remote_prefill_cached_tokens": 7, "x": [1]}
+    assert read_prefill({"kv_transfer_params": params}) == PrefillAnswer({"do_remote_prefill": True, "x": [1]}, 7)

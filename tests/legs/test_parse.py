@@ -1,4 +1,4 @@
-"""What is let in, and what is taken out of it."""
+"""Which bodies are accepted, and what is removed from them."""
 
 import json
 
@@ -73,12 +73,12 @@ def test_transfer_parameters_deep_inside_are_removed_too() -> None:
     assert scrub(body) == {"model": "m", "vllm_xargs": {"extra_args": [{}], "a": "b"}}
 
 
-def test_a_message_may_speak_of_them() -> None:
+def test_a_message_may_mention_transfer_parameters() -> None:
     body: dict[str, object] = {"model": "m", "messages": [{"role": "user", "content": "kv_transfer_params?"}]}
     assert scrub(body) == body
 
 
-def test_names_of_ours_are_not_a_clients_to_send() -> None:
+def test_pdproxy_fields_of_a_client_are_removed() -> None:
     assert scrub({"model": "m", "pdproxy_release": "x"}) == {"model": "m"}
 
 
@@ -87,7 +87,7 @@ def test_prompt_embeddings_are_refused() -> None:
         scrub({"model": "m", "prompt_embeds": "AAAA"})
 
 
-def test_how_long_a_body_takes_to_read_is_bounded() -> None:
+def test_the_number_of_values_in_a_body_is_bounded() -> None:
     many = b'{"model":"m","prompt":[1' + b",1" * 2_000_001 + b"]}"
     with pytest.raises(ClientError) as caught:
         parse(Endpoint.COMPLETIONS, many)

@@ -1,4 +1,4 @@
-"""Every request shape, on its way to two nodes."""
+"""The bodies of both legs, the shapes of requests, and continuations."""
 
 import itertools
 import re
@@ -64,7 +64,7 @@ def test_what_shapes_the_prompt_stays() -> None:
     assert {key: value for key, value in prefill_body(Endpoint.CHAT, body, HAND_OVER, 1).items() if key in body} == body
 
 
-def test_the_prefill_leg_says_who_may_release_and_how_many_read() -> None:
+def test_the_prefill_leg_names_its_hand_over_and_its_readers() -> None:
     one = prefill_body(Endpoint.CHAT, chat(), HAND_OVER, 1)["kv_transfer_params"]
     many = prefill_body(Endpoint.CHAT, chat(n=4), HAND_OVER, 4)["kv_transfer_params"]
     assert isinstance(one, dict)
@@ -104,11 +104,11 @@ def test_additions_go_on_top() -> None:
         (None, [None]),
     ],
 )
-def test_each_prompt_is_a_request_of_its_own(prompt: object, expected: list[object]) -> None:
+def test_a_list_of_prompts_is_split(prompt: object, expected: list[object]) -> None:
     bodies = split(Endpoint.COMPLETIONS, completion(prompt=prompt, n=2))
     assert [body["prompt"] for body in bodies] == expected
     assert all(body["n"] == 2 for body in bodies)
-    assert shape(Endpoint.COMPLETIONS, completion(prompt=prompt)).prompts == len(expected)
+    assert len(bodies) == len(expected)
 
 
 def test_a_chat_has_one_prompt_whatever_it_is_called() -> None:
@@ -144,8 +144,7 @@ def test_a_chat_has_one_prompt_whatever_it_is_called() -> None:
     ],
 )
 def test_what_cannot_be_disaggregated_is_known(endpoint: Endpoint, body: Json, reason: str | None) -> None:
-    assert shape(endpoint, body).local_because == reason
-    assert shape(endpoint, body).disaggregable == (reason is None)
+    assert shape(endpoint, body).local == reason
 
 
 @pytest.mark.parametrize(
@@ -173,13 +172,13 @@ def test_what_cannot_be_disaggregated_is_known(endpoint: Endpoint, body: Json, r
         (Endpoint.RESPONSES, {"model": "m", "input": "x"}, "responses"),
     ],
 )
-def test_what_cannot_go_on_elsewhere_is_known(endpoint: Endpoint, body: Json, reason: str | None) -> None:
+def test_what_cannot_be_continued_is_known(endpoint: Endpoint, body: Json, reason: str | None) -> None:
     known = shape(endpoint, body | {"stream": True} if isinstance(body, dict) else body)
-    assert known.final_because == reason
+    assert known.not_continuable == reason
     assert known.additions == (frozenset({Addition.TOKEN_IDS}) if reason is None else frozenset())
 
 
-def test_a_shape_tells_what_the_client_asked_for() -> None:
+def test_a_shape_has_what_the_client_asked_for() -> None:
     known = shape(
         Endpoint.CHAT,
         chat(
@@ -188,9 +187,9 @@ def test_a_shape_tells_what_the_client_asked_for() -> None:
     )
     assert known.asked == frozenset(Addition)
     assert known.additions == frozenset()
-    assert (known.stream, known.greedy, known.held_back, known.max_tokens) == (True, True, 2, None)
+    assert (known.stream, known.greedy, known.held_back) == (True, True, 2)
     plain = shape(Endpoint.CHAT, chat(stop=["a", "bcde"], include_stop_str_in_output=True, max_completion_tokens=7))
-    assert (plain.stream, plain.greedy, plain.held_back, plain.max_tokens) == (False, False, 0, 7)
+    assert (plain.stream, plain.greedy, plain.held_back) == (False, False, 0)
     assert plain.additions == frozenset()
 
 
@@ -206,7 +205,7 @@ def test_completions_without_a_limit_have_sixteen_tokens() -> None:
         assert continuation_body(Endpoint.COMPLETIONS, body, Continuation((1,), (2, 3)))["max_tokens"] == 14
 
 
-def test_a_chat_goes_on_by_token_ids_through_both_legs() -> None:
+def test_a_chat_is_continued_by_token_ids_on_both_legs() -> None:
     rest = continuation_body(Endpoint.CHAT, chat(max_completion_tokens=5), Continuation((1, 2), (3,)))
     assert rest["max_completion_tokens"] == 4
     assert rest["messages"] == MESSAGES
@@ -221,18 +220,18 @@ def test_a_chat_goes_on_by_token_ids_through_both_legs() -> None:
 
 @pytest.mark.parametrize("text", ["a b", "(^.*$)[x]{2}|?+\\", "\n\t\0", "é😀", "x/y-z", '"quoted"', "\u2028"])
 def test_a_sampled_continuation_is_held_to_what_the_client_has(text: str) -> None:
-    rest = continuation_body(Endpoint.CHAT, chat(), Continuation((1,), (2,), len(text), text))
+    rest = continuation_body(Endpoint.CHAT, chat(), Continuation((1,), (2,), text))
     rule = rest["structured_outputs"]
     assert isinstance(rule, dict)
     assert re.fullmatch(rule["regex"], text + " and\nmore")
     assert re.fullmatch(rule["regex"], text)
     assert not re.fullmatch(rule["regex"], "x" + text)
-    assert "structured_outputs" not in continuation_body(Endpoint.CHAT, chat(), Continuation((1,), (2,), len(text)))
+    assert "structured_outputs" not in continuation_body(Endpoint.CHAT, chat(), Continuation((1,), (2,)))
 
 
 @pytest.mark.parametrize("endpoint", [Endpoint.MESSAGES, Endpoint.RESPONSES])
-def test_other_streams_cannot_go_on(endpoint: Endpoint) -> None:
-    with pytest.raises(ValueError, match="cannot go on"):
+def test_streams_of_other_endpoints_cannot_be_continued(endpoint: Endpoint) -> None:
+    with pytest.raises(ValueError, match="cannot be continued"):
         continuation_body(endpoint, {}, Continuation((1,), ()))
 
 

@@ -1,10 +1,9 @@
-"""A transport that answers from a script, and remembers."""
+"""A transport that gives a scripted answer and records requests."""
 
 from collections.abc import AsyncIterator
 
-from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Headers
-from pdproxy.sink import Sink
+from pdproxy.response import Sink
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
 
 
@@ -17,25 +16,19 @@ class Answer:
         self.pieces = pieces
         self.closed = 0
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def __aiter__(self) -> AsyncIterator[bytes]:
         for piece in self.pieces:
             yield piece
 
     async def pipe_to(self, sink: Sink) -> None:
         pass
 
-    async def read(self, limit: int) -> bytes:
-        body = b"".join(self.pieces)
-        if len(body) > limit:
-            raise NodeFault(Fault.INVALID_BODY, "too long")
-        return body
-
     async def aclose(self) -> None:
         self.closed += 1
 
 
 class Wire:
-    """Gives every request the same answer."""
+    """Gives every request the same answer, and records the requests."""
 
     def __init__(self, status: int, body: bytes, headers: Headers = (("content-type", "application/json"),)) -> None:
         self.answer = Answer(status, headers, [body[:7], body[7:]])

@@ -1,6 +1,4 @@
-"""Small nodes behind the transport port: each answers a path with what it was told to, or with a fault.
-
-Turns of the event loop, for tests that have no real I/O to wait for."""
+"""Fake nodes behind the transport port, and waiting for an event loop without real I/O."""
 
 import asyncio
 import dataclasses
@@ -11,7 +9,7 @@ from typing import Any
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.nodes.node import Node, Role
 from pdproxy.request import Headers
-from pdproxy.sink import Sink
+from pdproxy.response import Sink
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
 
 LABELS = {
@@ -42,16 +40,11 @@ class Answer:
         self._body = body
         self.closed = False
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def __aiter__(self) -> AsyncIterator[bytes]:
         yield self._body
 
     async def pipe_to(self, sink: Sink) -> None:
         pass
-
-    async def read(self, limit: int) -> bytes:
-        if len(self._body) > limit:
-            raise NodeFault(Fault.INVALID_BODY, "too long")
-        return self._body
 
     async def aclose(self) -> None:
         self.closed = True
@@ -82,7 +75,7 @@ class FakeNodeInfo:
         self.asked.append((path, json.loads(body) if body else None))
         fault = self.fault or self.paths.get(path)
         if isinstance(fault, Fault):
-            raise NodeFault(fault, "as told")
+            raise NodeFault(fault, "injected")
         return fault or (200, self._usual(path, body))
 
     def _usual(self, path: str, body: bytes) -> bytes:
@@ -126,22 +119,22 @@ pdproxy_connector_capacity_binding{{engine="0",group="attention"}} 1.0
 
 
 class FakePoolTransport:
-    """Implements the transport port over houses, by name: ``http://<name>``."""
+    """Implements the transport port over fake nodes, by name: ``http://<name>``."""
 
-    def __init__(self, **houses: FakeNodeInfo) -> None:
-        self.houses = houses
+    def __init__(self, **nodes: FakeNodeInfo) -> None:
+        self.nodes = nodes
         self.answers: list[Answer] = []
 
     def node(self, name: str, model: str = "") -> Node:
-        return Node(name, f"http://{name}", self.houses[name].role, model)
+        return Node(name, f"http://{name}", self.nodes[name].role, model)
 
     async def send(self, request: HttpRequest, timeouts: Timeouts) -> HttpResponse:
         name, _, path = request.url.removeprefix("http://").partition("/")
-        house = self.houses.get(name)
-        if house is None:
-            raise NodeFault(Fault.REFUSED, f"nobody is at {name}")
-        await house.held.wait()
-        answer = Answer(*house.answer("/" + path, request.body))
+        node = self.nodes.get(name)
+        if node is None:
+            raise NodeFault(Fault.REFUSED, f"no node is at {name}")
+        await node.held.wait()
+        answer = Answer(*node.answer("/" + path, request.body))
         self.answers.append(answer)
         return answer
 

@@ -1,10 +1,10 @@
-"""The circuit: a table of moves, told the time."""
+"""The circuit: its moves, with times as arguments."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.nodes.node_entry import SMALLEST_SHARE, CircuitBreaker, CircuitBreakerConfig, CircuitState
+from pdproxy.nodes.circuit_breaker import SMALLEST_SHARE, CircuitBreaker, CircuitBreakerConfig, CircuitState
 
 RULES = CircuitBreakerConfig(failures=3, cool_down=10, longest_cool_down=60, slow_start=20)
 
@@ -18,17 +18,17 @@ def opened(now: float = 100.0) -> CircuitBreaker:
 
 def test_only_faults_in_a_row_open_it() -> None:
     circuit = CircuitBreaker(RULES).failed(1).failed(2).succeeded(3).failed(4).failed(5)
-    assert circuit.phase is CircuitState.CLOSED
-    assert circuit.failed(6).phase is CircuitState.OPEN
+    assert circuit.state is CircuitState.CLOSED
+    assert circuit.failed(6).state is CircuitState.OPEN
 
 
 def test_it_is_open_for_the_cool_down_and_then_half_open() -> None:
     circuit = opened(100)
-    assert circuit.at(109.9).phase is CircuitState.OPEN
-    assert circuit.at(110).phase is CircuitState.HALF_OPEN
+    assert circuit.at(109.9).state is CircuitState.OPEN
+    assert circuit.at(110).state is CircuitState.HALF_OPEN
 
 
-def test_while_open_old_requests_say_nothing_new() -> None:
+def test_while_open_requests_from_before_change_nothing() -> None:
     circuit = opened(100)
     assert circuit.succeeded(101) == circuit
     assert circuit.failed(101) == circuit
@@ -36,7 +36,7 @@ def test_while_open_old_requests_say_nothing_new() -> None:
 
 def test_a_good_trial_closes_it_and_starts_slowly() -> None:
     circuit = opened(100).at(110).succeeded(111)
-    assert circuit.phase is CircuitState.CLOSED
+    assert circuit.state is CircuitState.CLOSED
     assert circuit.share(111) == SMALLEST_SHARE
     assert circuit.share(121) == pytest.approx(0.5)
     assert circuit.share(131) == 1.0
@@ -59,7 +59,7 @@ def test_openings_are_forgotten_only_after_a_calm_time() -> None:
 
 def test_a_new_node_has_its_full_share_and_slow_start_can_be_off() -> None:
     assert CircuitBreaker(RULES).share(0) == 1.0
-    assert CircuitBreaker(CircuitBreakerConfig(slow_start=0), moved_at=5).share(5) == 1.0
+    assert CircuitBreaker(CircuitBreakerConfig(slow_start=0), changed_at=5).share(5) == 1.0
 
 
 @given(st.lists(st.tuples(st.sampled_from(["failed", "succeeded", "at"]), st.floats(0, 30)), max_size=60))

@@ -20,23 +20,23 @@ PREFILL = info("p1", Role.PREFILL)
 
 
 def test_equal_settings_are_fine() -> None:
-    verdict = check_compatibility(info("d1", Role.DECODE), [PREFILL])
-    assert (verdict.refusals, verdict.warnings) == ((), ())
+    found = check_compatibility(info("d1", Role.DECODE), [PREFILL])
+    assert (found.refusals, found.warnings) == ((), ())
 
 
 @pytest.mark.parametrize("setting", MUST_AGREE)
 def test_a_setting_that_must_agree_is_refused_by_its_name(setting: str) -> None:
-    verdict = check_compatibility(info("d1", Role.DECODE, {setting: "other"}), [PREFILL, info("p2", Role.PREFILL)])
-    (finding,) = verdict.refusals
+    found = check_compatibility(info("d1", Role.DECODE, {setting: "other"}), [PREFILL, info("p2", Role.PREFILL)])
+    (finding,) = found.refusals
     assert str(finding).startswith(f"{setting}: other here, {LABELS[setting]} on p1")
     assert ("--model" in str(finding)) == (setting == "model")
 
 
 @pytest.mark.parametrize("setting", SHOULD_AGREE)
 def test_a_setting_that_should_agree_is_warned_of(setting: str) -> None:
-    verdict = check_compatibility(info("d1", Role.DECODE, {setting: "other"}), [PREFILL])
-    assert verdict.refusals == ()
-    assert [finding.setting for finding in verdict.warnings] == [setting]
+    found = check_compatibility(info("d1", Role.DECODE, {setting: "other"}), [PREFILL])
+    assert found.refusals == ()
+    assert [finding.setting for finding in found.warnings] == [setting]
 
 
 def test_nodes_that_never_exchange_tickets_are_not_compared() -> None:
@@ -75,11 +75,11 @@ def test_a_node_that_serves_another_model_than_configured_is_refused() -> None:
     assert check_compatibility(info("d1", Role.DECODE, model="tiny"), []).refusals == ()
 
 
-def test_a_node_without_our_connector_is_let_in_with_a_warning() -> None:
+def test_a_node_without_our_connector_is_admitted_with_a_warning() -> None:
     plain = NodeInfo(Node("d1", "http://d1", Role.DECODE), ModelCard(("tiny",), "/models/tiny"), "0.32.0")
-    verdict = check_compatibility(plain, [PREFILL])
-    assert verdict.refusals == ()
-    assert [finding.setting for finding in verdict.warnings] == ["kv_connector"]
+    found = check_compatibility(plain, [PREFILL])
+    assert found.refusals == ()
+    assert [finding.setting for finding in found.warnings] == ["kv_connector"]
 
 
 def test_weak_settings_are_warned_of() -> None:

@@ -1,4 +1,4 @@
-"""Seeing nodes out."""
+"""How nodes leave."""
 
 from collections.abc import AsyncIterator
 
@@ -11,11 +11,6 @@ from tests.fakes.clock import FakeClock
 from tests.nodes.fake_pool import settle, until
 
 NODE = Node("d1", "http://d1", Role.DECODE, "tiny")
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
 
 
 @pytest.fixture
@@ -50,7 +45,7 @@ async def test_running_requests_may_finish(pool: Pool, drainer: Drainer, clock: 
     await until(lambda: not pool.snapshot().nodes)
 
 
-async def test_at_the_deadline_streams_are_told_to_leave_and_get_time_for_it(
+async def test_at_the_deadline_streams_must_leave_and_get_time_for_it(
     pool: Pool, drainer: Drainer, clock: FakeClock
 ) -> None:
     leg, leaving = pool.acquire("d1"), pool.leaving("d1")
@@ -95,4 +90,4 @@ async def test_a_stopped_drain_has_no_deadline_any_more(pool: Pool, drainer: Dra
 
 async def test_an_unknown_node_cannot_be_drained(drainer: Drainer) -> None:
     with pytest.raises(UnknownNode):
-        drainer.start("nobody", 30, AfterDrain.KEEP)
+        drainer.start("absent", 30, AfterDrain.KEEP)

@@ -1,4 +1,4 @@
-"""Joining: preflight, judgement, introduction, UP."""
+"""How nodes join: preflight, check, known-answer test, UP."""
 
 import asyncio
 import dataclasses
@@ -7,17 +7,16 @@ import logging
 import pytest
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.nodes.join import MOST_LOOKS, Joiner
+from pdproxy.nodes.join import MOST_EARLY_PREFLIGHTS, Joiner, OutageLog
 from pdproxy.nodes.node import Node, Role, State
 from pdproxy.nodes.pool import Pool
-from pdproxy.nodes.preflight import Preflight, check
-from pdproxy.nodes.reachability import OutageLog
+from pdproxy.nodes.preflight import Preflight, check_nodes
 from tests.fakes.clock import FakeClock
 from tests.nodes.fake_pool import LABELS, FakeNodeInfo, FakePoolTransport, levels, metrics, until
 
 
 @pytest.fixture
-def village() -> FakePoolTransport:
+def transport() -> FakePoolTransport:
     return FakePoolTransport(
         p1=FakeNodeInfo(Role.PREFILL, ("tiny", "lora")), d1=FakeNodeInfo(Role.DECODE), d2=FakeNodeInfo(Role.DECODE)
     )
@@ -28,172 +27,172 @@ def pool() -> Pool:
     return Pool(FakeClock())
 
 
-class Host:
-    """An introduction that takes as long as a test wants."""
+class FakeProof:
+    """Notes the joining nodes, and takes as long as a test wants."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self.met: list[tuple[Node, State]] = []
+        self.joined: list[tuple[Node, State]] = []
         self.open = asyncio.Event()
         self.open.set()
 
-    async def join(self, node: Node) -> None:
-        self.met.append((node, self._pool.view(node.name).state))
+    async def __call__(self, node: Node) -> None:
+        self.joined.append((node, self._pool.view(node.name).state))
         await self.open.wait()
 
 
 @pytest.fixture
-def host(pool: Pool) -> Host:
-    return Host(pool)
+def proof(pool: Pool) -> FakeProof:
+    return FakeProof(pool)
 
 
 @pytest.fixture
-def joiner(pool: Pool, village: FakePoolTransport, host: Host) -> Joiner:
-    return Joiner(pool, Preflight(village), host)
+def joiner(pool: Pool, transport: FakePoolTransport, proof: FakeProof) -> Joiner:
+    return Joiner(pool, Preflight(transport), proof, OutageLog(FakeClock()))
 
 
-def add(pool: Pool, village: FakePoolTransport, *names: str) -> None:
+def add(pool: Pool, transport: FakePoolTransport, *names: str) -> None:
     for name in names:
-        pool.add(village.node(name))
+        pool.add(transport.node(name))
 
 
-async def test_a_node_joins_with_what_it_said(pool: Pool, village: FakePoolTransport, joiner: Joiner) -> None:
-    add(pool, village, "p1")
+async def test_a_node_joins_with_what_it_publishes(pool: Pool, transport: FakePoolTransport, joiner: Joiner) -> None:
+    add(pool, transport, "p1")
     await joiner.attempt("p1")
     seen = pool.view("p1")
     assert (seen.state, seen.node.model, seen.node.aliases) == (State.UP, "tiny", ("lora",))
     assert seen.node.cohort == "0.32.0+0.1.0"
 
 
-async def test_a_node_is_introduced_before_clients_come(
-    pool: Pool, village: FakePoolTransport, joiner: Joiner, host: Host
+async def test_a_node_is_proved_before_it_serves(
+    pool: Pool, transport: FakePoolTransport, joiner: Joiner, proof: FakeProof
 ) -> None:
-    add(pool, village, "p1")
-    host.open.clear()
+    add(pool, transport, "p1")
+    proof.open.clear()
     attempt = asyncio.create_task(joiner.attempt("p1"))
-    await until(lambda: bool(host.met))
+    await until(lambda: bool(proof.joined))
     assert pool.view("p1").state is State.JOINING
-    ((node, _),) = host.met
+    ((node, _),) = proof.joined
     assert (node.cohort, node.block_size, node.max_model_len) == ("0.32.0+0.1.0", 256, 4096)
-    host.open.set()
+    proof.open.set()
     await attempt
     assert pool.view("p1").state is State.UP
 
 
 async def test_a_node_whose_engine_has_not_stepped_yet_is_waited_for(
-    pool: Pool, village: FakePoolTransport, joiner: Joiner, host: Host
+    pool: Pool, transport: FakePoolTransport, joiner: Joiner, proof: FakeProof
 ) -> None:
-    add(pool, village, "p1")
+    add(pool, transport, "p1")
     usual = metrics(LABELS)
-    village.houses["p1"].paths["/metrics"] = (200, usual)
+    transport.nodes["p1"].paths["/metrics"] = (200, usual)
     await joiner.attempt("p1")
     assert pool.view("p1").state is State.JOINING
     assert "has not told" in pool.view("p1").reason
-    village.houses["p1"].paths["/metrics"] = (200, usual + levels({"checkpoint": "c1", "all": "feed"}))
+    transport.nodes["p1"].paths["/metrics"] = (200, usual + levels({"checkpoint": "c1", "all": "feed"}))
     await joiner.attempt("p1")
     assert pool.view("p1").state is State.UP
     assert pool.view("p1").node.cohort == "0.32.0+0.1.0+feed"
-    village.houses["p1"].paths["/metrics"] = (200, usual)
+    transport.nodes["p1"].paths["/metrics"] = (200, usual)
     await joiner.attempt("p1")
     assert pool.view("p1").state is State.JOINING, "it restarted"
 
 
-async def test_a_node_that_never_tells_is_waited_for_only_so_long(
-    pool: Pool, village: FakePoolTransport, joiner: Joiner
+async def test_a_node_that_never_publishes_its_capacity_is_waited_for_only_so_long(
+    pool: Pool, transport: FakePoolTransport, joiner: Joiner
 ) -> None:
-    add(pool, village, "p1")
-    village.houses["p1"].paths["/metrics"] = (200, metrics(LABELS))
-    for _ in range(MOST_LOOKS):
+    add(pool, transport, "p1")
+    transport.nodes["p1"].paths["/metrics"] = (200, metrics(LABELS))
+    for _ in range(MOST_EARLY_PREFLIGHTS):
         assert pool.view("p1").state is State.JOINING
         await joiner.attempt("p1")
     assert pool.view("p1").state is State.UP
 
 
 async def test_two_fingerprints_are_two_cohorts_and_the_difference_is_named(
-    pool: Pool, village: FakePoolTransport, joiner: Joiner, caplog: pytest.LogCaptureFixture
+    pool: Pool, transport: FakePoolTransport, joiner: Joiner, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A rolling change of weights: what is changed first serves alone until it has a partner."""
     caplog.set_level(logging.WARNING)
-    village.houses["p2"] = FakeNodeInfo(Role.PREFILL)
+    transport.nodes["p2"] = FakeNodeInfo(Role.PREFILL)
     for name, weights in (("p1", "old"), ("d1", "old"), ("d2", "new"), ("p2", "new")):
-        village.houses[name].fingerprint = {"checkpoint": weights, "dtype": "bfloat16", "all": weights}
-    add(pool, village, "p1", "d1", "d2", "p2")
+        transport.nodes[name].fingerprint = {"checkpoint": weights, "dtype": "bfloat16", "all": weights}
+    add(pool, transport, "p1", "d1", "d2", "p2")
     for name in ("p1", "d1", "d2"):
         await joiner.attempt(name)
     assert [view.state for view in pool.snapshot().nodes] == [State.UP] * 3 + [State.JOINING]
-    said = "node d2 exchanges no tickets: checkpoint: new here, old on p1: the same weights"
-    assert [record.message[: len(said)] for record in caplog.records] == [said]
+    beginning = "node d2 exchanges no tickets: checkpoint: new here, old on p1: the same weights"
+    assert [record.message[: len(beginning)] for record in caplog.records] == [beginning]
     await joiner.attempt("p2")
     cohorts = {view.node.name: view.node.cohort.rpartition("+")[2] for view in pool.snapshot().nodes}
     assert cohorts == {"p1": "old", "d1": "old", "p2": "new", "d2": "new"}
     assert len(caplog.records) == 1
 
 
-async def test_an_unreachable_node_goes_on_joining(pool: Pool, village: FakePoolTransport, joiner: Joiner) -> None:
-    add(pool, village, "p1")
-    village.houses["p1"].fault = Fault.REFUSED
+async def test_an_unreachable_node_goes_on_joining(pool: Pool, transport: FakePoolTransport, joiner: Joiner) -> None:
+    add(pool, transport, "p1")
+    transport.nodes["p1"].fault = Fault.REFUSED
     await joiner.attempt("p1")
     assert pool.view("p1").state is State.JOINING
-    assert pool.view("p1").reason == "cannot be reached: as told"
-    village.houses["p1"].fault = None
-    village.houses["p1"].paths["/v1/models"] = (503, b"")
+    assert pool.view("p1").reason == "cannot be reached: injected"
+    transport.nodes["p1"].fault = None
+    transport.nodes["p1"].paths["/v1/models"] = (503, b"")
     await joiner.attempt("p1")
     assert "503" in pool.view("p1").reason
 
 
 async def test_a_node_out_of_reach_is_logged_and_that_it_is_back(
-    pool: Pool, village: FakePoolTransport, caplog: pytest.LogCaptureFixture
+    pool: Pool, transport: FakePoolTransport, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    joiner = Joiner(pool, Preflight(village), outages=OutageLog(FakeClock()))
-    add(pool, village, "p1")
-    village.houses["p1"].fault = Fault.REFUSED
+    joiner = Joiner(pool, Preflight(transport), FakeProof(pool), OutageLog(FakeClock()))
+    add(pool, transport, "p1")
+    transport.nodes["p1"].fault = Fault.REFUSED
     for _ in range(3):
         await joiner.attempt("p1")
-    [said] = caplog.messages
-    assert said.startswith("node p1 cannot be reached: as told. ")
-    village.houses["p1"].fault = None
+    [line] = caplog.messages
+    assert line.startswith("node p1 cannot be reached: injected. ")
+    transport.nodes["p1"].fault = None
     await joiner.attempt("p1")
     assert caplog.messages[1] == "node p1 answers again, after 0 s"
 
 
 async def test_missing_metrics_and_version_do_not_matter(
-    pool: Pool, village: FakePoolTransport, joiner: Joiner
+    pool: Pool, transport: FakePoolTransport, joiner: Joiner
 ) -> None:
-    add(pool, village, "p1")
-    village.houses["p1"].paths |= {"/metrics": (404, b""), "/version": Fault.INVALID_BODY}
+    add(pool, transport, "p1")
+    transport.nodes["p1"].paths |= {"/metrics": (404, b""), "/version": Fault.INVALID_BODY}
     await joiner.attempt("p1")
     assert pool.view("p1").state is State.UP
     assert pool.view("p1").node.cohort == ""
 
 
 async def test_a_mismatch_is_refused_by_name_and_mended_without_a_restart(
-    pool: Pool, village: FakePoolTransport, joiner: Joiner
+    pool: Pool, transport: FakePoolTransport, joiner: Joiner
 ) -> None:
-    add(pool, village, "p1", "d1")
-    village.houses["d1"].labels = {**LABELS, "block_size": "16"}
+    add(pool, transport, "p1", "d1")
+    transport.nodes["d1"].labels = {**LABELS, "block_size": "16"}
     await joiner.attempt("p1")
     await joiner.attempt("d1")
     assert pool.view("d1").state is State.REFUSED
     assert pool.view("d1").reason == "block_size: 16 here, 256 on p1"
-    village.houses["d1"].labels = LABELS
+    transport.nodes["d1"].labels = LABELS
     await joiner.attempt("d1")
     assert pool.view("d1").state is State.UP
 
 
-async def test_nodes_that_join_at_once_are_judged_against_each_other(
-    pool: Pool, village: FakePoolTransport, joiner: Joiner
+async def test_nodes_that_join_at_once_are_compared_with_each_other(
+    pool: Pool, transport: FakePoolTransport, joiner: Joiner
 ) -> None:
-    add(pool, village, "p1", "d1")
-    village.houses["d1"].labels = {**LABELS, "dtype": "float16"}
+    add(pool, transport, "p1", "d1")
+    transport.nodes["d1"].labels = {**LABELS, "dtype": "float16"}
     await asyncio.gather(joiner.attempt("p1"), joiner.attempt("d1"))
     states = {view.state for view in pool.snapshot().nodes}
     assert states == {State.UP, State.REFUSED}
 
 
-async def test_a_node_that_left_is_no_measure_any_more(pool: Pool, village: FakePoolTransport, joiner: Joiner) -> None:
-    add(pool, village, "p1", "d1")
-    village.houses["d1"].labels = {**LABELS, "dtype": "float16"}
+async def test_a_node_that_left_is_not_compared_with(pool: Pool, transport: FakePoolTransport, joiner: Joiner) -> None:
+    add(pool, transport, "p1", "d1")
+    transport.nodes["d1"].labels = {**LABELS, "dtype": "float16"}
     await joiner.attempt("p1")
     pool.remove("p1")
     await joiner.attempt("d1")
@@ -201,59 +200,59 @@ async def test_a_node_that_left_is_no_measure_any_more(pool: Pool, village: Fake
 
 
 async def test_a_node_removed_while_it_was_asked_stays_removed(
-    pool: Pool, village: FakePoolTransport, joiner: Joiner
+    pool: Pool, transport: FakePoolTransport, joiner: Joiner
 ) -> None:
-    add(pool, village, "p1")
-    village.houses["p1"].held.clear()
+    add(pool, transport, "p1")
+    transport.nodes["p1"].held.clear()
     attempt = asyncio.create_task(joiner.attempt("p1"))
     await asyncio.sleep(0)
     pool.remove("p1")
-    village.houses["p1"].held.set()
+    transport.nodes["p1"].held.set()
     await attempt
     assert pool.snapshot().nodes == ()
 
 
-async def test_every_answer_is_closed(pool: Pool, village: FakePoolTransport, joiner: Joiner) -> None:
-    add(pool, village, "p1", "d1", "d2")
+async def test_every_answer_is_closed(pool: Pool, transport: FakePoolTransport, joiner: Joiner) -> None:
+    add(pool, transport, "p1", "d1", "d2")
     await asyncio.gather(*(joiner.attempt(name) for name in ("p1", "d1", "d2")))
-    assert village.answers
-    assert all(answer.closed for answer in village.answers)
+    assert transport.answers
+    assert all(answer.closed for answer in transport.answers)
 
 
-async def test_a_check_judges_in_the_order_given(village: FakePoolTransport) -> None:
-    village.houses["d1"].labels = {**LABELS, "mamba_cache_mode": "none"}
-    village.houses["d2"].fault = Fault.REFUSED
-    rows = await check(Preflight(village), [village.node(name) for name in ("p1", "d1", "d2")])
+async def test_nodes_are_checked_in_the_order_given(transport: FakePoolTransport) -> None:
+    transport.nodes["d1"].labels = {**LABELS, "mamba_cache_mode": "none"}
+    transport.nodes["d2"].fault = Fault.REFUSED
+    rows = await check_nodes(Preflight(transport), [transport.node(name) for name in ("p1", "d1", "d2")])
     assert [row.good() for row in rows] == [True, False, False]
-    assert [finding.setting for finding in rows[1].verdict.refusals] == ["mamba_cache_mode"]
+    assert [finding.setting for finding in rows[1].compatibility.refusals] == ["mamba_cache_mode"]
     assert isinstance(rows[2].info, NodeFault)
 
 
-async def test_a_check_names_nodes_that_have_no_partner_among_all(village: FakePoolTransport) -> None:
-    village.houses["p1"].fingerprint = village.houses["d2"].fingerprint = {"checkpoint": "new", "all": "new"}
-    village.houses["d1"].fingerprint = {"checkpoint": "old", "all": "old"}
-    rows = await check(Preflight(village), [village.node(name) for name in ("d1", "d2", "p1")])
+async def test_a_check_names_nodes_that_have_no_partner_among_all(transport: FakePoolTransport) -> None:
+    transport.nodes["p1"].fingerprint = transport.nodes["d2"].fingerprint = {"checkpoint": "new", "all": "new"}
+    transport.nodes["d1"].fingerprint = {"checkpoint": "old", "all": "old"}
+    rows = await check_nodes(Preflight(transport), [transport.node(name) for name in ("d1", "d2", "p1")])
     assert [row.good() for row in rows] == [True] * 3
     assert [[finding.setting for finding in row.unpaired] for row in rows] == [["checkpoint"], [], []]
 
 
 async def test_a_node_that_serves_something_else_now_is_taken_as_that(
-    pool: Pool, village: FakePoolTransport, joiner: Joiner
+    pool: Pool, transport: FakePoolTransport, joiner: Joiner
 ) -> None:
-    add(pool, village, "p1")
+    add(pool, transport, "p1")
     await joiner.attempt("p1")
-    village.houses["p1"].names = ("huge",)
+    transport.nodes["p1"].names = ("huge",)
     await joiner.attempt("p1")
     assert pool.view("p1").state is State.UP
     assert (pool.view("p1").node.model, pool.view("p1").node.aliases) == ("huge", ())
 
 
 async def test_an_amended_node_joins_again_with_its_new_settings(
-    pool: Pool, village: FakePoolTransport, joiner: Joiner
+    pool: Pool, transport: FakePoolTransport, joiner: Joiner
 ) -> None:
-    add(pool, village, "p1")
+    add(pool, transport, "p1")
     await joiner.attempt("p1")
-    pool.amend(dataclasses.replace(village.node("p1"), weight=3.0))
+    pool.amend(dataclasses.replace(transport.node("p1"), weight=3.0))
     assert pool.view("p1").state is State.JOINING
     await joiner.attempt("p1")
     assert pool.view("p1").node.weight == 3.0

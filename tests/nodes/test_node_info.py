@@ -1,4 +1,4 @@
-"""What nodes say of themselves."""
+"""What nodes publish about themselves."""
 
 import json
 
@@ -29,7 +29,7 @@ def test_base_models_come_before_adapters() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"data": 3}', b'{"data": [3, {"id": 4}]}', b"\xff"])
-def test_unusable_answers_tell_nothing(body: bytes) -> None:
+def test_unusable_answers_give_nothing(body: bytes) -> None:
     assert read_model_card(body) == ModelCard()
     assert read_version(body) == ""
     assert read_labels(body) == {}
@@ -41,9 +41,9 @@ def test_the_connectors_labels_are_read_out_of_all_metrics() -> None:
     assert read_labels(b'pdproxy_connector_info{role="x" 1\n') == {}
 
 
-def test_data_parallel_ranks_are_counted_by_what_each_tells() -> None:
-    told = b"".join(metrics({**LABELS, "engine": engine}) for engine in ("0", "1", "2"))
-    assert read_ranks(told) == 3
+def test_data_parallel_ranks_are_counted_by_their_metrics() -> None:
+    body = b"".join(metrics({**LABELS, "engine": engine}) for engine in ("0", "1", "2"))
+    assert read_ranks(body) == 3
     assert NodeInfo(NODE, ranks=3).joined().ranks == 3
     assert [dict(headers) for headers in NodeInfo(NODE, ranks=2).joined().each_rank()] == [
         {"x-data-parallel-rank": "0"},
@@ -69,16 +69,16 @@ def test_a_cohort_is_what_the_handshake_compares() -> None:
     assert NodeInfo(NODE).cohort() == ""
     assert NodeInfo(NODE, version="0.32.0").cohort() == "0.32.0"
     assert NodeInfo(NODE, version="0.32.0", labels=LABELS).cohort() == "0.32.0+0.1.0"
-    told = {"checkpoint": "c1", "all": "0123456789abcdef"}
-    assert NodeInfo(NODE, labels=LABELS, fingerprint=told).cohort() == "0.32.0+0.1.0+0123456789abcdef"
+    fingerprint = {"checkpoint": "c1", "all": "0123456789abcdef"}
+    assert NodeInfo(NODE, labels=LABELS, fingerprint=fingerprint).cohort() == "0.32.0+0.1.0+0123456789abcdef"
 
 
 def test_a_fingerprint_is_read_part_by_part() -> None:
-    told = {"checkpoint": "c1", "dtype": "bfloat16", "all": "feed"}
-    assert read_fingerprint(metrics(LABELS) + levels(told)) == told
+    fingerprint = {"checkpoint": "c1", "dtype": "bfloat16", "all": "feed"}
+    assert read_fingerprint(metrics(LABELS) + levels(fingerprint)) == fingerprint
     assert read_fingerprint(metrics(LABELS)) == {}
     assert read_fingerprint(b'pdproxy_connector_fingerprint{part="x"} 1.0\n') == {}
-    assert NodeInfo(NODE, fingerprint=told).joined().fingerprint == told
+    assert NodeInfo(NODE, fingerprint=fingerprint).joined().fingerprint == fingerprint
 
 
 def test_ranks_that_do_not_agree_are_a_fingerprint_of_their_own() -> None:
@@ -103,10 +103,10 @@ pdproxy_connector_capacity_binding{engine="0",group="attention",model_name="tiny
 """
 
 
-def test_a_node_tells_its_capacity() -> None:
-    told = Capacity(524032, 682, 107, Binding.ATTENTION)
-    assert read_node_capacity(metrics(LABELS) + CAPACITY.encode()) == told
-    assert NodeInfo(NODE, capacity=told).joined().capacity == told
+def test_capacity_is_read_out_of_the_metrics() -> None:
+    expected = Capacity(524032, 682, 107, Binding.ATTENTION)
+    assert read_node_capacity(metrics(LABELS) + CAPACITY.encode()) == expected
+    assert NodeInfo(NODE, capacity=expected).joined().capacity == expected
 
 
 def test_engines_behind_one_address_add_up() -> None:
@@ -116,8 +116,8 @@ def test_engines_behind_one_address_add_up() -> None:
 
 def test_a_dense_model_has_no_limit_by_state() -> None:
     lines = [line for line in CAPACITY.splitlines() if 'limit="state"' not in line]
-    told = read_node_capacity("\n".join(lines).encode())
-    assert told == Capacity(524032, None, 107, Binding.ATTENTION)
+    capacity = read_node_capacity("\n".join(lines).encode())
+    assert capacity == Capacity(524032, None, 107, Binding.ATTENTION)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +130,6 @@ def test_a_dense_model_has_no_limit_by_state() -> None:
         ("} 1.0", " 1.0"),
     ],
 )
-def test_a_capacity_that_is_told_in_part_is_not_told(right: str, wrong: str) -> None:
+def test_a_capacity_in_part_is_none(right: str, wrong: str) -> None:
     assert read_node_capacity(CAPACITY.replace(right, wrong).encode()) is None
     assert read_node_capacity(metrics(LABELS)) is None

@@ -1,21 +1,18 @@
-"""Membership, load and conduct."""
+"""Membership, load, circuits and bars of a pool."""
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import Fault
+from pdproxy.failures import LEG_BLAME, Blame
+from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.node import Bars, Node, Role, State
-from pdproxy.nodes.node_entry import NODE_FAULTS, CircuitBreakerConfig, MetricsPoolObserver
 from pdproxy.nodes.pool import DuplicateNode, Pool, UnknownNode
 from pdproxy.observe.metrics import Metrics
 from tests.fakes.clock import FakeClock
 
 NODE = Node("d1", "http://d1", Role.DECODE, "tiny")
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
+BLAMED = [fault for fault in Fault if LEG_BLAME[fault] is not Blame.NO]
 
 
 @pytest.fixture
@@ -25,9 +22,7 @@ def registry() -> CollectorRegistry:
 
 @pytest.fixture
 def pool(clock: FakeClock, registry: CollectorRegistry) -> Pool:
-    made = Pool(
-        clock, CircuitBreakerConfig(failures=3, cool_down=10, slow_start=20), MetricsPoolObserver(Metrics(registry))
-    )
+    made = Pool(clock, CircuitBreakerConfig(failures=3, cool_down=10, slow_start=20), Metrics(registry))
     made.add(NODE)
     made.admit(NODE)
     return made
@@ -65,14 +60,14 @@ def test_legs_are_counted_and_released_once(pool: Pool) -> None:
     assert pool.idle("d1").is_set()
 
 
-@pytest.mark.parametrize("fault", sorted(NODE_FAULTS))
+@pytest.mark.parametrize("fault", BLAMED)
 def test_node_faults_in_a_row_open_the_circuit(pool: Pool, fault: Fault) -> None:
     break_it(pool, fault)
     assert pool.view("d1").state is State.DOWN
     assert fault in pool.view("d1").reason
 
 
-@pytest.mark.parametrize("fault", sorted(set(Fault) - NODE_FAULTS))
+@pytest.mark.parametrize("fault", sorted(set(Fault) - set(BLAMED)))
 def test_what_a_client_caused_never_counts(pool: Pool, fault: Fault) -> None:
     for _ in range(50):
         pool.report("d1", fault)
@@ -144,7 +139,7 @@ def test_a_busy_node_never_flaps(pool: Pool, clock: FakeClock) -> None:
     assert not pool.leaving("d1").is_set()
 
 
-def test_progress_of_yesterday_saves_nobody(pool: Pool, clock: FakeClock) -> None:
+def test_progress_before_the_probe_does_not_count(pool: Pool, clock: FakeClock) -> None:
     stream = pool.acquire("d1")
     stream.progress()
     clock.advance(1)
@@ -154,7 +149,7 @@ def test_progress_of_yesterday_saves_nobody(pool: Pool, clock: FakeClock) -> Non
     assert pool.leaving("d1").is_set()
 
 
-def test_streams_that_still_flow_need_not_leave_a_closed_door(pool: Pool, clock: FakeClock) -> None:
+def test_streams_that_still_flow_need_not_leave_a_node_that_refuses_connections(pool: Pool, clock: FakeClock) -> None:
     stream = pool.acquire("d1")
     for _ in range(3):
         began = clock.now()
@@ -168,7 +163,7 @@ def test_streams_that_still_flow_need_not_leave_a_closed_door(pool: Pool, clock:
 
 
 @pytest.mark.parametrize("change", ["amend", "rejoin", "admit"])
-def test_streams_older_than_a_change_are_told_to_leave_later(pool: Pool, change: str) -> None:
+def test_streams_older_than_a_change_can_still_be_made_to_leave(pool: Pool, change: str) -> None:
     leaving = pool.leaving("d1")
     {"amend": pool.amend, "rejoin": lambda node: pool.rejoin(node.name), "admit": pool.admit}[change](NODE)
     assert not leaving.is_set()
@@ -198,13 +193,13 @@ def test_a_draining_node_takes_nothing_and_stays_so(pool: Pool) -> None:
     assert pool.view("d1").state is State.JOINING
 
 
-def test_a_refused_node_says_why(pool: Pool) -> None:
+def test_a_refused_node_has_a_reason(pool: Pool) -> None:
     pool.refuse("d1", "block_size: 16 here, 256 on p1")
     assert pool.view("d1").state is State.REFUSED
     assert pool.view("d1").reason == "block_size: 16 here, 256 on p1"
 
 
-def test_a_removed_node_is_forgotten_and_its_legs_are_told(pool: Pool, registry: CollectorRegistry) -> None:
+def test_a_removed_node_is_forgotten_and_its_streams_must_leave(pool: Pool, registry: CollectorRegistry) -> None:
     leg, leaving = pool.acquire("d1"), pool.leaving("d1")
     pool.remove("d1")
     pool.remove("d1")

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from pdproxy.errors import Fault
 from pdproxy.nodes.node import Node, Role, State
-from pdproxy.nodes.pool import Pool, Slot, UnknownNode
+from pdproxy.nodes.pool import Pool, UnknownNode
+from pdproxy.nodes.pool_entry import Slot
 from tests.fakes.clock import FakeClock
 
 NODES = {name: Node(name, f"http://{name}", Role.DECODE, "tiny") for name in ("a", "b")}
@@ -56,7 +57,7 @@ def test_counts_balance_and_trials_stay_single(moves: list[tuple[str, str]]) -> 
 
 
 @pytest.mark.parametrize("ask", ["view", "acquire", "leaving", "drain", "rejoin", "configured", "idle"])
-def test_a_pool_without_the_node_says_so(ask: str) -> None:
+def test_a_pool_without_the_node_raises(ask: str) -> None:
     with pytest.raises(UnknownNode) as caught:
-        getattr(Pool(FakeClock()), ask)("nobody")
-    assert caught.value.name == "nobody"
+        getattr(Pool(FakeClock()), ask)("absent")
+    assert caught.value.name == "absent"

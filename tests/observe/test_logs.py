@@ -1,4 +1,4 @@
-"""Log lines: one a record, whatever is in it."""
+"""Log lines: one for each record, whatever is in it."""
 
 import io
 import json
@@ -10,7 +10,8 @@ import pytest
 
 from pdproxy.observe.labels import Outcome, Phase
 from pdproxy.observe.logs import JsonFormatter, TextFormatter, configure, request_ended
-from pdproxy.settings import Log, LogFormat, LogLevel
+from pdproxy.settings.model import Log
+from pdproxy.settings.types import LogFormat, LogLevel
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_text_has_the_extras_behind_the_message() -> None:
 
 
 @pytest.mark.parametrize("formatter", [JsonFormatter(), TextFormatter()])
-def test_nobody_can_forge_a_line_or_steer_a_terminal(formatter: logging.Formatter) -> None:
+def test_control_characters_are_escaped(formatter: logging.Formatter) -> None:
     line = formatter.format(record("a\nb\r\x1b[2J\x85c\u2028d\x9b2J", request_id="x\n2026 INFO forged"))
     assert len(line.splitlines()) == 1
     assert "\x1b" not in line
@@ -56,7 +57,7 @@ def test_nobody_can_forge_a_line_or_steer_a_terminal(formatter: logging.Formatte
 
 
 @pytest.mark.parametrize("formatter", [JsonFormatter(), TextFormatter()])
-def test_a_traceback_is_told(formatter: logging.Formatter) -> None:
+def test_a_traceback_is_logged(formatter: logging.Formatter) -> None:
     nothing: dict[str, str] = {}
     try:
         nothing["missing"]
@@ -101,7 +102,7 @@ def test_a_request_leaves_its_timeline(caplog: pytest.LogCaptureFixture) -> None
     }
 
 
-def test_a_request_that_nobody_wants_to_read_of_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_below_the_log_level_is_not_formatted(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("pdproxy.test")
     with caplog.at_level(logging.WARNING, logger.name):
         request_ended(logger, Outcome.OK, "r1", {}, {})

@@ -1,4 +1,4 @@
-"""What is counted, and under which names."""
+"""The metrics and their names."""
 
 import enum
 
@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import Fault
-from pdproxy.observe.labels import Answer, Leg, Migration, Outcome, Phase, Proof, Release, Task, Tokens
+from pdproxy.observe.labels import Attempt, Leg, Outcome, Phase, Proof, Task, Tokens
 from pdproxy.observe.metrics import Metrics
 from pdproxy.request import Endpoint
 
@@ -33,12 +33,13 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
     metrics.leg_failed(Leg.PREFILL, Fault.STALL)
     metrics.step_taken(Leg.DECODE, Fault.RESET, Word.ONE)
     metrics.planned_local(Word.TWO)
-    metrics.migrated(Migration.DONE)
-    metrics.continuable(Answer.NO, Word.ONE)
+    metrics.migrated(Attempt.SUCCEEDED)
+    metrics.continuable(Word.ONE)
     metrics.recomputed()
-    metrics.released(Release.FAILED)
-    metrics.request_began()
-    metrics.queue_is(3)
+    metrics.released(Attempt.FAILED)
+    active = [1.0]
+    metrics.watch_requests(lambda: active[0], lambda: 3)
+    metrics.watch_bodies(lambda: 700)
     metrics.rejected(Word.ONE)
     metrics.tokens(Tokens.CACHED, 512)
     metrics.prefill_expected("idle")
@@ -68,6 +69,7 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
         ("pdproxy_releases_total", (("outcome", "failed"),)): 1,
         ("pdproxy_requests_active", ()): 1,
         ("pdproxy_requests_queued", ()): 3,
+        ("pdproxy_body_bytes", ()): 700,
         ("pdproxy_rejected_total", (("reason", "one"),)): 1,
         ("pdproxy_tokens_total", (("kind", "cached"),)): 512,
         ("pdproxy_prefill_pending_tokens_estimate", (("model", "idle"),)): 0,
@@ -78,17 +80,17 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
     }
     for (name, labels), value in expected.items():
         assert registry.get_sample_value(name, dict(labels)) == value, name
-    metrics.request_left()
+    active[0] = 0
     assert registry.get_sample_value("pdproxy_requests_active") == 0
 
 
-def test_what_alerts_ask_for_is_there_from_the_start(metrics: Metrics, registry: CollectorRegistry) -> None:
+def test_series_that_alerts_use_exist_from_the_start(metrics: Metrics, registry: CollectorRegistry) -> None:
     assert registry.get_sample_value("pdproxy_requests_total", {"endpoint": "other", "outcome": "failed"}) == 0
     assert registry.get_sample_value("pdproxy_requests_total", {"endpoint": "/v1/messages", "outcome": "ok"}) == 0
     for name, label, word in (
         ("task_failures", "task", Task.DISCOVERY),
-        ("releases", "outcome", Release.FAILED),
-        ("migrations", "outcome", Migration.FAILED),
+        ("releases", "outcome", Attempt.FAILED),
+        ("migrations", "outcome", Attempt.FAILED),
         ("tokens", "kind", Tokens.CACHED),
     ):
         assert registry.get_sample_value(f"pdproxy_{name}_total", {label: word}) == 0

@@ -1,4 +1,4 @@
-"""Spans of a request and of its calls to nodes hang together; without tracing nothing is in the way."""
+"""Spans of a request and of its calls to nodes are one trace; without tracing there are none."""
 
 from collections.abc import AsyncIterator, Sequence
 
@@ -10,9 +10,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, Sp
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.observe.tracing import Message, Receive, Send, TracedApp, tracing_of
 from pdproxy.request import Headers, header
-from pdproxy.settings import Otel, OtelExport
-from pdproxy.sink import Sink
-from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
+from pdproxy.response import Sink
+from pdproxy.settings.model import Otel
+from pdproxy.settings.types import OtelExport
+from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, read_to_end
 from pdproxy.transport.traced import TracedTransport
 
 CLIENT = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
@@ -38,18 +39,13 @@ class Answer:
     def __init__(self, fault: NodeFault | None) -> None:
         self.fault = fault
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def __aiter__(self) -> AsyncIterator[bytes]:
         yield b"one"
         if self.fault:
             raise self.fault
 
     async def pipe_to(self, sink: Sink) -> None:
         pass
-
-    async def read(self, limit: int) -> bytes:
-        if self.fault:
-            raise self.fault
-        return b"one"
 
     async def aclose(self) -> None:
         pass
@@ -63,7 +59,7 @@ class Nodes:
         self.refuse = refuse
         self.broken = broken
 
-    async def send(self, request: HttpRequest, patience: Timeouts) -> HttpResponse:
+    async def send(self, request: HttpRequest, timeouts: Timeouts) -> HttpResponse:
         self.sent.append(request)
         if self.refuse:
             raise self.refuse
@@ -92,7 +88,7 @@ async def run_app(nodes: Nodes, tracer: trace.Tracer, *headers: tuple[bytes, byt
     async def app(scope: Message, receive: Receive, send: Send) -> None:
         sent = HttpRequest("POST", "http://node:1/v1/completions", (("traceparent", "the client's"), ("x", "y")))
         incoming = await transport.send(sent, Timeouts())
-        assert await incoming.read(10) == b"one"
+        assert await read_to_end(incoming, 10) == b"one"
         await incoming.aclose()
         await send({"type": "http.response.start", "status": status})
 
@@ -152,7 +148,7 @@ async def test_faults_are_noted_and_end_the_span(kept: Kept, tracer: trace.Trace
             HttpRequest("GET", "http://n/"), Timeouts()
         )
         with pytest.raises(NodeFault):
-            _ = [piece async for piece in incoming.chunks()]
+            _ = [piece async for piece in incoming]
         await incoming.aclose()
     errors = [
         span.attributes["error.type"] for span in kept.spans if span.attributes and "error.type" in span.attributes

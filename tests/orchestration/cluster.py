@@ -1,4 +1,4 @@
-"""A small world for the drive: fake nodes in memory, a pool, metrics, an orchestrator. No sockets, no wall time."""
+"""A cluster in memory: fake nodes, a pool, metrics, an orchestrator. No sockets, no wall time."""
 
 import asyncio
 import dataclasses
@@ -14,8 +14,9 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
 from pdproxy.orchestration.orchestrator import Orchestrator
-from pdproxy.orchestration.response import ProxyResponse
+from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.request import ClientRequest, Endpoint
+from pdproxy.response import ProxyResponse
 from tests.fakes.clock import FakeClock
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.memory_transport import MemoryTransport
@@ -64,7 +65,8 @@ class FakeCluster:
         self.context = OrchestrationContext(
             self.transport, self.pool, Metrics(self.registry), self.clock, config or OrchestrationConfig()
         )
-        self.orchestrator = Orchestrator(self.context)
+        self.background_tasks = BackgroundTasks(self.context)
+        self.orchestrator = Orchestrator(self.context, self.background_tasks)
 
     @property
     def nodes(self) -> list[FakeNode]:
@@ -89,6 +91,7 @@ class FakeCluster:
             priority=0,
             arrived=now,
             deadline=now + 3600,
+            left=lambda: True,
         )
 
     async def ask(self, endpoint: Endpoint, body: Mapping[str, object], *, name: str = "r-1") -> Got:
@@ -100,16 +103,18 @@ class FakeCluster:
         return Got(reply.status, dict(reply.headers), await read(reply))
 
     def count(self, name: str, **labels: str) -> float:
-        """A counter's value; 0 where it was never touched."""
-        return self.registry.get_sample_value(name, labels) or 0.0
+        """A counter's value; 0 where it was never touched. (The registry's own lookup collects all metrics.)"""
+        families = self.registry.restricted_registry([name]).collect()
+        samples = (sample for family in families for sample in family.samples)
+        return next((each.value for each in samples if each.name == name and each.labels == labels), 0.0)
 
     async def settle(self) -> None:
-        """Let releases finish, and check that nothing at all is left."""
+        """Let releases finish, and check that nothing is held any more."""
         for _ in range(50):
-            if not self.orchestrator.background_tasks:
+            if not self.background_tasks:
                 break
             await asyncio.sleep(0)
-        assert self.orchestrator.background_tasks == 0
+        assert len(self.background_tasks) == 0
         assert not self.transport.open
         assert {view.node.name: view.active for view in self.pool.snapshot().nodes if view.active} == {}
         assert {node.name: node.running for node in self.nodes if node.running} == {}

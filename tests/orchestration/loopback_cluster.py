@@ -1,4 +1,4 @@
-"""The world of `world`, on real sockets of 127.0.0.1 and with the machine's clock."""
+"""The same cluster on real sockets of 127.0.0.1, with the machine's clock."""
 
 import asyncio
 import contextlib
@@ -7,12 +7,13 @@ from collections.abc import AsyncIterator, Callable
 from prometheus_client import CollectorRegistry
 
 from pdproxy.clock import SystemClock
+from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.node import Node, Role
-from pdproxy.nodes.node_entry import CircuitBreakerConfig
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
 from pdproxy.orchestration.orchestrator import Orchestrator
+from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.transport.h1_client import H1Transport
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.loopback import LoopbackNode
@@ -38,14 +39,14 @@ class LoopbackCluster:
             entry = Node(node.node.name, node.url, role, MODEL)
             self.pool.add(entry)
             self.pool.admit(entry)
-        self.orchestrator = Orchestrator(
-            OrchestrationContext(self.transport, self.pool, Metrics(self.registry), clock, config)
-        )
+        context = OrchestrationContext(self.transport, self.pool, Metrics(self.registry), clock, config)
+        self.background_tasks = BackgroundTasks(context)
+        self.orchestrator = Orchestrator(context, self.background_tasks)
 
     async def close(self) -> None:
         """End the proxy's side, and check that it left nothing."""
-        await self.orchestrator.aclose()
-        assert self.orchestrator.background_tasks == 0
+        await self.background_tasks.aclose()
+        assert len(self.background_tasks) == 0
         assert {view.node.name: view.active for view in self.pool.snapshot().nodes if view.active} == {}
         await self.transport.aclose()
         assert self.transport.connections == 0
@@ -58,7 +59,7 @@ class LoopbackCluster:
 async def loopback_cluster(
     prefills: int = 2, decodes: int = 2, config: OrchestrationConfig | None = None
 ) -> AsyncIterator[LoopbackCluster]:
-    """A running town; the nodes end with the block."""
+    """A running cluster; its nodes stop when the block ends."""
     fabric = FakeKvTransfer()
     names = [*(f"p{index}" for index in range(prefills)), *(f"d{index}" for index in range(decodes))]
     async with contextlib.AsyncExitStack() as stack:

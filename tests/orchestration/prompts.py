@@ -34,5 +34,5 @@ def prompt_ids(endpoint: Endpoint) -> list[int]:
 
 
 def right(endpoint: Endpoint, tokens: int = 8, stops: tuple[str, ...] = ()) -> str:
-    """The only right answer."""
+    """The text that the fake model generates."""
     return "".join(said.text for said in generate(prompt_ids(endpoint), tokens, stops))

@@ -1,4 +1,4 @@
-"""The client leaves, at every single await: nothing may be left anywhere."""
+"""The client leaves at every single await: nothing may stay held."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,20 +15,20 @@ from tests.orchestration.prompts import WORDS, body_for
 COMPLETIONS = Endpoint.COMPLETIONS
 
 
-def healthy(world: FakeCluster) -> None:
+def healthy(cluster: FakeCluster) -> None:
     """Nothing goes wrong."""
 
 
-def everything_fails_first(world: FakeCluster) -> None:
+def everything_fails_first(cluster: FakeCluster) -> None:
     """Each leg is tried twice, the second decode leg breaks off in its middle."""
-    world.prefills[0].trouble = InjectedFault(FaultKind.RESET, at=0, times=1)
-    world.decodes[0].trouble = InjectedFault(FaultKind.RESET, times=1)
-    world.decodes[1].trouble = InjectedFault(FaultKind.RESET, at=3, times=1)
+    cluster.prefills[0].trouble = InjectedFault(FaultKind.RESET, at=0, times=1)
+    cluster.decodes[0].trouble = InjectedFault(FaultKind.RESET, times=1)
+    cluster.decodes[1].trouble = InjectedFault(FaultKind.RESET, at=3, times=1)
 
 
-def decode_stalls(world: FakeCluster) -> None:
+def decode_stalls(cluster: FakeCluster) -> None:
     """The ticket grows old while a decode node hangs: prefill runs again."""
-    world.decodes[0].trouble = InjectedFault(FaultKind.HANG, times=1)
+    cluster.decodes[0].trouble = InjectedFault(FaultKind.HANG, times=1)
 
 
 BODIES: dict[str, dict[str, Any]] = {
@@ -47,9 +47,9 @@ async def _turns(count: int, task: asyncio.Task[Any]) -> None:
         await asyncio.sleep(0)
 
 
-async def _until_held(world: FakeCluster) -> None:
+async def _until_held(cluster: FakeCluster) -> None:
     for _ in range(100):
-        if world.fabric.held:
+        if cluster.fabric.held:
             return
         await asyncio.sleep(0)
     pytest.fail("no prefill leg came")
@@ -62,9 +62,9 @@ async def test_cancelled_at_every_await(
     body: dict[str, Any], prepare: Callable[[FakeCluster], None], cancels: int
 ) -> None:
     for turn in range(1000):
-        world = FakeCluster(decodes=3)
-        prepare(world)
-        task = asyncio.ensure_future(world.ask(COMPLETIONS, body))
+        cluster = FakeCluster(decodes=3)
+        prepare(cluster)
+        task = asyncio.ensure_future(cluster.ask(COMPLETIONS, body))
         await _turns(turn, task)
         finished = task.done()
         for _ in range(cancels):
@@ -72,13 +72,13 @@ async def test_cancelled_at_every_await(
             await asyncio.sleep(0)
         outcome = (await asyncio.gather(task, return_exceptions=True))[0]
         assert finished or isinstance(outcome, asyncio.CancelledError)
-        await world.settle()
+        await cluster.settle()
         assert len(asyncio.all_tasks()) == 1, "no task of ours is left"
         if finished:
             assert turn > 5
             return
         ends = [
-            world.count("pdproxy_requests_total", endpoint=COMPLETIONS, outcome=end) for end in ("client_gone", "ok")
+            cluster.count("pdproxy_requests_total", endpoint=COMPLETIONS, outcome=end) for end in ("client_gone", "ok")
         ]
         assert sum(ends) == (1 if turn else 0), "before its first turn the request was never there"
     pytest.fail("the request never finished")
@@ -88,63 +88,63 @@ async def test_cancelled_at_every_await(
 async def test_closed_after_every_piece(body: dict[str, Any]) -> None:
     pieces = 0
     while True:
-        world = FakeCluster()
-        reply = await world.orchestrator.answer(world.request(COMPLETIONS, body))
+        cluster = FakeCluster()
+        reply = await cluster.orchestrator.answer(cluster.request(COMPLETIONS, body))
         assert not isinstance(reply.body, bytes)
         got = await follow(reply.body, pieces)
         taken, body_so_far = len(got), b"".join(got)
         await reply.body.aclose()
-        await world.settle()
+        await cluster.settle()
         assert len(asyncio.all_tasks()) == 1
         if taken <= pieces:
             break
         outcome = "ok" if body_so_far.endswith(b"[DONE]\n\n") else "client_gone"
-        assert world.count("pdproxy_requests_total", endpoint=COMPLETIONS, outcome=outcome) == 1
+        assert cluster.count("pdproxy_requests_total", endpoint=COMPLETIONS, outcome=outcome) == 1
         pieces += 1
     assert pieces >= 6
 
 
 async def test_gone_between_prefill_and_decode_releases_the_hand_over() -> None:
-    world = FakeCluster()
-    task = asyncio.ensure_future(world.ask(COMPLETIONS, BODIES["whole"]))
-    await _until_held(world)
+    cluster = FakeCluster()
+    task = asyncio.ensure_future(cluster.ask(COMPLETIONS, BODIES["whole"]))
+    await _until_held(cluster)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    await world.settle()
-    assert len(world.fabric.released) == 1
-    assert world.count("pdproxy_releases_total", outcome="done") == 1
-    assert world.prefills[0].seen[-1].body["kv_transfer_params"] == {"pdproxy_release": world.fabric.released.pop()}
+    await cluster.settle()
+    assert len(cluster.fabric.released) == 1
+    assert cluster.count("pdproxy_releases_total", outcome="done") == 1
+    assert cluster.prefills[0].seen[-1].body["kv_transfer_params"] == {"pdproxy_release": cluster.fabric.released.pop()}
 
 
 async def test_nothing_is_released_where_the_decode_node_read_it() -> None:
-    world = FakeCluster()
-    await world.ask(COMPLETIONS, BODIES["stream"])
-    await world.settle()
-    assert world.fabric.released == set()
+    cluster = FakeCluster()
+    await cluster.ask(COMPLETIONS, BODIES["stream"])
+    await cluster.settle()
+    assert cluster.fabric.released == set()
 
 
 @pytest.mark.parametrize("endpoint", [Endpoint.RESPONSES, COMPLETIONS], ids=["responses", "choices"])
-async def test_a_first_event_that_proves_no_reading_leaves_the_hand_over_unread(endpoint: Endpoint) -> None:
+async def test_a_first_event_that_does_not_prove_the_read_leaves_the_hand_over_unread(endpoint: Endpoint) -> None:
     body = body_for(endpoint, stream=True, **({"n": 2} if endpoint is COMPLETIONS else {}))
-    world = FakeCluster()
-    await world.ask(endpoint, body)
-    await world.settle()
-    assert world.fabric.released == set(), "the whole stream came: all have read"
-    reply = await world.orchestrator.answer(world.request(endpoint, body))
+    cluster = FakeCluster()
+    await cluster.ask(endpoint, body)
+    await cluster.settle()
+    assert cluster.fabric.released == set(), "the whole stream came: all have read"
+    reply = await cluster.orchestrator.answer(cluster.request(endpoint, body))
     assert not isinstance(reply.body, bytes)
     await anext(reply.body)
     await reply.body.aclose()
-    await world.settle()
-    assert len(world.fabric.released) == 1
+    await cluster.settle()
+    assert len(cluster.fabric.released) == 1
 
 
 async def test_a_failed_release_is_counted_and_does_no_harm() -> None:
-    world = FakeCluster(prefills=1, decodes=1)
-    task = asyncio.ensure_future(world.ask(COMPLETIONS, BODIES["whole"]))
-    await _until_held(world)
-    world.prefills[0].trouble = InjectedFault(FaultKind.REFUSE)
+    cluster = FakeCluster(prefills=1, decodes=1)
+    task = asyncio.ensure_future(cluster.ask(COMPLETIONS, BODIES["whole"]))
+    await _until_held(cluster)
+    cluster.prefills[0].trouble = InjectedFault(FaultKind.REFUSE)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    await world.orchestrator.aclose()
-    assert world.count("pdproxy_releases_total", outcome="failed") == 1
-    assert world.orchestrator.background_tasks == 0
+    await cluster.background_tasks.aclose()
+    assert cluster.count("pdproxy_releases_total", outcome="failed") == 1
+    assert len(cluster.background_tasks) == 0

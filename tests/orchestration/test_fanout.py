@@ -25,24 +25,24 @@ def _body(*, stream: bool, **more: object) -> dict[str, object]:
 @pytest.mark.parametrize("width", [1, 2, 64])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_every_prompt_has_its_own_hand_over(stream: bool, width: int) -> None:
-    world = FakeCluster(config=OrchestrationConfig(fan_out=width))
-    got = await world.ask(COMPLETIONS, _body(stream=stream))
+    cluster = FakeCluster(config=OrchestrationConfig(fan_out=width))
+    got = await cluster.ask(COMPLETIONS, _body(stream=stream))
     if stream:
-        told = read_answer(COMPLETIONS, got.body)
-        assert (told.texts, told.finishes, told.ended) == (RIGHT, dict.fromkeys(RIGHT, "length"), True)
-        assert (len(told.ids), told.usage) == (1, None)
+        answer = read_answer(COMPLETIONS, got.body)
+        assert (answer.texts, answer.finishes, answer.ended) == (RIGHT, dict.fromkeys(RIGHT, "length"), True)
+        assert (len(answer.ids), answer.usage) == (1, None)
     else:
         assert {choice["index"]: choice["text"] for choice in got.json()["choices"]} == RIGHT
-    assert world.fabric.pulled == len(PROMPTS)
-    assert world.count("pdproxy_requests_total", endpoint=COMPLETIONS, outcome="ok") == 1
-    await world.settle()
+    assert cluster.fabric.pulled == len(PROMPTS)
+    assert cluster.count("pdproxy_requests_total", endpoint=COMPLETIONS, outcome="ok") == 1
+    await cluster.settle()
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_usage_and_choices_add_up(stream: bool) -> None:
-    world = FakeCluster()
+    cluster = FakeCluster()
     more = {"stream_options": {"include_usage": True}} if stream else {}
-    got = await world.ask(COMPLETIONS, _body(stream=stream, n=2, **more))
+    got = await cluster.ask(COMPLETIONS, _body(stream=stream, n=2, **more))
     usage = read_answer(COMPLETIONS, got.body).usage if stream else got.json()["usage"]
     assert usage is not None
     assert usage["completion_tokens"] == len(PROMPTS) * 2 * 5
@@ -50,50 +50,50 @@ async def test_usage_and_choices_add_up(stream: bool) -> None:
     assert usage["prompt_tokens_details"] == {"cached_tokens": len(PROMPTS)}
     if stream:
         assert set(read_answer(COMPLETIONS, got.body).texts) == set(range(14))
-    await world.settle()
+    await cluster.settle()
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_a_refused_prompt_refuses_all(stream: bool) -> None:
-    world = FakeCluster(config=OrchestrationConfig(fan_out=1))
-    world.prefills[0].trouble = InjectedFault(FaultKind.STATUS, status=400, times=1)
-    got = await world.ask(COMPLETIONS, _body(stream=stream))
+    cluster = FakeCluster(config=OrchestrationConfig(fan_out=1))
+    cluster.prefills[0].trouble = InjectedFault(FaultKind.STATUS, status=400, times=1)
+    got = await cluster.ask(COMPLETIONS, _body(stream=stream))
     assert got.status == 400
-    await world.settle()
+    await cluster.settle()
 
 
 async def test_a_prompt_that_is_refused_later_ends_the_stream_with_an_error_event() -> None:
-    world = FakeCluster(config=OrchestrationConfig(fan_out=1))
-    reply = await world.orchestrator.answer(world.request(COMPLETIONS, _body(stream=True)))
-    for node in world.prefills:
+    cluster = FakeCluster(config=OrchestrationConfig(fan_out=1))
+    reply = await cluster.orchestrator.answer(cluster.request(COMPLETIONS, _body(stream=True)))
+    for node in cluster.prefills:
         node.trouble = InjectedFault(FaultKind.STATUS, status=400)
     assert not isinstance(reply.body, bytes)
-    told = read_answer(COMPLETIONS, b"".join([piece async for piece in reply.body]))
-    assert told.error is not None
-    assert told.ended
-    assert world.count("pdproxy_requests_total", endpoint=COMPLETIONS, outcome="failed") == 1
-    await world.settle()
+    answer = read_answer(COMPLETIONS, b"".join([piece async for piece in reply.body]))
+    assert answer.error is not None
+    assert answer.ended
+    assert cluster.count("pdproxy_requests_total", endpoint=COMPLETIONS, outcome="failed") == 1
+    await cluster.settle()
 
 
 async def test_a_prompt_that_breaks_ends_the_stream_once() -> None:
-    world = FakeCluster(config=OrchestrationConfig(migrations=0))
-    world.decodes[0].trouble = InjectedFault(FaultKind.RESET, at=3, times=1)
-    told = read_answer(COMPLETIONS, (await world.ask(COMPLETIONS, _body(stream=True))).body)
-    assert told.error is not None
-    assert told.ended
-    assert all(RIGHT[index].startswith(text) for index, text in told.texts.items())
-    await world.settle()
+    cluster = FakeCluster(config=OrchestrationConfig(migrations=0))
+    cluster.decodes[0].trouble = InjectedFault(FaultKind.RESET, at=3, times=1)
+    answer = read_answer(COMPLETIONS, (await cluster.ask(COMPLETIONS, _body(stream=True))).body)
+    assert answer.error is not None
+    assert answer.ended
+    assert all(RIGHT[index].startswith(text) for index, text in answer.texts.items())
+    await cluster.settle()
 
 
 async def test_a_migrating_prompt_does_not_disturb_the_others() -> None:
-    world = FakeCluster(decodes=3)
-    world.decodes[0].trouble = InjectedFault(FaultKind.RESET, at=2)
-    told = read_answer(COMPLETIONS, (await world.ask(COMPLETIONS, _body(stream=True))).body)
-    assert (told.texts, told.error) == (RIGHT, None)
-    await world.settle()
+    cluster = FakeCluster(decodes=3)
+    cluster.decodes[0].trouble = InjectedFault(FaultKind.RESET, at=2)
+    answer = read_answer(COMPLETIONS, (await cluster.ask(COMPLETIONS, _body(stream=True))).body)
+    assert (answer.texts, answer.error) == (RIGHT, None)
+    await cluster.settle()
 
 
-async def test_together_keeps_order_and_width() -> None:
+async def test_gathering_keeps_order_and_width() -> None:
     running: list[int] = []
     most = 0
 

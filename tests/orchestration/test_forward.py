@@ -12,29 +12,29 @@ from tests.fakes.faults import FaultKind, InjectedFault
 from tests.orchestration.cluster import MODEL, FakeCluster
 
 
-async def _forward(world: FakeCluster, model: str = MODEL, seconds: float = 3600.0) -> tuple[int, bytes]:
+async def _forward(cluster: FakeCluster, model: str = MODEL, seconds: float = 3600.0) -> tuple[int, bytes]:
     sent = (("content-type", "application/json"),)
-    deadline = world.clock.now() + seconds
-    asked = ForwardRequest("POST", "/v1/embeddings?x=1", sent, b'{"input":"a"}', model, deadline)
-    reply = await world.orchestrator.forward(asked)
+    deadline = cluster.clock.now() + seconds
+    asked = ForwardRequest("POST", "/v1/embeddings?x=1", sent, b'{"input":"a"}', model, deadline, lambda: True)
+    reply = await cluster.orchestrator.forward(asked)
     assert isinstance(reply.body, bytes)
     return reply.status, reply.body
 
 
 @pytest.mark.parametrize("model", [MODEL, ""])
 async def test_a_node_of_the_model_answers(model: str) -> None:
-    world = FakeCluster()
-    status, body = await _forward(world, model)
+    cluster = FakeCluster()
+    status, body = await _forward(cluster, model)
     assert (status, json.loads(body)["path"]) == (200, "/v1/embeddings?x=1")
-    assert world.count("pdproxy_requests_total", endpoint="other", outcome="ok") == 1
-    await world.settle()
+    assert cluster.count("pdproxy_requests_total", endpoint="other", outcome="ok") == 1
+    await cluster.settle()
 
 
 async def test_another_node_is_asked_where_the_first_is_unreachable() -> None:
-    world = FakeCluster()
-    world.decodes[0].trouble = InjectedFault(FaultKind.REFUSE)
-    assert json.loads((await _forward(world))[1])["node"] == "d1"
-    await world.settle()
+    cluster = FakeCluster()
+    cluster.decodes[0].trouble = InjectedFault(FaultKind.REFUSE)
+    assert json.loads((await _forward(cluster))[1])["node"] == "d1"
+    await cluster.settle()
 
 
 @pytest.mark.parametrize(
@@ -42,35 +42,35 @@ async def test_another_node_is_asked_where_the_first_is_unreachable() -> None:
     [InjectedFault(FaultKind.RESET), InjectedFault(FaultKind.HANG), InjectedFault(FaultKind.RESET, at=0)],
     ids=str,
 )
-async def test_what_may_have_been_done_is_not_asked_again(trouble: InjectedFault) -> None:
-    world = FakeCluster()
-    world.decodes[0].trouble = trouble
+async def test_a_request_that_a_node_may_have_handled_is_not_repeated(trouble: InjectedFault) -> None:
+    cluster = FakeCluster()
+    cluster.decodes[0].trouble = trouble
     with pytest.raises(ClientError) as caught:
-        await _forward(world)
+        await _forward(cluster)
     assert caught.value.status in (502, 504)
-    assert world.decodes[1].seen == []
-    await world.settle()
+    assert cluster.decodes[1].seen == []
+    await cluster.settle()
 
 
 @pytest.mark.parametrize(
     ("status", "outcome"), [(422, "client_error"), (429, "failed"), (500, "failed"), (503, "failed")]
 )
 async def test_a_nodes_error_is_passed_on_and_counted(status: int, outcome: str) -> None:
-    world = FakeCluster()
-    world.decodes[0].trouble = InjectedFault(FaultKind.STATUS, status=status)
-    assert (await _forward(world))[0] == status
-    assert world.count("pdproxy_requests_total", endpoint="other", outcome=outcome) == 1
-    await world.settle()
+    cluster = FakeCluster()
+    cluster.decodes[0].trouble = InjectedFault(FaultKind.STATUS, status=status)
+    assert (await _forward(cluster))[0] == status
+    assert cluster.count("pdproxy_requests_total", endpoint="other", outcome=outcome) == 1
+    await cluster.settle()
 
 
-async def test_a_nodes_5xx_does_not_speak_for_it() -> None:
-    world = FakeCluster(decodes=1)
+async def test_a_5xx_does_not_count_as_a_success_of_the_node() -> None:
+    cluster = FakeCluster(decodes=1)
     for _ in range(4):
-        world.pool.report("d0", Fault.RESET)
-        world.decodes[0].trouble = InjectedFault(FaultKind.STATUS, status=500, times=1)
-        if world.pool.view("d0").state is State.UP:
-            await _forward(world)
-    assert world.pool.view("d0").state is State.DOWN
+        cluster.pool.report("d0", Fault.RESET)
+        cluster.decodes[0].trouble = InjectedFault(FaultKind.STATUS, status=500, times=1)
+        if cluster.pool.view("d0").state is State.UP:
+            await _forward(cluster)
+    assert cluster.pool.view("d0").state is State.DOWN
 
 
 @pytest.mark.parametrize(
@@ -79,36 +79,36 @@ async def test_a_nodes_5xx_does_not_speak_for_it() -> None:
     ids=str,
 )
 async def test_the_deadline_of_the_whole_request_ends_it(trouble: InjectedFault) -> None:
-    world = FakeCluster()
-    world.decodes[0].trouble = trouble
-    began = world.clock.now()
+    cluster = FakeCluster()
+    cluster.decodes[0].trouble = trouble
+    began = cluster.clock.now()
     with pytest.raises(ClientError) as caught:
-        await _forward(world, seconds=5.0)
+        await _forward(cluster, seconds=5.0)
     assert (caught.value.status, caught.value.code) == (504, "deadline")
-    assert world.clock.now() - began == pytest.approx(5)
-    assert world.pool.view("d0").reason == "", "our own deadline is no fault of a node"
-    assert world.count("pdproxy_requests_total", endpoint="other", outcome="failed") == 1
-    await world.settle()
+    assert cluster.clock.now() - began == pytest.approx(5)
+    assert cluster.pool.view("d0").reason == "", "our own deadline is no fault of a node"
+    assert cluster.count("pdproxy_requests_total", endpoint="other", outcome="failed") == 1
+    await cluster.settle()
 
 
 async def test_a_client_that_leaves_is_counted_and_leaves_nothing() -> None:
-    world = FakeCluster()
-    asking = asyncio.create_task(_forward(world))
+    cluster = FakeCluster()
+    asking = asyncio.create_task(_forward(cluster))
     await asyncio.sleep(0)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    assert world.count("pdproxy_requests_total", endpoint="other", outcome="client_gone") == 1
-    await world.settle()
+    assert cluster.count("pdproxy_requests_total", endpoint="other", outcome="client_gone") == 1
+    await cluster.settle()
 
 
 async def test_an_unknown_model_is_404_and_no_node_is_503() -> None:
-    world = FakeCluster()
+    cluster = FakeCluster()
     with pytest.raises(ClientError) as caught:
-        await _forward(world, "other")
+        await _forward(cluster, "other")
     assert caught.value.status == 404
-    assert world.count("pdproxy_requests_total", endpoint="other", outcome="client_error") == 1
-    for node in world.decodes:
-        world.pool.drain(node.name)
+    assert cluster.count("pdproxy_requests_total", endpoint="other", outcome="client_error") == 1
+    for node in cluster.decodes:
+        cluster.pool.drain(node.name)
     with pytest.raises(ClientError) as caught:
-        await _forward(world)
+        await _forward(cluster)
     assert (caught.value.status, dict(caught.value.headers)["retry-after"]) == (503, "1")

@@ -1,4 +1,4 @@
-"""What the operator can see of requests on the way."""
+"""What the operator sees of requests in flight."""
 
 import logging
 
@@ -16,39 +16,39 @@ from tests.orchestration.prompts import body_for, prompt_ids
 CHAT = body_for(Endpoint.CHAT, stream=True)
 
 
-async def test_a_stream_is_on_the_way_until_it_has_ended() -> None:
-    world = FakeCluster(prefills=1, decodes=1)
-    reply = await world.orchestrator.answer(world.request(Endpoint.CHAT, CHAT))
-    (ride,) = world.context.live.newest(50)
+async def test_a_stream_is_in_flight_until_it_has_ended() -> None:
+    cluster = FakeCluster(prefills=1, decodes=1)
+    reply = await cluster.orchestrator.answer(cluster.request(Endpoint.CHAT, CHAT))
+    (ride,) = cluster.context.in_flight.newest(50)
     assert (ride.request.request_id, ride.timeline.now, ride.outcome) == ("r-1", Phase.DECODE, None)
     assert ride.timeline.nodes == {Phase.PREFILL: "p0", Phase.HANDOVER: "d0", Phase.DECODE: "d0"}
     await read(reply)
-    assert (len(world.context.live), ride.outcome) == (0, Outcome.OK)
-    await world.settle()
+    assert (len(cluster.context.in_flight), ride.outcome) == (0, Outcome.OK)
+    await cluster.settle()
 
 
-async def test_a_client_that_leaves_is_on_the_way_no_more() -> None:
-    world = FakeCluster(prefills=1, decodes=1)
-    reply = await world.orchestrator.answer(world.request(Endpoint.CHAT, CHAT))
-    (ride,) = world.context.live.newest(50)
+async def test_a_request_whose_client_leaves_is_no_longer_in_flight() -> None:
+    cluster = FakeCluster(prefills=1, decodes=1)
+    reply = await cluster.orchestrator.answer(cluster.request(Endpoint.CHAT, CHAT))
+    (ride,) = cluster.context.in_flight.newest(50)
     assert not isinstance(reply.body, bytes)
     await reply.body.aclose()
-    assert (len(world.context.live), ride.outcome) == (0, Outcome.CLIENT_GONE)
-    await world.settle()
+    assert (len(cluster.context.in_flight), ride.outcome) == (0, Outcome.CLIENT_GONE)
+    await cluster.settle()
 
 
 async def test_a_prompt_counts_for_the_cache_that_served_it() -> None:
-    world = FakeCluster(prefills=1, decodes=1)
-    await world.ask(Endpoint.CHAT, CHAT)
-    world.pool.remove("p0")
-    await world.ask(Endpoint.CHAT, CHAT)
-    sums = world.context.live.hits.by_way
+    cluster = FakeCluster(prefills=1, decodes=1)
+    await cluster.ask(Endpoint.CHAT, CHAT)
+    cluster.pool.remove("p0")
+    await cluster.ask(Endpoint.CHAT, CHAT)
+    sums = cluster.context.in_flight.cache_stats
     long = len(prompt_ids(Endpoint.CHAT))
     pulled, local, again = (sums[way] for way in (Route.DISAGGREGATED, Route.LOCAL, Route.RECOMPUTED))
     assert (pulled.prompts, pulled.prompt_tokens, pulled.cached_tokens) == (1, long, 1)
     assert (local.prompts, local.prompt_tokens, local.cached_tokens) == (1, long, 0)
     assert again.prompts == 0
-    await world.settle()
+    await cluster.settle()
 
 
 @pytest.mark.parametrize(
@@ -59,41 +59,60 @@ async def test_a_prompt_counts_for_the_cache_that_served_it() -> None:
         (1, "d0", InjectedFault(FaultKind.RESET, at=3), Step.MIGRATE, Outcome.FAILED),
     ],
 )
-async def test_a_failure_tells_what_became_of_it(
+async def test_a_failure_shows_the_outcome_of_its_request(
     decodes: int, name: str, trouble: InjectedFault, step: Step, outcome: Outcome
 ) -> None:
-    world = FakeCluster(prefills=1, decodes=decodes)
-    next(node for node in world.nodes if node.name == name).trouble = trouble
-    await world.ask(Endpoint.CHAT, CHAT)
-    last = world.context.live.failures()[-1]
+    cluster = FakeCluster(prefills=1, decodes=decodes)
+    next(node for node in cluster.nodes if node.name == name).trouble = trouble
+    await cluster.ask(Endpoint.CHAT, CHAT)
+    last = cluster.context.in_flight.failures()[-1]
     assert (last.name, last.node, last.fault, last.step) == ("r-1", name, Fault.RESET, step)
     assert last.leg is (Leg.PREFILL if name == "p0" else Leg.DECODE)
-    assert last.ride is not None
-    assert last.ride.outcome is outcome
+    assert last.request is not None
+    assert last.request.outcome is outcome
 
 
 async def test_a_clients_own_mistake_is_no_failure() -> None:
-    world = FakeCluster(prefills=1, decodes=1)
-    world.prefills[0].trouble = InjectedFault(FaultKind.STATUS, status=400, times=9)
-    assert (await world.ask(Endpoint.CHAT, CHAT)).status == 400
-    assert world.context.live.failures() == []
+    cluster = FakeCluster(prefills=1, decodes=1)
+    cluster.prefills[0].trouble = InjectedFault(FaultKind.STATUS, status=400, times=9)
+    assert (await cluster.ask(Endpoint.CHAT, CHAT)).status == 400
+    assert cluster.context.in_flight.failures() == []
 
 
-def test_only_so_much_is_remembered() -> None:
-    world, live = FakeCluster(0, 0), InFlightRequests()
-    requests = [world.request(Endpoint.CHAT, CHAT, name=f"r-{index}") for index in range(MAX_FAILURES + 5)]
+def test_the_number_of_failures_is_bounded() -> None:
+    cluster, live = FakeCluster(0, 0), InFlightRequests()
+    requests = [cluster.request(Endpoint.CHAT, CHAT, name=f"r-{index}") for index in range(MAX_FAILURES + 5)]
     for request in requests:
-        live.begin(request, Timeline(world.clock, world.context.metrics, 0.0))
+        live.begin(request, Timeline(cluster.clock, cluster.context.metrics, 0.0))
         live.failed(request, LegFailure(0.0, request.request_id, Leg.DECODE, "d0", Fault.RESET, Step.FAIL))
     assert [ride.request.request_id for ride in live.newest(2)] == ["r-24", "r-23"]
     assert [failure.name for failure in live.failures()][::19] == ["r-24", "r-5"]
 
 
-async def test_the_log_tells_how_a_request_went(caplog: pytest.LogCaptureFixture) -> None:
-    world = FakeCluster(prefills=1, decodes=1)
+async def test_the_log_line_has_outcome_nodes_and_phases(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = FakeCluster(prefills=1, decodes=1)
     with caplog.at_level(logging.INFO, "pdproxy.orchestration.access_log"):
-        await world.ask(Endpoint.CHAT, CHAT)
+        await cluster.ask(Endpoint.CHAT, CHAT)
     (line,) = (vars(record) for record in caplog.records if record.name == "pdproxy.orchestration.access_log")
     assert {"prefill_ms", "handover_ms", "first_token_ms", "total_ms"} <= line.keys()
     assert (line["request_id"], line["outcome"], line["model"]) == ("r-1", "ok", "tiny")
     assert (line["prefill_node"], line["decode_node"]) == ("p0", "d0")
+
+
+async def test_the_timeline_is_shown_in_milliseconds() -> None:
+    cluster = FakeCluster()
+    timeline = Timeline(cluster.clock, cluster.context.metrics, cluster.clock.now() - 1)
+    for phase, seconds in ((Phase.PREFILL, 0.5), (Phase.PREFILL, 0.25), (Phase.HANDOVER, 0.25), (Phase.DECODE, 0.125)):
+        cluster.clock.advance(seconds)
+        timeline.enter(phase, phase)
+    timeline.first_byte()
+    told = "plan;dur=500.0, prefill;dur=500.0, handover;dur=125.0, first_token;dur=2125.0"
+    assert timeline.header() == told
+    assert cluster.count("pdproxy_phase_seconds_count", phase="prefill") == 1
+    assert cluster.count("pdproxy_phase_seconds_count", phase="decode") == 0
+    cluster.clock.advance(2.0)
+    assert (timeline.so_far(Phase.DECODE), timeline.so_far(Phase.PREFILL)) == (2.0, 0.5)
+    timeline.end()
+    assert timeline.header() == told
+    assert cluster.count("pdproxy_phase_seconds_sum", phase="decode") == 2.0
+    assert cluster.count("pdproxy_phase_seconds_sum", phase="total") == 4.125

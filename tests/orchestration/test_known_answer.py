@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from pdproxy.nodes.node import Bars, Node, Role
-from pdproxy.nodes.proof import Result
+from pdproxy.nodes.proof import ProofResult
 from pdproxy.observe.labels import Proof
 from pdproxy.orchestration.known_answer import BUDGET, TOKENS, KnownAnswer
-from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.request import Endpoint
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.fakes.node import UNREADABLE, FakeNode, Seen
@@ -25,7 +24,6 @@ class Pair(FakeCluster):
 
     def __init__(self) -> None:
         super().__init__(prefills=1, decodes=1)
-        self.background_tasks = BackgroundTasks(self.context)
         self.test = KnownAnswer(self.context, self.background_tasks, HEADERS, itertools.count())
         self.prefill, self.decode = self.prefills[0], self.decodes[0]
 
@@ -33,8 +31,8 @@ class Pair(FakeCluster):
         prefill, decode = (self.pool.view(name).node for name in ("p0", "d0"))
         return dataclasses.replace(prefill, **more), dataclasses.replace(decode, **more)
 
-    async def test_pair(self, **more: Any) -> Result:
-        """The test, and all that it left on its way; ``more``: what the nodes say of themselves."""
+    async def test_pair(self, **more: Any) -> ProofResult:
+        """Make the test and settle; ``more`` are fields of both nodes."""
         result = await self.test.ask(*self.nodes_of_pool(**more))
         await self.background_tasks.aclose()
         await self.settle()
@@ -91,7 +89,7 @@ async def test_the_prompt_has_several_blocks_and_a_part_of_one(told: dict[str, i
 
 
 @pytest.mark.parametrize("wrong", [2, 5, UNREADABLE])
-async def test_bytes_that_mean_something_else_are_noticed(wrong: int) -> None:
+async def test_nodes_that_read_bytes_differently_fail(wrong: int) -> None:
     pair = Pair()
     pair.prefill.dialect = wrong
     result = await pair.test_pair()
@@ -101,7 +99,7 @@ async def test_bytes_that_mean_something_else_are_noticed(wrong: int) -> None:
     assert ("400" if wrong == UNREADABLE else "allowed are") in result.why
 
 
-async def test_a_model_whose_answers_hang_on_rounding_proves_nothing() -> None:
+async def test_a_model_whose_answers_depend_on_rounding_proves_nothing() -> None:
     pair = Pair()
     pair.prefill.dialect, pair.decode.rounding = 30, 4
     result = await pair.test_pair()
@@ -109,12 +107,12 @@ async def test_a_model_whose_answers_hang_on_rounding_proves_nothing() -> None:
     assert "shows too little" in result.why
 
 
-async def test_one_failure_is_not_believed() -> None:
+async def test_one_failure_does_not_count() -> None:
     pair = Pair()
     pair.prefill.dialect = 3
     once = pair.test._once
 
-    async def then_mended(prefill: Node, decode: Node) -> Result:
+    async def then_mended(prefill: Node, decode: Node) -> ProofResult:
         result = await once(prefill, decode)
         pair.prefill.dialect = 0
         return result
@@ -146,7 +144,7 @@ async def test_a_decode_node_that_computes_all_the_same_proves_nothing() -> None
         InjectedFault(FaultKind.NO_TICKET),
     ],
 )
-async def test_nodes_in_trouble_cannot_be_asked(role: Role, trouble: InjectedFault) -> None:
+async def test_a_faulty_node_leaves_the_test_unanswered(role: Role, trouble: InjectedFault) -> None:
     pair = Pair()
     (pair.prefill if role is Role.PREFILL else pair.decode).trouble = trouble
     result = await pair.test_pair()
@@ -190,7 +188,7 @@ async def test_it_ends_in_time(slow: int) -> None:
     assert pair.clock.now() - started <= max(BUDGET, 2 * slow)
 
 
-async def test_a_node_that_knows_no_text_is_asked_by_token_ids() -> None:
+async def test_a_node_without_a_tokenizer_gets_token_ids() -> None:
     pair = Pair()
     respond = pair.decode.respond
 
@@ -225,7 +223,7 @@ async def test_a_failed_warm_up_releases_on_every_rank() -> None:
 
 
 async def test_a_barred_pair_answers_right_from_the_decode_node_alone() -> None:
-    """What clients see while a bar lasts."""
+    """What clients get from a barred pair."""
     pair = Pair()
     pair.prefill.dialect = 3
     result = await pair.test_pair()

@@ -12,7 +12,7 @@ import pytest
 
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.request import Endpoint
-from pdproxy.settings.choices import OnPrefillFailure
+from pdproxy.settings.types import OnPrefillFailure
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.orchestration.answers import read_answer, text_of
 from tests.orchestration.cluster import FakeCluster, Got
@@ -38,47 +38,47 @@ ERRORS = {"refused": 503, "reset-before-head": 502, "reset-after-head": 502, "ha
 FAULTS = {"refused": "refused", "reset-before-head": "reset", "reset-after-head": "reset", "hang": "headers_timeout",
           "stall-after-head": "stall", "400": "client_error", "429": "busy", "500": "server_error", "503": "busy",
           "garbage": "invalid_body", "no-ticket": "no_ticket"}  # fmt: skip
-HARMLESS = ("400", "429", "503", "no-ticket")
+UNCOUNTED = ("400", "429", "503", "no-ticket")
 """What never counts against a node."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One cell of the matrix. ``all_ill``: the trouble befalls every node of the role, not only the first."""
+    """One cell of the matrix. ``all_faulty``: every node of the role has the fault, not only the first."""
 
     trouble: str
-    all_ill: bool
+    all_faulty: bool
     endpoint: Endpoint
     stream: bool
     policy: OnPrefillFailure = OnPrefillFailure.RETRY
 
     def __str__(self) -> str:
-        scope = "all" if self.all_ill else "one"
+        scope = "all" if self.all_faulty else "one"
         return (
             f"{self.trouble}-{scope}-{self.endpoint.name.lower()}-{'stream' if self.stream else 'whole'}-{self.policy}"
         )
 
-    async def ask(self, world: FakeCluster) -> Got:
-        return await world.ask(self.endpoint, body_for(self.endpoint, stream=self.stream))
+    async def ask(self, cluster: FakeCluster) -> Got:
+        return await cluster.ask(self.endpoint, body_for(self.endpoint, stream=self.stream))
 
     def check_right(self, got: Got) -> None:
-        """The client saw nothing of the trouble."""
+        """The client got the right answer."""
         assert got.status == 200
         if not self.stream:
             assert text_of(self.endpoint, got.json()) == right(self.endpoint)
             return
-        told = read_answer(self.endpoint, got.body)
-        assert (told.texts[0], told.error, told.ended) == (right(self.endpoint), None, True)
+        answer = read_answer(self.endpoint, got.body)
+        assert (answer.texts[0], answer.error, answer.ended) == (right(self.endpoint), None, True)
 
-    def check_error(self, got: Got, world: FakeCluster) -> None:
-        """The client got the table's status, and nothing about the inside."""
+    def check_error(self, got: Got, cluster: FakeCluster) -> None:
+        """The client got the table's status, and no internal address."""
         assert got.status == ERRORS[self.trouble]
         assert b"8000" not in got.body
         assert got.json()["error"]["message"]
         if self.trouble in ("429", "503"):
             assert got.headers["retry-after"] == "7"
         outcome = "client_error" if self.trouble == "400" else "failed"
-        assert world.count("pdproxy_requests_total", endpoint=self.endpoint, outcome=outcome) == 1
+        assert cluster.count("pdproxy_requests_total", endpoint=self.endpoint, outcome=outcome) == 1
 
     def fault(self, leg: str) -> str:
         if self.trouble != "short":
@@ -98,81 +98,83 @@ def decode_cells() -> Iterator[Cell]:
 
 @pytest.mark.parametrize("cell", list(prefill_cells()), ids=str)
 async def test_prefill_leg(cell: Cell) -> None:
-    world = FakeCluster(config=OrchestrationConfig(on_prefill_failure=cell.policy))
-    for node in world.prefills if cell.all_ill else world.prefills[:1]:
+    cluster = FakeCluster(config=OrchestrationConfig(on_prefill_failure=cell.policy))
+    for node in cluster.prefills if cell.all_faulty else cluster.prefills[:1]:
         node.trouble = PREFILL[cell.trouble]
-    got = await cell.ask(world)
+    got = await cell.ask(cluster)
     others = cell.policy is not OnPrefillFailure.LOCAL
     if cell.trouble == "400":
-        cell.check_error(got, world)
-        assert [len(node.legs()) for node in world.nodes] == [1, 0, 0, 0]
-    elif cell.all_ill and cell.policy is OnPrefillFailure.FAIL:
-        cell.check_error(got, world)
-        assert [len(node.legs()) for node in world.decodes] == [0, 0]
+        cell.check_error(got, cluster)
+        assert [len(node.legs()) for node in cluster.nodes] == [1, 0, 0, 0]
+    elif cell.all_faulty and cell.policy is OnPrefillFailure.FAIL:
+        cell.check_error(got, cluster)
+        assert [len(node.legs()) for node in cluster.decodes] == [0, 0]
     else:
         cell.check_right(got)
-        local = cell.all_ill or not others
+        local = cell.all_faulty or not others
         assert got.headers["x-pdproxy-route"] == ("local" if local else "disaggregated")
-        assert world.fabric.pulled == (0 if local else 1)
-        assert sum(len(node.legs()) for node in world.decodes) == 1
-    tried = 2 if cell.all_ill and others and cell.trouble != "400" else 1
-    assert world.count("pdproxy_leg_faults_total", leg="prefill", fault=cell.fault("prefill")) == tried
-    _check_blame(cell, world, "p0", served=got.status == 200)
-    await world.settle()
+        assert cluster.fabric.pulled == (0 if local else 1)
+        assert sum(len(node.legs()) for node in cluster.decodes) == 1
+    tried = 2 if cell.all_faulty and others and cell.trouble != "400" else 1
+    assert cluster.count("pdproxy_leg_faults_total", leg="prefill", fault=cell.fault("prefill")) == tried
+    _check_counted(cell, cluster, "p0", served=got.status == 200)
+    await cluster.settle()
 
 
 @pytest.mark.parametrize("cell", list(decode_cells()), ids=str)
 async def test_decode_leg_before_its_first_event(cell: Cell) -> None:
-    world = FakeCluster()
-    for node in world.decodes if cell.all_ill else world.decodes[:1]:
+    cluster = FakeCluster()
+    for node in cluster.decodes if cell.all_faulty else cluster.decodes[:1]:
         node.trouble = OPENING[cell.trouble]
-    got = await cell.ask(world)
-    if cell.trouble == "400" or cell.all_ill:
-        cell.check_error(got, world)
+    got = await cell.ask(cluster)
+    if cell.trouble == "400" or cell.all_faulty:
+        cell.check_error(got, cluster)
     else:
         cell.check_right(got)
         assert got.headers["x-pdproxy-route"] == "disaggregated"
         expired = cell.trouble in ("hang", "stall-after-head")
-        assert sum(len(node.legs()) for node in world.prefills) == (2 if expired else 1), "a ticket serves while it can"
-    tried = 2 if cell.all_ill and cell.trouble != "400" else 1
-    assert world.count("pdproxy_leg_faults_total", leg="decode", fault=cell.fault("decode")) == tried
-    _check_blame(cell, world, "d0", served=got.status == 200)
-    await world.settle()
+        assert sum(len(node.legs()) for node in cluster.prefills) == (2 if expired else 1), (
+            "a ticket serves while it can"
+        )
+    tried = 2 if cell.all_faulty and cell.trouble != "400" else 1
+    assert cluster.count("pdproxy_leg_faults_total", leg="decode", fault=cell.fault("decode")) == tried
+    _check_counted(cell, cluster, "d0", served=got.status == 200)
+    await cluster.settle()
 
 
-def _check_blame(cell: Cell, world: FakeCluster, name: str, *, served: bool) -> None:
+def _check_counted(cell: Cell, cluster: FakeCluster, name: str, *, served: bool) -> None:
     """Only a node's own faults count, a 5xx only once another node has served the request."""
-    innocent = cell.trouble in HARMLESS or (cell.trouble == "500" and not served)
-    assert (world.pool.view(name).reason == "") is innocent
+    uncounted = cell.trouble in UNCOUNTED or (cell.trouble == "500" and not served)
+    assert (cluster.pool.view(name).reason == "") is uncounted
 
 
 STREAMING = (FaultKind.RESET, FaultKind.STALL, FaultKind.ERROR_EVENT, FaultKind.SHORT, FaultKind.GARBAGE)
 CHUNKED = (Endpoint.COMPLETIONS, Endpoint.CHAT)
 
 
-@pytest.mark.parametrize("all_ill", [False, True], ids=["one", "all"])
+@pytest.mark.parametrize("all_faulty", [False, True], ids=["one", "all"])
 @pytest.mark.parametrize("at", [1, 2, 3, 5, 8, 9])
 @pytest.mark.parametrize("ill", STREAMING)
 @pytest.mark.parametrize("endpoint", Endpoint)
-async def test_decode_leg_in_the_middle(endpoint: Endpoint, ill: FaultKind, at: int, all_ill: bool) -> None:
-    world = FakeCluster()
-    for node in world.decodes if all_ill else world.decodes[:1]:
+async def test_decode_leg_in_the_middle(endpoint: Endpoint, ill: FaultKind, at: int, all_faulty: bool) -> None:
+    cluster = FakeCluster()
+    for node in cluster.decodes if all_faulty else cluster.decodes[:1]:
         node.trouble = InjectedFault(ill, at=at)
-    got = await world.ask(endpoint, body_for(endpoint, stream=True))
-    told = read_answer(endpoint, got.body)
-    assert (got.status, told.ended) == (200, True)
-    assert right(endpoint).startswith(told.texts.get(0, ""))
-    if told.error is None:
-        assert told.texts[0] == right(endpoint)
+    got = await cluster.ask(endpoint, body_for(endpoint, stream=True))
+    answer = read_answer(endpoint, got.body)
+    assert (got.status, answer.ended) == (200, True)
+    assert right(endpoint).startswith(answer.texts.get(0, ""))
+    if answer.error is None:
+        assert answer.texts[0] == right(endpoint)
     else:
-        assert endpoint not in CHUNKED or all_ill, "a continuable stream goes on where a node is left"
-    outcome = "ok" if told.error is None else "failed"
-    assert world.count("pdproxy_requests_total", endpoint=endpoint, outcome=outcome) == 1
+        assert endpoint not in CHUNKED or all_faulty, "a continuable stream goes on where a node is left"
+    outcome = "ok" if answer.error is None else "failed"
+    assert cluster.count("pdproxy_requests_total", endpoint=endpoint, outcome=outcome) == 1
     if endpoint in CHUNKED:
-        assert len(told.ids) == len(told.created) == 1
-        assert told.roles == (1 if endpoint is Endpoint.CHAT else 0)
-        assert told.usage is None
-    await world.settle()
+        assert len(answer.ids) == len(answer.created) == 1
+        assert answer.roles == (1 if endpoint is Endpoint.CHAT else 0)
+        assert answer.usage is None
+    await cluster.settle()
 
 
 @pytest.mark.parametrize(
@@ -184,19 +186,19 @@ async def test_decode_leg_in_the_middle(endpoint: Endpoint, ill: FaultKind, at: 
 async def test_what_cannot_be_continued_ends_in_an_error_event(
     endpoint: Endpoint, ill: FaultKind, at: int, more: dict[str, Any]
 ) -> None:
-    world = FakeCluster()
-    world.decodes[0].trouble = InjectedFault(ill, at=at)
-    told = read_answer(endpoint, (await world.ask(endpoint, body_for(endpoint, stream=True, **more))).body)
-    assert told.ended
+    cluster = FakeCluster()
+    cluster.decodes[0].trouble = InjectedFault(ill, at=at)
+    answer = read_answer(endpoint, (await cluster.ask(endpoint, body_for(endpoint, stream=True, **more))).body)
+    assert answer.ended
     if endpoint is Endpoint.CHAT and at <= more.get("n", 1):
-        assert told.error is None, "nothing but roles was out: asked anew"
-    if told.error is None:
-        assert told.texts[0] == right(endpoint)
+        assert answer.error is None, "nothing but roles was out: asked anew"
+    if answer.error is None:
+        assert answer.texts[0] == right(endpoint)
         assert at < 5, "text was out"
     else:
-        assert right(endpoint).startswith(told.texts[0])
-        assert world.decodes[1].legs() == []
-    await world.settle()
+        assert right(endpoint).startswith(answer.texts[0])
+        assert cluster.decodes[1].legs() == []
+    await cluster.settle()
 
 
 @pytest.mark.parametrize("burst", [1, 2, 3])
@@ -204,24 +206,24 @@ async def test_what_cannot_be_continued_ends_in_an_error_event(
 @pytest.mark.parametrize("endpoint", CHUNKED)
 @pytest.mark.parametrize("stops", [(), ("never",), ("x" * 12, "never")], ids=["no-stop", "stop", "long-stop"])
 async def test_a_migrated_stream_is_exact(endpoint: Endpoint, at: int, burst: int, stops: tuple[str, ...]) -> None:
-    """Text that is held back, characters that are half said, several tokens an event: nothing lost, nothing twice."""
-    world = FakeCluster(burst=burst, decodes=3)
-    world.decodes[0].trouble = InjectedFault(FaultKind.RESET, at=at)
-    world.decodes[1].trouble = InjectedFault(FaultKind.STALL, at=2)
+    """With text held back, characters torn between tokens, several tokens an event: nothing lost, nothing twice."""
+    cluster = FakeCluster(burst=burst, decodes=3)
+    cluster.decodes[0].trouble = InjectedFault(FaultKind.RESET, at=at)
+    cluster.decodes[1].trouble = InjectedFault(FaultKind.STALL, at=2)
     more = {"stop": list(stops)} if stops else {}
     asked = body_for(endpoint, stream=True, tokens=24, stream_options={"include_usage": True}, **more)
-    told = read_answer(endpoint, (await world.ask(endpoint, asked)).body)
-    assert (told.texts[0], told.finishes, told.error, told.ended) == (
+    answer = read_answer(endpoint, (await cluster.ask(endpoint, asked)).body)
+    assert (answer.texts[0], answer.finishes, answer.error, answer.ended) == (
         right(endpoint, 24, stops),
         {0: "length"},
         None,
         True,
     )
-    assert told.usage is not None
-    assert told.usage["completion_tokens"] == 24
-    assert told.usage["prompt_tokens"] == len(prompt_ids(endpoint))
-    assert len(told.ids) == 1
-    await world.settle()
+    assert answer.usage is not None
+    assert answer.usage["completion_tokens"] == 24
+    assert answer.usage["prompt_tokens"] == len(prompt_ids(endpoint))
+    assert len(answer.ids) == 1
+    await cluster.settle()
 
 
 @pytest.mark.parametrize("at", range(1, 12))
@@ -229,9 +231,9 @@ async def test_a_migrated_stream_is_exact(endpoint: Endpoint, at: int, burst: in
 async def test_a_stop_string_is_found_across_a_migration(endpoint: Endpoint, at: int) -> None:
     whole = right(endpoint, 24)
     stop = whole[len(whole) // 2 - 4 : len(whole) // 2 + 4]
-    world = FakeCluster()
-    world.decodes[0].trouble = InjectedFault(FaultKind.RESET, at=at)
+    cluster = FakeCluster()
+    cluster.decodes[0].trouble = InjectedFault(FaultKind.RESET, at=at)
     asked = body_for(endpoint, stream=True, tokens=24, stop=stop)
-    told = read_answer(endpoint, (await world.ask(endpoint, asked)).body)
-    assert (told.texts[0], told.finishes, told.error) == (right(endpoint, 24, (stop,)), {0: "stop"}, None)
-    await world.settle()
+    answer = read_answer(endpoint, (await cluster.ask(endpoint, asked)).body)
+    assert (answer.texts[0], answer.finishes, answer.error) == (right(endpoint, 24, (stop,)), {0: "stop"}, None)
+    await cluster.settle()

@@ -1,4 +1,4 @@
-"""The proxy has no socket left: no node is blamed, and the client is told to come again."""
+"""The proxy has no socket left: no node gets a fault, and the client a 503 with Retry-After."""
 
 import pytest
 
@@ -11,17 +11,17 @@ from tests.orchestration.prompts import body_for
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_no_node_is_blamed(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = FakeCluster()
+async def test_no_node_gets_a_fault(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = FakeCluster()
 
     async def send(request: HttpRequest, timeouts: Timeouts) -> HttpResponse:
         raise NodeFault(Fault.BUSY, "d0: OSError: [Errno 24] Too many open files")
 
-    monkeypatch.setattr(world.transport, "send", send)
+    monkeypatch.setattr(cluster.transport, "send", send)
     for _ in range(5):
-        got = await world.ask(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=stream))
+        got = await cluster.ask(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=stream))
         assert (got.status, got.headers["retry-after"]) == (503, "1")
         assert b"Errno" not in got.body
-    assert {view.state for view in world.pool.snapshot().nodes} == {State.UP}
-    assert {view.reason for view in world.pool.snapshot().nodes} == {""}
-    await world.settle()
+    assert {view.state for view in cluster.pool.snapshot().nodes} == {State.UP}
+    assert {view.reason for view in cluster.pool.snapshot().nodes} == {""}
+    await cluster.settle()

@@ -22,44 +22,44 @@ FROZEN_NODES = [("p0", -1), ("d0", -1), ("d0", 0), ("d0", 3)]
 def _request(*, stream: bool) -> ClientRequest:
     now = asyncio.get_running_loop().time()
     body = {"model": MODEL, **body_for(Endpoint.COMPLETIONS, stream=stream, tokens=8)}
-    return ClientRequest("r-1", Endpoint.COMPLETIONS, body, (), MODEL, stream, 0, now, now + DAYS)
+    return ClientRequest("r-1", Endpoint.COMPLETIONS, body, (), MODEL, stream, 0, now, now + DAYS, lambda: True)
 
 
-def _freeze(place: LoopbackCluster, name: str, at: int) -> None:
-    for node in place.nodes:
+def _freeze(cluster: LoopbackCluster, name: str, at: int) -> None:
+    for node in cluster.nodes:
         if node.node.name == name:
             node.node.trouble = InjectedFault(FaultKind.STALL if at >= 0 else FaultKind.HANG, at=at, times=1)
 
 
 def _give_up(pool: Pool, name: str) -> None:
-    """As active health does: so many probes in a row went unanswered, and began after the last sign of life."""
+    """As active health does: three probes in a row fail that began after the node's last progress."""
     for _ in range(3):
         pool.probed(name, Fault.HEADERS_TIMEOUT, asyncio.get_running_loop().time())
 
 
-async def _answer(place: LoopbackCluster) -> bytes:
-    return await read(await place.orchestrator.answer(_request(stream=True)))
+async def _answer(cluster: LoopbackCluster) -> bytes:
+    return await read(await cluster.orchestrator.answer(_request(stream=True)))
 
 
 @pytest.mark.parametrize(("name", "at"), FROZEN_NODES)
-async def test_the_stream_goes_on_elsewhere(name: str, at: int) -> None:
-    async with loopback_cluster() as place:
-        _freeze(place, name, at)
-        frozen = next(node.node for node in place.nodes if node.node.name == name)
-        asking = asyncio.create_task(_answer(place))
+async def test_the_stream_continues_on_another_node(name: str, at: int) -> None:
+    async with loopback_cluster() as cluster:
+        _freeze(cluster, name, at)
+        frozen = next(node.node for node in cluster.nodes if node.node.name == name)
+        asking = asyncio.create_task(_answer(cluster))
         await until(lambda: frozen.trouble is None and frozen.running > 0)
         while not asking.done():
-            _give_up(place.pool, name)
+            _give_up(cluster.pool, name)
             await asyncio.sleep(0.01)
         async with asyncio.timeout(PATIENT):
-            told = read_answer(Endpoint.COMPLETIONS, await asking)
-        assert (told.texts[0], told.error, told.ended) == (right(Endpoint.COMPLETIONS), None, True)
-        await place.close()
+            answer = read_answer(Endpoint.COMPLETIONS, await asking)
+        assert (answer.texts[0], answer.error, answer.ended) == (right(Endpoint.COMPLETIONS), None, True)
+        await cluster.close()
 
 
-async def test_where_nothing_else_is_there_the_leg_waits_on() -> None:
-    async with loopback_cluster(prefills=1, decodes=1) as place:
-        slot = place.pool.acquire("d0")
+async def test_without_an_alternative_the_leg_waits_on() -> None:
+    async with loopback_cluster(prefills=1, decodes=1) as cluster:
+        slot = cluster.pool.acquire("d0")
         answer = asyncio.Event()
 
         async def wait() -> str:
@@ -69,17 +69,17 @@ async def test_where_nothing_else_is_there_the_leg_waits_on() -> None:
 
         waiting = asyncio.create_task(wait())
         await asyncio.sleep(0)
-        _give_up(place.pool, "d0")
+        _give_up(cluster.pool, "d0")
         await asyncio.sleep(0)
         answer.set()
         assert await waiting == "here"
         slot.release()
-        await place.close()
+        await cluster.close()
 
 
-async def test_a_time_out_of_somebody_elses_is_left_alone() -> None:
-    async with loopback_cluster(prefills=1, decodes=1) as place:
-        with place.pool.acquire("d0") as slot, pytest.raises(TimeoutError):
+async def test_a_timeout_raised_inside_is_not_a_node_down_fault() -> None:
+    async with loopback_cluster(prefills=1, decodes=1) as cluster:
+        with cluster.pool.acquire("d0") as slot, pytest.raises(TimeoutError):
             async with fail_if_node_down(slot, lambda: True):
                 raise TimeoutError
-        await place.close()
+        await cluster.close()

@@ -1,11 +1,11 @@
-"""A few cells of the matrix over real sockets: the fakes in memory must not be all that works."""
+"""A few cells of the failure matrix over real sockets."""
 
 import asyncio
 
 import pytest
 
-from pdproxy.orchestration.response import ProxyResponse
 from pdproxy.request import ClientRequest, Endpoint
+from pdproxy.response import ProxyResponse
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.orchestration.answers import read_answer
 from tests.orchestration.cluster import MODEL, read
@@ -16,24 +16,24 @@ from tests.orchestration.prompts import body_for, right
 def _request(endpoint: Endpoint, *, stream: bool, tokens: int = 8) -> ClientRequest:
     now = asyncio.get_running_loop().time()
     body = {"model": MODEL, **body_for(endpoint, stream=stream, tokens=tokens)}
-    return ClientRequest("r-1", endpoint, body, (), MODEL, stream, 0, now, now + PATIENT)
+    return ClientRequest("r-1", endpoint, body, (), MODEL, stream, 0, now, now + PATIENT, lambda: True)
 
 
-async def _ask(place: LoopbackCluster, endpoint: Endpoint, *, stream: bool) -> tuple[ProxyResponse, bytes]:
-    reply = await place.orchestrator.answer(_request(endpoint, stream=stream))
+async def _ask(cluster: LoopbackCluster, endpoint: Endpoint, *, stream: bool) -> tuple[ProxyResponse, bytes]:
+    reply = await cluster.orchestrator.answer(_request(endpoint, stream=stream))
     return reply, await read(reply)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("endpoint", Endpoint)
 async def test_healthy(endpoint: Endpoint, stream: bool) -> None:
-    async with loopback_cluster() as place:
+    async with loopback_cluster() as cluster:
         for _ in range(3):
-            reply, body = await _ask(place, endpoint, stream=stream)
+            reply, body = await _ask(cluster, endpoint, stream=stream)
             assert reply.status == 200
         if stream:
             assert read_answer(endpoint, body).texts[0] == right(endpoint)
-        await place.close()
+        await cluster.close()
 
 
 @pytest.mark.parametrize(
@@ -50,41 +50,41 @@ async def test_healthy(endpoint: Endpoint, stream: bool) -> None:
     ids=str,
 )
 async def test_one_node_fails(role: str, trouble: InjectedFault) -> None:
-    async with loopback_cluster() as place:
-        for node in place.nodes:
+    async with loopback_cluster() as cluster:
+        for node in cluster.nodes:
             if node.node.name == f"{role}0":
                 node.node.trouble = trouble
-        _, body = await _ask(place, Endpoint.CHAT, stream=True)
-        told = read_answer(Endpoint.CHAT, body)
-        assert (told.texts[0], told.error, told.ended) == (right(Endpoint.CHAT), None, True)
-        await place.close()
+        _, body = await _ask(cluster, Endpoint.CHAT, stream=True)
+        answer = read_answer(Endpoint.CHAT, body)
+        assert (answer.texts[0], answer.error, answer.ended) == (right(Endpoint.CHAT), None, True)
+        await cluster.close()
 
 
 @pytest.mark.parametrize("victim", ["p0", "d0"])
 async def test_a_node_is_gone(victim: str) -> None:
-    async with loopback_cluster() as place:
-        for node in place.nodes:
+    async with loopback_cluster() as cluster:
+        for node in cluster.nodes:
             if node.node.name == victim:
                 await node.kill()
         for _ in range(4):
-            _, body = await _ask(place, Endpoint.COMPLETIONS, stream=True)
+            _, body = await _ask(cluster, Endpoint.COMPLETIONS, stream=True)
             assert read_answer(Endpoint.COMPLETIONS, body).texts[0] == right(Endpoint.COMPLETIONS)
-        await place.close()
+        await cluster.close()
 
 
 async def test_everything_is_gone() -> None:
-    async with loopback_cluster() as place:
-        for node in place.nodes:
+    async with loopback_cluster() as cluster:
+        for node in cluster.nodes:
             await node.kill()
         with pytest.raises(Exception, match="could be reached"):
-            await _ask(place, Endpoint.CHAT, stream=False)
-        await place.close()
+            await _ask(cluster, Endpoint.CHAT, stream=False)
+        await cluster.close()
 
 
 async def test_the_client_leaves() -> None:
-    async with loopback_cluster() as place:
-        reply = await place.orchestrator.answer(_request(Endpoint.CHAT, stream=True, tokens=5000))
+    async with loopback_cluster() as cluster:
+        reply = await cluster.orchestrator.answer(_request(Endpoint.CHAT, stream=True, tokens=5000))
         assert not isinstance(reply.body, bytes)
         await anext(reply.body)
         await reply.body.aclose()
-        await place.close()
+        await cluster.close()

@@ -1,36 +1,20 @@
 """Plans: pure decisions from a snapshot."""
 
 import collections
-import enum
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot, State
-from pdproxy.planning.plan import (
-    NoNode,
-    NoNodeReason,
-    Plan,
-    PlanInput,
-    PlanPolicy,
-    PlanReason,
-    UnknownModel,
-    WithoutPrefill,
-    choose,
-    models,
-    plan,
-)
+from pdproxy.planning.plan import NoNode, NoNodeReason, Plan, PlanInput, PlanPolicy, UnknownModel, choose, models, plan
+from pdproxy.request import LocalReason
+from pdproxy.settings.types import OnPrefillFailure
 
 POLICY = PlanPolicy()
+FAIL = PlanPolicy(OnPrefillFailure.FAIL)
 NEEDS = PlanInput("tiny")
 NO_BARS = Bars()
-
-
-class Why(enum.StrEnum):
-    """A reason of the caller's own."""
-
-    PROMPT_LOGPROBS = "prompt_logprobs"
 
 
 def view(name: str, active: int = 0, state: State = State.UP, **more: object) -> NodeView:
@@ -60,7 +44,7 @@ def names(made: Plan) -> tuple[str | None, str]:
 def test_the_least_loaded_pair_gets_the_request() -> None:
     made = make(view("p1", 3), view("p2", 1), view("d1", 0), view("d2", 5))
     assert names(made) == ("p2", "d1")
-    assert made.reason is PlanReason.DISAGGREGATED
+    assert made.local is None
 
 
 def test_equally_loaded_nodes_take_turns() -> None:
@@ -90,7 +74,7 @@ def test_a_node_on_trial_gets_one_request() -> None:
 def test_nodes_that_do_not_serve_get_nothing(state: State) -> None:
     made = make(view("p1", 0, state), view("d1", 0, state), view("d2", 9))
     assert names(made) == (None, "d2")
-    assert made.reason is PlanReason.NO_PREFILL
+    assert made.local is LocalReason.NO_PREFILL
     with pytest.raises(NoNode) as caught:
         make(view("p1"), view("d1", 0, state))
     assert caught.value.reason is NoNodeReason.NO_DECODE
@@ -98,13 +82,13 @@ def test_nodes_that_do_not_serve_get_nothing(state: State) -> None:
 
 def test_without_prefill_the_policy_may_forbid_to_go_on() -> None:
     with pytest.raises(NoNode) as caught:
-        make(view("d1"), policy=PlanPolicy(without_prefill=WithoutPrefill.FAIL))
+        make(view("d1"), policy=FAIL)
     assert caught.value.reason is NoNodeReason.NO_PREFILL
 
 
 def test_what_cannot_be_disaggregated_is_planned_locally() -> None:
-    made = make(view("p1"), view("d1"), needs=PlanInput("tiny", local=Why.PROMPT_LOGPROBS))
-    assert made == Plan(None, view("d1").node, Why.PROMPT_LOGPROBS)
+    made = make(view("p1"), view("d1"), needs=PlanInput("tiny", local=LocalReason.PROMPT_LOGPROBS))
+    assert made == Plan(None, view("d1").node, LocalReason.PROMPT_LOGPROBS)
 
 
 def test_a_short_prompt_is_planned_locally() -> None:
@@ -114,7 +98,7 @@ def test_a_short_prompt_is_planned_locally() -> None:
     assert make(view("p1"), view("d1"), needs=PlanInput("tiny"), policy=policy).prefill is not None
 
 
-def test_an_unknown_model_is_told_from_one_that_is_down() -> None:
+def test_an_unknown_model_is_not_the_same_as_one_that_is_down() -> None:
     views = (view("p1"), view("d1", 0, State.DOWN, aliases=("lora",)))
     with pytest.raises(UnknownModel) as unknown:
         make(*views, needs=PlanInput("huge"))
@@ -155,9 +139,9 @@ def test_the_less_loaded_cohort_gets_the_request() -> None:
 
 def test_no_pair_in_any_cohort_means_local_or_nothing() -> None:
     views = (view("p1", cohort="a"), view("d1", cohort="b"))
-    assert make(*views).reason is PlanReason.NO_PAIR
+    assert make(*views).local is LocalReason.NO_PAIR
     with pytest.raises(NoNode) as caught:
-        make(*views, policy=PlanPolicy(without_prefill=WithoutPrefill.FAIL))
+        make(*views, policy=FAIL)
     assert caught.value.reason is NoNodeReason.NO_PAIR
 
 
@@ -183,21 +167,21 @@ def test_equally_loaded_pairs_that_are_allowed_take_turns() -> None:
 def test_where_all_pairs_are_barred_the_decode_node_serves_alone() -> None:
     views = (view("p1"), view("d1"), view("p2", cohort="b"))
     made = make(*views[:2], bars=barred("p1 d1"))
-    assert (names(made), made.reason) == ((None, "d1"), PlanReason.BARRED_PAIR)
+    assert (names(made), made.local) == ((None, "d1"), LocalReason.BARRED_PAIR)
     with pytest.raises(NoNode) as caught:
-        make(*views[:2], policy=PlanPolicy(without_prefill=WithoutPrefill.FAIL), bars=barred("d1"))
+        make(*views[:2], policy=FAIL, bars=barred("d1"))
     assert caught.value.reason is NoNodeReason.BARRED_PAIR
     unpaired = make(view("d1", cohort="a"), views[2], bars=barred("p1 d1"))
-    assert unpaired.reason is PlanReason.NO_PAIR
+    assert unpaired.local is LocalReason.NO_PAIR
 
 
 def test_a_ticket_goes_to_no_node_that_is_barred_from_where_it_comes() -> None:
     snapshot = Snapshot((view("d1"), view("d2", 9)), bars=barred("p1 d1"))
-    assert choose(snapshot, Role.DECODE, PlanInput("tiny", prefill="p1"), 0).name == "d2"
-    assert choose(snapshot, Role.DECODE, PlanInput("tiny", prefill="p2"), 0).name == "d1"
+    assert choose(snapshot, Role.DECODE, PlanInput("tiny", ticket_of=view("p1").node), 0).name == "d2"
+    assert choose(snapshot, Role.DECODE, PlanInput("tiny", ticket_of=view("p2").node), 0).name == "d1"
     assert choose(snapshot, Role.DECODE, PlanInput("tiny"), 0).name == "d1", "without a ticket it serves"
     with pytest.raises(NoNode):
-        choose(snapshot, Role.DECODE, PlanInput("tiny", prefill="p1", excluded=frozenset({"d2"})), 0)
+        choose(snapshot, Role.DECODE, PlanInput("tiny", ticket_of=view("p1").node, excluded=frozenset({"d2"})), 0)
 
 
 def test_excluded_nodes_are_left_alone() -> None:
@@ -208,15 +192,9 @@ def test_excluded_nodes_are_left_alone() -> None:
     assert caught.value.reason is NoNodeReason.EXCLUDED
 
 
-def test_a_wanted_decode_node_is_kept_while_it_serves() -> None:
-    views = (view("p1"), view("d1"), view("d2", 9))
-    assert names(make(*views, needs=PlanInput("tiny", decode="d2"))) == ("p1", "d2")
-    assert names(make(*views, needs=PlanInput("tiny", decode="gone"))) == ("p1", "d1")
-
-
 def test_another_decode_node_for_a_ticket_is_of_its_cohort() -> None:
     snapshot = Snapshot((view("d1", cohort="a"), view("d2", 9, cohort="b"), view("d3", 7, cohort="b")))
-    needs = PlanInput("tiny", cohort="b", excluded=frozenset({"d3"}))
+    needs = PlanInput("tiny", ticket_of=view("p1", cohort="b").node, excluded=frozenset({"d3"}))
     assert choose(snapshot, Role.DECODE, needs, 0).name == "d2"
     with pytest.raises(NoNode) as caught:
         choose(snapshot, Role.PREFILL, needs, 0)
@@ -258,7 +236,7 @@ def test_a_plan_is_always_allowed(views: list[NodeView], turn: int, bars: Bars) 
     assert made.decode.name in serving
     if made.prefill is None:
         assert not any(bars.allow(one.name, other.name) for one, other in pairs)
-        assert (made.reason is PlanReason.BARRED_PAIR) == bool(pairs)
+        assert (made.local is LocalReason.BARRED_PAIR) == bool(pairs)
     else:
         assert made.prefill.name in serving
         assert made.prefill.pairs_with(made.decode.cohort)
@@ -269,9 +247,8 @@ def test_a_plan_is_always_allowed(views: list[NodeView], turn: int, bars: Bars) 
 def test_another_decode_node_for_a_ticket_is_always_allowed(views: list[NodeView], turn: int, bars: Bars) -> None:
     for prefill in (each.node for each in views if each.node.role is Role.PREFILL):
         try:
-            found = choose(
-                Snapshot(tuple(views), bars=bars), Role.DECODE, PlanInput("tiny", prefill=prefill.name), turn
-            )
+            found = choose(Snapshot(tuple(views), bars=bars), Role.DECODE, PlanInput("tiny", ticket_of=prefill), turn)
         except NoNode:
             continue
         assert bars.allow(prefill.name, found.name)
+        assert found.pairs_with(prefill.cohort)

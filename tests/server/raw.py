@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 import uvicorn
 
 from pdproxy.intake.api_app import AsgiApp
-from pdproxy.intake.request_context import JSON, Receive, Scope, Send, headers_of, read_body, send_whole
+from pdproxy.intake.request_context import JSON_HEADER, Receive, Scope, Send, headers_of, read_body, send_whole
 from pdproxy.server.protocol import ConnectionLimits, guarded
 from pdproxy.server.server import Server, bind
 
@@ -17,7 +17,12 @@ SOON = 30.0
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     """Answers with the body it got."""
-    await send_whole(send, 200, (JSON,), await read_body(receive, headers_of(scope), 1000))
+    await send_whole(send, 200, (JSON_HEADER,), await whole_body(scope, receive))
+
+
+async def whole_body(scope: Scope, receive: Receive, limit: int = 1000) -> bytes:
+    """The request's whole body. Raises ClientError: it is longer than the limit."""
+    return await read_body(receive, headers_of(scope), limit, lambda size: None)
 
 
 @contextlib.asynccontextmanager

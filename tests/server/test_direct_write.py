@@ -1,13 +1,13 @@
-"""Pieces that go to the client at once: in order, framed, and no more of them than the client takes."""
+"""The sink for pieces of a response: in order, framed, and no faster than the client reads."""
 
 import asyncio
 
 import pytest
 
-from pdproxy.intake.request_context import Receive, Scope, Send, headers_of, read_body, send_head, send_whole
+from pdproxy.intake.request_context import Receive, Scope, Send, send_head, send_whole
+from pdproxy.response import SINK_EXTENSION, Sink
 from pdproxy.server.protocol import ConnectionLimits
-from pdproxy.sink import EXTENSION, Sink
-from tests.server.raw import SOON, post, say, serving
+from tests.server.raw import SOON, post, say, serving, whole_body
 
 LIMITS = ConnectionLimits(2000, SOON, SOON)
 BIG = b"x" * 1024 * 1024
@@ -17,7 +17,7 @@ MOST = 200
 
 def sink_of(scope: Scope) -> Sink:
     """What the server offers."""
-    found: Sink = scope["extensions"][EXTENSION]["sink"]
+    found: Sink = scope["extensions"][SINK_EXTENSION]["sink"]
     return found
 
 
@@ -25,7 +25,7 @@ class Mixed:
     """An application that sends every other piece straight."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await read_body(receive, headers_of(scope), 1000)
+        await whole_body(scope, receive)
         await send_head(send, 200, ())
         for word in (b"one ", b"two ", b"three "):
             await send({"type": "http.response.body", "body": word, "more_body": True})
@@ -33,7 +33,7 @@ class Mixed:
         await send({"type": "http.response.body", "body": b"end"})
 
 
-async def test_pieces_keep_their_order_whichever_way_they_go() -> None:
+async def test_pieces_keep_their_order_with_send_and_sink() -> None:
     async with serving(LIMITS, Mixed()) as port:
         status, body = await say(port, post("content-length: 0", "connection: close"))
     assert status == 200
@@ -43,7 +43,7 @@ async def test_pieces_keep_their_order_whichever_way_they_go() -> None:
     )
 
 
-async def test_head_and_first_piece_come_as_one_as_do_last_piece_and_end() -> None:
+async def test_head_and_first_piece_are_one_write_as_are_last_piece_and_end() -> None:
     async with serving(LIMITS, Mixed()) as port, asyncio.timeout(SOON):
         reads: list[bytes] = []
         done = asyncio.Event()
@@ -67,7 +67,7 @@ async def test_a_client_that_does_not_keep_up_is_waited_for() -> None:
     go_on = asyncio.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await read_body(receive, headers_of(scope), 1000)
+        await whole_body(scope, receive)
         await send_head(send, 200, ())
         await send({"type": "http.response.body", "body": b"first", "more_body": True})
         sink = sink_of(scope)
@@ -89,11 +89,11 @@ async def test_a_client_that_does_not_keep_up_is_waited_for() -> None:
     assert answer.count(b"x") >= len(BIG) * (len(taken) + 1)
 
 
-async def test_a_client_that_has_gone_gets_nothing_and_it_is_told() -> None:
+async def test_after_a_disconnect_the_sink_returns_false() -> None:
     said: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await read_body(receive, headers_of(scope), 1000)
+        await whole_body(scope, receive)
         await send_head(send, 200, ())
         sink = sink_of(scope)
         assert (await receive())["type"] == "http.disconnect"
@@ -108,11 +108,11 @@ async def test_a_client_that_has_gone_gets_nothing_and_it_is_told() -> None:
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["a body of known length", "an answer that is over"])
-async def test_what_does_not_belong_there_is_refused(known: bool) -> None:
+async def test_the_sink_refuses_bodies_of_known_length(known: bool) -> None:
     refused: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await read_body(receive, headers_of(scope), 1000)
+        await whole_body(scope, receive)
         sink = sink_of(scope)
         if known:
             await send_head(send, 200, [("content-length", "3")])
@@ -130,9 +130,9 @@ async def test_what_does_not_belong_there_is_refused(known: bool) -> None:
         assert "length is not known" in await refused
 
 
-async def test_http_1_0_has_no_such_way() -> None:
+async def test_http_1_0_has_no_sink() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await read_body(receive, headers_of(scope), 1000)
+        await whole_body(scope, receive)
         await send_whole(send, 200, (), repr(scope.get("extensions", {})).encode())
 
     async with serving(LIMITS, app) as port:

@@ -1,4 +1,4 @@
-"""How connections end: nothing that was said is lost, and nobody stays for ever."""
+"""How connections end: no response is lost, and no connection stays for ever."""
 
 import asyncio
 import contextlib
@@ -6,23 +6,23 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdproxy.intake.request_context import JSON, Receive, Scope, Send, headers_of, read_body, send_head, send_whole
+from pdproxy.intake.request_context import JSON_HEADER, Receive, Scope, Send, send_head, send_whole
 from pdproxy.server.protocol import ConnectionLimits
-from tests.server.raw import SOON, answers, post, serving, trickle
+from tests.server.raw import SOON, answers, post, serving, trickle, whole_body
 
 HASTY = ConnectionLimits(2000, 0.3, SOON)
 LONG = 64 * 1024 * 1024
 
 
 @pytest.fixture
-async def hasty() -> AsyncIterator[int]:
+async def impatient() -> AsyncIterator[int]:
     async with serving(HASTY, unread) as number:
         yield number
 
 
 async def unread(scope: Scope, receive: Receive, send: Send) -> None:
     """Answers before it has read the body."""
-    await send_whole(send, 200, (JSON,), b"no")
+    await send_whole(send, 200, (JSON_HEADER,), b"no")
 
 
 async def too_much(scope: Scope, receive: Receive, send: Send) -> None:
@@ -32,7 +32,7 @@ async def too_much(scope: Scope, receive: Receive, send: Send) -> None:
 
 async def streams(scope: Scope, receive: Receive, send: Send) -> None:
     """Two pieces of a length that nobody knows."""
-    await read_body(receive, headers_of(scope), 1000)
+    await whole_body(scope, receive)
     await send_head(send, 200, ())
     for piece in (b"one ", b"two"):
         await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -41,7 +41,7 @@ async def streams(scope: Scope, receive: Receive, send: Send) -> None:
 
 async def at_length(scope: Scope, receive: Receive, send: Send) -> None:
     """More than fits into the buffers on the way."""
-    await read_body(receive, headers_of(scope), 1000)
+    await whole_body(scope, receive)
     await send_whole(send, 200, (), b"x" * LONG)
 
 
@@ -68,24 +68,24 @@ async def test_http_1_0_gets_a_length_where_there_is_one() -> None:
     assert body == b"hello"
 
 
-async def test_who_was_answered_early_may_send_the_rest() -> None:
+async def test_the_rest_of_a_body_is_read_after_an_early_response() -> None:
     async with serving(ConnectionLimits(2000, SOON, SOON), unread) as port:
         late = (post("content-length: 1000"), b"x" * 500, b"x" * 500)
         assert await answers(port, late, late, (post(),)) == [b"no"] * 3
 
 
-async def test_who_was_answered_early_does_not_stay_for_ever(hasty: int) -> None:
-    said = await trickle(hasty, post("content-length: 1000000"), b"x")
+async def test_the_rest_of_a_body_after_an_early_response_is_limited_in_time(impatient: int) -> None:
+    said = await trickle(impatient, post("content-length: 1000000"), b"x")
     assert said.endswith(b"no")
 
 
 @pytest.mark.parametrize("begun", [b"\r\n", post()], ids=["at-first", "later"])
-async def test_line_breaks_are_no_sign_of_a_request(hasty: int, begun: bytes) -> None:
-    said = await trickle(hasty, begun, b"\r\n")
+async def test_line_breaks_do_not_begin_a_request(impatient: int, begun: bytes) -> None:
+    said = await trickle(impatient, begun, b"\r\n")
     assert said.count(b"HTTP/1.1 ") == begun.count(b"HTTP/1.1")
 
 
-async def test_who_still_sends_gets_its_answer_all_the_same() -> None:
+async def test_a_client_that_still_sends_gets_its_response() -> None:
     async with serving(ConnectionLimits(2000, SOON, SOON), too_much) as port, asyncio.timeout(SOON):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(post(f"content-length: {LONG}"))
@@ -98,7 +98,7 @@ async def test_who_still_sends_gets_its_answer_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("more", ["content-length: 0", "connection: close"])
-async def test_who_takes_nothing_of_an_answer_that_is_over_is_let_go(more: str) -> None:
+async def test_a_client_that_reads_nothing_of_a_complete_response_is_closed(more: str) -> None:
     async with serving(ConnectionLimits(2000, SOON, 0.2), at_length) as port, asyncio.timeout(SOON):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
         writer.write(post(more))
@@ -111,7 +111,7 @@ async def test_who_takes_nothing_of_an_answer_that_is_over_is_let_go(more: str) 
     assert size < LONG
 
 
-async def test_who_takes_slowly_gets_it_all() -> None:
+async def test_a_slow_reader_gets_the_whole_response() -> None:
     async with serving(ConnectionLimits(2000, SOON, 3.0), at_length) as port, asyncio.timeout(SOON):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=4_000_000)
         writer.write(post("connection: close"))

@@ -1,4 +1,4 @@
-"""What one side could read in another way than we do, or what has no end, over raw connections."""
+"""Requests that could be read in two ways, or that have no end, over raw connections."""
 
 import asyncio
 import json
@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdproxy.intake.request_context import JSON, Receive, Scope, Send, headers_of, read_body, send_head, send_whole
+from pdproxy.intake.request_context import JSON_HEADER, Receive, Scope, Send, headers_of, send_head, send_whole
 from pdproxy.server.protocol import ConnectionLimits
-from tests.server.raw import SOON, post, say, serving
+from tests.server.raw import SOON, post, say, serving, whole_body
 
 LIMITS = ConnectionLimits(2000, SOON, SOON)
 CHUNKED = ("transfer-encoding: chunked", "connection: close")
@@ -16,8 +16,8 @@ CHUNKED = ("transfer-encoding: chunked", "connection: close")
 
 async def headers_back(scope: Scope, receive: Receive, send: Send) -> None:
     """Answers with the names of the request's headers, once its body is here."""
-    await read_body(receive, headers_of(scope), 100_000)
-    await send_whole(send, 200, (JSON,), json.dumps([name for name, _ in headers_of(scope)]).encode())
+    await whole_body(scope, receive, 100_000)
+    await send_whole(send, 200, (JSON_HEADER,), json.dumps([name for name, _ in headers_of(scope)]).encode())
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ async def port() -> AsyncIterator[int]:
     ],
     ids=range(29),
 )
-async def test_what_could_be_read_in_two_ways_is_refused(port: int, head: bytes) -> None:
+async def test_ambiguous_requests_are_refused(port: int, head: bytes) -> None:
     status, body = await say(port, head)
     assert status == 400
     assert json.loads(body)["error"]["code"] == "invalid_http"
@@ -87,7 +87,7 @@ async def test_trailers_are_not_headers(pieces: int) -> None:
     [(b"5;", b"x" * 1000), (b"5\r\nhello\r\n0\r\n", b"t: " + b"x" * 1000 + b"\r\n")],
     ids=["extension", "trailers"],
 )
-async def test_what_comes_with_a_body_has_a_size(port: int, begun: bytes, more: bytes) -> None:
+async def test_framing_is_limited_in_size(port: int, begun: bytes, more: bytes) -> None:
     status, body = await say(port, post(*CHUNKED, body=begun), more, more, more)
     assert status == 400
     assert json.loads(body)["error"]["code"] == "framing_too_large"
@@ -99,7 +99,7 @@ async def test_a_long_body_in_small_chunks_is_no_framing() -> None:
     assert status == 200
 
 
-async def test_who_expects_to_be_told_to_go_on_is(port: int) -> None:
+async def test_expect_gets_100_continue(port: int) -> None:
     head = post("content-length: 5", "expect: 100-continue", "connection: close")
     status, rest = await say(port, head, b"hello")
     assert status == 100
@@ -107,7 +107,7 @@ async def test_who_expects_to_be_told_to_go_on_is(port: int) -> None:
     assert rest.endswith(b"hello")
 
 
-async def test_of_requests_in_line_the_first_is_answered_and_the_client_told_to_ask_again(port: int) -> None:
+async def test_of_pipelined_requests_the_first_is_answered_and_the_connection_closed(port: int) -> None:
     async with asyncio.timeout(SOON):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(post("content-length: 1", body=b"1") + post("content-length: 1", body=b"2"))
@@ -126,7 +126,7 @@ class Slow:
         self.gone = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await read_body(receive, headers_of(scope), 1000)
+        await whole_body(scope, receive)
         await send_head(send, 200, ())
         self.begun.set()
         await self.go_on.wait()
@@ -134,7 +134,7 @@ class Slow:
 
     async def until_gone(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Streams for ever, until the client leaves."""
-        await read_body(receive, headers_of(scope), 1000)
+        await whole_body(scope, receive)
         await send_head(send, 200, ())
         self.begun.set()
         while (await receive())["type"] != "http.disconnect":
@@ -143,7 +143,7 @@ class Slow:
 
     async def flood(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends without end."""
-        await read_body(receive, headers_of(scope), 1000)
+        await whole_body(scope, receive)
         await send_head(send, 200, ())
         leaving = asyncio.create_task(self._wait(receive))
         while not self.gone.is_set():
@@ -175,7 +175,7 @@ async def test_a_bad_request_does_not_cut_the_answer_before_it(bad: bytes) -> No
     assert answer.endswith(b"5\r\nwhole\r\n0\r\n\r\n")
 
 
-async def test_who_leaves_with_requests_in_line_is_gone_for_the_one_that_runs() -> None:
+async def test_a_disconnect_after_pipelined_requests_is_noticed() -> None:
     app = Slow()
     async with serving(LIMITS, app.until_gone) as port, asyncio.timeout(SOON):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -185,7 +185,7 @@ async def test_who_leaves_with_requests_in_line_is_gone_for_the_one_that_runs() 
         await app.gone.wait()
 
 
-async def test_who_takes_nothing_is_let_go() -> None:
+async def test_a_client_that_reads_nothing_is_closed() -> None:
     app = Slow()
     async with serving(ConnectionLimits(2000, SOON, 0.2), app.flood) as port, asyncio.timeout(SOON):
         _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)

@@ -17,7 +17,7 @@ async def port() -> AsyncIterator[int]:
 
 
 @pytest.fixture
-async def hasty() -> AsyncIterator[int]:
+async def impatient() -> AsyncIterator[int]:
     """A server that waits for heads hardly at all."""
     async with serving(ConnectionLimits(2000, 0.3, SOON)) as number:
         yield number
@@ -29,7 +29,7 @@ async def test_a_good_request_in_many_pieces(port: int) -> None:
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 40])
-async def test_a_head_has_a_size(port: int, pieces: int) -> None:
+async def test_a_head_is_limited_in_size(port: int, pieces: int) -> None:
     long = post("x-long: " + "a" * 4000)
     step = -(-len(long) // pieces)
     status, body = await say(port, *(long[at : at + step] for at in range(0, 2100, step)))
@@ -37,19 +37,19 @@ async def test_a_head_has_a_size(port: int, pieces: int) -> None:
     assert "2000 bytes" in json.loads(body)["error"]["message"]
 
 
-async def test_a_head_has_an_end(hasty: int) -> None:
-    status, body = await say(hasty, b"POST / HTTP/1.1\r\nhost: x\r\n")
+async def test_a_head_is_limited_in_time(impatient: int) -> None:
+    status, body = await say(impatient, b"POST / HTTP/1.1\r\nhost: x\r\n")
     assert status == 408
     assert json.loads(body)["error"]["code"] == "headers_timeout"
 
 
-async def test_a_silent_connection_is_closed(hasty: int) -> None:
-    assert await say(hasty) == (0, b"")
+async def test_a_silent_connection_is_closed(impatient: int) -> None:
+    assert await say(impatient) == (0, b"")
 
 
-async def test_a_second_head_on_a_kept_connection_has_an_end_too(hasty: int) -> None:
+async def test_a_second_head_on_a_kept_connection_is_limited_in_time_too(impatient: int) -> None:
     first = post("content-length: 2", body=b"ok")
-    status, rest = await say(hasty, first, b"POST / HTTP/1.1\r\nhost:")
+    status, rest = await say(impatient, first, b"POST / HTTP/1.1\r\nhost:")
     assert status == 200
     assert rest.startswith(b"ok")
     assert b"headers_timeout" in rest

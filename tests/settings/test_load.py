@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from pdproxy.errors import SettingsError
-from pdproxy.settings import DiscoveryKind, NodeEntry, NodeRole, OnPrefillFailure, Settings
 from pdproxy.settings.catalog import every_setting
 from pdproxy.settings.load import load
+from pdproxy.settings.model import ConfiguredNode, Settings
 from pdproxy.settings.sources import FlagSource, add_flags
+from pdproxy.settings.types import DiscoveryKind, NodeRole, OnPrefillFailure
 
 P = {"url": "http://p:1", "role": NodeRole.PREFILL}
 
@@ -36,20 +37,20 @@ def complaint(
     return str(caught.value)
 
 
-def test_nothing_said_is_the_defaults() -> None:
+def test_without_sources_the_defaults_hold() -> None:
     assert load() == Settings()
 
 
 def test_two_flags_are_enough() -> None:
     settings = load(flags("--prefill", "http://p:1/", "--decode", "http://d:1", "--decode", "http://d:2"))
     assert settings.nodes == (
-        NodeEntry(url="http://p:1", role=NodeRole.PREFILL),
-        NodeEntry(url="http://d:1", role=NodeRole.DECODE),
-        NodeEntry(url="http://d:2", role=NodeRole.DECODE),
+        ConfiguredNode(url="http://p:1", role=NodeRole.PREFILL),
+        ConfiguredNode(url="http://d:1", role=NodeRole.DECODE),
+        ConfiguredNode(url="http://d:2", role=NodeRole.DECODE),
     )
 
 
-def test_a_file_says_everything(tmp_path: Path) -> None:
+def test_a_file_sets_everything(tmp_path: Path) -> None:
     text = """
     listen: {host: 0.0.0.0, port: 9000}
     nodes:
@@ -62,7 +63,7 @@ def test_a_file_says_everything(tmp_path: Path) -> None:
     settings = load(config=file(tmp_path, text))
     assert (settings.listen.host, settings.listen.port) == ("0.0.0.0", 9000)
     assert settings.nodes == (
-        NodeEntry(url="http://p:1", role=NodeRole.PREFILL, model="m", aliases=("lora",), weight=2.0),
+        ConfiguredNode(url="http://p:1", role=NodeRole.PREFILL, model="m", aliases=("lora",), weight=2.0),
     )
     assert settings.deadlines.stall == 90.0
     assert settings.deadlines.connect == 5.0
@@ -71,14 +72,14 @@ def test_a_file_says_everything(tmp_path: Path) -> None:
     assert (settings.policy.migrations, settings.policy.ticket_life) == (0, 600.0)
 
 
-def test_flags_beat_the_environment_and_that_the_file(tmp_path: Path) -> None:
+def test_flags_override_the_environment_which_overrides_the_file(tmp_path: Path) -> None:
     config = file(tmp_path, "deadlines: {connect: 1, stall: 1, drain: 1}")
     environment = {"PDPROXY_CONFIG": str(config), "PDPROXY_DEADLINES_STALL": "2", "PDPROXY_DEADLINES_DRAIN": "2"}
     deadlines = load(flags("--deadlines-drain", "3"), None, environment).deadlines
     assert (deadlines.connect, deadlines.stall, deadlines.drain) == (1.0, 2.0, 3.0)
 
 
-def test_the_strongest_source_that_names_nodes_names_them_all(tmp_path: Path) -> None:
+def test_nodes_come_from_the_first_source_that_names_any(tmp_path: Path) -> None:
     config = file(tmp_path, "nodes: [{url: 'http://file:1', role: decode}]")
     environment = {"PDPROXY_PREFILL": "http://p:1, http://p:2", "PDPROXY_DECODE": "http://d:1"}
     assert [node.url for node in load(None, config).nodes] == ["http://file:1"]
@@ -127,11 +128,11 @@ def test_short_flags() -> None:
         ({"PDPROXY_CONFIG": "/nowhere"}, "the file /nowhere cannot be read: No such file or directory."),
     ],
 )
-def test_what_is_wrong_in_the_environment_is_named(environment: dict[str, str], message: str) -> None:
+def test_faults_in_the_environment_are_named(environment: dict[str, str], message: str) -> None:
     assert complaint(environment=environment) == message
 
 
-def test_what_others_put_in_the_environment_is_left_alone() -> None:
+def test_foreign_variables_are_ignored() -> None:
     others = {
         "PDPROXY_SERVICE_HOST": "10.0.0.1",
         "PDPROXY_SERVICE_PORT_HTTP": "80",
@@ -184,11 +185,11 @@ def test_what_others_put_in_the_environment_is_left_alone() -> None:
         ("? [a, b]\n: 1", "found unhashable key"),
     ],
 )
-def test_what_is_wrong_in_the_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_faults_in_the_file_are_named(tmp_path: Path, text: str, message: str) -> None:
     assert message in complaint(config=file(tmp_path, text))
 
 
-def test_a_file_may_repeat_itself_with_anchors(tmp_path: Path) -> None:
+def test_a_file_may_use_anchors(tmp_path: Path) -> None:
     text = """
     nodes:
       - &first {url: "http://a", role: decode, weight: 3}
@@ -211,18 +212,18 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
         (("--discovery-prefill", "kubernetes"), "discovery.prefill_selector"),
     ],
 )
-def test_a_way_to_find_nodes_needs_what_it_looks_for(words: tuple[str, ...], missing: str) -> None:
+def test_each_kind_of_discovery_needs_its_settings(words: tuple[str, ...], missing: str) -> None:
     assert complaint(flags(*words)).endswith(f"that needs {missing}.")
 
 
-def test_nodes_are_found_as_the_environment_says() -> None:
+def test_discovery_is_set_by_the_environment() -> None:
     said = {"PDPROXY_DISCOVERY_DECODE": "dns", "PDPROXY_DISCOVERY_DECODE_NAME": "d", "PDPROXY_DISCOVERY_DNS_PORT": "80"}
     discovery = load(environment=said).discovery
     assert (discovery.decode, discovery.decode_name, discovery.dns_port) == (DiscoveryKind.DNS, "d", 80)
     assert discovery.prefill is DiscoveryKind.STATIC
 
 
-def test_the_api_is_an_address() -> None:
+def test_the_kubernetes_api_must_be_an_address() -> None:
     assert "discovery.api" in complaint(flags("--discovery-api", "cluster"))
 
 
@@ -269,7 +270,7 @@ def test_a_node_twice_is_named_with_its_source() -> None:
 @pytest.mark.parametrize(
     "url", ["http://me:secret@a", "me:secret@a:1", "http://me:secret@a:99999", "ftp://me:secret@a"]
 )
-def test_what_may_be_a_password_is_not_repeated(url: str) -> None:
+def test_a_possible_password_is_not_shown(url: str) -> None:
     message = complaint(environment={"PDPROXY_DECODE": url})
     assert message == "PDPROXY_DECODE: url must be an address without credentials, query or fragment."
 

@@ -19,7 +19,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 @pytest.mark.parametrize(
     ("name", "text"), [("settings.md", reference()), ("settings.schema.json", printed_schema())], ids=["page", "schema"]
 )
-def test_what_is_made_from_the_settings_is_up_to_date(name: str, text: str) -> None:
+def test_generated_files_are_up_to_date(name: str, text: str) -> None:
     assert (DOCS / name).read_text() == text, "run: make generate"
 
 
@@ -85,7 +85,7 @@ def valid(text: str) -> bool:
 
 
 @pytest.mark.parametrize("text", GOOD)
-def test_what_an_editor_takes_the_proxy_takes(tmp_path: Path, text: str) -> None:
+def test_what_the_schema_accepts_the_proxy_accepts(tmp_path: Path, text: str) -> None:
     path = tmp_path / "pdproxy.yaml"
     path.write_text(text)
     assert valid(text)
@@ -93,7 +93,7 @@ def test_what_an_editor_takes_the_proxy_takes(tmp_path: Path, text: str) -> None
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_what_the_proxy_refuses_an_editor_shows(tmp_path: Path, text: str) -> None:
+def test_what_the_proxy_refuses_the_schema_refuses(tmp_path: Path, text: str) -> None:
     path = tmp_path / "pdproxy.yaml"
     path.write_text(text)
     with pytest.raises(SettingsError):

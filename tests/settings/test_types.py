@@ -1,4 +1,4 @@
-"""From what somebody wrote to what a setting is, and what is said when it cannot be one."""
+"""How values are converted to settings, and what is said of those that cannot be."""
 
 from pathlib import Path
 from typing import Any
@@ -7,9 +7,20 @@ import pytest
 from pydantic import Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
-from pdproxy.settings import LogLevel, OtelExport
+from pdproxy.settings.catalog import Setting
 from pdproxy.settings.model import Section
-from pdproxy.settings.types import Address, Bytes, OptionalAddress, OptionalFile, Port, Seconds, Text, Texts, takes
+from pdproxy.settings.types import (
+    Address,
+    Bytes,
+    LogLevel,
+    OptionalAddress,
+    OptionalFile,
+    OtelExport,
+    Port,
+    Seconds,
+    Text,
+    Texts,
+)
 
 HERE = __file__
 ABOVE_0 = Field(gt=0)
@@ -53,7 +64,7 @@ def converted(value: object, kind: Any, bounds: FieldInfo) -> object:
         ("", OptionalAddress, PLAIN, ""),
     ],
 )
-def test_fits(value: object, kind: object, bounds: FieldInfo, result: object) -> None:
+def test_values_are_converted(value: object, kind: object, bounds: FieldInfo, result: object) -> None:
     made = converted(value, kind, bounds)
     assert made == result
     assert type(made) is type(result)
@@ -90,8 +101,10 @@ def test_fits(value: object, kind: object, bounds: FieldInfo, result: object) ->
         ("64MiB and more", Bytes, AT_LEAST_1024, "a whole number of bytes, at least 1024"),
     ],
 )
-def test_does_not_fit_and_says_what_would(value: object, kind: object, bounds: FieldInfo, words: str) -> None:
+def test_invalid_values_are_refused_with_what_is_valid(
+    value: object, kind: object, bounds: FieldInfo, words: str
+) -> None:
     with pytest.raises(ValidationError) as caught:
         converted(value, kind, bounds)
     assert caught.value.error_count() == 1
-    assert takes(section(kind, bounds).model_fields["x"]) == words
+    assert Setting("", "x", section(kind, bounds).model_fields["x"]).takes == words

@@ -1,4 +1,4 @@
-"""Seeded random requests, and the judge of what came back."""
+"""Seeded random requests, and the check of what came back."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ class Asking:
     def request(self, name: str, now: float) -> ClientRequest:
         """The request as intake makes it."""
         stream = bool(self.body["stream"])
-        return ClientRequest(name, self.endpoint, self.body, (), MODEL, stream, 0, now, now + PATIENT)
+        return ClientRequest(name, self.endpoint, self.body, (), MODEL, stream, 0, now, now + PATIENT, lambda: True)
 
     def judge(self, body: bytes) -> bool:
         """Whether the answer is complete. What there is of it must be right, and end properly.
@@ -43,12 +43,12 @@ class Asking:
         if not self.body["stream"]:
             assert self._whole(json.loads(body)) == self.right
             return True
-        told = read_answer(self.endpoint, body)
-        assert told.ended, "the stream did not end properly"
-        if told.error is None:
-            assert told.texts == self.right
+        answer = read_answer(self.endpoint, body)
+        assert answer.ended, "the stream did not end properly"
+        if answer.error is None:
+            assert answer.texts == self.right
             return True
-        assert all(self.right[index].startswith(text) for index, text in told.texts.items()), "a wrong token"
+        assert all(self.right[index].startswith(text) for index, text in answer.texts.items()), "a wrong token"
         return False
 
     def _whole(self, answer: dict[str, Any]) -> dict[int, str]:
@@ -102,9 +102,9 @@ def _right(
 ) -> dict[int, str]:
     texts = {}
     for number, prompt in enumerate(prompts):
-        said = prompt if endpoint is Endpoint.COMPLETIONS else json.dumps(_spoken(endpoint, prompt))
+        input_text = prompt if endpoint is Endpoint.COMPLETIONS else json.dumps(_spoken(endpoint, prompt))
         for choice in range(choices):
-            steps = generate(tokenize(said), tokens, stops, choice=choice)
+            steps = generate(tokenize(input_text), tokens, stops, choice=choice)
             texts[number * choices + choice] = "".join(step.text for step in steps)
     return texts
 

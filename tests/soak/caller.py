@@ -1,4 +1,4 @@
-"""A plain client of HTTP/1.1: it keeps connections, and leaves nothing behind that would have to be told from leaks."""
+"""A plain HTTP/1.1 client: it keeps connections, and holds no memory that a search for leaks would find."""
 
 import asyncio
 

@@ -25,7 +25,7 @@ from tests.fakes.reading import follow
 from tests.orchestration.loopback_cluster import LoopbackCluster, loopback_cluster
 from tests.soak.asking import PATIENT, Asking, asking
 from tests.soak.caller import Caller
-from tests.soak.door import front_door
+from tests.soak.server import serving
 
 WORKERS = 16
 SAMPLES = 30
@@ -58,28 +58,28 @@ class Tally:
 async def soak(seconds: float, seed: int) -> Tally:
     """Run for ``seconds``; everything is checked."""
     tally = Tally()
-    async with loopback_cluster(prefills=3, decodes=3, config=TERMS) as place:
+    async with loopback_cluster(prefills=3, decodes=3, config=TERMS) as cluster:
         until = asyncio.get_running_loop().time() + seconds
-        killer = asyncio.create_task(_kill(place, random.Random(seed), tally))
-        async with front_door(place) as caller, asyncio.TaskGroup() as workers:
-            workers.create_task(_weigh(place, tally, seconds / SAMPLES))
-            ways = (functools.partial(_ask, place), functools.partial(_call, caller))
+        killer = asyncio.create_task(_kill(cluster, random.Random(seed), tally))
+        async with serving(cluster) as caller, asyncio.TaskGroup() as workers:
+            workers.create_task(_weigh(cluster, tally, seconds / SAMPLES))
+            ways = (functools.partial(_ask, cluster), functools.partial(_call, caller))
             for number, way in zip(range(WORKERS), itertools.cycle(ways), strict=False):
                 workers.create_task(_work(way, random.Random(seed + 1 + number), until, tally, f"w{number}"))
         killer.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await killer
-        await place.close()
+        await cluster.close()
     _check_nothing_left()
     return tally
 
 
-async def _weigh(place: LoopbackCluster, tally: Tally, pause: float) -> None:
+async def _weigh(cluster: LoopbackCluster, tally: Tally, pause: float) -> None:
     """The fakes' own memory is not what is weighed."""
     for _ in range(SAMPLES):
         await asyncio.sleep(pause)
-        place.fabric.forget()
-        for node in place.nodes:
+        cluster.fabric.forget()
+        for node in cluster.nodes:
             node.node.seen.clear()
         gc.collect()
         tally.objects.append(sys.getallocatedblocks())
@@ -115,10 +115,10 @@ async def _call(caller: Caller, asked: Asking, name: str) -> str:
     return _judged(asked, body) if status == 200 else _refused(status)
 
 
-async def _ask(place: LoopbackCluster, asked: Asking, name: str) -> str:
+async def _ask(cluster: LoopbackCluster, asked: Asking, name: str) -> str:
     request = asked.request(name, asyncio.get_running_loop().time())
     try:
-        reply = await place.orchestrator.answer(request)
+        reply = await cluster.orchestrator.answer(request)
     except ClientError as error:
         return _refused(error.status)
     if isinstance(reply.body, bytes):
@@ -139,11 +139,11 @@ def _refused(status: int) -> str:
     return "refused"
 
 
-async def _kill(place: LoopbackCluster, dice: random.Random, tally: Tally) -> None:
-    """One node after the other is killed and restarted, or falls ill once."""
+async def _kill(cluster: LoopbackCluster, dice: random.Random, tally: Tally) -> None:
+    """Again and again one node is killed and restarted, or gets a fault for one request."""
     while True:
         await asyncio.sleep(dice.uniform(0.02, 0.2))
-        node = dice.choice(place.nodes)
+        node = dice.choice(cluster.nodes)
         if dice.random() < 0.5:
             node.node.trouble = InjectedFault(
                 dice.choice(FAULT_KINDS), at=dice.randint(-1, 6), status=dice.choice((429, 500, 503)), times=1

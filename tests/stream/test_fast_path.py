@@ -1,4 +1,4 @@
-"""The short way reads what the parser reads, or nothing."""
+"""The fast path reads an event as the parser does, or leaves it to the parser."""
 
 import json
 
@@ -17,7 +17,7 @@ CHAT = NULLS + '"token_ids":[1,22]}]}\n\n'
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("ascii_only", [True, False])
-def test_plain_events_are_read_as_a_parser_reads_them(text: str, ascii_only: bool) -> None:
+def test_the_fast_path_reads_what_a_parser_reads(text: str, ascii_only: bool) -> None:
     quoted = json.dumps(text, ensure_ascii=ascii_only).encode("utf-8", "ignore")
     expected = json.loads(quoted)
     for head, tail in ((b'"text":' + quoted, COMPLETION), (b'"delta":{"content":' + quoted + b"}", CHAT)):
@@ -48,22 +48,22 @@ def test_plain_events_are_read_as_a_parser_reads_them(text: str, ascii_only: boo
         "{}",
     ],
 )
-def test_anything_else_takes_the_long_way(data: str) -> None:
+def test_other_events_are_left_to_the_parser(data: str) -> None:
     assert fast_path(data.encode()) is None
 
 
-def test_bad_utf8_takes_the_long_way() -> None:
+def test_bad_utf8_is_left_to_the_parser() -> None:
     assert fast_path(HEAD.encode() + b'"text":"\xff",' + COMPLETION.encode()) is None
 
 
 @pytest.mark.parametrize("endpoint", [Endpoint.COMPLETIONS, Endpoint.CHAT])
-def test_the_engine_of_these_tests_speaks_plainly(endpoint: Endpoint) -> None:
+def test_the_fast_path_reads_the_engine_of_these_tests(endpoint: Endpoint) -> None:
     stream = Engine(("a", "b", "c"), endpoint=endpoint).stream()
     assert fast_path(events(stream[1])[0].raw) is not None
 
 
 @pytest.mark.parametrize(("ids", "meant"), [("[]", []), ("[7]", [7]), ("[7,8,9]", [7, 8, 9])])
-def test_any_number_of_token_ids_is_plain(ids: str, meant: list[int]) -> None:
+def test_the_fast_path_reads_any_number_of_token_ids(ids: str, meant: list[int]) -> None:
     data = (HEAD + '"text":"a",' + COMPLETION.replace("[1,22]", ids)).encode()
     said = fast_path(data)
     assert said is not None

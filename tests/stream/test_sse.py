@@ -2,8 +2,9 @@
 
 import pytest
 
+from pdproxy.errors import Fault, NodeFault
 from pdproxy.stream import sse
-from pdproxy.stream.sse import Event, EventTooLong, SseParser
+from pdproxy.stream.sse import Event, SseParser
 
 BODIES = [
     b'data: {"a":1}\n\ndata: [DONE]\n\n',
@@ -35,7 +36,7 @@ def test_fields_are_read() -> None:
     assert (plain.name, plain.data) == (b"", b"z")
 
 
-def test_what_is_cut_off_stays_visible() -> None:
+def test_an_unfinished_event_is_kept() -> None:
     parser = SseParser()
     assert parser.feed(b"data: a\n\ndata: b\n") == [Event(b"data: a\n\n", b"", b"a")]
     assert parser.rest == b"data: b\n"
@@ -45,5 +46,6 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "EVENT_BYTES", 100)
     parser = SseParser()
     parser.feed(b"x" * 100)
-    with pytest.raises(EventTooLong):
+    with pytest.raises(NodeFault) as caught:
         parser.feed(b"x")
+    assert caught.value.fault is Fault.INVALID_BODY

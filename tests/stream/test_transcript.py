@@ -1,4 +1,4 @@
-"""A broken stream goes on elsewhere and the client cannot tell."""
+"""A broken stream is continued on another node, and the client sees one answer."""
 
 import dataclasses
 import itertools
@@ -8,8 +8,9 @@ import random
 import pytest
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.request import Addition, Continuation, Endpoint, Shape
-from pdproxy.stream.transcript import NotContinuable, Transcript
+from pdproxy.request import Addition, Continuation, Endpoint, NotContinuableReason, Shape
+from pdproxy.stream.choice_state import NotContinuable
+from pdproxy.stream.transcript import Transcript
 from tests.stream.engine import Engine, events, heard
 
 CHUNKED = (Endpoint.COMPLETIONS, Endpoint.CHAT)
@@ -18,7 +19,7 @@ ASKED_IDS = frozenset({Addition.TOKEN_IDS, Addition.USAGE})
 
 
 def shape(engine: Engine, *, greedy: bool = True, asked: frozenset[Addition] = ASKED_USAGE) -> Shape:
-    return Shape(1, 1, stream=True, asked=asked, held_back=engine.held_back, greedy=greedy)
+    return Shape(1, stream=True, asked=asked, held_back=engine.held_back, greedy=greedy)
 
 
 def take_all(transcript: Transcript, stream: list[bytes]) -> bytes:
@@ -74,7 +75,7 @@ def test_sampled_streams_are_held_to_the_text_that_the_client_has(engine: Engine
         if transcript.finished:
             continue
         going_on = transcript.continuation()
-        assert going_on.overlap == len(going_on.forced)
+        assert transcript.choices[0].boundary()[1] == going_on.forced
         assert text.startswith(seen)
         assert seen.endswith(going_on.forced)
         settled = "".join(engine.pieces[: len(going_on.produced_token_ids)])
@@ -124,15 +125,17 @@ def test_offsets_of_log_probabilities_count_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "final", "greedy", "reason"),
+    ("engine", "own", "greedy", "reason"),
     [
         (Engine(("a", "b", "c"), ids=False), None, True, "no_token_ids"),
-        (Engine(("a", "b", "c")), "penalties", True, "penalties"),
+        (Engine(("a", "b", "c")), NotContinuableReason.PENALTIES, True, "penalties"),
         (Engine(("a", "", "b"), details=True), None, True, "token_details"),
     ],
 )
-def test_what_cannot_go_on_says_why(engine: Engine, final: str | None, greedy: bool, reason: str) -> None:
-    request = dataclasses.replace(shape(engine, greedy=greedy), final_because=final)
+def test_what_cannot_be_continued_has_a_reason(
+    engine: Engine, own: NotContinuableReason | None, greedy: bool, reason: str
+) -> None:
+    request = dataclasses.replace(shape(engine, greedy=greedy), not_continuable=own)
     transcript = Transcript(engine.endpoint, request)
     take_all(transcript, engine.stream()[:2])
     with pytest.raises(NotContinuable) as caught:
@@ -143,8 +146,8 @@ def test_what_cannot_go_on_says_why(engine: Engine, final: str | None, greedy: b
 @pytest.mark.parametrize(
     ("delta", "reason"), [({"reasoning": "hm"}, "reasoning"), ({"tool_calls": [{}]}, "tool_calls")]
 )
-def test_parsed_output_in_progress_cannot_go_on(delta: dict[str, object], reason: str) -> None:
-    transcript = Transcript(Endpoint.CHAT, Shape(1, 1, stream=True))
+def test_parsed_output_in_progress_cannot_be_continued(delta: dict[str, object], reason: str) -> None:
+    transcript = Transcript(Endpoint.CHAT, Shape(1, stream=True))
     payload = {"id": "1", "choices": [{"index": 0, "delta": delta, "token_ids": [1]}], "prompt_token_ids": [7]}
     transcript.take(events(b"data: " + json.dumps(payload).encode() + b"\n\n")[0])
     assert transcript.started
@@ -157,16 +160,16 @@ def test_a_continuation_that_says_something_else_is_noticed() -> None:
     engine = Engine(("abcdef", "ghi", "j"), stops=("xxx",))
     transcript = Transcript(engine.endpoint, shape(engine))
     take_all(transcript, engine.stream()[:1])
-    assert transcript.continuation().overlap == 4
+    assert len(transcript.choices[0].boundary()[1]) == 4
     transcript.resume()
     other = dataclasses.replace(engine, pieces=("abXdef", "ghi", "j"))
     with pytest.raises(NotContinuable, match="diverged"):
         take_all(transcript, other.stream())
 
 
-def test_a_request_that_cannot_go_on_starts_again_while_nothing_was_said() -> None:
+def test_a_request_that_cannot_be_continued_is_repeated_while_nothing_was_sent() -> None:
     engine = Engine(("a", "b"), endpoint=Endpoint.CHAT, ids=False)
-    request = Shape(1, 1, stream=True, final_because="tool_calls", asked=ASKED_USAGE)
+    request = Shape(1, stream=True, not_continuable=NotContinuableReason.TOOL_CALLS, asked=ASKED_USAGE)
     transcript = Transcript(engine.endpoint, request)
     seen = take_all(transcript, engine.stream()[:1])
     assert not transcript.started
@@ -179,7 +182,7 @@ def test_a_request_that_cannot_go_on_starts_again_while_nothing_was_said() -> No
 
 @pytest.mark.parametrize("endpoint", CHUNKED)
 def test_an_error_inside_a_stream_is_a_fault(endpoint: Endpoint) -> None:
-    transcript = Transcript(endpoint, Shape(1, 1, stream=True))
+    transcript = Transcript(endpoint, Shape(1, stream=True))
     (event,) = events(b'data: {"error": {"message": "boom", "code": 500}}\n\n')
     with pytest.raises(NodeFault) as caught:
         transcript.take(event)
@@ -189,14 +192,14 @@ def test_an_error_inside_a_stream_is_a_fault(endpoint: Endpoint) -> None:
 
 
 def test_an_event_that_is_no_json_is_a_fault() -> None:
-    transcript = Transcript(Endpoint.CHAT, Shape(1, 1, stream=True))
+    transcript = Transcript(Endpoint.CHAT, Shape(1, stream=True))
     with pytest.raises(NodeFault) as caught:
         transcript.take(events(b"data: {oops\n\n")[0])
     assert caught.value.fault is Fault.INVALID_BODY
 
 
 def test_comments_pass() -> None:
-    transcript = Transcript(Endpoint.CHAT, Shape(1, 1, stream=True))
+    transcript = Transcript(Endpoint.CHAT, Shape(1, stream=True))
     assert transcript.take(events(b": keep-alive\n\n")[0]) == b": keep-alive\n\n"
     assert not transcript.started
 
@@ -206,7 +209,7 @@ def test_comments_pass() -> None:
     [(Endpoint.MESSAGES, b"message_stop"), (Endpoint.RESPONSES, b"response.completed")],
 )
 def test_of_other_endpoints_the_end_and_errors_are_noticed(endpoint: Endpoint, last: bytes) -> None:
-    transcript = Transcript(endpoint, Shape(1, 1, stream=True, final_because="messages"))
+    transcript = Transcript(endpoint, Shape(1, stream=True, not_continuable=NotContinuableReason.MESSAGES))
     raw = b'event: first\ndata: {"type":"first"}\n\n'
     assert transcript.take(events(raw)[0]) == raw
     assert (transcript.started, transcript.ended) == (True, False)
@@ -216,7 +219,7 @@ def test_of_other_endpoints_the_end_and_errors_are_noticed(endpoint: Endpoint, l
         transcript.take(events(b'event: error\ndata: {"type":"error","error":{"message":"x"}}\n\n')[0])
 
 
-def test_the_prefill_nodes_cached_tokens_are_told() -> None:
+def test_streamed_usage_has_the_prefill_nodes_cached_tokens() -> None:
     engine = Engine(("a", "b"))
     transcript = Transcript(engine.endpoint, shape(engine), cached_tokens=2)
     usage = heard(take_all(transcript, engine.stream()))[2]

@@ -1,4 +1,4 @@
-"""Answers of servers as bytes: well formed, odd, and broken."""
+"""Responses as bytes: well formed, odd, and broken."""
 
 import dataclasses
 

@@ -1,9 +1,9 @@
-"""How the tests of the transport ask a peer."""
+"""Requests of the transport's tests to a peer."""
 
 import pytest
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transport
+from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transport, read_to_end
 from tests.transport.peer import GENEROUS, Peer
 
 PATIENT = Timeouts(connect=GENEROUS, headers=GENEROUS, stall=GENEROUS)
@@ -31,14 +31,14 @@ async def ask(transport: Transport, request: HttpRequest, timeouts: Timeouts = P
     """One exchange, read to its end."""
     response = await transport.send(request, timeouts)
     try:
-        return response.status, await response.read(2**30)
+        return response.status, await read_to_end(response, 2**30)
     finally:
         await response.aclose()
 
 
 async def collect(response: HttpResponse, heard: list[bytes]) -> None:
     """Keeps what came before the fault."""
-    async for piece in response.chunks():
+    async for piece in response:
         heard += [piece]
 
 

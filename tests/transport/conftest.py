@@ -1,4 +1,4 @@
-"""A transport whose clock moves when told; what it leaves open fails the test."""
+"""A transport with a fake clock; connections that it leaves open fail the test."""
 
 from collections.abc import AsyncIterator
 

@@ -1,4 +1,4 @@
-"""A scripted peer on loopback: a test says byte for byte what it answers, and when."""
+"""A scripted server on loopback: a test sets byte for byte what it sends, and when."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The reader of answers, without a socket."""
+"""`ResponseParser`, without a socket."""
 
 import itertools
 
@@ -31,7 +31,7 @@ def test_where_the_bytes_are_cut_does_not_matter(cuts: list[int]) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_anything_may_come_and_nothing_but_garbage_is_raised(data: bytes) -> None:
+def test_arbitrary_bytes_raise_nothing_but_protocol_errors(data: bytes) -> None:
     reader = ResponseParser()
     try:
         reader.feed(b"HTTP/1.1 2" + data)
@@ -80,7 +80,7 @@ def test_a_stream_may_be_longer_than_the_bound_on_heads() -> None:
         assert len(reader.take()) == 1024
 
 
-def test_a_coding_that_nobody_undoes_is_refused_by_its_name() -> None:
+def test_an_unsupported_transfer_coding_is_named() -> None:
     """What it covers would be passed on as if it were plain."""
     with pytest.raises(ProtocolError, match="transfer coding 'gzip, chunked'"):
         ResponseParser().feed(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n")

@@ -20,12 +20,11 @@ from pdproxy.clock import SystemClock
 from pdproxy.errors import NodeFault
 from pdproxy.request import Headers
 from pdproxy.transport.h1_client import H1Transport
-from pdproxy.transport.port import HttpRequest, Timeouts
+from pdproxy.transport.port import HttpRequest, Timeouts, read_to_end
+from tests.transport.answer_server import AnswerServer
 from tests.transport.answers import METHODS, Answer, answers
 from tests.transport.peer import GENEROUS
 
-STUCK = 0.03
-"""Seconds until the server hangs up on a client that waits for more: nothing depends on how long they are."""
 STEPS = 2
 """Requests in a row, at most."""
 
@@ -130,75 +129,13 @@ DIFFERENCES = tuple(
 )
 
 
-class Server:
-    """Plays the answers in their order, whatever connection they are asked for on."""
-
-    def __init__(self, plays: Sequence[Answer]) -> None:
-        self._plays = plays
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.asked = 0
-        self.connections: list[int] = []
-        """On which connection each request came."""
-        self.read = [asyncio.Event() for _ in plays]
-        """To be set when the client is done with an answer."""
-        self.ready = [asyncio.Event() for _ in plays]
-        """The connection is closed, or waits for the next request."""
-
-    async def __aenter__(self) -> "Server":
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/"
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._tasks.add(asyncio.get_running_loop().create_task(self._serve(reader, writer, len(self._tasks))))
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
-        goes_on = True
-        try:
-            while goes_on:
-                await reader.readuntil(b"\r\n\r\n")
-                self.connections.append(number)
-                at, self.asked = self.asked, self.asked + 1
-                with contextlib.suppress(ConnectionError):
-                    goes_on = await self._play(at, writer)
-                if not goes_on:
-                    writer.transport.close()
-                await asyncio.sleep(0)
-                self.ready[at].set()
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass
-        finally:
-            writer.transport.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
-
-    async def _play(self, at: int, writer: asyncio.StreamWriter) -> bool:
-        """Whether the connection stays."""
-        for piece in self._plays[at].pieces:
-            writer.write(piece)
-            await writer.drain()
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-        if not self._plays[at].closes:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(STUCK):
-                    await self.read[at].wait()
-        return self.read[at].is_set() and not self._plays[at].closes
-
-
 Ask = Callable[[str, str], Awaitable[Read]]
 
 
 async def in_turn(plays: Sequence[Answer], methods: Sequence[str], ask: Ask) -> list[Read]:
     """What a client makes of each answer."""
     found = []
-    async with asyncio.timeout(GENEROUS), Server(plays) as server:
+    async with asyncio.timeout(GENEROUS), AnswerServer(plays) as server:
         for at, method in enumerate(methods):
             read = await ask(method, server.url)
             server.read[at].set()
@@ -218,7 +155,7 @@ async def ours(plays: Sequence[Answer], methods: Sequence[str]) -> list[Read]:
             except NodeFault as fault:
                 return Read(error=fault.detail)
             try:
-                return Read(response.status, plain(response.headers), await response.read(2**20))
+                return Read(response.status, plain(response.headers), await read_to_end(response, 2**20))
             except NodeFault as fault:
                 return Read(error=fault.detail)
             finally:
@@ -277,7 +214,7 @@ GZIP = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n2\r\nab\r\n0
 @example([("GET", whole(GZIP))])
 @example([("GET", whole(EMPTY + EVIL)), ("GET", whole(EMPTY))])
 @example([("HEAD", whole(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n")), ("GET", whole(EVIL))])
-def test_both_make_the_same_of_what_a_server_sends(steps: list[tuple[str, Answer]]) -> None:
+def test_both_clients_read_the_same(steps: list[tuple[str, Answer]]) -> None:
     for own, reference in zip(*compare(steps), strict=True):
         if not own.same(reference):
             assert [each.why for each in DIFFERENCES if each.covers(own, reference)], (own, reference)
@@ -285,7 +222,7 @@ def test_both_make_the_same_of_what_a_server_sends(steps: list[tuple[str, Answer
 
 
 @pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda difference: difference.why)
-def test_each_difference_is_there(difference: Difference) -> None:
+def test_each_listed_difference_exists(difference: Difference) -> None:
     """One that is not is to be struck off the list."""
     pairs = zip(*compare([("GET", whole(difference.shown_by)), ("GET", whole(EMPTY))]), strict=True)
     own, reference = next((pair for pair in pairs if not pair[0].same(pair[1])), (Read(), Read()))

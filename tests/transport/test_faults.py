@@ -1,4 +1,4 @@
-"""Every foreign error has its row: nothing from below reaches the proxy under its own name."""
+"""Every error of sockets, TLS and httptools becomes a `NodeFault`."""
 
 import asyncio
 import errno
@@ -43,7 +43,7 @@ def test_timeouts_of_asyncio_are_mapped() -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
-def test_what_we_lack_ourselves_is_no_fault_of_the_node(number: int) -> None:
+def test_a_lack_of_sockets_or_memory_is_busy(number: int) -> None:
     assert while_connecting(OSError(number, "none left"), "node:1").fault is Fault.BUSY
     assert while_connecting(OSError(errno.EHOSTUNREACH, "no way"), "node:1").fault is Fault.REFUSED
 
@@ -53,21 +53,24 @@ def test_a_fault_says_where_and_what() -> None:
     assert (refused.fault, refused.detail) == (Fault.REFUSED, "node:1: connection refused")
     assert while_exchanging(None, "node:1").fault is Fault.RESET
     assert while_exchanging(ConnectionResetError("gone"), "node:1").detail == "node:1: gone"
-    assert timeout_fault(Fault.STALL, 2.5, "node:1").detail == "node:1: nothing came for 2.5 s"
+    assert timeout_fault(Fault.STALL, "node:1", 2.5).detail == "node:1: nothing came for 2.5 s"
 
 
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (TimeoutError(), "no connection in the time that there is for it"),
+        (TimeoutError(), "no connection in time"),
         (TimeoutError(110, "x"), "connection timed out"),
         (OSError(errno.EHOSTUNREACH, "x"), "no route to host"),
         (OSError(errno.EMFILE, "x"), "too many open files"),
         (OSError("Multiple exceptions: a, b"), "Multiple exceptions: a, b"),
-        (socket.gaierror(-2, "Name or service not known"), "its name leads nowhere (Name or service not known)"),
+        (
+            socket.gaierror(-2, "unknown"),
+            "its host name cannot be resolved (unknown)",
+        ),
         (
             ssl.SSLError(1, "[SSL: WRONG_VERSION_NUMBER] wrong"),
-            f"no TLS with it ({ssl.SSLError(1, '[SSL: WRONG_VERSION_NUMBER] wrong')})",
+            f"the TLS handshake failed ({ssl.SSLError(1, '[SSL: WRONG_VERSION_NUMBER] wrong')})",
         ),
         (UnicodeError("label too long"), "label too long"),
         (ConnectionError(), "ConnectionError"),

@@ -1,11 +1,11 @@
-"""What is sent to a scripted peer on loopback, and what is made of its answer."""
+"""Requests to a scripted peer on loopback, and its responses."""
 
 import asyncio
 
 import pytest
 
 from pdproxy.transport.h1_client import H1Transport
-from pdproxy.transport.port import HttpRequest
+from pdproxy.transport.port import HttpRequest, read_to_end
 from tests.transport.asking import CHUNKED, PATIENT, ask, post
 from tests.transport.peer import Visit, always, answer, hanging_up_after, peer, saying
 
@@ -63,7 +63,7 @@ async def test_chunks_arrive_as_they_are_sent(transport: H1Transport) -> None:
 
     async with peer(script) as there:
         response = await transport.send(post(there), PATIENT)
-        pieces = response.chunks()
+        pieces = aiter(response)
         assert await anext(pieces) == b"first"
         heard.set()
         assert await anext(pieces) == b"second"
@@ -109,5 +109,5 @@ async def test_interim_answers_are_passed_over(transport: H1Transport) -> None:
         response = await transport.send(post(there), PATIENT)
         assert response.status == 200
         assert response.headers == (("content-length", "5"),)
-        assert await response.read(5) == b"final"
+        assert await read_to_end(response, 5) == b"final"
         await response.aclose()

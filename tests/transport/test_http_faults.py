@@ -1,4 +1,4 @@
-"""What goes wrong with a peer, and the fault that it is called."""
+"""Failures of a peer, and their faults."""
 
 import asyncio
 
@@ -11,18 +11,18 @@ from tests.transport.asking import CHUNKED, PATIENT, collect, fault_of, post
 from tests.transport.peer import GENEROUS, Visit, always, answer, hanging_up_after, peer, saying
 
 
-async def test_nobody_listening_is_refused(transport: H1Transport) -> None:
+async def test_a_closed_port_is_refused(transport: H1Transport) -> None:
     async with peer(always(b"")) as there:
         pass
     assert await fault_of(transport, post(there)) is Fault.REFUSED
 
 
 @pytest.mark.parametrize("host", ["a..b", ".", "x" * 64 + ".invalid"])
-async def test_a_name_that_leads_nowhere_is_refused(transport: H1Transport, host: str) -> None:
+async def test_an_unknown_host_name_is_refused(transport: H1Transport, host: str) -> None:
     assert await fault_of(transport, HttpRequest("GET", f"http://{host}:1/")) is Fault.REFUSED
 
 
-async def test_a_peer_that_hangs_up_without_a_word_is_a_reset(transport: H1Transport) -> None:
+async def test_a_peer_that_closes_without_a_response_is_a_reset(transport: H1Transport) -> None:
     async with peer(hanging_up_after()) as there:
         assert await fault_of(transport, post(there)) is Fault.RESET
 
@@ -90,7 +90,7 @@ async def test_a_head_that_drips_times_out(transport: H1Transport) -> None:
 async def test_a_body_that_stops_is_a_stall(transport: H1Transport) -> None:
     async with peer(saying(CHUNKED + b"5\r\nhello\r\n")) as there:
         response = await transport.send(post(there), Timeouts(GENEROUS, GENEROUS, stall=0.05))
-        pieces = response.chunks()
+        pieces = aiter(response)
         assert await anext(pieces) == b"hello"
         with pytest.raises(NodeFault) as caught:
             await anext(pieces)
@@ -100,7 +100,7 @@ async def test_a_body_that_stops_is_a_stall(transport: H1Transport) -> None:
 
 
 @pytest.mark.parametrize("step", [0.0, 0.01])
-async def test_a_body_that_drips_has_an_end(transport: H1Transport, step: float) -> None:
+async def test_a_body_that_drips_times_out(transport: H1Transport, step: float) -> None:
     async def script(visit: Visit) -> None:
         await visit.request()
         await visit.say(CHUNKED)
@@ -121,11 +121,11 @@ async def test_the_whole_begins_with_the_head(transport: H1Transport) -> None:
         await there.all_gone()
 
 
-async def test_the_first_piece_has_a_patience_of_its_own(transport: H1Transport) -> None:
+async def test_the_first_piece_has_a_timeout_of_its_own(transport: H1Transport) -> None:
     async with peer(saying(CHUNKED)) as there:
         response = await transport.send(post(there), Timeouts(GENEROUS, GENEROUS, stall=GENEROUS, first=0.05))
         with pytest.raises(NodeFault, match=r"0\.05 s") as caught:
-            await anext(response.chunks())
+            await anext(aiter(response))
         await response.aclose()
         await there.all_gone()
     assert caught.value.fault is Fault.STALL

@@ -32,7 +32,7 @@ async def test_a_connection_that_the_peer_wants_closed_is_not_used_again(transpo
         assert len(there.visits) == 2
 
 
-async def test_a_connection_that_said_more_than_asked_is_not_used_again(transport: H1Transport) -> None:
+async def test_a_connection_with_bytes_beyond_its_response_is_not_used_again(transport: H1Transport) -> None:
     async with peer(saying(answer(b"yes") + answer(b"nobody asked")), always(b"right")) as there:
         assert await ask(transport, post(there)) == (200, b"yes")
         assert await ask(transport, post(there)) == (200, b"right")
@@ -52,7 +52,7 @@ async def after_one(visit: Visit) -> None:
     await visit.request()
 
 
-async def test_a_request_that_met_a_closing_connection_goes_out_again(transport: H1Transport, clock: HandClock) -> None:
+async def test_a_request_on_a_closing_connection_is_sent_again(transport: H1Transport, clock: HandClock) -> None:
     async with peer(after_one, always(b"second")) as there:
         await ask(transport, post(there))
         await clock.sleep(STALE)
@@ -67,9 +67,7 @@ async def test_a_request_lost_on_a_busy_connection_is_a_reset(transport: H1Trans
         assert len(there.visits) == 1
 
 
-async def test_a_request_of_which_an_answer_began_never_goes_out_again(
-    transport: H1Transport, clock: HandClock
-) -> None:
+async def test_a_request_whose_response_has_begun_is_never_sent_again(transport: H1Transport, clock: HandClock) -> None:
     async def script(visit: Visit) -> None:
         await visit.request()
         await visit.say(answer(b"first"))

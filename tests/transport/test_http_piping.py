@@ -1,4 +1,4 @@
-"""Pieces that are handed on in the moment they come: none is lost or comes twice, and every end is left to a read."""
+"""`pipe_to`: no piece is lost or comes twice, and every end is left to iteration."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ def speaking(*parts: bytes, then: asyncio.Event | None = None) -> Script:
 async def begin(transport: H1Transport, there: Peer, timeouts: Timeouts = PATIENT) -> tuple[HttpResponse, bytes]:
     """An answer of which the first piece was read."""
     response = await transport.send(post(there), timeouts)
-    return response, await anext(response.chunks())
+    return response, await anext(aiter(response))
 
 
 class Taken:
@@ -60,7 +60,7 @@ class Taken:
     async def rest(self, response: HttpResponse) -> None:
         """What comes after the first piece, to the end: by itself, and by reading in between."""
         await response.pipe_to(self)
-        async for piece in response.chunks():
+        async for piece in response:
             self.pieces.append(piece)
             await response.pipe_to(self)
 
@@ -72,7 +72,7 @@ async def test_nothing_is_lost_between_sinks_and_reads(transport: H1Transport, m
         with trace.use_span(trace.NonRecordingSpan(trace.SpanContext(1, 1, is_remote=False))):
             through = TracedTransport(transport, trace.NoOpTracer()) if traced else transport
             response = await through.send(post(there), PATIENT)
-        first = await anext(response.chunks())
+        first = await anext(aiter(response))
         taken = Taken(most)
         await taken.rest(response)
         await response.aclose()
@@ -89,10 +89,10 @@ async def test_the_last_piece_is_left_to_be_read_if_the_end_comes_with_it(transp
         asyncio.get_running_loop().call_later(0.01, go_on.set)
         await response.pipe_to(taken)
         assert taken.pieces == []
-        assert await anext(response.chunks()) == b"two"
+        assert await anext(aiter(response)) == b"two"
         await response.pipe_to(lambda piece: pytest.fail("the answer is over"))
         with pytest.raises(StopAsyncIteration):
-            await anext(response.chunks())
+            await anext(aiter(response))
         await response.aclose()
 
 
@@ -127,7 +127,9 @@ async def test_a_fault_is_left_to_be_read(transport: H1Transport, bad: bytes) ->
     ],
     ids=["stalled", "lively", "overdue"],
 )
-async def test_a_sink_buys_no_time(transport: H1Transport, timeouts: Timeouts, lively: bool, words: str) -> None:
+async def test_a_sink_does_not_extend_the_stall_timeout(
+    transport: H1Transport, timeouts: Timeouts, lively: bool, words: str
+) -> None:
     async def script(visit: Visit) -> None:
         await visit.request()
         await visit.say(CHUNKED, chunk(b"one"))
@@ -145,7 +147,7 @@ async def test_a_sink_buys_no_time(transport: H1Transport, timeouts: Timeouts, l
     assert caught.value.fault is Fault.STALL
 
 
-async def test_pieces_in_time_keep_a_stall_away(transport: H1Transport) -> None:
+async def test_pieces_to_a_sink_restart_the_stall_timeout(transport: H1Transport) -> None:
     async def script(visit: Visit) -> None:
         await visit.request()
         await visit.say(CHUNKED)
@@ -163,7 +165,7 @@ async def test_pieces_in_time_keep_a_stall_away(transport: H1Transport) -> None:
     assert first + b"".join(taken.pieces) == b"".join(WORDS)
 
 
-async def test_cancelled_it_has_lost_nothing(transport: H1Transport) -> None:
+async def test_a_cancelled_pipe_loses_nothing(transport: H1Transport) -> None:
     go_on = asyncio.Event()
     async with peer(speaking(chunk(b"one"), chunk(b"two") + END, then=go_on)) as there:
         response, _ = await begin(transport, there)
@@ -174,7 +176,7 @@ async def test_cancelled_it_has_lost_nothing(transport: H1Transport) -> None:
         with pytest.raises(asyncio.CancelledError):
             await piping
         go_on.set()
-        assert await anext(response.chunks()) == b"two"
+        assert await anext(aiter(response)) == b"two"
         assert taken.pieces == [], "nobody waits for it any more"
         await response.aclose()
 
@@ -191,7 +193,7 @@ async def test_closing_under_a_sink_ends_the_wait(transport: H1Transport) -> Non
         assert transport.connections == 0
 
 
-async def test_a_bug_in_a_sink_comes_to_who_waits_and_ends_the_exchange(transport: H1Transport) -> None:
+async def test_an_exception_in_a_sink_is_raised_in_pipe_to_and_ends_the_exchange(transport: H1Transport) -> None:
     loop = asyncio.get_running_loop()
     told: list[str] = []
     loop.set_exception_handler(lambda _, context: told.append(str(context.get("message"))))

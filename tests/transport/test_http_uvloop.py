@@ -48,7 +48,7 @@ async def play(case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", plain_cases())
-def test_holds_on_uvloop(name: str) -> None:
+def test_case_on_uvloop(name: str) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(play(plain_cases()[name]))
 

@@ -1,4 +1,4 @@
-"""The transport of questions keeps what the port promises: the other transport's cases, and its own errors."""
+"""`HttpxTransport`: the cases of `H1Transport`, and its own errors."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ import pytest
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.transport.httpx_transport import ERRORS, HttpxTransport, before_the_head, in_the_body
-from pdproxy.transport.port import HttpRequest, Timeouts
+from pdproxy.transport.port import HttpRequest, Timeouts, read_to_end
 from tests.transport import test_http_answers, test_http_faults, test_http_leaving, test_http_size, test_tls
 from tests.transport.asking import CHUNKED, PATIENT, ask, fault_of, post
 from tests.transport.peer import GENEROUS, always, peer, saying
@@ -23,7 +23,7 @@ OTHERWISE = frozenset(
     {
         # One connection for each question.
         "test_a_big_body_goes_out_whole",
-        "test_a_closed_incoming_does_not_touch_who_has_its_connection_now",
+        "test_closing_a_response_twice_does_not_touch_the_next_one_on_its_connection",
         "test_a_slow_reader_makes_the_peer_wait",
         "test_chunks_arrive_as_they_are_sent",
     }
@@ -42,7 +42,7 @@ def cases() -> dict[str, Case]:
 
 
 @pytest.fixture
-async def questions() -> AsyncIterator[HttpxTransport]:
+async def httpx_transport() -> AsyncIterator[HttpxTransport]:
     made = HttpxTransport(ssl.create_default_context(cafile=test_tls.HERE / "certificate.pem"))
     yield made
     await made.aclose()
@@ -55,13 +55,13 @@ def test_there_are_cases() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(cases().keys() - OTHERWISE))
-async def test_the_port_is_kept(questions: HttpxTransport, name: str) -> None:
-    await cases()[name](questions)
+async def test_the_port_is_kept(httpx_transport: HttpxTransport, name: str) -> None:
+    await cases()[name](httpx_transport)
 
 
-async def test_a_trusted_node_answers_and_an_untrusted_one_is_refused(questions: HttpxTransport) -> None:
+async def test_a_trusted_node_answers_and_an_untrusted_one_is_refused(httpx_transport: HttpxTransport) -> None:
     async with peer(always(b"yes"), tls=test_tls.serving()) as there:
-        assert await ask(questions, post(there)) == (200, b"yes")
+        assert await ask(httpx_transport, post(there)) == (200, b"yes")
         wary = HttpxTransport(ssl.create_default_context())
         with pytest.raises(NodeFault, match=r"certificate is not trusted.*upstream\.ca_file") as caught:
             await wary.send(post(there), PATIENT)
@@ -70,37 +70,37 @@ async def test_a_trusted_node_answers_and_an_untrusted_one_is_refused(questions:
         await wary.aclose()
 
 
-async def test_a_handshake_that_nobody_answers_counts_as_connecting(questions: HttpxTransport) -> None:
+async def test_a_tls_handshake_without_answer_is_refused(httpx_transport: HttpxTransport) -> None:
     async with peer(saying()) as there:
         request = HttpRequest("GET", f"https://127.0.0.1:{there.port}/")
-        assert await fault_of(questions, request, Timeouts(0.1, GENEROUS, GENEROUS)) is Fault.REFUSED
+        assert await fault_of(httpx_transport, request, Timeouts(0.1, GENEROUS, GENEROUS)) is Fault.REFUSED
 
 
-async def test_a_read_that_was_cancelled_is_no_end_of_the_body(questions: HttpxTransport) -> None:
+async def test_a_read_that_was_cancelled_is_no_end_of_the_body(httpx_transport: HttpxTransport) -> None:
     async with peer(saying(CHUNKED)) as there:
-        response = await questions.send(post(there), PATIENT)
-        reading = asyncio.ensure_future(anext(response.chunks(), b"over"))
+        response = await httpx_transport.send(post(there), PATIENT)
+        reading = asyncio.ensure_future(anext(aiter(response), b"over"))
         await asyncio.sleep(0.01)
         reading.cancel()
         with pytest.raises(NodeFault) as caught:
-            await response.read(10)
+            await read_to_end(response, 10)
         assert caught.value.fault is Fault.RESET
         await response.aclose()
         await there.all_gone()
 
 
-async def test_what_is_open_is_closed_with_the_transport(questions: HttpxTransport) -> None:
+async def test_what_is_open_is_closed_with_the_transport(httpx_transport: HttpxTransport) -> None:
     async with peer(saying(CHUNKED)) as there:
-        response = await questions.send(post(there), PATIENT)
-        assert questions.connections == 1
-        await questions.aclose()
+        response = await httpx_transport.send(post(there), PATIENT)
+        assert httpx_transport.connections == 1
+        await httpx_transport.aclose()
         with pytest.raises(NodeFault):
-            await response.read(10)
+            await read_to_end(response, 10)
         await response.aclose()
         await there.all_gone()
 
 
-async def test_no_socket_left_is_no_fault_of_the_node(questions: HttpxTransport) -> None:
+async def test_no_socket_left_is_no_fault_of_the_node(httpx_transport: HttpxTransport) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     held: list[socket.socket] = []
     highest = socket.socket()
@@ -109,7 +109,7 @@ async def test_no_socket_left_is_no_fault_of_the_node(questions: HttpxTransport)
         with contextlib.suppress(OSError):
             while len(held) < 1000:
                 held.append(socket.socket())
-        assert await fault_of(questions, HttpRequest("GET", "http://127.0.0.1:1/")) is Fault.BUSY
+        assert await fault_of(httpx_transport, HttpRequest("GET", "http://127.0.0.1:1/")) is Fault.BUSY
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for each in (highest, *held):

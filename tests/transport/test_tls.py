@@ -1,4 +1,4 @@
-"""https nodes: trusted authorities only, and the same manners."""
+"""https nodes: trusted authorities only."""
 
 import ssl
 from pathlib import Path
@@ -51,7 +51,7 @@ async def test_plain_http_to_an_https_node_is_a_fault() -> None:
     await transport.aclose()
 
 
-async def test_a_handshake_that_nobody_answers_counts_as_connecting() -> None:
+async def test_a_tls_handshake_without_answer_is_refused() -> None:
     async def mute(visit: Visit) -> None:
         await visit.until_gone()
 
@@ -61,6 +61,6 @@ async def test_a_handshake_that_nobody_answers_counts_as_connecting() -> None:
         with pytest.raises(NodeFault) as caught:
             await transport.send(HttpRequest("GET", f"https://127.0.0.1:{there.port}/"), timeouts)
         assert caught.value.fault is Fault.REFUSED
-        assert "no connection in the time" in caught.value.detail
+        assert "no connection in time" in caught.value.detail
         await there.all_gone()
     await transport.aclose()

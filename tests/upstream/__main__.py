@@ -1,4 +1,4 @@
-"""Run vLLM's own tests of its NIXL connector with our classes: `make test-upstream`. A quarter of an hour.
+"""Run vLLM's own tests of its NIXL connector with our classes: `make test-upstream`. Five minutes.
 
 python -m tests.upstream             against `ledger.toml`; 1 when a test fails that is not in it
 python -m tests.upstream --stock     vLLM's own classes: what fails then is not ours to explain
@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,16 +87,20 @@ def _run(folder: Path, classes: str, ledger: Ledger, words: str | None) -> dict[
     command += ["-p", "swap_plugin", "-p", "no:cacheprovider", "-p", "no:asyncio", "-W", "ignore", "--timeout=300"]
     command += ["-q", "--no-header", "--tb=native", *files]
     command += [f"--deselect={UNIT}/{test}" for test in ledger.left_out] if not words else ["-k", words]
-    environment = {
-        **os.environ,
+    with tempfile.TemporaryDirectory() as temporary:
+        environment = {**os.environ, **_environment(folder, classes, outcomes), "TMPDIR": temporary}
+        subprocess.run(command, cwd=folder, env=environment, check=False, timeout=LONGEST)
+    found: dict[str, str] = json.loads(outcomes.read_text(encoding="utf-8")) if outcomes.is_file() else {}
+    return found
+
+
+def _environment(folder: Path, classes: str, outcomes: Path) -> dict[str, str]:
+    return {
         "PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT, HERE))),
         "HF_HUB_OFFLINE": "1",
         "UPSTREAM_CLASSES": classes,
         "UPSTREAM_OUTCOMES": str(outcomes),
     }
-    subprocess.run(command, cwd=folder, env=environment, check=False, timeout=LONGEST)
-    found: dict[str, str] = json.loads(outcomes.read_text(encoding="utf-8")) if outcomes.is_file() else {}
-    return found
 
 
 def _report(version: str, verdict: Verdict, ledger: Ledger, seconds: float) -> None:

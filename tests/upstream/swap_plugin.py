@@ -28,7 +28,8 @@ class Outcomes:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
-            self._by_test[report.nodeid.rpartition("/")[2]] = report.outcome
+            path, _, test = report.nodeid.partition("::")
+            self._by_test[f"{Path(path).name}::{test}"] = report.outcome
 
     def pytest_sessionfinish(self) -> None:
         Path(os.environ["UPSTREAM_OUTCOMES"]).write_text(json.dumps(self._by_test, indent=0), encoding="utf-8")

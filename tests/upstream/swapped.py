@@ -10,7 +10,8 @@ import copy
 import dataclasses
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -22,15 +23,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import Nix
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-from connector import nixl_connector, scheduler, worker
+from connector import nixl_connector, scheduler, worker, worker_base
 from connector.config import ConnectorConfig, Role, from_vllm
+from connector.fingerprint import Fingerprint
 from connector.kv_groups import NO_CAPACITY, ReadSize
-from connector.messages import Question, Verdict
+from connector.messages import Question, Verdict, nonce_of
 from connector.metadata import ConnectorMetadata, ReadOrder
+from connector.peer_engines import MayRead, PeerEngines
+from connector.peers import Address
+from connector.pending_reads import TicketReturn
 from connector.shape_check import require_fit
-from connector.transfer_params import ReadTicket
-from connector.verifier import ReadVerdict
+from connector.transfer_params import ParamsValidator, ReadTicket
+from connector.verifier import EngineMetadata, MetadataRequest, ReadVerdict
 from connector.vllm_contracts import HAND_OVERS
+from connector.worker_base import ReadSource, awaited
 
 
 class Orders(dict[str, ReadOrder]):
@@ -59,15 +65,28 @@ class StockTicket:
         return dict(self.raw)
 
 
-class Trusting:
-    """In the place of the gate for tickets of vLLM's own connector, which it would refuse; all else is judged."""
-
-    def __init__(self, gate: Any) -> None:
-        self._gate = gate
+class Trusting(ParamsValidator):
+    """Lets tickets of vLLM's own connector pass, which ours refuses; everything else is judged."""
 
     def judge(self, raw: Any, facts: Any) -> Any:
         stock = isinstance(raw, dict) and raw.get("do_remote_prefill") and "pdproxy" not in raw
-        return ReadTicket(StockTicket(raw)) if stock else self._gate.judge(raw, facts)  # type: ignore[arg-type]
+        return ReadTicket(StockTicket(raw)) if stock else super().judge(raw, facts)  # type: ignore[arg-type]
+
+
+class Introduced(PeerEngines):
+    """Every prefill node has introduced itself: what vLLM's handshake with it says is the tests' to decide."""
+
+    def way(self, asked: MetadataRequest, now: float, *, loaded: bool) -> MayRead:
+        return MayRead()
+
+    def take(self, engine_id: str) -> EngineMetadata:
+        return EngineMetadata("", {})
+
+
+@contextmanager
+def no_relay(payloads: object) -> Iterator[int]:
+    """In the place of the relay that answers vLLM's handshake: the tests answer it themselves."""
+    yield 1
 
 
 class Held:
@@ -83,6 +102,12 @@ class Held:
         judged, self._judged = self._judged, []
         return judged
 
+    def introductions(self) -> Iterable[tuple[MetadataRequest, EngineMetadata]]:
+        return ()
+
+    def lost(self) -> Iterable[Address]:
+        return ()
+
     def close(self) -> None:
         """Nothing is open."""
 
@@ -92,19 +117,20 @@ class Scheduler(scheduler.ConnectorScheduler):
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any, config: Any = None) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config, config or settings(vllm_config))
-        self._gate: Any = Trusting(self._gate)
+        self._gate = Trusting(self._gate.role, self._gate.expected)
 
     def __getattr__(self, name: str) -> Any:
         return _late(self, name, scheduler.ConnectorScheduler, NixlPullConnectorScheduler)
 
 
 class Worker(worker.ConnectorWorker):
-    """The same; and a read that a test has begun by hand is known like one that was ordered."""
+    """The same; and a read or notice that a test has begun by hand is known like one that was ordered."""
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any, config: Any = None) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config, config or settings(vllm_config))
         self._verifier.close()
         self._verifier: Any = Held()
+        self._handshakes = Introduced()
 
     def __getattr__(self, name: str) -> Any:
         return _late(self, name, worker.ConnectorWorker, NixlPullConnectorWorker)
@@ -117,14 +143,22 @@ class Worker(worker.ConnectorWorker):
     def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
         if req_id in self.__dict__.setdefault("_recving_metadata", {req_id: meta}):
             self._know(req_id)
+        if not awaited(meta):
+            self._know_return(req_id, meta)
         super()._read_blocks_for_req(req_id, meta)
 
     def _know(self, request_id: str) -> None:
         remote = self._recving_metadata[request_id].remote
         if request_id not in self._flights._flights and remote is not None:
             asked = Question(remote.engine_id, str(remote.request_id), f"{request_id:0>16}")
+            self._reads[request_id] = ReadSource(MetadataRequest(remote.engine_id, ("host", 1), ()))
             self._flights.begin(request_id, asked, ("host", 1), ReadSize(), time.monotonic())
             self._flights.posted(request_id, time.monotonic())
+
+    def _know_return(self, request_id: str, meta: Any) -> None:
+        asked = Question(meta.remote.engine_id, meta.remote.request_id, nonce_of(meta.remote.request_id))
+        if asked.nonce not in self._returns:
+            self._returns.begin(TicketReturn(asked, ("host", 1), (request_id, meta)), time.monotonic())
 
 
 class Connector(nixl_connector.NixlConnector):
@@ -140,7 +174,8 @@ def ours() -> Mapping[type[Any], type[Any]]:
     substitutes: dict[Any, dict[str, Any]] = {
         nixl_connector: {"require_fit": lambda contract: None, "from_vllm": lambda transfer, environ: _quiet(transfer)},
         scheduler: {"ConnectorMetadata": Metadata, "SchedulerSide": Scheduler},
-        worker: {"ping": lambda host, port, timeout: None, "WorkerSide": Worker},
+        worker: {"WorkerSide": Worker},
+        worker_base: {"relay": no_relay},
     }
     for module, names in substitutes.items():
         for name, substitute in names.items():
@@ -179,14 +214,10 @@ def _late(made: Any, name: str, side: type[Any], stock: type[Any]) -> Any:
     with (
         patch.object(stock, "__init__", lambda self, *args: None),
         patch.object(scheduler, "node_capacity", lambda *args: NO_CAPACITY),
+        patch.object(scheduler, "node_fingerprint", lambda *args: Fingerprint()),
     ):
         scratch = object.__new__(_as_vllm_makes_it(side))
         scratch.__init__(_plain_config(), "engine", _plain_cache(), settings(_plain_config()))
-    if "_verifier" in vars(scratch):
-        scratch._verifier.close()
-        scratch._verifier = Held()
-    if "_gate" in vars(scratch):
-        scratch._gate = Trusting(scratch._gate)
     for key, value in vars(scratch).items():
         vars(made).setdefault(key, value)
     if name not in vars(made):

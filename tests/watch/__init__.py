@@ -1,1 +1,1 @@
-"""What operators look at, on a real proxy process under load while one of its nodes is killed."""
+"""What operators see (metrics, alerts, live page) of a real proxy under load while one of its nodes is killed."""

@@ -1,4 +1,4 @@
-"""Clients that ask without pause, and judge every answer."""
+"""Clients that send requests without pause, and check every answer."""
 
 import asyncio
 import contextlib
@@ -14,15 +14,15 @@ from tests.orchestration.prompts import body_for, right
 
 MODEL = "m"
 TOKENS = 24
-ASKERS = 6
+CLIENTS = 6
 ENDPOINTS = (Endpoint.COMPLETIONS, Endpoint.CHAT)
 
 
 class Load:
-    """Streams of two endpoints, ASKERS at a time.
+    """Streams of two endpoints, CLIENTS at a time.
 
     Attributes:
-        ended: how many answers were right; what else came, by what it was.
+        ended: how many answers were "right"; of the others, how many of each description.
     """
 
     def __init__(self, client: httpx.AsyncClient) -> None:
@@ -32,24 +32,24 @@ class Load:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """While inside, they ask; on leaving, they get their last answers."""
-        leave = asyncio.Event()
+        """The clients run while inside; the block ends when their last requests have."""
+        stopping = asyncio.Event()
         async with asyncio.TaskGroup() as group:
-            for _ in range(ASKERS):
-                group.create_task(self._ask_on(leave))
+            for _ in range(CLIENTS):
+                group.create_task(self._run_client(stopping))
             try:
                 yield
             finally:
-                leave.set()
+                stopping.set()
 
     async def more(self, count: int) -> None:
-        """Wait for so many right answers from now on."""
+        """Wait until so many more answers were right."""
         enough = self.ended["right"] + count
         while self.ended["right"] < enough:  # noqa: ASYNC110 - the caller bounds it
             await asyncio.sleep(0.02)
 
-    async def _ask_on(self, leave: asyncio.Event) -> None:
-        while not leave.is_set():
+    async def _run_client(self, stopping: asyncio.Event) -> None:
+        while not stopping.is_set():
             self.ended[await self._ask(ENDPOINTS[next(self._turns) % len(ENDPOINTS)])] += 1
 
     async def _ask(self, endpoint: Endpoint) -> str:
@@ -57,5 +57,5 @@ class Load:
         got = await self._client.post(endpoint, json=body)
         if got.status_code != 200:
             return f"{got.status_code} {got.text[:200]}"
-        told = read_answer(endpoint, got.content)
-        return "right" if told.ended and told.texts == {0: right(endpoint, TOKENS)} else f"wrong: {told}"
+        answer = read_answer(endpoint, got.content)
+        return "right" if answer.ended and answer.texts == {0: right(endpoint, TOKENS)} else f"wrong: {answer}"

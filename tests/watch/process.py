@@ -58,8 +58,8 @@ async def _read(stream: asyncio.StreamReader, log: list[str]) -> None:
 async def _addresses(log: Sequence[str], reading: asyncio.Task[None]) -> tuple[str, str]:
     async with asyncio.timeout(SOON):
         while not reading.done():
-            told = re.search(r"clients: (\S+), operators: (\S+)", "\n".join(log))
-            if told:
-                return f"http://{told[1]}", f"http://{told[2]}"
+            found = re.search(r"clients: (\S+), operators: (\S+)", "\n".join(log))
+            if found:
+                return f"http://{found[1]}", f"http://{found[2]}"
             await asyncio.sleep(0.02)
     raise AssertionError("\n".join(log))

@@ -2,59 +2,43 @@
 
 import asyncio
 import json
-import math
 import re
 from pathlib import Path
 
 import pytest
 import yaml
+from prometheus_client.samples import Sample
 
 from tests.admin.browser import CHROMIUM
 from tests.admin.reading import text_of
-from tests.deploy.prometheus.evaluate import evaluate
-from tests.deploy.prometheus.rules import Rule, firing, run
-from tests.deploy.prometheus.storage import Storage
-from tests.watch.scenario import Told, tell
+from tests.deploy.prometheus.promtool import gives, needs_promtool, recorded, run_query_tests, shows_values
+from tests.deploy.prometheus.queries import legend_labels, samples_of, selectors
+from tests.watch.scenario import Observed, observe
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CONFIG = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
 STEP = float(CONFIG["global"]["scrape_interval"].removesuffix("s"))
-NODE_DOWN = {
-    "alertname": "PdproxyNodeDown", "severity": "ticket", "node": "decode-0", "role": "decode", "state": "down"
-}  # fmt: skip
+ALERTS = DEPLOY / "prometheus/alerts.yml"
+NODE_DOWN = (
+    'ALERTS{alertname="PdproxyNodeDown",alertstate="firing",severity="ticket",'
+    'node="decode-0",role="decode",state="down"}'
+)
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """The story, lived through once."""
-    return asyncio.run(tell(tmp_path_factory.mktemp("watch")))
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Observed:
+    """What operators could see, in one run."""
+    return asyncio.run(observe(tmp_path_factory.mktemp("watch")))
 
 
 @pytest.fixture(scope="module")
-def history(told: Told) -> Storage:
-    """All scrapes until the node came back."""
-    return stored(told, told.returned)
-
-
-def stored(told: Told, until: int) -> Storage:
-    """The first scrapes, as if Prometheus had made one each STEP seconds."""
-    storage = Storage()
-    for number, page in enumerate(told.scrapes[:until]):
-        storage.scraped(page, number * STEP)
-    return storage
-
-
-def alarms(told: Told, until: int) -> list[dict[str, str]]:
-    """What fires after so many scrapes."""
-    groups = yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())["groups"]
-    rules = [Rule.of(rule) for group in groups for rule in group["rules"]]
-    storage = stored(told, until)
-    run(rules, storage, (number * STEP for number in range(until)))
-    return firing(storage, (until - 1) * STEP)
+def scrapes(seen: Observed) -> list[list[Sample]]:
+    """All scrapes; Prometheus would have made one each STEP seconds."""
+    return [samples_of(page) for page in seen.scrapes]
 
 
 def panels() -> list[tuple[str, str, str]]:
-    """Title, query and legend of what the dashboard asks of the proxy."""
+    """Title, query and legend of the dashboard's panels about the proxy."""
     board = json.loads((DEPLOY / "grafana/dashboards/pdproxy.json").read_text())
     asked = [(panel["title"], target) for panel in board["panels"] for target in panel.get("targets", [])]
     return [
@@ -64,57 +48,68 @@ def panels() -> list[tuple[str, str, str]]:
     ]
 
 
-def test_requests_went_on(told: Told) -> None:
-    assert set(told.ended) == {"right"}
-    assert told.after >= 12
+def test_every_answer_is_right_while_a_node_is_down(seen: Observed) -> None:
+    assert set(seen.ended) == {"right"}
+    assert seen.after >= 12
 
 
-def test_the_page_is_told_of_the_dead_node_and_what_became_of_its_requests(told: Told) -> None:
-    [dead] = [node for node in told.state["nodes"] if node["name"] == "decode-0"]
+def test_the_live_page_has_the_dead_node_and_what_became_of_its_requests(seen: Observed) -> None:
+    [dead] = [node for node in seen.state["nodes"] if node["name"] == "decode-0"]
     assert (dead["state"], dead["active"]) == ("down", 0)
     assert re.fullmatch(r"(health|last fault): (refused|reset)", dead["reason"])
-    assert {node["state"] for node in told.state["nodes"] if node is not dead} == {"up"}
-    assert told.state["ready"] == "ready"
-    moved = [failure for failure in told.state["failures"] if failure["step"] == "migrate"]
+    assert {node["state"] for node in seen.state["nodes"] if node is not dead} == {"up"}
+    assert seen.state["ready"] == "ready"
+    moved = [failure for failure in seen.state["failures"] if failure["step"] == "migrate"]
     assert moved
     assert {(failure["leg"], failure["node"], failure["outcome"]) for failure in moved} == {
         ("decode", "decode-0", "ok")
     }
-    assert {failure["outcome"] for failure in told.state["failures"]} <= {"ok", "on_the_way"}
+    assert {failure["outcome"] for failure in seen.state["failures"]} <= {"ok", "on_the_way"}
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine")
-def test_a_browser_shows_it(told: Told) -> None:
-    assert not re.findall(r"CONSOLE.*(?:Uncaught|Content Security Policy).*", told.complaints)
-    nodes = text_of(told.page, "nodes")
+def test_a_browser_shows_it(seen: Observed) -> None:
+    assert not re.findall(r"CONSOLE.*(?:Uncaught|Content Security Policy).*", seen.complaints)
+    nodes = text_of(seen.page, "nodes")
     assert re.search(r"decode-0 decode ✕ down 0 legs m (health|last fault): (refused|reset)", nodes)
     assert re.search(r"decode-1 decode ● up [1-9]\d* legs? m", nodes)
     assert re.search(
-        r"req-\w+ \S+ m?s decode decode-0 (reset|refused) stream moved on ✓ answered", text_of(told.page, "failures")
+        r"req-\w+ \S+ m?s decode decode-0 (reset|refused) stream moved on ✓ answered", text_of(seen.page, "failures")
     )
-    assert re.search(r"prefill-0 → decode-1 .* now: ", text_of(told.page, "requests"))
-    assert text_of(told.page, "ready") == "● ready"
-    assert text_of(told.page, "told").startswith("2 of 3 nodes are up.")
+    assert re.search(r"prefill-0 → decode-1 .* now: ", text_of(seen.page, "requests"))
+    assert text_of(seen.page, "ready") == "● ready"
+    assert text_of(seen.page, "told").startswith("2 of 3 nodes are up.")
 
 
 @pytest.mark.parametrize(("title", "query", "legend"), panels())
-def test_every_panel_of_the_proxy_shows_something(
-    told: Told, history: Storage, title: str, query: str, legend: str
+def test_every_panel_of_the_proxy_reads_series_that_are_there(
+    scrapes: list[list[Sample]], seen: Observed, title: str, query: str, legend: str
 ) -> None:
-    found = evaluate(query, history, (told.returned - 1) * STEP)
-    assert any(math.isfinite(value) for value in found.values())
-    named = set(re.findall(r"\{\{(\w+)\}\}", legend))
-    assert all(named <= {label for label, value in labels if value} for labels in found)
+    now = scrapes[seen.returned - 1]
+    for selector in selectors(query):
+        found = selector.of(now)
+        assert found, selector
+        assert all(legend_labels(legend) <= {label for label, value in each.labels.items() if value} for each in found)
 
 
-def test_the_alert_for_the_dead_node_fires_and_no_other(told: Told) -> None:
-    assert alarms(told, told.killed) == []
-    assert alarms(told, told.returned) == [NODE_DOWN]
-    assert alarms(told, told.returned + 1) == []
+@needs_promtool
+def test_every_panel_of_the_proxy_shows_something(scrapes: list[list[Sample]], seen: Observed, tmp_path: Path) -> None:
+    now = (seen.returned - 1) * STEP
+    tests = [test for _, query, legend in panels() for test in shows_values(query, legend_labels(legend), now)]
+    run_query_tests(tmp_path / "panels.json", recorded(scrapes[: seen.returned], STEP), tests)
 
 
-def test_prompt_tokens_were_on_their_way_and_are_not_any_more(told: Told) -> None:
+@needs_promtool
+def test_the_alert_for_the_dead_node_fires_and_no_other(
+    scrapes: list[list[Sample]], seen: Observed, tmp_path: Path
+) -> None:
+    moments = [(seen.killed, []), (seen.returned, [NODE_DOWN]), (seen.returned + 1, [])]
+    tests = [gives('ALERTS{alertstate="firing"}', (count - 1) * STEP, *firing) for count, firing in moments]
+    run_query_tests(tmp_path / "alerts.json", recorded(scrapes, STEP), tests, ALERTS)
+
+
+def test_pending_prompt_tokens_rise_and_fall_back_to_zero(seen: Observed) -> None:
     series = re.compile(r'^pdproxy_prefill_pending_tokens_estimate\{model="m"\} (\S+)$', re.MULTILINE)
-    levels = [float(value) for page in told.scrapes for value in series.findall(page)]
+    levels = [float(value) for page in seen.scrapes for value in series.findall(page)]
     assert levels[0] == 0
     assert max(levels) > 0

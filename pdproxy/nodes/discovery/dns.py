@@ -1,7 +1,6 @@
 """Nodes behind a DNS name: every address of a headless service, or every service that SRV records list."""
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncGenerator, Iterable
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,32 +11,15 @@ if TYPE_CHECKING:
     from dns.asyncresolver import Resolver as Stub
 
 
-@dataclasses.dataclass(frozen=True, slots=True, order=True)
-class Service:
-    """One SRV record."""
-
-    priority: int
-    host: str
-    port: int
-
-
 class Resolver(Protocol):
-    """Looks names up."""
+    """Looks names up. Both methods raise `DiscoveryError` where the look-up fails."""
 
     async def addresses(self, name: str) -> tuple[str, ...]:
-        """The name's addresses, sorted; empty when it has none.
-
-        Raises:
-            DiscoveryError: it could not be found out.
-        """
+        """The name's addresses, sorted; empty when it has none."""
         ...
 
-    async def services(self, name: str) -> tuple[Service, ...]:
-        """The name's SRV records of the best (lowest) priority, sorted; empty when it has none.
-
-        Raises:
-            DiscoveryError: it could not be found out.
-        """
+    async def services(self, name: str) -> tuple[tuple[str, int], ...]:
+        """Host and port of the name's SRV records of the best (lowest) priority, sorted; empty when it has none."""
         ...
 
 
@@ -45,13 +27,12 @@ class SystemResolver:
     """What this machine is configured to use.
 
     Addresses are looked up by the system itself, which alone knows /etc/hosts and nsswitch.conf. It has no call for SRV
-    records: dnspython asks
-    the configured name servers for those, each within the search domains.
+    records: dnspython asks the configured name servers for those, each within the search domains.
 
     Args:
-        configuration: names the name servers and the search domains.
+        configuration: the file with name servers and search domains.
         port: of the name servers.
-        timeout: seconds until the services must be known, however often it took to ask.
+        timeout: seconds for a look-up of services, repetitions included.
     """
 
     def __init__(self, configuration: str = "/etc/resolv.conf", port: int = 53, timeout: float = 5.0) -> None:
@@ -67,9 +48,9 @@ class SystemResolver:
             raise DiscoveryError(str(error)) from error
         return tuple(sorted({str(entry[4][0]) for entry in found}))
 
-    async def services(self, name: str) -> tuple[Service, ...]:
+    async def services(self, name: str) -> tuple[tuple[str, int], ...]:
         """See `Resolver`. Lost datagrams are sent again; what does not fit into one is asked for over TCP."""
-        from dns.exception import DNSException  # here, for only those who look services up pay for it
+        from dns.exception import DNSException  # here, so that only look-ups of services pay for it
         from dns.rdtypes.IN.SRV import SRV
         from dns.resolver import NXDOMAIN, LifetimeTimeout
 
@@ -78,12 +59,12 @@ class SystemResolver:
             answer = await stub.resolve(name, "SRV", search=True, raise_on_no_answer=False)
         except NXDOMAIN:
             return ()
-        except LifetimeTimeout as error:  # its own words differ each time, and would be logged each time
+        except LifetimeTimeout as error:  # its own text differs each time, and would be logged each time
             raise DiscoveryError(f"no name server answered within {self._timeout:g} s") from error
         except DNSException as error:
             raise DiscoveryError(str(error) or type(error).__name__) from error
-        records = [record for record in answer if isinstance(record, SRV)]
-        return best(Service(record.priority, record.target.to_text(True), record.port) for record in records)
+        records = ((each.priority, each.target.to_text(True), each.port) for each in answer if isinstance(each, SRV))
+        return best_services(records)
 
     def _stub(self) -> "Stub":
         """A new one each time: the configuration may have changed."""
@@ -95,33 +76,36 @@ class SystemResolver:
         return stub
 
 
-def best(services: Iterable[Service]) -> tuple[Service, ...]:
-    """Those of the lowest priority, sorted. RFC 2782: the target "." says that the service is not there."""
-    there = {service for service in services if service.host not in ("", ".")}
-    lowest = min((service.priority for service in there), default=0)
-    return tuple(sorted(service for service in there if service.priority == lowest))
+def best_services(records: Iterable[tuple[int, str, int]]) -> tuple[tuple[str, int], ...]:
+    """Host and port, sorted, of the records (priority, host, port) of the lowest priority.
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Name:
-    """What to look up: with a port its addresses, without one its SRV records, which name ports themselves."""
-
-    name: str
-    port: int | None = None
+    RFC 2782: the host "." stands for a service that is not there.
+    """
+    there = [record for record in records if record[1] not in ("", ".")]
+    lowest = min((priority for priority, _, _ in there), default=0)
+    return tuple(sorted({(host, port) for priority, host, port in there if priority == lowest}))
 
 
 class DnsSource:
     """Looks a name up again and again.
 
     Args:
-        interval: seconds between two look-ups; the records' own times to live are not looked at.
+        port: of the nodes, at the name's addresses; None looks SRV records up, which have ports themselves.
+        interval: seconds between two look-ups, whatever the records' times to live.
     """
 
     def __init__(
-        self, resolver: Resolver, name: Name, template: Template, clock: Clock, interval: float = 10.0
+        self,
+        resolver: Resolver,
+        name: str,
+        port: int | None,
+        template: Template,
+        clock: Clock,
+        interval: float = 10.0,
     ) -> None:
         self._resolver = resolver
         self._name = name
+        self._port = port
         self._template = template
         self._clock = clock
         self._interval = interval
@@ -129,19 +113,19 @@ class DnsSource:
     @property
     def place(self) -> str:
         """See `Source`."""
-        return f"the name {self._name.name}"
+        return f"the name {self._name}"
 
     def watch(self) -> AsyncGenerator[Nodes, None]:
-        """See `Source`. A name that has nothing now keeps its last nodes: a name server that lost its data looks the
-        same as a service with no ready node, and active health tells the two apart."""
+        """See `Source`. A name without records keeps its last nodes: a name server that lost its data looks like a
+        service with no ready node, and active health tells the two apart."""
         return poll(self.place, self._list_some, self._clock, self._interval)
 
     async def list(self) -> Nodes:
         """See `Source`."""
-        name, port = self._name.name, self._name.port
-        if port is not None:
-            return tuple(self._template.node(host, port) for host in await self._resolver.addresses(name))
-        return tuple(self._template.node(found.host, found.port) for found in await self._resolver.services(name))
+        if self._port is not None:
+            addresses = await self._resolver.addresses(self._name)
+            return tuple(self._template.node(address, self._port) for address in addresses)
+        return tuple(self._template.node(host, port) for host, port in await self._resolver.services(self._name))
 
     async def _list_some(self) -> Nodes:
         nodes = await self.list()

@@ -1,29 +1,27 @@
-"""What a list of EndpointSlices and the watch that goes on from it say together: who is ready, and where. No I/O."""
+"""The ready endpoints of a service, by a list of EndpointSlices and the watch that continues it. No I/O."""
 
 from collections.abc import Iterable
 
 from lightkube.models.discovery_v1 import Endpoint, EndpointSlice
 
-Address = tuple[str, int]
-
 
 class Lost(Exception):
-    """What is known may be wrong or is too old to go on from: list again."""
+    """The known slices may be wrong, or are too old to continue from: list again."""
 
 
 class EndpointSlices:
-    """Every slice as it was last seen.
+    """Every slice in its last version.
 
     Args:
         port: the name of the port to take; "" takes a slice's first one.
 
     Attributes:
-        version: what to watch from; "" when everything must be listed.
+        version: from which to watch; "" when everything must be listed.
     """
 
     def __init__(self, port: str) -> None:
         self._port = port
-        self._addresses: dict[str, frozenset[Address]] = {}
+        self._addresses: dict[str, frozenset[tuple[str, int]]] = {}
         self._versions: dict[str, int] = {}
         self.version = ""
 
@@ -35,33 +33,32 @@ class EndpointSlices:
         self.version = version
 
     def apply(self, event: str, changed: EndpointSlice) -> None:
-        """Take one event of a watch; one that is older than what is known of its slice changes nothing.
+        """Take one event of a watch; one that is older than the known version of its slice changes nothing.
 
-        Raises:
-            Lost: there is no such event.
+        Raises `Lost` for an event of another kind.
         """
         if event not in ("ADDED", "MODIFIED", "DELETED", "BOOKMARK"):
             raise Lost(f"unknown event {event!r}")
-        name, number = _identity(changed)
+        name, version = _identity(changed)
+        number, watched = _number(version), _number(self.version)
         if event != "BOOKMARK" and (number is None or number >= self._versions.get(name, 0)):
             self._put(changed)
             if event == "DELETED":
                 del self._addresses[name]
-        version = _version(changed)
-        if version and _is_newer(version, self.version):
+        if version and (number is None or watched is None or number > watched):
             self.version = version
 
-    def addresses(self) -> tuple[Address, ...]:
+    def addresses(self) -> tuple[tuple[str, int], ...]:
         """Host and port of every endpoint that is ready in any slice, sorted."""
         return tuple(sorted({address for addresses in self._addresses.values() for address in addresses}))
 
     def _put(self, changed: EndpointSlice) -> None:
-        name, number = _identity(changed)
+        name, version = _identity(changed)
         ports = (each.port for each in changed.ports or () if not self._port or each.name == self._port)
         port = next((number for number in ports if number is not None), None)
         hosts = [] if port is None else [each.addresses[0] for each in changed.endpoints or () if _is_ready(each)]
         self._addresses[name] = frozenset((host, port) for host in hosts if port is not None)
-        self._versions[name] = number or 0
+        self._versions[name] = _number(version) or 0
 
 
 def _is_ready(endpoint: Endpoint) -> bool:
@@ -71,19 +68,11 @@ def _is_ready(endpoint: Endpoint) -> bool:
     return ready and bool(endpoint.addresses)
 
 
-def _identity(of: EndpointSlice) -> tuple[str, int | None]:
-    """Name and version; since Kubernetes 1.35 versions of one kind are promised to compare as numbers."""
-    return (of.metadata.name or "") if of.metadata else "", _number(_version(of))
-
-
-def _version(of: EndpointSlice) -> str:
-    return (of.metadata.resourceVersion or "") if of.metadata else ""
-
-
-def _is_newer(version: str, than: str) -> bool:
-    ours, theirs = _number(version), _number(than)
-    return ours is None or theirs is None or ours > theirs
+def _identity(of: EndpointSlice) -> tuple[str, str]:
+    """Name and version."""
+    return (of.metadata.name or "", of.metadata.resourceVersion or "") if of.metadata else ("", "")
 
 
 def _number(version: str) -> int | None:
+    """Since Kubernetes 1.35 versions of one kind are promised to compare as numbers; None for any other."""
     return int(version) if version.isascii() and version.isdecimal() else None

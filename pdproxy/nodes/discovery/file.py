@@ -3,26 +3,26 @@
 import asyncio
 import logging
 import re
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Annotated
 
+import pydantic
 import yaml
 
 from pdproxy.clock import Clock
-from pdproxy.errors import SettingsError
 from pdproxy.nodes.discovery.source import DiscoveryError, Nodes, poll
 from pdproxy.nodes.node import Node, Role
 
-_FIELDS = frozenset({"url", "role", "name", "model", "aliases", "weight"})
-_URL = re.compile(r"https?://(?P<netloc>([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?)/?")
+_URL = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/?")
 
 
 class FileSource:
-    """Reads the whole file each time: it is small, and times of change lie on network mounts and links.
+    """Reads the whole file each time: it is small, and times of change are wrong on network mounts and links.
 
     Args:
-        interval: seconds between two looks.
-        roles: whose nodes are taken; others in the file are not looked at.
+        interval: seconds between two reads.
+        roles: nodes of other roles in the file are left out.
     """
 
     def __init__(
@@ -46,72 +46,60 @@ class FileSource:
         """See `Source`."""
         try:
             nodes = read_entries(await asyncio.to_thread(self._path.read_bytes))
-        except (OSError, SettingsError) as error:
+        except OSError as error:
             raise DiscoveryError(str(error)) from error
         return tuple(node for node in nodes if node.role in self._roles)
+
+
+def _base_url(url: str) -> str:
+    if _URL.fullmatch(url) is None:
+        raise ValueError("must be a base address such as http://10.0.0.1:8000")
+    return url.rstrip("/")
+
+
+class _Entry(pydantic.BaseModel, extra="forbid", strict=True):
+    """A node in the file."""
+
+    url: Annotated[str, pydantic.AfterValidator(_base_url)]
+    role: Annotated[Role, pydantic.Field(strict=False)]
+    name: str = ""
+    model: str = ""
+    aliases: list[str] = []
+    weight: Annotated[float, pydantic.Field(gt=0, le=1000, allow_inf_nan=False)] = 1.0
+
+    def node(self) -> Node:
+        name = self.name or f"{self.role}-{self.url.partition('://')[2]}"
+        return Node(name, self.url, self.role, self.model, tuple(self.aliases), self.weight)
 
 
 def read_entries(text: bytes) -> Nodes:
     """Nodes of a YAML (or JSON) list of ``{url, role, name?, model?, aliases?, weight?}``.
 
     Raises:
-        SettingsError: names the entry and the field that cannot be used.
+        DiscoveryError: names the entry and the field that cannot be used.
     """
     try:
-        entries = yaml.safe_load(text)
+        entries = pydantic.TypeAdapter(list[_Entry]).validate_python(yaml.safe_load(text))
     except yaml.YAMLError as error:
-        raise SettingsError(f"the list of nodes is not YAML: {error}") from error
-    if not isinstance(entries, list):
-        raise SettingsError("the list of nodes must be a list of {url, role}")
-    nodes = tuple(_node(index, entry) for index, entry in enumerate(entries))
+        raise DiscoveryError(f"the list of nodes is not YAML: {error}") from error
+    except pydantic.ValidationError as error:
+        raise DiscoveryError(_sentence(error)) from error
+    nodes = tuple(entry.node() for entry in entries)
     names = [node.name for node in nodes]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise SettingsError(f"two nodes are called {twice!r}")
+        raise DiscoveryError(f"two nodes are called {twice!r}")
     return nodes
 
 
-def _node(index: int, entry: object) -> Node:
-    if not isinstance(entry, dict):
-        raise SettingsError(f"node {index}: must be {{url, role}}")
-    unknown = sorted(str(key) for key in entry.keys() - _FIELDS)
-    if unknown:
-        raise SettingsError(f"node {index}: unknown field {unknown[0]!r}; there are {', '.join(sorted(_FIELDS))}")
-    url, role = _url(index, entry), _role(index, entry)
-    name = _text(index, entry, "name") or f"{role}-{url.partition('://')[2]}"
-    return Node(name, url, role, _text(index, entry, "model"), _aliases(index, entry), _weight(index, entry))
-
-
-def _url(index: int, entry: Mapping[str, object]) -> str:
-    url = _text(index, entry, "url")
-    if _URL.fullmatch(url) is None:
-        raise SettingsError(f"node {index}: url must be a base address such as http://10.0.0.1:8000, not {url!r}")
-    return url.rstrip("/")
-
-
-def _role(index: int, entry: Mapping[str, object]) -> Role:
-    try:
-        return Role(_text(index, entry, "role"))
-    except ValueError as error:
-        raise SettingsError(f"node {index}: role must be prefill or decode, not {entry.get('role')!r}") from error
-
-
-def _text(index: int, entry: Mapping[str, object], field: str) -> str:
-    value = entry.get(field, "")
-    if not isinstance(value, str):
-        raise SettingsError(f"node {index}: {field} must be text, not {value!r}")
-    return value
-
-
-def _aliases(index: int, entry: Mapping[str, object]) -> tuple[str, ...]:
-    value = entry.get("aliases", [])
-    if not isinstance(value, list) or not all(isinstance(alias, str) for alias in value):
-        raise SettingsError(f"node {index}: aliases must be a list of names, not {value!r}")
-    return tuple(value)
-
-
-def _weight(index: int, entry: Mapping[str, object]) -> float:
-    value = entry.get("weight", 1.0)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1000:
-        raise SettingsError(f"node {index}: weight must be above 0 and at most 1000, not {value!r}")
-    return float(value)
+def _sentence(error: pydantic.ValidationError) -> str:
+    first = error.errors()[0]
+    if not first["loc"]:
+        return "the list of nodes must be a list of {url, role}"
+    node, *fields = map(str, first["loc"])
+    if not fields:
+        return f"node {node}: must be {{url, role}}, not {first['input']!r}"
+    if first["type"] == "extra_forbidden":
+        return f"node {node}: unknown field {fields[0]!r}; there are {', '.join(sorted(_Entry.model_fields))}"
+    given = "" if first["type"] == "missing" else f", not {first['input']!r}"
+    return f"node {node}: {'.'.join(fields)}: {first['msg'].removeprefix('Value error, ')}{given}"

@@ -22,12 +22,15 @@ from lightkube.resources.discovery_v1 import EndpointSlice
 
 from pdproxy.clock import Clock
 from pdproxy.nodes.discovery.endpoint_slices import EndpointSlices, Lost
-from pdproxy.nodes.discovery.source import Changes, DiscoveryError, Nodes, Template
+from pdproxy.nodes.discovery.source import DiscoveryError, Nodes, Template
 
 _LOG = logging.getLogger(__name__)
 
 _PAGE = 500
 """Slices in one answer, so that a large list needs no large buffer."""
+_FIRST_PAUSE = 1.0
+"""Seconds after a watch's end; doubles with each failure in a row."""
+_LONGEST_PAUSE = 30.0
 _GONE = 410
 _GARBLED = (ValueError, AttributeError)
 """What lightkube raises for an answer of another shape; AttributeError for an event without metadata."""
@@ -37,7 +40,7 @@ _TROUBLE = (httpx2.HTTPError, lightkube.ConfigError, Lost, *_GARBLED)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Api:
-    """The way to an API server.
+    """Where an API server is.
 
     Attributes:
         url: its base address.
@@ -55,7 +58,6 @@ class Query:
     """What to watch.
 
     Attributes:
-        namespace: where the service lives.
         selector: of labels, such as ``kubernetes.io/service-name=prefill``.
         port: the name of the port that nodes serve HTTP on; "" for the first.
     """
@@ -65,37 +67,31 @@ class Query:
     port: str = ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class WatchConfig:
-    """Times in seconds.
-
-    Attributes:
-        lasts: how long the server is asked to keep one watch open.
-        slack: after which an overdue end means that the connection is dead; also for each wait of a list.
-        first_pause: after a watch's end; doubles with each failure in a row.
-        longest_pause: where the doubling ends.
-    """
-
-    lasts: int = 240
-    slack: float = 30.0
-    first_pause: float = 1.0
-    longest_pause: float = 30.0
-
-
 class KubernetesSource:
     """Lists once, then watches; resumes where a watch broke off, and lists again when the server has lost its place.
 
-    Whoever makes one must `aclose` it.
+    To be closed (`aclose`), after `watch` was left.
+
+    Args:
+        watch_seconds: how long the server is asked to keep one watch open.
+        slack: seconds after which an overdue end means that the connection is dead; also for each wait of a list.
     """
 
     def __init__(
-        self, api: Api, query: Query, template: Template, clock: Clock, config: WatchConfig | None = None
+        self, api: Api, query: Query, template: Template, clock: Clock, watch_seconds: int = 240, slack: float = 30.0
     ) -> None:
         self._query = query
         self._template = template
-        self._config = config or WatchConfig()
-        self._pace = _Pace(clock, self._config)
-        self._client = _client(api, self._config, self._pace)
+        self._watch_seconds = watch_seconds
+        cluster = Cluster(server=api.url, certificate_auth=None if api.authorities is None else str(api.authorities))
+        user = User(token_file=None if api.token_file is None else str(api.token_file))
+        self._transport = _ApiTransport(cluster, clock, watch_seconds + slack)
+        self._client = lightkube.AsyncClient(
+            lightkube.KubeConfig.from_one(cluster=cluster, user=user),
+            timeout=httpx2.Timeout(slack, connect=5.0),
+            trust_env=False,
+            transport=self._transport,
+        )
         self._slices = EndpointSlices(query.port)
         # A label that exists is written as its name alone, and so is a whole selector.
         self._labels: LabelSelector = {query.selector: None}
@@ -110,31 +106,32 @@ class KubernetesSource:
         try:
             await self._list()
         except _TROUBLE as error:
-            raise DiscoveryError(_words(error)) from error
+            raise DiscoveryError(_sentence(error)) from error
         return self._nodes()
 
     async def watch(self) -> AsyncGenerator[Nodes, None]:
         """See `Source`."""
-        changes = Changes()
+        last: Nodes | None = None
         while True:
             try:
-                async with contextlib.aclosing(self._follow()) as steps:
+                async with contextlib.aclosing(self._list_and_watch()) as steps:
                     async for _ in steps:
-                        self._pace.succeeded()
+                        self._transport.failures = 0
                         nodes = self._nodes()
-                        if changes.is_new(nodes):
+                        if nodes != last:
+                            last = nodes
                             yield nodes
             except _TROUBLE as error:
-                self._pace.failed()
+                self._transport.back_off()
                 if _must_list(error):
                     self._slices.version = ""
-                _LOG.warning("watching %s: %s", self.place, _words(error))
+                _LOG.warning("watching %s: %s", self.place, _sentence(error))
 
     async def aclose(self) -> None:
-        """Close the connections. Not before `watch` was left."""
+        """Close the connections."""
         await self._client.aclose()
 
-    async def _follow(self) -> AsyncGenerator[None, None]:
+    async def _list_and_watch(self) -> AsyncGenerator[None, None]:
         """List if need be, then watch; yields whenever the slices may have changed."""
         if not self._slices.version:
             await self._list()
@@ -143,7 +140,7 @@ class KubernetesSource:
             EndpointSlice,
             namespace=self._query.namespace,
             labels=self._labels,
-            server_timeout=self._config.lasts,
+            server_timeout=self._watch_seconds,
             resource_version=self._slices.version,
         )
         # Typed as an iterable, it is a generator: left alone it would close its answer only when it is collected.
@@ -161,51 +158,35 @@ class KubernetesSource:
         return tuple(self._template.node(host, port) for host, port in self._slices.addresses())
 
 
-class _Pace:
-    """How long to wait before the next request: a server that ends or refuses all watches at once is not to be
-    hammered."""
-
-    def __init__(self, clock: Clock, config: WatchConfig) -> None:
-        self._clock = clock
-        self._config = config
-        self._failures = 0
-        self._due = 0.0
-
-    async def wait(self) -> None:
-        """Return when the next request may go out."""
-        due, self._due = self._due, 0.0
-        if due:
-            await self._clock.sleep(due)
-
-    def watches(self) -> None:
-        """A watch is asked for: however it ends, the next request waits."""
-        self._due = self._config.first_pause
-
-    def succeeded(self) -> None:
-        """Something came."""
-        self._failures = 0
-
-    def failed(self) -> None:
-        """Wait twice as long as after the failure before."""
-        self._due = min(self._config.first_pause * 2.0 ** min(self._failures, 16), self._config.longest_pause)
-        self._failures += 1
-
-
 class _ApiTransport(httpx2.AsyncHTTPTransport):
-    """Paces requests, and asks for watches as they should be asked for; see the module's docstring."""
+    """Paces requests, for servers that end or refuse all watches at once, and completes the requests for watches; see
+    the module's docstring.
 
-    def __init__(self, cluster: Cluster, config: WatchConfig, pace: _Pace) -> None:
+    Attributes:
+        failures: in a row.
+    """
+
+    def __init__(self, cluster: Cluster, clock: Clock, longest_silence: float) -> None:
         super().__init__(verify=verify_cluster(cluster, User(), str, trust_env=False))
-        self._silence = config.lasts + config.slack
-        self._pace = pace
+        self._clock = clock
+        self._longest_silence = longest_silence
+        self._pause = 0.0
+        self.failures = 0
+
+    def back_off(self) -> None:
+        """Before the next request, wait twice as long as after the failure before."""
+        self._pause = min(_FIRST_PAUSE * 2.0 ** min(self.failures, 16), _LONGEST_PAUSE)
+        self.failures += 1
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        await self._pace.wait()
+        pause, self._pause = self._pause, 0.0
+        if pause:
+            await self._clock.sleep(pause)
         if "watch" in request.url.params:
-            self._pace.watches()
+            self._pause = _FIRST_PAUSE  # however the watch ends
             request.url = request.url.copy_merge_params({"allowWatchBookmarks": "true"})
             request.extensions = {
-                **request.extensions, "timeout": {**request.extensions["timeout"], "read": self._silence}
+                **request.extensions, "timeout": {**request.extensions["timeout"], "read": self._longest_silence}
             }  # fmt: skip
         response = await super().handle_async_request(request)
         if response.is_error:
@@ -214,27 +195,16 @@ class _ApiTransport(httpx2.AsyncHTTPTransport):
         return response
 
 
-def _client(api: Api, config: WatchConfig, pace: _Pace) -> lightkube.AsyncClient:
-    cluster = Cluster(server=api.url, certificate_auth=None if api.authorities is None else str(api.authorities))
-    user = User(token_file=None if api.token_file is None else str(api.token_file))
-    return lightkube.AsyncClient(
-        lightkube.KubeConfig.from_one(cluster=cluster, user=user),
-        timeout=httpx2.Timeout(config.slack, connect=5.0),
-        trust_env=False,
-        transport=_ApiTransport(cluster, config, pace),
-    )
-
-
 def _must_list(error: Exception) -> bool:
-    """A connection that broke is no reason to: the watch goes on where it was. What is garbled would come again."""
+    """Whether the watch cannot be resumed. A broken connection is no reason; what is garbled would come again."""
     if isinstance(error, httpx2.HTTPStatusError):
-        # No response of its own: it came inside of a watch, which says that it cannot go on.
+        # Without a response of its own it came inside of a watch, as the server's message that it cannot go on.
         response: httpx2.Response | None = error.response
         return response is None or response.status_code == _GONE
     return isinstance(error, (Lost, *_GARBLED))
 
 
-def _words(error: Exception) -> str:
+def _sentence(error: Exception) -> str:
     if isinstance(error, httpx2.HTTPStatusError):
         response: httpx2.Response | None = error.response
         if response is not None:

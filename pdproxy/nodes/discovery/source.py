@@ -1,5 +1,6 @@
-"""Where nodes are listed: what a source offers, and what the kinds of sources have in common."""
+"""Where nodes are listed: the interface of a source, what the kinds of sources share, and how the pool follows one."""
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -7,7 +8,9 @@ from typing import Protocol
 
 from pdproxy.clock import Clock
 from pdproxy.errors import PdproxyError
+from pdproxy.nodes.drain import AfterDrain, Drainer
 from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.pool import Pool, UnknownNode
 
 _LOG = logging.getLogger(__name__)
 
@@ -18,70 +21,38 @@ class DiscoveryError(PdproxyError):
     """A source could not be listed; the message says why."""
 
 
-class Watched(Protocol):
-    """Nodes that come and go."""
+class Source(Protocol):
+    """A list of nodes that come and go."""
+
+    @property
+    def place(self) -> str:
+        """Where the list is, in words for an operator: "the file nodes.yaml"."""
+        ...
+
+    async def list(self) -> Nodes:
+        """All nodes that there should be, as of now; for `pdproxy check`. Raises `DiscoveryError`."""
+        ...
 
     def watch(self) -> AsyncGenerator[Nodes, None]:
         """All nodes that there should be, first as soon as known, then after each change; never ends.
 
-        Trouble is logged and tried again; the last list holds meanwhile: that a list cannot be read says nothing about
-        the nodes on it, and active health looks after those.
-        """
-        ...
-
-
-class Source(Watched, Protocol):
-    """Somewhere that nodes are listed."""
-
-    @property
-    def place(self) -> str:
-        """Where, in words for an operator: "the file nodes.yaml"."""
-        ...
-
-    async def list(self) -> Nodes:
-        """All nodes that there should be, as of now; once, for `pdproxy check`.
-
-        Raises:
-            DiscoveryError: it could not be found out.
+        Errors are logged and tried again; the last list holds meanwhile: that it cannot be read says nothing about the
+        nodes on it, and active health looks after those.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Template:
-    """What all nodes of a source have in common.
-
-    Attributes:
-        role: of each.
-        scheme: ``http`` or ``https``.
-        model: as clients name it; "" asks each node.
-        aliases: further names.
-        weight: of each.
-    """
+    """What all nodes of a source that lists addresses have in common."""
 
     role: Role
     scheme: str = "http"
-    model: str = ""
-    aliases: tuple[str, ...] = ()
-    weight: float = 1.0
 
     def node(self, host: str, port: int) -> Node:
         """The node at this address, named after its role and address."""
         netloc = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        url = f"{self.scheme}://{netloc}"
-        return Node(f"{self.role}-{netloc}", url, self.role, self.model, self.aliases, self.weight)
-
-
-class Changes:
-    """Remembers the last list, so that only changes are passed on."""
-
-    def __init__(self) -> None:
-        self._last: Nodes | None = None
-
-    def is_new(self, nodes: Nodes) -> bool:
-        """Whether this differs from the last list; it is the last one from now on."""
-        new, self._last = nodes != self._last, nodes
-        return new
+        return Node(f"{self.role}-{netloc}", f"{self.scheme}://{netloc}", self.role)
 
 
 async def poll(
@@ -91,15 +62,16 @@ async def poll(
     interval: float,
     level: int = logging.WARNING,
 ) -> AsyncGenerator[Nodes, None]:
-    """`Watched.watch` for what can only be listed again and again.
+    """`Source.watch` for what can only be listed again and again.
 
     Args:
         place: see `Source.place`.
         list_nodes: raises `DiscoveryError` where the last list shall hold; logged once as long as the reason stays.
         interval: seconds between two lists.
-        level: that trouble is logged with.
+        level: that errors are logged with.
     """
-    changes, logged = Changes(), ""
+    last: Nodes | None = None
+    logged = ""
     while True:
         try:
             nodes = await list_nodes()
@@ -109,6 +81,66 @@ async def poll(
             logged = str(error)
         else:
             logged = ""
-            if changes.is_new(nodes):
+            if nodes != last:
+                last = nodes
                 yield nodes
         await clock.sleep(interval)
+
+
+class DiscoverySync:
+    """Keeps the pool in step with a source: nodes join through the preflight and leave by draining.
+
+    Only nodes that the source has listed are touched: static ones and those that operators added stay as they are.
+
+    Args:
+        drain_seconds: for running requests on a node that is not listed any more.
+    """
+
+    def __init__(self, pool: Pool, drainer: Drainer, source: Source, drain_seconds: float) -> None:
+        self._pool = pool
+        self._drainer = drainer
+        self._source = source
+        self._drain_seconds = drain_seconds
+        self._listed: dict[str, Node] = {}
+
+    async def run(self) -> None:
+        """Apply each list of the source, until cancelled."""
+        async with contextlib.aclosing(self._source.watch()) as lists:
+            async for nodes in lists:
+                self.apply(nodes)
+
+    def apply(self, nodes: Nodes) -> None:
+        """Make the pool hold these, and no others of this source."""
+        wanted = {node.name: node for node in nodes}
+        for name in [name for name in self._listed if name not in wanted]:
+            del self._listed[name]
+            self._drain(name)
+        for name, node in wanted.items():
+            if name not in self._listed:
+                self._add(node)
+            elif self._listed[name] != node:
+                self._listed[name] = node
+                self._amend(node)
+
+    def _add(self, node: Node) -> None:
+        others = (view.node for view in self._pool.snapshot().nodes if view.node.name != node.name)
+        if any((other.url, other.role) == (node.url, node.role) for other in others):
+            _LOG.warning("node %s is there already under another name", node.url)
+            return
+        self._listed[node.name] = node
+        if node.name in self._pool:
+            self._drainer.stop(node.name)
+            self._amend(node)
+            return
+        _LOG.info("node %s was found", node.name)
+        self._pool.add(node)
+
+    def _amend(self, node: Node) -> None:
+        """An operator may have removed it meanwhile: then it stays removed until the source lists it anew."""
+        with contextlib.suppress(UnknownNode):
+            self._pool.amend(node)
+
+    def _drain(self, name: str) -> None:
+        with contextlib.suppress(UnknownNode):
+            self._drainer.start(name, self._drain_seconds, AfterDrain.REMOVE)
+            _LOG.info("node %s is not listed any more and drains", name)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from importlib.metadata import Distribution, PackagePath, PathDistribution
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -34,9 +35,16 @@ def declared() -> Iterator[str]:
         yield from (f"Requires-Dist: {line}; extra == '{extra}'" for line in lines)
 
 
-def here() -> Installed:
-    """This environment, with the project of this tree."""
-    return {**installed(), PROJECT: Declared()}
+@pytest.fixture(scope="module")
+def present() -> Installed:
+    """What is installed here."""
+    return installed()
+
+
+@pytest.fixture(scope="module")
+def locks(present: Installed) -> dict[str, set[str]]:
+    """The locks of this environment, with the project of this tree."""
+    return split({**present, PROJECT: Declared()})
 
 
 def pins(lock: str) -> set[str]:
@@ -53,8 +61,7 @@ def distribution(folder: Path, name: str, *needs: str) -> Distribution:
     return PathDistribution(folder)
 
 
-def test_this_environment_falls_into_locks_that_share_nothing() -> None:
-    locks = split(here())
+def test_this_environment_falls_into_locks_that_share_nothing(locks: dict[str, set[str]]) -> None:
     names = [name for lock in locks.values() for name in lock]
     assert len(names) == len(set(names))
     assert locks["torch"] == {"torch"}
@@ -64,17 +71,17 @@ def test_this_environment_falls_into_locks_that_share_nothing() -> None:
     assert not {"torchvision", "pip", "pdproxy"} & set(names)
 
 
-def test_the_proxys_lock_has_what_traces_are_sent_with_and_no_second_client() -> None:
-    for names in (split(here())["proxy"], pins("proxy")):
+def test_the_proxys_lock_has_what_traces_are_sent_with_and_no_second_client(locks: dict[str, set[str]]) -> None:
+    for names in (locks["proxy"], pins("proxy")):
         assert {"opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"} <= names
         assert not {"grpcio", "opentelemetry-exporter-otlp-proto-grpc"} & names
 
 
-def test_the_proxys_lock_is_complete() -> None:
+def test_the_proxys_lock_is_complete(present: Installed, locks: dict[str, set[str]]) -> None:
     """It is installed with --no-deps: what is missing in it is missing in the image."""
     names = pins("proxy")
-    assert names == split(here())["proxy"]
-    wanted = {name: {need for need, _ in needs(installed()[name], ())} for name in names}
+    assert names == locks["proxy"]
+    wanted = {name: {need for need, _ in needs(present[name], ())} for name in names}
     assert {name: missing for name, needed in wanted.items() if (missing := needed - names)} == {}
 
 
@@ -84,9 +91,9 @@ def test_every_requirement_of_the_project_is_read() -> None:
     }
 
 
-def test_pins_are_exact_and_sorted() -> None:
-    made = render(installed(), {"ruff", "pytest"})
-    assert made == f"pytest=={installed()['pytest'].version}\nruff=={installed()['ruff'].version}\n"
+def test_pins_are_exact_and_sorted(present: Installed) -> None:
+    made = render(present, {"ruff", "pytest"})
+    assert made == f"pytest=={present['pytest'].version}\nruff=={present['ruff'].version}\n"
 
 
 def test_the_proxy_has_its_client_of_kubernetes(tmp_path: Path) -> None:

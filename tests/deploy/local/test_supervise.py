@@ -27,12 +27,24 @@ time.sleep(600)
 
 DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FAMILY
 
+SCRATCH = """
+import pathlib, socket, sys, tempfile, time, uuid
+# A file and a socket in the temporary folder, whose path is left for the test; then what the test asks for.
+folder = pathlib.Path(tempfile.gettempdir())
+(folder / "file").write_text("left")
+socket.socket(socket.AF_UNIX).bind(str(folder / str(uuid.uuid4())))
+here = pathlib.Path(sys.argv[1])
+(here / "fresh").write_text(str(folder))
+(here / "fresh").rename(here / sys.argv[2])
+time.sleep(float(sys.argv[3]))
+"""
+
 PARENT = """
 import sys
 from pathlib import Path
 from deploy.local.supervise import Supervisor, inherited, stop_signals
 with stop_signals(), Supervisor(Path(sys.argv[1]), grace=2.0) as supervisor:
-    supervisor.start("part", [sys.executable, "-c", sys.argv[2], sys.argv[1]], inherited(), Path.cwd())
+    supervisor.start("part", [sys.executable, "-c", sys.argv[2], sys.argv[1], *sys.argv[3:]], inherited(), Path.cwd())
     import time
     time.sleep(600)
 """
@@ -59,6 +71,12 @@ def pids(folder: Path) -> list[int]:
     files = [folder / "child", folder / "grandchild"]
     wait_for(lambda: all(file.exists() and file.read_text(encoding="utf-8") for file in files))
     return [int(file.read_text(encoding="utf-8")) for file in files]
+
+
+def temporary_folder(folder: Path, name: str) -> Path:
+    """The temporary folder of a part that runs SCRATCH, once it has used it."""
+    wait_for((folder / name).exists)
+    return Path((folder / name).read_text(encoding="utf-8"))
 
 
 def start(supervisor: Supervisor, code: str, *arguments: str) -> Part:
@@ -98,7 +116,10 @@ def test_a_parent_that_ends_by_any_signal_leaves_nothing(tmp_path: Path, number:
     wait_for(lambda: not any(is_alive(pid) for pid in family))
 
 
-def test_a_killed_warden_takes_its_command_along(supervisor: Supervisor, tmp_path: Path) -> None:
+def test_a_killed_watchdog_takes_its_command_along(
+    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # nothing is left to remove the part's temporary folder
     part = start(supervisor, FAMILY, str(tmp_path))
     child, grandchild = pids(tmp_path)
     part.process.kill()
@@ -112,6 +133,32 @@ def test_orphans_go_when_the_command_ends_by_itself(supervisor: Supervisor, tmp_
     os.kill(child, signal.SIGKILL)
     assert part.process.wait(WITHIN_S) == 128 + signal.SIGKILL
     assert not is_alive(grandchild)
+
+
+def test_each_part_has_a_temporary_folder_that_goes_with_it(supervisor: Supervisor, tmp_path: Path) -> None:
+    first, _ = (start(supervisor, SCRATCH, str(tmp_path), name, "600") for name in ("a", "b"))
+    folders = [temporary_folder(tmp_path, name) for name in ("a", "b")]
+    assert [len(list(folder.iterdir())) for folder in folders] == [2, 2]
+    supervisor.stop(first)
+    assert [folder.exists() for folder in folders] == [False, True]
+    supervisor.close()
+    assert not folders[1].exists()
+
+
+def test_a_part_that_ends_by_itself_leaves_no_temporary_folder(supervisor: Supervisor, tmp_path: Path) -> None:
+    part = start(supervisor, SCRATCH, str(tmp_path), "a", "0")
+    assert part.process.wait(WITHIN_S) == 0
+    assert not temporary_folder(tmp_path, "a").exists()
+
+
+def test_a_parent_that_is_killed_leaves_no_temporary_folder(tmp_path: Path) -> None:
+    line = [sys.executable, "-c", PARENT, str(tmp_path), SCRATCH, "a", "600"]
+    parent = subprocess.Popen(line, cwd=ROOT, stderr=subprocess.DEVNULL)
+    folder = temporary_folder(tmp_path, "a")
+    assert folder.exists()
+    parent.kill()
+    parent.wait(WITHIN_S)
+    wait_for(lambda: not folder.exists())
 
 
 def test_an_ended_part_is_told_with_its_code_and_last_words(supervisor: Supervisor) -> None:

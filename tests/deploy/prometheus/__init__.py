@@ -1,1 +1,1 @@
-"""What Prometheus makes of our rules and panels: a small evaluator, for machines without promtool."""
+"""Checks of alert rules and dashboard queries: by promtool where it is installed, by regular expressions everywhere."""

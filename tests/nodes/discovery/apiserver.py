@@ -32,7 +32,7 @@ def a_bookmark(version: int) -> dict[str, Any]:
 
 
 class ApiServer:
-    """What tests change is told to every watch; history is kept until it is compacted."""
+    """Sends what tests change to every watch; keeps its history until it is compacted."""
 
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self._tls = tls
@@ -81,16 +81,16 @@ class ApiServer:
         self.version += 1
         sort = "MODIFIED" if name in self.slices else "ADDED"
         self.slices[name] = a_slice(name, *hosts, version=self.version, **conditions)
-        await self.tell(sort, self.slices[name])
+        await self.send_event(sort, self.slices[name])
 
     async def delete(self, name: str) -> None:
         """A slice is deleted."""
         self.version += 1
         gone = self.slices.pop(name)
         gone["metadata"]["resourceVersion"] = str(self.version)
-        await self.tell("DELETED", gone)
+        await self.send_event("DELETED", gone)
 
-    async def tell(self, sort: str, item: Mapping[str, Any]) -> None:
+    async def send_event(self, sort: str, item: Mapping[str, Any]) -> None:
         """Send an event as it is; it belongs to the present version."""
         await self.send(json.dumps({"type": sort, "object": item}).encode() + b"\n")
 
@@ -109,7 +109,7 @@ class ApiServer:
         self._ending.clear()
 
     def fall_silent(self) -> None:
-        """Every connection that is open now stays so and tells nothing any more, as if its other end had vanished."""
+        """Every connection that is open now stays open and silent, as if its other end had vanished."""
         self._silent.update(self._connections)
 
     async def cut(self) -> None:
@@ -174,16 +174,16 @@ class ApiServer:
     async def _watch(self, since: int, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n")
         await writer.drain()
-        told = sum(version <= since for version, _ in self._history)
+        sent = sum(version <= since for version, _ in self._history)
         while not self._ending.is_set():
-            for _, line in self._history[told:]:
+            for _, line in self._history[sent:]:
                 # Half a line at a time: events do not come in one piece.
                 for piece in (line[: len(line) // 2], line[len(line) // 2 :]):
                     writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
                     await writer.drain()
-                told += 1
+                sent += 1
             async with self._changed:
-                while len(self._history) <= told and not self._ending.is_set():
+                while len(self._history) <= sent and not self._ending.is_set():
                     await self._changed.wait()
             if asyncio.current_task() in self._silent:
                 await asyncio.Event().wait()

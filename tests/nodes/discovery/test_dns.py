@@ -1,20 +1,30 @@
-"""Nodes behind a DNS name, and what name servers say of it, byte for byte."""
+"""Nodes behind a DNS name, and the answers of name servers, byte for byte."""
 
 import asyncio
 import struct
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import pytest
 import uvloop
 
-from pdproxy.nodes.discovery.dns import DnsSource, Name, Service, SystemResolver
+from pdproxy.nodes.discovery.dns import DnsSource, SystemResolver
 from pdproxy.nodes.discovery.source import DiscoveryError, Template
 from pdproxy.nodes.node import Role
 
+
+class Service(NamedTuple):
+    """An SRV record."""
+
+    priority: int
+    host: str
+    port: int
+
+
 NAME = "_http._tcp.decode.ai.svc.cluster.local"
 RECORDS = (Service(0, "d-0.decode.ai.svc.cluster.local", 8000), Service(0, "d-1.decode.ai.svc.cluster.local", 8001))
+SERVICES = tuple((record.host, record.port) for record in RECORDS)
 CUT = 0x8380
 """The flags of an answer that did not fit."""
 Answers = Callable[[bytes], bytes]
@@ -35,7 +45,7 @@ def an_answer(asked: bytes, *records: Service, flags: int = 0x8180) -> bytes:
 
 
 class NameServer(asyncio.DatagramProtocol):
-    """Answers over UDP as a test says, over TCP with the records."""
+    """Answers over UDP with what a test gives it, over TCP with the records."""
 
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
@@ -78,7 +88,9 @@ def configuration(tmp_path: Path) -> Path:
     return path
 
 
-async def services(configuration: Path, answers: Answers, name: str = NAME, timeout: float = 60) -> tuple[Service, ...]:
+async def services(
+    configuration: Path, answers: Answers, name: str = NAME, timeout: float = 60
+) -> tuple[tuple[str, int], ...]:
     """What the resolver makes of these answers."""
     async with NameServer(answers) as server:
         return await SystemResolver(str(configuration), server.port, timeout).services(name)
@@ -93,13 +105,13 @@ def test_services_are_asked_for_and_over_tcp_where_the_answer_does_not_fit(
         return an_answer(asked, *(() if flags == CUT else RECORDS), flags=flags)
 
     with asyncio.Runner(loop_factory=loop) as runner:
-        assert runner.run(services(configuration, answers)) == RECORDS
+        assert runner.run(services(configuration, answers)) == SERVICES
 
 
-async def test_only_the_best_priority_counts_and_a_dot_is_nobody(configuration: Path) -> None:
-    worse, nobody = Service(5, "backup", 80), Service(0, "", 0)
-    assert await services(configuration, lambda asked: an_answer(asked, worse, nobody)) == (worse,)
-    assert await services(configuration, lambda asked: an_answer(asked, worse, *reversed(RECORDS))) == RECORDS
+async def test_only_the_best_priority_counts_and_a_dot_is_absent(configuration: Path) -> None:
+    worse, absent = Service(5, "backup", 80), Service(0, "", 0)
+    assert await services(configuration, lambda asked: an_answer(asked, worse, absent)) == (("backup", 80),)
+    assert await services(configuration, lambda asked: an_answer(asked, worse, *reversed(RECORDS))) == SERVICES
 
 
 async def test_names_in_answers_may_point_back(configuration: Path) -> None:
@@ -109,7 +121,7 @@ async def test_names_in_answers_may_point_back(configuration: Path) -> None:
         record = b"\xc0\x0c" + struct.pack("!HHIH", 33, 1, 30, len(data)) + data
         return answer[:6] + struct.pack("!HHH", 1, 0, 0) + answer[12:] + record
 
-    assert await services(configuration, answers, "a.bc.") == (Service(0, "d.bc", 80),)
+    assert await services(configuration, answers, "a.bc.") == (("d.bc", 80),)
 
 
 async def test_a_name_that_does_not_exist_or_has_no_services_has_none(configuration: Path) -> None:
@@ -156,7 +168,7 @@ async def test_a_server_that_fails_is_named(configuration: Path) -> None:
 async def test_what_answers_nothing_is_waited_out_and_said_in_the_same_words_each_time(
     configuration: Path, answers: Answers
 ) -> None:
-    """Anybody could have sent it. In the same words, or it would be logged at every look-up."""
+    """It may be forged. The message is always the same, or it would be logged at every look-up."""
     with pytest.raises(DiscoveryError, match=r"^no name server answered within 0\.2 s$"):
         await services(configuration, answers, timeout=0.2)
 
@@ -166,7 +178,7 @@ async def test_addresses_are_what_the_system_knows() -> None:
     assert "127.0.0.1" in await SystemResolver().addresses("localhost")  # of /etc/hosts, here and in any container
 
 
-class Told:
+class ScriptedResolver:
     """A resolver that gives one answer after the other, or raises it."""
 
     def __init__(self, *answers: object) -> None:
@@ -183,7 +195,7 @@ class Told:
         assert isinstance(answer, tuple)
         return answer
 
-    async def services(self, name: str) -> tuple[Service, ...]:
+    async def services(self, name: str) -> tuple[tuple[str, int], ...]:
         answer = self._next()
         assert isinstance(answer, tuple)
         return answer
@@ -204,8 +216,8 @@ async def urls(found: AsyncIterator[tuple[object, ...]]) -> list[str]:
 
 
 async def test_addresses_are_followed_and_trouble_changes_nothing() -> None:
-    resolver = Told(("10.0.0.1",), DiscoveryError("no network"), (), ("10.0.0.1",), ("10.0.0.1", "fd00::1"))
-    source = DnsSource(resolver, Name("decode", 8000), Template(Role.DECODE), NoWait())
+    resolver = ScriptedResolver(("10.0.0.1",), DiscoveryError("no network"), (), ("10.0.0.1",), ("10.0.0.1", "fd00::1"))
+    source = DnsSource(resolver, "decode", 8000, Template(Role.DECODE), NoWait())
     found = source.watch()
     assert await urls(found) == ["http://10.0.0.1:8000"]
     assert await urls(found) == ["http://10.0.0.1:8000", "http://[fd00::1]:8000"]
@@ -213,10 +225,10 @@ async def test_addresses_are_followed_and_trouble_changes_nothing() -> None:
 
 
 async def test_services_bring_their_own_ports() -> None:
-    resolver = Told(DiscoveryError("what?"), RECORDS)
-    found = DnsSource(resolver, Name(NAME), Template(Role.PREFILL, "https", weight=2.0), NoWait()).watch()
+    resolver = ScriptedResolver(DiscoveryError("what?"), SERVICES)
+    found = DnsSource(resolver, NAME, None, Template(Role.PREFILL, "https"), NoWait()).watch()
     (first, second) = await anext(found)
     assert first.name == "prefill-d-0.decode.ai.svc.cluster.local:8000"
     assert (first.url, second.url) == tuple(f"https://{record.host}:{record.port}" for record in RECORDS)
-    assert first.weight == 2.0
+    assert first.role is Role.PREFILL
     await found.aclose()

@@ -32,7 +32,7 @@ def test_the_port_is_chosen_by_name() -> None:
 
 @pytest.mark.parametrize("field", ["endpoints", "ports"])
 def test_what_is_null_is_nothing(field: str) -> None:
-    """Which is what an API server says of a service without pods."""
+    """As an API server writes a service without pods."""
     assert listed("", "1", a_slice("a", "10.0.0.1") | {field: None}).addresses() == ()
 
 

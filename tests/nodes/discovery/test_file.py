@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.errors import SettingsError
 from pdproxy.nodes.discovery.file import FileSource, read_entries
+from pdproxy.nodes.discovery.source import DiscoveryError
 from pdproxy.nodes.node import Node, Role
 
 ONE = "- {url: 'http://10.0.0.1:8000/', role: prefill}\n"
@@ -44,7 +44,7 @@ def test_entries_are_read_with_every_field() -> None:
         ("a: [", "YAML"),
         ("", "list"),
         ("nodes: []", "list"),
-        ("- 3", "node 0"),
+        ("- 3", "node 0: must be {url, role}, not 3"),
         ("- {role: prefill}", "url"),
         ("- {url: 'http://x', role: both}", "role"),
         ("- {url: 'ftp://x', role: prefill}", "url"),
@@ -59,7 +59,7 @@ def test_entries_are_read_with_every_field() -> None:
     ],
 )
 def test_an_unusable_list_is_refused_by_name(text: str, word: str) -> None:
-    with pytest.raises(SettingsError, match=word):
+    with pytest.raises(DiscoveryError, match=word):
         read_entries(text.encode())
 
 

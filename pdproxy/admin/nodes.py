@@ -1,0 +1,120 @@
+"""The routes under /nodes: the nodes as they stand, adding, draining and removing them."""
+
+import dataclasses
+import re
+import urllib.parse
+from typing import Annotated
+
+import pydantic
+from fastapi import APIRouter, Query
+
+from pdproxy.admin.context import AdminContext
+from pdproxy.nodes.drain import AfterDrain
+from pdproxy.nodes.node import Bars, Node, NodeView, Role
+
+_BASE_URL = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?/?")
+
+Seconds = Annotated[float | None, Query(ge=0, le=86400, allow_inf_nan=False)]
+
+
+def _base_url(url: str) -> str:
+    """Check a base address, and strip a slash from its end. Raises ValueError."""
+    parts = _BASE_URL.fullmatch(url)
+    if parts is None or int(parts["port"] or 1) not in range(1, 65536):
+        raise ValueError("must be a base address such as http://10.0.0.1:8000")
+    return url.rstrip("/")
+
+
+class NewNode(pydantic.BaseModel):
+    """A node to add."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    url: Annotated[str, pydantic.AfterValidator(_base_url)]
+    role: Role
+    name: Annotated[str, pydantic.Field(pattern=r"^[A-Za-z0-9._:\[\]-]{0,128}$")] = ""
+    """Empty takes the address's host and port."""
+    model: str = ""
+    aliases: tuple[str, ...] = ()
+    weight: Annotated[float, pydantic.Field(gt=0, le=1000, allow_inf_nan=False)] = 1.0
+
+    def node(self) -> Node:
+        """The node for the pool."""
+        name = self.name or urllib.parse.urlsplit(self.url).netloc
+        return Node(name, self.url, self.role, self.model, self.aliases, self.weight)
+
+
+Status = dict[str, object]
+"""A node as the operator sees it, as JSON."""
+
+
+def status(view: NodeView, bars: Bars) -> Status:
+    """One node as it stands."""
+    node = view.node
+    return {
+        "name": node.name,
+        "url": node.url,
+        "role": node.role,
+        "state": view.state,
+        "model": node.model,
+        "aliases": node.aliases,
+        "weight": node.weight,
+        "share": view.share,
+        "active": view.active,
+        "cohort": node.cohort,
+        # What the bytes of its KV cache depend on, by part; "all", which the cohort ends with, is their digest.
+        "fingerprint": dict(node.fingerprint),
+        "reason": view.reason,
+        # A sentence for each node with which it exchanges no tickets, since the two failed the known-answer test.
+        "barred": bars.of(node.name),
+        "capacity": None if node.capacity is None else dataclasses.asdict(node.capacity),
+    }
+
+
+def node_routes(context: AdminContext) -> APIRouter:
+    """The routes; `admin_app` guards them."""
+    routes, pool = APIRouter(), context.pool
+
+    def shown(name: str) -> Status:
+        return status(pool.view(name), pool.bars)
+
+    def drained(name: str, seconds: float | None, after: AfterDrain) -> Status:
+        context.drainer.start(name, context.drain_seconds if seconds is None else seconds, after)
+        return shown(name)
+
+    @routes.get("/nodes")
+    async def list_nodes() -> dict[str, list[Status]]:
+        """Every node as it stands."""
+        now = pool.snapshot()
+        return {"nodes": [status(view, now.bars) for view in now.nodes]}
+
+    @routes.post("/nodes", status_code=201)
+    async def add_node(new: NewNode) -> Status:
+        """Add a node; it serves once its preflight is passed."""
+        node = new.node()
+        pool.add(node)
+        return shown(node.name)
+
+    @routes.get("/nodes/{name}")
+    async def show_node(name: str) -> Status:
+        """One node as it stands."""
+        return shown(name)
+
+    @routes.delete("/nodes/{name}", status_code=202)
+    async def remove_node(name: str, seconds: Seconds = None) -> Status:
+        """Drain the node, then forget it; ``seconds=0`` makes running streams leave at once."""
+        return drained(name, seconds, AfterDrain.REMOVE)
+
+    @routes.post("/nodes/{name}/drain", status_code=202)
+    async def drain_node(name: str, seconds: Seconds = None) -> Status:
+        """No new requests from now on; running ones end or move elsewhere within ``seconds``."""
+        return drained(name, seconds, AfterDrain.KEEP)
+
+    @routes.post("/nodes/{name}/rejoin", status_code=202)
+    async def rejoin_node(name: str) -> Status:
+        """End a drain: the node passes its preflight again, then serves."""
+        context.drainer.stop(name)
+        pool.rejoin(name)
+        return shown(name)
+
+    return routes

@@ -1,0 +1,113 @@
+"""The live page for a browser, and the state that it shows."""
+
+import base64
+import dataclasses
+import hashlib
+import importlib.resources
+import re
+from collections.abc import Mapping
+
+from fastapi import APIRouter, Response
+
+from pdproxy.admin.context import AdminContext, readiness
+from pdproxy.admin.nodes import status
+from pdproxy.observe.labels import Phase
+from pdproxy.orchestration.in_flight import InFlightRequest, LegFailure, Timeline
+
+SHOWN = 50
+"""Requests in flight that are shown one by one; all are counted."""
+_LONGEST_MODEL = 200
+"""Characters of a model's name that are shown: a client can send any."""
+_BARS = (Phase.PLAN, Phase.PREFILL, Phase.HANDOVER, Phase.DECODE)
+
+
+def page_route() -> APIRouter:
+    """The page itself, which holds nothing until its script has fetched the state."""
+    routes = APIRouter()
+    text = importlib.resources.files("pdproxy.admin").joinpath("live.html").read_text(encoding="utf-8")
+    headers = {
+        "content-type": "text/html; charset=utf-8",
+        "content-security-policy": policy(text),
+        "cache-control": "no-cache",
+        "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+    }
+
+    @routes.get("/ui")
+    async def page() -> Response:
+        """For a browser."""
+        return Response(text, headers=headers)
+
+    return routes
+
+
+def state_route(context: AdminContext) -> APIRouter:
+    """The state that the page shows; `admin_app` guards it."""
+    routes = APIRouter()
+
+    @routes.get("/ui/state")
+    async def show_state(response: Response) -> dict[str, object]:
+        """Nodes, requests in flight, cache hits and failures at this moment; times in seconds."""
+        response.headers["cache-control"] = "no-store"
+        return _state(context)
+
+    return routes
+
+
+def _state(context: AdminContext) -> dict[str, object]:
+    now, pool, live = context.clock.now(), context.pool.snapshot(), context.live
+    return {
+        "ready": readiness(context),
+        "nodes": [status(view, pool.bars) for view in pool.nodes],
+        "on_the_way": len(live),
+        "requests": [_request(each) for each in live.newest(SHOWN)],
+        "hits": [{"way": route, **dataclasses.asdict(sums)} for route, sums in live.cache_stats.items()],
+        "failures": [_failure(each, now) for each in live.failures()],
+    }
+
+
+def _request(each: InFlightRequest) -> Mapping[str, object]:
+    request, timeline = each.request, each.timeline
+    return {
+        "id": request.request_id,
+        "endpoint": request.endpoint,
+        "model": request.model[:_LONGEST_MODEL],
+        "prefill": timeline.nodes.get(Phase.PREFILL, ""),
+        "decode": timeline.nodes.get(Phase.HANDOVER, ""),
+        "phase": timeline.now,
+        "seconds": _seconds(timeline),
+    }
+
+
+def _seconds(timeline: Timeline) -> Mapping[str, float]:
+    """By phase; the wait before the plan is apart."""
+    spent = {phase: timeline.so_far(phase) for phase in _BARS}
+    spent[Phase.QUEUE] = timeline.began - timeline.start
+    return {phase.value: round(seconds, 4) for phase, seconds in spent.items()}
+
+
+def _failure(failure: LegFailure, now: float) -> Mapping[str, object]:
+    request = failure.request
+    return {
+        "ago": round(now - failure.at, 1),
+        "id": failure.name,
+        "leg": failure.leg,
+        "node": failure.node,
+        "fault": failure.fault,
+        "step": failure.step,
+        "outcome": "" if request is None else request.outcome or "on_the_way",
+    }
+
+
+def policy(text: str) -> str:
+    """A Content-Security-Policy that allows the page's own style and script, and requests to its own origin."""
+    style, script = (_hash_of(re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)) for tag in ("style", "script"))
+    return (
+        f"default-src 'none'; style-src {style}; script-src {script}; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def _hash_of(elements: list[str]) -> str:
+    (content,) = elements
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

@@ -1,0 +1,88 @@
+"""The circuit breaker of one node: when it is avoided after faults, and how it gets back to its full share. Pure."""
+
+import dataclasses
+import enum
+
+SMALLEST_SHARE = 0.1
+"""Where slow start begins: at 0 a node that came back would never get a request."""
+
+
+class CircuitState(enum.StrEnum):
+    """The three states of a circuit."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CircuitBreakerConfig:
+    """When circuits open and close; times in seconds.
+
+    Attributes:
+        failures: faults in a row that open it, >= 1.
+        cool_down: the first time it stays open; doubles with every failed trial.
+        longest_cool_down: where the doubling ends.
+        slow_start: until a node that came back has its full share; 0 for at once.
+    """
+
+    failures: int = 3
+    cool_down: float = 10.0
+    longest_cool_down: float = 120.0
+    slow_start: float = 30.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CircuitBreaker:
+    """A circuit at one moment. Every event returns the circuit that follows it.
+
+    Attributes:
+        failures: faults in a row, while closed.
+        openings: how often it opened without a calm time (closed and past slow start) in between.
+        changed_at: monotonic seconds of the last change of state.
+    """
+
+    config: CircuitBreakerConfig
+    state: CircuitState = CircuitState.CLOSED
+    failures: int = 0
+    openings: int = 0
+    changed_at: float = float("-inf")
+
+    def failed(self, now: float) -> "CircuitBreaker":
+        """A leg failed by the node's fault. Of no effect while open: that leg began before."""
+        if self.state is CircuitState.OPEN:
+            return self
+        if self.state is CircuitState.HALF_OPEN or self.failures + 1 >= self.config.failures:
+            return self.opened(now)
+        return dataclasses.replace(self, failures=self.failures + 1)
+
+    def succeeded(self, now: float) -> "CircuitBreaker":
+        """A leg succeeded. Of no effect while open: it may have begun long before."""
+        if self.state is CircuitState.HALF_OPEN:
+            return dataclasses.replace(self, state=CircuitState.CLOSED, failures=0, changed_at=now)
+        if self.state is CircuitState.OPEN or not (self.failures or self.openings):
+            return self
+        return dataclasses.replace(self, failures=0, openings=self.openings if self.share(now) < 1.0 else 0)
+
+    def opened(self, now: float) -> "CircuitBreaker":
+        """Open, whatever it was before; the cool-down starts now."""
+        return dataclasses.replace(
+            self, state=CircuitState.OPEN, failures=0, openings=self.openings + 1, changed_at=now
+        )
+
+    def at(self, now: float) -> "CircuitBreaker":
+        """An open circuit is half open after its cool-down."""
+        if self.state is CircuitState.OPEN and now - self.changed_at >= self.cool_down():
+            return dataclasses.replace(self, state=CircuitState.HALF_OPEN, changed_at=now)
+        return self
+
+    def cool_down(self) -> float:
+        """Seconds that it stays open this time."""
+        doublings = min(max(self.openings - 1, 0), 16)
+        return min(self.config.cool_down * 2.0**doublings, max(self.config.longest_cool_down, self.config.cool_down))
+
+    def share(self, now: float) -> float:
+        """The part of the node's weight that may be used now, SMALLEST_SHARE to 1."""
+        if self.state is not CircuitState.CLOSED or self.config.slow_start <= 0:
+            return 1.0
+        return min(1.0, max(SMALLEST_SHARE, (now - self.changed_at) / self.config.slow_start))

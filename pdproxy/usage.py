@@ -1,0 +1,113 @@
+"""Token usage in the shapes of the four endpoints: read, summed over prompts, corrected for the hand-over. Pure.
+
+As vLLM 0.32 writes them: completions and chat have ``prompt_tokens_details.cached_tokens``, messages
+``cache_read_input_tokens`` (not counted in ``input_tokens``), both only with ``--enable-prompt-tokens-details``;
+responses always have ``input_tokens_details.cached_tokens``.
+
+``cached_tokens`` of a decode node shows whether it used its ticket: if it did, all prompt tokens but the last one (the
+last few, with multi-token prediction) count as cached; if not, only what its own cache held.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+from pdproxy.request import Endpoint, Json
+
+SLACK_TOKENS = 8
+"""Prompt tokens that a decode node computes itself even with a good ticket: the last one, more with MTP."""
+_PROMPT_TOKENS = re.compile(rb'"prompt_tokens":\s*(\d+)')
+_COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
+_CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d+)')
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Usage:
+    """Usage as a node reported it, in tokens; None for what it left out."""
+
+    prompt: int | None
+    completion: int | None
+    cached: int | None
+
+    @property
+    def recomputed(self) -> bool:
+        """Of a decode leg with a ticket: whether the node computed the prompt all the same."""
+        return self.prompt is not None and self.cached is not None and self.cached < self.prompt - SLACK_TOKENS
+
+
+def read_usage(usage: object) -> Usage | None:
+    """The ``usage`` of an answer; None where it is missing or has no known shape."""
+    if not isinstance(usage, dict):
+        return None
+    if "prompt_tokens" in usage:
+        prompt, completion = _int(usage["prompt_tokens"]), _int(usage.get("completion_tokens"))
+        return Usage(prompt, completion, _cached(usage.get("prompt_tokens_details")))
+    if "input_tokens" not in usage:
+        return None
+    prompt, completion = _int(usage["input_tokens"]), _int(usage.get("output_tokens"))
+    if "input_tokens_details" in usage:
+        return Usage(prompt, completion, _cached(usage["input_tokens_details"]))
+    read, written = _int(usage.get("cache_read_input_tokens")), _int(usage.get("cache_creation_input_tokens"))
+    return Usage(None if prompt is None else prompt + (read or 0) + (written or 0), completion, read)
+
+
+def read_usage_event(data: bytes) -> Usage | None:
+    """The usage in a stream's event; None without one.
+
+    Completions and chat may report it with every event, so these are not parsed for it. The patterns cannot match
+    inside a JSON string, for its quotes are escaped.
+    """
+    if b'"prompt_tokens":' in data:
+        return Usage(_last(_PROMPT_TOKENS, data), _last(_COMPLETION_TOKENS, data), _last(_CACHED_TOKENS, data))
+    if b'"output_tokens":' not in data:
+        return None
+    try:
+        event = json.loads(data)
+    except ValueError:
+        return None
+    response = event.get("response")  # in the last event of responses; messages have usage at the top level
+    return read_usage(response.get("usage") if isinstance(response, dict) else event.get("usage"))
+
+
+def with_cached_tokens(endpoint: Endpoint, usage: Json, cached_tokens: int) -> dict[str, object]:
+    """A usage object whose cached tokens are those of the prefill node, not what the decode node pulled."""
+    if endpoint is Endpoint.MESSAGES:
+        fresh, read = usage.get("input_tokens"), usage.get("cache_read_input_tokens")
+        if not isinstance(fresh, int):
+            return dict(usage)
+        total = fresh + (read if isinstance(read, int) else 0)
+        return {**usage, "input_tokens": max(0, total - cached_tokens), "cache_read_input_tokens": cached_tokens}
+    key = "input_tokens_details" if endpoint is Endpoint.RESPONSES else "prompt_tokens_details"
+    details = usage.get(key)
+    return {**usage, key: {**(details if isinstance(details, dict) else {}), "cached_tokens": cached_tokens}}
+
+
+def sum_usage(usages: Sequence[Json]) -> dict[str, object]:
+    """Usage over all prompts; details are summed number by number."""
+    total: dict[str, object] = {}
+    for usage in usages:
+        for key, value in usage.items():
+            total[key] = _add(total.get(key), value)
+    return total
+
+
+def _add(left: object, right: object) -> object:
+    if isinstance(right, dict):
+        return sum_usage([left if isinstance(left, dict) else {}, right])
+    if isinstance(left, int) and isinstance(right, int):
+        return left + right
+    return left if right is None else right
+
+
+def _cached(details: object) -> int | None:
+    return _int(details.get("cached_tokens")) if isinstance(details, Mapping) else None
+
+
+def _int(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _last(pattern: re.Pattern[bytes], data: bytes) -> int | None:
+    found = pattern.findall(data)
+    return int(found[-1]) if found else None

@@ -1,0 +1,48 @@
+"""How long a prompt is: an upper bound, and an estimate."""
+
+import pytest
+
+from pdproxy.legs.shape import estimated_prompt_tokens, max_prompt_tokens
+from pdproxy.request import Endpoint, Json
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 4000}}
+ASKED = {"role": "user", "content": [{"type": "text", "text": "x" * 70}, PICTURE]}
+"""4 + 4 + 9 + 70 bytes of words and text."""
+DEEP: list[object] = []
+for _ in range(5000):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "most"),
+    [
+        (Endpoint.COMPLETIONS, {"prompt": "abc"}, 4),
+        (Endpoint.COMPLETIONS, {"prompt": "\u00e9"}, 3),
+        (Endpoint.COMPLETIONS, {"prompt": [1, 2, 3]}, 3),
+        (Endpoint.COMPLETIONS, {"prompt": []}, None),
+        (Endpoint.CHAT, {"messages": []}, None),
+    ],
+)
+def test_a_prompts_length_is_bounded_where_it_can_be(endpoint: Endpoint, body: Json, most: int | None) -> None:
+    assert max_prompt_tokens(endpoint, body) == most
+
+
+@pytest.mark.parametrize(
+    ("body", "about"),
+    [
+        ({"prompt": "a" * 400}, 100),
+        ({"prompt": "a" * 401}, 101),
+        ({"prompt": "\u8a9e" * 400}, 300),
+        ({"prompt": "\ud800"}, 1),
+        ({"prompt": [7] * 33}, 33),
+        ({"prompt": None}, 0),
+        ({"messages": [ASKED], "max_tokens": 9, "user": "y" * 400}, 22),
+        ({"messages": [ASKED], "kv_transfer_params": {"prompt_token_ids": [1] * 1234}}, 1234),
+        ({"messages": [ASKED], "tools": [{"type": "function", "function": {"description": "z" * 390}}]}, 122),
+        ({"system": "s" * 40, "messages": []}, 10),
+        ({"instructions": "i" * 40, "input": "j" * 40}, 20),
+        ({"messages": DEEP}, 0),
+    ],
+)
+def test_a_prompts_length_is_estimated(body: Json, about: int) -> None:
+    assert estimated_prompt_tokens(body) == about

@@ -1,0 +1,117 @@
+"""The pool is kept in step with a source."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator, AsyncIterator
+
+import pytest
+
+from pdproxy.nodes.discovery.source import DiscoverySync, Template
+from pdproxy.nodes.drain import Drainer
+from pdproxy.nodes.node import Node, Role, State
+from pdproxy.nodes.pool import Pool
+from tests.fakes.clock import FakeClock
+from tests.nodes.fake_pool import settle, until
+
+TEMPLATE = Template(Role.DECODE)
+ONE, TWO = TEMPLATE.node("d1", 8000), TEMPLATE.node("d2", 8000)
+
+
+class FakeSource:
+    """A source whose lists a test puts in."""
+
+    place = "a test"
+
+    def __init__(self) -> None:
+        self.shown: asyncio.Queue[tuple[Node, ...]] = asyncio.Queue()
+
+    async def watch(self) -> AsyncGenerator[tuple[Node, ...], None]:
+        while True:
+            yield await self.shown.get()
+
+    async def list(self) -> tuple[Node, ...]:
+        return await self.shown.get()
+
+
+@pytest.fixture
+def pool() -> Pool:
+    return Pool(FakeClock())
+
+
+@pytest.fixture
+async def drainer(pool: Pool) -> AsyncIterator[Drainer]:
+    made = Drainer(pool, FakeClock())
+    yield made
+    await made.aclose()
+
+
+@pytest.fixture
+def sync(pool: Pool, drainer: Drainer) -> DiscoverySync:
+    return DiscoverySync(pool, drainer, FakeSource(), 30)
+
+
+def names(pool: Pool) -> dict[str, State]:
+    return {view.node.name: view.state for view in pool.snapshot().nodes}
+
+
+async def test_nodes_join_and_leave_by_draining(pool: Pool, sync: DiscoverySync) -> None:
+    sync.apply((ONE, TWO))
+    assert names(pool) == {"decode-d1:8000": State.JOINING, "decode-d2:8000": State.JOINING}
+    leg = pool.acquire(TWO.name)
+    sync.apply((ONE,))
+    assert names(pool)[TWO.name] is State.DRAINING
+    leg.release()
+    await until(lambda: TWO.name not in names(pool))
+    assert ONE.name in names(pool)
+
+
+async def test_a_node_that_comes_back_while_it_drains_stays(pool: Pool, sync: DiscoverySync) -> None:
+    sync.apply((ONE,))
+    with pool.acquire(ONE.name):
+        sync.apply(())
+        await settle()
+        sync.apply((ONE,))
+    await settle()
+    assert names(pool) == {ONE.name: State.JOINING}
+    assert not pool.leaving(ONE.name).is_set()
+
+
+async def test_other_settings_make_it_join_again(pool: Pool, sync: DiscoverySync) -> None:
+    sync.apply((ONE,))
+    pool.admit(ONE)
+    sync.apply((ONE,))
+    assert names(pool) == {ONE.name: State.UP}
+    heavy = dataclasses.replace(ONE, weight=3.0)
+    sync.apply((heavy,))
+    assert names(pool) == {ONE.name: State.JOINING}
+    assert pool.configured(ONE.name) == heavy
+
+
+async def test_nodes_of_others_are_left_alone(pool: Pool, sync: DiscoverySync) -> None:
+    pool.add(Node("mine", ONE.url, Role.DECODE))
+    sync.apply((ONE, TWO))
+    assert set(names(pool)) == {"mine", TWO.name}
+    sync.apply(())
+    await until(lambda: set(names(pool)) == {"mine"})
+    assert names(pool)["mine"] is State.JOINING
+
+
+async def test_what_the_operator_removed_stays_removed_until_it_is_found_anew(pool: Pool, sync: DiscoverySync) -> None:
+    sync.apply((ONE,))
+    pool.remove(ONE.name)
+    sync.apply((dataclasses.replace(ONE, weight=2.0),))
+    assert names(pool) == {}
+    sync.apply(())
+    sync.apply((ONE,))
+    assert names(pool) == {ONE.name: State.JOINING}
+
+
+async def test_it_follows_until_it_is_cancelled(pool: Pool, drainer: Drainer) -> None:
+    source = FakeSource()
+    task = asyncio.create_task(DiscoverySync(pool, drainer, source, 30).run())
+    for shown in ((ONE,), (ONE, TWO), ()):
+        source.shown.put_nowait(shown)
+        await until(lambda shown=shown: set(names(pool)) == {node.name for node in shown})  # type: ignore[misc]
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled()

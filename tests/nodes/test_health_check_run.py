@@ -1,0 +1,89 @@
+"""Active health as it runs: when it visits which node."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from pdproxy.errors import Fault
+from pdproxy.nodes.health_check import HealthCheck
+from pdproxy.nodes.node import Role, State
+from pdproxy.nodes.pool import Pool
+from tests.fakes.clock import FakeClock
+from tests.nodes.fake_pool import FakeNodeInfo, FakePoolTransport, settle, until
+from tests.nodes.health import state
+
+
+@asynccontextmanager
+async def running(health: HealthCheck) -> AsyncIterator[None]:
+    task = asyncio.create_task(health.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_it_runs_by_the_clock(
+    pool: Pool, transport: FakePoolTransport, clock: FakeClock, health: HealthCheck
+) -> None:
+    async with running(health):
+        await until(lambda: all(view.state is State.UP for view in pool.snapshot().nodes))
+        transport.nodes["d1"].fault = Fault.REFUSED
+        asked = transport.nodes["d1"].asked
+        for probes in (1, 2, 3):
+            await settle()
+            clock.advance(5)
+            await settle()
+            assert asked.count(("/health", None)) == probes
+        await until(lambda: state(pool, "d1") is State.DOWN)
+
+
+async def test_a_node_that_comes_up_late_is_tried_every_second(
+    pool: Pool, transport: FakePoolTransport, clock: FakeClock, health: HealthCheck
+) -> None:
+    transport.nodes["d1"].fault = Fault.REFUSED
+    async with running(health):
+        await settle()
+        transport.nodes["p1"].asked.clear()
+        transport.nodes["d1"].fault = None
+        clock.advance(1)
+        await settle()
+        assert state(pool, "d1") is State.UP
+        assert ("/health", None) not in transport.nodes["p1"].asked
+
+
+async def test_a_node_added_later_is_visited_at_once(
+    pool: Pool, transport: FakePoolTransport, health: HealthCheck
+) -> None:
+    async with running(health):
+        await until(lambda: state(pool, "p1") is State.UP)
+        transport.nodes["d2"] = FakeNodeInfo(Role.DECODE)
+        pool.add(transport.node("d2"))
+        await until(lambda: state(pool, "d2") is State.UP)
+
+
+async def test_a_slow_node_delays_no_other(
+    pool: Pool, transport: FakePoolTransport, clock: FakeClock, health: HealthCheck
+) -> None:
+    async with running(health):
+        await until(lambda: all(view.state is State.UP for view in pool.snapshot().nodes))
+        transport.nodes["p1"].held.clear()
+        for probes in (1, 2, 3):
+            await settle()
+            clock.advance(5)
+            await settle()
+            assert transport.nodes["d1"].asked.count(("/health", None)) == probes
+        assert transport.nodes["p1"].asked.count(("/health", None)) == 0
+
+
+async def test_a_node_removed_while_it_is_visited_does_no_harm(
+    pool: Pool, transport: FakePoolTransport, health: HealthCheck
+) -> None:
+    async with running(health):
+        transport.nodes["d1"].held.clear()
+        await until(lambda: state(pool, "p1") is State.UP)
+        pool.remove("d1")
+        transport.nodes["d1"].held.set()
+        transport.nodes["d2"] = FakeNodeInfo(Role.DECODE)
+        pool.add(transport.node("d2"))
+        await until(lambda: state(pool, "d2") is State.UP)

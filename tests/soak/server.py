@@ -1,0 +1,70 @@
+"""The proxy's own server in front of a loopback cluster, and a client of it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from pdproxy.clock import SystemClock
+from pdproxy.errors import ClientError
+from pdproxy.intake.admission import Admission, BodyBudget
+from pdproxy.intake.api_app import ApiApp
+from pdproxy.intake.auth import read_keys
+from pdproxy.intake.handler import HandlerConfig, RequestHandler
+from pdproxy.intake.request_context import Receive, Scope, Send
+from pdproxy.observe.metrics import Metrics
+from pdproxy.server.protocol import ConnectionLimits, guarded
+from pdproxy.server.server import Server, bind
+from pdproxy.settings.types import Credential
+from tests.orchestration.loopback_cluster import LoopbackCluster
+from tests.soak.asking import PATIENT
+from tests.soak.caller import Caller
+
+PLACES = 6
+"""Fewer than there are clients: some wait in the queue, and leave it."""
+ROOM = 1 << 20
+"""Bytes for bodies."""
+LIMITS = ConnectionLimits(65536, PATIENT, PATIENT)
+
+
+@contextlib.asynccontextmanager
+async def serving(cluster: LoopbackCluster) -> AsyncIterator[Caller]:
+    """A client of a server that must have nothing left in the end."""
+    registry = CollectorRegistry()
+    server = _server(cluster, Metrics(registry))
+    serving = asyncio.create_task(server.serve(sockets=[server.bound]))
+    try:
+        with contextlib.closing(Caller(server.bound.getsockname()[1])) as caller:
+            yield caller
+    finally:
+        server.should_exit = True
+        await serving
+    assert not server.server_state.connections
+    assert not server.server_state.tasks
+    assert registry.get_sample_value("pdproxy_requests_active") == 0
+    assert registry.get_sample_value("pdproxy_requests_queued") == 0
+    assert registry.get_sample_value("pdproxy_body_bytes") == 0
+
+
+def _server(cluster: LoopbackCluster, metrics: Metrics) -> Server:
+    admission = Admission(PLACES, queue=1000, queue_seconds=PATIENT, metrics=metrics)
+    rules = HandlerConfig(1 << 20, PATIENT, PATIENT, Credential.PASS, own="")
+    service = RequestHandler(
+        read_keys(None), admission, BodyBudget(ROOM, metrics), cluster.orchestrator, cluster.pool, SystemClock(), rules
+    )
+    config = uvicorn.Config(
+        ApiApp(service, _no_operators),
+        http=guarded(LIMITS),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=int(PATIENT),
+    )
+    return Server(config, bind("127.0.0.1", 0, "listen.port"))
+
+
+async def _no_operators(scope: Scope, receive: Receive, send: Send) -> None:
+    raise ClientError(404, "No operators' endpoints here.")
