@@ -1,4 +1,4 @@
-"""vLLM's own parser takes the command lines of nodes that compose.yaml, the chart and the README have."""
+"""vLLM's own parser takes the command lines of nodes that compose.yaml, the chart and docs/install.md have."""
 
 import re
 import shlex
@@ -77,8 +77,8 @@ def test_the_charts_command(parse: Parse, helm: Engine, values: str) -> None:
         assert_reuses(said)
 
 
-def test_the_readmes_command(parse: Parse) -> None:
-    [command] = re.findall(r"vllm serve (.*?\}')", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_the_documented_command(parse: Parse) -> None:
+    [command] = re.findall(r"vllm serve (.*?\}')", (ROOT / "docs" / "install.md").read_text(), re.DOTALL)
     said = parse(shlex.split(command.replace("\\\n", " ")))
     assert said.kv_transfer_config.kv_role == "kv_producer"
     assert_reuses(said)

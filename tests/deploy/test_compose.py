@@ -153,8 +153,8 @@ def test_the_example_has_every_knob_with_its_default_and_no_other() -> None:
     assert {name: explained[name] for name in defaults} == defaults
 
 
-def test_the_readme_names_the_ports_that_are_opened() -> None:
-    said = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_documentation_names_the_ports_that_are_opened() -> None:
+    said = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     every = {name: service for profile in PROFILES for name, service in resolved(profile).items()}
     proxy, cpu, prefill = every["proxy"]["environment"], every["cpu-proxy"]["ports"], every["prefill"]["environment"]
     opened = {

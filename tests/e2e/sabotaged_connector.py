@@ -1,8 +1,8 @@
 """Our connector with a saboteur in it: it spoils a read or strikes the other node at an exact moment, when ordered to.
 
-A node loads this module in the place of `connector.nixl_connector`. The test leaves its orders in a file that the node's
-environment names; each order is carried out once, at the next read that comes to its moment, and noted in a second
-file, so that a test can tell that it happened. Without orders a node is as always.
+A node loads this module in the place of `connector.nixl_connector`. The test leaves its orders in a file that the
+node's environment names; each order is carried out once, at the next read that comes to its moment, and noted in a
+second file, so that a test can tell that it happened. Without orders a node is as always.
 """
 
 import json

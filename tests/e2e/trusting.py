@@ -1,7 +1,7 @@
 """Our connector with the comparison of fingerprints switched off: it reads from nodes that mean something else.
 
-A node loads this module in the place of `connector.nixl_connector`, so that a test can show what is caught when the fingerprint
-is not compared, or does not list a difference. Everything else is as always.
+A node loads this module in the place of `connector.nixl_connector`, so that a test can show what is caught
+when the fingerprint is not compared, or does not list a difference. Everything else is as always.
 """
 
 import json
