@@ -1,19 +1,18 @@
-"""Where bytes go the moment they come: what the ways in from nodes and out to clients have in common.
+"""The callback that takes pieces of a stream from a node's connection straight to a client's.
 
-Most pieces of a stream need nobody's decision. Handed on within the callback that brought them, they cost no task
-switch and no chain of coroutines.
+Most pieces of a stream need no decision. Passed on within the callback that brought them, they cost no task switch and
+no chain of coroutines.
 """
 
 from collections.abc import Callable
 
 Sink = Callable[[bytes], bool]
-"""Takes a piece, always. False: hand on no more, the piece or the moment asks for a decision.
+"""Takes a piece, always. It returns False when no more is to be passed on: the piece or the moment needs a decision.
 
-What it raises is a bug: it ends the exchange that brought the piece, and comes to whoever waits for it."""
+What it raises is a bug: it ends the exchange that brought the piece, and is raised where the exchange is awaited."""
 
 EXTENSION = "pdproxy.http.sink"
-"""The ASGI extension in which the server offers as ``sink`` a `Sink` for pieces of a response's body, its head being
-out.
+"""The ASGI extension whose ``sink`` is a `Sink` for pieces of a response's body, once the head is out.
 
-It says False where the client does not keep up, or has gone: then ASGI's own ``send`` knows how to wait.
+It returns False where the client does not keep up, or has disconnected: then use ASGI's ``send``, which waits.
 """
