@@ -1,5 +1,6 @@
 """From what somebody wrote to what a setting is, and what is said when it cannot be one."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ AT_LEAST_1024 = Field(ge=1024)
 PLAIN = Field()
 
 
+@cache
 def section(kind: Any, bounds: FieldInfo) -> type[Section]:
-    """A section with one setting, ``x``."""
+    """A section with one setting, ``x``; pydantic searches all loaded modules to make it."""
     made: type[Section] = create_model("Sample", __base__=Section, x=(kind, bounds))
     return made
 
