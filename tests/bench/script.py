@@ -50,7 +50,7 @@ def prompt_of(path: str, asked: dict[str, Any]) -> object:
 
 def expected(line: Line) -> str:
     """The text that the fake model generates."""
-    return "".join(step.text for step in ParsedRequest.of(line.path, body(line), 1).spoken(0))
+    return "".join(step.text for step in ParsedRequest.of(line.path, body(line), 1).steps(0))
 
 
 def flaw(line: Line, wanted: str, status: int, answer: bytes) -> str | None:
