@@ -27,8 +27,10 @@ lint: env ## format, style, types, import contracts
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
+# Three workers for two cores: many tests wait for processes and timeouts. Worksteal gives each a row of neighbours, which
+# share what a module or a session makes once.
 unit: env ## tests without engines (a minute on two cores)
-	$(RUN) -m pytest -n 2 --dist worksteal -m "not e2e and not long" --ignore=tests/soak --ignore=tests/e2e
+	$(RUN) -m pytest -n 3 --dist worksteal -m "not e2e and not long" --ignore=tests/soak --ignore=tests/e2e
 
 soak: env ## mixed load under random kills on fake nodes (two minutes; 15 in test-long)
 	SOAK_SECONDS=120 $(RUN) -m pytest tests/soak

@@ -45,9 +45,6 @@ NO_RETRY_USED = frozenset({Fault.REFUSED})
 RELEASE_RETRIES = 1
 """How often one release may be tried again."""
 
-FINAL_STEPS = frozenset({Step.ANSWER, Step.FAIL, Step.ERROR_EVENT, Step.LEASE_END})
-"""The steps that end the request."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FailureRow:

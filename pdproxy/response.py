@@ -51,11 +51,7 @@ class ResponseStream(abc.ABC):
 
     @abc.abstractmethod
     async def _advance(self) -> bytes:
-        """The next bytes; may be empty.
-
-        Raises:
-            StopAsyncIteration: the body is complete.
-        """
+        """The next bytes, which may be none; `StopAsyncIteration` when the body is complete."""
 
     @abc.abstractmethod
     async def aclose(self) -> None:

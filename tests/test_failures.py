@@ -8,7 +8,6 @@ import pytest
 from pdproxy.errors import Fault
 from pdproxy.failures import (
     FAILURE_TABLE,
-    FINAL_STEPS,
     LEG_BLAME,
     NOT_CONTINUABLE,
     PROBE_BLAME,
@@ -25,6 +24,8 @@ from pdproxy.legs.shape import OUTPUT_RULES
 from pdproxy.observe.labels import Leg
 from pdproxy.request import NotContinuableReason
 from pdproxy.settings.types import OnPrefillFailure
+
+FINAL_STEPS = {Step.ANSWER, Step.FAIL, Step.ERROR_EVENT, Step.LEASE_END}
 
 NOTHING = RetryOptions(OnPrefillFailure.FAIL, retries=0, ticket_works=False, migrations=0, continuable=False)
 

@@ -12,6 +12,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from connector.leases import LeaseEnd
+from connector.metadata import ReadOutcome
 from connector.stats import COUNTERS, GAUGES, HISTOGRAMS
 from connector.ticket_fields import RefusalReason
 from pdproxy.intake.admission import Rejection
@@ -117,7 +118,7 @@ def test_every_query_asks_for_metrics_and_labels_that_exist(expression: str, leg
         assert base in known, each.metric
         assert each.metric == base or known[base] == "histogram"
         used = {matcher.label for matcher in each.matchers} | grouping(expression) | legend_labels(legend)
-        assert used <= labels_of(each.metric)
+        assert used <= labels_of(each.metric) | (OF_TARGETS if each.metric.startswith(CONNECTOR) else set())
     if re.match(r"(sum|min|max|avg|count)\b", expression):
         assert legend_labels(legend) <= grouping(expression)
 
@@ -132,6 +133,7 @@ VALUES: Mapping[tuple[str, str], Iterable[str]] = {
     ("pdproxy_task_failures_total", "task"): Task,
     ("pdproxy_phase_seconds_bucket", "phase"): Phase,
     ("pdproxy_connector_leases_ended_total", "how"): LeaseEnd,
+    ("pdproxy_connector_reads_total", "outcome"): ReadOutcome,
     ("pdproxy_connector_refused_total", "reason"): RefusalReason,
 }
 """What labels are set to, as far as queries pick by them and the alerts' tests set them."""

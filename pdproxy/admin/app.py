@@ -15,8 +15,6 @@ from pdproxy.admin.page import page_route, state_route
 from pdproxy.errors import ClientError
 from pdproxy.nodes.pool import DuplicateNode, UnknownNode
 
-_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
-
 
 def admin_app(context: AdminContext) -> FastAPI:
     """Health, readiness, metrics and the empty page for everyone on this port; nodes and requests for the operator."""
@@ -67,7 +65,7 @@ def require_operator(token: str | None) -> Callable[[Request], Awaitable[None]]:
                 code="admin_token_needed",
                 headers=(("www-authenticate", "Bearer"),),
             )
-        if request.method not in _SAFE and _is_foreign(request):
+        if request.method not in ("GET", "HEAD", "OPTIONS") and _is_foreign(request):
             raise ClientError(403, "A page of another origin may not change nodes.", code="foreign_origin")
 
     return check

@@ -45,13 +45,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Proxy:
-    """A running proxy.
-
-    Attributes:
-        clients: the ASGI application for clients.
-        operators: the ASGI application for operators.
-        leaving: to be set when the shutdown begins.
-    """
+    """A running proxy: the ASGI applications of both ports; ``leaving`` is to be set when the shutdown begins."""
 
     clients: AsgiApp
     operators: AsgiApp
@@ -183,10 +177,7 @@ class TaskSupervisor:
 
     It is not taken as the end of the proxy: what ends such a task is most likely something odd that a node or an API
     sent, which would be sent again after a restart too. Meanwhile running streams and the other nodes are fine, and the
-    circuits go on judging nodes by their legs.
-
-    Args:
-        pause: in seconds.
+    circuits go on judging nodes by their legs. ``pause``: in seconds.
     """
 
     def __init__(self, clock: Clock, metrics: Metrics, pause: float = 1.0) -> None:

@@ -29,12 +29,7 @@ _COLUMNS = ("NODE", "ROLE", "MODEL", "COHORT", "TOKENS", "SEQUENCES", "LONGEST",
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """The result of a check.
-
-    Attributes:
-        rows: one for each node.
-        empty_sources: a sentence for each source that listed no node.
-    """
+    """The result of a check: a row for each node, and a sentence for each source that listed none."""
 
     rows: Sequence[CheckRow]
     empty_sources: Sequence[str]

@@ -55,8 +55,7 @@ _LISTED = (State.UP, State.PROBING, State.DOWN, State.DRAINING)
 class ApiApp:
     """Routes requests by path and method.
 
-    Args:
-        operator: the ASGI application that answers /health, /ready and /metrics.
+    ``operator``: the ASGI application that answers /health, /ready and /metrics.
     """
 
     def __init__(self, handler: RequestHandler, operator: AsgiApp) -> None:

@@ -76,7 +76,7 @@ def read_keys(path: Path | None) -> ApiKeys:
     by_digest = dict(parse_key_lines(lines))
     if not by_digest:
         raise SettingsError(
-            f"keys.file: {path} holds no key: nobody could come in. Leave the setting out to let all in."
+            f"keys.file: {path} holds no key: every request would be refused. Leave the setting out to accept all."
         )
     return ApiKeys(by_digest)
 

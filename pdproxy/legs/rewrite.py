@@ -99,9 +99,6 @@ def continuation_body(endpoint: Endpoint, body: Json, continuation: Continuation
     Completions take token ids as their prompt; chat takes them in ``kv_transfer_params.prompt_token_ids``, which
     `prefill_body` and `decode_body` keep. A seed is advanced, so that the same random numbers are not drawn again.
     Where the client has a part of a token's text, a grammar makes a sampled continuation begin with that text.
-
-    Raises:
-        ValueError: for an endpoint whose streams cannot be continued.
     """
     if endpoint not in (Endpoint.COMPLETIONS, Endpoint.CHAT):
         raise ValueError(f"a stream of {endpoint} cannot be continued")

@@ -21,8 +21,7 @@ class AfterDrain(enum.Enum):
 class Drainer:
     """Owns the tasks that watch over drains; `aclose` ends them.
 
-    Args:
-        grace: seconds for streams to move elsewhere after the deadline.
+    ``grace``: seconds for streams to move elsewhere after the deadline.
     """
 
     def __init__(self, pool: Pool, clock: Clock, grace: float = 30.0) -> None:

@@ -22,12 +22,9 @@ LONGEST_DELAY = 600.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unpassed:
-    """Tests in a row that were not passed.
+    """Tests in a row that were not passed: the last one's result in a sentence, and how many they are.
 
-    Attributes:
-        why: the result of the last one, a sentence.
-        times: how many.
-        due: monotonic seconds from which the test may be repeated.
+    ``due``: monotonic seconds from which the test may be repeated.
     """
 
     why: str

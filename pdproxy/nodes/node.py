@@ -131,12 +131,7 @@ class NodeView:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bars:
-    """Which nodes of one cohort exchange no tickets all the same, each with a sentence that says why.
-
-    Attributes:
-        pairs: by the names of prefill and decode node.
-        nodes: by name: nodes that exchange none with any other.
-    """
+    """Why nodes of one cohort exchange no tickets: pairs by the names of prefill and decode node, nodes by name."""
 
     pairs: Mapping[tuple[str, str], str] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
     nodes: Mapping[str, str] = dataclasses.field(default_factory=lambda: MappingProxyType({}))

@@ -31,11 +31,7 @@ async def exchange(transport: Transport, request: HttpRequest, timeouts: Timeout
 
 
 class Preflight:
-    """Reads what a node publishes.
-
-    Args:
-        headers: of each request, such as a credential.
-    """
+    """Reads what a node publishes. ``headers``: of each request, such as a credential."""
 
     def __init__(self, transport: Transport, headers: Headers = ()) -> None:
         self._transport = transport

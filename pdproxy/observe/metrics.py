@@ -41,7 +41,7 @@ class Metrics:
         self._active = gauge("pdproxy_requests_active", "Requests that run now.")
         self._queued = gauge("pdproxy_requests_queued", "Requests that wait for a place now.")
         self._bodies = gauge("pdproxy_body_bytes", "Bytes of request bodies that are held now.")
-        self._rejected = counter("pdproxy_rejected_total", "Requests turned away at the door.", ["reason"])
+        self._rejected = counter("pdproxy_rejected_total", "Requests rejected before they ran.", ["reason"])
         self._tokens = counter("pdproxy_tokens_total", "Tokens, as nodes report them.", ["kind"])
         self._prefill_tokens = gauge(
             "pdproxy_prefill_pending_tokens_estimate",
@@ -109,7 +109,7 @@ class Metrics:
         self._recomputed.inc()
 
     def released(self, outcome: Attempt) -> None:
-        """Count a hand-over that the proxy told its node to free."""
+        """Count a hand-over that the proxy released."""
         self._releases.labels(outcome).inc()
 
     def watch_requests(self, active: Callable[[], float], queued: Callable[[], float]) -> None:

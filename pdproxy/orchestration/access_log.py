@@ -14,7 +14,7 @@ from pdproxy.orchestration.resources import BackgroundTasks, HandOver
 from pdproxy.request import ClientRequest, SubRequest
 from pdproxy.usage import Usage
 
-_log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 _LONGEST_MODEL = 200
 """Characters of a model's name that a log line shows: a client can send any."""
 
@@ -42,7 +42,7 @@ class RequestLog:
         nodes = {"prefill_node": timeline.nodes.get(Phase.PREFILL), "decode_node": timeline.nodes.get(Phase.HANDOVER)}
         facts = {"endpoint": request.endpoint.value, "model": request.model[:_LONGEST_MODEL]}
         facts |= {field: node for field, node in nodes.items() if node is not None}
-        request_ended(_log, outcome, request.request_id, timeline.took, facts)
+        request_ended(_LOG, outcome, request.request_id, timeline.took, facts)
 
 
 def outcome_of(error: BaseException, left: Callable[[], bool]) -> Outcome:
@@ -92,6 +92,6 @@ def record_usage(
     if hand_over is None or route is not Route.RECOMPUTED:
         return False
     context.metrics.recomputed()
-    _log.warning("request %s: the decode node computed the prompt again", sub_request.name)
+    _LOG.warning("request %s: the decode node computed the prompt again", sub_request.name)
     background_tasks.release(hand_over.node, sub_request.request.model, hand_over.hand_over_id, sub_request.headers)
     return True

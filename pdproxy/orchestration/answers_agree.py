@@ -91,9 +91,7 @@ class Distance:
 class Comparison:
     """An answer after a hand-over beside the two that the decode node gave alone.
 
-    Attributes:
-        distance: to the nearer of them.
-        spread: between them, in nats.
+    ``distance`` is to the nearer of them, ``spread`` the distance between them, in nats.
     """
 
     distance: Distance

@@ -57,11 +57,7 @@ class UsageEventFilter:
 class DecodeStream:
     """The stream of one decode leg. A fault in the middle of a piece is raised only after what stood before it.
 
-    Args:
-        response: the leg's; the caller closes it.
-        transcript: what the client has; it outlives the leg.
-        ticketed: whether the leg has a ticket.
-        usage_filter: where only we asked for the usage event.
+    ``usage_filter`` is given where only we asked for the usage event. The caller closes ``response``.
     """
 
     def __init__(

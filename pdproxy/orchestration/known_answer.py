@@ -60,7 +60,6 @@ CALL_TIMEOUTS = Timeouts(connect=5.0, headers=20.0, stall=20.0, whole=30.0)
 _WARM_UP_IDS = (1, 2, 3, 4)
 """Token ids that any vocabulary has; the prefill node drops the last one, so there must be several."""
 _LOGGED_BYTES = 300
-"""Of an error's body."""
 
 
 class Unanswered(PdproxyError):

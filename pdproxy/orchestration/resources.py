@@ -17,7 +17,7 @@ from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.request import Headers, SubRequest
 from pdproxy.transport.port import HttpResponse
 
-_log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class BackgroundTasks:
             outcome = Attempt.SUCCEEDED
         except NodeFault as fault:
             self._context.metrics.leg_failed(Leg.RELEASE, fault.fault)
-            _log.warning("release of %s on %s failed: %s", hand_over_id, node.name, fault.fault)
+            _LOG.warning("release of %s on %s failed: %s", hand_over_id, node.name, fault.fault)
         finally:
             self._context.metrics.released(outcome)
 

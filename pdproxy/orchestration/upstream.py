@@ -26,7 +26,7 @@ from pdproxy.request import Addition, Endpoint, Json, LocalReason, SubRequest
 from pdproxy.transport.port import HttpResponse
 from pdproxy.usage import Usage
 
-_log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
@@ -197,7 +197,7 @@ class UpstreamRequest:
         """Count and log a failed leg; a fault that our own deadline made does not count against the node."""
         self._context.metrics.leg_failed(leg, fault.fault)
         level = logging.INFO if fault.fault is Fault.CLIENT_ERROR else logging.WARNING
-        _log.log(level, "request %s: %s leg on %s: %s: %s", self.sub_request.name, leg, node, fault.fault, fault.detail)
+        _LOG.log(level, "request %s: %s leg on %s: %s: %s", self.sub_request.name, leg, node, fault.fault, fault.detail)
         if not self.deadline_passed:
             self._fault_reporter.failed(leg, node, fault.fault)
 

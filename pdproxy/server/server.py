@@ -52,8 +52,7 @@ def bind(host: str, port: int, setting: str) -> socket.socket:
 async def serve(ports: Sequence[Server], leaving: asyncio.Event) -> None:
     """Serve until a signal (SIGTERM, SIGINT) or until a port ends; running requests get their time to finish.
 
-    Args:
-        leaving: set when the shutdown begins, so that /ready shows it.
+    ``leaving``: set when the shutdown begins, so that /ready shows it.
     """
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -18,13 +18,7 @@ SHORT = {"listen.host": "--host", "listen.port": "--port", "listen.admin_port": 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting.
-
-    Attributes:
-        section: its section's name, "" for a field of a node.
-        name: its own name.
-        field: its type, bounds, default and description.
-    """
+    """One setting: its section's name ("" for a field of a node), its own, and its type, bounds and default."""
 
     section: str
     name: str
@@ -98,8 +92,7 @@ def _bound(field: FieldInfo, name: str) -> object:
 def did_you_mean(word: str, known: Mapping[str, str], otherwise: str = "") -> str:
     """Such as " Did you mean x?", or `otherwise` when no known name resembles the word.
 
-    Args:
-        known: what to suggest, by the name that the word is compared with.
+    ``known``: what to suggest, by the name that the word is compared with.
     """
     compared = {name.lower(): meant for name, meant in known.items()}
     near = difflib.get_close_matches(word.lower(), compared, n=1, cutoff=0.6)

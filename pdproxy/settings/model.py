@@ -82,7 +82,7 @@ class Discovery(Section):
     decode_name: types.Text = ""
     """For `dns`: the name of the decode nodes."""
     dns_port: types.Port = 0
-    """For `dns`: the nodes' port; 0 looks SRV records up, which say it."""
+    """For `dns`: the nodes' port; 0 takes it from SRV records."""
     dns_interval: types.Seconds = Field(default=10.0, gt=0)
     """Between two look-ups of a name."""
     prefill_selector: types.Text = ""
@@ -94,7 +94,7 @@ class Discovery(Section):
     port_name: types.Text = ""
     """For `kubernetes`: the name of the nodes' port; empty is the first one."""
     api: types.OptionalAddress = ""
-    """For `kubernetes`: address of the API server; empty takes the one the pod is told."""
+    """For `kubernetes`: address of the API server; empty takes the one of the pod's environment."""
 
     @property
     def wanted(self) -> bool:
@@ -207,8 +207,7 @@ class Health(Section):
     slow_start: types.Seconds = Field(default=30.0, ge=0)
     """Over which a node that came back gets its full share."""
     first_hand_over: types.FirstHandOver = types.FirstHandOver.KNOWN_ANSWER
-    """What nodes hand over before they serve: `known_answer` compares the answer with what the decode node says alone,
-    and keeps pairs apart that fail; `warm_up` only makes the handshake."""
+    """Test before a node serves: `known_answer` compares answers and bars pairs that fail; `warm_up` compares none."""
 
 
 class Keys(Section):

@@ -64,11 +64,7 @@ class YamlSource(InitSettingsSource):
 
 
 class EnvironmentSource(EnvSettingsSource):
-    """The variables that begin with ``PDPROXY_``.
-
-    Attributes:
-        faults: a sentence for each variable that names no setting.
-    """
+    """The variables that begin with ``PDPROXY_``. ``faults``: a sentence for each variable that names no setting."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         super().__init__(

@@ -115,8 +115,7 @@ our request. Servers' timers are longer than this; a connection that was lost so
 class H1Transport:
     """Pooled keep-alive connections; no redirects, no proxies, no cookies.
 
-    Args:
-        ssl_context: for https nodes; True uses the system's authorities.
+    ``ssl_context``: for https nodes; True uses the system's authorities.
     """
 
     def __init__(self, clock: Clock, ssl_context: ssl.SSLContext | Literal[True] = True) -> None:

@@ -16,9 +16,7 @@ class Watchdog:
 
     The timer is not moved at each `watch`: when it fires it checks whether the time has come, and is set again if not.
     So a stream of thousands of pieces sets a handful of timers.
-
-    Attributes:
-        latest: when it calls ``on_timeout`` at the latest, in the loop's time.
+    ``latest``: when it calls ``on_timeout`` at the latest, in the loop's time.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_timeout: Callable[[], None]) -> None:

@@ -110,7 +110,7 @@ async def load(port: int, line: Line, requests: int, streams: int) -> Loaded:
     """Ask ``requests`` times over ``streams`` connections.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: the connection was refused.
         TimeoutError: it took beyond all reason.
     """
     plan, loaded, began = Plan(line, expected(line), request(line), requests), Loaded(), time.perf_counter()

@@ -63,7 +63,7 @@ class Pacer:
 
 
 class Book:
-    """What the node says; each answer is made once."""
+    """The node's answers; each is made once."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[object, ...], Played] = {}

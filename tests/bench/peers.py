@@ -52,7 +52,7 @@ def make_environment(venv: Path = BENCH_VENV) -> None:
     """Install the other router, once.
 
     Raises:
-        BootstrapError: it cannot be installed; the message says what pip said.
+        BootstrapError: it cannot be installed; the message has pip's output.
     """
     plan, pins = Plan(ROOT, venv), PINS.read_text(encoding="utf-8")
     stamp = venv / STAMP

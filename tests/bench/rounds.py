@@ -22,7 +22,7 @@ SETTLE_SECONDS = 0.3
 
 
 class BenchError(Exception):
-    """No figures came of it; the message says why."""
+    """There are no figures; the message says why."""
 
 
 class Effort(NamedTuple):
@@ -103,11 +103,13 @@ def _await_ready(supervisor: Supervisor, peer: Running) -> None:
         supervisor.require_all_alive()
         try:
             loaded = _load(peer.port, Line.COMPLETIONS, 1, 1)
-            said = "; ".join(loaded.flaws)
+            reason = "; ".join(loaded.flaws)
         except BenchError as error:
-            loaded, said = Loaded(), str(error)
+            loaded, reason = Loaded(), str(error)
         if loaded.complete == 1:
             return
         if time.monotonic() > until:
-            raise BenchError(f"{peer.name} was not ready within {READY_SECONDS:g} s: {said}\n{peer.part.last_lines()}")
+            raise BenchError(
+                f"{peer.name} was not ready within {READY_SECONDS:g} s: {reason}\n{peer.part.last_lines()}"
+            )
         time.sleep(0.5)

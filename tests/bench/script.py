@@ -50,7 +50,7 @@ def prompt_of(path: str, asked: dict[str, Any]) -> object:
 
 def expected(line: Line) -> str:
     """The text that the fake model generates."""
-    return "".join(said.text for said in ParsedRequest.of(line.path, body(line), 1).spoken(0))
+    return "".join(step.text for step in ParsedRequest.of(line.path, body(line), 1).steps(0))
 
 
 def flaw(line: Line, wanted: str, status: int, answer: bytes) -> str | None:
@@ -62,12 +62,12 @@ def flaw(line: Line, wanted: str, status: int, answer: bytes) -> str | None:
     if status != 200:
         return f"status {status}: {answer[:200]!r}"
     try:
-        said = _streamed(answer) if line.streamed else _texts(json.loads(answer))
+        texts = _streamed(answer) if line.streamed else _texts(json.loads(answer))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         return f"{type(error).__name__}: {error} in {answer[:200]!r}"
-    if line.streamed and len(said) != TOKENS:
-        return f"{len(said)} tokens"
-    return None if "".join(said) == wanted else f"another text: {''.join(said)[:200]!r}"
+    if line.streamed and len(texts) != TOKENS:
+        return f"{len(texts)} tokens"
+    return None if "".join(texts) == wanted else f"another text: {''.join(texts)[:200]!r}"
 
 
 def _streamed(answer: bytes) -> list[str]:

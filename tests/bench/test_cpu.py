@@ -14,7 +14,7 @@ def test_a_name_may_hold_parentheses_and_spaces() -> None:
     assert read_stat(LINE) == Stat(pid=42, parent=7, ticks=11 + 22 + 33 + 44)
 
 
-def test_descendants_count_in_whatever_order_they_stand_and_others_do_not() -> None:
+def test_descendants_count_in_any_order_and_other_processes_do_not() -> None:
     stats = [Stat(4, 3, 1000), Stat(3, 2, 100), Stat(2, 1, 10), Stat(9, 1, 7), Stat(1, 0, 1)]
     assert ticks_of_tree(stats, 2) == 1110
     assert ticks_of_tree(stats, 1) == 1118
@@ -24,13 +24,13 @@ def test_a_process_that_is_gone_has_used_nothing() -> None:
     assert ticks_of_tree([Stat(2, 1, 10)], 5) == 0
 
 
-def test_what_a_child_burned_still_counts_when_it_has_ended() -> None:
+def test_the_cpu_time_of_an_ended_child_counts() -> None:
     before = seconds_of_tree(os.getpid())
     subprocess.run([sys.executable, "-c", BURN], check=True)
     assert seconds_of_tree(os.getpid()) - before >= 0.15
 
 
-def test_what_a_child_burns_counts_while_it_runs() -> None:
+def test_the_cpu_time_of_a_running_child_counts() -> None:
     before = seconds_of_tree(os.getpid())
     then_wait = f"{BURN}\nprint(flush=True)\ninput()"
     with subprocess.Popen([sys.executable, "-c", then_wait], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:

@@ -29,6 +29,6 @@ def test_the_table_has_a_row_for_each_line_and_peer() -> None:
     assert rows[5] == "| completions, whole | theirs | 4.00 | 4.00 | 1.00x | 1.0 |"
 
 
-def test_no_figures_are_no_zero() -> None:
+def test_missing_figures_are_not_shown_as_zero() -> None:
     with pytest.raises(ValueError, match="no figures of theirs"):
         summed(FIGURES[:3], Line.COMPLETIONS, "theirs")

@@ -16,7 +16,7 @@ WITHIN_S = 500.0
 
 
 class BuildError(Exception):
-    """A line failed; the message holds it and what it said."""
+    """A line failed; the message has the line and its stderr."""
 
 
 def build(dockerfile: Path, folder: Path) -> Path:
@@ -33,14 +33,14 @@ def build(dockerfile: Path, folder: Path) -> Path:
             case "WORKDIR" | "ENV":
                 pass
             case _:
-                raise BuildError(f"who knows what {line.word} does?")
-    [made] = [folder / place.rpartition("/")[2] for place in MADE if place in str(stage.all("RUN"))]
+                raise BuildError(f"no test builds {line.word} lines")
+    [made] = [folder / path.rpartition("/")[2] for path in MADE if path in str(stage.all("RUN"))]
     return made
 
 
 def _moved(line: str, folder: Path) -> str:
-    for place in MADE:
-        line = line.replace(place, str(folder / place.rpartition("/")[2]))
+    for path in MADE:
+        line = line.replace(path, str(folder / path.rpartition("/")[2]))
     return line
 
 
@@ -55,9 +55,9 @@ def _copy(rest: str, target: Path) -> None:
         if (ROOT / source).is_dir():
             shutil.copytree(ROOT / source, target / to, ignore=shutil.ignore_patterns("__pycache__"))
         else:
-            place = target / to / Path(source).name if to.endswith("/") else target / to
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / source, place)
+            path = target / to / Path(source).name if to.endswith("/") else target / to
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / source, path)
 
 
 def _run(line: str, cwd: Path, environment: dict[str, str]) -> None:

@@ -35,11 +35,11 @@ def container(name: str, service: Service, base: Mapping[str, str]) -> Container
     """A service's container; `base` is the environment of the base image."""
     image = stages(ROOT / service["build"]["dockerfile"])[-1]
     needs = service.get("depends_on", {})
-    said = {name: str(value) for name, value in service.get("environment", {}).items() if value is not None}
+    given = {name: str(value) for name, value in service.get("environment", {}).items() if value is not None}
     return Container(
         name,
         (*image.listed("ENTRYPOINT"), *(service.get("command") or image.listed("CMD"))),
-        {**image.environment(base), **said},
+        {**image.environment(base), **given},
         image.health(),
         frozenset(needs),
         frozenset(other for other, needed in needs.items() if needed["condition"] != "service_started"),

@@ -55,15 +55,15 @@ class Stage:
         return reduce(lambda known, pair: {**known, pair[0]: _filled(pair[1], known)}, pairs, dict(base))
 
     def labels(self) -> dict[str, str]:
-        """What LABEL lines say."""
+        """The labels that LABEL lines set."""
         return dict(re.findall(r'([\w.]+)="([^"]*)"', " ".join(self.all("LABEL"))))
 
     def health(self) -> Health:
-        """The health check, which must say all its times. Raises ValueError where it does not."""
+        """The health check. Raises ValueError where it leaves a time to its default."""
         options, _, command = self.all("HEALTHCHECK")[-1].partition(" CMD ")
-        said = dict(re.findall(r"--([\w-]+)=(\S+)", options))
-        interval, timeout, start = (seconds(said[name]) for name in ("interval", "timeout", "start-period"))
-        return Health(tuple(json.loads(command)), interval, timeout, start, int(said["retries"]))
+        given = dict(re.findall(r"--([\w-]+)=(\S+)", options))
+        interval, timeout, start = (seconds(given[name]) for name in ("interval", "timeout", "start-period"))
+        return Health(tuple(json.loads(command)), interval, timeout, start, int(given["retries"]))
 
 
 def stages(path: Path) -> list[Stage]:

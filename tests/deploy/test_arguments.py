@@ -24,24 +24,24 @@ def parse() -> Parse:
     return lambda words: Namespace(**vars(parser.parse_args(words)))
 
 
-def assert_reuses(said: Namespace) -> None:
-    """The mamba cache's mode is left to vLLM, which makes it `align` where there are mamba layers; told so without any,
-    a node dies of its first request."""
-    assert (said.enable_prefix_caching, said.enable_prompt_tokens_details) == (True, True)
-    assert said.mamba_cache_mode == "none"
+def assert_reuses(options: Namespace) -> None:
+    """The mamba cache's mode is left to vLLM, which makes it `align` where there are mamba layers; with that mode and
+    no such layers a node dies of its first request."""
+    assert (options.enable_prefix_caching, options.enable_prompt_tokens_details) == (True, True)
+    assert options.mamba_cache_mode == "none"
 
 
 @pytest.mark.parametrize(("profile", "name"), NODES)
-def test_a_composed_nodes_command(parse: Parse, profile: str, name: str) -> None:
+def test_the_command_of_a_compose_node_is_parsed(parse: Parse, profile: str, name: str) -> None:
     service = resolved(profile)[name]
-    said = parse(service["command"])
-    assert str(said.port) == service["environment"].get("NODE_PORT", "8000")
-    assert said.kv_transfer_config.kv_role == ROLES[name.removeprefix("cpu-")]
-    assert said.kv_transfer_config.kv_load_failure_policy == "recompute"
-    assert_reuses(said)
+    options = parse(service["command"])
+    assert str(options.port) == service["environment"].get("NODE_PORT", "8000")
+    assert options.kv_transfer_config.kv_role == ROLES[name.removeprefix("cpu-")]
+    assert options.kv_transfer_config.kv_load_failure_policy == "recompute"
+    assert_reuses(options)
     grace = re.fullmatch(r"(\d+)(s|m)", service["stop_grace_period"])
     assert grace is not None
-    assert 0 < said.shutdown_timeout < int(grace[1]) * (60 if grace[2] == "m" else 1)
+    assert 0 < options.shutdown_timeout < int(grace[1]) * (60 if grace[2] == "m" else 1)
 
 
 @pytest.fixture(scope="module")
@@ -65,20 +65,20 @@ def as_started(container: Manifest) -> list[str]:
 
 
 @pytest.mark.parametrize("values", value_files())
-def test_the_charts_command(parse: Parse, helm: Engine, values: str) -> None:
+def test_the_command_of_a_chart_node_is_parsed(parse: Parse, helm: Engine, values: str) -> None:
     for role, pod in node_pods(helm.manifests(read_values(value_files()[values]))):
         container = only_container(pod)
-        said = parse(as_started(container))
+        options = parse(as_started(container))
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-        assert said.port == ports.get("http", said.port)
-        assert said.kv_transfer_config.kv_role == ROLES[role]
-        assert said.shutdown_timeout < pod["spec"]["terminationGracePeriodSeconds"]
-        assert said.headless is ("http" not in ports)
-        assert_reuses(said)
+        assert options.port == ports.get("http", options.port)
+        assert options.kv_transfer_config.kv_role == ROLES[role]
+        assert options.shutdown_timeout < pod["spec"]["terminationGracePeriodSeconds"]
+        assert options.headless is ("http" not in ports)
+        assert_reuses(options)
 
 
-def test_the_documented_command(parse: Parse) -> None:
+def test_the_documented_command_is_parsed(parse: Parse) -> None:
     [command] = re.findall(r"vllm serve (.*?\}')", (ROOT / "docs" / "install.md").read_text(), re.DOTALL)
-    said = parse(shlex.split(command.replace("\\\n", " ")))
-    assert said.kv_transfer_config.kv_role == "kv_producer"
-    assert_reuses(said)
+    options = parse(shlex.split(command.replace("\\\n", " ")))
+    assert options.kv_transfer_config.kv_role == "kv_producer"
+    assert_reuses(options)

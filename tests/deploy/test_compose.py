@@ -34,22 +34,22 @@ def test_every_profile_resolves_to_its_services(profile: str) -> None:
 
 
 @pytest.mark.parametrize(("profile", "service"), [("decode", "proxy"), ("cpu", "cpu-proxy")])
-def test_the_proxys_environment_is_one_that_it_takes(profile: str, service: str) -> None:
-    said = resolved(profile)[service]["environment"]
-    settings = load(environment={name: str(value) for name, value in said.items() if value is not None})
+def test_the_proxy_accepts_its_environment(profile: str, service: str) -> None:
+    values = resolved(profile)[service]["environment"]
+    settings = load(environment={name: str(value) for name, value in values.items() if value is not None})
     assert {node.role for node in settings.nodes} == {"prefill", "decode"}
 
 
 def test_the_proxys_keys_are_where_the_example_says(tmp_path: Path) -> None:
     proxy = resolved("decode", KEY_FILES=str(tmp_path))["proxy"]
     assert proxy["volumes"] == [f"{tmp_path}:/keys:ro"]
-    said = dict(re.findall(r"^# (PDPROXY_\w+)=(\S+)", EXAMPLE.read_text(), re.MULTILINE))
-    assert said.keys() == {name for name, value in proxy["environment"].items() if value is None}
+    values = dict(re.findall(r"^# (PDPROXY_\w+)=(\S+)", EXAMPLE.read_text(), re.MULTILINE))
+    assert values.keys() == {name for name, value in proxy["environment"].items() if value is None}
     for name in ("api.keys", "node.key"):
         (tmp_path / name).write_text("key-0123456789\n")
     [example] = re.findall(r"docs/settings.md: (\{.*\})$", EXAMPLE.read_text(), re.MULTILINE)
     (tmp_path / "pdproxy.yaml").write_text(example)
-    here = {name: value.replace("/keys/", f"{tmp_path}/") for name, value in said.items()}
+    here = {name: value.replace("/keys/", f"{tmp_path}/") for name, value in values.items()}
     settings = load(environment={"PDPROXY_DECODE": "http://d:1", **here})
     assert settings.otel.export == "otlp"
     assert (settings.keys.file, settings.upstream.credential_file) == (tmp_path / "api.keys", tmp_path / "node.key")
@@ -57,7 +57,7 @@ def test_the_proxys_keys_are_where_the_example_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("profile", "service", "role"), NODES)
-def test_a_nodes_connector_takes_its_configuration(profile: str, service: str, role: str) -> None:
+def test_the_connector_accepts_a_nodes_configuration(profile: str, service: str, role: str) -> None:
     words = " ".join(resolved(profile)[service]["command"])
     found = re.search(r"--kv-transfer-config[= ](\{.*?\})( |$)", words)
     assert found is not None
@@ -70,8 +70,8 @@ def test_a_nodes_connector_takes_its_configuration(profile: str, service: str, r
 @pytest.mark.parametrize(("profile", "name"), [("prefill", "prefill"), ("decode", "decode")])
 def test_a_gpu_node_has_what_nixl_and_ucx_need(profile: str, name: str) -> None:
     gpus, ports = f"{name.upper()}_GPUS", f"{name.upper()}_SIDE_CHANNEL_PORT"
-    said = {gpus: "2,3", ports: "5900", "NODE_ADDRESS": "10.0.0.7", "UCX_TLS": "rc", "UCX_NET_DEVICES": "mlx5_0:1"}
-    node = resolved(profile, RDMA_DEVICES="/dev/infiniband", **said)[name]
+    values = {gpus: "2,3", ports: "5900", "NODE_ADDRESS": "10.0.0.7", "UCX_TLS": "rc", "UCX_NET_DEVICES": "mlx5_0:1"}
+    node = resolved(profile, RDMA_DEVICES="/dev/infiniband", **values)[name]
     assert (node["network_mode"], node["ipc"], node["cap_add"]) == ("host", "host", ["IPC_LOCK"])
     assert node["ulimits"]["memlock"] == -1
     assert node["devices"] == ["/dev/infiniband:/dev/infiniband"]
@@ -83,9 +83,14 @@ def test_a_gpu_node_has_what_nixl_and_ucx_need(profile: str, name: str) -> None:
     assert (environment["UCX_TLS"], environment["UCX_NET_DEVICES"]) == ("rc", "mlx5_0:1")
 
 
-def test_what_is_set_in_env_arrives() -> None:
-    said = {"DECODE_PORT": "9999", "MODEL": "some/model", "PREFILL_URLS": "http://p:1,http://q:2", "ADMIN_PORT": "9998"}
-    services = resolved("decode", **said)
+def test_variables_of_the_env_file_reach_the_services() -> None:
+    values = {
+        "DECODE_PORT": "9999",
+        "MODEL": "some/model",
+        "PREFILL_URLS": "http://p:1,http://q:2",
+        "ADMIN_PORT": "9998",
+    }
+    services = resolved("decode", **values)
     assert services["decode"]["command"][:3] == ["some/model", "--port", "9999"]
     assert services["decode"]["environment"]["NODE_PORT"] == "9999"
     assert services["proxy"]["environment"]["PDPROXY_PREFILL"] == "http://p:1,http://q:2"
@@ -94,9 +99,9 @@ def test_what_is_set_in_env_arrives() -> None:
 
 def test_on_one_host_the_proxy_finds_both_nodes() -> None:
     prefill, decode = resolved("prefill")["prefill"], resolved("decode")["decode"]
-    said = resolved("decode")["proxy"]["environment"]
+    values = resolved("decode")["proxy"]["environment"]
     for node, name in ((prefill, "PDPROXY_PREFILL"), (decode, "PDPROXY_DECODE")):
-        assert said[name] == f"http://127.0.0.1:{node['environment']['NODE_PORT']}"
+        assert values[name] == f"http://127.0.0.1:{node['environment']['NODE_PORT']}"
         assert node["environment"]["NODE_PORT"] == node["command"][node["command"].index("--port") + 1]
     one, other = (node["environment"]["VLLM_NIXL_SIDE_CHANNEL_PORT"] for node in (prefill, decode))
     assert one != other
@@ -106,13 +111,13 @@ def test_on_one_host_the_proxy_finds_both_nodes() -> None:
     ("profile", "name", "nodes"), [("decode", "proxy", {"decode"}), ("cpu", "cpu-proxy", {"cpu-prefill", "cpu-decode"})]
 )
 def test_the_proxy_waits_for_no_model(profile: str, name: str, nodes: set[str]) -> None:
-    """How long one takes to load nobody knows; the proxy takes nodes in as they come, and goes before they do."""
+    """Loading takes unknown time: the proxy starts at once and adds nodes as they come, and stops before they do."""
     made = container(name, resolved(profile)[name], {})
     assert made.after == nodes
     assert not made.waits
 
 
-def test_a_node_that_loads_a_large_model_is_not_called_ill() -> None:
+def test_a_node_that_loads_a_large_model_stays_healthy() -> None:
     """400 GB at 100 MB/s are 67 minutes, and compiling comes on top."""
     assert stages(FOLDER / "gpu-node.Dockerfile")[-1].health().start_period >= 90 * 60
 
@@ -128,10 +133,10 @@ def test_no_container_may_do_more_than_it_must(profile: str, name: str) -> None:
         assert service["read_only"] is True
 
 
-def test_only_the_clients_port_is_offered_to_others_unasked() -> None:
+def test_by_default_only_the_clients_port_is_open_to_other_hosts() -> None:
     """On GPU hosts, which have no port mappings, the proxy's own addresses decide."""
-    said = resolved("decode")["proxy"]["environment"]
-    assert (said["PDPROXY_LISTEN_HOST"], said["PDPROXY_LISTEN_ADMIN_HOST"]) == ("0.0.0.0", "127.0.0.1")
+    values = resolved("decode")["proxy"]["environment"]
+    assert (values["PDPROXY_LISTEN_HOST"], values["PDPROXY_LISTEN_ADMIN_HOST"]) == ("0.0.0.0", "127.0.0.1")
     assert all(port.startswith("127.0.0.1:") for port in resolved("cpu")["cpu-proxy"]["ports"])
     watching = resolved("watch")
     assert "--web.listen-address=127.0.0.1:9090" in watching["prometheus"]["command"]
@@ -145,7 +150,7 @@ def test_what_is_mounted_from_the_repository_is_there() -> None:
     assert all((ROOT / source).is_dir() for source in sources)
 
 
-def test_the_example_has_every_knob_with_its_default_and_no_other() -> None:
+def test_the_env_example_has_every_variable_with_its_default_and_no_other() -> None:
     defaults = dict(re.findall(r"\$\{(\w+):-([^}]*)\}", COMPOSE.read_text()))
     passed_on = set(re.findall(r"^\s+(PDPROXY_\w+|VLLM_API_KEY):$", COMPOSE.read_text(), re.MULTILINE))
     explained = dict(re.findall(r"^# (\w+)=(\S*)", EXAMPLE.read_text(), re.MULTILINE))
@@ -154,7 +159,7 @@ def test_the_example_has_every_knob_with_its_default_and_no_other() -> None:
 
 
 def test_the_documentation_names_the_ports_that_are_opened() -> None:
-    said = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    values = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     every = {name: service for profile in PROFILES for name, service in resolved(profile).items()}
     proxy, cpu, prefill = every["proxy"]["environment"], every["cpu-proxy"]["ports"], every["prefill"]["environment"]
     opened = {
@@ -163,4 +168,4 @@ def test_the_documentation_names_the_ports_that_are_opened() -> None:
         "Prometheus \\((\\d+)\\)": {" ".join(every["prometheus"]["command"]).rpartition(":")[2]},
         "Grafana \\((\\d+)\\)": {str(every["grafana"]["environment"]["GF_SERVER_HTTP_PORT"])},
     }
-    assert {pattern: set(re.findall(pattern, said)) for pattern in opened} == opened
+    assert {pattern: set(re.findall(pattern, values)) for pattern in opened} == opened

@@ -31,8 +31,8 @@ class TestImage:
 
     def test_the_linter_has_nothing_to_say(self, image: Path) -> None:
         hadolint = Path(sys.executable).with_name("hadolint")
-        said = subprocess.run([hadolint, "--no-color", image], capture_output=True, text=True, check=False)
-        assert (said.returncode, said.stdout) == (0, "")
+        found = subprocess.run([hadolint, "--no-color", image], capture_output=True, text=True, check=False)
+        assert (found.returncode, found.stdout) == (0, "")
 
     def test_what_is_copied_is_there_and_in_the_context(self, image: Path) -> None:
         allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
@@ -58,10 +58,10 @@ class TestImage:
 
     def test_it_says_what_is_in_it(self, image: Path) -> None:
         last = stages(image)[-1]
-        said = {name.removeprefix("org.opencontainers.image."): value for name, value in last.labels().items()}
-        assert said.keys() == {"title", "description", "version", "base.name", "licenses"}
-        assert (said["version"], said["licenses"]) == (PROJECT["version"], PROJECT["license"])
-        assert said["base.name"].removeprefix("docker.io/").removeprefix("library/") == last.base
+        found = {name.removeprefix("org.opencontainers.image."): value for name, value in last.labels().items()}
+        assert found.keys() == {"title", "description", "version", "base.name", "licenses"}
+        assert (found["version"], found["licenses"]) == (PROJECT["version"], PROJECT["license"])
+        assert found["base.name"].removeprefix("docker.io/").removeprefix("library/") == last.base
 
     def test_it_tells_its_health_and_takes_signals_itself(self, image: Path) -> None:
         last = stages(image)[-1]
@@ -77,8 +77,8 @@ class TestImage:
 
 def test_the_proxys_ports_are_the_exposed_ones() -> None:
     last = stages(PROXY)[-1]
-    said = {name: value for name, value in last.environment({}).items() if name.startswith("PDPROXY_")}
-    listen = load(environment={**said, "PDPROXY_DECODE": "http://d:1"}).listen
+    found = {name: value for name, value in last.environment({}).items() if name.startswith("PDPROXY_")}
+    listen = load(environment={**found, "PDPROXY_DECODE": "http://d:1"}).listen
     assert f"{listen.port} {listen.admin_port}" == last.all("EXPOSE")[0]
     assert last.listed("ENTRYPOINT")[0] in PROJECT["scripts"]
 
@@ -97,9 +97,9 @@ def test_the_proxys_image_can_be_built_and_is_small(tmp_path: Path) -> None:
     taken = installed_bytes(made)
     print(f"\n{taken / 1e6:.1f} MB")
     assert taken <= MOST_BYTES
-    for words, told in (("--version", PROJECT["version"]), ("settings", "## deadlines")):
-        said = subprocess.run([made / "bin/pdproxy", words], capture_output=True, text=True, cwd="/", check=True)
-        assert told in said.stdout
+    for words, expected in (("--version", PROJECT["version"]), ("settings", "## deadlines")):
+        found = subprocess.run([made / "bin/pdproxy", words], capture_output=True, text=True, cwd="/", check=True)
+        assert expected in found.stdout
     bare = subprocess.run([made / "bin/python", "-c", "import torch"], capture_output=True, cwd="/", check=False)
     assert bare.returncode != 0
 

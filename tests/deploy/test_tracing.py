@@ -27,13 +27,13 @@ NEEDED = ["opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk", "reques
 
 @contextmanager
 def collector() -> Iterator[tuple[str, list[tuple[str, int]]]]:
-    """A collector's address for traces, and what came there: content type and length."""
-    came: list[tuple[str, int]] = []
+    """A collector's address for traces, and what received there: content type and length."""
+    received: list[tuple[str, int]] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
-            came.append((self.headers["content-type"], len(body)))
+            received.append((self.headers["content-type"], len(body)))
             self.send_response(200)
             self.send_header("content-length", "0")
             self.end_headers()
@@ -45,7 +45,7 @@ def collector() -> Iterator[tuple[str, list[tuple[str, int]]]]:
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     try:
-        yield f"http://{HOST}:{server.server_port}/v1/traces", came
+        yield f"http://{HOST}:{server.server_port}/v1/traces", received
     finally:
         server.shutdown()
         thread.join()
@@ -83,14 +83,14 @@ def ask(child: "subprocess.Popen[str]", url: str) -> None:
 def test_spans_arrive_from_what_the_image_installs(tmp_path: Path) -> None:
     port, admin = free_ports(2)
     flags = ["--port", str(port), "--admin-port", str(admin), "--decode", f"http://{HOST}:9"]
-    with collector() as (address, came):
+    with collector() as (address, received):
         more = ["--otel-export", "otlp", "--otel-endpoint", address]
         with proxy(link(pinned("proxy"), tmp_path), *flags, *more) as child:
             ask(child, f"http://{HOST}:{port}/v1/models")
             child.send_signal(signal.SIGTERM)
-            _, said = child.communicate(timeout=WITHIN_S)
-    assert child.returncode == 0, said
-    assert [kind for kind, length in came if length] == ["application/x-protobuf"], said
+            _, log = child.communicate(timeout=WITHIN_S)
+    assert child.returncode == 0, log
+    assert [kind for kind, length in received if length] == ["application/x-protobuf"], log
 
 
 @pytest.mark.parametrize("missing", NEEDED)
@@ -98,8 +98,8 @@ def test_a_missing_package_ends_the_start_with_a_sentence(tmp_path: Path, missin
     packages = link([name for name in pinned("proxy") if name != missing], tmp_path)
     flags = ["--port", "0", "--admin-port", "0", "--decode", f"http://{HOST}:9"]
     with proxy(packages, *flags, "--otel-export", "otlp") as child:
-        _, said = child.communicate(timeout=WITHIN_S)
-    assert child.returncode == 2, said
-    [sentence] = said.splitlines()
+        _, log = child.communicate(timeout=WITHIN_S)
+    assert child.returncode == 2, log
+    [sentence] = log.splitlines()
     assert sentence.startswith("pdproxy: otel.export is otlp, which needs packages that are not installed here (")
     assert sentence.endswith("): pip install 'pdproxy[otel]', or set otel.export to off.")

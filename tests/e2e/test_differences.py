@@ -2,7 +2,7 @@
 
 `pdproxy check` names the same difference of the same nodes. Nodes that do not differ are never refused.
 
-Speculative tokens, layouts and FP8 caches cannot be started on a CPU: `tests/connector/test_node_fingerprint.py`.
+Layouts and FP8 caches cannot be started on a CPU: `tests/connector/test_node_fingerprint.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from deploy.local.supervise import Supervisor
 from tests.e2e.conftest import Pair
 from tests.e2e.legs import LENGTH, complete, hand_all_over, prefill
 from tests.e2e.metrics_reader import PATIENCE_S, watch
-from tests.e2e.odd_nodes import BLOCK_256, ODDITIES, STATE_TYPE, Oddity, OnePath
+from tests.e2e.odd_nodes import BLOCK_256, ODDITIES, SPECULATIVE, STATE_TYPE, Oddity, OnePath
+from tests.e2e.triton_nodes import ModelRunner, needs_triton, with_triton
 
 pytestmark = pytest.mark.e2e
 
@@ -141,6 +142,18 @@ def test_other_weights_under_the_same_path_are_found(tmp_path: Path, oddity: Odd
     ):
         refuses_and_answers_right(before, after, oddity)
         named_by_check(before, after, oddity)
+
+
+@needs_triton
+@pytest.mark.long
+def test_speculative_tokens_on_one_side_are_found(pair: Pair, tmp_path: Path) -> None:
+    with started(with_triton(SPECULATIVE.spec(), ModelRunner.V1, tmp_path)) as odd:
+        refused, reads = watch(odd.url, "refused", reason=RefusalReason.FINGERPRINT), watch(odd.url, "reads")
+        prompt = quiz(960, LENGTH).prompt()
+        complete(odd.url, prompt, params=prefill(pair.prefill.url, prompt))
+        refused.reaches(1)
+        assert reads.grown() == 0
+        named_by_check(pair.prefill, odd, SPECULATIVE)
 
 
 @pytest.mark.long

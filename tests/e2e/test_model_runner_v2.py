@@ -1,13 +1,11 @@
 """A hand-over between two nodes on vLLM's model runner V2, which GPUs use unless told otherwise.
 
-It posts loads after the forward pass, where V1 does so before. It is written in Triton, whose interpreter runs it here:
-`pip install --no-deps --target FOLDER triton==3.9.0`, then this test with `PYTHONPATH=FOLDER`.
+It posts loads after the forward pass, where V1 does so before. It is written in Triton, whose interpreter runs it here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 import pytest
 
@@ -16,16 +14,11 @@ from deploy.local.node import Node
 from deploy.local.stack import logs_of, pair_specs, start_nodes
 from deploy.local.supervise import Supervisor
 from tests.e2e.conftest import Pair
-from tests.e2e.interpreted_triton import on_model_runner_v2
 from tests.e2e.legs import LENGTH, hand_all_over, hand_over
 from tests.e2e.metrics_reader import watch
+from tests.e2e.triton_nodes import ModelRunner, needs_triton, with_triton
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.own_engines,
-    pytest.mark.long,
-    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: model runner V2 needs it"),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.long, needs_triton]
 
 SEEDS = range(160, 168)
 
@@ -33,7 +26,7 @@ SEEDS = range(160, 168)
 @pytest.fixture(scope="module")
 def v2_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("interpreted")
-    specs = [on_model_runner_v2(spec, folder) for spec in pair_specs()]
+    specs = [with_triton(spec, ModelRunner.V2, folder) for spec in pair_specs()]
     with Supervisor(logs_of("model_runner_v2")) as supervisor:
         give, take = start_nodes(supervisor, specs, print)
         yield Pair(give, take)

@@ -1,4 +1,4 @@
-"""A clock that moves only when a test says so."""
+"""A clock that moves only when a test advances it."""
 
 import asyncio
 import heapq
@@ -6,7 +6,7 @@ import itertools
 
 
 class FakeClock:
-    """Monotonic seconds from 1000. `advance` moves it and wakes who waits."""
+    """Monotonic seconds from 1000. `advance` moves it and wakes the sleepers whose time has come."""
 
     def __init__(self) -> None:
         self._now = 1000.0

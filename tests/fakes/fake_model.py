@@ -22,7 +22,7 @@ def tokenize(text: str) -> list[int]:
 
 
 def next_tokens(prompt: Sequence[int], choice: int = 0) -> Iterator[int]:
-    """What the model says after ``prompt``, without an end; each choice of a request says something else."""
+    """The tokens after ``prompt``, without an end; each choice of a request has other ones."""
     state = 17 + choice
     for token in prompt:
         state = (state * 31 + token) % 100003

@@ -35,7 +35,7 @@ class InjectedFault:
         at: events of the body that still arrive; -1: not even the head.
         status: for STATUS.
         headers: for STATUS.
-        times: how many legs it befalls.
+        times: how many legs it affects.
     """
 
     ill: FaultKind

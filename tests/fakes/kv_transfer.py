@@ -1,4 +1,4 @@
-"""What prefill nodes hold for decode nodes, and whether everybody behaved."""
+"""The blocks that fake prefill nodes hold for decode nodes, and what was wrong about their use."""
 
 import dataclasses
 
@@ -37,7 +37,7 @@ class FakeKvTransfer:
             self.held[hand_over] = held
 
     def forget(self) -> None:
-        """Of names long gone nothing need be known, for soaks have no end of them. A release is known once more."""
+        """Drop old hand-over ids, for a soak has no end of them; releases are remembered until the next call."""
         self._forgotten, self.released, self._seen = self.released, set(), set()
 
     def free(self, hand_over: str) -> None:
@@ -49,7 +49,7 @@ class FakeKvTransfer:
         self.held = {name: held for name, held in self.held.items() if held.node != node}
 
     def release(self, hand_over: str) -> None:
-        """The proxy's errand. Unknown ids are fine: the blocks may have been pulled."""
+        """The proxy released it. Unknown ids are fine: the blocks may have been pulled."""
         self.released.add(hand_over)
         self.free(hand_over)
 

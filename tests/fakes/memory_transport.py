@@ -22,7 +22,7 @@ class MemoryTransport:
         self._nodes = {node.url: node for node in nodes}
         self._clock = clock
         self.open: set[MemoryResponse] = set()
-        """Answers that nobody has closed yet."""
+        """Answers that are not closed yet."""
 
     async def send(self, request: HttpRequest, timeouts: Timeouts) -> HttpResponse:
         """See the port."""

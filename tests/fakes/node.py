@@ -48,8 +48,8 @@ class FakeNode:
         self.fabric = fabric
         self.burst = burst
         self.dialect = 0
-        """What its cached bytes mean. A decode node that reads bytes of another dialect is wrong about the prompt by
-        the difference, in nats; `UNREADABLE` ones make its log-probabilities NaN, which vLLM answers with a 400."""
+        """The layout of its cached bytes. A decode node that reads bytes of another layout gives log-probabilities
+        that are off by the difference, in nats; with `UNREADABLE` ones they are NaN, which vLLM answers with a 400."""
         self.rounding = 0
         """By how many nats an answer changes with the length of the prompt, as rounding might."""
         self.trouble: InjectedFault | None = None
@@ -69,7 +69,7 @@ class FakeNode:
 
     def refuses(self) -> bool:
         """Whether no connection can be had now."""
-        return self._falls_ill(FaultKind.REFUSE) is not None
+        return self._take_fault(FaultKind.REFUSE) is not None
 
     def respond(self, path: str, raw: bytes, headers: tuple[tuple[str, str], ...] = ()) -> Script:
         """The script for one request."""
@@ -79,11 +79,11 @@ class FakeNode:
         if released:
             self.fabric.release(released)
             return Script(200, JSON, (b"{}",))
-        trouble = self._falls_ill(*(set(FaultKind) - {FaultKind.REFUSE}))
+        trouble = self._take_fault(*(set(FaultKind) - {FaultKind.REFUSE}))
         if trouble is not None and trouble.ill is FaultKind.STATUS:
             return Script(trouble.status, JSON + trouble.headers, (error(trouble.status, "the node says no"),))
         script = self._healthy(path, body)
-        return script if trouble is None else self._troubled(path, script, trouble, body)
+        return script if trouble is None else self._faulty(path, script, trouble, body)
 
     def _healthy(self, path: str, body: Mapping[str, Any]) -> Script:
         if path == "/tokenize" and "prompt" in body:
@@ -121,18 +121,18 @@ class FakeNode:
         if held is None:
             self.recomputed += 1
         own = 0 if held is None else len(question.prompt) - 1
-        told = params.get("remote_prefill_cached_tokens")
+        from_ticket = params.get("remote_prefill_cached_tokens")
         wrong = 0 if held is None else abs(held.dialect - self.dialect)
-        return own if told is None else int(told), wrong
+        return own if from_ticket is None else int(from_ticket), wrong
 
-    def _falls_ill(self, *ills: FaultKind) -> InjectedFault | None:
+    def _take_fault(self, *kinds: FaultKind) -> InjectedFault | None:
         trouble = self.trouble
-        if trouble is None or trouble.ill not in ills:
+        if trouble is None or trouble.ill not in kinds:
             return None
         self.trouble = dataclasses.replace(trouble, times=trouble.times - 1) if trouble.times > 1 else None
         return trouble
 
-    def _troubled(self, path: str, script: Script, trouble: InjectedFault, body: Mapping[str, Any]) -> Script:
+    def _faulty(self, path: str, script: Script, trouble: InjectedFault, body: Mapping[str, Any]) -> Script:
         if trouble.ill is FaultKind.NO_TICKET:
             if script.headers == EVENTS:
                 return script

@@ -1,11 +1,11 @@
-"""Reads a reply's stream as the front door does: a piece, then what can be had without being asked for, and again."""
+"""Reads a response stream as the server does: one piece, then pieces that are there without waiting, and so on."""
 
 import sys
 
 from pdproxy.response import ResponseStream
 
 AT_ONCE = 3
-"""Pieces that are taken at once before a turn is asked for, as with a client that stops to take breath."""
+"""Pieces that are taken at once before the next await, as with a client that reads in bursts."""
 
 
 async def follow(stream: ResponseStream, most: int = sys.maxsize) -> list[bytes]:

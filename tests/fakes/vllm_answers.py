@@ -29,9 +29,9 @@ class ParsedRequest:
     ids: bool
     burst: int
     logprobs: int = 0
-    """How many of the likeliest tokens are told with each token of a completion that is not streamed."""
+    """How many of the likeliest tokens come with each token of a completion that is not streamed."""
     wrong: int = 0
-    """By how many nats the model is off, for its cache holds something else than the prompt."""
+    """By how many nats the model is off, because its cache does not hold the prompt."""
 
     @classmethod
     def of(cls, path: str, body: Mapping[str, Any], burst: int) -> "ParsedRequest":
@@ -63,7 +63,7 @@ class ParsedRequest:
         kind = ("chat.completion.chunk" if self.stream else "chat.completion") if self.chat() else "text_completion"
         return {"id": self.name, "object": kind, "created": 1_790_000_000 + hash(self.name) % 1000, "model": self.model}
 
-    def spoken(self, choice: int) -> Iterator[Generated]:
+    def steps(self, choice: int) -> Iterator[Generated]:
         return generate(self.prompt, self.count, self.stops, self.burst, choice)
 
     def tally(self, cached: int, completion: int) -> dict[str, Any]:
@@ -101,10 +101,10 @@ def answer(question: ParsedRequest, cached: int, ticket: dict[str, Any] | None) 
     """A whole answer."""
     choices, completion = [], 0
     for index in range(question.n):
-        said = list(question.spoken(index))
-        tokens = [token for step in said for token in step.tokens]
+        steps = list(question.steps(index))
+        tokens = [token for step in steps for token in step.tokens]
         completion += len(tokens)
-        choices.append(_choice(question, index, "".join(step.text for step in said), tokens, said[-1]))
+        choices.append(_choice(question, index, "".join(step.text for step in steps), tokens, steps[-1]))
     whole: dict[str, Any] = {
         **question.head(),
         "usage": question.tally(cached, completion),
@@ -142,7 +142,7 @@ def _choice(question: ParsedRequest, index: int, text: str, tokens: list[int], l
 
 
 def _likeliest(question: ParsedRequest, token: int) -> dict[str, float]:
-    """Falling from the token that was said; every other one is off by ``wrong`` nats."""
+    """Falling from the token that was sampled; every other one is off by ``wrong`` nats."""
     return {f"token_id:{token + rank}": -0.01 - rank - question.wrong * (rank % 2) for rank in range(question.logprobs)}
 
 
@@ -173,30 +173,30 @@ def _chunks(question: ParsedRequest, cached: int) -> Iterator[bytes]:
             if question.ids:
                 opening["prompt_token_ids"] = question.prompt
             yield _data(opening)
-    for steps in itertools.zip_longest(*(question.spoken(index) for index in range(question.n))):
-        for index, said in enumerate(steps):
-            if said is not None:
-                first, counts[index] = counts[index] == 0, counts[index] + len(said.tokens)
-                yield _data(_chunk(question, head, index, said, first, cached, counts[index]))
+    for steps in itertools.zip_longest(*(question.steps(index) for index in range(question.n))):
+        for index, step in enumerate(steps):
+            if step is not None:
+                first, counts[index] = counts[index] == 0, counts[index] + len(step.tokens)
+                yield _data(_chunk(question, head, index, step, first, cached, counts[index]))
     if question.usage:
         yield _data({**head, "choices": [], "usage": question.tally(cached, sum(counts)), **FINGERPRINT})
     yield b"data: [DONE]\n\n"
 
 
 def _chunk(
-    question: ParsedRequest, head: dict[str, Any], index: int, said: Generated, first: bool, cached: int, count: int
+    question: ParsedRequest, head: dict[str, Any], index: int, step: Generated, first: bool, cached: int, count: int
 ) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": index}
     if question.chat():
-        choice["delta"] = {"content": said.text}
+        choice["delta"] = {"content": step.text}
     else:
-        choice["text"] = said.text
-    choice |= {"logprobs": None, "finish_reason": said.finish, "stop_reason": said.stop}
+        choice["text"] = step.text
+    choice |= {"logprobs": None, "finish_reason": step.finish, "stop_reason": step.stop}
     if question.path == "/v1/completions":
         choice["prompt_token_ids"] = question.prompt if question.ids and first else None
-    choice["token_ids"] = said.tokens if question.ids else None
+    choice["token_ids"] = step.tokens if question.ids else None
     chunk = {**head, "choices": [choice]}
-    if said.finish and not question.usage:
+    if step.finish and not question.usage:
         chunk |= FINGERPRINT
     if question.continuous:
         chunk["usage"] = question.tally(cached, count)
@@ -204,14 +204,14 @@ def _chunk(
 
 
 def _messages(question: ParsedRequest, cached: int) -> Iterator[bytes]:
-    """Until the end usage does not say what was cached."""
+    """Only the last event's usage has the cached tokens."""
     begun = {"input_tokens": len(question.prompt), "output_tokens": 0}
     message = {"id": question.name, "type": "message", "role": "assistant", "content": [], "model": question.model}
     yield _event("message_start", {"type": "message_start", "message": {**message, "usage": begun}})
     count = 0
-    for said in question.spoken(0):
-        count += len(said.tokens)
-        delta = {"type": "text_delta", "text": said.text}
+    for step in question.steps(0):
+        count += len(step.tokens)
+        delta = {"type": "text_delta", "text": step.text}
         yield _event("content_block_delta", {"type": "content_block_delta", "index": 0, "delta": delta})
     usage = question.tally_messages(cached, count)
     yield _event("message_delta", {"type": "message_delta", "delta": {"stop_reason": "max_tokens"}, "usage": usage})
@@ -222,9 +222,9 @@ def _responses(question: ParsedRequest, cached: int) -> Iterator[bytes]:
     begun = {"id": question.name, "usage": None}
     yield _event("response.created", {"type": "response.created", "response": begun})
     count = 0
-    for said in question.spoken(0):
-        count += len(said.tokens)
-        yield _event("response.output_text.delta", {"type": "response.output_text.delta", "delta": said.text})
+    for step in question.steps(0):
+        count += len(step.tokens)
+        yield _event("response.output_text.delta", {"type": "response.output_text.delta", "delta": step.text})
     ended = {**begun, "usage": question.tally_responses(cached, count)}
     yield _event("response.completed", {"type": "response.completed", "response": ended})
 

@@ -1,6 +1,8 @@
 """The client leaves at every single await: nothing may stay held."""
 
 import asyncio
+import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -148,3 +150,24 @@ async def test_a_failed_release_is_counted_and_does_no_harm() -> None:
     await cluster.background_tasks.aclose()
     assert cluster.count("pdproxy_releases_total", outcome="failed") == 1
     assert len(cluster.background_tasks) == 0
+
+
+@pytest.mark.parametrize(("breaks", "outcome"), [(1, "done"), (2, "failed")])
+async def test_a_release_whose_connection_breaks_is_sent_once_more(breaks: int, outcome: str) -> None:
+    cluster = FakeCluster(prefills=1, decodes=1)
+    respond, releases = cluster.prefills[0].respond, itertools.count()
+
+    def break_releases(path: str, raw: bytes, headers: tuple[tuple[str, str], ...] = ()) -> Any:
+        script = respond(path, raw, headers)
+        if b"pdproxy_release" not in raw or next(releases) >= breaks:
+            return script
+        return dataclasses.replace(script, status=0, pieces=(), ill=FaultKind.RESET)
+
+    cluster.prefills[0].respond = break_releases  # type: ignore[method-assign]
+    task = asyncio.ensure_future(cluster.ask(COMPLETIONS, BODIES["whole"]))
+    await _until_held(cluster)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await cluster.background_tasks.aclose()
+    assert cluster.count("pdproxy_releases_total", outcome=outcome) == 1
+    assert next(releases) == 2

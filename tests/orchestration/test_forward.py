@@ -7,6 +7,7 @@ import pytest
 
 from pdproxy.errors import ClientError, Fault
 from pdproxy.nodes.node import State
+from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.orchestration.forward import ForwardRequest
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.orchestration.cluster import MODEL, FakeCluster
@@ -34,6 +35,25 @@ async def test_another_node_is_asked_where_the_first_is_unreachable() -> None:
     cluster = FakeCluster()
     cluster.decodes[0].trouble = InjectedFault(FaultKind.REFUSE)
     assert json.loads((await _forward(cluster))[1])["node"] == "d1"
+    await cluster.settle()
+
+
+async def test_unreachable_nodes_use_no_retry_up() -> None:
+    cluster = FakeCluster(decodes=6, config=OrchestrationConfig(retries=1))
+    for node in cluster.decodes[:5]:
+        node.trouble = InjectedFault(FaultKind.REFUSE)
+    assert json.loads((await _forward(cluster))[1])["node"] == "d5"
+    assert cluster.count("pdproxy_steps_total", leg="forward", fault="refused", step="other_node") == 5
+    await cluster.settle()
+
+
+async def test_where_no_node_can_be_reached_the_client_gets_503() -> None:
+    cluster = FakeCluster()
+    for node in cluster.decodes:
+        node.trouble = InjectedFault(FaultKind.REFUSE)
+    with pytest.raises(ClientError) as caught:
+        await _forward(cluster)
+    assert (caught.value.status, caught.value.message) == (503, "No decode node could be reached.")
     await cluster.settle()
 
 

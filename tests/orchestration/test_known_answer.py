@@ -156,6 +156,22 @@ async def test_a_faulty_node_leaves_the_test_unanswered(role: Role, trouble: Inj
     assert pair.fabric.held == {}
 
 
+@pytest.mark.parametrize(
+    ("trouble", "releases"),
+    [
+        (InjectedFault(FaultKind.REFUSE), 0),
+        (InjectedFault(FaultKind.STATUS, status=400), 0),
+        (InjectedFault(FaultKind.NO_TICKET), 0),
+        (InjectedFault(FaultKind.RESET), 1),
+    ],
+)
+async def test_only_a_node_that_may_hold_something_gets_a_release(trouble: InjectedFault, releases: int) -> None:
+    pair = Pair()
+    pair.prefill.trouble = trouble
+    await pair.test_pair()
+    assert sum(pair.count("pdproxy_releases_total", outcome=outcome) for outcome in ("done", "failed")) == releases
+
+
 async def test_a_decode_node_that_fails_with_the_ticket_leaves_nothing_held() -> None:
     pair = Pair()
     respond = pair.prefill.respond

@@ -1,4 +1,4 @@
-"""The tests of the seeds run at every pace, as the connector's do."""
+"""The fixtures of tests/connector that the tests here use too."""
 
 from tests.connector.conftest import every_pace
 

@@ -1,7 +1,7 @@
-"""Seed 4: capacity without the groups that do not grow, held to what vLLM's own block allocation really admits.
+"""Capacity counts only cache groups that grow with a sequence (vllm#40384), compared with what vLLM's allocator admits.
 
-The six shapes of vllm#40384 and the windows: a real `KVCacheManager` is filled until it refuses, first by sequences of
-`max_model_len` that enter one after another, then by short ones that grow.
+The six shapes of that change, sliding windows and chunks: a real `KVCacheManager` is filled until it refuses, first
+by sequences of `max_model_len` that enter one after another, then by short ones that grow.
 """
 
 import itertools
@@ -73,7 +73,7 @@ FIGURES = {
 
 
 class Cache:
-    """vLLM's allocation for one shape, with sequences in it that a test lets enter and grow."""
+    """vLLM's block allocation for one shape of model; a test adds sequences and makes them longer."""
 
     def __init__(self, shape: str, config: VllmConfig, usable: int) -> None:
         groups = SHAPES[shape]
@@ -91,7 +91,7 @@ class Cache:
         )
 
     def enters(self, length: int) -> bool:
-        """Let one more sequence in and decode its last token; False when it is refused."""
+        """Admit one more sequence and decode its last token; False when there are no blocks for it."""
         name = f"s-{len(self.sequences)}"
         request = Request(
             request_id=name,
@@ -108,7 +108,7 @@ class Cache:
         return self.grows(request)
 
     def fill(self, length: int) -> int:
-        """How many sequences of this length get in, one after another."""
+        """How many sequences of this length are admitted, one after another."""
         return next(count for count in itertools.count() if not self.enters(length))
 
     def grows(self, request: Request) -> bool:
@@ -121,7 +121,7 @@ class Cache:
         return True
 
     def grow(self, count: int) -> float:
-        """Let so many in and grow in turn until one is refused; the load that was reached, 1 being full."""
+        """Admit so many and make them longer in turn until one is refused; the load reached, 1 being full."""
         assert all(self.enters(200 + index * 5) for index in range(count))
         while all(self.grows(request) for request in self.sequences):
             pass
@@ -131,7 +131,7 @@ class Cache:
 
 @pytest.fixture(scope="module")
 def config() -> VllmConfig:
-    """Of the tiny hybrid model; what it says of the cache itself is not asked."""
+    """The tiny hybrid model's configuration; its own cache groups are not used."""
     return make_node().scheduler.vllm_config
 
 
@@ -142,21 +142,23 @@ def test_the_figures(shape: str, config: VllmConfig) -> None:
 
 @pytest.mark.parametrize("usable", [800, 1040, 1300])
 @pytest.mark.parametrize("shape", WITH_ATTENTION)
-def test_sequences_of_max_model_len_are_admitted_as_told(shape: str, usable: int, config: VllmConfig) -> None:
-    """All that were told get in; one more does only into what was kept for a peak."""
+def test_as_many_sequences_of_max_model_len_are_admitted_as_the_figure_says(
+    shape: str, usable: int, config: VllmConfig
+) -> None:
+    """As many as `capacity_sequences` says are admitted; one more fits only into the room kept for a peak."""
     cache = Cache(shape, config, usable)
     assert cache.fill(LONGEST) in (cache.told.admitted, cache.told.admitted + 1)
 
 
 @pytest.mark.parametrize("shape", ["mamba only none", "mamba only align"])
-def test_without_attention_the_states_alone_admit(shape: str, config: VllmConfig) -> None:
+def test_without_attention_only_the_state_groups_limit(shape: str, config: VllmConfig) -> None:
     cache = Cache(shape, config, usable=40)
     assert cache.fill(LONGEST) == cache.told.sequences == 40
 
 
 @pytest.mark.parametrize("shape", [shape for shape in WITH_ATTENTION if shape != "chunked"])
-def test_sequences_that_grow_fill_the_cache_as_told(shape: str, config: VllmConfig) -> None:
-    """Of different lengths, in turn, until one is refused: within one block per sequence of what was told."""
+def test_growing_sequences_fill_the_cache_to_the_figure(shape: str, config: VllmConfig) -> None:
+    """Sequences of different lengths grow in turn until one is refused: within a block per sequence of the figure."""
     cache = Cache(shape, config, usable=520)
     assert cache.grow(12) == pytest.approx(1, abs=12 * BLOCK / cache.told.tokens)
 
@@ -167,7 +169,7 @@ def test_a_chunk_counts_as_full(config: VllmConfig) -> None:
     assert 1 <= cache.grow(12) <= 1 + 12 * 7 * BLOCK / cache.told.tokens
 
 
-def test_an_empty_cache_has_no_capacity_and_refuses_nobody(config: VllmConfig) -> None:
+def test_an_empty_cache_has_no_capacity_and_limits_nothing(config: VllmConfig) -> None:
     cache = Cache("empty", config, usable=0)
     assert cache.told == NO_CAPACITY
     assert all(cache.enters(LONGEST) for _ in range(5))

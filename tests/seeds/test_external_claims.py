@@ -1,4 +1,8 @@
-"""Seed 1: claims from outside on a hybrid model with prefix caching, on vLLM's real scheduler."""
+"""Tokens that an external connector offers for a hybrid model with prefix caching, on vLLM's real scheduler.
+
+Three faults of schedulers that assumed no external tokens on such models; each docstring says what went wrong, and what
+holds now.
+"""
 
 import pytest
 from vllm.v1.request import RequestStatus
@@ -20,8 +24,8 @@ def decode() -> Node:
 
 
 @pytest.mark.parametrize("length", [BLOCK, BLOCK + 1, BLOCK + 2, 5 * BLOCK, 5 * BLOCK + 1, 100])
-def test_a_claim_composes_with_the_block_aligned_split(prefill: Node, decode: Node, length: int) -> None:
-    """Once: the split asserted that nothing comes from outside. Now: a claim of any length is loaded and runs."""
+def test_an_external_offer_works_with_the_block_aligned_split(prefill: Node, decode: Node, length: int) -> None:
+    """Once: the block-aligned split asserted that no external tokens exist. Now: any number of them is loaded."""
     decode.add("d", prompt(length), take_ticket(prefill, prompt(length)))
     decode.step()
     assert decode.metas[-1].reads["d"].pull_tokens == length - 1
@@ -29,7 +33,7 @@ def test_a_claim_composes_with_the_block_aligned_split(prefill: Node, decode: No
     assert len(decode.run_out("d")) == 4
 
 
-def test_an_async_load_waits_and_does_not_claim_again(prefill: Node, decode: Node) -> None:
+def test_an_async_load_waits_and_is_not_offered_again(prefill: Node, decode: Node) -> None:
     """Once: a load that schedules no tokens broke out before allocation and claimed again in each step, for ever.
     Now: it is allocated once, waits, and others run meanwhile."""
     request = decode.add("d", prompt(100), take_ticket(prefill, prompt(100)))

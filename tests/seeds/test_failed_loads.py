@@ -1,4 +1,4 @@
-"""Seed 5: recovery from failed loads, with one group and with several, on vLLM's real scheduler."""
+"""Recovery from failed loads with one KV-cache group and with several (vllm#35223), on vLLM's real scheduler."""
 
 import pytest
 from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -45,7 +45,7 @@ def test_a_dense_model_recomputes_only_what_was_lost() -> None:
 
 
 def test_a_failed_load_does_not_leave_its_blocks_in_the_cache() -> None:
-    """What was read in vain must not be found by the next request with the same prompt before it was computed."""
+    """Blocks of a failed read are no cache hit for the next request with the same prompt until they were computed."""
     node = waiting(HYBRID)
     node.step(lost(node, ReadOutcome.NOT_HELD, "d"))
     node.abort("d")

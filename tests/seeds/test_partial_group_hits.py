@@ -1,4 +1,4 @@
-"""Seed 3: on a decode node the local hit leaves the state groups out for tickets, and only for tickets."""
+"""The local hit of a request with a ticket counts attention groups alone (vllm#42524); of any other, all groups."""
 
 import pytest
 
@@ -57,7 +57,7 @@ def test_without_a_ticket_every_group_counts(decode: Node) -> None:
     assert grown(decode, before) == {"computed": len(SECOND)}
 
 
-def test_a_refused_ticket_is_no_ticket(prefill: Node, decode: Node) -> None:
+def test_a_request_whose_ticket_was_refused_counts_all_groups(prefill: Node, decode: Node) -> None:
     """A hit without its state would be wrong: a request whose ticket was refused starts where all groups agree."""
     before = decode.counts("prompt_tokens")
     decode.add("d", SECOND, {**take_ticket(prefill, SECOND), "remote_num_tokens": 5})
@@ -65,7 +65,7 @@ def test_a_refused_ticket_is_no_ticket(prefill: Node, decode: Node) -> None:
     assert grown(decode, before) == {"computed": len(SECOND)}
 
 
-def test_a_failed_read_is_no_ticket_either(prefill: Node, decode: Node) -> None:
+def test_a_request_whose_last_read_failed_counts_all_groups(prefill: Node, decode: Node) -> None:
     """After the last failed read the attention hit, whose state never came, is not used."""
     before = decode.counts("prompt_tokens")
     decode.add("d", SECOND, take_ticket(prefill, SECOND))
@@ -82,7 +82,7 @@ def test_on_the_prefill_node_every_group_counts(prefill: Node) -> None:
     assert prefill.counts("prompt_tokens") == {"computed": 99 + 132 - 96, "hit": 96}
 
 
-def test_a_preempted_request_keeps_its_numbers(prefill: Node) -> None:
+def test_a_preempted_request_counts_its_prompt_once(prefill: Node) -> None:
     """Preempted after its read and resumed by computing, a request counts its prompt once, and ends right."""
     node = make_node("kv_consumer", engine_id="engine-d", num_blocks=24)
     names = [f"d-{index}" for index in range(3)]

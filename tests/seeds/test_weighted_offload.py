@@ -1,5 +1,8 @@
-"""Seed 2: tiers on hybrid models beside hand-overs. vLLM's own offloading planner is the tier where it provides the
-behaviour (its scheduler's half; its workers need a GPU, and the tests play them), a small disk tier elsewhere."""
+"""Offloading tiers on hybrid models beside hand-overs, chosen by weighted score (vllm#38261).
+
+The tier is vLLM's own OffloadingConnector where it has the behaviour (its scheduler side; the tests play its workers,
+which need a GPU), a small disk tier elsewhere.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -214,7 +217,7 @@ def test_a_file_that_stays_broken_is_not_tried_for_ever(tmp_path: Path) -> None:
     assert node.disk().asked[-1][0] == "other"
 
 
-def test_the_preempted_are_told_to_the_workers() -> None:
+def test_preempted_requests_are_reported_to_the_workers() -> None:
     """Which children take ids and which take metadata is seen in tests of the workers' half."""
     node = make_several([memory(), pull()], num_blocks=24)
     for index in range(3):

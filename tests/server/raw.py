@@ -84,16 +84,25 @@ async def answers(port: int, *requests: Sequence[bytes]) -> list[bytes]:
 
 
 async def trickle(port: int, begun: bytes, drop: bytes) -> bytes:
-    """Send drops until the server has had enough; what it said."""
+    """Send drops until the server has had enough; its answer."""
     async with asyncio.timeout(SOON):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(begun)
-        saying = asyncio.create_task(reader.read())
-        while not saying.done():
+        answer = asyncio.create_task(_until_closed(reader))
+        while not answer.done():
             writer.write(drop)
             await asyncio.sleep(0.02)
         writer.transport.abort()
-        return await saying
+        return await answer
+
+
+async def _until_closed(reader: asyncio.StreamReader) -> bytes:
+    """All that came; a drop that arrives after the server closed is answered with a reset."""
+    pieces = []
+    with contextlib.suppress(ConnectionResetError):
+        while piece := await reader.read(65536):
+            pieces.append(piece)
+    return b"".join(pieces)
 
 
 def post(*headers: str, body: bytes = b"") -> bytes:

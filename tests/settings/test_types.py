@@ -1,5 +1,6 @@
 """How values are converted to settings, and what is said of those that cannot be."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ AT_LEAST_1024 = Field(ge=1024)
 PLAIN = Field()
 
 
+@cache
 def section(kind: Any, bounds: FieldInfo) -> type[Section]:
-    """A section with one setting, ``x``."""
+    """A section with one setting, ``x``; pydantic searches all loaded modules to make it."""
     made: type[Section] = create_model("Sample", __base__=Section, x=(kind, bounds))
     return made
 

@@ -102,12 +102,12 @@ def _right(
 ) -> dict[int, str]:
     texts = {}
     for number, prompt in enumerate(prompts):
-        input_text = prompt if endpoint is Endpoint.COMPLETIONS else json.dumps(_spoken(endpoint, prompt))
+        input_text = prompt if endpoint is Endpoint.COMPLETIONS else json.dumps(_as_input(endpoint, prompt))
         for choice in range(choices):
             steps = generate(tokenize(input_text), tokens, stops, choice=choice)
             texts[number * choices + choice] = "".join(step.text for step in steps)
     return texts
 
 
-def _spoken(endpoint: Endpoint, prompt: str) -> object:
+def _as_input(endpoint: Endpoint, prompt: str) -> object:
     return prompt if endpoint is Endpoint.RESPONSES else _messages(prompt)

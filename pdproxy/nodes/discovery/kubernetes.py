@@ -55,12 +55,7 @@ class Api:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Query:
-    """What to watch.
-
-    Attributes:
-        selector: of labels, such as ``kubernetes.io/service-name=prefill``.
-        port: the name of the port that nodes serve HTTP on; "" for the first.
-    """
+    """EndpointSlices with these labels (``selector``), and in them the port of this name; "" for the first one."""
 
     namespace: str
     selector: str
@@ -160,10 +155,7 @@ class KubernetesSource:
 
 class _ApiTransport(httpx2.AsyncHTTPTransport):
     """Paces requests, for servers that end or refuse all watches at once, and completes the requests for watches; see
-    the module's docstring.
-
-    Attributes:
-        failures: in a row.
+    the module's docstring. ``failures``: in a row.
     """
 
     def __init__(self, cluster: Cluster, clock: Clock, longest_silence: float) -> None:

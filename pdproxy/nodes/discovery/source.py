@@ -91,9 +91,7 @@ class DiscoverySync:
     """Keeps the pool in step with a source: nodes join through the preflight and leave by draining.
 
     Only nodes that the source has listed are touched: static ones and those that operators added stay as they are.
-
-    Args:
-        drain_seconds: for running requests on a node that is not listed any more.
+    ``drain_seconds``: for running requests on a node that is not listed any more.
     """
 
     def __init__(self, pool: Pool, drainer: Drainer, source: Source, drain_seconds: float) -> None:

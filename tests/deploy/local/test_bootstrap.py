@@ -1,4 +1,4 @@
-"""What the environment is made of, when it counts as made, and how a failure is told."""
+"""What the environment is made of, when it counts as made, and how a failure is reported."""
 
 import sys
 from pathlib import Path
@@ -35,7 +35,7 @@ def plan(tmp_path: Path) -> Plan:
     return made
 
 
-def test_made_stays_made(plan: Plan) -> None:
+def test_an_environment_that_is_made_is_not_made_again(plan: Plan) -> None:
     assert plan.is_made()
 
 
@@ -98,7 +98,7 @@ def test_the_next_command_is_tried_when_one_fails(tmp_path: Path) -> None:
     assert proof.exists()
 
 
-def test_a_failure_says_what_each_command_said() -> None:
+def test_a_failure_has_the_output_of_each_command() -> None:
     failing = [[sys.executable, "-c", f"raise SystemExit({word!r})"] for word in ("first words", "second words")]
     with pytest.raises(BootstrapError, match=r"first words(.|\n)*second words"):
         run_first_that_works(failing)

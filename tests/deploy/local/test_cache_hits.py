@@ -41,11 +41,11 @@ def test_one_line_for_tokens_and_one_a_group() -> None:
     ]
 
 
-def test_nothing_counted_is_nothing_to_tell() -> None:
+def test_without_counts_there_is_no_line() -> None:
     assert describe(Tally()) == []
 
 
-def test_waits_for_a_node_that_tells_a_moment_later_and_not_all_at_once() -> None:
+def test_waits_for_a_node_whose_counts_come_late_and_in_parts() -> None:
     before, some, all_of_it = counted(5), counted(9), counted(12)
     looks = iter([before, before, some, all_of_it, all_of_it])
     assert await_change(before, lambda: next(looks)) == {(TOKENS, "hit"): 7}

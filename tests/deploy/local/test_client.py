@@ -1,4 +1,4 @@
-"""Asking a proxy: the answer as it streams, what the headers told, and errors in words."""
+"""Asking a proxy: the answer as it streams, what the headers say of the way, and error messages."""
 
 import json
 import shlex
@@ -45,7 +45,7 @@ def test_pieces_are_shown_and_put_together(capsys: pytest.CaptureFixture[str]) -
     assert (seen[0]["messages"], seen[0]["stream"]) == (MESSAGES, True)
 
 
-def test_an_error_status_is_told_in_the_proxys_words() -> None:
+def test_an_error_status_raises_with_the_proxys_message() -> None:
     with (
         client(lambda _: httpx.Response(503, text="no decode node")) as asking,
         pytest.raises(AnswerError, match="503: no decode node"),
@@ -53,7 +53,7 @@ def test_an_error_status_is_told_in_the_proxys_words() -> None:
         ask(asking, URL, MESSAGES)
 
 
-def test_an_error_in_the_stream_is_told() -> None:
+def test_an_error_in_the_stream_raises_with_its_message() -> None:
     stream = chunk(" 4") + event({"error": {"message": "node went away"}})
     with (
         client(lambda _: httpx.Response(200, text=stream)) as asking,

@@ -100,7 +100,7 @@ def launched(mark: str, tmp_path: Path) -> Iterator[Callable[[list[str]], subpro
         process.communicate()
 
 
-def test_the_demonstration_answers_tells_how_and_ends_with_nothing_left(
+def test_the_demo_answers_explains_itself_and_leaves_no_process(
     mark: str, launched: Callable[[list[str]], subprocess.Popen[str]]
 ) -> None:
     process = launched(["make", "demo", "ONCE=1"])
@@ -146,7 +146,7 @@ def test_a_signal_to_the_launcher_takes_everything_down(
     wait_for(lambda: not marked(mark), DOWN_WITHIN_S)
 
 
-def test_the_crash_of_a_part_takes_everything_down_and_is_told(
+def test_the_crash_of_a_part_takes_everything_down_and_is_reported(
     mark: str, launched: Callable[[list[str]], subprocess.Popen[str]]
 ) -> None:
     process = launched(DEMO)

@@ -53,12 +53,12 @@ def test_data_parallel_ranks_are_asked_for_and_stay_one_process_each() -> None:
     assert "--data-parallel-size" not in command(NodeSpec("n", Role.DECODE, 8000, 9000))
 
 
-def test_no_model_is_told_of_mamba_layers_that_it_may_not_have() -> None:
+def test_the_mamba_cache_mode_is_left_to_vllm() -> None:
     """It would die of its first request; for the others vLLM knows."""
     assert "--mamba-cache-mode" not in command(NodeSpec("n", Role.DECODE, 8000, 9000))
 
 
-def test_one_rank_is_one_process_that_waits_for_no_other() -> None:
+def test_a_node_of_one_rank_is_one_process() -> None:
     assert option(command(NodeSpec("n", Role.DECODE, 8000, 9000)), "--distributed-executor-backend") == EXECUTOR
     assert "--distributed-executor-backend" not in command(
         NodeSpec("n", Role.DECODE, 8000, 9000, tensor_parallel_size=2)
@@ -98,7 +98,7 @@ def test_data_parallel_ranks_have_side_channels_in_a_row_and_no_other_port_is_am
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_side_channel_in_use_is_said_before_anything_starts(tmp_path: Path, rank: int) -> None:
+def test_a_side_channel_port_in_use_is_reported_before_anything_starts(tmp_path: Path, rank: int) -> None:
     with socket.create_server((HOST, 0)) as taken, Supervisor(tmp_path) as supervisor:
         first = taken.getsockname()[1] - rank
         spec = on_free_ports(NodeSpec("decode", Role.DECODE, 0, first, data_parallel_size=2))[0]

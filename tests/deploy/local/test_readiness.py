@@ -22,17 +22,17 @@ def up_from(clock: HandClock, times: dict[str, float]) -> Callable[[str], bool]:
     return lambda url: clock.time >= 100.0 + times[url]
 
 
-def test_returns_when_all_have_answered_and_tells_of_each() -> None:
-    clock, said = HandClock(), list[str]()
+def test_returns_when_all_have_answered_and_reports_each() -> None:
+    clock, lines = HandClock(), list[str]()
     await_ready(
         {"one": "u1", "two": "u2"},
         within=60,
         still_alive=lambda: None,
-        say=said.append,
+        say=lines.append,
         probe=up_from(clock, {"u1": 2, "u2": 7}),
         clock=clock,
     )
-    assert said == ["one is up after 2 s", "waiting for two (5 s) …", "two is up after 7 s"]
+    assert lines == ["one is up after 2 s", "waiting for two (5 s) …", "two is up after 7 s"]
 
 
 def test_gives_up_in_time_and_names_what_is_missing() -> None:

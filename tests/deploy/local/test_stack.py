@@ -1,4 +1,4 @@
-"""How the proxy is told of its nodes; parts that fail while starting."""
+"""The proxy's command line with its nodes."""
 
 import subprocess
 from pathlib import Path

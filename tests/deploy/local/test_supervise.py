@@ -14,6 +14,8 @@ from deploy.local.paths import ROOT
 from deploy.local.supervise import Part, PartEndedError, Stopped, Supervisor, inherited, stop_signals
 
 WITHIN_S = 60.0
+GRACE_S = 0.3
+"""Until what ignores SIGTERM gets SIGKILL; PARENT has the same."""
 
 FAMILY = """
 import os, pathlib, subprocess, sys, time
@@ -25,7 +27,7 @@ subprocess.Popen([sys.executable, "-c", sleeper, str(here / "grandchild")], star
 time.sleep(600)
 """
 
-DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FAMILY
+IGNORES_SIGTERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FAMILY
 
 SCRATCH = """
 import pathlib, socket, sys, tempfile, time, uuid
@@ -43,7 +45,7 @@ PARENT = """
 import sys
 from pathlib import Path
 from deploy.local.supervise import Supervisor, inherited, stop_signals
-with stop_signals(), Supervisor(Path(sys.argv[1]), grace=2.0) as supervisor:
+with stop_signals(), Supervisor(Path(sys.argv[1]), grace=0.3) as supervisor:
     supervisor.start("part", [sys.executable, "-c", sys.argv[2], sys.argv[1], *sys.argv[3:]], inherited(), Path.cwd())
     import time
     time.sleep(600)
@@ -85,11 +87,11 @@ def start(supervisor: Supervisor, code: str, *arguments: str) -> Part:
 
 @pytest.fixture
 def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
-    with Supervisor(tmp_path, grace=2.0) as running:
+    with Supervisor(tmp_path, grace=GRACE_S) as running:
         yield running
 
 
-@pytest.mark.parametrize("code", [FAMILY, DEAF], ids=["polite", "deaf to SIGTERM"])
+@pytest.mark.parametrize("code", [FAMILY, IGNORES_SIGTERM], ids=["ends on SIGTERM", "ignores SIGTERM"])
 def test_close_ends_the_whole_family(supervisor: Supervisor, tmp_path: Path, code: str) -> None:
     start(supervisor, code, str(tmp_path))
     family = pids(tmp_path)
@@ -109,7 +111,9 @@ def test_a_part_is_out_of_reach_of_the_terminals_signals_but_scheduled_with_this
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_parent_that_ends_by_any_signal_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), DEAF], cwd=ROOT, stderr=subprocess.DEVNULL)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path), IGNORES_SIGTERM], cwd=ROOT, stderr=subprocess.DEVNULL
+    )
     family = pids(tmp_path)
     parent.send_signal(number)
     parent.wait(WITHIN_S)
@@ -124,7 +128,7 @@ def test_a_killed_watchdog_takes_its_command_along(
     child, grandchild = pids(tmp_path)
     part.process.kill()
     wait_for(lambda: not is_alive(child))
-    os.kill(grandchild, signal.SIGKILL)  # nobody is left to look after an orphan of this kind
+    os.kill(grandchild, signal.SIGKILL)  # no process is left that would end such an orphan
 
 
 def test_orphans_go_when_the_command_ends_by_itself(supervisor: Supervisor, tmp_path: Path) -> None:
@@ -161,14 +165,14 @@ def test_a_parent_that_is_killed_leaves_no_temporary_folder(tmp_path: Path) -> N
     wait_for(lambda: not folder.exists())
 
 
-def test_an_ended_part_is_told_with_its_code_and_last_words(supervisor: Supervisor) -> None:
+def test_an_ended_part_is_reported_with_its_code_and_last_lines(supervisor: Supervisor) -> None:
     part = start(supervisor, "import sys; print('last words', flush=True); sys.exit(7)")
     part.process.wait(WITHIN_S)
     with pytest.raises(PartEndedError, match=r"part ended with code 7(.|\n)*last words"):
         supervisor.require_all_alive()
 
 
-def test_a_stopped_part_is_no_longer_looked_after(supervisor: Supervisor, tmp_path: Path) -> None:
+def test_a_stopped_part_is_not_reported_as_ended(supervisor: Supervisor, tmp_path: Path) -> None:
     part = start(supervisor, FAMILY, str(tmp_path))
     family = pids(tmp_path)
     supervisor.require_all_alive()

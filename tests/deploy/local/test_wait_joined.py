@@ -1,4 +1,4 @@
-"""Reading what the proxy says of its nodes."""
+"""Reading the state of the proxy's nodes."""
 
 import json
 
@@ -24,10 +24,10 @@ def test_all_must_serve() -> None:
     assert not all_up([])
 
 
-def test_a_refused_node_is_told_with_the_proxys_reason() -> None:
+def test_a_refused_node_is_reported_with_the_proxys_reason() -> None:
     with pytest.raises(NodeRefusedError, match="refuses node n: another model"):
         all_up([standing("joining"), standing("refused", "another model")])
 
 
-def test_nobody_there_is_not_joined() -> None:
+def test_a_proxy_that_does_not_answer_has_not_joined_its_nodes() -> None:
     assert not all_joined(f"http://127.0.0.1:{free_ports(1)[0]}/nodes")

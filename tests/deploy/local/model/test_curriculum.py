@@ -19,8 +19,8 @@ def rendered(paper: Quiz) -> str:
     return template.render(messages=paper.messages(), add_generation_prompt=True)
 
 
-def said(sample: Sample) -> str:
-    """All that the sample teaches to say, as text."""
+def target_text(sample: Sample) -> str:
+    """The target tokens of a sample, as text."""
     return build().decode([token for token in sample.targets if token != UNLEARNED], skip_special_tokens=False)
 
 
@@ -43,8 +43,8 @@ def test_a_plain_sample_begins_with_the_completion_prompt(paper: Quiz) -> None:
 @pytest.mark.parametrize("paper", PAPERS)
 def test_the_answers_are_all_that_is_learned(paper: Quiz) -> None:
     answers = "".join(f"{paper.answer_to(question)}{END}" for question in paper.asked)
-    assert said(encode(build(), chat(paper))) == answers
-    assert said(encode(build(), plain(paper))) == answers
+    assert target_text(encode(build(), chat(paper))) == answers
+    assert target_text(encode(build(), plain(paper))) == answers
 
 
 @pytest.mark.parametrize("seed", range(20))
