@@ -16,7 +16,7 @@ from connector import pending_reads
 from connector.messages import ReadDone, Verdict, parse_notif
 from connector.metadata import ConnectorMetadata, ReadEnd, ReadOutcome, WorkerReport
 from connector.verifier import ReadVerdict, Verifier
-from connector.worker import IDLE_PATIENCE, IDLE_REST, ConnectorWorker
+from connector.worker import IDLE_VERDICT_WAIT, IDLE_WAIT, ConnectorWorker
 from tests.connector.rank import PEER, read_step
 from tests.connector.worker import (
     BLOCK_BYTES,
@@ -60,9 +60,9 @@ class Unhurried(Verifier):
         super().__init__(PATIENCE)
         self.waited: list[float] = []
 
-    def answers(self, patience: float = 0.0) -> list[ReadVerdict]:
-        self.waited.append(patience)
-        return super().answers(PATIENCE if patience else 0.0)
+    def verdicts(self, wait_seconds: float = 0.0) -> list[ReadVerdict]:
+        self.waited.append(wait_seconds)
+        return super().verdicts(PATIENCE if wait_seconds else 0.0)
 
 
 def test_a_verdict_is_waited_for_only_in_a_step_that_computes_nothing(make: MakeRank, prefill: Prefill) -> None:
@@ -79,7 +79,7 @@ def test_a_verdict_is_waited_for_only_in_a_step_that_computes_nothing(make: Make
     step(worker, read_step("s", "f" * 16, prefill.port, local=[4], remote=[7]))
     agent(worker).end(1)
     step(worker)
-    assert verifier.waited == [0.0, 0.0, IDLE_PATIENCE, 0.0, 0.0]
+    assert verifier.waited == [0.0, 0.0, IDLE_VERDICT_WAIT, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("verdict", [Verdict.EXPIRED, Verdict.RELEASED_BY_ANOTHER, Verdict.UNKNOWN])
@@ -205,8 +205,8 @@ class Forgetful(Verifier):
         super().__init__(PATIENCE)
         self.forgotten: list[str] = []
 
-    def answers(self, patience: float = 0.0) -> list[ReadVerdict]:
-        found = super().answers(patience)
+    def verdicts(self, wait_seconds: float = 0.0) -> list[ReadVerdict]:
+        found = super().verdicts(wait_seconds)
         for at, judged in enumerate(found):
             if judged.nonce not in self.forgotten:
                 self.forgotten.append(judged.nonce)
@@ -323,15 +323,15 @@ def test_an_idle_rank_rests_while_it_only_waits_for_what_it_gave_up(make: MakeRa
     worker = make(read_deadline=0.05)
     idle = ConnectorMetadata()
     idle.idle = True
-    assert worker._patience() == 0.0
+    assert worker._wait_seconds() == 0.0
     until_received(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7]))
     began = time.monotonic()
     step(worker, idle)
-    assert time.monotonic() - began >= 0.9 * IDLE_REST
+    assert time.monotonic() - began >= 0.9 * IDLE_WAIT
     step(worker, read_step("s", "f" * 16, prefill.port, local=[4], remote=[7]))
     worker._idle = True
-    assert worker._patience() == 0.0, "a read is under way"
+    assert worker._wait_seconds() == 0.0, "a read is under way"
     agent(worker).end(0)
     agent(worker).end(1)
     until_received(worker)
-    assert worker._patience() == 0.0
+    assert worker._wait_seconds() == 0.0

@@ -232,7 +232,7 @@ def test_names_that_hang_delay_nobody(make: MakeRank, stranger: Prefill) -> None
         return made
 
     worker = make()
-    worker._verifier = Verifier(PATIENCE, introduced_within=1.5, peers=peers)
+    worker._verifier = Verifier(PATIENCE, metadata_timeout=1.5, peers=peers)
     for number in range(64):
         step(worker, order(f"slow-{number}", 1, engine=f"slow-{number}", host=f"slow-{number}.example"))
     assert quick_read(worker, order("honest", stranger.port, host="node.example")) is ReadOutcome.VERIFIED
@@ -350,7 +350,7 @@ def test_an_engine_that_restarts_elsewhere_with_its_id_is_read(make: MakeRank, s
 def until_lost(worker: ConnectorWorker) -> None:
     """Until the rank has seen its connection end."""
     deadline = time.monotonic() + PATIENCE
-    while not worker._handshakes._known[NEW].doubted:
+    while not worker._peer_engines._known[NEW].stale:
         assert time.monotonic() < deadline
         step(worker)
         time.sleep(0.005)
@@ -412,7 +412,7 @@ def test_a_held_read_that_is_given_up_never_touches_the_blocks(make: MakeRank) -
         assert read(worker, order("r", hole.getsockname()[1])) is ReadOutcome.PEER_UNREACHABLE
         time.sleep(0.5)
         assert not step(worker).finished_recving
-        assert worker._held == {}
+        assert worker._deferred == {}
         assert worker._recving_metadata == {}
 
 

@@ -83,7 +83,7 @@ def test_an_expired_lease_is_let_go_and_forgotten(make: MakeRank) -> None:
     assert step(worker, lease_step("p", expires=0.0)).finished_sending == {"p"}
     agent(worker).inbox = [f"alias-of-p#{NONCE}:1".encode()]
     assert step(worker).finished_sending == set()
-    assert len(worker._seen) == 0
+    assert len(worker._lease_reads) == 0
 
 
 def test_the_engine_s_own_request_id_ends_nothing_and_prolongs_nothing(make: MakeRank) -> None:
