@@ -169,15 +169,15 @@ class WorkerBase(NixlPullConnectorWorker):
 
     def _may_read(self, request_id: str, meta: ReqMeta) -> bool:
         """Whether vLLM may be given the read now; otherwise it is deferred, or fails."""
-        step = self._next_step(self._request_for(meta))
+        request = self._request_for(meta)
+        step = self._next_step(request)
         if isinstance(step, MayRead):
             return True
         self._recving_metadata[request_id] = meta
         if isinstance(step, NotYet):
             self._deferred[request_id] = meta
         else:
-            host, port = meta.remote.host, meta.remote.port
-            log.warning("No read for %s from %s:%d (%s): %s.", request_id, host, port, step.outcome, step.why)
+            log.warning("No read for %s from %s:%d (%s): %s.", request_id, *request.address, step.outcome, step.why)
             self._sources[request_id].outcome = step.outcome
             self._recv_failures.add(request_id)
         return False
