@@ -1,4 +1,4 @@
-"""A read ends exactly once, with the outcome that its way deserves, and never runs before its verdict."""
+"""A read ends exactly once, with the right outcome, and its request never runs before the verdict."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def begun(deadline: float = 10) -> PendingReads:
 
 
 @pytest.mark.parametrize("verdict", list(Verdict))
-def test_a_landed_read_is_good_only_with_a_good_verdict(verdict: Verdict) -> None:
+def test_a_completed_read_is_good_only_with_a_good_verdict(verdict: Verdict) -> None:
     reads = begun()
     reads.on_posted("r", now=0)
     assert reads.on_completed(["r"], now=2) == {HERE: [ASKED]}
@@ -89,7 +89,7 @@ def test_a_read_is_given_up_once_at_its_deadline() -> None:
     assert reads.on_failed("r").outcome is ReadOutcome.NO_PROGRESS
 
 
-def test_a_long_read_goes_on_while_its_peer_answers_whatever_it_says() -> None:
+def test_a_long_read_goes_on_while_its_peer_answers_whatever_the_verdict() -> None:
     reads = begun(deadline=100)
     reads.on_posted("r", now=0)
     assert reads.probes(0.9) == {}
@@ -112,7 +112,7 @@ def test_a_read_is_given_up_when_its_peer_is_silent() -> None:
     assert reads.on_failed("r").outcome is ReadOutcome.NO_PROGRESS
 
 
-def test_the_answer_to_a_probe_never_judges_a_read() -> None:
+def test_the_answer_to_a_probe_is_no_verdict_on_a_read() -> None:
     """It was given before the last byte came."""
     reads = begun()
     reads.on_posted("r", now=0)
@@ -123,7 +123,7 @@ def test_the_answer_to_a_probe_never_judges_a_read() -> None:
     assert reads.probes(10) == {}
 
 
-def test_the_answer_to_an_earlier_reads_probe_says_nothing_of_the_next() -> None:
+def test_the_answer_to_an_earlier_reads_probe_does_not_count_for_the_next() -> None:
     reads = begun()
     reads.on_posted("r", now=0)
     ((asked,),) = reads.probes(1).values()

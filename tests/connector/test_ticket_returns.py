@@ -11,12 +11,12 @@ from connector.verifier import ReadVerdict
 HERE = ("10.0.0.1", 5600)
 
 
-def given(nonce: str = "nonce-1") -> TicketReturn:
+def ticket_return(nonce: str = "nonce-1") -> TicketReturn:
     return TicketReturn("r", Question("P", "alias", nonce), HERE, object())
 
 
 def begun(within: float = 30) -> tuple[TicketReturns, TicketReturn]:
-    returns, one = TicketReturns(within), given()
+    returns, one = TicketReturns(within), ticket_return()
     returns.begin(one, now=0)
     return returns, one
 
@@ -73,7 +73,7 @@ def test_a_held_one_may_be_sent_until_it_is_postponed_and_asked_for_anew() -> No
     assert returns.get("nonce-1") is None
 
 
-def test_an_answer_for_what_is_over_or_of_a_read_is_nobodys() -> None:
+def test_an_answer_for_a_return_that_is_over_or_for_a_read_is_ignored() -> None:
     returns, one = begun()
     asked = ask(returns, one)
     returns.end("nonce-1")
@@ -90,5 +90,5 @@ def test_a_node_that_stays_silent_is_given_up() -> None:
 def test_of_too_many_the_oldest_are_given_up() -> None:
     returns = TicketReturns(30)
     for number in range(MOST_RETURNS + 2):
-        returns.begin(given(str(number)), now=0)
+        returns.begin(ticket_return(str(number)), now=0)
     assert [one.nonce for one in returns.overdue(0)] == ["0", "1"]

@@ -1,4 +1,4 @@
-"""Every question gets exactly one answer: the peer's, or none in time; over real sockets, with real junk."""
+"""Every question gets exactly one verdict: the peer's, or none in time; over real sockets, with real junk."""
 
 from __future__ import annotations
 
@@ -109,13 +109,13 @@ def collect(verifier: Verifier, count: int) -> dict[str, Verdict | None]:
 @pytest.fixture
 def port() -> Iterator[int]:
     number = free_port()
-    listener = Listener(HOST, number, {}, judge, Counters())
+    listener = Listener(HOST, number, {}, verify, Counters())
     listener.start()
     yield number
     listener.stop()
 
 
-def judge(engine_id: str, request_id: str, nonce: str) -> Verdict:
+def verify(engine_id: str, request_id: str, nonce: str) -> Verdict:
     return Verdict.HELD if request_id == "r-" + nonce else Verdict.UNKNOWN
 
 
@@ -127,7 +127,7 @@ def test_questions_of_several_steps_are_answered(port: int) -> None:
         assert collect(verifier, 3) == {"a": Verdict.HELD, "b": Verdict.UNKNOWN, "c": Verdict.HELD}
 
 
-def test_one_may_wait_for_the_first_answer_or_look_and_go(port: int) -> None:
+def test_verdicts_may_be_waited_for_or_polled(port: int) -> None:
     with closing(Verifier(timeout=PATIENCE)) as verifier:
         assert verifier.verdicts() == []
         assert verifier.verdicts(wait_seconds=0.001) == []
@@ -135,12 +135,12 @@ def test_one_may_wait_for_the_first_answer_or_look_and_go(port: int) -> None:
         assert [(one.nonce, one.verdict) for one in verifier.verdicts(wait_seconds=PATIENCE)] == [("a", Verdict.HELD)]
 
 
-def test_a_refusing_peer_is_known_at_once_delays_nobody_and_is_asked_again_later(port: int) -> None:
+def test_a_refused_connection_is_noticed_at_once_delays_no_other_and_is_tried_again_later(port: int) -> None:
     dead = free_port()
     with closing(Verifier(timeout=100 * PATIENCE)) as verifier:
         verifier.ask({(HOST, dead): [question("lost")], (HOST, port): [question("fine")]})
         assert collect(verifier, 2) == {"lost": None, "fine": Verdict.HELD}
-        late = Listener(HOST, dead, {}, judge, Counters())
+        late = Listener(HOST, dead, {}, verify, Counters())
         late.start()
         with closing(Closing(late)):
             answer: Verdict | None = None
