@@ -2,7 +2,7 @@
 
 It runs in the scheduler's process, since the lease table is there, in a thread of its own. vLLM's own listener ends
 at the first packet that it cannot read, and hangs the start when its port is taken; this one counts the packet and
-goes on, and names the port. It speaks ZMQ's protocol without ZMQ (see `zmtp`, `tcp_server`), whose memory a stranger
+goes on, and names the port. It speaks ZMQ's protocol without ZMQ (see `zmtp`, `tcp_server`), whose memory an attacker
 can fill. The messages and their signatures are described in `messages`.
 
 Where there are ticket keys, only a node that has one gets an answer: no verdicts, and none of the NIXL metadata, which

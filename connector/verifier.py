@@ -183,8 +183,7 @@ class OpenExchanges:
 class Verifier:
     """The thread. Everything but `close` is for one other thread, the engine's; only `verdicts` may wait.
 
-    Args: `timeout` of a question, `metadata_timeout` of a metadata request, name look-up included, seconds; `keys`,
-    ticket keys; `peers`, makes the connections when the first question comes.
+    Seconds: `timeout` of a question, `metadata_timeout` of a metadata request, name look-up included.
     """
 
     def __init__(
