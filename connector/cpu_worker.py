@@ -1,9 +1,10 @@
 """A worker for nodes without a GPU that survives seeded requests: `--worker-cls connector.cpu_worker.SeededCPUWorker`.
 
-vLLM 0.32 samples a token at the end of every chunk of a prompt, throws away all but the last, and winds a request's
-own random generator back by the numbers that these took. It does so by the generator's offset, which generators on a
-CPU do not have: "CPU Generator does not use offset" ends the engine, and with it every stream of the node. A hybrid
-model's prompt is computed in chunks whenever it is longer than a block, so one client's `seed` is enough.
+vLLM 0.32 samples a token at the end of every chunk of a prompt, discards all but the last, and sets a request's own
+random generator back by the numbers that the discarded ones took. It does so by the generator's offset, which
+generators on a CPU do not have: "CPU Generator does not use offset" ends the engine, and with it every stream of the
+node. A hybrid model's prompt is computed in chunks whenever it is longer than a block, so one client's `seed` is
+enough.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
 
 
 class SeededCPURunner(CPUModelRunner):
-    """Winds generators back by their state.
+    """Sets generators back to their saved state.
 
-    A seed so gives the same answer whether the prompt was computed in chunks, at once, or not at all.
+    So a seed gives the same answer whether the prompt was computed in chunks, at once, or not at all.
     """
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None) -> SamplerOutput:
-        before = [(generator, generator.get_state()) for generator in self._in_vain()]
+        before = [(generator, generator.get_state()) for generator in self._discarded()]
         sampled = super()._sample(logits, spec_decode_metadata)
         for generator, state in before:
             generator.set_state(state)
@@ -45,7 +46,7 @@ class SeededCPURunner(CPUModelRunner):
         hidden_states: torch.Tensor,
         num_scheduled_tokens: int,
     ) -> Any:
-        """What vLLM does, out of sight of the generators: it would ask them for their offsets."""
+        """As vLLM does, without the generators: it would read their offsets."""
         generators, self.input_batch.generators = self.input_batch.generators, {}
         try:
             return super()._bookkeeping_sync(
@@ -54,8 +55,8 @@ class SeededCPURunner(CPUModelRunner):
         finally:
             self.input_batch.generators = generators
 
-    def _in_vain(self) -> list[torch.Generator]:
-        """The generators of requests whose sample of this step is thrown away."""
+    def _discarded(self) -> list[torch.Generator]:
+        """The generators of requests whose sample of this step is discarded."""
         discarded = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
         generators = self.input_batch.generators
         return [generators[index] for index in map(int, discarded) if index in generators]

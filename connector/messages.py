@@ -1,41 +1,33 @@
-"""What a decode node asks a prefill node's side channel, and the answers, as bytes. Pure.
+"""The messages between decode and prefill nodes, as bytes, and their signatures. Pure.
 
-All are msgpack arrays in one frame; where there are ticket keys a second frame holds their MAC (see `proof`):
+Side channel. All messages are msgpack arrays in one frame:
 
     vLLM's handshake   ["get_meta_msg", pipeline rank, tensor rank]
-    its answer         two frames: vLLM's `NixlHandshakePayload`, and the prefill node's clock
-    introduction       [META, number, [engine id, pipeline rank, tensor rank]]    the same, for our own decode nodes
-    its answer         [number, incarnation, "", payload]                         the payload as binary
-    question           [ASK, number, [[engine id, request id, nonce], ...]]       an empty list is a ping
-    its answer         [number, incarnation, "", [verdict, ...]]                  in the question's order
+    its reply          two frames: vLLM's `NixlHandshakePayload`, and the prefill node's clock
+    metadata question  [META, number, [engine id, pipeline rank, tensor rank]]    the same, from our own decode nodes
+    its reply          [number, incarnation, "", payload]                         the payload as binary
+    question batch     [ASK, number, [[engine id, request id, nonce], ...]]       an empty list is a ping
+    its reply          [number, incarnation, "", [verdict, ...]]                  in the questions' order
     refusal of either  [number, incarnation, reason, []]
 
 `incarnation` names one run of a prefill node: memory that was registered in another run is gone.
 
-
-That a question, and its answer, come from a node which has the ticket keys. Pure.
-
-On every connection each side names a fresh random *challenge* before the first message (a property of ZMTP's READY
-command). A message then carries an HMAC-SHA256 over both challenges, its direction, and its own bytes, which hold a
-number; the prefill node takes only numbers that grow.
-
-What a message that somebody captured is worth to him:
+Signatures. Where there are ticket keys a second frame holds the message's MAC. On every connection each side sends a
+fresh random *challenge* before the first message (a property of ZMTP's READY command). The MAC is an HMAC-SHA256 over
+both challenges, the message's direction, and its bytes, which hold a number; the prefill node takes only numbers that
+grow. What a captured message is worth to an attacker:
     on another connection, to this node or another        nothing: the challenges differ
     on the same connection, injected into it              nothing: its number was used
-    sent back to whom it came from                        nothing: the direction differs
-So a replay needs no clock to be refused. Nothing here is encrypted: who sees the packets sees ids, verdicts and the
+    sent back to its sender                               nothing: the direction differs
+So a replay needs no clock to be refused. Nothing is encrypted: an observer of the packets sees ids, verdicts and the
 metadata of the handshake, and can delay or cut the connection.
+The first key signs, as with tickets; every key is tried, each in constant time. The prefill node replies with the key
+that signed the question, so that keys can be changed one node after the other.
 
-The first key signs, as with tickets; every key is tried, each in constant time. The prefill node answers with the key
-by which it was asked, so that keys can be changed one node after the other.
-
-
-What a NIXL notice says: parsed once, and never with an exception. Pure.
-
-vLLM's decode side ends a read with `<request id>:<readers>`, where `readers` is the number of its ranks that will
-tell this prefill rank the same; what it takes for our request id is the alias that our tickets name. Ours puts the
-read's nonce behind it, `<alias>#<nonce>:<readers>`; a notice without one (a decode node that runs vLLM's own
-connector) counts as the nonce `NO_NONCE`. Heartbeats are vLLM's: `HB:<alias>,<alias>...`.
+NIXL notifs. vLLM's decode side ends a read with `<request id>:<readers>`, where `readers` is the number of its ranks
+that send this prefill rank the same; its request id is the alias in our tickets. Ours puts the read's nonce behind it,
+`<alias>#<nonce>:<readers>`; a notif without one (a decode node that runs vLLM's own connector) counts as the nonce
+`NO_NONCE`. Heartbeats are vLLM's: `HB:<alias>,<alias>...`.
 """
 
 from __future__ import annotations
@@ -57,7 +49,13 @@ LONGEST_MESSAGE_NAME = 1024
 LONGEST_QUESTION = 256 * 1024
 """Bytes of a question's message. `MOST_QUESTIONS` with names as long as tickets allow take half of it."""
 LONGEST_REPLY = 4 * 1024 * 1024
-"""Bytes of an answer's message. The metadata of one worker grows with its cache tensors, some hundred bytes each."""
+"""Bytes of a reply's message. The metadata of one worker grows with its cache tensors, some hundred bytes each."""
+CHALLENGE_BYTES = 16
+PROPERTY = b"x-pdproxy-challenge"
+NO_NONCE = ""
+LONGEST_DONE = 1024
+LONGEST_HEARTBEAT = 4 * 1024 * 1024
+MOST_READERS = 4096
 
 _Name = Annotated[str, msgspec.Meta(max_length=LONGEST_MESSAGE_NAME)]
 _Items = Annotated[list[tuple[_Name, _Name, _Name]], msgspec.Meta(max_length=MOST_QUESTIONS)]
@@ -66,8 +64,11 @@ _QUESTIONS = msgspec.msgpack.Decoder(_Items)
 _RANK = msgspec.msgpack.Decoder(tuple[_Name, int, int])
 _NUMBER = msgspec.msgpack.Decoder(int)
 _REPLY = msgspec.msgpack.Decoder(tuple[int, _Name, _Name, list[str] | bytes])
-_CLOCK = msgspec.msgpack.Encoder()
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, ValueError)
+_DOMAIN = b"pdproxy side channel\n"
+_QUESTION, _REPLY_DIRECTION = b"q", b"a"
+_HEARTBEAT = b"HB:"
+_DONE = re.compile(r"(?P<alias>[^\x00-\x1f]+?)(?:#(?P<nonce>[0-9A-Za-z_-]{8,64}))?:(?P<readers>[0-9]{1,4})")
 
 
 class Verdict(StrEnum):
@@ -86,7 +87,7 @@ class Verdict(StrEnum):
 
 
 class QuestionRefusal(StrEnum):
-    """Why a prefill node answers nothing usable; labels of its metric, and in answers to us."""
+    """Why a prefill node does not answer a question; the metric's labels, and the reason in its reply."""
 
     UNSIGNED = "unsigned"
     BAD_SIGNATURE = "bad_signature"
@@ -97,7 +98,7 @@ class QuestionRefusal(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One read to judge: the ticket's engine id and request id, and the nonce that the read carried."""
+    """One read to verify: the ticket's engine id and request id, and the nonce that the read carried."""
 
     engine_id: str
     request_id: str
@@ -106,7 +107,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Handshake:
-    """vLLM's own question: the NIXL metadata of one worker of the prefill node."""
+    """vLLM's own question for the NIXL metadata of one worker of the prefill node."""
 
     pp_rank: int
     tp_rank: int
@@ -114,7 +115,7 @@ class Handshake:
 
 @dataclass(frozen=True, slots=True)
 class MetadataQuestion:
-    """The same by our own decode nodes, who know which engine they mean; `number` comes back with the answer."""
+    """The same by our own decode nodes, which name the engine; `number` comes back with the reply."""
 
     number: int
     engine_id: str
@@ -124,7 +125,7 @@ class MetadataQuestion:
 
 @dataclass(frozen=True, slots=True)
 class QuestionBatch:
-    """Several questions at once; `number` comes back with the answer."""
+    """Several questions at once; `number` comes back with the reply."""
 
     number: int
     questions: tuple[Question, ...]
@@ -132,7 +133,7 @@ class QuestionBatch:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """`body`: verdicts to a batch, a payload to an introduction, the reason of a refusal to either."""
+    """`body`: verdicts to a batch, a payload to a metadata question, the reason of a refusal to either."""
 
     number: int
     incarnation: str
@@ -140,7 +141,7 @@ class Reply:
 
 
 def read_request(message: bytes) -> Handshake | MetadataQuestion | QuestionBatch | None:
-    """What a decode node asks; None for anything else. Total."""
+    """A message of a decode node; None for anything else. Never raises."""
     try:
         kind, number, rest = _REQUEST.decode(message)
         if kind == HANDSHAKE:
@@ -160,13 +161,13 @@ def write_batch(number: int, questions: Sequence[Question]) -> bytes:
     return msgspec.msgpack.encode((ASK, number, items))
 
 
-def write_metadata_question(asked: MetadataQuestion) -> bytes:
-    """The bytes of an introduction."""
-    return msgspec.msgpack.encode((META, asked.number, (asked.engine_id, asked.pp_rank, asked.tp_rank)))
+def write_metadata_question(question: MetadataQuestion) -> bytes:
+    """The bytes of a metadata question."""
+    return msgspec.msgpack.encode((META, question.number, (question.engine_id, question.pp_rank, question.tp_rank)))
 
 
 def write_reply(number: int, incarnation: str, body: Sequence[Verdict] | bytes | str) -> bytes:
-    """The bytes of an answer."""
+    """The bytes of a reply."""
     if isinstance(body, str):
         return msgspec.msgpack.encode((number, incarnation, body, ()))
     plain = body if isinstance(body, bytes) else [verdict.value for verdict in body]
@@ -174,30 +175,23 @@ def write_reply(number: int, incarnation: str, body: Sequence[Verdict] | bytes |
 
 
 def read_reply(message: bytes) -> Reply | None:
-    """An answer; None for anything else, an unknown verdict included. Total."""
+    """A reply; None for anything else, an unknown verdict included. Never raises."""
     try:
         number, incarnation, reason, body = _REPLY.decode(message)
-        said = body if isinstance(body, bytes) else tuple(map(Verdict, body))
-        return Reply(number, incarnation, reason or said)
+        answer = body if isinstance(body, bytes) else tuple(map(Verdict, body))
+        return Reply(number, incarnation, reason or answer)
     except _UNREADABLE:
         return None
 
 
 def write_clock(seconds: float) -> bytes:
-    """The second frame of the answer to vLLM's handshake."""
-    return _CLOCK.encode(seconds)
+    """The second frame of the reply to vLLM's handshake."""
+    return msgspec.msgpack.encode(seconds)
 
 
 def write_refusal(sentence: str) -> bytes:
     """A `NixlHandshakePayload` that no node accepts: vLLM logs the hash that does not match its own, our sentence."""
     return msgspec.msgpack.encode({"compatibility_hash": sentence, "agent_metadata_bytes": b""})
-
-
-CHALLENGE_BYTES = 16
-PROPERTY = b"x-pdproxy-challenge"
-
-_DOMAIN = b"pdproxy side channel\n"
-_ASKED, _ANSWERED = b"q", b"a"
 
 
 class QuestionSigner:
@@ -209,13 +203,13 @@ class QuestionSigner:
 
     def sign(self, message: bytes) -> tuple[bytes, ...]:
         """The frames of a message: with its MAC where there is a key."""
-        return (message, _mac(self._keys[0], self._challenges, _ASKED, message)) if self._keys else (message,)
+        return (message, _mac(self._keys[0], self._challenges, _QUESTION, message)) if self._keys else (message,)
 
     def genuine(self, frames: Sequence[bytes]) -> bool:
-        """Whether an answer (message, and MAC if any) comes from a node with one of our keys; without keys always."""
+        """Whether a reply (message, and MAC if any) comes from a node with one of our keys; without keys always."""
         if not self._keys:
             return len(frames) in (1, 2)
-        return len(frames) == 2 and _find(self._keys, self._challenges, _ANSWERED, *frames) is not None
+        return len(frames) == 2 and _find(self._keys, self._challenges, _REPLY_DIRECTION, *frames) is not None
 
 
 class ReplySigner:
@@ -228,13 +222,13 @@ class ReplySigner:
 
     def genuine(self, message: bytes, mac: bytes) -> bool:
         """Whether a question comes from a node with one of our keys."""
-        key = _find(self._keys, self._challenges, _ASKED, message, mac)
+        key = _find(self._keys, self._challenges, _QUESTION, message, mac)
         self._key = key or self._key
         return key is not None
 
     def sign(self, message: bytes) -> tuple[bytes, ...]:
-        """The frames of an answer: with its MAC, by the key of the last genuine question, if there was one."""
-        return (message, _mac(self._key, self._challenges, _ANSWERED, message)) if self._key else (message,)
+        """The frames of a reply: with its MAC, by the key of the last genuine question, if there was one."""
+        return (message, _mac(self._key, self._challenges, _REPLY_DIRECTION, message)) if self._key else (message,)
 
 
 def _mac(key: bytes, challenges: bytes, direction: bytes, message: bytes) -> bytes:
@@ -247,19 +241,11 @@ def _find(keys: Sequence[bytes], challenges: bytes, direction: bytes, message: b
     return keys[made.index(True)] if any(made) else None
 
 
-NO_NONCE = ""
-LONGEST_DONE = 1024
-LONGEST_HEARTBEAT = 4 * 1024 * 1024
-MOST_READERS = 4096
-_HEARTBEAT = b"HB:"
-_DONE = re.compile(r"(?P<alias>[^\x00-\x1f]+?)(?:#(?P<nonce>[0-9A-Za-z_-]{8,64}))?:(?P<readers>[0-9]{1,4})")
-
-
 @dataclass(frozen=True, slots=True)
 class ReadDone:
-    """One reading rank has everything. `readers`: how many ranks will say so to this rank, 1 to `MOST_READERS`.
+    """One rank has read all of a request's blocks. `alias`: what the ticket calls the request (see `leases.Aliases`).
 
-    `alias`: what the ticket calls the request (see `aliases`).
+    `readers`: how many ranks send this rank such a notif, 1 to `MOST_READERS`.
     """
 
     alias: str
@@ -269,14 +255,14 @@ class ReadDone:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Whose leases go on."""
+    """The leases of these aliases are prolonged."""
 
     aliases: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Junk:
-    """Bytes that say nothing we know."""
+    """Bytes that are no notif."""
 
     size: int
 
@@ -285,17 +271,17 @@ Notif = ReadDone | Heartbeat | Junk
 
 
 def with_nonce(alias: str, nonce: str) -> str:
-    """The alias as our notices carry it; vLLM's own code then appends `:<readers>`."""
+    """The alias as our notifs carry it; vLLM's own code then appends `:<readers>`."""
     return f"{alias}#{nonce}"
 
 
 def nonce_of(tag: str) -> str:
-    """The nonce in what `tagged` made."""
+    """The nonce in what `with_nonce` made."""
     return tag.rpartition("#")[2]
 
 
 def parse_notif(message: bytes) -> Notif:
-    """What `message` says. Total: anything that is not a notice is Junk."""
+    """The notif in `message`. Never raises: anything else is Junk."""
     try:
         if message.startswith(_HEARTBEAT):
             if len(message) > LONGEST_HEARTBEAT:

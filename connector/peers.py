@@ -1,14 +1,12 @@
-"""Host names to addresses, without ever waiting: `getaddrinfo` may hang for as long as a name server is silent.
+"""A decode rank's connections to prefill nodes' side channels. For one thread, the verifier's; nothing here blocks.
 
-Addresses written as numbers need no look-up. A name is looked up in a thread of its own, at most one a name and
-`MOST_THREADS` in all, and its address is kept; an old one serves on while the name is looked up anew.
+`Peers`: one connection an address, at most `most` of them. For one more, the connection is dropped that has waited for
+its first answer for longest, else the one idle for longest. So a prefill node that answers is reached whatever other
+addresses lead nowhere.
 
-
-The connections to prefill nodes' side channels, for one thread: what the other end does costs nobody else anything.
-
-Nothing here waits, and an address is dialled once however many ask. At most `most` addresses are kept: for one more,
-the connection is dropped that has been on its way to an answer for longest, else the one idle for longest. So a
-prefill node that answers is reached whatever other addresses lead nowhere.
+`Resolver`: host names to addresses; `getaddrinfo` may hang for as long as a name server is silent. Addresses written as
+numbers need no look-up. A name is looked up in a thread of its own, at most one a name and `MOST_THREADS` in all, and
+its address is kept; an old one is used while the name is looked up anew.
 """
 
 from __future__ import annotations
@@ -33,7 +31,15 @@ MOST_THREADS = 128
 """A look-up cannot be ended. So many names whose server is silent, and further new names fail at once."""
 MOST_NAMES = 1024
 FRESH_FOR = 60.0
+MOST_PEERS = 256
+CHUNK = 65536
+MOST_WAITING = 4096
+"""Messages that wait for one connection to be made; what is beyond is dropped, and then not answered in time."""
+MOST_BUFFERED = 64 * 1024 * 1024
+"""Bytes of unfinished answers, in all."""
 
+Address = tuple[str, int]
+"""Host and side-channel port of a prefill node."""
 SocketAddress = tuple[Any, ...]
 LookUp = Callable[[str, int], tuple[socket.AddressFamily, SocketAddress]]
 """(host, port) → family and address; raises OSError."""
@@ -41,21 +47,21 @@ LookUp = Callable[[str, int], tuple[socket.AddressFamily, SocketAddress]]
 
 @dataclass(frozen=True, slots=True)
 class ResolvedAddress:
-    """Where to connect."""
+    """A socket family, and an address in its form."""
 
     family: socket.AddressFamily
     address: SocketAddress
 
 
 def look_up(host: str, port: int) -> tuple[socket.AddressFamily, SocketAddress]:
-    """The system's answer, IPv4 before IPv6 as the listener binds. Raises OSError."""
+    """The system's resolver: IPv4 before IPv6, as the listener binds. Raises OSError."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
     return family, address
 
 
 class Resolver:
-    """For one thread. `wake` is called in another one when a look-up has ended."""
+    """For one thread. `wake` is called in another one when a look-up has ended; `look_up` may block there."""
 
     def __init__(self, wake: Callable[[], None], clock: Callable[[], float], look_up: LookUp = look_up) -> None:
         self._wake = wake
@@ -67,10 +73,10 @@ class Resolver:
         self._failed: dict[tuple[str, int], OSError] = {}
 
     def find(self, host: str, port: int) -> ResolvedAddress | None:
-        """Where `host:port` is; None while that is looked up. Raises OSError where it is nowhere."""
-        literal = _literal(host, port)
-        if literal is not None:
-            return literal
+        """The address of `host:port`; None while it is looked up. Raises OSError for a name that has none."""
+        with contextlib.suppress(OSError, UnicodeError):
+            literal = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
+            return ResolvedAddress(literal[0], literal[4])
         with self._lock:
             known = self._found.get((host, port))
             failed = self._failed.pop((host, port), None)
@@ -109,49 +115,28 @@ class Resolver:
         self._wake()
 
 
-def _literal(host: str, port: int) -> ResolvedAddress | None:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[
-            0
-        ]
-    except (OSError, UnicodeError):
-        return None
-    return ResolvedAddress(family, address)
-
-
-Address = tuple[str, int]
-"""Host and side-channel port of a prefill node."""
-
-MOST_PEERS = 256
-CHUNK = 65536
-MOST_WAITING = 4096
-"""Messages that wait for one connection to be made; what is beyond is dropped, and then not answered in time."""
-MOST_BUFFERED = 64 * 1024 * 1024
-"""Bytes of unfinished answers, in all."""
-
-
 @dataclass(eq=False, slots=True)
 class _Peer:
-    """One address. `socket` is None while its name is looked up; `asker` until the other end has said READY."""
+    """One address. `socket` is None while its name is looked up; `signer` until the other end has sent READY."""
 
     address: Address
     zmtp: Zmtp
     challenge: bytes
     socket: socket.socket | None = None
-    asker: QuestionSigner | None = None
+    signer: QuestionSigner | None = None
     waiting: deque[bytes] = field(default_factory=deque)
     unsent: bytearray = field(default_factory=bytearray)
     answered: bool = False
 
-    def greet(self, keys: Sequence[bytes]) -> QuestionSigner | None:
-        """Who signs for us on this connection, from the other end's READY on."""
-        if self.asker is None and self.zmtp.peer is not None:
-            self.asker = QuestionSigner(keys, self.zmtp.peer.get(PROPERTY, b""), self.challenge)
-        return self.asker
+    def on_ready(self, keys: Sequence[bytes]) -> QuestionSigner | None:
+        """What signs our messages on this connection; None before the other end's READY."""
+        if self.signer is None and self.zmtp.peer is not None:
+            self.signer = QuestionSigner(keys, self.zmtp.peer.get(PROPERTY, b""), self.challenge)
+        return self.signer
 
 
 class Peers:
-    """One connection an address. `lost` names addresses whose connection has gone, or could not be made, and why."""
+    """One connection an address, made with the first message. `keys`: ticket keys; without any, nothing is signed."""
 
     def __init__(
         self,
@@ -169,7 +154,7 @@ class Peers:
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._resolver = resolver or Resolver(self.wake, clock)
         self._peers: OrderedDict[Address, _Peer] = OrderedDict()
-        self._answers: list[tuple[Address, Reply]] = []
+        self._replies: list[tuple[Address, Reply]] = []
         self._lost: dict[Address, str] = {}
         self._chunk = memoryview(bytearray(CHUNK))
 
@@ -178,22 +163,21 @@ class Peers:
 
     def wake(self) -> None:
         """Let `wait` return; from any thread."""
-        # A full pipe has enough in it; a closed one has nobody who waits.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # a full pipe wakes it anyway; at a closed one nothing waits
             self._wake.send(b"?")
 
     def send(self, address: Address, message: bytes) -> None:
-        """Send to `address`, once it is connected; one that cannot be reached comes up in `lost`."""
+        """Send to `address`, once it is connected; one that cannot be reached is reported by `lost`."""
         peer = self._peers.get(address)
         if peer is None:
             peer = self._open(address)
         self._peers.move_to_end(address)
         if len(peer.waiting) < MOST_WAITING:
             peer.waiting.append(message)
-        self._work(peer)
+        self._advance(peer)
 
     def wait(self, seconds: float) -> None:
-        """Do what there is to do on the connections, or wait for it, for at most `seconds`."""
+        """Receive and send what there is on the connections; waits for that at most `seconds`."""
         for key, _ in self._selector.select(seconds):
             peer: _Peer | None = key.data
             if peer is None:
@@ -201,22 +185,22 @@ class Peers:
                     while self._woken.recv(4096):
                         pass
             elif self._peers.get(peer.address) is peer:  # else it was dropped in this very round
-                self._handle(peer)
+                self._on_ready_socket(peer)
         for peer in [peer for peer in self._peers.values() if peer.socket is None]:
-            self._work(peer)
+            self._advance(peer)
 
     def received(self) -> list[tuple[Address, Reply]]:
-        """Every answer that came in since the last call; on a connection with keys, only genuine ones."""
-        answers, self._answers = self._answers, []
-        return answers
+        """Every reply that came in since the last call; where there are keys, only genuine ones."""
+        replies, self._replies = self._replies, []
+        return replies
 
     def lost(self) -> dict[Address, str]:
-        """Addresses that were lost since the last call, each with a reason."""
+        """Addresses whose connection has gone, or could not be made, since the last call, each with a reason."""
         lost, self._lost = self._lost, {}
         return lost
 
     def drop(self, address: Address) -> None:
-        """Close the connection, with whatever still waits in it; the next `send` opens a new one."""
+        """Close the connection, with the messages that still wait in it; the next `send` opens a new one."""
         peer = self._peers.pop(address, None)
         if peer is not None and peer.socket is not None:
             self._selector.unregister(peer.socket)
@@ -243,8 +227,8 @@ class Peers:
         self.drop(address)
         self._lost[address] = why
 
-    def _work(self, peer: _Peer) -> None:
-        """Go as far as it goes without waiting."""
+    def _advance(self, peer: _Peer) -> None:
+        """Connect and send, as far as it goes without waiting."""
         try:
             if peer.socket is None:
                 self._dial(peer)
@@ -253,7 +237,7 @@ class Peers:
         except OSError as error:
             self._lose(peer.address, str(error))
 
-    def _handle(self, peer: _Peer) -> None:
+    def _on_ready_socket(self, peer: _Peer) -> None:
         assert peer.socket is not None
         try:
             self._receive(peer, peer.socket)
@@ -264,7 +248,7 @@ class Peers:
         if peer.zmtp.fault is not None:
             self._lose(peer.address, f"what answers there is no side channel ({peer.zmtp.fault.value})")
         elif peer.address in self._peers:
-            self._work(peer)
+            self._advance(peer)
 
     def _dial(self, peer: _Peer) -> None:
         found = self._resolver.find(*peer.address)
@@ -280,8 +264,8 @@ class Peers:
             raise OSError(code, os.strerror(code))
 
     def _send(self, peer: _Peer, connection: socket.socket) -> None:
-        while peer.asker is not None and peer.waiting:
-            peer.zmtp.send([b"", *peer.asker.sign(peer.waiting.popleft())])
+        while peer.signer is not None and peer.waiting:
+            peer.zmtp.send([b"", *peer.signer.sign(peer.waiting.popleft())])
         peer.unsent += b"".join(peer.zmtp.pieces)
         peer.zmtp.pieces.clear()
         with contextlib.suppress(BlockingIOError, InterruptedError):
@@ -300,17 +284,17 @@ class Peers:
             raise ConnectionError("the other end closed the connection")
         peer.zmtp.receive(self._chunk[:count])
         while (frames := peer.zmtp.next_message()) is not None:
-            self._take(frames, peer)
-        peer.greet(self._keys)
+            self._on_message(frames, peer)
+        peer.on_ready(self._keys)
         buffered = sum(one.zmtp.buffered for one in self._peers.values()) if peer.zmtp.buffered > CHUNK else 0
         if buffered > MOST_BUFFERED or len(peer.unsent) > LONGEST_REPLY:
             raise ConnectionError("the other end sends more than an answer may be")
 
-    def _take(self, frames: tuple[bytes, ...], peer: _Peer) -> None:
-        """Keep an answer that is genuine; a refusal needs no proof, since it gives nothing. Raises ConnectionError."""
-        answer = read_reply(frames[1]) if len(frames) in (2, 3) and not frames[0] else None
-        asker = peer.greet(self._keys)
-        if answer is None or asker is None or not (isinstance(answer.body, str) or asker.genuine(frames[1:])):
+    def _on_message(self, frames: tuple[bytes, ...], peer: _Peer) -> None:
+        """Keep a genuine reply; a refusal needs no signature, since it grants nothing. Raises ConnectionError."""
+        reply = read_reply(frames[1]) if len(frames) in (2, 3) and not frames[0] else None
+        signer = peer.on_ready(self._keys)
+        if reply is None or signer is None or not (isinstance(reply.body, str) or signer.genuine(frames[1:])):
             raise ConnectionError("what answers there is no side channel of ours, or has none of our ticket keys")
         peer.answered = True
-        self._answers.append((peer.address, answer))
+        self._replies.append((peer.address, reply))

@@ -1,31 +1,29 @@
-"""The reads of one decode rank, from the order to the verdict. Pure: time is passed in, seconds, monotonic.
+"""The reads of one decode rank from order to verdict, and the tickets it gives back. Pure: time is passed in, seconds.
 
-    ordered ──► posted ──► landed ──► judged          (verified, unverified, not held)
-       │           └──────► failed                    (the transfer said so)
+`PendingReads`:
+    ordered ──► posted ──► completed ──► verified, unverified, not held
+       │           └──────► failed                    (the transfer reported it)
        └──────────────────► failed                    (the peer could not be reached)
-    ordered, posted ──► given up, at the deadline ──► failed
-    posted ──► given up, when the peer shows no sign of life ──► failed
+    ordered, posted ──► given up, at the deadline, or when the peer of a posted read is silent ──► failed
 
 A verdict that does not come in time is asked for once more, with the same nonce, before the read counts for nothing:
-the read's own notice may have ended the lease, so nothing could be read again, but the prefill node remembers how it
-ended. A good answer is as good as in time: blocks that were held then, or released by this very read, held the bytes.
+the read's own notif may have ended the lease, so nothing could be read again, but the prefill node remembers how it
+ended. Late, a good answer is as good: blocks that were held then, or released by this very read, held the bytes.
 
 While a read is under way, its peer is asked now and then, with nonces of no meaning (*probes*): any answer is a sign
 of life, and none in time means that a stopped or vanished peer will never send the rest.
 A read that is given up after it was posted is *stalled*: its transfer may still write, so its local blocks must
-outlive the request. Its handle is never released while it is live, since a release does not prove that the
-network card has stopped; it is polled until the transfer reports its end, and only then are the blocks let go.
+outlive the request. Its handle is never released while it is live, since a release does not prove that the network
+card has stopped; it is polled until the transfer reports its end, and only then are the blocks let go.
 
-
-Tickets that a decode rank gives back: notices without a read, until the prefill node has them. Pure: time passed in.
-
-A notice can be sent only to a node with which a handshake was made. To one that is not known, or was silent when its
-read was given up, it is not forced: the node is asked, off the engine's thread, whether it still holds the lease.
-
-    ordered ──► sent                                  (the node is known)
+`TicketReturns`, for notifs without a read. A notif can be sent only to a node with which a handshake was made. With one
+that is not known, restarted, or was silent when its read was given up, no handshake is made unless it answers that it
+still holds the lease.
+    ordered ──► sent                                  (there is a handshake with this run of the node)
     ordered ──► asked ──► held ──► handshake ──► sent
                   │         └── not held: nothing to give back
-                  └── no answer: asked again, every `ASK_EVERY` seconds, for at most `within` seconds
+                  └── no answer: asked again, every `ASK_EVERY` seconds
+    not sent within `within` seconds ──► unreachable
 """
 
 from __future__ import annotations
@@ -43,12 +41,16 @@ from connector.verifier import ReadVerdict
 
 PROBE_EVERY = 1.0
 """Seconds without news of a read. Most reads are over sooner."""
+ASK_EVERY = 1.0
+"""Seconds between two questions to a silent node, and before a handshake is begun again."""
+MOST_RETURNS = 4096
+"""Tickets to give back at a time; of more, the oldest is left to its expiry."""
 
 
 class _Stage(Enum):
     ORDERED = auto()
     POSTED = auto()
-    LANDED = auto()
+    COMPLETED = auto()
 
 
 @dataclass(slots=True)
@@ -60,7 +62,7 @@ class _PendingRead:
     stage: _Stage = _Stage.ORDERED
     given_up: bool = False
     probes: int = 0
-    heard: float = 0.0
+    last_sign: float = 0.0
     probing: bool = False
     silent: bool = False
     asked_again: bool = False
@@ -68,17 +70,16 @@ class _PendingRead:
 
 @dataclass(frozen=True, slots=True)
 class OverdueRead:
-    """A read to give up. `live`: it was posted, so that its transfer may go on."""
+    """A read to give up."""
 
     request_id: str
     engine_id: str
     nonce: str
-    live: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """The end of one read, the seconds from its last byte to its verdict, and the bytes that a local hit spared it."""
+    """`verify_seconds`: from the last byte to the verdict; `spared`: bytes that were in the local cache."""
 
     request_id: str
     end: ReadEnd
@@ -91,121 +92,112 @@ class PendingReads:
 
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline
-        self._flights: dict[str, _PendingRead] = {}
+        self._reads: dict[str, _PendingRead] = {}
         self._by_nonce: dict[str, str] = {}
         self._probes: dict[str, str] = {}
-        self._unanswered: dict[Address, list[Question]] = {}
+        self._to_repeat: dict[Address, list[Question]] = {}
 
     def __len__(self) -> int:
         """How many reads are not over."""
-        return len(self._flights)
+        return len(self._reads)
 
     def begin(self, request_id: str, question: Question, address: Address, size: ReadSize, now: float) -> None:
         """A read is ordered; an earlier one of the same request must be over."""
-        self._flights[request_id] = _PendingRead(question, address, size, now)
+        self._reads[request_id] = _PendingRead(question, address, size, now)
         self._by_nonce[question.nonce] = request_id
 
-    def posted(self, request_id: str, now: float) -> None:
+    def on_posted(self, request_id: str, now: float) -> None:
         """The transfer is under way."""
-        flight = self._flights[request_id]
-        flight.stage, flight.heard = _Stage.POSTED, now
+        read = self._reads[request_id]
+        read.stage, read.last_sign = _Stage.POSTED, now
 
     def probes(self, now: float) -> dict[Address, list[Question]]:
-        """Whom to ask for a sign of life, for reads that take long; the answer comes to `judged`."""
+        """What to ask, and where, for a sign of life, for reads that take long; the answer goes to `on_verdict`."""
         asked: dict[Address, list[Question]] = {}
-        for request_id, flight in self._flights.items():
-            under_way = flight.stage is _Stage.POSTED and not flight.given_up
-            if under_way and not flight.probing and now - flight.heard >= PROBE_EVERY:
-                asked.setdefault(flight.address, []).append(self._probe(request_id, flight))
+        for request_id, read in self._reads.items():
+            under_way = read.stage is _Stage.POSTED and not read.given_up
+            if under_way and not read.probing and now - read.last_sign >= PROBE_EVERY:
+                asked.setdefault(read.address, []).append(self._probe(request_id, read))
         return asked
 
     def overdue(self, now: float) -> list[OverdueRead]:
-        """Reads whose last byte has not come in time, or never will, each told once; `failed` must follow."""
+        """Reads whose last byte has not come in time, or never will, each once; `on_failed` must follow."""
         late = []
-        for request_id, flight in self._flights.items():
-            waiting = flight.stage is not _Stage.LANDED and not flight.given_up
-            if waiting and (flight.silent or now - flight.since >= self._deadline):
-                flight.given_up = True
-                asked = flight.question
-                late.append(OverdueRead(request_id, asked.engine_id, asked.nonce, flight.stage is _Stage.POSTED))
+        for request_id, read in self._reads.items():
+            waiting = read.stage is not _Stage.COMPLETED and not read.given_up
+            if waiting and (read.silent or now - read.since >= self._deadline):
+                read.given_up = True
+                late.append(OverdueRead(request_id, read.question.engine_id, read.question.nonce))
         return late
 
-    def failed(self, request_id: str) -> ReadEnd:
+    def on_failed(self, request_id: str) -> ReadEnd:
         """The read is over without its bytes."""
-        flight = self._over(request_id)
-        if flight.stage is _Stage.ORDERED:
+        read = self._remove(request_id)
+        if read.stage is _Stage.ORDERED:
             outcome = ReadOutcome.PEER_UNREACHABLE
         else:
-            outcome = ReadOutcome.NO_PROGRESS if flight.given_up else ReadOutcome.TRANSFER_FAILED
-        return ReadEnd(flight.question.nonce, outcome)
+            outcome = ReadOutcome.NO_PROGRESS if read.given_up else ReadOutcome.TRANSFER_FAILED
+        return ReadEnd(read.question.nonce, outcome)
 
-    def landed(self, request_ids: Iterable[str], now: float) -> dict[Address, list[Question]]:
-        """The last byte is here: what must be asked, and whom, before the requests may run."""
+    def on_completed(self, request_ids: Iterable[str], now: float) -> dict[Address, list[Question]]:
+        """The last byte is here: what must be asked, and where, before the requests may run."""
         asked: dict[Address, list[Question]] = {}
         for request_id in request_ids:
-            flight = self._flights[request_id]
-            flight.stage, flight.since = _Stage.LANDED, now
-            asked.setdefault(flight.address, []).append(flight.question)
+            read = self._reads[request_id]
+            read.stage, read.since = _Stage.COMPLETED, now
+            asked.setdefault(read.address, []).append(read.question)
         return asked
 
     def awaits_verdict(self) -> bool:
-        """Whether any read has landed and is not judged."""
-        return any(flight.stage is _Stage.LANDED for flight in self._flights.values())
+        """Whether any read has completed and has no verdict."""
+        return any(read.stage is _Stage.COMPLETED for read in self._reads.values())
 
-    def judged(self, judged: ReadVerdict, now: float) -> ReadResult | None:
-        """The verdict is here. None when no read waits for it, as for the answer to a probe, or when it is to be asked
-        for again (see `unanswered`)."""
-        if (probed := self._probes.pop(judged.nonce, None)) is not None:
-            self._probed(probed, judged, now)
+    def on_verdict(self, answer: ReadVerdict, now: float) -> ReadResult | None:
+        """How the read ended. None when no read waits for this verdict, as for the answer to a probe, or when it is to
+        be asked for again (see `repeat_questions`)."""
+        if (probed := self._probes.pop(answer.nonce, None)) is not None:
+            self._on_probe_answer(probed, answer, now)
             return None
-        request_id = self._by_nonce.get(judged.nonce)
-        if request_id is None or self._flights[request_id].stage is not _Stage.LANDED:
+        request_id = self._by_nonce.get(answer.nonce)
+        if request_id is None or self._reads[request_id].stage is not _Stage.COMPLETED:
             return None
-        if judged.verdict is None and not self._flights[request_id].asked_again:
-            self._ask_again(self._flights[request_id])
+        read = self._reads[request_id]
+        if answer.verdict is None and not read.asked_again:
+            read.asked_again = True
+            self._to_repeat.setdefault(read.address, []).append(read.question)
             return None
-        flight = self._over(request_id)
-        outcome = _outcome(judged.verdict)
-        size = flight.size if outcome is ReadOutcome.VERIFIED else ReadSize()
-        end = ReadEnd(judged.nonce, outcome, size.attention, size.state)
-        return ReadResult(request_id, end, now - flight.since, size.spared)
+        self._remove(request_id)
+        outcome = _outcome(answer.verdict)
+        size = read.size if outcome is ReadOutcome.VERIFIED else ReadSize()
+        end = ReadEnd(answer.nonce, outcome, size.attention, size.state)
+        return ReadResult(request_id, end, now - read.since, size.spared)
 
-    def unanswered(self) -> dict[Address, list[Question]]:
-        """What to ask once more, each told once; the answers come to `judged`."""
-        asked, self._unanswered = self._unanswered, {}
+    def repeat_questions(self) -> dict[Address, list[Question]]:
+        """What to ask once more, each once; the answers go to `on_verdict`."""
+        asked, self._to_repeat = self._to_repeat, {}
         return asked
 
-    def _ask_again(self, flight: _PendingRead) -> None:
-        flight.asked_again = True
-        self._unanswered.setdefault(flight.address, []).append(flight.question)
-
-    def _probe(self, request_id: str, flight: _PendingRead) -> Question:
-        flight.probing, flight.probes = True, flight.probes + 1
-        probe = replace(flight.question, nonce=f"{flight.question.nonce}?{flight.probes}")
+    def _probe(self, request_id: str, read: _PendingRead) -> Question:
+        read.probing, read.probes = True, read.probes + 1
+        probe = replace(read.question, nonce=f"{read.question.nonce}?{read.probes}")
         self._probes[probe.nonce] = request_id
         return probe
 
-    def _probed(self, request_id: str, judged: ReadVerdict, now: float) -> None:
-        flight = self._flights.get(request_id)
-        if flight is not None and judged.nonce == f"{flight.question.nonce}?{flight.probes}":
-            flight.probing, flight.heard, flight.silent = False, now, judged.verdict is None
+    def _on_probe_answer(self, request_id: str, answer: ReadVerdict, now: float) -> None:
+        read = self._reads.get(request_id)
+        if read is not None and answer.nonce == f"{read.question.nonce}?{read.probes}":
+            read.probing, read.last_sign, read.silent = False, now, answer.verdict is None
 
-    def _over(self, request_id: str) -> _PendingRead:
-        flight = self._flights.pop(request_id)
-        del self._by_nonce[flight.question.nonce]
-        return flight
+    def _remove(self, request_id: str) -> _PendingRead:
+        read = self._reads.pop(request_id)
+        del self._by_nonce[read.question.nonce]
+        return read
 
 
 def _outcome(verdict: Verdict | None) -> ReadOutcome:
     if verdict is None:
         return ReadOutcome.UNVERIFIED
     return ReadOutcome.VERIFIED if verdict.good else ReadOutcome.NOT_HELD
-
-
-ASK_EVERY = 1.0
-"""Seconds between two questions to a silent node, and before a handshake is begun again."""
-MOST_OPEN = 4096
-"""Tickets to give back at a time; of more, the oldest is left to its expiry."""
 
 
 class ReturnOutcome(StrEnum):
@@ -218,51 +210,57 @@ class ReturnOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TicketReturn:
-    """One ticket to give back. `order` is opaque: what the caller needs to send the notice."""
+    """One ticket to give back. `meta` is opaque: vLLM's entry for the notif."""
 
+    request_id: str
     question: Question
     address: Address
-    order: Any
+    meta: Any
 
     @property
     def nonce(self) -> str:
-        """Names it, on every rank."""
+        """Names the return, on every rank."""
         return self.question.nonce
 
 
 @dataclass(slots=True)
-class _Open:
-    given: TicketReturn
+class _Return:
+    ticket: TicketReturn
     since: float
     due: float
     questions: int = 0
     asking: bool = False
+    held: bool = False
 
 
 class TicketReturns:
-    """Every notice without a read that this rank was ordered to send. `within`: how long a silent node is asked."""
+    """Every notif without a read that this rank was ordered to send. `within`: how long is tried to send it."""
 
     def __init__(self, within: float) -> None:
         self._within = within
-        self._open: dict[str, _Open] = {}
-        self._asked: dict[str, str] = {}
+        self._open: dict[str, _Return] = {}
+        self._by_question: dict[str, str] = {}
 
     def __len__(self) -> int:
         """How many are not over."""
         return len(self._open)
 
-    def __contains__(self, nonce: str) -> bool:
-        return nonce in self._open
+    def get(self, nonce: str) -> TicketReturn | None:
+        """The return with this nonce; None when it is over."""
+        each = self._open.get(nonce)
+        return None if each is None else each.ticket
 
-    def begin(self, given: TicketReturn, now: float) -> None:
-        """A notice is ordered, and due at once."""
-        self._open[given.nonce] = _Open(given, now, now)
+    def begin(self, ticket: TicketReturn, now: float) -> None:
+        """A notif is ordered, and due at once."""
+        self._open[ticket.nonce] = _Return(ticket, now, now)
 
     def overdue(self, now: float) -> list[TicketReturn]:
-        """Those whose node was silent for too long, and the oldest of too many; `over` must follow."""
-        excess = len(self._open) - MOST_OPEN
+        """Those whose node was silent for too long, and the oldest of too many; `end` must follow."""
+        excess = len(self._open) - MOST_RETURNS
         return [
-            each.given for at, each in enumerate(self._open.values()) if at < excess or now - each.since >= self._within
+            each.ticket
+            for at, each in enumerate(self._open.values())
+            if at < excess or now - each.since >= self._within
         ]
 
     def due(self, now: float) -> list[TicketReturn]:
@@ -270,24 +268,33 @@ class TicketReturns:
         found = [each for each in self._open.values() if each.due <= now and not each.asking]
         for each in found:
             each.due = now + ASK_EVERY
-        return [each.given for each in found]
+        return [each.ticket for each in found]
 
-    def ask(self, given: TicketReturn) -> dict[Address, list[Question]]:
-        """The question whether the lease is held, and whom to ask; the answer comes to `answered`."""
-        each = self._open[given.nonce]
+    def held(self) -> list[TicketReturn]:
+        """Those whose node holds the lease, as it answered: for them a handshake may be made."""
+        return [each.ticket for each in self._open.values() if each.held]
+
+    def postpone(self, nonce: str) -> None:
+        """Leave `held` until the node was asked anew: a handshake has begun, or cannot be made now."""
+        self._open[nonce].held = False
+
+    def ask(self, ticket: TicketReturn) -> dict[Address, list[Question]]:
+        """The question whether the lease is held, and where to ask it; the answer goes to `on_verdict`."""
+        each = self._open[ticket.nonce]
         each.questions, each.asking = each.questions + 1, True
-        asked = replace(given.question, nonce=f"{given.nonce}!{each.questions}")
-        self._asked[asked.nonce] = given.nonce
-        return {given.address: [asked]}
+        question = replace(ticket.question, nonce=f"{ticket.nonce}!{each.questions}")
+        self._by_question[question.nonce] = ticket.nonce
+        return {ticket.address: [question]}
 
-    def answered(self, judged: ReadVerdict, now: float) -> tuple[TicketReturn, Verdict | None] | None:
-        """Which ticket a question of `ask` was about, and what the node says; None for every other answer."""
-        each = self._open.get(self._asked.pop(judged.nonce, ""))
+    def on_verdict(self, answer: ReadVerdict, now: float) -> TicketReturn | None:
+        """Which ticket a question of `ask` was about; None for every other answer."""
+        each = self._open.get(self._by_question.pop(answer.nonce, ""))
         if each is None:
             return None
         each.asking, each.due = False, now + ASK_EVERY
-        return each.given, judged.verdict
+        each.held = answer.verdict is Verdict.HELD
+        return each.ticket
 
-    def over(self, nonce: str) -> None:
+    def end(self, nonce: str) -> None:
         """Sent, needless, or given up."""
         self._open.pop(nonce, None)

@@ -1,17 +1,17 @@
-"""A TCP server for strangers, in one thread: whatever they send, its memory, descriptors and time stay bounded.
+"""A TCP server for untrusted peers, in one thread, with bounded memory, descriptors and CPU time whatever they send.
 
     more connections than may be        the longest idle one of the peer with the most is closed
     more than one peer may have         the longest idle one of that peer is closed
     no descriptor left to accept with   the same as the first; without any connection to close, accepting pauses
     more bytes than may be buffered     the connection with the most of the peer with the most is closed
     a greeting, a message or an answer  that is not finished in time: the connection is closed
-    an answer that is not taken         nothing more is read from that connection until it is
-    more work than one peer may make    nothing more is read from that peer until the next tenth of a second
+    an answer that is not received      nothing more is read from that connection until it is
+    more CPU time than one peer may use nothing more is read from that peer until the next window
 
-So a newcomer always gets in, and an honest peer with few connections keeps them while a stranger holds all others.
+So a new peer always gets in, and an honest peer with few connections keeps them while another holds all the rest.
 A peer is an IPv4 address or the /64 network of an IPv6 address, which one host may have to itself. Peers that have
-proved themselves (`Conversation.trusted`) are closed only after all others.
-Over 300 lines: each bound needs the others' books.
+authenticated themselves (`ConnectionHandler.trusted`) are closed only after all others.
+Over 300 lines: each bound needs the others' counts.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENO
 PAUSE = 0.5
 """Seconds without accepting, where there is no descriptor for a connection and none of ours to close."""
 TICK = 1.0
-"""Seconds between two looks at who is too slow."""
+"""Seconds between two searches for slow connections."""
 WINDOW = 0.1
+"""Seconds over which a peer's CPU time is limited."""
 SHARE = 0.25
 """Of a window, that the thread works for one peer: in the scheduler's process it takes its time from the engine's."""
 CHUNK = 16384
 BACKLOG = 512
 MOST_ACCEPTED = 64
-"""Connections accepted before the others have their turn."""
+"""Connections accepted before the open ones are served again."""
 MOST_PIECES = 64
 LOG_EVERY = 60.0
 
 Peer = tuple[bool, str]
-"""Whether it has proved itself, and its address or network."""
+"""Whether it has authenticated itself, and its address or network."""
 
 
 class CloseReason(StrEnum):
@@ -83,7 +84,7 @@ class Limits:
 
 
 class ConnectionHandler(Protocol):
-    """What is said on one connection: its bytes, and what answers them."""
+    """The protocol on one connection: its bytes, and the answers to its messages."""
 
     @property
     def zmtp(self) -> Zmtp:
@@ -91,31 +92,34 @@ class ConnectionHandler(Protocol):
 
     @property
     def trusted(self) -> bool:
-        """Whether the peer has proved itself."""
+        """Whether the peer has authenticated itself."""
 
     def answer(self, frames: tuple[bytes, ...]) -> None:
-        """Deal with one message; the answer goes to `zmtp.send`."""
+        """Answer one message, through `zmtp.send`."""
 
 
 @dataclass(eq=False, slots=True)
 class _Connection:
-    """One accepted connection. `pending`: what was answered and not yet taken. `held`: bytes counted as buffered."""
+    """One accepted connection. `pending`: answers not sent in full. `counted`: its bytes in the server's `buffered`.
+
+    `resting`: its peer has used up its CPU time, and nothing is read until the next window.
+    """
 
     socket: socket.socket
     peer: Peer
-    talk: ConnectionHandler
+    handler: ConnectionHandler
     opened: float
     active: float
     pending: deque[memoryview] = field(default_factory=deque)
-    held: int = 0
+    counted: int = 0
     unfinished_since: float | None = None
     closed: bool = False
     resting: bool = False
 
     def flush(self) -> bool:
-        """Send what the peer takes; True when nothing is left. Raises OSError when the connection is broken."""
-        self.pending.extend(memoryview(piece) for piece in self.talk.zmtp.pieces)
-        self.talk.zmtp.pieces.clear()
+        """Send what the socket takes; True when nothing is left. Raises OSError when the connection is broken."""
+        self.pending.extend(memoryview(piece) for piece in self.handler.zmtp.pieces)
+        self.handler.zmtp.pieces.clear()
         while self.pending:
             try:
                 sent = self.socket.sendmsg(list(islice(self.pending, MOST_PIECES)))
@@ -129,7 +133,7 @@ class _Connection:
 
     def is_slow(self, now: float, limits: Limits) -> bool:
         """Whether it took too long over its greeting, or over a message or an answer."""
-        if self.talk.zmtp.peer is None:
+        if self.handler.zmtp.peer is None:
             return now - self.opened >= limits.opening
         return self.unfinished_since is not None and now - self.unfinished_since >= limits.message
 
@@ -137,31 +141,31 @@ class _Connection:
 class TcpServer:
     """Serves `listening`, an open socket, from `start` to `stop`.
 
-    Args: `begin` makes the conversation of a new connection; `count` is called for each connection closed for a reason.
+    Args: `make_handler`, for a new connection; `on_closed` is called for each connection closed for a reason.
     """
 
     def __init__(
         self,
         listening: socket.socket,
-        begin: Callable[[], ConnectionHandler],
-        count: Callable[[CloseReason], None],
+        make_handler: Callable[[], ConnectionHandler],
+        on_closed: Callable[[CloseReason], None],
         limits: Limits,
     ) -> None:
         self._listening = listening
-        self._begin = begin
-        self._count = count
+        self._make_handler = make_handler
+        self._on_closed = on_closed
         self._limits = limits.within_descriptors()
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._peers: dict[Peer, OrderedDict[_Connection, None]] = {}
         self._size = 0
         self._buffered = 0
-        self._spent: defaultdict[str, float] = defaultdict(float)
+        self._cpu_seconds: defaultdict[str, float] = defaultdict(float)
         self._resting: list[_Connection] = []
-        self._window = 0.0
+        self._window_start = 0.0
         self._paused_until: float | None = None
-        self._looked = 0.0
-        self._logged = -LOG_EVERY
+        self._last_slow_check = 0.0
+        self._last_warning = -LOG_EVERY
         self._chunk = memoryview(bytearray(CHUNK))
         self._thread = threading.Thread(target=self._serve, name="pdproxy_side_channel", daemon=True)
 
@@ -188,7 +192,7 @@ class TcpServer:
 
     def _serve(self) -> None:
         try:
-            while self._turn():
+            while self._serve_ready():
                 pass
         finally:
             for connection in [one for peer in self._peers.values() for one in peer]:
@@ -196,10 +200,10 @@ class TcpServer:
             for closing in (self._selector, self._listening, self._woken):
                 closing.close()
 
-    def _turn(self) -> bool:
+    def _serve_ready(self) -> bool:
         """One round over everything that is ready; False when the end was asked for."""
-        nap = WINDOW if self._resting else TICK if self._paused_until is None else PAUSE
-        for key, events in self._selector.select(nap):
+        wait_seconds = WINDOW if self._resting else TICK if self._paused_until is None else PAUSE
+        for key, events in self._selector.select(wait_seconds):
             if key.fileobj is self._woken:
                 return False
             if key.fileobj is self._listening:
@@ -207,18 +211,18 @@ class TcpServer:
             elif not key.data.closed:  # it may have been, in this very round
                 self._handle(key.data, events)
         now = time.monotonic()
-        if now - self._window >= WINDOW:
-            self._window = now
+        if now - self._window_start >= WINDOW:
+            self._window_start = now
             self._begin_window()
-        if now - self._looked >= TICK:
-            self._looked = now
+        if now - self._last_slow_check >= TICK:
+            self._last_slow_check = now
             self._close_slow(now)
         if self._paused_until is not None and now >= self._paused_until:
             self._paused_until = None
             self._selector.register(self._listening, selectors.EVENT_READ)
         return True
 
-    # ---- connections come
+    # ---- connections open
 
     def _accept(self) -> None:
         for _ in range(MOST_ACCEPTED):
@@ -226,7 +230,7 @@ class TcpServer:
                 accepted, address = self._listening.accept()
             except OSError as error:
                 if error.errno in NO_DESCRIPTORS:
-                    self._make_descriptor(error)
+                    self._free_descriptor(error)
                 return
             self._admit(accepted, network_of(address[0]))
 
@@ -240,26 +244,26 @@ class TcpServer:
         elif self._size >= self._limits.connections:
             self._close_idle(self._largest(), CloseReason.CROWDED)
         now = time.monotonic()
-        connection = _Connection(accepted, peer, self._begin(), now, now)
+        connection = _Connection(accepted, peer, self._make_handler(), now, now)
         self._peers.setdefault(peer, OrderedDict())[connection] = None
         self._size += 1
         self._selector.register(accepted, selectors.EVENT_READ, connection)
         self._handle(connection, selectors.EVENT_WRITE)
 
-    def _make_descriptor(self, error: OSError) -> None:
+    def _free_descriptor(self, error: OSError) -> None:
         if self._size:
             self._close_idle(self._largest(), CloseReason.NO_DESCRIPTORS)
             return
-        self._count(CloseReason.NO_DESCRIPTORS)
+        self._on_closed(CloseReason.NO_DESCRIPTORS)
         self._warn(f"no connection can be accepted: {error}; raise the limit of open files (ulimit -n)")
         self._selector.unregister(self._listening)
         self._paused_until = time.monotonic() + PAUSE
 
-    # ---- bytes come and go
+    # ---- bytes in and out
 
     def _begin_window(self) -> None:
-        """Everybody may make work again."""
-        self._spent.clear()
+        """Every peer has its CPU time again."""
+        self._cpu_seconds.clear()
         resting, self._resting = self._resting, []
         for connection in resting:
             if not connection.closed:
@@ -269,70 +273,70 @@ class TcpServer:
 
     def _handle(self, connection: _Connection, events: int) -> None:
         network = connection.peer[1]
-        if self._spent[network] > WINDOW * SHARE and not connection.talk.trusted:
+        if self._cpu_seconds[network] > WINDOW * SHARE and not connection.handler.trusted:
             self._selector.unregister(connection.socket)
             connection.resting = True
             self._resting.append(connection)
             return
         begun = time.thread_time()
         self._serve_one(connection, events)
-        self._spent[network] += time.thread_time() - begun
+        self._cpu_seconds[network] += time.thread_time() - begun
 
     def _serve_one(self, connection: _Connection, events: int) -> None:
         try:
             if events & selectors.EVENT_READ and not self._read(connection):
                 self._close(connection)
                 return
-            self._work(connection)
+            self._answer(connection)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
             self._close(connection)
 
     def _read(self, connection: _Connection) -> bool:
-        """Take what has come; False when the peer has ended."""
+        """Read once; False when the peer has closed."""
         count = connection.socket.recv_into(self._chunk)
-        connection.talk.zmtp.receive(self._chunk[:count])
+        connection.handler.zmtp.receive(self._chunk[:count])
         return count > 0
 
-    def _work(self, connection: _Connection) -> None:
-        """Answer message after message, as long as the answers are taken."""
-        zmtp = connection.talk.zmtp
-        taken = connection.flush()
-        while taken and (message := zmtp.next_message()) is not None:
-            connection.talk.answer(message)
-            self._touch(connection)
-            taken = connection.flush()
+    def _answer(self, connection: _Connection) -> None:
+        """Answer message after message, as long as the answers can be sent."""
+        zmtp = connection.handler.zmtp
+        sent = connection.flush()
+        while sent and (message := zmtp.next_message()) is not None:
+            connection.handler.answer(message)
+            self._mark_active(connection)
+            sent = connection.flush()
         if zmtp.fault is not None:
             self._close(connection, CloseReason(zmtp.fault.value))
             return
-        taken = taken and connection.flush()
-        self._selector.modify(connection.socket, selectors.EVENT_READ if taken else selectors.EVENT_WRITE, connection)
-        self._keep(connection, unfinished=not taken or zmtp.buffered > 0)
+        sent = sent and connection.flush()
+        self._selector.modify(connection.socket, selectors.EVENT_READ if sent else selectors.EVENT_WRITE, connection)
+        self._account(connection, unfinished=not sent or zmtp.buffered > 0)
 
-    def _touch(self, connection: _Connection) -> None:
-        """A message is done with: the connection is the least idle one of its peer."""
+    def _mark_active(self, connection: _Connection) -> None:
+        """A message was answered: it is the least idle connection of its peer, which may be trusted from now on."""
         connection.active, connection.unfinished_since = time.monotonic(), None
-        self._forget(connection)
-        connection.peer = (connection.talk.trusted, connection.peer[1])
+        self._remove(connection)
+        connection.peer = (connection.handler.trusted, connection.peer[1])
         self._peers.setdefault(connection.peer, OrderedDict())[connection] = None
 
-    def _keep(self, connection: _Connection, *, unfinished: bool) -> None:
-        """Account for what stays buffered, and make room where it is too much."""
+    def _account(self, connection: _Connection, *, unfinished: bool) -> None:
+        """Count what stays buffered, and make room where it is too much."""
         if not unfinished:
             connection.unfinished_since = None
         elif connection.unfinished_since is None:
             connection.unfinished_since = time.monotonic()
-        self._hold(connection, connection.talk.zmtp.buffered)
+        self._count_buffered(connection, connection.handler.zmtp.buffered)
         while self._buffered > self._limits.buffered:
-            heaviest = max(self._peers.values(), key=lambda peer: sum(one.held for one in peer))
-            self._close(max(heaviest, key=lambda one: one.held), CloseReason.MEMORY)
+            heaviest = max(self._peers.values(), key=lambda peer: sum(one.counted for one in peer))
+            self._close(max(heaviest, key=lambda one: one.counted), CloseReason.MEMORY)
 
-    def _hold(self, connection: _Connection, size: int) -> None:
-        self._buffered += size - connection.held
-        connection.held = size
+    def _count_buffered(self, connection: _Connection, size: int) -> None:
+        self._buffered += size - connection.counted
+        connection.counted = size
 
-    # ---- connections go
+    # ---- connections close
 
     def _close_slow(self, now: float) -> None:
         slow = [one for peer in self._peers.values() for one in peer if one.is_slow(now, self._limits)]
@@ -340,7 +344,7 @@ class TcpServer:
             self._close(connection, CloseReason.SLOW)
 
     def _largest(self) -> Peer:
-        """The peer with the most connections, of those that have not proved themselves if there are any."""
+        """The peer with the most connections, of those that are not trusted if there are any."""
 
         def weight(peer: Peer) -> tuple[bool, int, float]:
             connections = self._peers[peer]
@@ -353,17 +357,17 @@ class TcpServer:
 
     def _close(self, connection: _Connection, reason: CloseReason | None = None) -> None:
         if reason is not None:
-            self._count(reason)
+            self._on_closed(reason)
             self._warn(f"a connection from {connection.peer[1]} was closed: {reason.value}")
         connection.closed = True
         if not connection.resting:
             self._selector.unregister(connection.socket)
         connection.socket.close()
-        self._hold(connection, 0)
-        self._forget(connection)
+        self._count_buffered(connection, 0)
+        self._remove(connection)
         self._size -= 1
 
-    def _forget(self, connection: _Connection) -> None:
+    def _remove(self, connection: _Connection) -> None:
         connections = self._peers[connection.peer]
         del connections[connection]
         if not connections:
@@ -372,8 +376,8 @@ class TcpServer:
     def _warn(self, what: str) -> None:
         """Log, once in a while; the metrics count every case."""
         now = time.monotonic()
-        if now - self._logged >= LOG_EVERY:
-            self._logged = now
+        if now - self._last_warning >= LOG_EVERY:
+            self._last_warning = now
             log.warning("KV side channel: %s (further cases within %.0f s are only counted).", what, LOG_EVERY)
 
 

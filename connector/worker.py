@@ -1,14 +1,18 @@
-"""One rank's side of the connector: vLLM's pull worker, whose reads are verified and whose notices are guarded.
+"""One rank's side of the connector: vLLM's pull worker, whose reads are verified and whose notifs are checked.
 
 What is overridden, and why:
-    start_load_kv          puts each read's nonce behind the request id that vLLM's notice carries; leases, releases
+    start_load_kv          puts each read's nonce behind the request id that vLLM's notif carries; leases, releases
     _read_blocks_for_req   a ticket that vLLM's own code cannot pair fails its request, not the engine
-    __init__               gives the worker its CPU cores back, which vLLM's pins to one (see `cores`), and on a CPU
-                           lets NIXL's progress thread sleep (see `progress`)
-    _get_new_notifs        junk and forged notices end nothing; what they name are aliases
-    get_transfer_results   a read that has landed waits for its verdict; one that hangs is given up
-    _engines_with_inflight_transfers   a given-up read's engine stays registered while its transfer is live
-Handshakes are `handshaking`'s. vLLM's descriptor building is left alone.
+    _get_new_notifs        junk and forged notifs end nothing; what they name are aliases
+    get_transfer_results   a read that has completed waits for its verdict; one that hangs is given up
+    _engines_with_inflight_transfers               a given-up read's engine stays registered while its transfer is live
+    __init__, shutdown, _nixl_handshake            see `worker_base`
+vLLM's descriptor building is left alone.
+
+What a step does, in the thread that runs the model:
+    start_load_kv          new orders ─► reads whose engine may be read from ─► vLLM posts their transfers
+    get_transfer_results   transfers that ended ─► questions to their nodes;  verdicts ─► results, `WorkerReport`
+Tickets to give back (`TicketReturns`) never go through vLLM's `reqs_to_recv`: a read of the same request may be there.
 """
 
 from __future__ import annotations
@@ -23,34 +27,25 @@ from connector.kv_groups import group_sizes, read_size
 from connector.leases import Aliases, LeaseReads
 from connector.messages import Heartbeat, Question, ReadDone, Verdict, nonce_of, parse_notif, with_nonce
 from connector.metadata import ConnectorMetadata, ReadEnd, ReadOrder, ReadOutcome, WorkerReport
-from connector.peer_engines import MayRead
+from connector.peer_engines import MayRead, NotYet
 from connector.pending_reads import PendingReads, ReturnOutcome, TicketReturn, TicketReturns
 from connector.stats import ConnectorStats, Counters
-from connector.worker_base import (
-    UNPAIRABLE,
-    LowCpuNixlAgent,
-    ReadSource,
-    WorkerBase,
-    awaited,
-    preserve_cpu_affinity,
-    progress_delay,
-    source_of,
-)
+from connector.worker_base import ReadSource, WorkerBase, is_awaited
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import RemoteMeta, ReqMeta
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqMeta
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from connector.config import ConnectorConfig
-
+    from connector.verifier import ReadVerdict
 
 log = logging.getLogger("vllm.pdproxy.worker")
 
-IDLE_PATIENCE = 0.002
+IDLE_VERDICT_WAIT = 0.002
 """Seconds. vLLM's engine sleeps for 1 ms after a step with nothing to compute; a verdict mostly takes half of one."""
-IDLE_REST = 0.025
+IDLE_WAIT = 0.025
 """Seconds that a step with nothing to compute takes while this rank waits for nothing but the end of transfers that it
 gave up, or for prefill nodes to take tickets back: it would else be run again every millisecond, for minutes."""
 
@@ -61,18 +56,12 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
     def __init__(
         self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig, config: ConnectorConfig
     ) -> None:
-        self._begin_handshakes(config)
-        with preserve_cpu_affinity():
-            super().__init__(vllm_config, engine_id, kv_cache_config)
-        sleeps = progress_delay(self.device_type, config.progress_delay)
-        if sleeps and self.nixl_backends == ["UCX"]:  # before anything is registered with the agent
-            self.nixl_wrapper = LowCpuNixlAgent(self.kv_transfer_config.get_from_extra_config("num_threads", 4), sleeps)
+        super().__init__(vllm_config, engine_id, kv_cache_config, config)
         self.xfer_stats = ConnectorStats()
-        self._config = config
-        self._accounts = Counters()
-        self._sizes = group_sizes(kv_cache_config)
-        self._flights = PendingReads(config.read_deadline)
-        self._seen = LeaseReads()
+        self._counters = Counters()
+        self._group_sizes = group_sizes(kv_cache_config)
+        self._pending_reads = PendingReads(config.read_deadline)
+        self._lease_reads = LeaseReads()
         self._released: set[str] = set()
         self._stalled: dict[str, list[int]] = {}
         self._stalled_engines: dict[str, str] = {}
@@ -87,15 +76,17 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
         self._idle = metadata.idle
         for alias, request_id in metadata.aliases.items():
             self._aliases.bind(alias, request_id)
-        for request_id, meta in metadata.reqs_to_recv.items():
-            self._begin(request_id, meta, metadata.reads[request_id])
-        self._hold_back(metadata)
+        orders, metadata.reqs_to_recv = metadata.reqs_to_recv, {}
+        for request_id, meta in orders.items():
+            self._begin(request_id, meta, metadata)
+        self._defer(metadata)
         super().start_load_kv(metadata)
+        self._give_back(time.monotonic())
         for request_id in metadata.reqs_not_processed:
-            self._seen.forget(request_id)
+            self._lease_reads.forget(request_id)
         for request_id in metadata.reqs_to_send:
             if request_id in self._reqs_to_send:
-                self._seen.lease(request_id, metadata.readers.get(request_id, 1))
+                self._lease_reads.lease(request_id, metadata.readers.get(request_id, 1))
         self._released |= metadata.releases & self._reqs_to_send.keys()
         for request_id in metadata.retired:
             self._aliases.forget(request_id)
@@ -105,51 +96,53 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
         self._give_up_overdue()
         results: KVConnectorTransferResults = super().get_transfer_results()
         self._drain_stalled()
-        self._take_refusals()
+        self._clear_failed_handshakes()
         for request_id in results.failed_recving:
-            self._end(request_id, self._explain(request_id, self._flights.failed(request_id)))
+            self._end_read(request_id, self._explain(request_id, self._pending_reads.on_failed(request_id)))
         now = time.monotonic()
-        self._verifier.ask(self._flights.landed(sorted(results.finished_recving - results.failed_recving), now))
-        self._verifier.ask(self._flights.probes(now))
-        self._give_back_due(now)
+        completed = sorted(results.finished_recving - results.failed_recving)
+        self._verifier.ask(self._pending_reads.on_completed(completed, now))
+        self._verifier.ask(self._pending_reads.probes(now))
         results.finished_recving &= results.failed_recving
-        self._add_judged(results)
-        self._report.reads_seen.update(self._seen.take_report())
+        for answer in self._verifier.verdicts(self._wait_seconds()):
+            self._on_verdict(answer, results, time.monotonic())
+        self._verifier.ask(self._pending_reads.repeat_questions())
+        self._report.reads_seen.update(self._lease_reads.take_report())
         for request_id in results.finished_sending:
-            self._seen.forget(request_id)
+            self._lease_reads.forget(request_id)
         return results
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        """What the scheduler must hear of this step; None when there is nothing."""
+        """What this step reports to the scheduler; None when there is nothing."""
         report, self._report = self._report, WorkerReport()
         return report or None
 
     def get_kv_connector_stats(self) -> Any:
-        """vLLM's transfer stats with this rank's accounts."""
-        self.xfer_stats.take(self._accounts)
+        """vLLM's transfer stats with this rank's counters."""
+        self.xfer_stats.take(self._counters)
         return super().get_kv_connector_stats()
 
-    def shutdown(self) -> None:
-        """End the verifier, then as vLLM does."""
-        self._verifier.close()
-        super().shutdown()
+    # ---- reads
 
-    def _begin(self, request_id: str, meta: ReqMeta, order: ReadOrder) -> None:
+    def _begin(self, request_id: str, meta: ReqMeta, metadata: ConnectorMetadata) -> None:
+        """Register an order. A read is left to `_defer`, a notif without a read to `_give_back`."""
+        order: ReadOrder = metadata.reads[request_id]
         remote, now = meta.remote, time.monotonic()
         question = Question(remote.engine_id, remote.request_id, order.nonce)
         remote.request_id = with_nonce(remote.request_id, order.nonce)
-        if awaited(meta):
-            self._reads[request_id] = ReadSource(source_of(remote.engine_id, remote, self._ranks(meta)))
-            size = read_size(self._sizes, meta.local_block_ids, remote.block_ids, order.hit_tokens)
-            self._flights.begin(request_id, question, (remote.host, remote.port), size, now)
+        if is_awaited(meta):
+            metadata.reqs_to_recv[request_id] = meta
+            self._sources[request_id] = ReadSource(self._request_for(meta))
+            size = read_size(self._group_sizes, meta.local_block_ids, remote.block_ids, order.hit_tokens)
+            self._pending_reads.begin(request_id, question, (remote.host, remote.port), size, now)
         else:
-            self._returns.begin(TicketReturn(question, (remote.host, remote.port), (request_id, meta)), now)
-
-    # ---- reads and notices
+            self._returns.begin(TicketReturn(request_id, question, (remote.host, remote.port), meta), now)
 
     def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
-        if not awaited(meta):
-            self._send_notice(req_id, meta)
+        if not is_awaited(meta):  # vLLM's handshake for it has ended
+            ticket = self._returns.get(nonce_of(meta.remote.request_id))
+            if ticket is not None:
+                self._send_notif(ticket)
             return
         if self._recving_metadata.get(req_id) is not meta:
             return  # Given up while its handshake was under way: the blocks may be another request's by now.
@@ -158,93 +151,14 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
             self._recv_failures.add(req_id)
             return
         if not self._pair(req_id, meta):
-            self._reads[req_id].outcome = ReadOutcome.INCOMPATIBLE
+            self._sources[req_id].outcome = ReadOutcome.INCOMPATIBLE
             self._recv_failures.add(req_id)
         if req_id in self._recving_transfers:
-            self._reads[req_id].incarnation = self._handshakes.incarnation(meta.remote.engine_id)
-            self._flights.posted(req_id, time.monotonic())
-
-    def _pair(self, req_id: str, meta: ReqMeta) -> bool:
-        """vLLM's own reading or giving notice, after a handshake where one is needed. False for what it cannot pair."""
-        try:
-            super()._read_blocks_for_req(req_id, meta)
-        except UNPAIRABLE as error:
-            self._log_failure("ticket_does_not_fit", req_id, error=error, meta=meta)
-            return False
-        return True
-
-    def _send_notice(self, req_id: str, meta: ReqMeta) -> None:
-        """Give a ticket back: at once where a handshake with its node was made, else when the one begun here is."""
-        nonce, remote = nonce_of(meta.remote.request_id), meta.remote
-        if nonce not in self._returns:
-            return
-        if self._is_reachable(remote.engine_id):
-            self._end_return(nonce, ReturnOutcome.SENT if self._pair(req_id, meta) else ReturnOutcome.UNREACHABLE)
-        elif isinstance(self._way(source_of(remote.engine_id, remote, self._ranks(meta))), MayRead):
-            self._pair(req_id, meta)
-
-    def _is_reachable(self, engine_id: str) -> bool:
-        return engine_id in self._remote_agents and engine_id not in self._invalid_remote_engines
-
-    def _give_back_due(self, now: float) -> None:
-        for given in self._returns.overdue(now):
-            log.warning("A ticket of %s was not given back: %s:%d is silent.", given.question.engine_id, *given.address)
-            self._end_return(given.nonce, ReturnOutcome.UNREACHABLE)
-        for given in self._returns.due(now):
-            if self._is_reachable(given.question.engine_id):
-                self._send_notice(*given.order)
-            else:
-                self._verifier.ask(self._returns.ask(given))
-
-    def _take_return_answer(self, given: TicketReturn, verdict: Verdict | None) -> None:
-        if verdict is Verdict.HELD:
-            # It goes on with the next step, as a new order would; a read of the same request goes before it.
-            request_id, meta = given.order
-            self._held.setdefault(request_id, meta)
-        elif verdict is not None:
-            self._end_return(given.nonce, ReturnOutcome.NOT_HELD)
-
-    def _end_return(self, nonce: str, outcome: ReturnOutcome) -> None:
-        self._returns.over(nonce)
-        self._report.returned[nonce] = 1
-        self._accounts.ticket_returned(outcome.value)
-
-    def _is_elsewhere(self, remote: RemoteMeta) -> bool:
-        """Whether a handshake with the engine was made elsewhere: whom to ask after the read is then unknown."""
-        known = self._handshakes.address(remote.engine_id)
-        return remote.engine_id in self._remote_agents and known not in (None, (remote.host, remote.port))
-
-    def _get_new_notifs(self) -> set[str]:
-        for messages in self.nixl_wrapper.get_new_notifs().values():
-            for message in messages:
-                self._hear(message)
-        ended: set[str] = self._seen.take_done() | (self._released & self._reqs_to_send.keys())
-        self._released.clear()
-        for request_id in ended:
-            self._reqs_to_process.discard(request_id)
-            self._reqs_to_send.pop(request_id, None)
-        return ended
-
-    def _hear(self, message: bytes) -> None:
-        notice = parse_notif(message)
-        if isinstance(notice, Heartbeat):
-            known = map(self._aliases.request_id, notice.aliases)
-            self._handle_heartbeat(",".join(request_id for request_id in known if request_id is not None))
-        elif isinstance(notice, ReadDone):
-            self._hear_done(notice)
-        else:
-            self._accounts.junk("notice")
-
-    def _hear_done(self, notice: ReadDone) -> None:
-        request_id = self._aliases.request_id(notice.alias)
-        if request_id is not None and (request_id in self._reqs_to_send or request_id in self._reqs_to_process):
-            self._seen.notice(request_id, notice)
-        else:
-            # Late, or forged. The reader learns it when it asks; here it must end nothing.
-            self.xfer_stats.record_notification_after_expiry()
+            self._sources[req_id].incarnation = self._peer_engines.incarnation(meta.remote.engine_id)
+            self._pending_reads.on_posted(req_id, time.monotonic())
 
     def _give_up_overdue(self) -> None:
-        for late in self._flights.overdue(time.monotonic()):
+        for late in self._pending_reads.overdue(time.monotonic()):
             log.warning("Giving up on the read for %s: overdue, or its prefill node is silent.", late.request_id)
             handles = self._recving_transfers.pop(late.request_id, None)
             if handles:
@@ -268,36 +182,117 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
         busy: set[str] = super()._engines_with_inflight_transfers()
         return busy | set(self._stalled_engines.values())
 
-    def _add_judged(self, results: KVConnectorTransferResults) -> None:
-        for judged in self._verifier.answers(self._patience()):
-            now = time.monotonic()
-            if (answered := self._returns.answered(judged, now)) is not None:
-                self._take_return_answer(*answered)
-                continue
-            landing = self._flights.judged(judged, now)
-            if landing is None:
-                continue
-            end = self._of_this_run(landing.request_id, landing.end, judged)
-            self._accounts.verify_seconds(landing.verify_seconds)
-            self._accounts.bytes("attention", spared=landing.spared)
-            results.finished_recving.add(landing.request_id)
-            if end.outcome is not ReadOutcome.VERIFIED:
-                log.warning("The read for %s is %s: computing it here.", landing.request_id, end.outcome)
-                results.failed_recving.add(landing.request_id)
-            self._end(landing.request_id, end)
-        self._verifier.ask(self._flights.unanswered())
+    def _on_verdict(self, answer: ReadVerdict, results: KVConnectorTransferResults, now: float) -> None:
+        ticket = self._returns.on_verdict(answer, now)
+        if ticket is not None:
+            if answer.verdict not in (None, Verdict.HELD):
+                self._end_return(ticket.nonce, ReturnOutcome.NOT_HELD)
+            return
+        read = self._pending_reads.on_verdict(answer, now)
+        if read is None:
+            return
+        end = self._require_same_run(read.request_id, read.end, answer)
+        self._counters.verify_seconds(read.verify_seconds)
+        self._counters.bytes("attention", spared=read.spared)
+        results.finished_recving.add(read.request_id)
+        if end.outcome is not ReadOutcome.VERIFIED:
+            log.warning("The read for %s is %s: computing it here.", read.request_id, end.outcome)
+            results.failed_recving.add(read.request_id)
+        self._end_read(read.request_id, end)
 
-    def _patience(self) -> float:
-        """How long this step waits for an answer; not at all where it delays a token."""
+    def _wait_seconds(self) -> float:
+        """How long this step waits for a verdict; not at all where it delays a token."""
         if not self._idle:
             return 0.0
-        if self._flights.awaits_verdict():
-            return IDLE_PATIENCE
-        return IDLE_REST if not len(self._flights) and (self._stalled or len(self._returns)) else 0.0
+        if self._pending_reads.awaits_verdict():
+            return IDLE_VERDICT_WAIT
+        return IDLE_WAIT if not len(self._pending_reads) and (self._stalled or len(self._returns)) else 0.0
 
-    def _end(self, request_id: str, end: ReadEnd) -> None:
-        self._reads.pop(request_id, None)
+    def _end_read(self, request_id: str, end: ReadEnd) -> None:
+        self._sources.pop(request_id, None)
         self._report.reads_ended[request_id] = end
-        self._accounts.read(end.outcome.value)
-        self._accounts.bytes("attention", pulled=end.attention_bytes)
-        self._accounts.bytes("state", pulled=end.state_bytes)
+        self._counters.read(end.outcome.value)
+        self._counters.bytes("attention", pulled=end.attention_bytes)
+        self._counters.bytes("state", pulled=end.state_bytes)
+
+    # ---- tickets given back
+
+    def _give_back(self, now: float) -> None:
+        for ticket in self._returns.overdue(now):
+            log.warning(
+                "A ticket of %s was not given back: %s:%d is silent.", ticket.question.engine_id, *ticket.address
+            )
+            self._end_return(ticket.nonce, ReturnOutcome.UNREACHABLE)
+        for ticket in self._returns.due(now):
+            if not self._send_notif(ticket):
+                self._verifier.ask(self._returns.ask(ticket))
+        for ticket in self._returns.held():
+            if not self._send_notif(ticket):
+                self._begin_handshake(ticket)
+
+    def _send_notif(self, ticket: TicketReturn) -> bool:
+        """Send the notif, but only where a handshake was made, and with this run of the node; whether it was sent."""
+        engine_id = ticket.question.engine_id
+        if engine_id not in self._remote_agents:
+            return False
+        step = self._next_step(self._request_for(ticket.meta))
+        if not isinstance(step, MayRead) or engine_id not in self._remote_agents:  # forgotten in this very step
+            return False
+        if not self._notify(ticket):
+            self._peer_engines.mark_stale([engine_id])
+            return False
+        self._end_return(ticket.nonce, ReturnOutcome.SENT)
+        return True
+
+    def _notify(self, ticket: TicketReturn) -> bool:
+        """vLLM's own notif, under an id that no read has. False if it failed, as its statistics or failed ids show."""
+        failed = self.xfer_stats.data["num_failed_notifications"]
+        before, notif_id = len(failed), with_nonce(ticket.request_id, ticket.nonce)
+        paired = self._pair(notif_id, ticket.meta)
+        refused = notif_id in self._recv_failures
+        self._recv_failures.discard(notif_id)
+        return paired and not refused and len(failed) == before
+
+    def _begin_handshake(self, ticket: TicketReturn) -> None:
+        """Have vLLM make a handshake with a node that holds the lease; `_read_blocks_for_req` is called at its end."""
+        step = self._next_step(self._request_for(ticket.meta))
+        if isinstance(step, MayRead) and ticket.question.engine_id not in self._remote_agents:
+            self._pair(with_nonce(ticket.request_id, ticket.nonce), ticket.meta)
+        if not isinstance(step, NotYet):
+            self._returns.postpone(ticket.nonce)
+
+    def _end_return(self, nonce: str, outcome: ReturnOutcome) -> None:
+        self._returns.end(nonce)
+        self._report.returned[nonce] = 1
+        self._counters.ticket_returned(outcome.value)
+
+    # ---- leases
+
+    def _get_new_notifs(self) -> set[str]:
+        for messages in self.nixl_wrapper.get_new_notifs().values():
+            for message in messages:
+                self._on_notif(message)
+        ended: set[str] = self._lease_reads.take_done() | (self._released & self._reqs_to_send.keys())
+        self._released.clear()
+        for request_id in ended:
+            self._reqs_to_process.discard(request_id)
+            self._reqs_to_send.pop(request_id, None)
+        return ended
+
+    def _on_notif(self, message: bytes) -> None:
+        notif = parse_notif(message)
+        if isinstance(notif, Heartbeat):
+            known = map(self._aliases.request_id, notif.aliases)
+            self._handle_heartbeat(",".join(request_id for request_id in known if request_id is not None))
+        elif isinstance(notif, ReadDone):
+            self._on_read_done(notif)
+        else:
+            self._counters.junk("notice")
+
+    def _on_read_done(self, notif: ReadDone) -> None:
+        request_id = self._aliases.request_id(notif.alias)
+        if request_id is not None and (request_id in self._reqs_to_send or request_id in self._reqs_to_process):
+            self._lease_reads.notice(request_id, notif)
+        else:
+            # Late, or forged: it must end nothing here. The reader learns it from its verdict.
+            self.xfer_stats.record_notification_after_expiry()

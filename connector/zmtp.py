@@ -34,11 +34,12 @@ class ZmtpFault(StrEnum):
 class Zmtp:
     """One end of a connection.
 
-    `receive` takes bytes in pieces of any size, `next_message` gives whole messages. What must be sent is in
-    `pieces`, in order; whoever sends it removes it. Once `fault` is set nothing more is read or kept.
+    `receive` takes bytes in pieces of any size, `next_message` gives whole messages. What must be sent is in `pieces`,
+    in order; the sender removes it. `peer`: the properties in the peer's READY, by name in lower case; None before it.
+    Once `fault` is set nothing more is read or kept.
 
     Args: `socket_type`, ours, as `b"ROUTER"`; `longest`, of a message, bytes of all its frames with their headers;
-    `properties`, which the peer finds in its `peer` (names are case-insensitive, here lower case).
+    `properties`, for our READY.
     """
 
     def __init__(self, socket_type: bytes, longest: int, properties: Mapping[bytes, bytes] | None = None) -> None:
@@ -63,16 +64,16 @@ class Zmtp:
             self._buffer += data
 
     def next_message(self) -> tuple[bytes, ...] | None:
-        """The frames of the next whole message; None when more bytes are needed, or none help any more."""
+        """The frames of the next whole message; None when more bytes are needed, or after a fault."""
         while self.fault is None and (self._greeted or self._read_greeting()):
             frame = self._read_frame()
             if frame is None:
                 return None
             flags, body = frame
             if flags & _COMMAND:
-                self._obey(body)
+                self._on_command(body)
             elif self.peer is None:
-                self._break(ZmtpFault.NOT_ZMTP)
+                self._fail(ZmtpFault.NOT_ZMTP)
             else:
                 self._frames.append(body)
                 self._frame_bytes += len(body) + LONGEST_HEADER
@@ -82,14 +83,14 @@ class Zmtp:
         return None
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Put a message on its way. The frames are not copied."""
+        """Append a message to `pieces`. The frames are not copied."""
         for at, frame in enumerate(frames):
             self.pieces += [_header(_MORE if at < len(frames) - 1 else 0, len(frame)), frame]
 
     def _read_greeting(self) -> bool:
         start = bytes(self._buffer[:_GREETING_BYTES])
         if not _may_be_greeting(start):
-            self._break(ZmtpFault.NOT_ZMTP)
+            self._fail(ZmtpFault.NOT_ZMTP)
             return False
         if len(start) < _GREETING_BYTES:
             return False
@@ -99,18 +100,18 @@ class Zmtp:
         return True
 
     def _read_frame(self) -> tuple[int, bytes] | None:
-        """Flags and body of the next frame that is here as a whole."""
+        """Flags and body of the next frame that was received in full."""
         buffer = self._buffer
         flags = buffer[0] if buffer else 0
         header = LONGEST_HEADER if flags & _LONG else 2
         if flags & ~(_MORE | _LONG | _COMMAND) or (flags & _COMMAND and flags & _MORE):
-            self._break(ZmtpFault.NOT_ZMTP)
+            self._fail(ZmtpFault.NOT_ZMTP)
             return None
         if len(buffer) < header:
             return None
         size = int.from_bytes(buffer[1:header], "big")
         if not self._fits(flags, size):
-            self._break(ZmtpFault.TOO_LONG)
+            self._fail(ZmtpFault.TOO_LONG)
             return None
         if len(buffer) < header + size:
             return None
@@ -123,19 +124,19 @@ class Zmtp:
             return size <= LONGEST_COMMAND
         return len(self._frames) < MOST_FRAMES and self._frame_bytes + size + LONGEST_HEADER <= self._longest
 
-    def _obey(self, command: bytes) -> None:
+    def _on_command(self, command: bytes) -> None:
         name, rest = _split(command)
         if name == b"READY" and self.peer is None:
             self.peer = _properties(rest)
             if self.peer is None:
-                self._break(ZmtpFault.NOT_ZMTP)
+                self._fail(ZmtpFault.NOT_ZMTP)
         elif name == b"PING" and self.peer is not None and len(rest) >= 2:
             body = b"\x04PONG" + rest[2:18]
             self.pieces += [_header(_COMMAND, len(body)), body]
         elif name != b"PONG" or self.peer is None:
-            self._break(ZmtpFault.NOT_ZMTP)
+            self._fail(ZmtpFault.NOT_ZMTP)
 
-    def _break(self, fault: ZmtpFault) -> None:
+    def _fail(self, fault: ZmtpFault) -> None:
         self.fault = fault
         self._buffer.clear()
         self._frames, self._frame_bytes = [], 0
@@ -158,10 +159,10 @@ def _header(flags: int, size: int) -> bytes:
 
 
 def _ready(properties: Mapping[bytes, bytes]) -> bytes:
-    told = b"".join(
+    encoded = b"".join(
         bytes((len(name),)) + name + len(value).to_bytes(4, "big") + value for name, value in properties.items()
     )
-    body = b"\x05READY" + told
+    body = b"\x05READY" + encoded
     return _header(_COMMAND, len(body)) + body
 
 

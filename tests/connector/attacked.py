@@ -21,6 +21,7 @@ from connector.messages import Verdict
 from connector.side_channel import Listener
 from connector.stats import Counters
 from connector.tcp_server import Limits
+from tests.connector.strangers import memory_of
 
 ROOT = Path(__file__).parents[2]
 PAYLOAD = bytes(50_000)
@@ -28,15 +29,14 @@ PAYLOAD = bytes(50_000)
 
 @dataclass(frozen=True)
 class Victim:
-    """For the test: the process and its port."""
+    """The process of the side channel and its port, for the test."""
 
     process: subprocess.Popen[str]
     port: int
 
     def memory(self) -> int:
         """Resident bytes."""
-        lines = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) * 1024
+        return memory_of(self.process.pid)
 
     def cpu(self) -> float:
         """Seconds of processor time so far."""
@@ -86,9 +86,9 @@ def take_descriptors(left: int) -> list[int]:
 def main(limits: str, descriptors: str, left: str) -> None:
     if int(descriptors):
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(descriptors), int(descriptors)))
-    accounts = Counters()
+    counters = Counters()
     listener = Listener(
-        "127.0.0.1", 0, {(0, 0): PAYLOAD}, lambda *_: Verdict.HELD, accounts, limits=Limits(**json.loads(limits))
+        "127.0.0.1", 0, {(0, 0): PAYLOAD}, lambda *_: Verdict.HELD, counters, limits=Limits(**json.loads(limits))
     )
     listener.start()
     taken = take_descriptors(int(left)) if int(left) >= 0 else []
@@ -97,7 +97,7 @@ def main(limits: str, descriptors: str, left: str) -> None:
         if line == "release\n":
             while taken:
                 os.close(taken.pop())
-        print(json.dumps({"/".join((name, *labels)): n for name, labels, n in accounts.drain().counts}), flush=True)
+        print(json.dumps({"/".join((name, *labels)): n for name, labels, n in counters.drain().counts}), flush=True)
     listener.stop()
 
 

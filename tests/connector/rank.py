@@ -23,11 +23,11 @@ BLOCK_TOKENS = 16
 
 
 class Agent:
-    """What the worker uses of a NIXL agent. Transfers run until the test ends them; their notice goes out then."""
+    """What the worker uses of a NIXL agent. Transfers run until the test ends them; their notif is sent then."""
 
     def __init__(self) -> None:
         self.states: dict[int, str] = {}
-        self.notices: dict[int, bytes] = {}
+        self.notifs: dict[int, bytes] = {}
         self.blocks: dict[int, tuple[list[int], list[int]]] = {}
         self.sent: list[bytes] = []
         self.inbox: list[bytes] = []
@@ -37,17 +37,17 @@ class Agent:
     ) -> int:
         handle = len(self.blocks)
         self.blocks[handle] = ([int(one) for one in local_ids], [int(one) for one in remote_ids])
-        self.notices[handle] = notif_msg
+        self.notifs[handle] = notif_msg
         return handle
 
     def transfer(self, handle: int) -> None:
         self.states[handle] = "PROC"
 
     def end(self, handle: int, state: str = "DONE") -> None:
-        """The test lets a transfer end."""
+        """End a transfer, for the test."""
         self.states[handle] = state
         if state == "DONE":
-            self.sent.append(self.notices[handle])
+            self.sent.append(self.notifs[handle])
 
     def check_xfer_state(self, handle: int) -> str:
         return self.states[handle]
@@ -96,7 +96,7 @@ def vllm_state(worker: Any) -> None:
     )
 
     def add_remote_agent(metadata: Any, *_: Any) -> str:
-        """What vLLM's own leaves behind for an engine that has introduced itself."""
+        """What vLLM's own leaves behind for an engine whose metadata was read."""
         engine = metadata.engine_id
         worker.met.append(engine)
         worker.tp_mappings[engine], worker.dst_region_group_ids[engine] = plan, [0]
@@ -189,7 +189,7 @@ def vllm_state(worker: Any) -> None:
 def read_step(
     request_id: str, nonce: str, port: int, *, local: list[int], remote: list[int], engine: str = PEER
 ) -> ConnectorMetadata:
-    """The metadata of a step that orders one read; with no local blocks, a notice alone."""
+    """The metadata of a step that orders one read; with no local blocks, a notif alone."""
     metadata = ConnectorMetadata()
     params = {
         "remote_block_ids": [remote],

@@ -1,4 +1,4 @@
-"""NIXL's agents of our making: idle when nothing moves, awake when something does."""
+"""NIXL agents with a sleeping progress thread: idle when nothing is transferred, awake when something is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WATCHED = 0.5
 """Seconds."""
 
 
-def patient() -> NixlWrapper:
+def low_cpu() -> NixlWrapper:
     return LowCpuNixlAgent(threads=1, delay=1.0)
 
 
@@ -22,9 +22,9 @@ def stock() -> NixlWrapper:
     return NixlWrapper("stock", nixl_agent_config(num_threads=1))
 
 
-@pytest.mark.parametrize(("make", "spins"), [(patient, False), (stock, True)])
-def test_a_patient_agent_costs_nothing_while_it_waits(make: Callable[[], NixlWrapper], spins: bool) -> None:
-    """NIXL's own burns a core; should that change, this module has become needless."""
+@pytest.mark.parametrize(("make", "spins"), [(low_cpu, False), (stock, True)])
+def test_a_low_cpu_agent_costs_nothing_while_it_waits(make: Callable[[], NixlWrapper], spins: bool) -> None:
+    """NIXL's own keeps a core busy; should that change, `LowCpuNixlAgent` is needless."""
     agent = make()
     before = time.process_time()
     time.sleep(WATCHED)
@@ -32,8 +32,8 @@ def test_a_patient_agent_costs_nothing_while_it_waits(make: Callable[[], NixlWra
     del agent
 
 
-def test_a_notice_wakes_the_thread_long_before_its_delay() -> None:
-    sender, receiver = patient(), patient()
+def test_a_notif_wakes_the_thread_long_before_its_delay() -> None:
+    sender, receiver = low_cpu(), low_cpu()
     name = sender.add_remote_agent(receiver.get_agent_metadata())
     sender.send_notif(name, notif_msg=b"first, which also connects")
     assert arrival(receiver) < 5
@@ -42,7 +42,7 @@ def test_a_notice_wakes_the_thread_long_before_its_delay() -> None:
 
 
 def arrival(agent: NixlWrapper) -> float:
-    """Seconds until a notice is there."""
+    """Seconds until a notif is there."""
     start = time.monotonic()
     while not agent.get_new_notifs() and time.monotonic() < start + 10:
         time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""A message proves that it comes from a node with a key, on this connection, in this direction."""
+"""A signed message is genuine only from a node with a key, on this connection, in this direction."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ MESSAGE = b"a question"
     ],
 )
 def test_the_first_key_signs_and_every_key_verifies(asking: list[bytes], answering: list[bytes], genuine: bool) -> None:
-    asker, answerer = QuestionSigner(asking, THEIRS, OURS), ReplySigner(answering, THEIRS, OURS)
-    assert answerer.genuine(*asker.sign(MESSAGE)) is genuine
-    assert asker.genuine(answerer.sign(b"an answer")) is genuine
+    question_signer, reply_signer = QuestionSigner(asking, THEIRS, OURS), ReplySigner(answering, THEIRS, OURS)
+    assert reply_signer.genuine(*question_signer.sign(MESSAGE)) is genuine
+    assert question_signer.genuine(reply_signer.sign(b"an answer")) is genuine
 
 
 def test_without_a_question_no_answer_is_signed() -> None:
@@ -35,28 +35,28 @@ def test_without_a_question_no_answer_is_signed() -> None:
 
 
 @given(st.binary(max_size=40), st.binary(max_size=40))
-def test_what_nobody_signed_is_not_genuine(message: bytes, mac: bytes) -> None:
+def test_random_signatures_are_not_genuine(message: bytes, mac: bytes) -> None:
     assert not ReplySigner([OLD, NEW], THEIRS, OURS).genuine(message, mac)
     assert not QuestionSigner([OLD, NEW], THEIRS, OURS).genuine((message, mac))
     assert not QuestionSigner([OLD, NEW], THEIRS, OURS).genuine((message,))
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(b"x" * 16, OURS), (THEIRS, b"x" * 16)])
-def test_another_connection_is_another_proof(theirs: bytes, ours: bytes) -> None:
-    asker, answerer = QuestionSigner([OLD], THEIRS, OURS), ReplySigner([OLD], theirs, ours)
-    assert not answerer.genuine(*asker.sign(MESSAGE))
+def test_a_signature_of_another_connection_is_not_genuine(theirs: bytes, ours: bytes) -> None:
+    question_signer, reply_signer = QuestionSigner([OLD], THEIRS, OURS), ReplySigner([OLD], theirs, ours)
+    assert not reply_signer.genuine(*question_signer.sign(MESSAGE))
 
 
 def test_a_question_is_no_answer_and_an_answer_no_question() -> None:
-    asker, answerer = QuestionSigner([OLD], THEIRS, OURS), ReplySigner([OLD], THEIRS, OURS)
-    asked = asker.sign(MESSAGE)
-    assert answerer.genuine(*asked)
-    assert not asker.genuine(asked)
-    assert not answerer.genuine(*answerer.sign(MESSAGE))
+    question_signer, reply_signer = QuestionSigner([OLD], THEIRS, OURS), ReplySigner([OLD], THEIRS, OURS)
+    asked = question_signer.sign(MESSAGE)
+    assert reply_signer.genuine(*asked)
+    assert not question_signer.genuine(asked)
+    assert not reply_signer.genuine(*reply_signer.sign(MESSAGE))
 
 
-def test_without_keys_nothing_is_signed_and_everything_taken() -> None:
-    asker = QuestionSigner([], b"", b"")
-    assert asker.sign(MESSAGE) == (MESSAGE,)
-    assert asker.genuine((MESSAGE,))
-    assert asker.genuine((MESSAGE, b"a MAC"))
+def test_without_keys_nothing_is_signed_and_everything_is_genuine() -> None:
+    question_signer = QuestionSigner([], b"", b"")
+    assert question_signer.sign(MESSAGE) == (MESSAGE,)
+    assert question_signer.genuine((MESSAGE,))
+    assert question_signer.genuine((MESSAGE, b"a MAC"))

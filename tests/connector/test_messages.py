@@ -41,7 +41,7 @@ def test_questions_survive_the_wire(number: int, questions: list[Question]) -> N
 
 
 @given(st.builds(MetadataQuestion, st.integers(0, 2**40), NAMES, st.integers(0, 9), st.integers(0, 9)))
-def test_an_introduction_survives_the_wire(asked: MetadataQuestion) -> None:
+def test_a_metadata_question_survives_the_wire(asked: MetadataQuestion) -> None:
     assert read_request(write_metadata_question(asked)) == asked
 
 

@@ -1,4 +1,4 @@
-"""Notices: what ours and vLLM's say is understood, everything else is junk and never an exception."""
+"""Notifs: ours and vLLM's are parsed, everything else is junk and never an exception."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def test_what_our_decode_node_sends_is_what_the_prefill_node_reads(alias: str, n
     assert parse_notif(sent) == ReadDone(alias, nonce, readers)
 
 
-def test_a_stock_decode_node_is_understood_without_a_nonce() -> None:
+def test_a_notif_of_vllms_own_connector_has_no_nonce() -> None:
     assert parse_notif(b"cmpl-1-0-abcd:2") == ReadDone("cmpl-1-0-abcd", NO_NONCE, 2)
     assert parse_notif(b"a:b:1") == ReadDone("a:b", NO_NONCE, 1)
 
 
-def test_heartbeats_are_passed_on() -> None:
+def test_heartbeats_are_parsed() -> None:
     assert parse_notif(b"HB:a,b") == Heartbeat(("a", "b"))
     assert parse_notif(b"HB:") == Heartbeat(("",))
 
@@ -36,7 +36,7 @@ def test_junk_is_junk(message: bytes) -> None:
     assert parse_notif(message) == Junk(len(message))
 
 
-def test_an_endless_notice_is_junk() -> None:
+def test_an_endless_notif_is_junk() -> None:
     assert isinstance(parse_notif(b"a" * LONGEST_DONE + b":1"), Junk)
 
 

@@ -101,7 +101,7 @@ def test_a_name_that_does_not_exist_is_lost() -> None:
         until(peers, lambda: ("not a host name", 1) in peers.lost())
 
 
-def test_an_answer_without_proof_is_no_answer(listener: Listener) -> None:
+def test_an_unsigned_answer_is_no_answer(listener: Listener) -> None:
     with closing(Peers((b"a key of sixteen bytes",), time.monotonic)) as peers:
         peers.send((HOST, listener.port), PING)
         lost: dict[tuple[str, int], str] = {}

@@ -1,4 +1,4 @@
-"""A look-up never makes anybody wait, and a name server that is silent holds bounded threads."""
+"""A look-up never blocks the caller, and a name server that is silent occupies a bounded number of threads."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_numbers_are_not_looked_up(server: NameServer) -> None:
     assert server.asked == []
 
 
-def test_a_name_is_looked_up_beside_and_kept_and_looked_up_anew(server: NameServer) -> None:
+def test_a_name_is_looked_up_in_the_background_kept_and_looked_up_anew(server: NameServer) -> None:
     clock = Clock()
     resolver = Resolver(clock.wake, clock, server)
     assert resolver.find("node", 7) is None
@@ -91,7 +91,7 @@ def test_an_unknown_name_is_an_error_each_time(server: NameServer) -> None:
             resolver.find("nowhere", 7)
 
 
-def test_an_old_address_serves_on_while_the_name_server_is_broken(server: NameServer) -> None:
+def test_an_old_address_is_used_while_the_name_server_is_broken(server: NameServer) -> None:
     clock = Clock()
     resolver = Resolver(clock.wake, clock, server)
     resolver.find("node", 7)

@@ -43,7 +43,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def judge(engine_id: str, request_id: str, nonce: str) -> Verdict:
+def verify(engine_id: str, request_id: str, nonce: str) -> Verdict:
     if engine_id != "P":
         return Verdict.UNKNOWN
     return Verdict.HELD if request_id == "held" else Verdict.RELEASED_BY_YOU if nonce == "mine" else Verdict.EXPIRED
@@ -53,9 +53,9 @@ class Side:
     """A running side channel, and libzmq's sockets to it."""
 
     def __init__(self, *keys: bytes, host: str = HOST) -> None:
-        self.accounts = Counters()
+        self.counters = Counters()
         self.listener = Listener(
-            host, 0, {(0, 0): b"zero", (0, 1): b"one"}, judge, self.accounts, engine_id="P", keys=keys
+            host, 0, {(0, 0): b"zero", (0, 1): b"one"}, verify, self.counters, engine_id="P", keys=keys
         )
         self.listener.start()
         self.port = self.listener.port
@@ -82,7 +82,7 @@ class Side:
         return list(asking.recv_multipart())
 
     def counts(self) -> dict[tuple[str, ...], int]:
-        return {(name, *labels): value for name, labels, value in self.accounts.drain().counts}
+        return {(name, *labels): value for name, labels, value in self.counters.drain().counts}
 
     def close(self) -> None:
         self.listener.stop()
@@ -104,7 +104,7 @@ class Client:
             assert self.zmtp.next_message() is None
         self._flush()  # greeting and READY may come in one piece: then ours is not sent yet
         self.challenge = self.zmtp.peer.get(PROPERTY, b"")
-        self.asker = QuestionSigner(keys, self.challenge, b"c" * 16)
+        self.signer = QuestionSigner(keys, self.challenge, b"c" * 16)
 
     def send(self, *frames: bytes) -> tuple[bytes, ...]:
         self.zmtp.send([b"", *frames])
@@ -114,8 +114,8 @@ class Client:
         return message[1:]
 
     def ask(self, message: bytes) -> Reply | None:
-        answered = self.send(*self.asker.sign(message))
-        assert self.asker.genuine(answered)
+        answered = self.send(*self.signer.sign(message))
+        assert self.signer.genuine(answered)
         return read_reply(answered[0])
 
     def _receive(self) -> None:
@@ -183,7 +183,7 @@ def test_a_batch_of_questions_gets_its_verdicts_in_order(side: Side) -> None:
         (MetadataQuestion(3, "Q", 0, 0), QuestionRefusal.ANOTHER_ENGINE.value),
     ],
 )
-def test_an_introduction_gives_the_metadata_of_the_engine_that_was_meant(
+def test_a_metadata_question_gets_the_metadata_of_the_engine_it_names(
     side: Side, asked: MetadataQuestion, body: bytes | str
 ) -> None:
     assert Client(side).ask(write_metadata_question(asked)) == Reply(3, side.listener.incarnation, body)
@@ -228,7 +228,7 @@ def test_bytes_that_are_not_zmq_and_a_huge_message_end_nothing(side: Side) -> No
     assert side.handshake(0)[0] == b"zero"
 
 
-def test_a_node_with_keys_answers_who_has_one(locked: Side) -> None:
+def test_a_node_with_keys_answers_a_node_that_has_one(locked: Side) -> None:
     for key in KEYS:
         client = Client(locked, key)
         answer = client.ask(write_batch(1, [Question("P", "held", "n")]))
@@ -246,8 +246,8 @@ def refusal(answered: tuple[bytes, ...]) -> str | None:
 ASKED = (write_batch(5, [Question("P", "held", "n")]), write_metadata_question(MetadataQuestion(5, "P", 0, 0)))
 
 
-@pytest.mark.parametrize("message", ASKED, ids=["question", "introduction"])
-def test_a_node_with_keys_answers_nobody_else(locked: Side, message: bytes) -> None:
+@pytest.mark.parametrize("message", ASKED, ids=["question", "metadata question"])
+def test_a_node_with_keys_answers_no_other(locked: Side, message: bytes) -> None:
     client = Client(locked)
     assert refusal(client.send(message)) == QuestionRefusal.UNSIGNED
     stranger = QuestionSigner([b"another key of sixteen"], client.challenge, b"c" * 16)
@@ -259,23 +259,23 @@ def test_a_node_with_keys_answers_nobody_else(locked: Side, message: bytes) -> N
     }
 
 
-@pytest.mark.parametrize("message", ASKED, ids=["question", "introduction"])
+@pytest.mark.parametrize("message", ASKED, ids=["question", "metadata question"])
 def test_a_captured_question_is_worth_nothing(locked: Side, message: bytes) -> None:
     client = Client(locked, KEYS[0])
-    captured = client.asker.sign(message)
+    captured = client.signer.sign(message)
     assert refusal(client.send(*captured)) is None
     assert refusal(client.send(*captured)) == QuestionRefusal.REPLAYED
-    earlier = client.asker.sign(write_batch(4, []))
+    earlier = client.signer.sign(write_batch(4, []))
     assert refusal(client.send(*earlier)) == QuestionRefusal.REPLAYED
     assert refusal(Client(locked).send(*captured)) == QuestionRefusal.BAD_SIGNATURE
 
 
 def test_an_answer_sent_back_is_no_question(locked: Side) -> None:
     client = Client(locked, KEYS[0])
-    answered = client.send(*client.asker.sign(write_batch(1, [])))
+    answered = client.send(*client.signer.sign(write_batch(1, [])))
     assert not QuestionSigner(KEYS, client.challenge, b"d" * 16).genuine(answered)
     client.zmtp.send([b"", *answered])
-    assert refusal(client.send(*client.asker.sign(write_batch(2, [])))) is None
+    assert refusal(client.send(*client.signer.sign(write_batch(2, [])))) is None
     assert locked.counts() == {("junk", "side_channel"): 1}
 
 
@@ -293,7 +293,7 @@ def test_a_node_without_keys_does_not_look_at_macs(side: Side) -> None:
     assert len(answered) == 1
 
 
-def test_who_makes_too_much_work_waits_for_the_next_window(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_makes_too_much_work_waits_for_the_next_window(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_server, "SHARE", 0.001)
     busy, other = Client(side), Client(side, source="127.0.0.2")
     begun = time.monotonic()
@@ -305,7 +305,7 @@ def test_who_makes_too_much_work_waits_for_the_next_window(side: Side, monkeypat
     assert time.monotonic() - begun < 5 * tcp_server.WINDOW
 
 
-def test_who_has_proved_himself_may_work(locked: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_has_authenticated_itself_is_not_limited(locked: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_server, "SHARE", 0.001)
     client = Client(locked, KEYS[0])
     client.ask(write_batch(1, []))
@@ -316,7 +316,7 @@ def test_who_has_proved_himself_may_work(locked: Side, monkeypatch: pytest.Monke
 
 
 def test_a_port_in_use_fails_at_once_with_a_sentence(side: Side) -> None:
-    second = Listener(HOST, side.port, {}, judge, Counters())
+    second = Listener(HOST, side.port, {}, verify, Counters())
     with pytest.raises(SideChannelError, match=f"{HOST}:{side.port}.*VLLM_NIXL_SIDE_CHANNEL_PORT"):
         second.start()
     with pytest.raises(SideChannelError):
@@ -333,7 +333,7 @@ def test_stop_gives_the_port_back(side: Side) -> None:
     assert side.handshake(0)[0] == b"zero"
     side.listener.stop()
     side.listener.stop()
-    again = Listener(HOST, side.port, {}, judge, Counters())
+    again = Listener(HOST, side.port, {}, verify, Counters())
     again.start()
     again.stop()
 

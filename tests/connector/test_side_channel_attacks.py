@@ -1,4 +1,4 @@
-"""What strangers do to the side channel: its memory, descriptors and processor time stay bounded, and it answers."""
+"""Attacks on the side channel: its memory, descriptors and processor time stay bounded, and it answers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from connector.messages import HANDSHAKE, LONGEST_QUESTION
 from connector.tcp_server import SHARE, Limits, network_of
 from connector.zmtp import MOST_FRAMES, Zmtp
 from tests.connector.attacked import PAYLOAD, Victim, start
+from tests.connector.strangers import HOST, flooded, greet
 
-HOST = "127.0.0.1"
 ANOTHER = "127.0.0.2"
 PATIENCE = 60.0
 MIB = 1024 * 1024
@@ -37,22 +37,6 @@ def dial(victim: Victim, source: str = HOST) -> socket.socket:
     return socket.create_connection((HOST, victim.port), PATIENCE, source_address=(source, 0))
 
 
-def greet(connection: socket.socket) -> Zmtp:
-    """Our end, with the handshake made."""
-    zmtp = Zmtp(b"DEALER", 1 << 20)
-    while zmtp.peer is None:
-        connection.sendall(b"".join(zmtp.pieces))
-        zmtp.pieces.clear()
-        data = connection.recv(4096)
-        if not data:
-            raise ConnectionError("the side channel closed the connection")
-        zmtp.receive(data)
-        zmtp.next_message()
-    connection.sendall(b"".join(zmtp.pieces))
-    zmtp.pieces.clear()
-    return zmtp
-
-
 def answers(victim: Victim, source: str = HOST) -> float:
     """Seconds until a newcomer has the handshake's answer."""
     begun = time.monotonic()
@@ -68,23 +52,10 @@ def answers(victim: Victim, source: str = HOST) -> float:
     return time.monotonic() - begun
 
 
-def flood(victim: Victim, seconds: float, bytes_of: Callable[[Zmtp], bytes], count: int = 4) -> None:
-    """Send without end on a few connections, and on new ones when they are closed."""
-    until = time.monotonic() + seconds
-
-    def attack() -> None:
-        while time.monotonic() < until:
-            with contextlib.suppress(OSError), closing(dial(victim)) as connection:
-                connection.settimeout(1)
-                data = bytes_of(greet(connection))
-                while time.monotonic() < until:
-                    connection.sendall(data)
-
-    threads = [threading.Thread(target=attack) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
+def flood(victim: Victim, bytes_of: Callable[[Zmtp], bytes]) -> None:
+    """Send without end for a while."""
+    with flooded(victim.port, bytes_of):
+        time.sleep(ATTACK_S)
 
 
 def assert_idle(victim: Victim) -> None:
@@ -115,7 +86,7 @@ def test_an_endless_stream_takes_no_memory(victim: Victim, frame: bytes) -> None
     """And a bounded share of the processor: what opening and closing connections costs comes on top."""
     answers(victim)
     before, spent, begun = victim.memory(), victim.cpu(), time.monotonic()
-    flood(victim, ATTACK_S, lambda _: frame * max(1, 65536 // len(frame)))
+    flood(victim, lambda _: frame * max(1, 65536 // len(frame)))
     share = (victim.cpu() - spent) / (time.monotonic() - begun)
     print(f"grown by {(victim.memory() - before) / MIB:.1f} MiB, {share:.0%} of a core")
     assert victim.memory() - before < MOST_GROWTH / 4
@@ -123,7 +94,7 @@ def test_an_endless_stream_takes_no_memory(victim: Victim, frame: bytes) -> None
     assert answers(victim, ANOTHER) < 1
 
 
-def test_answers_that_nobody_takes_take_no_memory(victim: Victim) -> None:
+def test_answers_that_are_not_received_take_no_memory(victim: Victim) -> None:
     answers(victim)
     before = victim.memory()
 
@@ -131,7 +102,7 @@ def test_answers_that_nobody_takes_take_no_memory(victim: Victim) -> None:
         zmtp.send([b"", msgspec.msgpack.encode((HANDSHAKE, 0, 0))])
         return b"".join(zmtp.pieces) * 1000
 
-    flood(victim, ATTACK_S, ask_for_ever)
+    flood(victim, ask_for_ever)
     assert victim.memory() - before < MOST_GROWTH / 4
     answers(victim)
 
@@ -178,7 +149,7 @@ def test_with_no_descriptor_left_it_waits_without_spinning_and_goes_on() -> None
         answers(victim, ANOTHER)
 
 
-def test_an_honest_peer_keeps_its_connection_while_a_stranger_takes_all_others() -> None:
+def test_an_honest_peer_keeps_its_connection_while_an_attacker_takes_all_others() -> None:
     with closing(start({"connections": 32, "peer_connections": 31})) as victim, ExitStack() as stack:
         honest = stack.enter_context(closing(dial(victim, ANOTHER)))
         zmtp = greet(honest)
@@ -205,7 +176,7 @@ def test_many_ranks_behind_one_address_fit() -> None:
     [(b"", "slow"), (b"\xff\x00", "slow"), (b"G", "not_zmtp")],
     ids=["silent", "slow greeting", "another protocol"],
 )
-def test_who_does_not_greet_in_time_is_closed(drip: bytes, counted: str) -> None:
+def test_a_peer_that_does_not_greet_in_time_is_closed(drip: bytes, counted: str) -> None:
     with closing(start({"opening": 0.5})) as victim, closing(dial(victim)) as connection:
         connection.sendall(drip)
         connection.settimeout(PATIENCE)
@@ -252,7 +223,7 @@ def test_an_idle_side_channel_costs_nothing(victim: Victim) -> None:
 
 
 def test_libzmq_comes_through_an_attack(victim: Victim) -> None:
-    attack = threading.Thread(target=flood, args=(victim, ATTACK_S, lambda _: b"\x01\x40" + b"x" * 64))
+    attack = threading.Thread(target=flood, args=(victim, lambda _: b"\x01\x40" + b"x" * 64))
     attack.start()
     with zmq.Context() as context, context.socket(zmq.REQ) as asking:
         asking.linger, asking.rcvtimeo = 0, 30_000

@@ -1,4 +1,4 @@
-"""Every question gets exactly one answer: the peer's, or none in time; over real sockets, with real junk."""
+"""Every question gets exactly one verdict: the peer's, or none in time; over real sockets, with real junk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from connector.messages import MOST_QUESTIONS, Question, QuestionBatch, Reply, Verdict, read_request
 from connector.side_channel import Listener
 from connector.stats import Counters
-from connector.verifier import OpenBatches, ReadVerdict, Verifier
+from connector.verifier import OpenExchanges, ReadVerdict, Verifier
 
 HOST = "127.0.0.1"
 PATIENCE = 30.0
@@ -33,57 +33,60 @@ def number(message: bytes) -> int:
 
 
 def test_an_answer_settles_its_batch_once() -> None:
-    batches = OpenBatches(timeout=1)
-    (message,) = batches.ask(HERE, [question("a"), question("b")], now=0)
+    exchanges = OpenExchanges(timeout=1, metadata_timeout=9)
+    (message,) = exchanges.ask(HERE, [question("a"), question("b")], now=0)
     reply = Reply(number(message), "run", (Verdict.HELD, Verdict.EXPIRED))
-    assert batches.answer(HERE, reply) == [
+    assert exchanges.on_reply(HERE, reply) == [
         ReadVerdict("a", Verdict.HELD, "run"),
         ReadVerdict("b", Verdict.EXPIRED, "run"),
     ]
-    assert batches.answer(HERE, reply) is None
-    assert len(batches) == 0
+    assert exchanges.on_reply(HERE, reply) is None
+    assert len(exchanges) == 0
 
 
 def test_an_answer_from_another_address_settles_nothing() -> None:
-    batches = OpenBatches(timeout=1)
-    (message,) = batches.ask(HERE, [question("a")], now=0)
-    assert batches.answer((HOST, 2), Reply(number(message), "run", (Verdict.HELD,))) is None
-    assert len(batches) == 1
+    exchanges = OpenExchanges(timeout=1, metadata_timeout=9)
+    (message,) = exchanges.ask(HERE, [question("a")], now=0)
+    assert exchanges.on_reply((HOST, 2), Reply(number(message), "run", (Verdict.HELD,))) is None
+    assert len(exchanges) == 1
 
 
 @pytest.mark.parametrize("body", [(Verdict.HELD,), b"a payload", "unsigned"])
 def test_an_answer_that_gives_no_verdict_for_each_counts_as_none(body: tuple[Verdict, ...] | bytes | str) -> None:
-    batches = OpenBatches(timeout=1)
-    (message,) = batches.ask(HERE, [question("a"), question("b")], now=0)
-    assert batches.answer(HERE, Reply(number(message), "run", body)) == [ReadVerdict("a", None), ReadVerdict("b", None)]
+    exchanges = OpenExchanges(timeout=1, metadata_timeout=9)
+    (message,) = exchanges.ask(HERE, [question("a"), question("b")], now=0)
+    assert exchanges.on_reply(HERE, Reply(number(message), "run", body)) == [
+        ReadVerdict("a", None),
+        ReadVerdict("b", None),
+    ]
 
 
 def test_silence_is_an_answer_when_the_time_is_up() -> None:
-    batches = OpenBatches(timeout=2)
-    batches.ask(HERE, [question("a")], now=10)
-    assert batches.next_due() == 12
-    assert batches.overdue(11.9) == ([], set())
-    assert batches.overdue(12) == ([ReadVerdict("a", None)], {HERE})
-    assert batches.next_due() is None
+    exchanges = OpenExchanges(timeout=2, metadata_timeout=9)
+    exchanges.ask(HERE, [question("a")], now=10)
+    assert exchanges.next_due() == 12
+    assert exchanges.overdue(11.9) == ([], set())
+    assert exchanges.overdue(12) == ([ReadVerdict("a", None)], {HERE})
+    assert exchanges.next_due() is None
 
 
 def test_a_lost_peer_answers_all_of_its_questions_with_none() -> None:
-    batches = OpenBatches(timeout=1)
-    batches.ask(HERE, [question("a")], now=0)
-    batches.ask((HOST, 2), [question("b")], now=0)
-    batches.ask(HERE, [question("c")], now=0)
-    assert batches.lost(HERE) == [ReadVerdict("a", None), ReadVerdict("c", None)]
-    assert len(batches) == 1
+    exchanges = OpenExchanges(timeout=1, metadata_timeout=9)
+    exchanges.ask(HERE, [question("a")], now=0)
+    exchanges.ask((HOST, 2), [question("b")], now=0)
+    exchanges.ask(HERE, [question("c")], now=0)
+    assert exchanges.on_lost(HERE, "it closed") == [ReadVerdict("a", None), ReadVerdict("c", None)]
+    assert len(exchanges) == 1
 
 
 @given(st.integers(0, 2 * MOST_QUESTIONS + 3))
-def test_long_batches_are_cut_and_no_question_is_lost(count: int) -> None:
-    batches = OpenBatches(timeout=1)
-    messages = batches.ask(HERE, [question(str(index)) for index in range(count)], now=0)
+def test_long_exchanges_are_cut_and_no_question_is_lost(count: int) -> None:
+    exchanges = OpenExchanges(timeout=1, metadata_timeout=9)
+    messages = exchanges.ask(HERE, [question(str(index)) for index in range(count)], now=0)
     read = [read_request(message) for message in messages]
     asked = [one.nonce for batch in read if isinstance(batch, QuestionBatch) for one in batch.questions]
     assert asked == [str(index) for index in range(count)]
-    assert len(batches.overdue(1)[0]) == count
+    assert len(exchanges.overdue(1)[0]) == count
 
 
 def free_port() -> int:
@@ -97,7 +100,7 @@ def collect(verifier: Verifier, count: int) -> dict[str, Verdict | None]:
     deadline = time.monotonic() + PATIENCE
     while len(found) < count:
         assert time.monotonic() < deadline, f"only {len(found)} of {count} answers came"
-        found += verifier.answers()
+        found += verifier.verdicts()
         time.sleep(0.005)
     assert len(found) == len({one.nonce for one in found}) == count
     return {one.nonce: one.verdict for one in found}
@@ -106,13 +109,13 @@ def collect(verifier: Verifier, count: int) -> dict[str, Verdict | None]:
 @pytest.fixture
 def port() -> Iterator[int]:
     number = free_port()
-    listener = Listener(HOST, number, {}, judge, Counters())
+    listener = Listener(HOST, number, {}, verify, Counters())
     listener.start()
     yield number
     listener.stop()
 
 
-def judge(engine_id: str, request_id: str, nonce: str) -> Verdict:
+def verify(engine_id: str, request_id: str, nonce: str) -> Verdict:
     return Verdict.HELD if request_id == "r-" + nonce else Verdict.UNKNOWN
 
 
@@ -124,20 +127,20 @@ def test_questions_of_several_steps_are_answered(port: int) -> None:
         assert collect(verifier, 3) == {"a": Verdict.HELD, "b": Verdict.UNKNOWN, "c": Verdict.HELD}
 
 
-def test_one_may_wait_for_the_first_answer_or_look_and_go(port: int) -> None:
+def test_verdicts_may_be_waited_for_or_polled(port: int) -> None:
     with closing(Verifier(timeout=PATIENCE)) as verifier:
-        assert verifier.answers() == []
-        assert verifier.answers(patience=0.001) == []
+        assert verifier.verdicts() == []
+        assert verifier.verdicts(wait_seconds=0.001) == []
         verifier.ask({(HOST, port): [question("a")]})
-        assert [(one.nonce, one.verdict) for one in verifier.answers(patience=PATIENCE)] == [("a", Verdict.HELD)]
+        assert [(one.nonce, one.verdict) for one in verifier.verdicts(wait_seconds=PATIENCE)] == [("a", Verdict.HELD)]
 
 
-def test_a_refusing_peer_is_known_at_once_delays_nobody_and_is_asked_again_later(port: int) -> None:
+def test_a_refused_connection_is_noticed_at_once_delays_no_other_and_is_tried_again_later(port: int) -> None:
     dead = free_port()
     with closing(Verifier(timeout=100 * PATIENCE)) as verifier:
         verifier.ask({(HOST, dead): [question("lost")], (HOST, port): [question("fine")]})
         assert collect(verifier, 2) == {"lost": None, "fine": Verdict.HELD}
-        late = Listener(HOST, dead, {}, judge, Counters())
+        late = Listener(HOST, dead, {}, verify, Counters())
         late.start()
         with closing(Closing(late)):
             answer: Verdict | None = None

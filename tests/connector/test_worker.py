@@ -16,7 +16,7 @@ from connector import pending_reads
 from connector.messages import ReadDone, Verdict, parse_notif
 from connector.metadata import ConnectorMetadata, ReadEnd, ReadOutcome, WorkerReport
 from connector.verifier import ReadVerdict, Verifier
-from connector.worker import IDLE_PATIENCE, IDLE_REST, ConnectorWorker
+from connector.worker import IDLE_VERDICT_WAIT, IDLE_WAIT, ConnectorWorker
 from tests.connector.rank import PEER, read_step
 from tests.connector.worker import (
     BLOCK_BYTES,
@@ -43,7 +43,7 @@ def test_a_read_is_reported_only_after_its_verdict(make: MakeRank, prefill: Pref
     assert results.finished_recving == {"r"}
     assert results.failed_recving == set()
     assert prefill.asked == [(PEER, "remote-r", NONCE)]
-    assert [parse_notif(notice) for notice in agent(worker).sent] == [ReadDone("remote-r", NONCE, 1)]
+    assert [parse_notif(notif) for notif in agent(worker).sent] == [ReadDone("remote-r", NONCE, 1)]
     assert report(worker).reads_ended == {"r": ReadEnd(NONCE, ReadOutcome.VERIFIED, 2 * BLOCK_BYTES, 0)}
     assert worker.build_connector_worker_meta() is None
     assert counts(worker) == {
@@ -53,22 +53,22 @@ def test_a_read_is_reported_only_after_its_verdict(make: MakeRank, prefill: Pref
     }
 
 
-class Unhurried(Verifier):
+class PatientVerifier(Verifier):
     """Waits long where a rank would wait at all, and keeps how long that was to be."""
 
     def __init__(self) -> None:
         super().__init__(PATIENCE)
         self.waited: list[float] = []
 
-    def answers(self, patience: float = 0.0) -> list[ReadVerdict]:
-        self.waited.append(patience)
-        return super().answers(PATIENCE if patience else 0.0)
+    def verdicts(self, wait_seconds: float = 0.0) -> list[ReadVerdict]:
+        self.waited.append(wait_seconds)
+        return super().verdicts(PATIENCE if wait_seconds else 0.0)
 
 
 def test_a_verdict_is_waited_for_only_in_a_step_that_computes_nothing(make: MakeRank, prefill: Prefill) -> None:
     worker = make()
     worker._verifier.close()
-    worker._verifier = verifier = Unhurried()
+    worker._verifier = verifier = PatientVerifier()
     idle = ConnectorMetadata()
     idle.idle = True
     step(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7]))
@@ -79,7 +79,7 @@ def test_a_verdict_is_waited_for_only_in_a_step_that_computes_nothing(make: Make
     step(worker, read_step("s", "f" * 16, prefill.port, local=[4], remote=[7]))
     agent(worker).end(1)
     step(worker)
-    assert verifier.waited == [0.0, 0.0, IDLE_PATIENCE, 0.0, 0.0]
+    assert verifier.waited == [0.0, 0.0, IDLE_VERDICT_WAIT, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("verdict", [Verdict.EXPIRED, Verdict.RELEASED_BY_ANOTHER, Verdict.UNKNOWN])
@@ -94,7 +94,7 @@ def test_a_read_of_blocks_that_were_not_held_fails(make: MakeRank, prefill: Pref
     assert counts(worker) == {("reads", "not_held"): 1}
 
 
-def test_a_read_that_nobody_vouches_for_fails(make: MakeRank, prefill: Prefill) -> None:
+def test_a_read_without_a_verdict_fails(make: MakeRank, prefill: Prefill) -> None:
     worker = make()
     prefill.listener.stop()
     step(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7]))
@@ -115,9 +115,9 @@ def test_a_failed_transfer_is_not_asked_about(make: MakeRank, prefill: Prefill) 
 def test_a_hanging_read_is_given_up_and_its_transfer_left_alone(make: MakeRank, prefill: Prefill) -> None:
     worker = make(read_deadline=0.05)
     assert until_received(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7])).failed_recving == {"r"}
-    told = report(worker)
-    assert told.reads_ended["r"].outcome is ReadOutcome.NO_PROGRESS
-    assert (told.stalled, told.drained) == ({NONCE: 1}, {})
+    reported = report(worker)
+    assert reported.reads_ended["r"].outcome is ReadOutcome.NO_PROGRESS
+    assert (reported.stalled, reported.drained) == ({NONCE: 1}, {})
     assert agent(worker).states == {0: "PROC"}
     assert worker._engines_with_inflight_transfers() == {PEER}
     assert not step(worker).finished_recving
@@ -146,7 +146,7 @@ def test_a_ticket_that_vllm_cannot_pair_fails_its_request_alone(make: MakeRank, 
     assert until_received(worker).failed_recving == set()
 
 
-def test_a_port_that_nobody_listens_on_fails_the_read(make: MakeRank) -> None:
+def test_a_port_without_a_listener_fails_the_read(make: MakeRank) -> None:
     worker = make()
     assert until_received(
         worker, read_step("r", NONCE, free_port(), local=[3], remote=[7], engine="gone")
@@ -176,10 +176,10 @@ def test_a_read_given_up_during_its_handshake_never_touches_the_blocks(make: Mak
     go.set()
 
 
-def test_without_blocks_to_read_only_a_notice_goes_out(make: MakeRank, prefill: Prefill) -> None:
+def test_without_blocks_to_read_only_a_notif_goes_out(make: MakeRank, prefill: Prefill) -> None:
     worker = make()
     assert not step(worker, read_step("r", NONCE, prefill.port, local=[], remote=[7])).finished_recving
-    assert [parse_notif(notice) for notice in agent(worker).sent] == [ReadDone("remote-r", NONCE, 1)]
+    assert [parse_notif(notif) for notif in agent(worker).sent] == [ReadDone("remote-r", NONCE, 1)]
     assert not step(worker).finished_recving
     assert prefill.asked == []
 
@@ -188,29 +188,29 @@ def test_a_verdict_that_was_lost_is_asked_for_again_and_the_read_counts(make: Ma
     """Its own notice has ended the lease by then: to read once more would be to read what is not held."""
     worker = make()
     worker._verifier.close()
-    worker._verifier = verifier = Forgetful()
+    worker._verifier = verifier = LossyVerifier()
     prefill.verdict = Verdict.RELEASED_BY_YOU
     step(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7]))
     agent(worker).end(0)
     assert until_received(worker).failed_recving == set()
     assert report(worker).reads_ended["r"].outcome is ReadOutcome.VERIFIED
-    assert verifier.forgotten == [NONCE]
+    assert verifier.lost_nonces == [NONCE]
     assert prefill.asked == [(PEER, "remote-r", NONCE)] * 2
 
 
-class Forgetful(Verifier):
+class LossyVerifier(Verifier):
     """Loses the first answer to each question."""
 
     def __init__(self) -> None:
         super().__init__(PATIENCE)
-        self.forgotten: list[str] = []
+        self.lost_nonces: list[str] = []
 
-    def answers(self, patience: float = 0.0) -> list[ReadVerdict]:
-        found = super().answers(patience)
-        for at, judged in enumerate(found):
-            if judged.nonce not in self.forgotten:
-                self.forgotten.append(judged.nonce)
-                found[at] = ReadVerdict(judged.nonce, None)
+    def verdicts(self, wait_seconds: float = 0.0) -> list[ReadVerdict]:
+        found = super().verdicts(wait_seconds)
+        for at, answer in enumerate(found):
+            if answer.nonce not in self.lost_nonces:
+                self.lost_nonces.append(answer.nonce)
+                found[at] = ReadVerdict(answer.nonce, None)
         return found
 
 
@@ -218,15 +218,15 @@ class Forgetful(Verifier):
 
 
 def until_returned(worker: ConnectorWorker, metadata: ConnectorMetadata | None = None) -> WorkerReport:
-    """The first report that says that a notice is done with."""
+    """The first report of a ticket that was given back, or given up."""
     deadline = time.monotonic() + PATIENCE
     while True:
         step(worker, metadata)
-        told = report(worker)
-        if told.returned:
-            return told
+        reported = report(worker)
+        if reported.returned:
+            return reported
         metadata = None
-        assert time.monotonic() < deadline, "no notice was given"
+        assert time.monotonic() < deadline, "no ticket was given back"
         time.sleep(0.005)
 
 
@@ -237,7 +237,7 @@ def test_a_ticket_goes_back_to_a_known_node_at_once(make: MakeRank, prefill: Pre
     assert counts(worker) == {("tickets_returned", "sent"): 1}
 
 
-def shake_hands(worker: ConnectorWorker, engine: str) -> None:
+def make_handshake(worker: ConnectorWorker, engine: str) -> None:
     """What a handshake leaves behind."""
     for known in (worker.tp_mappings, worker.dst_region_group_ids, worker.dst_num_blocks):
         known[engine] = known[PEER]
@@ -257,23 +257,23 @@ def unknown() -> Iterator[Prefill]:
 
 def test_a_ticket_of_an_unknown_node_goes_back_after_a_handshake(make: MakeRank, unknown: Prefill) -> None:
     worker = make()
-    shaken: list[str] = []
+    made: list[str] = []
 
-    def shake(req_id: str, engine: str, meta: Any) -> None:
-        shaken.append(engine)
-        shake_hands(worker, engine)
+    def background_handshake(req_id: str, engine: str, meta: Any) -> None:
+        made.append(engine)
+        make_handshake(worker, engine)
         worker._ready_requests.put((req_id, meta))
 
-    worker._background_nixl_handshake = shake
-    told = until_returned(worker, read_step("r", NONCE, unknown.port, local=[], remote=[7], engine="new"))
-    assert told.returned == {NONCE: 1}
-    assert shaken == ["new"]
-    assert [parse_notif(notice) for notice in agent(worker).sent] == [ReadDone("remote-r", NONCE, 1)]
+    worker._background_nixl_handshake = background_handshake
+    reported = until_returned(worker, read_step("r", NONCE, unknown.port, local=[], remote=[7], engine="new"))
+    assert reported.returned == {NONCE: 1}
+    assert made == ["new"]
+    assert [parse_notif(notif) for notif in agent(worker).sent] == [ReadDone("remote-r", NONCE, 1)]
     assert [asked[:2] for asked in unknown.asked] == [("new", "remote-r")]
     assert counts(worker) == {("tickets_returned", "sent"): 1}
 
 
-def test_no_hands_are_shaken_for_a_lease_that_is_not_held(make: MakeRank, prefill: Prefill) -> None:
+def test_a_ticket_whose_lease_is_not_held_is_not_given_back(make: MakeRank, prefill: Prefill) -> None:
     worker = make()
     prefill.verdict = Verdict.UNKNOWN
     until_returned(worker, read_step("r", NONCE, prefill.port, local=[], remote=[7], engine="new"))
@@ -287,7 +287,7 @@ def test_a_silent_node_is_asked_until_it_wakes(
 ) -> None:
     monkeypatch.setattr(pending_reads, "ASK_EVERY", 0.02)
     worker = make()
-    worker._background_nixl_handshake = lambda req_id, engine, meta: shake_hands(worker, engine)
+    worker._background_nixl_handshake = lambda req_id, engine, meta: make_handshake(worker, engine)
     unknown.listener.stop()
     step(worker, read_step("r", NONCE, unknown.port, local=[], remote=[7], engine="new"))
     for _ in range(20):
@@ -296,42 +296,42 @@ def test_a_silent_node_is_asked_until_it_wakes(
     assert report(worker).returned == {}
     unknown.restart()
     assert until_returned(worker).returned == {NONCE: 1}
-    assert [parse_notif(notice) for notice in agent(worker).sent] == [ReadDone("remote-r", NONCE, 1)]
+    assert [parse_notif(notif) for notif in agent(worker).sent] == [ReadDone("remote-r", NONCE, 1)]
 
 
 def test_a_node_that_stays_silent_is_given_up_by_the_time_its_lease_is_over(make: MakeRank) -> None:
     worker = make(lease_duration=0.2)
-    told = until_returned(worker, read_step("r", NONCE, free_port(), local=[], remote=[7], engine="gone"))
-    assert told.returned == {NONCE: 1}
+    reported = until_returned(worker, read_step("r", NONCE, free_port(), local=[], remote=[7], engine="gone"))
+    assert reported.returned == {NONCE: 1}
     assert agent(worker).sent == []
     assert counts(worker) == {("tickets_returned", "unreachable"): 1}
 
 
 @pytest.mark.parametrize("end", ["DONE", "ERR"])
-def test_how_a_transfer_that_was_given_up_ended_is_told(make: MakeRank, prefill: Prefill, end: str) -> None:
+def test_how_a_transfer_that_was_given_up_ended_is_reported(make: MakeRank, prefill: Prefill, end: str) -> None:
     worker = make(read_deadline=0.05)
     until_received(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7]))
     report(worker)
     agent(worker).end(0, end)
     step(worker)
-    told = report(worker)
-    assert told.drained == {NONCE: 1}
-    assert told.broken == ({NONCE: 1} if end == "ERR" else {})
+    reported = report(worker)
+    assert reported.drained == {NONCE: 1}
+    assert reported.broken == ({NONCE: 1} if end == "ERR" else {})
 
 
 def test_an_idle_rank_rests_while_it_only_waits_for_what_it_gave_up(make: MakeRank, prefill: Prefill) -> None:
     worker = make(read_deadline=0.05)
     idle = ConnectorMetadata()
     idle.idle = True
-    assert worker._patience() == 0.0
+    assert worker._wait_seconds() == 0.0
     until_received(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7]))
     began = time.monotonic()
     step(worker, idle)
-    assert time.monotonic() - began >= 0.9 * IDLE_REST
+    assert time.monotonic() - began >= 0.9 * IDLE_WAIT
     step(worker, read_step("s", "f" * 16, prefill.port, local=[4], remote=[7]))
     worker._idle = True
-    assert worker._patience() == 0.0, "a read is under way"
+    assert worker._wait_seconds() == 0.0, "a read is under way"
     agent(worker).end(0)
     agent(worker).end(1)
     until_received(worker)
-    assert worker._patience() == 0.0
+    assert worker._wait_seconds() == 0.0

@@ -38,14 +38,14 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def stranger() -> Iterator[Prefill]:
-    """A prefill node that the rank has not met."""
+def new_node() -> Iterator[Prefill]:
+    """A prefill node that the rank has made no handshake with."""
     prefill = Prefill(NEW)
     yield prefill
     prefill.listener.stop()
 
 
-def met(worker: ConnectorWorker) -> list[str]:
+def handshakes(worker: ConnectorWorker) -> list[str]:
     """The engines with which handshakes were made, in order."""
     found: list[str] = worker.__dict__["met"]
     return found
@@ -106,16 +106,16 @@ def quick_read(worker: ConnectorWorker, metadata: ConnectorMetadata) -> ReadOutc
     return outcome
 
 
-def test_a_first_read_waits_for_the_introduction_and_is_then_made(make: MakeRank, stranger: Prefill) -> None:
+def test_a_first_read_waits_for_the_metadata_and_is_then_made(make: MakeRank, new_node: Prefill) -> None:
     worker = make()
-    metadata = order("r", stranger.port)
+    metadata = order("r", new_node.port)
     assert not step(worker, metadata).finished_recving
     assert metadata.reqs_to_recv == {}
     assert ended(worker, "r")["r"].outcome is ReadOutcome.VERIFIED
-    assert read(worker, order("s", stranger.port)) is ReadOutcome.VERIFIED
+    assert read(worker, order("s", new_node.port)) is ReadOutcome.VERIFIED
     assert worker._remote_agents[NEW] == {(0, 0): f"agent of {NEW}"}
-    assert met(worker) == [NEW]
-    assert worker._engine_by_address[HOST, stranger.port] == NEW
+    assert handshakes(worker) == [NEW]
+    assert worker._engine_by_address[HOST, new_node.port] == NEW
 
 
 def accepting() -> socket.socket:
@@ -124,7 +124,7 @@ def accepting() -> socket.socket:
 
 
 class Scripted:
-    """A peer that speaks ZMTP until it is ready, then says what it is told to, for ever."""
+    """A peer that speaks ZMTP until it is ready, then sends what its script makes, for ever."""
 
     def __init__(self, says: Callable[[Zmtp], bytes]) -> None:
         self._listening = socket.create_server((HOST, 0))
@@ -177,24 +177,24 @@ SCRIPTS: dict[str, Callable[[Zmtp], bytes]] = {
 
 
 @pytest.mark.parametrize("holes", [8, 64])
-def test_black_holes_delay_nobody(make: MakeRank, stranger: Prefill, holes: int) -> None:
+def test_black_holes_delay_nobody(make: MakeRank, new_node: Prefill, holes: int) -> None:
     worker = make(probe_timeout=600.0)
     with ExitStack() as stack:
         ports = [stack.enter_context(closing(accepting())).getsockname()[1] for _ in range(holes)]
         for number, port in enumerate(ports):
             step(worker, order(f"hole-{number}", port, engine=f"nobody-{number}"))
-        assert quick_read(worker, order("honest", stranger.port)) is ReadOutcome.VERIFIED
+        assert quick_read(worker, order("honest", new_node.port)) is ReadOutcome.VERIFIED
 
 
 @pytest.mark.parametrize("says", SCRIPTS.values(), ids=SCRIPTS.keys())
 def test_a_peer_that_stalls_or_floods_delays_nobody(
-    make: MakeRank, stranger: Prefill, says: Callable[[Zmtp], bytes]
+    make: MakeRank, new_node: Prefill, says: Callable[[Zmtp], bytes]
 ) -> None:
     worker = make(probe_timeout=1.5)
     with closing(Scripted(says)) as peer:
         begun = time.monotonic()
         step(worker, order("bad", peer.port, engine="bad"))
-        step(worker, order("honest", stranger.port))
+        step(worker, order("honest", new_node.port))
         found = ended(worker, "honest")
         assert time.monotonic() - begun < 1
         assert found["honest"].outcome is ReadOutcome.VERIFIED
@@ -202,7 +202,7 @@ def test_a_peer_that_stalls_or_floods_delays_nobody(
         assert found["bad"].outcome is ReadOutcome.PEER_UNREACHABLE
 
 
-def test_syns_that_are_dropped_delay_nobody(make: MakeRank, stranger: Prefill) -> None:
+def test_syns_that_are_dropped_delay_nobody(make: MakeRank, new_node: Prefill) -> None:
     """A listening socket whose queue is full drops them."""
     worker = make(probe_timeout=1.5)
     with ExitStack() as stack:
@@ -214,11 +214,11 @@ def test_syns_that_are_dropped_delay_nobody(make: MakeRank, stranger: Prefill) -
             waiting.setblocking(False)
             waiting.connect_ex(full.getsockname())
         step(worker, order("dropped", full.getsockname()[1], engine="dropped"))
-        assert quick_read(worker, order("honest", stranger.port)) is ReadOutcome.VERIFIED
+        assert quick_read(worker, order("honest", new_node.port)) is ReadOutcome.VERIFIED
         assert ended(worker, "dropped")["dropped"].outcome is ReadOutcome.PEER_UNREACHABLE
 
 
-def test_names_that_hang_delay_nobody(make: MakeRank, stranger: Prefill) -> None:
+def test_names_that_hang_delay_nobody(make: MakeRank, new_node: Prefill) -> None:
     go = threading.Event()
 
     def slow(host: str, port: int) -> tuple[socket.AddressFamily, SocketAddress]:
@@ -232,10 +232,10 @@ def test_names_that_hang_delay_nobody(make: MakeRank, stranger: Prefill) -> None
         return made
 
     worker = make()
-    worker._verifier = Verifier(PATIENCE, introduced_within=1.5, peers=peers)
+    worker._verifier = Verifier(PATIENCE, metadata_timeout=1.5, peers=peers)
     for number in range(64):
         step(worker, order(f"slow-{number}", 1, engine=f"slow-{number}", host=f"slow-{number}.example"))
-    assert quick_read(worker, order("honest", stranger.port, host="node.example")) is ReadOutcome.VERIFIED
+    assert quick_read(worker, order("honest", new_node.port, host="node.example")) is ReadOutcome.VERIFIED
     outcomes = {end.outcome for end in ended(worker, *(f"slow-{number}" for number in range(64))).values()}
     assert outcomes == {ReadOutcome.PEER_UNREACHABLE}
     go.set()
@@ -264,10 +264,10 @@ def test_a_flood_to_one_dead_address_costs_one_dial(
     assert sum("cannot be reached: no answer within 0.5 s" in line for line in caplog.messages) == 1
 
 
-def test_an_engine_that_is_not_there_any_more_is_unreachable(make: MakeRank, stranger: Prefill) -> None:
+def test_an_engine_that_is_not_there_any_more_is_unreachable(make: MakeRank, new_node: Prefill) -> None:
     worker = make()
-    assert read(worker, order("r", stranger.port, engine="an earlier one")) is ReadOutcome.PEER_UNREACHABLE
-    assert met(worker) == []
+    assert read(worker, order("r", new_node.port, engine="an earlier one")) is ReadOutcome.PEER_UNREACHABLE
+    assert handshakes(worker) == []
 
 
 def test_nodes_that_do_not_go_together_are_incompatible_and_not_unreachable(
@@ -285,14 +285,14 @@ def test_nodes_that_do_not_go_together_are_incompatible_and_not_unreachable(
     assert NEW not in worker._remote_agents
 
 
-def test_sizes_that_cannot_go_together_are_incompatible(make: MakeRank, stranger: Prefill) -> None:
+def test_sizes_that_cannot_go_together_are_incompatible(make: MakeRank, new_node: Prefill) -> None:
     worker = make()
 
     def refuse(tp_size: int, _dcp_size: int) -> list[int]:
         raise AssertionError("3 is no multiple of 2")
 
     worker.transfer_topo.handshake_target_ranks = refuse
-    assert read(worker, order("r", stranger.port)) is ReadOutcome.INCOMPATIBLE
+    assert read(worker, order("r", new_node.port)) is ReadOutcome.INCOMPATIBLE
 
 
 def test_a_ticket_that_vllm_cannot_pair_is_incompatible(make: MakeRank, prefill: Prefill) -> None:
@@ -322,103 +322,103 @@ def test_with_keys_both_nodes_must_have_one(make: MakeRank, caplog: pytest.LogCa
             assert any("ticket keys" in line for line in caplog.messages)
 
 
-def test_an_engine_without_keys_is_not_believed_by_a_node_with_keys(make: MakeRank, stranger: Prefill) -> None:
-    assert read(make(keys=KEYS), order("r", stranger.port)) is ReadOutcome.PEER_UNREACHABLE
+def test_an_engine_without_keys_is_not_read_by_a_node_with_keys(make: MakeRank, new_node: Prefill) -> None:
+    assert read(make(keys=KEYS), order("r", new_node.port)) is ReadOutcome.PEER_UNREACHABLE
 
 
-def test_an_engine_that_restarts_with_its_id_is_read_at_once(make: MakeRank, stranger: Prefill) -> None:
+def test_an_engine_that_restarts_with_its_id_is_read_at_once(make: MakeRank, new_node: Prefill) -> None:
     worker = make()
-    read(worker, order("r", stranger.port))
-    stranger.listener.stop()
-    stranger.restart()
+    read(worker, order("r", new_node.port))
+    new_node.listener.stop()
+    new_node.restart()
     until_lost(worker)
-    assert read(worker, order("s", stranger.port)) is ReadOutcome.VERIFIED
-    assert met(worker) == [NEW, NEW]
-    read(worker, order("t", stranger.port))
-    assert met(worker) == [NEW, NEW]
+    assert read(worker, order("s", new_node.port)) is ReadOutcome.VERIFIED
+    assert handshakes(worker) == [NEW, NEW]
+    read(worker, order("t", new_node.port))
+    assert handshakes(worker) == [NEW, NEW]
 
 
-def test_an_engine_that_restarts_elsewhere_with_its_id_is_read(make: MakeRank, stranger: Prefill) -> None:
+def test_an_engine_that_restarts_elsewhere_with_its_id_is_read(make: MakeRank, new_node: Prefill) -> None:
     worker = make()
-    read(worker, order("r", stranger.port))
-    stranger.listener.stop()
-    stranger.restart(port=free_port())
-    assert read(worker, order("s", stranger.port)) is ReadOutcome.VERIFIED
-    assert met(worker) == [NEW, NEW]
+    read(worker, order("r", new_node.port))
+    new_node.listener.stop()
+    new_node.restart(port=free_port())
+    assert read(worker, order("s", new_node.port)) is ReadOutcome.VERIFIED
+    assert handshakes(worker) == [NEW, NEW]
 
 
 def until_lost(worker: ConnectorWorker) -> None:
     """Until the rank has seen its connection end."""
     deadline = time.monotonic() + PATIENCE
-    while not worker._handshakes._known[NEW].doubted:
+    while not worker._peer_engines._known[NEW].stale:
         assert time.monotonic() < deadline
         step(worker)
         time.sleep(0.005)
 
 
 def test_a_read_under_way_when_the_engine_restarts_holds_up_the_next_and_no_longer(
-    make: MakeRank, stranger: Prefill
+    make: MakeRank, new_node: Prefill
 ) -> None:
     worker = make()
-    until_posted(worker, 1, order("r", stranger.port))
-    stranger.listener.stop()
-    stranger.restart()
+    until_posted(worker, 1, order("r", new_node.port))
+    new_node.listener.stop()
+    new_node.restart()
     until_lost(worker)
     for _ in range(20):
-        step(worker, order("s", stranger.port) if _ == 0 else None)
+        step(worker, order("s", new_node.port) if _ == 0 else None)
         time.sleep(0.005)
     assert len(agent(worker).blocks) == 1
     agent(worker).end(0, "ERR")
     assert until_received(worker).failed_recving == {"r"}
     until_posted(worker, 2)
-    assert met(worker) == [NEW, NEW]
+    assert handshakes(worker) == [NEW, NEW]
 
 
-def test_a_failed_transfer_has_the_engine_asked_before_the_next_read(make: MakeRank, stranger: Prefill) -> None:
+def test_a_failed_transfer_has_the_engine_asked_before_the_next_read(make: MakeRank, new_node: Prefill) -> None:
     worker = make()
-    until_posted(worker, 1, order("r", stranger.port))
+    until_posted(worker, 1, order("r", new_node.port))
     agent(worker).end(0, "ERR")
     until_received(worker)
-    metadata = order("s", stranger.port)
+    metadata = order("s", new_node.port)
     step(worker, metadata)
     assert metadata.reqs_to_recv == {}
     until_posted(worker, 2)
-    assert met(worker) == [NEW]
+    assert handshakes(worker) == [NEW]
 
 
-def test_a_verdict_by_another_run_does_not_count(make: MakeRank, stranger: Prefill) -> None:
+def test_a_verdict_by_another_run_does_not_count(make: MakeRank, new_node: Prefill) -> None:
     worker = make()
-    until_posted(worker, 1, order("r", stranger.port))
-    stranger.listener.stop()
-    stranger.restart()
+    until_posted(worker, 1, order("r", new_node.port))
+    new_node.listener.stop()
+    new_node.restart()
     agent(worker).end(0)
     assert until_received(worker).failed_recving == {"r"}
     assert report(worker).reads_ended["r"] == ReadEnd(nonce_of("r"), ReadOutcome.UNVERIFIED)
 
 
-def test_a_ticket_with_another_address_than_its_engine_has_is_not_read(make: MakeRank, stranger: Prefill) -> None:
+def test_a_ticket_with_another_address_than_its_engine_has_is_not_read(make: MakeRank, new_node: Prefill) -> None:
     worker = make()
-    read(worker, order("r", stranger.port))
+    read(worker, order("r", new_node.port))
     with closing(Stopping(Prefill(NEW))) as forged:
         assert read(worker, order("s", forged.prefill.port)) is ReadOutcome.PEER_UNREACHABLE
         assert forged.prefill.asked == []
-    assert read(worker, order("t", stranger.port)) is ReadOutcome.VERIFIED
-    assert met(worker) == [NEW]
+    assert read(worker, order("t", new_node.port)) is ReadOutcome.VERIFIED
+    assert handshakes(worker) == [NEW]
 
 
-def test_a_held_read_that_is_given_up_never_touches_the_blocks(make: MakeRank) -> None:
+def test_a_deferred_read_that_is_given_up_never_touches_the_blocks(make: MakeRank) -> None:
     worker = make(read_deadline=0.1, probe_timeout=0.4)
     with closing(accepting()) as hole:
         assert read(worker, order("r", hole.getsockname()[1])) is ReadOutcome.PEER_UNREACHABLE
         time.sleep(0.5)
         assert not step(worker).finished_recving
-        assert worker._held == {}
+        assert worker._deferred == {}
         assert worker._recving_metadata == {}
 
 
-def test_a_notice_without_a_read_waits_for_the_introduction_too(make: MakeRank, stranger: Prefill) -> None:
+def test_a_notif_without_a_read_waits_for_the_metadata_too(make: MakeRank, new_node: Prefill) -> None:
     worker = make()
-    metadata = read_step("r", "f" * 16, stranger.port, local=[], remote=[7], engine=NEW)
+    metadata = read_step("r", "f" * 16, new_node.port, local=[], remote=[7], engine=NEW)
     deadline = time.monotonic() + PATIENCE
     step(worker, metadata)
     while not agent(worker).sent:
@@ -437,7 +437,7 @@ def beat(worker: ConnectorWorker, engine: str, port: int) -> None:
     assert before.keys() == {engine}
 
 
-def test_heartbeats_go_to_engines_that_have_introduced_themselves(make: MakeRank, stranger: Prefill) -> None:
+def test_heartbeats_go_to_engines_whose_metadata_has_come(make: MakeRank, new_node: Prefill) -> None:
     worker = make()
     beat(worker, PEER, 1)
     assert agent(worker).sent == [b"HB:remote-r"]
@@ -446,11 +446,11 @@ def test_heartbeats_go_to_engines_that_have_introduced_themselves(make: MakeRank
         deadline = time.monotonic() + PATIENCE
         while len(agent(worker).sent) < 2:
             assert time.monotonic() < deadline
-            beat(worker, NEW, stranger.port)
+            beat(worker, NEW, new_node.port)
             time.sleep(0.005)
-    assert met(worker) == [NEW]
+    assert handshakes(worker) == [NEW]
 
 
-def test_the_engine_is_asked_whether_blocks_were_held_by_its_own_words(make: MakeRank, stranger: Prefill) -> None:
-    stranger.verdict = Verdict.EXPIRED
-    assert read(make(), order("r", stranger.port)) is ReadOutcome.NOT_HELD
+def test_the_engine_itself_is_asked_whether_blocks_were_held(make: MakeRank, new_node: Prefill) -> None:
+    new_node.verdict = Verdict.EXPIRED
+    assert read(make(), order("r", new_node.port)) is ReadOutcome.NOT_HELD

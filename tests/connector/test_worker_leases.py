@@ -1,4 +1,4 @@
-"""A rank's leases over vLLM's own worker code and a small NIXL agent: notices, releases, expiry."""
+"""A rank's leases over vLLM's own worker code and a small NIXL agent: notifs, releases, expiry."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.connector.rank import alias_of, lease_step
 from tests.connector.worker import NONCE, MakeRank, agent, report, step
 
 
-def test_a_read_of_our_lease_ends_it_and_is_told_with_its_nonce(make: MakeRank) -> None:
+def test_a_read_of_our_lease_ends_it_and_is_reported_with_its_nonce(make: MakeRank) -> None:
     worker = make()
     assert step(worker, lease_step("p")).finished_sending == set()
     agent(worker).inbox = [f"alias-of-p#{NONCE}:1".encode()]
@@ -25,7 +25,7 @@ def test_a_read_of_our_lease_ends_it_and_is_told_with_its_nonce(make: MakeRank) 
     assert worker.build_connector_worker_meta() is None
 
 
-def test_several_readers_each_tell(make: MakeRank) -> None:
+def test_several_readers_each_send_a_notif(make: MakeRank) -> None:
     worker = make()
     step(worker, lease_step("p", readers=2))
     agent(worker).inbox = [b"alias-of-p#aaaaaaaa:1"]
@@ -36,7 +36,7 @@ def test_several_readers_each_tell(make: MakeRank) -> None:
     assert report(worker).reads_seen == {"p": {"bbbbbbbb": 1}}
 
 
-def test_a_notice_never_ends_a_request_that_still_runs(make: MakeRank) -> None:
+def test_a_notif_never_ends_a_request_that_still_runs(make: MakeRank) -> None:
     worker = make()
     running = ConnectorMetadata()
     running.aliases = {alias_of("p"): "p"}
@@ -48,7 +48,7 @@ def test_a_notice_never_ends_a_request_that_still_runs(make: MakeRank) -> None:
     assert report(worker).reads_seen == {"p": {NONCE: 1}}
 
 
-def test_junk_and_forged_notices_are_counted_and_end_nothing(make: MakeRank) -> None:
+def test_junk_and_forged_notifs_are_counted_and_end_nothing(make: MakeRank) -> None:
     worker = make()
     step(worker, lease_step("p"))
     agent(worker).inbox = [
@@ -83,7 +83,7 @@ def test_an_expired_lease_is_let_go_and_forgotten(make: MakeRank) -> None:
     assert step(worker, lease_step("p", expires=0.0)).finished_sending == {"p"}
     agent(worker).inbox = [f"alias-of-p#{NONCE}:1".encode()]
     assert step(worker).finished_sending == set()
-    assert len(worker._seen) == 0
+    assert len(worker._lease_reads) == 0
 
 
 def test_the_engine_s_own_request_id_ends_nothing_and_prolongs_nothing(make: MakeRank) -> None:

@@ -1,4 +1,4 @@
-"""Driving a rank step by step, and the side channel of the prefill node that it asks."""
+"""Driving a rank step by step, and the side channel of the prefill node that it reads from."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def free_port() -> int:
 
 
 def payload(engine_id: str, compatibility_hash: str) -> bytes:
-    """What vLLM's handshake gets of a rank without an engine."""
+    """The `NixlHandshakePayload` of a rank without an engine."""
     agent = NixlAgentMetadata(
         engine_id=engine_id,
         agent_metadata=b"agent",
@@ -51,7 +51,7 @@ def payload(engine_id: str, compatibility_hash: str) -> bytes:
 
 
 class Prefill:
-    """A prefill node's side channel whose verdict the test sets, and who keeps what was asked."""
+    """A prefill node's side channel. `verdict`: its answer to every question; `asked`: the questions so far."""
 
     def __init__(self, engine_id: str = PEER, *, compatible: bool = True, keys: tuple[bytes, ...] = ()) -> None:
         self.port = free_port()
@@ -64,13 +64,13 @@ class Prefill:
     def restart(self, port: int | None = None) -> None:
         """Another run of the node; `listener` must have been stopped."""
         self.port = port or self.port
-        known = {(0, 0): self._payload}
+        payloads = {(0, 0): self._payload}
         self.listener = Listener(
-            HOST, self.port, known, self._judge, Counters(), engine_id=self._engine_id, keys=self._keys
+            HOST, self.port, payloads, self._verify, Counters(), engine_id=self._engine_id, keys=self._keys
         )
         self.listener.start()
 
-    def _judge(self, engine_id: str, request_id: str, nonce: str) -> Verdict:
+    def _verify(self, engine_id: str, request_id: str, nonce: str) -> Verdict:
         self.asked.append((engine_id, request_id, nonce))
         return self.verdict
 
@@ -105,7 +105,7 @@ T = TypeVar("T")
 
 
 def until(act: Callable[[], T], enough: Callable[[T], bool]) -> T:
-    """The first outcome of `act`, done again and again, that is `enough`."""
+    """The first result of `act`, called again and again, that is `enough`."""
     deadline = time.monotonic() + PATIENCE
     while not enough(found := act()):
         assert time.monotonic() < deadline, "it did not come to its end"

@@ -144,7 +144,7 @@ class _Worker(ConnectorWorker):
         self._orders = Orders(Path(os.environ[ORDERS]))
         self._local: dict[str, Any] = {}
         self._verifier.close()
-        self._verifier = _Asking(self._config.verify_timeout, self)
+        self._verifier = _Asking(arguments[-1].verify_timeout, self)
 
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
         self._local.update((name, meta.local_block_ids) for name, meta in metadata.reqs_to_recv.items())

@@ -18,10 +18,11 @@ from deploy.local.node import Node, NodeSpec, Role, kv_transfer_config, on_free_
 from deploy.local.ports import HOST
 from deploy.local.stack import await_nodes, logs_of, start_nodes
 from deploy.local.supervise import Supervisor
+from tests.connector.strangers import flooded, memory_of
 from tests.e2e.conftest import Pair
 from tests.e2e.legs import Params, complete, hand_over, prefill
 from tests.e2e.metrics_reader import PATIENCE_S, read, watch
-from tests.e2e.strangers import black_holes, flooded, idle, memory_of, owner_of, seconds
+from tests.e2e.strangers import black_holes, idle, owner_of, seconds
 from tests.e2e.wrong_params import altered
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -91,7 +92,7 @@ def test_a_flood_and_black_holes_change_nothing(pair: Pair) -> None:
     listener = owner_of(pair.prefill)
     before = memory_of(listener)
     closed = watch(pair.prefill.url, "side_channel_closed", reason="too_long")
-    with flooded(pair.prefill.spec.side_channel_port, STREAMS["endless multipart"], 1):
+    with flooded(pair.prefill.spec.side_channel_port, lambda _: STREAMS["endless multipart"], 1):
         hand_over(pair.prefill.url, pair.decode.url, quiz(7001, 300))
     closed.reaches(1)
     with idle(pair.prefill.spec.side_channel_port, 260), beside_black_holes(pair, 8, 7002):
@@ -147,7 +148,7 @@ def test_every_flood(scene: Scene, stream: bytes) -> None:
     hand_over(pair.prefill.url, pair.decode.url, quiz(7100, 300))
     listener = owner_of(pair.prefill)
     before = memory_of(listener)
-    with flooded(port, stream), idle(port, 100):
+    with flooded(port, lambda _: stream), idle(port, 100):
         for seed in range(3):
             hand_over(pair.prefill.url, pair.decode.url, quiz(7110 + seed, 300))
         grown = memory_of(listener) - before

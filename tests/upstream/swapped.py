@@ -93,14 +93,14 @@ class Held:
     """In the place of the verifier: every prefill node says that it held the blocks. The tests have no other node."""
 
     def __init__(self) -> None:
-        self._judged: list[ReadVerdict] = []
+        self._verdicts: list[ReadVerdict] = []
 
     def ask(self, questions: Mapping[Any, Any]) -> None:
-        self._judged += [ReadVerdict(asked.nonce, Verdict.HELD) for batch in questions.values() for asked in batch]
+        self._verdicts += [ReadVerdict(asked.nonce, Verdict.HELD) for batch in questions.values() for asked in batch]
 
-    def answers(self, patience: float = 0.0) -> list[ReadVerdict]:
-        judged, self._judged = self._judged, []
-        return judged
+    def verdicts(self, wait_seconds: float = 0.0) -> list[ReadVerdict]:
+        verdicts, self._verdicts = self._verdicts, []
+        return verdicts
 
     def introductions(self) -> Iterable[tuple[MetadataRequest, EngineMetadata]]:
         return ()
@@ -149,11 +149,11 @@ class Worker(worker.ConnectorWorker):
 
     def _know(self, request_id: str) -> None:
         remote = self._recving_metadata[request_id].remote
-        if request_id not in self._flights._flights and remote is not None:
+        if request_id not in self._pending_reads._reads and remote is not None:
             asked = Question(remote.engine_id, str(remote.request_id), f"{request_id:0>16}")
             self._reads[request_id] = ReadSource(MetadataRequest(remote.engine_id, ("host", 1), ()))
-            self._flights.begin(request_id, asked, ("host", 1), ReadSize(), time.monotonic())
-            self._flights.posted(request_id, time.monotonic())
+            self._pending_reads.begin(request_id, asked, ("host", 1), ReadSize(), time.monotonic())
+            self._pending_reads.on_posted(request_id, time.monotonic())
 
     def _know_return(self, request_id: str, meta: Any) -> None:
         asked = Question(meta.remote.engine_id, meta.remote.request_id, nonce_of(meta.remote.request_id))
