@@ -1,7 +1,8 @@
-"""What this package relies on of vLLM, written down. Pure.
+"""What this package relies on of vLLM: hooks, calls, attributes, constants, and shapes inside of methods. Pure.
 
 vLLM promises none of it: hooks change their parameters between releases, and so do tuples and messages that only its
-own classes exchange. `tests.vllm_compat` lists what is touched, and a test holds that everything on its list stands here.
+own classes exchange. `shape_check` compares it with the running vLLM when a node starts. `tests.vllm_compat` lists what
+the package touches, and a test holds that everything on that list is described here.
 
 Over 300 lines, for it is one list.
 """
@@ -18,7 +19,7 @@ from connector.contract import (
     dict_keywords,
     entry_sizes,
     message_sizes,
-    notices,
+    notif_texts,
     reply_frames,
     required_keys,
     texts,
@@ -50,7 +51,7 @@ TICKET_FIELDS = (
     "remote_num_tokens",
     "remote_block_ids",
 )
-"""What `prefill_desk` takes out of the answer that vLLM gives to a prefill leg, and what `Ticket.params` gives back."""
+"""Fields of vLLM's answer to a prefill leg that `prefill_tickets` reads, and that `Ticket.params` has again."""
 
 HAND_OVERS = Contract(
     hooks={
@@ -94,7 +95,6 @@ HAND_OVERS = Contract(
     },
     calls={
         SCHEDULER: {
-            "_get_remote_prefill_token_count": "self num_prompt_tokens",
             "_prefill_backoff": "self",
             "get_exchange_clipped_blocks": "self block_ids",
         },
@@ -109,14 +109,10 @@ HAND_OVERS = Contract(
     attributes={
         CONNECTOR: ("connector_scheduler", "connector_worker", "engine_id"),
         SCHEDULER: (
-            "_reqs_need_recv",
-            "_reqs_need_save",
-            "_reqs_not_processed",
-            "engine_id",
-            "kv_cache_config",
             "side_channel_host",
             "side_channel_port",
         ),
+        METADATA: ("reqs_not_processed", "reqs_to_recv"),
         WORKER: (
             "_handshake_futures",
             "_invalid_remote_engines",
@@ -170,7 +166,7 @@ HAND_OVERS = Contract(
         ),
         "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("blocks",),
         "vllm.v1.core.sched.output:SchedulerOutput": ("total_num_scheduled_tokens",),
-        "vllm.v1.core.sched.scheduler:Scheduler": ("requests",),
+        "vllm.v1.core.sched.scheduler:Scheduler": ("connector", "requests"),
         "vllm.v1.kv_cache_interface:AttentionSpec": (
             "dtype",
             "head_size",
@@ -216,10 +212,10 @@ HAND_OVERS = Contract(
         ),
     },
     fields={RESULTS: ("finished_sending", "finished_recving", "failed_recving")},
-    # As `question` knows it.
+    # As `messages` has it.
     constants={f"{V1}.nixl.metadata:GET_META_MSG": "b'get_meta_msg'"},
     inner=(
-        # A part more or less of what vLLM plans for a read means that reads themselves have changed.
+        # If an entry has another number of parts, vLLM's reads themselves have changed.
         Inner(
             "the parts of an entry of _reqs_need_recv",
             f"{SCHEDULER}.update_state_after_alloc",
@@ -232,7 +228,7 @@ HAND_OVERS = Contract(
             entry_sizes("_reqs_need_recv"),
             Exactly(("4",)),
         ),
-        # `question` reads the message, `side_channel` writes the reply.
+        # `messages` parses the message, `side_channel` sends the reply.
         Inner(
             "the parts of the handshake's message",
             f"{WORKER}._nixl_handshake",
@@ -240,9 +236,9 @@ HAND_OVERS = Contract(
             Exactly(("3",)),
         ),
         Inner("the frames of the handshake's reply", f"{WORKER}._nixl_handshake", reply_frames, Exactly(("2",))),
-        # `notices` reads all three.
-        Inner("the notice of a read", f"{WORKER}._read_blocks", notices, Exactly(("{request_id}:{}",))),
-        Inner("the notice of a read", f"{WORKER}._read_blocks_for_req", notices, Exactly(("{request_id}:{}",))),
+        # `messages` parses all three.
+        Inner("the notice of a read", f"{WORKER}._read_blocks", notif_texts, Exactly(("{request_id}:{}",))),
+        Inner("the notice of a read", f"{WORKER}._read_blocks_for_req", notif_texts, Exactly(("{request_id}:{}",))),
         Inner("the heartbeat", f"{WORKER}._send_heartbeats", texts, AtLeast(("HB:", ","))),
         Inner("the answer to a prefill leg", f"{SCHEDULER}.request_finished", dict_keywords, AtLeast(TICKET_FIELDS)),
         Inner(
@@ -253,7 +249,7 @@ HAND_OVERS = Contract(
         ),
     ),
 )
-"""Of `facade`, the scheduler side and the worker side."""
+"""Of `nixl_connector`, `scheduler` and `worker`."""
 
 TIERS = Contract(
     hooks={
@@ -307,7 +303,7 @@ TIERS = Contract(
     },
     fields={RESULTS: ("finished_sending", "finished_recving", "failed_recving")},
 )
-"""Of `multi`."""
+"""Of `tiers`."""
 
 SEEDED_CPU = Contract(
     hooks={

@@ -95,7 +95,7 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
             self._seen.forget(request_id)
         for request_id in metadata.reqs_to_send:
             if request_id in self._reqs_to_send:
-                self._seen.lease(request_id, metadata.readers.get(request_id, 1))
+                self._seen.begin(request_id, metadata.readers.get(request_id, 1))
         self._released |= metadata.releases & self._reqs_to_send.keys()
         for request_id in metadata.retired:
             self._aliases.forget(request_id)
@@ -114,7 +114,7 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
         self._give_back_due(now)
         results.finished_recving &= results.failed_recving
         self._add_judged(results)
-        self._report.reads_seen.update(self._seen.take_report())
+        self._report.reads_seen.update(self._seen.pop_report())
         for request_id in results.finished_sending:
             self._seen.forget(request_id)
         return results
@@ -126,7 +126,7 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
 
     def get_kv_connector_stats(self) -> Any:
         """vLLM's transfer stats with this rank's accounts."""
-        self.xfer_stats.take(self._accounts)
+        self.xfer_stats.drain_from(self._accounts)
         return super().get_kv_connector_stats()
 
     def shutdown(self) -> None:
@@ -218,7 +218,7 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
         for messages in self.nixl_wrapper.get_new_notifs().values():
             for message in messages:
                 self._hear(message)
-        ended: set[str] = self._seen.take_done() | (self._released & self._reqs_to_send.keys())
+        ended: set[str] = self._seen.done() | (self._released & self._reqs_to_send.keys())
         self._released.clear()
         for request_id in ended:
             self._reqs_to_process.discard(request_id)
@@ -238,7 +238,7 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
     def _hear_done(self, notice: ReadDone) -> None:
         request_id = self._aliases.request_id(notice.alias)
         if request_id is not None and (request_id in self._reqs_to_send or request_id in self._reqs_to_process):
-            self._seen.notice(request_id, notice)
+            self._seen.record(request_id, notice)
         else:
             # Late, or forged. The reader learns it when it asks; here it must end nothing.
             self.xfer_stats.record_notification_after_expiry()

@@ -46,7 +46,7 @@ def test_the_connectors_labels_are_the_pages() -> None:
     for name, labels in {**COUNTERS, **GAUGES}.items():
         cell = re.search(rf"`pdproxy_connector_{name}(?:_total)?` \| \w+ \| ([^|]*)\|", PAGE)
         assert cell is not None
-        assert tuple(re.findall(r"`(\w+)`", cell[1])) == labels
+        assert tuple(re.findall(r"`(\w+)`", cell[1])) == tuple(labels)
 
 
 def expressions() -> list[str]:

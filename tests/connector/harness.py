@@ -195,7 +195,7 @@ class Node:
 
     def counts(self, name: str) -> dict[str, int]:
         """One counter from the start, by its label values joined with a slash."""
-        self._tally(self.side.accounts.drain().counts)
+        self._tally(self.side.counters.drain().counts)
         return {"/".join(labels): count for (counter, *labels), count in self.tally.items() if counter == name}
 
     def _tally(self, counts: Iterable[tuple[str, Sequence[str], int]]) -> None:

@@ -76,8 +76,8 @@ def test_what_the_workers_chose_is_in_the_ticket_and_counts(registered: Node, no
 
 def test_an_idle_engine_steps_once_to_tell_its_fingerprint(registered: Node) -> None:
     assert registered.side.has_pending_push_work()
-    levels = registered.side.accounts.drain().levels
-    told = {labels[0]: labels[1] for name, labels, value in levels if (name, value) == ("fingerprint", 1)}
+    gauges = registered.side.counters.drain().gauges
+    told = {labels[0]: labels[1] for name, labels, value in gauges if (name, value) == ("fingerprint", 1)}
     ticket = take_ticket(registered, prompt(100))
     digest = told.pop("all")
     assert told == ticket["pdproxy"]["fingerprint"]

@@ -60,14 +60,14 @@ class StockTicket:
 
 
 class Trusting:
-    """In the place of the gate for tickets of vLLM's own connector, which it would refuse; all else is judged."""
+    """Replaces the validator for tickets of vLLM's own connector, which it would refuse; all else is validated."""
 
-    def __init__(self, gate: Any) -> None:
-        self._gate = gate
+    def __init__(self, validator: Any) -> None:
+        self._validator = validator
 
-    def judge(self, raw: Any, facts: Any) -> Any:
+    def validate(self, raw: Any, facts: Any) -> Any:
         stock = isinstance(raw, dict) and raw.get("do_remote_prefill") and "pdproxy" not in raw
-        return ReadTicket(StockTicket(raw)) if stock else self._gate.judge(raw, facts)  # type: ignore[arg-type]
+        return ReadTicket(StockTicket(raw)) if stock else self._validator.validate(raw, facts)  # type: ignore[arg-type]
 
 
 class Held:
@@ -92,7 +92,7 @@ class Scheduler(scheduler.ConnectorScheduler):
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any, config: Any = None) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config, config or settings(vllm_config))
-        self._gate: Any = Trusting(self._gate)
+        self._validator: Any = Trusting(self._validator)
 
     def __getattr__(self, name: str) -> Any:
         return _late(self, name, scheduler.ConnectorScheduler, NixlPullConnectorScheduler)
@@ -139,8 +139,8 @@ def ours() -> Mapping[type[Any], type[Any]]:
     require_fit(HAND_OVERS)
     substitutes: dict[Any, dict[str, Any]] = {
         nixl_connector: {"require_fit": lambda contract: None, "from_vllm": lambda transfer, environ: _quiet(transfer)},
-        scheduler: {"ConnectorMetadata": Metadata, "SchedulerSide": Scheduler},
-        worker: {"ping": lambda host, port, timeout: None, "WorkerSide": Worker},
+        scheduler: {"ConnectorMetadata": Metadata, "ConnectorScheduler": Scheduler},
+        worker: {"ping": lambda host, port, timeout: None, "ConnectorWorker": Worker},
     }
     for module, names in substitutes.items():
         for name, substitute in names.items():
@@ -185,8 +185,8 @@ def _late(made: Any, name: str, side: type[Any], stock: type[Any]) -> Any:
     if "_verifier" in vars(scratch):
         scratch._verifier.close()
         scratch._verifier = Held()
-    if "_gate" in vars(scratch):
-        scratch._gate = Trusting(scratch._gate)
+    if "_validator" in vars(scratch):
+        scratch._validator = Trusting(scratch._validator)
     for key, value in vars(scratch).items():
         vars(made).setdefault(key, value)
     if name not in vars(made):

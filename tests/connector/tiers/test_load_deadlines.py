@@ -43,7 +43,7 @@ def drained() -> KVConnectorOutput:
 
 
 def is_clean(node: Several) -> bool:
-    return not len(node.connector._desk) and not len(node.connector._overdue) and not node.scheduler.has_requests()
+    return not len(node.connector._loads) and not len(node.connector._deadlines) and not node.scheduler.has_requests()
 
 
 def test_the_request_computes_and_its_blocks_come_back_with_the_loads_end(node: Several) -> None:
@@ -124,4 +124,4 @@ def test_a_ticket_s_read_has_a_deadline_of_its_own(tmp_path: Path) -> None:
     time.sleep(DEADLINE)
     node.step()
     assert node.plans[-1].overdue == frozenset()
-    assert len(node.connector._overdue) == 0
+    assert len(node.connector._deadlines) == 0

@@ -126,7 +126,7 @@ def test_a_ticket_is_put_off_for_one_step_at_most(prefill: Node, tmp_path: Path)
     assert node.reads() == {"ticket": 49}
 
 
-def test_without_a_claim_the_node_resumes_where_all_groups_agree(node: Several, prefill: Node) -> None:
+def test_without_an_offer_the_node_resumes_where_all_groups_agree(node: Several, prefill: Node) -> None:
     cached(node, prefill, TOKENS[: 6 * BLOCK + 3])
     node.add("plain", TOKENS)
     node.step()
@@ -162,7 +162,7 @@ def test_a_failed_tier_falls_back_to_the_next_best(tmp_path: Path) -> None:
     assert node.selected("fast") == {"queries": 1, "wins": 1, "tokens_won": 10 * BLOCK, "failed_loads": 1}
     assert node.selected("slow") == {"queries": 2, "losses": 1, "wins": 1, "tokens_won": 8 * BLOCK}
     assert node.disk("slow").told[:2] == ["d loads 0", f"d loads {8 * BLOCK}"]
-    assert len(node.connector._desk) == 0
+    assert len(node.connector._loads) == 0
 
 
 def test_a_failed_ticket_falls_back_to_the_tier(node: Several, prefill: Node, tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_when_everything_failed_the_prompt_is_computed(node: Several, prefill: N
     node.step(loaded("d", failed=["d"]))
     assert len(node.run_out("d")) == 4
     assert node.free_blocks == free
-    assert len(node.connector._desk) == 0
+    assert len(node.connector._loads) == 0
 
 
 def test_an_aborted_load_is_heard_by_all_and_its_end_by_its_child(node: Several, tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_an_aborted_load_is_heard_by_all_and_its_end_by_its_child(node: Several,
     node.step(loaded("d"))
     assert node.disk().told[-1] == "d received"
     assert node.free_blocks == free
-    assert len(node.connector._desk) == 0
+    assert len(node.connector._loads) == 0
 
 
 def test_an_aborted_ticket_is_given_back(node: Several, prefill: Node) -> None:
@@ -278,7 +278,7 @@ def test_a_child_that_could_not_take_back_a_load_does_not_begin_it(tmp_path: Pat
 
 
 def test_a_request_that_reads_no_cache_counts_as_nobodys_win(tmp_path: Path) -> None:
-    """vLLM drops the claim after it was made: what counts is what is loaded, so that nothing is ever taken back."""
+    """vLLM drops the offer after it was chosen: what counts is what is loaded, so that nothing is ever subtracted."""
     shelve(tmp_path, TOKENS, 10)
     node = make_several([tier(tmp_path), pull()])
     node.add("d", TOKENS, sampling={"prompt_logprobs": 1})
