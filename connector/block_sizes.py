@@ -141,7 +141,7 @@ class _Bytes:
 
 
 def _ssm_dtype(config: Config) -> str | None:
-    """The recurrent state's own type in the configurations of Qwen3.5 and Nemotron-H (their `VerifyAndUpdateConfig`)."""
+    """The recurrent state's own type, which Qwen3.5 and Nemotron-H configure (`VerifyAndUpdateConfig` of each)."""
     kind = str(config.get("model_type", ""))
     if kind.startswith("qwen3_5"):
         return config.get("mamba_ssm_dtype")

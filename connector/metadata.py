@@ -9,6 +9,7 @@ WorkerReport        workers → scheduler   from `build_connector_worker_meta`; 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
@@ -43,14 +44,12 @@ class ConnectorMetadata(NixlConnectorMetadata):
     idle: the step computes nothing: a worker may wait in it without delaying a token.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads: dict[str, ReadOrder] = {}
-        self.readers: dict[str, int] = {}
-        self.releases: frozenset[str] = frozenset()
-        self.aliases: dict[str, str] = {}
-        self.retired: frozenset[str] = frozenset()
-        self.idle = False
+    reads: Mapping[str, ReadOrder] = MappingProxyType({})
+    readers: Mapping[str, int] = MappingProxyType({})
+    releases: frozenset[str] = frozenset()
+    aliases: Mapping[str, str] = MappingProxyType({})
+    retired: frozenset[str] = frozenset()
+    idle: bool = False
 
     @classmethod
     def extending(cls, stock: NixlConnectorMetadata) -> "ConnectorMetadata":

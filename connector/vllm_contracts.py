@@ -35,7 +35,6 @@ WORKER = f"{V1}.nixl.pull_worker:NixlPullConnectorWorker"
 METADATA = f"{V1}.nixl.metadata:NixlConnectorMetadata"
 RESULTS = f"{V1}.base:KVConnectorTransferResults"
 MULTI = f"{V1}.multi_connector:MultiConnector"
-STATS = f"{V1}.metrics:KVConnectorStats"
 PROM_METRICS = f"{V1}.metrics:KVConnectorPromMetrics"
 RUNNER = "vllm.v1.worker.cpu_model_runner:CPUModelRunner"
 CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
@@ -85,7 +84,6 @@ HAND_OVERS = Contract(
             "shutdown": "self",
             "start_load_kv": "self metadata",
         },
-        METADATA: {"__init__": "self"},
         f"{V1}.base:KVConnectorWorkerMetadata": {"aggregate": "self other"},
         f"{V1}.nixl.stats:NixlKVConnectorStats": {"is_empty": "self", "reduce": "self", "reset": "self"},
         f"{V1}.nixl.stats:NixlPromMetrics": {
@@ -276,7 +274,6 @@ TIERS = Contract(
             "update_state_after_alloc": "self request blocks num_external_tokens",
         },
         f"{V1}.multi_connector:MultiKVConnectorStats": {"aggregate": "self other", "to_dict": "self"},
-        STATS: {"aggregate": "self other", "is_empty": "self", "reduce": "self", "reset": "self"},
         PROM_METRICS: {
             "__init__": "self vllm_config metric_types labelnames per_engine_labelvalues",
             "observe": "self transfer_stats_data engine_idx=",
@@ -284,10 +281,9 @@ TIERS = Contract(
     },
     calls={MULTI: {"_get_connector_classes_and_configs": "cls vllm_config"}},
     attributes={
-        MULTI: ("_connector_metadata", "_requests_to_connector", "role", "sub_connectors"),
+        MULTI: ("_connector_metadata", "_requests_to_connector", "sub_connectors"),
         f"{V1}.multi_connector:MultiKVConnectorMetadata": ("extra_async_saves", "metadata"),
         f"{V1}.multi_connector:MultiKVConnectorStats": ("data",),
-        STATS: ("data",),
         "vllm.config:VllmConfig": ("kv_transfer_config",),
         "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("blocks",),
         "vllm.v1.core.kv_cache_manager:KVCacheManager": ("block_pool",),

@@ -86,6 +86,7 @@ class WeightedMultiConnector(MultiConnector):
         self._unloaded_blocks: set[int] = set()
         self._overdue: frozenset[str] = frozenset()
         self._idle = False
+        self._in_scheduler = role == KVConnectorRole.SCHEDULER
 
     # ---- before it starts
 
@@ -263,7 +264,7 @@ class WeightedMultiConnector(MultiConnector):
             stats = child.connector.get_kv_connector_stats()
             if stats is not None:
                 found.add(child.settings.name, child.source, stats)
-        if self.role == KVConnectorRole.SCHEDULER:
+        if self._in_scheduler:
             selection = SelectionStats.of(self._counters.drain(self._loads.pending()))
             if not selection.is_empty():
                 found.add(SELECTION, (SELECTION, None), selection)

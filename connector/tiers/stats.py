@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
 
+from connector.stats import COUNTS, LEVELS, PREFIX, ConnectorStats
 from connector.tiers.children import Source
 
 if TYPE_CHECKING:
@@ -65,42 +66,25 @@ class SelectionCounters:
         return SelectionSnapshot([(name, child, number) for (name, child), number in counts.items()], changed)
 
 
-PREFIX = "pdproxy_connector_"
 PENDING = "child_pending_loads"
 SELECTION = "*selection*"
 
 
 @dataclass
-class SelectionStats(KVConnectorStats):
-    """The selection's counts: `counts` and `pending` as in `SelectionSnapshot`."""
-
-    data: dict[str, Any] = field(default_factory=lambda: {"counts": [], "pending": {}})
+class SelectionStats(ConnectorStats):
+    """The selection's counts and pending loads, under the keys of `ConnectorStats`, each with the label `child`."""
 
     @classmethod
     def of(cls, snapshot: SelectionSnapshot) -> "SelectionStats":
         """Made from drained counters."""
-        return cls({"counts": [list(count) for count in snapshot.counts], "pending": snapshot.pending})
-
-    def reset(self) -> None:
-        """Empty them."""
-        self.data = {"counts": [], "pending": {}}
-
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Counts of both; pending loads of the later."""
-        self.data["counts"] = [*self.data["counts"], *other.data["counts"]]
-        self.data["pending"] = {**self.data["pending"], **other.data["pending"]}
-        return self
+        stats = cls()
+        stats.data[COUNTS] = [[name, [child], number] for name, child, number in snapshot.counts]
+        stats.data[LEVELS] = [[PENDING, [child], number] for child, number in snapshot.pending.items()]
+        return stats
 
     def reduce(self) -> dict[str, int | float]:
-        """One number for each series, for the line that vLLM logs every few seconds."""
-        totals: Totals[str] = Totals()
-        for name, child, number in self.data["counts"]:
-            totals[f"{name}/{child}"] += number
-        return dict(totals)
-
-    def is_empty(self) -> bool:
-        """Whether nothing was counted and no load changed."""
-        return not self.data["counts"] and not self.data["pending"]
+        """Without NIXL's numbers, which are all zero here."""
+        return {name: number for name, number in super().reduce().items() if name.startswith("child_")}
 
 
 @dataclass
@@ -187,10 +171,10 @@ class ChildrenPromMetrics(KVConnectorPromMetrics):
                 metrics.observe(part["stats"], engine_idx)
 
     def _observe_selection(self, stats: Mapping[str, Any], engine: Sequence[object]) -> None:
-        for name, child, number in stats["counts"]:
-            self._counters[name].labels(*engine, child).inc(number)
-        for child, number in stats["pending"].items():
-            self._pending.labels(*engine, child).set(number)
+        for name, labels, number in stats[COUNTS]:
+            self._counters[name].labels(*engine, *labels).inc(number)
+        for _, labels, number in stats[LEVELS]:
+            self._pending.labels(*engine, *labels).set(number)
 
 
 class SharedMetric:

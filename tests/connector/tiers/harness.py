@@ -16,6 +16,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from connector.metadata import ConnectorMetadata, ReadEnd, ReadOutcome, WorkerReport
 from connector.scheduler import ConnectorScheduler
+from connector.stats import COUNTS, LEVELS
 from connector.tiers import WeightedMultiConnector
 from connector.tiers.rank_loads import WeightedMetadata, WeightedReport
 from connector.tiers.stats import SELECTION
@@ -120,13 +121,13 @@ class Several(Node):
         if not payload:
             return
         self.payloads.append(payload)
-        selection = payload.get(SELECTION, {"stats": {"counts": (), "pending": {}}})["stats"]
-        for name, child, number in selection["counts"]:
+        selection = payload.get(SELECTION, {"stats": {COUNTS: (), LEVELS: ()}})["stats"]
+        for name, [child], number in selection[COUNTS]:
             assert number > 0
             self.series[name, child] += number
-        self.pending |= selection["pending"]
+        self.pending |= {child: number for _, [child], number in selection[LEVELS]}
         if "pull" in payload:
-            self._tally(payload["pull"]["stats"]["pdproxy_counts"])
+            self._tally(payload["pull"]["stats"][COUNTS])
 
     def selected(self, child: str) -> dict[str, int]:
         """A child's counters so far, without those that are 0."""
