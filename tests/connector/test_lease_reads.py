@@ -1,4 +1,4 @@
-"""A lease ends for a rank when enough reads are complete: not before, not by forgery, and told once."""
+"""A lease ends for a rank when enough reads are complete: not before, not by forgery, and reported once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from connector.messages import NO_NONCE, ReadDone, Verdict
 from connector.transfer_params import MOST_READERS
 
 
-def test_one_read_ends_the_lease_and_is_told_once() -> None:
+def test_one_read_ends_the_lease_and_is_reported_once() -> None:
     seen = LeaseReads()
     seen.begin("r", 1)
     assert seen.done() == set()
@@ -22,7 +22,7 @@ def test_one_read_ends_the_lease_and_is_told_once() -> None:
     assert (seen.done(), len(seen)) == (set(), 0)
 
 
-def test_every_decode_rank_of_a_read_must_have_told() -> None:
+def test_every_decode_rank_of_a_read_must_have_given_notice() -> None:
     seen = LeaseReads()
     seen.begin("r", 1)
     seen.record("r", ReadDone("alias", "n1", 2))

@@ -1,4 +1,4 @@
-"""Leases: who may trust what was read, and how each hold ended."""
+"""Leases: the verdict on a read, and how each lease ended."""
 
 import pytest
 from hypothesis import given, settings
@@ -83,7 +83,7 @@ def test_a_complete_read_stays_good_when_the_lease_runs_out_for_the_others() -> 
     assert leases.verify("r", "b") is Verdict.EXPIRED
 
 
-def test_a_release_on_demand_is_told_apart() -> None:
+def test_a_release_on_demand_is_counted_apart() -> None:
     leases = table()
     leases.open("r", readers=1, now=0.0)
     assert leases.request_release("r")

@@ -1,9 +1,9 @@
-"""The plugin asks for the layout that can travel, and overrules nobody."""
+"""The plugin sets the layout that can be transferred, unless the environment has one."""
 
 from connector.config import STATE_LAYOUT, set_state_layout
 
 
-def test_the_layout_is_asked_for() -> None:
+def test_the_layout_is_set() -> None:
     environ: dict[str, str] = {}
     set_state_layout(environ)
     assert environ == {STATE_LAYOUT: "DS"}

@@ -46,7 +46,7 @@ def test_a_read_frees_the_blocks_and_stays_good(node: Node) -> None:
     assert node.counts("leases_ended") == {"read": 1}
 
 
-def test_a_lease_that_runs_out_is_told(node: Node) -> None:
+def test_a_lease_that_expires_is_counted(node: Node) -> None:
     alias = take_ticket(node, prompt(100))["remote_request_id"]
     node.step(sent("p-0"))
     assert node.side.verify("engine-p", alias, "n") is Verdict.EXPIRED
@@ -58,11 +58,11 @@ def test_another_engine_s_question_is_unknown(node: Node) -> None:
     assert node.side.verify("engine-q", alias, "n") is Verdict.UNKNOWN
 
 
-def test_the_workers_hear_of_readers(node: Node) -> None:
+def test_the_workers_get_the_number_of_readers(node: Node) -> None:
     take_ticket(node, prompt(100), pdproxy_readers=3)
     node.step()
-    told = [meta for meta in node.metas if meta.reqs_to_send]
-    assert [meta.readers for meta in told] == [{"p-0": 3}]
+    leased = [meta for meta in node.metas if meta.reqs_to_send]
+    assert [meta.readers for meta in leased] == [{"p-0": 3}]
 
 
 def test_a_release_after_the_prefill_reaches_the_workers_at_once(node: Node) -> None:
@@ -277,7 +277,7 @@ def stand_in(node: Node, request_id: str, params: dict[str, Any]) -> Request:
     return request
 
 
-def test_a_stand_in_for_a_rejected_request_never_has_a_living_one_s_id(node: Node) -> None:
+def test_a_stand_in_for_a_rejected_request_never_has_a_running_one_s_id(node: Node) -> None:
     ticket = take_ticket(node, prompt(100))
     for _ in range(2):
         assert stand_in(node, "p-0", {"do_remote_prefill": True}).request_id.startswith("p-0-rejected-")
@@ -286,8 +286,8 @@ def test_a_stand_in_for_a_rejected_request_never_has_a_living_one_s_id(node: Nod
     assert list(node.scheduler.requests) == ["p-0"]
 
 
-def test_a_living_request_s_id_ends_nothing(node: Node, caplog: pytest.LogCaptureFixture) -> None:
-    """Two requests whose random parts are the same by chance: the second is dropped, and said to be."""
+def test_a_running_request_s_id_ends_nothing(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    """Two requests whose random parts are the same by chance: the second is dropped, with a log line."""
     first = node.add("r", prompt(100))
     with caplog.at_level("ERROR", "vllm.pdproxy.scheduler"):
         node.add("r", prompt(100, seed=1))

@@ -112,7 +112,7 @@ def test_stock_stats_without_our_keys_are_observed_too() -> None:
     assert b'vllm:nixl_num_failed_transfers_total{engine="0",model_name="m"} 1.0' in generate_latest(registry)
 
 
-def test_the_info_says_what_a_preflight_compares() -> None:
+def test_the_info_has_what_a_preflight_compares() -> None:
     config: Any = SimpleNamespace(
         cache_config=SimpleNamespace(
             block_size=256,

@@ -1,4 +1,4 @@
-"""What `kv_transfer_params` mean, by role, whatever they are."""
+"""Which action `kv_transfer_params` stand for, by role, whatever a client sends."""
 
 from typing import Any
 
@@ -113,7 +113,7 @@ def test_an_unsuitable_request_is_refused_on_both_sides() -> None:
     assert reason(PREFILL.validate({"do_remote_decode": True}, embeds)) is RefusalReason.UNSUITABLE_REQUEST
 
 
-def test_a_release_is_heard() -> None:
+def test_a_release_is_recognised() -> None:
     assert PREFILL.validate({"pdproxy_release": ID}, facts()) == ReleaseHandOver(ID)
     assert PREFILL.validate({"pdproxy_release": ID, "do_remote_decode": False}, facts()) == ReleaseHandOver(ID)
 
@@ -130,12 +130,12 @@ def test_remote_fields_without_a_flag_are_refused() -> None:
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(spoiled() | ANYTHING)
-def test_whatever_comes_to_a_decode_node_is_judged(raw: Any) -> None:
+def test_whatever_comes_to_a_decode_node_has_an_action(raw: Any) -> None:
     order = DECODE.validate(raw, facts())
     assert isinstance(order, ComputeLocally | Refusal) or order == ReadTicket(good())
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(spoiled() | ANYTHING)
-def test_whatever_comes_to_a_prefill_node_is_judged(raw: Any) -> None:
+def test_whatever_comes_to_a_prefill_node_has_an_action(raw: Any) -> None:
     assert isinstance(PREFILL.validate(raw, facts()), ComputeLocally | Refusal | IssueTicket | ReleaseHandOver)

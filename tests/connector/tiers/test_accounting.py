@@ -1,4 +1,4 @@
-"""What our connector tells of prompts that another child loaded, on vLLM's real scheduler: it adds up."""
+"""Token counts of prompts that another child loaded, on vLLM's real scheduler: they add up."""
 
 from pathlib import Path
 
@@ -110,7 +110,7 @@ def test_nothing_is_counted_twice() -> None:
     }
 
 
-def test_an_idle_engine_steps_once_to_tell_its_capacity(node: Several) -> None:
+def test_an_idle_engine_steps_once_to_export_its_capacity(node: Several) -> None:
     """A child's wish for a step reaches vLLM through the choosing connector, and so do its figures."""
     assert node.scheduler.has_requests()
     outputs = node.scheduler.update_from_output(node.scheduler.schedule(), EMPTY_MODEL_RUNNER_OUTPUT)

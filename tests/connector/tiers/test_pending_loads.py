@@ -36,7 +36,7 @@ def test_an_admission_is_counted_once_however_often_it_was_tried() -> None:
 
 
 def test_what_is_loaded_counts_and_not_what_was_offered() -> None:
-    """The scheduler may find more locally in between: then nobody has won, and nothing needs taking back."""
+    """The scheduler may find more locally in between: then no child has won, and nothing needs subtracting."""
     scheduler = Scheduler()
     assert scheduler.begin("r", tokens=0) is None
     assert scheduler.counts() == {
@@ -87,7 +87,7 @@ def test_a_load_within_a_step_is_not_waited_for() -> None:
     assert scheduler.loads.pending() == {"pull": 0, "disk": 0}
 
 
-def test_workers_hear_of_a_load_once() -> None:
+def test_workers_get_a_load_once() -> None:
     scheduler = Scheduler()
     scheduler.begin("r")
     assert list(scheduler.loads.pop_new()) == ["r"]
@@ -124,7 +124,7 @@ def test_after_a_load_that_was_given_up_nothing_else_is_loaded_for_its_request()
     scheduler.begin("r")
     scheduler.loads.give_up("r")
     assert scheduler.loads.barred("r") == {0, 1}
-    assert scheduler.loads.failed(["r"], {3}) == set(), "its failure was told"
+    assert scheduler.loads.failed(["r"], {3}) == set(), "its failure was reported"
     assert scheduler.loads.pending() == {"pull": 1, "disk": 0}
     scheduler.loads.on_request_finished("r")
     assert scheduler.loads.loading("r") == 0
@@ -155,14 +155,14 @@ def test_a_counter_never_goes_back() -> None:
     assert counters.drain({}) == SelectionSnapshot([("child_tokens_won", "disk", 5)], {})
 
 
-def test_pending_is_told_when_it_changes() -> None:
+def test_pending_is_reported_when_it_changes() -> None:
     counters = SelectionCounters()
     assert counters.drain({"disk": 1}).pending == {"disk": 1}
     assert counters.drain({"disk": 1}).pending == {}
     assert counters.drain({"disk": 0}).pending == {"disk": 0}
 
 
-def test_a_rank_gives_up_what_still_runs_and_tells_of_its_end_apart() -> None:
+def test_a_rank_gives_up_what_still_runs_and_reports_its_end_apart() -> None:
     rank_loads = RankLoads()
     rank_loads.begin({"r": Load(0, BLOCKS), "done": Load(0, ((4,),)), "other": Load(1, ((5,),))})
     rank_loads.finish(["done"])
@@ -181,7 +181,7 @@ def test_a_rank_gives_up_what_still_runs_and_tells_of_its_end_apart() -> None:
     assert rank_loads.pop_given_up(["r"]) == set()
 
 
-def test_failed_blocks_become_failed_requests_of_the_child_that_said_so() -> None:
+def test_failed_blocks_become_failed_requests_of_the_child_that_reported_them() -> None:
     scheduler = Scheduler()
     scheduler.begin("r")
     rank_loads = RankLoads()

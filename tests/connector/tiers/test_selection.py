@@ -1,4 +1,4 @@
-"""The choice by itself: properties that hold for whatever children say."""
+"""Properties of the choice that hold for any offers."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,10 +36,10 @@ def test_nothing_is_worth_more_than_the_winner(case: tuple[list[Offer], int]) ->
         case ComputeHere():
             assert best == 0
         case AskAgain():
-            raise AssertionError("nobody is waited for when it is late")
+            raise AssertionError("no child is waited for when it is late")
 
 
-def test_nobody_waits_for_a_child_that_has_nothing_left_to_bring() -> None:
+def test_no_request_waits_for_a_child_that_has_nothing_left_to_load() -> None:
     assert chosen([Offer(0, PROMPT, None)], 0, late=False) == ComputeHere()
     assert chosen([Offer(0, PROMPT - 1, None)], 0, late=False) == AskAgain()
 
