@@ -303,3 +303,13 @@ def test_a_dropped_duplicate_is_counted_on_its_own_engine(node: Node) -> None:
     node.add("r", prompt(100, seed=1))
     assert node.counts("duplicate_requests") == {"": 1}
     assert other.counts("duplicate_requests") == {}
+
+
+def test_the_workers_forget_a_request_whose_hand_over_was_released_while_it_ran(node: Node) -> None:
+    node.add("p", prompt(100), {**LEG, "pdproxy_hand_over": ID}, max_tokens=1)
+    release(node)
+    assert node.run_out("p")[-1].kv_transfer_params is None
+    for _ in range(2):
+        node.step()
+    assert [name for meta in node.metas for name in meta.reqs_not_processed] == ["p"]
+    assert not any(meta.reqs_to_send for meta in node.metas)
