@@ -1,4 +1,4 @@
-"""Which tensor parallel sizes give nodes of a hybrid model the same block size.
+"""Print which tensor parallel sizes give nodes of a hybrid model the same block size.
 
     python -m connector.block_sizes --model PATH --tp 1,2,4,8
 
@@ -129,8 +129,8 @@ class _Bytes:
     @classmethod
     def of(cls, config: Config, dtypes: Dtypes) -> "_Bytes":
         """As vLLM picks them on a GPU. Raises UnknownModelError for types that this does not know."""
-        said = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-        model = dtypes.model if dtypes.model != "auto" else ("bfloat16" if said == "float32" else said)
+        saved = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+        model = dtypes.model if dtypes.model != "auto" else ("bfloat16" if saved == "float32" else saved)
         conv = dtypes.mamba_cache if dtypes.mamba_cache != "auto" else model
         recurrent = dtypes.mamba_ssm_cache if dtypes.mamba_ssm_cache != "auto" else _ssm_dtype(config) or conv
         kv = dtypes.kv_cache if dtypes.kv_cache != "auto" else model
@@ -141,7 +141,7 @@ class _Bytes:
 
 
 def _ssm_dtype(config: Config) -> str | None:
-    """The recurrent state's own type, which Qwen3.5 and Nemotron-H bring (`VerifyAndUpdateConfig` of each in vLLM)."""
+    """The recurrent state's own type, which Qwen3.5 and Nemotron-H configure (`VerifyAndUpdateConfig` of each)."""
     kind = str(config.get("model_type", ""))
     if kind.startswith("qwen3_5"):
         return config.get("mamba_ssm_dtype")
@@ -205,11 +205,11 @@ _FAMILIES: Mapping[str, _Family] = {
     "granitemoehybrid": _mamba2,
     "jamba": _mamba1,
 }
-"""By how `model_type` begins. (Qwen3.6 calls itself qwen3_5.)"""
+"""By the beginning of `model_type`. (Qwen3.6's is qwen3_5.)"""
 
 
 def report(found: Mapping[int, int], asked: Sequence[int]) -> str:
-    """What an operator reads."""
+    """The table that the command prints."""
     lines = ["TP size   block size", *(f"{tp:7d} {_row(found.get(tp)):>12}" for tp in sorted(asked))]
     equal = [f"{one} and {other}" for one, other in pairs(found)]
     lines.append(f"Different TP sizes that go together as they are: {', '.join(equal) or 'none'}.")

@@ -1,27 +1,16 @@
-"""What the connector may raise, and only while a node starts.
+"""The connector's settings and errors, and its vLLM plugin entry point.
 
     ConnectorError
     ├── ConfigError        a setting that cannot work, or a vLLM that does not fit; the sentence names it
     └── SideChannelError   the side-channel address cannot be bound
 
-Nothing that arrives in a request raises: it is refused, see `connector.ticket.Reason`.
+Both are raised only while a node starts: nothing that arrives in a request raises, it is refused (`RefusalReason`).
 
-
-The connector's settings, read once from `kv_connector_extra_config` and the environment.
-
-Keys of ours: `pdproxy_key_file`, `pdproxy_allowed_hosts`, `pdproxy_read_deadline`, `pdproxy_probe_timeout`,
-`pdproxy_verify_timeout`, `pdproxy_read_retries`, `pdproxy_progress_delay`, `pdproxy_side_channel_connections`; of
-vLLM's: `kv_lease_duration`. Ticket keys never come out of the extra config itself, which vLLM logs: only out of a file
-(one key a line, `#` starts a comment) or out of `PDPROXY_TICKET_KEYS` (separated by commas). The first key signs, all
-verify.
-
-
-vLLM's `vllm.general_plugins` entry point: the environment that a hybrid model's transfer needs.
-
-vLLM loads it in the process that parses the engine's arguments, in the engine core and in every worker, before the
-model is built. Mamba's convolution state must be laid out dimension-first ("DS") to be moved block by block; vLLM
-sets this by itself on CPU only. A node that says otherwise in its own environment keeps what it says; a node
-without our connector, or without state groups, does not notice.
+Settings are read once in each process, from `kv_connector_extra_config`: `pdproxy_key_file`, `pdproxy_allowed_hosts`,
+`pdproxy_read_deadline`, `pdproxy_probe_timeout`, `pdproxy_verify_timeout`, `pdproxy_read_retries`,
+`pdproxy_progress_delay`, `pdproxy_side_channel_connections`, and vLLM's `kv_lease_duration`. vLLM logs that extra
+config, so ticket keys never stand in it: they come from a file (one key per line, `#` starts a comment) or from the
+environment variable `PDPROXY_TICKET_KEYS` (separated by commas). The first key signs, all verify.
 """
 
 import os
@@ -33,11 +22,11 @@ from typing import Any
 
 
 class ConnectorError(Exception):
-    """Base of everything that this package raises."""
+    """Base class of this package's errors."""
 
 
 class ConfigError(ConnectorError):
-    """A setting of this node that cannot work, or a version of vLLM, named in a sentence."""
+    """A setting of this node, or its version of vLLM, cannot work; the message is a sentence that names it."""
 
 
 class SideChannelError(ConnectorError):
@@ -58,7 +47,7 @@ class Role(StrEnum):
 
     @property
     def prefills(self) -> bool:
-        """Whether the node gives out tickets."""
+        """Whether the node issues tickets."""
         return self is not Role.DECODE
 
     @property
@@ -69,10 +58,11 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig:
-    """Seconds throughout. `allowed_hosts` empty: any prefill address. `keys` empty: tickets are not signed.
+    """All times are in seconds. Without `allowed_hosts` any prefill address is accepted. Without `keys` tickets are not
+    signed.
 
-    `side_channel_connections`: that a prefill node keeps open in all; of one peer half as many.
-    `progress_delay`: of NIXL's progress thread; 0 lets it spin, None as suits the node.
+    `side_channel_connections`: how many a prefill node keeps open in all; of one peer, half as many.
+    `progress_delay`: of NIXL's progress thread; 0 lets it spin, None chooses by the node's device.
     """
 
     role: Role
@@ -94,8 +84,8 @@ class ConnectorConfig:
 
         Raises ConfigError, with a sentence, for anything that is out of range or cannot work.
         """
-        checked = _role(role)
-        if checked.decodes and failure_policy != "recompute":
+        parsed_role = _role(role)
+        if parsed_role.decodes and failure_policy != "recompute":
             raise ConfigError(
                 f"kv_load_failure_policy is {failure_policy!r}: set it to 'recompute', so that a refused or failed "
                 "transfer is computed locally instead of failing the request."
@@ -105,22 +95,22 @@ class ConnectorConfig:
                 "bidirectional_kv_xfer is on: blocks that a decode node lends back are not verified; turn it off."
             )
         return cls(
-            role=checked,
+            role=parsed_role,
             keys=_keys(extra.get("pdproxy_key_file"), environ.get(KEYS_VARIABLE)),
             allowed_hosts=_hosts(extra.get("pdproxy_allowed_hosts")),
             read_deadline=_seconds(extra, "pdproxy_read_deadline", 30.0),
             probe_timeout=_seconds(extra, "pdproxy_probe_timeout", 5.0),
             verify_timeout=_seconds(extra, "pdproxy_verify_timeout", 5.0),
-            read_retries=_whole(extra, "pdproxy_read_retries", 1, range(11)),
+            read_retries=_integer(extra, "pdproxy_read_retries", 1, range(11)),
             progress_delay=_delay(extra.get("pdproxy_progress_delay")),
             lease_duration=_seconds(extra, "kv_lease_duration", 30.0),
-            side_channel_connections=_whole(extra, "pdproxy_side_channel_connections", 2048, range(16, 65537)),
+            side_channel_connections=_integer(extra, "pdproxy_side_channel_connections", 2048, range(16, 65537)),
         )
 
 
 def from_vllm(kv_transfer_config: Any, environ: Mapping[str, str]) -> ConnectorConfig:
-    """The settings out of vLLM's `KVTransferConfig`. Raises ConfigError."""
-    ask: Callable[[str, Any], Any] = kv_transfer_config.get_from_extra_config
+    """The settings in vLLM's `KVTransferConfig`. Raises ConfigError."""
+    get: Callable[[str, Any], Any] = kv_transfer_config.get_from_extra_config
     names = (
         "bidirectional_kv_xfer",
         "kv_lease_duration",
@@ -133,7 +123,7 @@ def from_vllm(kv_transfer_config: Any, environ: Mapping[str, str]) -> ConnectorC
         "pdproxy_progress_delay",
         "pdproxy_side_channel_connections",
     )
-    extra = {name: value for name in names if (value := ask(name, None)) is not None}
+    extra = {name: value for name in names if (value := get(name, None)) is not None}
     return ConnectorConfig.from_extra(
         kv_transfer_config.kv_role, kv_transfer_config.kv_load_failure_policy, extra, environ
     )
@@ -161,7 +151,7 @@ def _delay(value: Any) -> float | None:
     return float(value)
 
 
-def _whole(extra: Mapping[str, Any], name: str, default: int, allowed: range) -> int:
+def _integer(extra: Mapping[str, Any], name: str, default: int, allowed: range) -> int:
     value = extra.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int) or value not in allowed:
         raise ConfigError(f"{name} is {value!r}: use a whole number from {allowed.start} to {allowed.stop - 1}.")
@@ -194,14 +184,22 @@ def _read_lines(path: Any) -> list[str]:
         raise ConfigError(f"pdproxy_key_file {path!r} cannot be read: {error}") from error
 
 
-LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
+STATE_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
 
 
 def register() -> None:
-    """Called by vLLM, several times and in several processes."""
-    prepare(os.environ)
+    """vLLM's `vllm.general_plugins` entry point: sets the environment that a hybrid model's transfer needs.
+
+    vLLM calls it in the process that parses the engine's arguments, in the engine core and in every worker, before the
+    model is built.
+    """
+    set_state_layout(os.environ)
 
 
-def prepare(environ: MutableMapping[str, str]) -> None:
-    """Ask for the layout that can travel."""
-    environ.setdefault(LAYOUT, "DS")
+def set_state_layout(environ: MutableMapping[str, str]) -> None:
+    """Lay out mamba's convolution state dimension-first ("DS"), so that it can be moved block by block.
+
+    vLLM does so by itself on CPU only. A node whose environment sets another layout keeps it. A node without our
+    connector, or without state groups, is not affected.
+    """
+    environ.setdefault(STATE_LAYOUT, "DS")

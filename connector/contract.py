@@ -1,11 +1,8 @@
-"""What stands inside of a method of vLLM's: tuples, messages, keys. Pure: functions of a method's syntax tree.
+"""How what we rely on of vLLM is described (`Contract`), and in what a version of vLLM differs from it. Pure.
 
-Each finds one kind of thing and gives its variants as text, sorted, without repetition; none found is `()`.
-
-
-How what we rely on of vLLM is written down, and what of it a version has otherwise. Pure.
-
-`vllm_contracts` has what is written down, `shape_check` finds a version's facts and puts the two together.
+`vllm_contracts` has the descriptions; `shape_check` collects a version's facts and compares. Signatures show most of
+it; for what stands inside of a method of vLLM's (tuples, messages, keys) there are functions of its syntax tree: each
+finds one kind of thing and returns its variants as text, sorted, without repetition, or `()`.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ Find = Callable[[ast.FunctionDef], tuple[str, ...]]
 
 
 def entry_sizes(attribute: str) -> Find:
-    """How many parts the entries have that are put into `self.<attribute>[…]`, or unpacked from its `items()`."""
+    """The sizes of tuples that are assigned to `self.<attribute>[…]`, or unpacked from its `items()`."""
 
     def find(function: ast.FunctionDef) -> tuple[str, ...]:
         return _sorted(str(len(entry.elts)) for entry in _entries(function, attribute))
@@ -28,7 +25,7 @@ def entry_sizes(attribute: str) -> Find:
 
 
 def message_sizes(kind: str) -> Find:
-    """How many parts the tuples have that begin with the constant `kind`."""
+    """The sizes of tuples that begin with the constant `kind`."""
 
     def find(function: ast.FunctionDef) -> tuple[str, ...]:
         tuples = [node for node in ast.walk(function) if isinstance(node, ast.Tuple) and node.elts]
@@ -38,7 +35,7 @@ def message_sizes(kind: str) -> Find:
 
 
 def reply_frames(function: ast.FunctionDef) -> tuple[str, ...]:
-    """Which numbers of parts are asserted: `assert len(…) == n`."""
+    """The lengths that are asserted: `assert len(…) == n`."""
     asserted = [node.test for node in ast.walk(function) if isinstance(node, ast.Assert)]
     return _sorted(
         ast.unparse(test.comparators[0])
@@ -47,15 +44,15 @@ def reply_frames(function: ast.FunctionDef) -> tuple[str, ...]:
     )
 
 
-def notices(function: ast.FunctionDef) -> tuple[str, ...]:
-    """Texts that are put together and encoded; a place is shown as {}, and as {request_id} where it is one."""
+def notif_texts(function: ast.FunctionDef) -> tuple[str, ...]:
+    """Formatted strings that are encoded; a placeholder is shown as {}, or as {request_id} if it is one."""
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
     encoded = [call.func.value for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "encode"]
     return _sorted(_template(text) for text in encoded if isinstance(text, ast.JoinedStr))
 
 
 def texts(function: ast.FunctionDef) -> tuple[str, ...]:
-    """Every literal text."""
+    """Every literal string."""
     constants = [node.value for node in ast.walk(function) if isinstance(node, ast.Constant)]
     return _sorted(value for value in constants if isinstance(value, str))
 
@@ -104,7 +101,7 @@ def _sorted(found: Iterable[str]) -> tuple[str, ...]:
 
 
 ANY = "..."
-"""At the end of a hook's parameters: ours takes whatever follows."""
+"""At the end of a hook's parameters: ours accepts any that follow."""
 PROPERTY = "property"
 
 
@@ -130,7 +127,7 @@ class AtLeast:
 
 @dataclass(frozen=True, slots=True)
 class AtMost:
-    """None but these values, and at least one of them."""
+    """No other values than these, and at least one of them."""
 
     values: tuple[str, ...]
 
@@ -140,7 +137,7 @@ class AtMost:
 
 @dataclass(frozen=True, slots=True)
 class Inner:
-    """Something inside of a method of vLLM's that no signature shows. `method`: `module:Class.method`."""
+    """Something inside of a method of vLLM's, which no signature shows. `method`: `module:Class.method`."""
 
     about: str
     method: str
@@ -150,7 +147,7 @@ class Inner:
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """By class, `module:Class`.
+    """What one part of this package relies on; by class, as `module:Class`.
 
     hooks: methods that vLLM calls and we override, with the parameters that ours take.
     calls: methods that we call, with the parameters that we pass; more must be optional.
@@ -169,7 +166,7 @@ class Contract:
 
 @dataclass(frozen=True, slots=True)
 class VersionFacts:
-    """How a version is, as far as contracts ask; plain data.
+    """What contracts describe, as it is in one version of vLLM; plain data.
 
     parameters: by `module:Class.method`, in order, with `=` behind an optional one; absent where there is no such.
     attributes: by class, those asked for that it has. fields: by class, all. constants: by
@@ -184,7 +181,7 @@ class VersionFacts:
 
     @classmethod
     def load(cls, raw: Mapping[str, Any]) -> VersionFacts:
-        """Out of JSON, which has no tuples."""
+        """From JSON, which has no tuples."""
         lists = {name: {key: tuple(values) for key, values in raw[name].items()} for name in _LISTED}
         return cls(parameters=raw["parameters"], constants=raw["constants"], **lists)
 
@@ -193,7 +190,7 @@ _LISTED = ("attributes", "fields", "inner")
 
 
 def misfits(contract: Contract, facts: VersionFacts) -> Iterator[str]:
-    """What of `contract` a version has otherwise; each in a few words, with names to search vLLM's source for."""
+    """Where a version differs from `contract`; each in a few words, with names to search for in vLLM's source."""
     yield from _methods(contract.hooks, facts, _hook_fits, "is called with")
     yield from _methods(contract.calls, facts, _call_fits, "takes")
     for owner, names in contract.attributes.items():
@@ -207,14 +204,14 @@ def misfits(contract: Contract, facts: VersionFacts) -> Iterator[str]:
         if facts.constants.get(name) != value:
             yield f"{_short(name)} is {facts.constants.get(name, 'not there')} instead of {value}"
     for inner in contract.inner:
-        there = facts.inner.get(inner_key(inner), ())
-        if not inner.wanted.holds(there):
+        found = facts.inner.get(inner_key(inner), ())
+        if not inner.wanted.holds(found):
             about = f"{inner.about} in {_short(inner.method)}"
-            yield f"{about}: found {', '.join(there) or 'nothing'}, expected {_wanted(inner.wanted)}"
+            yield f"{about}: found {', '.join(found) or 'nothing'}, expected {_wanted(inner.wanted)}"
 
 
 def inner_key(inner: Inner) -> str:
-    """Under which `Facts.inner` has it."""
+    """Its key in `VersionFacts.inner`."""
     return f"{inner.about} in {inner.method}"
 
 
@@ -234,14 +231,14 @@ def _methods(
 
 
 def _hook_fits(ours: list[str], theirs: list[str]) -> bool:
-    """Whether ours takes all that vLLM may pass, under the same names."""
+    """Whether ours takes everything that vLLM may pass, under the same names."""
     plain = [name.removesuffix("=") for name in theirs]
     wanted = [name.removesuffix("=") for name in ours]
     return plain[: len(wanted) - 1] == wanted[:-1] if wanted[-1:] == [ANY] else plain == wanted
 
 
 def _call_fits(ours: list[str], theirs: list[str]) -> bool:
-    """Whether theirs takes what we pass, and wants nothing more."""
+    """Whether theirs takes what we pass, and requires nothing more."""
     plain = [name.removesuffix("=") for name in theirs[: len(ours)]]
     more = theirs[len(ours) :]
     return plain == [name.removesuffix("=") for name in ours] and all("=" in name or "*" in name for name in more)

@@ -1,32 +1,30 @@
-"""Where each prompt's tokens came from, counted once a request, when it is certain. Adds up after failures too.
+"""The decode node's reads, in its scheduler's process: attempts started, retried, given up; tickets returned; tokens
+counted.
 
-vLLM's own counters count a load when it is planned, and a failed load twice; this one waits for the verdict.
+    accept ─► start_attempt ─► on_worker_report ─► on_reads_finished: verified, retried (start_attempt again), or failed
 
+A ticket whose read failed is *returned*: the prefill node gets a notification without a read, under the nonce of the
+failed read, so that a read whose own notification did arrive is not counted twice. So is the ticket of a request that
+ended before its read. If the read was given up while its
+transfer was live, the end of the transfer is awaited first: one that ends well has given notice itself.
 
-Local blocks under a transfer that was given up on but may still write: kept out of the pool until it has ended.
-
-References are taken in vLLM's block pool, so that whatever vLLM frees meanwhile stays allocated here.
-
-
-The decode node's side of hand-overs, in its scheduler's process: reads ordered, retried, given up, given back.
-
-It decides; `scheduler_side` carries out. A ticket whose read failed is *given back*: the prefill node gets a notice
-without a read, under the nonce of the failed one, so that a read whose own notice did arrive is not counted twice. A
-read that was given up while its transfer was live is waited for first; a transfer that then ends well has given notice.
+`ConnectorScheduler` calls this and carries out what it decides. `Quarantine` keeps blocks under a live transfer out of
+vLLM's pool; `TokenAccounting` counts where each prompt's tokens came from.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from connector.kv_groups import Group
 from connector.metadata import ReadEnd, ReadOrder, ReadOutcome, WorkerReport
-from connector.stats import Counters, Group
+from connector.stats import Counters
 from connector.ticket import Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """Tokens by source, and blocks by kind of group as (hit, pulled). `loaded`: by another connector."""
+    """Where one prompt's tokens come from; blocks by kind of group as (hit, pulled). `loaded`: by another connector."""
 
     hit: int
     pulled: int
@@ -34,51 +32,54 @@ class PromptTokens:
     blocks: Mapping[Group, tuple[int, int]] = field(default_factory=dict)
     loaded: int = 0
 
-    def reaching(self, tokens: int) -> "PromptTokens":
-        """As it turned out where only the prompt's first `tokens` were there after another connector's load."""
+    def with_loaded_up_to(self, tokens: int) -> "PromptTokens":
+        """The same where another connector's load brought only what is missing of the prompt's first `tokens`."""
         lost = min(self.loaded, max(0, self.hit + self.loaded - tokens))
         return replace(self, loaded=self.loaded - lost, computed=self.computed + lost)
 
 
 class TokenAccounting:
-    """Entries wait here while their read, or another connector's load, is on its way."""
+    """Counts each prompt's tokens once, when their source is certain; an entry waits while its read or load runs.
 
-    def __init__(self, accounts: Counters) -> None:
-        self._accounts = accounts
+    vLLM's own counters count a load when it is planned, and a failed load twice.
+    """
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
         self._waiting: dict[str, PromptTokens] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def plan(self, request_id: str, entry: PromptTokens) -> None:
-        """What will be true if the read is good; without a read or a load it is true at once."""
+        """What is true if the read or load succeeds; without either it is counted at once."""
         if entry.pulled or entry.loaded:
             self._waiting[request_id] = entry
         else:
             self._waiting.pop(request_id, None)
             self._count(entry)
 
-    def good(self, request_id: str) -> None:
-        """The read was good."""
+    def on_read_verified(self, request_id: str) -> None:
+        """The read succeeded."""
         entry = self._waiting.pop(request_id, None)
         if entry is not None:
             self._count(entry)
 
-    def loaded(self, request_id: str, tokens: int) -> None:
-        """Another connector's load is over, if there was one, and the prompt's first `tokens` are there."""
+    def on_loaded(self, request_id: str, tokens: int) -> None:
+        """Another connector's load has ended, if there was one; the prompt's first `tokens` are in the cache."""
         entry = self._waiting.get(request_id)
         if entry is not None and entry.loaded:
             del self._waiting[request_id]
-            self._count(entry.reaching(tokens))
+            self._count(entry.with_loaded_up_to(tokens))
 
     def forget(self, request_id: str) -> None:
-        """The read failed, and another plan will follow, or the request is gone."""
+        """The read failed, so that another plan follows, or the request has ended."""
         self._waiting.pop(request_id, None)
 
     def _count(self, entry: PromptTokens) -> None:
-        self._accounts.prompt_tokens(hit=entry.hit, pulled=entry.pulled, loaded=entry.loaded, computed=entry.computed)
+        self._counters.prompt_tokens(hit=entry.hit, pulled=entry.pulled, loaded=entry.loaded, computed=entry.computed)
         for group, (hit, pulled) in entry.blocks.items():
-            self._accounts.blocks(group, hit=hit, pulled=pulled)
+            self._counters.blocks(group, hit=hit, pulled=pulled)
 
 
 class BlockPool(Protocol):
@@ -89,31 +90,35 @@ class BlockPool(Protocol):
 
 
 @dataclass(slots=True)
-class _Held:
+class _QuarantinedRead:
     blocks: list[Any]
     ranks: int
 
 
 class Quarantine:
-    """Blocks by the nonce of the read that may still write to them. vLLM binds its pool before the first step."""
+    """Blocks of reads that were given up while their transfer was live, by nonce: it may still write to them.
+
+    References to them are taken in vLLM's block pool, so that they stay allocated whatever vLLM frees. vLLM binds its
+    pool before the first step.
+    """
 
     def __init__(self) -> None:
         self._pool: BlockPool | None = None
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _QuarantinedRead] = {}
 
     def bind(self, pool: BlockPool) -> None:
-        """The pool whose references count."""
+        """vLLM's block pool."""
         self._pool = pool
 
     def __len__(self) -> int:
-        """How many reads are waited for."""
+        """How many reads' transfers have not ended."""
         return len(self._held)
 
     def __contains__(self, nonce: str) -> bool:
         return nonce in self._held
 
-    def stall(self, nonce: str, blocks: Sequence[Any], ranks: int) -> None:
-        """`ranks` more ranks have a live transfer into `blocks`. Must come before vLLM frees them."""
+    def add(self, nonce: str, blocks: Sequence[Any], ranks: int) -> None:
+        """`ranks` more ranks have a live transfer into `blocks`. Must be called before vLLM frees them."""
         held = self._held.get(nonce)
         if held is not None:
             held.ranks += ranks
@@ -122,12 +127,13 @@ class Quarantine:
             return
         kept = [block for block in blocks if not block.is_null]
         self._pool.touch(kept)
-        self._held[nonce] = _Held(kept, ranks)
+        self._held[nonce] = _QuarantinedRead(kept, ranks)
 
-    def drain(self, drained: Mapping[str, int]) -> list[str]:
-        """Live transfers that have ended, by nonce, in ranks; the last one frees the blocks. Which nonces that were."""
+    def on_transfers_ended(self, ended: Mapping[str, int]) -> list[str]:
+        """Live transfers ended: nonce → number of ranks. Frees the blocks of, and returns, the nonces with none
+        left."""
         freed = []
-        for nonce, ranks in drained.items():
+        for nonce, ranks in ended.items():
             held = self._held.get(nonce)
             if held is None or self._pool is None:
                 continue
@@ -141,7 +147,7 @@ class Quarantine:
 
 @dataclass(slots=True)
 class _Read:
-    """A ticket on its way; `nonce` is the running attempt's, empty while none runs."""
+    """An accepted ticket. `nonce`: of the running attempt; empty while none runs."""
 
     request: Any
     issued_at: float
@@ -153,7 +159,7 @@ class _Read:
 
 @dataclass(frozen=True, slots=True)
 class TicketToReturn:
-    """A ticket to give back: its request, and the nonce that the notice bears."""
+    """A ticket to give back: its request, and the nonce that the notification carries."""
 
     request: Any
     nonce: str
@@ -161,76 +167,76 @@ class TicketToReturn:
 
 @dataclass(frozen=True, slots=True)
 class ReadFollowUp:
-    """What became of failed reads. `again`: requests to arm once more; `give_back`: tickets to give back."""
+    """What follows failed reads. `retry`: requests whose read is planned again; `to_return`: tickets to give back."""
 
-    again: tuple[Any, ...]
-    give_back: tuple[TicketToReturn, ...]
+    retry: tuple[Any, ...]
+    to_return: tuple[TicketToReturn, ...]
 
 
 class ReadTracker:
-    """Every ticket that was accepted, until its read is over and no notice is owed.
+    """Every accepted ticket, until its read has ended and every notification is sent.
 
-    `ranks` is the number of worker ranks, each of which reads, and gives notice. `make_nonce` gives unguessable short
-    names.
+    `ranks` is the number of worker ranks; each reads, and each gives notice. `make_nonce` returns a short unguessable
+    name.
     """
 
     def __init__(
         self,
-        *,
-        accounts: Counters,
+        counters: Counters,
         quarantine: Quarantine,
         ranks: int,
         retries: int,
         make_nonce: Callable[[], str],
     ) -> None:
-        self._accounts = accounts
+        self._counters = counters
         self._quarantine = quarantine
         self._ranks = ranks
         self._retries = retries
         self._make_nonce = make_nonce
-        self._live: dict[str, TicketToReturn] = {}
+        self._await_transfer: dict[str, TicketToReturn] = {}
         self._broken: set[str] = set()
-        self._notices: dict[str, int] = {}
+        self._returning: dict[str, int] = {}
         self._reads: dict[str, _Read] = {}
         self._orders: dict[str, ReadOrder] = {}
 
-    def __len__(self) -> int:
-        """How many tickets are being dealt with."""
-        return len(self._reads)
-
     @property
-    def owes_notice(self) -> bool:
-        """Whether a rank has not yet given a notice that it was ordered to give."""
-        return bool(self._notices)
+    def has_pending_orders(self) -> bool:
+        """Whether orders wait for the next step, or a rank has not yet returned a ticket that it was ordered to."""
+        return bool(self._orders or self._returning)
 
     def accept(self, request: Any, ticket: Ticket) -> None:
-        """A good ticket has come with this request."""
+        """The request has a valid ticket."""
         self._reads[request.request_id] = _Read(request, ticket.issued_at)
 
-    def order(self, request_id: str, *, blocks: Sequence[Any], hit: int, pull: int) -> None:
-        """Blocks are allocated and vLLM will read into them in the next step; with `pull` 0 it only gives notice."""
+    def start_attempt(self, request_id: str, *, blocks: Sequence[Any], hit: int, pull: int) -> None:
+        """Blocks are allocated, into which vLLM reads in the next step. With `pull` 0 it only gives notice.
+
+        `hit`, `pull`: tokens that the local cache has, and that the read brings.
+        """
         read = self._reads[request_id]
         read.attempt += 1
         read.nonce, read.blocks, read.end = self._make_nonce(), list(blocks), None
         self._orders[request_id] = ReadOrder(read.nonce, read.attempt, read.issued_at, hit, pull)
         if not pull:
-            self._accounts.ticket_unused()
+            self._counters.ticket_unused()
             del self._reads[request_id]
 
-    def give_back(self, given: TicketToReturn) -> None:
-        """vLLM will give notice for this request's ticket, without a read."""
-        self._orders[given.request.request_id] = ReadOrder(given.nonce, 0)
+    def return_ticket(self, ticket: TicketToReturn) -> None:
+        """vLLM gives notice for this request's ticket in the next step, without a read."""
+        self._orders[ticket.request.request_id] = ReadOrder(ticket.nonce, 0)
 
-    def take_orders(self, request_ids: Iterable[str]) -> dict[str, ReadOrder]:
-        """The orders that belong to what vLLM tells the workers to receive; every entry gets one."""
+    def pop_orders(self, request_ids: Iterable[str]) -> dict[str, ReadOrder]:
+        """The order for each of vLLM's own entries in `reqs_to_recv`."""
         orders, self._orders = self._orders, {}
-        taken = {name: orders.get(name) or ReadOrder(self._make_nonce(), 0) for name in request_ids}
-        self._notices.update((order.nonce, self._ranks) for order in taken.values() if not order.pull_tokens)
-        return taken
+        popped = {name: orders.get(name) or ReadOrder(self._make_nonce(), 0) for name in request_ids}
+        self._returning.update((order.nonce, self._ranks) for order in popped.values() if not order.pull_tokens)
+        return popped
 
-    def hear(self, report: WorkerReport) -> list[TicketToReturn]:
-        """The workers' news; before `settle` of the same step, and before vLLM frees anything. What to give back now:
-        tickets of reads that were given up, and have ended in an error since."""
+    def on_worker_report(self, report: WorkerReport) -> list[TicketToReturn]:
+        """Must precede `on_reads_finished` of the same step, and vLLM's freeing of blocks.
+
+        Returns the tickets to give back now: of reads that were given up, and whose transfer has failed since.
+        """
         for request_id, end in report.reads_ended.items():
             read = self._reads.get(request_id)
             if read is not None and read.nonce == end.nonce:
@@ -238,55 +244,57 @@ class ReadTracker:
         by_nonce = {read.nonce: read for read in self._reads.values()} if report.stalled else {}
         for nonce, ranks in report.stalled.items():
             if nonce in by_nonce:
-                self._quarantine.stall(nonce, by_nonce[nonce].blocks, ranks)
-        self._count_notices(report.returned)
+                self._quarantine.add(nonce, by_nonce[nonce].blocks, ranks)
+        self._count_returned(report.returned)
         self._broken |= report.broken.keys()
-        return [given for nonce in self._quarantine.drain(report.drained) if (given := self._drained(nonce))]
+        ended = self._quarantine.on_transfers_ended(report.drained)
+        return [ticket for nonce in ended if (ticket := self._on_transfer_ended(nonce))]
 
-    def _count_notices(self, returned: Mapping[str, int]) -> None:
+    def _count_returned(self, returned: Mapping[str, int]) -> None:
         for nonce, ranks in returned.items():
-            if nonce in self._notices:
-                self._notices[nonce] -= ranks
-                if self._notices[nonce] <= 0:
-                    del self._notices[nonce]
+            if nonce in self._returning:
+                self._returning[nonce] -= ranks
+                if self._returning[nonce] <= 0:
+                    del self._returning[nonce]
 
-    def _drained(self, nonce: str) -> TicketToReturn | None:
-        given, broken = self._live.pop(nonce, None), nonce in self._broken
+    def _on_transfer_ended(self, nonce: str) -> TicketToReturn | None:
+        ticket, broken = self._await_transfer.pop(nonce, None), nonce in self._broken
         self._broken.discard(nonce)
-        return given if broken else None
+        return ticket if broken else None
 
-    def settle(self, finished: Iterable[str], failed: Collection[str]) -> ReadFollowUp:
-        """Reads that ended on all ranks. Good ones are done with; failed ones are tried again or given up."""
-        again, give_back = [], []
+    def on_reads_finished(self, finished: Iterable[str], failed: Collection[str]) -> ReadFollowUp:
+        """Reads ended on all ranks: verified ones are done, failed ones are retried or their ticket is returned."""
+        retry, to_return = [], []
         for request_id in finished:
             read = self._reads.get(request_id)
             if read is None:
                 continue
-            if request_id in failed and self._worth_another(read):
-                self._accounts.read("retried")
+            if request_id in failed and self._is_retryable(read):
+                self._counters.read("retried")
                 read.nonce = ""
-                again.append(read.request)
+                retry.append(read.request)
                 continue
             del self._reads[request_id]
             if request_id in failed and self._outcome(read).leaves_lease:
-                give_back.append(TicketToReturn(read.request, read.nonce))
-        return ReadFollowUp(tuple(again), tuple(given for given in give_back if not self._is_live(given)))
+                to_return.append(TicketToReturn(read.request, read.nonce))
+        return ReadFollowUp(tuple(retry), tuple(ticket for ticket in to_return if not self._awaits_transfer(ticket)))
 
-    def _is_live(self, given: TicketToReturn) -> bool:
-        """Whether a transfer of this read goes on; its end decides whether the ticket must be given back."""
-        if given.nonce in self._quarantine:
-            self._live[given.nonce] = given
-        return given.nonce in self._quarantine
+    def _awaits_transfer(self, ticket: TicketToReturn) -> bool:
+        """Whether a transfer of this read is live; its end decides whether the ticket must be given back."""
+        if ticket.nonce in self._quarantine:
+            self._await_transfer[ticket.nonce] = ticket
+        return ticket.nonce in self._quarantine
 
-    def leave(self, request_id: str) -> None:
-        """The request is over; if its read is not, its blocks stay known until `settle`."""
-        read = self._reads.get(request_id)
+    def on_request_finished(self, request: Any) -> None:
+        """The request has ended. A ticket that was not read is returned; of a running read the blocks stay known."""
+        read = self._reads.get(request.request_id)
         if read is not None and not read.nonce:
-            del self._reads[request_id]
+            del self._reads[request.request_id]
+            self.return_ticket(TicketToReturn(request, self._make_nonce()))
 
-    def _worth_another(self, read: _Read) -> bool:
+    def _is_retryable(self, read: _Read) -> bool:
         return not read.request.is_finished() and read.attempt < self._retries and self._outcome(read).retryable
 
     def _outcome(self, read: _Read) -> ReadOutcome:
-        """What the ranks said; a failure without a word is a transfer that failed."""
+        """The ranks' report; a failure without one is a transfer that failed."""
         return ReadOutcome.TRANSFER_FAILED if read.end is None else read.end.outcome

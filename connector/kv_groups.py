@@ -1,15 +1,12 @@
-"""How many tokens and sequences a KV cache holds, told by kind of group: pure.
+"""A model's KV-cache groups, from vLLM's `KVCacheConfig`: what a cache holds, and what a read moves. Pure.
 
-All groups draw blocks from one pool. A *growing* group takes blocks in proportion to a sequence's length; a *bounded*
+    group_shapes, count_blocks    scheduler: how many blocks of each group a ticket must name, and what a read fills
+    node_capacity                 scheduler: how many tokens and sequences the cache holds
+    group_sizes, read_size        worker: how many bytes a read brings, and how many a local hit spared; per rank
+
+All groups take blocks from one pool. A *growing* group takes blocks in proportion to a sequence's length; a *bounded*
 one takes a fixed number per sequence, however long (mamba states; sliding and chunked windows). Counting bounded groups
 as if they grew made a hybrid node's capacity look 2 to 4 times too small (vllm#40384).
-
-
-What one sequence takes of each cache group of a node, out of vLLM's own description of its cache.
-
-The shapes of a model's KV-cache groups, out of vLLM's `KVCacheConfig`.
-
-How many bytes a read brings, and how many a local hit spared, by kind of group. Per rank.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -35,13 +32,17 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
+Group = Literal["attention", "state"]
+"""What a KV-cache group holds: attention grows with the sequence, state (mamba, GDN) is O(1) per request."""
+
+
 class LimitedBy(enum.StrEnum):
     """What runs out first with sequences of `max_model_len`; the value is a label of a metric."""
 
     ATTENTION = "attention"
     STATE = "state"
     NOTHING = "nothing"
-    """There is no cache to fill."""
+    """The model keeps no cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +55,16 @@ class GrowingGroup:
         _require(self.block_size > 0, f"a block of {self.block_size} tokens")
 
     def blocks(self, tokens: int) -> int:
-        """What a sequence of so many tokens holds."""
+        """How many blocks a sequence of this many tokens takes."""
         return -(-tokens // self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
 class BoundedGroup:
-    """A group that keeps the end of a sequence, or its state. Both in blocks.
+    """A group that keeps the end of a sequence, or its state.
 
-    `held`: by one long sequence while it decodes; `peak`: at most, for the moment in which it enters or crosses into
-    another block. vLLM promises each sequence its peak; they are at it in turn.
+    `held`: blocks of one long sequence while it decodes. `peak`: its most, while it enters or crosses into another
+    block. vLLM reserves each sequence its peak, which sequences reach at different times.
     """
 
     held: int
@@ -95,7 +96,7 @@ NO_CAPACITY = Capacity(0, None, 0, LimitedBy.NOTHING)
 
 
 def capacity(blocks: int, max_model_len: int, groups: Sequence[GrowingGroup | BoundedGroup]) -> Capacity:
-    """Tell what `blocks` usable blocks hold (vLLM's null block is none), with sequences of at most `max_model_len`.
+    """What `blocks` usable blocks hold (not counting vLLM's null block), with sequences of at most `max_model_len`.
 
     Raises ValueError for a negative number of blocks or a length below one.
     """
@@ -117,7 +118,7 @@ def capacity(blocks: int, max_model_len: int, groups: Sequence[GrowingGroup | Bo
 
 
 def _tokens(blocks: int, growing: Sequence[GrowingGroup]) -> int:
-    """Groups with blocks of several sizes fill up together, in steps of the tokens that end a block in each."""
+    """Groups with different block sizes fill together, in steps of the tokens that complete a block in each."""
     step = math.lcm(*(group.block_size for group in growing))
     return blocks // sum(step // group.block_size for group in growing) * step
 
@@ -128,7 +129,7 @@ def _require(holds: bool, what: str) -> None:
 
 
 def node_capacity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Capacity:
-    """The capacity of one engine. Block 0 is vLLM's null block; groups that live in host memory have another pool."""
+    """The capacity of one engine. Block 0 is vLLM's null block; groups in host memory have another pool."""
     groups = [
         footprint(group.kv_cache_spec, vllm_config)
         for group in kv_cache_config.kv_cache_groups
@@ -138,7 +139,7 @@ def node_capacity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Ca
 
 
 def footprint(spec: Any, vllm_config: VllmConfig) -> GrowingGroup | BoundedGroup:
-    """One group's, from its spec. A kind that is not known here counts as what vLLM reserves for it."""
+    """What one sequence takes of a group. An unknown kind of group counts as what vLLM reserves for it."""
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return footprint(next(iter(spec.kv_cache_specs.values())), vllm_config)
     if isinstance(spec, FullAttentionSpec):
@@ -152,7 +153,7 @@ def footprint(spec: Any, vllm_config: VllmConfig) -> GrowingGroup | BoundedGroup
 
 
 def _state(spec: MambaSpec, longest: int) -> BoundedGroup:
-    """The running state, whatever the mode; what lies before it is freed, and at most stays to be found again.
+    """The running state, in every mode; earlier states are freed, or stay only for the prefix cache.
 
     `align` holds the state of the last block too while it crosses into the next, and a checkpoint while it prefills
     (`MambaManager.get_num_blocks_to_allocate`). `all` is admitted with a block for each block of its prompt, which go
@@ -169,7 +170,8 @@ def _state(spec: MambaSpec, longest: int) -> BoundedGroup:
 
 
 def _window(spec: Any, longest: int) -> int | None:
-    """Blocks that hold what the next token sees, wherever the window begins in its first; None without a window."""
+    """Blocks that hold what the next token sees, wherever in its first block the window begins; None without a
+    window."""
     if isinstance(spec, SlidingWindowSpec):
         return _blocks(min(spec.sliding_window - 1 + spec.extra_retained_tokens, longest), spec.block_size) + 1
     if isinstance(spec, ChunkedLocalAttentionSpec):
@@ -177,12 +179,12 @@ def _window(spec: Any, longest: int) -> int | None:
     return None
 
 
-def _bounded(held: int | None, reserved: int, all_of_it: int) -> BoundedGroup:
+def _bounded(held: int | None, reserved: int, whole_sequence: int) -> BoundedGroup:
     """A window never takes more than the whole sequence would."""
     if held is None:
         return BoundedGroup(reserved, reserved)
-    held = min(held, all_of_it)
-    return BoundedGroup(held, max(held, min(reserved, all_of_it)))
+    held = min(held, whole_sequence)
+    return BoundedGroup(held, max(held, min(reserved, whole_sequence)))
 
 
 def _blocks(amount: int, size: int) -> int:
@@ -190,8 +192,24 @@ def _blocks(amount: int, size: int) -> int:
 
 
 def group_shapes(kv_cache_config: KVCacheConfig) -> tuple[GroupShape, ...]:
-    """The groups that travel, in the order in which tickets name their blocks."""
+    """The transferred groups, in the order in which tickets name their blocks."""
     return tuple(_shape(group.kv_cache_spec) for group in kv_cache_config.transfer_groups)
+
+
+def count_blocks(
+    shapes: Sequence[GroupShape], allocated: Sequence[Sequence[Any]], to_pull: Sequence[Sequence[int]]
+) -> dict[Group, tuple[int, int]]:
+    """By kind of group: blocks (hit, pulled), that the prefix cache had already, and that a read fills.
+
+    `allocated`: vLLM's blocks, and `to_pull`: block ids, for each of `shapes`.
+    """
+    counts: dict[Group, tuple[int, int]] = {"attention": (0, 0), "state": (0, 0)}
+    for shape, blocks, ids in zip(shapes, allocated, to_pull, strict=True):
+        kind: Group = "state" if shape.kind is GroupKind.STATE else "attention"
+        hit, pulled = counts[kind]
+        cached = sum(block.block_hash is not None and not block.is_null for block in blocks)
+        counts[kind] = (hit + cached, pulled + len(ids))
+    return counts
 
 
 def _shape(spec: Any) -> GroupShape:
@@ -205,7 +223,7 @@ def _shape(spec: Any) -> GroupShape:
 
 @dataclass(frozen=True, slots=True)
 class GroupSize:
-    """One group that travels: whether it holds state, its block's tokens, and its block's bytes over all its layers."""
+    """One transferred group: whether it holds state, and one block's tokens, and bytes over all its layers."""
 
     state: bool
     block_tokens: int
@@ -214,7 +232,7 @@ class GroupSize:
 
 @dataclass(frozen=True, slots=True)
 class ReadSize:
-    """Bytes that a read brings, by kind of group, and attention bytes that a local hit spared."""
+    """Bytes that a read brings, by kind of group, and attention bytes that a local hit spared it."""
 
     attention: int = 0
     state: int = 0
@@ -222,15 +240,15 @@ class ReadSize:
 
 
 def group_sizes(kv_cache_config: KVCacheConfig) -> tuple[GroupSize, ...]:
-    """The groups that travel, in the order in which tickets name their blocks."""
+    """The transferred groups, in the order in which tickets name their blocks."""
     return tuple(_group_size(group.kv_cache_spec, len(group.layer_names)) for group in kv_cache_config.transfer_groups)
 
 
 def read_size(
     sizes: Sequence[GroupSize], local: Sequence[Sequence[int]], remote: Sequence[Sequence[int]], hit_tokens: int
 ) -> ReadSize:
-    """The size of a read of logical blocks. vLLM pairs each group's lists and drops what the other side lacks; only
-    whole blocks are ever hit."""
+    """The size of a read of logical blocks. vLLM pairs each group's lists and drops blocks that the other side lacks;
+    only whole blocks are hit."""
     attention = state = 0
     for size, mine, theirs in zip(sizes, local, remote, strict=False):
         moved = min(len(mine), len(theirs)) * size.block_bytes
@@ -240,8 +258,6 @@ def read_size(
 
 
 def _group_size(spec: Any, layers: int) -> GroupSize:
-    from vllm.v1.kv_cache_interface import MambaSpec, UniformTypeKVCacheSpecs
-
     if isinstance(spec, UniformTypeKVCacheSpecs):
         parts = [_group_size(part, 1) for part in spec.kv_cache_specs.values()]
         return GroupSize(parts[0].state, parts[0].block_tokens, sum(part.block_bytes for part in parts))

@@ -1,32 +1,21 @@
-"""Who holds which prefilled blocks on this node, and how each hold ended. Pure: time is passed in.
+"""The leases of a prefill node: which blocks are held for which reads, and how each lease ended. Pure: time is passed
+in, seconds on one monotonic clock.
 
-A lease is opened when a prefill ends with a ticket. It ends when the scheduler is about to free the blocks,
-never later: `LeaseTable.end` is called before the free, so that whoever hears *held* after a read has read
-blocks that had not been reused (a seqlock reader's check).
+    LeaseTable   scheduler's process   every lease, by the alias that tickets name
+    Aliases      every process         alias ↔ request id of this engine
+    LeaseReads   each worker rank      which reads of its leased blocks this rank has seen completed
 
-All times are seconds on one monotonic clock. Ended leases are remembered for `memory` seconds, at most
-`capacity` of them, the oldest forgotten first. `judge` may be called from another thread than the rest: it
-reads one immutable value out of one dict.
+A lease is opened when a prefill ends with a ticket. It ends just before the scheduler frees the blocks, never later, so
+a decode node that is answered *held* after its read has read blocks that had not been reused (a seqlock reader's
+check).
 
+A lease waits for a number of *reads*. Each read has a nonce and, on each rank, a number of *readers*: the decode ranks
+that read from this very rank (more than one when the two nodes' tensor-parallel sizes differ). A nonce is complete when
+all of its readers gave notice; a lease is done when enough nonces are complete.
 
-The names that tickets give to this engine's requests, in the scheduler's process and in every worker. Pure.
-
-A ticket goes to clients and to other nodes, so it must not name the engine's own request id: who knows the id of a
-living request can send a second one under it. An alias is random, made when the prefill leg arrives, and means nothing
-to vLLM. Notices, heartbeats, leases and questions after a read name aliases; only this table turns one into a request.
-
-The table is as large as the number of prefill legs that run or hold blocks.
-
-
-Which reads of its leased blocks one prefill rank has seen completed. Pure.
-
-A lease wants a number of *reads*; each read has a nonce and, on this rank, a number of *readers*: the decode ranks
-that read from this very rank (more than one when the two nodes' tensor-parallel sizes differ). A nonce is complete
-when all of its readers gave notice; a lease is done when enough nonces are complete.
-
-A notice can come before the lease is known here, since the scheduler tells of it a step later than it answers the
-client: such notices wait, for requests that this rank is working on, and are forgotten for all others. So a forged
-notice can never end a request that is still running.
+A notification can arrive before the lease is known on a rank, since the scheduler sends leases a step after the client
+has the ticket: it is kept for requests that the rank is working on, and ignored for all others. So a forged one can
+never end a request that is still running.
 """
 
 from __future__ import annotations
@@ -38,9 +27,14 @@ from enum import StrEnum
 from connector.messages import ReadDone, Verdict
 from connector.transfer_params import MOST_READERS
 
+REMEMBERED_FOR = 600.0
+"""Seconds for which an ended lease and a released hand-over id are remembered: longer than any read may take."""
+MOST_REMEMBERED = 65536
+"""Of ended leases, and of hand-over ids."""
+
 
 class LeaseEnd(StrEnum):
-    """How a lease ended, for the accounts."""
+    """How a lease ended; the values are labels of a metric."""
 
     READ = "read"
     EXPIRED = "expired"
@@ -54,7 +48,7 @@ class Lease:
     readers: int
     opened_at: float
     reads: Mapping[str, int] = field(default_factory=dict)
-    release_asked: bool = False
+    release_requested: bool = False
     ended_at: float | None = None
     ending: LeaseEnd | None = None
 
@@ -65,7 +59,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class EndedLease:
-    """What `LeaseTable.end` tells the accounts: how it ended and how long it was held, in seconds."""
+    """How a lease ended, and for how many seconds it was held."""
 
     ending: LeaseEnd
     held_for: float
@@ -74,10 +68,12 @@ class EndedLease:
 class LeaseTable:
     """Every lease of this node, keyed by the alias that tickets name.
 
-    `ranks` is the number of worker ranks that report each read (tensor times pipeline parallel).
+    `ranks` is the number of worker ranks that report each read (tensor times pipeline parallel). Ended leases are
+    remembered for `memory` seconds, at most `capacity` of them, the oldest forgotten first. `verify` may be called from
+    another thread than the rest: it reads one immutable value out of one dict.
     """
 
-    def __init__(self, *, ranks: int, memory: float, capacity: int) -> None:
+    def __init__(self, *, ranks: int, memory: float = REMEMBERED_FOR, capacity: int = MOST_REMEMBERED) -> None:
         self._ranks = ranks
         self._memory = memory
         self._capacity = capacity
@@ -102,7 +98,7 @@ class LeaseTable:
         """Whether the blocks of `alias` are held."""
         return alias in self._held
 
-    def note_reads(self, alias: str, reads: Mapping[str, int]) -> None:
+    def record_reads(self, alias: str, reads: Mapping[str, int]) -> None:
         """Add the number of ranks that saw each nonce's read completed; unknown aliases are ignored."""
         lease = self._held.get(alias)
         if lease is None:
@@ -112,12 +108,12 @@ class LeaseTable:
             merged[nonce] = merged.get(nonce, 0) + seen
         self._held[alias] = replace(lease, reads=merged)
 
-    def ask_release(self, alias: str) -> bool:
-        """Mark a held lease for release on demand; False when nothing is held or it was asked before."""
+    def request_release(self, alias: str) -> bool:
+        """Mark a held lease for release on demand; False when nothing is held or it is marked already."""
         lease = self._held.get(alias)
-        if lease is None or lease.release_asked:
+        if lease is None or lease.release_requested:
             return False
-        self._held[alias] = replace(lease, release_asked=True)
+        self._held[alias] = replace(lease, release_requested=True)
         return True
 
     def end(self, alias: str, now: float) -> EndedLease | None:
@@ -125,14 +121,15 @@ class LeaseTable:
         lease = self._held.get(alias)
         if lease is None:
             return None
-        ending = self._how(lease)
+        ending = self._ending(lease)
         self._ended[alias] = replace(lease, ended_at=now, ending=ending)
         del self._held[alias]
         self._forget(now)
         return EndedLease(ending, now - lease.opened_at)
 
-    def judge(self, alias: str, nonce: str) -> Verdict:
-        """Whether a read that carried `nonce` and has ended by now is good. Safe from any thread."""
+    def verify(self, alias: str, nonce: str) -> Verdict:
+        """Whether the blocks were held while a read with this nonce, which has ended by now, ran. Safe from any
+        thread."""
         if alias in self._held:
             return Verdict.HELD
         lease = self._ended.get(alias)
@@ -142,10 +139,10 @@ class LeaseTable:
             return Verdict.RELEASED_BY_YOU
         return Verdict.EXPIRED if lease.ending is LeaseEnd.EXPIRED else Verdict.RELEASED_BY_ANOTHER
 
-    def _how(self, lease: Lease) -> LeaseEnd:
+    def _ending(self, lease: Lease) -> LeaseEnd:
         if len(lease.complete(self._ranks)) >= lease.readers:
             return LeaseEnd.READ
-        return LeaseEnd.RELEASED if lease.release_asked else LeaseEnd.EXPIRED
+        return LeaseEnd.RELEASED if lease.release_requested else LeaseEnd.EXPIRED
 
     def _forget(self, now: float) -> None:
         """Drop the ended leases that are too old or too many; insertion order is the order of ending."""
@@ -158,7 +155,13 @@ class LeaseTable:
 
 
 class Aliases:
-    """Both ways, one alias a request."""
+    """The names that tickets give to this engine's requests, one alias for each, looked up both ways.
+
+    A ticket goes to clients and to other nodes, so it must not name the engine's own request id: with the id of a
+    running request a second one could be sent under it. An alias is random, made when the prefill leg arrives, and
+    means nothing to vLLM. Notifications, heartbeats, leases and questions after a read name aliases; only this table
+    maps one to a request. It is as large as the number of prefill legs that run or hold blocks.
+    """
 
     def __init__(self) -> None:
         self._request_ids: dict[str, str] = {}
@@ -174,11 +177,11 @@ class Aliases:
         self._aliases[request_id] = alias
 
     def request_id(self, alias: str) -> str | None:
-        """The request that `alias` names; None for what nobody knows."""
+        """The request that `alias` names; None for an unknown alias."""
         return self._request_ids.get(alias)
 
     def alias(self, request_id: str) -> str | None:
-        """What tickets call this request; None for a request that has no alias."""
+        """The alias of this request, or None."""
         return self._aliases.get(request_id)
 
     def forget(self, request_id: str) -> None:
@@ -189,8 +192,8 @@ class Aliases:
 
 
 MOST_NONCES = 4 * MOST_READERS
-"""Nonces remembered a request: room for every reader that it may be declared for, with the reads that they try again.
-A lease that is read more often is under attack."""
+"""Nonces remembered for each request: enough for every reader that it may be declared for, with their retries. A lease
+that is read more often is under attack."""
 
 
 @dataclass(slots=True)
@@ -198,7 +201,7 @@ class _Reads:
     wanted: int | None = None
     readers: dict[str, int] = field(default_factory=dict)
     complete: set[str] = field(default_factory=set)
-    untold: set[str] = field(default_factory=set)
+    unreported: set[str] = field(default_factory=set)
 
     @property
     def done(self) -> bool:
@@ -206,23 +209,24 @@ class _Reads:
 
 
 class LeaseReads:
-    """Per request id of this engine: notices counted, and what of it the scheduler has not heard yet."""
+    """On one worker rank: notifications counted by request id, and complete nonces not yet reported to the
+    scheduler."""
 
     def __init__(self) -> None:
         self._reads: dict[str, _Reads] = {}
 
     def __len__(self) -> int:
-        """How many requests are followed."""
+        """How many requests have an entry."""
         return len(self._reads)
 
-    def lease(self, request_id: str, readers: int) -> None:
+    def begin(self, request_id: str, readers: int) -> None:
         """From now on this rank holds the request's blocks for `readers` reads (at least one)."""
         self._reads.setdefault(request_id, _Reads()).wanted = max(1, readers)
 
-    def notice(self, request_id: str, done: ReadDone) -> None:
-        """Count one notice for the request that its alias names.
+    def record(self, request_id: str, done: ReadDone) -> None:
+        """Count one notification of a completed read.
 
-        The caller has checked that this rank works on the request, or holds it.
+        The caller has checked that this rank works on the request, or holds its blocks.
         """
         reads = self._reads.setdefault(request_id, _Reads())
         if done.nonce in reads.complete or (done.nonce not in reads.readers and len(reads.readers) >= MOST_NONCES):
@@ -230,21 +234,22 @@ class LeaseReads:
         reads.readers[done.nonce] = reads.readers.get(done.nonce, 0) + 1
         if reads.readers[done.nonce] >= done.readers:
             reads.complete.add(done.nonce)
-            reads.untold.add(done.nonce)
+            reads.unreported.add(done.nonce)
 
-    def take_done(self) -> set[str]:
-        """Leases that have had all of their reads; they stay followed until `forget`."""
+    def done(self) -> set[str]:
+        """Requests whose leases have had all of their reads; they stay here until `forget`."""
         return {request_id for request_id, reads in self._reads.items() if reads.done}
 
-    def take_report(self) -> dict[str, dict[str, int]]:
-        """Completed nonces of leased requests, each told once, with a 1 for this rank (`WorkerReport.reads_seen`)."""
+    def pop_report(self) -> dict[str, dict[str, int]]:
+        """Complete nonces of leased requests, each reported once, with a 1 for this rank
+        (`WorkerReport.reads_seen`)."""
         report = {}
         for request_id, reads in self._reads.items():
-            if reads.wanted is not None and reads.untold:
-                report[request_id] = dict.fromkeys(sorted(reads.untold), 1)
-                reads.untold = set()
+            if reads.wanted is not None and reads.unreported:
+                report[request_id] = dict.fromkeys(sorted(reads.unreported), 1)
+                reads.unreported = set()
         return report
 
     def forget(self, request_id: str) -> None:
-        """The request's blocks are let go, or never were held."""
+        """The request's blocks are freed, or never were held."""
         self._reads.pop(request_id, None)

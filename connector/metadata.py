@@ -1,14 +1,15 @@
-"""What the scheduler side tells the worker side in every step, and what the worker side tells back.
+"""What scheduler and workers send each other in every step; pickled between processes.
 
-Down: `ConnectorMetadata`, vLLM's own metadata with what our reads, leases and releases need.
-Up: `WorkerReport`, through `build_connector_worker_meta`, merged over ranks by vLLM's output aggregator,
-in the same step output as the `finished_sending` / `finished_recving` that it explains.
-Both are pickled between processes.
+ConnectorMetadata   scheduler → workers   vLLM's own metadata, with our reads, leases, releases and aliases
+WorkerReport        workers → scheduler   from `build_connector_worker_meta`; merged over ranks by vLLM's output
+                                          aggregator, in the same step output as the `finished_sending` and
+                                          `finished_recving` that it explains
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
@@ -16,11 +17,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConne
 
 @dataclass(frozen=True, slots=True)
 class ReadOrder:
-    """One attempt to read one ticket; stands beside the entry of the same request id in `reqs_to_recv`.
+    """One attempt to read one ticket; it belongs to the entry of the same request id in `reqs_to_recv`.
 
-    `nonce`: names this attempt, on every rank; it travels with the completion notice. `attempt`: 0 for the first.
-    `issued_at`: when the ticket was issued, unix seconds by the prefill node's clock (0.0: it did not say).
-    `hit_tokens`, `pull_tokens`: what the local cache held, and what the read brings.
+    `nonce`: of this attempt, on every rank; the completion notification carries it. `attempt`: 0 for the first.
+    `issued_at`: when the ticket was issued, unix seconds by the prefill node's clock (0.0: unknown).
+    `hit_tokens`, `pull_tokens`: tokens that the local cache has, and that the read brings. 0 to pull: only give notice.
     """
 
     nonce: str
@@ -34,27 +35,25 @@ class ConnectorMetadata(NixlConnectorMetadata):
     """vLLM's metadata plus ours. All keys but those of `aliases` are request ids of *this* node.
 
     reads: orders for the entries of `reqs_to_recv` (notify-only entries, with no local blocks, included).
-    readers: prefill side, for the entries of `reqs_to_send`: how many nonces must complete before blocks go.
+    readers: prefill side, for the entries of `reqs_to_send`: how many nonces must complete before blocks are freed.
     releases: prefill side: end these leases now. A rank that still tracks such a request reports it in
         `finished_sending` once; one that has reported it already, or never knew it, does nothing.
     aliases: prefill side: alias → request id, of prefill legs that have arrived since the last step. It comes before
         the request is computed, so before a ticket can name the alias.
-    retired: prefill side: request ids whose alias is over. A worker that does not know one does nothing.
+    retired: prefill side: request ids whose alias is no longer valid. A worker that does not know one does nothing.
     idle: the step computes nothing: a worker may wait in it without delaying a token.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads: dict[str, ReadOrder] = {}
-        self.readers: dict[str, int] = {}
-        self.releases: frozenset[str] = frozenset()
-        self.aliases: dict[str, str] = {}
-        self.retired: frozenset[str] = frozenset()
-        self.idle = False
+    reads: Mapping[str, ReadOrder] = MappingProxyType({})
+    readers: Mapping[str, int] = MappingProxyType({})
+    releases: frozenset[str] = frozenset()
+    aliases: Mapping[str, str] = MappingProxyType({})
+    retired: frozenset[str] = frozenset()
+    idle: bool = False
 
     @classmethod
     def extending(cls, stock: NixlConnectorMetadata) -> "ConnectorMetadata":
-        """Ours with everything that vLLM's own scheduler side put into `stock`."""
+        """A new one with everything that vLLM's own scheduler side put into `stock`."""
         ours = cls()
         ours.__dict__.update(stock.__dict__)
         return ours
@@ -75,14 +74,14 @@ class ReadOutcome(StrEnum):
     def retryable(self) -> bool:
         """Whether the same blocks, if they are still leased, may give a good read at once.
 
-        Not after UNVERIFIED: that read's own notice may have ended the lease, so the verdict is asked for twice
-        instead (see `consumer`).
+        Not after UNVERIFIED: that read's own notification may have ended the lease, so the prefill node is asked for
+        its verdict twice instead (see `pending_reads`).
         """
         return self is ReadOutcome.TRANSFER_FAILED
 
     @property
     def leaves_lease(self) -> bool:
-        """Whether the prefill node may still hold the blocks for this reader, who then must give notice."""
+        """Whether the prefill node may still hold the blocks for this reader, so that the ticket must be returned."""
         return self not in (ReadOutcome.VERIFIED, ReadOutcome.NOT_HELD)
 
 
@@ -91,8 +90,10 @@ _SEVERITY = {outcome: rank for rank, outcome in enumerate(ReadOutcome)}
 
 @dataclass(frozen=True, slots=True)
 class ReadEnd:
-    """The end of one read attempt. Reported in the step in which the request is in `finished_recving`,
-    or earlier. Bytes add up over ranks; the outcome is the worst of them."""
+    """The end of one read attempt. Reported in the step in which the request is in `finished_recving`, or earlier.
+
+    Bytes are added up over ranks; the outcome is the worst of them.
+    """
 
     nonce: str
     outcome: ReadOutcome
@@ -113,16 +114,16 @@ class ReadEnd:
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """What one rank, or after merging all ranks, saw since the last step.
+    """What one rank, or after merging all ranks, has to report since the last step.
 
     reads_seen: prefill side: request id → nonce → number of ranks on which all of that nonce's readers
         have given notice.
     reads_ended: decode side: request id → how its read ended.
     stalled: decode side: nonce → number of ranks that gave up on a read whose transfer is still live; the local
         blocks must outlive the request. Reported together with, or before, the failure of that request.
-    drained: decode side: nonce → number of ranks whose live transfer of that nonce has ended at last.
-    broken: decode side: those of `drained` whose transfer ended in an error, without a notice to the prefill node.
-    returned: decode side: nonce → number of ranks that are done with a notice without a read: sent, or given up.
+    drained: decode side: nonce → number of ranks whose given-up transfer of that nonce has ended.
+    broken: decode side: those of `drained` whose transfer ended in an error, so without notice to the prefill node.
+    returned: decode side: nonce → number of ranks that have sent a notification without a read, or given up on it.
     """
 
     reads_seen: dict[str, dict[str, int]] = field(default_factory=dict)

@@ -1,12 +1,12 @@
-"""A node's own fingerprint, out of what its engine really runs.
+"""A node's own fingerprint, from what its engine really runs.
 
-Three sources, all in the scheduler's process: vLLM's configuration; the KV-cache groups as the workers' layers made
-them; and the workers' handshake payloads, which know the layout and the attention backend that were chosen.
+Three sources, all in the scheduler's process: vLLM's configuration; the KV-cache groups that the workers' layers gave;
+and the workers' handshake payloads, which have the layout and the attention backend that were chosen.
 
-Figures of one tensor-parallel rank would keep nodes of different sizes apart, which vLLM's handshake pairs well. So
-only what every rank has in common is taken: of an attention group the bytes of one token's entry for one head, of a
-state its dimensions but the first, along which vLLM shards it (with the layout that NIXL asks for, "DS", this holds of
-convolutions too). What is sharded follows from these and the model's configuration.
+Sizes of one tensor-parallel rank would make nodes of different tensor-parallel sizes differ, which vLLM's handshake can
+pair. So only what every rank has in common is used: of an attention group the bytes of one token's entry for one head,
+of a state all dimensions but the first, along which vLLM shards it (with the layout that NIXL needs, "DS", this holds
+for convolutions too). What is sharded follows from these and the model's configuration.
 """
 
 import os
@@ -18,6 +18,7 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 
+from connector.config import STATE_LAYOUT
 from connector.fingerprint import (
     NONE,
     Fingerprint,
@@ -31,12 +32,11 @@ from connector.fingerprint import (
 from connector.weights import WeightsSource, checkpoint_text
 
 if TYPE_CHECKING:
-    from vllm.config import LoadConfig, ModelConfig, SpeculativeConfig, VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-STATE_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
 MEDIA_SETTINGS = (
     "mm_processor_kwargs",
     "media_io_kwargs",
@@ -44,14 +44,14 @@ MEDIA_SETTINGS = (
     "video_pruning_rate",
     "video_pruning_method",
 )
-"""Of vLLM's `MultiModalConfig`: what changes the embeddings of an image or video."""
+"""Settings in vLLM's `MultiModalConfig` that change the embeddings of an image or video."""
 
 LORA_SETTINGS = ("target_modules", "lora_dtype", "enable_tower_connector_lora", "enable_moe_shared_loras")
-"""Of vLLM's `LoRAConfig`."""
+"""Settings in vLLM's `LoRAConfig` that change what an adapter computes."""
 
 
 def node_fingerprint(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> Fingerprint:
-    """All parts but those of `rank_parts`. Reads the checkpoint's files."""
+    """Every part but those of `rank_parts`. Reads the checkpoint's files."""
     return Fingerprint.of(
         {
             **model_parts(vllm_config),
@@ -121,7 +121,7 @@ def weight_parts(vllm_config: "VllmConfig") -> dict[str, str]:
 
 
 def rank_parts(payloads: Iterable["NixlHandshakePayload"]) -> dict[str, str]:
-    """What the workers chose: one value where all ranks agree, as they always should."""
+    """What the workers chose. All ranks should agree; where they do not, the part has every value."""
     decode = msgspec.msgpack.Decoder(NixlAgentMetadata).decode
     ranks = [decode(payload.agent_metadata_bytes) for payload in payloads]
     return {
@@ -132,19 +132,23 @@ def rank_parts(payloads: Iterable["NixlHandshakePayload"]) -> dict[str, str]:
 
 
 def lora_settings(vllm_config: "VllmConfig") -> dict[str, Any]:
-    """What of a node's own LoRA settings changes what an adapter computes. It is no part of the fingerprint, but of the
-    digest of prompts with an adapter: others are the same with and without `--enable-lora`."""
+    """This node's LoRA settings that change what an adapter computes.
+
+    They are not in the fingerprint but in the digest of prompts with an adapter: other prompts are the same with and
+    without `--enable-lora`.
+    """
     config = vllm_config.lora_config
     return {} if config is None else {name: getattr(config, name, None) for name in LORA_SETTINGS}
 
 
 def _source(model: "ModelConfig", load: "LoadConfig") -> WeightsSource:
-    """`model_weights` is where the weights of a model in object storage are, `model` then a folder with its rest."""
+    """For a model in object storage `model_weights` is where its weights are; `model` is then a folder with the
+    rest."""
     return WeightsSource(model.model_weights or model.model, model.revision, str(load.load_format), load.download_dir)
 
 
 def _draft(vllm_config: "VllmConfig", target: WeightsSource) -> str:
-    speculative: SpeculativeConfig | None = vllm_config.speculative_config
+    speculative = vllm_config.speculative_config
     if speculative is None or speculative.draft_model_config is None:
         return NONE
     draft = _source(speculative.draft_model_config, speculative.draft_load_config or vllm_config.load_config)
@@ -163,7 +167,7 @@ def _members(spec: Any) -> Iterator[Any]:
 
 
 def _kind(spec: Any) -> str:
-    """The type of a group, with the window that bounds it."""
+    """The type of a group, with its window."""
     first = next(_members(spec))
     name = type(first).__name__.removesuffix("Spec")
     windows = (getattr(first, field, None) for field in ("sliding_window", "attention_chunk_size", "rswa_window"))
@@ -171,7 +175,8 @@ def _kind(spec: Any) -> str:
 
 
 def _block_size(spec: Any) -> str:
-    """Tokens a block. A state that is kept once for a whole sequence has blocks of `max_model_len` in name only."""
+    """Tokens per block; "-" for a state that is kept once for a whole sequence, whose nominal block is
+    `max_model_len`."""
     first = next(_members(spec))
     if isinstance(first, MambaSpec) and first.mamba_cache_mode == "none":
         return "-"
@@ -179,7 +184,7 @@ def _block_size(spec: Any) -> str:
 
 
 def _kv_dtype(spec: AttentionSpec, configured: str) -> str:
-    """The type of the bytes; where they are quantized also how, since `fp8_e4m3` and `fp8_e5m2` are one type."""
+    """The type of the stored bytes, and their quantization: `fp8_e4m3` and `fp8_e5m2` are stored as one type."""
     stored = _type(spec.dtype)
     if not spec.kv_quant_mode:
         return stored
@@ -187,7 +192,7 @@ def _kv_dtype(spec: AttentionSpec, configured: str) -> str:
 
 
 def _kv_shape(spec: AttentionSpec) -> str:
-    """Of one token and one head: key and value dimensions, and bytes."""
+    """Key and value dimensions and bytes of one token for one head."""
     states = "" if spec.tokens_per_state == 1 else f"/{spec.tokens_per_state}"
     return f"{spec.head_size}+{spec.head_size_v}={spec.state_content_size_bytes}B{states}"
 
@@ -199,13 +204,13 @@ def _state_shapes(spec: MambaSpec) -> str:
 
 
 def _each(values: Iterable[str]) -> str:
-    """The distinct values in the order of their first appearance: of all layers, or of all ranks."""
+    """The distinct values of all layers, or of all ranks, in the order in which they first appear."""
     distinct = dict.fromkeys(values)
     return short("/".join(distinct)) if distinct else NONE
 
 
 def _runs(values: Iterable[str]) -> str:
-    """`a,a,b` as `a*2,b`: the order of groups counts, since a ticket names blocks by it."""
+    """`a,a,b` as `a*2,b`: the order of groups matters, since a ticket lists blocks in it."""
     runs = ((value, len(list(run))) for value, run in groupby(values))
     return ",".join(value if length == 1 else f"{value}*{length}" for value, length in runs) or NONE
 
@@ -215,5 +220,5 @@ def _type(dtype: Any) -> str:
 
 
 def all_parts(fingerprint: Fingerprint) -> Mapping[str, str]:
-    """For the metric: every part, and their digest under `all`."""
+    """For the metric: every part, and their digest as `all`."""
     return {**dict(fingerprint.parts), "all": fingerprint.digest}

@@ -1,13 +1,13 @@
-"""Which requests a hand-over id names, and which ids were released: before, during or after the prefill.
+"""The prefill node's hand-overs, in its scheduler's process: tickets issued, leases opened, hand-over ids released.
 
-Pure: time is passed in, in seconds. What is not held by a living request is remembered for `memory` seconds, and at
-most `capacity` ids, the oldest forgotten first.
+    prefill leg arrives ──► on_new_request: an alias, and its hand-over id if it names one
+    prefill ends ──► issue: a lease is opened, the signed ticket is the leg's answer
+                └──► drop: it failed, was aborted, or its hand-over was released; nothing is held
+    workers saw reads ──► on_reads_seen ──► on_finished_sending: the lease ends, then vLLM frees the blocks
+    release(hand-over id) ──► its leases end now, running requests hold nothing at their end, later ones on arrival
 
-
-The prefill node's side of hand-overs, in its scheduler's process: tickets given out, leases, releases.
-
-It decides; `scheduler_side` carries out. Times come from the two clocks passed in: `now` is monotonic, for leases;
-`wall` is unix seconds, for what a ticket says to another machine.
+`ConnectorScheduler` calls this and carries out what it decides. Two clocks are passed in: `now` is monotonic, for
+leases; `wall` is unix seconds, for what a ticket says to another machine.
 """
 
 from collections import OrderedDict
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from connector.fingerprint import Fingerprint
-from connector.leases import Aliases, LeaseTable
+from connector.leases import MOST_REMEMBERED, REMEMBERED_FOR, Aliases, LeaseTable
 from connector.stats import Counters
 from connector.ticket import Ticket, wire
 from connector.transfer_params import IssueTicket
@@ -24,16 +24,20 @@ from connector.transfer_params import IssueTicket
 
 @dataclass(slots=True)
 class _HandOver:
-    """One id: the requests that carry it, and whether it was released."""
+    """One hand-over id: the requests that carry it and have not left, and when it was released, if it was."""
 
     requests: set[str] = field(default_factory=set)
     released_at: float | None = None
 
 
 class HandOvers:
-    """The hand-overs that one prefill node knows."""
+    """Which requests a hand-over id names, and which ids were released: before, during or after the prefill. Pure.
 
-    def __init__(self, *, memory: float, capacity: int) -> None:
+    An id that no unfinished request carries is remembered for `memory` seconds after its release, and at most
+    `capacity` ids in all, the oldest forgotten first.
+    """
+
+    def __init__(self, *, memory: float = REMEMBERED_FOR, capacity: int = MOST_REMEMBERED) -> None:
         self._memory = memory
         self._capacity = capacity
         self._by_id: OrderedDict[str, _HandOver] = OrderedDict()
@@ -42,8 +46,8 @@ class HandOvers:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def arrive(self, hand_over: str, request_id: str) -> bool:
-        """A prefill with this id has come. True when it was released already: then it need not be held."""
+    def add(self, hand_over: str, request_id: str) -> bool:
+        """A prefill leg with this id has arrived. True when the id was released already: then nothing need be held."""
         entry = self._by_id.setdefault(hand_over, _HandOver())
         if entry.released_at is not None:
             return True
@@ -52,7 +56,7 @@ class HandOvers:
         return False
 
     def release(self, hand_over: str, now: float) -> frozenset[str]:
-        """Release the id. Returns the requests that carry it and have not left; a later one will be told."""
+        """Release the id, also for requests that arrive later. The requests that carry it and were not removed."""
         entry = self._by_id.setdefault(hand_over, _HandOver())
         if entry.released_at is None:
             entry.released_at = now
@@ -60,13 +64,13 @@ class HandOvers:
         self._forget(now)
         return frozenset(entry.requests)
 
-    def released(self, request_id: str) -> bool:
+    def is_released(self, request_id: str) -> bool:
         """Whether this request's id was released while it ran."""
         entry = self._by_id.get(self._of_request.get(request_id, ""))
         return entry is not None and entry.released_at is not None
 
-    def leave(self, request_id: str) -> None:
-        """Nothing of this request is held any more."""
+    def remove(self, request_id: str) -> None:
+        """The request holds nothing any more."""
         hand_over = self._of_request.pop(request_id, None)
         entry = self._by_id.get(hand_over) if hand_over is not None else None
         if entry is None or hand_over is None:
@@ -76,37 +80,40 @@ class HandOvers:
             del self._by_id[hand_over]
 
     def _forget(self, now: float) -> None:
-        """Drop released ids that are too old or too many, oldest first; ids that living requests carry stay."""
+        """Drop released ids that are too old or too many, oldest first; ids that unfinished requests carry stay."""
         excess = len(self._by_id) - self._capacity
-        dead: list[str] = []
+        forgotten: list[str] = []
         for hand_over, entry in self._by_id.items():
             if entry.requests:
                 continue
             old = entry.released_at is not None and now - entry.released_at > self._memory
-            if not old and len(dead) >= excess:
+            if not old and len(forgotten) >= excess:
                 break
-            dead.append(hand_over)
-        for hand_over in dead:
+            forgotten.append(hand_over)
+        for hand_over in forgotten:
             del self._by_id[hand_over]
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseOrders:
-    """For the workers: new leases with their number of readers, leases to end now, and what aliases mean.
+    """For the workers, with the next step.
 
-    `aliases`: alias → request id, of prefill legs that have arrived. `retired`: request ids whose alias is over.
+    readers: new leases, by request id, with their number of readers. releases: leases to end now.
+    aliases: alias → request id, of prefill legs that have arrived. retired: request ids whose alias is no longer valid.
+    dropped: requests that ended without a ticket.
     """
 
     readers: dict[str, int]
     releases: frozenset[str]
     aliases: dict[str, str]
     retired: frozenset[str]
+    dropped: frozenset[str]
 
 
 class TicketIssuer:
-    """Every request that was asked for a ticket, from its arrival until its blocks are free.
+    """Every prefill leg that asked for a ticket, from its arrival until its blocks are free.
 
-    `make_alias` gives unguessable names of 16 letters or more, digits, - and _.
+    `make_alias` returns an unguessable name of at least 16 letters, digits, `-` and `_`.
     """
 
     def __init__(
@@ -114,7 +121,7 @@ class TicketIssuer:
         *,
         leases: LeaseTable,
         hand_overs: HandOvers,
-        accounts: Counters,
+        counters: Counters,
         keys: tuple[bytes, ...],
         block_sizes: tuple[int, ...],
         make_alias: Callable[[], str],
@@ -123,54 +130,51 @@ class TicketIssuer:
     ) -> None:
         self._leases = leases
         self._hand_overs = hand_overs
-        self._accounts = accounts
+        self._counters = counters
         self._keys = keys
         self._block_sizes = block_sizes
         self._make_alias = make_alias
-        self.fingerprint = Fingerprint()
-        """Of this node; into every ticket."""
-
         self._now = now
         self._wall = wall
+        self.fingerprint = Fingerprint()
+        """This node's; it goes into every ticket."""
         self._aliases = Aliases()
         self._new_aliases: dict[str, str] = {}
         self._retired: set[str] = set()
+        self._dropped: set[str] = set()
         self._readers: dict[str, int] = {}
-        self._new: dict[str, int] = {}
+        self._new_leases: dict[str, int] = {}
         self._releases: set[str] = set()
 
-    def arrive(self, request_id: str, order: IssueTicket) -> bool:
-        """A prefill leg has come. False when its hand-over was released before: compute, but hold nothing."""
-        if order.hand_over is not None and self._hand_overs.arrive(order.hand_over, request_id):
+    def on_new_request(self, request_id: str, action: IssueTicket) -> bool:
+        """A prefill leg has arrived. False when its hand-over was released before: compute, but hold nothing."""
+        if action.hand_over is not None and self._hand_overs.add(action.hand_over, request_id):
             return False
-        self._readers[request_id] = order.readers
-        self._name(request_id)
-        return True
-
-    def _name(self, request_id: str) -> None:
-        """Give it its alias; the workers learn it with the step that first computes the request, or before."""
+        self._readers[request_id] = action.readers
+        # The workers get the alias with the step that first computes the request, or before.
         alias = self._make_alias()
         self._aliases.bind(alias, request_id)
         self._new_aliases[alias] = request_id
+        return True
 
     def release(self, hand_over: str) -> None:
-        """Let go of everything under this id: leases now, running requests at their end, later ones on arrival."""
+        """End everything under this id: leases now, running requests at their end, later ones on arrival."""
         for request_id in self._hand_overs.release(hand_over, self._now()):
             alias = self._aliases.alias(request_id)
-            if alias is not None and self._leases.ask_release(alias):
+            if alias is not None and self._leases.request_release(alias):
                 self._releases.add(request_id)
 
-    def wanted(self, request_id: str) -> bool:
-        """Whether the request, now ending, still has a taker."""
-        return request_id in self._readers and not self._hand_overs.released(request_id)
+    def is_wanted(self, request_id: str) -> bool:
+        """Whether the request, now ending, asked for a ticket, and its hand-over was not released."""
+        return request_id in self._readers and not self._hand_overs.is_released(request_id)
 
     def issue(self, request_id: str, stock: Mapping[str, Any], digest: str) -> dict[str, Any]:
-        """Open a lease and make the ticket out of what vLLM's own connector would answer."""
+        """Open a lease. The signed ticket, made from `stock`, which is what vLLM's own connector would answer."""
         readers, alias = self._readers[request_id], self._aliases.alias(request_id)
         if alias is None:
             raise KeyError(request_id)
         self._leases.open(alias, readers=readers, now=self._now())
-        self._new[request_id] = readers
+        self._new_leases[request_id] = readers
         ticket = Ticket(
             engine_id=stock["remote_engine_id"],
             request_id=alias,
@@ -192,33 +196,43 @@ class TicketIssuer:
 
     def drop(self, request_id: str) -> None:
         """The request ended without a ticket; nothing is held."""
+        self._dropped.add(request_id)
+        self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
         self._readers.pop(request_id, None)
-        self._hand_overs.leave(request_id)
+        self._hand_overs.remove(request_id)
         alias = self._aliases.alias(request_id)
         if alias is not None:
             self._aliases.forget(request_id)
             self._new_aliases.pop(alias, None)
             self._retired.add(request_id)
 
-    def hear(self, reads_seen: Mapping[str, Mapping[str, int]]) -> None:
-        """The workers' news of completed reads; before `sent` of the same step."""
+    def on_reads_seen(self, reads_seen: Mapping[str, Mapping[str, int]]) -> None:
+        """Completed reads that the workers report; before `on_finished_sending` of the same step."""
         for request_id, reads in reads_seen.items():
             alias = self._aliases.alias(request_id)
             if alias is not None:
-                self._leases.note_reads(alias, reads)
+                self._leases.record_reads(alias, reads)
 
-    def sent(self, request_ids: Iterable[str]) -> None:
+    def on_finished_sending(self, request_ids: Iterable[str]) -> None:
         """vLLM is about to free these requests' blocks."""
         for request_id in request_ids:
             alias = self._aliases.alias(request_id)
             ended = None if alias is None else self._leases.end(alias, self._now())
-            self.drop(request_id)
+            self._forget(request_id)
             if ended is not None:
-                self._accounts.lease_ended(ended.ending)
-                self._accounts.lease_age_seconds(ended.held_for)
+                self._counters.lease_ended(ended.ending, ended.held_for)
 
-    def take_orders(self) -> LeaseOrders:
-        """What the workers must hear with the next step; handed out once."""
-        orders = LeaseOrders(self._new, frozenset(self._releases), self._new_aliases, frozenset(self._retired))
-        self._new, self._releases, self._new_aliases, self._retired = {}, set(), {}, set()
+    def pop_orders(self) -> LeaseOrders:
+        """Everything for the workers since the last call."""
+        orders = LeaseOrders(
+            self._new_leases,
+            frozenset(self._releases),
+            self._new_aliases,
+            frozenset(self._retired),
+            frozenset(self._dropped),
+        )
+        self._new_leases, self._releases, self._new_aliases = {}, set(), {}
+        self._retired, self._dropped = set(), set()
         return orders

@@ -1,7 +1,7 @@
-"""The half in the scheduler's process: vLLM's pull scheduler, with every ticket judged and every lease kept.
+"""The connector's scheduler side: vLLM's pull scheduler with validated tickets, leases and verified reads.
 
-`facade` says when vLLM calls what. Each hook first lets a desk decide, and vLLM's own code then acts on clean params.
-Over 300 lines: vLLM wants all hooks on one class, and each is short.
+`nixl_connector` shows when vLLM calls which hook. A hook first has our own parts decide (`transfer_params`,
+`prefill_tickets`, `decode_reads`); vLLM's code then acts on clean params.
 """
 
 import logging
@@ -17,31 +17,30 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import Nix
 from connector.config import ConnectorConfig
 from connector.decode_reads import PromptTokens, Quarantine, ReadTracker, TicketToReturn, TokenAccounting
 from connector.fingerprint import Fingerprint
-from connector.kv_groups import group_shapes, node_capacity
+from connector.kv_groups import count_blocks, group_shapes, node_capacity
 from connector.leases import LeaseTable
 from connector.messages import Verdict
 from connector.metadata import ConnectorMetadata, WorkerReport
 from connector.node_fingerprint import all_parts, lora_settings, node_fingerprint, rank_parts
 from connector.prefill_tickets import HandOvers, TicketIssuer
 from connector.side_channel import Listener
-from connector.stats import ConnectorStats, Counters, Group, drained
+from connector.stats import Counters
 from connector.tcp_server import Limits
-from connector.ticket import Expected, GroupKind
-from connector.ticket_fields import Refusal, RefusalReason, is_plain, names_media_itself, prompt_digest, usable_name
+from connector.ticket import Expected
+from connector.ticket_fields import Refusal, has_client_named_media, is_token_prompt, is_usable_name, prompt_digest
 from connector.transfer_params import (
     Action,
-    ComputeLocally,
     IssueTicket,
     ParamsValidator,
     ReadTicket,
     ReleaseHandOver,
     RequestFacts,
+    ValidatedParams,
 )
 from connector.weights import Adapters
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -50,281 +49,248 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("vllm.pdproxy.scheduler")
+_REFUSED = "Request %s: kv_transfer_params refused (%s): %s. Computing locally."
 
-REMEMBERED_FOR = 600.0
-"""Seconds for which an ended lease and a released hand-over id are remembered: longer than any read may take."""
-MOST_REMEMBERED = 65536
 ALIAS_BYTES = 18
-"""Random bytes in an alias, 24 characters of it: what a ticket names cannot be guessed."""
-
-
-class ValidatedParams(dict[str, Any]):
-    """`kv_transfer_params` that were judged here; a sender cannot make one.
-
-    vLLM may announce a request twice, and marks in its params what it has done to it (`_p_side_truncated`: the
-    prompt's last tokens are off). A request that is announced again keeps them.
-    """
+"""Random bytes in an alias, as 24 characters: it cannot be guessed."""
 
 
 class ConnectorScheduler(NixlPullConnectorScheduler):
-    """One per engine (and so per data-parallel rank). Everything but `judge` runs on the engine's thread."""
+    """One per engine (and so per data-parallel rank). Everything but `verify` runs on the engine's thread."""
 
     def __init__(
         self, vllm_config: "VllmConfig", engine_id: str, kv_cache_config: "KVCacheConfig", config: ConnectorConfig
     ) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
+        self._config = config
+        self._engine_id = engine_id
+        self._transfer_groups = kv_cache_config.transfer_group_ids
         parallel = vllm_config.parallel_config
-        self.accounts = Counters()
-        self.accounts.capacity(node_capacity(vllm_config, kv_cache_config))
-        self._shapes = group_shapes(kv_cache_config)
-        self._gate = ParamsValidator(config.role, Expected(self._shapes, config.keys, config.allowed_hosts))
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        self._leases = LeaseTable(ranks=ranks, memory=REMEMBERED_FOR, capacity=MOST_REMEMBERED)
-        self._prefill = TicketIssuer(
+        self.counters = Counters()
+        self.counters.capacity(node_capacity(vllm_config, kv_cache_config))
+        self._shapes = group_shapes(kv_cache_config)
+        self._validator = ParamsValidator(config.role, Expected(self._shapes, config.keys, config.allowed_hosts))
+        self._leases = LeaseTable(ranks=ranks)
+        self._tickets = TicketIssuer(
             leases=self._leases,
-            hand_overs=HandOvers(memory=REMEMBERED_FOR, capacity=MOST_REMEMBERED),
-            accounts=self.accounts,
+            hand_overs=HandOvers(),
+            counters=self.counters,
             keys=config.keys,
             block_sizes=tuple(shape.block_size for shape in self._shapes),
             make_alias=lambda: secrets.token_urlsafe(ALIAS_BYTES),
             now=time.monotonic,
             wall=time.time,
         )
-        self._quarantine = Quarantine()
-        self._decode = ReadTracker(
-            accounts=self.accounts,
-            quarantine=self._quarantine,
-            ranks=ranks,
-            retries=config.read_retries,
-            make_nonce=lambda: secrets.token_hex(8),
+        self.quarantine = Quarantine()
+        self._reads = ReadTracker(
+            self.counters, self.quarantine, ranks, config.read_retries, lambda: secrets.token_hex(8)
         )
-        self.adopt(node_fingerprint(vllm_config, kv_cache_config))
+        self.set_fingerprint(node_fingerprint(vllm_config, kv_cache_config))
         self._adapters = Adapters(lora_settings(vllm_config))
-        self._ledger = TokenAccounting(self.accounts)
+        self._token_accounting = TokenAccounting(self.counters)
         self._listener: Listener | None = None
-        self._keys = config.keys
-        self._connections = config.side_channel_connections
         if not config.keys:
             log.warning(
                 "Tickets are neither signed nor checked for a signature: give prefill and decode nodes a common key "
                 "(pdproxy_key_file or PDPROXY_TICKET_KEYS) wherever others can reach them."
             )
 
-    def adopt(self, fingerprint: Fingerprint) -> None:
-        """Give out tickets with this fingerprint, and take only those that have the same."""
-        self._prefill.fingerprint = self._fingerprint = fingerprint
-        self._gate = replace(self._gate, expected=replace(self._gate.expected, fingerprint=fingerprint))
+    def set_fingerprint(self, fingerprint: Fingerprint) -> None:
+        """Issue tickets with this fingerprint, and accept only those that have the same."""
+        self._tickets.fingerprint = self._fingerprint = fingerprint
+        expected = replace(self._validator.expected, fingerprint=fingerprint)
+        self._validator = replace(self._validator, expected=expected)
 
     # ---- a request arrives
 
     def on_new_request(self, request: "Request") -> None:
-        """Judge the request's `kv_transfer_params`, whoever wrote them; vLLM then sees clean ones or none."""
+        """Validate the request's `kv_transfer_params`, which any client may have written. vLLM sees clean ones or
+        none."""
         if not isinstance(request.kv_transfer_params, ValidatedParams):
-            order = self._gate.judge(request.kv_transfer_params, self._facts(request))
-            params = self._take(request, order)
+            action = self._validator.validate(request.kv_transfer_params, self._facts(request))
+            params = self._begin(request, action)
             request.kv_transfer_params = None if params is None else ValidatedParams(params)
         super().on_new_request(request)
 
     def _facts(self, request: "Request") -> RequestFacts:
-        num_prompt_tokens = request.num_prompt_tokens
         ending = request.abort_immediately
         adapter = self._adapters.content(request.lora_request if request.kv_transfer_params else None)
         return RequestFacts(
-            suitable=None if ending else self._unsuitable(request) or adapter.unknown,
-            expected_tokens=None if ending else self._get_remote_prefill_token_count(num_prompt_tokens),
+            unsuitable=None if ending else self._unsuitable(request) or adapter.unknown,
+            expected_tokens=None if ending else self._ticket_tokens(request),
             digest=lambda num_tokens: prompt_digest(request, num_tokens, adapter.digest),
         )
 
+    def _ticket_tokens(self, request: "Request") -> int:
+        """How many of the prompt's tokens a ticket covers: all but those that vLLM has the decode node compute."""
+        return int(request.num_prompt_tokens - self._prefill_backoff())
+
     def _unsuitable(self, request: "Request") -> str | None:
-        if not is_plain(request):
+        if not is_token_prompt(request):
             return "prompt embeddings have no digest"
-        if names_media_itself(request):
+        if has_client_named_media(request):
             return "a media item is named by its sender, not by its content"
         if request.resumable:
             return "a session's prompt still grows"
         if request.skip_reading_prefix_cache:
             return "prompt log-probabilities need every token computed here"
-        if request.num_prompt_tokens <= self._prefill_backoff():
+        if self._ticket_tokens(request) <= 0:
             return "the prompt is too short to hand over"
-        return None if usable_name(request.request_id) else "the request id cannot stand in a ticket"
+        return None if is_usable_name(request.request_id) else "the request id cannot stand in a ticket"
 
-    def _take(self, request: "Request", order: Action) -> dict[str, Any] | None:
-        match order:
-            case ComputeLocally():
-                return None
-            case IssueTicket():
-                return order.params() if self._prefill.arrive(request.request_id, order) else None
+    def _begin(self, request: "Request", action: Action) -> dict[str, Any] | None:
+        """Carry out the action. The request's clean params, or None."""
+        match action:
+            case IssueTicket() if self._tickets.on_new_request(request.request_id, action):
+                return action.params()
             case ReadTicket(ticket):
-                self._decode.accept(request, ticket)
+                self._reads.accept(request, ticket)
                 return ticket.params()
             case ReleaseHandOver(hand_over):
-                self._prefill.release(hand_over)
-                return None
+                self._tickets.release(hand_over)
             case Refusal(reason, detail):
-                self._refuse(request.request_id, reason, detail)
-                return None
-
-    def _refuse(self, request_id: str, reason: RefusalReason, detail: str) -> None:
-        self.accounts.refused(reason)
-        log.warning("Request %s: kv_transfer_params refused (%s): %s. Computing locally.", request_id, reason, detail)
+                self.counters.refused(reason)
+                log.warning(_REFUSED, request.request_id, reason, detail)
+        return None
 
     # ---- a step is planned
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
-        """vLLM plans the read; we order its attempt, and note where the prompt's tokens come from."""
+        """vLLM plans the read; ours gets its order, and the source of the prompt's tokens is recorded."""
         params = request.kv_transfer_params
         reads = params is not None and bool(params.get("do_remote_prefill"))
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if request.num_computed_tokens > 0:
-            # Back from a load. Of reads of ours nothing waits any more: they were settled with the workers' report.
-            self._ledger.loaded(request.request_id, request.num_computed_tokens)
+            # Back from a load of another connector: our own reads were counted with the workers' report.
+            self._token_accounting.on_loaded(request.request_id, request.num_computed_tokens)
         elif request.num_preemptions == 0:
-            self._plan(request, num_external_tokens, blocks if reads else None)
+            self._plan_tokens(request, num_external_tokens, blocks if reads else None)
         if reads:
             every = [block for group in blocks.blocks for block in group]
-            hit = self._get_remote_prefill_token_count(request.num_prompt_tokens) - num_external_tokens
-            self._decode.order(request.request_id, blocks=every, hit=hit, pull=num_external_tokens)
+            hit = self._ticket_tokens(request) - num_external_tokens
+            self._reads.start_attempt(request.request_id, blocks=every, hit=hit, pull=num_external_tokens)
 
-    def _plan(self, request: "Request", pulled: int, allocated: "KVCacheBlocks | None") -> None:
+    def _plan_tokens(self, request: "Request", pulled: int, allocated: "KVCacheBlocks | None") -> None:
         stats = request.prefill_stats
         if stats is None:
             return
         hit = stats.num_local_cached_tokens
         loaded = stats.num_external_cached_tokens - pulled
         computed = stats.num_prompt_tokens - hit - pulled - loaded
-        blocks = self._blocks(allocated) if allocated is not None and pulled else {}
-        self._ledger.plan(request.request_id, PromptTokens(hit, pulled, computed, blocks, loaded))
-
-    def _blocks(self, allocated: "KVCacheBlocks") -> dict[Group, tuple[int, int]]:
-        """Blocks (hit, pulled) by kind: those that the prefix cache had already, and those that the read fills."""
-        to_pull = self.get_exchange_clipped_blocks(allocated.get_unhashed_block_ids_all_groups())
-        counts: dict[Group, tuple[int, int]] = {"attention": (0, 0), "state": (0, 0)}
-        for shape, group, ids in zip(self._shapes, self.kv_cache_config.transfer_group_ids, to_pull, strict=True):
-            kind: Group = "state" if shape.kind is GroupKind.STATE else "attention"
-            hit, pulled = counts[kind]
-            cached = sum(block.block_hash is not None and not block.is_null for block in allocated.blocks[group])
-            counts[kind] = (hit + cached, pulled + len(ids))
-        return counts
+        blocks = {}
+        if allocated is not None and pulled:
+            to_pull = self.get_exchange_clipped_blocks(allocated.get_unhashed_block_ids_all_groups())
+            cached = [allocated.blocks[group] for group in self._transfer_groups]
+            blocks = count_blocks(self._shapes, cached, to_pull)
+        self._token_accounting.plan(request.request_id, PromptTokens(hit, pulled, computed, blocks, loaded))
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ConnectorMetadata:
-        """vLLM's orders to the workers, with ours beside them."""
+        """vLLM's metadata for the workers, with our orders."""
         meta = ConnectorMetadata.extending(super().build_connector_meta(scheduler_output))
-        orders = self._prefill.take_orders()
+        orders = self._tickets.pop_orders()
         meta.readers, meta.releases = orders.readers, orders.releases
         meta.aliases, meta.retired = orders.aliases, orders.retired
-        meta.reads = self._decode.take_orders(meta.reqs_to_recv)
+        meta.reqs_not_processed |= orders.dropped
+        meta.reads = self._reads.pop_orders(meta.reqs_to_recv)
         meta.idle = scheduler_output.total_num_scheduled_tokens == 0
         return meta
 
     # ---- a step is done
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        """Close the books of this step; vLLM frees blocks only after it."""
+        """Take in the workers' reports of this step. vLLM frees blocks only after it."""
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
-            self._prefill.hear(report.reads_seen)
-            for given in self._decode.hear(report):
-                self._give_back(given)
-        self._prefill.sent(connector_output.finished_sending or ())
+            self._tickets.on_reads_seen(report.reads_seen)
+            for ticket in self._reads.on_worker_report(report):
+                self._return_ticket(ticket)
+        self._tickets.on_finished_sending(connector_output.finished_sending or ())
         super().update_connector_output(connector_output)
-        self._settle(connector_output.finished_recving or set(), connector_output.failed_recving)
+        self._on_reads_finished(connector_output.finished_recving or set(), connector_output.failed_recving)
 
-    def _settle(self, finished: set[str], failed: set[str]) -> None:
-        for request_id in finished:
-            if request_id in failed:
-                self._ledger.forget(request_id)
-            else:
-                self._ledger.good(request_id)
-        settled = self._decode.settle(finished, failed)
-        for request in settled.again:
+    def _on_reads_finished(self, finished: set[str], failed: set[str]) -> None:
+        for request_id in finished - failed:
+            self._token_accounting.on_read_verified(request_id)
+        for request_id in finished & failed:
+            self._token_accounting.forget(request_id)
+        follow_up = self._reads.on_reads_finished(finished, failed)
+        for request in follow_up.retry:
             request.kv_transfer_params["do_remote_prefill"] = True
             super().on_new_request(request)
-        for given in settled.give_back:
-            self._give_back(given)
+        for ticket in follow_up.to_return:
+            self._return_ticket(ticket)
 
-    def _give_back(self, given: TicketToReturn) -> None:
-        """Have vLLM give notice for a ticket that will not be read, as for a request that ended before its read."""
-        given.request.kv_transfer_params["do_remote_prefill"] = True
-        super().request_finished(given.request, ())
-        self._decode.give_back(given)
+    def _return_ticket(self, ticket: TicketToReturn) -> None:
+        """Have vLLM give notice for a ticket that is not read, as for a request that ended before its read."""
+        ticket.request.kv_transfer_params["do_remote_prefill"] = True
+        super().request_finished(ticket.request, ())
+        self._reads.return_ticket(ticket)
 
     # ---- a request ends
 
     def request_finished(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Answer a prefill leg with a ticket and keep its blocks; let everything else go."""
+        """Answer a prefill leg with a ticket and keep its blocks; of every other request nothing is held."""
         request_id = request.request_id
         params = request.kv_transfer_params or {}
         if request.num_output_tokens > 0:
-            # A load that ran within a step: nothing else tells that it is over.
-            self._ledger.loaded(request_id, request.num_computed_tokens)
-        self._ledger.forget(request_id)
-        adapter = self._adapters.content(request.lora_request if params else None)
-        if params.get("do_remote_decode") and (adapter.unknown or not self._prefill.wanted(request_id)):
-            self._reqs_not_processed.add(request_id)
-            self._reqs_need_save.pop(request_id, None)
-            self._prefill.drop(request_id)
-            return False, None
-        held, answer = super().request_finished(request, block_ids)
+            # The end of a load that ran within a step is not reported in any other way.
+            self._token_accounting.on_loaded(request_id, request.num_computed_tokens)
+        self._token_accounting.forget(request_id)
         if not params.get("do_remote_decode"):
-            self._decode.leave(request_id)
+            held, answer = super().request_finished(request, block_ids)
+            self._reads.on_request_finished(request)
             return held, answer
+        adapter = self._adapters.content(request.lora_request)
+        wanted = self._tickets.is_wanted(request_id) and not adapter.unknown
+        # Without blocks there is nothing for vLLM to hold.
+        held, answer = super().request_finished(request, block_ids if wanted else ())
         if not held or answer is None:
-            self._prefill.drop(request_id)
+            self._tickets.drop(request_id)
             return False, None
         digest = prompt_digest(request, answer["remote_num_tokens"], adapter.digest)
-        return True, self._prefill.issue(request_id, answer, digest)
+        return True, self._tickets.issue(request_id, answer, digest)
 
     # ---- the engine starts and stops
 
-    def bind_gpu_block_pool(self, pool: "BlockPool") -> None:
-        """vLLM's block pool, for the quarantine."""
-        self._quarantine.bind(pool)
-
-    def judge(self, engine_id: str, alias: str, nonce: str) -> Verdict:
-        """The side channel's answer to a decode node; called in the listener's thread."""
-        return self._leases.judge(alias, nonce) if engine_id == self.engine_id else Verdict.UNKNOWN
+    def verify(self, engine_id: str, alias: str, nonce: str) -> Verdict:
+        """The side channel's answer to a decode node's question after a read. Called in the listener's thread."""
+        return self._leases.verify(alias, nonce) if engine_id == self._engine_id else Verdict.UNKNOWN
 
     def set_xfer_handshake_metadata(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """Complete the fingerprint, and start the side channel, ours in the place of vLLM's.
+        """Complete the fingerprint, and start our side channel in the place of vLLM's.
 
-        Raises SideChannelError when the port is taken.
+        Raises SideChannelError when the port is in use.
         """
         if self._listener is not None:
             return
         for payload in metadata.values():
             if not isinstance(payload, NixlHandshakePayload):
                 raise TypeError(f"expected NixlHandshakePayload, got {type(payload).__name__}")
-        self.adopt(self._fingerprint.extended(rank_parts(metadata.values())))
-        self.accounts.fingerprint(all_parts(self._fingerprint))
+        self.set_fingerprint(self._fingerprint.extended(rank_parts(metadata.values())))
+        self.counters.fingerprint(all_parts(self._fingerprint))
         log.info("Fingerprint %s: %s", self._fingerprint.digest, dict(self._fingerprint.parts))
         encoded = {ranks: msgspec.msgpack.encode(payload) for ranks, payload in metadata.items()}
+        connections = self._config.side_channel_connections
         self._listener = Listener(
             self.side_channel_host,
             self.side_channel_port,
             encoded,
-            self.judge,
-            self.accounts,
-            engine_id=self.engine_id,
-            keys=self._keys,
-            limits=Limits(self._connections, self._connections // 2),
+            self.verify,
+            self.counters,
+            engine_id=self._engine_id,
+            keys=self._config.keys,
+            limits=Limits(connections, connections // 2),
         )
         self._listener.start()
 
     def has_pending_push_work(self) -> bool:
-        """Whether an idle engine must step on, since only steps carry orders to workers and their reports back.
-
-        Once, to tell its capacity before any request comes; while blocks are kept from the pool under a transfer that
-        was given up; and until every notice that the workers were to give is given. See `worker_side` on how such
-        steps are spaced.
-        """
-        unfinished = self._reqs_need_recv or self._quarantine or self._decode.owes_notice
-        return self.accounts.untold_levels() or bool(unfinished) or bool(super().has_pending_push_work())
-
-    def take_stats(self) -> ConnectorStats | None:
-        """The scheduler side's accounts since the last call."""
-        return drained(self.accounts)
+        """Whether an idle engine must step on, since only steps carry orders to workers, and reports and metrics back:
+        once for its capacity, while blocks are in quarantine, until every order is carried out. `worker` spaces it."""
+        unfinished = self.counters.has_undrained_gauges() or self.quarantine or self._reads.has_pending_orders
+        return bool(unfinished) or bool(super().has_pending_push_work())
 
     def shutdown(self) -> None:
         """Stop the side channel."""

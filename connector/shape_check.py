@@ -1,7 +1,7 @@
-"""The check at start: whether the vLLM that this process runs in is as this package relies on (`vllm_contracts`).
+"""The check when a node starts: whether the running vLLM is as this package relies on (`vllm_contracts`).
 
-What differs is refused in a sentence, before anything of ours runs: found later, it would end the engine in the middle
-of a request, or read the wrong blocks. A version that nobody has tried and that has no difference is a warning.
+A difference is refused in a sentence, before any of our code runs: found later, it would end the engine in the middle
+of a request, or read the wrong blocks. An untested version without a difference is a warning.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ log = logging.getLogger("vllm.pdproxy.shape_check")
 
 
 class Source(Protocol):
-    """A version of vLLM. `owner` is `module:Class`."""
+    """Where a version's facts are read from: the running vLLM, or source text. `owner` is `module:Class`."""
 
     def parameters(self, owner: str, name: str) -> str | None:
-        """Of a method, in order, with `=` behind an optional one; `PROPERTY`; None where there is no such."""
+        """A method's parameters in order, optional ones with `=`; `PROPERTY`; None where there is no such."""
 
     def members(self, owner: str) -> frozenset[str]:
-        """Methods and attributes, those that its constructor sets included."""
+        """Methods and attributes, including those that its constructor sets."""
 
     def fields(self, owner: str) -> tuple[str, ...]:
-        """Of a dataclass."""
+        """A dataclass's fields."""
 
     def constant(self, name: str) -> str:
-        """The value of `module:NAME` as Python writes it."""
+        """The `repr` of the value of `module:NAME`."""
 
     def tree(self, owner: str, name: str) -> ast.FunctionDef | None:
-        """A method's syntax tree; None where there is no such, or its source is not there."""
+        """A method's syntax tree; None without such a method, or without its source."""
 
 
 def require_fit(contract: Contract) -> None:
@@ -59,7 +59,7 @@ def require_fit(contract: Contract) -> None:
 
 @contextmanager
 def vllm_names() -> Iterator[None]:
-    """Import names of vLLM's in here. Raises ConfigError for one that this version does not have."""
+    """For imports from vLLM. Raises ConfigError for a name that this version does not have."""
     try:
         yield
     except ImportError as error:
@@ -69,7 +69,7 @@ def vllm_names() -> Iterator[None]:
 
 
 def facts(contract: Contract, source: Source) -> VersionFacts:
-    """What `contract` asks, answered by a version."""
+    """The facts of a version that `contract` asks for."""
     methods = [(owner, name) for part in (contract.hooks, contract.calls) for owner in part for name in part[owner]]
     parameters = {f"{owner}.{name}": source.parameters(owner, name) for owner, name in methods}
     return VersionFacts(
@@ -82,14 +82,14 @@ def facts(contract: Contract, source: Source) -> VersionFacts:
 
 
 def running_version() -> str:
-    """Of the vLLM of this process, without what stands behind a `+`."""
+    """The running vLLM's, without a local part behind `+`."""
     from vllm import __version__ as version
 
     return str(version).split("+")[0]
 
 
 def sentence(version: str, found: Iterable[str]) -> str:
-    """What an operator reads."""
+    """The message of the refusal."""
     return (
         f"vLLM {version} does not fit this connector, which was made for {' and '.join(TESTED)}: {'; '.join(found)}. "
         f"Install one of those versions, or a release of pdproxy that was made for {version}."
@@ -97,7 +97,7 @@ def sentence(version: str, found: Iterable[str]) -> str:
 
 
 class Running:
-    """The vLLM of this process, whose modules are loaded; nothing is called, and few files are read."""
+    """The running vLLM, whose modules are loaded; nothing is called, and few files are read."""
 
     def parameters(self, owner: str, name: str) -> str | None:
         member = inspect.getattr_static(_named(owner), name, None)
@@ -131,14 +131,14 @@ class Running:
 
 
 def _set_by(constructor: Any) -> set[str]:
-    """Every attribute that a constructor names, its own among them: cheaper to find than to read its source."""
+    """Every attribute that a constructor names, which includes those that it sets. Cheaper than parsing its source."""
     return (
         set(getattr(getattr(inspect.unwrap(constructor), "__code__", None), "co_names", ())) if constructor else set()
     )
 
 
 def render(signature: inspect.Signature) -> str:
-    """As `Facts.parameters` has it."""
+    """In the form of `VersionFacts.parameters`."""
     return " ".join(map(_parameter, signature.parameters.values()))
 
 
@@ -149,7 +149,7 @@ def _parameter(parameter: inspect.Parameter) -> str:
 
 
 def _named(owner: str) -> Any:
-    """What `module:Name` names; None where there is no such."""
+    """The object that `module:Name` names, or None."""
     module, name = owner.split(":")
     try:
         return getattr(import_module(module), name, None)

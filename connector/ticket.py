@@ -1,10 +1,10 @@
-"""The ticket: what a prefill leg returns, what a decode node may act on. Pure: no engine, no clock, no I/O.
+"""The ticket: what a prefill leg returns, and a decode node may act on. Pure: no engine, no clock, no I/O.
 
-`parse` turns whatever came in `kv_transfer_params` into a `Ticket` or a `Refusal`; a hostile sender is assumed and
-nothing raises. A ticket fits exactly one shape of engine (`Expected`): every group is there, with as many blocks as
-its number of tokens needs, and the prefill node's fingerprint is this node's. The signature covers every field that a
-decode node acts on (`Ticket.signed_fields`); `remote_prefill_cached_tokens`, which vLLM adds after us, is outside it
-and is not used.
+`wire` makes the `kv_transfer_params` of a prefill leg's answer. `parse` turns what came in `kv_transfer_params` into a
+`Ticket` or a `Refusal`; it assumes a hostile sender and never raises. A ticket fits exactly one shape of engine
+(`Expected`): every group is there, with as many blocks as its number of tokens needs, and the prefill node's
+fingerprint is this node's. The signature covers every field that a decode node acts on (`Ticket.signed_fields`);
+`remote_prefill_cached_tokens`, which vLLM adds after us, is outside it and is not used.
 """
 
 import hashlib
@@ -20,7 +20,8 @@ from connector.fingerprint import Fingerprint, differences, read_fingerprint, su
 from connector.ticket_fields import Refusal, RefusalReason
 
 VERSION = 2
-OURS = "pdproxy"
+EXTENSION = "pdproxy"
+"""Our own fields stand in an object under this key, beside vLLM's."""
 MOST_TOKENS = 1 << 24
 MOST_RANKS = 4096
 
@@ -28,7 +29,7 @@ _DOMAIN = b"pdproxy ticket\n"
 
 
 class GroupKind(StrEnum):
-    """How many blocks a group holds: one a block of tokens, only those in a window, or one in all."""
+    """How many blocks a group has: one per block of tokens, only those in a window, or one in all."""
 
     ATTENTION = "attention"
     WINDOW = "window"
@@ -37,7 +38,7 @@ class GroupKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """One KV-cache group that travels. `block_size` in tokens."""
+    """One transferred KV-cache group. `block_size` in tokens."""
 
     kind: GroupKind
     block_size: int
@@ -45,8 +46,11 @@ class GroupShape:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What this engine can take. No `keys`: signatures are not looked at. No `hosts`: any address. No `fingerprint`:
-    any prefill node's, which is for tests alone."""
+    """Which tickets this engine accepts.
+
+    Without `keys` signatures are not checked; without `hosts` any address is accepted; without `fingerprint` any
+    prefill node's is, which is for tests only.
+    """
 
     groups: tuple[GroupShape, ...]
     keys: tuple[bytes, ...] = ()
@@ -56,7 +60,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A ticket whose every field was checked. `issued_at`: unix seconds by the prefill node's clock."""
+    """A ticket whose every field is checked. `issued_at`: unix seconds by the prefill node's clock."""
 
     engine_id: str
     request_id: str
@@ -97,7 +101,7 @@ class Ticket:
         ]
 
     def params(self) -> dict[str, Any]:
-        """The clean `kv_transfer_params` that vLLM's own decode side may see: nothing else gets through."""
+        """The clean `kv_transfer_params` for vLLM's own decode side."""
         registered = {} if self.registration is None else {"remote_registration_generation": self.registration}
         return {
             "do_remote_prefill": True,
@@ -127,16 +131,16 @@ def sign(ticket: Ticket, keys: Sequence[bytes]) -> str | None:
     return _mac(keys[0], encode(ticket)) if keys else None
 
 
-def genuine(ticket: Ticket, signature: str, keys: Sequence[bytes]) -> bool:
-    """Whether any of `keys` made `signature`; every key is tried, in constant time each."""
+def is_signed(ticket: Ticket, signature: str, keys: Sequence[bytes]) -> bool:
+    """Whether `signature` was made with any of `keys`. Every key is tried, each in constant time."""
     encoded = encode(ticket)
-    made = [hmac.compare_digest(_mac(key, encoded), signature) for key in keys]
-    return any(made)
+    matches = [hmac.compare_digest(_mac(key, encoded), signature) for key in keys]
+    return any(matches)
 
 
 def wire(ticket: Ticket, keys: Sequence[bytes]) -> dict[str, Any]:
-    """The ticket as the prefill node answers it, signed when there is a key."""
-    ours = {
+    """The ticket in the form in which the prefill node answers it, signed if there is a key."""
+    extension = {
         "v": ticket.version,
         "digest": ticket.digest,
         "fingerprint": dict(ticket.fingerprint.parts),
@@ -145,11 +149,11 @@ def wire(ticket: Ticket, keys: Sequence[bytes]) -> dict[str, Any]:
         "issued_at": ticket.issued_at,
         "signature": sign(ticket, keys),
     }
-    return {**ticket.params(), OURS: ours}
+    return {**ticket.params(), EXTENSION: extension}
 
 
 def parse(raw: Any, expected: Expected) -> Ticket | Refusal:
-    """A ticket that this engine may act on, or why not. Never raises."""
+    """A ticket that this engine may act on, or why it may not. Never raises."""
     try:
         ticket, signature = _read(raw, expected.fingerprint)
         _check_signature(ticket, signature, expected.keys)
@@ -164,41 +168,41 @@ def parse(raw: Any, expected: Expected) -> Ticket | Refusal:
 def _read(raw: Any, mine: Fingerprint | None) -> tuple[Ticket, str | None]:
     if not isinstance(raw, dict):
         raise ticket_fields.RefusedError(RefusalReason.NOT_AN_OBJECT, "kv_transfer_params is not an object")
-    ours = _ours(raw)
+    extension = _extension(raw)
     ticket = Ticket(
         engine_id=ticket_fields.plain_name(raw, "remote_engine_id"),
         request_id=ticket_fields.plain_name(raw, "remote_request_id"),
         host=ticket_fields.host(raw),
-        port=ticket_fields.whole(raw, "remote_port", 1, 65535),
-        tp_size=ticket_fields.whole(raw, "tp_size", 1, MOST_RANKS),
-        dcp_size=ticket_fields.whole(raw, "dcp_size", 1, MOST_RANKS, absent=1),
-        pp_size=ticket_fields.whole(raw, "pp_size", 1, MOST_RANKS, absent=1),
-        num_tokens=ticket_fields.whole(raw, "remote_num_tokens", 1, MOST_TOKENS),
+        port=ticket_fields.integer(raw, "remote_port", 1, 65535),
+        tp_size=ticket_fields.integer(raw, "tp_size", 1, MOST_RANKS),
+        dcp_size=ticket_fields.integer(raw, "dcp_size", 1, MOST_RANKS, absent=1),
+        pp_size=ticket_fields.integer(raw, "pp_size", 1, MOST_RANKS, absent=1),
+        num_tokens=ticket_fields.integer(raw, "remote_num_tokens", 1, MOST_TOKENS),
         block_ids=ticket_fields.block_ids(raw.get("remote_block_ids")),
-        block_sizes=ticket_fields.block_sizes(ours.get("block_sizes")),
+        block_sizes=ticket_fields.block_sizes(extension.get("block_sizes")),
         registration=ticket_fields.registration(raw),
-        readers=ticket_fields.whole(ours, "readers", 1, 1024),
-        issued_at=ticket_fields.moment(ours.get("issued_at")),
-        digest=ticket_fields.digest_hex(ours, "digest"),
-        fingerprint=read_fingerprint(ours.get("fingerprint"), mine),
+        readers=ticket_fields.integer(extension, "readers", 1, 1024),
+        issued_at=ticket_fields.timestamp(extension.get("issued_at")),
+        digest=ticket_fields.digest_hex(extension, "digest"),
+        fingerprint=read_fingerprint(extension.get("fingerprint"), mine),
     )
     if raw.get("transfer_mode", "pull") != "pull" or raw.get("remote_blocks_expiry_time") is not None:
         raise ticket_fields.RefusedError(RefusalReason.BAD_FIELD, "not a ticket for a pull from a prefill node")
-    return ticket, None if ours.get("signature") is None else ticket_fields.digest_hex(ours, "signature")
+    return ticket, None if extension.get("signature") is None else ticket_fields.digest_hex(extension, "signature")
 
 
-def _ours(raw: dict[Any, Any]) -> dict[Any, Any]:
-    ours = raw.get(OURS)
-    if ours is None:
+def _extension(raw: dict[Any, Any]) -> dict[Any, Any]:
+    extension = raw.get(EXTENSION)
+    if extension is None:
         raise ticket_fields.RefusedError(
-            RefusalReason.MISSING_FIELD, f"{OURS} is missing: not issued by this connector"
+            RefusalReason.MISSING_FIELD, f"{EXTENSION} is missing: not issued by this connector"
         )
-    if not isinstance(ours, dict):
-        raise ticket_fields.RefusedError(RefusalReason.BAD_FIELD, f"{OURS} is not an object")
-    version = ours.get("v")
+    if not isinstance(extension, dict):
+        raise ticket_fields.RefusedError(RefusalReason.BAD_FIELD, f"{EXTENSION} is not an object")
+    version = extension.get("v")
     if type(version) is not int or version != VERSION:
         raise ticket_fields.RefusedError(RefusalReason.UNKNOWN_VERSION, f"only version {VERSION} is known here")
-    return ours
+    return extension
 
 
 def _check_signature(ticket: Ticket, signature: str | None, keys: Sequence[bytes]) -> None:
@@ -206,7 +210,7 @@ def _check_signature(ticket: Ticket, signature: str | None, keys: Sequence[bytes
         return
     if signature is None:
         raise ticket_fields.RefusedError(RefusalReason.UNSIGNED, "the ticket is not signed, and this node has a key")
-    if not genuine(ticket, signature, keys):
+    if not is_signed(ticket, signature, keys):
         raise ticket_fields.RefusedError(RefusalReason.BAD_SIGNATURE, "no key of this node made the signature")
 
 

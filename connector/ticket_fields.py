@@ -1,17 +1,16 @@
-"""Reading one field of something that a hostile sender may have written. Pure.
+"""The parts of a ticket: reading its fields from something that a hostile sender may have written, and the digest of
+the prompt that it is for. Pure.
 
-Each reader returns a checked value or raises `Refused`, which `ticket.parse` catches: it goes no further than that.
+A reader of a field returns a checked value or raises `RefusedError`, which `ticket.parse` catches.
 
+The digest of a prompt covers everything that the KV of its first tokens depends on, whichever node computes it: token
+ids, the LoRA adapter's content (see `weights`), cache salt, and each media item's content hash with its position. What
+a node names or numbers by itself, such as adapters and their integer ids, is left out: two nodes disagree on it.
 
-The digest of a prompt: what the KV of its first tokens depends on, whichever node computes it. Pure.
-
-Token ids, the LoRA adapter's content (see `adapters`), cache salt, and each media item's content hash with its place.
-What a node names or numbers by itself, such as adapters and their integer ids, stays out: two nodes disagree on it.
-
-vLLM names a media item by the hash of its content, unless the client named it (`uuid`): then it is the client's word,
-which says nothing of the bytes. A name that is not the form of a hash is taken for such a word (`names_media_itself`).
-A client that gives a word in the form of a hash is not found out; vLLM's own caches believe it, too. The same holds of
-a word beside `mm_processor_kwargs`, of which vLLM makes a hash.
+vLLM names a media item by the hash of its content, unless the client named it (`uuid`), which says nothing of the
+bytes. A name that does not have the form of a hash is taken for a client's (`has_client_named_media`). A client's name
+in the form of a hash is not detected; vLLM's own caches trust it, too. The same holds of a name given together with
+`mm_processor_kwargs`, of which vLLM makes a hash.
 """
 
 import hashlib
@@ -35,7 +34,7 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 
 
 class RefusalReason(StrEnum):
-    """Why something was refused; the values are the metric's labels and the log's words."""
+    """Why `kv_transfer_params` were refused; the values are labels of a metric and appear in the log."""
 
     NOT_AN_OBJECT = "not_an_object"
     CONTRADICTORY = "contradictory"
@@ -58,8 +57,8 @@ class RefusalReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Not taken. `detail` is our own words: it quotes nothing that a sender wrote but the parts of a fingerprint, which
-    are short plain words (`fingerprint.read_fingerprint`)."""
+    """`detail` quotes nothing that a sender wrote but the parts of a fingerprint, which `fingerprint.read_fingerprint`
+    has limited to short plain ASCII."""
 
     reason: RefusalReason
     detail: str
@@ -73,8 +72,8 @@ class RefusedError(Exception):
         self.refusal = Refusal(reason, detail)
 
 
-def present(fields: dict[Any, Any], name: str) -> Any:
-    """Whatever stands under `name`, if it is not null."""
+def required(fields: dict[Any, Any], name: str) -> Any:
+    """The value of `name`, which must be there and not be null."""
     value = fields.get(name)
     if value is None:
         raise RefusedError(RefusalReason.MISSING_FIELD, f"{name} is missing")
@@ -82,21 +81,21 @@ def present(fields: dict[Any, Any], name: str) -> Any:
 
 
 def plain_name(fields: dict[Any, Any], name: str) -> str:
-    """A name that `usable_name` lets through."""
-    value = present(fields, name)
-    if not usable_name(value):
+    """A name that `is_usable_name` accepts."""
+    value = required(fields, name)
+    if not is_usable_name(value):
         raise RefusedError(RefusalReason.BAD_FIELD, f"{name} is not a plain name")
     return str(value)
 
 
-def usable_name(value: Any) -> bool:
-    """Whether `value` can stand in a ticket and in a notice: short printable ASCII, no blank, no comma."""
+def is_usable_name(value: Any) -> bool:
+    """Whether `value` can be a name in tickets and notifications: short printable ASCII, no blank, no comma."""
     return isinstance(value, str) and len(value) <= LONGEST_NAME and _PLAIN_NAME.fullmatch(value) is not None
 
 
 def host(fields: dict[Any, Any]) -> str:
     """The prefill node's address: a host name, IPv4 or IPv6."""
-    value = present(fields, "remote_host")
+    value = required(fields, "remote_host")
     if not isinstance(value, str) or _HOST.fullmatch(value) is None:
         raise RefusedError(RefusalReason.BAD_FIELD, "remote_host is not a host name or address")
     return value
@@ -104,15 +103,15 @@ def host(fields: dict[Any, Any]) -> str:
 
 def digest_hex(fields: dict[Any, Any], name: str) -> str:
     """A SHA-256 in lower-case hexadecimal digits."""
-    value = present(fields, name)
+    value = required(fields, name)
     if not isinstance(value, str) or _HEX.fullmatch(value) is None:
         raise RefusedError(RefusalReason.BAD_FIELD, f"{name} is not 64 hexadecimal digits")
     return value
 
 
-def whole(fields: dict[Any, Any], name: str, least: int, most: int, absent: int | None = None) -> int:
-    """A whole number in a range, both ends included; booleans are none."""
-    value = absent if fields.get(name) is None and absent is not None else present(fields, name)
+def integer(fields: dict[Any, Any], name: str, least: int, most: int, absent: int | None = None) -> int:
+    """An integer in a range, both ends included; not a boolean."""
+    value = absent if fields.get(name) is None and absent is not None else required(fields, name)
     if type(value) is not int or not least <= value <= most:
         raise RefusedError(RefusalReason.BAD_FIELD, f"{name} is not a whole number from {least} to {most}")
     return value
@@ -121,11 +120,11 @@ def whole(fields: dict[Any, Any], name: str, least: int, most: int, absent: int 
 def registration(fields: dict[Any, Any]) -> int | None:
     """vLLM 0.33's counter of memory registrations; 0.32 has none."""
     name = "remote_registration_generation"
-    return None if fields.get(name) is None else whole(fields, name, 0, 1 << 62)
+    return None if fields.get(name) is None else integer(fields, name, 0, 1 << 62)
 
 
-def moment(value: Any) -> float:
-    """Unix seconds."""
+def timestamp(value: Any) -> float:
+    """A time in unix seconds."""
     if type(value) not in (int, float) or not 0 <= value < 1 << 40:
         raise RefusedError(RefusalReason.BAD_FIELD, "issued_at is not a time in seconds")
     return float(value)
@@ -136,7 +135,7 @@ def block_sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list | tuple) or not 0 < len(value) <= MOST_GROUPS:
         raise RefusedError(RefusalReason.BAD_FIELD, "block_sizes is not a list")
     if any(type(size) is not int or not 0 < size <= 1 << 24 for size in value):
-        raise RefusedError(RefusalReason.BAD_FIELD, "block_sizes holds something that is no size")
+        raise RefusedError(RefusalReason.BAD_FIELD, "block_sizes holds something that is not a size")
     return tuple(value)
 
 
@@ -151,7 +150,7 @@ def block_ids(value: Any) -> tuple[tuple[int, ...], ...]:
     if sum(map(len, value)) > MOST_BLOCKS:
         raise RefusedError(RefusalReason.BLOCKS, "remote_block_ids is too long")
     if any(type(block) is not int or not 0 <= block < 1 << 31 for group in value for block in group):
-        raise RefusedError(RefusalReason.BLOCKS, "remote_block_ids holds something that is no block id")
+        raise RefusedError(RefusalReason.BLOCKS, "remote_block_ids holds something that is not a block id")
     return tuple(tuple(group) for group in value)
 
 
@@ -160,7 +159,7 @@ _MEDIA_HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
 
 
 class HasPrompt(Protocol):
-    """The part of vLLM's `Request` that shapes its KV."""
+    """The part of vLLM's `Request` that its KV depends on."""
 
     @property
     def prompt_token_ids(self) -> Sequence[int] | None: ...
@@ -182,20 +181,20 @@ def token_digest(token_ids: Sequence[int], shaping: Sequence[Any] = ()) -> str:
 
 
 def prompt_digest(request: HasPrompt, num_tokens: int, adapter: str | None) -> str:
-    """The digest of the first `num_tokens` tokens of a request's prompt, and of what else shapes them.
+    """The digest of the first `num_tokens` tokens of a request's prompt, and of what else their KV depends on.
 
     `adapter`: the content of the request's LoRA adapter, None without one.
     """
     return token_digest((request.prompt_token_ids or ())[:num_tokens], [adapter, request.cache_salt, _media(request)])
 
 
-def is_plain(request: HasPrompt) -> bool:
-    """Whether the prompt is token ids and nothing else: embeddings have no digest."""
+def is_token_prompt(request: HasPrompt) -> bool:
+    """Whether the prompt is token ids and not embeddings, which have no digest."""
     return request.prompt_token_ids is not None and request.prompt_embeds is None
 
 
-def names_media_itself(request: HasPrompt) -> bool:
-    """Whether a media item goes by a client's word (or a number of this node's) and not by its content."""
+def has_client_named_media(request: HasPrompt) -> bool:
+    """Whether a media item is identified by a client's name (or a number of this node's) and not by its content."""
     return any(_MEDIA_HASH.fullmatch(_media_hash(item)) is None for item in request.mm_features)
 
 

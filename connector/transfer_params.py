@@ -1,4 +1,12 @@
-"""What one request's `kv_transfer_params` mean on this node: judged once, before vLLM acts on them. Pure."""
+"""What one request's `kv_transfer_params` mean on this node: validated once, before vLLM acts on them. Pure.
+
+Runs in the scheduler's process, when vLLM announces a request. The fields are described in `nixl_connector`.
+
+    neither flag     ──► ComputeLocally, or ReleaseHandOver for `pdproxy_release`
+    do_remote_decode ──► IssueTicket
+    do_remote_prefill ─► ReadTicket, if the ticket is valid and is for this very prompt
+    anything else    ──► Refusal, with a reason; the request is computed locally
+"""
 
 import re
 from collections.abc import Callable
@@ -19,7 +27,7 @@ _ID = re.compile(r"[A-Za-z0-9_-]{16,128}")
 
 @dataclass(frozen=True, slots=True)
 class ComputeLocally:
-    """Nothing to do with another node."""
+    """No hand-over: this node computes the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,22 +38,30 @@ class IssueTicket:
     readers: int
 
     def params(self) -> dict[str, Any]:
-        """The clean params that vLLM's prefill side may see."""
+        """The clean params for vLLM's prefill side."""
         return {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 @dataclass(frozen=True, slots=True)
 class ReadTicket:
-    """Pull what the ticket names."""
+    """Read the blocks that the ticket names."""
 
     ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseHandOver:
-    """Let go of whatever the hand-over id names."""
+    """End the leases that the hand-over id names."""
 
     hand_over: str
+
+
+class ValidatedParams(dict[str, Any]):
+    """`kv_transfer_params` that this module has validated; a sender cannot make one.
+
+    vLLM may announce a request twice, and marks in its params what it has done to it (`_p_side_truncated`: the
+    prompt's last tokens are off). A request that is announced again keeps them.
+    """
 
 
 Action = ComputeLocally | IssueTicket | ReadTicket | ReleaseHandOver | Refusal
@@ -53,26 +69,26 @@ Action = ComputeLocally | IssueTicket | ReadTicket | ReleaseHandOver | Refusal
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """What must be known of the request itself.
+    """What the rules need to know of the request itself.
 
-    `suitable`: None, or why its KV cannot be handed over (embeddings, a session, prompt log-probabilities).
+    `unsuitable`: why its KV cannot be handed over (embeddings, a session, prompt log-probabilities), or None.
     `expected_tokens`: how many tokens a ticket for it must cover; None for a request that vLLM's API server makes
     only to end it at once, so that its ticket is given back: its prompt is a stand-in. `digest`: of its first n tokens.
     """
 
-    suitable: str | None
+    unsuitable: str | None
     expected_tokens: int | None
     digest: Callable[[int], str]
 
 
 @dataclass(frozen=True, slots=True)
 class ParamsValidator:
-    """The rules of one node."""
+    """The rules of one node. `expected`: which tickets it accepts."""
 
     role: Role
     expected: Expected
 
-    def judge(self, raw: Any, facts: RequestFacts) -> Action:
+    def validate(self, raw: Any, facts: RequestFacts) -> Action:
         """What to do with a request that carries `raw`. Never raises, whatever `raw` is."""
         if raw is None or raw == {}:
             return ComputeLocally()
@@ -96,8 +112,8 @@ class ParamsValidator:
             return Refusal(RefusalReason.WRONG_ROLE, "this node does not prefill for others")
         if _names_remote(raw):
             return Refusal(RefusalReason.REMOTE_FIELDS, "a prefill leg names remote blocks")
-        if facts.suitable is not None:
-            return Refusal(RefusalReason.UNSUITABLE_REQUEST, facts.suitable)
+        if facts.unsuitable is not None:
+            return Refusal(RefusalReason.UNSUITABLE_REQUEST, facts.unsuitable)
         hand_over, readers = raw.get(HAND_OVER), raw.get(READERS, 1)
         if hand_over is not None and not _is_id(hand_over):
             return Refusal(RefusalReason.BAD_FIELD, f"{HAND_OVER} is not 16 to 128 letters, digits, - or _")
@@ -108,8 +124,8 @@ class ParamsValidator:
     def _decode(self, raw: dict[Any, Any], facts: RequestFacts) -> Action:
         if not self.role.decodes:
             return Refusal(RefusalReason.WRONG_ROLE, "this node does not decode for others")
-        if facts.suitable is not None:
-            return Refusal(RefusalReason.UNSUITABLE_REQUEST, facts.suitable)
+        if facts.unsuitable is not None:
+            return Refusal(RefusalReason.UNSUITABLE_REQUEST, facts.unsuitable)
         ticket = parse(raw, self.expected)
         if isinstance(ticket, Refusal):
             return ticket

@@ -1,7 +1,8 @@
-"""What this package relies on of vLLM, written down. Pure.
+"""What this package relies on of vLLM: hooks, calls, attributes, constants, and shapes inside of methods. Pure.
 
 vLLM promises none of it: hooks change their parameters between releases, and so do tuples and messages that only its
-own classes exchange. `tests.vllm_compat` lists what is touched, and a test holds that everything on its list stands here.
+own classes exchange. `shape_check` compares it with the running vLLM when a node starts. `tests.vllm_compat` lists what
+the package touches, and a test holds that everything on that list is described here.
 
 Over 300 lines, for it is one list.
 """
@@ -18,7 +19,7 @@ from connector.contract import (
     dict_keywords,
     entry_sizes,
     message_sizes,
-    notices,
+    notif_texts,
     reply_frames,
     required_keys,
     texts,
@@ -34,7 +35,6 @@ WORKER = f"{V1}.nixl.pull_worker:NixlPullConnectorWorker"
 METADATA = f"{V1}.nixl.metadata:NixlConnectorMetadata"
 RESULTS = f"{V1}.base:KVConnectorTransferResults"
 MULTI = f"{V1}.multi_connector:MultiConnector"
-STATS = f"{V1}.metrics:KVConnectorStats"
 PROM_METRICS = f"{V1}.metrics:KVConnectorPromMetrics"
 RUNNER = "vllm.v1.worker.cpu_model_runner:CPUModelRunner"
 CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
@@ -50,7 +50,7 @@ TICKET_FIELDS = (
     "remote_num_tokens",
     "remote_block_ids",
 )
-"""What `prefill_desk` takes out of the answer that vLLM gives to a prefill leg, and what `Ticket.params` gives back."""
+"""Fields of vLLM's answer to a prefill leg that `prefill_tickets` reads, and that `Ticket.params` has again."""
 
 HAND_OVERS = Contract(
     hooks={
@@ -84,7 +84,6 @@ HAND_OVERS = Contract(
             "shutdown": "self",
             "start_load_kv": "self metadata",
         },
-        METADATA: {"__init__": "self"},
         f"{V1}.base:KVConnectorWorkerMetadata": {"aggregate": "self other"},
         f"{V1}.nixl.stats:NixlKVConnectorStats": {"is_empty": "self", "reduce": "self", "reset": "self"},
         f"{V1}.nixl.stats:NixlPromMetrics": {
@@ -94,7 +93,6 @@ HAND_OVERS = Contract(
     },
     calls={
         SCHEDULER: {
-            "_get_remote_prefill_token_count": "self num_prompt_tokens",
             "_prefill_backoff": "self",
             "get_exchange_clipped_blocks": "self block_ids",
         },
@@ -109,14 +107,10 @@ HAND_OVERS = Contract(
     attributes={
         CONNECTOR: ("connector_scheduler", "connector_worker", "engine_id"),
         SCHEDULER: (
-            "_reqs_need_recv",
-            "_reqs_need_save",
-            "_reqs_not_processed",
-            "engine_id",
-            "kv_cache_config",
             "side_channel_host",
             "side_channel_port",
         ),
+        METADATA: ("reqs_not_processed", "reqs_to_recv"),
         WORKER: (
             "_handshake_futures",
             "_invalid_remote_engines",
@@ -170,7 +164,7 @@ HAND_OVERS = Contract(
         ),
         "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("blocks",),
         "vllm.v1.core.sched.output:SchedulerOutput": ("total_num_scheduled_tokens",),
-        "vllm.v1.core.sched.scheduler:Scheduler": ("requests",),
+        "vllm.v1.core.sched.scheduler:Scheduler": ("connector", "requests"),
         "vllm.v1.kv_cache_interface:AttentionSpec": (
             "dtype",
             "head_size",
@@ -216,10 +210,10 @@ HAND_OVERS = Contract(
         ),
     },
     fields={RESULTS: ("finished_sending", "finished_recving", "failed_recving")},
-    # As `question` knows it.
+    # As `messages` has it.
     constants={f"{V1}.nixl.metadata:GET_META_MSG": "b'get_meta_msg'"},
     inner=(
-        # A part more or less of what vLLM plans for a read means that reads themselves have changed.
+        # If an entry has another number of parts, vLLM's reads themselves have changed.
         Inner(
             "the parts of an entry of _reqs_need_recv",
             f"{SCHEDULER}.update_state_after_alloc",
@@ -232,7 +226,7 @@ HAND_OVERS = Contract(
             entry_sizes("_reqs_need_recv"),
             Exactly(("4",)),
         ),
-        # `question` reads the message, `side_channel` writes the reply.
+        # `messages` parses the message, `side_channel` sends the reply.
         Inner(
             "the parts of the handshake's message",
             f"{WORKER}._nixl_handshake",
@@ -240,9 +234,9 @@ HAND_OVERS = Contract(
             Exactly(("3",)),
         ),
         Inner("the frames of the handshake's reply", f"{WORKER}._nixl_handshake", reply_frames, Exactly(("2",))),
-        # `notices` reads all three.
-        Inner("the notice of a read", f"{WORKER}._read_blocks", notices, Exactly(("{request_id}:{}",))),
-        Inner("the notice of a read", f"{WORKER}._read_blocks_for_req", notices, Exactly(("{request_id}:{}",))),
+        # `messages` parses all three.
+        Inner("the notice of a read", f"{WORKER}._read_blocks", notif_texts, Exactly(("{request_id}:{}",))),
+        Inner("the notice of a read", f"{WORKER}._read_blocks_for_req", notif_texts, Exactly(("{request_id}:{}",))),
         Inner("the heartbeat", f"{WORKER}._send_heartbeats", texts, AtLeast(("HB:", ","))),
         Inner("the answer to a prefill leg", f"{SCHEDULER}.request_finished", dict_keywords, AtLeast(TICKET_FIELDS)),
         Inner(
@@ -253,7 +247,7 @@ HAND_OVERS = Contract(
         ),
     ),
 )
-"""Of `facade`, the scheduler side and the worker side."""
+"""Of `nixl_connector`, `scheduler` and `worker`."""
 
 TIERS = Contract(
     hooks={
@@ -280,7 +274,6 @@ TIERS = Contract(
             "update_state_after_alloc": "self request blocks num_external_tokens",
         },
         f"{V1}.multi_connector:MultiKVConnectorStats": {"aggregate": "self other", "to_dict": "self"},
-        STATS: {"aggregate": "self other", "is_empty": "self", "reduce": "self", "reset": "self"},
         PROM_METRICS: {
             "__init__": "self vllm_config metric_types labelnames per_engine_labelvalues",
             "observe": "self transfer_stats_data engine_idx=",
@@ -288,10 +281,9 @@ TIERS = Contract(
     },
     calls={MULTI: {"_get_connector_classes_and_configs": "cls vllm_config"}},
     attributes={
-        MULTI: ("_connector_metadata", "_requests_to_connector", "role", "sub_connectors"),
+        MULTI: ("_connector_metadata", "_requests_to_connector", "sub_connectors"),
         f"{V1}.multi_connector:MultiKVConnectorMetadata": ("extra_async_saves", "metadata"),
         f"{V1}.multi_connector:MultiKVConnectorStats": ("data",),
-        STATS: ("data",),
         "vllm.config:VllmConfig": ("kv_transfer_config",),
         "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("blocks",),
         "vllm.v1.core.kv_cache_manager:KVCacheManager": ("block_pool",),
@@ -307,7 +299,7 @@ TIERS = Contract(
     },
     fields={RESULTS: ("finished_sending", "finished_recving", "failed_recving")},
 )
-"""Of `multi`."""
+"""Of `tiers`."""
 
 SEEDED_CPU = Contract(
     hooks={

@@ -1,25 +1,22 @@
-"""The content of a checkpoint as a short digest, found and sampled in well under a second.
+"""Digests of checkpoints and of LoRA adapters by their content: paths and names are each node's own.
 
-A safetensors file is taken apart: the digest covers each tensor's name, dtype and shape, and samples of its bytes, so
-that neither the path nor the way in which tensors are spread over files counts. Small tensors are read whole, of larger
-ones evenly spaced pieces, all in all about `PIECES`. Files of other formats are sampled as a whole, with their size.
+A checkpoint is found as vLLM's loader would find it, and sampled in well under a second. A safetensors file is taken
+apart: the digest covers each tensor's name, dtype and shape, and samples of its bytes, so that neither the path nor how
+tensors are spread over files counts. Small tensors are read whole, of larger ones evenly spaced pieces, about `PIECES`
+in all. Files of other formats are sampled as a whole, with their size.
 
-What it can miss: a change that spares every sampled byte. Training, merging an adapter or quantizing anew touches most
-values of most tensors, and thousands of values are sampled; but a few rows that were edited in one large matrix (the
-embedding of an added token, say) may lie between samples, and so does what changes after the start, be it files that
-are replaced or weights that are updated in a running engine. Pickled checkpoints that hold the same tensors in files
-written differently count as different.
+It misses a change that leaves every sampled byte as it was. Training, merging an adapter or quantizing again changes
+most values of most tensors, and thousands of values are sampled; but a few rows that were edited in one large matrix
+(the embedding of an added token, say) may lie between samples, and so may what changes after the start: files that are
+replaced, or weights that are updated in a running engine. Pickled checkpoints that hold the same tensors in differently
+written files count as different.
 
-
-LoRA adapters by their content, which is what a hand-over depends on: names and paths are each node's own.
-
-The content is the adapter's weights, sampled as a checkpoint's are (see `checkpoint`: training touches every tensor),
-and what its `adapter_config.json` says of rank, scaling and modules. It is read at the first request with an adapter,
-on the engine's thread, in milliseconds; afterwards a request costs the look at a few files' times.
-
-vLLM loads an adapter once and keeps it, whatever becomes of its files. So an adapter whose files have changed since it
-was first used here has no known content, unless it was loaded with `load_inplace`, which reads them anew. What cannot
-be seen: files that changed between vLLM's load and the first request with the adapter.
+An adapter's content is its weights, sampled in the same way, and the rank, scaling and modules in its
+`adapter_config.json`. It is read at the first request with the adapter, on the engine's thread, in milliseconds; later
+requests only look at a few files' times. vLLM loads an adapter once and keeps it, whatever becomes of its files. So an
+adapter whose files have changed since its first use here has no known content, unless it was loaded with
+`load_inplace`, which reads them again. Files that changed between vLLM's load and the first request with the adapter
+are not detected.
 """
 
 import hashlib
@@ -33,47 +30,54 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 log = logging.getLogger("vllm.pdproxy.weights")
 
 PIECES = 16384
-"""Pieces that are read of all large tensors together; one each where there are more tensors than that."""
+"""Pieces that are read of all large tensors together, and one of each where there are more tensors."""
 MOST_OF_ONE = 64
 PIECE_BYTES = 64
 WHOLE_BYTES = 4096
-"""Tensors up to this size are read whole, as long as pieces are left for them."""
+"""Tensors up to this size are read whole."""
 FILE_PIECES = 256
 FILE_PIECE_BYTES = 4096
 LONGEST_HEADER = 100 << 20
-"""As safetensors itself bounds it."""
+"""The bound in safetensors itself."""
 THREADS = 16
-"""Reads wait for the disk, not for a core: NVMe answers many at once."""
+"""Reads wait for the disk, not for a core; NVMe serves many at once."""
 
 _TORCH = ("*.bin", "*.pt")
-PATTERNS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "auto": ("consolidated*.safetensors", "*.safetensors", *_TORCH, "*.gguf"),
-        "hf": ("*.safetensors", *_TORCH),
-        "safetensors": ("*.safetensors",),
-        "fastsafetensors": ("*.safetensors",),
-        "instanttensor": ("*.safetensors",),
-        "mistral": ("consolidated*.safetensors",),
-        "pt": ("*.pt",),
-        "npcache": ("*.bin",),
-        "gguf": ("*.gguf",),
-    }
-)
-"""Of vLLM's `--load-format`s those that read ordinary files; of each format the first pattern that finds any counts
+PATTERNS: Mapping[str, tuple[str, ...]] = {
+    "auto": ("consolidated*.safetensors", "*.safetensors", *_TORCH, "*.gguf"),
+    "hf": ("*.safetensors", *_TORCH),
+    "safetensors": ("*.safetensors",),
+    "fastsafetensors": ("*.safetensors",),
+    "instanttensor": ("*.safetensors",),
+    "mistral": ("consolidated*.safetensors",),
+    "pt": ("*.pt",),
+    "npcache": ("*.bin",),
+    "gguf": ("*.gguf",),
+}
+"""vLLM's `--load-format`s that read ordinary files. The first pattern that matches any file is used
 (`DefaultModelLoader._prepare_weights`)."""
 NO_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"})
-"""What trainers leave beside the weights (`filter_files_not_needed_for_inference`)."""
+"""What trainers write beside the weights (`filter_files_not_needed_for_inference`)."""
+
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+"""vLLM loads the first of these that exists (`LoRAModel.from_local_checkpoint`)."""
+CONFIG = "adapter_config.json"
+IRRELEVANT = frozenset(
+    {"base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version"}
+)
+"""Keys of `adapter_config.json` that do not change what is computed."""
+REMEMBERED = 1024
+"""Adapters whose digest is kept; the least recently used is dropped first, and read again when it comes back."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsSource:
-    """Where an engine has its weights from: as `--model`, `--revision`, `--load-format` and `--download-dir` say."""
+    """Where an engine loads its weights from: `--model`, `--revision`, `--load-format` and `--download-dir`."""
 
     model: str
     revision: str | None = None
@@ -90,11 +94,10 @@ class _Tensor(NamedTuple):
 
 
 def checkpoint_text(source: WeightsSource) -> str:
-    """The value of a fingerprint's part. Where the weights cannot be read here it is made from the source, so that only
-    nodes with equal sources agree, and a warning says so. Never raises for what it finds on a disk."""
+    """The fingerprint's part `checkpoint`. Where the weights cannot be read it is made from the source, so that only
+    nodes with equal sources agree, and a warning is logged. Never raises for what is on a disk."""
     try:
-        files = weight_files(source)
-        if files:
+        if files := weight_files(source):
             return f"content:{content_digest(files)}"
         reason = "no weight files were found"
     except (OSError, ValueError) as error:
@@ -110,12 +113,11 @@ def checkpoint_text(source: WeightsSource) -> str:
 
 
 def weight_files(source: WeightsSource) -> list[Path]:
-    """The files that vLLM's loader would read. Raises OSError or ValueError where there are none that can be read."""
+    """The files that vLLM's loader would read. Raises OSError or ValueError where they cannot be found."""
     if source.load_format not in PATTERNS:
         raise ValueError(f"--load-format {source.load_format} does not read ordinary files")
-    given = Path(source.model)
-    if given.is_file():
-        return [given]
+    if Path(source.model).is_file():
+        return [Path(source.model)]
     folder = model_folder(source)
     for pattern in PATTERNS[source.load_format]:
         if found := [path for path in sorted(folder.glob(pattern)) if path.name not in NO_WEIGHTS]:
@@ -137,10 +139,7 @@ def content_digest(files: Iterable[Path]) -> str:
 
 
 def model_folder(source: WeightsSource) -> Path:
-    """The folder with a model's files: the one named, or what huggingface_hub has in its cache; nothing is downloaded.
-
-    Raises OSError or ValueError.
-    """
+    """A model's folder: the one named, or huggingface_hub's cached one. Raises OSError or ValueError."""
     if Path(source.model).is_dir():
         return Path(source.model)
     if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
@@ -153,7 +152,7 @@ def model_folder(source: WeightsSource) -> Path:
 
 
 def _indexed(files: list[Path], folder: Path) -> list[Path]:
-    """Of safetensors those that the index names, where there is one, as vLLM does (a second copy may lie beside)."""
+    """Of safetensors files those that the index names, if there is one, as in vLLM (a second copy may lie beside)."""
     consolidated = files[0].name.startswith("consolidated")
     index = folder / ("consolidated.safetensors.index.json" if consolidated else "model.safetensors.index.json")
     if files[0].suffix != ".safetensors" or not index.is_file():
@@ -215,29 +214,19 @@ def _sample_file(path: Path) -> str:
 
 
 def _offsets(size: int, pieces: int, length: int) -> Iterator[int]:
-    """Where evenly spaced pieces begin: the middles of as many equal parts. All of it where that is no more."""
+    """Where evenly spaced pieces begin: in the middles of as many equal parts. The whole where that is no more."""
     if size <= pieces * length:
         yield from range(0, size, length)
     else:
         yield from (max(0, size * (2 * at + 1) // (2 * pieces) - length // 2) for at in range(pieces))
 
 
-WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-"""The first of these that is there is the one that vLLM loads (`LoRAModel.from_local_checkpoint`)."""
-CONFIG = "adapter_config.json"
-IRRELEVANT = frozenset(
-    {"base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version"}
-)
-"""Keys of `adapter_config.json` that change nothing of what is computed."""
-REMEMBERED = 1024
-"""Adapters whose content is kept; what was used longest ago goes first, and is read again when it comes back."""
-
 FileStamp = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterContent:
-    """Of one request's adapter. `digest`: hex digits, None without an adapter; `unknown`: why it cannot be told, or
+    """One request's adapter. `digest`: hex digits, None without an adapter. `unknown`: why there is no digest, or
     None."""
 
     digest: str | None = None
@@ -246,7 +235,7 @@ class AdapterContent:
 
 @dataclass(frozen=True, slots=True)
 class _ReadAdapter:
-    """What was read: `files` are the weights and the configuration, as they were found at the first use."""
+    """`files`: the weights and the configuration, as they were found at the first use."""
 
     files: tuple[str, str]
     stamp: FileStamp
@@ -254,15 +243,15 @@ class _ReadAdapter:
 
 
 class Adapters:
-    """What this engine knows of the adapters that it was asked for. `settings`: what of the node's own LoRA settings
-    changes what an adapter computes."""
+    """The adapters that this engine's requests have used. `settings`: the node's LoRA settings that change what an
+    adapter computes."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = json.dumps(dict(settings), sort_keys=True, default=str)
         self._known: OrderedDict[tuple[int, str], _ReadAdapter] = OrderedDict()
 
     def content(self, lora_request: Any) -> AdapterContent:
-        """The content of the adapter that a request asks for. Does not raise, whatever is on the disk."""
+        """The content of a request's adapter. Does not raise, whatever is on the disk."""
         if lora_request is None:
             return AdapterContent()
         key = (int(lora_request.lora_int_id), str(lora_request.lora_path))
@@ -282,25 +271,22 @@ class Adapters:
             )
         if read is None or read.stamp != stamp:
             read = _ReadAdapter(files, stamp, self._digest(files))
-        self._remember(key, read)
-        return AdapterContent(read.content)
-
-    def _remember(self, key: tuple[int, str], read: _ReadAdapter) -> None:
         self._known[key] = read
         self._known.move_to_end(key)
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
+        return AdapterContent(read.content)
 
     def _digest(self, files: tuple[str, str]) -> str:
         weights, config = map(Path, files)
-        told = json.loads(config.read_text(encoding="utf-8"))
-        meant = {name: value for name, value in told.items() if name not in IRRELEVANT}
-        parts = [content_digest([weights]), json.dumps(meant, sort_keys=True), self._settings]
+        settings = json.loads(config.read_text(encoding="utf-8"))
+        relevant = {name: value for name, value in settings.items() if name not in IRRELEVANT}
+        parts = [content_digest([weights]), json.dumps(relevant, sort_keys=True), self._settings]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
 def _files(path: str) -> tuple[str, str]:
-    """Weights and configuration. Raises OSError or ValueError."""
+    """The paths of an adapter's weights and configuration. Raises OSError or ValueError."""
     folder = model_folder(WeightsSource(os.path.expanduser(path)))
     for name in WEIGHTS:
         if (folder / name).is_file():

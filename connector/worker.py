@@ -86,7 +86,7 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
             self._lease_reads.forget(request_id)
         for request_id in metadata.reqs_to_send:
             if request_id in self._reqs_to_send:
-                self._lease_reads.lease(request_id, metadata.readers.get(request_id, 1))
+                self._lease_reads.begin(request_id, metadata.readers.get(request_id, 1))
         self._released |= metadata.releases & self._reqs_to_send.keys()
         for request_id in metadata.retired:
             self._aliases.forget(request_id)
@@ -107,7 +107,7 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
         for answer in self._verifier.verdicts(self._wait_seconds()):
             self._on_verdict(answer, results, time.monotonic())
         self._verifier.ask(self._pending_reads.repeat_questions())
-        self._report.reads_seen.update(self._lease_reads.take_report())
+        self._report.reads_seen.update(self._lease_reads.pop_report())
         for request_id in results.finished_sending:
             self._lease_reads.forget(request_id)
         return results
@@ -119,7 +119,7 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
 
     def get_kv_connector_stats(self) -> Any:
         """vLLM's transfer stats with this rank's counters."""
-        self.xfer_stats.take(self._counters)
+        self.xfer_stats.drain_from(self._counters)
         return super().get_kv_connector_stats()
 
     # ---- reads
@@ -272,7 +272,7 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
         for messages in self.nixl_wrapper.get_new_notifs().values():
             for message in messages:
                 self._on_notif(message)
-        ended: set[str] = self._lease_reads.take_done() | (self._released & self._reqs_to_send.keys())
+        ended: set[str] = self._lease_reads.done() | (self._released & self._reqs_to_send.keys())
         self._released.clear()
         for request_id in ended:
             self._reqs_to_process.discard(request_id)
@@ -292,7 +292,7 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
     def _on_read_done(self, notif: ReadDone) -> None:
         request_id = self._aliases.request_id(notif.alias)
         if request_id is not None and (request_id in self._reqs_to_send or request_id in self._reqs_to_process):
-            self._lease_reads.notice(request_id, notif)
+            self._lease_reads.record(request_id, notif)
         else:
             # Late, or forged: it must end nothing here. The reader learns it from its verdict.
             self.xfer_stats.record_notification_after_expiry()

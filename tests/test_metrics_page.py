@@ -92,7 +92,7 @@ def test_the_proxys_labels_are_the_pages() -> None:
 def test_the_connectors_labels_are_the_pages() -> None:
     for name, labels in {**COUNTERS, **GAUGES}.items():
         suffix = "_total" if name in COUNTERS else ""
-        assert rows()[f"{CONNECTOR}{name}{suffix}"][1] == labels
+        assert rows()[f"{CONNECTOR}{name}{suffix}"][1] == tuple(labels)
 
 
 def expressions() -> list[tuple[str, str]]:

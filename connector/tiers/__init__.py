@@ -1,7 +1,7 @@
 """Several connectors on one node, chosen by what each load saves: tiers beside prefill/decode hand-overs.
 
-Load it with `kv_connector: MultiConnector` and `kv_connector_module_path: connector.tiers`; `connector.tiers.multi_connector` is
-the map, `connector.tiers.children` shows what to configure.
+Load it with `kv_connector: MultiConnector` and `kv_connector_module_path: connector.tiers`;
+`connector.tiers.multi_connector` is the map, `connector.tiers.children` shows what to configure.
 """
 
 from connector.tiers.multi_connector import WeightedMultiConnector

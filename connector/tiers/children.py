@@ -1,17 +1,15 @@
-"""The children that an operator configures, out of `kv_connector_extra_config`.
+"""The children: what an operator configures of them in `kv_connector_extra_config`, and the connectors themselves.
 
     "kv_connector_extra_config": {
       "pdproxy_decide_within": 0.5, "pdproxy_load_deadline": 30.0,
       "connectors": [
-        {"kv_connector": "NixlConnector", "kv_connector_module_path": "connector.nixl_connector", "kv_role": "kv_consumer",
-         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"name": "pull", "load_weight": 1.0}},
+        {"kv_connector": "NixlConnector", "kv_connector_module_path": "connector.nixl_connector",
+         "kv_role": "kv_consumer", "kv_load_failure_policy": "recompute",
+         "kv_connector_extra_config": {"name": "pull", "load_weight": 1.0}},
         {"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
          "kv_connector_extra_config": {"name": "memory", "load_weight": 2.0, "block_size": 512}}]}
 
-`load_weight` says what a token that this child loads is worth; 0 makes it a child that only saves.
-
-
-One child connector, and what can be known of it from its class.
+`load_weight` is what a token that this child loads is worth; with 0 the child only saves.
 """
 
 import inspect
@@ -21,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
 from connector.config import ConfigError
@@ -53,7 +52,7 @@ class MultiSettings:
 
     @classmethod
     def from_extra(cls, failure_policy: str, extra: Mapping[str, Any]) -> "MultiSettings":
-        """Read them. Raises ConfigError, with a sentence that says what to change."""
+        """Raises ConfigError, with a sentence that says what to change."""
         if failure_policy != "recompute":
             raise ConfigError(
                 f"kv_load_failure_policy is {failure_policy!r}: set it to 'recompute', so that a load that fails falls "
@@ -131,31 +130,49 @@ def _deadline(value: Any) -> float:
     return float(value)
 
 
+Source = tuple[str, str | None]
+"""Where a child's class comes from: `kv_connector` and `kv_connector_module_path`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Child:
-    """`number`: its place in the operator's list. `consumes`: it may be given tickets (its own `kv_role`)."""
+    """One child connector. `number`: its place in the operator's list. `consumes`: its own `kv_role` accepts
+    tickets."""
 
     number: int
     settings: ChildSettings
     connector: KVConnectorBase_V1
     consumes: bool = True
+    source: Source = ("", None)
 
     @property
     def completes_hybrid_hits(self) -> bool:
-        """Whether it can load onto a local hit of attention alone: it brings the state. A prefill node's never does."""
+        """Whether it can load onto a local hit of attention alone, since it brings the state. A prefill node's
+        cannot."""
         return self.consumes and bool(self.connector.supports_divergent_local_hybrid_hits)
 
     @property
     def hands_over(self) -> bool:
-        """Whether it moves requests between nodes, by tickets, each of which is for one load and rearmed by itself."""
+        """Whether it hands requests over between nodes. A ticket is for one load, and the child itself retries it."""
         return hands_over(type(self.connector))
 
     def preempted(self, request_ids: Sequence[str], metadata: KVConnectorMetadata | None) -> None:
-        """Tell it, in the signature that it has, that these requests were preempted."""
+        """Call its `handle_preemptions` in the signature that it has."""
         if wants_ids(type(self.connector)):
             self.connector.handle_preemptions(set(request_ids))
         elif metadata is not None:
             self.connector.handle_preemptions(metadata)
+
+
+def make_children(
+    settings: Sequence[ChildSettings], listed: Sequence[Mapping[str, Any]], connectors: Sequence[KVConnectorBase_V1]
+) -> tuple[Child, ...]:
+    """The children, from the operator's list of them and the connectors that vLLM made from it."""
+    configs = [KVTransferConfig(**entry) for entry in listed]
+    return tuple(
+        Child(number, each, connector, config.is_kv_consumer, (config.kv_connector, config.kv_connector_module_path))
+        for number, (each, connector, config) in enumerate(zip(settings, connectors, configs, strict=True))
+    )
 
 
 def hands_over(connector_class: type[Any]) -> bool:

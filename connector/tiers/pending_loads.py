@@ -1,20 +1,20 @@
-"""Which child loads a request's prefix: claims in, one choice out. Pure.
+"""Which child loads a request's prefix, and every load that is running; in the scheduler's process. Pure: times are
+passed in, monotonic seconds.
 
-A claim is worth the prompt tokens that need not be computed because of it, times the child's `load_weight`. That is
-counted from the *shared* hit, the boundary at which every local cache group agrees: without a load the node resumes
-there. A claim that stands on a deeper local hit, of attention alone, makes that hit usable by bringing the state, and
-so is worth it too: with attention cached up to 96, state nowhere, and a ticket up to 131, it saves 131 tokens, not 35.
+`choose` picks one of the children's offers. An offer is worth the prompt tokens that need not be computed because of
+it, times the child's `load_weight`. That is counted from the *shared* hit, the boundary at which every local cache
+group agrees: without a load the node resumes there. An offer that builds on a deeper local hit, of attention alone,
+makes that hit usable by bringing the state, and so is worth it too: with attention cached up to 96, state nowhere, and
+a ticket up to 131, it saves 131 tokens, not 35.
 
-
-Every request that children are asked for, and every load on its way. Pure: times are passed in.
-
-Loads from a tier that take too long; in the scheduler's process. Pure: times are passed in, seconds, monotonic.
+`PendingLoads` has every request that children are asked for, and every running load. `LoadDeadlines` ends loads from a
+tier that take too long:
 
     begun ──► overdue: the workers are told ──► ended in time after all
                                             └── given up: its request computes; its blocks stay out of the pool
                                                 └── drained: the load has ended on every rank, the blocks go back
 
-A tier cannot be made to stop, so it may write into the blocks for as long as its load runs, whatever became of the
+A tier's load cannot be cancelled, so it may write into the blocks for as long as it runs, whatever became of the
 request. Nothing else is loaded for a request whose load was given up: two loads under one id could not be told apart.
 """
 
@@ -28,9 +28,9 @@ from connector.tiers.stats import SelectionCounters
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a child said when it was asked.
+    """A child's answer to how much it can load.
 
-    `base`: the local hit, in tokens, that it was told of and builds on. `tokens`: how many it would bring beyond that;
+    `base`: the local hit, in tokens, that it was given and builds on. `tokens`: how many it would load beyond that;
     0 for none, None while it is still looking.
     """
 
@@ -42,9 +42,9 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class LoadFrom:
-    """This claim wins."""
+    """This offer wins."""
 
-    claim: Offer
+    offer: Offer
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,30 +60,30 @@ class ComputeHere:
 Choice = LoadFrom | AskAgain | ComputeHere
 
 
-def choose(claims: Sequence[Offer], *, shared: int, prompt: int, late: bool) -> Choice:
-    """The best claim; of two that are worth the same, the child's that stands first.
+def choose(offers: Sequence[Offer], *, shared: int, prompt: int, late: bool) -> Choice:
+    """The best offer; of two that are worth the same, the child's that is listed first.
 
     `shared`, `prompt`: tokens of the shared hit and of the whole request. `late`: the deadline for children that have
     not decided is over; they count as having nothing. Before it they are waited for only while they could win.
     """
     best: Offer | None = None
-    for claim in claims:
-        if worth(claim, shared) > (0.0 if best is None else worth(best, shared)):
-            best = claim
-    if not late and any(_may_beat(claim, best, shared, prompt) for claim in claims if claim.tokens is None):
+    for offer in offers:
+        if worth(offer, shared) > (0.0 if best is None else worth(best, shared)):
+            best = offer
+    if not late and any(_may_beat(offer, best, shared, prompt) for offer in offers if offer.tokens is None):
         return AskAgain()
     return ComputeHere() if best is None else LoadFrom(best)
 
 
-def worth(claim: Offer, shared: int) -> float:
-    """What a claim saves, in weighted tokens; 0 for one that has nothing, or is undecided."""
-    if not claim.tokens or claim.tokens < 0:
+def worth(offer: Offer, shared: int) -> float:
+    """What an offer saves, in weighted tokens; 0 for one that has nothing, or is undecided."""
+    if not offer.tokens or offer.tokens < 0:
         return 0.0
-    return max(0, claim.base + claim.tokens - shared) * claim.weight
+    return max(0, offer.base + offer.tokens - shared) * offer.weight
 
 
 def _may_beat(undecided: Offer, best: Offer | None, shared: int, prompt: int) -> bool:
-    # One that stands on a hit of the whole prompt has nothing left to bring.
+    # One that builds on a hit of the whole prompt has nothing left to load.
     most = max(0, prompt - shared) * undecided.weight if undecided.base < prompt else 0.0
     if best is None:
         return most > 0
@@ -91,10 +91,10 @@ def _may_beat(undecided: Offer, best: Offer | None, shared: int, prompt: int) ->
 
 
 def bounded_offer(tokens: int | None, *, base: int, prompt: int) -> int | None:
-    """A child's answer as it may be counted: less than nothing, or more than the prompt has, is nothing.
+    """A child's answer, with a negative number, or more tokens than the prompt has left, replaced by 0.
 
-    vLLM's scheduler asserts on both, which would end the engine. An answer that is too large is not cut down: where it
-    would be cut there is no state to resume from.
+    vLLM's scheduler asserts on both, which would end the engine. An answer that is too large is not truncated: there
+    would be no state to resume from at that point.
     """
     if tokens is None:
         return None
@@ -109,7 +109,7 @@ class Load:
     blocks: tuple[tuple[int, ...], ...]
 
     def touches(self, blocks: Collection[int]) -> bool:
-        """Whether any of `blocks` is among this load's. Only meaningful where block ids are unique over the groups."""
+        """Whether any of `blocks` is one of this load's. Block ids must be unique over the groups."""
         return any(block in blocks for group in self.blocks for block in group)
 
 
@@ -118,133 +118,137 @@ class _WaitingRequest:
     """A request that was not admitted yet. `barred`: children whose load of it has failed."""
 
     since: float | None = None
-    claims: tuple[Offer, ...] = ()
+    offers: tuple[Offer, ...] = ()
     chosen: Offer | None = None
     asynchronous: bool = False
     barred: set[int] = field(default_factory=set)
 
 
 class PendingLoads:
-    """Books of the scheduler's process; `names` are the children's."""
+    """Requests that wait for admission, and running loads. `names`: the children's."""
 
-    def __init__(self, names: Sequence[str], tally: SelectionCounters) -> None:
+    def __init__(self, names: Sequence[str], counters: SelectionCounters) -> None:
         self._names = tuple(names)
-        self._tally = tally
-        self._asked: dict[str, _WaitingRequest] = {}
+        self._counters = counters
+        self._waiting: dict[str, _WaitingRequest] = {}
         self._loads: dict[str, Load] = {}
         self._given_up: set[str] = set()
-        self._left: set[str] = set()
+        self._ended_requests: set[str] = set()
         self._new: dict[str, Load] = {}
 
     def __len__(self) -> int:
-        """Requests and loads that are remembered."""
-        return len(self._asked.keys() | self._loads.keys())
+        """How many requests have an entry here."""
+        return len(self._waiting.keys() | self._loads.keys())
 
     def waited(self, request_id: str, now: float) -> float:
-        """Seconds since the children were first asked for this request's present admission; begins with 0."""
-        asked = self._asked.setdefault(request_id, _WaitingRequest())
-        asked.since = now if asked.since is None else asked.since
-        return now - asked.since
+        """Seconds since the children were first asked for this admission of the request; 0 at the first call."""
+        waiting = self._waiting.setdefault(request_id, _WaitingRequest())
+        waiting.since = now if waiting.since is None else waiting.since
+        return now - waiting.since
 
     def barred(self, request_id: str) -> frozenset[int]:
-        """Children that failed to load this request, and are not asked again: they would offer the same."""
-        asked = self._asked.get(request_id)
-        return frozenset() if asked is None else frozenset(asked.barred)
+        """Children that failed to load this request, and are not waiting again: they would offer the same."""
+        waiting = self._waiting.get(request_id)
+        return frozenset() if waiting is None else frozenset(waiting.barred)
 
-    def answered(self, request_id: str, claims: Sequence[Offer], chosen: Offer | None, *, asynchronous: bool) -> None:
-        """What the children said, and who would load; counted only when the scheduler admits the request."""
-        asked = self._asked.setdefault(request_id, _WaitingRequest())
-        asked.claims, asked.chosen, asked.asynchronous = tuple(claims), chosen, asynchronous
+    def record_choice(
+        self, request_id: str, offers: Sequence[Offer], chosen: Offer | None, *, asynchronous: bool
+    ) -> None:
+        """The children's offers, and the chosen one; counted only when the scheduler admits the request."""
+        waiting = self._waiting.setdefault(request_id, _WaitingRequest())
+        waiting.offers, waiting.chosen, waiting.asynchronous = tuple(offers), chosen, asynchronous
 
     def admitted(self, request_id: str, blocks: tuple[tuple[int, ...], ...], tokens: int) -> int | None:
-        """The scheduler has allocated; `tokens` are to be loaded, which is 0 where it found more locally than the
-        child that was chosen could bring, whatever that child had said. The number of the child that loads."""
-        asked = self._asked.get(request_id)
-        if asked is None:
+        """The scheduler has allocated the request's blocks. The number of the child that loads, or None.
+
+        `tokens`: to be loaded, which is 0 where it found more locally than the chosen child's offer.
+        """
+        waiting = self._waiting.get(request_id)
+        if waiting is None:
             return None
-        winner = asked.chosen.child if asked.chosen is not None and tokens > 0 else None
-        self._count(asked.claims, winner, tokens)
-        if winner is not None and asked.asynchronous:
+        winner = waiting.chosen.child if waiting.chosen is not None and tokens > 0 else None
+        self._count(waiting.offers, winner, tokens)
+        if winner is not None and waiting.asynchronous:
             self._loads[request_id] = self._new[request_id] = Load(winner, blocks)
-        self._asked[request_id] = _WaitingRequest(barred=asked.barred)
-        if not asked.barred:
-            del self._asked[request_id]
+        self._waiting[request_id] = _WaitingRequest(barred=waiting.barred)
+        if not waiting.barred:
+            del self._waiting[request_id]
         return winner
 
-    def take_new(self) -> dict[str, Load]:
-        """Loads that began in this step, for the workers; handed out once."""
+    def pop_new(self) -> dict[str, Load]:
+        """Loads that began since the last call, for the workers."""
         new, self._new = self._new, {}
         return new
 
     def loading(self, request_id: str) -> int | None:
-        """Which child has a load of this request on its way."""
+        """The child whose load of this request is running."""
         load = self._loads.get(request_id)
         return None if load is None else load.child
 
     def failed(self, failed: Iterable[str], blocks: Collection[int]) -> set[str]:
-        """Requests whose load failed: these, and those whose load touches one of `blocks`."""
+        """Requests whose load failed: those of `failed`, and those whose load touches one of `blocks`."""
         running = {request_id: load for request_id, load in self._loads.items() if request_id not in self._given_up}
         named = {request_id for request_id in failed if request_id in running}
         return named | {request_id for request_id, load in running.items() if load.touches(blocks)}
 
     def fail(self, request_id: str, *, bar: bool) -> None:
-        """A load failed; with `bar` its child is not asked for this request again."""
+        """The request's load failed; with `bar` its child is not asked for this request again."""
         child = self._loads[request_id].child
-        self._tally.add("child_failed_loads", self._names[child])
+        self._counters.add("child_failed_loads", self._names[child])
         if bar:
             self._bar(request_id, {child})
 
     def give_up(self, request_id: str) -> None:
-        """A load takes too long: nothing more is loaded for its request, and the load is waited for by nobody."""
+        """The load takes too long: the request no longer waits for it, and nothing more is loaded for it."""
         self._given_up.add(request_id)
         self.fail(request_id, bar=False)
         self._bar(request_id, set(range(len(self._names))))
 
     def ended(self, request_ids: Iterable[str]) -> None:
-        """These loads are over, however they went."""
+        """These loads have ended, well or not."""
         for request_id in request_ids:
             self._loads.pop(request_id, None)
             self._given_up.discard(request_id)
-            self._left.discard(request_id)
+            self._ended_requests.discard(request_id)
 
-    def leave(self, request_id: str) -> None:
-        """The request is over. A load on its way still runs, and its blocks are held until it `ended`."""
-        self._asked.pop(request_id, None)
+    def on_request_finished(self, request_id: str) -> None:
+        """The request has ended. Its load may still run, and its blocks are held until then."""
+        self._waiting.pop(request_id, None)
         if request_id in self._loads:
-            self._left.add(request_id)
+            self._ended_requests.add(request_id)
 
     def _bar(self, request_id: str, children: set[int]) -> None:
-        """Nobody asks for a request that is over, and nothing would be forgotten of it."""
-        if request_id not in self._left:
-            self._asked.setdefault(request_id, _WaitingRequest()).barred.update(children)
+        """Not for a request that has ended: its entry would never be removed."""
+        if request_id not in self._ended_requests:
+            self._waiting.setdefault(request_id, _WaitingRequest()).barred.update(children)
 
     def pending(self) -> Mapping[str, int]:
-        """Loads on their way, by child."""
+        """How many loads are running, by child."""
         counts = dict.fromkeys(self._names, 0)
         for load in self._loads.values():
             counts[self._names[load.child]] += 1
         return counts
 
-    def _count(self, claims: Sequence[Offer], winner: int | None, tokens: int) -> None:
-        for claim in claims:
-            name = self._names[claim.child]
-            self._tally.add("child_queries", name)
-            if claim.child == winner:
-                self._tally.add("child_wins", name)
-                self._tally.add("child_tokens_won", name, tokens)
+    def _count(self, offers: Sequence[Offer], winner: int | None, tokens: int) -> None:
+        for offer in offers:
+            name = self._names[offer.child]
+            self._counters.add("child_queries", name)
+            if offer.child == winner:
+                self._counters.add("child_wins", name)
+                self._counters.add("child_tokens_won", name, tokens)
             else:
-                self._tally.add("child_losses" if claim.tokens else "child_misses", name)
+                self._counters.add("child_losses" if offer.tokens else "child_misses", name)
 
 
 @dataclass(slots=True)
 class _RunningLoad:
     blocks: Sequence[Any]
     since: float
-    told: bool = False
+    reported: bool = False
 
 
 class LoadDeadlines:
-    """`within`: seconds that a load may take. The quarantine's names are request ids here."""
+    """Running loads of tiers. `within`: seconds that one may take. The quarantine's keys are request ids here."""
 
     def __init__(self, within: float, quarantine: Quarantine) -> None:
         self._within = within
@@ -252,32 +256,35 @@ class LoadDeadlines:
         self._loads: dict[str, _RunningLoad] = {}
 
     def __len__(self) -> int:
-        """How many loads run, in time or given up."""
+        """How many loads are running, in time or given up."""
         return len(self._loads) + len(self._quarantine)
 
     def begin(self, request_id: str, blocks: Sequence[Any], now: float) -> None:
         """A tier begins to load into these blocks."""
         self._loads[request_id] = _RunningLoad(blocks, now)
 
-    def take(self, now: float) -> frozenset[str]:
-        """Requests whose load is overdue, each told once; a rank on which it still runs gives it up."""
-        late = [name for name, load in self._loads.items() if not load.told and now - load.since >= self._within]
+    def pop_overdue(self, now: float) -> frozenset[str]:
+        """Requests whose load is overdue, each returned once. A rank on which it still runs gives it up."""
+        late = [name for name, load in self._loads.items() if not load.reported and now - load.since >= self._within]
         for request_id in late:
-            self._loads[request_id].told = True
+            self._loads[request_id].reported = True
         return frozenset(late)
 
     def give_up(self, stalled: Mapping[str, int]) -> set[str]:
-        """Loads that still run on so many ranks; before vLLM frees a block. Which requests they were for."""
+        """Overdue loads that still run: request id → number of ranks. Must precede vLLM's freeing of blocks.
+
+        Returns the requests whose load is given up.
+        """
         given_up = stalled.keys() & self._loads.keys()
         for request_id in given_up:
-            self._quarantine.stall(request_id, self._loads.pop(request_id).blocks, stalled[request_id])
+            self._quarantine.add(request_id, self._loads.pop(request_id).blocks, stalled[request_id])
         return set(given_up)
 
     def ended(self, request_ids: Iterable[str]) -> None:
-        """These loads are over, however they went."""
+        """These loads have ended, well or not."""
         for request_id in request_ids:
             self._loads.pop(request_id, None)
 
-    def drain(self, drained: Mapping[str, int]) -> list[str]:
-        """Loads that were given up and have ended now, in ranks. Those that have ended on all of them."""
-        return self._quarantine.drain(drained)
+    def on_drained(self, drained: Mapping[str, int]) -> list[str]:
+        """Given-up loads that ended: request id → number of ranks. Returns those that have ended on all ranks."""
+        return self._quarantine.on_transfers_ended(drained)

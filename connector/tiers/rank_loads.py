@@ -1,14 +1,13 @@
-"""What the two sides of the choosing connector tell each other, beside what each child tells its own.
+"""Asynchronous loads on one worker rank, what scheduler and workers send each other about them, and passing vLLM's
+calls on to the children.
 
-Loads that failed block by block, told request by request, and loads that take too long; in a worker's process.
+    WeightedMetadata   scheduler → workers   loads that begin, requests that were preempted, loads that are overdue
+    WeightedReport     workers → scheduler   loads that were given up on a rank, and such loads that ended
+    RankLoads          worker                the running loads; failed blocks become failed requests
 
-A load that is given up is reported as failed, and once more, to our scheduler side alone, when it has ended.
-
-vLLM's scheduler takes numbers of blocks that were not loaded, but with several cache groups raises, which ends the
-engine; failed requests it takes always. So what a child reports is looked up among the loads that it is doing.
-
-
-Telling each child what concerns it, out of what vLLM tells the choosing connector as a whole.
+vLLM's scheduler accepts numbers of blocks that were not loaded, but with several cache groups raises an error, which
+ends the engine; failed requests it always accepts. So the blocks that a child reports are looked up among its loads. A
+load that is given up is reported as failed, and again, to our scheduler side alone, when it has ended.
 """
 
 from collections import Counter
@@ -46,11 +45,11 @@ class WeightedMetadata(MultiKVConnectorMetadata):
 
 @dataclass
 class WeightedReport(KVConnectorWorkerMetadata):
-    """What a rank, or after merging all ranks, tells of one step.
+    """What one rank, or after merging all ranks, reports of one step.
 
-    `children`: their own reports, in vLLM's form; None when no child has anything to say. Ours are by request id, in
-    ranks. `stalled`: overdue loads that this rank has given up, and that still run: told together with their failure.
-    `drained`: such loads that have ended at last.
+    `children`: their own reports, in vLLM's form; None when no child has one. Ours are request id → number of ranks.
+    `stalled`: overdue loads that this rank has given up, and that still run; reported together with their failure.
+    `drained`: such loads that have ended.
     """
 
     children: MultiKVConnectorWorkerMetadata | None = None
@@ -70,7 +69,7 @@ class WeightedReport(KVConnectorWorkerMetadata):
 
 
 class RankLoads:
-    """The asynchronous loads on this rank, until they are reported as finished."""
+    """The asynchronous loads on this rank, until they have finished."""
 
     def __init__(self) -> None:
         self._loads: dict[str, Load] = {}
@@ -82,53 +81,53 @@ class RankLoads:
     def __len__(self) -> int:
         return len(self._loads)
 
-    def expect(self, loads: Mapping[str, Load]) -> None:
+    def begin(self, loads: Mapping[str, Load]) -> None:
         """These loads begin."""
         self._loads.update(loads)
 
-    def hear(self, child: int, blocks: Collection[int]) -> None:
-        """A child says that these blocks were not loaded."""
+    def on_load_errors(self, child: int, blocks: Collection[int]) -> None:
+        """A child reports that these blocks were not loaded."""
         if blocks:
             self._failed |= {
                 request_id for request_id, load in self._loads.items() if load.child == child and load.touches(blocks)
             }
 
-    def waits_for_given_up(self) -> bool:
-        """Whether all that still runs here was given up."""
+    def has_only_given_up(self) -> bool:
+        """Whether every load that still runs here was given up."""
         return bool(self._given_up) and not self._loads
 
     def give_up(self, overdue: Iterable[str]) -> set[str]:
-        """Of these requests, those whose load still runs here: from now on they have failed."""
+        """Those of these requests whose load still runs here. From now on they have failed."""
         late = {request_id: self._loads.pop(request_id) for request_id in set(overdue) & self._loads.keys()}
         self._given_up |= late
         self._stalled |= late.keys()
         self._failed -= late.keys()
         return set(late)
 
-    def withhold(self, finished: Iterable[str]) -> set[str]:
-        """Of these loads, those that were given up: vLLM was told of their end long ago."""
+    def pop_given_up(self, finished: Iterable[str]) -> set[str]:
+        """Those of these loads that were given up: vLLM has their failure already."""
         late = self._given_up.keys() & set(finished)
         for request_id in late:
             del self._given_up[request_id]
         self._drained |= late
         return late
 
-    def take_report(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Loads given up, and such loads ended, since the last call: each with a 1 for this rank."""
+    def pop_report(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Loads given up since the last call, and such loads that ended: each with a 1 for this rank."""
         stalled, self._stalled = dict.fromkeys(sorted(self._stalled), 1), set()
         drained, self._drained = dict.fromkeys(sorted(self._drained), 1), set()
         return stalled, drained
 
-    def of_given_up(self, blocks: Collection[int]) -> set[int]:
-        """Of these blocks, those that a load which was given up does or did write to."""
+    def blocks_of_given_up(self, blocks: Collection[int]) -> set[int]:
+        """Those of these blocks into which a given-up load writes."""
         return {block for block in blocks if any(load.touches({block}) for load in self._given_up.values())}
 
-    def settle(self, finished: Iterable[str]) -> set[str]:
-        """These loads are over; those of them that failed."""
-        over = set(finished)
-        failed = self._failed & over
-        self._failed -= over
-        for request_id in over:
+    def finish(self, finished: Iterable[str]) -> set[str]:
+        """These loads have ended. Those of them that failed."""
+        ended = set(finished)
+        failed = self._failed & ended
+        self._failed -= ended
+        for request_id in ended:
             self._loads.pop(request_id, None)
         return failed
 
@@ -136,15 +135,15 @@ class RankLoads:
 def notify_output(
     children: Sequence[Child], connector_output: "KVConnectorOutput", owners: Mapping[str, int | None]
 ) -> None:
-    """What the workers did: each child gets its own part of their report, and its own loads.
+    """Pass vLLM's output on: each child gets its own part of the workers' report, and its own loads.
 
-    `owners`: who loads each request that has ended loading; None where nobody knows, and all are told. The very object
-    goes to each in turn, as vLLM does it, since a child may write into it.
+    `owners`: the child of each load that has ended; None where it is unknown, and every child gets it. The same object
+    is passed to each in turn, as vLLM does it, since a child may write into it.
     """
     finished, failed = connector_output.finished_recving, connector_output.failed_recving
     report = connector_output.kv_connector_worker_meta
-    told = report.children if isinstance(report, WeightedReport) else None
-    parts = (None,) * len(children) if told is None else told.metadata
+    reports = report.children if isinstance(report, WeightedReport) else None
+    parts = (None,) * len(children) if reports is None else reports.metadata
     try:
         for child, part in zip(children, parts, strict=True):
             mine = {request_id for request_id, owner in owners.items() if owner in (None, child.number)}
@@ -158,11 +157,11 @@ def notify_output(
 
 
 def notify_preempted(
-    children: Sequence[Child], told: KVConnectorMetadata | set[str], bound: KVConnectorMetadata | None
+    children: Sequence[Child], given: KVConnectorMetadata | set[str], bound: KVConnectorMetadata | None
 ) -> None:
-    """Who was preempted: `told` is request ids or metadata, whichever the caller has; `bound`, this step's metadata."""
-    ids = told if isinstance(told, set) else told.preempted if isinstance(told, WeightedMetadata) else frozenset()
-    whole = bound if isinstance(told, set) else told
+    """Pass preemptions on. `given`: vLLM's argument, request ids or metadata. `bound`: this step's metadata."""
+    ids = given if isinstance(given, set) else given.preempted if isinstance(given, WeightedMetadata) else frozenset()
+    whole = bound if isinstance(given, set) else given
     parts = whole.metadata if isinstance(whole, MultiKVConnectorMetadata) else (None,) * len(children)
     for child, part in zip(children, parts, strict=True):
         child.preempted(sorted(ids), part)

@@ -1,26 +1,25 @@
-"""What must be true of the children before an engine may start with them. Pure; each refusal says what to change.
+"""Choosing a child: what must hold of the children before an engine may start, and asking them for a request's prefix.
+In the scheduler's process.
 
-The model's KV-cache groups, as far as children that store prefixes must fit them.
-
-Asks the children for a request's prefix and lets `choice` decide; in the scheduler's process.
-
-Two kinds of children see two kinds of local hits. One that brings the state with it (it has a ticket) is told the hit
-of attention alone; every other one is told the *shared* hit, where all groups agree. vLLM looks a request up once, in
-one way, before it asks; so when a child of the second kind wins and the two hits differ, the request is put off for one
-step, and in that step (`_shared_step`) every request is looked up in the shared way. Such steps never follow on each
-other, so that requests with tickets, which are put off in them, wait for one step at most.
+The children see two kinds of local hits. A child that brings the state too (it has a ticket) is given the hit of
+attention alone; every other child is given the *shared* hit, where all groups agree. vLLM looks a request up once, in
+one way, before it asks; so when a child of the second kind wins and the two hits differ, the request is deferred for
+one step, and in that step (`_shared_step`) every request is looked up in the shared way. Two such steps never follow
+each other, so that requests with tickets, which are deferred in them, wait for one step at most.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from connector.config import ConfigError
-from connector.tiers.children import Child, ChildSettings
+from connector.tiers.children import Child, ChildSettings, hands_over
 from connector.tiers.pending_loads import AskAgain, ComputeHere, LoadFrom, Offer, PendingLoads, bounded_offer, choose
 
 if TYPE_CHECKING:
@@ -29,11 +28,14 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+log = logging.getLogger("vllm.pdproxy.multi")
+
+
 @dataclass(frozen=True, slots=True)
 class GroupBlocks:
-    """Tokens a block of each KV-cache group that grows with the sequence, by the group's number, and what hashes name.
+    """`sizes`: tokens per block of each KV-cache group that grows with the sequence, by the group's number.
 
-    `hash_block`: the granularity, in tokens, at which cached blocks are named. `max_model_len`: in tokens.
+    `hash_block`: the granularity, in tokens, at which cached blocks are hashed. `max_model_len`: in tokens.
     """
 
     sizes: Mapping[int, int]
@@ -61,8 +63,15 @@ def require_one_side_channel(children: Sequence[ChildSettings], handing_over: It
         )
 
 
+def require_children(children: Sequence[ChildSettings], listed: Sequence[dict[str, Any]]) -> None:
+    """The listed children must work on one node. Raises ConfigError with the name of one that does not."""
+    configs = [KVTransferConfig(**entry) for entry in listed]
+    require_hybrid_support(children, map(KVConnectorFactory.supports_hma_config, configs))
+    require_one_side_channel(children, map(hands_over, map(KVConnectorFactory.get_connector_class, configs)))
+
+
 def require_units(children: Sequence[ChildSettings], blocks: GroupBlocks) -> None:
-    """A child that offloads in units of its own must be able to cut them. Raises ConfigError with what would work."""
+    """A child's offload unit must fit the groups' blocks. Raises ConfigError with a unit that would."""
     for child in children:
         if child.unit is not None:
             _require_unit(child.name, child.unit, blocks)
@@ -88,16 +97,13 @@ def _require_unit(name: str, unit: int, blocks: GroupBlocks) -> None:
 
 
 def fitting(unit: int, blocks: GroupBlocks) -> int:
-    """The smallest unit, not below `unit`, into which every group's blocks fit."""
+    """The smallest unit, at least `unit`, that is a multiple of every group's block."""
     whole = lcm(blocks.hash_block, *blocks.sizes.values())
     return -(-unit // whole) * whole
 
 
-log = logging.getLogger("vllm.pdproxy.multi")
-
-
 def stored_blocks(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", hash_block: int) -> GroupBlocks:
-    """The groups that children store; a state of which only the running one exists is not cut into blocks."""
+    """The groups that children store; a state of which only the running one exists is not stored."""
     specs = {number: group.kv_cache_spec for number, group in enumerate(kv_cache_config.kv_cache_groups)}
     whole = {
         number for number, spec in specs.items() if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "none"
@@ -113,16 +119,19 @@ def stored_blocks(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", h
 
 
 Answer = tuple[int | None, bool]
-"""vLLM's: tokens to load beyond the local hit, None to be asked again; whether they are loaded between steps."""
+"""To vLLM: tokens to load beyond the local hit, None to be asked again; whether they are loaded between steps."""
 
 
 class ChildSelector:
-    """`groups`: how many KV-cache groups the model has. `shared_hit` looks up, in tokens, where all of them agree."""
+    """Asks every child about a request, and picks the best offer.
+
+    `groups`: how many KV-cache groups the model has. `shared_hit` looks up, in tokens, where all of them agree.
+    """
 
     def __init__(
         self,
         children: Sequence[Child],
-        desk: PendingLoads,
+        loads: PendingLoads,
         *,
         groups: int,
         decide_within: float,
@@ -130,13 +139,13 @@ class ChildSelector:
         now: Callable[[], float],
     ) -> None:
         self._children = tuple(children)
-        self._desk = desk
+        self._loads = loads
         self._groups = groups
         self._decide_within = decide_within
         self._shared_hit = shared_hit
         self._now = now
         self._shared_step = False
-        self._put_off: set[str] = set()
+        self._deferred: set[str] = set()
         self._warned: set[int] = set()
 
     @property
@@ -144,59 +153,60 @@ class ChildSelector:
         """Whether vLLM shall look requests up by attention alone, now."""
         return not self._shared_step and any(child.completes_hybrid_hits for child in self._children)
 
-    def ask(self, request: "Request", hit: int) -> tuple[Answer, Offer | None]:
-        """What to answer to vLLM, and whose claim it is. `hit`: the local one, in tokens, as vLLM looked it up."""
+    def select(self, request: "Request", hit: int) -> tuple[Answer, Offer | None]:
+        """The answer to vLLM, and the offer that it comes from. `hit`: the local one, in tokens, as vLLM looked it
+        up."""
         request_id = request.request_id
-        late = self._desk.waited(request_id, self._now()) >= self._decide_within
+        late = self._loads.waited(request_id, self._now()) >= self._decide_within
         shared = self._shared_hit(request) if hit and self.offers_divergent_hits else hit
-        claims, asynchronous = self._claims(request, hit, shared)
-        match choose(claims, shared=shared, prompt=request.num_tokens, late=late):
+        offers, asynchronous = self._offers(request, hit, shared)
+        match choose(offers, shared=shared, prompt=request.num_tokens, late=late):
             case AskAgain():
                 return (None, False), None
-            case LoadFrom(claim) if self._must_look_up_again(request_id, claim, hit):
+            case LoadFrom(offer) if self._must_look_up_again(request_id, offer, hit):
                 return (None, False), None
-            case LoadFrom(claim):
-                loads_between_steps = claim.child in asynchronous
-                self._desk.answered(request_id, claims, claim, asynchronous=loads_between_steps)
-                return (claim.tokens, loads_between_steps), claim
+            case LoadFrom(offer):
+                loads_between_steps = offer.child in asynchronous
+                self._loads.record_choice(request_id, offers, offer, asynchronous=loads_between_steps)
+                return (offer.tokens, loads_between_steps), offer
             case ComputeHere():
-                self._desk.answered(request_id, claims, None, asynchronous=False)
+                self._loads.record_choice(request_id, offers, None, asynchronous=False)
                 return (0, False), None
 
-    def step_planned(self) -> None:
-        """The scheduler has gone through its requests once."""
-        self._shared_step = bool(self._put_off) and not self._shared_step
+    def on_step_planned(self) -> None:
+        """The scheduler has planned a step."""
+        self._shared_step = bool(self._deferred) and not self._shared_step
 
     def forget(self, request_id: str) -> None:
-        """The request was admitted, or is over."""
-        self._put_off.discard(request_id)
+        """The request was admitted, or has ended."""
+        self._deferred.discard(request_id)
 
-    def _must_look_up_again(self, request_id: str, claim: Offer, hit: int) -> bool:
-        if claim.base != hit:
-            self._put_off.add(request_id)
+    def _must_look_up_again(self, request_id: str, offer: Offer, hit: int) -> bool:
+        if offer.base != hit:
+            self._deferred.add(request_id)
             return True
-        if self._shared_step and self._children[claim.child].completes_hybrid_hits:
-            self._put_off.discard(request_id)
+        if self._shared_step and self._children[offer.child].completes_hybrid_hits:
+            self._deferred.discard(request_id)
             return True
         return False
 
-    def _claims(self, request: "Request", hit: int, shared: int) -> tuple[list[Offer], set[int]]:
-        """Every child's claim, and which of them load between steps."""
-        claims: list[Offer] = []
+    def _offers(self, request: "Request", hit: int, shared: int) -> tuple[list[Offer], set[int]]:
+        """Every child's offer, and which children load between steps."""
+        offers: list[Offer] = []
         asynchronous: set[int] = set()
-        barred = self._desk.barred(request.request_id)
+        barred = self._loads.barred(request.request_id)
         for child in self._children:
             if child.number in barred:
                 continue
             base = hit if child.completes_hybrid_hits else shared
             tokens, between_steps = child.connector.get_num_new_matched_tokens(request, base)
             tokens = self._usable(child, bounded_offer(tokens, base=base, prompt=request.num_tokens), between_steps)
-            claims.append(Offer(child.number, base, tokens, child.settings.weight))
+            offers.append(Offer(child.number, base, tokens, child.settings.weight))
             asynchronous |= {child.number} if between_steps else set()
-        return claims, asynchronous
+        return offers, asynchronous
 
     def _usable(self, child: Child, tokens: int | None, between_steps: bool) -> int | None:
-        """With several groups vLLM has no way to take a load back that runs within a step, so none is begun."""
+        """With several groups vLLM cannot undo a load that runs within a step, so none is begun."""
         if not tokens or between_steps or self._groups == 1:
             return tokens
         if child.number not in self._warned:

@@ -1,9 +1,8 @@
-"""How often each child was asked and won, until vLLM's pipeline carries it to the API server.
+"""Statistics of the choosing connector: every child's own, by its name, and how often each child was asked and chosen.
 
-The children's statistics, each under its own name, and who was chosen, in vLLM's pipeline to `/metrics`.
-
-vLLM merges what the workers and the scheduler collect and sends it to the API server as a plain dict: child name →
-{"connector", "module", "stats"}, and under `SELECTION` the counts of `tally`. No child's name can be `SELECTION`.
+vLLM merges what workers and scheduler collect and sends it to the API server as a plain dict: child name →
+{"connector", "module", "stats"}, and under `SELECTION` the counts of `SelectionCounters`. No child can be named
+`SELECTION`. There `ChildrenPromMetrics` turns it into the series of `/metrics`.
 """
 
 from collections import Counter as Totals
@@ -17,6 +16,9 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
+
+from connector.stats import COUNTS, LEVELS, PREFIX, ConnectorStats
+from connector.tiers.children import Source
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,93 +39,72 @@ SELECTION_COUNTERS: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class SelectionSnapshot:
-    """Since the last drain: `counts` holds `[counter, child, increment > 0]`; `pending`, loads on their way by child,
-    is what is true now, and empty if it has not changed. Lists and dicts, since they travel as msgpack."""
+    """Since the last drain: `counts` holds `[counter, child, increment > 0]`; `pending` is the present number of
+    running loads by child, empty if it has not changed. Lists and dicts, since they travel as msgpack."""
 
     counts: list[tuple[str, str, int]]
     pending: dict[str, int]
 
 
 class SelectionCounters:
-    """Adds up, in the scheduler's process. A counter only ever grows: an increment below 1 is an error of the caller
-    that is left out, never subtracted."""
+    """Counts in the scheduler's process. An increment below 1 is left out: a Prometheus counter must never go back."""
 
     def __init__(self) -> None:
         self._counts: Totals[tuple[str, str]] = Totals()
-        self._told: dict[str, int] = {}
+        self._drained_pending: dict[str, int] = {}
 
     def add(self, counter: str, child: str, increment: int = 1) -> None:
-        """One counter of `COUNTERS` of one child."""
+        """Add to one of `SELECTION_COUNTERS` of one child."""
         if increment > 0:
             self._counts[counter, child] += increment
 
     def drain(self, pending: Mapping[str, int]) -> SelectionSnapshot:
-        """What came together; the counts start again from zero."""
+        """The counts since the last call; they start again from zero."""
         counts, self._counts = self._counts, Totals()
-        changed = dict(pending) if pending != self._told else {}
-        self._told = dict(pending)
+        changed = dict(pending) if pending != self._drained_pending else {}
+        self._drained_pending = dict(pending)
         return SelectionSnapshot([(name, child, number) for (name, child), number in counts.items()], changed)
 
 
-PREFIX = "pdproxy_connector_"
 PENDING = "child_pending_loads"
 SELECTION = "*selection*"
 
-Source = tuple[str, str | None]
-"""Where a child's class comes from: `kv_connector` and `kv_connector_module_path`."""
-
 
 @dataclass
-class SelectionStats(KVConnectorStats):
-    """Who was asked and who won: `counts` as in `tally.Balance`; `pending` as it is now."""
-
-    data: dict[str, Any] = field(default_factory=lambda: {"counts": [], "pending": {}})
+class SelectionStats(ConnectorStats):
+    """The selection's counts and pending loads, under the keys of `ConnectorStats`, each with the label `child`."""
 
     @classmethod
-    def of(cls, balance: SelectionSnapshot) -> "SelectionStats":
-        """Out of a drained tally."""
-        return cls({"counts": [list(count) for count in balance.counts], "pending": balance.pending})
-
-    def reset(self) -> None:
-        """Forget."""
-        self.data = {"counts": [], "pending": {}}
-
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Counts of both; what is pending by the later."""
-        self.data["counts"] = [*self.data["counts"], *other.data["counts"]]
-        self.data["pending"] = {**self.data["pending"], **other.data["pending"]}
-        return self
+    def of(cls, snapshot: SelectionSnapshot) -> "SelectionStats":
+        """Made from drained counters."""
+        stats = cls()
+        stats.data[COUNTS] = [[name, [child], number] for name, child, number in snapshot.counts]
+        stats.data[LEVELS] = [[PENDING, [child], number] for child, number in snapshot.pending.items()]
+        return stats
 
     def reduce(self) -> dict[str, int | float]:
-        """One number a series, for the line that vLLM logs every few seconds."""
-        totals: Totals[str] = Totals()
-        for name, child, number in self.data["counts"]:
-            totals[f"{name}/{child}"] += number
-        return dict(totals)
-
-    def is_empty(self) -> bool:
-        """Whether there is nothing to say."""
-        return not self.data["counts"] and not self.data["pending"]
+        """Without NIXL's numbers, which are all zero here."""
+        return {name: number for name, number in super().reduce().items() if name.startswith("child_")}
 
 
 @dataclass
 class ChildrenStats(MultiKVConnectorStats):
-    """Stats by child; `sources` says how to make a child's stats again where they arrive."""
+    """Stats by child; `sources` are needed to make a child's stats again in another process."""
 
     sources: dict[str, Source] = field(default_factory=dict)
 
     def add(self, name: str, source: Source, stats: KVConnectorStats) -> None:
-        """One child's."""
+        """Add one child's stats."""
         self.data[name], self.sources[name] = stats, source
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Child by child."""
+        """Merge child by child."""
         if isinstance(other, ChildrenStats):
             self.sources.update(other.sources)
         return super().aggregate(other)
 
     def to_dict(self) -> dict[str, Any]:
-        """What travels."""
+        """The dict that goes to another process."""
         return {
             name: {"connector": connector, "module": module, "stats": self.data[name].to_dict()}
             for name, (connector, module) in self.sources.items()
@@ -131,23 +112,23 @@ class ChildrenStats(MultiKVConnectorStats):
 
     @classmethod
     def from_dict(cls, payload: Mapping[str, Any]) -> "ChildrenStats":
-        """What arrived; a child whose class makes no stats out of it is left out."""
+        """From `to_dict`. A child whose class makes no stats from its part is left out."""
         found = cls()
         for name, part in payload.items():
             source = (part["connector"], part["module"])
-            stats = SelectionStats(part["stats"]) if name == SELECTION else _made(source, part["stats"])
+            stats = SelectionStats(part["stats"]) if name == SELECTION else _build_stats(source, part["stats"])
             if stats is not None:
                 found.add(name, source, stats)
         return found
 
 
-def _made(source: Source, data: dict[str, Any]) -> KVConnectorStats | None:
+def _build_stats(source: Source, data: dict[str, Any]) -> KVConnectorStats | None:
     config = KVTransferConfig(kv_connector=source[0], kv_connector_module_path=source[1], kv_role="kv_both")
     return KVConnectorFactory.get_connector_class(config).build_kv_connector_stats(data)
 
 
 class ChildrenPromMetrics(KVConnectorPromMetrics):
-    """The Prometheus side, in the API server's process. `children`: their own, by name, as far as they have any."""
+    """The Prometheus series, in the API server's process. `children`: their own metrics by name, None without any."""
 
     def __init__(
         self,
@@ -173,27 +154,27 @@ class ChildrenPromMetrics(KVConnectorPromMetrics):
         )
         for engine in per_engine_labelvalues.values():
             for child in children:
-                self._begin([*engine, child])
+                self._create_series([*engine, child])
 
-    def _begin(self, labels: Sequence[object]) -> None:
+    def _create_series(self, labels: Sequence[object]) -> None:
         """Every series begins with 0, so that a rate over it is right from the first increment on."""
         for counter in self._counters.values():
             counter.labels(*labels)
         self._pending.labels(*labels).set(0)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Take in what `ChildrenStats.to_dict` made."""
+        """Record what `ChildrenStats.to_dict` returned."""
         for name, part in transfer_stats_data.items():
             if name == SELECTION:
-                self._select(part["stats"], self._engines[engine_idx])
+                self._observe_selection(part["stats"], self._engines[engine_idx])
             elif (metrics := self._children.get(name)) is not None:
                 metrics.observe(part["stats"], engine_idx)
 
-    def _select(self, stats: Mapping[str, Any], engine: Sequence[object]) -> None:
-        for name, child, number in stats["counts"]:
-            self._counters[name].labels(*engine, child).inc(number)
-        for child, number in stats["pending"].items():
-            self._pending.labels(*engine, child).set(number)
+    def _observe_selection(self, stats: Mapping[str, Any], engine: Sequence[object]) -> None:
+        for name, labels, number in stats[COUNTS]:
+            self._counters[name].labels(*engine, *labels).inc(number)
+        for _, labels, number in stats[LEVELS]:
+            self._pending.labels(*engine, *labels).set(number)
 
 
 class SharedMetric:

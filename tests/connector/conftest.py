@@ -1,4 +1,4 @@
-"""A rank without an engine, and whom it asks. Neither is imported where vLLM is not installed."""
+"""Fixtures: a worker rank without an engine, and the prefill node that it asks. Nothing is imported without vLLM."""
 
 from __future__ import annotations
 

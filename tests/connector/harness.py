@@ -69,9 +69,9 @@ DENSE = (attention(),)
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How an engine steps. `behind`: how many more steps are planned before a step's output is taken in.
+    """How an engine steps. `behind`: how many more steps are planned before a step's output is processed.
 
-    `v2`: for vLLM's newer model runner, with which the scheduler keeps other books.
+    `v2`: for vLLM's newer model runner, with which the scheduler counts otherwise.
     """
 
     scheduler: type[Scheduler]
@@ -124,10 +124,10 @@ def make_scheduler(config: VllmConfig, kv_cache: KVCacheConfig) -> Scheduler:
 
 @dataclass
 class Node:
-    """One engine's scheduler; `step` runs it once, with what the test says that the workers saw.
+    """One engine's scheduler; `step` runs it once, with the workers' output that the test gives.
 
-    At a pace of one behind, what they saw comes with the output of the step before: `ahead` has what was planned, and
-    is not taken in.
+    At a pace of one behind it comes with the output of the step before: `ahead` has the steps whose output is not
+    processed yet.
     """
 
     scheduler: Scheduler
@@ -135,7 +135,7 @@ class Node:
     ahead: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = field(default_factory=deque)
     metas: list[ConnectorMetadata] = field(default_factory=list)
     scheduled: list[dict[str, int]] = field(default_factory=list)
-    tally: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    totals: Counter[tuple[str, ...]] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         for _ in range(PACE.get().behind):
@@ -151,7 +151,7 @@ class Node:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that nobody holds."""
+        """Blocks that no request holds."""
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def add(
@@ -175,7 +175,7 @@ class Node:
         """Plan, run (every scheduled request samples the token 7 once its prompt is done), take the output in."""
         outputs = self._step(seen)
         for stats in (each.scheduler_stats.kv_connector_stats for each in outputs if each.scheduler_stats):
-            self._tally((stats or {}).get(COUNTS, ()))
+            self._count((stats or {}).get(COUNTS, ()))
         return [output for each in outputs for output in each.outputs]
 
     def _step(self, seen: KVConnectorOutput | None) -> list[EngineCoreOutputs]:
@@ -218,12 +218,12 @@ class Node:
 
     def counts(self, name: str) -> dict[str, int]:
         """One counter from the start, by its label values joined with a slash."""
-        self._tally(self.side.accounts.drain().counts)
-        return {"/".join(labels): count for (counter, *labels), count in self.tally.items() if counter == name}
+        self._count(self.side.counters.drain().counts)
+        return {"/".join(labels): count for (counter, *labels), count in self.totals.items() if counter == name}
 
-    def _tally(self, counts: Iterable[tuple[str, Sequence[str], int]]) -> None:
+    def _count(self, counts: Iterable[tuple[str, Sequence[str], int]]) -> None:
         for name, labels, count in counts:
-            self.tally[name, *labels] += count
+            self.totals[name, *labels] += count
 
 
 def make_node(
@@ -284,18 +284,18 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def sent(*request_ids: str, report: WorkerReport | None = None) -> KVConnectorOutput:
-    """The workers say: these requests' blocks may go."""
+    """The workers' output: these requests' blocks may be freed."""
     return KVConnectorOutput(finished_sending=set(request_ids), kv_connector_worker_meta=report)
 
 
 def received(node: Node, *request_ids: str) -> KVConnectorOutput:
-    """The workers say: these reads are good."""
+    """The workers' output: these reads are verified."""
     ends = {name: ReadEnd(nonce_of(node, name), ReadOutcome.VERIFIED) for name in request_ids}
     return KVConnectorOutput(finished_recving=set(request_ids), kv_connector_worker_meta=WorkerReport(reads_ended=ends))
 
 
 def lost(node: Node, outcome: ReadOutcome, *request_ids: str, stalled: Iterable[str] = ()) -> KVConnectorOutput:
-    """The workers say: these reads failed."""
+    """The workers' output: these reads failed."""
     ends = {name: ReadEnd(nonce_of(node, name), outcome) for name in request_ids}
     report = WorkerReport(reads_ended=ends, stalled=dict.fromkeys(stalled, 1))
     return KVConnectorOutput(

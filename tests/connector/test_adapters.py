@@ -1,4 +1,4 @@
-"""LoRA adapters by content: what counts of one, when it is read again, and what cannot be told."""
+"""LoRA adapters by content: what its digest covers, when it is read again, and when it is unknown."""
 
 import json
 import os

@@ -30,8 +30,8 @@ QWEN = {"architectures": ["Qwen3NextForCausalLM"], "dtype": "bfloat16", "num_hid
 
 def qwen(**more: Any) -> dict[str, Any]:
     """Its configuration."""
-    said: dict[str, Any] = transformers.Qwen3NextConfig(**{**QWEN, **more}).to_dict()
-    return said
+    config: dict[str, Any] = transformers.Qwen3NextConfig(**{**QWEN, **more}).to_dict()
+    return config
 
 
 def sizes(config: dict[str, Any], *tp: int, dtypes: Dtypes = FLOAT32, multiple: int = 16) -> dict[int, int]:
@@ -82,7 +82,7 @@ def test_types_are_those_of_vllm_on_a_gpu() -> None:
         ({"model_type": "qwen3_next", "dtype": "int4"}, "unknown types: int4; known are float32"),
     ],
 )
-def test_what_cannot_be_read_is_said(config: dict[str, Any], sentence: str) -> None:
+def test_what_cannot_be_read_is_refused(config: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UnknownModelError) as unknown:
         read(config, Dtypes())
     assert sentence in str(unknown.value)
@@ -156,7 +156,7 @@ CASES = [(name, spec) for name in FAMILIES for spec in (0, 2) if not (name == "j
 
 @pytest.mark.parametrize(("family", "spec"), CASES)
 def test_vllm_keeps_the_same_state(family: str, spec: int) -> None:
-    """`MambaSpec` over what the model's class says; that code reads no more of vLLM's configuration than this."""
+    """`MambaSpec` over the shapes of the model's class; that code reads no more of vLLM's configuration than this."""
     import torch
     from vllm.v1.kv_cache_interface import MambaSpec
 

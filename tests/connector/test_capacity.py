@@ -25,20 +25,20 @@ STATE = BoundedGroup(1, 1)
 
 def test_only_growing_groups_count_for_tokens() -> None:
     """Once it was blocks / all groups x block size: a quarter of this."""
-    told = capacity(1000, 4096, [GrowingGroup(16), STATE, STATE, STATE])
-    assert told == Capacity(tokens=16000, sequences=333, admitted=3, binding=LimitedBy.ATTENTION)
+    found = capacity(1000, 4096, [GrowingGroup(16), STATE, STATE, STATE])
+    assert found == Capacity(tokens=16000, sequences=333, admitted=3, binding=LimitedBy.ATTENTION)
 
 
 def test_short_sequences_run_out_of_state_first() -> None:
-    told = capacity(1000, 32, [GrowingGroup(16), STATE, STATE, STATE])
-    assert (told.admitted, told.binding) == (200, LimitedBy.STATE)
+    found = capacity(1000, 32, [GrowingGroup(16), STATE, STATE, STATE])
+    assert (found.admitted, found.binding) == (200, LimitedBy.STATE)
 
 
 def test_tokens_and_sequences_share_the_pool() -> None:
-    """What `Capacity` says of a load: at the brim, the two shares add up to one."""
-    told = capacity(1200, 1600, [GrowingGroup(16), BoundedGroup(20, 20)])
-    assert told.sequences is not None
-    assert told.admitted * 1600 / told.tokens + told.admitted / told.sequences == 1
+    """What `Capacity` promises of a load: at the brim, the two shares add up to one."""
+    found = capacity(1200, 1600, [GrowingGroup(16), BoundedGroup(20, 20)])
+    assert found.sequences is not None
+    assert found.admitted * 1600 / found.tokens + found.admitted / found.sequences == 1
 
 
 def test_one_sequence_may_be_at_its_peak() -> None:
@@ -84,8 +84,8 @@ def test_an_idle_engine_steps_once_to_tell_its_capacity() -> None:
     sent = outputs[0].scheduler_stats
     assert sent is not None
     assert sent.kv_connector_stats is not None
-    told = {(name, *labels): value for name, labels, value in sent.kv_connector_stats[LEVELS]}
-    assert told == {
+    found = {(name, *labels): value for name, labels, value in sent.kv_connector_stats[LEVELS]}
+    assert found == {
         ("capacity_tokens",): 6400,
         ("capacity_sequences", "max_model_len"): 1,
         ("capacity_sequences", "state"): 400,
@@ -99,8 +99,8 @@ def test_the_scheduler_preempts_where_the_figures_say_that_it_is_full() -> None:
     groups = (*DENSE, *[state("align")] * 3)
     node = make_node(groups=groups, num_blocks=64)
     cache = KVCacheConfig(64, [], [KVCacheGroupSpec([str(index)], spec) for index, spec in enumerate(groups)])
-    told = node_capacity(node.scheduler.vllm_config, cache)
-    assert (told.tokens, told.sequences) == (63 * 16, 21)
+    found = node_capacity(node.scheduler.vllm_config, cache)
+    assert (found.tokens, found.sequences) == (63 * 16, 21)
     requests = [node.add(f"s-{index}", prompt(100 + 5 * index, seed=index), max_tokens=500) for index in range(4)]
     held = 0
     for _ in range(300):

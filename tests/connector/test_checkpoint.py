@@ -83,7 +83,7 @@ def test_what_lies_between_samples_is_not_found(folder: Path) -> None:
     assert of(folder) == before
 
 
-def test_the_index_says_which_files_count(folder: Path) -> None:
+def test_the_index_decides_which_files_count(folder: Path) -> None:
     write_safetensors(folder / "stale.safetensors", layers(seed=2))
     both = of(folder)
     index = {"weight_map": dict.fromkeys(layers(), "model.safetensors")}
@@ -132,7 +132,7 @@ def test_a_file_may_be_named_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "junk", [b"", b"1234567", b"\xff" * 100, b"\x08" + b"\0" * 7 + b"not json", b"\2" + b"\0" * 7 + b"[]"]
 )
-def test_what_is_no_checkpoint_is_told_by_its_source(
+def test_what_is_no_checkpoint_is_named_by_its_source(
     tmp_path: Path, junk: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "model.safetensors").write_bytes(junk)

@@ -1,4 +1,4 @@
-"""Settings: what is read, and the sentence for what cannot work."""
+"""Settings: what is read, and the message for what cannot work."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A decode node on vLLM's real scheduler: tickets taken and refused, reads tried again and given up."""
+"""A decode node on vLLM's real scheduler: tickets accepted and refused, reads retried and given up."""
 
 from typing import Any
 
@@ -221,7 +221,7 @@ def test_blocks_under_a_live_read_are_not_given_to_anybody(prefill: Node, node: 
     node.step()
     assert node.scheduler.requests == {}
     assert node.free_blocks == free - 8
-    assert node.scheduler.has_requests(), "an idle engine steps on, or it would never hear of the end"
+    assert node.scheduler.has_requests(), "an idle engine steps on, or the end would never be reported"
     assert notices(node) == []
     node.step(drained(nonce))
     assert node.free_blocks == free

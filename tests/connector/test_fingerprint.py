@@ -1,4 +1,4 @@
-"""Fingerprints: what one is, what may come in a ticket, and what a refusal says."""
+"""Fingerprints: what one is, what may come in a ticket, and what a refusal names."""
 
 import json
 from typing import Any
@@ -40,7 +40,7 @@ def test_what_a_node_makes_another_reads() -> None:
     assert read_fingerprint(json.loads(json.dumps(dict(MINE.parts)))) == MINE
 
 
-def test_a_difference_says_what_to_align() -> None:
+def test_a_difference_names_what_to_align() -> None:
     (sentence,) = differences(MINE, of(state_dtypes="bfloat16+bfloat16"))
     assert sentence == (
         "state_dtypes is bfloat16+float32 here, bfloat16+bfloat16 on the prefill node: start both with the same "

@@ -11,24 +11,24 @@ def table(memory: float = 60.0, capacity: int = 100) -> HandOvers:
 
 def test_a_release_names_the_requests_that_carry_the_id() -> None:
     known = table()
-    assert not known.arrive(ID, "a")
-    assert not known.arrive(ID, "b")
+    assert not known.add(ID, "a")
+    assert not known.add(ID, "b")
     assert known.release(ID, now=0.0) == {"a", "b"}
-    assert known.released("a")
-    assert not known.released("c")
+    assert known.is_released("a")
+    assert not known.is_released("c")
 
 
 def test_a_release_that_comes_first_is_remembered() -> None:
     known = table()
     assert known.release(ID, now=0.0) == frozenset()
-    assert known.arrive(ID, "a")
+    assert known.add(ID, "a")
 
 
 def test_a_request_that_left_is_not_named() -> None:
     known = table()
-    known.arrive(ID, "a")
-    known.leave("a")
-    known.leave("a")
+    known.add(ID, "a")
+    known.remove("a")
+    known.remove("a")
     assert len(known) == 0
     assert known.release(ID, now=0.0) == frozenset()
 
@@ -37,7 +37,7 @@ def test_early_releases_are_forgotten_by_age() -> None:
     known = table(memory=60.0)
     known.release(ID, now=0.0)
     known.release("another-id-0123456789", now=100.0)
-    assert not known.arrive(ID, "a")
+    assert not known.add(ID, "a")
 
 
 def test_early_releases_are_bounded_in_number() -> None:
@@ -49,17 +49,17 @@ def test_early_releases_are_bounded_in_number() -> None:
 
 def test_a_flood_of_releases_does_not_make_it_forget_living_requests() -> None:
     known = table(capacity=10)
-    known.arrive(ID, "a")
+    known.add(ID, "a")
     known.release(ID, now=0.0)
     for index in range(100):
         known.release(f"{ID}-{index}", now=0.0)
-    assert known.released("a")
+    assert known.is_released("a")
 
 
 def test_a_long_prefill_does_not_keep_old_releases_alive() -> None:
     known = table(memory=60.0)
-    known.arrive(ID, "a")
+    known.add(ID, "a")
     known.release("another-id-0123456789", now=0.0)
     known.release("a-third-id-0123456789", now=100.0)
-    assert not known.arrive("another-id-0123456789", "b")
+    assert not known.add("another-id-0123456789", "b")
     assert known.release(ID, now=100.0) == {"a"}

@@ -1,4 +1,4 @@
-"""Leases: who may trust what was read, and how each hold ended."""
+"""Leases: the verdict on a read, and how each lease ended."""
 
 import pytest
 from hypothesis import given, settings
@@ -14,26 +14,26 @@ def table(ranks: int = 1, memory: float = 60.0, capacity: int = 100) -> LeaseTab
 
 
 def test_a_stranger_is_unknown() -> None:
-    assert table().judge("r", "n") is Verdict.UNKNOWN
+    assert table().verify("r", "n") is Verdict.UNKNOWN
 
 
 def test_what_is_held_is_good_for_every_reader() -> None:
     leases = table()
     leases.open("r", readers=1, now=0.0)
-    assert leases.judge("r", "a") is leases.judge("r", "b") is Verdict.HELD
+    assert leases.verify("r", "a") is leases.verify("r", "b") is Verdict.HELD
     assert Verdict.HELD.good
 
 
 def test_a_read_that_ends_the_lease_is_good_for_its_own_nonce_only() -> None:
     leases = table()
     leases.open("r", readers=1, now=0.0)
-    leases.note_reads("r", {"a": 1})
+    leases.record_reads("r", {"a": 1})
     ended = leases.end("r", now=2.5)
     assert ended is not None
     assert (ended.ending, ended.held_for) == (LeaseEnd.READ, 2.5)
-    assert leases.judge("r", "a") is Verdict.RELEASED_BY_YOU
-    assert leases.judge("r", "b") is Verdict.RELEASED_BY_ANOTHER
-    assert not leases.judge("r", "b").good
+    assert leases.verify("r", "a") is Verdict.RELEASED_BY_YOU
+    assert leases.verify("r", "b") is Verdict.RELEASED_BY_ANOTHER
+    assert not leases.verify("r", "b").good
 
 
 def test_an_expired_lease_is_bad() -> None:
@@ -42,64 +42,64 @@ def test_an_expired_lease_is_bad() -> None:
     ended = leases.end("r", now=30.0)
     assert ended is not None
     assert ended.ending is LeaseEnd.EXPIRED
-    assert leases.judge("r", "a") is Verdict.EXPIRED
+    assert leases.verify("r", "a") is Verdict.EXPIRED
     assert not Verdict.EXPIRED.good
 
 
 def test_a_read_that_only_some_ranks_saw_is_not_complete() -> None:
     leases = table(ranks=2)
     leases.open("r", readers=1, now=0.0)
-    leases.note_reads("r", {"a": 1})
+    leases.record_reads("r", {"a": 1})
     leases.end("r", now=30.0)
-    assert leases.judge("r", "a") is Verdict.EXPIRED
+    assert leases.verify("r", "a") is Verdict.EXPIRED
 
 
 def test_ranks_may_report_in_different_steps() -> None:
     leases = table(ranks=2)
     leases.open("r", readers=1, now=0.0)
-    leases.note_reads("r", {"a": 1})
-    leases.note_reads("r", {"a": 1})
+    leases.record_reads("r", {"a": 1})
+    leases.record_reads("r", {"a": 1})
     leases.end("r", now=1.0)
-    assert leases.judge("r", "a") is Verdict.RELEASED_BY_YOU
+    assert leases.verify("r", "a") is Verdict.RELEASED_BY_YOU
 
 
 def test_a_lease_for_three_readers_is_good_for_each_of_them() -> None:
     leases = table()
     leases.open("r", readers=3, now=0.0)
-    leases.note_reads("r", {"a": 1, "b": 1})
-    leases.note_reads("r", {"c": 1})
+    leases.record_reads("r", {"a": 1, "b": 1})
+    leases.record_reads("r", {"c": 1})
     ended = leases.end("r", now=1.0)
     assert ended is not None
     assert ended.ending is LeaseEnd.READ
-    assert all(leases.judge("r", nonce) is Verdict.RELEASED_BY_YOU for nonce in "abc")
+    assert all(leases.verify("r", nonce) is Verdict.RELEASED_BY_YOU for nonce in "abc")
 
 
 def test_a_complete_read_stays_good_when_the_lease_runs_out_for_the_others() -> None:
     leases = table()
     leases.open("r", readers=2, now=0.0)
-    leases.note_reads("r", {"a": 1})
+    leases.record_reads("r", {"a": 1})
     leases.end("r", now=30.0)
-    assert leases.judge("r", "a") is Verdict.RELEASED_BY_YOU
-    assert leases.judge("r", "b") is Verdict.EXPIRED
+    assert leases.verify("r", "a") is Verdict.RELEASED_BY_YOU
+    assert leases.verify("r", "b") is Verdict.EXPIRED
 
 
-def test_a_release_on_demand_is_told_apart() -> None:
+def test_a_release_on_demand_is_counted_apart() -> None:
     leases = table()
     leases.open("r", readers=1, now=0.0)
-    assert leases.ask_release("r")
-    assert not leases.ask_release("r")
-    assert leases.judge("r", "a") is Verdict.HELD
+    assert leases.request_release("r")
+    assert not leases.request_release("r")
+    assert leases.verify("r", "a") is Verdict.HELD
     ended = leases.end("r", now=0.5)
     assert ended is not None
     assert ended.ending is LeaseEnd.RELEASED
-    assert leases.judge("r", "a") is Verdict.RELEASED_BY_ANOTHER
+    assert leases.verify("r", "a") is Verdict.RELEASED_BY_ANOTHER
 
 
 def test_nothing_can_be_done_to_a_lease_that_is_not_held() -> None:
     leases = table()
-    leases.note_reads("r", {"a": 1})
+    leases.record_reads("r", {"a": 1})
     assert leases.end("r", now=0.0) is None
-    assert not leases.ask_release("r")
+    assert not leases.request_release("r")
     assert not leases.holds("r")
 
 
@@ -109,8 +109,8 @@ def test_ended_leases_are_forgotten_by_age() -> None:
     leases.end("old", now=1.0)
     leases.open("new", readers=1, now=100.0)
     leases.end("new", now=100.0)
-    assert leases.judge("old", "a") is Verdict.UNKNOWN
-    assert leases.judge("new", "a") is Verdict.EXPIRED
+    assert leases.verify("old", "a") is Verdict.UNKNOWN
+    assert leases.verify("new", "a") is Verdict.EXPIRED
 
 
 def test_ended_leases_are_bounded_in_number() -> None:
@@ -119,8 +119,8 @@ def test_ended_leases_are_bounded_in_number() -> None:
         leases.open(f"r{index}", readers=1, now=0.0)
         leases.end(f"r{index}", now=0.0)
     assert leases.remembered == 10
-    assert leases.judge("r49", "a") is Verdict.EXPIRED
-    assert leases.judge("r39", "a") is Verdict.UNKNOWN
+    assert leases.verify("r49", "a") is Verdict.EXPIRED
+    assert leases.verify("r39", "a") is Verdict.UNKNOWN
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -141,15 +141,15 @@ def test_good_means_held_or_completed_by_that_nonce(ranks: int, events: list[tup
             held.add(name)
             seen = {key: count for key, count in seen.items() if key[0] != name}
         elif event == "read":
-            leases.note_reads(name, {nonce: 1})
+            leases.record_reads(name, {nonce: 1})
             seen[name, nonce] = seen.get((name, nonce), 0) + (name in held)
         elif event == "end":
             leases.end(name, now=now)
             held.discard(name)
         else:
-            leases.ask_release(name)
+            leases.request_release(name)
         for each in "xy":
             for other in "abc":
                 good = each in held or seen.get((each, other), 0) >= ranks
-                assert leases.judge(each, other).good == good
+                assert leases.verify(each, other).good == good
     assert len(leases) == len(held)

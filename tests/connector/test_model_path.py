@@ -1,4 +1,4 @@
-"""What docs/operating.md says of the model's path: vLLM's handshake compares it as text, and follows no links."""
+"""What docs/operating.md has about the model's path: vLLM's handshake compares it as text, and follows no links."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What of a model's configuration counts, and what does not."""
+"""Which settings in a model's configuration are in its fingerprint, and which are not."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -153,9 +153,9 @@ def test_quantization_counts_with_its_settings() -> None:
 
 def test_what_vllm_adds_to_the_quantization_while_it_loads_does_not_count() -> None:
     """It is in the scheduler's configuration only where the worker shares its process."""
-    told = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"targets": ["Linear"]}}}
-    added = {**told, "total_num_heads": 16, "total_num_kv_heads": 2}
-    assert quantization_text("compressed-tensors", None, told) == quantization_text("compressed-tensors", None, added)
+    saved = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"targets": ["Linear"]}}}
+    added = {**saved, "total_num_heads": 16, "total_num_kv_heads": 2}
+    assert quantization_text("compressed-tensors", None, saved) == quantization_text("compressed-tensors", None, added)
 
 
 def test_settings_that_are_left_alone_are_none() -> None:

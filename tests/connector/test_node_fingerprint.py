@@ -1,4 +1,4 @@
-"""A node's fingerprint out of vLLM's own configuration: which flags are in it, and which two nodes may differ in.
+"""A node's fingerprint from vLLM's own configuration: which flags are in it, and which two nodes may differ in.
 
 The configurations are what vLLM makes of command-line arguments; the groups' shapes and types are computed by vLLM's
 own functions for the tiny model. Speculative tokens, layouts, FP8 caches and quantization are differences that a node
@@ -134,23 +134,23 @@ def usual(states_first_dimension_first: None) -> Fingerprint:
     return of()
 
 
-def test_it_says_what_the_node_runs(usual: Fingerprint) -> None:
+def test_its_parts_are_what_the_node_runs(usual: Fingerprint) -> None:
     assert dict(usual.parts).keys() == ADVICE.keys()
-    told = dict(usual.parts)
-    assert told["architecture"] == "Qwen3NextForCausalLM"
-    assert told["checkpoint"].startswith("content:")
-    assert told["block_sizes"] == "256*4"
-    assert told["cache_groups"] == "Mamba*3,FullAttention"
-    assert told["kv_dtype"] == "bfloat16"
-    assert told["kv_shape"] == "64+64=256B"
-    assert told["cache_mode"] == "align"
-    assert told["state_dtypes"] == "bfloat16+float32"
-    assert told["state_shapes"] == "(*,3)+(*,64,64)"
-    assert told["state_layout"] == "DS"
-    assert told["rope"].endswith("rope_theta=10000,rope_type=default")
-    assert (told["kv_layout"], told["attention_backend"], told["kernel_block_size"]) == ("LBNHC", "CPU_ATTN", "256")
+    parts = dict(usual.parts)
+    assert parts["architecture"] == "Qwen3NextForCausalLM"
+    assert parts["checkpoint"].startswith("content:")
+    assert parts["block_sizes"] == "256*4"
+    assert parts["cache_groups"] == "Mamba*3,FullAttention"
+    assert parts["kv_dtype"] == "bfloat16"
+    assert parts["kv_shape"] == "64+64=256B"
+    assert parts["cache_mode"] == "align"
+    assert parts["state_dtypes"] == "bfloat16+float32"
+    assert parts["state_shapes"] == "(*,3)+(*,64,64)"
+    assert parts["state_layout"] == "DS"
+    assert parts["rope"].endswith("rope_theta=10000,rope_type=default")
+    assert (parts["kv_layout"], parts["attention_backend"], parts["kernel_block_size"]) == ("LBNHC", "CPU_ATTN", "256")
     for part in ("context", "draft_checkpoint", "media", "quantization", "speculative"):
-        assert told[part] == NONE
+        assert parts[part] == NONE
 
 
 def test_it_is_the_same_every_time(usual: Fingerprint) -> None:
@@ -188,7 +188,7 @@ def test_what_changes_the_meaning_of_the_bytes_is_in_it(
     assert differing(usual, of(**arguments)) == parts
 
 
-def test_the_two_kinds_of_fp8_are_told_apart() -> None:
+def test_the_two_kinds_of_fp8_differ() -> None:
     assert differing(of(kv_cache_dtype="fp8"), of(kv_cache_dtype="fp8_e5m2")) == {"kv_dtype"}
     assert of(kv_cache_dtype="fp8") == of(kv_cache_dtype="fp8_e4m3")
 
@@ -296,7 +296,7 @@ def test_a_model_of_many_groups_still_fits() -> None:
     assert parts["cache_groups"] != cache_parts(made, cache_of(*many[::-1]))["cache_groups"]
 
 
-def test_lora_settings_that_change_an_adapter_s_work_are_told_apart() -> None:
+def test_lora_settings_that_change_an_adapter_s_work_differ() -> None:
     assert lora_settings(config()) == {}
     some = [lora_settings(config(enable_lora=True, **other)) for other in ({}, {"lora_target_modules": ["q_proj"]})]
     assert some[0] != some[1]

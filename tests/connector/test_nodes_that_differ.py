@@ -1,4 +1,4 @@
-"""Two nodes that mean something else by the same bytes, on vLLM's real scheduler: refused, said, computed locally."""
+"""Two nodes whose cache bytes differ in meaning, on vLLM's real scheduler: refused, logged, computed locally."""
 
 import json
 import logging
@@ -53,16 +53,16 @@ def is_computed_here(node: Node, request_id: str) -> bool:
     return not dialled and node.counts("prompt_tokens") == {"computed": 100}
 
 
-@pytest.mark.parametrize(("groups", "said"), CASES, ids=[said.split()[0] for _, said in CASES])
+@pytest.mark.parametrize(("groups", "logged"), CASES, ids=[logged.split()[0] for _, logged in CASES])
 def test_a_ticket_of_a_node_that_differs_is_refused(
-    prefill: Node, groups: tuple[KVCacheSpec, ...], said: str, caplog: pytest.LogCaptureFixture
+    prefill: Node, groups: tuple[KVCacheSpec, ...], logged: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     node = make_node("kv_consumer", groups, engine_id="engine-d")
     with caplog.at_level(logging.WARNING):
         node.add("d", prompt(100), take_ticket(prefill, prompt(100)))
     assert is_computed_here(node, "d")
     assert node.counts("refused") == {"fingerprint": 1}
-    assert said in caplog.text
+    assert logged in caplog.text
     assert "refused (fingerprint)" in caplog.text
 
 
@@ -76,11 +76,11 @@ def test_what_the_workers_chose_is_in_the_ticket_and_counts(registered: Node, no
 
 def test_an_idle_engine_steps_once_to_tell_its_fingerprint(registered: Node) -> None:
     assert registered.side.has_pending_push_work()
-    levels = registered.side.accounts.drain().levels
-    told = {labels[0]: labels[1] for name, labels, value in levels if (name, value) == ("fingerprint", 1)}
+    gauges = registered.side.counters.drain().gauges
+    parts = {labels[0]: labels[1] for name, labels, value in gauges if (name, value) == ("fingerprint", 1)}
     ticket = take_ticket(registered, prompt(100))
-    digest = told.pop("all")
-    assert told == ticket["pdproxy"]["fingerprint"]
+    digest = parts.pop("all")
+    assert parts == ticket["pdproxy"]["fingerprint"]
     assert len(digest) == 16
 
 

@@ -8,7 +8,7 @@ from vllm.v1.request import Request
 
 from connector.messages import Verdict
 from connector.metadata import WorkerReport
-from connector.ticket_fields import usable_name
+from connector.ticket_fields import is_usable_name
 from tests.connector.harness import DENSE, Node, make_node, prompt, sent, take_ticket
 
 pytestmark = pytest.mark.usefixtures("every_pace")
@@ -33,7 +33,7 @@ def test_a_ticket_names_the_blocks_and_holds_them(node: Node) -> None:
     assert [len(ids) for ids in ticket["remote_block_ids"]] == [7, 1]
     assert ticket["remote_num_tokens"] == 99
     assert node.free_blocks == free - 8
-    assert node.side.judge("engine-p", ticket["remote_request_id"], "any") is Verdict.HELD
+    assert node.side.verify("engine-p", ticket["remote_request_id"], "any") is Verdict.HELD
 
 
 def test_a_read_frees_the_blocks_and_stays_good(node: Node) -> None:
@@ -41,28 +41,28 @@ def test_a_read_frees_the_blocks_and_stays_good(node: Node) -> None:
     alias = take_ticket(node, prompt(100))["remote_request_id"]
     node.step(sent("p-0", report=WorkerReport(reads_seen={"p-0": {"n": 1}})))
     assert node.free_blocks == free
-    assert node.side.judge("engine-p", alias, "n") is Verdict.RELEASED_BY_YOU
-    assert node.side.judge("engine-p", alias, "m") is Verdict.RELEASED_BY_ANOTHER
+    assert node.side.verify("engine-p", alias, "n") is Verdict.RELEASED_BY_YOU
+    assert node.side.verify("engine-p", alias, "m") is Verdict.RELEASED_BY_ANOTHER
     assert node.counts("leases_ended") == {"read": 1}
 
 
-def test_a_lease_that_runs_out_is_told(node: Node) -> None:
+def test_a_lease_that_expires_is_counted(node: Node) -> None:
     alias = take_ticket(node, prompt(100))["remote_request_id"]
     node.step(sent("p-0"))
-    assert node.side.judge("engine-p", alias, "n") is Verdict.EXPIRED
+    assert node.side.verify("engine-p", alias, "n") is Verdict.EXPIRED
     assert node.counts("leases_ended") == {"expired": 1}
 
 
 def test_another_engine_s_question_is_unknown(node: Node) -> None:
     alias = take_ticket(node, prompt(100))["remote_request_id"]
-    assert node.side.judge("engine-q", alias, "n") is Verdict.UNKNOWN
+    assert node.side.verify("engine-q", alias, "n") is Verdict.UNKNOWN
 
 
-def test_the_workers_hear_of_readers(node: Node) -> None:
+def test_the_workers_get_the_number_of_readers(node: Node) -> None:
     take_ticket(node, prompt(100), pdproxy_readers=3)
     node.step()
-    told = [meta for meta in node.metas if meta.reqs_to_send]
-    assert [meta.readers for meta in told] == [{"p-0": 3}]
+    leased = [meta for meta in node.metas if meta.reqs_to_send]
+    assert [meta.readers for meta in leased] == [{"p-0": 3}]
 
 
 def test_a_release_after_the_prefill_reaches_the_workers_at_once(node: Node) -> None:
@@ -162,9 +162,9 @@ def test_a_ticket_names_an_alias_and_never_the_request(node: Node) -> None:
     one, other = (take_ticket(node, prompt(100, seed), f"p-{seed}") for seed in (0, 1))
     assert one["remote_request_id"] != other["remote_request_id"]
     assert len(one["remote_request_id"]) == 24
-    assert usable_name(one["remote_request_id"])
+    assert is_usable_name(one["remote_request_id"])
     assert "p-0" not in json.dumps(one)
-    assert node.side.judge("engine-p", "p-0", "any") is Verdict.UNKNOWN
+    assert node.side.verify("engine-p", "p-0", "any") is Verdict.UNKNOWN
 
 
 def test_the_workers_know_the_alias_before_there_is_a_ticket() -> None:
@@ -209,7 +209,7 @@ def test_an_alias_is_forgotten_with_what_it_named(node: Node, end: str) -> None:
         node.abort("p-0")
     node.step()
     assert names_sent(node) == {}
-    assert len(node.side._prefill._aliases) == 0
+    assert len(node.side._tickets._aliases) == 0
 
 
 def test_a_refused_prefill_leg_has_no_alias(node: Node) -> None:
@@ -226,14 +226,14 @@ def test_an_alias_releases_nothing(node: Node) -> None:
     for guess in (alias, "engine-p-0123456789", ID[:-1] + "x"):
         release(node, guess)
         assert not node.metas[-1].releases
-    assert node.side.judge("engine-p", alias, "any") is Verdict.HELD
+    assert node.side.verify("engine-p", alias, "any") is Verdict.HELD
 
 
 def test_a_ticket_does_not_tell_its_hand_over_and_a_hand_over_is_not_in_what_the_workers_get(node: Node) -> None:
     ticket = take_ticket(node, prompt(100), pdproxy_hand_over=ID)
     assert ID not in json.dumps(ticket)
     assert not any(ID in str(vars(meta)) for meta in node.metas)
-    assert node.side.judge("engine-p", ID, "any") is Verdict.UNKNOWN
+    assert node.side.verify("engine-p", ID, "any") is Verdict.UNKNOWN
 
 
 def test_a_second_leg_under_a_hand_over_gets_its_own_ticket_and_ends_with_it(node: Node) -> None:
@@ -242,8 +242,8 @@ def test_a_second_leg_under_a_hand_over_gets_its_own_ticket_and_ends_with_it(nod
     theirs = take_ticket(node, prompt(100), "p-1", pdproxy_hand_over=ID)
     assert mine["remote_request_id"] != theirs["remote_request_id"]
     node.step(sent("p-1", report=WorkerReport(reads_seen={"p-1": {"n": 1}})))
-    assert node.side.judge("engine-p", mine["remote_request_id"], "any") is Verdict.HELD
-    assert node.side.judge("engine-p", theirs["remote_request_id"], "m") is Verdict.RELEASED_BY_ANOTHER
+    assert node.side.verify("engine-p", mine["remote_request_id"], "any") is Verdict.HELD
+    assert node.side.verify("engine-p", theirs["remote_request_id"], "m") is Verdict.RELEASED_BY_ANOTHER
     release(node)
     assert node.metas[-1].releases == {"p-0"}
 
@@ -253,7 +253,7 @@ def test_a_release_cannot_be_made_in_advance_by_a_ticket_s_holder(node: Node) ->
     alias = take_ticket(node, prompt(100))["remote_request_id"]
     release(node, alias)
     again = take_ticket(node, prompt(100), "p-1", pdproxy_hand_over=ID)
-    assert node.side.judge("engine-p", again["remote_request_id"], "any") is Verdict.HELD
+    assert node.side.verify("engine-p", again["remote_request_id"], "any") is Verdict.HELD
 
 
 # ---- a request is announced
@@ -277,20 +277,39 @@ def stand_in(node: Node, request_id: str, params: dict[str, Any]) -> Request:
     return request
 
 
-def test_a_stand_in_for_a_rejected_request_never_has_a_living_one_s_id(node: Node) -> None:
+def test_a_stand_in_for_a_rejected_request_never_has_a_running_one_s_id(node: Node) -> None:
     ticket = take_ticket(node, prompt(100))
     for _ in range(2):
         assert stand_in(node, "p-0", {"do_remote_prefill": True}).request_id.startswith("p-0-rejected-")
-    assert node.side.judge("engine-p", ticket["remote_request_id"], "any") is Verdict.HELD
+    assert node.side.verify("engine-p", ticket["remote_request_id"], "any") is Verdict.HELD
     node.step()
     assert list(node.scheduler.requests) == ["p-0"]
 
 
-def test_a_living_request_s_id_ends_nothing(node: Node, caplog: pytest.LogCaptureFixture) -> None:
-    """Two requests whose random parts are the same by chance: the second is dropped, and said to be."""
+def test_a_running_request_s_id_ends_nothing(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    """Two requests whose random parts are the same by chance: the second is dropped, with a log line."""
     first = node.add("r", prompt(100))
     with caplog.at_level("ERROR", "vllm.pdproxy.scheduler"):
         node.add("r", prompt(100, seed=1))
     assert node.scheduler.requests["r"] is first
     assert "Request r is dropped" in caplog.text
     assert len(node.run_out("r")) == 4
+
+
+def test_a_dropped_duplicate_is_counted_on_its_own_engine(node: Node) -> None:
+    other = make_node(engine_id="engine-o")
+    node.add("r", prompt(100))
+    other.add("r", prompt(100))
+    node.add("r", prompt(100, seed=1))
+    assert node.counts("duplicate_requests") == {"": 1}
+    assert other.counts("duplicate_requests") == {}
+
+
+def test_the_workers_forget_a_request_whose_hand_over_was_released_while_it_ran(node: Node) -> None:
+    node.add("p", prompt(100), {**LEG, "pdproxy_hand_over": ID}, max_tokens=1)
+    release(node)
+    assert node.run_out("p")[-1].kv_transfer_params is None
+    for _ in range(2):
+        node.step()
+    assert [name for meta in node.metas for name in meta.reqs_not_processed] == ["p"]
+    assert not any(meta.reqs_to_send for meta in node.metas)

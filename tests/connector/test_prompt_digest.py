@@ -5,7 +5,7 @@ import struct
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from connector.ticket_fields import is_plain, names_media_itself, prompt_digest, token_digest
+from connector.ticket_fields import has_client_named_media, is_token_prompt, prompt_digest, token_digest
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ def test_an_adapter_s_name_before_a_media_hash_does_not_count() -> None:
 
 def test_media_must_go_by_their_content() -> None:
     for name in (HASH, HASH * 2):
-        assert not names_media_itself(replace(PLAIN, mm_features=(Media(name, Place(3, 4)),)))
+        assert not has_client_named_media(replace(PLAIN, mm_features=(Media(name, Place(3, 4)),)))
     for word in ("my-cat", "renderer0-mm-7-image-0", HASH.upper(), HASH[1:], f"{HASH}\n"):
-        assert names_media_itself(replace(PLAIN, mm_features=(Media(HASH, Place(0, 1)), Media(word, Place(3, 4)))))
-    assert not names_media_itself(PLAIN)
+        assert has_client_named_media(replace(PLAIN, mm_features=(Media(HASH, Place(0, 1)), Media(word, Place(3, 4)))))
+    assert not has_client_named_media(PLAIN)
 
 
 def test_the_digest_is_the_same_on_every_machine() -> None:
@@ -83,6 +83,6 @@ def test_the_digest_is_the_same_on_every_machine() -> None:
 
 
 def test_embeddings_are_not_plain() -> None:
-    assert is_plain(PLAIN)
-    assert not is_plain(replace(PLAIN, prompt_token_ids=None))
-    assert not is_plain(replace(PLAIN, prompt_embeds=object()))
+    assert is_token_prompt(PLAIN)
+    assert not is_token_prompt(replace(PLAIN, prompt_token_ids=None))
+    assert not is_token_prompt(replace(PLAIN, prompt_embeds=object()))

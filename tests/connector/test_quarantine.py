@@ -32,35 +32,35 @@ def bound() -> Quarantine:
 
 def test_blocks_outlive_their_request() -> None:
     quarantine, blocks = bound(), [Block(), Block()]
-    quarantine.stall("n", blocks, ranks=1)
+    quarantine.add("n", blocks, ranks=1)
     Pool().free_blocks(blocks)
     assert [block.references for block in blocks] == [1, 1]
-    quarantine.drain({"n": 1})
+    quarantine.on_transfers_ended({"n": 1})
     assert [block.references for block in blocks] == [0, 0]
     assert len(quarantine) == 0
 
 
 def test_the_last_rank_frees() -> None:
     quarantine, block = bound(), Block()
-    quarantine.stall("n", [block], ranks=1)
-    quarantine.stall("n", [block], ranks=1)
-    assert quarantine.drain({"n": 1}) == []
+    quarantine.add("n", [block], ranks=1)
+    quarantine.add("n", [block], ranks=1)
+    assert quarantine.on_transfers_ended({"n": 1}) == []
     assert block.references == 2
     assert "n" in quarantine
-    assert quarantine.drain({"n": 1}) == ["n"]
+    assert quarantine.on_transfers_ended({"n": 1}) == ["n"]
     assert block.references == 1
     assert "n" not in quarantine
 
 
 def test_null_blocks_and_strangers_are_left_alone() -> None:
     quarantine, null = bound(), Block(is_null=True)
-    quarantine.stall("n", [null], ranks=1)
-    quarantine.drain({"other": 1})
+    quarantine.add("n", [null], ranks=1)
+    quarantine.on_transfers_ended({"other": 1})
     assert null.references == 1
     assert len(quarantine) == 1
 
 
 def test_nothing_can_be_held_before_there_is_a_pool() -> None:
     quarantine = Quarantine()
-    quarantine.stall("n", [Block()], ranks=1)
+    quarantine.add("n", [Block()], ranks=1)
     assert len(quarantine) == 0

@@ -1,4 +1,4 @@
-"""A vLLM that is not as we rely on it is refused when a node starts, whatever it is that has changed."""
+"""A vLLM that differs from the contracts is refused when a node starts, whatever has changed."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connector.ticket import Expected, GroupKind, GroupShape, Ticket, encode, genuine, parse, sign, wire
+from connector.ticket import Expected, GroupKind, GroupShape, Ticket, encode, is_signed, parse, sign, wire
 from connector.ticket_fields import Refusal, RefusalReason
 from tests.connector.tickets import (
     EXAMPLES,
@@ -73,7 +73,7 @@ def test_an_old_key_still_verifies_and_the_first_signs() -> None:
 
 
 def test_a_removed_key_no_longer_verifies() -> None:
-    assert not genuine(good(), str(sign(good(), (OLD_KEY,))), (KEY,))
+    assert not is_signed(good(), str(sign(good(), (OLD_KEY,))), (KEY,))
 
 
 def test_only_listed_hosts_are_dialled() -> None:

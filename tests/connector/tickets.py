@@ -1,4 +1,4 @@
-"""Good tickets, and every way to spoil one, for tests that need no engine."""
+"""Good tickets, and many ways to spoil one, for tests that need no engine."""
 
 import os
 from collections.abc import Callable
@@ -147,7 +147,7 @@ MALFORMED: tuple[tuple[str, Spoil, RefusalReason], ...] = (
 
 UNSIGNED: tuple[tuple[str, Spoil, RefusalReason], ...] = (
     ("not signed", without_ours("signature"), RefusalReason.UNSIGNED),
-    ("signed by nobody", put_ours("signature", "0" * 64), RefusalReason.BAD_SIGNATURE),
+    ("signed with no key", put_ours("signature", "0" * 64), RefusalReason.BAD_SIGNATURE),
     ("another host", put("remote_host", "10.6.6.6"), RefusalReason.BAD_SIGNATURE),
     ("another port", put("remote_port", 5601), RefusalReason.BAD_SIGNATURE),
     ("another engine", put("remote_engine_id", "engine-q"), RefusalReason.BAD_SIGNATURE),
@@ -180,7 +180,7 @@ ANYTHING = st.recursive(
     lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=12), inner, max_size=6),
     max_leaves=12,
 )
-"""Whatever JSON can say."""
+"""Any JSON value."""
 _FIELDS = (*good_wire(), "do_remote_prefill", "do_remote_decode", "pdproxy_hand_over", "pdproxy_release", "extra")
 _OURS = tuple(good_wire()["pdproxy"])
 

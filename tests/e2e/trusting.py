@@ -30,13 +30,13 @@ def trusting(spec: NodeSpec) -> NodeSpec:
 
 
 class _Scheduler(ConnectorScheduler):
-    def adopt(self, fingerprint: Fingerprint) -> None:
-        super().adopt(fingerprint)
-        self._gate = replace(self._gate, expected=replace(self._gate.expected, fingerprint=None))
+    def set_fingerprint(self, fingerprint: Fingerprint) -> None:
+        super().set_fingerprint(fingerprint)
+        self._validator = replace(self._validator, expected=replace(self._validator.expected, fingerprint=None))
 
 
 class NixlConnector(Comparing):
-    """The connector with a scheduler's half that compares no fingerprints."""
+    """The connector with a scheduler side that compares no fingerprints."""
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         if role != KVConnectorRole.SCHEDULER:

@@ -29,14 +29,14 @@ from connector.fingerprint import Fingerprint
 from connector.kv_groups import NO_CAPACITY, ReadSize
 from connector.messages import Question, Verdict, nonce_of
 from connector.metadata import ConnectorMetadata, ReadOrder
-from connector.peer_engines import MayRead, PeerEngines
+from connector.peer_engines import EngineMetadata, MayRead, MetadataRequest, PeerEngines
 from connector.peers import Address
 from connector.pending_reads import TicketReturn
 from connector.shape_check import require_fit
-from connector.transfer_params import ParamsValidator, ReadTicket
-from connector.verifier import EngineMetadata, MetadataRequest, ReadVerdict
+from connector.transfer_params import ReadTicket
+from connector.verifier import ReadVerdict
 from connector.vllm_contracts import HAND_OVERS
-from connector.worker_base import ReadSource, awaited
+from connector.worker_base import ReadSource, is_awaited
 
 
 class Orders(dict[str, ReadOrder]):
@@ -65,21 +65,24 @@ class StockTicket:
         return dict(self.raw)
 
 
-class Trusting(ParamsValidator):
-    """Lets tickets of vLLM's own connector pass, which ours refuses; everything else is judged."""
+class Trusting:
+    """Replaces the validator for tickets of vLLM's own connector, which it would refuse; all else is validated."""
 
-    def judge(self, raw: Any, facts: Any) -> Any:
+    def __init__(self, validator: Any) -> None:
+        self._validator = validator
+
+    def validate(self, raw: Any, facts: Any) -> Any:
         stock = isinstance(raw, dict) and raw.get("do_remote_prefill") and "pdproxy" not in raw
-        return ReadTicket(StockTicket(raw)) if stock else super().judge(raw, facts)  # type: ignore[arg-type]
+        return ReadTicket(StockTicket(raw)) if stock else self._validator.validate(raw, facts)  # type: ignore[arg-type]
 
 
 class Introduced(PeerEngines):
     """Every prefill node has introduced itself: what vLLM's handshake with it says is the tests' to decide."""
 
-    def way(self, asked: MetadataRequest, now: float, *, loaded: bool) -> MayRead:
+    def next_step(self, request: MetadataRequest, now: float, *, loaded: bool) -> MayRead:
         return MayRead()
 
-    def take(self, engine_id: str) -> EngineMetadata:
+    def take_offer(self, engine_id: str) -> EngineMetadata:
         return EngineMetadata("", {})
 
 
@@ -102,10 +105,10 @@ class Held:
         verdicts, self._verdicts = self._verdicts, []
         return verdicts
 
-    def introductions(self) -> Iterable[tuple[MetadataRequest, EngineMetadata]]:
+    def metadata_results(self) -> Iterable[tuple[MetadataRequest, EngineMetadata]]:
         return ()
 
-    def lost(self) -> Iterable[Address]:
+    def lost_addresses(self) -> Iterable[Address]:
         return ()
 
     def close(self) -> None:
@@ -117,7 +120,7 @@ class Scheduler(scheduler.ConnectorScheduler):
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any, config: Any = None) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config, config or settings(vllm_config))
-        self._gate = Trusting(self._gate.role, self._gate.expected)
+        self._validator: Any = Trusting(self._validator)
 
     def __getattr__(self, name: str) -> Any:
         return _late(self, name, scheduler.ConnectorScheduler, NixlPullConnectorScheduler)
@@ -130,7 +133,7 @@ class Worker(worker.ConnectorWorker):
         super().__init__(vllm_config, engine_id, kv_cache_config, config or settings(vllm_config))
         self._verifier.close()
         self._verifier: Any = Held()
-        self._handshakes = Introduced()
+        self._peer_engines = Introduced()
 
     def __getattr__(self, name: str) -> Any:
         return _late(self, name, worker.ConnectorWorker, NixlPullConnectorWorker)
@@ -143,7 +146,7 @@ class Worker(worker.ConnectorWorker):
     def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
         if req_id in self.__dict__.setdefault("_recving_metadata", {req_id: meta}):
             self._know(req_id)
-        if not awaited(meta):
+        if not is_awaited(meta):
             self._know_return(req_id, meta)
         super()._read_blocks_for_req(req_id, meta)
 
@@ -151,14 +154,14 @@ class Worker(worker.ConnectorWorker):
         remote = self._recving_metadata[request_id].remote
         if request_id not in self._pending_reads._reads and remote is not None:
             asked = Question(remote.engine_id, str(remote.request_id), f"{request_id:0>16}")
-            self._reads[request_id] = ReadSource(MetadataRequest(remote.engine_id, ("host", 1), ()))
+            self._sources[request_id] = ReadSource(MetadataRequest(remote.engine_id, ("host", 1), ()))
             self._pending_reads.begin(request_id, asked, ("host", 1), ReadSize(), time.monotonic())
             self._pending_reads.on_posted(request_id, time.monotonic())
 
     def _know_return(self, request_id: str, meta: Any) -> None:
         asked = Question(meta.remote.engine_id, meta.remote.request_id, nonce_of(meta.remote.request_id))
-        if asked.nonce not in self._returns:
-            self._returns.begin(TicketReturn(asked, ("host", 1), (request_id, meta)), time.monotonic())
+        if self._returns.get(asked.nonce) is None:
+            self._returns.begin(TicketReturn(request_id, asked, ("host", 1), meta), time.monotonic())
 
 
 class Connector(nixl_connector.NixlConnector):
@@ -173,9 +176,9 @@ def ours() -> Mapping[type[Any], type[Any]]:
     require_fit(HAND_OVERS)
     substitutes: dict[Any, dict[str, Any]] = {
         nixl_connector: {"require_fit": lambda contract: None, "from_vllm": lambda transfer, environ: _quiet(transfer)},
-        scheduler: {"ConnectorMetadata": Metadata, "SchedulerSide": Scheduler},
-        worker: {"WorkerSide": Worker},
-        worker_base: {"relay": no_relay},
+        scheduler: {"ConnectorMetadata": Metadata, "ConnectorScheduler": Scheduler},
+        worker: {"ConnectorWorker": Worker},
+        worker_base: {"metadata_relay": no_relay},
     }
     for module, names in substitutes.items():
         for name, substitute in names.items():
@@ -218,6 +221,11 @@ def _late(made: Any, name: str, side: type[Any], stock: type[Any]) -> Any:
     ):
         scratch = object.__new__(_as_vllm_makes_it(side))
         scratch.__init__(_plain_config(), "engine", _plain_cache(), settings(_plain_config()))
+    if "_verifier" in vars(scratch):
+        scratch._verifier.close()
+        scratch._verifier = Held()
+    if "_validator" in vars(scratch):
+        scratch._validator = Trusting(scratch._validator)
     for key, value in vars(scratch).items():
         vars(made).setdefault(key, value)
     if name not in vars(made):

@@ -62,7 +62,7 @@ class Shelf:
 
 
 class DiskTier(KVConnectorBase_V1, SupportsHMA):
-    """Both halves; `kv_connector_extra_config.folder` says where."""
+    """Both sides; `kv_connector_extra_config.folder` is where it stores."""
 
     _cache_hit_source = CacheHitSource.DISK
 
@@ -72,7 +72,7 @@ class DiskTier(KVConnectorBase_V1, SupportsHMA):
         self.groups = kv_cache_config.kv_cache_groups
         self.unit = vllm_config.cache_config.block_size
         self.asked: list[tuple[str, int]] = []
-        self.told: list[str] = []
+        self.calls: list[str] = []
         self._found: dict[str, int] = {}
         self._meta = DiskMetadata()
         self._layers: dict[str, list[torch.Tensor]] = {}
@@ -86,7 +86,7 @@ class DiskTier(KVConnectorBase_V1, SupportsHMA):
         return (end - num_computed_tokens, True) if end > num_computed_tokens else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self.told.append(f"{request.request_id} loads {num_external_tokens}")
+        self.calls.append(f"{request.request_id} loads {num_external_tokens}")
         end = self._found.pop(request.request_id, 0)
         if num_external_tokens:
             start = end - num_external_tokens
@@ -122,11 +122,11 @@ class DiskTier(KVConnectorBase_V1, SupportsHMA):
         return isinstance(self.groups[group].kv_cache_spec, MambaSpec)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self.told += [f"{name} received" for name in sorted(connector_output.finished_recving or ())]
-        self.told += [f"{name} failed" for name in sorted(connector_output.failed_recving)]
+        self.calls += [f"{name} received" for name in sorted(connector_output.finished_recving or ())]
+        self.calls += [f"{name} failed" for name in sorted(connector_output.failed_recving)]
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        self.told.append(f"{request.request_id} finished")
+        self.calls.append(f"{request.request_id} finished")
         self._found.pop(request.request_id, None)
         return False, None
 
@@ -178,7 +178,7 @@ class DiskTier(KVConnectorBase_V1, SupportsHMA):
         return results
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        self.told.append(f"preempted, with {type(kv_connector_metadata).__name__}")
+        self.calls.append(f"preempted, with {type(kv_connector_metadata).__name__}")
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass
@@ -205,7 +205,7 @@ class OldTier(DiskTier):
     """Told of preemptions in the signature of old."""
 
     def handle_preemptions(self, preempted_req_ids: set[str]) -> None:
-        self.told.append(f"preempted {sorted(preempted_req_ids)}")
+        self.calls.append(f"preempted {sorted(preempted_req_ids)}")
 
 
 class SlowTier(DiskTier):
@@ -217,7 +217,7 @@ class SlowTier(DiskTier):
 
 
 class RashTier(DiskTier):
-    """Says nonsense: the number that stands in the file `says`."""
+    """Answers nonsense: the number in the file `says`."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return int((self.shelf.folder / "says").read_text()), True

@@ -1,4 +1,4 @@
-"""A real vLLM scheduler with the choosing connector in it; the test plays the workers, and puts prefixes on shelves."""
+"""A real vLLM scheduler with the choosing connector in it; the test plays the workers, and stores prefixes on disk."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +16,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from connector.metadata import ConnectorMetadata, ReadEnd, ReadOutcome, WorkerReport
 from connector.scheduler import ConnectorScheduler
+from connector.stats import COUNTS, LEVELS
 from connector.tiers import WeightedMultiConnector
 from connector.tiers.rank_loads import WeightedMetadata, WeightedReport
 from connector.tiers.stats import SELECTION
@@ -120,13 +121,13 @@ class Several(Node):
         if not payload:
             return
         self.payloads.append(payload)
-        selection = payload.get(SELECTION, {"stats": {"counts": (), "pending": {}}})["stats"]
-        for name, child, number in selection["counts"]:
+        selection = payload.get(SELECTION, {"stats": {COUNTS: (), LEVELS: ()}})["stats"]
+        for name, [child], number in selection[COUNTS]:
             assert number > 0
             self.series[name, child] += number
-        self.pending |= selection["pending"]
+        self.pending |= {child: number for _, [child], number in selection[LEVELS]}
         if "pull" in payload:
-            self._tally(payload["pull"]["stats"]["pdproxy_counts"])
+            self._count(payload["pull"]["stats"][COUNTS])
 
     def selected(self, child: str) -> dict[str, int]:
         """A child's counters so far, without those that are 0."""
@@ -144,7 +145,7 @@ class Several(Node):
         return [load.request_id for load in part.loads]
 
     def pulled(self, *request_ids: str, failed: Iterable[str] = (), outcome: ReadOutcome | None = None) -> Any:
-        """The workers say: these reads ended."""
+        """The workers' output: these reads ended."""
         bad = set(failed)
         worst = outcome or ReadOutcome.NOT_HELD
         ends = {
@@ -159,7 +160,7 @@ class Several(Node):
 
 
 def loaded(*request_ids: str, failed: Iterable[str] = ()) -> KVConnectorOutput:
-    """The workers say: a tier's loads ended."""
+    """The workers' output: a tier's loads ended."""
     return KVConnectorOutput(finished_recving=set(request_ids), failed_recving=set(failed))
 
 

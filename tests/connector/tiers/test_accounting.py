@@ -1,4 +1,4 @@
-"""What our connector tells of prompts that another child loaded, on vLLM's real scheduler: it adds up."""
+"""Token counts of prompts that another child loaded, on vLLM's real scheduler: they add up."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def test_what_a_tier_loaded_was_not_computed(node: Several) -> None:
     node.step(loaded("d"))
     node.run_out("d")
     assert node.counts("prompt_tokens") == {"loaded": 10 * BLOCK, "computed": 5}
-    assert len(node.side._ledger) == 0
+    assert len(node.side._token_accounting) == 0
 
 
 def test_a_local_hit_below_a_tier_s_load_is_counted_apart(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_load_that_failed_was_computed(node: Several) -> None:
     node.step(loaded("d", failed=["d"]))
     node.run_out("d")
     assert node.counts("prompt_tokens") == {"computed": len(TOKENS)}
-    assert len(node.side._ledger) == 0
+    assert len(node.side._token_accounting) == 0
 
 
 def test_a_ticket_that_failed_and_the_tier_after_it_are_one_prompt(node: Several) -> None:
@@ -91,26 +91,26 @@ def test_an_aborted_load_counts_nothing(node: Several) -> None:
     node.abort("d")
     node.step(loaded("d"))
     assert node.counts("prompt_tokens") == {}
-    assert len(node.side._ledger) == 0
+    assert len(node.side._token_accounting) == 0
 
 
 def test_nothing_is_counted_twice() -> None:
-    accounts = Counters()
-    ledger = TokenAccounting(accounts)
-    ledger.plan("d", PromptTokens(16, 0, 5, loaded=32))
+    counters = Counters()
+    accounting = TokenAccounting(counters)
+    accounting.plan("d", PromptTokens(16, 0, 5, loaded=32))
     for _ in range(2):
-        ledger.loaded("d", 48)
-    ledger.plan("read", PromptTokens(16, 32, 5))
-    ledger.loaded("read", 48)
-    assert len(ledger) == 1, "a read of ours has a verdict of its own"
-    assert {labels[0]: count for _, labels, count in accounts.drain().counts} == {
+        accounting.on_loaded("d", 48)
+    accounting.plan("read", PromptTokens(16, 32, 5))
+    accounting.on_loaded("read", 48)
+    assert len(accounting) == 1, "a read of ours has a verdict of its own"
+    assert {labels[0]: count for _, labels, count in counters.drain().counts} == {
         "hit": 16,
         "loaded": 32,
         "computed": 5,
     }
 
 
-def test_an_idle_engine_steps_once_to_tell_its_capacity(node: Several) -> None:
+def test_an_idle_engine_steps_once_to_export_its_capacity(node: Several) -> None:
     """A child's wish for a step reaches vLLM through the choosing connector, and so do its figures."""
     assert node.scheduler.has_requests()
     outputs = node.scheduler.update_from_output(node.scheduler.schedule(), EMPTY_MODEL_RUNNER_OUTPUT)

@@ -16,7 +16,7 @@ def read(*children: Any, policy: str = "recompute", **extra: Any) -> MultiSettin
     return MultiSettings.from_extra(policy, {"connectors": list(children), **extra})
 
 
-def test_a_child_weighs_one_and_is_called_by_its_class_unless_the_operator_says_more() -> None:
+def test_a_child_weighs_one_and_is_called_by_its_class_unless_configured() -> None:
     settings = read(NIXL, entry(name="disk", load_weight=2, block_size=512), pdproxy_decide_within=0)
     assert settings.children == (
         ChildSettings("NixlConnector", "NixlConnector", 1.0, None),
@@ -26,7 +26,7 @@ def test_a_child_weighs_one_and_is_called_by_its_class_unless_the_operator_says_
 
 
 @pytest.mark.parametrize(
-    ("children", "says"),
+    ("children", "message"),
     [
         ([], "list the connectors"),
         ([7], "no kv_connector"),
@@ -45,8 +45,8 @@ def test_a_child_weighs_one_and_is_called_by_its_class_unless_the_operator_says_
         ([entry(chunk_size="256")], "chunk_size"),
     ],
 )
-def test_what_cannot_work_is_refused_in_a_sentence(children: list[Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says.replace("*", r"\*")):
+def test_what_cannot_work_is_refused_in_a_sentence(children: list[Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("*", r"\*")):
         read(*children)
 
 
@@ -55,7 +55,7 @@ def test_a_node_must_recompute_what_failed_to_load() -> None:
         read(NIXL, policy="fail")
 
 
-def test_a_load_has_thirty_seconds_unless_the_operator_says_more() -> None:
+def test_a_load_has_thirty_seconds_unless_configured() -> None:
     assert read(NIXL).load_deadline == 30.0
     assert read(NIXL, pdproxy_load_deadline=2).load_deadline == 2.0
 

@@ -23,7 +23,7 @@ def node(request: pytest.FixtureRequest, tmp_path: Path) -> Several:
 
 
 def begin(node: Several) -> None:
-    """A load that is overdue when this returns; nobody has been told."""
+    """A load that is overdue when this returns; no child was called."""
     node.add("d", TOKENS)
     node.step()
     assert node.loads() == ["d"]
@@ -43,7 +43,7 @@ def drained() -> KVConnectorOutput:
 
 
 def is_clean(node: Several) -> bool:
-    return not len(node.connector._desk) and not len(node.connector._overdue) and not node.scheduler.has_requests()
+    return not len(node.connector._loads) and not len(node.connector._deadlines) and not node.scheduler.has_requests()
 
 
 def test_the_request_computes_and_its_blocks_come_back_with_the_loads_end(node: Several) -> None:
@@ -57,13 +57,13 @@ def test_the_request_computes_and_its_blocks_come_back_with_the_loads_end(node: 
     assert node.selected("disk") == {"queries": 1, "wins": 1, "tokens_won": 6 * BLOCK, "failed_loads": 1}
     assert node.counts("prompt_tokens") == {"computed": len(TOKENS)}
     assert node.pending["disk"] == 1
-    assert "d received" not in node.disk().told
+    assert "d received" not in node.disk().calls
     node.step()
     assert node.free_blocks == free - held
-    assert node.scheduler.has_requests(), "an idle engine steps on, or it would never hear of the end"
+    assert node.scheduler.has_requests(), "an idle engine steps on, or the end would never be reported"
     node.step(drained())
     assert node.free_blocks == free
-    assert node.disk().told[-1] == "d received"
+    assert node.disk().calls[-1] == "d received"
     node.step()
     assert node.pending["disk"] == 0
     assert is_clean(node)
@@ -85,11 +85,11 @@ def test_an_aborted_request_s_blocks_wait_too(node: Several) -> None:
     assert is_clean(node)
 
 
-def test_a_load_that_ends_when_the_workers_are_told_is_good(node: Several) -> None:
+def test_a_load_that_ends_when_it_is_overdue_is_good(node: Several) -> None:
     begin(node)
-    for told in ({"d"}, set()):
+    for overdue_now in ({"d"}, set()):
         node.step()
-        assert node.plans[-1].overdue == told, "told once"
+        assert node.plans[-1].overdue == overdue_now, "reported once"
     node.step(loaded("d"))
     assert len(node.run_out("d")) == 4
     assert node.counts("prompt_tokens") == {"loaded": 6 * BLOCK, "computed": 4}
@@ -124,4 +124,4 @@ def test_a_ticket_s_read_has_a_deadline_of_its_own(tmp_path: Path) -> None:
     time.sleep(DEADLINE)
     node.step()
     assert node.plans[-1].overdue == frozenset()
-    assert len(node.connector._overdue) == 0
+    assert len(node.connector._deadlines) == 0

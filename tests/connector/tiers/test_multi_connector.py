@@ -1,4 +1,4 @@
-"""Who loads, on vLLM's real scheduler: a ticket and a disk tier, in every combination of which has more."""
+"""Which child loads, on vLLM's real scheduler: a ticket and a disk tier, in every combination of which has more."""
 
 from pathlib import Path
 
@@ -76,7 +76,7 @@ def test_a_ticket_that_lost_is_given_back_in_the_same_step(prefill: Node, tmp_pa
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     node.step(loaded("d"))
     assert len(node.run_out("d")) == 4
-    assert node.disk().told.count("d received") == 1
+    assert node.disk().calls.count("d received") == 1
     assert node.selected("disk") == {"queries": 1, "wins": 1, "tokens_won": 10 * BLOCK}
     assert node.selected("pull") == {"queries": 1, "losses": 1}
 
@@ -106,7 +106,7 @@ def test_a_tier_that_wins_starts_where_all_groups_agree(prefill: Node, tmp_path:
     node.step()
     assert node.loads() == ["d"]
     assert request.num_computed_tokens == 10 * BLOCK
-    assert node.disk().told[-1] == f"d loads {10 * BLOCK}"
+    assert node.disk().calls[-1] == f"d loads {10 * BLOCK}"
     node.step(loaded("d"))
     assert len(node.run_out("d")) == 4
 
@@ -126,7 +126,7 @@ def test_a_ticket_is_put_off_for_one_step_at_most(prefill: Node, tmp_path: Path)
     assert node.reads() == {"ticket": 49}
 
 
-def test_without_a_claim_the_node_resumes_where_all_groups_agree(node: Several, prefill: Node) -> None:
+def test_without_an_offer_the_node_resumes_where_all_groups_agree(node: Several, prefill: Node) -> None:
     cached(node, prefill, TOKENS[: 6 * BLOCK + 3])
     node.add("plain", TOKENS)
     node.step()
@@ -161,8 +161,8 @@ def test_a_failed_tier_falls_back_to_the_next_best(tmp_path: Path) -> None:
     assert len(node.run_out("d")) == 4
     assert node.selected("fast") == {"queries": 1, "wins": 1, "tokens_won": 10 * BLOCK, "failed_loads": 1}
     assert node.selected("slow") == {"queries": 2, "losses": 1, "wins": 1, "tokens_won": 8 * BLOCK}
-    assert node.disk("slow").told[:2] == ["d loads 0", f"d loads {8 * BLOCK}"]
-    assert len(node.connector._desk) == 0
+    assert node.disk("slow").calls[:2] == ["d loads 0", f"d loads {8 * BLOCK}"]
+    assert len(node.connector._loads) == 0
 
 
 def test_a_failed_ticket_falls_back_to_the_tier(node: Several, prefill: Node, tmp_path: Path) -> None:
@@ -196,21 +196,21 @@ def test_when_everything_failed_the_prompt_is_computed(node: Several, prefill: N
     node.step(loaded("d", failed=["d"]))
     assert len(node.run_out("d")) == 4
     assert node.free_blocks == free
-    assert len(node.connector._desk) == 0
+    assert len(node.connector._loads) == 0
 
 
-def test_an_aborted_load_is_heard_by_all_and_its_end_by_its_child(node: Several, tmp_path: Path) -> None:
+def test_an_aborted_load_is_passed_to_all_and_its_end_to_its_child(node: Several, tmp_path: Path) -> None:
     shelve(tmp_path, TOKENS, 4)
     free = node.free_blocks
     node.add("d", TOKENS)
     node.step()
     node.abort("d")
-    assert "d finished" in node.disk().told
+    assert "d finished" in node.disk().calls
     assert node.free_blocks < free
     node.step(loaded("d"))
-    assert node.disk().told[-1] == "d received"
+    assert node.disk().calls[-1] == "d received"
     assert node.free_blocks == free
-    assert len(node.connector._desk) == 0
+    assert len(node.connector._loads) == 0
 
 
 def test_an_aborted_ticket_is_given_back(node: Several, prefill: Node) -> None:
@@ -255,9 +255,9 @@ class TestHesitation:
 
 
 @pytest.mark.parametrize("says", [-5, len(TOKENS) + 1, 10**9])
-def test_a_child_that_says_nonsense_has_nothing(prefill: Node, tmp_path: Path, says: int) -> None:
+def test_a_child_that_answers_nonsense_has_nothing(prefill: Node, tmp_path: Path, answer: int) -> None:
     """vLLM's scheduler asserts on either, which would end the engine."""
-    tmp_path.joinpath("says").write_text(str(says))
+    tmp_path.joinpath("says").write_text(str(answer))
     node = make_several([tier(tmp_path, kind="RashTier", load_weight=9), pull()])
     node.add("d", TOKENS, take_ticket(prefill, TOKENS))
     node.step()
@@ -277,8 +277,8 @@ def test_a_child_that_could_not_take_back_a_load_does_not_begin_it(tmp_path: Pat
     assert dense.loads() == ["d"]
 
 
-def test_a_request_that_reads_no_cache_counts_as_nobodys_win(tmp_path: Path) -> None:
-    """vLLM drops the claim after it was made: what counts is what is loaded, so that nothing is ever taken back."""
+def test_a_request_that_reads_no_cache_counts_as_no_win(tmp_path: Path) -> None:
+    """vLLM drops the offer after it was chosen: what counts is what is loaded, so that nothing is ever subtracted."""
     shelve(tmp_path, TOKENS, 10)
     node = make_several([tier(tmp_path), pull()])
     node.add("d", TOKENS, sampling={"prompt_logprobs": 1})

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
-from connector.stats import COUNTS, ConnectorStats
+from connector.stats import COUNTS, LEVELS, ConnectorStats
 from connector.tiers import WeightedMultiConnector
 from connector.tiers.stats import (
     PENDING,
@@ -104,8 +104,8 @@ def test_ranks_and_the_scheduler_come_together() -> None:
     merged.aggregate(scheduler)
     payload = wire(merged.to_dict())
     assert payload["near"]["stats"][COUNTS] == [["reads", ["retried"], 2]] * 2
-    assert payload[SELECTION]["stats"]["pending"] == {"near": 0, "far": 0}
-    assert ["child_wins", "far", 1] in payload[SELECTION]["stats"]["counts"]
+    assert {child: number for _, [child], number in payload[SELECTION]["stats"][LEVELS]} == {"near": 0, "far": 0}
+    assert ["child_wins", ["far"], 1] in payload[SELECTION]["stats"][COUNTS]
 
 
 def test_the_log_line_has_them_by_child(tmp_path: Path) -> None:
@@ -116,6 +116,7 @@ def test_the_log_line_has_them_by_child(tmp_path: Path) -> None:
     logging.log(lambda *parts: lines.append(parts))
     assert "'reads/retried': 10" in lines[0][1]
     assert "'child_tokens_won/near': 192" in lines[0][1]
+    assert "*selection*={'child_wins/near': 6, 'child_tokens_won/near': 192}" in lines[0][1]
 
 
 def test_stats_of_nothing_are_empty() -> None:

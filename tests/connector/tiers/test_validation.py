@@ -36,7 +36,7 @@ def test_units_of_whole_blocks_fit(unit: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("unit", "blocks", "says"),
+    ("unit", "blocks", "message"),
     [
         (300, BLOCKS, "group 0 has 256: use 512"),
         (100, BLOCKS, "less than the 256 .*: use 256"),
@@ -44,8 +44,8 @@ def test_units_of_whole_blocks_fit(unit: int) -> None:
         (64, GroupBlocks({0: 16, 1: 48}, 16, 4096), "group 1 has 48: use 96"),
     ],
 )
-def test_a_misfit_names_the_number_that_would_work(unit: int, blocks: GroupBlocks, says: str) -> None:
-    with pytest.raises(ConfigError, match=f"'disk' .*{says}"):
+def test_a_misfit_names_the_number_that_would_work(unit: int, blocks: GroupBlocks, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"'disk' .*{message}"):
         require_units(disk(unit), blocks)
 
 

@@ -1,4 +1,4 @@
-"""The worker's half, over two disk tiers that really save and load a small hybrid cache."""
+"""The worker side, over two disk tiers that really save and load a small hybrid cache."""
 
 import pickle
 import time
@@ -93,7 +93,7 @@ def test_a_load_that_ended_well_is_finished_and_no_more(tmp_path: Path, path: st
 
 @pytest.mark.parametrize("kind", ["DiskTier", "BlockwiseTier"])
 def test_a_stale_file_is_a_failed_request(tmp_path: Path, path: str, kind: str) -> None:
-    """Whether the child says so itself, or names blocks, at which vLLM raises where there are several groups."""
+    """Whether the child reports it itself, or names blocks, at which vLLM raises where there are several groups."""
     connector = worker(tmp_path, kind)
     loads = {"r": Load(0, TARGET), "other": Load(1, SOURCE)}
     results, blocks = step(connector, DiskMetadata(loads=[Copy("r", path, TARGET, (0, 0))]), loads)
@@ -110,7 +110,7 @@ def test_with_one_group_blocks_stay_blocks(tmp_path: Path, path: str) -> None:
     assert connector.get_block_ids_with_load_errors() == set()
 
 
-def test_a_load_that_takes_too_long_has_failed_and_its_end_is_told_apart(tmp_path: Path, path: str) -> None:
+def test_a_load_that_takes_too_long_has_failed_and_its_end_is_reported_apart(tmp_path: Path, path: str) -> None:
     connector = worker(tmp_path, "HangingTier")
     step(connector, DiskMetadata(saves=[Copy("r", path, SOURCE)]))
     hangs = tmp_path / "one" / "hangs"
@@ -165,14 +165,14 @@ def test_the_children_s_reports_are_merged_each_by_its_own_class() -> None:
     one, other = (WeightedReport(MultiKVConnectorWorkerMetadata((Said(word), None))) for word in ("a", "b"))
     merged = one.aggregate(other).aggregate(WeightedReport(None, {"r": 1}))
     assert merged.children is not None
-    (said, nothing) = merged.children.metadata
-    assert isinstance(said, Said)
-    assert (said.words, nothing, merged.stalled) == (("a", "b"), None, {"r": 1})
+    (report, nothing) = merged.children.metadata
+    assert isinstance(report, Said)
+    assert (report.words, nothing, merged.stalled) == (("a", "b"), None, {"r": 1})
 
 
 @pytest.fixture
 def told(tmp_path: Path) -> tuple[WeightedMultiConnector, DiskTier, DiskTier]:
-    """A child that is told of preemptions with metadata, and one that is told with ids."""
+    """A child that takes preemptions as metadata, and one that takes them as ids."""
     connector = worker(tmp_path, "DiskTier", "OldTier")
     new, old = of(connector)
     return connector, new, old
@@ -185,24 +185,24 @@ def test_preemptions_reach_each_child_in_its_own_signature(told: Told) -> None:
     connector, new, old = told
     meta = WeightedMetadata((DiskMetadata(), DiskMetadata()), None, {}, frozenset({"b", "a"}))
     connector.handle_preemptions(meta)
-    assert new.told == ["preempted, with DiskMetadata"]
-    assert old.told == ["preempted ['a', 'b']"]
+    assert new.calls == ["preempted, with DiskMetadata"]
+    assert old.calls == ["preempted ['a', 'b']"]
 
 
 def test_preemptions_may_come_as_plain_ids(told: Told) -> None:
     connector, new, old = told
     connector.handle_preemptions({"a"})
-    assert (new.told, old.told) == ([], ["preempted ['a']"])
+    assert (new.calls, old.calls) == ([], ["preempted ['a']"])
     connector.bind_connector_metadata(WeightedMetadata((DiskMetadata(), DiskMetadata())))
     connector.handle_preemptions({"b"})
-    assert (new.told, old.told[1:]) == (["preempted, with DiskMetadata"], ["preempted ['b']"])
+    assert (new.calls, old.calls[1:]) == (["preempted, with DiskMetadata"], ["preempted ['b']"])
 
 
 def test_preemptions_with_metadata_that_is_not_ours(told: Told) -> None:
-    """As vLLM makes it while it captures graphs, say: nobody was preempted."""
+    """As vLLM makes it while it captures graphs, say: nothing was preempted."""
     connector, new, old = told
     connector.handle_preemptions(MultiKVConnectorMetadata((DiskMetadata(), DiskMetadata())))
-    assert (new.told, old.told) == (["preempted, with DiskMetadata"], ["preempted []"])
+    assert (new.calls, old.calls) == (["preempted, with DiskMetadata"], ["preempted []"])
 
 
 def test_metadata_can_travel_between_processes() -> None:
