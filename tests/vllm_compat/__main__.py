@@ -8,7 +8,7 @@ python -m tests.vllm_compat --wheel … --describe > tests/vllm_compat/versions/
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -35,13 +35,13 @@ def shape_of(library: Library, version: str) -> Shape:
     return library.shape(version, wanted(touches(FOLDER)) | asked_about())
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print; 1 when something is missing."""
+def main(arguments: Sequence[str], present: Callable[[], Library] = installed_library) -> int:
+    """Print; 1 when something is missing. `present` gives the installed vLLM."""
     parser = argparse.ArgumentParser(prog="python -m tests.vllm_compat")
     parser.add_argument("--wheel", type=Path)
     parser.add_argument("--describe", action="store_true")
     given = parser.parse_args(arguments)
-    library = installed_library() if given.wheel is None else Library(wheel(given.wheel))
+    library = present() if given.wheel is None else Library(wheel(given.wheel))
     # A wheel's file name carries its version.
     shape = shape_of(library, installed_version() if given.wheel is None else given.wheel.name.split("-")[1])
     found = facts_of(library, shape)

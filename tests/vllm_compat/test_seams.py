@@ -63,8 +63,8 @@ def test_the_seams_are_few(known: Seams) -> None:
     assert len(known) <= 259
 
 
-def test_the_list_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
+def test_the_list_can_be_printed(library: Library, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([], lambda: library) == 0
     printed = capsys.readouterr().out
     assert "NixlPullConnectorScheduler.on_new_request(self, request)" in printed
 
