@@ -58,12 +58,23 @@ def prefill() -> Iterator[Prefill]:
 
 
 @pytest.fixture
+def new_node() -> Iterator[Prefill]:
+    """A prefill node that the rank has made no handshake with."""
+    from tests.connector.worker import NEW, Prefill
+
+    node = Prefill(NEW)
+    yield node
+    node.listener.stop()
+
+
+@pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRank]:
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker, current_platform
 
     from connector.worker import ConnectorWorker
     from tests.connector.rank import cache_config, settings, vllm_state
 
+    monkeypatch.setattr(current_platform, "set_device", lambda _: None, raising=False)
     monkeypatch.setattr(NixlBaseConnectorWorker, "__init__", lambda worker, *_: vllm_state(worker))
     made: list[ConnectorWorker] = []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -247,15 +246,7 @@ def make_handshake(worker: ConnectorWorker, engine: str) -> None:
     worker._engine_by_address["10.0.0.1", 5600] = engine
 
 
-@pytest.fixture
-def unknown() -> Iterator[Prefill]:
-    """A prefill node that the worker has made no handshake with."""
-    node = Prefill("new")
-    yield node
-    node.listener.stop()
-
-
-def test_a_ticket_of_an_unknown_node_goes_back_after_a_handshake(make: MakeRank, unknown: Prefill) -> None:
+def test_a_ticket_of_an_unknown_node_goes_back_after_a_handshake(make: MakeRank, new_node: Prefill) -> None:
     worker = make()
     made: list[str] = []
 
@@ -265,11 +256,11 @@ def test_a_ticket_of_an_unknown_node_goes_back_after_a_handshake(make: MakeRank,
         worker._ready_requests.put((req_id, meta))
 
     worker._background_nixl_handshake = background_handshake
-    reported = until_returned(worker, read_step("r", NONCE, unknown.port, local=[], remote=[7], engine="new"))
+    reported = until_returned(worker, read_step("r", NONCE, new_node.port, local=[], remote=[7], engine="new"))
     assert reported.returned == {NONCE: 1}
     assert made == ["new"]
     assert [parse_notif(notif) for notif in agent(worker).sent] == [ReadDone("remote-r", NONCE, 1)]
-    assert [asked[:2] for asked in unknown.asked] == [("new", "remote-r")]
+    assert [asked[:2] for asked in new_node.asked] == [("new", "remote-r")]
     assert counts(worker) == {("tickets_returned", "sent"): 1}
 
 
@@ -283,18 +274,18 @@ def test_a_ticket_whose_lease_is_not_held_is_not_given_back(make: MakeRank, pref
 
 
 def test_a_silent_node_is_asked_until_it_wakes(
-    make: MakeRank, unknown: Prefill, monkeypatch: pytest.MonkeyPatch
+    make: MakeRank, new_node: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pending_reads, "ASK_EVERY", 0.02)
     worker = make()
     worker._background_nixl_handshake = lambda req_id, engine, meta: make_handshake(worker, engine)
-    unknown.listener.stop()
-    step(worker, read_step("r", NONCE, unknown.port, local=[], remote=[7], engine="new"))
+    new_node.listener.stop()
+    step(worker, read_step("r", NONCE, new_node.port, local=[], remote=[7], engine="new"))
     for _ in range(20):
         step(worker)
         time.sleep(0.01)
     assert report(worker).returned == {}
-    unknown.restart()
+    new_node.restart()
     assert until_returned(worker).returned == {NONCE: 1}
     assert [parse_notif(notif) for notif in agent(worker).sent] == [ReadDone("remote-r", NONCE, 1)]
 

@@ -7,7 +7,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -15,7 +15,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import HeartbeatInfo
 
 from connector import peer_engines
@@ -26,29 +25,21 @@ from connector.verifier import Verifier
 from connector.worker import ConnectorWorker
 from connector.zmtp import Zmtp
 from tests.connector.rank import HOST, PEER, read_step
-from tests.connector.worker import PATIENCE, MakeRank, Prefill, agent, counts, free_port, report, step, until_received
+from tests.connector.worker import (
+    NEW,
+    PATIENCE,
+    MakeRank,
+    Prefill,
+    agent,
+    counts,
+    free_port,
+    handshakes,
+    report,
+    step,
+    until_received,
+)
 
-NEW = "new"
 KEYS = (b"a key of sixteen bytes", b"another of sixteen bytes")
-
-
-@pytest.fixture(autouse=True)
-def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base_worker.current_platform, "set_device", lambda _: None, raising=False)
-
-
-@pytest.fixture
-def new_node() -> Iterator[Prefill]:
-    """A prefill node that the rank has made no handshake with."""
-    prefill = Prefill(NEW)
-    yield prefill
-    prefill.listener.stop()
-
-
-def handshakes(worker: ConnectorWorker) -> list[str]:
-    """The engines with which handshakes were made, in order."""
-    found: list[str] = worker.__dict__["met"]
-    return found
 
 
 def nonce_of(request_id: str) -> str:

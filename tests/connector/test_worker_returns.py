@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
 from connector import pending_reads
 from connector.messages import ReadDone, Verdict, parse_notif
@@ -17,39 +15,21 @@ from connector.metadata import ConnectorMetadata, ReadOutcome
 from connector.worker import ConnectorWorker
 from tests.connector.rank import PEER, read_step
 from tests.connector.worker import (
+    NEW,
     PATIENCE,
     MakeRank,
     Prefill,
     agent,
     counts,
     free_port,
+    handshakes,
     report,
     step,
     until,
     until_received,
 )
 
-NEW = "new"
 NONCES = ("a" * 16, "b" * 16)
-
-
-@pytest.fixture(autouse=True)
-def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base_worker.current_platform, "set_device", lambda _: None, raising=False)
-
-
-@pytest.fixture
-def new_node() -> Iterator[Prefill]:
-    """A prefill node that the worker has made no handshake with."""
-    node = Prefill(NEW)
-    yield node
-    node.listener.stop()
-
-
-def handshakes(worker: ConnectorWorker) -> list[str]:
-    """The engines with which handshakes were made, in order."""
-    found: list[str] = worker.__dict__["met"]
-    return found
 
 
 def return_step(request_id: str, nonce: str, port: int, engine: str = NEW) -> ConnectorMetadata:

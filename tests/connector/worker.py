@@ -21,6 +21,8 @@ from tests.connector.rank import BLOCK_TOKENS, COMPATIBLE, HOST, PEER, Agent
 
 PATIENCE = 30.0
 NONCE = "0123456789abcdef"
+NEW = "new"
+"""An engine with which no handshake was made."""
 BLOCK_BYTES = 16 * 1 * 8 * 2 * 2
 """Tokens, heads, head size, bytes of bfloat16, key and value."""
 
@@ -81,6 +83,12 @@ MakeRank = Callable[..., ConnectorWorker]
 def agent(worker: ConnectorWorker) -> Agent:
     found = worker.nixl_wrapper
     assert isinstance(found, Agent)
+    return found
+
+
+def handshakes(worker: ConnectorWorker) -> list[str]:
+    """The engines with which handshakes were made, in order."""
+    found: list[str] = worker.__dict__["met"]
     return found
 
 
