@@ -254,7 +254,7 @@ class TestHesitation:
         assert node.reads() == {"d": len(TOKENS) - 1}
 
 
-@pytest.mark.parametrize("says", [-5, len(TOKENS) + 1, 10**9])
+@pytest.mark.parametrize("answer", [-5, len(TOKENS) + 1, 10**9])
 def test_a_child_that_answers_nonsense_has_nothing(prefill: Node, tmp_path: Path, answer: int) -> None:
     """vLLM's scheduler asserts on either, which would end the engine."""
     tmp_path.joinpath("says").write_text(str(answer))
