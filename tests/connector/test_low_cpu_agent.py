@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
-import pytest
 from vllm.distributed.nixl_utils import NixlWrapper, nixl_agent_config
 
 from connector.worker_base import LowCpuNixlAgent
@@ -22,13 +20,21 @@ def stock() -> NixlWrapper:
     return NixlWrapper("stock", nixl_agent_config(num_threads=1))
 
 
-@pytest.mark.parametrize(("make", "spins"), [(low_cpu, False), (stock, True)])
-def test_a_low_cpu_agent_costs_nothing_while_it_waits(make: Callable[[], NixlWrapper], spins: bool) -> None:
-    """NIXL's own keeps a core busy; should that change, `LowCpuNixlAgent` is needless."""
-    agent = make()
+def test_a_low_cpu_agent_costs_nothing_while_it_waits() -> None:
+    agent = low_cpu()
     before = time.process_time()
     time.sleep(WATCHED)
-    assert (time.process_time() - before > WATCHED / 4) is spins
+    assert time.process_time() - before < WATCHED / 4
+    del agent
+
+
+def test_a_stock_agent_spins() -> None:
+    """NIXL's own keeps a core busy, as far as the machine has one free; when it no longer does, ours is needless."""
+    agent = stock()
+    before, start = time.process_time(), time.monotonic()
+    while time.process_time() - before <= WATCHED / 4 and time.monotonic() < start + 20 * WATCHED:
+        time.sleep(WATCHED / 10)
+    assert time.process_time() - before > WATCHED / 4
     del agent
 
 
