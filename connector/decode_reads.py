@@ -16,9 +16,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from connector.counters import Counters, ReadOutcome
 from connector.kv_groups import Group
-from connector.metadata import ReadEnd, ReadOrder, ReadOutcome, WorkerReport
-from connector.stats import Counters
+from connector.metadata import ReadEnd, ReadOrder, WorkerReport
 from connector.ticket import Ticket
 
 

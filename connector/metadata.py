@@ -8,11 +8,12 @@ WorkerReport        workers → scheduler   from `build_connector_worker_meta`; 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from types import MappingProxyType
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
+
+from connector.counters import ReadOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,32 +58,6 @@ class ConnectorMetadata(NixlConnectorMetadata):
         ours = cls()
         ours.__dict__.update(stock.__dict__)
         return ours
-
-
-class ReadOutcome(StrEnum):
-    """How a read ended on a rank. Where ranks differ the worst counts, in this order, last is worst."""
-
-    VERIFIED = "verified"
-    TRANSFER_FAILED = "transfer_failed"
-    UNVERIFIED = "unverified"
-    PEER_UNREACHABLE = "peer_unreachable"
-    INCOMPATIBLE = "incompatible"
-    NO_PROGRESS = "no_progress"
-    NOT_HELD = "not_held"
-
-    @property
-    def retryable(self) -> bool:
-        """Whether the same blocks, if they are still leased, may give a good read at once.
-
-        Not after UNVERIFIED: that read's own notification may have ended the lease, so the prefill node is asked for
-        its verdict twice instead (see `pending_reads`).
-        """
-        return self is ReadOutcome.TRANSFER_FAILED
-
-    @property
-    def leaves_lease(self) -> bool:
-        """Whether the prefill node may still hold the blocks for this reader, so that the ticket must be returned."""
-        return self not in (ReadOutcome.VERIFIED, ReadOutcome.NOT_HELD)
 
 
 _SEVERITY = {outcome: rank for rank, outcome in enumerate(ReadOutcome)}

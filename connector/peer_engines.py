@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from connector.metadata import ReadOutcome
+from connector.counters import ReadOutcome
 from connector.peers import Address
 
 Rank = tuple[int, int]

@@ -33,9 +33,10 @@ from dataclasses import dataclass, replace
 from enum import Enum, StrEnum, auto
 from typing import Any
 
+from connector.counters import ReadOutcome
 from connector.kv_groups import ReadSize
 from connector.messages import Question, Verdict
-from connector.metadata import ReadEnd, ReadOutcome
+from connector.metadata import ReadEnd
 from connector.peers import Address
 from connector.verifier import ReadVerdict
 

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from connector.counters import Counters
 from connector.fingerprint import Fingerprint
 from connector.leases import MOST_REMEMBERED, REMEMBERED_FOR, Aliases, LeaseTable
-from connector.stats import Counters
 from connector.ticket import Ticket, wire
 from connector.transfer_params import IssueTicket
 

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHands
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 
 from connector.config import ConnectorConfig
+from connector.counters import Counters
 from connector.decode_reads import PromptTokens, Quarantine, ReadTracker, TicketToReturn, TokenAccounting
 from connector.fingerprint import Fingerprint
 from connector.kv_groups import count_blocks, group_shapes, node_capacity
@@ -24,7 +25,6 @@ from connector.metadata import ConnectorMetadata, WorkerReport
 from connector.node_fingerprint import all_parts, lora_settings, node_fingerprint, rank_parts
 from connector.prefill_tickets import HandOvers, TicketIssuer
 from connector.side_channel import Listener
-from connector.stats import Counters
 from connector.tcp_server import Limits
 from connector.ticket import Expected
 from connector.ticket_fields import Refusal, has_client_named_media, is_token_prompt, is_usable_name, prompt_digest

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from connector.config import SideChannelError
+from connector.counters import Counters
 from connector.messages import (
     CHALLENGE_BYTES,
     LONGEST_QUESTION,
@@ -35,7 +36,6 @@ from connector.messages import (
     write_refusal,
     write_reply,
 )
-from connector.stats import Counters
 from connector.tcp_server import BACKLOG, CloseReason, Limits, TcpServer
 from connector.zmtp import Zmtp
 

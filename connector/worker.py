@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
+from connector.counters import Counters, ReadOutcome
 from connector.kv_groups import group_sizes, read_size
 from connector.leases import Aliases, LeaseReads
 from connector.messages import Heartbeat, Question, ReadDone, Verdict, nonce_of, parse_notif, with_nonce
-from connector.metadata import ConnectorMetadata, ReadEnd, ReadOrder, ReadOutcome, WorkerReport
+from connector.metadata import ConnectorMetadata, ReadEnd, ReadOrder, WorkerReport
 from connector.peer_engines import MayRead, NotYet
 from connector.pending_reads import PendingReads, ReturnOutcome, TicketReturn, TicketReturns
-from connector.stats import ConnectorStats, Counters
+from connector.stats import ConnectorStats
 from connector.worker_base import ReadSource, WorkerBase, is_awaited
 
 if TYPE_CHECKING:

@@ -30,7 +30,8 @@ from uuid import uuid4
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.distributed.nixl_utils import NixlWrapper, nixl_agent_config
 
-from connector.metadata import ConnectorMetadata, ReadEnd, ReadOutcome
+from connector.counters import ReadOutcome
+from connector.metadata import ConnectorMetadata, ReadEnd
 from connector.peer_engines import (
     MOST_RANKS,
     CannotRead,

@@ -1,9 +1,16 @@
-"""Settings that all tests share."""
+"""Settings and fixtures that all tests share. Nothing is imported from vLLM, which is not installed everywhere."""
+
+from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from tests.vllm_compat.our_use import Touches
+    from tests.vllm_compat.vllm_source import Library, Shape
 
 # A loaded machine is slow without being wrong, and CI is to see the same examples every time.
 UNHURRIED = (HealthCheck.too_slow,)
@@ -35,3 +42,28 @@ def pytest_configure(config: pytest.Config) -> None:
     """Add the exceptions to the rule that a warning is an error."""
     for line in FOREIGN:
         config.addinivalue_line("filterwarnings", line)
+
+
+@pytest.fixture(scope="session")
+def touched() -> Touches:
+    """What the connector touches of vLLM."""
+    from tests.vllm_compat.__main__ import FOLDER
+    from tests.vllm_compat.our_use import touches
+
+    return touches(FOLDER)
+
+
+@pytest.fixture(scope="session")
+def library() -> Library:
+    """The installed vLLM's source, which is parsed once."""
+    from tests.vllm_compat.__main__ import installed_library
+
+    return installed_library()
+
+
+@pytest.fixture(scope="session")
+def installed(library: Library) -> Shape:
+    """What the connector touches or asks of the installed vLLM, as its source has it."""
+    from tests.vllm_compat.__main__ import installed_version, shape_of
+
+    return shape_of(library, installed_version())

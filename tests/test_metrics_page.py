@@ -11,9 +11,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
+from connector.counters import COUNTERS, GAUGES, HISTOGRAMS, ReadOutcome
 from connector.leases import LeaseEnd
-from connector.metadata import ReadOutcome
-from connector.stats import COUNTERS, GAUGES, HISTOGRAMS
 from connector.ticket_fields import RefusalReason
 from pdproxy.intake.admission import Rejection
 from pdproxy.nodes.node import Role, State

@@ -17,9 +17,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from connector.counters import Counters
 from connector.messages import Verdict
 from connector.side_channel import Listener
-from connector.stats import Counters
 from connector.tcp_server import Limits
 from tests.connector.strangers import memory_of
 

@@ -10,8 +10,6 @@ import pytest
 if TYPE_CHECKING:
     from connector.worker import ConnectorWorker
     from tests.connector.worker import MakeRank, Prefill
-    from tests.vllm_compat.our_use import Touches
-    from tests.vllm_compat.vllm_source import Library, Shape
 
 
 @pytest.fixture(scope="module", params=["in step", "one behind", "one behind, V2"])
@@ -21,31 +19,6 @@ def every_pace(request: pytest.FixtureRequest) -> Iterator[None]:
 
     with at_pace(PACES[request.param]):
         yield
-
-
-@pytest.fixture(scope="session")
-def touched() -> Touches:
-    """What the connector touches of vLLM."""
-    from tests.vllm_compat.__main__ import FOLDER
-    from tests.vllm_compat.our_use import touches
-
-    return touches(FOLDER)
-
-
-@pytest.fixture(scope="session")
-def library() -> Library:
-    """The installed vLLM's source, which is parsed once."""
-    from tests.vllm_compat.__main__ import installed_library
-
-    return installed_library()
-
-
-@pytest.fixture(scope="session")
-def installed(library: Library) -> Shape:
-    """What the connector touches or asks of the installed vLLM, as its source has it."""
-    from tests.vllm_compat.__main__ import installed_version, shape_of
-
-    return shape_of(library, installed_version())
 
 
 @pytest.fixture

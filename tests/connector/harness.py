@@ -37,7 +37,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from connector import nixl_connector
-from connector.metadata import ConnectorMetadata, ReadEnd, ReadOutcome, WorkerReport
+from connector.counters import ReadOutcome
+from connector.metadata import ConnectorMetadata, ReadEnd, WorkerReport
 from connector.scheduler import ConnectorScheduler
 from connector.shape_check import require_fit
 from connector.stats import COUNTS

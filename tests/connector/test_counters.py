@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.stats import MAX_OBSERVATIONS, Counters
+from connector.counters import MAX_OBSERVATIONS, Counters
 
 
 def test_what_was_added_is_drained_once() -> None:

@@ -6,7 +6,8 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from connector.metadata import ReadEnd, ReadOutcome, WorkerReport
+from connector.counters import ReadOutcome
+from connector.metadata import ReadEnd, WorkerReport
 from tests.connector.harness import DENSE, Node, lost, make_node, nonce_of, prompt, received, sent, take_ticket
 
 pytestmark = pytest.mark.usefixtures("every_pace")

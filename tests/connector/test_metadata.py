@@ -6,7 +6,8 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 
-from connector.metadata import ConnectorMetadata, ReadEnd, ReadOrder, ReadOutcome, WorkerReport
+from connector.counters import ReadOutcome
+from connector.metadata import ConnectorMetadata, ReadEnd, ReadOrder, WorkerReport
 
 
 def test_counts_add_up_over_ranks() -> None:

@@ -22,7 +22,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from connector.metadata import ConnectorMetadata, ReadEnd, ReadOutcome, WorkerReport
+from connector.counters import ReadOutcome
+from connector.metadata import ConnectorMetadata, ReadEnd, WorkerReport
 from connector.nixl_connector import NixlConnector
 from connector.worker import ConnectorWorker
 from tests.connector.rank import alias_of, lease_step, read_step

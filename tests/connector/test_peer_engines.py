@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from connector.metadata import ReadOutcome
+from connector.counters import ReadOutcome
 from connector.peer_engines import (
     INCOMPATIBLE_FOR,
     MOST_FAILURES,

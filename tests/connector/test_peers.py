@@ -9,10 +9,10 @@ from contextlib import ExitStack, closing
 
 import pytest
 
+from connector.counters import Counters
 from connector.messages import Question, Verdict, write_batch
 from connector.peers import Peers
 from connector.side_channel import Listener
-from connector.stats import Counters
 
 HOST = "127.0.0.1"
 PATIENCE = 30.0

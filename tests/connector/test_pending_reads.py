@@ -6,9 +6,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from connector.counters import ReadOutcome
 from connector.kv_groups import ReadSize
 from connector.messages import Question, Verdict
-from connector.metadata import ReadEnd, ReadOutcome
+from connector.metadata import ReadEnd
 from connector.pending_reads import OverdueRead, PendingReads
 from connector.verifier import ReadVerdict
 

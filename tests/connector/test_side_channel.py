@@ -14,6 +14,7 @@ import zmq
 
 from connector import tcp_server
 from connector.config import SideChannelError
+from connector.counters import Counters
 from connector.messages import (
     HANDSHAKE,
     LONGEST_QUESTION,
@@ -29,7 +30,6 @@ from connector.messages import (
     write_metadata_question,
 )
 from connector.side_channel import NEEDS_KEY, NO_SUCH_RANK, Listener, ensure_free
-from connector.stats import Counters
 from connector.zmtp import Zmtp
 
 HOST = "127.0.0.1"

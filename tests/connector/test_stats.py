@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 pytest.importorskip("vllm")
 
-from connector.metadata import ReadOutcome
+from connector.counters import COUNTERS, Counters, ReadOutcome
 from connector.nixl_connector import node_info
-from connector.stats import COUNTERS, ConnectorPromMetrics, ConnectorStats, Counters, drained
+from connector.stats import ConnectorPromMetrics, ConnectorStats, drained
 
 
 def filled(**tokens: int) -> ConnectorStats:

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from connector.counters import Counters
 from connector.messages import MOST_QUESTIONS, Question, QuestionBatch, Reply, Verdict, read_request
 from connector.side_channel import Listener
-from connector.stats import Counters
 from connector.verifier import OpenExchanges, ReadVerdict, Verifier
 
 HOST = "127.0.0.1"

@@ -12,8 +12,9 @@ pytest.importorskip("vllm")
 
 
 from connector import pending_reads
+from connector.counters import ReadOutcome
 from connector.messages import ReadDone, Verdict, parse_notif
-from connector.metadata import ConnectorMetadata, ReadEnd, ReadOutcome, WorkerReport
+from connector.metadata import ConnectorMetadata, ReadEnd, WorkerReport
 from connector.verifier import ReadVerdict, Verifier
 from connector.worker import IDLE_VERDICT_WAIT, IDLE_WAIT, ConnectorWorker
 from tests.connector.rank import PEER, read_step

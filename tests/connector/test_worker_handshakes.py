@@ -18,8 +18,9 @@ pytest.importorskip("vllm")
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import HeartbeatInfo
 
 from connector import peer_engines
+from connector.counters import ReadOutcome
 from connector.messages import ReadDone, Verdict, parse_notif
-from connector.metadata import ConnectorMetadata, ReadEnd, ReadOutcome
+from connector.metadata import ConnectorMetadata, ReadEnd
 from connector.peers import Peers, Resolver, SocketAddress
 from connector.verifier import Verifier
 from connector.worker import ConnectorWorker

@@ -10,8 +10,9 @@ pytest.importorskip("vllm")
 
 
 from connector import pending_reads
+from connector.counters import ReadOutcome
 from connector.messages import ReadDone, Verdict, parse_notif
-from connector.metadata import ConnectorMetadata, ReadOutcome
+from connector.metadata import ConnectorMetadata
 from connector.worker import ConnectorWorker
 from tests.connector.rank import PEER, read_step
 from tests.connector.worker import (

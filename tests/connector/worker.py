@@ -12,10 +12,10 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata, NixlHandshakePayload
 
+from connector.counters import Counters
 from connector.messages import Verdict
 from connector.metadata import ConnectorMetadata, WorkerReport
 from connector.side_channel import Listener
-from connector.stats import Counters
 from connector.worker import ConnectorWorker
 from tests.connector.rank import BLOCK_TOKENS, COMPATIBLE, HOST, PEER, Agent
 

@@ -125,7 +125,7 @@ UNEQUAL = "WARNING: prefill nodes have tensorParallel 8, decode nodes 1."
 def test_notes_warn_of_block_sizes_that_may_differ(helm: Engine, values: dict[str, Any], warned: bool) -> None:
     """The chart does not know the model; it names what computes the pairs that go together."""
     notes = helm.render(values)["pdproxy/templates/NOTES.txt"]
-    assert (UNEQUAL in notes, "python -m connector.block_sizes" in notes) == (warned, warned)
+    assert (UNEQUAL in notes, "python -m deploy.block_sizes" in notes) == (warned, warned)
 
 
 def test_notes_warn_of_what_is_open(helm: Engine) -> None:

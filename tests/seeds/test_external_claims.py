@@ -7,7 +7,7 @@ holds now.
 import pytest
 from vllm.v1.request import RequestStatus
 
-from connector.metadata import ReadOutcome
+from connector.counters import ReadOutcome
 from tests.connector.harness import BLOCK, Node, lost, make_node, prompt, received, take_ticket
 
 pytestmark = pytest.mark.usefixtures("every_pace")

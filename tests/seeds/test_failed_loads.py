@@ -4,7 +4,7 @@ import pytest
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput
 
-from connector.metadata import ReadOutcome
+from connector.counters import ReadOutcome
 from tests.connector.harness import BLOCK, DENSE, HYBRID, Node, attention, lost, make_node, prompt, state, take_ticket
 
 pytestmark = pytest.mark.usefixtures("every_pace")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from connector.metadata import ReadOutcome
+from connector.counters import ReadOutcome
 from tests.connector.harness import Node, lost, make_node, prompt, received, take_ticket
 
 pytestmark = pytest.mark.usefixtures("every_pace")

@@ -150,6 +150,9 @@ class Worker(worker.ConnectorWorker):
             self._know_return(req_id, meta)
         super()._read_blocks_for_req(req_id, meta)
 
+    def _request_for(self, meta: Any) -> MetadataRequest:
+        return MetadataRequest(meta.remote.engine_id, ("host", 1), ((0, 0),))
+
     def _know(self, request_id: str) -> None:
         remote = self._recving_metadata[request_id].remote
         if request_id not in self._pending_reads._reads and remote is not None:

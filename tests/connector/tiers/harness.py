@@ -14,7 +14,8 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput
 
-from connector.metadata import ConnectorMetadata, ReadEnd, ReadOutcome, WorkerReport
+from connector.counters import ReadOutcome
+from connector.metadata import ConnectorMetadata, ReadEnd, WorkerReport
 from connector.scheduler import ConnectorScheduler
 from connector.stats import COUNTS, LEVELS
 from connector.tiers import WeightedMultiConnector

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput
 
+from connector.counters import Counters
 from connector.decode_reads import PromptTokens, TokenAccounting
-from connector.stats import LEVELS, Counters
+from connector.stats import LEVELS
 from tests.connector.harness import BLOCK, DENSE, make_node, prompt, take_ticket
 from tests.connector.tiers.harness import Several, loaded, make_several, pull, shelve, tier
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from vllm.v1.request import RequestStatus
 
-from connector.metadata import ReadOutcome
+from connector.counters import ReadOutcome
 from tests.connector.harness import BLOCK, DENSE, Node, make_node, prompt, take_ticket
 from tests.connector.tiers.harness import Several, loaded, make_several, pull, shelve, tier
 

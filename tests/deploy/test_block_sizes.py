@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import transformers
 
-from connector.block_sizes import (  # fmt: skip
+from deploy.block_sizes import (  # fmt: skip
     Dtypes,
     Hybrid,
     UnknownModelError,

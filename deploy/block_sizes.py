@@ -1,6 +1,6 @@
 """Print which tensor parallel sizes give nodes of a hybrid model the same block size.
 
-    python -m connector.block_sizes --model PATH --tp 1,2,4,8
+    python -m deploy.block_sizes --model PATH --tp 1,2,4,8
 
 Prefill and decode nodes exchange blocks only where both have the same block size. vLLM makes an attention block of a
 hybrid model at least as large, in bytes, as the mamba state of one layer (`Platform._align_hybrid_block_size`, the same
@@ -223,7 +223,7 @@ def _row(size: int | None) -> str:
 
 
 def _arguments(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m connector.block_sizes", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m deploy.block_sizes", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="folder with config.json, or that file")
     parser.add_argument("--tp", default="1,2,4,8", help="tensor parallel sizes (default: %(default)s)")
     parser.add_argument(
