@@ -8,7 +8,7 @@ FUZZED ?= 2000
 CHECKED := pdproxy connector deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint unit soak e2e test-long test-upstream fuzz bench generate lock clean
+.PHONY: help env demo test lint unit unit-proxy unit-connector soak e2e test-long test-upstream fuzz bench generate lock clean
 
 help: ## show this
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -27,13 +27,23 @@ lint: env ## format, style, types, import contracts
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-# Three workers for two cores: many tests wait for processes and timeouts. Worksteal gives each a row of neighbours, which
-# share what a module or a session makes once.
-unit: env ## tests without engines (a minute on two cores)
-	$(RUN) -m pytest -n 3 --dist worksteal -m "not e2e and not long" --ignore=tests/soak --ignore=tests/e2e
+# What imports vLLM runs apart, so that the other half's workers need not load it. Four workers for two cores: many tests wait
+# for processes and timeouts. Worksteal gives each a row of neighbours, which share what a module or a session makes once.
+WITH_VLLM := tests/connector tests/vllm_compat tests/seeds tests/upstream tests/test_metrics_page.py
+NOT_UNIT := tests/soak tests/watch tests/e2e
+UNIT = $(RUN) -m pytest -n 2 --dist worksteal -m "not e2e and not long"
 
-soak: env ## mixed load under random kills on fake nodes (two minutes; 15 in test-long)
-	SOAK_SECONDS=120 $(RUN) -m pytest tests/soak
+unit: env ## tests without engines (a minute on two cores)
+	@$(MAKE) --no-print-directory -j2 unit-proxy unit-connector
+
+unit-proxy:
+	$(UNIT) $(addprefix --ignore=,$(WITH_VLLM) $(NOT_UNIT))
+
+unit-connector:
+	$(UNIT) $(WITH_VLLM)
+
+soak: env ## mixed load under random kills on fake nodes, and what an operator sees of it (two minutes; 15 in test-long)
+	SOAK_SECONDS=120 $(RUN) -m pytest tests/soak tests/watch
 
 e2e: env ## tests with real engines (minutes)
 	$(RUN) -m pytest -m "e2e and not long"

@@ -55,7 +55,7 @@ PROPERTY = b"x-pdproxy-challenge"
 NO_NONCE = ""
 LONGEST_DONE = 1024
 LONGEST_HEARTBEAT = 4 * 1024 * 1024
-MOST_READERS = 4096
+MOST_NOTIF_READERS = 4096
 
 _Name = Annotated[str, msgspec.Meta(max_length=LONGEST_MESSAGE_NAME)]
 _Items = Annotated[list[tuple[_Name, _Name, _Name]], msgspec.Meta(max_length=MOST_QUESTIONS)]
@@ -245,7 +245,7 @@ def _find(keys: Sequence[bytes], challenges: bytes, direction: bytes, message: b
 class ReadDone:
     """One rank has read all of a request's blocks. `alias`: what the ticket calls the request (see `leases.Aliases`).
 
-    `readers`: how many ranks send this rank such a notif, 1 to `MOST_READERS`.
+    `readers`: how many ranks send this rank such a notif, 1 to `MOST_NOTIF_READERS`.
     """
 
     alias: str
@@ -291,6 +291,6 @@ def parse_notif(message: bytes) -> Notif:
     except UnicodeDecodeError:
         return Junk(len(message))
     found = _DONE.fullmatch(text)
-    if found is None or not 1 <= int(found["readers"]) <= MOST_READERS:
+    if found is None or not 1 <= int(found["readers"]) <= MOST_NOTIF_READERS:
         return Junk(len(message))
     return ReadDone(found["alias"], found["nonce"] or NO_NONCE, int(found["readers"]))

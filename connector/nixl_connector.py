@@ -22,7 +22,7 @@ Worker process: `worker.ConnectorWorker`, a subclass of vLLM's pull worker, one 
     get_transfer_results ──► `pending_reads` keeps a completed read until the prefill node's verdict is there.
     build_connector_worker_meta ──► the `WorkerReport` of the step.
 
-Metrics: both processes count in `stats.Counters`; `get_kv_connector_stats` drains them into `stats.ConnectorStats`,
+Metrics: both processes count in `counters.Counters`; `get_kv_connector_stats` drains them into `stats.ConnectorStats`,
 which vLLM carries to the API server's `/metrics`. The cache's capacity (`kv_groups`) and the fingerprint go the same
 way once, in an idle step that `has_pending_push_work` requests.
 
@@ -41,7 +41,7 @@ Versions. vLLM's NIXL handshake hashes its own version: nodes of two versions re
 A vLLM that differs from `vllm_contracts` is refused when the node starts (`shape_check`).
 
 The rest: `config` (settings, errors, vLLM's plugin entry point), `weights` (digests of checkpoints and LoRA adapters),
-`block_sizes` (a command), `cpu_worker` (seeded sampling on CPU nodes), `tiers/` (several connectors on one node).
+`cpu_worker` (seeded sampling on CPU nodes), `tiers/` (several connectors on one node).
 """
 
 from __future__ import annotations

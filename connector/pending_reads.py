@@ -16,9 +16,8 @@ A read that is given up after it was posted is *stalled*: its transfer may still
 outlive the request. Its handle is never released while it is live, since a release does not prove that the network
 card has stopped; it is polled until the transfer reports its end, and only then are the blocks let go.
 
-`TicketReturns`, for notifs without a read. A notif can be sent only to a node with which a handshake was made. With one
-that is not known, restarted, or was silent when its read was given up, no handshake is made unless it answers that it
-still holds the lease.
+`TicketReturns`, for notifs without a read. They can be sent only after a handshake. With a node that is not known, has
+restarted, or was silent when its read was given up, it is made once the node answers that it still holds the lease.
     ordered ──► sent                                  (there is a handshake with this run of the node)
     ordered ──► asked ──► held ──► handshake ──► sent
                   │         └── not held: nothing to give back

@@ -125,7 +125,7 @@ async def test_other_endpoints_pass_through(server: RunningProxy) -> None:
 
 
 async def test_a_client_that_disconnects_in_mid_stream_leaves_nothing_behind(server: RunningProxy) -> None:
-    server.decode.trouble = InjectedFault(FaultKind.STALL, at=2)
+    server.decode.fault = InjectedFault(FaultKind.STALL, at=2)
     async with server.client.stream("POST", "/v1/completions", json={**ASK, "stream": True}) as got:
         async for _ in got.aiter_bytes():
             break

@@ -72,7 +72,7 @@ class Call:
     ids=["completion", "list", "chat", "messages", "responses"],
 )
 async def test_a_stream_ends_in_an_error_event(server: RunningProxy, path: str, body: dict[str, Any]) -> None:
-    server.decode.trouble = InjectedFault(FaultKind.STALL, at=2)
+    server.decode.fault = InjectedFault(FaultKind.STALL, at=2)
     call = Call(server, path, {**body, "stream": True})
     await asyncio.wait_for(call.began.wait(), SOON)
     said = await call.cut_short()
@@ -89,7 +89,7 @@ async def test_a_stream_ends_in_an_error_event(server: RunningProxy, path: str, 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
 async def test_a_request_without_response_yet_gets_503(server: RunningProxy, path: str) -> None:
-    server.decode.trouble = InjectedFault(FaultKind.HANG)
+    server.decode.fault = InjectedFault(FaultKind.HANG)
     call = Call(server, path, COMPLETION)
     await server.until('pdproxy_node_active{node="decode-0",role="decode"} 1.0')
     said = await call.cut_short()

@@ -127,7 +127,7 @@ class Scheme(Enum):
 
 
 @dataclass(frozen=True)
-class Given:
+class QuantizationConfig:
     linear: str
     scheme: Scheme
 
@@ -141,9 +141,9 @@ def test_quantization_counts_with_its_settings() -> None:
         quantization_text("fp8", fp8, None),
         quantization_text("fp8", None, {**fp8, "activation_scheme": "dynamic"}),
         quantization_text("awq", None, fp8),
-        quantization_text("fp8", Given("fp8", Scheme.STATIC), fp8),
-        quantization_text("fp8", Given("int8", Scheme.STATIC), fp8),
-        quantization_text("fp8", Given("int8", Scheme.DYNAMIC), fp8),
+        quantization_text("fp8", QuantizationConfig("fp8", Scheme.STATIC), fp8),
+        quantization_text("fp8", QuantizationConfig("int8", Scheme.STATIC), fp8),
+        quantization_text("fp8", QuantizationConfig("int8", Scheme.DYNAMIC), fp8),
     ]
     assert len(set(values)) == len(values)
     assert values[0] == NONE

@@ -6,13 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.messages import LONGEST_DONE, MOST_READERS, NO_NONCE, Heartbeat, Junk, ReadDone, parse_notif, with_nonce
+from connector.messages import (
+    LONGEST_DONE,
+    MOST_NOTIF_READERS,
+    NO_NONCE,
+    Heartbeat,
+    Junk,
+    ReadDone,
+    parse_notif,
+    with_nonce,
+)
 
 NONCES = st.text("0123456789abcdef", min_size=8, max_size=64)
 IDS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=60)
 
 
-@given(IDS, NONCES, st.integers(1, MOST_READERS))
+@given(IDS, NONCES, st.integers(1, MOST_NOTIF_READERS))
 def test_what_our_decode_node_sends_is_what_the_prefill_node_reads(alias: str, nonce: str, readers: int) -> None:
     sent = f"{with_nonce(alias, nonce)}:{readers}".encode()
     assert parse_notif(sent) == ReadDone(alias, nonce, readers)

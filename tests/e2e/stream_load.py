@@ -31,7 +31,7 @@ STREAMED = (Way.COMPLETION_STREAM, Way.CHAT_STREAM)
 
 
 @dataclass(frozen=True)
-class Told:
+class UndisturbedAnswer:
     """What a single engine says, undisturbed; `margin`: nats by which the best token led, at least."""
 
     text: str
@@ -45,7 +45,7 @@ class Stream:
 
     way: Way
     question: Quiz
-    expected: Told
+    expected: UndisturbedAnswer
     text: str = ""
     finish: str = ""
     failure: str = ""
@@ -154,17 +154,17 @@ async def reciters(alone: AsyncOpenAI, first_seed: int, count: int = 16) -> list
     return streams[:count]
 
 
-async def _undisturbed(alone: AsyncOpenAI, way: Way, question: Quiz) -> Told:
+async def _undisturbed(alone: AsyncOpenAI, way: Way, question: Quiz) -> UndisturbedAnswer:
     fixed: dict[str, Any] = {"model": SERVED_NAME, "temperature": 0, "max_tokens": MOST_TOKENS}
     if way is Way.COMPLETION_STREAM:
         whole = (await alone.completions.create(prompt=question.prompt(), logprobs=2, **fixed)).choices[0]
         best = [sorted(top.values()) for top in cast(Any, whole.logprobs).top_logprobs]
-        return Told(whole.text, str(whole.finish_reason), _margin(best))
+        return UndisturbedAnswer(whole.text, str(whole.finish_reason), _margin(best))
     messages = cast(Any, question.messages())
     said = await alone.chat.completions.create(messages=messages, logprobs=True, top_logprobs=2, **fixed)
     choice = said.choices[0]
     best = [sorted(one.logprob for one in token.top_logprobs) for token in cast(Any, choice.logprobs).content]
-    return Told(choice.message.content or "", choice.finish_reason, _margin(best))
+    return UndisturbedAnswer(choice.message.content or "", choice.finish_reason, _margin(best))
 
 
 def _margin(best: list[list[float]]) -> float:

@@ -38,7 +38,7 @@ Prompt = list[int]
 
 
 @dataclass(frozen=True)
-class Told:
+class ReportedCapacity:
     """What the node says: tokens of attention capacity; sequences that states allow; sequences of `LONGEST` tokens."""
 
     tokens: int
@@ -63,11 +63,11 @@ def node() -> Iterator[Node]:
 
 
 @pytest.fixture(scope="module")
-def told(node: Node) -> Told:
+def reported(node: Node) -> ReportedCapacity:
     def of(name: str, **labels: str) -> int:
         return int(read(node.url, f"pdproxy_connector_capacity_{name}", **labels))
 
-    return Told(of("tokens"), of("sequences", limit="state"), of("sequences", limit="max_model_len"))
+    return ReportedCapacity(of("tokens"), of("sequences", limit="state"), of("sequences", limit="max_model_len"))
 
 
 def prompts(count: int, tokens: int, seed: int) -> list[Prompt]:
@@ -121,27 +121,29 @@ async def preemptions(node: Node, load: Sequence[Prompt], by: int) -> int:
     return int(read(node.url, "vllm:num_preemptions_total") - before)
 
 
-async def test_sequences_of_the_greatest_length(node: Node, told: Told) -> None:
+async def test_sequences_of_the_greatest_length(node: Node, reported: ReportedCapacity) -> None:
     last = BLOCK - 16
-    assert await most_running(node, prompts(told.longest + 2, LONGEST - last, 1), last) == told.longest
+    assert await most_running(node, prompts(reported.longest + 2, LONGEST - last, 1), last) == reported.longest
 
 
-async def test_short_sequences(node: Node, told: Told) -> None:
+async def test_short_sequences(node: Node, reported: ReportedCapacity) -> None:
     """A block of attention each, and their states: of these the node holds more than of tokens."""
     length = BLOCK - 16
-    seen = await most_running(node, prompts(2 * told.sequences, length // 2, 2), length // 2)
-    assert told.share(seen, length) <= 1 < told.share(seen + 1, length + BLOCK)
+    seen = await most_running(node, prompts(2 * reported.sequences, length // 2, 2), length // 2)
+    assert reported.share(seen, length) <= 1 < reported.share(seen + 1, length + BLOCK)
 
 
-async def test_growing_sequences(node: Node, told: Told) -> None:
+async def test_growing_sequences(node: Node, reported: ReportedCapacity) -> None:
     """All get in; whether they can also grow is what the figure says: a block less than it, and a block more."""
-    start = told.length(GROWING) - LATE
+    start = reported.length(GROWING) - LATE
     assert await preemptions(node, growing(start, 10), LATE - BLOCK) == 0
     assert await preemptions(node, growing(start, 20), LATE + BLOCK) > 0
 
 
-def test_a_check_prints_the_figures(node: Node, told: Told) -> None:
+def test_a_check_prints_the_figures(node: Node, reported: ReportedCapacity) -> None:
     line = [sys.executable, "-m", "pdproxy", "check", "--decode", node.url]
     checked = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     row = next((row.split() for row in checked.stdout.splitlines() if SERVED_NAME in row), [])
-    assert row[4:] == [f"{told.tokens:,}", f"{told.sequences:,}", f"{told.longest:,}", "attention", "ok"], checked
+    assert row[4:] == [f"{reported.tokens:,}", f"{reported.sequences:,}", f"{reported.longest:,}", "attention", "ok"], (
+        checked
+    )

@@ -42,25 +42,25 @@ BLOCKS = (
 
 
 @dataclass(frozen=True)
-class Said:
+class FirstTokenAnswer:
     """An answer; `first`: the log-probabilities of the likeliest first tokens."""
 
     text: str
     first: dict[str, float]
 
-    def away_from(self, other: "Said") -> float:
+    def away_from(self, other: "FirstTokenAnswer") -> float:
         """How much likelier or less likely one of the digits is here than there, at most; in nats."""
         both = self.first.keys() & other.first.keys()
         return max(abs(self.first[token] - other.first[token]) for token in both)
 
 
-def ask(node: Node, question: Quiz, params: Params | None = None) -> Said:
+def ask(node: Node, question: Quiz, params: Params | None = None) -> FirstTokenAnswer:
     """A question to a node."""
     body = {"model": SERVED_NAME, "prompt": question.prompt(), "max_tokens": 8, "temperature": 0, "logprobs": SHOWN}
     body |= {} if params is None else {"kv_transfer_params": params}
     got = httpx.post(f"{node.url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT_S, trust_env=False)
     (choice,) = got.raise_for_status().json()["choices"]
-    return Said(choice["text"], choice["logprobs"]["top_logprobs"][0])
+    return FirstTokenAnswer(choice["text"], choice["logprobs"]["top_logprobs"][0])
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ class Scene:
     decode: Node
     orders: Orders
 
-    def alone(self, question: Quiz) -> Said:
+    def alone(self, question: Quiz) -> FirstTokenAnswer:
         """What one node says by itself."""
         return ask(self.prefill, question)
 
-    def handed(self, question: Quiz, *orders: Order) -> Said:
+    def handed(self, question: Quiz, *orders: Order) -> FirstTokenAnswer:
         """What two nodes say, with the saboteur at work; every order is carried out."""
         self.orders.give(*orders)
         got = ask(self.decode, question, prefill(self.prefill.url, question.prompt()))
@@ -95,7 +95,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         yield Scene(give, take, Orders(orders))
 
 
-def same(one: Said, other: Said) -> bool:
+def same(one: FirstTokenAnswer, other: FirstTokenAnswer) -> bool:
     """The comparison on trial."""
     return one.text == other.text and one.away_from(other) <= TOLERANCE
 

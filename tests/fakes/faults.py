@@ -38,7 +38,7 @@ class InjectedFault:
         times: how many legs it affects.
     """
 
-    ill: FaultKind
+    kind: FaultKind
     at: int = -1
     status: int = 500
     headers: tuple[tuple[str, str], ...] = ()

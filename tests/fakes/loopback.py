@@ -85,7 +85,7 @@ class LoopbackNode:
             writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
             await writer.drain()
             await asyncio.sleep(self._pace)
-        match script.ill:
+        match script.kind:
             case FaultKind.RESET:
                 return False
             case FaultKind.STALL | FaultKind.HANG:

@@ -47,7 +47,7 @@ class MemoryTransport:
     def _fail_before_head(self, script: Script, timeouts: Timeouts) -> None:
         if script.status != 0:
             return
-        if script.ill is FaultKind.RESET:
+        if script.kind is FaultKind.RESET:
             raise NodeFault(Fault.RESET, "reset before the head")
         self._clock.advance(timeouts.headers)
         raise NodeFault(Fault.HEADERS_TIMEOUT, "no head")
@@ -89,7 +89,7 @@ class MemoryResponse:
             self._at += 1
             yield self._script.pieces[self._at - 1]
         await asyncio.sleep(0)
-        match self._script.ill:
+        match self._script.kind:
             case FaultKind.RESET:
                 raise NodeFault(Fault.RESET, "reset in the body")
             case FaultKind.STALL:

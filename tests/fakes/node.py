@@ -22,7 +22,7 @@ class Script:
     status: int
     headers: tuple[tuple[str, str], ...]
     pieces: tuple[bytes, ...]
-    ill: FaultKind | None = None
+    kind: FaultKind | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class FakeNode:
         that are off by the difference, in nats; with `UNREADABLE` ones they are NaN, which vLLM answers with a 400."""
         self.rounding = 0
         """By how many nats an answer changes with the length of the prompt, as rounding might."""
-        self.trouble: InjectedFault | None = None
+        self.fault: InjectedFault | None = None
         self.seen: list[Seen] = []
         self.recomputed = 0
         self.running = 0
@@ -79,11 +79,11 @@ class FakeNode:
         if released:
             self.fabric.release(released)
             return Script(200, JSON, (b"{}",))
-        trouble = self._take_fault(*(set(FaultKind) - {FaultKind.REFUSE}))
-        if trouble is not None and trouble.ill is FaultKind.STATUS:
-            return Script(trouble.status, JSON + trouble.headers, (error(trouble.status, "the node says no"),))
+        fault = self._take_fault(*(set(FaultKind) - {FaultKind.REFUSE}))
+        if fault is not None and fault.kind is FaultKind.STATUS:
+            return Script(fault.status, JSON + fault.headers, (error(fault.status, "the node says no"),))
         script = self._healthy(path, body)
-        return script if trouble is None else self._faulty(path, script, trouble, body)
+        return script if fault is None else self._faulty(path, script, fault, body)
 
     def _healthy(self, path: str, body: Mapping[str, Any]) -> Script:
         if path == "/tokenize" and "prompt" in body:
@@ -126,38 +126,38 @@ class FakeNode:
         return own if from_ticket is None else int(from_ticket), wrong
 
     def _take_fault(self, *kinds: FaultKind) -> InjectedFault | None:
-        trouble = self.trouble
-        if trouble is None or trouble.ill not in kinds:
+        fault = self.fault
+        if fault is None or fault.kind not in kinds:
             return None
-        self.trouble = dataclasses.replace(trouble, times=trouble.times - 1) if trouble.times > 1 else None
-        return trouble
+        self.fault = dataclasses.replace(fault, times=fault.times - 1) if fault.times > 1 else None
+        return fault
 
-    def _faulty(self, path: str, script: Script, trouble: InjectedFault, body: Mapping[str, Any]) -> Script:
-        if trouble.ill is FaultKind.NO_TICKET:
+    def _faulty(self, path: str, script: Script, fault: InjectedFault, body: Mapping[str, Any]) -> Script:
+        if fault.kind is FaultKind.NO_TICKET:
             if script.headers == EVENTS:
                 return script
             self._drop(body)
             return dataclasses.replace(script, pieces=(_without_ticket(script.pieces[0]),))
-        if trouble.at < 0 and trouble.ill is not FaultKind.GARBAGE:
-            return dataclasses.replace(script, status=0, pieces=(), ill=trouble.ill)
-        return _cut_off(script, trouble, path)
+        if fault.at < 0 and fault.kind is not FaultKind.GARBAGE:
+            return dataclasses.replace(script, status=0, pieces=(), kind=fault.kind)
+        return _cut_off(script, fault, path)
 
     def _drop(self, body: Mapping[str, Any]) -> None:
         params = body.get("kv_transfer_params") or {}
         self.fabric.free(str(params.get("pdproxy_hand_over")))
 
 
-def _cut_off(script: Script, trouble: InjectedFault, path: str) -> Script:
-    kept = script.pieces[: max(0, trouble.at)]
-    match trouble.ill:
+def _cut_off(script: Script, fault: InjectedFault, path: str) -> Script:
+    kept = script.pieces[: max(0, fault.at)]
+    match fault.kind:
         case FaultKind.GARBAGE:
             return dataclasses.replace(script, pieces=(*kept, b"data: {not json\n\n"))
         case FaultKind.ERROR_EVENT:
-            return dataclasses.replace(script, pieces=(*kept, *error_events(path, trouble.status, "engine died")))
+            return dataclasses.replace(script, pieces=(*kept, *error_events(path, fault.status, "engine died")))
         case FaultKind.SHORT:
             return dataclasses.replace(script, pieces=kept)
         case _:
-            return dataclasses.replace(script, pieces=kept, ill=trouble.ill)
+            return dataclasses.replace(script, pieces=kept, kind=fault.kind)
 
 
 def _without_ticket(body: bytes) -> bytes:

@@ -86,13 +86,13 @@ async def _held(server: RunningProxy, least: int) -> None:
 
 async def test_a_full_budget_refuses_requests_until_there_is_room() -> None:
     async with running_proxy(Settings(limits=Limits(body_bytes=2048, held_bytes=2500))) as server:
-        server.decode.trouble = InjectedFault(FaultKind.HANG)
+        server.decode.fault = InjectedFault(FaultKind.HANG)
         first = asyncio.ensure_future(server.client.post("/v1/completions", json=_ask(1500)))
         await _held(server, 1500)
         got = await server.client.post("/v1/completions", json=_ask(1500))
         assert (got.status_code, got.headers["retry-after"]) == (429, "1")
         assert json.loads(got.content)["error"]["code"] == "bodies_full"
-        server.decode.trouble = None
+        server.decode.fault = None
         assert (await server.client.post("/v1/completions", json=_ask(10))).status_code == 200
         first.cancel()
         await server.until("pdproxy_body_bytes 0.0")

@@ -23,14 +23,14 @@ def healthy(cluster: FakeCluster) -> None:
 
 def everything_fails_first(cluster: FakeCluster) -> None:
     """Each leg is tried twice, the second decode leg breaks off in its middle."""
-    cluster.prefills[0].trouble = InjectedFault(FaultKind.RESET, at=0, times=1)
-    cluster.decodes[0].trouble = InjectedFault(FaultKind.RESET, times=1)
-    cluster.decodes[1].trouble = InjectedFault(FaultKind.RESET, at=3, times=1)
+    cluster.prefills[0].fault = InjectedFault(FaultKind.RESET, at=0, times=1)
+    cluster.decodes[0].fault = InjectedFault(FaultKind.RESET, times=1)
+    cluster.decodes[1].fault = InjectedFault(FaultKind.RESET, at=3, times=1)
 
 
 def decode_stalls(cluster: FakeCluster) -> None:
     """The ticket grows old while a decode node hangs: prefill runs again."""
-    cluster.decodes[0].trouble = InjectedFault(FaultKind.HANG, times=1)
+    cluster.decodes[0].fault = InjectedFault(FaultKind.HANG, times=1)
 
 
 BODIES: dict[str, dict[str, Any]] = {
@@ -144,7 +144,7 @@ async def test_a_failed_release_is_counted_and_does_no_harm() -> None:
     cluster = FakeCluster(prefills=1, decodes=1)
     task = asyncio.ensure_future(cluster.ask(COMPLETIONS, BODIES["whole"]))
     await _until_held(cluster)
-    cluster.prefills[0].trouble = InjectedFault(FaultKind.REFUSE)
+    cluster.prefills[0].fault = InjectedFault(FaultKind.REFUSE)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await cluster.background_tasks.aclose()
@@ -161,7 +161,7 @@ async def test_a_release_whose_connection_breaks_is_sent_once_more(breaks: int, 
         script = respond(path, raw, headers)
         if b"pdproxy_release" not in raw or next(releases) >= breaks:
             return script
-        return dataclasses.replace(script, status=0, pieces=(), ill=FaultKind.RESET)
+        return dataclasses.replace(script, status=0, pieces=(), kind=FaultKind.RESET)
 
     cluster.prefills[0].respond = break_releases  # type: ignore[method-assign]
     task = asyncio.ensure_future(cluster.ask(COMPLETIONS, BODIES["whole"]))

@@ -56,7 +56,7 @@ async def test_usage_and_choices_add_up(stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_a_refused_prompt_refuses_all(stream: bool) -> None:
     cluster = FakeCluster(config=OrchestrationConfig(fan_out=1))
-    cluster.prefills[0].trouble = InjectedFault(FaultKind.STATUS, status=400, times=1)
+    cluster.prefills[0].fault = InjectedFault(FaultKind.STATUS, status=400, times=1)
     got = await cluster.ask(COMPLETIONS, _body(stream=stream))
     assert got.status == 400
     await cluster.settle()
@@ -66,7 +66,7 @@ async def test_a_prompt_that_is_refused_later_ends_the_stream_with_an_error_even
     cluster = FakeCluster(config=OrchestrationConfig(fan_out=1))
     reply = await cluster.orchestrator.answer(cluster.request(COMPLETIONS, _body(stream=True)))
     for node in cluster.prefills:
-        node.trouble = InjectedFault(FaultKind.STATUS, status=400)
+        node.fault = InjectedFault(FaultKind.STATUS, status=400)
     assert not isinstance(reply.body, bytes)
     answer = read_answer(COMPLETIONS, b"".join([piece async for piece in reply.body]))
     assert answer.error is not None
@@ -77,7 +77,7 @@ async def test_a_prompt_that_is_refused_later_ends_the_stream_with_an_error_even
 
 async def test_a_prompt_that_breaks_ends_the_stream_once() -> None:
     cluster = FakeCluster(config=OrchestrationConfig(migrations=0))
-    cluster.decodes[0].trouble = InjectedFault(FaultKind.RESET, at=3, times=1)
+    cluster.decodes[0].fault = InjectedFault(FaultKind.RESET, at=3, times=1)
     answer = read_answer(COMPLETIONS, (await cluster.ask(COMPLETIONS, _body(stream=True))).body)
     assert answer.error is not None
     assert answer.ended
@@ -87,7 +87,7 @@ async def test_a_prompt_that_breaks_ends_the_stream_once() -> None:
 
 async def test_a_migrating_prompt_does_not_disturb_the_others() -> None:
     cluster = FakeCluster(decodes=3)
-    cluster.decodes[0].trouble = InjectedFault(FaultKind.RESET, at=2)
+    cluster.decodes[0].fault = InjectedFault(FaultKind.RESET, at=2)
     answer = read_answer(COMPLETIONS, (await cluster.ask(COMPLETIONS, _body(stream=True))).body)
     assert (answer.texts, answer.error) == (RIGHT, None)
     await cluster.settle()

@@ -33,7 +33,7 @@ async def test_a_node_of_the_model_answers(model: str) -> None:
 
 async def test_another_node_is_asked_where_the_first_is_unreachable() -> None:
     cluster = FakeCluster()
-    cluster.decodes[0].trouble = InjectedFault(FaultKind.REFUSE)
+    cluster.decodes[0].fault = InjectedFault(FaultKind.REFUSE)
     assert json.loads((await _forward(cluster))[1])["node"] == "d1"
     await cluster.settle()
 
@@ -41,7 +41,7 @@ async def test_another_node_is_asked_where_the_first_is_unreachable() -> None:
 async def test_unreachable_nodes_use_no_retry_up() -> None:
     cluster = FakeCluster(decodes=6, config=OrchestrationConfig(retries=1))
     for node in cluster.decodes[:5]:
-        node.trouble = InjectedFault(FaultKind.REFUSE)
+        node.fault = InjectedFault(FaultKind.REFUSE)
     assert json.loads((await _forward(cluster))[1])["node"] == "d5"
     assert cluster.count("pdproxy_steps_total", leg="forward", fault="refused", step="other_node") == 5
     await cluster.settle()
@@ -50,7 +50,7 @@ async def test_unreachable_nodes_use_no_retry_up() -> None:
 async def test_where_no_node_can_be_reached_the_client_gets_503() -> None:
     cluster = FakeCluster()
     for node in cluster.decodes:
-        node.trouble = InjectedFault(FaultKind.REFUSE)
+        node.fault = InjectedFault(FaultKind.REFUSE)
     with pytest.raises(ClientError) as caught:
         await _forward(cluster)
     assert (caught.value.status, caught.value.message) == (503, "No decode node could be reached.")
@@ -64,7 +64,7 @@ async def test_where_no_node_can_be_reached_the_client_gets_503() -> None:
 )
 async def test_a_request_that_a_node_may_have_handled_is_not_repeated(trouble: InjectedFault) -> None:
     cluster = FakeCluster()
-    cluster.decodes[0].trouble = trouble
+    cluster.decodes[0].fault = trouble
     with pytest.raises(ClientError) as caught:
         await _forward(cluster)
     assert caught.value.status in (502, 504)
@@ -77,7 +77,7 @@ async def test_a_request_that_a_node_may_have_handled_is_not_repeated(trouble: I
 )
 async def test_a_nodes_error_is_passed_on_and_counted(status: int, outcome: str) -> None:
     cluster = FakeCluster()
-    cluster.decodes[0].trouble = InjectedFault(FaultKind.STATUS, status=status)
+    cluster.decodes[0].fault = InjectedFault(FaultKind.STATUS, status=status)
     assert (await _forward(cluster))[0] == status
     assert cluster.count("pdproxy_requests_total", endpoint="other", outcome=outcome) == 1
     await cluster.settle()
@@ -87,7 +87,7 @@ async def test_a_5xx_does_not_count_as_a_success_of_the_node() -> None:
     cluster = FakeCluster(decodes=1)
     for _ in range(4):
         cluster.pool.report("d0", Fault.RESET)
-        cluster.decodes[0].trouble = InjectedFault(FaultKind.STATUS, status=500, times=1)
+        cluster.decodes[0].fault = InjectedFault(FaultKind.STATUS, status=500, times=1)
         if cluster.pool.view("d0").state is State.UP:
             await _forward(cluster)
     assert cluster.pool.view("d0").state is State.DOWN
@@ -100,7 +100,7 @@ async def test_a_5xx_does_not_count_as_a_success_of_the_node() -> None:
 )
 async def test_the_deadline_of_the_whole_request_ends_it(trouble: InjectedFault) -> None:
     cluster = FakeCluster()
-    cluster.decodes[0].trouble = trouble
+    cluster.decodes[0].fault = trouble
     began = cluster.clock.now()
     with pytest.raises(ClientError) as caught:
         await _forward(cluster, seconds=5.0)

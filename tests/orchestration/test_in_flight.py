@@ -63,7 +63,7 @@ async def test_a_failure_shows_the_outcome_of_its_request(
     decodes: int, name: str, trouble: InjectedFault, step: Step, outcome: Outcome
 ) -> None:
     cluster = FakeCluster(prefills=1, decodes=decodes)
-    next(node for node in cluster.nodes if node.name == name).trouble = trouble
+    next(node for node in cluster.nodes if node.name == name).fault = trouble
     await cluster.ask(Endpoint.CHAT, CHAT)
     last = cluster.context.in_flight.failures()[-1]
     assert (last.name, last.node, last.fault, last.step) == ("r-1", name, Fault.RESET, step)
@@ -74,7 +74,7 @@ async def test_a_failure_shows_the_outcome_of_its_request(
 
 async def test_a_clients_own_mistake_is_no_failure() -> None:
     cluster = FakeCluster(prefills=1, decodes=1)
-    cluster.prefills[0].trouble = InjectedFault(FaultKind.STATUS, status=400, times=9)
+    cluster.prefills[0].fault = InjectedFault(FaultKind.STATUS, status=400, times=9)
     assert (await cluster.ask(Endpoint.CHAT, CHAT)).status == 400
     assert cluster.context.in_flight.failures() == []
 

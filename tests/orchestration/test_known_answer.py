@@ -133,7 +133,7 @@ async def test_a_decode_node_that_computes_all_the_same_proves_nothing() -> None
 
 @pytest.mark.parametrize("role", Role)
 @pytest.mark.parametrize(
-    "trouble",
+    "fault",
     [
         InjectedFault(FaultKind.REFUSE),
         InjectedFault(FaultKind.HANG),
@@ -144,11 +144,11 @@ async def test_a_decode_node_that_computes_all_the_same_proves_nothing() -> None
         InjectedFault(FaultKind.NO_TICKET),
     ],
 )
-async def test_a_faulty_node_leaves_the_test_unanswered(role: Role, trouble: InjectedFault) -> None:
+async def test_a_faulty_node_leaves_the_test_unanswered(role: Role, fault: InjectedFault) -> None:
     pair = Pair()
-    (pair.prefill if role is Role.PREFILL else pair.decode).trouble = trouble
+    (pair.prefill if role is Role.PREFILL else pair.decode).fault = fault
     result = await pair.test_pair()
-    if trouble.ill is FaultKind.NO_TICKET and role is Role.DECODE:
+    if fault.kind is FaultKind.NO_TICKET and role is Role.DECODE:
         assert result.proof is Proof.PASSED
         return
     assert result.proof is Proof.UNANSWERED
@@ -157,7 +157,7 @@ async def test_a_faulty_node_leaves_the_test_unanswered(role: Role, trouble: Inj
 
 
 @pytest.mark.parametrize(
-    ("trouble", "releases"),
+    ("fault", "releases"),
     [
         (InjectedFault(FaultKind.REFUSE), 0),
         (InjectedFault(FaultKind.STATUS, status=400), 0),
@@ -165,9 +165,9 @@ async def test_a_faulty_node_leaves_the_test_unanswered(role: Role, trouble: Inj
         (InjectedFault(FaultKind.RESET), 1),
     ],
 )
-async def test_only_a_node_that_may_hold_something_gets_a_release(trouble: InjectedFault, releases: int) -> None:
+async def test_only_a_node_that_may_hold_something_gets_a_release(fault: InjectedFault, releases: int) -> None:
     pair = Pair()
-    pair.prefill.trouble = trouble
+    pair.prefill.fault = fault
     await pair.test_pair()
     assert sum(pair.count("pdproxy_releases_total", outcome=outcome) for outcome in ("done", "failed")) == releases
 
@@ -177,7 +177,7 @@ async def test_a_decode_node_that_fails_with_the_ticket_leaves_nothing_held() ->
     respond = pair.prefill.respond
 
     def then_break(path: str, raw: bytes, headers: tuple[tuple[str, str], ...] = ()) -> Any:
-        pair.decode.trouble = InjectedFault(FaultKind.STATUS, status=503)
+        pair.decode.fault = InjectedFault(FaultKind.STATUS, status=503)
         return respond(path, raw, headers)
 
     pair.prefill.respond = then_break  # type: ignore[method-assign]
@@ -196,7 +196,7 @@ async def test_it_ends_in_time(slow: int) -> None:
         if path == "/tokenize":
             pair.clock.advance(slow)
         else:
-            pair.decode.trouble = InjectedFault(FaultKind.STALL, at=0)
+            pair.decode.fault = InjectedFault(FaultKind.STALL, at=0)
         return respond(path, raw, headers)
 
     pair.decode.respond = slowly  # type: ignore[method-assign]
@@ -230,7 +230,7 @@ async def test_a_warm_up_asks_for_one_token_and_concludes_nothing() -> None:
 
 async def test_a_failed_warm_up_releases_on_every_rank() -> None:
     pair = Pair()
-    pair.decode.trouble = InjectedFault(FaultKind.STATUS, status=500)
+    pair.decode.fault = InjectedFault(FaultKind.STATUS, status=500)
     await pair.test.warm(*pair.nodes_of_pool(ranks=2))
     await pair.background_tasks.aclose()
     released = [dict(seen.headers).get("x-data-parallel-rank") for seen in pair.prefill.seen[1:]]

@@ -46,7 +46,7 @@ UNCOUNTED = ("400", "429", "503", "no-ticket")
 class Cell:
     """One cell of the matrix. ``all_faulty``: every node of the role has the fault, not only the first."""
 
-    trouble: str
+    injected: str
     all_faulty: bool
     endpoint: Endpoint
     stream: bool
@@ -55,7 +55,7 @@ class Cell:
     def __str__(self) -> str:
         scope = "all" if self.all_faulty else "one"
         return (
-            f"{self.trouble}-{scope}-{self.endpoint.name.lower()}-{'stream' if self.stream else 'whole'}-{self.policy}"
+            f"{self.injected}-{scope}-{self.endpoint.name.lower()}-{'stream' if self.stream else 'whole'}-{self.policy}"
         )
 
     async def ask(self, cluster: FakeCluster) -> Got:
@@ -72,17 +72,17 @@ class Cell:
 
     def check_error(self, got: Got, cluster: FakeCluster) -> None:
         """The client got the table's status, and no internal address."""
-        assert got.status == ERRORS[self.trouble]
+        assert got.status == ERRORS[self.injected]
         assert b"8000" not in got.body
         assert got.json()["error"]["message"]
-        if self.trouble in ("429", "503"):
+        if self.injected in ("429", "503"):
             assert got.headers["retry-after"] == "7"
-        outcome = "client_error" if self.trouble == "400" else "failed"
+        outcome = "client_error" if self.injected == "400" else "failed"
         assert cluster.count("pdproxy_requests_total", endpoint=self.endpoint, outcome=outcome) == 1
 
     def fault(self, leg: str) -> str:
-        if self.trouble != "short":
-            return FAULTS[self.trouble]
+        if self.injected != "short":
+            return FAULTS[self.injected]
         return "reset" if self.stream and leg == "decode" else "invalid_body"
 
 
@@ -100,10 +100,10 @@ def decode_cells() -> Iterator[Cell]:
 async def test_prefill_leg(cell: Cell) -> None:
     cluster = FakeCluster(config=OrchestrationConfig(on_prefill_failure=cell.policy))
     for node in cluster.prefills if cell.all_faulty else cluster.prefills[:1]:
-        node.trouble = PREFILL[cell.trouble]
+        node.fault = PREFILL[cell.injected]
     got = await cell.ask(cluster)
     others = cell.policy is not OnPrefillFailure.LOCAL
-    if cell.trouble == "400":
+    if cell.injected == "400":
         cell.check_error(got, cluster)
         assert [len(node.legs()) for node in cluster.nodes] == [1, 0, 0, 0]
     elif cell.all_faulty and cell.policy is OnPrefillFailure.FAIL:
@@ -115,7 +115,7 @@ async def test_prefill_leg(cell: Cell) -> None:
         assert got.headers["x-pdproxy-route"] == ("local" if local else "disaggregated")
         assert cluster.fabric.pulled == (0 if local else 1)
         assert sum(len(node.legs()) for node in cluster.decodes) == 1
-    tried = 2 if cell.all_faulty and others and cell.trouble != "400" else 1
+    tried = 2 if cell.all_faulty and others and cell.injected != "400" else 1
     assert cluster.count("pdproxy_leg_faults_total", leg="prefill", fault=cell.fault("prefill")) == tried
     _check_counted(cell, cluster, "p0", served=got.status == 200)
     await cluster.settle()
@@ -125,18 +125,18 @@ async def test_prefill_leg(cell: Cell) -> None:
 async def test_decode_leg_before_its_first_event(cell: Cell) -> None:
     cluster = FakeCluster()
     for node in cluster.decodes if cell.all_faulty else cluster.decodes[:1]:
-        node.trouble = OPENING[cell.trouble]
+        node.fault = OPENING[cell.injected]
     got = await cell.ask(cluster)
-    if cell.trouble == "400" or cell.all_faulty:
+    if cell.injected == "400" or cell.all_faulty:
         cell.check_error(got, cluster)
     else:
         cell.check_right(got)
         assert got.headers["x-pdproxy-route"] == "disaggregated"
-        expired = cell.trouble in ("hang", "stall-after-head")
+        expired = cell.injected in ("hang", "stall-after-head")
         assert sum(len(node.legs()) for node in cluster.prefills) == (2 if expired else 1), (
             "a ticket serves while it can"
         )
-    tried = 2 if cell.all_faulty and cell.trouble != "400" else 1
+    tried = 2 if cell.all_faulty and cell.injected != "400" else 1
     assert cluster.count("pdproxy_leg_faults_total", leg="decode", fault=cell.fault("decode")) == tried
     _check_counted(cell, cluster, "d0", served=got.status == 200)
     await cluster.settle()
@@ -144,7 +144,7 @@ async def test_decode_leg_before_its_first_event(cell: Cell) -> None:
 
 def _check_counted(cell: Cell, cluster: FakeCluster, name: str, *, served: bool) -> None:
     """Only a node's own faults count, a 5xx only once another node has served the request."""
-    uncounted = cell.trouble in UNCOUNTED or (cell.trouble == "500" and not served)
+    uncounted = cell.injected in UNCOUNTED or (cell.injected == "500" and not served)
     assert (cluster.pool.view(name).reason == "") is uncounted
 
 
@@ -159,7 +159,7 @@ CHUNKED = (Endpoint.COMPLETIONS, Endpoint.CHAT)
 async def test_decode_leg_in_the_middle(endpoint: Endpoint, ill: FaultKind, at: int, all_faulty: bool) -> None:
     cluster = FakeCluster()
     for node in cluster.decodes if all_faulty else cluster.decodes[:1]:
-        node.trouble = InjectedFault(ill, at=at)
+        node.fault = InjectedFault(ill, at=at)
     got = await cluster.ask(endpoint, body_for(endpoint, stream=True))
     answer = read_answer(endpoint, got.body)
     assert (got.status, answer.ended) == (200, True)
@@ -187,7 +187,7 @@ async def test_what_cannot_be_continued_ends_in_an_error_event(
     endpoint: Endpoint, ill: FaultKind, at: int, more: dict[str, Any]
 ) -> None:
     cluster = FakeCluster()
-    cluster.decodes[0].trouble = InjectedFault(ill, at=at)
+    cluster.decodes[0].fault = InjectedFault(ill, at=at)
     answer = read_answer(endpoint, (await cluster.ask(endpoint, body_for(endpoint, stream=True, **more))).body)
     assert answer.ended
     if endpoint is Endpoint.CHAT and at <= more.get("n", 1):
@@ -208,8 +208,8 @@ async def test_what_cannot_be_continued_ends_in_an_error_event(
 async def test_a_migrated_stream_is_exact(endpoint: Endpoint, at: int, burst: int, stops: tuple[str, ...]) -> None:
     """With text held back, characters torn between tokens, several tokens an event: nothing lost, nothing twice."""
     cluster = FakeCluster(burst=burst, decodes=3)
-    cluster.decodes[0].trouble = InjectedFault(FaultKind.RESET, at=at)
-    cluster.decodes[1].trouble = InjectedFault(FaultKind.STALL, at=2)
+    cluster.decodes[0].fault = InjectedFault(FaultKind.RESET, at=at)
+    cluster.decodes[1].fault = InjectedFault(FaultKind.STALL, at=2)
     more = {"stop": list(stops)} if stops else {}
     asked = body_for(endpoint, stream=True, tokens=24, stream_options={"include_usage": True}, **more)
     answer = read_answer(endpoint, (await cluster.ask(endpoint, asked)).body)
@@ -232,7 +232,7 @@ async def test_a_stop_string_is_found_across_a_migration(endpoint: Endpoint, at:
     whole = right(endpoint, 24)
     stop = whole[len(whole) // 2 - 4 : len(whole) // 2 + 4]
     cluster = FakeCluster()
-    cluster.decodes[0].trouble = InjectedFault(FaultKind.RESET, at=at)
+    cluster.decodes[0].fault = InjectedFault(FaultKind.RESET, at=at)
     asked = body_for(endpoint, stream=True, tokens=24, stop=stop)
     answer = read_answer(endpoint, (await cluster.ask(endpoint, asked)).body)
     assert (answer.texts[0], answer.finishes, answer.error) == (right(endpoint, 24, (stop,)), {0: "stop"}, None)

@@ -28,7 +28,7 @@ def _request(*, stream: bool) -> ClientRequest:
 def _freeze(cluster: LoopbackCluster, name: str, at: int) -> None:
     for node in cluster.nodes:
         if node.node.name == name:
-            node.node.trouble = InjectedFault(FaultKind.STALL if at >= 0 else FaultKind.HANG, at=at, times=1)
+            node.node.fault = InjectedFault(FaultKind.STALL if at >= 0 else FaultKind.HANG, at=at, times=1)
 
 
 def _give_up(pool: Pool, name: str) -> None:
@@ -47,7 +47,7 @@ async def test_the_stream_continues_on_another_node(name: str, at: int) -> None:
         _freeze(cluster, name, at)
         frozen = next(node.node for node in cluster.nodes if node.node.name == name)
         asking = asyncio.create_task(_answer(cluster))
-        await until(lambda: frozen.trouble is None and frozen.running > 0)
+        await until(lambda: frozen.fault is None and frozen.running > 0)
         while not asking.done():
             _give_up(cluster.pool, name)
             await asyncio.sleep(0.01)

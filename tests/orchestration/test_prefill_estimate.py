@@ -46,7 +46,7 @@ async def test_prompts_add_up() -> None:
 
 async def test_a_second_try_takes_the_place_of_the_first() -> None:
     cluster = FakeCluster()
-    cluster.prefills[0].trouble = InjectedFault(FaultKind.RESET, times=1)
+    cluster.prefills[0].fault = InjectedFault(FaultKind.RESET, times=1)
     about = estimated_prompt_tokens(COMPLETIONS)
     assert await levels(cluster, Endpoint.COMPLETIONS, COMPLETIONS) == [0, about, 0]
     assert [len(node.legs()) for node in cluster.prefills] == [1, 1]
@@ -54,7 +54,7 @@ async def test_a_second_try_takes_the_place_of_the_first() -> None:
 
 async def test_a_continuation_is_counted_by_its_token_ids() -> None:
     cluster = FakeCluster(prefills=1, decodes=2)
-    cluster.decodes[0].trouble = InjectedFault(FaultKind.RESET, at=3, times=1)
+    cluster.decodes[0].fault = InjectedFault(FaultKind.RESET, at=3, times=1)
     body = body_for(Endpoint.CHAT, stream=True)
     again = (await levels(cluster, Endpoint.CHAT, body))[3]
     [_, continued] = [seen.body for seen in cluster.prefills[0].legs()]

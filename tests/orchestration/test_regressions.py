@@ -41,7 +41,7 @@ async def test_a_stream_on_a_removed_node_that_was_the_last_of_its_model_ends_th
 async def test_a_stream_that_breaks_when_its_model_is_gone_ends_in_an_error_event() -> None:
     cluster = FakeCluster()
     _other_model(cluster)
-    cluster.decodes[0].trouble = InjectedFault(FaultKind.RESET, at=3)
+    cluster.decodes[0].fault = InjectedFault(FaultKind.RESET, at=3)
     reply = await cluster.orchestrator.answer(cluster.request(CHAT, body_for(CHAT, stream=True)))
     assert not isinstance(reply.body, bytes)
     cluster.pool.remove("d0")
@@ -68,7 +68,7 @@ async def test_what_a_broken_leg_may_not_have_read_is_released_when_it_is_asked_
     """The first of two choices may have read, and the other not."""
     cluster = FakeCluster()
     cluster.fabric.deaf = True
-    cluster.decodes[0].trouble = InjectedFault(FaultKind.RESET, at=1)
+    cluster.decodes[0].fault = InjectedFault(FaultKind.RESET, at=1)
     asking = asyncio.create_task(cluster.ask(CHAT, body_for(CHAT, stream=True, n=2)))
     async with asyncio.timeout(60):
         while not cluster.decodes[0].legs():  # noqa: ASYNC110 - the fakes go on turn by turn

@@ -53,7 +53,7 @@ async def test_one_node_fails(role: str, trouble: InjectedFault) -> None:
     async with loopback_cluster() as cluster:
         for node in cluster.nodes:
             if node.node.name == f"{role}0":
-                node.node.trouble = trouble
+                node.node.fault = trouble
         _, body = await _ask(cluster, Endpoint.CHAT, stream=True)
         answer = read_answer(Endpoint.CHAT, body)
         assert (answer.texts[0], answer.error, answer.ended) == (right(Endpoint.CHAT), None, True)

@@ -111,7 +111,7 @@ async def test_the_deadline_ends_a_stream_with_an_error_event() -> None:
 @pytest.mark.parametrize("endpoint", Endpoint)
 async def test_the_deadline_ends_a_stream_that_stands_still(endpoint: Endpoint) -> None:
     cluster = FakeCluster()
-    cluster.decodes[0].trouble = InjectedFault(FaultKind.STALL, at=3)
+    cluster.decodes[0].fault = InjectedFault(FaultKind.STALL, at=3)
     reply = await _begin(cluster, endpoint)
     cluster.clock.advance(3590)
     began = cluster.clock.now()
@@ -127,7 +127,7 @@ async def test_the_deadline_ends_a_stream_that_stands_still(endpoint: Endpoint) 
 
 async def test_the_deadline_bounds_every_leg() -> None:
     cluster = FakeCluster(config=OrchestrationConfig(prefill_headers=10_000, decode_headers=10_000))
-    cluster.prefills[0].trouble = cluster.prefills[1].trouble = InjectedFault(FaultKind.HANG)
+    cluster.prefills[0].fault = cluster.prefills[1].fault = InjectedFault(FaultKind.HANG)
     began = cluster.clock.now()
     got = await cluster.ask(CHAT, body_for(CHAT, stream=False))
     assert (got.status, got.json()["error"]["code"]) == (504, "deadline")
@@ -136,11 +136,11 @@ async def test_the_deadline_bounds_every_leg() -> None:
     await cluster.settle()
 
 
-@pytest.mark.parametrize("ill", [FaultKind.RESET, FaultKind.STALL, FaultKind.ERROR_EVENT, FaultKind.GARBAGE])
+@pytest.mark.parametrize("kind", [FaultKind.RESET, FaultKind.STALL, FaultKind.ERROR_EVENT, FaultKind.GARBAGE])
 @pytest.mark.parametrize("endpoint", Endpoint)
-async def test_nothing_that_follows_a_streams_end_matters(endpoint: Endpoint, ill: FaultKind) -> None:
+async def test_nothing_that_follows_a_streams_end_matters(endpoint: Endpoint, kind: FaultKind) -> None:
     cluster = FakeCluster()
-    cluster.decodes[0].trouble = InjectedFault(ill, at=100)
+    cluster.decodes[0].fault = InjectedFault(kind, at=100)
     answer = read_answer(endpoint, (await cluster.ask(endpoint, body_for(endpoint, stream=True))).body)
     assert (answer.texts[0], answer.error, answer.ended) == (right(endpoint), None, True)
     assert cluster.count("pdproxy_requests_total", endpoint=endpoint, outcome="ok") == 1
@@ -150,7 +150,7 @@ async def test_nothing_that_follows_a_streams_end_matters(endpoint: Endpoint, il
 
 async def test_migration_can_be_turned_off() -> None:
     cluster = FakeCluster(config=OrchestrationConfig(migrations=0))
-    cluster.decodes[0].trouble = InjectedFault(FaultKind.RESET, at=3)
+    cluster.decodes[0].fault = InjectedFault(FaultKind.RESET, at=3)
     answer = read_answer(CHAT, (await cluster.ask(CHAT, body_for(CHAT, stream=True))).body)
     assert answer.error is not None
     assert cluster.decodes[1].legs() == []
@@ -160,7 +160,7 @@ async def test_migration_can_be_turned_off() -> None:
 
 async def test_without_another_node_the_stream_ends_in_an_error_event() -> None:
     cluster = FakeCluster(decodes=1)
-    cluster.decodes[0].trouble = InjectedFault(FaultKind.RESET, at=3, times=1)
+    cluster.decodes[0].fault = InjectedFault(FaultKind.RESET, at=3, times=1)
     answer = read_answer(CHAT, (await cluster.ask(CHAT, body_for(CHAT, stream=True))).body)
     assert answer.error is not None
     assert right(CHAT).startswith(answer.texts[0])
@@ -170,7 +170,7 @@ async def test_without_another_node_the_stream_ends_in_an_error_event() -> None:
 
 async def test_a_sampled_stream_is_continued_from_what_the_client_has() -> None:
     cluster = FakeCluster()
-    cluster.decodes[0].trouble = InjectedFault(FaultKind.RESET, at=4)
+    cluster.decodes[0].fault = InjectedFault(FaultKind.RESET, at=4)
     body = body_for(COMPLETIONS, stream=True)
     del body["temperature"]
     answer = read_answer(COMPLETIONS, (await cluster.ask(COMPLETIONS, body)).body)
@@ -180,7 +180,7 @@ async def test_a_sampled_stream_is_continued_from_what_the_client_has() -> None:
 
 async def test_an_error_event_with_a_4xx_is_the_clients_own() -> None:
     cluster = FakeCluster()
-    cluster.decodes[0].trouble = InjectedFault(FaultKind.ERROR_EVENT, at=0, status=400)
+    cluster.decodes[0].fault = InjectedFault(FaultKind.ERROR_EVENT, at=0, status=400)
     got = await cluster.ask(CHAT, body_for(CHAT, stream=True))
     assert (got.status, got.json()["error"]["code"]) == (400, 400)
     assert cluster.decodes[1].legs() == []
@@ -189,7 +189,7 @@ async def test_an_error_event_with_a_4xx_is_the_clients_own() -> None:
 
 async def test_a_4xx_in_the_middle_is_passed_on_and_ends_the_stream() -> None:
     cluster = FakeCluster()
-    cluster.decodes[0].trouble = InjectedFault(FaultKind.ERROR_EVENT, at=3, status=400)
+    cluster.decodes[0].fault = InjectedFault(FaultKind.ERROR_EVENT, at=3, status=400)
     answer = read_answer(CHAT, (await cluster.ask(CHAT, body_for(CHAT, stream=True))).body)
     assert answer.error is not None
     assert (answer.error["code"], answer.ended) == (400, True)
@@ -199,7 +199,7 @@ async def test_a_4xx_in_the_middle_is_passed_on_and_ends_the_stream() -> None:
 
 async def test_a_stream_that_breaks_after_its_finish_reason_is_finished_by_us() -> None:
     cluster = FakeCluster()
-    cluster.decodes[0].trouble = InjectedFault(
+    cluster.decodes[0].fault = InjectedFault(
         FaultKind.RESET, at=9
     )  # the role, eight tokens; usage and the end are missing
     asked = body_for(CHAT, stream=True, stream_options={"include_usage": True})
@@ -214,7 +214,7 @@ async def test_a_stream_that_breaks_after_its_finish_reason_is_finished_by_us() 
 @pytest.mark.parametrize(("at", "whole"), [(9, False), (10, True)])
 async def test_messages_with_a_stop_reason_are_finished_by_us(at: int, whole: bool) -> None:
     cluster = FakeCluster()
-    cluster.decodes[0].trouble = InjectedFault(
+    cluster.decodes[0].fault = InjectedFault(
         FaultKind.RESET, at=at
     )  # the start, eight tokens, the reason; the end is missing
     got = await cluster.ask(Endpoint.MESSAGES, body_for(Endpoint.MESSAGES, stream=True))
@@ -266,7 +266,7 @@ async def test_load_is_spread_and_given_back() -> None:
 @pytest.mark.parametrize(("at", "seconds"), [(0, 77.0), (3, 11.0)])
 async def test_a_first_event_may_take_as_long_as_a_head(at: int, seconds: float) -> None:
     cluster = FakeCluster(config=OrchestrationConfig(decode_headers=77.0, stall=11.0))
-    cluster.decodes[0].trouble = InjectedFault(FaultKind.STALL, at=at)
+    cluster.decodes[0].fault = InjectedFault(FaultKind.STALL, at=at)
     began = cluster.clock.now()
     answer = read_answer(CHAT, (await cluster.ask(CHAT, body_for(CHAT, stream=True))).body)
     assert answer.texts[0] == right(CHAT)
@@ -278,7 +278,7 @@ async def test_a_first_event_may_take_as_long_as_a_head(at: int, seconds: float)
 async def test_the_only_reachable_node_is_found(role: str) -> None:
     cluster = FakeCluster(prefills=6, decodes=6, config=OrchestrationConfig(retries=1))
     for node in (cluster.prefills if role == "prefill" else cluster.decodes)[:5]:
-        node.trouble = InjectedFault(FaultKind.REFUSE)
+        node.fault = InjectedFault(FaultKind.REFUSE)
     got = await cluster.ask(CHAT, body_for(CHAT, stream=True))
     assert read_answer(CHAT, got.body).texts[0] == right(CHAT)
     assert got.headers["x-pdproxy-route"] == "disaggregated"
@@ -289,7 +289,7 @@ async def test_the_only_reachable_node_is_found(role: str) -> None:
 async def test_a_request_that_breaks_nodes_is_tried_on_a_few_only() -> None:
     cluster = FakeCluster(decodes=8, config=OrchestrationConfig(retries=2))
     for node in cluster.decodes:
-        node.trouble = InjectedFault(FaultKind.RESET)
+        node.fault = InjectedFault(FaultKind.RESET)
     assert (await cluster.ask(CHAT, body_for(CHAT, stream=False))).status == 502
     assert sum(len(node.legs()) for node in cluster.decodes) == 3
     await cluster.settle()

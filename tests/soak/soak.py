@@ -145,7 +145,7 @@ async def _kill(cluster: LoopbackCluster, dice: random.Random, tally: Tally) -> 
         await asyncio.sleep(dice.uniform(0.02, 0.2))
         node = dice.choice(cluster.nodes)
         if dice.random() < 0.5:
-            node.node.trouble = InjectedFault(
+            node.node.fault = InjectedFault(
                 dice.choice(FAULT_KINDS), at=dice.randint(-1, 6), status=dice.choice((429, 500, 503)), times=1
             )
         else:

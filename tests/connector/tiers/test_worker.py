@@ -150,23 +150,23 @@ def test_reports_of_several_ranks_become_one_and_travel() -> None:
         one.aggregate(MultiKVConnectorWorkerMetadata((None, None)))
 
 
-class Said(KVConnectorWorkerMetadata):
+class WordsReport(KVConnectorWorkerMetadata):
     """A child's report: what it has to say, once for each rank."""
 
     def __init__(self, *words: str) -> None:
         self.words = words
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "Said":
-        assert isinstance(other, Said)
-        return Said(*self.words, *other.words)
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WordsReport":
+        assert isinstance(other, WordsReport)
+        return WordsReport(*self.words, *other.words)
 
 
 def test_the_children_s_reports_are_merged_each_by_its_own_class() -> None:
-    one, other = (WeightedReport(MultiKVConnectorWorkerMetadata((Said(word), None))) for word in ("a", "b"))
+    one, other = (WeightedReport(MultiKVConnectorWorkerMetadata((WordsReport(word), None))) for word in ("a", "b"))
     merged = one.aggregate(other).aggregate(WeightedReport(None, {"r": 1}))
     assert merged.children is not None
     (report, nothing) = merged.children.metadata
-    assert isinstance(report, Said)
+    assert isinstance(report, WordsReport)
     assert (report.words, nothing, merged.stalled) == (("a", "b"), None, {"r": 1})
 
 
