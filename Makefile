@@ -29,11 +29,11 @@ lint: env ## format, style, types, import contracts
 
 # What imports vLLM runs apart, so that the other half's workers need not load it. Four workers for two cores: many tests wait
 # for processes and timeouts. Worksteal gives each a row of neighbours, which share what a module or a session makes once.
-WITH_VLLM := tests/connector tests/vllm_compat tests/seeds tests/upstream tests/test_metrics_page.py
+WITH_VLLM := tests/connector tests/vllm_compat tests/seeds tests/upstream tests/test_metrics_page.py tests/deploy/test_arguments.py tests/deploy/test_block_sizes.py
 NOT_UNIT := tests/soak tests/watch tests/e2e
 UNIT = $(RUN) -m pytest -n 2 --dist worksteal -m "not e2e and not long"
 
-unit: env ## tests without engines (a minute on two cores)
+unit: env ## tests without engines (80 seconds on two cores)
 	@$(MAKE) --no-print-directory -j2 unit-proxy unit-connector
 
 unit-proxy:

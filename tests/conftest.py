@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,12 @@ settings.load_profile("fuzz" if "FUZZED" in os.environ else "default")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests with engines of their own go first: once the shared ones are up they stay, and memory is not endless."""
     items.sort(key=lambda item: item.get_closest_marker("own_engines") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported and collected out of every later garbage collection: it is most of all objects, and stays."""
+    gc.collect()
+    gc.freeze()
 
 
 # Warnings that the engine's own imports raise are not ours to mend; everything else stays an error.
