@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what was imported and collected out of every later garbage collection: it is most of all objects, and stays."""
+    """Leave out of all later garbage collections what was imported and collected: it is most objects, and stays."""
     gc.collect()
     gc.freeze()
 
