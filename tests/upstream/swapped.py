@@ -147,6 +147,7 @@ class Worker(worker.ConnectorWorker):
         if req_id in self.__dict__.setdefault("_recving_metadata", {req_id: meta}):
             self._know(req_id)
         if not is_awaited(meta):
+            self.__dict__.setdefault("_recv_failures", set())
             self._know_return(req_id, meta)
         super()._read_blocks_for_req(req_id, meta)
 
