@@ -50,12 +50,13 @@ class Orchestrator:
         log = RequestLog(self._context, request)
         try:
             return await self._answer(request, log)
-        except BaseException as error:
+        except UpstreamErrorResponse as error:
             log.end(outcome_of(error, request.left))
-            if not isinstance(error, UpstreamErrorResponse):
-                raise
             own = error.response
             return ProxyResponse(own.status, (*own.headers, *_own_headers(request, log.timeline)), own.body)
+        except BaseException as error:
+            log.end(outcome_of(error, request.left))
+            raise
 
     async def forward(self, request: ForwardRequest) -> ProxyResponse:
         """The response of one suitable node to a request that the proxy does not understand (embeddings, tokenize, …).
