@@ -1,4 +1,7 @@
-"""First reads over vLLM's own handshake code and real sockets: no address delays another, whatever answers there."""
+"""First reads over vLLM's own handshake code and real sockets: no address delays another, whatever answers there.
+
+Over 300 lines: the peers that stall, flood, restart and move are played here, and share the steps of a read.
+"""
 
 from __future__ import annotations
 
