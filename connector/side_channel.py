@@ -191,11 +191,6 @@ def metadata_relay(payloads: Mapping[tuple[int, int], bytes]) -> Iterator[int]:
         listener.stop()
 
 
-def ensure_free(host: str, port: int) -> None:
-    """Check early, before a model is loaded, that `Listener` could bind. Raises SideChannelError."""
-    _listen(host, port).close()
-
-
 def _listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises SideChannelError."""
     listening = None
