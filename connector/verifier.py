@@ -32,7 +32,7 @@ from connector.peers import Address, Peers
 
 MOST_BYTES = 16 * 1024 * 1024
 """Of the metadata of all ranks of an engine."""
-LONGEST_WAIT = 1.0
+LONGEST_POLL = 1.0
 """Seconds that the thread waits for sockets at a time."""
 
 _WRONG_KEYS = "it refused ({}): give both nodes the same ticket keys (pdproxy_key_file, PDPROXY_TICKET_KEYS)"
@@ -248,7 +248,7 @@ class Verifier:
         with contextlib.closing(peers):
             while self._send(peers):
                 due = self._exchanges.next_due()
-                peers.wait(LONGEST_WAIT if due is None else min(LONGEST_WAIT, max(0.0, due - time.monotonic())))
+                peers.wait(LONGEST_POLL if due is None else min(LONGEST_POLL, max(0.0, due - time.monotonic())))
                 self._receive(peers)
                 self._give_up(peers)
 
