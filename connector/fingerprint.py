@@ -96,6 +96,7 @@ ADVICE: Mapping[str, str] = MappingProxyType(
         "state_dtypes": "start both with the same --mamba-ssm-cache-dtype and --mamba-cache-dtype",
         "state_shapes": "start both with the same number of speculative tokens in --speculative-config",
         "state_layout": "start both with the same VLLM_SSM_CONV_STATE_LAYOUT",
+        "prefix_match_unit": "start both with the same --prefix-match-unit",
         "speculative": "start both with the same method and number of tokens in --speculative-config",
     }
 )

@@ -113,6 +113,7 @@ class NixlConnector(NixlPullConnector):
         """vLLM's block pool, once it exists; scheduler's process only."""
         if self.connector_scheduler is not None:
             self.connector_scheduler.quarantine.bind(gpu_block_pool)
+            self.connector_scheduler.local_hits.bind(gpu_block_pool)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """This rank's report to the scheduler side after a step."""

@@ -29,6 +29,7 @@ from connector.fingerprint import (
     settings_text,
     short,
 )
+from connector.resume_boundary import ResumeBoundary
 from connector.weights import WeightsSource, checkpoint_text
 
 if TYPE_CHECKING:
@@ -50,13 +51,16 @@ LORA_SETTINGS = ("target_modules", "lora_dtype", "enable_tower_connector_lora", 
 """Settings in vLLM's `LoRAConfig` that change what an adapter computes."""
 
 
-def node_fingerprint(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> Fingerprint:
+def node_fingerprint(
+    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", boundary: ResumeBoundary
+) -> Fingerprint:
     """Every part but those of `rank_parts`. Reads the checkpoint's files."""
     return Fingerprint.of(
         {
             **model_parts(vllm_config),
             **speculative_parts(vllm_config),
             **cache_parts(vllm_config, kv_cache_config),
+            **hand_over_parts(boundary),
             **weight_parts(vllm_config),
         }
     )
@@ -112,6 +116,11 @@ def cache_parts(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> 
         "state_shapes": _each(_state_shapes(spec) for spec in states),
         "state_layout": short(os.environ.get(STATE_LAYOUT, "default")) if states else NONE,
     }
+
+
+def hand_over_parts(boundary: ResumeBoundary) -> dict[str, str]:
+    """Where a hand-over ends: nodes of two units take two states from one prompt."""
+    return {"prefix_match_unit": NONE if boundary.unit is None else str(boundary.unit)}
 
 
 def weight_parts(vllm_config: "VllmConfig") -> dict[str, str]:

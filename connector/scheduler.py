@@ -24,6 +24,7 @@ from connector.messages import Verdict
 from connector.metadata import ConnectorMetadata, WorkerReport
 from connector.node_fingerprint import all_parts, lora_settings, node_fingerprint, rank_parts
 from connector.prefill_tickets import HandOvers, TicketIssuer
+from connector.resume_boundary import LocalHits, resume_boundary
 from connector.side_channel import Listener
 from connector.tcp_server import Limits
 from connector.ticket import Expected
@@ -70,6 +71,9 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
         self.counters = Counters()
         self.counters.capacity(node_capacity(vllm_config, kv_cache_config))
         self._shapes = group_shapes(kv_cache_config)
+        self._boundary = resume_boundary(vllm_config, kv_cache_config)
+        self.local_hits = LocalHits(kv_cache_config)
+        self._backoff: int | None = None
         self._validator = ParamsValidator(config.role, Expected(self._shapes, config.keys, config.allowed_hosts))
         self._leases = LeaseTable(ranks=ranks)
         self._tickets = TicketIssuer(
@@ -86,7 +90,7 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
         self._reads = ReadTracker(
             self.counters, self.quarantine, ranks, config.read_retries, lambda: secrets.token_hex(8)
         )
-        self.set_fingerprint(node_fingerprint(vllm_config, kv_cache_config))
+        self.set_fingerprint(node_fingerprint(vllm_config, kv_cache_config, self._boundary))
         self._adapters = Adapters(lora_settings(vllm_config))
         self._token_accounting = TokenAccounting(self.counters)
         self._listener: Listener | None = None
@@ -123,8 +127,18 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
         )
 
     def _ticket_tokens(self, request: "Request") -> int:
-        """How many of the prompt's tokens a ticket covers: all but those that vLLM has the decode node compute."""
-        return int(request.num_prompt_tokens - self._prefill_backoff())
+        """How many of the prompt's tokens a ticket covers: those that a later request can resume after, or, where no
+        state is kept, all but those that vLLM has the decode node compute."""
+        return self._boundary.tokens(request, super()._prefill_backoff())
+
+    def _prefill_backoff(self) -> int:
+        return super()._prefill_backoff() if self._backoff is None else self._backoff
+
+    def _truncate_request_for_prefill(self, request: "Request") -> None:
+        """vLLM's, for this request's own number of tokens."""
+        self._backoff = request.num_prompt_tokens - self._ticket_tokens(request)
+        super()._truncate_request_for_prefill(request)
+        self._backoff = None
 
     def _unsuitable(self, request: "Request") -> str | None:
         if not is_token_prompt(request):
@@ -155,6 +169,16 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
         return None
 
     # ---- a step is planned
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens are read after the local cache's; None where the request is to be asked for once more."""
+        params = request.kv_transfer_params
+        if params is None or not params.get("do_remote_prefill"):
+            return 0, False
+        tokens = self._ticket_tokens(request)
+        if self.local_hits.forget_without_state(request, tokens, num_computed_tokens):
+            return None, False
+        return max(tokens - num_computed_tokens, 0), tokens > num_computed_tokens
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         """vLLM plans the read; ours gets its order, and the source of the prompt's tokens is recorded."""

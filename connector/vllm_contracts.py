@@ -64,7 +64,10 @@ HAND_OVERS = Contract(
         },
         SCHEDULER: {
             "__init__": "self vllm_config engine_id kv_cache_config",
+            "_prefill_backoff": "self",
+            "_truncate_request_for_prefill": "self request",
             "build_connector_meta": "self scheduler_output",
+            "get_num_new_matched_tokens": "self request num_computed_tokens",
             "has_pending_push_work": "self",
             "on_new_request": "self request",
             "request_finished": "self request block_ids",
@@ -92,10 +95,7 @@ HAND_OVERS = Contract(
         },
     },
     calls={
-        SCHEDULER: {
-            "_prefill_backoff": "self",
-            "get_exchange_clipped_blocks": "self block_ids",
-        },
+        SCHEDULER: {"get_exchange_clipped_blocks": "self block_ids"},
         WORKER: {
             "_cleanup_remote_engine": "self engine_id log_eviction=",
             "_handle_heartbeat": "self payload",
@@ -138,6 +138,7 @@ HAND_OVERS = Contract(
             "tp_size",
         ),
         f"{V1}.nixl.metadata:NixlHandshakePayload": ("agent_metadata_bytes", "compatibility_hash"),
+        "vllm.config:CacheConfig": ("enable_prefix_caching", "prefix_match_unit"),
         "vllm.config:LoadConfig": ("download_dir", "load_format"),
         "vllm.config:ModelConfig": (
             "architecture",
@@ -195,6 +196,7 @@ HAND_OVERS = Contract(
         ),
         "vllm.v1.request:Request": (
             "abort_immediately",
+            "block_hashes",
             "is_finished",
             "kv_transfer_params",
             "lora_request",

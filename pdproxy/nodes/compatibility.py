@@ -57,6 +57,7 @@ ADVICE: Mapping[str, str] = MappingProxyType(
         "state_dtypes": "the same --mamba-ssm-cache-dtype and --mamba-cache-dtype",
         "state_shapes": "the same number of speculative tokens in --speculative-config",
         "state_layout": "the same VLLM_SSM_CONV_STATE_LAYOUT",
+        "prefix_match_unit": "the same --prefix-match-unit",
         "speculative": "the same method and number of tokens in --speculative-config",
     }
 )

@@ -28,7 +28,7 @@ from vllm.config import (
 )
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -109,6 +109,7 @@ def check_vllm() -> None:
 
 def make_scheduler(config: VllmConfig, kv_cache: KVCacheConfig) -> Scheduler:
     """As vLLM's engine makes it, at the test's pace."""
+    block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache, config)
     pace = PACE.get()
     config.scheduler_config.async_scheduling = pace.behind > 0
     with pytest.MonkeyPatch.context() as patch:
@@ -117,8 +118,8 @@ def make_scheduler(config: VllmConfig, kv_cache: KVCacheConfig) -> Scheduler:
             vllm_config=config,
             kv_cache_config=kv_cache,
             structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK,
-            hash_block_size=BLOCK,
+            block_size=block_size,
+            hash_block_size=hash_block_size,
             log_stats=True,
         )
     scheduler.use_v2_model_runner = pace.v2
@@ -236,9 +237,11 @@ def make_node(
     num_blocks: int = 400,
     engine_id: str | None = None,
     extra: Mapping[str, Any] | None = None,
+    unit: int | None = None,
 ) -> Node:
-    """An engine's scheduler, as vLLM builds it, on `groups`."""
+    """An engine's scheduler, as vLLM builds it, on `groups`; `unit`: of `--prefix-match-unit`."""
     config = _config(role, groups, engine_id or role, num_blocks, extra or {})
+    config.cache_config.prefix_match_unit = unit
     cache = KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[],
@@ -246,7 +249,8 @@ def make_node(
     )
     hash_fn = get_hash_fn_by_name("sha256")
     init_none_hash(hash_fn)
-    return Node(make_scheduler(config, cache), get_request_block_hasher(BLOCK, hash_fn))
+    scheduler = make_scheduler(config, cache)
+    return Node(scheduler, get_request_block_hasher(scheduler.hash_block_size, hash_fn))
 
 
 def _config(

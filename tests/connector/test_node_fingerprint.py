@@ -32,6 +32,7 @@ from vllm.v1.kv_cache_interface import (
 
 from connector.fingerprint import ADVICE, NONE, Fingerprint
 from connector.node_fingerprint import all_parts, cache_parts, lora_settings, node_fingerprint, rank_parts
+from connector.resume_boundary import resume_boundary
 from tests.connector.harness import MODEL
 
 SPECULATING = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
@@ -121,7 +122,8 @@ def payload(**other: Any) -> NixlHandshakePayload:
 def of(block: int = 256, ranks: tuple[NixlHandshakePayload, ...] = (), **arguments: Any) -> Fingerprint:
     """The fingerprint of a node that was started with these arguments."""
     made = config(**arguments)
-    return node_fingerprint(made, groups(made, block)).extended(rank_parts(ranks or (payload(),)))
+    cache = groups(made, block)
+    return node_fingerprint(made, cache, resume_boundary(made, cache)).extended(rank_parts(ranks or (payload(),)))
 
 
 def differing(one: Fingerprint, other: Fingerprint) -> set[str]:
@@ -149,7 +151,7 @@ def test_its_parts_are_what_the_node_runs(usual: Fingerprint) -> None:
     assert parts["state_layout"] == "DS"
     assert parts["rope"].endswith("rope_theta=10000,rope_type=default")
     assert (parts["kv_layout"], parts["attention_backend"], parts["kernel_block_size"]) == ("LBNHC", "CPU_ATTN", "256")
-    for part in ("context", "draft_checkpoint", "media", "quantization", "speculative"):
+    for part in ("context", "draft_checkpoint", "media", "prefix_match_unit", "quantization", "speculative"):
         assert parts[part] == NONE
 
 
@@ -167,6 +169,7 @@ def test_the_metric_has_every_part_and_their_digest(usual: Fingerprint) -> None:
         ({"mamba_ssm_cache_dtype": "bfloat16"}, {"state_dtypes"}),
         ({"mamba_cache_dtype": "float32"}, {"state_dtypes"}),
         ({"block": 512}, {"block_sizes"}),
+        ({"prefix_match_unit": 16}, {"prefix_match_unit"}),
         ({"speculative_config": SPECULATING}, {"speculative", "state_shapes"}),
         ({"kv_cache_dtype": "fp8"}, {"kv_dtype", "kv_shape"}),
         ({"quantization": "fp8"}, {"quantization"}),
