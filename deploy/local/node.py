@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -19,6 +19,14 @@ WORKER = "connector.cpu_worker.SeededCPUWorker"
 EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """One process for scheduler and model, as on one GPU. By its whole name: vLLM turns "uni" into "mp" on a CPU, whose two
 processes wait for each other by spinning, which two cores cannot afford."""
+
+BLOCK_SIZE = 256
+"""Tokens in a block of the tiny model, which vLLM comes to by itself. Said all the same: vLLM 0.32's CPU build forgets
+what it came to in the engine's process (`EngineCore` runs `VllmConfig.__post_init__` again), and then no state is kept
+of a prompt that ends more than 128 tokens after a block."""
+
+PREFIX_MATCH_UNIT = 16
+"""Tokens between the boundaries at which a hand-over of the tiny model may end, and its decode node resume."""
 
 ENOUGH_BLOCKS = 2048
 """128 MiB of the tiny model's cache. Memory that is never used still costs time: a node touches all of it to start."""
@@ -39,7 +47,8 @@ class NodeSpec:
     `gpu_blocks`: size of the KV cache in blocks; few for a node that overflows on purpose (vLLM refuses fewer than the
     longest prompt needs); None leaves it to `VLLM_CPU_KVCACHE_SPACE`, 1 GiB. `connector_config` goes to the connector
     as `kv_connector_extra_config`. `more_arguments` and `more_environment` come last and so win. `side_channel_port` is
-    the first data-parallel rank's; the others take those that follow it.
+    the first data-parallel rank's; the others take those that follow it. `block_size`, `prefix_match_unit`: in tokens;
+    None leaves them to vLLM, as the unit must be for a model without state groups, whose node would end at start.
     """
 
     name: str
@@ -50,6 +59,8 @@ class NodeSpec:
     served_name: str = SERVED_NAME
     max_model_len: int = 4096
     gpu_blocks: int | None = ENOUGH_BLOCKS
+    block_size: int | None = BLOCK_SIZE
+    prefix_match_unit: int | None = PREFIX_MATCH_UNIT
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     connector_config: Mapping[str, object] = field(default_factory=dict)
@@ -98,11 +109,16 @@ def command(spec: NodeSpec) -> list[str]:
         line += ["--distributed-executor-backend", EXECUTOR]
     if spec.data_parallel_size > 1:
         line += ["--data-parallel-size", str(spec.data_parallel_size)]
-    if spec.gpu_blocks is not None:
-        line += ["--num-gpu-blocks-override", str(spec.gpu_blocks)]
+    line += [each for flag, value in _cache_options(spec) if value is not None for each in (flag, str(value))]
     if spec.role is not Role.PLAIN:
         line += ["--kv-transfer-config", json.dumps(kv_transfer_config(spec))]
     return [*line, *spec.more_arguments]
+
+
+def _cache_options(spec: NodeSpec) -> Iterator[tuple[str, int | None]]:
+    yield "--num-gpu-blocks-override", spec.gpu_blocks
+    yield "--block-size", spec.block_size
+    yield "--prefix-match-unit", spec.prefix_match_unit
 
 
 def environment(spec: NodeSpec, base: Mapping[str, str]) -> dict[str, str]:

@@ -67,6 +67,16 @@ def test_the_connector_accepts_a_nodes_configuration(profile: str, service: str,
     assert made.role == role
 
 
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+@pytest.mark.parametrize(("given", "unit"), [({}, ["16"]), ({"RESUME_ARGS": ""}, []), ({"RESUME_ARGS": "--x=1"}, [])])
+def test_a_gpu_node_can_resume_unless_the_model_has_no_states(
+    name: str, given: dict[str, str], unit: list[str]
+) -> None:
+    words = " ".join(resolved(name, **given)[name]["command"])
+    assert re.findall(r"--prefix-match-unit=(\d+)", words) == unit
+    assert ("--x=1" in words) == ("x" in "".join(given.values()))
+
+
 @pytest.mark.parametrize(("profile", "name"), [("prefill", "prefill"), ("decode", "decode")])
 def test_a_gpu_node_has_what_nixl_and_ucx_need(profile: str, name: str) -> None:
     gpus, ports = f"{name.upper()}_GPUS", f"{name.upper()}_SIDE_CHANNEL_PORT"
@@ -151,7 +161,7 @@ def test_what_is_mounted_from_the_repository_is_there() -> None:
 
 
 def test_the_env_example_has_every_variable_with_its_default_and_no_other() -> None:
-    defaults = dict(re.findall(r"\$\{(\w+):-([^}]*)\}", COMPOSE.read_text()))
+    defaults = dict(re.findall(r"\$\{(\w+):?-([^}]*)\}", COMPOSE.read_text()))
     passed_on = set(re.findall(r"^\s+(PDPROXY_\w+|VLLM_API_KEY):$", COMPOSE.read_text(), re.MULTILINE))
     explained = dict(re.findall(r"^# (\w+)=(\S*)", EXAMPLE.read_text(), re.MULTILINE))
     assert explained.keys() == defaults.keys() | passed_on

@@ -40,6 +40,13 @@ def vllm_flags() -> frozenset[str]:
     return frozenset(fields | set(re.findall(r'"(--[\w-]+)"', text)))
 
 
+def test_both_roles_can_resume_at_the_same_places(helm: Engine) -> None:
+    """A model of attention layers alone has to be without: vLLM would end its nodes at start."""
+    for unit, told in ((None, "16"), (32, "32"), (0, None)):
+        made = helm.manifests({} if unit is None else {"model": {"prefixMatchUnit": unit}})
+        assert {arguments(made.node(role)).get("--prefix-match-unit") for role in ("prefill", "decode")} == {told}
+
+
 @ALL
 @ROLES
 def test_the_connector_accepts_its_configuration(rendered: Rendered, values: str, role: str, tmp_path: Path) -> None:

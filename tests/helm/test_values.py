@@ -40,6 +40,7 @@ REFUSED = [
     # by what does not go together
     ("prefill: {extraArgs: [--block-size=256]}\ndecode: {extraArgs: [--block-size, '512']}", BLOCKS),
     ("model: {blockSize: 256}\ndecode: {extraArgs: [--block_size=512]}", BLOCKS),
+    ("model: {blockSize: 528, prefixMatchUnit: 32}", "model.prefixMatchUnit (32) does not divide the block size (528)"),
     ("decode: {extraEnv: [{name: A, value: x}, {name: A, value: y}]}", "decode.extraEnv names A twice: keep one."),
     ("proxy: {extraEnv: [{name: A, value: x}, {name: A, value: x}]}", "proxy.extraEnv names A twice: keep one."),
     ("prefill: {tensorParallel: 8}", "tensorParallel is 8, but a prefill node has 1 GPUs"),

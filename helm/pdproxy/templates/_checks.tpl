@@ -30,6 +30,10 @@
 {{- if and (ne $sizes.prefill $sizes.decode) (ne $sizes.prefill "0") (ne $sizes.decode "0") -}}
   {{- fail (printf "prefill nodes have --block-size %s, decode nodes %s: such nodes exchange nothing. Set model.blockSize for both, and leave it out of extraArgs." $sizes.prefill $sizes.decode) -}}
 {{- end -}}
+{{- $unit := int $v.model.prefixMatchUnit -}}
+{{- if and (gt $unit 0) (ne 0 (mod (int $sizes.prefill) $unit)) -}}
+  {{- fail (printf "model.prefixMatchUnit (%d) does not divide the block size (%s): vLLM would refuse to start. 16 divides any." $unit $sizes.prefill) -}}
+{{- end -}}
 {{- range $part := list "prefill" "decode" "proxy" -}}
   {{- $names := list -}}
   {{- range (get $v $part).extraEnv -}}

@@ -111,6 +111,9 @@ spec:
 {{- with $v.model.blockSize }}
 - --block-size={{ . }}
 {{- end }}
+{{- with $v.model.prefixMatchUnit }}
+- --prefix-match-unit={{ . }}
+{{- end }}
 - --enable-prefix-caching
 - --enable-prompt-tokens-details
 {{- with $v.model.servedName }}

@@ -38,8 +38,8 @@ def test_a_plain_node_has_no_connector() -> None:
 
 
 def test_size_and_ranks_are_passed_on_only_when_given() -> None:
-    plain = command(NodeSpec("n", Role.DECODE, 8000, 9000, gpu_blocks=None))
-    assert "--num-gpu-blocks-override" not in plain
+    plain = command(NodeSpec("n", Role.DECODE, 8000, 9000, gpu_blocks=None, block_size=None, prefix_match_unit=None))
+    assert not {"--num-gpu-blocks-override", "--block-size", "--prefix-match-unit"} & set(plain)
     assert "--tensor-parallel-size" not in plain
     small = command(NodeSpec("n", Role.DECODE, 8000, 9000, gpu_blocks=48, tensor_parallel_size=2))
     assert option(small, "--num-gpu-blocks-override") == "48"
@@ -56,6 +56,12 @@ def test_data_parallel_ranks_are_asked_for_and_stay_one_process_each() -> None:
 def test_the_mamba_cache_mode_is_left_to_vllm() -> None:
     """It would die of its first request; for the others vLLM knows."""
     assert "--mamba-cache-mode" not in command(NodeSpec("n", Role.DECODE, 8000, 9000))
+
+
+def test_a_node_of_the_tiny_model_can_resume() -> None:
+    """Prompts of 660 to 766 tokens, too: by itself vLLM's CPU build keeps no state of them."""
+    line = command(NodeSpec("n", Role.DECODE, 8000, 9000))
+    assert (option(line, "--block-size"), option(line, "--prefix-match-unit")) == ("256", "16")
 
 
 def test_a_node_of_one_rank_is_one_process() -> None:
