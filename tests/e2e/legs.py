@@ -23,10 +23,11 @@ TO_HAND_OVER: Params = {"do_remote_decode": True, "do_remote_prefill": False}
 
 @dataclass(frozen=True)
 class Completion:
-    """What a node answered. `cached` is what its usage says of cached prompt tokens."""
+    """What a node answered. `prompt`, `cached`: tokens of the prompt, and cached ones of them, by its usage."""
 
     text: str
     ticket: Params | None
+    prompt: int
     cached: int
     logprobs: tuple[float, ...]
 
@@ -42,6 +43,7 @@ def complete(url: str, prompt: str, max_tokens: int = 8, params: Params | None =
     return Completion(
         choice["text"],
         got.get("kv_transfer_params"),
+        got["usage"]["prompt_tokens"],
         details.get("cached_tokens") or 0,
         tuple(choice["logprobs"]["token_logprobs"]),
     )

@@ -54,6 +54,8 @@ def spec(name: str, role: Role, model: Dense) -> NodeSpec:
         0,
         model=model.folder,
         gpu_blocks=BLOCKS,
+        block_size=None,
+        prefix_match_unit=None,
         data_parallel_size=RANKS,
         more_arguments=("--dtype", "float32"),
     )

@@ -55,18 +55,6 @@ def test_the_second_turn_pulls_only_what_is_new(pair: Pair) -> None:
     assert moved.pulled.grown() <= tokens(second.prompt()) - full_blocks * BLOCK + BLOCK
 
 
-def test_without_a_ticket_all_groups_count(pair: Pair) -> None:
-    paper = quiz(102, 1500)
-    moved = two_turns(pair, paper, paper.ask(1))
-    attention_hit = 5 * BLOCK
-    moved.hit_tokens.reaches(attention_hit)
-
-    plain = paper.ask(2)
-    without = complete(pair.decode.url, plain.prompt())
-    assert without.text == plain.answer
-    assert without.cached < attention_hit, "attention alone was counted, with no state to go on from"
-
-
 def test_the_answers_are_those_of_one_node(pair: Pair) -> None:
     question = quiz(103, 1200)
     alone = complete(pair.prefill.url, question.prompt())
