@@ -48,6 +48,21 @@ class ReadOutcome(StrEnum):
         return self not in (ReadOutcome.VERIFIED, ReadOutcome.NOT_HELD)
 
 
+class WaitEnd(StrEnum):
+    """How a request's wait for its ticket ended. In all but the first the request computes by itself, or is over."""
+
+    TICKET = "ticket"
+    NO_TICKET = "no_ticket"
+    """The proxy said that there is none."""
+    DEADLINE = "deadline"
+    REFUSED = "refused"
+    """A ticket came and does not fit the request; `refused` counts the reason."""
+    TOO_MANY = "too_many"
+    UNNEEDED = "unneeded"
+    """Another connector on this node had as much."""
+    GONE = "gone"
+
+
 _GROUPS = ("attention", "state")
 _UNSIGNED = (QuestionRefusal.UNSIGNED, QuestionRefusal.BAD_SIGNATURE, QuestionRefusal.REPLAYED)
 
@@ -59,6 +74,7 @@ COUNTERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "reads": {"outcome": (*ReadOutcome, "retried")},
     "leases_ended": {"how": tuple(LeaseEnd)},
     "unused_tickets": {},
+    "ticket_waits": {"outcome": tuple(WaitEnd)},
     "tickets_returned": {"outcome": ("sent", "not_held", "unreachable")},
     "duplicate_requests": {},
     "junk": {"where": ("side_channel", "notice")},
@@ -71,6 +87,7 @@ not see the first event of a series that begins with it."""
 HISTOGRAMS: Mapping[str, tuple[float, ...]] = {
     "verify_seconds": (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5),
     "lease_age_seconds": (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120),
+    "ticket_wait_seconds": (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300),
 }
 """Every histogram with its buckets, in seconds."""
 
@@ -79,6 +96,7 @@ GAUGES: Mapping[str, tuple[str, ...]] = {
     "capacity_sequences": ("limit",),
     "capacity_binding": ("group",),
     "fingerprint": ("part", "value"),
+    "waiting_requests": (),
 }
 """Every gauge with the names of its labels."""
 
@@ -146,6 +164,16 @@ class Counters:
     def ticket_unused(self) -> None:
         """A valid ticket was not read: the local cache held everything that it covers."""
         self._add("unused_tickets", (), 1)
+
+    def ticket_wait_ended(self, how: WaitEnd, seconds: float) -> None:
+        """A request's wait for its ticket ended: after 0 seconds if the ticket was there first, or too many waited."""
+        self._add("ticket_waits", (how,), 1)
+        self._observe("ticket_wait_seconds", seconds)
+
+    def waiting_requests(self, number: int) -> None:
+        """So many requests wait for their ticket now."""
+        with self._lock:
+            self._gauges["waiting_requests", ()] = number
 
     def ticket_returned(self, outcome: str) -> None:
         """One rank gave a ticket back without a read, or failed to."""

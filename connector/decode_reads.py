@@ -83,14 +83,10 @@ class TokenAccounting:
 
 
 class BlockPool(Protocol):
-    """The part of vLLM's `BlockPool` that counts references, and that is its prefix cache."""
-
-    hash_block_size: int
+    """The part of vLLM's `BlockPool` that counts references."""
 
     def touch(self, blocks: Sequence[Any]) -> None: ...
     def free_blocks(self, ordered_blocks: Sequence[Any]) -> None: ...
-    def get_cached_block(self, block_hash: Any, kv_cache_group_ids: list[int]) -> list[Any] | None: ...
-    def evict_blocks(self, block_ids: set[int]) -> None: ...
 
 
 @dataclass(slots=True)

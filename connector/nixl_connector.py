@@ -10,6 +10,7 @@ Scheduler process: `scheduler.ConnectorScheduler`, on the engine's thread, one p
         `metadata.ConnectorMetadata` adds a `ReadOrder` for each read, the readers of each new lease, the releases.
     update_from_output ─ update_connector_output ──► first `metadata.WorkerReport` (reads seen → `leases`; reads ended →
         `decode_reads`: count, retry, quarantine), then `finished_sending` → the lease ends; vLLM frees blocks after it.
+    schedule ─ get_num_new_matched_tokens ──► None while the request is one of `waiting_requests`.
     request end ─ request_finished_all_groups ──► `prefill_tickets` issues the signed `ticket` and opens a lease.
     set_xfer_handshake_metadata ──► completes the `node_fingerprint`, which goes into tickets and decides which are
         accepted; starts `side_channel.Listener` in the place of vLLM's. Its thread answers decode nodes' questions by
@@ -32,6 +33,8 @@ On the wire (HTTP), all under `kv_transfer_params`:
                   "signature"}}
     decode leg    the answer's dict, as it is
     release       {"pdproxy_release": ID} with any one-token request to the same node and data-parallel rank
+    waiting       {"pdproxy_wait": {"id": ID, "seconds": S}}: the decode leg that is sent before there is a ticket. The
+                  ticket follows by `endpoints`' route, under the same id
 On the wire between nodes (the side channel): `messages`, over `zmtp` frames, served by `tcp_server`.
 
 Bounds. Blocks whose proxy was killed are freed `kv_lease_duration` (30 s unless set) after their prefill ended; a
@@ -50,11 +53,12 @@ import functools
 import logging
 import os
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from uuid import uuid4
 
-from connector.config import STATE_LAYOUT, ConnectorConfig, from_vllm
+from connector.config import STATE_LAYOUT, ConnectorConfig, from_vllm, takes_deliveries
 from connector.shape_check import require_fit, vllm_names
+from connector.transfer_params import is_delivery
 from connector.vllm_contracts import HAND_OVERS
 
 if TYPE_CHECKING:
@@ -64,6 +68,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from connector.decode_reads import BlockPool
+    from connector.resume_boundary import PrefixCache
     from connector.scheduler import ConnectorScheduler
     from connector.worker import ConnectorWorker
 
@@ -72,6 +77,10 @@ with vllm_names():
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPullConnector
 
     from connector.stats import ConnectorPromMetrics, ConnectorStats, drained
+
+    class _Pool(BlockPool, PrefixCache, Protocol):
+        """vLLM's `BlockPool`, as far as it is used here."""
+
 
 log = logging.getLogger("vllm.pdproxy.scheduler")
 
@@ -109,7 +118,7 @@ class NixlConnector(NixlPullConnector):
         """No (vLLM 0.33 calls this): tickets would outlive the memory that they name."""
         return False
 
-    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+    def bind_gpu_block_pool(self, gpu_block_pool: _Pool) -> None:
         """vLLM's block pool, once it exists; scheduler's process only."""
         if self.connector_scheduler is not None:
             self.connector_scheduler.quarantine.bind(gpu_block_pool)
@@ -140,7 +149,10 @@ class NixlConnector(NixlPullConnector):
     ) -> ConnectorPromMetrics:
         """The Prometheus series, in the API server's process."""
         config: ConnectorConfig = from_vllm(vllm_config.kv_transfer_config, os.environ)
-        info = node_info(vllm_config, lease_seconds=config.lease_duration, signed=bool(config.keys))
+        rendezvous = config.role.decodes and takes_deliveries(os.environ)
+        info = node_info(
+            vllm_config, lease_seconds=config.lease_duration, signed=bool(config.keys), rendezvous=rendezvous
+        )
         return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, info)
 
 
@@ -157,6 +169,8 @@ def require_unique_ids(scheduler_class: type[Any]) -> None:
     - Those 32 bits may repeat among the running requests to which clients gave one id.
 
     vLLM has no hook before the assertion. A stand-in gets an id of its own; a duplicate is dropped, logged and counted.
+    The stand-ins of our own route (`endpoints`) have one already, and keep it: by it the API server of a node with
+    several data-parallel ranks forgets them when they end.
     A second call changes nothing.
     """
     stock = scheduler_class.add_request
@@ -165,7 +179,7 @@ def require_unique_ids(scheduler_class: type[Any]) -> None:
 
     @functools.wraps(stock)
     def add_request(self: Scheduler, request: Request) -> None:
-        if request.abort_immediately:
+        if request.abort_immediately and not is_delivery(request.kv_transfer_params):
             request.request_id = f"{request.request_id}-rejected-{uuid4().hex}"
         elif _is_in_use(self, request):
             _drop_duplicate(self, request)
@@ -190,12 +204,13 @@ def _drop_duplicate(scheduler: Scheduler, request: Request) -> None:
             each.connector_scheduler.counters.duplicate_request()
 
 
-def node_info(vllm_config: VllmConfig, *, lease_seconds: float, signed: bool) -> dict[str, str]:
+def node_info(vllm_config: VllmConfig, *, lease_seconds: float, signed: bool, rendezvous: bool) -> dict[str, str]:
     """Labels of the gauge `pdproxy_connector_info`, which the proxy's preflight reads.
 
     Read in the API server's process, where vLLM has by then copied the engine's final block sizes into the config
     (`vllm/v1/engine/core_client.py`, "Sync block_size"). Two nodes can be paired when `model`, `block_size`,
-    `mamba_*`, `*dtype`, `ssm_layout` and both versions agree and their roles differ.
+    `mamba_*`, `*dtype`, `ssm_layout` and both versions agree and their roles differ. `rendezvous`: a decode leg may be
+    sent before its ticket.
     """
     from vllm import __version__ as vllm_version
 
@@ -214,6 +229,7 @@ def node_info(vllm_config: VllmConfig, *, lease_seconds: float, signed: bool) ->
         "failure_policy": str(transfer.kv_load_failure_policy),
         "lease_seconds": f"{lease_seconds:g}",
         "signed": str(signed).lower(),
+        "rendezvous": str(rendezvous).lower(),
         "connector_version": connector_version(),
         "vllm_version": str(vllm_version),
     }

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-    from connector.decode_reads import BlockPool
 
 log = logging.getLogger("vllm.pdproxy.scheduler")
 
@@ -103,6 +102,15 @@ def _inside_media(request: HasMedia, boundary: int) -> bool:
     return any(offset < boundary < offset + length for offset, length in spans)
 
 
+class PrefixCache(Protocol):
+    """The part of vLLM's `BlockPool` that is its prefix cache. `hash_block_size`: tokens for each hash of a request."""
+
+    hash_block_size: int
+
+    def get_cached_block(self, block_hash: Any, kv_cache_group_ids: list[int]) -> list[Any] | None: ...
+    def evict_blocks(self, block_ids: set[int]) -> None: ...
+
+
 class LocalHits:
     """The decode node's own prefix cache, where it holds the attention of all that a ticket brings, but no state.
 
@@ -116,9 +124,9 @@ class LocalHits:
         self._attention = [at for at, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)]
         self._states = [at for at, spec in enumerate(specs) if isinstance(spec, MambaSpec)]
         self._block_size = max((spec.block_size for spec in specs if isinstance(spec, FullAttentionSpec)), default=0)
-        self._pool: BlockPool | None = None
+        self._pool: PrefixCache | None = None
 
-    def bind(self, pool: BlockPool) -> None:
+    def bind(self, pool: PrefixCache) -> None:
         """vLLM's block pool, before the first request."""
         self._pool = pool
 

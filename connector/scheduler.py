@@ -7,30 +7,27 @@
 import logging
 import secrets
 import time
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 
 from connector.config import ConnectorConfig
-from connector.counters import Counters
+from connector.counters import WaitEnd
 from connector.decode_reads import PromptTokens, Quarantine, ReadTracker, TicketToReturn, TokenAccounting
 from connector.fingerprint import Fingerprint
-from connector.kv_groups import count_blocks, group_shapes, node_capacity
-from connector.leases import LeaseTable
-from connector.messages import Verdict
+from connector.kv_groups import count_blocks, group_shapes
 from connector.metadata import ConnectorMetadata, WorkerReport
-from connector.node_fingerprint import all_parts, lora_settings, node_fingerprint, rank_parts
+from connector.node_fingerprint import lora_settings
 from connector.prefill_tickets import HandOvers, TicketIssuer
-from connector.resume_boundary import LocalHits, resume_boundary
-from connector.side_channel import Listener
-from connector.tcp_server import Limits
-from connector.ticket import Expected
-from connector.ticket_fields import Refusal, has_client_named_media, is_token_prompt, is_usable_name, prompt_digest
+from connector.scheduler_base import SchedulerBase
+from connector.ticket import Expected, Ticket
+from connector.ticket_fields import Refusal, prompt_digest, unsuitable
 from connector.transfer_params import (
     Action,
+    AwaitTicket,
+    DeliverTicket,
     IssueTicket,
     ParamsValidator,
     ReadTicket,
@@ -38,6 +35,7 @@ from connector.transfer_params import (
     RequestFacts,
     ValidatedParams,
 )
+from connector.waiting_requests import WaitingRequests
 from connector.weights import Adapters
 
 if TYPE_CHECKING:
@@ -56,26 +54,16 @@ ALIAS_BYTES = 18
 """Random bytes in an alias, as 24 characters: it cannot be guessed."""
 
 
-class ConnectorScheduler(NixlPullConnectorScheduler):
-    """One per engine (and so per data-parallel rank). Everything but `verify` runs on the engine's thread."""
+class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
+    """One per engine (and so per data-parallel rank): what becomes of requests, on the engine's thread."""
 
     def __init__(
         self, vllm_config: "VllmConfig", engine_id: str, kv_cache_config: "KVCacheConfig", config: ConnectorConfig
     ) -> None:
-        super().__init__(vllm_config, engine_id, kv_cache_config)
-        self._config = config
-        self._engine_id = engine_id
+        super().__init__(vllm_config, engine_id, kv_cache_config, config)
         self._transfer_groups = kv_cache_config.transfer_group_ids
-        parallel = vllm_config.parallel_config
-        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        self.counters = Counters()
-        self.counters.capacity(node_capacity(vllm_config, kv_cache_config))
         self._shapes = group_shapes(kv_cache_config)
-        self._boundary = resume_boundary(vllm_config, kv_cache_config)
-        self.local_hits = LocalHits(kv_cache_config)
-        self._backoff: int | None = None
         self._validator = ParamsValidator(config.role, Expected(self._shapes, config.keys, config.allowed_hosts))
-        self._leases = LeaseTable(ranks=ranks)
         self._tickets = TicketIssuer(
             leases=self._leases,
             hand_overs=HandOvers(),
@@ -88,21 +76,17 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
         )
         self.quarantine = Quarantine()
         self._reads = ReadTracker(
-            self.counters, self.quarantine, ranks, config.read_retries, lambda: secrets.token_hex(8)
+            self.counters, self.quarantine, self._ranks, config.read_retries, lambda: secrets.token_hex(8)
         )
-        self.set_fingerprint(node_fingerprint(vllm_config, kv_cache_config, self._boundary))
+        self.set_fingerprint(self._fingerprint)
         self._adapters = Adapters(lora_settings(vllm_config))
         self._token_accounting = TokenAccounting(self.counters)
-        self._listener: Listener | None = None
-        if not config.keys:
-            log.warning(
-                "Tickets are neither signed nor checked for a signature: give prefill and decode nodes a common key "
-                "(pdproxy_key_file or PDPROXY_TICKET_KEYS) wherever others can reach them."
-            )
+        self._waiting = WaitingRequests(config.waiting_requests, config.longest_ticket_wait, self._fit, self.counters)
 
     def set_fingerprint(self, fingerprint: Fingerprint) -> None:
         """Issue tickets with this fingerprint, and accept only those that have the same."""
-        self._tickets.fingerprint = self._fingerprint = fingerprint
+        super().set_fingerprint(fingerprint)
+        self._tickets.fingerprint = fingerprint
         expected = replace(self._validator.expected, fingerprint=fingerprint)
         self._validator = replace(self._validator, expected=expected)
 
@@ -111,47 +95,24 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
     def on_new_request(self, request: "Request") -> None:
         """Validate the request's `kv_transfer_params`, which any client may have written. vLLM sees clean ones or
         none."""
-        if not isinstance(request.kv_transfer_params, ValidatedParams):
-            action = self._validator.validate(request.kv_transfer_params, self._facts(request))
-            params = self._begin(request, action)
-            request.kv_transfer_params = None if params is None else ValidatedParams(params)
+        if isinstance(request.kv_transfer_params, ValidatedParams):
+            super().on_new_request(request)
+        else:
+            self._take(request, self._validator.validate(request.kv_transfer_params, self._facts(request)))
+
+    def _take(self, request: "Request", action: Action) -> None:
+        params = self._begin(request, action)
+        request.kv_transfer_params = None if params is None else ValidatedParams(params)
         super().on_new_request(request)
 
     def _facts(self, request: "Request") -> RequestFacts:
         ending = request.abort_immediately
         adapter = self._adapters.content(request.lora_request if request.kv_transfer_params else None)
         return RequestFacts(
-            unsuitable=None if ending else self._unsuitable(request) or adapter.unknown,
+            unsuitable=None if ending else unsuitable(request, self._ticket_tokens(request)) or adapter.unknown,
             expected_tokens=None if ending else self._ticket_tokens(request),
             digest=lambda num_tokens: prompt_digest(request, num_tokens, adapter.digest),
         )
-
-    def _ticket_tokens(self, request: "Request") -> int:
-        """How many of the prompt's tokens a ticket covers: those that a later request can resume after, or, where no
-        state is kept, all but those that vLLM has the decode node compute."""
-        return self._boundary.tokens(request, super()._prefill_backoff())
-
-    def _prefill_backoff(self) -> int:
-        return super()._prefill_backoff() if self._backoff is None else self._backoff
-
-    def _truncate_request_for_prefill(self, request: "Request") -> None:
-        """vLLM's, for this request's own number of tokens."""
-        self._backoff = request.num_prompt_tokens - self._ticket_tokens(request)
-        super()._truncate_request_for_prefill(request)
-        self._backoff = None
-
-    def _unsuitable(self, request: "Request") -> str | None:
-        if not is_token_prompt(request):
-            return "prompt embeddings have no digest"
-        if has_client_named_media(request):
-            return "a media item is named by its sender, not by its content"
-        if request.resumable:
-            return "a session's prompt still grows"
-        if request.skip_reading_prefix_cache:
-            return "prompt log-probabilities need every token computed here"
-        if self._ticket_tokens(request) <= 0:
-            return "the prompt is too short to hand over"
-        return None if is_usable_name(request.request_id) else "the request id cannot stand in a ticket"
 
     def _begin(self, request: "Request", action: Action) -> dict[str, Any] | None:
         """Carry out the action. The request's clean params, or None."""
@@ -163,15 +124,41 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
                 return ticket.params()
             case ReleaseHandOver(hand_over):
                 self._tickets.release(hand_over)
+            case AwaitTicket():
+                began = self._waiting.begin(request, action, time.monotonic())
+                return began.params() if isinstance(began, AwaitTicket) else self._begin(request, began)
+            case DeliverTicket(_, ticket):
+                self._deliver(action, ticket, request)
             case Refusal(reason, detail):
                 self.counters.refused(reason)
                 log.warning(_REFUSED, request.request_id, reason, detail)
         return None
 
+    def _deliver(self, delivery: DeliverTicket, ticket: Ticket | Refusal | None, stand_in: "Request") -> None:
+        """The waiting requests go on as if the ticket had come with them. One that is too late is given back."""
+        delivered = self._waiting.deliver(delivery, time.monotonic())
+        for request, action in delivered.requests:
+            self._take(request, action)
+        for number in range(delivered.too_late):
+            if isinstance(ticket, Ticket):
+                self._return_ticket(self._unread(stand_in, ticket, number))
+
+    def _unread(self, stand_in: "Request", ticket: Ticket, number: int) -> TicketToReturn:
+        request = copy(stand_in)
+        request.request_id = f"{stand_in.request_id}-{number}"
+        request.kv_transfer_params = ValidatedParams(ticket.params())
+        return TicketToReturn(request, secrets.token_hex(8))
+
+    def _fit(self, request: "Request", ticket: Ticket | Refusal) -> ReadTicket | Refusal:
+        return self._validator.fit(ticket, self._facts(request))
+
     # ---- a step is planned
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens are read after the local cache's; None where the request is to be asked for once more."""
+        """How many tokens are read after the local cache's. None for a request that waits for its ticket, or must be
+        looked up once more: vLLM asks again in the next step, and allocates nothing."""
+        if self._waiting.is_waiting(request.request_id, time.monotonic()):
+            return None, False
         params = request.kv_transfer_params
         if params is None or not params.get("do_remote_prefill"):
             return 0, False
@@ -182,6 +169,7 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         """vLLM plans the read; ours gets its order, and the source of the prompt's tokens is recorded."""
+        self._waiting.end(request.request_id, WaitEnd.UNNEEDED, time.monotonic())
         params = request.kv_transfer_params
         reads = params is not None and bool(params.get("do_remote_prefill"))
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -263,6 +251,7 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
             # The end of a load that ran within a step is not reported in any other way.
             self._token_accounting.on_loaded(request_id, request.num_computed_tokens)
         self._token_accounting.forget(request_id)
+        self._waiting.end(request_id, WaitEnd.GONE, time.monotonic())
         if not params.get("do_remote_decode"):
             held, answer = super().request_finished(request, block_ids)
             self._reads.on_request_finished(request)
@@ -277,48 +266,10 @@ class ConnectorScheduler(NixlPullConnectorScheduler):
         digest = prompt_digest(request, answer["remote_num_tokens"], adapter.digest)
         return True, self._tickets.issue(request_id, answer, digest)
 
-    # ---- the engine starts and stops
-
-    def verify(self, engine_id: str, alias: str, nonce: str) -> Verdict:
-        """The side channel's answer to a decode node's question after a read. Called in the listener's thread."""
-        return self._leases.verify(alias, nonce) if engine_id == self._engine_id else Verdict.UNKNOWN
-
-    def set_xfer_handshake_metadata(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """Complete the fingerprint, and start our side channel in the place of vLLM's.
-
-        Raises SideChannelError when the port is in use.
-        """
-        if self._listener is not None:
-            return
-        for payload in metadata.values():
-            if not isinstance(payload, NixlHandshakePayload):
-                raise TypeError(f"expected NixlHandshakePayload, got {type(payload).__name__}")
-        self.set_fingerprint(self._fingerprint.extended(rank_parts(metadata.values())))
-        self.counters.fingerprint(all_parts(self._fingerprint))
-        log.info("Fingerprint %s: %s", self._fingerprint.digest, dict(self._fingerprint.parts))
-        encoded = {ranks: msgspec.msgpack.encode(payload) for ranks, payload in metadata.items()}
-        connections = self._config.side_channel_connections
-        self._listener = Listener(
-            self.side_channel_host,
-            self.side_channel_port,
-            encoded,
-            self.verify,
-            self.counters,
-            engine_id=self._engine_id,
-            keys=self._config.keys,
-            limits=Limits(connections, connections // 2),
-        )
-        self._listener.start()
+    # ---- the engine idles
 
     def has_pending_push_work(self) -> bool:
         """Whether an idle engine must step on, since only steps carry orders to workers, and reports and metrics back:
         once for its capacity, while blocks are in quarantine, until every order is carried out. `worker` spaces it."""
         unfinished = self.counters.has_undrained_gauges() or self.quarantine or self._reads.has_pending_orders
         return bool(unfinished) or bool(super().has_pending_push_work())
-
-    def shutdown(self) -> None:
-        """Stop the side channel."""
-        if self._listener is not None:
-            self._listener.stop()
-            self._listener = None
-        super().shutdown()

@@ -34,6 +34,7 @@ HELP: Mapping[str, str] = {
     "reads": "Reads that ended, by outcome, counted on each rank.",
     "leases_ended": "Leases that ended on this prefill node, by how.",
     "unused_tickets": "Good tickets that left nothing to pull.",
+    "ticket_waits": "Waits of requests for their ticket, by how they ended.",
     "tickets_returned": "Tickets given back without a read, by how that ended, counted on each rank.",
     "duplicate_requests": "Requests dropped because their id was that of another running request.",
     "junk": "Messages that made no sense, by where they arrived.",
@@ -41,10 +42,12 @@ HELP: Mapping[str, str] = {
     "side_channel_refused": "Questions to the side channel that got no usable answer, by reason.",
     "verify_seconds": "From a read's last byte to its verdict.",
     "lease_age_seconds": "Age of a lease at its end.",
+    "ticket_wait_seconds": "From a request's arrival to the end of its wait for its ticket.",
     "capacity_tokens": "Tokens that the attention groups of the KV cache hold, were all of it theirs.",
     "capacity_sequences": "Sequences that run together: by the state groups alone, or of max_model_len by all groups.",
     "capacity_binding": "What runs out first with sequences of max_model_len. Always 1.",
     "fingerprint": "What the bytes of this node's KV cache depend on, by part, and their digest (part all). Always 1.",
+    "waiting_requests": "Requests that wait for their ticket. They hold no blocks.",
 }
 
 PREFIX = "pdproxy_connector_"

@@ -198,6 +198,32 @@ def has_client_named_media(request: HasPrompt) -> bool:
     return any(_MEDIA_HASH.fullmatch(_media_hash(item)) is None for item in request.mm_features)
 
 
+class Suitable(HasPrompt, Protocol):
+    """The part of vLLM's `Request` that says whether it can be handed over."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def resumable(self) -> bool: ...
+    @property
+    def skip_reading_prefix_cache(self) -> bool: ...
+
+
+def unsuitable(request: Suitable, ticket_tokens: int) -> str | None:
+    """Why a request's KV cannot be handed over, or None. `ticket_tokens`: how many a ticket for it would cover."""
+    if not is_token_prompt(request):
+        return "prompt embeddings have no digest"
+    if has_client_named_media(request):
+        return "a media item is named by its sender, not by its content"
+    if request.resumable:
+        return "a session's prompt still grows"
+    if request.skip_reading_prefix_cache:
+        return "prompt log-probabilities need every token computed here"
+    if ticket_tokens <= 0:
+        return "the prompt is too short to hand over"
+    return None if is_usable_name(request.request_id) else "the request id cannot stand in a ticket"
+
+
 def _media(request: HasPrompt) -> list[Any]:
     return [
         [_media_hash(item), int(item.mm_position.offset), int(item.mm_position.length)] for item in request.mm_features

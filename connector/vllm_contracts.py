@@ -251,6 +251,28 @@ HAND_OVERS = Contract(
 )
 """Of `nixl_connector`, `scheduler` and `worker`."""
 
+DELIVERIES = Contract(
+    hooks={
+        "vllm.plugins.endpoint_plugins.interface:EndpointPlugin": {
+            "attach_router": "self app",
+            "init_state": "self engine_client state args",
+        },
+    },
+    calls={
+        "vllm.engine.protocol:EngineClient": {
+            "notify_kv_transfer_request_rejected": "self request_id kv_transfer_params data_parallel_rank=",
+        },
+    },
+    attributes={
+        "vllm.config:KVTransferConfig": ("is_kv_consumer",),
+        "vllm.config:ParallelConfig": ("data_parallel_size", "data_parallel_size_local", "local_engines_only"),
+        "vllm.config:VllmConfig": ("kv_transfer_config", "parallel_config"),
+        "vllm.engine.protocol:EngineClient": ("vllm_config",),
+    },
+    fields={},
+)
+"""Of `endpoints`."""
+
 TIERS = Contract(
     hooks={
         MULTI: {

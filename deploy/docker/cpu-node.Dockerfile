@@ -29,6 +29,7 @@ COPY --from=build /opt/pdproxy /opt/pdproxy
 COPY deploy/local/model/tiny-hybrid /models/tiny-hybrid
 # One thread: those of a second one wait by spinning, and take the cores that the other node needs.
 ENV PATH=/opt/pdproxy/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp OMP_NUM_THREADS=1 \
+    VLLM_PLUGINS=pdproxy_connector,pdproxy_endpoints \
     VLLM_SSM_CONV_STATE_LAYOUT=DS VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind TORCHDYNAMO_DISABLE=1 \
     VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 USER 65532:65532

@@ -21,7 +21,7 @@ LABEL org.opencontainers.image.title="pdproxy-node" \
 RUN python3 -m pip install --no-cache-dir --no-deps nixl==1.5.1 nixl-cu12==1.5.1 nixl-cu13==1.5.1
 COPY --from=build /wheels /wheels
 RUN python3 -m pip install --no-cache-dir --no-deps /wheels/*.whl
-ENV VLLM_SSM_CONV_STATE_LAYOUT=DS VLLM_NO_USAGE_STATS=1
+ENV VLLM_SSM_CONV_STATE_LAYOUT=DS VLLM_NO_USAGE_STATS=1 VLLM_PLUGINS=pdproxy_connector,pdproxy_endpoints
 EXPOSE 8000 5600
 # The interpreter asks, past any HTTP_PROXY. Two hours: a node that loads a model of 400 GB from a slow disk is not ill.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=2h --retries=6 \

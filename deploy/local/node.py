@@ -28,6 +28,9 @@ of a prompt that ends more than 128 tokens after a block."""
 PREFIX_MATCH_UNIT = 16
 """Tokens between the boundaries at which a hand-over of the tiny model may end, and its decode node resume."""
 
+PLUGINS = "pdproxy_connector,pdproxy_endpoints"
+"""vLLM loads the second, which adds a route, only where it is named; naming one filters all."""
+
 ENOUGH_BLOCKS = 2048
 """128 MiB of the tiny model's cache. Memory that is never used still costs time: a node touches all of it to start."""
 
@@ -125,6 +128,7 @@ def environment(spec: NodeSpec, base: Mapping[str, str]) -> dict[str, str]:
     """Return what a small, offline node adds to `base`. Units: cache space in GiB (whole ones), threads per process."""
     return {
         **base,
+        **({} if spec.role is Role.PLAIN else {"VLLM_PLUGINS": PLUGINS}),
         "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(spec.side_channel_port),
         "VLLM_SSM_CONV_STATE_LAYOUT": "DS",

@@ -21,6 +21,7 @@ def test_nothing_set_works() -> None:
     assert config.role is Role.DECODE
     assert config.keys == ()
     assert config.read_retries == 1
+    assert (config.waiting_requests, config.longest_ticket_wait) == (1024, 300.0)
 
 
 def test_keys_come_from_a_file_with_comments(tmp_path: Path) -> None:
@@ -61,6 +62,8 @@ def test_a_prefill_node_need_not_recompute() -> None:
         ({"pdproxy_probe_timeout": -1}, "pdproxy_probe_timeout"),
         ({"pdproxy_verify_timeout": True}, "pdproxy_verify_timeout"),
         ({"pdproxy_read_retries": 99}, "pdproxy_read_retries"),
+        ({"pdproxy_waiting_requests": -1}, "pdproxy_waiting_requests"),
+        ({"pdproxy_longest_ticket_wait": 0}, "pdproxy_longest_ticket_wait"),
         ({"pdproxy_progress_delay": -0.1}, "pdproxy_progress_delay"),
         ({"pdproxy_progress_delay": True}, "pdproxy_progress_delay"),
         ({"kv_lease_duration": 1e9}, "kv_lease_duration"),

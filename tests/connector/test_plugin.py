@@ -1,6 +1,16 @@
-"""The plugin sets the layout that can be transferred, unless the environment has one."""
+"""The plugins: one sets the layout that can be transferred, unless the environment has one; the other adds a route."""
 
-from connector.config import STATE_LAYOUT, set_state_layout
+import tomllib
+from importlib import import_module
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from connector import config
+from connector.config import ENDPOINT_PLUGIN, STATE_LAYOUT, set_state_layout, takes_deliveries
+
+DECLARED = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["entry-points"]
 
 
 def test_the_layout_is_set() -> None:
@@ -13,3 +23,27 @@ def test_an_operator_s_choice_stays() -> None:
     environ = {STATE_LAYOUT: "SD"}
     set_state_layout(environ)
     assert environ == {STATE_LAYOUT: "SD"}
+
+
+def test_the_route_is_declared_under_the_name_that_is_looked_for() -> None:
+    [(name, value)] = DECLARED["vllm.endpoint_plugins"].items()
+    module, factory = value.split(":")
+    assert name == ENDPOINT_PLUGIN == getattr(import_module(module), factory).name
+
+
+@pytest.mark.parametrize(
+    ("environ", "installed", "takes"),
+    [
+        ({}, True, False),
+        ({"VLLM_PLUGINS": ""}, True, False),
+        ({"VLLM_PLUGINS": "pdproxy_connector"}, True, False),
+        ({"VLLM_PLUGINS": "pdproxy_connector,pdproxy_endpoints"}, True, True),
+        ({"VLLM_PLUGINS": "pdproxy_connector,pdproxy_endpoints"}, False, False),
+    ],
+)
+def test_a_node_takes_deliveries_where_the_plugin_is_named_and_installed(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], installed: bool, takes: bool
+) -> None:
+    point = EntryPoint(ENDPOINT_PLUGIN, "connector.endpoints:TicketRoute", "vllm.endpoint_plugins")
+    monkeypatch.setattr(config, "entry_points", lambda **asked: [point] if installed else [])
+    assert takes_deliveries(environ) is takes

@@ -125,8 +125,8 @@ def test_the_info_has_what_a_preflight_compares() -> None:
         model_config=SimpleNamespace(model="tiny", dtype="torch.bfloat16"),
         parallel_config=SimpleNamespace(tensor_parallel_size=2),
     )
-    info = node_info(config, lease_seconds=30, signed=True)
+    info = node_info(config, lease_seconds=30, signed=True, rendezvous=False)
     assert info["role"] == "kv_producer"
     assert (info["model"], info["dtype"], info["tp_size"], info["lease_seconds"]) == ("tiny", "bfloat16", "2", "30")
-    assert (info["prefix_caching"], info["signed"]) == ("true", "true")
+    assert (info["prefix_caching"], info["signed"], info["rendezvous"]) == ("true", "true", "false")
     assert all(info.values())

@@ -88,6 +88,7 @@ def test_a_gpu_node_has_what_nixl_and_ucx_need(profile: str, name: str) -> None:
     [reserved] = node["deploy"]["resources"]["reservations"]["devices"]
     assert reserved == {"driver": "nvidia", "device_ids": ["2,3"], "capabilities": ["gpu"]}
     environment = node["environment"]
+    assert environment["VLLM_PLUGINS"] == "pdproxy_connector,pdproxy_endpoints"
     assert environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "10.0.0.7"
     assert environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5900"
     assert (environment["UCX_TLS"], environment["UCX_NET_DEVICES"]) == ("rc", "mlx5_0:1")

@@ -76,6 +76,7 @@ def test_vllm_knows_every_flag(rendered: Rendered, values: str, role: str) -> No
 def test_the_side_channel_is_at_the_pods_own_address(rendered: Rendered, values: str, role: str) -> None:
     pod = rendered(values).node(role)
     said = variables(pod)
+    assert said["VLLM_PLUGINS"] == "pdproxy_connector,pdproxy_endpoints"
     assert said["POD_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}
     assert said["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "$(POD_IP)"
     ports = {port["name"]: port["containerPort"] for port in only_container(pod)["ports"]}

@@ -4,10 +4,16 @@ import ast
 
 from connector.contract import PROPERTY, Contract, VersionFacts, misfits
 from connector.shape_check import facts
-from connector.vllm_contracts import HAND_OVERS, SEEDED_CPU, TIERS
+from connector.vllm_contracts import DELIVERIES, HAND_OVERS, SEEDED_CPU, TIERS
+from tests.vllm_compat.our_use import Function
 from tests.vllm_compat.vllm_source import Library, Shape
 
-CONTRACTS: dict[str, Contract] = {"hand-overs": HAND_OVERS, "tiers": TIERS, "seeded CPU nodes": SEEDED_CPU}
+CONTRACTS: dict[str, Contract] = {
+    "hand-overs": HAND_OVERS,
+    "deliveries": DELIVERIES,
+    "tiers": TIERS,
+    "seeded CPU nodes": SEEDED_CPU,
+}
 
 
 class Unloaded:
@@ -17,7 +23,7 @@ class Unloaded:
         self._library, self._shape = library, shape
 
     def parameters(self, owner: str, name: str) -> str | None:
-        found = self.tree(owner, name)
+        found = self._method(owner, name)
         if found is None:
             return None
         if any("property" in ast.unparse(mark) for mark in found.decorator_list):
@@ -39,6 +45,10 @@ class Unloaded:
         return "None" if value is None else repr(ast.literal_eval(value))
 
     def tree(self, owner: str, name: str) -> ast.FunctionDef | None:
+        found = self._method(owner, name)
+        return found if isinstance(found, ast.FunctionDef) else None
+
+    def _method(self, owner: str, name: str) -> Function | None:
         module, kind = owner.split(":")
         return self._library.method(module, kind, name)
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Touch:
@@ -75,7 +77,7 @@ class _File:
 
     def read(self) -> Iterator[Touch]:
         for function in ast.walk(self._tree):
-            if isinstance(function, ast.FunctionDef):
+            if isinstance(function, Function):
                 given = dict(self._given(function))
                 for root, *chain in _chains(function, given):
                     if not chain[0].startswith("__"):
@@ -88,7 +90,7 @@ class _File:
                     if isinstance(base, ast.Name) and base.id in self._names:
                         yield self._names[base.id], node
 
-    def _given(self, function: ast.FunctionDef) -> Iterator[tuple[str, str]]:
+    def _given(self, function: Function) -> Iterator[tuple[str, str]]:
         """Parameters that are annotated with a class of vLLM's, and that `isinstance` does not turn into another."""
         told_apart = {ast.unparse(call.args[0]) for call in ast.walk(function) if _is_isinstance(call)}
         for argument in [*function.args.args, *function.args.kwonlyargs]:
@@ -97,7 +99,7 @@ class _File:
                 yield argument.arg, self._names[name]
 
 
-def parameters(function: ast.FunctionDef) -> tuple[str, ...]:
+def parameters(function: Function) -> tuple[str, ...]:
     """Names in order, with their stars."""
     given = function.args
     names = [argument.arg for argument in [*given.posonlyargs, *given.args]]
@@ -117,8 +119,8 @@ def _is_isinstance(node: ast.AST) -> TypeGuard[ast.Call]:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance"
 
 
-def _methods(node: ast.ClassDef) -> list[ast.FunctionDef]:
-    return [item for item in node.body if isinstance(item, ast.FunctionDef)]
+def _methods(node: ast.ClassDef) -> list[Function]:
+    return [item for item in node.body if isinstance(item, Function)]
 
 
 def _class_name(annotation: ast.expr | None) -> str:

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.vllm_compat.our_use import parameters
+from tests.vllm_compat.our_use import Function, parameters
 
 Reader = Callable[[str], str | None]
 """The source of a module by its dotted name; None when there is no such module."""
@@ -153,12 +153,12 @@ class Library:
             return next((each for each in found if each is not None), None)
         return None
 
-    def method(self, module: str, owner: str, name: str) -> ast.FunctionDef | None:
+    def method(self, module: str, owner: str, name: str) -> Function | None:
         """The method that `name` is in a class, its own or the nearest that it inherits."""
         found = self.find(module, owner)
         if found is None or not isinstance(found[1], ast.ClassDef):
             return None
-        own = [item for item in found[1].body if isinstance(item, ast.FunctionDef) and item.name == name]
+        own = [item for item in found[1].body if isinstance(item, Function) and item.name == name]
         if own:
             return own[-1]
         bases = [base.id for base in found[1].bases if isinstance(base, ast.Name)]
@@ -189,7 +189,7 @@ class Library:
                 yield item.target.id, Member(leads_to=self._annotated(module, item.annotation))
             elif isinstance(item, ast.Assign):
                 yield from ((name, Member()) for name in _targets(item))
-            elif isinstance(item, ast.FunctionDef):
+            elif isinstance(item, Function):
                 is_property = any("property" in ast.unparse(mark) for mark in item.decorator_list)
                 leads_to = self._annotated(module, item.returns) if is_property else None
                 yield item.name, Member(leads_to=leads_to) if is_property else Member(parameters(item))

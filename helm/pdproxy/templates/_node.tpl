@@ -156,6 +156,8 @@ spec:
   value: $(POD_IP)
 - name: VLLM_NIXL_SIDE_CHANNEL_PORT
   value: {{ $v.transfer.sideChannelPort | quote }}
+- name: VLLM_PLUGINS
+  value: pdproxy_connector,pdproxy_endpoints
 - name: UCX_TLS
   value: {{ $v.transfer.ucxTransports | quote }}
 - name: UCX_NET_DEVICES

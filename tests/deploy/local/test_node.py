@@ -88,6 +88,12 @@ def test_the_environment_is_built_on_the_given_one() -> None:
     assert (made["VLLM_NIXL_SIDE_CHANNEL_HOST"], made["VLLM_NIXL_SIDE_CHANNEL_PORT"]) == (HOST, "9123")
 
 
+def test_a_node_with_the_connector_loads_our_plugins_and_a_plain_one_what_it_likes() -> None:
+    for role in (Role.PREFILL, Role.DECODE):
+        assert environment(NodeSpec("n", role, 1, 2), {})["VLLM_PLUGINS"] == "pdproxy_connector,pdproxy_endpoints"
+    assert "VLLM_PLUGINS" not in environment(NodeSpec("n", Role.PLAIN, 1, 2), {})
+
+
 def test_only_missing_ports_are_filled_in_and_all_differ() -> None:
     first, second = on_free_ports(NodeSpec("a", Role.PREFILL, 8123, 0), NodeSpec("b", Role.DECODE, 0, 0))
     ports = [first.port, first.side_channel_port, second.port, second.side_channel_port]

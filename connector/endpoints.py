@@ -1,0 +1,123 @@
+"""The node's own route, by which a proxy delivers a ticket to requests that wait for it: `POST /v1/pdproxy/tickets`.
+
+    {"id": ID, "kv_transfer_params": {...the ticket...}}   or null in its place: there is no ticket, compute now
+    202 {"id": ID}    handed to the engine, to each data-parallel rank that this API server drives; the one that has the
+                      request acts
+    400               a bad body, in OpenAI's error shape
+    404               no decode node, or a node that did not load this plugin
+
+A vLLM endpoint plugin: loaded where `VLLM_PLUGINS` names it (`pdproxy_connector,pdproxy_endpoints`, for the variable
+filters all plugins). Under /v1, since vLLM's `--api-key` guards that. To the engine the delivery is a stand-in for a
+request, which ends at once and computes nothing (`transfer_params`).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from connector.config import ENDPOINT_PLUGIN
+from connector.shape_check import require_fit
+from connector.transfer_params import DELIVER, is_id
+from connector.vllm_contracts import DELIVERIES
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from starlette.datastructures import State
+    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.engine.protocol import EngineClient
+
+ROUTE = "/v1/pdproxy/tickets"
+MOST_BYTES = 4 << 20
+"""Of a body. A ticket has some 10 bytes for each of the prompt's blocks."""
+
+
+class BadDeliveryError(Exception):
+    """The body is not a delivery; the message says why."""
+
+
+class TicketRoute:
+    """vLLM's `EndpointPlugin`. Raises ConfigError for a vLLM that differs; vLLM then logs it, and has no such route."""
+
+    name = ENDPOINT_PLUGIN
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        require_fit(DELIVERIES)
+        self._engine: EngineClient | None = None
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the route."""
+        app.add_api_route(ROUTE, self._deliver, methods=["POST"], status_code=202)
+
+    async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:  # noqa: ARG002 - vLLM names the arguments
+        """Keep the engine's client, if it is a decode node's."""
+        decodes = engine_client is not None and _decodes(engine_client.vllm_config)
+        self._engine = engine_client if decodes else None
+
+    async def _deliver(self, request: Request) -> JSONResponse:
+        if self._engine is None:
+            return _error(404, "NotFoundError", "this node does not decode for others")
+        try:
+            wait, ticket = parse(await _body(request))
+            await deliver(self._engine, wait, ticket)
+        except BadDeliveryError as error:
+            return _error(400, "BadRequestError", str(error))
+        return JSONResponse({"id": wait}, status_code=202)
+
+
+async def deliver(engine_client: EngineClient, wait: str, ticket: dict[str, Any] | None) -> None:
+    """Hand a delivery to every rank. Raises BadDeliveryError for a ticket that cannot be sent to an engine."""
+    params = {DELIVER: {"id": wait, "ticket": ticket}}
+    for rank in range(number_of_ranks(engine_client.vllm_config.parallel_config)):
+        try:
+            await engine_client.notify_kv_transfer_request_rejected(
+                f"pdproxy-delivery-{uuid4().hex}", params, data_parallel_rank=rank
+            )
+        except (OverflowError, RecursionError):
+            raise BadDeliveryError("the ticket has numbers too large, or is nested too deep") from None
+
+
+def number_of_ranks(parallel_config: ParallelConfig) -> int:
+    """How many engines this API server drives: with a load balancer of the operator's only its own host's."""
+    if parallel_config.local_engines_only:
+        return int(parallel_config.data_parallel_size_local)
+    return int(parallel_config.data_parallel_size)
+
+
+def parse(body: bytes) -> tuple[str, dict[str, Any] | None]:
+    """The id and the ticket. Raises BadDeliveryError."""
+    try:
+        raw = json.loads(body)
+    except (ValueError, RecursionError):
+        raise BadDeliveryError("the body is not JSON") from None
+    if not isinstance(raw, dict) or not is_id(raw.get("id")):
+        raise BadDeliveryError("id is not 16 to 128 letters, digits, - or _")
+    ticket = raw.get("kv_transfer_params", ...)
+    if ticket is not None and not isinstance(ticket, dict):
+        raise BadDeliveryError("kv_transfer_params is neither an object nor null")
+    return raw["id"], ticket
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MOST_BYTES:
+            raise BadDeliveryError(f"the body is longer than {MOST_BYTES} bytes")
+    return bytes(body)
+
+
+def _decodes(vllm_config: VllmConfig) -> bool:
+    transfer = vllm_config.kv_transfer_config
+    return transfer is not None and bool(transfer.is_kv_consumer)
+
+
+def _error(status: int, kind: str, message: str) -> JSONResponse:
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return JSONResponse({"error": error}, status_code=status)

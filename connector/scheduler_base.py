@@ -1,0 +1,109 @@
+"""The scheduler side but for requests: what the node is, where its hand-overs end, its side channel and its answers."""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
+
+from connector.config import ConnectorConfig
+from connector.counters import Counters
+from connector.fingerprint import Fingerprint
+from connector.kv_groups import node_capacity
+from connector.leases import LeaseTable
+from connector.messages import Verdict
+from connector.node_fingerprint import all_parts, node_fingerprint, rank_parts
+from connector.resume_boundary import LocalHits, resume_boundary
+from connector.side_channel import Listener
+from connector.tcp_server import Limits
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+
+log = logging.getLogger("vllm.pdproxy.scheduler")
+
+
+class SchedulerBase(NixlPullConnectorScheduler):
+    """One per engine. Everything but `verify` runs on the engine's thread."""
+
+    def __init__(
+        self, vllm_config: "VllmConfig", engine_id: str, kv_cache_config: "KVCacheConfig", config: ConnectorConfig
+    ) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        self._config = config
+        self._engine_id = engine_id
+        parallel = vllm_config.parallel_config
+        self._ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        self.counters = Counters()
+        self.counters.capacity(node_capacity(vllm_config, kv_cache_config))
+        self._leases = LeaseTable(ranks=self._ranks)
+        self._boundary = resume_boundary(vllm_config, kv_cache_config)
+        self._backoff: int | None = None
+        self.local_hits = LocalHits(kv_cache_config)
+        self._fingerprint = node_fingerprint(vllm_config, kv_cache_config, self._boundary)
+        self._listener: Listener | None = None
+        if not config.keys:
+            log.warning(
+                "Tickets are neither signed nor checked for a signature: give prefill and decode nodes a common key "
+                "(pdproxy_key_file or PDPROXY_TICKET_KEYS) wherever others can reach them."
+            )
+
+    def set_fingerprint(self, fingerprint: Fingerprint) -> None:
+        """Issue tickets with this fingerprint, and accept only those that have the same."""
+        self._fingerprint = fingerprint
+
+    def _ticket_tokens(self, request: "Request") -> int:
+        """How many of the prompt's tokens a ticket covers: those that a later request can resume after, or, where no
+        state is kept, all but those that vLLM has the decode node compute."""
+        return self._boundary.tokens(request, super()._prefill_backoff())
+
+    def _prefill_backoff(self) -> int:
+        return super()._prefill_backoff() if self._backoff is None else self._backoff
+
+    def _truncate_request_for_prefill(self, request: "Request") -> None:
+        """vLLM's, for this request's own number of tokens."""
+        self._backoff = request.num_prompt_tokens - self._ticket_tokens(request)
+        super()._truncate_request_for_prefill(request)
+        self._backoff = None
+
+    def verify(self, engine_id: str, alias: str, nonce: str) -> Verdict:
+        """The side channel's answer to a decode node's question after a read. Called in the listener's thread."""
+        return self._leases.verify(alias, nonce) if engine_id == self._engine_id else Verdict.UNKNOWN
+
+    def set_xfer_handshake_metadata(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """Complete the fingerprint, and start our side channel in the place of vLLM's.
+
+        Raises SideChannelError when the port is in use.
+        """
+        if self._listener is not None:
+            return
+        for payload in metadata.values():
+            if not isinstance(payload, NixlHandshakePayload):
+                raise TypeError(f"expected NixlHandshakePayload, got {type(payload).__name__}")
+        self.set_fingerprint(self._fingerprint.extended(rank_parts(metadata.values())))
+        self.counters.fingerprint(all_parts(self._fingerprint))
+        log.info("Fingerprint %s: %s", self._fingerprint.digest, dict(self._fingerprint.parts))
+        encoded = {ranks: msgspec.msgpack.encode(payload) for ranks, payload in metadata.items()}
+        connections = self._config.side_channel_connections
+        self._listener = Listener(
+            self.side_channel_host,
+            self.side_channel_port,
+            encoded,
+            self.verify,
+            self.counters,
+            engine_id=self._engine_id,
+            keys=self._config.keys,
+            limits=Limits(connections, connections // 2),
+        )
+        self._listener.start()
+
+    def shutdown(self) -> None:
+        """Stop the side channel."""
+        if self._listener is not None:
+            self._listener.stop()
+            self._listener = None
+        super().shutdown()

@@ -1,0 +1,149 @@
+"""Requests on a decode node that wait for their ticket, and deliveries that came before their request. Pure: times are
+passed in, monotonic seconds.
+
+    begin ──► its ticket is there already (it may overtake the request: a long prompt takes time to tokenize)
+          ├── too many wait: the request computes
+          └── waits ──► deliver      the ticket, or that there is none
+                    ├── is_waiting   the deadline is over: it computes
+                    └── end          the client is gone, or another connector had as much
+
+A delivery is kept for `KEEP` seconds, also one that was for a waiting request: the samples of one request all wait
+under one id, and some may arrive after it. Of waits that ended otherwise the id is remembered, so that a ticket that
+comes too late is given back at once, and not when its lease ends.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from connector.counters import Counters, WaitEnd
+from connector.ticket import Ticket
+from connector.ticket_fields import Refusal
+from connector.transfer_params import AwaitTicket, ComputeLocally, DeliverTicket, ReadTicket
+
+KEEP = 30.0
+"""Seconds that a delivery is kept: as long as the lease of a ticket that nobody renews."""
+
+Settled = ReadTicket | Refusal | ComputeLocally
+"""What a request does that waits no longer."""
+_ENDS = {ReadTicket: WaitEnd.TICKET, Refusal: WaitEnd.REFUSED, ComputeLocally: WaitEnd.NO_TICKET}
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """The requests that a delivery is for, with what each does now; and for how many requests it comes too late."""
+
+    requests: tuple[tuple[Any, Settled], ...] = ()
+    too_late: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    request: Any
+    wait: str
+    since: float
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    delivery: DeliverTicket
+    until: float
+
+
+@dataclass(slots=True)
+class WaitingRequests:
+    """The waits of one engine. `most` bounds waiting requests, kept deliveries and remembered ids, each; `longest`: a
+    wait, in seconds. `fit` says whether a ticket is for a request."""
+
+    most: int
+    longest: float
+    fit: Callable[[Any, Ticket | Refusal], ReadTicket | Refusal]
+    counters: Counters
+    _waiting: dict[str, _Waiting] = field(default_factory=dict)
+    _by_wait: dict[str, dict[str, _Waiting]] = field(default_factory=dict)
+    _kept: OrderedDict[str, _Kept] = field(default_factory=OrderedDict)
+    _missed: OrderedDict[str, int] = field(default_factory=OrderedDict)
+
+    def __post_init__(self) -> None:
+        self.counters.waiting_requests(0)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def remembered(self) -> int:
+        """How many deliveries and ids are kept."""
+        return len(self._kept) + len(self._missed)
+
+    def begin(self, request: Any, order: AwaitTicket, now: float) -> AwaitTicket | Settled:
+        """The order itself if the request waits; else what it does at once."""
+        self._drop_old(now)
+        kept = self._kept.get(order.wait)
+        if kept is not None:
+            return self._settle(request, kept.delivery, 0.0)
+        if len(self) >= self.most:
+            self._miss(order.wait)
+            self.counters.ticket_wait_ended(WaitEnd.TOO_MANY, 0.0)
+            return ComputeLocally()
+        waiting = _Waiting(request, order.wait, now, now + min(order.seconds, self.longest))
+        self._waiting[request.request_id] = waiting
+        self._by_wait.setdefault(order.wait, {})[request.request_id] = waiting
+        self.counters.waiting_requests(len(self))
+        return order
+
+    def deliver(self, delivery: DeliverTicket, now: float) -> Delivered:
+        """Every request that waits under this id is settled. The first delivery counts; another one changes nothing."""
+        self._drop_old(now)
+        if delivery.wait in self._kept:
+            return Delivered()
+        self._kept[delivery.wait] = _Kept(delivery, now + KEEP)
+        if len(self._kept) > self.most:
+            self._kept.popitem(last=False)
+        found = list(self._by_wait.get(delivery.wait, {}).values())
+        for waiting in found:
+            self._remove(waiting)
+        settled = [(each.request, self._settle(each.request, delivery, now - each.since)) for each in found]
+        missed = self._missed.pop(delivery.wait, 0)
+        return Delivered(tuple(settled), missed if isinstance(delivery.ticket, Ticket) else 0)
+
+    def is_waiting(self, request_id: str, now: float) -> bool:
+        """Whether it still waits. Its deadline ends the wait here, when vLLM asks for it."""
+        waiting = self._waiting.get(request_id)
+        if waiting is not None and now >= waiting.deadline:
+            self.end(request_id, WaitEnd.DEADLINE, now)
+            return False
+        return waiting is not None
+
+    def end(self, request_id: str, how: WaitEnd, now: float) -> bool:
+        """End a wait without a ticket, if there is one; whether there was."""
+        waiting = self._waiting.get(request_id)
+        if waiting is None:
+            return False
+        self._remove(waiting)
+        self._miss(waiting.wait)
+        self.counters.ticket_wait_ended(how, now - waiting.since)
+        return True
+
+    def _settle(self, request: Any, delivery: DeliverTicket, waited: float) -> Settled:
+        settled = ComputeLocally() if delivery.ticket is None else self.fit(request, delivery.ticket)
+        self.counters.ticket_wait_ended(_ENDS[type(settled)], waited)
+        return settled
+
+    def _remove(self, waiting: _Waiting) -> None:
+        request_id = waiting.request.request_id
+        del self._waiting[request_id]
+        del self._by_wait[waiting.wait][request_id]
+        if not self._by_wait[waiting.wait]:
+            del self._by_wait[waiting.wait]
+        self.counters.waiting_requests(len(self))
+
+    def _miss(self, wait: str) -> None:
+        self._missed[wait] = self._missed.get(wait, 0) + 1
+        if len(self._missed) > self.most:
+            self._missed.popitem(last=False)
+
+    def _drop_old(self, now: float) -> None:
+        while self._kept and next(iter(self._kept.values())).until <= now:
+            self._kept.popitem(last=False)

@@ -1,0 +1,269 @@
+"""A decode node on vLLM's real scheduler: requests that wait for their ticket."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from vllm.v1.request import Request, RequestStatus
+
+from connector.counters import ReadOutcome
+from tests.connector.harness import Node, lost, make_node, prompt, received, take_ticket
+
+pytestmark = pytest.mark.usefixtures("every_pace")
+
+ID = "wait-0123456789abcdef"
+ORDER = {"pdproxy_wait": {"id": ID, "seconds": 60}, "prompt_token_ids": [1, 2]}
+READING = RequestStatus.WAITING_FOR_REMOTE_KVS
+
+
+@pytest.fixture
+def prefill() -> Node:
+    return make_node("kv_producer", engine_id="engine-p")
+
+
+@pytest.fixture
+def node() -> Node:
+    return make_node("kv_consumer", engine_id="engine-d")
+
+
+@pytest.fixture
+def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Let so many seconds pass."""
+    clock, passed = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + passed[0])
+    return lambda seconds: passed.__setitem__(0, passed[0] + seconds)
+
+
+def deliver(node: Node, ticket: Any, wait: str = ID, name: str = "pdproxy-delivery-1") -> Request:
+    """As the node's route does it: a stand-in for a request, which vLLM ends at once."""
+    request = node.add(name, [0], {"pdproxy_deliver": {"id": wait, "ticket": ticket}}, abort_immediately=True)
+    node.abort(request.request_id)
+    return request
+
+
+def waits(node: Node) -> dict[str, int]:
+    """How waits have ended."""
+    return node.counts("ticket_waits")
+
+
+def is_quiet(node: Node) -> bool:
+    """Nothing is ordered, remembered of a request, or waiting to be sent."""
+    side = node.side
+    empty = not side._reads._reads and not side._heartbeat_by_engine and not len(side._token_accounting)
+    return empty and not len(side._waiting) and not node.scheduler.requests
+
+
+def test_it_waits_without_a_block_and_reads_when_the_ticket_comes(prefill: Node, node: Node) -> None:
+    free = node.free_blocks
+    request = node.add("d", prompt(100), ORDER)
+    for _ in range(3):
+        node.step()
+    assert request.status is RequestStatus.WAITING
+    assert node.free_blocks == free
+    deliver(node, take_ticket(prefill, prompt(100)))
+    node.step()
+    assert request.status is READING
+    order = node.metas[-1].reads["d"]
+    assert (order.attempt, order.hit_tokens, order.pull_tokens) == (0, 0, 99)
+    node.step(received(node, "d"))
+    assert len(node.run_out("d")) == 4
+    assert (waits(node), node.counts("prompt_tokens")) == ({"ticket": 1}, {"pulled": 99, "computed": 1})
+    assert node.free_blocks == free
+    assert is_quiet(node)
+
+
+def test_others_run_meanwhile(prefill: Node, node: Node) -> None:
+    node.add("d", prompt(100), ORDER)
+    node.add("other", prompt(50, seed=2))
+    assert len(node.run_out("other")) == 4
+    assert node.counts("prompt_tokens") == {"computed": 50}
+
+
+def test_the_lease_is_renewed_from_the_delivery_on_even_if_no_place_is_free(prefill: Node, node: Node) -> None:
+    node.add("d", prompt(100), ORDER)
+    node.step()
+    assert not node.side._heartbeat_by_engine
+    node.scheduler.max_num_active_reqs = 0
+    deliver(node, take_ticket(prefill, prompt(100)))
+    node.step()
+    assert node.side._heartbeat_by_engine
+
+
+def test_a_delivery_may_overtake_its_request(prefill: Node, node: Node) -> None:
+    deliver(node, take_ticket(prefill, prompt(100)))
+    request = node.add("d", prompt(100), ORDER)
+    node.step()
+    assert request.status is READING
+    assert waits(node) == {"ticket": 1}
+
+
+def test_all_samples_of_a_request_get_the_ticket(prefill: Node, node: Node) -> None:
+    requests = [node.add(name, prompt(100), ORDER) for name in ("0_d", "1_d")]
+    node.step()
+    deliver(node, take_ticket(prefill, prompt(100), pdproxy_readers=3))
+    requests.append(node.add("2_d", prompt(100), ORDER))
+    node.step()
+    assert {request.status for request in requests} == {READING}
+    assert len({order.nonce for order in node.metas[-1].reads.values()}) == 3
+
+
+def test_a_second_delivery_changes_nothing(prefill: Node, node: Node) -> None:
+    node.add("d", prompt(100), ORDER)
+    ticket = take_ticket(prefill, prompt(100))
+    for number in range(2):
+        deliver(node, ticket, name=f"pdproxy-delivery-{number}")
+    node.step()
+    node.step(received(node, "d"))
+    deliver(node, ticket, name="pdproxy-delivery-3")
+    node.run_out("d")
+    assert node.counts("prompt_tokens") == {"pulled": 99, "computed": 1}
+    assert [name for meta in node.metas for name in meta.reads] == ["d"]
+
+
+def test_it_computes_when_there_is_no_ticket(node: Node) -> None:
+    node.add("d", prompt(100), ORDER)
+    node.step()
+    deliver(node, None)
+    assert len(node.run_out("d")) == 4
+    assert (waits(node), node.counts("prompt_tokens")) == ({"no_ticket": 1}, {"computed": 100})
+    assert is_quiet(node)
+
+
+@pytest.mark.parametrize("ticket", ["a ticket", {}, {"do_remote_prefill": True}, {"pdproxy_release": ID}])
+def test_it_computes_when_what_comes_is_no_ticket(node: Node, ticket: Any) -> None:
+    node.add("d", prompt(100), ORDER)
+    deliver(node, ticket)
+    assert len(node.run_out("d")) == 4
+    assert waits(node) == {"refused": 1}
+    assert sum(node.counts("refused").values()) == 1
+
+
+def test_another_prompt_s_ticket_is_refused_before_anything_is_dialled(prefill: Node, node: Node) -> None:
+    node.add("d", prompt(100, seed=1), ORDER)
+    deliver(node, take_ticket(prefill, prompt(100)))
+    node.run_out("d")
+    assert all(not meta.heartbeat_by_engine and not meta.reqs_to_recv for meta in node.metas)
+    assert (waits(node), node.counts("refused")) == ({"refused": 1}, {"digest": 1})
+
+
+def test_it_computes_at_its_deadline_and_a_late_ticket_is_given_back(
+    prefill: Node, node: Node, pass_time: Callable[[float], None]
+) -> None:
+    request = node.add("d", prompt(100), ORDER)
+    node.step()
+    pass_time(60)
+    node.step()
+    assert request.status is RequestStatus.RUNNING
+    ticket = take_ticket(prefill, prompt(100))
+    deliver(node, ticket)
+    node.step()
+    [given_back] = [meta.remote.request_id for meta in node.metas[-1].reqs_to_recv.values() if meta.remote]
+    assert given_back == ticket["remote_request_id"]
+    assert all(not any(meta.local_block_ids) for meta in node.metas[-1].reqs_to_recv.values())
+    node.run_out("d")
+    assert (waits(node), node.counts("prompt_tokens")) == ({"deadline": 1}, {"computed": 100})
+
+
+def test_a_node_cuts_the_time_and_bounds_the_number(node: Node, pass_time: Callable[[float], None]) -> None:
+    node = make_node("kv_consumer", extra={"pdproxy_waiting_requests": 1, "pdproxy_longest_ticket_wait": 5})
+    waiting = node.add("d-0", prompt(100), ORDER)
+    node.add("d-1", prompt(100, seed=1), {"pdproxy_wait": {"id": f"{ID}-1", "seconds": 60}})
+    node.run_out("d-1")
+    assert (waiting.status, waits(node)) == (RequestStatus.WAITING, {"too_many": 1})
+    pass_time(5)
+    assert len(node.run_out("d-0")) == 4
+
+
+def test_nothing_is_held_for_a_request_that_is_gone(prefill: Node, node: Node) -> None:
+    free = node.free_blocks
+    node.add("d", prompt(100), ORDER)
+    node.step()
+    node.abort("d")
+    node.step()
+    assert (waits(node), node.free_blocks) == ({"gone": 1}, free)
+    assert is_quiet(node)
+    deliver(node, take_ticket(prefill, prompt(100)))
+    assert node.side.has_pending_push_work(), "an idle engine must step to give the ticket back"
+    node.step()
+    assert len(node.metas[-1].reqs_to_recv) == 1
+    assert is_quiet(node)
+
+
+def test_a_ticket_that_came_and_was_not_read_is_given_back(prefill: Node, node: Node) -> None:
+    node.add("d", prompt(100), ORDER)
+    node.step()
+    deliver(node, take_ticket(prefill, prompt(100)))
+    node.abort("d")
+    node.step()
+    assert list(node.metas[-1].reqs_to_recv) == ["d"]
+    assert not any(node.metas[-1].reqs_to_recv["d"].local_block_ids)
+
+
+def test_its_read_may_fail_and_be_tried_again_as_any_other(prefill: Node, node: Node) -> None:
+    node.add("d", prompt(100), ORDER)
+    node.step()
+    deliver(node, take_ticket(prefill, prompt(100)))
+    node.step()
+    node.step(lost(node, ReadOutcome.TRANSFER_FAILED, "d"))
+    node.step()
+    node.step(lost(node, ReadOutcome.TRANSFER_FAILED, "d"))
+    assert len(node.run_out("d")) == 4
+    assert node.counts("prompt_tokens") == {"computed": 100}
+
+
+def test_after_a_preemption_it_does_not_wait_again(prefill: Node, node: Node) -> None:
+    request = node.add("d", prompt(100), ORDER, max_tokens=8)
+    node.step()
+    deliver(node, take_ticket(prefill, prompt(100)))
+    node.step()
+    node.step(received(node, "d"))
+    node.step()
+    node.scheduler.running.remove(request)
+    node.scheduler._preempt_request(request, 0.0)
+    node.run_out("d")
+    assert request.num_preemptions == 1
+    assert (waits(node), node.counts("prompt_tokens")) == ({"ticket": 1}, {"pulled": 99, "computed": 1})
+
+
+def test_vllm_s_own_statistics_count_its_prompt_once(prefill: Node, node: Node) -> None:
+    request = node.add("d", prompt(100), ORDER)
+    for _ in range(3):
+        node.step()
+    deliver(node, take_ticket(prefill, prompt(100)))
+    node.step()
+    stats = request.prefill_stats
+    assert stats is not None
+    assert (stats.num_local_cached_tokens, stats.num_external_cached_tokens) == (0, 99)
+
+
+def test_a_client_s_own_request_delivers_nothing(prefill: Node, node: Node) -> None:
+    waiting = node.add("d", prompt(100), ORDER)
+    node.add("client", prompt(20), {"pdproxy_deliver": {"id": ID, "ticket": None}})
+    node.run_out("client")
+    assert waiting.status is RequestStatus.WAITING
+    assert node.counts("refused") == {"unsuitable_request": 1}
+
+
+def test_nor_does_one_that_the_api_server_rejects(prefill: Node, node: Node) -> None:
+    """Its stand-in has `do_remote_prefill`, without which vLLM makes none."""
+    waiting = node.add("d", prompt(100), ORDER)
+    forged = {"do_remote_prefill": True, "pdproxy_deliver": {"id": ID, "ticket": None}}
+    stand_in = node.add("client", [0], forged, abort_immediately=True)
+    node.abort(stand_in.request_id)
+    node.step()
+    assert waiting.status is RequestStatus.WAITING
+    assert stand_in.request_id != "client", "its name may be a running request's"
+    assert waits(node) == {}
+
+
+def test_a_delivery_keeps_its_name(node: Node) -> None:
+    """The API server of several ranks forgets a request by it."""
+    assert deliver(node, None).request_id == "pdproxy-delivery-1"
+
+
+def test_prompt_logprobs_are_computed_here_at_once(node: Node) -> None:
+    node.add("d", prompt(100), ORDER, sampling={"prompt_logprobs": 1})
+    node.step()
+    assert node.counts("refused") == {"unsuitable_request": 1}
+    assert waits(node) == {}

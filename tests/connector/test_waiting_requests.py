@@ -1,0 +1,205 @@
+"""The table of waiting requests: what a delivery finds, whatever came first; and nothing is kept for ever."""
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from connector.counters import Counters, WaitEnd
+from connector.ticket import Ticket
+from connector.ticket_fields import Refusal, RefusalReason
+from connector.transfer_params import AwaitTicket, ComputeLocally, DeliverTicket, ReadTicket
+from connector.waiting_requests import KEEP, Delivered, WaitingRequests
+from tests.connector.tickets import good
+
+ID = "wait-0123456789abcdef"
+TICKET = DeliverTicket(ID, good())
+NONE = DeliverTicket(ID, None)
+READ = ReadTicket(good())
+OTHER_PROMPT = Refusal(RefusalReason.DIGEST, "the ticket is for another prompt")
+
+
+def request(name: str = "r", prompt: str = "mine") -> Any:
+    return SimpleNamespace(request_id=name, prompt=prompt)
+
+
+def fit(request: Any, ticket: Ticket | Refusal) -> ReadTicket | Refusal:
+    """Requests whose prompt is another's are refused."""
+    if isinstance(ticket, Refusal):
+        return ticket
+    return ReadTicket(ticket) if request.prompt == "mine" else OTHER_PROMPT
+
+
+def table(most: int = 4, longest: float = 300) -> WaitingRequests:
+    return WaitingRequests(most, longest, fit, Counters())
+
+
+def order(wait: str = ID, seconds: float = 10) -> AwaitTicket:
+    return AwaitTicket(wait, seconds)
+
+
+def ends(waits: WaitingRequests) -> dict[str, int]:
+    """How waits have ended since the last call."""
+    return {labels[0]: count for name, labels, count in waits.counters.drain().counts if name == "ticket_waits"}
+
+
+def test_it_waits_until_its_ticket_comes() -> None:
+    waits, one = table(), request()
+    assert waits.begin(one, order(), now=0) == order()
+    assert waits.is_waiting("r", now=9.9)
+    assert waits.deliver(TICKET, now=9.9) == Delivered(((one, READ),))
+    assert not waits.is_waiting("r", now=9.9)
+    assert ends(waits) == {"ticket": 1}
+
+
+def test_word_that_there_is_none_lets_it_compute() -> None:
+    waits, one = table(), request()
+    waits.begin(one, order(), now=0)
+    assert waits.deliver(NONE, now=1) == Delivered(((one, ComputeLocally()),))
+    assert ends(waits) == {"no_ticket": 1}
+
+
+def test_a_ticket_that_does_not_fit_is_refused_of_that_request_alone() -> None:
+    waits, mine, other = table(), request("r-0"), request("r-1", "another")
+    for one in (mine, other):
+        waits.begin(one, order(), now=0)
+    assert waits.deliver(TICKET, now=1).requests == ((mine, READ), (other, OTHER_PROMPT))
+    assert ends(waits) == {"ticket": 1, "refused": 1}
+
+
+def test_a_bad_ticket_is_refused() -> None:
+    waits, bad = table(), Refusal(RefusalReason.BAD_SIGNATURE, "no")
+    waits.begin(request(), order(), now=0)
+    ((_, settled),) = waits.deliver(DeliverTicket(ID, bad), now=1).requests
+    assert settled == bad
+
+
+def test_another_id_s_ticket_changes_nothing() -> None:
+    waits = table()
+    waits.begin(request(), order(), now=0)
+    assert waits.deliver(DeliverTicket("another-0123456789", good()), now=1) == Delivered()
+    assert waits.is_waiting("r", now=1)
+
+
+def test_the_first_delivery_counts() -> None:
+    waits = table()
+    waits.begin(request(), order(), now=0)
+    waits.deliver(TICKET, now=1)
+    assert waits.deliver(TICKET, now=2) == Delivered()
+    assert waits.deliver(NONE, now=2) == Delivered()
+    assert waits.begin(request("late sample"), order(), now=2) == READ
+
+
+@pytest.mark.parametrize(("delivery", "settled"), [(TICKET, READ), (NONE, ComputeLocally())])
+def test_a_delivery_may_come_first(delivery: DeliverTicket, settled: object) -> None:
+    waits = table()
+    assert waits.deliver(delivery, now=0) == Delivered()
+    assert waits.begin(request(), order(), now=KEEP - 1) == settled
+    assert len(waits) == 0
+
+
+def test_a_delivery_that_nobody_asks_for_is_dropped_after_a_while() -> None:
+    waits = table()
+    waits.deliver(TICKET, now=0)
+    assert waits.begin(request(), order(), now=KEEP) == order()
+    assert waits.remembered == 0
+
+
+def test_the_deadline_is_its_own_or_the_node_s() -> None:
+    waits = table(longest=5)
+    waits.begin(request("short"), order(seconds=1), now=0)
+    waits.begin(request("long"), order(seconds=10**400), now=0)
+    assert not waits.is_waiting("short", now=1)
+    assert waits.is_waiting("long", now=4.9)
+    assert not waits.is_waiting("long", now=5)
+    assert ends(waits) == {"deadline": 2}
+
+
+def test_a_ticket_that_comes_after_the_deadline_and_before_vllm_asked_is_taken() -> None:
+    waits, one = table(), request()
+    waits.begin(one, order(seconds=1), now=0)
+    assert waits.deliver(TICKET, now=2) == Delivered(((one, READ),))
+
+
+@pytest.mark.parametrize("how", [WaitEnd.GONE, WaitEnd.UNNEEDED, WaitEnd.DEADLINE])
+def test_of_a_wait_that_is_over_the_ticket_goes_back_once(how: WaitEnd) -> None:
+    waits = table()
+    for name in ("r-0", "r-1"):
+        waits.begin(request(name), order(), now=0)
+        assert waits.end(name, how, now=1)
+    assert not waits.end("r-0", how, now=1)
+    assert ends(waits) == {how: 2}
+    assert waits.deliver(TICKET, now=2) == Delivered(too_late=2)
+    assert waits.deliver(TICKET, now=2 + KEEP) == Delivered()
+
+
+def test_there_is_nothing_to_give_back_where_there_is_no_ticket() -> None:
+    waits = table()
+    waits.begin(request(), order(), now=0)
+    waits.end("r", WaitEnd.GONE, now=1)
+    assert waits.deliver(NONE, now=2) == Delivered()
+
+
+def test_one_too_many_computes_and_its_ticket_goes_back() -> None:
+    waits = table(most=2)
+    for number in range(2):
+        waits.begin(request(f"r-{number}"), order(f"{ID}-{number}"), now=0)
+    assert waits.begin(request("r-2"), order(), now=0) == ComputeLocally()
+    assert ends(waits) == {"too_many": 1}
+    assert waits.deliver(TICKET, now=1) == Delivered(too_late=1)
+
+
+def test_none_waits_on_a_node_that_lets_none() -> None:
+    assert table(most=0).begin(request(), order(), now=0) == ComputeLocally()
+
+
+def test_the_gauge_follows() -> None:
+    waits = table()
+
+    def level() -> list[tuple[str, list[str], int]]:
+        return waits.counters.drain().gauges
+
+    assert level() == [("waiting_requests", [], 0)]
+    waits.begin(request(), order(), now=0)
+    assert level() == [("waiting_requests", [], 1)]
+    waits.deliver(TICKET, now=1)
+    assert level() == [("waiting_requests", [], 0)]
+
+
+def test_it_is_told_how_long_each_waited() -> None:
+    waits = table()
+    waits.begin(request(), order(), now=1)
+    waits.deliver(TICKET, now=3.5)
+    waits.begin(request("second sample"), order(), now=4)
+    assert waits.counters.drain().seconds == [("ticket_wait_seconds", 2.5), ("ticket_wait_seconds", 0.0)]
+
+
+IDS = [f"{ID}-{number}" for number in range(6)]
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["begin", "ticket", "none", "end", "ask"]), st.integers(0, 5), st.floats(0, 20)),
+    max_size=60,
+)
+
+
+@given(EVENTS)
+def test_every_wait_ends_once_and_all_that_is_kept_is_bounded(events: list[tuple[str, int, float]]) -> None:
+    waits, now, begun, seen = table(most=3, longest=25), 0.0, 0, Counter[str]()
+    for number, (what, which, passed) in enumerate(events):
+        now += passed
+        match what:
+            case "begin":
+                waits.begin(request(f"r-{number}"), order(IDS[which], 30), now)
+                begun += 1
+            case "ticket" | "none":
+                waits.deliver(DeliverTicket(IDS[which], good() if what == "ticket" else None), now)
+            case "end":
+                waits.end(f"r-{which}", WaitEnd.GONE, now)
+            case "ask":
+                waits.is_waiting(f"r-{which}", now)
+        seen.update(ends(waits))
+        assert len(waits) <= 3
+        assert waits.remembered <= 6
+        assert seen.total() + len(waits) == begun
