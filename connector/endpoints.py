@@ -19,6 +19,7 @@ from uuid import uuid4
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 
 from connector.config import ENDPOINT_PLUGIN
 from connector.shape_check import require_fit
@@ -41,8 +42,8 @@ class BadDeliveryError(Exception):
     """The body is not a delivery; the message says why."""
 
 
-class TicketRoute:
-    """vLLM's `EndpointPlugin`. Raises ConfigError for a vLLM that differs; vLLM then logs it, and has no such route."""
+class TicketRoute(EndpointPlugin):
+    """The plugin. Raises ConfigError for a vLLM that differs; vLLM then logs it, and has no such route."""
 
     name = ENDPOINT_PLUGIN
     required_tasks = ("generate",)

@@ -72,15 +72,15 @@ if TYPE_CHECKING:
     from connector.scheduler import ConnectorScheduler
     from connector.worker import ConnectorWorker
 
+    class _Pool(BlockPool, PrefixCache, Protocol):
+        """vLLM's `BlockPool`, as far as it is used here."""
+
+
 with vllm_names():
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorWorkerMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPullConnector
 
     from connector.stats import ConnectorPromMetrics, ConnectorStats, drained
-
-    class _Pool(BlockPool, PrefixCache, Protocol):
-        """vLLM's `BlockPool`, as far as it is used here."""
-
 
 log = logging.getLogger("vllm.pdproxy.scheduler")
 

@@ -13,8 +13,8 @@ from tests.helm.conftest import Rendered
 from tests.helm.engine import CHART, Engine, Manifests
 
 SERIES = re.compile(r"\bpdproxy_[a-z_]+\b")
-OTHERS = {"pdproxy_key_file"}
-"""The connector's settings, which look alike."""
+OTHERS = {"pdproxy_key_file", "pdproxy_connector", "pdproxy_endpoints"}
+"""The connector's settings and plugins, which look alike."""
 
 
 SCALED = {
