@@ -1,0 +1,141 @@
+"""What it saves that the decode leg does not wait for the prefill leg: both ways in one run, in turns. Long; prints.
+
+The nodes are the same; two proxies stand before them, one for each way. The *hand-over* is measured from the end of the
+prefill's last forward pass, in the prefill node's scheduler, to the first token that the client gets through the proxy.
+Both ends are on this host's monotonic clock.
+"""
+
+import asyncio
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+import httpx
+import pytest
+
+from deploy.local.model.quiz import MOST_LINES, TOKENS_PER_LINE, quiz
+from deploy.local.node import SERVED_NAME, NodeSpec, Role
+from deploy.local.stack import Proxy, ProxySpec, logs_of, start_nodes, start_proxy
+from deploy.local.supervise import Supervisor
+from tests.e2e.conftest import REQUEST_TIMEOUT_S
+from tests.e2e.timed_connector import ended, timed
+
+pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.long, pytest.mark.timeout(1800)]
+
+LENGTHS = (600, 3500)
+"""Tokens of a prompt."""
+KNOWN = TOKENS_PER_LINE * MOST_LINES
+AT_ONCE = (1, 8)
+ROUNDS = {1: 24, 8: 6}
+"""Of each way, by the number of requests at once."""
+MOST = {1: 0.5, 8: 0.7}
+"""The part of the hand-over in turn that the other way may take, by the number of requests at once."""
+
+
+class Way(StrEnum):
+    """The values of the setting `policy.legs`."""
+
+    IN_TURN = "in_turn"
+    TOGETHER = "together"
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A proxy for each way, and the file in which the prefill node notes when it was done."""
+
+    proxies: dict[Way, Proxy]
+    times: Path
+
+
+@dataclass
+class Cell:
+    """Seconds of each request of one way: hand-over, and from the request's start to its first token."""
+
+    hand_over: list[float] = field(default_factory=list)
+    first_token: list[float] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """Logs lie in `.run/e2e-legs`."""
+    times = tmp_path_factory.mktemp("times") / "prefill"
+    with Supervisor(logs_of("e2e-legs")) as supervisor:
+        specs = [timed(NodeSpec("prefill", Role.PREFILL, 0, 0), times), NodeSpec("decode", Role.DECODE, 0, 0)]
+        nodes = start_nodes(supervisor, specs, print)
+        proxies = {}
+        for way in Way:
+            spec = ProxySpec(more_environment={"PDPROXY_POLICY_LEGS": way})
+            proxies[way] = start_proxy(supervisor, spec, nodes, print)
+        yield Bench(proxies, times)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request: when it was sent, and when its first token came."""
+
+    name: str
+    began: float
+    first: float
+
+
+def prompt_of(seed: int, length: int) -> tuple[str, str | None]:
+    """A prompt of about so many tokens, and the answer; None for one that is longer than the model knows: two lists."""
+    if length <= KNOWN:
+        return quiz(seed, length).prompt(), quiz(seed, length).answer
+    return quiz(seed + 1, length - KNOWN).listing + quiz(seed, KNOWN).prompt(), None
+
+
+async def ask(client: httpx.AsyncClient, proxy: Proxy, seed: int, length: int) -> Asked:
+    """One stream, read to its end; AssertionError where the answer is wrong."""
+    (prompt, answer), name = prompt_of(seed, length), f"bench-{seed}-{length}"
+    body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": 8, "temperature": 0, "stream": True}
+    began, first, text = time.monotonic(), 0.0, ""
+    async with client.stream(
+        "POST", f"{proxy.url}/v1/completions", json=body, headers={"x-request-id": name}
+    ) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                first = first or time.monotonic()
+                text += "".join(choice["text"] for choice in httpx.Response(200, text=line[6:]).json()["choices"])
+    assert answer in (None, text)
+    return Asked(name, began, first)
+
+
+async def measure(bench: Bench, length: int, at_once: int) -> dict[Way, Cell]:
+    """Rounds of both ways in turns, with prompts that no cache has."""
+    cells = {way: Cell() for way in Way}
+    async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, trust_env=False) as client:
+        for each in range(ROUNDS[at_once] + 1):
+            for number, way in enumerate(Way if each % 2 else reversed(Way)):
+                start = 100_000 * at_once + 1_000 * each + 500 * number
+                seeds = range(start, start + at_once)
+                asked = await asyncio.gather(*(ask(client, bench.proxies[way], seed, length) for seed in seeds))
+                if each:  # the first round warms up
+                    _note(cells[way], asked, ended(bench.times))
+    return cells
+
+
+def _note(cell: Cell, asked: list[Asked], done: dict[str, float]) -> None:
+    for one in asked:
+        [prefilled] = [at for request_id, at in done.items() if f"-{one.name}-" in f"-{request_id}"]
+        cell.hand_over.append(one.first - prefilled)
+        cell.first_token.append(one.first - one.began)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("at_once", AT_ONCE)
+async def test_a_hand_over_is_shorter_when_legs_go_out_together(bench: Bench, length: int, at_once: int) -> None:
+    cells = await measure(bench, length, at_once)
+    for way, cell in cells.items():
+        told = [f"{1000 * statistics.median(each):.0f} ms" for each in (cell.hand_over, cell.first_token)]
+        print(f"{length} tokens, {at_once} at once, {way}: hand-over {told[0]}, first token {told[1]} (medians)")
+    together, in_turn = cells[Way.TOGETHER], cells[Way.IN_TURN]
+    ratio = statistics.median(together.hand_over) / statistics.median(in_turn.hand_over)
+    first = statistics.median(together.first_token) / statistics.median(in_turn.first_token)
+    print(f"{length} tokens, {at_once} at once: hand-over {ratio:.2f} x, first token {first:.2f} x")
+    assert ratio <= MOST[at_once]
+    assert first <= 1.0
