@@ -64,6 +64,7 @@ class FakeNode:
         self.fault: InjectedFault | None = None
         """Of legs. While a decode leg waits for its ticket (``at`` < 0), or after it has it."""
         self.delivery_fault: InjectedFault | None = None
+        """Of the deliveries of tickets; ``at`` 0: after a head of 200."""
         self.waiting = WaitingRoom(fabric)
         self.seen: list[Seen] = []
         self.recomputed = 0
@@ -87,7 +88,7 @@ class FakeNode:
     def refuses(self, path: str) -> bool:
         """Whether no connection can be had now."""
         if path == TICKETS_PATH:
-            return self.delivery_fault is not None and self.delivery_fault.kind is FaultKind.REFUSE
+            return self._take_delivery_fault(FaultKind.REFUSE) is not None
         return self._take_fault(FaultKind.REFUSE) is not None
 
     def respond(self, path: str, raw: bytes, headers: tuple[tuple[str, str], ...] = ()) -> Script:
@@ -107,10 +108,10 @@ class FakeNode:
         return script if fault is None else self._faulty(path, script, fault, body)
 
     def _take_delivery(self, raw: bytes) -> Script:
-        fault = self.delivery_fault
         if not self.can_wait:
             return Script(404, JSON, (error(404, "Not Found"),))
-        if fault is None or fault.kind is FaultKind.REFUSE:
+        fault = self._take_delivery_fault(*(set(FaultKind) - {FaultKind.REFUSE}))
+        if fault is None:
             return Script(self.waiting.deliver(raw), JSON, (b"{}",))
         if fault.kind is FaultKind.STATUS:
             return Script(fault.status, JSON + fault.headers, (error(fault.status, "the node says no"),))
@@ -168,7 +169,14 @@ class FakeNode:
         fault = self.fault
         if fault is None or fault.kind not in kinds:
             return None
-        self.fault = dataclasses.replace(fault, times=fault.times - 1) if fault.times > 1 else None
+        self.fault = _once_less(fault)
+        return fault
+
+    def _take_delivery_fault(self, *kinds: FaultKind) -> InjectedFault | None:
+        fault = self.delivery_fault
+        if fault is None or fault.kind not in kinds:
+            return None
+        self.delivery_fault = _once_less(fault)
         return fault
 
     def _faulty(self, path: str, script: Script, fault: InjectedFault, body: Mapping[str, Any]) -> Script:
@@ -191,6 +199,10 @@ class FakeNode:
     def _drop(self, body: Mapping[str, Any]) -> None:
         params = body.get("kv_transfer_params") or {}
         self.fabric.free(str(params.get("pdproxy_hand_over")))
+
+
+def _once_less(fault: InjectedFault) -> InjectedFault | None:
+    return dataclasses.replace(fault, times=fault.times - 1) if fault.times > 1 else None
 
 
 def _cut_off(script: Script, fault: InjectedFault, path: str) -> Script:
