@@ -1,6 +1,6 @@
 """The failure table: what follows when a leg fails. Pure; the only place that decides a retry.
 
-``python -m pdproxy.failures`` prints it for docs/failures.md.
+``python -m pdproxy.failures`` prints it for docs/failures.md. Longer than 300 lines: the table, and the page around it.
 """
 
 import dataclasses
@@ -29,6 +29,7 @@ class Step(enum.StrEnum):
     OTHER_PREFILL = "other_prefill"
     LOCAL = "local"
     SAME_TICKET = "same_ticket"
+    IN_TURN = "in_turn"
     PREFILL_AGAIN = "prefill_again"
     MIGRATE = "migrate"
     OTHER_NODE = "other_node"
@@ -111,6 +112,7 @@ _PREFILL_ANSWERED = (Step.OTHER_PREFILL, Step.LOCAL, Step.ANSWER)
 _DECODE = (Step.SAME_TICKET, Step.PREFILL_AGAIN, Step.FAIL)
 _DECODE_ANSWERED = (Step.SAME_TICKET, Step.PREFILL_AGAIN, Step.ANSWER)
 _STREAM = (Step.MIGRATE, Step.ERROR_EVENT)
+_DELIVERY = (Step.SAME_TICKET, Step.IN_TURN)
 
 FAILURE_TABLE: Mapping[tuple[Leg, Moment, Fault], FailureRow] = {
     (Leg.PREFILL, Moment.OPENING, Fault.REFUSED): FailureRow(_PREFILL, "connect", 503),
@@ -135,6 +137,13 @@ FAILURE_TABLE: Mapping[tuple[Leg, Moment, Fault], FailureRow] = {
     (Leg.DECODE, Moment.OPENING, Fault.ERROR_EVENT): FailureRow(_DECODE, "stall"),
     **{(Leg.DECODE, Moment.STREAMING, fault): FailureRow(_STREAM, "stall") for fault in Fault},
     (Leg.DECODE, Moment.STREAMING, Fault.CLIENT_ERROR): FailureRow((Step.ERROR_EVENT,), "stall"),
+    **{(Leg.DELIVERY, Moment.OPENING, fault): FailureRow((Step.IN_TURN,), "delivery") for fault in Fault},
+    (Leg.DELIVERY, Moment.OPENING, Fault.REFUSED): FailureRow(_DELIVERY, "connect", 503),
+    (Leg.DELIVERY, Moment.OPENING, Fault.RESET): FailureRow(_DELIVERY, "delivery"),
+    (Leg.DELIVERY, Moment.OPENING, Fault.HEADERS_TIMEOUT): FailureRow(_DELIVERY, "delivery", 504),
+    (Leg.DELIVERY, Moment.OPENING, Fault.STALL): FailureRow(_DELIVERY, "delivery", 504),
+    (Leg.DELIVERY, Moment.OPENING, Fault.BUSY): FailureRow(_DELIVERY, "delivery", 503),
+    (Leg.DELIVERY, Moment.OPENING, Fault.SERVER_ERROR): FailureRow(_DELIVERY, "delivery"),
     **{(Leg.FORWARD, Moment.OPENING, fault): FailureRow((Step.FAIL,), "stall") for fault in Fault},
     (Leg.FORWARD, Moment.OPENING, Fault.REFUSED): FailureRow((Step.OTHER_NODE, Step.FAIL), "connect", 503),
     (Leg.FORWARD, Moment.OPENING, Fault.RESET): FailureRow((Step.FAIL,), "decode_headers"),
@@ -145,8 +154,9 @@ FAILURE_TABLE: Mapping[tuple[Leg, Moment, Fault], FailureRow] = {
     (Leg.RELEASE, Moment.OPENING, Fault.RESET): FailureRow((Step.SAME_NODE, Step.LEASE_END), "release"),
 }
 """Every leg, moment and fault; only a decode leg streams. A leg that streams has its head behind it: what a head can
-say comes up there only through a confused node, and is treated like any break. A forward leg passes the node's answer
-on whatever its status is, so that no status makes a fault."""
+say comes up there only through a confused node, and is treated like any break. A delivery fails no request: its node
+may not know the path (4xx), and be a good decode node for a request that brings its ticket along. A forward leg passes
+the node's answer on whatever its status is, so that no status makes a fault."""
 
 
 class Blame(enum.StrEnum):
@@ -174,6 +184,14 @@ LEG_BLAME = {
 }
 """Of prefill and decode legs: `health.failures` in a row open the node's circuit."""
 
+DELIVERY_BLAME = dict.fromkeys(Fault, Blame.NO) | {
+    Fault.REFUSED: Blame.YES,
+    Fault.RESET: Blame.YES,
+    Fault.SERVER_ERROR: Blame.IF_ANOTHER_SERVED,
+}
+"""Of deliveries, which are given little time: a node that is busy with its prompts may be late, and serve all the same.
+One that is stuck is found by active health."""
+
 PROBE_BLAME = LEG_BLAME | {
     Fault.HEADERS_TIMEOUT: Blame.IF_SILENT,
     Fault.STALL: Blame.IF_SILENT,
@@ -185,6 +203,8 @@ PROBE_BLAME = LEG_BLAME | {
 
 def blame(leg: Leg, fault: Fault) -> Blame:
     """Whether a leg's fault counts against its node: a release's never does, and a forward's has no second node."""
+    if leg is Leg.DELIVERY:
+        return DELIVERY_BLAME[fault]
     if leg is Leg.RELEASE or (leg is Leg.FORWARD and LEG_BLAME[fault] is Blame.IF_ANOTHER_SERVED):
         return Blame.NO
     return LEG_BLAME[fault]
@@ -236,6 +256,7 @@ _STEPS = {
     Step.OTHER_PREFILL: "another prefill node",
     Step.LOCAL: "compute on the decode node",
     Step.SAME_TICKET: "another decode node, same ticket",
+    Step.IN_TURN: "the same decode node, the ticket with the request",
     Step.PREFILL_AGAIN: "another decode node, after a new prefill",
     Step.MIGRATE: "migrate the stream",
     Step.OTHER_NODE: "another node",
@@ -255,6 +276,7 @@ The first step that is still possible is taken:
 - *compute on the decode node*: unless the policy is `fail`.
 - *same ticket*: while `retries` are left and the ticket is younger than `ticket_life`. No prefill runs again.
 - *after a new prefill*: while `retries` are left.
+- *the ticket with the request*: always.
 - *migrate*: while `migrations` are left and the stream can be continued exactly.
 - A node that could not be reached at all uses no retry up: where `retries` is not 0, every node is tried.
 - A step that finds no node left gives way to the last one of its row.
@@ -272,6 +294,17 @@ reached, another one is asked; after any other fault nobody knows what was done,
 deadlines are those of a decode leg. The node's answer is passed on whatever its status.
 
 A *release* is good any number of times: where its connection broke, it is sent once more.
+
+Where the decode node can wait (`policy.legs`), both legs go out at once, and a *delivery* brings the ticket to the
+decode leg. The table stays the same, and no leg disturbs the other one:
+- A prefill leg fails: the decode leg waits on, for another prefill node's ticket; to *compute on the decode node* it is
+  told that there is none. Where the client gets an error, it is closed.
+- A decode leg fails before it has its ticket: the one to come counts as one that works. The other decode node waits for
+  it too, or gets it with the request where it cannot. Where no step is left the prefill leg is ended, and released.
+- A delivery fails: the decode leg is closed, and the request goes out anew with its ticket in it. A node that answers a
+  delivery with a 4xx is not made to wait for a minute.
+- A decode node answers before it has its ticket: the answer is good; the prefill leg is ended, and released.
+- `decode_headers` counts from the delivery.
 """
 
 _PROBES = """

@@ -88,6 +88,8 @@ class LocalReason(enum.StrEnum):
     """All pairs of one cohort failed the known-answer test."""
     PREFILL_FAILED = "prefill_failed"
     """The failure table chose to compute on the decode node."""
+    UNDELIVERED = "undelivered"
+    """The decode node did not wait until its ticket was there."""
 
 
 class NotContinuableReason(enum.StrEnum):
@@ -158,6 +160,15 @@ class SubRequest:
     @property
     def endpoint(self) -> Endpoint:
         return self.request.endpoint
+
+    @property
+    def first_event_proves_read(self) -> bool:
+        """Whether a decode leg's first event proves that the hand-over was read.
+
+        The first of several choices may come before the others have read; and a stream of responses begins with events
+        about itself. There the hand-over counts as unread until the stream ends well: releasing once more does no harm.
+        """
+        return not self.shape.stream or (self.shape.choices == 1 and self.endpoint is not Endpoint.RESPONSES)
 
     @property
     def headers(self) -> Headers:

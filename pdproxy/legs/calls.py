@@ -1,4 +1,4 @@
-"""The HTTP calls to nodes: the prefill leg, the decode leg, the release of a hand-over."""
+"""The HTTP calls to nodes: the prefill leg, the decode leg, the delivery of a ticket, the release of a hand-over."""
 
 import asyncio
 import dataclasses
@@ -6,7 +6,7 @@ import json
 import secrets
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.legs.rewrite import release_body
+from pdproxy.legs.rewrite import delivery_body, release_body
 from pdproxy.nodes.node import Node
 from pdproxy.request import Endpoint, Headers, Json, header
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transport, read_to_end
@@ -18,6 +18,8 @@ ANSWER_BYTES = 256 * 1024 * 1024
 """The longest answer that is read whole: token ids and log-probabilities of a long prompt fit."""
 KEPT_HEADERS = ("retry-after", "content-type", "www-authenticate")
 EVENT_STREAM = "text/event-stream"
+TICKETS_PATH = "/v1/pdproxy/tickets"
+_ACCEPTED = 202
 
 NOTHING_HELD = frozenset({Fault.REFUSED, Fault.BUSY, Fault.CLIENT_ERROR, Fault.NO_TICKET})
 """Faults of a prefill leg after which its node holds nothing for it: there is nothing to release."""
@@ -28,7 +30,7 @@ whether it used the ticket. The connector does not look at it, and no signature 
 
 
 def new_hand_over_id() -> str:
-    """A new hand-over id: 128 bits of the system's randomness, in hex."""
+    """A new id of a hand-over, or of a leg that waits: 128 bits of the system's randomness, in hex."""
     return secrets.token_hex(16)
 
 
@@ -80,6 +82,24 @@ async def decode(
     raise NodeFault(Fault.INVALID_BODY, f"asked for stream={body.get('stream')} and got {kind or 'no content type'}")
 
 
+async def deliver_ticket(
+    transport: Transport, node: Node, wait_id: str, ticket: Json | None, headers: Headers, timeouts: Timeouts
+) -> None:
+    """Bring a ticket to the decode leg that waits on this node; None: it is to compute. Harmless if it has gone.
+
+    Raises:
+        NodeFault: any fault; CLIENT_ERROR where the node does not know the path, INVALID_BODY for what is no 202.
+    """
+    response = await _post(transport, node, TICKETS_PATH, delivery_body(wait_id, ticket), headers, timeouts)
+    await raise_for_status(response)
+    try:
+        await read_to_end(response, FAULT_BODY_BYTES)
+    finally:
+        await response.aclose()
+    if response.status != _ACCEPTED:
+        raise NodeFault(Fault.INVALID_BODY, f"a delivery was answered with status {response.status}")
+
+
 async def release(
     transport: Transport, node: Node, model: str, hand_over_id: str, timeouts: Timeouts, headers: Headers = ()
 ) -> None:
@@ -105,12 +125,12 @@ async def release(
 
 
 async def _post(
-    transport: Transport, node: Node, endpoint: Endpoint, body: Json, headers: Headers, timeouts: Timeouts
+    transport: Transport, node: Node, path: str, body: Json, headers: Headers, timeouts: Timeouts
 ) -> HttpResponse:
     own = ("content-type", "accept", "accept-encoding")
     kept = tuple((name, value) for name, value in headers if name not in own)
     leg_headers = (*kept, ("content-type", "application/json"), ("accept-encoding", "identity"))
-    return await transport.send(HttpRequest("POST", node.url + endpoint, leg_headers, outgoing_body(body)), timeouts)
+    return await transport.send(HttpRequest("POST", node.url + path, leg_headers, outgoing_body(body)), timeouts)
 
 
 def outgoing_body(body: object) -> bytes:

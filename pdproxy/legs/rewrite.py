@@ -1,4 +1,4 @@
-"""The bodies that go to nodes: prefill leg, decode leg, release, continued stream. Pure; nothing else writes them.
+"""The bodies that go to nodes: of both legs, delivery, release, continued stream. Pure; nothing else writes them.
 
 A hand-over id is what the proxy calls a prefill leg: with it the node can be asked to free whatever that leg holds,
 before, during and after the leg. It must be unguessable, and each leg gets a new one.
@@ -84,6 +84,19 @@ def decode_body(
         options = leg.get("stream_options")
         leg["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
     return leg
+
+
+def waiting(wait_id: str, seconds: float) -> dict[str, object]:
+    """In the place of a ticket for `decode_body`: the node waits for the ticket, to be delivered under this id.
+
+    ``wait_id`` must be unguessable, and new for each leg. After so many seconds the node computes the prompt by itself.
+    """
+    return {"pdproxy_wait": {"id": wait_id, "seconds": seconds}}
+
+
+def delivery_body(wait_id: str, ticket: Json | None) -> dict[str, object]:
+    """Bring a ticket to the decode leg that waits under this id; None says that there is none: compute now."""
+    return {"id": wait_id, "kv_transfer_params": ticket}
 
 
 COMPLETIONS_DEFAULT_TOKENS = 16

@@ -78,6 +78,7 @@ class Node:
         fingerprint: what the bytes of its KV cache depend on, value by part; empty where not published.
         block_size: tokens in an attention block; 0 where not published.
         max_model_len: the longest sequence in tokens; 0 where not published.
+        can_wait: a request may be sent to it before its ticket, and waits there until that is delivered.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Node:
     fingerprint: Mapping[str, str] = dataclasses.field(default_factory=lambda: MappingProxyType({}), hash=False)
     block_size: int = 0
     max_model_len: int = 0
+    can_wait: bool = False
 
     def each_rank(self) -> tuple[Headers, ...]:
         """The headers that bring a request to each of its ranks; a lone one needs none."""

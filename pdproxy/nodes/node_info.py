@@ -74,6 +74,7 @@ class NodeInfo:
             fingerprint=self.fingerprint,
             block_size=int(block_size) if block_size.isdecimal() else 0,
             max_model_len=self.models.max_model_len or 0,
+            can_wait=self.labels.get("rendezvous") == "true",
         )
 
     def cohort(self) -> str:

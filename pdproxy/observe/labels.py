@@ -26,7 +26,7 @@ class Phase(enum.StrEnum):
     PREFILL = "prefill"
     """From the prefill leg's send to its ticket."""
     HANDOVER = "handover"
-    """From the ticket to the decode leg's response head."""
+    """From the ticket to the decode leg's response head; of a stream whose decode leg waited, to its first event."""
     DECODE = "decode"
     """From there to the end of the answer."""
     FIRST_TOKEN = "first_token"
@@ -39,6 +39,8 @@ class Leg(enum.StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+    DELIVERY = "delivery"
+    """Of a ticket to the decode leg that waits for it."""
     RELEASE = "release"
     FORWARD = "forward"
 
@@ -64,6 +66,19 @@ class Attempt(enum.StrEnum):
 
     SUCCEEDED = "done"
     FAILED = "failed"
+
+
+class Delivery(enum.StrEnum):
+    """What came of a decode leg that went out before its ticket."""
+
+    TICKET = "ticket"
+    """It was brought its ticket."""
+    NONE = "none"
+    """It was told that there is none, and that its node is to compute the prompt."""
+    FAILED = "failed"
+    """Neither could be brought to it: it was sent again."""
+    UNNEEDED = "unneeded"
+    """Its node answered before there was a ticket."""
 
 
 class Proof(enum.StrEnum):

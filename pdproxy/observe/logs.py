@@ -6,10 +6,8 @@ Details stand in ``extra``: ``_LOG.info("client left", extra={"request_id": name
 import datetime as dt
 import json
 import logging
-from collections.abc import Mapping
 from typing import TextIO
 
-from pdproxy.observe.labels import Outcome, Phase
 from pdproxy.settings.model import Log
 from pdproxy.settings.types import LogFormat
 
@@ -60,25 +58,6 @@ def configure(log: Log, stream: TextIO) -> logging.Handler:
     root.setLevel(logging.WARNING)
     logging.getLogger("pdproxy").setLevel(log.level.upper())
     return handler
-
-
-def request_ended(
-    logger: logging.Logger,
-    outcome: Outcome,
-    request_id: str,
-    timeline: Mapping[Phase, float],
-    facts: Mapping[str, object],
-) -> None:
-    """Log the one line of a request.
-
-    Args:
-        timeline: seconds spent in each phase.
-        facts: endpoint, model, nodes, status. Never a body, a ticket or a key.
-    """
-    if not logger.isEnabledFor(logging.INFO):
-        return
-    spent = {f"{phase}_ms": round(seconds * 1000, 1) for phase, seconds in timeline.items()}
-    logger.info("request ended", extra={"request_id": request_id, "outcome": outcome.value, **facts, **spent})
 
 
 def _time(record: logging.LogRecord) -> str:

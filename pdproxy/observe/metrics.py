@@ -8,7 +8,7 @@ from functools import cache, partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdproxy.errors import Fault
-from pdproxy.observe.labels import Attempt, Leg, Outcome, Phase, Proof, Task, Tokens
+from pdproxy.observe.labels import Attempt, Delivery, Leg, Outcome, Phase, Proof, Task, Tokens
 from pdproxy.request import Endpoint
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -38,6 +38,9 @@ class Metrics:
             "pdproxy_recomputed_total", "Disaggregated requests whose decode node prefilled again."
         )
         self._releases = counter("pdproxy_releases_total", "Hand-overs that the proxy released.", ["outcome"])
+        self._deliveries = counter(
+            "pdproxy_deliveries_total", "What came of decode legs that went out before their tickets.", ["outcome"]
+        )
         self._active = gauge("pdproxy_requests_active", "Requests that run now.")
         self._queued = gauge("pdproxy_requests_queued", "Requests that wait for a place now.")
         self._bodies = gauge("pdproxy_body_bytes", "Bytes of request bodies that are held now.")
@@ -60,6 +63,7 @@ class Metrics:
         self._request = cache(self._requests.labels)
         self._phase = cache(self._phases.labels)
         self._continuing = cache(self._continuable.labels)
+        self._delivery = cache(self._deliveries.labels)
         self._token = cache(self._tokens.labels)
         self._pending = cache(self._prefill_tokens.labels)
         self._node = cache(self._node_active.labels)
@@ -71,7 +75,7 @@ class Metrics:
             self._requests.labels(endpoint, outcome)
         for counter, words in (
             (self._migrations, Attempt), (self._releases, Attempt), (self._tokens, Tokens), (self._tasks, Task),
-            (self._proofs, Proof),
+            (self._proofs, Proof), (self._deliveries, Delivery),
         ):  # fmt: skip
             for word in words:
                 counter.labels(word)
@@ -111,6 +115,10 @@ class Metrics:
     def released(self, outcome: Attempt) -> None:
         """Count a hand-over that the proxy released."""
         self._releases.labels(outcome).inc()
+
+    def delivered(self, outcome: Delivery) -> None:
+        """Count what came of a decode leg that went out before its ticket."""
+        self._delivery(outcome).inc()
 
     def watch_requests(self, active: Callable[[], float], queued: Callable[[], float]) -> None:
         """Ask for the numbers of running and of waiting requests whenever metrics are scraped."""

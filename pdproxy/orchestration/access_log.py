@@ -2,11 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pdproxy.errors import ClientError
 from pdproxy.observe.labels import Outcome, Phase, Tokens
-from pdproxy.observe.logs import request_ended
 from pdproxy.orchestration.client_errors import UpstreamErrorResponse
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.in_flight import Route, Timeline
@@ -43,6 +42,24 @@ class RequestLog:
         facts = {"endpoint": request.endpoint.value, "model": request.model[:_LONGEST_MODEL]}
         facts |= {field: node for field, node in nodes.items() if node is not None}
         request_ended(_LOG, outcome, request.request_id, timeline.took, facts)
+
+
+def request_ended(
+    logger: logging.Logger,
+    outcome: Outcome,
+    request_id: str,
+    timeline: Mapping[Phase, float],
+    facts: Mapping[str, object],
+) -> None:
+    """Log the one line of a request.
+
+    Args:
+        timeline: seconds spent in each phase.
+        facts: endpoint, model, nodes. Never a body, a ticket or a key.
+    """
+    if logger.isEnabledFor(logging.INFO):
+        spent = {f"{phase}_ms": round(seconds * 1000, 1) for phase, seconds in timeline.items()}
+        logger.info("request ended", extra={"request_id": request_id, "outcome": outcome.value, **facts, **spent})
 
 
 def outcome_of(error: BaseException, left: Callable[[], bool]) -> Outcome:

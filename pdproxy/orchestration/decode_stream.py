@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.response import Sink
@@ -57,16 +57,25 @@ class UsageEventFilter:
 class DecodeStream:
     """The stream of one decode leg. A fault in the middle of a piece is raised only after what stood before it.
 
-    ``usage_filter`` is given where only we asked for the usage event. The caller closes ``response``.
+    The caller closes ``response``.
+
+    Args:
+        has_ticket: asked when the first events are here: a leg may go out, and its head come, before its ticket.
+        usage_filter: given where only we asked for the usage event.
     """
 
     def __init__(
-        self, response: HttpResponse, transcript: Transcript, ticketed: bool, usage_filter: UsageEventFilter | None
+        self,
+        response: HttpResponse,
+        transcript: Transcript,
+        has_ticket: Callable[[], bool],
+        usage_filter: UsageEventFilter | None,
     ) -> None:
         self._response = response
         self._chunks: AsyncIterator[bytes] = aiter(response)
         self._transcript = transcript
-        self._ticketed = ticketed
+        self._has_ticket = has_ticket
+        self._ticketed = False
         self._usage_filter = usage_filter
         self._parser = SseParser()
         self._at_event_boundary = False
@@ -83,7 +92,9 @@ class DecodeStream:
         """Everything up to and with the first data event; raises as `read_next`."""
         pieces = []
         while not (self.has_data_event or self.ended):
-            pieces.append(await self.read_next())
+            piece = await self._next_piece()
+            self._ticketed = self._has_ticket()
+            pieces.append(self._client_bytes(piece))
         return b"".join(pieces)
 
     async def read_next(self) -> bytes:
@@ -93,6 +104,10 @@ class DecodeStream:
             NodeFault: RESET where the body ended before the stream did; what the transport and the transcript raise.
             NotContinuable: the leg's text is not what the client already has.
         """
+        return self._client_bytes(await self._next_piece())
+
+    async def _next_piece(self) -> bytes:
+        """The next piece; nothing at the end of the stream."""
         if self._pending_error is not None:
             raise self._pending_error
         try:
@@ -102,7 +117,7 @@ class DecodeStream:
                 raise
             piece = None  # cut after its end: nothing is missing
         if piece is not None:
-            return self._client_bytes(piece)
+            return piece
         if not self._transcript.ended:
             raise NodeFault(Fault.RESET, "the body ended before the stream did")
         self.ended = True

@@ -48,6 +48,10 @@ class Timeline:
         if node:
             self.nodes[phase] = node
 
+    def assign(self, phase: Phase, node: str) -> None:
+        """A node is to work in a phase that has not come yet."""
+        self.nodes[phase] = node
+
     def first_byte(self) -> None:
         """The first byte for the client is here; put every phase so far on the metrics."""
         self.took[Phase.FIRST_TOKEN] = self._clock.now() - self.start

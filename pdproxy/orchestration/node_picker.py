@@ -1,16 +1,21 @@
 """Which nodes one prompt goes to: plans, excluded nodes, faults that count against nodes, retries that are left."""
 
+import logging
+
 from pdproxy.errors import Fault, NodeFault, PdproxyError
 from pdproxy.failures import NO_RETRY_USED, Blame, Moment, RetryOptions, Step, blame, decide, final_step
 from pdproxy.legs.shape import max_prompt_tokens
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.labels import Leg
-from pdproxy.orchestration.client_errors import final_error, no_node_error
+from pdproxy.orchestration.client_errors import deadline_passed, final_error, no_node_error, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext
-from pdproxy.orchestration.resources import HandOver
+from pdproxy.orchestration.in_flight import LegFailure
 from pdproxy.planning.plan import NoNode, Plan, PlanInput, UnknownModel, choose, plan
 from pdproxy.request import LocalReason, SubRequest
+from pdproxy.settings.types import OnPrefillFailure
+
+_LOG = logging.getLogger(__name__)
 
 
 class FaultReporter:
@@ -45,15 +50,13 @@ class RetryState:
 
     def __init__(self, context: OrchestrationContext) -> None:
         self._context = context
-        self._left = dict.fromkeys((Leg.PREFILL, Leg.DECODE, Leg.FORWARD), context.config.retries)
+        self._left = dict.fromkeys((Leg.PREFILL, Leg.DECODE, Leg.DELIVERY, Leg.FORWARD), context.config.retries)
         self._last: tuple[Leg, NodeFault] | None = None
 
-    def next_step(self, leg: Leg, fault: NodeFault, hand_over: HandOver | None = None) -> Step:
+    def next_step(self, leg: Leg, fault: NodeFault, *, ticket_works: bool = False) -> Step:
         """The next step after a failed leg, by the failure table."""
         self._last = (leg, fault)
-        config, now = self._context.config, self._context.clock.now()
-        works = hand_over is not None and now - hand_over.issued_at < config.ticket_life
-        options = RetryOptions(config.on_prefill_failure, self._left[leg], ticket_works=works)
+        options = RetryOptions(self._context.config.on_prefill_failure, self._left[leg], ticket_works=ticket_works)
         step = decide(leg, Moment.OPENING, fault.fault, options)
         self._left[leg] -= fault.fault not in NO_RETRY_USED
         self._context.metrics.step_taken(leg, fault.fault, step)
@@ -72,50 +75,119 @@ NO_NODE_ERRORS = (NoNode, UnknownModel)
 
 
 class NodePicker:
-    """Plans one prompt, with a fresh snapshot of the pool each time; does no I/O."""
+    """Plans one prompt, with a fresh snapshot of the pool each time, and records how its nodes did; does no I/O."""
 
-    def __init__(self, context: OrchestrationContext, sub_request: SubRequest, fault_reporter: FaultReporter) -> None:
+    def __init__(self, context: OrchestrationContext, sub_request: SubRequest) -> None:
         self._context = context
         self._sub_request = sub_request
-        self._fault_reporter = fault_reporter
+        self._fault_reporter = FaultReporter(context.pool)
+        self._retry_state = RetryState(context)
         self._local = sub_request.shape.local
         short = context.config.local_below_tokens > 0
         self._tokens = max_prompt_tokens(sub_request.endpoint, sub_request.body) if short else None
 
     def plan(self) -> Plan:
-        """Which nodes now; raises as `planning.plan`."""
-        context = self._context
-        return plan(context.pool.snapshot(), self._input(), context.config.plan_policy(), next(context.tie_breaker))
+        """Which nodes now; raises the `ClientError` where there are none."""
+        try:
+            return self._plan()
+        except UnknownModel as error:
+            raise unknown_model_error(error) from error
+        except NoNode as error:
+            raise self._retry_state.no_node_left(error) from error
 
     def possible(self) -> bool:
         """Whether a plan could be made now."""
         try:
-            self.plan()
+            self._plan()
         except NO_NODE_ERRORS:
             return False
         return True
 
+    def plan_for(self, decode: Node) -> Plan:
+        """As `plan`, for a decode node whose leg waits; with another one only where this one has no partner left.
+
+        The node may take no new request, such as while it drains; the one that waits there it can still compute alone.
+        """
+        prefill = None if self._local else self._other(Role.PREFILL, decode)
+        if prefill is not None:
+            return Plan(prefill, decode)
+        try:
+            chosen = self._plan()
+        except NO_NODE_ERRORS:
+            if self._context.config.on_prefill_failure is OnPrefillFailure.FAIL:
+                return self.plan()
+            return Plan(None, decode, LocalReason.NO_PREFILL)
+        return Plan(None, decode, chosen.local) if chosen.prefill is None else chosen
+
     def other_decode(self, prefill: Node | None = None) -> Node | None:
         """A decode node that has not failed the request, and that can use a ticket of ``prefill`` if given."""
-        snapshot = self._context.pool.snapshot()
+        return self._other(Role.DECODE, prefill)
+
+    def _other(self, role: Role, partner: Node | None) -> Node | None:
+        context = self._context
         try:
-            return choose(snapshot, Role.DECODE, self._input(prefill), next(self._context.tie_breaker))
+            return choose(context.pool.snapshot(), role, self._input(partner), next(context.tie_breaker))
         except NO_NODE_ERRORS:
             return None
 
-    def without_prefill(self, reason: LocalReason) -> None:
-        """From now on the decode node computes the prompt."""
-        self._local = reason
-
     def reset(self) -> None:
-        """Before a request, or its continuation, starts: an earlier `without_prefill` no longer holds."""
+        """Before a request, or its continuation, starts: nothing has failed, and all retries are left."""
         self._local = self._sub_request.shape.local
+        self._retry_state = RetryState(self._context)
 
-    def _input(self, ticket_of: Node | None = None) -> PlanInput:
+    def leave(self, name: str) -> None:
+        """The stream leaves a node. Others that failed earlier may be tried again."""
+        self._fault_reporter.excluded = frozenset({name})
+
+    def other_than(self, name: str) -> bool:
+        """Whether another decode node could take over from this one now."""
+        self._fault_reporter.excluded |= {name}
+        return self.other_decode() is not None
+
+    def served(self, leg: Leg, name: str) -> None:
+        """A leg went well."""
+        self._fault_reporter.served(leg, name)
+
+    def failed(self, leg: Leg, node: Node, fault: NodeFault, *, ticket_works: bool = False) -> Step:
+        """A leg failed before its first event: record it; the next step."""
+        self.record_fault(leg, node.name, fault)
+        step = self._retry_state.next_step(leg, fault, ticket_works=ticket_works)
+        self.record_step(leg, node.name, fault, step)
+        return step
+
+    def prefill_failed(self, node: Node, fault: NodeFault) -> None:
+        """A prefill leg failed: the next plan has another prefill node, or none; or the client's error is raised."""
+        match self.failed(Leg.PREFILL, node, fault):
+            case Step.OTHER_PREFILL:
+                pass
+            case Step.LOCAL:
+                self._local = LocalReason.PREFILL_FAILED
+            case step:
+                raise final_error(Leg.PREFILL, Moment.OPENING, step, fault)
+
+    def record_fault(self, leg: Leg, node: str, fault: NodeFault) -> None:
+        """Count and log a failed leg; a fault that our own deadline made does not count against the node."""
+        self._context.metrics.leg_failed(leg, fault.fault)
+        level = logging.INFO if fault.fault is Fault.CLIENT_ERROR else logging.WARNING
+        name = self._sub_request.name
+        _LOG.log(level, "request %s: %s leg on %s: %s: %s", name, leg, node, fault.fault, fault.detail)
+        if not deadline_passed(self._context.clock, self._sub_request.request.deadline):
+            self._fault_reporter.failed(leg, node, fault.fault)
+
+    def record_step(self, leg: Leg, node: str, fault: NodeFault, step: Step) -> None:
+        """Show the operator a leg's failure and the step that follows."""
+        failure = LegFailure(self._context.clock.now(), self._sub_request.name, leg, node, fault.fault, step)
+        self._context.in_flight.failed(self._sub_request.request, failure)
+
+    def _plan(self) -> Plan:
+        context = self._context
+        return plan(context.pool.snapshot(), self._input(), context.config.plan_policy(), next(context.tie_breaker))
+
+    def _input(self, partner: Node | None = None) -> PlanInput:
         return PlanInput(
             self._sub_request.request.model,
             self._local,
             self._fault_reporter.excluded,
-            ticket_of=ticket_of,
+            partner=partner,
             prompt_tokens=self._tokens,
         )

@@ -9,7 +9,13 @@ from pdproxy.failures import Moment, RetryOptions, Step, decide
 from pdproxy.legs.rewrite import continuation_body
 from pdproxy.nodes.pool import UnknownNode
 from pdproxy.observe.labels import Attempt, Leg, Outcome
-from pdproxy.orchestration.client_errors import StreamError, UpstreamErrorResponse, deadline_error, stream_error_event
+from pdproxy.orchestration.client_errors import (
+    StreamError,
+    UpstreamErrorResponse,
+    deadline_error,
+    deadline_passed,
+    stream_error_event,
+)
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.decode_stream import DecodeStream, UsageEventFilter
 from pdproxy.orchestration.resources import node_down_fault
@@ -82,15 +88,19 @@ class Relay(ResponseStream):
         return first_event
 
     async def _read_first_event(self, response: HttpResponse) -> bytes:
-        hand_over = self._upstream.hand_over
-        if not self._transcript.started and hand_over is not None:
-            self._transcript.cached_tokens = hand_over.answer.cached_tokens
         usage_filter = UsageEventFilter() if self._adds_usage else None
-        decode_stream = DecodeStream(response, self._transcript, hand_over is not None, usage_filter)
+        decode_stream = DecodeStream(response, self._transcript, self._note_ticket, usage_filter)
         read_first = await decode_stream.read_first()
         self._decode_stream = decode_stream
         self._leaving = self._leaving_event()
         return read_first
+
+    def _note_ticket(self) -> bool:
+        """Whether the leg has a ticket. What its prefill node had cached is what the client is to see."""
+        hand_over = self._upstream.hand_over
+        if not self._transcript.started and hand_over is not None:
+            self._transcript.cached_tokens = hand_over.answer.cached_tokens
+        return hand_over is not None
 
     def _leaving_event(self) -> asyncio.Event:
         try:
@@ -109,7 +119,11 @@ class Relay(ResponseStream):
             return b""
         try:
             self._upstream.remaining_seconds()
-            if self._leaving.is_set() and self._can_move() and self._upstream.other_node_available():
+            if (
+                self._leaving.is_set()
+                and self._can_move()
+                and self._upstream.nodes.other_than(self._upstream.node_name)
+            ):
                 return await self._migrate()
             piece = await decode_stream.read_next()
         except NodeFault as fault:
@@ -121,7 +135,7 @@ class Relay(ResponseStream):
 
     def _on_node_down(self) -> None:
         """Active health gave the node up: abort the leg, but only where the stream can be continued elsewhere."""
-        if not self._node_down and self._can_move() and self._upstream.other_node_available():
+        if not self._node_down and self._can_move() and self._upstream.nodes.other_than(self._upstream.node_name):
             self._node_down = True
             self._upstream.resources.abort_decode_leg()
 
@@ -133,11 +147,11 @@ class Relay(ResponseStream):
 
     async def _on_fault(self, decode_stream: DecodeStream, fault: NodeFault) -> bytes:
         """The node failed in the middle of its answer."""
-        self._upstream.record_fault(Leg.DECODE, self._upstream.node_name, fault)
+        self._upstream.nodes.record_fault(Leg.DECODE, self._upstream.node_name, fault)
         if self._transcript.finished:
             self._finish(Outcome.OK)
             return decode_stream.flush() + self._transcript.ending()
-        if self._upstream.deadline_passed:
+        if deadline_passed(self._context.clock, self._sub_request.request.deadline):
             return await self._fail(deadline_error())
         config = self._context.config
         options = RetryOptions(
@@ -145,7 +159,7 @@ class Relay(ResponseStream):
         )
         step = decide(Leg.DECODE, Moment.STREAMING, fault.fault, options)
         self._context.metrics.step_taken(Leg.DECODE, fault.fault, step)
-        self._upstream.record_step(Leg.DECODE, self._upstream.node_name, fault, step)
+        self._upstream.nodes.record_step(Leg.DECODE, self._upstream.node_name, fault, step)
         return await (self._migrate() if step is Step.MIGRATE else self._fail(fault))
 
     async def _migrate(self) -> bytes:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.failures import RELEASE_RETRIES, Moment, RetryOptions, Step, decide
-from pdproxy.legs.calls import PrefillAnswer, release
+from pdproxy.legs.calls import NOTHING_HELD, PrefillAnswer, release
 from pdproxy.lifecycle import IllegalTransition
 from pdproxy.nodes.node import Node
 from pdproxy.nodes.pool_entry import Slot
@@ -35,25 +35,36 @@ def node_down_fault() -> NodeFault:
     return NodeFault(Fault.STALL, "active health gave the node up, and nothing has come from it since")
 
 
+Interrupt = Callable[[BaseException], None]
+"""Ends the wait for a leg's answer: the error is raised there. The first one counts."""
+
+
 @asynccontextmanager
-async def fail_if_node_down(slot: Slot, alternative_exists: Callable[[], bool]) -> AsyncIterator[None]:
+async def fail_if_node_down(slot: Slot, alternative_exists: Callable[[], bool]) -> AsyncIterator[Interrupt]:
     """Wait inside for a leg's answer: a STALL fault, as soon as active health has given its node up.
 
-    Where no alternative exists the leg waits on, for the node may come back.
+    Where no alternative exists the leg waits on, for the node may come back. What is yielded ends it with an error.
     """
     now = asyncio.get_running_loop().time
     scope = asyncio.timeout(None)
+    errors: list[BaseException] = []
+
+    def interrupt(error: BaseException) -> None:
+        if not scope.expired():
+            errors.append(error)
+            scope.reschedule(now())
+
     try:
         async with scope:
-            slot.on_node_down(lambda: scope.reschedule(now()) if alternative_exists() and not scope.expired() else None)
+            slot.on_node_down(lambda: interrupt(node_down_fault()) if alternative_exists() else None)
             try:
-                yield
+                yield interrupt
             finally:
                 slot.on_node_down(None)
     except TimeoutError as error:
         if not scope.expired():
             raise
-        raise node_down_fault() from error
+        raise errors[0] from error
 
 
 class BackgroundTasks:
@@ -138,12 +149,20 @@ class HeldResources:
 
     @contextmanager
     def prefilling(self, node: Node, hand_over_id: str, tokens: int) -> Iterator[Slot]:
-        """A slot for a prefill leg of about so many tokens; from here on the node may hold blocks for it."""
+        """A slot for a prefill leg of about so many tokens; from here on the node may hold blocks for it.
+
+        What the node may hold of a leg that fails is released.
+        """
         with self._pool.acquire(node.name) as slot:
             self._unread = (node, hand_over_id)
             self._metrics.prefill_began(node.model, tokens)
             try:
                 yield slot
+            except NodeFault as fault:
+                if fault.fault in NOTHING_HELD:
+                    self.forget_hand_over()
+                self.release_hand_over()
+                raise
             finally:
                 self._metrics.prefill_ended(node.model, tokens)
 

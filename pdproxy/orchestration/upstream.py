@@ -1,42 +1,46 @@
 """One prompt's way through plan, prefill and decode, with its retries, up to a decode leg that answers.
 
-Everything that it holds meanwhile is in `HeldResources`: `aclose` gives it back, whenever it is called.
+Where the decode node can wait for its ticket both legs go out at once, and `Rendezvous` brings them together; elsewhere
+one follows the other. Everything that it holds meanwhile is in `HeldResources`: `aclose` gives it back, whenever it is
+called.
 """
 
-import logging
+import asyncio
+import functools
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.failures import Moment, Step
-from pdproxy.legs.calls import NOTHING_HELD, decode, prefill
+from pdproxy.legs.calls import decode, prefill
 from pdproxy.legs.rewrite import decode_body, prefill_body
 from pdproxy.legs.shape import estimated_prompt_tokens
-from pdproxy.lifecycle import RequestLifecycle, Transition
+from pdproxy.lifecycle import RequestLifecycle, RequestState, Transition
 from pdproxy.nodes.node import Node
-from pdproxy.observe.labels import Leg, Phase
+from pdproxy.observe.labels import Delivery, Leg, Phase
 from pdproxy.orchestration.access_log import record_usage
-from pdproxy.orchestration.client_errors import deadline_passed, final_error, remaining_seconds, unknown_model_error
+from pdproxy.orchestration.client_errors import final_error, remaining_seconds
 from pdproxy.orchestration.context import OrchestrationContext
-from pdproxy.orchestration.in_flight import LegFailure, Timeline
-from pdproxy.orchestration.node_picker import FaultReporter, NodePicker, RetryState
+from pdproxy.orchestration.in_flight import Timeline
+from pdproxy.orchestration.node_picker import NodePicker
+from pdproxy.orchestration.rendezvous import PlanAgain, Rendezvous, Undelivered, can_wait
 from pdproxy.orchestration.resources import BackgroundTasks, HandOver, HeldResources, fail_if_node_down
-from pdproxy.planning.plan import NoNode, Plan, UnknownModel
-from pdproxy.request import Addition, Endpoint, Json, LocalReason, SubRequest
-from pdproxy.transport.port import HttpResponse
+from pdproxy.planning.plan import Plan
+from pdproxy.request import Addition, Json, LocalReason, SubRequest
+from pdproxy.transport.port import HttpResponse, Timeouts
 from pdproxy.usage import Usage
 
-_LOG = logging.getLogger(__name__)
 Result = TypeVar("Result")
+ReadAnswer = Callable[[HttpResponse], Awaitable[Result]]
 
 
 class UpstreamRequest:
     """A sub-request on its way through the nodes. The holder must `aclose` it, on every exit.
 
     Attributes:
-        hand_over: the ticket of the decode leg; None where the decode node computes the prompt itself.
+        hand_over: the ticket of the decode leg, from the moment it is there; None where the decode node computes alone.
         recomputed: the decode node had a ticket and computed the prompt all the same, as far as its usage shows.
-        node_name: the decode node that was chosen last; "" before there is one.
+        nodes: which nodes it goes to, and how they did.
     """
 
     def __init__(
@@ -50,186 +54,247 @@ class UpstreamRequest:
         self._background_tasks = background_tasks
         self._timeline = timeline
         self._life = RequestLifecycle()
-        self._fault_reporter = FaultReporter(context.pool)
-        self._node_picker = NodePicker(context, sub_request, self._fault_reporter)
-        self._retry_state = RetryState(context)
+        self._rendezvous: Rendezvous | None = None
+        self._prefill_node: Node | None = None
+        self._decode_node: Node | None = None
         self.sub_request = sub_request
+        self.nodes = NodePicker(context, sub_request)
         self.resources = HeldResources(context, background_tasks, sub_request)
         self.hand_over: HandOver | None = None
         self.recomputed = False
-        self.node_name = ""
 
-    async def start(
-        self, body: Json, additions: frozenset[Addition], read_answer: Callable[[HttpResponse], Awaitable[Result]]
-    ) -> Result:
+    async def start(self, body: Json, additions: frozenset[Addition], read_answer: ReadAnswer[Result]) -> Result:
         """Send a body (the client's, or its continuation) to the nodes; what ``read_answer`` makes of the answer.
 
         Raises:
             ClientError: every retry failed, or none is left.
             UpstreamErrorResponse: a node's own error goes to the client.
         """
-        self._retry_state = RetryState(self._context)
-        self._node_picker.reset()
+        self.nodes.reset()
         node = await self._plan_and_prefill(body)
         while True:
             try:
-                ticket = None if self.hand_over is None else self.hand_over.answer.ticket
-                return await self._decode_on(
-                    node, decode_body(self.sub_request.endpoint, body, ticket, additions), read_answer
-                )
+                return await self._decode_on(node, body, additions, read_answer)
             except NodeFault as fault:
-                step = self._next_step(Leg.DECODE, node, fault)
-                await self.resources.close_decode_leg()
-                node = await self._next_decode_node(step, fault, body)
+                node = await self._after_failed_decode(node, fault, body)
+            except Undelivered as error:
+                node = await self._after_failed_delivery(error, body)
+            except PlanAgain:
+                node = await self._plan_anew(body)
 
-    async def _next_decode_node(self, step: Step, fault: NodeFault, body: Json) -> Node:
+    async def _after_failed_decode(self, node: Node, fault: NodeFault, body: Json) -> Node:
         """The decode node for the next try."""
-        if step is Step.SAME_TICKET and self.hand_over is not None:
-            other = self._node_picker.other_decode(self.hand_over.node)
-            if other is not None:
-                self._life.move(Transition.SAME_TICKET)
-                return self._acquire_decode(other)
+        step = self.nodes.failed(Leg.DECODE, node, fault, ticket_works=self._ticket_works())
+        await self.resources.close_decode_leg()
+        other = self._other_decode() if step is Step.SAME_TICKET else None
+        if other is not None:
+            return other
         if step in (Step.SAME_TICKET, Step.PREFILL_AGAIN):
-            self._life.move(Transition.AGAIN)
-            self.resources.release_hand_over()
-            return await self._plan_and_prefill(body)
+            return await self._plan_anew(body)
         raise final_error(Leg.DECODE, Moment.OPENING, step, fault)
 
+    async def _after_failed_delivery(self, error: Undelivered, body: Json) -> Node:
+        """The decode node that gets the request anew, with its ticket, or without one where there is none."""
+        step = self.nodes.failed(Leg.DELIVERY, error.node, error.fault, ticket_works=self._ticket_works())
+        if error.fault.fault is Fault.CLIENT_ERROR:
+            self._context.waiting_places.shut(error.node.name, self._context.clock.now())
+        await self.resources.close_decode_leg()
+        await self._end_rendezvous()
+        other = self._other_decode() if step is Step.SAME_TICKET else None
+        if other is not None:
+            return other
+        return (
+            self._acquire_decode(error.node) if error.node.name in self._context.pool else await self._plan_anew(body)
+        )
+
+    def _other_decode(self) -> Node | None:
+        """Another decode node for the ticket that is at hand, or that is still to come."""
+        other = self.nodes.other_decode(self._prefill_node if self.hand_over or self._pending else None)
+        if other is None:
+            return None
+        self._life.move(Transition.SAME_TICKET)
+        return self._acquire_decode(other)
+
+    async def _plan_anew(self, body: Json) -> Node:
+        await self.resources.close_decode_leg()
+        await self._end_rendezvous()
+        self._life.move(Transition.AGAIN)
+        self.resources.release_hand_over()
+        return await self._plan_and_prefill(body)
+
     async def _plan_and_prefill(self, body: Json) -> Node:
-        """Plan and prefill until there is a ticket, or the decode node is to compute alone; that decode node."""
+        """Plan, and prefill until there is a ticket, or the decode node is to wait or to compute; that decode node."""
         self.hand_over = None
         while (chosen := self._plan()).prefill is not None:
+            if can_wait(self._context, self.sub_request, chosen.decode):
+                return await self._begin_rendezvous(chosen, body)
             self._life.move(Transition.PREFILL)
             try:
                 self.hand_over = await self._prefill(chosen.prefill, body)
             except NodeFault as fault:
-                self._after_failed_prefill(chosen.prefill, fault)
+                self.nodes.prefill_failed(chosen.prefill, fault)
+                self._life.move(Transition.AGAIN)
             else:
                 self._life.move(Transition.TICKET)
                 return chosen.decode
-        if chosen.local is not None:
-            self._context.metrics.planned_local(chosen.local)
+        self._count_local(chosen.local)
         self._life.move(Transition.LOCAL)
         return chosen.decode
 
-    def _after_failed_prefill(self, node: Node, fault: NodeFault) -> None:
-        match self._next_step(Leg.PREFILL, node, fault):
-            case Step.OTHER_PREFILL:
-                pass
-            case Step.LOCAL:
-                self._node_picker.without_prefill(LocalReason.PREFILL_FAILED)
-            case step:
-                raise final_error(Leg.PREFILL, Moment.OPENING, step, fault)
-        self._life.move(Transition.AGAIN)
+    async def _begin_rendezvous(self, chosen: Plan, body: Json) -> Node:
+        self._life.move(Transition.TOGETHER)
+        prefill_beside = functools.partial(self._prefill_beside, chosen, body)
+        self._rendezvous = Rendezvous(self._context, self.sub_request, self._timeline, prefill_beside)
+        await asyncio.sleep(0)  # the prefill leg goes out first
+        return chosen.decode
 
-    def _next_step(self, leg: Leg, node: Node, fault: NodeFault) -> Step:
-        self.record_fault(leg, node.name, fault)
-        step = self._retry_state.next_step(leg, fault, self.hand_over)
-        self.record_step(leg, node.name, fault, step)
-        return step
+    async def _prefill_beside(self, chosen: Plan, body: Json) -> HandOver | None:
+        """Prefill for a decode leg that waits, which may move meanwhile; None where its node is to compute."""
+        while chosen.prefill is not None:
+            try:
+                self.hand_over = await self._prefill(chosen.prefill, body)
+            except NodeFault as fault:
+                self.nodes.prefill_failed(chosen.prefill, fault)
+            else:
+                return self.hand_over
+            decode_node = self._decode_node or chosen.decode
+            chosen = self.nodes.plan_for(decode_node)
+            if chosen.decode.name != decode_node.name:
+                raise PlanAgain
+        self._count_local(chosen.local)
+        return None
+
+    def _ticket_works(self) -> bool:
+        """Whether there is a ticket that another decode node may try, or one is to come."""
+        if self.hand_over is None:
+            return self._pending
+        return self._context.clock.now() - self.hand_over.issued_at < self._context.config.ticket_life
 
     async def _prefill(self, node: Node, body: Json) -> HandOver:
-        sub_request, context = self.sub_request, self._context
+        asked, context = self.sub_request, self._context
         hand_over_id = context.new_hand_over_id()
-        leg = prefill_body(sub_request.endpoint, body, hand_over_id, sub_request.shape.choices)
+        leg = prefill_body(asked.endpoint, body, hand_over_id, asked.shape.choices)
         timeouts = context.config.prefill_timeouts(self.remaining_seconds())
+        self._prefill_node = node
         self._timeline.enter(Phase.PREFILL, node.name)
-        try:
-            with self.resources.prefilling(node, hand_over_id, estimated_prompt_tokens(body)) as slot:
-                async with fail_if_node_down(slot, self._node_picker.possible):
-                    answer = await prefill(
-                        context.transport, node, sub_request.endpoint, leg, sub_request.headers, timeouts
-                    )
-        except NodeFault as fault:
-            if fault.fault in NOTHING_HELD:
-                self.resources.forget_hand_over()
-            self.resources.release_hand_over()
-            raise
-        self._fault_reporter.served(Leg.PREFILL, node.name)
+        with self.resources.prefilling(node, hand_over_id, estimated_prompt_tokens(body)) as slot:
+            async with fail_if_node_down(slot, self.nodes.possible):
+                answer = await prefill(context.transport, node, asked.endpoint, leg, asked.headers, timeouts)
+        self.nodes.served(Leg.PREFILL, node.name)
         return HandOver(hand_over_id, node, answer, context.clock.now())
 
     async def _decode_on(
-        self, node: Node, leg: Json, read_answer: Callable[[HttpResponse], Awaitable[Result]]
+        self, node: Node, body: Json, additions: frozenset[Addition], read_answer: ReadAnswer[Result]
     ) -> Result:
-        sub_request, context = self.sub_request, self._context
-        timeouts = context.config.decode_timeouts(self.remaining_seconds())
+        if self._pending and can_wait(self._context, self.sub_request, node):
+            return await self._decode_waiting(node, body, additions, read_answer)
+        await self._conclude_rendezvous()
+        ticket = None if self.hand_over is None else self.hand_over.answer.ticket
+        timeouts = self._context.config.decode_timeouts(self.remaining_seconds())
         self._timeline.enter(Phase.HANDOVER, node.name)
-        async with fail_if_node_down(self.resources.slot, self._node_picker.possible):
-            response = await decode(context.transport, node, sub_request.endpoint, leg, sub_request.headers, timeouts)
+        async with fail_if_node_down(self.resources.slot, self.nodes.possible):
+            response = await self._decode(
+                node, decode_body(self.sub_request.endpoint, body, ticket, additions), timeouts
+            )
             self._timeline.enter(Phase.DECODE, node.name)
-            result = await read_answer(self.resources.hold_response(response))
-        self._life.move(Transition.FIRST_EVENT)
-        if _first_event_proves_read(sub_request):
-            self.resources.forget_hand_over()
-        self._fault_reporter.served(Leg.DECODE, node.name)
+            result = await read_answer(response)
+        self._first_event(node)
         return result
+
+    async def _decode_waiting(
+        self, node: Node, body: Json, additions: frozenset[Addition], read_answer: ReadAnswer[Result]
+    ) -> Result:
+        rendezvous = self._rendezvous
+        assert rendezvous is not None
+        async with fail_if_node_down(self.resources.slot, self.nodes.possible) as interrupt:
+            with rendezvous.waiting(node, interrupt) as leg:
+                leg_body = decode_body(self.sub_request.endpoint, body, leg.instead, additions)
+                response = await self._decode(node, leg_body, leg.timeouts)
+                if not self.sub_request.shape.stream:  # the head of a stream says nothing: it comes before the ticket
+                    self._timeline.enter(Phase.DECODE, node.name)
+                result = await read_answer(response)
+        self._timeline.enter(Phase.DECODE, node.name)
+        if not rendezvous.prefilled:
+            await self._forgo_ticket()
+        self._first_event(node)
+        return result
+
+    async def _decode(self, node: Node, leg: Json, timeouts: Timeouts) -> HttpResponse:
+        asked = self.sub_request
+        response = await decode(self._context.transport, node, asked.endpoint, leg, asked.headers, timeouts)
+        return self.resources.hold_response(response)
+
+    def _first_event(self, node: Node) -> None:
+        self._life.move(Transition.FIRST_EVENT)
+        if self.sub_request.first_event_proves_read:
+            self.resources.forget_hand_over()
+        self.nodes.served(Leg.DECODE, node.name)
+
+    async def _forgo_ticket(self) -> None:
+        """The decode node did not wait to the end."""
+        await self._end_rendezvous()
+        self.resources.release_hand_over()
+        self._context.metrics.delivered(Delivery.UNNEEDED)
+        self._count_local(LocalReason.UNDELIVERED)
+
+    async def _conclude_rendezvous(self) -> None:
+        """The decode leg goes out in its turn: once there is a ticket, or none is to come."""
+        if self._rendezvous is not None:
+            await self._rendezvous.result()
+        if self._life.state is RequestState.WAITING:
+            self._life.move(Transition.LOCAL if self.hand_over is None else Transition.TICKET)
+
+    async def _end_rendezvous(self) -> None:
+        rendezvous, self._rendezvous = self._rendezvous, None
+        if rendezvous is not None:
+            await rendezvous.aclose()
+
+    @property
+    def _pending(self) -> bool:
+        """Whether a prefill leg is under way, or its ticket to the decode leg that waits for it."""
+        return self._rendezvous is not None and self._rendezvous.pending
+
+    def _count_local(self, reason: LocalReason | None) -> None:
+        if reason is not None:
+            self._context.metrics.planned_local(reason)
 
     def _plan(self) -> Plan:
         self._timeline.enter(Phase.PLAN)
-        try:
-            chosen = self._node_picker.plan()
-        except UnknownModel as error:
-            raise unknown_model_error(error) from error
-        except NoNode as error:
-            raise self._retry_state.no_node_left(error) from error
+        chosen = self.nodes.plan()
         self._acquire_decode(chosen.decode)
         return chosen
 
     def _acquire_decode(self, decode_node: Node) -> Node:
         """Take its slot from the plan on, so that the plans that follow see the load."""
         self.resources.acquire(decode_node)
-        self.node_name = decode_node.name
+        self._decode_node = decode_node
         return decode_node
 
     async def leave_node(self) -> None:
         """Before a migration: end the leg, release what it may not have read, exclude its node."""
         self._life.move(Transition.MIGRATE)
         self.resources.release_hand_over()
-        self._fault_reporter.excluded = frozenset({self.node_name})  # others that failed earlier may be tried again
+        self.nodes.leave(self.node_name)
+        await self._end_rendezvous()
         await self.resources.close_decode_leg()
 
     async def aclose(self) -> None:
         """Give everything back. Idempotent."""
         self._life.move(Transition.END)
-        await self.resources.aclose()
+        try:
+            await self._end_rendezvous()  # first: a prefill that goes on could take hold of another node
+        finally:
+            await self.resources.aclose()
 
-    def record_fault(self, leg: Leg, node: str, fault: NodeFault) -> None:
-        """Count and log a failed leg; a fault that our own deadline made does not count against the node."""
-        self._context.metrics.leg_failed(leg, fault.fault)
-        level = logging.INFO if fault.fault is Fault.CLIENT_ERROR else logging.WARNING
-        _LOG.log(level, "request %s: %s leg on %s: %s: %s", self.sub_request.name, leg, node, fault.fault, fault.detail)
-        if not self.deadline_passed:
-            self._fault_reporter.failed(leg, node, fault.fault)
-
-    def record_step(self, leg: Leg, node: str, fault: NodeFault, step: Step) -> None:
-        """Show the operator a leg's failure and the step that follows."""
-        failure = LegFailure(self._context.clock.now(), self.sub_request.name, leg, node, fault.fault, step)
-        self._context.in_flight.failed(self.sub_request.request, failure)
+    @property
+    def node_name(self) -> str:
+        """The decode node that was chosen last; "" before there is one."""
+        return "" if self._decode_node is None else self._decode_node.name
 
     def record_usage(self, usage: Usage) -> None:
         """A decode leg reported its usage."""
         self.recomputed = record_usage(self._context, self._background_tasks, self.sub_request, self.hand_over, usage)
 
-    def other_node_available(self) -> bool:
-        """Whether another decode node could take over now."""
-        self._fault_reporter.excluded |= {self.node_name}
-        return self._node_picker.other_decode() is not None
-
-    @property
-    def deadline_passed(self) -> bool:
-        return deadline_passed(self._context.clock, self.sub_request.request.deadline)
-
     def remaining_seconds(self) -> float:
         """Until the deadline; raises the `ClientError` 504 where it has come."""
         return remaining_seconds(self._context.clock, self.sub_request.request.deadline)
-
-
-def _first_event_proves_read(sub_request: SubRequest) -> bool:
-    """Whether a decode leg's first event proves that the hand-over was read.
-
-    The first of several choices may come before the others have read; and a stream of responses begins with events
-    about itself. There the hand-over counts as unread until the stream ends well: releasing once more does no harm.
-    """
-    return not sub_request.shape.stream or (
-        sub_request.shape.choices == 1 and sub_request.endpoint is not Endpoint.RESPONSES
-    )

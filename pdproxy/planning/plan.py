@@ -64,14 +64,14 @@ class PlanInput:
         model: as the client named it.
         local: why it cannot be disaggregated; None when it can.
         excluded: names of nodes that must not be used (they failed this request).
-        ticket_of: the prefill node whose ticket is at hand: the decode node must be able to use it; None for any.
+        partner: the node of the other role, where it is chosen already: a ticket must be able to pass; None for any.
         prompt_tokens: how long the prompt is, where known.
     """
 
     model: str
     local: LocalReason | None = None
     excluded: frozenset[str] = frozenset()
-    ticket_of: Node | None = None
+    partner: Node | None = None
     prompt_tokens: int | None = None
 
 
@@ -153,12 +153,13 @@ def _serving(snapshot: Snapshot, role: Role, needs: PlanInput) -> Iterable[NodeV
         if view.node.role is role
         and view.takes_requests()
         and view.node.serves(needs.model)
-        and (needs.ticket_of is None or _can_use_ticket(view.node, needs.ticket_of, snapshot.bars))
+        and (needs.partner is None or _may_pair(view.node, needs.partner, snapshot.bars))
     )
 
 
-def _can_use_ticket(decode: Node, prefill: Node, bars: Bars) -> bool:
-    return decode.pairs_with(prefill.cohort) and bars.allow(prefill.name, decode.name)
+def _may_pair(node: Node, partner: Node, bars: Bars) -> bool:
+    prefill, decode = (node, partner) if node.role is Role.PREFILL else (partner, node)
+    return node.pairs_with(partner.cohort) and bars.allow(prefill.name, decode.name)
 
 
 def _candidates(snapshot: Snapshot, role: Role, needs: PlanInput) -> list[NodeView]:

@@ -148,6 +148,8 @@ class Deadlines(Section):
     """For running requests at shutdown or node drain."""
     release: types.Seconds = Field(default=5.0, gt=0)
     """For telling a prefill node to free blocks."""
+    delivery: types.Seconds = Field(default=10.0, gt=0)
+    """For bringing a ticket to a decode node that waits for it."""
 
 
 class Limits(Section):
@@ -183,6 +185,8 @@ class Policy(Section):
 
     on_prefill_failure: types.OnPrefillFailure = types.OnPrefillFailure.RETRY
     """What follows a failed prefill leg."""
+    legs: types.Legs = types.Legs.TOGETHER
+    """When the decode node gets the request: `together`, at once, if it can wait for the ticket; `in_turn`, with it."""
     retries: types.Count = Field(default=2, ge=0, le=10)
     """Further nodes tried for one leg."""
     migrations: types.Count = Field(default=3, ge=0, le=100)

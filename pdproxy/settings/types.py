@@ -44,6 +44,15 @@ class OnPrefillFailure(OneOf):
     """Another prefill node, then the client gets the error."""
 
 
+class Legs(OneOf):
+    """When the decode leg of a request goes out."""
+
+    TOGETHER = "together"
+    """With the prefill leg, where the decode node can wait for the ticket."""
+    IN_TURN = "in_turn"
+    """When the prefill leg has brought the ticket."""
+
+
 class Credential(OneOf):
     """What a node gets as its ``Authorization`` header."""
 

@@ -9,6 +9,7 @@ from pdproxy.errors import Fault, NodeFault
 from pdproxy.response import Sink
 from pdproxy.transport.faults import ProtocolError, timeout_fault, while_exchanging
 from pdproxy.transport.h1_messages import Origin, ResponseParser
+from pdproxy.transport.port import DeadlineHold
 
 
 class Watchdog:
@@ -88,6 +89,7 @@ class H1Connection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Sink | None = None
         self._timeouts = (Fault.HEADERS_TIMEOUT, 0.0)
+        self._hold: DeadlineHold | None = None
         self._failure: NodeFault | None = None
         self._busy = self._lost = self._paused = False
 
@@ -107,9 +109,12 @@ class H1Connection(asyncio.Protocol):
         """The socket's descriptor, -1 once it is closed."""
         return -1 if self._transport is None else int(self._transport.get_extra_info("socket").fileno())
 
-    def begin(self, method: str, head: bytes, body: bytes, due: float) -> None:
-        """Send a request. Its response must have ended at ``due``, in the loop's time."""
+    def begin(self, method: str, head: bytes, body: bytes, due: float, hold: DeadlineHold | None = None) -> None:
+        """Send a request. Its response must have ended at ``due``, in the loop's time; other waits are on ``hold``."""
         self.answer.expect(method)
+        self._hold = hold if hold is not None and hold.held else None
+        if self._hold is not None:
+            self._hold.observe(self._on_hold_released)
         self._watchdog.latest = due
         self._failure = None if not self.lost else while_exchanging(None, self._where)
         self._busy = True
@@ -172,12 +177,17 @@ class H1Connection(asyncio.Protocol):
             raise self._failure
         self._waiter = self._loop.create_future()
         self._timeouts = (fault, seconds)
-        self._watchdog.watch(seconds)
+        self._watchdog.watch(seconds if self._hold is None else math.inf)
         try:
             await self._waiter
         finally:
             self._watchdog.rest()
             self._waiter = None
+
+    def _on_hold_released(self) -> None:
+        self._hold = None
+        if self._waiter is not None and not self._waiter.done():
+            self._watchdog.watch(self._timeouts[1])
 
     def _wake(self, bug: BaseException | None = None) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -247,7 +257,7 @@ class H1Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         """The last byte of the request is out: the wait for the head counts from here."""
-        if self._waiter is not None:
+        if self._waiter is not None and self._hold is None:
             self._watchdog.watch(self._timeouts[1])
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -6,12 +6,36 @@ and STALL after; HEADERS_TIMEOUT in between. Status codes are not failures here:
 
 import dataclasses
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Headers
 from pdproxy.response import Sink
+
+
+class DeadlineHold:
+    """Keeps the deadlines for a head and a first piece from running, until it is released.
+
+    For a request that its node is to keep waiting: until then there is nothing that it could answer to.
+    """
+
+    __slots__ = ("_on_release", "held")
+
+    def __init__(self) -> None:
+        self.held = True
+        self._on_release: Callable[[], None] | None = None
+
+    def observe(self, on_release: Callable[[], None]) -> None:
+        """Call ``on_release`` once it is released; a later observer takes the place of an earlier one."""
+        self._on_release = on_release
+
+    def release(self) -> None:
+        """From now on the deadlines run. Idempotent."""
+        self.held = False
+        on_release, self._on_release = self._on_release, None
+        if on_release is not None:
+            on_release()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +49,7 @@ class Timeouts:
         first: from the head to the body's first piece (fault STALL); None is ``stall``. A node sends a stream's head
             at once, and its first event only when the prompt was computed.
         whole: for the exchange as a whole, however lively it is (the fault of the phase that it is in then).
+        hold: while it is held, ``headers`` and ``first`` do not run; ``whole`` does, and must be finite.
     """
 
     connect: float = 5.0
@@ -32,6 +57,7 @@ class Timeouts:
     stall: float = 120.0
     first: float | None = None
     whole: float = math.inf
+    hold: DeadlineHold | None = None
 
     @property
     def first_piece(self) -> float:

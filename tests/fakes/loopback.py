@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 
+from pdproxy.clock import SystemClock, first_of
 from tests.fakes.faults import FaultKind
-from tests.fakes.node import FakeNode, Script
+from tests.fakes.node import EVENTS, FakeNode, Script
+from tests.fakes.waiting import WaitingRequest
 
 
 class LoopbackNode:
@@ -33,7 +35,7 @@ class LoopbackNode:
 
     async def kill(self) -> None:
         """Stop listening, cut every connection, forget what is held: as SIGKILL does."""
-        self.node.fabric.lose(self.node.name)
+        self.node.die()
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -73,14 +75,35 @@ class LoopbackNode:
         script = self.node.respond(lines[0].split(" ")[1], await reader.readexactly(length), headers)
         self.node.running += 1
         try:
+            if script.waiting is not None:
+                return await self._play_later(script, script.waiting, reader, writer)
+            _write_head(script, writer)
             return await self._play(script, reader, writer)
         finally:
             self.node.running -= 1
 
+    async def _play_later(
+        self, script: Script, waiting: WaitingRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bool:
+        """Of a stream the head comes at once, of others only with the answer. A client that leaves is noticed."""
+        if script.headers == EVENTS:
+            _write_head(script, writer)
+        told: list[Script] = []
+
+        async def wait() -> None:
+            told.append(await waiting.script(SystemClock()))
+
+        try:
+            await first_of(wait(), reader.read(1))
+        finally:
+            waiting.leave()
+        if not told:
+            return False
+        if script.headers != EVENTS:
+            _write_head(told[0], writer)
+        return await self._play(told[0], reader, writer)
+
     async def _play(self, script: Script, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        if script.status:
-            head = "".join(f"{name}: {value}\r\n" for name, value in script.headers)
-            writer.write(f"HTTP/1.1 {script.status} X\r\n{head}transfer-encoding: chunked\r\n\r\n".encode())
         for piece in script.pieces:
             writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
             await writer.drain()
@@ -95,3 +118,9 @@ class LoopbackNode:
                 writer.write(b"0\r\n\r\n")
                 await writer.drain()
                 return True
+
+
+def _write_head(script: Script, writer: asyncio.StreamWriter) -> None:
+    if script.status:
+        head = "".join(f"{name}: {value}\r\n" for name, value in script.headers)
+        writer.write(f"HTTP/1.1 {script.status} X\r\n{head}transfer-encoding: chunked\r\n\r\n".encode())

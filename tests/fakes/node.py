@@ -9,20 +9,26 @@ from tests.fakes.fake_model import tokenize
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.fakes.kv_transfer import FakeKvTransfer, HeldTicket
 from tests.fakes.vllm_answers import ParsedRequest, answer, error, error_events, events
+from tests.fakes.waiting import TICKETS_PATH, Params, WaitingRequest, WaitingRoom
 
 UNREADABLE = 10**6
 JSON = (("content-type", "application/json"),)
 EVENTS = (("content-type", "text/event-stream; charset=utf-8"),)
+INFO = 'pdproxy_connector_info{rendezvous="%s"} 1.0\n'
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Script:
-    """An answer: the head, the pieces of the body, and how it goes wrong (after ``until`` pieces)."""
+    """An answer: the head, the pieces of the body, and how it goes wrong (after ``until`` pieces).
+
+    That of a request that waits for its ticket has no pieces yet: of a stream the head is there, of others nothing.
+    """
 
     status: int
     headers: tuple[tuple[str, str], ...]
     pieces: tuple[bytes, ...]
     kind: FaultKind | None = None
+    waiting: WaitingRequest | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,6 +49,9 @@ class FakeNode:
         burst: tokens that one streamed event carries.
     """
 
+    can_wait = True
+    """Whether it lets requests wait for their tickets."""
+
     def __init__(self, name: str, fabric: FakeKvTransfer, burst: int = 1) -> None:
         self.name = name
         self.fabric = fabric
@@ -53,6 +62,10 @@ class FakeNode:
         self.rounding = 0
         """By how many nats an answer changes with the length of the prompt, as rounding might."""
         self.fault: InjectedFault | None = None
+        """Of legs. While a decode leg waits for its ticket (``at`` < 0), or after it has it."""
+        self.delivery_fault: InjectedFault | None = None
+        """Of the deliveries of tickets; ``at`` 0: after a head of 200."""
+        self.waiting = WaitingRoom(fabric)
         self.seen: list[Seen] = []
         self.recomputed = 0
         self.running = 0
@@ -64,17 +77,26 @@ class FakeNode:
         return f"http://{self.name}:8000"
 
     def legs(self) -> list[Seen]:
-        """Requests that were not releases."""
-        return [seen for seen in self.seen if not _releases(seen.body)]
+        """Requests that were neither releases nor deliveries."""
+        return [seen for seen in self.seen if seen.path != TICKETS_PATH and not _releases(seen.body)]
 
-    def refuses(self) -> bool:
+    def die(self) -> None:
+        """The process ends: what it held and what waited there is gone."""
+        self.fabric.lose(self.name)
+        self.waiting.clear()
+
+    def refuses(self, path: str) -> bool:
         """Whether no connection can be had now."""
+        if path == TICKETS_PATH:
+            return self._take_delivery_fault(FaultKind.REFUSE) is not None
         return self._take_fault(FaultKind.REFUSE) is not None
 
     def respond(self, path: str, raw: bytes, headers: tuple[tuple[str, str], ...] = ()) -> Script:
         """The script for one request."""
         body: Mapping[str, Any] = json.loads(raw) if raw else {}
         self.seen.append(Seen(path, body, headers))
+        if path == TICKETS_PATH:
+            return self._take_delivery(raw)
         released = _releases(body)
         if released:
             self.fabric.release(released)
@@ -85,10 +107,22 @@ class FakeNode:
         script = self._healthy(path, body)
         return script if fault is None else self._faulty(path, script, fault, body)
 
+    def _take_delivery(self, raw: bytes) -> Script:
+        if not self.can_wait:
+            return Script(404, JSON, (error(404, "Not Found"),))
+        fault = self._take_delivery_fault(*(set(FaultKind) - {FaultKind.REFUSE}))
+        if fault is None:
+            return Script(self.waiting.deliver(raw), JSON, (b"{}",))
+        if fault.kind is FaultKind.STATUS:
+            return Script(fault.status, JSON + fault.headers, (error(fault.status, "the node says no"),))
+        return Script(200 if fault.at >= 0 else 0, JSON, (), fault.kind)
+
     def _healthy(self, path: str, body: Mapping[str, Any]) -> Script:
         if path == "/tokenize" and "prompt" in body:
             ids = tokenize(str(body["prompt"]))
             return Script(200, JSON, (json.dumps({"count": len(ids), "tokens": ids, "node": self.name}).encode(),))
+        if path == "/metrics":
+            return Script(200, JSON, ((INFO % str(self.can_wait).lower()).encode(),))
         if path not in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"):
             return Script(200, JSON, (json.dumps({"path": path, "node": self.name}).encode(),))
         refused = _invalid(body)
@@ -98,6 +132,12 @@ class FakeNode:
         params = body.get("kv_transfer_params") or {}
         if params.get("do_remote_decode"):
             return self._prefill(question, params)
+        if "pdproxy_wait" in params:
+            waiting = self.waiting.enter(params, lambda given: self._decode(question, given or {}))
+            return Script(200, EVENTS if question.stream else JSON, (), waiting=waiting)
+        return self._decode(question, params)
+
+    def _decode(self, question: ParsedRequest, params: Params) -> Script:
         cached, wrong = self._attend(question, params)
         if question.logprobs and wrong >= UNREADABLE:
             return Script(400, JSON, (error(400, "Out of range float values are not JSON compliant"),))
@@ -129,7 +169,14 @@ class FakeNode:
         fault = self.fault
         if fault is None or fault.kind not in kinds:
             return None
-        self.fault = dataclasses.replace(fault, times=fault.times - 1) if fault.times > 1 else None
+        self.fault = _once_less(fault)
+        return fault
+
+    def _take_delivery_fault(self, *kinds: FaultKind) -> InjectedFault | None:
+        fault = self.delivery_fault
+        if fault is None or fault.kind not in kinds:
+            return None
+        self.delivery_fault = _once_less(fault)
         return fault
 
     def _faulty(self, path: str, script: Script, fault: InjectedFault, body: Mapping[str, Any]) -> Script:
@@ -138,13 +185,24 @@ class FakeNode:
                 return script
             self._drop(body)
             return dataclasses.replace(script, pieces=(_without_ticket(script.pieces[0]),))
+        waiting = script.waiting
         if fault.at < 0 and fault.kind is not FaultKind.GARBAGE:
-            return dataclasses.replace(script, status=0, pieces=(), kind=fault.kind)
-        return _cut_off(script, fault, path)
+            if waiting is not None:
+                waiting.leave()
+            return dataclasses.replace(script, status=0, pieces=(), kind=fault.kind, waiting=None)
+        if waiting is None:
+            return _cut_off(script, fault, path)
+        right = waiting.answer
+        waiting.answer = lambda params: _cut_off(right(params), fault, path)
+        return script
 
     def _drop(self, body: Mapping[str, Any]) -> None:
         params = body.get("kv_transfer_params") or {}
         self.fabric.free(str(params.get("pdproxy_hand_over")))
+
+
+def _once_less(fault: InjectedFault) -> InjectedFault | None:
+    return dataclasses.replace(fault, times=fault.times - 1) if fault.times > 1 else None
 
 
 def _cut_off(script: Script, fault: InjectedFault, path: str) -> Script:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from pdproxy.observe.labels import Outcome, Phase
-from pdproxy.observe.logs import JsonFormatter, TextFormatter, configure, request_ended
+from pdproxy.observe.logs import JsonFormatter, TextFormatter, configure
+from pdproxy.orchestration.access_log import request_ended
 from pdproxy.settings.model import Log
 from pdproxy.settings.types import LogFormat, LogLevel
 

@@ -73,7 +73,7 @@ class FakeCluster:
         return [*self.prefills, *self.decodes]
 
     def _join(self, fake: FakeNode, role: Role) -> None:
-        node = Node(fake.name, fake.url, role, MODEL)
+        node = Node(fake.name, fake.url, role, MODEL, can_wait=fake.can_wait)
         self.pool.add(node)
         self.pool.admit(node)
 
@@ -119,6 +119,8 @@ class FakeCluster:
         assert {view.node.name: view.active for view in self.pool.snapshot().nodes if view.active} == {}
         assert {node.name: node.running for node in self.nodes if node.running} == {}
         assert self.count("pdproxy_prefill_pending_tokens_estimate", model=MODEL) == 0
+        assert not self.context.waiting_places
+        assert [len(node.waiting) for node in self.nodes if node.waiting] == []
         assert self.fabric.held == {}
         assert self.fabric.wrong == []
 

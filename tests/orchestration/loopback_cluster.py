@@ -36,12 +36,12 @@ class LoopbackCluster:
         self.pool = Pool(clock, CircuitBreakerConfig(failures=3, cool_down=0.2, longest_cool_down=0.5, slow_start=0.0))
         for node in nodes:
             role = Role.PREFILL if node.node.name.startswith("p") else Role.DECODE
-            entry = Node(node.node.name, node.url, role, MODEL)
+            entry = Node(node.node.name, node.url, role, MODEL, can_wait=node.node.can_wait)
             self.pool.add(entry)
             self.pool.admit(entry)
-        context = OrchestrationContext(self.transport, self.pool, Metrics(self.registry), clock, config)
-        self.background_tasks = BackgroundTasks(context)
-        self.orchestrator = Orchestrator(context, self.background_tasks)
+        self.context = OrchestrationContext(self.transport, self.pool, Metrics(self.registry), clock, config)
+        self.background_tasks = BackgroundTasks(self.context)
+        self.orchestrator = Orchestrator(self.context, self.background_tasks)
 
     async def close(self) -> None:
         """End the proxy's side, and check that it left nothing."""
@@ -51,6 +51,8 @@ class LoopbackCluster:
         await self.transport.aclose()
         assert self.transport.connections == 0
         await until(lambda: not any(node.connections() for node in self.nodes))
+        assert not self.context.waiting_places
+        assert [len(node.node.waiting) for node in self.nodes if node.node.waiting] == []
         assert self.fabric.held == {}
         assert self.fabric.wrong == []
 

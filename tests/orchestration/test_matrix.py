@@ -14,6 +14,7 @@ from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.request import Endpoint
 from pdproxy.settings.types import OnPrefillFailure
 from tests.fakes.faults import FaultKind, InjectedFault
+from tests.fakes.node import FakeNode
 from tests.orchestration.answers import read_answer, text_of
 from tests.orchestration.cluster import FakeCluster, Got
 from tests.orchestration.prompts import body_for, prompt_ids, right
@@ -105,10 +106,10 @@ async def test_prefill_leg(cell: Cell) -> None:
     others = cell.policy is not OnPrefillFailure.LOCAL
     if cell.injected == "400":
         cell.check_error(got, cluster)
-        assert [len(node.legs()) for node in cluster.nodes] == [1, 0, 0, 0]
+        assert [len(node.legs()) for node in cluster.nodes] == [1, 0, int(FakeNode.can_wait), 0]
     elif cell.all_faulty and cell.policy is OnPrefillFailure.FAIL:
         cell.check_error(got, cluster)
-        assert [len(node.legs()) for node in cluster.decodes] == [0, 0]
+        assert [len(node.legs()) for node in cluster.decodes] == [int(FakeNode.can_wait), 0]
     else:
         cell.check_right(got)
         local = cell.all_faulty or not others

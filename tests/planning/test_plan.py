@@ -177,11 +177,11 @@ def test_where_all_pairs_are_barred_the_decode_node_serves_alone() -> None:
 
 def test_a_ticket_goes_to_no_node_that_is_barred_from_where_it_comes() -> None:
     snapshot = Snapshot((view("d1"), view("d2", 9)), bars=barred("p1 d1"))
-    assert choose(snapshot, Role.DECODE, PlanInput("tiny", ticket_of=view("p1").node), 0).name == "d2"
-    assert choose(snapshot, Role.DECODE, PlanInput("tiny", ticket_of=view("p2").node), 0).name == "d1"
+    assert choose(snapshot, Role.DECODE, PlanInput("tiny", partner=view("p1").node), 0).name == "d2"
+    assert choose(snapshot, Role.DECODE, PlanInput("tiny", partner=view("p2").node), 0).name == "d1"
     assert choose(snapshot, Role.DECODE, PlanInput("tiny"), 0).name == "d1", "without a ticket it serves"
     with pytest.raises(NoNode):
-        choose(snapshot, Role.DECODE, PlanInput("tiny", ticket_of=view("p1").node, excluded=frozenset({"d2"})), 0)
+        choose(snapshot, Role.DECODE, PlanInput("tiny", partner=view("p1").node, excluded=frozenset({"d2"})), 0)
 
 
 def test_excluded_nodes_are_left_alone() -> None:
@@ -194,7 +194,7 @@ def test_excluded_nodes_are_left_alone() -> None:
 
 def test_another_decode_node_for_a_ticket_is_of_its_cohort() -> None:
     snapshot = Snapshot((view("d1", cohort="a"), view("d2", 9, cohort="b"), view("d3", 7, cohort="b")))
-    needs = PlanInput("tiny", ticket_of=view("p1", cohort="b").node, excluded=frozenset({"d3"}))
+    needs = PlanInput("tiny", partner=view("p1", cohort="b").node, excluded=frozenset({"d3"}))
     assert choose(snapshot, Role.DECODE, needs, 0).name == "d2"
     with pytest.raises(NoNode) as caught:
         choose(snapshot, Role.PREFILL, needs, 0)
@@ -247,7 +247,7 @@ def test_a_plan_is_always_allowed(views: list[NodeView], turn: int, bars: Bars) 
 def test_another_decode_node_for_a_ticket_is_always_allowed(views: list[NodeView], turn: int, bars: Bars) -> None:
     for prefill in (each.node for each in views if each.node.role is Role.PREFILL):
         try:
-            found = choose(Snapshot(tuple(views), bars=bars), Role.DECODE, PlanInput("tiny", ticket_of=prefill), turn)
+            found = choose(Snapshot(tuple(views), bars=bars), Role.DECODE, PlanInput("tiny", partner=prefill), turn)
         except NoNode:
             continue
         assert bars.allow(prefill.name, found.name)

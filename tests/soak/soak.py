@@ -81,6 +81,7 @@ async def _weigh(cluster: LoopbackCluster, tally: Tally, pause: float) -> None:
         cluster.fabric.forget()
         for node in cluster.nodes:
             node.node.seen.clear()
+            node.node.waiting.forget()
         gc.collect()
         tally.objects.append(sys.getallocatedblocks())
         tally.resident.append(_resident())

@@ -1,0 +1,171 @@
+"""Both legs of a request under way at once: the decode leg waits on its node until its ticket is brought to it.
+
+::
+
+    the request's task     decode leg ─────────── waits ───────────────── first event
+    a task of its own      prefill leg(s) ── ticket ── delivery ─┘
+
+The decode leg may move to another node while its ticket is made, and either task may fail at any moment. What follows
+then is `upstream`'s business; this is how the two meet.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Awaitable, Callable, Iterator
+
+from pdproxy.errors import NodeFault, PdproxyError
+from pdproxy.legs.calls import deliver_ticket
+from pdproxy.legs.rewrite import waiting
+from pdproxy.nodes.node import Node
+from pdproxy.observe.labels import Delivery, Phase
+from pdproxy.orchestration.client_errors import remaining_seconds
+from pdproxy.orchestration.context import OrchestrationContext
+from pdproxy.orchestration.in_flight import Timeline
+from pdproxy.orchestration.resources import HandOver, Interrupt
+from pdproxy.request import Json, SubRequest
+from pdproxy.settings.types import Legs
+from pdproxy.transport.port import DeadlineHold, Timeouts
+
+
+def can_wait(context: OrchestrationContext, sub_request: SubRequest, node: Node) -> bool:
+    """Whether a decode leg may go to this node before its ticket."""
+    if not node.can_wait or context.config.legs is not Legs.TOGETHER:
+        return False
+    return context.waiting_places.free(node.name, sub_request.shape.choices, context.clock.now())
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class WaitingLeg:
+    """A decode leg that waits for its ticket.
+
+    Attributes:
+        timeouts: their hold keeps the leg's deadlines from running until it has its ticket.
+        hold: that hold.
+        give_back: its place among those that wait on the node; may be called twice.
+        interrupt: ends the leg with an error.
+        instead: what stands in its body in the place of the ticket.
+    """
+
+    node: Node
+    wait_id: str
+    timeouts: Timeouts
+    hold: DeadlineHold
+    give_back: Callable[[], None]
+    interrupt: Interrupt
+    instead: Json
+
+    def end_wait(self) -> None:
+        """It waits no more. Idempotent."""
+        self.hold.release()
+        self.give_back()
+
+
+class Undelivered(PdproxyError):
+    """A ticket could not be brought to the decode leg that waits on ``node``."""
+
+    def __init__(self, node: Node, fault: NodeFault) -> None:
+        super().__init__(f"no delivery to {node.name}: {fault}")
+        self.node = node
+        self.fault = fault
+
+
+class PlanAgain(PdproxyError):
+    """No prefill node that is left can hand over to the decode node that waits, but other nodes can to each other."""
+
+
+class Rendezvous:
+    """Prefills in a task of its own, and brings what comes of it to the decode leg that waits then.
+
+    The holder must `aclose` it, on every exit.
+
+    Args:
+        prefill: the hand-over, or None where the decode node is to compute. What it raises interrupts the decode leg.
+
+    Attributes:
+        prefilled: there is a ticket, or none is to come.
+    """
+
+    def __init__(
+        self,
+        context: OrchestrationContext,
+        sub_request: SubRequest,
+        timeline: Timeline,
+        prefill: Callable[[], Awaitable[HandOver | None]],
+    ) -> None:
+        self._context = context
+        self._sub_request = sub_request
+        self._timeline = timeline
+        self._prefill = prefill
+        self._leg: WaitingLeg | None = None
+        self.prefilled = False
+        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task.add_done_callback(self._interrupt_leg)
+
+    @property
+    def pending(self) -> bool:
+        """Whether a leg that begins to wait now would be told."""
+        return not self._task.done()
+
+    @contextlib.contextmanager
+    def waiting(self, node: Node, interrupt: Interrupt) -> Iterator[WaitingLeg]:
+        """A decode leg waits inside; afterwards it is no longer told anything.
+
+        The node is let to wait for as long as the request may last: a prefill that is slow, or that is tried again,
+        must not make it compute the prompt too.
+        """
+        context, hold, wait_id = self._context, DeadlineHold(), self._context.new_hand_over_id()
+        seconds = self._remaining_seconds()
+        timeouts = context.config.waiting_timeouts(seconds, hold)
+        give_back = context.waiting_places.take(node.name, self._sub_request.shape.choices)
+        leg = WaitingLeg(node, wait_id, timeouts, hold, give_back, interrupt, waiting(wait_id, seconds))
+        self._leg = leg
+        self._timeline.assign(Phase.HANDOVER, node.name)
+        try:
+            yield leg
+        finally:
+            self._leg = None
+            leg.end_wait()
+
+    async def result(self) -> None:
+        """Return when there is a ticket or none is to come; raises what ``prefill`` raised, and `Undelivered`."""
+        await self._task
+
+    async def aclose(self) -> None:
+        """End the prefill, or the delivery. Idempotent."""
+        if not self._task.done():
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+
+    async def _run(self) -> None:
+        hand_over = await self._prefill()
+        self.prefilled = True
+        told: WaitingLeg | None = None
+        while (leg := self._leg) is not None and leg is not told:
+            try:
+                await self._deliver(leg, hand_over)
+            except NodeFault as fault:
+                if leg is self._leg:
+                    raise Undelivered(leg.node, fault) from fault
+            leg.end_wait()
+            told = leg
+
+    async def _deliver(self, leg: WaitingLeg, hand_over: HandOver | None) -> None:
+        context, headers = self._context, self._sub_request.headers
+        ticket = None if hand_over is None else hand_over.answer.ticket
+        self._timeline.enter(Phase.HANDOVER, leg.node.name)
+        timeouts = context.config.delivery_timeouts(self._remaining_seconds())
+        try:
+            await deliver_ticket(context.transport, leg.node, leg.wait_id, ticket, headers, timeouts)
+        except NodeFault:
+            context.metrics.delivered(Delivery.FAILED)
+            raise
+        context.metrics.delivered(Delivery.NONE if ticket is None else Delivery.TICKET)
+
+    def _remaining_seconds(self) -> float:
+        return remaining_seconds(self._context.clock, self._sub_request.request.deadline)
+
+    def _interrupt_leg(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self._leg is not None:
+            self._leg.interrupt(error)

@@ -1,0 +1,118 @@
+"""Requests that wait on a fake decode node until their tickets are delivered, and tickets that came before them."""
+
+import asyncio
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pdproxy.clock import Clock, first_of
+from tests.fakes.kv_transfer import FakeKvTransfer
+
+if TYPE_CHECKING:
+    from tests.fakes.node import Script
+
+TICKETS_PATH = "/v1/pdproxy/tickets"
+Params = Mapping[str, Any]
+_ID = re.compile(r"[A-Za-z0-9_-]{16,128}")
+
+
+@dataclasses.dataclass(eq=False)
+class WaitingRequest:
+    """One request that waits.
+
+    Attributes:
+        seconds: after which the node computes the prompt by itself.
+        answer: with the params of the ticket, or None to compute.
+        leave: the request has ended, or was cut.
+    """
+
+    seconds: float
+    answer: "Callable[[Params | None], Script]"
+    leave: Callable[[], None]
+    _told: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    _params: Params | None = None
+
+    def tell(self, params: Params | None) -> None:
+        """Its ticket is here; None: there is none."""
+        if not self._told.is_set():
+            self._params = params
+            self._told.set()
+
+    async def script(self, clock: Clock) -> "Script":
+        """The answer, once the ticket is here or the time is over."""
+        if not self._told.is_set():
+            await first_of(self._told.wait(), clock.sleep(self.seconds))
+        return self.answer(self._params)
+
+
+class WaitingRoom:
+    """All that wait on one node, by their ids.
+
+    Attributes:
+        most: more than that do not wait, and are computed at once.
+        deliveries: every well-formed delivery, in order.
+    """
+
+    def __init__(self, fabric: FakeKvTransfer) -> None:
+        self._fabric = fabric
+        self._waiting: dict[str, WaitingRequest] = {}
+        self._early: dict[str, Params | None] = {}
+        self._seen: set[str] = set()
+        self.most = 1024
+        self.deliveries: list[tuple[str, Params | None]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def clear(self) -> None:
+        """The process died."""
+        self._waiting.clear()
+        self._early.clear()
+
+    def forget(self) -> None:
+        """Drop what only tests look at."""
+        self.deliveries.clear()
+        self._seen.clear()
+        self._early.clear()
+
+    def enter(self, params: Params, answer: "Callable[[Params | None], Script]") -> WaitingRequest:
+        """A request with ``pdproxy_wait`` came."""
+        asked = params["pdproxy_wait"]
+        wait_id, seconds = str(asked["id"]), float(asked["seconds"])
+        self._check(wait_id, seconds, params)
+        waiting = WaitingRequest(seconds, answer, lambda: self._leave(wait_id, waiting))
+        if wait_id in self._early:
+            waiting.tell(self._early.pop(wait_id))
+        elif len(self._waiting) >= self.most:
+            waiting.tell(None)
+        else:
+            self._waiting[wait_id] = waiting
+        return waiting
+
+    def deliver(self, raw: bytes) -> int:
+        """The status of the answer to a delivery."""
+        body = json.loads(raw)
+        params = body.get("kv_transfer_params", "missing")
+        if body.keys() != {"id", "kv_transfer_params"} or not (params is None or params.get("do_remote_prefill")):
+            self._fabric.wrong.append(f"a delivery is {body}")
+            return 400
+        self.deliveries.append((body["id"], params))
+        if body["id"] in self._waiting:
+            self._waiting[body["id"]].tell(params)
+        else:
+            self._early[body["id"]] = params
+        return 202
+
+    def _check(self, wait_id: str, seconds: float, params: Params) -> None:
+        if _ID.fullmatch(wait_id) is None or seconds <= 0 or wait_id in self._seen:
+            self._fabric.wrong.append(f"a request waits as {wait_id} for {seconds} s")
+        if params.keys() - {"pdproxy_wait", "prompt_token_ids"}:
+            self._fabric.wrong.append(f"a request waits with {sorted(params)}")
+        self._seen.add(wait_id)
+
+    def _leave(self, wait_id: str, waiting: WaitingRequest) -> None:
+        if self._waiting.get(wait_id) is waiting:
+            del self._waiting[wait_id]
+        waiting.tell(None)
