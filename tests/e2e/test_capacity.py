@@ -56,8 +56,13 @@ class ReportedCapacity:
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[Node]:
-    """A decode node with few blocks; its log lies in `.run/e2e-capacity`."""
-    specs = on_free_ports(NodeSpec("few", Role.DECODE, 0, 0, gpu_blocks=FEW_BLOCKS, max_model_len=LONGEST))
+    """A decode node with few blocks; its log lies in `.run/e2e-capacity`.
+
+    With a unit each sequence takes one state more for one step, right after its prompt, and these all end theirs at once.
+    """
+    specs = on_free_ports(
+        NodeSpec("few", Role.DECODE, 0, 0, gpu_blocks=FEW_BLOCKS, max_model_len=LONGEST, prefix_match_unit=None)
+    )
     with Supervisor(logs_of("e2e-capacity")) as supervisor:
         yield start_nodes(supervisor, specs, print)[0]
 

@@ -25,8 +25,10 @@ from tests.e2e.sabotaged_connector import Moment, Order, Orders, sabotaged
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines]
 
 BLOCK = 256
-IN_CI_AND_LONG = (800, *(pytest.param(size, marks=pytest.mark.long) for size in (200, 2000)))
-"""Prompt lengths; the engines of a machine with two cores are slow, and CI has an end."""
+IN_CI_AND_LONG = (833, *(pytest.param(size, marks=pytest.mark.long) for size in (193, 1953)))
+"""Prompt lengths, each a boundary and one token: after a lost state the tokens that the decode node computes itself
+make it good again, sixteen of them so well that no answer shows it. The engines of a machine with two cores are slow,
+and CI has an end."""
 SHOWN = 20
 TOLERANCE = 0.3
 """In nats. Good hand-overs were seen at 0.06 and less, lost states at 0.5 and more."""
