@@ -206,6 +206,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         meta.reqs_not_processed |= orders.dropped
         meta.reads = self._reads.pop_orders(meta.reqs_to_recv)
         meta.idle = scheduler_output.total_num_scheduled_tokens == 0
+        meta.rest = self._waiting.rest(time.monotonic())
         return meta
 
     # ---- a step is done

@@ -25,6 +25,10 @@ from connector.transfer_params import AwaitTicket, ComputeLocally, DeliverTicket
 KEEP = 30.0
 """Seconds that a delivery is kept: as long as the lease of a ticket that nobody renews."""
 
+MOST_REST, REST_SHARE = 0.002, 0.02
+"""A step that computes nothing, of an engine on which requests wait, takes 2 ms at most, and at most a fiftieth of what
+the newest has waited: vLLM alone would look after them every millisecond, and the ticket comes that much later."""
+
 Settled = ReadTicket | Refusal | ComputeLocally
 """What a request does that waits no longer."""
 _ENDS = {ReadTicket: WaitEnd.TICKET, Refusal: WaitEnd.REFUSED, ComputeLocally: WaitEnd.NO_TICKET}
@@ -115,6 +119,11 @@ class WaitingRequests:
             self.end(request_id, WaitEnd.DEADLINE, now)
             return False
         return waiting is not None
+
+    def rest(self, now: float) -> float:
+        """Seconds that a step may take in which nothing is computed; 0 where no request waits."""
+        newest = next(reversed(self._waiting.values()), None)
+        return 0.0 if newest is None else min(MOST_REST, REST_SHARE * max(0.0, now - newest.since))
 
     def end(self, request_id: str, how: WaitEnd, now: float) -> bool:
         """End a wait without a ticket, if there is one; whether there was."""

@@ -70,11 +70,11 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
         self._aliases = Aliases()
         self._returns = TicketReturns(config.lease_duration)
         self._report = WorkerReport()
-        self._idle = False
+        self._idle, self._rest = False, 0.0
 
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
         """Begin the reads, leases and releases of this step."""
-        self._idle = metadata.idle
+        self._idle, self._rest = metadata.idle, metadata.rest
         for alias, request_id in metadata.aliases.items():
             self._aliases.bind(alias, request_id)
         orders, metadata.reqs_to_recv = metadata.reqs_to_recv, {}
@@ -202,12 +202,12 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
         self._end_read(read.request_id, end)
 
     def _wait_seconds(self) -> float:
-        """How long this step waits for a verdict; not at all where it delays a token."""
+        """How long this step waits for a verdict, or rests; not at all where it delays a token."""
         if not self._idle:
             return 0.0
-        if self._pending_reads.awaits_verdict():
-            return IDLE_VERDICT_WAIT
-        return IDLE_WAIT if not len(self._pending_reads) and (self._stalled or len(self._returns)) else 0.0
+        if len(self._pending_reads):
+            return IDLE_VERDICT_WAIT if self._pending_reads.awaits_verdict() else 0.0
+        return self._rest or (IDLE_WAIT if self._stalled or len(self._returns) else 0.0)
 
     def _end_read(self, request_id: str, end: ReadEnd) -> None:
         self._sources.pop(request_id, None)

@@ -330,3 +330,25 @@ def test_an_idle_rank_rests_while_it_only_waits_for_what_it_gave_up(make: MakeRa
     agent(worker).end(1)
     until_received(worker)
     assert worker._wait_seconds() == 0.0
+
+
+def test_an_idle_rank_rests_as_it_is_told_while_requests_wait_for_their_ticket(
+    make: MakeRank, prefill: Prefill
+) -> None:
+    worker, rest = make(read_deadline=0.05), ConnectorMetadata()
+    rest.idle, rest.rest = True, 0.002
+    step(worker, rest)
+    assert worker._wait_seconds() == 0.002
+    rest.idle = False
+    step(worker, rest)
+    assert worker._wait_seconds() == 0.0, "a token is computed"
+    until_received(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7]))
+    rest.idle = True
+    step(worker, rest)
+    assert worker._wait_seconds() == 0.002, "also while the end of a transfer that was given up is awaited"
+    step(worker, read_step("s", "f" * 16, prefill.port, local=[4], remote=[7]))
+    worker._idle = True
+    assert worker._wait_seconds() == 0.0, "a read is under way"
+    agent(worker).end(0)
+    agent(worker).end(1)
+    until_received(worker)
