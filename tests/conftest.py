@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -30,10 +31,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("own_engines") is None)
 
 
-def pytest_collection_finish() -> None:
-    """Leave out of all later garbage collections what was imported and collected: it is most objects, and stays."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Collect no garbage while modules are imported, and never what then is there: it is most objects, and stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 # Warnings that the engine's own imports raise are not ours to mend; everything else stays an error.

@@ -11,12 +11,13 @@ import uvicorn
 from pdproxy.app.build import Proxy, proxy
 from pdproxy.app.host import HostEnvironment
 from pdproxy.server.protocol import ConnectionLimits, guarded
-from pdproxy.server.server import Server, bind
+from pdproxy.server.server import bind
 from pdproxy.settings.model import ConfiguredNode, Settings
 from pdproxy.settings.types import NodeRole
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.loopback import LoopbackNode
 from tests.fakes.node import FakeNode
+from tests.fakes.quick_server import QuickServer
 
 SOON = 60.0
 """Seconds that nothing here should need; a bound on a hang, not a measure."""
@@ -78,7 +79,7 @@ async def listening(running: Proxy, settings: Settings) -> AsyncIterator[str]:
     config = uvicorn.Config(
         running.clients, http=http, ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=5
     )
-    server = Server(config, bound)
+    server = QuickServer(config, bound)
     task = asyncio.create_task(server.serve(sockets=[bound]))
     try:
         yield f"http://{server.address}"

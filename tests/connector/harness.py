@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -267,9 +268,8 @@ def _config(
         kv_load_failure_policy="recompute",
         kv_connector_extra_config=dict(extra),
     )
-    model = ModelConfig(model=str(MODEL), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=4096)
     return VllmConfig(
-        model_config=model,
+        model_config=deepcopy(_model()),
         cache_config=cache,
         scheduler_config=SchedulerConfig(
             max_num_seqs=32,
@@ -283,6 +283,12 @@ def _config(
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=transfer,
     )
+
+
+@cache
+def _model() -> ModelConfig:
+    """The model's configuration: reading it takes longer than anything else of a node."""
+    return ModelConfig(model=str(MODEL), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=4096)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

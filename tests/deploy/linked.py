@@ -4,6 +4,7 @@ The bytecode beside the files is linked too: compiling the proxy's packages take
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -23,6 +24,21 @@ def link(names: list[str], folder: Path) -> Path:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.symlink_to(file)
     return folder
+
+
+@contextmanager
+def without(name: str, folder: Path) -> Iterator[None]:
+    """While inside, `folder`, to which it was linked, has no file of this distribution, nor an empty folder of it."""
+    places = [folder / inside for inside, _ in _files(name)]
+    for place in places:
+        place.unlink()
+    for parent in sorted({parent for place in places for parent in place.parents}, reverse=True):
+        if folder in parent.parents and not any(parent.iterdir()):
+            parent.rmdir()
+    try:
+        yield
+    finally:
+        link([name], folder)
 
 
 def _files(name: str) -> Iterator[tuple[str, Path]]:

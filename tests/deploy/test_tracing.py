@@ -17,7 +17,7 @@ import pytest
 
 from deploy.local.paths import ROOT
 from deploy.local.ports import HOST, free_ports
-from tests.deploy.linked import link, pinned
+from tests.deploy.linked import link, pinned, without
 
 MAIN = "import sys; sys.path[:0] = sys.argv[1:3]; from pdproxy.__main__ import main; sys.exit(main(sys.argv[3:]))"
 WITHIN_S = 60.0
@@ -80,12 +80,18 @@ def ask(child: "subprocess.Popen[str]", url: str) -> None:
     raise TimeoutError(url)
 
 
-def test_spans_arrive_from_what_the_image_installs(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the image installs: thousands of links, made once."""
+    return link(pinned("proxy"), tmp_path_factory.mktemp("packages"))
+
+
+def test_spans_arrive_from_what_the_image_installs(packages: Path) -> None:
     port, admin = free_ports(2)
     flags = ["--port", str(port), "--admin-port", str(admin), "--decode", f"http://{HOST}:9"]
     with collector() as (address, received):
         more = ["--otel-export", "otlp", "--otel-endpoint", address]
-        with proxy(link(pinned("proxy"), tmp_path), *flags, *more) as child:
+        with proxy(packages, *flags, *more) as child:
             ask(child, f"http://{HOST}:{port}/v1/models")
             child.send_signal(signal.SIGTERM)
             _, log = child.communicate(timeout=WITHIN_S)
@@ -94,10 +100,10 @@ def test_spans_arrive_from_what_the_image_installs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", NEEDED)
-def test_a_missing_package_ends_the_start_with_a_sentence(tmp_path: Path, missing: str) -> None:
-    packages = link([name for name in pinned("proxy") if name != missing], tmp_path)
+def test_a_missing_package_ends_the_start_with_a_sentence(packages: Path, missing: str) -> None:
+    assert missing in pinned("proxy")
     flags = ["--port", "0", "--admin-port", "0", "--decode", f"http://{HOST}:9"]
-    with proxy(packages, *flags, "--otel-export", "otlp") as child:
+    with without(missing, packages), proxy(packages, *flags, "--otel-export", "otlp") as child:
         _, log = child.communicate(timeout=WITHIN_S)
     assert child.returncode == 2, log
     [sentence] = log.splitlines()

@@ -57,13 +57,14 @@ class FakeCluster:
         self.prefills = [FakeNode(f"p{index}", self.fabric, burst) for index in range(prefills)]
         self.decodes = [FakeNode(f"d{index}", self.fabric, burst) for index in range(decodes)]
         self.transport = MemoryTransport(self.nodes, self.clock)
-        self.pool = Pool(self.clock)
+        metrics = Metrics(self.registry)
+        self.pool = Pool(self.clock, metrics=metrics)
         for node in self.prefills:
             self._join(node, Role.PREFILL)
         for node in self.decodes:
             self._join(node, Role.DECODE)
         self.context = OrchestrationContext(
-            self.transport, self.pool, Metrics(self.registry), self.clock, config or OrchestrationConfig()
+            self.transport, self.pool, metrics, self.clock, config or OrchestrationConfig()
         )
         self.background_tasks = BackgroundTasks(self.context)
         self.orchestrator = Orchestrator(self.context, self.background_tasks)

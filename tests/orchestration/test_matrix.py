@@ -1,14 +1,17 @@
 """Fault by moment by endpoint, streamed or not: what the client got, what nodes saw, what was released and counted.
 
-Everything happens in memory and on a fake clock: no cell can depend on the machine's speed.
+Everything happens in memory and on a fake clock: no cell can depend on the machine's speed. In `make test` are as many
+cells as it takes for any two values to meet (`tests.tables`): every fault with every endpoint, with every place in the
+stream and so on; where three things decide together, two of them are one axis. `make test-long` has all.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.request import Endpoint
@@ -18,6 +21,7 @@ from tests.fakes.node import FakeNode
 from tests.orchestration.answers import read_answer, text_of
 from tests.orchestration.cluster import FakeCluster, Got
 from tests.orchestration.prompts import body_for, prompt_ids, right
+from tests.tables import spread
 
 RETRY_AFTER = (("retry-after", "7"),)
 OPENING = {
@@ -87,17 +91,22 @@ class Cell:
         return "reset" if self.stream and leg == "decode" else "invalid_body"
 
 
-def prefill_cells() -> Iterator[Cell]:
-    for made in itertools.product(PREFILL, (False, True), Endpoint, (False, True), OnPrefillFailure):
-        yield Cell(*made)
+SCOPES = (False, True)
+"""`all_faulty`."""
 
 
-def decode_cells() -> Iterator[Cell]:
-    for made in itertools.product(OPENING, (False, True), Endpoint, (False, True)):
-        yield Cell(*made)
+def cells(table: list[ParameterSet], make: Callable[..., Cell]) -> list[ParameterSet]:
+    """A cell of each row."""
+    return [pytest.param(make(*row.values), marks=row.marks) for row in table]
 
 
-@pytest.mark.parametrize("cell", list(prefill_cells()), ids=str)
+def prefill_cells() -> list[ParameterSet]:
+    """Scope and policy are one axis: with the fault they decide what follows."""
+    table = spread(PREFILL, itertools.product(SCOPES, OnPrefillFailure), Endpoint, (False, True))
+    return cells(table, lambda ill, how, endpoint, stream: Cell(ill, how[0], endpoint, stream, how[1]))
+
+
+@pytest.mark.parametrize("cell", prefill_cells(), ids=str)
 async def test_prefill_leg(cell: Cell) -> None:
     cluster = FakeCluster(config=OrchestrationConfig(on_prefill_failure=cell.policy))
     for node in cluster.prefills if cell.all_faulty else cluster.prefills[:1]:
@@ -122,7 +131,7 @@ async def test_prefill_leg(cell: Cell) -> None:
     await cluster.settle()
 
 
-@pytest.mark.parametrize("cell", list(decode_cells()), ids=str)
+@pytest.mark.parametrize("cell", cells(spread(OPENING, SCOPES, Endpoint, (False, True)), Cell), ids=str)
 async def test_decode_leg_before_its_first_event(cell: Cell) -> None:
     cluster = FakeCluster()
     for node in cluster.decodes if cell.all_faulty else cluster.decodes[:1]:
@@ -153,12 +162,12 @@ STREAMING = (FaultKind.RESET, FaultKind.STALL, FaultKind.ERROR_EVENT, FaultKind.
 CHUNKED = (Endpoint.COMPLETIONS, Endpoint.CHAT)
 
 
-@pytest.mark.parametrize("all_faulty", [False, True], ids=["one", "all"])
-@pytest.mark.parametrize("at", [1, 2, 3, 5, 8, 9])
-@pytest.mark.parametrize("ill", STREAMING)
-@pytest.mark.parametrize("endpoint", Endpoint)
-async def test_decode_leg_in_the_middle(endpoint: Endpoint, ill: FaultKind, at: int, all_faulty: bool) -> None:
+@pytest.mark.parametrize(
+    ("endpoint", "how", "at"), spread(Endpoint, itertools.product(STREAMING, SCOPES), [1, 2, 3, 5, 8, 9]), ids=str
+)
+async def test_decode_leg_in_the_middle(endpoint: Endpoint, how: tuple[FaultKind, bool], at: int) -> None:
     cluster = FakeCluster()
+    ill, all_faulty = how
     for node in cluster.decodes if all_faulty else cluster.decodes[:1]:
         node.fault = InjectedFault(ill, at=at)
     got = await cluster.ask(endpoint, body_for(endpoint, stream=True))
@@ -178,15 +187,16 @@ async def test_decode_leg_in_the_middle(endpoint: Endpoint, ill: FaultKind, at: 
     await cluster.settle()
 
 
+NOT_CONTINUABLE = ({"presence_penalty": 1.0}, {"n": 2}, {"response_format": {"type": "json_object"}})
+
+
 @pytest.mark.parametrize(
-    "more", [{"presence_penalty": 1.0}, {"n": 2}, {"response_format": {"type": "json_object"}}], ids=str
+    ("asked", "ill", "at"), spread(itertools.product(CHUNKED, NOT_CONTINUABLE), STREAMING, [1, 2, 5]), ids=str
 )
-@pytest.mark.parametrize("at", [1, 2, 5])
-@pytest.mark.parametrize("ill", STREAMING)
-@pytest.mark.parametrize("endpoint", CHUNKED)
 async def test_what_cannot_be_continued_ends_in_an_error_event(
-    endpoint: Endpoint, ill: FaultKind, at: int, more: dict[str, Any]
+    asked: tuple[Endpoint, dict[str, Any]], ill: FaultKind, at: int
 ) -> None:
+    endpoint, more = asked
     cluster = FakeCluster()
     cluster.decodes[0].fault = InjectedFault(ill, at=at)
     answer = read_answer(endpoint, (await cluster.ask(endpoint, body_for(endpoint, stream=True, **more))).body)
@@ -202,10 +212,10 @@ async def test_what_cannot_be_continued_ends_in_an_error_event(
     await cluster.settle()
 
 
-@pytest.mark.parametrize("burst", [1, 2, 3])
-@pytest.mark.parametrize("at", range(1, 13))
-@pytest.mark.parametrize("endpoint", CHUNKED)
-@pytest.mark.parametrize("stops", [(), ("never",), ("x" * 12, "never")], ids=["no-stop", "stop", "long-stop"])
+STOPS = ((), ("never",), ("x" * 12, "never"))
+
+
+@pytest.mark.parametrize(("endpoint", "at", "burst", "stops"), spread(CHUNKED, range(1, 13), [1, 2, 3], STOPS), ids=str)
 async def test_a_migrated_stream_is_exact(endpoint: Endpoint, at: int, burst: int, stops: tuple[str, ...]) -> None:
     """With text held back, characters torn between tokens, several tokens an event: nothing lost, nothing twice."""
     cluster = FakeCluster(burst=burst, decodes=3)

@@ -9,7 +9,8 @@ import uvicorn
 from pdproxy.intake.api_app import AsgiApp
 from pdproxy.intake.request_context import JSON_HEADER, Receive, Scope, Send, headers_of, read_body, send_whole
 from pdproxy.server.protocol import ConnectionLimits, guarded
-from pdproxy.server.server import Server, bind
+from pdproxy.server.server import bind
+from tests.fakes.quick_server import QuickServer
 
 SOON = 30.0
 """Seconds that nothing here should need; a bound on a hang, not a measure."""
@@ -38,7 +39,7 @@ async def serving(limits: ConnectionLimits, app: AsgiApp = echo) -> AsyncIterato
         timeout_graceful_shutdown=1,
     )
     bound = bind("127.0.0.1", 0, "listen.port")
-    server = Server(config, bound)
+    server = QuickServer(config, bound)
     task = asyncio.create_task(server.serve(sockets=[bound]))
     try:
         await asyncio.wait_for(listening(server), SOON)
@@ -48,7 +49,7 @@ async def serving(limits: ConnectionLimits, app: AsgiApp = echo) -> AsyncIterato
         await task
 
 
-async def listening(server: Server) -> None:
+async def listening(server: QuickServer) -> None:
     """Return once the server accepts connections; uvicorn has no event for it."""
     while not server.started:  # noqa: ASYNC110
         await asyncio.sleep(0.01)

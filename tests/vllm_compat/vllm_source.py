@@ -3,6 +3,7 @@
 import ast
 import json
 import zipfile
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -104,7 +105,7 @@ class _Module:
     def __init__(self, text: str) -> None:
         self.defined: dict[str, ast.stmt] = {}
         self.imported: dict[str, ast.ImportFrom] = {}
-        for node in ast.walk(ast.parse(text)):
+        for node in _statements(ast.parse(text)):
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
                 self.defined.setdefault(node.name, node)
             elif isinstance(node, ast.Assign | ast.AnnAssign):
@@ -180,7 +181,7 @@ class Library:
         return members | dict(self._own(module, node))
 
     def _own(self, module: str, node: ast.ClassDef) -> Iterator[tuple[str, Member]]:
-        for each in ast.walk(node):
+        for each in _statements(node):
             target = _self_attribute(each)
             if target is not None:
                 yield target, Member(leads_to=self._annotated(module, getattr(each, "annotation", None)))
@@ -201,6 +202,17 @@ class Library:
             return None
         found = self.find(module, text)
         return f"{found[0]}:{text}" if found is not None and isinstance(found[1], ast.ClassDef) else None
+
+
+def _statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """`ast.walk` without the expressions, which are nine of ten nodes and hold no statement."""
+    row = deque([tree])
+    while row:
+        node = row.popleft()
+        for name in ("body", "handlers", "orelse", "finalbody", "cases"):
+            inside = getattr(node, name, ())
+            row.extend(inside if isinstance(inside, list) else ())
+        yield node
 
 
 def _targets(node: ast.Assign | ast.AnnAssign) -> list[str]:
