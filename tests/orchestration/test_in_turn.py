@@ -33,7 +33,7 @@ async def test_decode_leg(injected: str, all_faulty: bool) -> None:
 
 @pytest.mark.parametrize("ill", test_matrix.STREAMING)
 async def test_decode_leg_in_the_middle(ill: FaultKind) -> None:
-    await test_matrix.test_decode_leg_in_the_middle(CHAT, ill, 3, all_faulty=False)
+    await test_matrix.test_decode_leg_in_the_middle(CHAT, (ill, False), 3)
 
 
 async def test_the_client_leaves() -> None:
