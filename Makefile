@@ -35,14 +35,16 @@ NEED_NO_VLLM := $(wildcard $(patsubst %,tests/connector/test_%.py,adapters check
 WITH_VLLM := $(filter-out $(NEED_NO_VLLM),$(wildcard tests/connector/test_*.py)) tests/connector/tiers tests/vllm_compat \
 	tests/seeds tests/deploy/test_arguments.py tests/deploy/test_block_sizes.py
 NOT_UNIT := tests/soak tests/watch tests/e2e
-UNIT = $(RUN) -m pytest -m "not e2e and not long"
+# Bytecode is kept whatever the environment says: to compile the tests takes each process three seconds.
+UNIT = PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -m "not e2e and not long"
 
 unit: env ## tests without engines (80 seconds on two cores)
 	@$(MAKE) --no-print-directory -j2 unit-proxy unit-connector
 
-# Worksteal gives each worker a row of neighbours, which share what a module or a session makes once.
+# With the other half four processes for two cores: many tests wait, for processes and timeouts. Worksteal gives each worker a
+# row of neighbours, which share what a module or a session makes once.
 unit-proxy:
-	@$(UNIT) -n 2 --dist worksteal $(addprefix --ignore=,$(WITH_VLLM) $(NOT_UNIT))
+	@$(UNIT) -n 3 --dist worksteal $(addprefix --ignore=,$(WITH_VLLM) $(NOT_UNIT))
 
 unit-connector:
 	@$(UNIT) $(WITH_VLLM)
