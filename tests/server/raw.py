@@ -29,6 +29,13 @@ async def whole_body(scope: Scope, receive: Receive, limit: int = 1000) -> bytes
 @contextlib.asynccontextmanager
 async def serving(limits: ConnectionLimits, app: AsgiApp = echo) -> AsyncIterator[int]:
     """A server with these limits; its port."""
+    async with running(limits, app) as (_, port):
+        yield port
+
+
+@contextlib.asynccontextmanager
+async def running(limits: ConnectionLimits, app: AsgiApp) -> AsyncIterator[tuple[QuickServer, int]]:
+    """A server with these limits, and its port."""
     config = uvicorn.Config(
         app,
         http=guarded(limits),
@@ -43,7 +50,7 @@ async def serving(limits: ConnectionLimits, app: AsgiApp = echo) -> AsyncIterato
     task = asyncio.create_task(server.serve(sockets=[bound]))
     try:
         await asyncio.wait_for(listening(server), SOON)
-        yield bound.getsockname()[1]
+        yield server, bound.getsockname()[1]
     finally:  # a loop that has a server cannot be closed: a test that fails would hang
         server.should_exit = True
         await task

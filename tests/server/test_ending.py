@@ -8,7 +8,7 @@ import pytest
 
 from pdproxy.intake.request_context import JSON_HEADER, Receive, Scope, Send, send_head, send_whole
 from pdproxy.server.protocol import ConnectionLimits
-from tests.server.raw import SOON, answers, post, serving, trickle, whole_body
+from tests.server.raw import SOON, answers, post, running, serving, trickle, whole_body
 
 HASTY = ConnectionLimits(2000, 0.3, SOON)
 LONG = 64 * 1024 * 1024
@@ -99,10 +99,11 @@ async def test_a_client_that_still_sends_gets_its_response() -> None:
 
 @pytest.mark.parametrize("more", ["content-length: 0", "connection: close"])
 async def test_a_client_that_reads_nothing_of_a_complete_response_is_closed(more: str) -> None:
-    async with serving(ConnectionLimits(2000, SOON, 0.2), at_length) as port, asyncio.timeout(SOON):
+    async with running(ConnectionLimits(2000, SOON, 0.2), at_length) as (server, port), asyncio.timeout(SOON):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
         writer.write(post(more))
-        await asyncio.sleep(1.0)
+        while not server.server_state.total_requests or server.server_state.connections:
+            await asyncio.sleep(0.02)
         size = 0
         with contextlib.suppress(ConnectionResetError):
             while piece := await reader.read(LONG):
