@@ -58,7 +58,8 @@ class ReportedCapacity:
 def node() -> Iterator[Node]:
     """A decode node with few blocks; its log lies in `.run/e2e-capacity`.
 
-    With a unit each sequence takes one state more for one step, right after its prompt, and these all end theirs at once.
+    With a unit each sequence takes one state more for one step, right after its prompt, and all of these end theirs at
+    once.
     """
     specs = on_free_ports(
         NodeSpec("few", Role.DECODE, 0, 0, gpu_blocks=FEW_BLOCKS, max_model_len=LONGEST, prefix_match_unit=None)

@@ -102,7 +102,7 @@ async def test_a_client_that_reads_nothing_of_a_complete_response_is_closed(more
     async with running(ConnectionLimits(2000, SOON, 0.2), at_length) as (server, port), asyncio.timeout(SOON):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
         writer.write(post(more))
-        while not server.server_state.total_requests or server.server_state.connections:
+        while not server.server_state.total_requests or server.server_state.connections:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         size = 0
         with contextlib.suppress(ConnectionResetError):
