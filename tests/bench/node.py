@@ -1,7 +1,8 @@
 """A mock vLLM node in a process of its own: `python -m tests.bench.node PORT STEP_MS`.
 
 It answers a handful of different requests from memory, and paces its answers as an engine does: all streams that run
-get their next token in the same step. A decode request without a good ticket, or with another prompt, is refused.
+get their next token in the same step. A decode request without a good ticket, or with another prompt, is refused; one
+that is to wait for its ticket does, until a good one is delivered.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import uvloop
 
 from tests.bench.script import MODEL, PROMPT, TOKENS, prompt_of
 from tests.fakes.vllm_answers import ParsedRequest, answer, error, events
+from tests.fakes.waiting import TICKETS_PATH
 
 TICKET = {
     "do_remote_prefill": True,
@@ -38,6 +40,8 @@ class Played(NamedTuple):
 
     now: bytes
     steps: tuple[Writes, ...] = ()
+    wait_id: str = ""
+    """Of a request whose steps begin when its ticket is here."""
 
 
 class Pacer:
@@ -70,6 +74,8 @@ class Book:
 
     def look_up(self, path: str, raw: bytes) -> Played:
         """The answer to a request."""
+        if path == "/metrics":
+            return _at_once(200, b'pdproxy_connector_info{rendezvous="true"} 1.0\n')
         if path == "/v1/models":
             return _at_once(200, json.dumps({"object": "list", "data": [{"id": MODEL, "object": "model"}]}).encode())
         if path == "/version":
@@ -78,8 +84,8 @@ class Book:
 
     def _generate(self, path: str, asked: dict[str, Any]) -> Played:
         params = asked.get("kv_transfer_params") or {}
-        prefill = params.get("do_remote_decode") is True
-        if not prefill and params.get("remote_engine_id") != TICKET["remote_engine_id"]:
+        prefill, waits = params.get("do_remote_decode") is True, params.get("pdproxy_wait")
+        if not prefill and waits is None and params.get("remote_engine_id") != TICKET["remote_engine_id"]:
             return _at_once(400, error(400, "the bench wants every prompt to be prefilled elsewhere"))
         if asked.get("max_tokens") == TOKENS and prompt_of(path, asked) != [PROMPT]:
             return _at_once(400, error(400, "the prompt has changed on its way"))
@@ -87,7 +93,7 @@ class Book:
         key = (path, prefill, question.count, question.stream, question.usage, question.ids)
         if key not in self._made:
             self._made[key] = _played(question, prefill)
-        return self._made[key]
+        return self._made[key] if waits is None else self._made[key]._replace(wait_id=waits["id"])
 
 
 def _played(question: ParsedRequest, prefill: bool) -> Played:
@@ -114,12 +120,41 @@ def _whole(status: int, content: bytes) -> bytes:
     return head.encode() + content
 
 
+class WaitingRoom:
+    """Answers whose tickets are not here yet, and tickets that came before their requests."""
+
+    def __init__(self, pacer: Pacer) -> None:
+        self._pacer = pacer
+        self._waiting: dict[str, tuple[asyncio.WriteTransport, tuple[Writes, ...]]] = {}
+        self._early: set[str] = set()
+
+    def enter(self, transport: asyncio.WriteTransport, played: Played) -> None:
+        """Wait for a ticket."""
+        if played.wait_id in self._early:
+            self._early.remove(played.wait_id)
+            self._pacer.play(transport, played.steps)
+        else:
+            self._waiting[played.wait_id] = (transport, played.steps)
+
+    def deliver(self, raw: bytes) -> Played:
+        """The answer to a delivery; what waits for the ticket begins."""
+        asked = json.loads(raw)
+        if asked["kv_transfer_params"].get("remote_engine_id") != TICKET["remote_engine_id"]:
+            return _at_once(400, error(400, "the ticket has changed on its way"))
+        if asked["id"] in self._waiting:
+            self._pacer.play(*self._waiting.pop(asked["id"]))
+        else:
+            self._early.add(asked["id"])
+        return _at_once(202, b"{}")
+
+
 class Connection(asyncio.Protocol):
     """One connection of a proxy."""
 
-    def __init__(self, book: Book, pacer: Pacer) -> None:
+    def __init__(self, book: Book, pacer: Pacer, room: WaitingRoom) -> None:
         self._book = book
         self._pacer = pacer
+        self._room = room
         self._parser = httptools.HttpRequestParser(self)
         self._path = ""
         self._body: list[bytes] = []
@@ -140,18 +175,22 @@ class Connection(asyncio.Protocol):
         self._body.append(body)
 
     def on_message_complete(self) -> None:
-        played = self._book.look_up(self._path.partition("?")[0], b"".join(self._body))
+        path, raw = self._path.partition("?")[0], b"".join(self._body)
+        played = self._room.deliver(raw) if path == TICKETS_PATH else self._book.look_up(path, raw)
         if played.now:
             self._transport.write(played.now)
-        if played.steps:
+        if played.wait_id:
+            self._room.enter(self._transport, played)
+        elif played.steps:
             self._pacer.play(self._transport, played.steps)
 
 
 async def serve(port: int, step: float) -> None:
     """Until the process ends."""
     book, pacer = Book(), Pacer(step)
+    room = WaitingRoom(pacer)
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Connection(book, pacer), "127.0.0.1", port, backlog=BACKLOG)
+    server = await loop.create_server(lambda: Connection(book, pacer, room), "127.0.0.1", port, backlog=BACKLOG)
     await server.serve_forever()
 
 

@@ -27,6 +27,10 @@ class Peer(NamedTuple):
     command: Callable[[Ports], list[str]]
 
 
+def _in_turn(ports: Ports) -> list[str]:
+    return [*_pdproxy(ports), "--policy-legs", "in_turn"]
+
+
 def _pdproxy(ports: Ports) -> list[str]:
     listen = ["--host", "127.0.0.1", "--port", f"{ports.clients}", "--admin-port", f"{ports.operators}"]
     patience = ["--deadlines-connect", "60", "--health-timeout", "60"]  # a starved machine is no node that failed
@@ -45,6 +49,7 @@ def _nodes(ports: Ports) -> list[str]:
 
 
 PDPROXY = Peer("pdproxy", _pdproxy)
+IN_TURN = Peer("pdproxy-in-turn", _in_turn)
 VLLM_ROUTER = Peer("vllm-router", _vllm_router)
 
 

@@ -3,10 +3,9 @@
 import asyncio
 import contextlib
 
-from pdproxy.clock import SystemClock, first_of
 from tests.fakes.faults import FaultKind
 from tests.fakes.node import EVENTS, FakeNode, Script
-from tests.fakes.waiting import WaitingRequest
+from tests.fakes.waiting import WaitingRequest, either
 
 
 class LoopbackNode:
@@ -91,10 +90,10 @@ class LoopbackNode:
         told: list[Script] = []
 
         async def wait() -> None:
-            told.append(await waiting.script(SystemClock()))
+            told.append(await waiting.script(asyncio.sleep))
 
         try:
-            await first_of(wait(), reader.read(1))
+            await either(wait(), reader.read(1))
         finally:
             waiting.leave()
         if not told:

@@ -38,7 +38,7 @@ class MemoryTransport:
             await asyncio.sleep(0)
             await self._fail_before_head(script, timeouts)
             if script.waiting is not None and script.headers != EVENTS:
-                script = dataclasses.replace(await script.waiting.script(self._clock), waiting=script.waiting)
+                script = dataclasses.replace(await script.waiting.script(self._clock.sleep), waiting=script.waiting)
         except BaseException:
             node.running -= 1
             node.cut += 1
@@ -89,7 +89,7 @@ class MemoryResponse:
     async def __aiter__(self) -> AsyncIterator[bytes]:
         """See the port."""
         if self._script.waiting is not None and self._script.headers == EVENTS:
-            told = await self._script.waiting.script(self._clock)
+            told = await self._script.waiting.script(self._clock.sleep)
             self._script = dataclasses.replace(told, waiting=self._script.waiting)
         while self._at < len(self._script.pieces):
             await asyncio.sleep(0)

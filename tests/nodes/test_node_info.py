@@ -133,3 +133,9 @@ def test_a_dense_model_has_no_limit_by_state() -> None:
 def test_a_capacity_in_part_is_none(right: str, wrong: str) -> None:
     assert read_node_capacity(CAPACITY.replace(right, wrong).encode()) is None
     assert read_node_capacity(metrics(LABELS)) is None
+
+
+@pytest.mark.parametrize(("said", "can_wait"), [("true", True), ("false", False), (None, False)])
+def test_a_node_says_whether_it_lets_requests_wait_for_their_tickets(said: str | None, can_wait: bool) -> None:
+    labels = LABELS if said is None else {**LABELS, "rendezvous": said}
+    assert NodeInfo(NODE, labels=labels).joined().can_wait is can_wait

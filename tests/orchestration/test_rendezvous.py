@@ -85,6 +85,21 @@ async def test_the_decode_leg_waits_and_is_brought_its_ticket(endpoint: Endpoint
     await cluster.settle()
 
 
+async def test_the_prefill_leg_goes_out_first() -> None:
+    cluster = FakeCluster(prefills=1, decodes=1)
+    sent: list[str] = []
+    send = cluster.transport.send
+
+    async def recorded(request: Any, timeouts: Any) -> Any:
+        sent.append(request.url.removeprefix("http://"))
+        return await send(request, timeouts)
+
+    cluster.transport.send = recorded  # type: ignore[method-assign]
+    await cluster.ask(CHAT, WHOLE)
+    assert sent == [f"p0:8000{CHAT}", f"d0:8000{CHAT}", f"d0:8000{TICKETS_PATH}"]
+    await cluster.settle()
+
+
 async def test_a_delivery_carries_what_a_leg_carries() -> None:
     cluster = FakeCluster(prefills=1, decodes=1)
     await cluster.ask(CHAT, WHOLE)
@@ -207,14 +222,15 @@ async def test_no_other_decode_node_ends_the_prefill() -> None:
     await cluster.settle()
 
 
-async def test_another_cohort_takes_over_both_legs() -> None:
+@pytest.mark.parametrize("failing", [Role.PREFILL, Role.DECODE])
+async def test_another_cohort_takes_over_both_legs(failing: Role) -> None:
     cluster = FakeCluster()
     for node, role, cohort in zip(cluster.nodes, "ppdd", "abab", strict=True):
         role_of = Role.PREFILL if role == "p" else Role.DECODE
         cluster.pool.admit(Node(node.name, node.url, role_of, MODEL, cohort=cohort, can_wait=True))
     first = next(iter(cluster.context.tie_breaker)) % 2
     left, other = (1 - first, first)
-    cluster.prefills[left].fault = RESET
+    (cluster.prefills if failing is Role.PREFILL else cluster.decodes)[left].fault = RESET
     check_right(await cluster.ask(CHAT, STREAM))
     assert [len(cluster.prefills[n].legs()) for n in (left, other)] == [1, 1]
     assert cluster.decodes[left].cut == 1
@@ -329,6 +345,9 @@ async def test_the_decode_deadline_counts_from_the_delivery(at: int) -> None:
     began = cluster.clock.now()
     check_right(await cluster.ask(CHAT, STREAM))
     assert cluster.clock.now() - began == 630.0
+    assert params(cluster.decodes[1])["do_remote_prefill"], (
+        "the first decode leg had its ticket before its time was over"
+    )
     fault = "stall" if at == 0 else "headers_timeout"
     assert cluster.count("pdproxy_leg_faults_total", leg="decode", fault=fault) == 1
     await cluster.settle()
@@ -369,7 +388,7 @@ async def test_a_delivery_that_overtakes_its_request_is_kept() -> None:
     body = b'{"prompt": "a b", "kv_transfer_params": {"pdproxy_wait": {"id": "%s", "seconds": 1}}}' % wait_id.encode()
     script = node.respond("/v1/completions", body)
     assert script.waiting is not None
-    assert len((await script.waiting.script(FakeCluster().clock)).pieces) == 1
+    assert len((await script.waiting.script(asyncio.sleep)).pieces) == 1
     assert node.fabric.wrong == []
 
 

@@ -146,9 +146,14 @@ async def _kill(cluster: LoopbackCluster, dice: random.Random, tally: Tally) -> 
         await asyncio.sleep(dice.uniform(0.02, 0.2))
         node = dice.choice(cluster.nodes)
         if dice.random() < 0.5:
-            node.node.fault = InjectedFault(
-                dice.choice(FAULT_KINDS), at=dice.randint(-1, 6), status=dice.choice((429, 500, 503)), times=1
+            ill = InjectedFault(
+                dice.choice(FAULT_KINDS), at=dice.randint(-1, 6), status=dice.choice((404, 429, 500, 503)), times=1
             )
+            node.node.waiting.most = dice.choice((0, 1024, 1024, 1024))
+            if dice.random() < 0.3:
+                node.node.delivery_fault = ill
+            else:
+                node.node.fault = dataclasses.replace(ill, status=max(ill.status, 429))
         else:
             tally.kills += 1
             await _restart(node, dice.uniform(0.01, 0.3))
