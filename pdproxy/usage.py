@@ -4,8 +4,8 @@ As vLLM 0.32 writes them: completions and chat have ``prompt_tokens_details.cach
 ``cache_read_input_tokens`` (not counted in ``input_tokens``), both only with ``--enable-prompt-tokens-details``;
 responses always have ``input_tokens_details.cached_tokens``.
 
-``cached_tokens`` of a decode node shows whether it used its ticket: if it did, all prompt tokens but the last one (the
-last few, with multi-token prediction) count as cached; if not, only what its own cache held.
+``cached_tokens`` of a decode node shows whether it used its ticket: if it did, all prompt tokens but those after the
+hand-over's end count as cached; if not, only what its own cache held.
 """
 
 import dataclasses
@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 
 from pdproxy.request import Endpoint, Json
 
-SLACK_TOKENS = 8
-"""Prompt tokens that a decode node computes itself even with a good ticket: the last one, more with MTP."""
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens":\s*(\d+)')
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
 _CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d+)')
@@ -30,10 +28,12 @@ class Usage:
     completion: int | None
     cached: int | None
 
-    @property
-    def recomputed(self) -> bool:
-        """Of a decode leg with a ticket: whether the node computed the prompt all the same."""
-        return self.prompt is not None and self.cached is not None and self.cached < self.prompt - SLACK_TOKENS
+    def recomputed(self, tail_tokens: int) -> bool:
+        """Of a decode leg with a ticket: whether the node computed the prompt all the same.
+
+        ``tail_tokens``: the most that it computes with a good ticket (`Node.tail_tokens`).
+        """
+        return self.prompt is not None and self.cached is not None and self.cached < self.prompt - tail_tokens
 
 
 def read_usage(usage: object) -> Usage | None:

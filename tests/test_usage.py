@@ -53,8 +53,19 @@ def test_an_event_that_is_no_json_has_no_usage() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "cached", "recomputed"),
-    [(100, 99, False), (100, 96, False), (100, 0, True), (100, 64, True), (100, None, False), (None, 3, False)],
+    ("prompt", "cached", "tail", "recomputed"),
+    [
+        (100, 99, 8, False),
+        (100, 96, 8, False),
+        (100, 84, 8, True),
+        (100, 84, 32, False),
+        (100, 67, 32, True),
+        (100, 0, 8, True),
+        (100, None, 8, False),
+        (None, 3, 8, False),
+    ],
 )
-def test_recomputing_shows_in_the_cached_tokens(prompt: int | None, cached: int | None, recomputed: bool) -> None:
-    assert Usage(prompt, 1, cached).recomputed is recomputed
+def test_recomputing_shows_in_the_cached_tokens(
+    prompt: int | None, cached: int | None, tail: int, recomputed: bool
+) -> None:
+    assert Usage(prompt, 1, cached).recomputed(tail) is recomputed

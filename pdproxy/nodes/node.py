@@ -62,6 +62,10 @@ class State(enum.StrEnum):
     """The preflight found a setting that cannot work; see the reason."""
 
 
+FEW_TOKENS = 8
+"""Above the number of modules of any model's multi-token prediction."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Node:
     """A vLLM server. Data-parallel ranks behind its one address are one node: it shares requests out among them.
@@ -78,6 +82,7 @@ class Node:
         fingerprint: what the bytes of its KV cache depend on, value by part; empty where not published.
         block_size: tokens in an attention block; 0 where not published.
         max_model_len: the longest sequence in tokens; 0 where not published.
+        prefix_match_unit: tokens between the boundaries at which its hand-overs end; 0 where they end anywhere.
         can_wait: a request may be sent to it before its ticket, and waits there until that is delivered.
     """
 
@@ -93,7 +98,16 @@ class Node:
     fingerprint: Mapping[str, str] = dataclasses.field(default_factory=lambda: MappingProxyType({}), hash=False)
     block_size: int = 0
     max_model_len: int = 0
+    prefix_match_unit: int = 0
     can_wait: bool = False
+
+    @property
+    def tail_tokens(self) -> int:
+        """The most prompt tokens that a decode node computes itself though it has read a ticket of this node's.
+
+        Up to two units, with EAGLE and MTP; without a unit the last token, or a few with MTP of several modules.
+        """
+        return 2 * self.prefix_match_unit or FEW_TOKENS
 
     def each_rank(self) -> tuple[Headers, ...]:
         """The headers that bring a request to each of its ranks; a lone one needs none."""

@@ -62,7 +62,7 @@ class NodeInfo:
     def joined(self) -> Node:
         """The node with what was found filled in. What was configured wins."""
         model = self.node.model or next(iter(self.models.names), "")
-        block_size = self.labels.get("block_size", "")
+        block_size, unit = self.labels.get("block_size", ""), self.fingerprint.get("prefix_match_unit", "")
         aliases = dict.fromkeys((*self.node.aliases, *(name for name in self.models.names if name != model)))
         return dataclasses.replace(
             self.node,
@@ -74,6 +74,7 @@ class NodeInfo:
             fingerprint=self.fingerprint,
             block_size=int(block_size) if block_size.isdecimal() else 0,
             max_model_len=self.models.max_model_len or 0,
+            prefix_match_unit=int(unit) if unit.isdecimal() else 0,
             can_wait=self.labels.get("rendezvous") == "true",
         )
 

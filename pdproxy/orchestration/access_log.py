@@ -100,8 +100,9 @@ def record_usage(
     """
     route, cached = Route.LOCAL, usage.cached
     if hand_over is not None:
-        route = Route.RECOMPUTED if usage.recomputed else Route.DISAGGREGATED
-        cached = usage.cached if usage.recomputed else hand_over.answer.cached_tokens
+        recomputed = usage.recomputed(hand_over.node.tail_tokens)
+        route = Route.RECOMPUTED if recomputed else Route.DISAGGREGATED
+        cached = usage.cached if recomputed else hand_over.answer.cached_tokens
     context.metrics.tokens(Tokens.PROMPT, usage.prompt or 0)
     context.metrics.tokens(Tokens.COMPLETION, usage.completion or 0)
     context.metrics.tokens(Tokens.CACHED, cached or 0)

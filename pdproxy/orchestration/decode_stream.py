@@ -60,7 +60,8 @@ class DecodeStream:
     The caller closes ``response``.
 
     Args:
-        has_ticket: asked when the first events are here: a leg may go out, and its head come, before its ticket.
+        ticket_tail: asked when the first events are here, for a leg may go out, and its head come, before its ticket:
+            the most prompt tokens that the node computes itself with its ticket; None where it has none.
         usage_filter: given where only we asked for the usage event.
     """
 
@@ -68,14 +69,14 @@ class DecodeStream:
         self,
         response: HttpResponse,
         transcript: Transcript,
-        has_ticket: Callable[[], bool],
+        ticket_tail: Callable[[], int | None],
         usage_filter: UsageEventFilter | None,
     ) -> None:
         self._response = response
         self._chunks: AsyncIterator[bytes] = aiter(response)
         self._transcript = transcript
-        self._has_ticket = has_ticket
-        self._ticketed = False
+        self._ticket_tail = ticket_tail
+        self._tail: int | None = None
         self._usage_filter = usage_filter
         self._parser = SseParser()
         self._at_event_boundary = False
@@ -93,7 +94,7 @@ class DecodeStream:
         pieces = []
         while not (self.has_data_event or self.ended):
             piece = await self._next_piece()
-            self._ticketed = self._has_ticket()
+            self._tail = self._ticket_tail()
             pieces.append(self._client_bytes(piece))
         return b"".join(pieces)
 
@@ -188,5 +189,5 @@ class DecodeStream:
 
     def _note_usage(self, data: bytes) -> None:
         self.usage = read_usage_event(data) or self.usage
-        if self._ticketed and self.usage is not None and self.usage.recomputed:
+        if self._tail is not None and self.usage is not None and self.usage.recomputed(self._tail):
             self._transcript.cached_tokens = None  # what the prefill node had cached was of no use

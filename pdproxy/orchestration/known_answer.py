@@ -12,10 +12,7 @@ part of the prompt in the other, whose full blocks come out of the node's own ca
 this node. Each side has a cache salt of its own: neither finds in a cache what the other computed or what clients left
 there, and no client finds what the test left.
 
-The prompt is a list of made-up names and numbers, and one of the names again. Its answer stands far back, so it depends
-on blocks far away and on every state that was carried over the list in between; any model that has learned text copies
-it. To prompts of random token ids the tiny model of `deploy/local/model` gives a flat answer, nearly the same (0.04
-nats) with a mamba state of garbage; to such a list, on which it was trained, one that differs by at least 4.8 nats.
+What the prompt is: `known_answer_prompt`.
 
 A test that fails is made once more with another prompt before it counts.
 """
@@ -24,8 +21,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from pdproxy.errors import Fault, NodeFault, PdproxyError
 from pdproxy.legs.calls import NOTHING_HELD, decode, json_object, outgoing_body, prefill, read_answer
@@ -36,6 +32,7 @@ from pdproxy.nodes.proof import ProofResult
 from pdproxy.observe.labels import Proof
 from pdproxy.orchestration.answers_agree import Comparison, ScoredAnswer, compare
 from pdproxy.orchestration.context import OrchestrationContext
+from pdproxy.orchestration.known_answer_prompt import SAMPLE_LINES, plain_ids, prompt_tokens, question, up_to_boundary
 from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.request import Endpoint, Headers, Json
 from pdproxy.transport.port import HttpRequest, Timeouts
@@ -158,10 +155,11 @@ class KnownAnswer:
         nodes = (pair.prefill, pair.decode)
         wanted = prompt_tokens([node.block_size for node in nodes], [node.max_model_len for node in nodes], TOKENS + 2)
         sample = await self._tokens(pair, question(seed, SAMPLE_LINES))
+        unit = pair.prefill.prefix_match_unit
         if not sample:
-            return plain_ids(seed, wanted)
+            return up_to_boundary(plain_ids(seed, wanted), unit)
         lines = wanted * SAMPLE_LINES // len(sample)
-        return (await self._tokens(pair, question(seed, lines)))[-wanted:]
+        return up_to_boundary((await self._tokens(pair, question(seed, lines)))[-wanted:], unit)
 
     async def _tokens(self, pair: _Pair, text: str) -> list[int]:
         """The token ids of a text; none where the decode node has no tokenizer."""
@@ -191,7 +189,7 @@ class KnownAnswer:
                     raise
             answer = await self._decode(pair, body, given.ticket)
             usage = read_usage(answer.get("usage"))
-            held = usage is not None and usage.recomputed
+            held = usage is not None and usage.recomputed(pair.prefill.tail_tokens)
         finally:
             if held:
                 self._background_tasks.release(pair.prefill, pair.prefill.model, hand_over_id, self._headers)
@@ -238,62 +236,3 @@ def _unanswered_on_fault(what: str) -> Iterator[None]:
 def _detail(fault: NodeFault) -> str:
     """A fault for the log, with the beginning of the node's error body."""
     return f"{fault}: {fault.body[:_LOGGED_BYTES].decode('utf-8', 'replace')}" if fault.body else str(fault)
-
-
-BEGINNINGS = (
-    *("al", "an", "ar", "bel", "ben", "bor", "cal", "cor", "dal", "dor", "el", "far", "fen", "gar", "hal"),
-    *("jar", "jor", "kel", "lan", "mar", "mel", "nor", "or", "per", "ros", "sal", "tor", "val"),
-)
-ENDINGS = (
-    *("ba", "bert", "da", "do", "dric", "fa", "ga", "go", "ko", "len", "lia", "lo", "mi"),
-    *("mo", "na", "nda", "ne", "nia", "no", "phin", "ric", "ro", "si", "ta", "vin"),
-)
-NAMES = tuple(beginning + ending for beginning in BEGINNINGS for ending in ENDINGS)
-"""700 names; longer lists go on with names of two words."""
-ASKED_WITHIN = 4
-"""The name that is asked for stands in the first of so many parts of the list."""
-BLOCKS = 2
-"""Full attention blocks of a prompt; half of another one follows."""
-LEAST_TOKENS = 256
-UNKNOWN_BLOCK = 512
-"""Assumed for nodes that do not report their block size."""
-FEWEST_LINES = 2
-SAMPLE_LINES = 16
-"""Of a list that is tokenized to learn how many tokens a line has."""
-_PLAIN_IDS = (8, 250)
-"""Ids that any vocabulary has."""
-_ECHO = 24
-"""Tokens of a prompt of plain ids that are repeated at its end."""
-
-
-def question(seed: int, lines: int) -> str:
-    """A list of so many lines, and the name that is asked for."""
-    source = random.Random(seed)
-    names = list(itertools.islice(_names(source), max(lines, FEWEST_LINES)))
-    listed = "".join(f"{name} {source.randrange(1000):03d}\n" for name in names)
-    asked = source.randrange(max(1, min(len(names), len(NAMES)) // ASKED_WITHIN))
-    return f"{listed}? {names[asked]} ="
-
-
-def plain_ids(seed: int, count: int) -> list[int]:
-    """So many token ids, whose end repeats a piece of their beginning: for a node without a tokenizer."""
-    source = random.Random(seed)
-    ids = [source.randrange(*_PLAIN_IDS) for _ in range(count)]
-    return [*ids[:-_ECHO], *ids[:_ECHO]] if count > 2 * _ECHO else ids
-
-
-def prompt_tokens(block_sizes: Sequence[int], max_model_lens: Sequence[int], answer: int) -> int:
-    """How many tokens a prompt is to have: some blocks and a part of one, as far as both nodes take it.
-
-    Sizes and lengths are those of the two nodes, 0 where one does not report its own; ``answer`` tokens follow.
-    """
-    block = max(block_sizes) or UNKNOWN_BLOCK
-    wanted = max(LEAST_TOKENS, BLOCKS * block + block // 2)
-    longest = min((length for length in max_model_lens if length), default=wanted + answer)
-    return max(1, min(wanted, longest - answer))
-
-
-def _names(source: random.Random) -> Iterator[str]:
-    yield from source.sample(NAMES, len(NAMES))
-    while True:
-        yield f"{source.choice(NAMES)} {source.choice(NAMES)}"

@@ -95,12 +95,13 @@ class Relay(ResponseStream):
         self._leaving = self._leaving_event()
         return read_first
 
-    def _note_ticket(self) -> bool:
-        """Whether the leg has a ticket. What its prefill node had cached is what the client is to see."""
+    def _note_ticket(self) -> int | None:
+        """How many prompt tokens the node may compute with the leg's ticket; None where it has none. What its prefill
+        node had cached is what the client is to see."""
         hand_over = self._upstream.hand_over
         if not self._transcript.started and hand_over is not None:
             self._transcript.cached_tokens = hand_over.answer.cached_tokens
-        return hand_over is not None
+        return None if hand_over is None else hand_over.node.tail_tokens
 
     def _leaving_event(self) -> asyncio.Event:
         try:

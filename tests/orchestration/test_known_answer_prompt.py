@@ -5,7 +5,7 @@ import json
 import pytest
 
 from deploy.local.paths import MODEL
-from pdproxy.orchestration.known_answer import NAMES, plain_ids, prompt_tokens, question
+from pdproxy.orchestration.known_answer_prompt import NAMES, plain_ids, prompt_tokens, question, up_to_boundary
 
 
 def test_a_question_asks_for_a_name_far_back_in_its_list() -> None:
@@ -50,3 +50,9 @@ def test_some_blocks_and_a_part_of_one_as_far_as_both_nodes_take_it(
     block_sizes: tuple[int, int], longest: tuple[int, int], tokens: int
 ) -> None:
     assert prompt_tokens(block_sizes, longest, 10) == tokens
+
+
+@pytest.mark.parametrize(("length", "unit", "kept"), [(680, 16, 672), (640, 16, 640), (680, 0, 680), (10, 16, 10)])
+def test_a_prompt_ends_where_a_hand_over_of_one_token_more_does(length: int, unit: int, kept: int) -> None:
+    ids = list(range(length))
+    assert up_to_boundary(ids, unit) == ids[length - kept :]
