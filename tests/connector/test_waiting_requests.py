@@ -182,7 +182,7 @@ def test_an_idle_step_rests_for_a_part_of_the_newest_wait() -> None:
     assert waits.rest(now=0) == 0
     waits.begin(request("first"), order(), now=0)
     assert waits.rest(now=0) == 0
-    assert waits.rest(now=0.05) == pytest.approx(0.001)
+    assert waits.rest(now=0.1) == pytest.approx(0.002)
     assert waits.rest(now=9) == MOST_REST
     waits.begin(request("second"), order(), now=9)
     assert waits.rest(now=9) == 0
