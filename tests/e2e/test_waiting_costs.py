@@ -40,7 +40,7 @@ def gap(url: str) -> float:
 
 
 def cores(node: Node) -> float:
-    """How many cores a node keeps busy; the least of some samples, for whatever else runs makes each step take longer."""
+    """How many cores a node keeps busy; the least of some samples, for beside other work each step takes longer."""
     return min(cores_used(node, SECONDS) for _ in range(SAMPLES))
 
 
