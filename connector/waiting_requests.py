@@ -25,9 +25,9 @@ from connector.transfer_params import AwaitTicket, ComputeLocally, DeliverTicket
 KEEP = 30.0
 """Seconds that a delivery is kept: as long as the lease of a ticket that nobody renews."""
 
-MOST_REST, REST_SHARE = 0.002, 0.02
-"""A step that computes nothing, of an engine on which requests wait, takes 2 ms at most, and at most a fiftieth of what
-the newest has waited: vLLM alone would look after them every millisecond, and the ticket comes that much later."""
+MOST_REST, REST_SHARE = 0.005, 0.02
+"""While requests wait, a step that computes nothing takes 5 ms at most, and at most a fiftieth of what the newest has
+waited: by itself vLLM asks for them every millisecond, which takes a third of a core. A ticket is noticed after it."""
 
 Settled = ReadTicket | Refusal | ComputeLocally
 """What a request does that waits no longer."""

@@ -152,6 +152,18 @@ def test_one_too_many_computes_and_its_ticket_goes_back() -> None:
     assert waits.deliver(TICKET, now=1) == Delivered(too_late=1)
 
 
+def test_of_too_many_deliveries_and_ids_the_oldest_are_forgotten() -> None:
+    waits = table(most=2)
+    for number in range(3):
+        waits.deliver(DeliverTicket(f"{ID}-{number}", good()), now=0)
+    assert waits.remembered == 2
+    assert waits.begin(request(), order(f"{ID}-0"), now=0) == order(f"{ID}-0")
+    for number in range(3):
+        waits.begin(request(f"r-{number}"), order(f"gone-0123456789-{number}"), now=0)
+        waits.end(f"r-{number}", WaitEnd.GONE, now=0)
+    assert waits.remembered == 4
+
+
 def test_none_waits_on_a_node_that_lets_none() -> None:
     assert table(most=0).begin(request(), order(), now=0) == ComputeLocally()
 
@@ -182,7 +194,7 @@ def test_an_idle_step_rests_for_a_part_of_the_newest_wait() -> None:
     assert waits.rest(now=0) == 0
     waits.begin(request("first"), order(), now=0)
     assert waits.rest(now=0) == 0
-    assert waits.rest(now=0.05) == pytest.approx(0.001)
+    assert waits.rest(now=0.1) == pytest.approx(0.002)
     assert waits.rest(now=9) == MOST_REST
     waits.begin(request("second"), order(), now=9)
     assert waits.rest(now=9) == 0

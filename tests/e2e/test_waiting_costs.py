@@ -12,14 +12,14 @@ import httpx
 import pytest
 
 from deploy.local.model.quiz import quiz
-from deploy.local.node import SERVED_NAME
+from deploy.local.node import SERVED_NAME, Node
 from tests.e2e.conftest import REQUEST_TIMEOUT_S, Pair
 from tests.e2e.test_given_up_reads import cores_used
 from tests.e2e.waiting import WAITING, sent, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
-SECONDS = 10.0
+SAMPLES, SECONDS = 5, 4.0
 WAITERS = 8
 TOKENS = 2100
 STREAMED = 600
@@ -39,12 +39,17 @@ def gap(url: str) -> float:
     return (came[-1] - came[0]) / (len(came) - 1)
 
 
+def cores(node: Node) -> float:
+    """How many cores a node keeps busy; the least of some samples, for beside other work each step takes longer."""
+    return min(cores_used(node, SECONDS) for _ in range(SAMPLES))
+
+
 def test_an_idle_node_hardly_works_while_one_waits(pair: Pair) -> None:
     take = pair.decode.url
     until(take, WAITING, 0)
-    idle = cores_used(pair.decode, SECONDS)
+    idle = cores(pair.decode)
     with sent(take, quiz(3310, TOKENS).prompt()) as [leg]:
-        waits = cores_used(pair.decode, SECONDS)
+        waits = cores(pair.decode)
         leg.deliver(None)
     print(f"\nan idle decode node takes {idle:.3f} cores, one on which a request waits {waits:.3f}")
     assert waits < MOST_CORES

@@ -24,7 +24,8 @@ def prefill() -> Node:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Several:
+def node(tmp_path: Path, pass_time: Callable[[float], None]) -> Several:
+    """Made when the clock can be moved already: its parts keep it."""
     return make_several([tier(tmp_path), pull()])
 
 
