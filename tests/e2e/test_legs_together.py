@@ -21,7 +21,7 @@ from deploy.local.node import SERVED_NAME, NodeSpec, Role
 from deploy.local.stack import Proxy, ProxySpec, logs_of, start_nodes, start_proxy
 from deploy.local.supervise import Supervisor
 from tests.e2e.conftest import REQUEST_TIMEOUT_S
-from tests.e2e.timed_connector import ended, timed
+from tests.e2e.timed_connector import Moment, noted, timed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -52,9 +52,11 @@ class Bench:
 
 @dataclass
 class Cell:
-    """Seconds of each request of one way: hand-over, and from the request's start to its first token."""
+    """Seconds of each request of one way: hand-over; its part from the moment in which the decode node's scheduler has
+    the ticket, which is the same however the ticket got there; and from the request's start to its first token."""
 
     hand_over: list[float] = field(default_factory=list)
+    with_ticket: list[float] = field(default_factory=list)
     first_token: list[float] = field(default_factory=list)
 
 
@@ -63,8 +65,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """Logs lie in `.run/e2e-legs`."""
     times = tmp_path_factory.mktemp("times") / "prefill"
     with Supervisor(logs_of("e2e-legs")) as supervisor:
-        specs = [timed(NodeSpec("prefill", Role.PREFILL, 0, 0), times), NodeSpec("decode", Role.DECODE, 0, 0)]
-        nodes = start_nodes(supervisor, specs, print)
+        specs = [NodeSpec("prefill", Role.PREFILL, 0, 0), NodeSpec("decode", Role.DECODE, 0, 0)]
+        nodes = start_nodes(supervisor, [timed(spec, times) for spec in specs], print)
         proxies = {}
         for way in Way:
             spec = ProxySpec(more_environment={"PDPROXY_POLICY_LEGS": way})
@@ -115,15 +117,22 @@ async def measure(bench: Bench, length: int, at_once: int) -> dict[Way, Cell]:
                 seeds = range(start, start + at_once)
                 asked = await asyncio.gather(*(ask(client, bench.proxies[way], seed, length) for seed in seeds))
                 if each:  # the first round warms up
-                    _note(cells[way], asked, ended(bench.times))
+                    _note(cells[way], asked, bench.times)
     return cells
 
 
-def _note(cell: Cell, asked: list[Asked], done: dict[str, float]) -> None:
+def _note(cell: Cell, asked: list[Asked], times: Path) -> None:
+    ended, reads = noted(times, Moment.ENDED), noted(times, Moment.READS)
     for one in asked:
-        [prefilled] = [at for request_id, at in done.items() if f"-{one.name}-" in f"-{request_id}"]
+        [had_ticket] = _of(one, reads)
+        prefilled = min(_of(one, ended))  # the decode leg ends, too
         cell.hand_over.append(one.first - prefilled)
+        cell.with_ticket.append(one.first - had_ticket)
         cell.first_token.append(one.first - one.began)
+
+
+def _of(one: Asked, moments: dict[str, float]) -> list[float]:
+    return [at for request_id, at in moments.items() if f"-{one.name}-" in f"-{request_id}"]
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -131,8 +140,10 @@ def _note(cell: Cell, asked: list[Asked], done: dict[str, float]) -> None:
 async def test_a_hand_over_is_shorter_when_legs_go_out_together(bench: Bench, length: int, at_once: int) -> None:
     cells = await measure(bench, length, at_once)
     for way, cell in cells.items():
-        told = [f"{1000 * statistics.median(each):.0f} ms" for each in (cell.hand_over, cell.first_token)]
-        print(f"{length} tokens, {at_once} at once, {way}: hand-over {told[0]}, first token {told[1]} (medians)")
+        parts = (cell.hand_over, cell.with_ticket, cell.first_token)
+        told = [f"{1000 * statistics.median(each):.1f} ms" for each in parts]
+        print(f"{length} tokens, {at_once} at once, {way}: hand-over {told[0]}, of it {told[1]} ", end="")
+        print(f"on the decode node with the ticket; first token {told[2]} (medians)")
     together, in_turn = cells[Way.TOGETHER], cells[Way.IN_TURN]
     ratio = statistics.median(together.hand_over) / statistics.median(in_turn.hand_over)
     first = statistics.median(together.first_token) / statistics.median(in_turn.first_token)

@@ -1,13 +1,15 @@
-"""Our connector, which writes down when each prefill was done: a node loads this module in the place of
-`connector.nixl_connector`.
+"""Our connector, which writes down when a request's prefill was done, and when its decode node had the ticket: nodes
+load this module in the place of `connector.nixl_connector`.
 
-The moment is that in which vLLM's scheduler ends a request, right after the forward pass that computed its last token.
+A prefill is done when vLLM's scheduler ends its request, right after the forward pass that computed its last token. The
+decode node has the ticket when its scheduler allocates the blocks to read into.
 """
 
 import json
 import os
 import time
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +17,14 @@ from connector.nixl_connector import NixlConnector as Plain
 from deploy.local.node import NodeSpec, kv_transfer_config
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.request import Request
 
 TIMES = "PDPROXY_TEST_TIMES"
 
 
 def timed(spec: NodeSpec, times: Path) -> NodeSpec:
-    """The same node, which appends a line to this file for each request that ends."""
+    """The same node, which appends a line to this file for each request that ends, and for each that reads."""
     config = {**kv_transfer_config(spec), "kv_connector_module_path": __name__}
     return replace(
         spec,
@@ -30,10 +33,23 @@ def timed(spec: NodeSpec, times: Path) -> NodeSpec:
     )
 
 
-def ended(times: Path) -> dict[str, float]:
-    """When each request ended, by vLLM's id for it, in seconds of this host's monotonic clock."""
+class Moment(StrEnum):
+    """What is written down."""
+
+    ENDED = "ended"
+    READS = "reads"
+
+
+def noted(times: Path, moment: Moment) -> dict[str, float]:
+    """When it came for each request, by vLLM's id for it, in seconds of this host's monotonic clock."""
     lines = (line.split() for line in times.read_text(encoding="ascii").splitlines())
-    return {request_id: float(at) for request_id, at in lines}
+    return {request_id: float(at) for kind, request_id, at in lines if kind == moment}
+
+
+def _note(moment: Moment, request_id: str) -> None:
+    now = time.monotonic()
+    with Path(os.environ[TIMES]).open("a", encoding="ascii") as times:
+        times.write(f"{moment} {request_id} {now:.6f}\n")
 
 
 class NixlConnector(Plain):
@@ -43,8 +59,12 @@ class NixlConnector(Plain):
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Note the time, then as always."""
-        now = time.monotonic()
-        with Path(os.environ[TIMES]).open("a", encoding="ascii") as times:
-            times.write(f"{request.request_id} {now:.6f}\n")
+        _note(Moment.ENDED, request.request_id)
         answer: tuple[bool, dict[str, Any] | None] = super().request_finished_all_groups(request, block_ids)
         return answer
+
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        """Note the time where blocks are to be read, then as always."""
+        if num_external_tokens:
+            _note(Moment.READS, request.request_id)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
