@@ -160,7 +160,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """None for a request that waits for its ticket: vLLM asks again in the next step, and allocates nothing."""
-        if self._waiting.is_waiting(request.request_id, time.monotonic()):
+        if self._waiting.must_wait(request.request_id, time.monotonic()):
             return None, False
         answer: tuple[int, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return answer
@@ -204,6 +204,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         meta.reqs_not_processed |= orders.dropped
         meta.reads = self._reads.pop_orders(meta.reqs_to_recv)
         meta.idle = scheduler_output.total_num_scheduled_tokens == 0
+        self._waiting.on_step_planned()
         meta.rest = self._waiting.rest(time.monotonic())
         return meta
 
