@@ -157,7 +157,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens are read after the local cache's. None for a request that waits for its ticket, or must be
         looked up once more: vLLM asks again in the next step, and allocates nothing."""
-        if self._waiting.is_waiting(request.request_id, time.monotonic()):
+        if self._waiting.must_wait(request.request_id, time.monotonic()):
             return None, False
         params = request.kv_transfer_params
         if params is None or not params.get("do_remote_prefill"):
@@ -206,6 +206,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         meta.reqs_not_processed |= orders.dropped
         meta.reads = self._reads.pop_orders(meta.reqs_to_recv)
         meta.idle = scheduler_output.total_num_scheduled_tokens == 0
+        self._waiting.on_step_planned()
         meta.rest = self._waiting.rest(time.monotonic())
         return meta
 

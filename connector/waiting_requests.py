@@ -4,12 +4,16 @@ passed in, monotonic seconds.
     begin ──► its ticket is there already (it may overtake the request: a long prompt takes time to tokenize)
           ├── too many wait: the request computes
           └── waits ──► deliver      the ticket, or that there is none
-                    ├── is_waiting   the deadline is over: it computes
+                    ├── must_wait    the deadline is over: it computes
                     └── end          the client is gone, or another connector had as much
 
 A delivery is kept for `KEEP` seconds, also one that was for a waiting request: the samples of one request all wait
 under one id, and some may arrive after it. Of waits that ended otherwise the id is remembered, so that a ticket that
 comes too late is given back at once, and not when its lease ends.
+
+vLLM looks a request up in its prefix cache in every step before it asks whether the request may run: 0.1 ms for 3,500
+tokens in blocks of 16, in which nobody's token is computed. So a waiting request is marked as one that is not looked up
+(`skip_reading_prefix_cache`), but for the moment in which vLLM asks, since it would run one that is marked.
 """
 
 from collections import OrderedDict
@@ -69,6 +73,7 @@ class WaitingRequests:
     _by_wait: dict[str, dict[str, _Waiting]] = field(default_factory=dict)
     _kept: OrderedDict[str, _Kept] = field(default_factory=OrderedDict)
     _missed: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    _asked: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.counters.waiting_requests(0)
@@ -94,6 +99,7 @@ class WaitingRequests:
         waiting = _Waiting(request, order.wait, now, now + min(order.seconds, self.longest))
         self._waiting[request.request_id] = waiting
         self._by_wait.setdefault(order.wait, {})[request.request_id] = waiting
+        request.skip_reading_prefix_cache = True
         self.counters.waiting_requests(len(self))
         return order
 
@@ -112,13 +118,24 @@ class WaitingRequests:
         missed = self._missed.pop(delivery.wait, 0)
         return Delivered(tuple(settled), missed if isinstance(delivery.ticket, Ticket) else 0)
 
-    def is_waiting(self, request_id: str, now: float) -> bool:
-        """Whether it still waits. Its deadline ends the wait here, when vLLM asks for it."""
+    def must_wait(self, request_id: str, now: float) -> bool:
+        """Whether vLLM shall ask again in the next step. So it shall at the deadline, which ends the wait: then it has
+        looked the request up."""
         waiting = self._waiting.get(request_id)
-        if waiting is not None and now >= waiting.deadline:
-            self.end(request_id, WaitEnd.DEADLINE, now)
+        if waiting is None:
             return False
-        return waiting is not None
+        waiting.request.skip_reading_prefix_cache = False
+        self._asked.append(request_id)
+        if now >= waiting.deadline:
+            self.end(request_id, WaitEnd.DEADLINE, now)
+        return True
+
+    def on_step_planned(self) -> None:
+        """vLLM has asked for whom it wanted to; in the next step it shall not look up those that still wait."""
+        for request_id in self._asked:
+            if request_id in self._waiting:
+                self._waiting[request_id].request.skip_reading_prefix_cache = True
+        self._asked.clear()
 
     def rest(self, now: float) -> float:
         """Seconds that a step may take in which nothing is computed; 0 where no request waits."""
@@ -142,6 +159,7 @@ class WaitingRequests:
 
     def _remove(self, waiting: _Waiting) -> None:
         request_id = waiting.request.request_id
+        waiting.request.skip_reading_prefix_cache = False
         del self._waiting[request_id]
         del self._by_wait[waiting.wait][request_id]
         if not self._by_wait[waiting.wait]:

@@ -153,7 +153,8 @@ def test_it_computes_at_its_deadline_and_a_late_ticket_is_given_back(
     request = node.add("d", prompt(100), ORDER)
     node.step()
     pass_time(60)
-    node.step()
+    for _ in range(2):
+        node.step()
     assert request.status is RequestStatus.RUNNING
     ticket = take_ticket(prefill, prompt(100))
     deliver(node, ticket)
@@ -163,6 +164,32 @@ def test_it_computes_at_its_deadline_and_a_late_ticket_is_given_back(
     assert all(not any(meta.local_block_ids) for meta in node.metas[-1].reqs_to_recv.values())
     node.run_out("d")
     assert (waits(node), node.counts("prompt_tokens")) == ({"deadline": 1}, {"computed": 100})
+
+
+def test_its_own_cache_counts_whether_the_ticket_comes_or_not(
+    prefill: Node, node: Node, pass_time: Callable[[float], None]
+) -> None:
+    """Though it is not looked up while it waits."""
+    node.add("before", prompt(200), max_tokens=1)
+    node.run_out("before")
+    before = node.counts("prompt_tokens")
+    requests = [node.add(f"d-{number}", prompt(200), ORDER) for number in range(2)]
+    node.step()
+    node.step()
+    assert all(request.skip_reading_prefix_cache for request in requests)
+    node.abort("d-1")
+    deliver(node, take_ticket(prefill, prompt(200)))
+    node.step()
+    assert node.metas[-1].reads["d-0"].hit_tokens == 192
+    node.step(received(node, "d-0"))
+    node.run_out("d-0")
+    node.add("d-2", prompt(200), {"pdproxy_wait": {"id": f"{ID}-2", "seconds": 1}})
+    node.step()
+    pass_time(1)
+    node.run_out("d-2")
+    after = node.counts("prompt_tokens")
+    added = {source: after[source] - before.get(source, 0) for source in after}
+    assert added == {"hit": 192 + 192, "pulled": 7, "computed": 1 + 8}
 
 
 def test_a_node_cuts_the_time_and_bounds_the_number(node: Node, pass_time: Callable[[float], None]) -> None:

@@ -49,9 +49,9 @@ def ends(waits: WaitingRequests) -> dict[str, int]:
 def test_it_waits_until_its_ticket_comes() -> None:
     waits, one = table(), request()
     assert waits.begin(one, order(), now=0) == order()
-    assert waits.is_waiting("r", now=9.9)
+    assert waits.must_wait("r", now=9.9)
     assert waits.deliver(TICKET, now=9.9) == Delivered(((one, READ),))
-    assert not waits.is_waiting("r", now=9.9)
+    assert not waits.must_wait("r", now=9.9)
     assert ends(waits) == {"ticket": 1}
 
 
@@ -81,7 +81,7 @@ def test_another_id_s_ticket_changes_nothing() -> None:
     waits = table()
     waits.begin(request(), order(), now=0)
     assert waits.deliver(DeliverTicket("another-0123456789", good()), now=1) == Delivered()
-    assert waits.is_waiting("r", now=1)
+    assert waits.must_wait("r", now=1)
 
 
 def test_the_first_delivery_counts() -> None:
@@ -112,10 +112,39 @@ def test_the_deadline_is_its_own_or_the_node_s() -> None:
     waits = table(longest=5)
     waits.begin(request("short"), order(seconds=1), now=0)
     waits.begin(request("long"), order(seconds=10**400), now=0)
-    assert not waits.is_waiting("short", now=1)
-    assert waits.is_waiting("long", now=4.9)
-    assert not waits.is_waiting("long", now=5)
-    assert ends(waits) == {"deadline": 2}
+    assert waits.must_wait("short", now=1)
+    assert ends(waits) == {"deadline": 1}
+    assert not waits.must_wait("short", now=1), "it was asked for again, and looked up before"
+    assert waits.must_wait("long", now=4.9)
+    assert ends(waits) == {}
+    assert waits.must_wait("long", now=5)
+    assert not waits.must_wait("long", now=5)
+    assert ends(waits) == {"deadline": 1}
+
+
+def test_vllm_does_not_look_it_up_but_where_it_would_run_it() -> None:
+    """It skips the look-up of a request that is marked when a step begins, and runs one that is marked when it asks."""
+    waits, one = table(), request()
+    waits.begin(one, order(), now=0)
+    for _ in range(2):
+        assert one.skip_reading_prefix_cache
+        waits.must_wait("r", now=1)
+        assert not one.skip_reading_prefix_cache
+        waits.on_step_planned()
+    waits.deliver(TICKET, now=2)
+    assert not one.skip_reading_prefix_cache
+    waits.on_step_planned()
+    assert not one.skip_reading_prefix_cache
+
+
+@pytest.mark.parametrize("how", [WaitEnd.DEADLINE, WaitEnd.UNNEEDED])
+def test_it_is_looked_up_when_it_computes(how: WaitEnd) -> None:
+    waits, one = table(), request()
+    waits.begin(one, order(), now=0)
+    waits.must_wait("r", now=1)
+    waits.end("r", how, now=1)
+    waits.on_step_planned()
+    assert not one.skip_reading_prefix_cache
 
 
 def test_a_ticket_that_comes_after_the_deadline_and_before_vllm_asked_is_taken() -> None:
@@ -223,7 +252,7 @@ def test_every_wait_ends_once_and_all_that_is_kept_is_bounded(events: list[tuple
             case "end":
                 waits.end(f"r-{which}", WaitEnd.GONE, now)
             case "ask":
-                waits.is_waiting(f"r-{which}", now)
+                waits.must_wait(f"r-{which}", now)
         seen.update(ends(waits))
         assert len(waits) <= 3
         assert waits.remembered <= 6

@@ -26,7 +26,7 @@ STREAMED = 600
 PAIRS = 8
 MOST_CORES = 0.2
 MOST_SLOWER = 1.05
-"""Two cores that two engines share are noisy; of what is meant to be equal, medians differ by less."""
+"""Of the least of several runs, for whatever else runs on two cores makes single ones much slower."""
 
 
 def gap(url: str) -> float:
@@ -66,6 +66,7 @@ def test_others_are_as_fast_while_eight_wait(pair: Pair) -> None:
             assert not any(leg.answer.done() for leg in legs)
             for leg in legs:
                 leg.deliver(None)
-    ratio = median(beside) / median(alone)
-    print(f"\nfrom token to token {median(alone) * 1e3:.2f} ms alone, {median(beside) * 1e3:.2f} beside: {ratio:.3f}")
+    ratio = min(beside) / min(alone)
+    print(f"\nfrom token to token {min(alone) * 1e3:.2f} ms alone, {min(beside) * 1e3:.2f} beside: {ratio:.3f}")
+    print(f"medians, of {PAIRS}: {median(alone) * 1e3:.2f} and {median(beside) * 1e3:.2f}")
     assert ratio < MOST_SLOWER

@@ -61,6 +61,7 @@ def test_at_its_deadline_the_tier_loads(node: Several, tmp_path: Path, pass_time
     node.step()
     pass_time(60)
     node.step()
+    node.step()
     assert node.loads() == ["d"]
     node.step(loaded("d"))
     node.run_out("d")
