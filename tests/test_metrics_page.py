@@ -16,7 +16,7 @@ from connector.leases import LeaseEnd
 from connector.ticket_fields import RefusalReason
 from pdproxy.intake.admission import Rejection
 from pdproxy.nodes.node import Role, State
-from pdproxy.observe.labels import Attempt, Outcome, Phase, Task
+from pdproxy.observe.labels import Attempt, Delivery, Outcome, Phase, Task
 from pdproxy.observe.metrics import Metrics
 from pdproxy.request import Endpoint
 from tests.deploy.prometheus.queries import grouping, legend_labels, selectors
@@ -129,6 +129,7 @@ VALUES: Mapping[tuple[str, str], Iterable[str]] = {
     ("pdproxy_requests_total", "outcome"): Outcome,
     ("pdproxy_rejected_total", "reason"): Rejection,
     ("pdproxy_releases_total", "outcome"): Attempt,
+    ("pdproxy_deliveries_total", "outcome"): Delivery,
     ("pdproxy_task_failures_total", "task"): Task,
     ("pdproxy_phase_seconds_bucket", "phase"): Phase,
     ("pdproxy_connector_leases_ended_total", "how"): LeaseEnd,

@@ -60,12 +60,13 @@ class OrchestrationConfig:
 
     def decode_timeouts(self, remaining_seconds: float) -> Timeouts:
         """For a decode leg of a request that has so many seconds left."""
-        timeouts = _within(remaining_seconds, self.connect, self.decode_headers, self.stall)
-        return dataclasses.replace(timeouts, first=timeouts.headers)
+        return self.waiting_timeouts(remaining_seconds, None)
 
-    def waiting_timeouts(self, remaining_seconds: float, hold: DeadlineHold) -> Timeouts:
+    def waiting_timeouts(self, remaining_seconds: float, hold: DeadlineHold | None) -> Timeouts:
         """For a decode leg that waits for its ticket while ``hold`` is held."""
-        return dataclasses.replace(self.decode_timeouts(remaining_seconds), hold=hold)
+        connect, stall = min(self.connect, remaining_seconds), min(self.stall, remaining_seconds)
+        answer = min(self.decode_headers, remaining_seconds)
+        return Timeouts(connect, answer, stall, first=answer, whole=remaining_seconds, hold=hold)
 
     def delivery_timeouts(self, remaining_seconds: float) -> Timeouts:
         """For the delivery of a ticket."""

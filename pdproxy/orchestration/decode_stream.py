@@ -93,9 +93,7 @@ class DecodeStream:
         """Everything up to and with the first data event; raises as `read_next`."""
         pieces = []
         while not (self.has_data_event or self.ended):
-            piece = await self._next_piece()
-            self._tail = self._ticket_tail()
-            pieces.append(self._client_bytes(piece))
+            pieces.append(await self.read_next())
         return b"".join(pieces)
 
     async def read_next(self) -> bytes:
@@ -105,10 +103,6 @@ class DecodeStream:
             NodeFault: RESET where the body ended before the stream did; what the transport and the transcript raise.
             NotContinuable: the leg's text is not what the client already has.
         """
-        return self._client_bytes(await self._next_piece())
-
-    async def _next_piece(self) -> bytes:
-        """The next piece; nothing at the end of the stream."""
         if self._pending_error is not None:
             raise self._pending_error
         try:
@@ -118,7 +112,7 @@ class DecodeStream:
                 raise
             piece = None  # cut after its end: nothing is missing
         if piece is not None:
-            return piece
+            return self._client_bytes(piece)
         if not self._transcript.ended:
             raise NodeFault(Fault.RESET, "the body ended before the stream did")
         self.ended = True
@@ -159,6 +153,8 @@ class DecodeStream:
             return event.raw if self._pending_error is None else b""
         if self._transcript.ended and self._transcript.endpoint in CHUNKED:
             return b""
+        if not self.has_data_event:
+            self._tail = self._ticket_tail()
         if b'"usage":{' in event.data:
             self._note_usage(event.data)
             if self._usage_filter is not None and self._usage_filter.is_usage_event(event.data):

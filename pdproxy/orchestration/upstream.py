@@ -27,7 +27,7 @@ from pdproxy.orchestration.rendezvous import PlanAgain, Rendezvous, Undelivered,
 from pdproxy.orchestration.resources import BackgroundTasks, HandOver, HeldResources, fail_if_node_down
 from pdproxy.planning.plan import Plan
 from pdproxy.request import Addition, Json, LocalReason, SubRequest
-from pdproxy.transport.port import HttpResponse, Timeouts
+from pdproxy.transport.port import HttpResponse
 from pdproxy.usage import Usage
 
 Result = TypeVar("Result")
@@ -186,43 +186,39 @@ class UpstreamRequest:
     async def _decode_on(
         self, node: Node, body: Json, additions: frozenset[Addition], read_answer: ReadAnswer[Result]
     ) -> Result:
-        if self._pending and can_wait(self._context, self.sub_request, node):
-            return await self._decode_waiting(node, body, additions, read_answer)
-        await self._conclude_rendezvous()
+        asked, transport = self.sub_request, self._context.transport
+        if self._life.state is RequestState.WAITING:
+            if self._pending and can_wait(self._context, asked, node):
+                return await self._decode_waiting(node, body, additions, read_answer)
+            await self._conclude_rendezvous()
         ticket = None if self.hand_over is None else self.hand_over.answer.ticket
+        leg = decode_body(asked.endpoint, body, ticket, additions)
         timeouts = self._context.config.decode_timeouts(self.remaining_seconds())
         self._timeline.enter(Phase.HANDOVER, node.name)
         async with fail_if_node_down(self.resources.slot, self.nodes.possible):
-            response = await self._decode(
-                node, decode_body(self.sub_request.endpoint, body, ticket, additions), timeouts
-            )
+            response = await decode(transport, node, asked.endpoint, leg, asked.headers, timeouts)
             self._timeline.enter(Phase.DECODE, node.name)
-            result = await read_answer(response)
+            result = await read_answer(self.resources.hold_response(response))
         self._first_event(node)
         return result
 
     async def _decode_waiting(
         self, node: Node, body: Json, additions: frozenset[Addition], read_answer: ReadAnswer[Result]
     ) -> Result:
-        rendezvous = self._rendezvous
+        rendezvous, asked, transport = self._rendezvous, self.sub_request, self._context.transport
         assert rendezvous is not None
         async with fail_if_node_down(self.resources.slot, self.nodes.possible) as interrupt:
-            with rendezvous.waiting(node, interrupt) as leg:
-                leg_body = decode_body(self.sub_request.endpoint, body, leg.instead, additions)
-                response = await self._decode(node, leg_body, leg.timeouts)
-                if not self.sub_request.shape.stream:  # the head of a stream says nothing: it comes before the ticket
+            with rendezvous.waiting(node, interrupt) as wait:
+                leg = decode_body(asked.endpoint, body, wait.instead, additions)
+                response = await decode(transport, node, asked.endpoint, leg, asked.headers, wait.timeouts)
+                if not asked.shape.stream:  # the head of a stream says nothing: it comes before the ticket
                     self._timeline.enter(Phase.DECODE, node.name)
-                result = await read_answer(response)
+                result = await read_answer(self.resources.hold_response(response))
         self._timeline.enter(Phase.DECODE, node.name)
         if not rendezvous.prefilled:
             await self._forgo_ticket()
         self._first_event(node)
         return result
-
-    async def _decode(self, node: Node, leg: Json, timeouts: Timeouts) -> HttpResponse:
-        asked = self.sub_request
-        response = await decode(self._context.transport, node, asked.endpoint, leg, asked.headers, timeouts)
-        return self.resources.hold_response(response)
 
     def _first_event(self, node: Node) -> None:
         self._life.move(Transition.FIRST_EVENT)
@@ -241,8 +237,7 @@ class UpstreamRequest:
         """The decode leg goes out in its turn: once there is a ticket, or none is to come."""
         if self._rendezvous is not None:
             await self._rendezvous.result()
-        if self._life.state is RequestState.WAITING:
-            self._life.move(Transition.LOCAL if self.hand_over is None else Transition.TICKET)
+        self._life.move(Transition.LOCAL if self.hand_over is None else Transition.TICKET)
 
     async def _end_rendezvous(self) -> None:
         rendezvous, self._rendezvous = self._rendezvous, None
@@ -282,7 +277,8 @@ class UpstreamRequest:
         """Give everything back. Idempotent."""
         self._life.move(Transition.END)
         try:
-            await self._end_rendezvous()  # first: a prefill that goes on could take hold of another node
+            if self._rendezvous is not None:  # first: a prefill that goes on could take hold of another node
+                await self._end_rendezvous()
         finally:
             await self.resources.aclose()
 

@@ -1,6 +1,7 @@
 """One connection to a node: an asyncio protocol around a `ResponseParser`, and its timeouts."""
 
 import asyncio
+import functools
 import math
 from collections.abc import Callable
 from typing import cast
@@ -114,7 +115,7 @@ class H1Connection(asyncio.Protocol):
         self.answer.expect(method)
         self._hold = hold if hold is not None and hold.held else None
         if self._hold is not None:
-            self._hold.observe(self._on_hold_released)
+            self._hold.observe(functools.partial(self._on_hold_released, self._hold))
         self._watchdog.latest = due
         self._failure = None if not self.lost else while_exchanging(None, self._where)
         self._busy = True
@@ -184,7 +185,9 @@ class H1Connection(asyncio.Protocol):
             self._watchdog.rest()
             self._waiter = None
 
-    def _on_hold_released(self) -> None:
+    def _on_hold_released(self, hold: DeadlineHold) -> None:
+        if self._hold is not hold:  # another exchange has begun
+            return
         self._hold = None
         if self._waiter is not None and not self._waiter.done():
             self._watchdog.watch(self._timeouts[1])

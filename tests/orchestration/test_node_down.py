@@ -57,6 +57,25 @@ async def test_the_stream_continues_on_another_node(name: str, at: int) -> None:
         await cluster.close()
 
 
+async def test_a_decode_leg_that_waits_moves_and_the_prefill_leg_stays() -> None:
+    """Both nodes hang: the decode node is given up first, then the prefill node."""
+    async with loopback_cluster() as cluster:
+        _freeze(cluster, "p0", -1)
+        _freeze(cluster, "d0", -1)
+        p0, p1, d0, d1 = (node.node for node in cluster.nodes)
+        asking = asyncio.create_task(_answer(cluster))
+        await until(lambda: p0.running > 0 and d0.running > 0)
+        _give_up(cluster.pool, "d0")
+        await until(lambda: len(d1.waiting) == 1)
+        assert (len(p0.legs()), len(p1.legs()), p0.running) == (1, 0, 1)
+        _give_up(cluster.pool, "p0")
+        async with asyncio.timeout(PATIENT):
+            answer = read_answer(Endpoint.COMPLETIONS, await asking)
+        assert (answer.texts[0], answer.error, answer.ended) == (right(Endpoint.COMPLETIONS), None, True)
+        assert [len(node.legs()) for node in (p0, p1, d0, d1)] == [1, 1, 1, 1]
+        await cluster.close()
+
+
 async def test_without_an_alternative_the_leg_waits_on() -> None:
     async with loopback_cluster(prefills=1, decodes=1) as cluster:
         slot = cluster.pool.acquire("d0")

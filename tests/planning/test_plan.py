@@ -184,6 +184,13 @@ def test_a_ticket_goes_to_no_node_that_is_barred_from_where_it_comes() -> None:
         choose(snapshot, Role.DECODE, PlanInput("tiny", partner=view("p1").node, excluded=frozenset({"d2"})), 0)
 
 
+def test_a_decode_node_that_waits_gets_its_ticket_from_where_it_may() -> None:
+    snapshot = Snapshot((view("p1"), view("p2", 9), view("p3", 5, cohort="b")), bars=barred("p1 d1"))
+    waits = PlanInput("tiny", partner=view("d1", cohort="a").node)
+    assert choose(snapshot, Role.PREFILL, waits, 0).name == "p2"
+    assert choose(snapshot, Role.PREFILL, PlanInput("tiny", partner=view("d2").node), 0).name == "p1"
+
+
 def test_excluded_nodes_are_left_alone() -> None:
     views = (view("p1"), view("p2", 9), view("d1"), view("d2", 9))
     assert names(make(*views, needs=PlanInput("tiny", excluded=frozenset({"p1", "d1"})))) == ("p2", "d2")

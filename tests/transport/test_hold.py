@@ -7,8 +7,8 @@ import pytest
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.transport.h1_client import H1Transport
 from pdproxy.transport.port import DeadlineHold, Timeouts, read_to_end
-from tests.transport.asking import CHUNKED, fault_of, post
-from tests.transport.peer import GENEROUS, Visit, peer, saying
+from tests.transport.asking import CHUNKED, ask, fault_of, post
+from tests.transport.peer import GENEROUS, Visit, answer, peer, saying
 
 SHORT = 0.05
 
@@ -74,3 +74,25 @@ async def test_the_whole_is_not_held(transport: H1Transport) -> None:
     async with peer(saying()) as there:
         assert await fault_of(transport, post(there), timeouts(DeadlineHold(), whole=SHORT)) is Fault.HEADERS_TIMEOUT
         await there.all_gone()
+
+
+async def test_a_hold_that_ends_late_leaves_the_next_request_alone(transport: H1Transport) -> None:
+    first, second = DeadlineHold(), DeadlineHold()
+    async with peer(answering_then_silent) as there:
+        assert await ask(transport, post(there), timeouts(first)) == (200, b"hi")
+        asking = asyncio.create_task(fault_of(transport, post(there), timeouts(second)))
+        await asyncio.sleep(SHORT)
+        assert len(there.visits) == 1, "the connection was kept"
+        first.release()
+        await asyncio.sleep(4 * SHORT)
+        assert not asking.done()
+        second.release()
+        assert await asking is Fault.HEADERS_TIMEOUT
+        await there.all_gone()
+
+
+async def answering_then_silent(visit: Visit) -> None:
+    await visit.request()
+    await visit.say(answer(b"hi"))
+    await visit.request()
+    await visit.until_gone()
