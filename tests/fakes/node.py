@@ -181,7 +181,7 @@ class FakeNode:
 
     def _faulty(self, path: str, script: Script, fault: InjectedFault, body: Mapping[str, Any]) -> Script:
         if fault.kind is FaultKind.NO_TICKET:
-            if script.headers == EVENTS:
+            if script.headers == EVENTS or script.waiting is not None:
                 return script
             self._drop(body)
             return dataclasses.replace(script, pieces=(_without_ticket(script.pieces[0]),))

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from pdproxy.errors import ClientError
+from pdproxy.observe.labels import Delivery
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.orchestration.fanout import FanOut
 from pdproxy.orchestration.relay import Relay
@@ -49,6 +50,8 @@ class Tally:
 
     ended: Counter[str] = dataclasses.field(default_factory=Counter)
     kills: int = 0
+    deliveries: dict[str, float] = dataclasses.field(default_factory=dict)
+    """What came of decode legs that went out before their tickets."""
     objects: list[int] = dataclasses.field(default_factory=list)
     """Blocks of memory that Python's objects had, at equal distances of time."""
     resident: list[float] = dataclasses.field(default_factory=list)
@@ -70,6 +73,9 @@ async def soak(seconds: float, seed: int) -> Tally:
         with contextlib.suppress(asyncio.CancelledError):
             await killer
         await cluster.close()
+        for outcome in Delivery:
+            count = cluster.registry.get_sample_value("pdproxy_deliveries_total", {"outcome": outcome})
+            tally.deliveries[outcome.value] = count or 0.0
     _check_nothing_left()
     return tally
 

@@ -20,6 +20,8 @@ async def test_short_soak() -> None:
     tally = await soak(SHORT, seed=1)
     assert tally.ended["complete"] > 0
     assert tally.kills > 0
+    assert tally.deliveries["ticket"] > 0
+    print(tally.ended, tally.deliveries, tally.kills)
 
 
 @pytest.mark.long
