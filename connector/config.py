@@ -79,7 +79,7 @@ class ConnectorConfig:
     lease_duration: float = 30.0
     side_channel_connections: int = 2048
     waiting_requests: int = 1024
-    longest_ticket_wait: float = 300.0
+    longest_ticket_wait: float = 3600.0
 
     @classmethod
     def from_extra(
@@ -111,7 +111,7 @@ class ConnectorConfig:
             lease_duration=_seconds(extra, "kv_lease_duration", 30.0),
             side_channel_connections=_integer(extra, "pdproxy_side_channel_connections", 2048, range(16, 65537)),
             waiting_requests=_integer(extra, "pdproxy_waiting_requests", 1024, range(65537)),
-            longest_ticket_wait=_seconds(extra, "pdproxy_longest_ticket_wait", 300.0),
+            longest_ticket_wait=_seconds(extra, "pdproxy_longest_ticket_wait", 3600.0),
         )
 
 

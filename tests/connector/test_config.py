@@ -21,7 +21,7 @@ def test_nothing_set_works() -> None:
     assert config.role is Role.DECODE
     assert config.keys == ()
     assert config.read_retries == 1
-    assert (config.waiting_requests, config.longest_ticket_wait) == (1024, 300.0)
+    assert (config.waiting_requests, config.longest_ticket_wait) == (1024, 3600.0)
 
 
 def test_keys_come_from_a_file_with_comments(tmp_path: Path) -> None:
