@@ -18,19 +18,25 @@ from pdproxy.errors import NodeFault, PdproxyError
 from pdproxy.legs.calls import deliver_ticket
 from pdproxy.legs.rewrite import waiting
 from pdproxy.nodes.node import Node
-from pdproxy.observe.labels import Delivery, Phase
+from pdproxy.observe.labels import Delivery, Leg, Phase
 from pdproxy.orchestration.client_errors import remaining_seconds
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.in_flight import Timeline
 from pdproxy.orchestration.resources import HandOver, Interrupt
-from pdproxy.request import Json, SubRequest
+from pdproxy.request import Endpoint, Json, SubRequest
 from pdproxy.settings.types import Legs
 from pdproxy.transport.port import DeadlineHold, Timeouts
 
 
 def can_wait(context: OrchestrationContext, sub_request: SubRequest, node: Node) -> bool:
-    """Whether a decode leg may go to this node before its ticket."""
+    """Whether a decode leg may go to this node before its ticket.
+
+    A stream of responses may not: it begins with events about itself, before anything was computed, and the first event
+    has to show that the node waits no more.
+    """
     if not node.can_wait or context.config.legs is not Legs.TOGETHER:
+        return False
+    if sub_request.shape.stream and sub_request.endpoint is Endpoint.RESPONSES:
         return False
     return context.waiting_places.free(node.name, sub_request.shape.choices, context.clock.now())
 
@@ -72,6 +78,15 @@ class Undelivered(PdproxyError):
 
 class PlanAgain(PdproxyError):
     """No prefill node that is left can hand over to the decode node that waits, but other nodes can to each other."""
+
+
+async def deliver_nothing(context: OrchestrationContext, sub_request: SubRequest, leg: WaitingLeg) -> None:
+    """Tell a node that has begun to answer that no ticket will come: should it wait all the same, it computes now."""
+    timeouts = context.config.delivery_timeouts(context.config.release)
+    try:
+        await deliver_ticket(context.transport, leg.node, leg.wait_id, None, sub_request.headers, timeouts)
+    except NodeFault as fault:
+        context.metrics.leg_failed(Leg.DELIVERY, fault.fault)
 
 
 class Rendezvous:

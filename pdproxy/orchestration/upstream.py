@@ -23,7 +23,7 @@ from pdproxy.orchestration.client_errors import final_error, remaining_seconds
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.in_flight import Timeline
 from pdproxy.orchestration.node_picker import NodePicker
-from pdproxy.orchestration.rendezvous import PlanAgain, Rendezvous, Undelivered, can_wait
+from pdproxy.orchestration.rendezvous import PlanAgain, Rendezvous, Undelivered, WaitingLeg, can_wait, deliver_nothing
 from pdproxy.orchestration.resources import BackgroundTasks, HandOver, HeldResources, fail_if_node_down
 from pdproxy.planning.plan import Plan
 from pdproxy.request import Addition, Json, LocalReason, SubRequest
@@ -216,7 +216,7 @@ class UpstreamRequest:
                 result = await read_answer(self.resources.hold_response(response))
         self._timeline.enter(Phase.DECODE, node.name)
         if not rendezvous.prefilled:
-            await self._forgo_ticket()
+            await self._forgo_ticket(wait)
         self._first_event(node)
         return result
 
@@ -226,10 +226,11 @@ class UpstreamRequest:
             self.resources.forget_hand_over()
         self.nodes.served(Leg.DECODE, node.name)
 
-    async def _forgo_ticket(self) -> None:
+    async def _forgo_ticket(self, leg: WaitingLeg) -> None:
         """The decode node did not wait to the end."""
         await self._end_rendezvous()
         self.resources.release_hand_over()
+        self._background_tasks.run(deliver_nothing(self._context, self.sub_request, leg))
         self._context.metrics.delivered(Delivery.UNNEEDED)
         self._count_local(LocalReason.UNDELIVERED)
 

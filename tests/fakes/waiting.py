@@ -87,11 +87,13 @@ class WaitingRoom:
         self._seen.clear()
         self._early.clear()
 
-    def enter(self, params: Params, answer: "Callable[[Params | None], Script]") -> WaitingRequest:
+    def enter(
+        self, params: Params, answer: "Callable[[Params | None], Script]", *, streams_responses: bool
+    ) -> WaitingRequest:
         """A request with ``pdproxy_wait`` came."""
         asked = params["pdproxy_wait"]
         wait_id, seconds = str(asked["id"]), float(asked["seconds"])
-        self._check(wait_id, seconds, params)
+        self._check(wait_id, seconds, params, streams_responses=streams_responses)
         waiting = WaitingRequest(seconds, answer, lambda: self._leave(wait_id, waiting))
         if wait_id in self._early:
             waiting.tell(self._early.pop(wait_id))
@@ -115,9 +117,11 @@ class WaitingRoom:
             self._early[body["id"]] = params
         return 202
 
-    def _check(self, wait_id: str, seconds: float, params: Params) -> None:
+    def _check(self, wait_id: str, seconds: float, params: Params, *, streams_responses: bool) -> None:
         if _ID.fullmatch(wait_id) is None or seconds <= 0 or wait_id in self._seen:
             self._fabric.wrong.append(f"a request waits as {wait_id} for {seconds} s")
+        if streams_responses:
+            self._fabric.wrong.append("a stream of responses waits: its first events come before its ticket")
         if params.keys() - {"pdproxy_wait", "prompt_token_ids"}:
             self._fabric.wrong.append(f"a request waits with {sorted(params)}")
         self._seen.add(wait_id)

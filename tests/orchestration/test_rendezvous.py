@@ -20,7 +20,7 @@ from tests.orchestration.answers import read_answer
 from tests.orchestration.cluster import MODEL, FakeCluster, Got
 from tests.orchestration.prompts import WORDS, body_for, right
 
-CHAT, COMPLETIONS = Endpoint.CHAT, Endpoint.COMPLETIONS
+CHAT, COMPLETIONS, RESPONSES = Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES
 STREAM = body_for(CHAT, stream=True)
 WHOLE = body_for(CHAT, stream=False)
 HANG, RESET = InjectedFault(FaultKind.HANG), InjectedFault(FaultKind.RESET)
@@ -69,8 +69,22 @@ async def slow_prefill(cluster: FakeCluster) -> asyncio.Event:
     return go
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("endpoint", Endpoint)
+WAITS = [
+    (endpoint, stream) for endpoint in Endpoint for stream in (False, True) if (endpoint, stream) != (RESPONSES, True)
+]
+
+
+async def test_a_stream_that_begins_before_its_ticket_goes_out_in_turn() -> None:
+    """Of responses: events about itself come first, and would look as if the node had not waited."""
+    cluster = FakeCluster(prefills=1, decodes=1)
+    got = await cluster.ask(RESPONSES, body_for(RESPONSES, stream=True))
+    assert got.headers["x-pdproxy-route"] == "disaggregated"
+    assert params(cluster.decodes[0])["do_remote_prefill"]
+    assert (cluster.decodes[0].waiting.deliveries, cluster.fabric.pulled) == ([], 1)
+    await cluster.settle()
+
+
+@pytest.mark.parametrize(("endpoint", "stream"), WAITS)
 async def test_the_decode_leg_waits_and_is_brought_its_ticket(endpoint: Endpoint, stream: bool) -> None:
     cluster = FakeCluster(prefills=1, decodes=1)
     got = await cluster.ask(endpoint, body_for(endpoint, stream=stream))
@@ -321,6 +335,8 @@ async def test_an_answer_that_did_not_wait_for_its_ticket_is_good(body: dict[str
     assert cluster.prefills[0].cut == 1
     await cluster.settle()
     assert (len(cluster.fabric.released), deliveries(cluster)) == (1, {"unneeded": 1})
+    wait_id = params(cluster.decodes[0])["pdproxy_wait"]["id"]
+    assert cluster.decodes[0].waiting.deliveries == [(wait_id, None)], "should it wait all the same, it computes"
     assert cluster.count("pdproxy_local_total", reason="undelivered") == 1
     assert cluster.count("pdproxy_recomputed_total") == 0
     assert cluster.count("pdproxy_tokens_total", kind="prompt") > 0
