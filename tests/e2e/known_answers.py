@@ -56,6 +56,7 @@ class Bench:
         return Node(
             joined.name, joined.url, role, joined.model,
             block_size=joined.block_size, max_model_len=joined.max_model_len,
+            prefix_match_unit=joined.prefix_match_unit,
         )  # fmt: skip
 
     async def join(self, *nodes: Node) -> None:

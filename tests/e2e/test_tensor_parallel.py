@@ -10,7 +10,7 @@ from deploy.local.model.quiz import quiz
 from deploy.local.node import Node, NodeSpec, Role, on_free_ports
 from deploy.local.stack import logs_of, start_nodes
 from deploy.local.supervise import Supervisor
-from tests.e2e.legs import complete, prefill
+from tests.e2e.legs import complete, prefill, release
 from tests.e2e.metrics_reader import watch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines]
@@ -44,12 +44,12 @@ def test_every_rank_verifies_its_part(nodes: tuple[Node, Node]) -> None:
     assert verified.grown() == 2 * RANKS
 
 
-def test_a_ticket_that_was_used_is_read_no_more_and_the_answer_is_right(nodes: tuple[Node, Node]) -> None:
+def test_a_ticket_that_was_let_go_is_read_no_more_and_the_answer_is_right(nodes: tuple[Node, Node]) -> None:
     give, take = nodes
-    question = quiz(303, 800)
-    ticket = prefill(give.url, question.prompt())
-    ended = watch(give.url, "leases_ended", how="read")
-    assert complete(take.url, question.prompt(), params=ticket).text == question.answer
+    question, hand_over_id = quiz(303, 800), "hand-over-of-these-ranks"
+    ticket = prefill(give.url, question.prompt(), pdproxy_hand_over=hand_over_id)
+    ended = watch(give.url, "leases_ended", how="released")
+    release(give.url, hand_over_id)
     ended.reaches(1)
     refused = watch(take.url, "reads", outcome="not_held")
     other = question.ask(1)

@@ -13,6 +13,7 @@ from typing import TypeVar
 import pytest
 
 from deploy.local.model.quiz import Quiz, quiz
+from deploy.local.node import PREFIX_MATCH_UNIT
 from deploy.local.paths import ROOT
 from deploy.local.stack import logs_of
 from deploy.local.supervise import Supervisor
@@ -42,13 +43,14 @@ class Case:
 
 
 ONLY_DISK, ONLY_FAST, BOTH = frozenset({"disk"}), frozenset({"fast"}), frozenset({"disk", "fast"})
+HANDED_OVER = (LONG - 1) // PREFIX_MATCH_UNIT * PREFIX_MATCH_UNIT
 CASES = {
-    "the ticket has more": Case(2001, ONLY_DISK, True, {"pull": LONG - 1}),
+    "the ticket has more": Case(2001, ONLY_DISK, True, {"pull": HANDED_OVER}),
     "a tier is worth more": Case(2002, ONLY_FAST, True, {"fast": STORED}),
     "equal, and the first wins": Case(2003, ONLY_DISK, True, {"pull": EVEN - 1}, EVEN),
     "only a tier": Case(2004, ONLY_DISK, False, {"disk": STORED}),
     "two tiers": Case(2005, BOTH, False, {"fast": STORED}),
-    "only a ticket": Case(2006, frozenset(), True, {"pull": LONG - 1}),
+    "only a ticket": Case(2006, frozenset(), True, {"pull": HANDED_OVER}),
     "nothing": Case(2007),
 }
 
