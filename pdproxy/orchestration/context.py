@@ -43,7 +43,7 @@ class OrchestrationConfig:
     release: float = 5.0
     delivery: float = 10.0
     on_prefill_failure: OnPrefillFailure = OnPrefillFailure.RETRY
-    legs: Legs = Legs.TOGETHER
+    legs: Legs = Legs.IN_TURN
     retries: int = 2
     migrations: int = 3
     local_below_tokens: int = 0

@@ -185,8 +185,8 @@ class Policy(Section):
 
     on_prefill_failure: types.OnPrefillFailure = types.OnPrefillFailure.RETRY
     """What follows a failed prefill leg."""
-    legs: types.Legs = types.Legs.TOGETHER
-    """When the decode node gets the request: `together`, at once, if it can wait for the ticket; `in_turn`, with it."""
+    legs: types.Legs = types.Legs.IN_TURN
+    """When the decode node gets the request: `in_turn`, with its ticket; `together`, at once, if it can wait for it."""
     retries: types.Count = Field(default=2, ge=0, le=10)
     """Further nodes tried for one leg."""
     migrations: types.Count = Field(default=3, ge=0, le=100)

@@ -61,9 +61,9 @@ async def test_an_answer_goes_through_both_nodes(server: RunningProxy, path: str
     streamed = await server.client.post(path, json={**body, "stream": True})
     assert streamed.headers["content-type"].startswith("text/event-stream")
     assert streamed.text.endswith("data: [DONE]\n\n")
-    for node, wish in ((server.prefill, "do_remote_decode"), (server.decode, "pdproxy_wait")):
+    for node, wish in ((server.prefill, "do_remote_decode"), (server.decode, "do_remote_prefill")):
         legs = [seen.body for seen in node.legs() if seen.body.get("model") == "m"][-2:]
-        assert [bool(leg["kv_transfer_params"][wish]) for leg in legs] == [True, True]
+        assert [leg["kv_transfer_params"][wish] for leg in legs] == [True, True]
 
 
 @pytest.mark.parametrize(

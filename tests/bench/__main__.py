@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from deploy.local.bootstrap import BootstrapError
 from deploy.local.paths import RUNS
 from deploy.local.supervise import PartEndedError, Stopped, Supervisor, stop_signals
-from tests.bench.peers import IN_TURN, PDPROXY, VLLM_ROUTER, Peer, make_environment
+from tests.bench.peers import PDPROXY, TOGETHER, VLLM_ROUTER, Peer, make_environment
 from tests.bench.report import Figure, ratio, table
 from tests.bench.rounds import BenchError, Effort, measure, start
 from tests.bench.script import TOKENS, Line
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the bench; the process's exit status."""
     asked = _parser().parse_args(arguments)
     effort = Effort(asked.rounds, asked.requests, asked.streams, asked.step_ms)
-    peers = [PDPROXY, IN_TURN] if asked.alone else [PDPROXY, VLLM_ROUTER]
+    peers = [PDPROXY, TOGETHER] if asked.alone else [PDPROXY, VLLM_ROUTER]
     try:
         figures = _run(peers, asked.lines, effort)
     except (BenchError, BootstrapError, PartEndedError, Stopped) as error:

@@ -27,8 +27,8 @@ class Peer(NamedTuple):
     command: Callable[[Ports], list[str]]
 
 
-def _in_turn(ports: Ports) -> list[str]:
-    return [*_pdproxy(ports), "--policy-legs", "in_turn"]
+def _together(ports: Ports) -> list[str]:
+    return [*_pdproxy(ports), "--policy-legs", "together"]
 
 
 def _pdproxy(ports: Ports) -> list[str]:
@@ -49,7 +49,7 @@ def _nodes(ports: Ports) -> list[str]:
 
 
 PDPROXY = Peer("pdproxy", _pdproxy)
-IN_TURN = Peer("pdproxy-in-turn", _in_turn)
+TOGETHER = Peer("pdproxy-together", _together)
 VLLM_ROUTER = Peer("vllm-router", _vllm_router)
 
 

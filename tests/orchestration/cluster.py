@@ -17,6 +17,7 @@ from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.request import ClientRequest, Endpoint
 from pdproxy.response import ProxyResponse
+from pdproxy.settings.types import Legs
 from tests.fakes.clock import FakeClock
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.memory_transport import MemoryTransport
@@ -49,7 +50,12 @@ class FakeCluster:
     """
 
     def __init__(
-        self, prefills: int = 2, decodes: int = 2, config: OrchestrationConfig | None = None, burst: int = 1
+        self,
+        prefills: int = 2,
+        decodes: int = 2,
+        config: OrchestrationConfig | None = None,
+        burst: int = 1,
+        legs: Legs = Legs.TOGETHER,
     ) -> None:
         self.fabric = FakeKvTransfer()
         self.clock = FakeClock()
@@ -64,7 +70,11 @@ class FakeCluster:
         for node in self.decodes:
             self._join(node, Role.DECODE)
         self.context = OrchestrationContext(
-            self.transport, self.pool, metrics, self.clock, config or OrchestrationConfig()
+            self.transport,
+            self.pool,
+            metrics,
+            self.clock,
+            dataclasses.replace(config or OrchestrationConfig(), legs=legs),
         )
         self.background_tasks = BackgroundTasks(self.context)
         self.orchestrator = Orchestrator(self.context, self.background_tasks)

@@ -14,6 +14,7 @@ from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.resources import BackgroundTasks
+from pdproxy.settings.types import Legs
 from pdproxy.transport.h1_client import H1Transport
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.loopback import LoopbackNode
@@ -66,7 +67,7 @@ async def loopback_cluster(
     names = [*(f"p{index}" for index in range(prefills)), *(f"d{index}" for index in range(decodes))]
     async with contextlib.AsyncExitStack() as stack:
         nodes = [await stack.enter_async_context(LoopbackNode(FakeNode(name, fabric))) for name in names]
-        yield LoopbackCluster(fabric, nodes, config or OrchestrationConfig())
+        yield LoopbackCluster(fabric, nodes, config or OrchestrationConfig(legs=Legs.TOGETHER))
 
 
 async def until(holds: Callable[[], bool]) -> None:

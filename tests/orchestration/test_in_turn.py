@@ -2,7 +2,6 @@
 
 import pytest
 
-from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.request import Endpoint
 from pdproxy.settings.types import Legs, OnPrefillFailure
 from tests.fakes.faults import FaultKind, InjectedFault
@@ -47,7 +46,7 @@ async def test_the_decode_node_gets_the_request_with_its_ticket(why: str, monkey
     if why == "the setting":
         monkeypatch.setattr(FakeNode, "can_wait", True)
         legs = Legs.IN_TURN
-    cluster = FakeCluster(config=OrchestrationConfig(legs=legs))
+    cluster = FakeCluster(legs=legs)
     cluster.prefills[0].fault = InjectedFault(FaultKind.RESET, times=1)
     assert (await cluster.ask(CHAT, body_for(CHAT, stream=True))).status == 200
     [leg] = cluster.decodes[0].legs() + cluster.decodes[1].legs()

@@ -20,6 +20,7 @@ from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.orchestration.fanout import FanOut
 from pdproxy.orchestration.relay import Relay
 from pdproxy.orchestration.upstream import UpstreamRequest
+from pdproxy.settings.types import Legs
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.fakes.loopback import LoopbackNode
 from tests.fakes.reading import follow
@@ -40,7 +41,9 @@ FAULT_KINDS = (
     FaultKind.STALL,
     FaultKind.HANG,
 )
-TERMS = OrchestrationConfig(connect=5.0, prefill_headers=1.0, decode_headers=1.0, stall=1.0, release=60.0)
+TERMS = OrchestrationConfig(
+    connect=5.0, prefill_headers=1.0, decode_headers=1.0, stall=1.0, release=60.0, legs=Legs.TOGETHER
+)
 """Short deadlines: a slow machine may pass them, which costs a retry and nothing else."""
 
 
