@@ -131,6 +131,8 @@ class NodeView:
         share: 0 < share <= 1: the part of its weight that slow start allows now.
         trials: while PROBING: requests in flight that try the half-open circuit. One is all it may get.
         reason: for operators: why it is in this state (the setting that was refused, the last fault).
+        room: the weight that it may use now.
+        load: what its legs would be with one more, per unit of ``room``.
     """
 
     node: Node
@@ -139,6 +141,13 @@ class NodeView:
     share: float = 1.0
     trials: int = 0
     reason: str = ""
+    room: float = dataclasses.field(init=False, repr=False, compare=False)
+    load: float = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Every plan compares all of them, and a view outlives many plans.
+        object.__setattr__(self, "room", self.node.weight * self.share)
+        object.__setattr__(self, "load", (self.active + 1) / self.room)
 
     def takes_requests(self) -> bool:
         """Whether a plan may send something here now."""
@@ -171,8 +180,88 @@ class Bars:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Places:
+    """Where in a snapshot prefill and decode nodes stand that take requests for one model."""
+
+    prefills: tuple[int, ...]
+    decodes: tuple[int, ...]
+
+    def of(self, role: Role) -> tuple[int, ...]:
+        """The places of one role's nodes."""
+        return self.prefills if role is Role.PREFILL else self.decodes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Served:
+    """The places of the nodes that take requests for one model: all of them, and by cohort, sorted by its name.
+
+    Nodes of unknown cohort are in each.
+    """
+
+    places: Places
+    cohorts: tuple[Places, ...]
+
+    @property
+    def pairs(self) -> bool:
+        """Whether a prefill and a decode node are of one cohort."""
+        return any(places.prefills and places.decodes for places in self.cohorts)
+
+
+class Roster:
+    """What of a snapshot does not depend on load: which of its nodes take requests for which model.
+
+    Finding that takes longer than a plan, so it is found once for all snapshots in which each place has the same node,
+    and the same answer from `NodeView.takes_requests`.
+
+    Attributes:
+        models: every name that a client may ask for, served by a decode node in whatever state, sorted.
+    """
+
+    def __init__(self, nodes: tuple[NodeView, ...]) -> None:
+        decodes = [view.node for view in nodes if view.node.role is Role.DECODE]
+        self.models = tuple(sorted({name for node in decodes for name in (node.model, *node.aliases) if name}))
+        self._may_serve_any = not all(node.model for node in decodes) or not decodes
+        self._names = frozenset(name for view in nodes for name in (view.node.model, *view.node.aliases))
+        self._nodes = nodes
+        self._served: dict[str, Served] = {}
+
+    def knows(self, model: str) -> bool:
+        """Whether a decode node, in whatever state, serves it or might: its model is unknown yet, or none is here."""
+        return self._may_serve_any or model in self.models
+
+    def served(self, model: str) -> Served:
+        """The nodes that take requests for a model, whatever a client may call it."""
+        known = model if model in self._names else ""  # so that clients' words do not fill the memory
+        found = self._served.get(known)
+        if found is None:
+            found = self._served[known] = self._find(known)
+        return found
+
+    def _find(self, model: str) -> Served:
+        here = [
+            (place, view.node)
+            for place, view in enumerate(self._nodes)
+            if view.takes_requests() and view.node.serves(model)
+        ]
+        cohorts = sorted({node.cohort for _, node in here})
+        return Served(_places(here), tuple(_places(here, cohort) for cohort in cohorts))
+
+
+def _places(here: list[tuple[int, Node]], cohort: str | None = None) -> Places:
+    """Of all nodes, or of those that belong to a cohort."""
+    those = [(place, node.role) for place, node in here if cohort is None or node.cohort in ("", cohort)]
+    prefills, decodes = (tuple(place for place, role in those if role is wanted) for wanted in Role)
+    return Places(prefills, decodes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All nodes at one moment, in the order of joining."""
+    """All nodes at one moment, in the order of joining; ``known`` is the roster of an earlier one that still holds."""
 
     nodes: tuple[NodeView, ...]
     bars: Bars = Bars()
+    known: dataclasses.InitVar[Roster | None] = None
+    roster: Roster = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self, known: Roster | None) -> None:
+        object.__setattr__(self, "roster", known or Roster(self.nodes))

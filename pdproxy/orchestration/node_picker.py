@@ -11,7 +11,8 @@ from pdproxy.observe.labels import Leg
 from pdproxy.orchestration.client_errors import deadline_passed, final_error, no_node_error, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.in_flight import LegFailure
-from pdproxy.planning.plan import NoNode, Plan, PlanInput, UnknownModel, choose, plan
+from pdproxy.planning.needs import NoNode, Plan, PlanInput, UnknownModel
+from pdproxy.planning.plan import choose, plan
 from pdproxy.request import LocalReason, SubRequest
 from pdproxy.settings.types import OnPrefillFailure
 
@@ -126,7 +127,8 @@ class NodePicker:
     def _other(self, role: Role, partner: Node | None) -> Node | None:
         context = self._context
         try:
-            return choose(context.pool.snapshot(), role, self._input(partner), next(context.tie_breaker))
+            needs, policy = self._input(partner), context.config.plan_policy()
+            return choose(context.pool.snapshot(), role, needs, policy, next(context.tie_breaker))
         except NO_NODE_ERRORS:
             return None
 

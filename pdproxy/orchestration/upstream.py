@@ -25,7 +25,7 @@ from pdproxy.orchestration.in_flight import Timeline
 from pdproxy.orchestration.node_picker import NodePicker
 from pdproxy.orchestration.rendezvous import PlanAgain, Rendezvous, Undelivered, can_wait
 from pdproxy.orchestration.resources import BackgroundTasks, HandOver, HeldResources, fail_if_node_down
-from pdproxy.planning.plan import Plan
+from pdproxy.planning.needs import Plan
 from pdproxy.request import Addition, Json, LocalReason, SubRequest
 from pdproxy.transport.port import HttpResponse, Timeouts
 from pdproxy.usage import Usage

@@ -14,7 +14,8 @@ from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import Slot
-from pdproxy.planning.plan import PlanInput, PlanPolicy, plan
+from pdproxy.planning.needs import PlanInput
+from pdproxy.planning.plan import PlanPolicy, plan
 
 NODES = (10, 100, 1000)
 IN_FLIGHT = 4
