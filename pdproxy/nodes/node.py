@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import hashlib
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -10,6 +11,11 @@ from pdproxy.request import Headers
 RANK_HEADER = "x-data-parallel-rank"
 """Which of its data-parallel ranks a server is to use. vLLM 0.32 heeds it for completions, chat and messages, not for
 responses, and picks one by load where it is missing."""
+
+
+def hash64(text: str) -> int:
+    """A hash of 64 bits, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())
 
 
 class Binding(enum.StrEnum):
@@ -84,6 +90,7 @@ class Node:
         max_model_len: the longest sequence in tokens; 0 where not published.
         prefix_match_unit: tokens between the boundaries at which its hand-overs end; 0 where they end anywhere.
         can_wait: a request may be sent to it before its ticket, and waits there until that is delivered.
+        seed: a hash of its name, 64 bits: the same in every proxy.
     """
 
     name: str
@@ -100,6 +107,10 @@ class Node:
     max_model_len: int = 0
     prefix_match_unit: int = 0
     can_wait: bool = False
+    seed: int = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seed", hash64(self.name))
 
     @property
     def tail_tokens(self) -> int:
@@ -200,6 +211,11 @@ class Served:
 
     places: Places
     cohorts: tuple[Places, ...]
+
+    @property
+    def one_cohort(self) -> bool:
+        """Whether every two of them are of one."""
+        return len(self.cohorts) <= 1
 
     @property
     def pairs(self) -> bool:

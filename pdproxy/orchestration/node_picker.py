@@ -192,4 +192,5 @@ class NodePicker:
             self._fault_reporter.excluded,
             partner=partner,
             prompt_tokens=self._tokens,
+            session=self._sub_request.request.session,
         )

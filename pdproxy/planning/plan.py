@@ -1,7 +1,7 @@
 """Which nodes a request goes to, and whether to disaggregate at all: pure, decided from a snapshot before any I/O.
 
-What is possible stands here, and so does the default policy for choosing among it, `LeastLoaded`; the others are in
-`policies`.
+What is possible stands here, and so does the default policy for choosing among it, `LeastLoaded`; the others, and all
+of them by name, are in `policies`.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ class Candidates:
 
     Attributes:
         bars: of the snapshot.
+        session: as in `PlanInput`.
     """
 
     def __init__(self, snapshot: Snapshot, needs: PlanInput) -> None:
@@ -30,6 +31,7 @@ class Candidates:
         self._needs = needs
         self._served = snapshot.roster.served(needs.model)
         self.bars = snapshot.bars
+        self.session = needs.session
 
     def serving(self, role: Role) -> list[NodeView]:
         """The nodes of a role that take requests for the model, those included that must not get this one."""
@@ -65,6 +67,12 @@ class Candidates:
     def _at(self, places: tuple[int, ...]) -> list[NodeView]:
         nodes = self._nodes
         return [nodes[place] for place in places]
+
+    def partners(self, prefill: Node, decodes: list[NodeView]) -> list[NodeView]:
+        """Those of the decode nodes that may read from a prefill node."""
+        if self._served.one_cohort and not self.bars:
+            return decodes
+        return [view for view in decodes if self.allow(prefill, view.node)]
 
     @property
     def may_pair(self) -> bool:
@@ -105,6 +113,9 @@ class LeastLoaded:
         return Choice(prefill.node), Choice(decode.node)
 
 
+LEAST_LOADED = LeastLoaded()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanPolicy:
     """The operator's choices.
@@ -117,7 +128,7 @@ class PlanPolicy:
 
     on_prefill_failure: OnPrefillFailure = OnPrefillFailure.RETRY
     local_below_tokens: int = 0
-    routing: RoutingPolicy = LeastLoaded()
+    routing: RoutingPolicy = LEAST_LOADED
 
 
 def plan(snapshot: Snapshot, needs: PlanInput, policy: PlanPolicy, turn: int) -> Plan:

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 
 from pdproxy.clock import SystemClock
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
-from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.node import Node, Role, hash64
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import Slot
 from pdproxy.planning.needs import PlanInput
 from pdproxy.planning.plan import PlanPolicy, plan
+from pdproxy.planning.policies import policy_named
+from pdproxy.settings.types import Routing
 
 NODES = (10, 100, 1000)
 IN_FLIGHT = 4
@@ -57,12 +59,17 @@ def microseconds(steps: Iterator[None]) -> float:
     return best / ROUNDS * 1e6
 
 
+def a_session(turn: int) -> PlanInput:
+    """A request of one of as many sessions as there are requests."""
+    return PlanInput("m", session=hash64(str(turn)))
+
+
 def main() -> None:
-    """Print a line for each size of pool."""
-    for nodes in NODES:
-        steps = requests(pool_of(nodes), PlanPolicy(), lambda _: PlanInput("m"))
+    """Print a line for each policy and size of pool."""
+    for routing, nodes in itertools.product(Routing, NODES):
+        steps = requests(pool_of(nodes), PlanPolicy(routing=policy_named(routing)), a_session)
         collections.deque(itertools.islice(steps, 3 * nodes), maxlen=0)
-        print(f"{nodes:5} nodes: {microseconds(steps):7.1f} us")
+        print(f"{routing:13} {nodes:5} nodes: {microseconds(steps):7.1f} us")
 
 
 if __name__ == "__main__":
