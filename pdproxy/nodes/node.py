@@ -203,14 +203,26 @@ class Places:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Served:
-    """The places of the nodes that take requests for one model: all of them, and by cohort, sorted by its name.
+class Seeds:
+    """What nodes are hashed by, each at its place; no weights where all are equal."""
 
-    Nodes of unknown cohort are in each.
+    seeds: tuple[int, ...]
+    weights: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Served:
+    """The nodes that take requests for one model.
+
+    Attributes:
+        places: of all of them.
+        cohorts: of those of each cohort, sorted by its name; nodes of unknown cohort are in each.
+        seeds: by role, in the order of ``places``.
     """
 
     places: Places
     cohorts: tuple[Places, ...]
+    seeds: Mapping[Role, Seeds]
 
     @property
     def one_cohort(self) -> bool:
@@ -260,7 +272,8 @@ class Roster:
             if view.takes_requests() and view.node.serves(model)
         ]
         cohorts = sorted({node.cohort for _, node in here})
-        return Served(_places(here), tuple(_places(here, cohort) for cohort in cohorts))
+        seeds = {role: _seeds([node for _, node in here if node.role is role]) for role in Role}
+        return Served(_places(here), tuple(_places(here, cohort) for cohort in cohorts), seeds)
 
 
 def _places(here: list[tuple[int, Node]], cohort: str | None = None) -> Places:
@@ -268,6 +281,11 @@ def _places(here: list[tuple[int, Node]], cohort: str | None = None) -> Places:
     those = [(place, node.role) for place, node in here if cohort is None or node.cohort in ("", cohort)]
     prefills, decodes = (tuple(place for place, role in those if role is wanted) for wanted in Role)
     return Places(prefills, decodes)
+
+
+def _seeds(nodes: list[Node]) -> Seeds:
+    weights = tuple(node.weight for node in nodes)
+    return Seeds(tuple(node.seed for node in nodes), weights if len(set(weights)) > 1 else ())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class UpstreamRequest:
         self._prefill_node: Node | None = None
         self._decode_node: Node | None = None
         self.sub_request = sub_request
-        self.nodes = NodePicker(context, sub_request)
+        self.nodes = NodePicker(context, sub_request, timeline)
         self.resources = HeldResources(context, background_tasks, sub_request)
         self.hand_over: HandOver | None = None
         self.recomputed = False

@@ -9,7 +9,7 @@ import operator
 from collections.abc import Sequence
 from typing import Protocol
 
-from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot
+from pdproxy.nodes.node import Bars, Node, NodeView, Role, Seeds, Snapshot
 from pdproxy.planning.allowed_pairs import lightest_allowed_pair
 from pdproxy.planning.needs import Choice, NoNode, NoNodeReason, Plan, PlanInput, UnknownModel
 from pdproxy.request import LocalReason
@@ -36,6 +36,10 @@ class Candidates:
     def serving(self, role: Role) -> list[NodeView]:
         """The nodes of a role that take requests for the model, those included that must not get this one."""
         return self._at(self._served.places.of(role))
+
+    def seeds(self, role: Role) -> Seeds:
+        """What these are hashed by, in the same order."""
+        return self._served.seeds[role]
 
     def open(self, role: Role) -> list[NodeView]:
         """Those that may get it, in the order of joining."""
