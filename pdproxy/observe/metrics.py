@@ -83,6 +83,8 @@ class Metrics:
         ):  # fmt: skip
             for word in words:
                 counter.labels(word)
+        for role, affinity in itertools.product(("prefill", "decode"), Affinity):
+            self._sessions.labels(role, affinity)
 
     def request_ended(self, endpoint: Endpoint | None, outcome: Outcome) -> None:
         """Count a request that ended; ``endpoint`` is None for one that was passed through."""
