@@ -52,8 +52,7 @@ class Candidates:
 
     def by_cohort(self) -> list[tuple[list[NodeView], list[NodeView]]]:
         """The prefill and the decode nodes of each cohort; bars are not looked at."""
-        groups = [(self._open(places.prefills), self._open(places.decodes)) for places in self._served.cohorts]
-        return [(prefills, decodes) for prefills, decodes in groups if prefills or decodes]
+        return [(self._open(places.prefills), self._open(places.decodes)) for places in self._served.cohorts]
 
     def allow(self, prefill: Node, decode: Node) -> bool:
         """Whether a ticket can pass from one to the other."""

@@ -111,3 +111,8 @@ def test_turns_are_taken_among_the_nodes_that_exchange_tickets() -> None:
     assert turns(views, 4) == [("p1", "d0"), ("p1", "d1")] * 2
     barred = Bars({("p1", "d0"): ""})
     assert set(turns(views, 4, barred)) == {("p1", "d1")}
+
+
+def test_a_barred_pair_takes_no_turn() -> None:
+    views = [view("p0"), view("p1"), view("d0"), view("d1")]
+    assert turns(views, 4, Bars({("p0", "d0"): ""})) == [("p0", "d1"), ("p1", "d1")] * 2
