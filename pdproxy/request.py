@@ -42,6 +42,7 @@ class ClientRequest:
         arrived: monotonic seconds.
         deadline: monotonic seconds by which the whole request must have ended.
         left: whether the client has disconnected; a request that is cancelled while it has not was cancelled by us.
+        session: a hash of the key of its session and its client's name, 64 bits; None where it names none.
     """
 
     request_id: str
@@ -54,6 +55,7 @@ class ClientRequest:
     arrived: float
     deadline: float
     left: Callable[[], bool]
+    session: int | None = None
 
 
 class Addition(enum.StrEnum):

@@ -34,6 +34,7 @@ from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationCont
 from pdproxy.orchestration.known_answer import KnownAnswer
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.resources import BackgroundTasks
+from pdproxy.planning.policies import policy_named
 from pdproxy.settings.model import ConfiguredNode, Settings
 from pdproxy.settings.types import FirstHandOver, NodeRole
 from pdproxy.transport.h1_client import H1Transport
@@ -133,6 +134,7 @@ def orchestration_config(settings: Settings) -> OrchestrationConfig:
         retries=policy.retries,
         migrations=policy.migrations,
         local_below_tokens=policy.local_below_tokens,
+        routing_policy=policy_named(policy.routing),
         ticket_life=policy.ticket_life,
     )
 
@@ -149,6 +151,7 @@ def _request_handler(
         request_seconds=settings.deadlines.request,
         credential=settings.upstream.credential,
         own=credential,
+        routing=settings.policy.routing,
     )
     keys = read_keys(settings.keys.file)
     return RequestHandler(keys, admission, budget, orchestrator, context.pool, context.clock, config)

@@ -10,13 +10,14 @@ from pdproxy.errors import ClientError
 from pdproxy.intake.admission import Admission, BodyBudget, Reservation
 from pdproxy.intake.auth import ApiKeys, headers_for_node
 from pdproxy.intake.request_context import DisconnectWatcher, RequestContext, read_body, send_head, send_whole
+from pdproxy.intake.session import session_of
 from pdproxy.legs.parse import check_values, parse, scrub
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.request import ClientRequest, Endpoint, Headers, Json
 from pdproxy.response import ProxyResponse
-from pdproxy.settings.types import Credential
+from pdproxy.settings.types import Credential, Routing
 
 _IN_FORM = re.compile(rb'name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n--')
 """The ``model`` field of a multipart form, such as audio comes in."""
@@ -31,6 +32,7 @@ class HandlerConfig:
         upload_seconds: for a request's whole body to arrive.
         request_seconds: for a request as a whole.
         credential: whose credential a node gets; ``own`` is the operator's.
+        routing: the policy; `session` needs to know the sessions of requests.
     """
 
     body_bytes: int
@@ -38,6 +40,7 @@ class HandlerConfig:
     request_seconds: float
     credential: Credential
     own: str
+    routing: Routing = Routing.LEAST_LOADED
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,6 +68,9 @@ class RequestHandler:
             body = scrub(parse(endpoint, await self._read(context, reservation)))
             watcher = DisconnectWatcher(context.receive)
             request = self._request(context, endpoint, body, arrived, watcher)
+            if self.config.routing is Routing.SESSION:
+                session = session_of(context.headers, body, api_key.name)
+                request = dataclasses.replace(request, session=session)
             async with watcher, self.admission.admit(api_key, request.priority):
                 await self._respond(context, await self.orchestrator.answer(request))
 

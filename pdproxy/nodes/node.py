@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import hashlib
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -10,6 +11,11 @@ from pdproxy.request import Headers
 RANK_HEADER = "x-data-parallel-rank"
 """Which of its data-parallel ranks a server is to use. vLLM 0.32 heeds it for completions, chat and messages, not for
 responses, and picks one by load where it is missing."""
+
+
+def hash64(text: str) -> int:
+    """A hash of 64 bits, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())
 
 
 class Binding(enum.StrEnum):
@@ -84,6 +90,7 @@ class Node:
         max_model_len: the longest sequence in tokens; 0 where not published.
         prefix_match_unit: tokens between the boundaries at which its hand-overs end; 0 where they end anywhere.
         can_wait: a request may be sent to it before its ticket, and waits there until that is delivered.
+        seed: a hash of its name, 64 bits: the same in every proxy.
     """
 
     name: str
@@ -100,6 +107,10 @@ class Node:
     max_model_len: int = 0
     prefix_match_unit: int = 0
     can_wait: bool = False
+    seed: int = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seed", hash64(self.name))
 
     @property
     def tail_tokens(self) -> int:
@@ -131,6 +142,8 @@ class NodeView:
         share: 0 < share <= 1: the part of its weight that slow start allows now.
         trials: while PROBING: requests in flight that try the half-open circuit. One is all it may get.
         reason: for operators: why it is in this state (the setting that was refused, the last fault).
+        room: the weight that it may use now.
+        load: what its legs would be with one more, per unit of ``room``.
     """
 
     node: Node
@@ -139,6 +152,13 @@ class NodeView:
     share: float = 1.0
     trials: int = 0
     reason: str = ""
+    room: float = dataclasses.field(init=False, repr=False, compare=False)
+    load: float = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Every plan compares all of them, and a view outlives many plans.
+        object.__setattr__(self, "room", self.node.weight * self.share)
+        object.__setattr__(self, "load", (self.active + 1) / self.room)
 
     def takes_requests(self) -> bool:
         """Whether a plan may send something here now."""
@@ -171,8 +191,111 @@ class Bars:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Places:
+    """Where in a snapshot prefill and decode nodes stand that take requests for one model."""
+
+    prefills: tuple[int, ...]
+    decodes: tuple[int, ...]
+
+    def of(self, role: Role) -> tuple[int, ...]:
+        """The places of one role's nodes."""
+        return self.prefills if role is Role.PREFILL else self.decodes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Seeds:
+    """What nodes are hashed by, each at its place; no weights where all are equal."""
+
+    seeds: tuple[int, ...]
+    weights: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Served:
+    """The nodes that take requests for one model.
+
+    Attributes:
+        places: of all of them.
+        cohorts: of those of each cohort, sorted by its name; nodes of unknown cohort are in each.
+        seeds: by role, in the order of ``places``.
+    """
+
+    places: Places
+    cohorts: tuple[Places, ...]
+    seeds: Mapping[Role, Seeds]
+
+    @property
+    def one_cohort(self) -> bool:
+        """Whether every two of them are of one."""
+        return len(self.cohorts) <= 1
+
+    @property
+    def pairs(self) -> bool:
+        """Whether a prefill and a decode node are of one cohort."""
+        return any(places.prefills and places.decodes for places in self.cohorts)
+
+
+class Roster:
+    """What of a snapshot does not depend on load: which of its nodes take requests for which model.
+
+    Finding that takes longer than a plan, so it is found once for all snapshots in which each place has the same node,
+    and the same answer from `NodeView.takes_requests`.
+
+    Attributes:
+        models: every name that a client may ask for, served by a decode node in whatever state, sorted.
+    """
+
+    def __init__(self, nodes: tuple[NodeView, ...]) -> None:
+        decodes = [view.node for view in nodes if view.node.role is Role.DECODE]
+        self.models = tuple(sorted({name for node in decodes for name in (node.model, *node.aliases) if name}))
+        self._may_serve_any = not all(node.model for node in decodes) or not decodes
+        self._names = frozenset(name for view in nodes for name in (view.node.model, *view.node.aliases))
+        self._nodes = nodes
+        self._served: dict[str, Served] = {}
+
+    def knows(self, model: str) -> bool:
+        """Whether a decode node, in whatever state, serves it or might: its model is unknown yet, or none is here."""
+        return self._may_serve_any or model in self.models
+
+    def served(self, model: str) -> Served:
+        """The nodes that take requests for a model, whatever a client may call it."""
+        known = model if model in self._names else ""  # so that clients' words do not fill the memory
+        found = self._served.get(known)
+        if found is None:
+            found = self._served[known] = self._find(known)
+        return found
+
+    def _find(self, model: str) -> Served:
+        here = [
+            (place, view.node)
+            for place, view in enumerate(self._nodes)
+            if view.takes_requests() and view.node.serves(model)
+        ]
+        cohorts = sorted({node.cohort for _, node in here})
+        seeds = {role: _seeds([node for _, node in here if node.role is role]) for role in Role}
+        return Served(_places(here), tuple(_places(here, cohort) for cohort in cohorts), seeds)
+
+
+def _places(here: list[tuple[int, Node]], cohort: str | None = None) -> Places:
+    """Of all nodes, or of those that belong to a cohort."""
+    those = [(place, node.role) for place, node in here if cohort is None or node.cohort in ("", cohort)]
+    prefills, decodes = (tuple(place for place, role in those if role is wanted) for wanted in Role)
+    return Places(prefills, decodes)
+
+
+def _seeds(nodes: list[Node]) -> Seeds:
+    weights = tuple(node.weight for node in nodes)
+    return Seeds(tuple(node.seed for node in nodes), weights if len(set(weights)) > 1 else ())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All nodes at one moment, in the order of joining."""
+    """All nodes at one moment, in the order of joining; ``known`` is the roster of an earlier one that still holds."""
 
     nodes: tuple[NodeView, ...]
     bars: Bars = Bars()
+    known: dataclasses.InitVar[Roster | None] = None
+    roster: Roster = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self, known: Roster | None) -> None:
+        object.__setattr__(self, "roster", known or Roster(self.nodes))

@@ -12,7 +12,7 @@ from pdproxy.clock import Clock
 from pdproxy.errors import Fault, PdproxyError
 from pdproxy.failures import LEG_BLAME, PROBE_BLAME, Blame
 from pdproxy.nodes.circuit_breaker import CircuitBreaker, CircuitBreakerConfig, CircuitState
-from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot, State
+from pdproxy.nodes.node import Bars, Node, NodeView, Role, Roster, Snapshot, State
 from pdproxy.nodes.pool_entry import PoolEntry, Slot
 from pdproxy.observe.metrics import Metrics
 
@@ -52,6 +52,11 @@ class Pool:
         self._config = config or CircuitBreakerConfig()
         self._metrics = metrics or Metrics(CollectorRegistry())
         self._entries: dict[str, PoolEntry] = {}
+        self._views: dict[str, NodeView] = {}
+        self._outdated: dict[str, PoolEntry] = {}
+        """Nodes that have changed since their view was made, and those whose view changes with time alone."""
+        self._roster: Roster | None = None
+        self._latest: Snapshot | None = None
         self.bars = Bars()
         self.changed = asyncio.Event()
 
@@ -62,13 +67,17 @@ class Pool:
 
     def snapshot(self) -> Snapshot:
         """Every node as it stands now."""
-        now = self._clock.now()
-        return Snapshot(tuple(self._refresh(entry, now).view(now) for entry in self._entries.values()), self.bars)
+        self._renew_views()
+        if self._latest is None:
+            self._latest = Snapshot(tuple(self._views.values()), self.bars, self._roster)
+            self._roster = self._latest.roster
+        return self._latest
 
     def view(self, name: str) -> NodeView:
         """One node as it stands now."""
-        now = self._clock.now()
-        return self._refresh(self._entry(name), now).view(now)
+        self._entry(name)
+        self._renew_views()
+        return self._views[name]
 
     def acquire(self, name: str) -> Slot:
         """Count a leg on the node until its slot is released."""
@@ -76,6 +85,7 @@ class Pool:
         slot = Slot(entry, self._clock, self._release)
         entry.active += 1
         entry.trials += entry.state() is State.PROBING
+        self._changed(entry)
         entry.idle.clear()
         self._metrics.node_active(name, entry.node.role, entry.active)
         return slot
@@ -108,6 +118,8 @@ class Pool:
         if node.name in self._entries:
             raise DuplicateNode(node.name)
         self._entries[node.name] = entry = PoolEntry(node, CircuitBreaker(self._config), node)
+        self._views[node.name] = entry.view(self._clock.now())
+        self._roster = self._latest = None
         self._metrics.node_active(node.name, node.role, 0)
         self._count_state(entry)
         self.changed.set()
@@ -136,6 +148,7 @@ class Pool:
         entry = self._entries.get(name)
         if entry is not None and entry.membership is State.JOINING:
             entry.reason = reason
+            self._changed(entry)
 
     def rejoin(self, name: str) -> None:
         """Back to JOINING: at the end of a drain, or where its preflight must be made again."""
@@ -165,13 +178,16 @@ class Pool:
         self.bar(_without(self.bars, name))
         entry = self._entries.pop(name, None)
         if entry is not None:
+            del self._views[name]
+            self._outdated.pop(name, None)
+            self._roster = self._latest = None
             entry.leaving.set()
             self._metrics.node_forgotten(name, entry.node.role, State, CircuitState)
 
     def bar(self, bars: Bars) -> None:
         """From now on these pairs and nodes, and no others, exchange no tickets; earlier plans stay as they are."""
         before, after = set(self._pairs(self.bars)), set(self._pairs(bars))
-        self.bars = bars
+        self.bars, self._latest = bars, None
         for pair in before - after:
             self._metrics.pair_allowed(*pair)
         for pair in after - before:
@@ -214,6 +230,7 @@ class Pool:
     def _release(self, entry: PoolEntry, trial: bool) -> None:
         entry.active -= 1
         entry.trials = max(0, entry.trials - trial)
+        self._changed(entry)
         if entry.active == 0:
             entry.idle.set()
         if self._entries.get(entry.node.name) is entry:
@@ -225,6 +242,24 @@ class Pool:
             raise UnknownNode(name)
         return entry
 
+    def _changed(self, entry: PoolEntry) -> None:
+        """Its view must be made again; of no effect for a node that has left, whose last legs end later."""
+        if self._entries.get(entry.node.name) is entry:
+            self._outdated[entry.node.name] = entry
+
+    def _renew_views(self) -> None:
+        if not self._outdated:
+            return
+        now, (outdated, self._outdated) = self._clock.now(), (self._outdated, {})
+        for name, entry in outdated.items():
+            before, view = self._views[name], self._refresh(entry, now).view(now)
+            self._views[name] = view
+            if view.node is not before.node or view.takes_requests() is not before.takes_requests():
+                self._roster = None
+            if entry.circuit.state is CircuitState.OPEN or view.share < 1.0:
+                self._outdated[name] = entry  # it is half open, or has more of its share, a moment later
+        self._latest = None
+
     def _refresh(self, entry: PoolEntry, now: float) -> PoolEntry:
         """Apply the passing of time; a node that active health gave up stays down after its cool-down."""
         if entry.circuit.state is CircuitState.OPEN and not entry.lost():
@@ -234,6 +269,7 @@ class Pool:
     def _set(self, entry: PoolEntry, circuit: CircuitBreaker, membership: State | None = None) -> None:
         before, state = entry.circuit.state, entry.state()
         entry.circuit, entry.membership = circuit, membership or entry.membership
+        self._changed(entry)
         if circuit.state is not before:
             entry.trials = 0
             self._metrics.circuit_moved(entry.node.name, circuit.state)

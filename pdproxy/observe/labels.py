@@ -90,3 +90,13 @@ class Proof(enum.StrEnum):
     """It answered something else: the same bytes mean different things on the two nodes."""
     UNANSWERED = "unanswered"
     """No hand-over came about, so that nothing could be compared."""
+
+
+class Affinity(enum.StrEnum):
+    """Whether a leg was planned for the node that its request's session belongs to."""
+
+    OWN = "own"
+    NEXT = "next"
+    """Another one: its own has no room, has failed this request, or exchanges no ticket with the other leg's node."""
+    NONE = "none"
+    """The request names no session: it went to the least loaded node."""

@@ -8,7 +8,7 @@ from functools import cache, partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdproxy.errors import Fault
-from pdproxy.observe.labels import Attempt, Delivery, Leg, Outcome, Phase, Proof, Task, Tokens
+from pdproxy.observe.labels import Affinity, Attempt, Delivery, Leg, Outcome, Phase, Proof, Task, Tokens
 from pdproxy.request import Endpoint
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -28,6 +28,9 @@ class Metrics:
         self._faults = counter("pdproxy_leg_faults_total", "Legs that failed.", ["leg", "fault"])
         self._steps = counter("pdproxy_steps_total", "What followed a failed leg.", ["leg", "fault", "step"])
         self._local = counter("pdproxy_local_total", "Requests computed on the decode node alone.", ["reason"])
+        self._sessions = counter(
+            "pdproxy_session_routes_total", "Legs planned by session: for its own node or not.", ["role", "outcome"]
+        )
         self._migrations = counter("pdproxy_migrations_total", "Streams that had to continue elsewhere.", ["outcome"])
         self._continuable = counter(
             "pdproxy_continuable_total",
@@ -64,6 +67,7 @@ class Metrics:
         self._phase = cache(self._phases.labels)
         self._continuing = cache(self._continuable.labels)
         self._delivery = cache(self._deliveries.labels)
+        self._session = cache(self._sessions.labels)
         self._token = cache(self._tokens.labels)
         self._pending = cache(self._prefill_tokens.labels)
         self._node = cache(self._node_active.labels)
@@ -79,6 +83,8 @@ class Metrics:
         ):  # fmt: skip
             for word in words:
                 counter.labels(word)
+        for role, affinity in itertools.product(("prefill", "decode"), Affinity):
+            self._sessions.labels(role, affinity)
 
     def request_ended(self, endpoint: Endpoint | None, outcome: Outcome) -> None:
         """Count a request that ended; ``endpoint`` is None for one that was passed through."""
@@ -99,6 +105,10 @@ class Metrics:
     def planned_local(self, reason: enum.StrEnum) -> None:
         """Count a request that one node computes alone."""
         self._local.labels(reason).inc()
+
+    def session_routed(self, role: enum.StrEnum, outcome: Affinity) -> None:
+        """Count a leg that was planned by its request's session."""
+        self._session(role, outcome).inc()
 
     def migrated(self, outcome: Attempt) -> None:
         """Count the attempt to continue a stream on another node."""

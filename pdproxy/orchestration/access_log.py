@@ -41,6 +41,7 @@ class RequestLog:
         nodes = {"prefill_node": timeline.nodes.get(Phase.PREFILL), "decode_node": timeline.nodes.get(Phase.HANDOVER)}
         facts = {"endpoint": request.endpoint.value, "model": request.model[:_LONGEST_MODEL]}
         facts |= {field: node for field, node in nodes.items() if node is not None}
+        facts |= {f"{role}_session": affinity.value for role, affinity in timeline.affinities.items()}
         request_ended(_LOG, outcome, request.request_id, timeline.took, facts)
 
 
@@ -55,7 +56,7 @@ def request_ended(
 
     Args:
         timeline: seconds spent in each phase.
-        facts: endpoint, model, nodes. Never a body, a ticket or a key.
+        facts: endpoint, model, nodes. Never a body, a ticket or a key, of a client's or of its session.
     """
     if logger.isEnabledFor(logging.INFO):
         spent = {f"{phase}_ms": round(seconds * 1000, 1) for phase, seconds in timeline.items()}

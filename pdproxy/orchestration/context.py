@@ -10,7 +10,7 @@ from pdproxy.legs.calls import new_hand_over_id
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.in_flight import InFlightRequests
-from pdproxy.planning.plan import PlanPolicy
+from pdproxy.planning.plan import LEAST_LOADED, PlanPolicy, RoutingPolicy
 from pdproxy.settings.types import Legs, OnPrefillFailure
 from pdproxy.transport.port import DeadlineHold, Timeouts, Transport
 
@@ -32,6 +32,7 @@ class OrchestrationConfig:
         retries: how often each leg may be tried again before the client gets a byte; unreachable nodes do not count.
         migrations: how often one stream may move to another decode node; 0 turns migration off.
         local_below_tokens: prompts known to be shorter are computed on the decode node; 0 for none.
+        routing_policy: how one is chosen among several nodes.
         fan_out: how many prompts of one list run at once.
         ticket_life: how long after its prefill a ticket may be tried on another decode node; at most the lease.
     """
@@ -47,12 +48,13 @@ class OrchestrationConfig:
     retries: int = 2
     migrations: int = 3
     local_below_tokens: int = 0
+    routing_policy: RoutingPolicy = LEAST_LOADED
     fan_out: int = 64
     ticket_life: float = 30.0
 
     def plan_policy(self) -> PlanPolicy:
         """What planning needs to know of it."""
-        return PlanPolicy(self.on_prefill_failure, self.local_below_tokens)
+        return PlanPolicy(self.on_prefill_failure, self.local_below_tokens, self.routing_policy)
 
     def prefill_timeouts(self, remaining_seconds: float) -> Timeouts:
         """For a prefill leg of a request that has so many seconds left."""

@@ -11,7 +11,8 @@ from pdproxy.observe.labels import Leg
 from pdproxy.orchestration.client_errors import final_error, remaining_seconds, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.node_picker import RetryState
-from pdproxy.planning.plan import NoNode, PlanInput, UnknownModel, choose, models
+from pdproxy.planning.needs import NoNode, PlanInput, UnknownModel
+from pdproxy.planning.plan import choose
 from pdproxy.request import Headers
 from pdproxy.response import ProxyResponse
 from pdproxy.transport.port import HttpRequest, read_to_end
@@ -86,8 +87,8 @@ def _record_fault(context: OrchestrationContext, node: Node, fault: NodeFault, r
 
 def _choose(context: OrchestrationContext, model: str, excluded: frozenset[str]) -> Node:
     snapshot = context.pool.snapshot()
-    wanted = model or next(iter(models(snapshot)), "")
+    needs = PlanInput(model or next(iter(snapshot.roster.models), ""), excluded=excluded)
     try:
-        return choose(snapshot, Role.DECODE, PlanInput(wanted, excluded=excluded), next(context.tie_breaker))
+        return choose(snapshot, Role.DECODE, needs, context.config.plan_policy(), next(context.tie_breaker))
     except UnknownModel as error:
         raise unknown_model_error(error) from error

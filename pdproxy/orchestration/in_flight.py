@@ -8,7 +8,8 @@ import itertools
 from pdproxy.clock import Clock
 from pdproxy.errors import Fault
 from pdproxy.failures import Step
-from pdproxy.observe.labels import Leg, Outcome, Phase
+from pdproxy.nodes.node import Role
+from pdproxy.observe.labels import Affinity, Leg, Outcome, Phase
 from pdproxy.observe.metrics import Metrics
 from pdproxy.request import ClientRequest
 
@@ -27,9 +28,10 @@ class Timeline:
         now: the phase that it is in.
         took: seconds spent in each phase that it has left.
         nodes: name of the node that works in a phase, where one does.
+        affinities: whether the nodes of the last plan are its session's own, by role; of policies that know sessions.
     """
 
-    __slots__ = ("_clock", "_entered", "_metrics", "began", "nodes", "now", "start", "took")
+    __slots__ = ("_clock", "_entered", "_metrics", "affinities", "began", "nodes", "now", "start", "took")
 
     def __init__(self, clock: Clock, metrics: Metrics, arrived: float) -> None:
         self._clock = clock
@@ -39,6 +41,7 @@ class Timeline:
         self.now = Phase.PLAN
         self.took: dict[Phase, float] = {}
         self.nodes: dict[Phase, str] = {}
+        self.affinities: dict[Role, Affinity] = {}
 
     def enter(self, phase: Phase, node: str = "") -> None:
         """The next phase begins."""

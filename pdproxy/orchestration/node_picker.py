@@ -7,11 +7,12 @@ from pdproxy.failures import NO_RETRY_USED, Blame, Moment, RetryOptions, Step, b
 from pdproxy.legs.shape import max_prompt_tokens
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
-from pdproxy.observe.labels import Leg
+from pdproxy.observe.labels import Affinity, Leg
 from pdproxy.orchestration.client_errors import deadline_passed, final_error, no_node_error, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext
-from pdproxy.orchestration.in_flight import LegFailure
-from pdproxy.planning.plan import NoNode, Plan, PlanInput, UnknownModel, choose, plan
+from pdproxy.orchestration.in_flight import LegFailure, Timeline
+from pdproxy.planning.needs import NoNode, Plan, PlanInput, UnknownModel
+from pdproxy.planning.plan import choose, plan
 from pdproxy.request import LocalReason, SubRequest
 from pdproxy.settings.types import OnPrefillFailure
 
@@ -77,9 +78,10 @@ NO_NODE_ERRORS = (NoNode, UnknownModel)
 class NodePicker:
     """Plans one prompt, with a fresh snapshot of the pool each time, and records how its nodes did; does no I/O."""
 
-    def __init__(self, context: OrchestrationContext, sub_request: SubRequest) -> None:
+    def __init__(self, context: OrchestrationContext, sub_request: SubRequest, timeline: Timeline) -> None:
         self._context = context
         self._sub_request = sub_request
+        self._timeline = timeline
         self._fault_reporter = FaultReporter(context.pool)
         self._retry_state = RetryState(context)
         self._local = sub_request.shape.local
@@ -89,11 +91,14 @@ class NodePicker:
     def plan(self) -> Plan:
         """Which nodes now; raises the `ClientError` where there are none."""
         try:
-            return self._plan()
+            chosen = self._plan()
         except UnknownModel as error:
             raise unknown_model_error(error) from error
         except NoNode as error:
             raise self._retry_state.no_node_left(error) from error
+        self._record_affinity(Role.PREFILL, chosen.prefill_affinity)
+        self._record_affinity(Role.DECODE, chosen.decode_affinity)
+        return chosen
 
     def possible(self) -> bool:
         """Whether a plan could be made now."""
@@ -126,7 +131,8 @@ class NodePicker:
     def _other(self, role: Role, partner: Node | None) -> Node | None:
         context = self._context
         try:
-            return choose(context.pool.snapshot(), role, self._input(partner), next(context.tie_breaker))
+            needs, policy = self._input(partner), context.config.plan_policy()
+            return choose(context.pool.snapshot(), role, needs, policy, next(context.tie_breaker))
         except NO_NODE_ERRORS:
             return None
 
@@ -179,6 +185,11 @@ class NodePicker:
         failure = LegFailure(self._context.clock.now(), self._sub_request.name, leg, node, fault.fault, step)
         self._context.in_flight.failed(self._sub_request.request, failure)
 
+    def _record_affinity(self, role: Role, affinity: Affinity | None) -> None:
+        if affinity is not None:
+            self._timeline.affinities[role] = affinity
+            self._context.metrics.session_routed(role, affinity)
+
     def _plan(self) -> Plan:
         context = self._context
         return plan(context.pool.snapshot(), self._input(), context.config.plan_policy(), next(context.tie_breaker))
@@ -190,4 +201,5 @@ class NodePicker:
             self._fault_reporter.excluded,
             partner=partner,
             prompt_tokens=self._tokens,
+            session=self._sub_request.request.session,
         )

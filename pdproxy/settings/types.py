@@ -53,6 +53,17 @@ class Legs(OneOf):
     """When the prefill leg has brought the ticket."""
 
 
+class Routing(OneOf):
+    """How one is chosen among several nodes."""
+
+    LEAST_LOADED = "least-loaded"
+    """The one with the fewest legs for its weight."""
+    ROUND_ROBIN = "round-robin"
+    """Each in its turn."""
+    SESSION = "session"
+    """The one that the session's key belongs to, while it has room."""
+
+
 class Credential(OneOf):
     """What a node gets as its ``Authorization`` header."""
 

@@ -4,13 +4,19 @@ import dataclasses
 
 from pdproxy.app.build import orchestration_config
 from pdproxy.orchestration.context import OrchestrationConfig
+from pdproxy.planning.session import Session
 from pdproxy.settings.model import Deadlines, Policy, Settings
-from pdproxy.settings.types import OnPrefillFailure
+from pdproxy.settings.types import OnPrefillFailure, Routing
 
 SAID = Settings(
     deadlines=Deadlines(connect=1, prefill_headers=2, decode_headers=3, stall=4, release=5.5),
     policy=Policy(
-        on_prefill_failure=OnPrefillFailure.FAIL, retries=7, migrations=8, ticket_life=9, local_below_tokens=10
+        on_prefill_failure=OnPrefillFailure.FAIL,
+        retries=7,
+        migrations=8,
+        ticket_life=9,
+        local_below_tokens=10,
+        routing=Routing.SESSION,
     ),
 )
 
@@ -24,4 +30,5 @@ def test_every_setting_reaches_the_config() -> None:
     arrived = dataclasses.asdict(orchestration_config(SAID))
     named = arrived.keys() & said.keys()
     assert {name: arrived[name] for name in named} == {name: said[name] for name in named}
-    assert arrived.keys() - named == {"fan_out"}, "has no setting"
+    assert arrived.keys() - named == {"fan_out", "routing_policy"}, "has no setting, and has one of another name"
+    assert orchestration_config(SAID).plan_policy().routing == Session()

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot, State
-from pdproxy.planning.plan import NoNode, NoNodeReason, Plan, PlanInput, PlanPolicy, UnknownModel, choose, models, plan
+from pdproxy.planning.needs import NoNode, NoNodeReason, Plan, PlanInput, UnknownModel
+from pdproxy.planning.plan import PlanPolicy, choose, plan
 from pdproxy.request import LocalReason
 from pdproxy.settings.types import OnPrefillFailure
 
@@ -117,7 +118,7 @@ def test_a_node_whose_model_is_not_known_yet_may_be_the_one() -> None:
 def test_models_live_apart() -> None:
     views = (view("p1"), view("d1"), view("p2", model="big"), view("d2", model="big"))
     assert names(make(*views, needs=PlanInput("big"))) == ("p2", "d2")
-    assert models(Snapshot(views)) == ("big", "tiny")
+    assert Snapshot(views).roster.models == ("big", "tiny")
 
 
 def test_an_adapter_pairs_where_both_nodes_have_it() -> None:
@@ -177,11 +178,11 @@ def test_where_all_pairs_are_barred_the_decode_node_serves_alone() -> None:
 
 def test_a_ticket_goes_to_no_node_that_is_barred_from_where_it_comes() -> None:
     snapshot = Snapshot((view("d1"), view("d2", 9)), bars=barred("p1 d1"))
-    assert choose(snapshot, Role.DECODE, PlanInput("tiny", partner=view("p1").node), 0).name == "d2"
-    assert choose(snapshot, Role.DECODE, PlanInput("tiny", partner=view("p2").node), 0).name == "d1"
-    assert choose(snapshot, Role.DECODE, PlanInput("tiny"), 0).name == "d1", "without a ticket it serves"
+    assert choose(snapshot, Role.DECODE, PlanInput("tiny", partner=view("p1").node), POLICY, 0).name == "d2"
+    assert choose(snapshot, Role.DECODE, PlanInput("tiny", partner=view("p2").node), POLICY, 0).name == "d1"
+    assert choose(snapshot, Role.DECODE, PlanInput("tiny"), POLICY, 0).name == "d1", "without a ticket it serves"
     with pytest.raises(NoNode):
-        choose(snapshot, Role.DECODE, PlanInput("tiny", partner=view("p1").node, excluded=frozenset({"d2"})), 0)
+        choose(snapshot, Role.DECODE, PlanInput("tiny", partner=view("p1").node, excluded=frozenset({"d2"})), POLICY, 0)
 
 
 def test_a_decode_node_that_waits_gets_its_ticket_from_where_it_may() -> None:
@@ -202,9 +203,9 @@ def test_excluded_nodes_are_left_alone() -> None:
 def test_another_decode_node_for_a_ticket_is_of_its_cohort() -> None:
     snapshot = Snapshot((view("d1", cohort="a"), view("d2", 9, cohort="b"), view("d3", 7, cohort="b")))
     needs = PlanInput("tiny", partner=view("p1", cohort="b").node, excluded=frozenset({"d3"}))
-    assert choose(snapshot, Role.DECODE, needs, 0).name == "d2"
+    assert choose(snapshot, Role.DECODE, needs, POLICY, 0).name == "d2"
     with pytest.raises(NoNode) as caught:
-        choose(snapshot, Role.PREFILL, needs, 0)
+        choose(snapshot, Role.PREFILL, needs, POLICY, 0)
     assert caught.value.reason is NoNodeReason.NO_PREFILL
 
 
@@ -254,7 +255,9 @@ def test_a_plan_is_always_allowed(views: list[NodeView], turn: int, bars: Bars) 
 def test_another_decode_node_for_a_ticket_is_always_allowed(views: list[NodeView], turn: int, bars: Bars) -> None:
     for prefill in (each.node for each in views if each.node.role is Role.PREFILL):
         try:
-            found = choose(Snapshot(tuple(views), bars=bars), Role.DECODE, PlanInput("tiny", partner=prefill), turn)
+            found = choose(
+                Snapshot(tuple(views), bars=bars), Role.DECODE, PlanInput("tiny", partner=prefill), POLICY, turn
+            )
         except NoNode:
             continue
         assert bars.allow(prefill.name, found.name)

@@ -1,0 +1,85 @@
+"""What a plan is made for, what it says, and why there may be none: values."""
+
+import dataclasses
+import enum
+
+from pdproxy.errors import PdproxyError
+from pdproxy.nodes.node import Node
+from pdproxy.observe.labels import Affinity
+from pdproxy.request import LocalReason
+
+
+class NoNodeReason(enum.StrEnum):
+    """Why no plan can be made; the ``code`` of the client's error."""
+
+    NO_DECODE = "no_decode"
+    """No decode node for the model takes requests now (down, draining, joining, refused, on trial)."""
+    NO_PREFILL = "no_prefill"
+    """No prefill node takes requests now, and the policy forbids to do without."""
+    EXCLUDED = "excluded"
+    """All nodes that take requests have failed this one already."""
+    NO_PAIR = "no_pair"
+    """No prefill and decode node are of one cohort, and the policy forbids to do without prefill."""
+    BARRED_PAIR = "barred_pair"
+    """All pairs of one cohort failed the known-answer test, and the policy forbids to do without prefill."""
+
+
+class NoNode(PdproxyError):
+    """No plan can be made now; it may be possible later."""
+
+    def __init__(self, reason: NoNodeReason, model: str) -> None:
+        super().__init__(f"no node for {model!r}: {reason}")
+        self.reason = reason
+        self.model = model
+
+
+class UnknownModel(PdproxyError):
+    """No node, in whatever state, serves this model. ``known`` are the models that are served."""
+
+    def __init__(self, model: str, known: tuple[str, ...]) -> None:
+        super().__init__(f"no node serves {model!r}")
+        self.model = model
+        self.known = known
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanInput:
+    """What a plan depends on, of one request.
+
+    Attributes:
+        model: as the client named it.
+        local: why it cannot be disaggregated; None when it can.
+        excluded: names of nodes that must not be used (they failed this request).
+        partner: the node of the other role, where it is chosen already: a ticket must be able to pass; None for any.
+        prompt_tokens: how long the prompt is, where known.
+        session: a hash of the key of its session, 64 bits; None where it names none.
+    """
+
+    model: str
+    local: LocalReason | None = None
+    excluded: frozenset[str] = frozenset()
+    partner: Node | None = None
+    prompt_tokens: int | None = None
+    session: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """Where a request goes. ``prefill`` is None when the decode node computes everything; ``local`` says why.
+
+    The affinities say whether the two are its session's own; None where the policy knows no sessions.
+    """
+
+    prefill: Node | None
+    decode: Node
+    local: LocalReason | None = None
+    prefill_affinity: Affinity | None = None
+    decode_affinity: Affinity | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """One node that a policy chose; ``affinity`` as in `Plan`."""
+
+    node: Node
+    affinity: Affinity | None = None

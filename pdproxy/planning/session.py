@@ -1,0 +1,111 @@
+"""The policy `session`: consistent hashing with bounded load, so that the turns of a conversation meet the same nodes.
+
+Each key has an order of its own of all nodes of a role (rendezvous hashing): it depends on the key and on the nodes'
+names and weights alone, so that proxies which stand side by side find the same one without talking, and only the
+sessions move that a node which joins gets, or one which leaves had. A request goes to the first node of its key's order
+that may take it and has room: none carries more than `MOST_OF_MEAN` times the mean load and `SPARE` (consistent hashing
+with bounded loads, Mirrokni, Thorup and Zadimoghaddam, 2018). ``python -m tests.bench.chats`` shows what both do.
+"""
+
+import dataclasses
+import heapq
+import math
+import operator
+from collections.abc import Iterator
+
+from pdproxy.nodes.node import Node, NodeView, Role, Seeds
+from pdproxy.observe.labels import Affinity
+from pdproxy.planning.needs import Choice
+from pdproxy.planning.plan import LEAST_LOADED, Candidates
+
+MOST_OF_MEAN = 1.25
+"""Of the mean number of legs, by weight and slow start; rounded up to whole legs."""
+SPARE = 1
+"""Legs that a node may carry beyond that: where few run, the bound alone would turn a session away from a node that has
+a single one."""
+_ODD = 0x9E3779B97F4A7C15
+"""2**64 divided by the golden ratio: multiplied by it, every bit of a hash counts in the product's highest ones."""
+_RANGE = 1 << 64
+_LOW = _RANGE - 1
+_LEGS, _ROOM = operator.attrgetter("active"), operator.attrgetter("room")
+
+
+class KeyOrder:
+    """The nodes of one role that serve a model, in the order of one session's key."""
+
+    def __init__(self, candidates: Candidates, role: Role, key: int) -> None:
+        self._views = candidates.serving(role)
+        self._candidates = candidates
+        self._scores = scores(candidates.seeds(role), key)
+        self._own = self._scores.index(min(self._scores)) if self._views else 0
+        legs, room = sum(map(_LEGS, self._views)), sum(map(_ROOM, self._views))
+        self._most = MOST_OF_MEAN * (legs + 1) / (room or 1.0)
+
+    def __iter__(self) -> Iterator[NodeView]:
+        """Those that may take the request and have room."""
+        if self._views and self._fits(self._views[self._own]):
+            yield self._views[self._own]
+        left = self._scores.copy()
+        heapq.heapify(left)  # to sort them all would take longer: one of the first has room
+        while left:
+            place = self._scores.index(heapq.heappop(left))
+            if place != self._own and self._fits(self._views[place]):
+                yield self._views[place]
+
+    def _fits(self, view: NodeView) -> bool:
+        return view.active + 1 <= math.ceil(self._most * view.room) + SPARE and self._candidates.may_take(view)
+
+    def choice(self, node: Node) -> Choice:
+        """A node of these, and whether it is the session's own, the first of all."""
+        own = self._views[self._own].node.name == node.name
+        return Choice(node, Affinity.OWN if own else Affinity.NEXT)
+
+
+def scores(nodes: Seeds, key: int) -> list[float]:
+    """A number for each node, made of its name and the key; one has the lowest as often as its weight says."""
+    hashes: list[float] = [(seed ^ key) * _ODD & _LOW for seed in nodes.seeds]
+    if not nodes.weights:  # the order of equal weights is that of the hashes
+        return hashes
+    return [-math.log((_RANGE - each) / _RANGE) / weight for each, weight in zip(hashes, nodes.weights, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Session:
+    """The first node of the session's own order that has room; the least loaded where none has, or there is no key."""
+
+    def node(self, candidates: Candidates, role: Role, turn: int) -> Choice | None:
+        if candidates.session is None:
+            least = LEAST_LOADED.node(candidates, role, turn)
+            return least and _keyless(least)
+        order = KeyOrder(candidates, role, candidates.session)
+        found = next(iter(order), None) or LEAST_LOADED.node(candidates, role, turn)
+        return found and order.choice(found.node)
+
+    def pair(self, candidates: Candidates, turn: int) -> tuple[Choice, Choice] | None:
+        """The prefill node first, for there a miss costs more; then the first decode node that may read from it."""
+        if candidates.session is None:
+            least = LEAST_LOADED.pair(candidates, turn)
+            return least and (_keyless(least[0]), _keyless(least[1]))
+        if not candidates.may_pair:
+            return None
+        prefills, decodes = (KeyOrder(candidates, role, candidates.session) for role in Role)
+        found = _first_pair(candidates, prefills, decodes) or LEAST_LOADED.pair(candidates, turn)
+        return found and (prefills.choice(found[0].node), decodes.choice(found[1].node))
+
+
+def _keyless(choice: Choice) -> Choice:
+    return Choice(choice.node, Affinity.NONE)
+
+
+def _first_pair(candidates: Candidates, prefills: KeyOrder, decodes: KeyOrder) -> tuple[NodeView, NodeView] | None:
+    alone = set[str]()
+    """Cohorts in which no decode node has room."""
+    for prefill in prefills:
+        if prefill.node.cohort in alone:
+            continue
+        decode = next((view for view in decodes if candidates.allow(prefill.node, view.node)), None)
+        if decode is not None:
+            return prefill, decode
+        if not candidates.bars:
+            alone.add(prefill.node.cohort)
+    return None
