@@ -295,8 +295,8 @@ deadlines are those of a decode leg. The node's answer is passed on whatever its
 
 A *release* is good any number of times: where its connection broke, it is sent once more.
 
-With `policy.legs: together`, where the decode node can wait, both legs go out at once, and a *delivery* brings the ticket to the
-decode leg. The table stays the same, and no leg disturbs the other one:
+With `policy.legs: together`, where the decode node can wait, both legs go out at once, and a *delivery* brings the
+ticket to the decode leg. The table stays the same, and no leg disturbs the other one:
 - A prefill leg fails: the decode leg waits on, for another prefill node's ticket; to *compute on the decode node* it is
   told that there is none. Where the client gets an error, it is closed.
 - A decode leg fails before it has its ticket: the one to come counts as one that works. The other decode node waits for

@@ -188,8 +188,8 @@ def test_a_ticket_goes_to_no_node_that_is_barred_from_where_it_comes() -> None:
 def test_a_decode_node_that_waits_gets_its_ticket_from_where_it_may() -> None:
     snapshot = Snapshot((view("p1"), view("p2", 9), view("p3", 5, cohort="b")), bars=barred("p1 d1"))
     waits = PlanInput("tiny", partner=view("d1", cohort="a").node)
-    assert choose(snapshot, Role.PREFILL, waits, 0).name == "p2"
-    assert choose(snapshot, Role.PREFILL, PlanInput("tiny", partner=view("d2").node), 0).name == "p1"
+    assert choose(snapshot, Role.PREFILL, waits, POLICY, 0).name == "p2"
+    assert choose(snapshot, Role.PREFILL, PlanInput("tiny", partner=view("d2").node), POLICY, 0).name == "p1"
 
 
 def test_excluded_nodes_are_left_alone() -> None:
