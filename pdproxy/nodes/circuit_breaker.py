@@ -2,9 +2,14 @@
 
 import dataclasses
 import enum
+import math
 
 SMALLEST_SHARE = 0.1
 """Where slow start begins: at 0 a node that came back would never get a request."""
+STEPS = 100
+"""In which the share grows, so that it stays the same for a while and plans need not look at each node again."""
+_ROUNDING = 1e-6
+"""Above what floating-point numbers lose of a second, or of a step."""
 
 
 class CircuitState(enum.StrEnum):
@@ -85,4 +90,16 @@ class CircuitBreaker:
         """The part of the node's weight that may be used now, SMALLEST_SHARE to 1."""
         if self.state is not CircuitState.CLOSED or self.config.slow_start <= 0:
             return 1.0
-        return min(1.0, max(SMALLEST_SHARE, (now - self.changed_at) / self.config.slow_start))
+        return max(SMALLEST_SHARE, self._steps(now) / STEPS)
+
+    def constant_until(self, now: float) -> float:
+        """Until then at least, state and share stay what they are, if nothing happens; in monotonic seconds."""
+        if self.state is CircuitState.OPEN:
+            return self.changed_at + self.cool_down() - _ROUNDING
+        if self.state is not CircuitState.CLOSED or self.config.slow_start <= 0 or self._steps(now) == STEPS:
+            return math.inf
+        next_step = (self._steps(now) + 1 - 2 * _ROUNDING) * self.config.slow_start / STEPS
+        return self.changed_at + next_step - _ROUNDING
+
+    def _steps(self, now: float) -> int:
+        return math.floor(min(1.0, (now - self.changed_at) / self.config.slow_start) * STEPS + _ROUNDING)

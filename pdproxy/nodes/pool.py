@@ -12,8 +12,8 @@ from pdproxy.clock import Clock
 from pdproxy.errors import Fault, PdproxyError
 from pdproxy.failures import LEG_BLAME, PROBE_BLAME, Blame
 from pdproxy.nodes.circuit_breaker import CircuitBreaker, CircuitBreakerConfig, CircuitState
-from pdproxy.nodes.node import Bars, Node, NodeView, Role, Roster, Snapshot, State
-from pdproxy.nodes.pool_entry import PoolEntry, Slot
+from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot, State
+from pdproxy.nodes.pool_entry import PoolEntry, Slot, Views
 from pdproxy.observe.metrics import Metrics
 
 ALL_NODES = "*"
@@ -52,11 +52,7 @@ class Pool:
         self._config = config or CircuitBreakerConfig()
         self._metrics = metrics or Metrics(CollectorRegistry())
         self._entries: dict[str, PoolEntry] = {}
-        self._views: dict[str, NodeView] = {}
-        self._outdated: dict[str, PoolEntry] = {}
-        """Nodes that have changed since their view was made, and those whose view changes with time alone."""
-        self._roster: Roster | None = None
-        self._latest: Snapshot | None = None
+        self._views = Views(self._refresh)
         self.bars = Bars()
         self.changed = asyncio.Event()
 
@@ -67,17 +63,12 @@ class Pool:
 
     def snapshot(self) -> Snapshot:
         """Every node as it stands now."""
-        self._renew_views()
-        if self._latest is None:
-            self._latest = Snapshot(tuple(self._views.values()), self.bars, self._roster)
-            self._roster = self._latest.roster
-        return self._latest
+        return self._views.snapshot(self._clock.now(), self.bars)
 
     def view(self, name: str) -> NodeView:
         """One node as it stands now."""
         self._entry(name)
-        self._renew_views()
-        return self._views[name]
+        return self._views.one(name, self._clock.now())
 
     def acquire(self, name: str) -> Slot:
         """Count a leg on the node until its slot is released."""
@@ -118,8 +109,7 @@ class Pool:
         if node.name in self._entries:
             raise DuplicateNode(node.name)
         self._entries[node.name] = entry = PoolEntry(node, CircuitBreaker(self._config), node)
-        self._views[node.name] = entry.view(self._clock.now())
-        self._roster = self._latest = None
+        self._views.add(entry, self._clock.now())
         self._metrics.node_active(node.name, node.role, 0)
         self._count_state(entry)
         self.changed.set()
@@ -178,16 +168,14 @@ class Pool:
         self.bar(_without(self.bars, name))
         entry = self._entries.pop(name, None)
         if entry is not None:
-            del self._views[name]
-            self._outdated.pop(name, None)
-            self._roster = self._latest = None
+            self._views.remove(name)
             entry.leaving.set()
             self._metrics.node_forgotten(name, entry.node.role, State, CircuitState)
 
     def bar(self, bars: Bars) -> None:
         """From now on these pairs and nodes, and no others, exchange no tickets; earlier plans stay as they are."""
         before, after = set(self._pairs(self.bars)), set(self._pairs(bars))
-        self.bars, self._latest = bars, None
+        self.bars = bars
         for pair in before - after:
             self._metrics.pair_allowed(*pair)
         for pair in after - before:
@@ -245,20 +233,7 @@ class Pool:
     def _changed(self, entry: PoolEntry) -> None:
         """Its view must be made again; of no effect for a node that has left, whose last legs end later."""
         if self._entries.get(entry.node.name) is entry:
-            self._outdated[entry.node.name] = entry
-
-    def _renew_views(self) -> None:
-        if not self._outdated:
-            return
-        now, (outdated, self._outdated) = self._clock.now(), (self._outdated, {})
-        for name, entry in outdated.items():
-            before, view = self._views[name], self._refresh(entry, now).view(now)
-            self._views[name] = view
-            if view.node is not before.node or view.takes_requests() is not before.takes_requests():
-                self._roster = None
-            if entry.circuit.state is CircuitState.OPEN or view.share < 1.0:
-                self._outdated[name] = entry  # it is half open, or has more of its share, a moment later
-        self._latest = None
+            self._views.outdated[entry.node.name] = entry
 
     def _refresh(self, entry: PoolEntry, now: float) -> PoolEntry:
         """Apply the passing of time; a node that active health gave up stays down after its cool-down."""

@@ -1,12 +1,13 @@
-"""One node in the pool: its state, what runs on it, and the slots of its legs. Only the pool changes an entry."""
+"""One node in the pool: its state, what runs on it, its view, the slots of its legs. Only the pool changes an entry."""
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Callable
 
 from pdproxy.clock import Clock
 from pdproxy.nodes.circuit_breaker import CircuitBreaker, CircuitState
-from pdproxy.nodes.node import Node, NodeView, State
+from pdproxy.nodes.node import Bars, Node, NodeView, Roster, Snapshot, State
 
 _STATE_BY_CIRCUIT = {
     CircuitState.CLOSED: State.UP, CircuitState.OPEN: State.DOWN, CircuitState.HALF_OPEN: State.PROBING
@@ -62,6 +63,76 @@ class PoolEntry:
     def view(self, now: float) -> NodeView:
         """The node as a snapshot shows it."""
         return NodeView(self.node, self.state(), self.active, self.circuit.share(now), self.trials, self.reason)
+
+
+class Views:
+    """The views of all nodes, in the order of joining: each is kept until its node changes, or time changes it.
+
+    Args:
+        refresh: applies the passing of time to an entry, until a moment in monotonic seconds.
+
+    Attributes:
+        outdated: nodes that have changed since their view was made; the pool puts them in.
+    """
+
+    def __init__(self, refresh: Callable[[PoolEntry, float], PoolEntry]) -> None:
+        self._refresh = refresh
+        self._entries: dict[str, PoolEntry] = {}
+        self._views: dict[str, NodeView] = {}
+        self._constant_until: dict[str, float] = {}
+        """Of nodes whose view changes with time alone."""
+        self._next_change = math.inf
+        self._roster: Roster | None = None
+        self._latest: Snapshot | None = None
+        self.outdated: dict[str, PoolEntry] = {}
+
+    def add(self, entry: PoolEntry, now: float) -> None:
+        """A node joins."""
+        self._entries[entry.node.name] = entry
+        self._views[entry.node.name] = entry.view(now)
+        self._roster = self._latest = None
+
+    def remove(self, name: str) -> None:
+        """It leaves."""
+        del self._entries[name], self._views[name]
+        self.outdated.pop(name, None)
+        self._constant_until.pop(name, None)
+        self._roster = self._latest = None
+
+    def one(self, name: str, now: float) -> NodeView:
+        """One node as it stands now."""
+        self._renew(now)
+        return self._views[name]
+
+    def snapshot(self, now: float, bars: Bars) -> Snapshot:
+        """All as they stand now."""
+        self._renew(now)
+        if self._latest is None or self._latest.bars is not bars:
+            self._latest = Snapshot(tuple(self._views.values()), bars, self._roster)
+            self._roster = self._latest.roster
+        return self._latest
+
+    def _renew(self, now: float) -> None:
+        if now >= self._next_change:
+            later = {name: until for name, until in self._constant_until.items() if now < until}
+            self.outdated |= {name: self._entries[name] for name in self._constant_until.keys() - later.keys()}
+            self._constant_until, self._next_change = later, min(later.values(), default=math.inf)
+        if self.outdated:
+            outdated, self.outdated = self.outdated, {}
+            for name, entry in outdated.items():
+                self._renew_one(name, self._refresh(entry, now), now)
+            self._latest = None
+
+    def _renew_one(self, name: str, entry: PoolEntry, now: float) -> None:
+        before, view = self._views[name], entry.view(now)
+        self._views[name] = view
+        if view.node is not before.node or view.takes_requests() is not before.takes_requests():
+            self._roster = None
+        until = entry.circuit.constant_until(now)
+        self._constant_until.pop(name, None)
+        if until != math.inf:
+            self._constant_until[name] = until
+            self._next_change = min(self._next_change, until)
 
 
 class Slot:

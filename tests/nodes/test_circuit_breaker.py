@@ -1,5 +1,8 @@
 """The circuit: its moves, with times as arguments."""
 
+import itertools
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,3 +74,32 @@ def test_whatever_happens_its_values_stay_in_range(moves: list[tuple[str, float]
         assert SMALLEST_SHARE <= circuit.share(now) <= 1
         assert RULES.cool_down <= circuit.cool_down() <= RULES.longest_cool_down
         assert 0 <= circuit.failures < RULES.failures
+
+
+@given(
+    st.floats(0, 2),
+    st.floats(0, 1) | st.just(1.0),
+    st.sampled_from([0.0, 0.3, 20.0, 3600.0]),
+    st.sampled_from(CircuitState),
+)
+def test_nothing_changes_by_time_alone_before_it_is_said_to(
+    age: float, part: float, slow_start: float, state: CircuitState
+) -> None:
+    config = CircuitBreakerConfig(cool_down=10, slow_start=slow_start)
+    now = 1000.0 + age * (slow_start if state is CircuitState.CLOSED else config.cool_down)
+    circuit = CircuitBreaker(config, state, changed_at=1000.0, openings=1).at(now)
+    later = now + part * (min(circuit.constant_until(now), now + 4000) - now)
+    if later > now:
+        assert (circuit.at(later), circuit.share(later)) == (circuit, circuit.share(now))
+
+
+def test_slow_start_goes_on_in_small_steps() -> None:
+    circuit = CircuitBreaker(CircuitBreakerConfig(slow_start=20), changed_at=1000.0)
+    now, shares = 1000.0, list[float]()
+    while circuit.constant_until(now) < math.inf:
+        now = circuit.constant_until(now) + 0.001
+        shares.append(circuit.share(now))
+    assert shares == sorted(shares)
+    assert len(shares) == 100
+    assert shares[-1] == 1.0
+    assert max(later - earlier for earlier, later in itertools.pairwise(shares)) < 0.011

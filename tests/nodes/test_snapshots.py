@@ -85,7 +85,7 @@ class ChangingPool(RuleBasedStateMachine):
     def bar(self, pairs: set[tuple[str, str]]) -> None:
         self.pool.bar(Bars(dict.fromkeys(pairs, "")))
 
-    @rule(seconds=st.sampled_from([0.5, 4.0, 10.0, 25.0]))
+    @rule(seconds=st.sampled_from([0.1, 0.5, 4.0, 10.0, 25.0]) | st.floats(0, 30))
     def wait(self, seconds: float) -> None:
         self.clock.advance(seconds)
 
@@ -136,3 +136,14 @@ def test_a_leg_that_ends_after_its_node_left_brings_it_not_back() -> None:
     pool.add(node("d1"))
     other.release()
     assert [view.active for view in pool.snapshot().nodes] == [0]
+
+
+def test_a_node_that_leaves_while_it_starts_slowly_is_not_looked_for_later() -> None:
+    clock = FakeClock()
+    pool = Pool(clock, CONFIG)
+    pool.add(node("d1"))
+    pool.admit(node("d1"))
+    assert pool.snapshot().nodes[0].share < 1.0
+    pool.remove("d1")
+    clock.advance(30)
+    assert pool.snapshot().nodes == ()
