@@ -68,8 +68,7 @@ class State(enum.StrEnum):
     """The preflight found a setting that cannot work; see the reason."""
 
 
-FEW_TOKENS = 8
-"""Above the number of modules of any model's multi-token prediction."""
+FEW_TOKENS = 8  # more than any model's multi-token prediction has modules
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

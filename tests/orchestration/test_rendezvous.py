@@ -1,4 +1,7 @@
-"""Both legs at once: what goes over the wire, and everything that can go wrong between them."""
+"""Both legs at once: what goes over the wire, and everything that can go wrong between them.
+
+Over 300 lines: one table of what may happen to either leg while the other is under way.
+"""
 
 import asyncio
 import logging
