@@ -56,16 +56,12 @@ class Fleet:
         answer = await self.client.post("/v1/chat/completions", json={**body, **asked.pop("json", {})}, **asked)
         assert answer.text.endswith("data: [DONE]\n\n")
         messages.append({"role": "assistant", "content": "an answer"})
-        return self._served("prefill", "do_remote_decode"), self._served("decode", "pdproxy_wait")
+        return self._served("prefill"), self._served("decode")
 
-    def _served(self, role: str, wish: str) -> str:
-        """The node whose leg was the last one of its role to be asked."""
-        [name] = [
-            name
-            for name, each in self.nodes.items()
-            if name.startswith(role)
-            and any(wish in (seen.body.get("kv_transfer_params") or {}) for seen in each.node.legs())
-        ]
+    def _served(self, role: str) -> str:
+        """The one node of a role that this turn reached."""
+        nodes = ((name, each.node) for name, each in self.nodes.items() if name.startswith(role))
+        [name] = [name for name, node in nodes if any(leg.path == "/v1/chat/completions" for leg in node.legs())]
         return name
 
     async def join(self, role: NodeRole) -> str:
