@@ -14,7 +14,12 @@ from tests.fakes.waiting import TICKETS_PATH, Params, WaitingRequest, WaitingRoo
 UNREADABLE = 10**6
 JSON = (("content-type", "application/json"),)
 EVENTS = (("content-type", "text/event-stream; charset=utf-8"),)
-INFO = 'pdproxy_connector_info{rendezvous="%s"} 1.0\n'
+METRICS = """\
+pdproxy_connector_info{rendezvous="%s"} 1.0
+pdproxy_connector_capacity_tokens 100000.0
+pdproxy_connector_capacity_sequences{limit="max_model_len"} 100.0
+pdproxy_connector_capacity_binding{group="attention"} 1.0
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,7 +127,7 @@ class FakeNode:
             ids = tokenize(str(body["prompt"]))
             return Script(200, JSON, (json.dumps({"count": len(ids), "tokens": ids, "node": self.name}).encode(),))
         if path == "/metrics":
-            return Script(200, JSON, ((INFO % str(self.can_wait).lower()).encode(),))
+            return Script(200, JSON, ((METRICS % str(self.can_wait).lower()).encode(),))
         if path not in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"):
             return Script(200, JSON, (json.dumps({"path": path, "node": self.name}).encode(),))
         refused = _invalid(body)
