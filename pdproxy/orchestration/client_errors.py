@@ -6,7 +6,7 @@ from pdproxy.clock import Clock
 from pdproxy.errors import ClientError, Fault, NodeFault, PdproxyError
 from pdproxy.failures import FAILURE_TABLE, Moment, Step
 from pdproxy.observe.labels import Leg
-from pdproxy.planning.needs import NoNode, UnknownModel
+from pdproxy.planning.plan_types import NoNode, UnknownModel
 from pdproxy.request import Endpoint, Headers, header
 from pdproxy.response import ProxyResponse
 from pdproxy.stream.choice_state import NotContinuable

@@ -11,8 +11,8 @@ from pdproxy.observe.labels import Leg
 from pdproxy.orchestration.client_errors import final_error, remaining_seconds, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.node_picker import RetryState
-from pdproxy.planning.needs import NoNode, PlanInput, UnknownModel
 from pdproxy.planning.plan import choose
+from pdproxy.planning.plan_types import NoNode, PlanInput, UnknownModel
 from pdproxy.request import Headers
 from pdproxy.response import ProxyResponse
 from pdproxy.transport.port import HttpRequest, read_to_end

@@ -11,8 +11,8 @@ from pdproxy.observe.labels import Affinity, Leg
 from pdproxy.orchestration.client_errors import deadline_passed, final_error, no_node_error, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.in_flight import LegFailure, Timeline
-from pdproxy.planning.needs import NoNode, Plan, PlanInput, UnknownModel
 from pdproxy.planning.plan import choose, plan
+from pdproxy.planning.plan_types import NoNode, Plan, PlanInput, UnknownModel
 from pdproxy.request import LocalReason, SubRequest
 from pdproxy.settings.types import OnPrefillFailure
 

@@ -25,7 +25,7 @@ from pdproxy.orchestration.in_flight import Timeline
 from pdproxy.orchestration.node_picker import NodePicker
 from pdproxy.orchestration.rendezvous import PlanAgain, Rendezvous, Undelivered, WaitingLeg, can_wait, deliver_nothing
 from pdproxy.orchestration.resources import BackgroundTasks, HandOver, HeldResources, fail_if_node_down
-from pdproxy.planning.needs import Plan
+from pdproxy.planning.plan_types import Plan
 from pdproxy.request import Addition, Json, LocalReason, SubRequest
 from pdproxy.transport.port import HttpResponse
 from pdproxy.usage import Usage

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from pdproxy.nodes.node import Bars, Node, NodeView, Role, Seeds, Snapshot
 from pdproxy.planning.allowed_pairs import lightest_allowed_pair
-from pdproxy.planning.needs import Choice, NoNode, NoNodeReason, Plan, PlanInput, UnknownModel
+from pdproxy.planning.plan_types import Choice, NoNode, NoNodeReason, Plan, PlanInput, UnknownModel
 from pdproxy.request import LocalReason
 from pdproxy.settings.types import OnPrefillFailure
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from pdproxy.nodes.node import NodeView, Role
-from pdproxy.planning.needs import Choice
 from pdproxy.planning.plan import LEAST_LOADED, Candidates, RoutingPolicy
+from pdproxy.planning.plan_types import Choice
 from pdproxy.planning.session import Session
 from pdproxy.settings.types import Routing
 

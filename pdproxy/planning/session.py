@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 from pdproxy.nodes.node import Node, NodeView, Role, Seeds
 from pdproxy.observe.labels import Affinity
-from pdproxy.planning.needs import Choice
 from pdproxy.planning.plan import LEAST_LOADED, Candidates
+from pdproxy.planning.plan_types import Choice
 
 MOST_OF_MEAN = 1.25
 """Of the mean number of legs, by weight and slow start; rounded up to whole legs."""

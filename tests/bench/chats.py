@@ -18,8 +18,8 @@ from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.node import Node, Role, hash64
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.labels import Affinity
-from pdproxy.planning.needs import Plan, PlanInput
 from pdproxy.planning.plan import PlanPolicy, plan
+from pdproxy.planning.plan_types import Plan, PlanInput
 from pdproxy.planning.policies import policy_named
 from pdproxy.settings.types import Routing
 from tests.fakes.clock import FakeClock

@@ -14,8 +14,8 @@ from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.node import Node, Role, hash64
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import Slot
-from pdproxy.planning.needs import PlanInput
 from pdproxy.planning.plan import PlanPolicy, plan
+from pdproxy.planning.plan_types import PlanInput
 from pdproxy.planning.policies import policy_named
 from pdproxy.settings.types import Routing
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot, State
-from pdproxy.planning.needs import NoNode, NoNodeReason, Plan, PlanInput, UnknownModel
 from pdproxy.planning.plan import PlanPolicy, choose, plan
+from pdproxy.planning.plan_types import NoNode, NoNodeReason, Plan, PlanInput, UnknownModel
 from pdproxy.request import LocalReason
 from pdproxy.settings.types import OnPrefillFailure
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from pdproxy.nodes.node import Bars, Node, NodeView, Role, State
 from pdproxy.planning.allowed_pairs import lightest_allowed_pair
-from pdproxy.planning.needs import PlanInput
 from pdproxy.planning.plan import PlanPolicy
+from pdproxy.planning.plan_types import PlanInput
 from tests.bench.plan_cost import pool_of, requests
 
 MOST_CALLS = 120

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot, State
-from pdproxy.planning.needs import NoNode, Plan, PlanInput
 from pdproxy.planning.plan import LEAST_LOADED, PlanPolicy, choose, plan
+from pdproxy.planning.plan_types import NoNode, Plan, PlanInput
 from pdproxy.planning.policies import RoundRobin, policy_named
 from pdproxy.settings.types import Routing
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot, State, hash64
 from pdproxy.observe.labels import Affinity
-from pdproxy.planning.needs import Plan, PlanInput
 from pdproxy.planning.plan import PlanPolicy, choose, plan
+from pdproxy.planning.plan_types import Plan, PlanInput
 from pdproxy.planning.session import MOST_OF_MEAN, SPARE, Session
 
 POLICY = PlanPolicy(routing=Session())
