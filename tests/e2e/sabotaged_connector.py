@@ -25,7 +25,7 @@ from connector.peers import Address
 from connector.scheduler import ConnectorScheduler
 from connector.verifier import Verifier
 from connector.worker import ConnectorWorker
-from deploy.local.node import NodeSpec, kv_transfer_config
+from deploy.local.node import NodeSpec
 from tests.e2e.process_faults import ProcessFault, inject
 
 if TYPE_CHECKING:
@@ -119,10 +119,9 @@ class Orders:
 
 def sabotaged(spec: NodeSpec, orders: Path) -> NodeSpec:
     """The same node with a saboteur who reads his orders from this file."""
-    config = {**kv_transfer_config(spec), "kv_connector_module_path": __name__}
     return replace(
         spec,
-        more_arguments=(*spec.more_arguments, "--kv-transfer-config", json.dumps(config)),
+        connector_module=__name__,
         more_environment={**spec.more_environment, ORDERS: str(orders)},
     )
 

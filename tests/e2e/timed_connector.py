@@ -5,7 +5,6 @@ A prefill is done when vLLM's scheduler ends its request, right after the forwar
 decode node has the ticket when its scheduler allocates the blocks to read into.
 """
 
-import json
 import os
 import time
 from dataclasses import replace
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from connector.nixl_connector import NixlConnector as Plain
-from deploy.local.node import NodeSpec, kv_transfer_config
+from deploy.local.node import NodeSpec
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -25,10 +24,9 @@ TIMES = "PDPROXY_TEST_TIMES"
 
 def timed(spec: NodeSpec, times: Path) -> NodeSpec:
     """The same node, which appends a line to this file for each request that ends, and for each that reads."""
-    config = {**kv_transfer_config(spec), "kv_connector_module_path": __name__}
     return replace(
         spec,
-        more_arguments=(*spec.more_arguments, "--kv-transfer-config", json.dumps(config)),
+        connector_module=__name__,
         more_environment={**spec.more_environment, TIMES: str(times)},
     )
 

@@ -4,7 +4,6 @@ A node loads this module in the place of `connector.nixl_connector`, so that a t
 when the fingerprint is not compared, or does not list a difference. Everything else is as always.
 """
 
-import json
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from connector.config import from_vllm
 from connector.fingerprint import Fingerprint
 from connector.nixl_connector import NixlConnector as Comparing
 from connector.scheduler import ConnectorScheduler
-from deploy.local.node import NodeSpec, kv_transfer_config
+from deploy.local.node import NodeSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
 
 def trusting(spec: NodeSpec) -> NodeSpec:
     """The same node, which takes tickets of any fingerprint. Its own tickets and metrics stay honest."""
-    config = {**kv_transfer_config(spec), "kv_connector_module_path": __name__}
-    return replace(spec, more_arguments=(*spec.more_arguments, "--kv-transfer-config", json.dumps(config)))
+    return replace(spec, connector_module=__name__)
 
 
 class _Scheduler(ConnectorScheduler):
