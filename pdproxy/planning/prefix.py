@@ -1,0 +1,51 @@
+"""What places have cached of one prompt: values that plans are made from. Pure."""
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Place(NamedTuple):
+    """One data-parallel rank of a node: it has caches of its own."""
+
+    node: str
+    rank: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hit:
+    """How many of a prompt's first tokens a place has cached; 0 <= resume <= attention < the prompt's tokens.
+
+    Attributes:
+        attention: A(n): the longest prefix of which every attention block is there. Enough for a place that gets a
+            ticket, for the mamba state arrives with that.
+        resume: R(n): the longest prefix from which the place can go on by itself: every attention block is there, and
+            at its end the state of each state group.
+    """
+
+    attention: int
+    resume: int
+
+
+class HitSource(enum.StrEnum):
+    """Where the knowledge comes from."""
+
+    EVENTS = "events"
+    """The nodes' own KV events."""
+    APPROXIMATION = "approximation"
+    """What this proxy sent where: nodes may have evicted it, and others may have sent more."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PromptHits:
+    """What is cached of one prompt, and where.
+
+    Attributes:
+        tokens: in the prompt; an estimate where the source is `HitSource.APPROXIMATION`.
+        hits: places that have none of it are left out.
+    """
+
+    tokens: int
+    source: HitSource
+    hits: Mapping[Place, Hit]
