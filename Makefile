@@ -30,10 +30,10 @@ lint: env ## format, style, types, import contracts
 # What imports vLLM runs apart, in one process: loading it takes eight seconds of CPU, and listing the tests four more. Of
 # the connector's tests those that need no vLLM are in the other half; a new file is taken to need it.
 NEED_NO_VLLM := $(wildcard $(patsubst %,tests/connector/test_%.py,adapters checkpoint config counters fingerprint \
-	hand_overs lease_reads leases message_signatures metadata_requests model_settings notifs peer_engines peers plugin \
+	hand_overs lease_reads leases message_signatures metadata_requests model_settings notifs peer_engines peers \
 	prompt_digest resolver side_channel side_channel_attacks ticket transfer_params verifier zmtp))
 WITH_VLLM := $(filter-out $(NEED_NO_VLLM),$(wildcard tests/connector/test_*.py)) tests/connector/tiers tests/vllm_compat \
-	tests/seeds tests/deploy/test_arguments.py tests/deploy/test_block_sizes.py
+	tests/seeds tests/upstream tests/deploy/test_arguments.py tests/deploy/test_block_sizes.py
 NOT_UNIT := tests/soak tests/watch tests/e2e
 # Bytecode is kept whatever the environment says: to compile the tests takes each process three seconds.
 UNIT = PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -m "not e2e and not long"
