@@ -41,6 +41,8 @@ FAULT_KINDS = (
     FaultKind.STALL,
     FaultKind.HANG,
 )
+REMEMBERED = 4.0
+"""Seconds for which fakes remember at least what was released, and who waits no longer: legs and tickets come late."""
 TERMS = OrchestrationConfig(
     connect=5.0, prefill_headers=1.0, decode_headers=1.0, stall=1.0, release=60.0, legs=Legs.TOGETHER
 )
@@ -85,15 +87,23 @@ async def soak(seconds: float, seed: int) -> Tally:
 
 async def _weigh(cluster: LoopbackCluster, tally: Tally, pause: float) -> None:
     """The fakes' own memory is not what is weighed."""
+    since_forgotten = 0.0
     for _ in range(SAMPLES):
         await asyncio.sleep(pause)
-        cluster.fabric.forget()
-        for node in cluster.nodes:
-            node.node.seen.clear()
-            node.node.waiting.forget()
+        since_forgotten += pause
+        if since_forgotten >= REMEMBERED:
+            since_forgotten = 0.0
+            _forget(cluster)
         gc.collect()
         tally.objects.append(sys.getallocatedblocks())
         tally.resident.append(_resident())
+
+
+def _forget(cluster: LoopbackCluster) -> None:
+    cluster.fabric.forget()
+    for node in cluster.nodes:
+        node.node.seen.clear()
+        node.node.waiting.forget()
 
 
 def _resident() -> float:
