@@ -25,6 +25,8 @@ CLIENT_TOOLS = "function"
 """The only kind of a response's tools that the client runs: others run on the node, in further generations."""
 BYTES_PER_TOKEN = 4
 """UTF-8 bytes that a token stands for, in prose; of code and rare scripts it stands for fewer."""
+COMPLETIONS_DEFAULT_TOKENS = 16
+"""What vLLM's completions endpoint allows where ``max_tokens`` is missing or null."""
 _PROMPT_FIELDS = ("prompt", "messages", "input", "system", "instructions", "tools")
 """The fields that a prompt is rendered from."""
 _NO_TEXT = MEDIA | {"source", "file", "file_data"}
@@ -69,6 +71,12 @@ def estimated_prompt_tokens(body: Json) -> int:
         return len(ids)
     length = sum(map(_utf8_length, _texts([body.get(key) for key in _PROMPT_FIELDS])))
     return -(-length // BYTES_PER_TOKEN)
+
+
+def max_output_tokens(endpoint: Endpoint, body: Json) -> int | None:
+    """How long one answer may become; None where the body does not say, and the context is the limit."""
+    most = _max_tokens(body)
+    return COMPLETIONS_DEFAULT_TOKENS if most is None and endpoint is Endpoint.COMPLETIONS else most
 
 
 def _utf8_length(text: str) -> int:

@@ -19,6 +19,7 @@ from pdproxy.observe.labels import Delivery
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.orchestration.fanout import FanOut
 from pdproxy.orchestration.relay import Relay
+from pdproxy.orchestration.request_queue import QueueLimits
 from pdproxy.orchestration.upstream import UpstreamRequest
 from pdproxy.settings.types import Legs
 from tests.fakes.faults import FaultKind, InjectedFault
@@ -42,9 +43,16 @@ FAULT_KINDS = (
     FaultKind.HANG,
 )
 TERMS = OrchestrationConfig(
-    connect=5.0, prefill_headers=1.0, decode_headers=1.0, stall=1.0, release=60.0, legs=Legs.TOGETHER
+    connect=5.0,
+    prefill_headers=1.0,
+    decode_headers=1.0,
+    stall=1.0,
+    release=60.0,
+    legs=Legs.TOGETHER,
+    queue=QueueLimits(concurrency=12, queue=1000, queue_seconds=PATIENT),
 )
-"""Short deadlines: a slow machine may pass them, which costs a retry and nothing else."""
+"""Short deadlines: a slow machine may pass them, which costs a retry and nothing else. Fewer run at once than there are
+clients: some wait in the queue, and leave it."""
 
 
 @dataclasses.dataclass(slots=True)
