@@ -15,8 +15,8 @@ ONE_AT_A_TIME = 1e-4
 """Of the fake node's 100,000 tokens: less than two of these take."""
 
 
-async def asked(server: RunningProxy, key: str = "none", **more: object) -> httpx.Response:
-    return await server.client.post("/v1/completions", json={**ASK, **more}, headers=bearer(key))
+async def asked(server: RunningProxy, key: str = "none", **headers: str) -> httpx.Response:
+    return await server.client.post("/v1/completions", json=ASK, headers={**bearer(key), **headers})
 
 
 async def test_a_request_waits_for_room_and_the_next_one_is_turned_away() -> None:
@@ -53,14 +53,14 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing_behind() -> None:
         await server.until('pdproxy_requests_total{endpoint="/v1/completions",outcome="client_gone"} 2.0')
 
 
-async def test_a_flood_of_one_key_lets_the_other_key_in(tmp_path: Path) -> None:
+async def test_a_flood_of_one_key_lets_the_other_key_in_and_an_urgent_one_goes_first(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("sk-flood flood\nsk-quiet quiet\n")
     order: list[str] = []
 
-    async def ask_and_note(key: str) -> None:
-        assert (await asked(server, key)).status_code == 200
-        order.append(key)
+    async def ask_and_note(key: str, **headers: str) -> None:
+        assert (await asked(server, key, **headers)).status_code == 200
+        order.append(headers.get("x-vllm-priority", key))
 
     settings = Settings(keys=Keys(file=path), limits=Limits(concurrency=1))
     async with running_proxy(settings, "sk-flood") as server, asyncio.timeout(SOON):
@@ -70,5 +70,8 @@ async def test_a_flood_of_one_key_lets_the_other_key_in(tmp_path: Path) -> None:
             await server.until("pdproxy_requests_queued 8.0")
             quiet = asyncio.create_task(ask_and_note("sk-quiet"))
             await server.until("pdproxy_requests_queued 9.0")
-        await asyncio.gather(quiet, *flood)
-    assert order.index("sk-quiet") <= 1
+            urgent = asyncio.create_task(ask_and_note("sk-flood", **{"x-vllm-priority": "-1"}))
+            await server.until("pdproxy_requests_queued 10.0")
+        await asyncio.gather(quiet, urgent, *flood)
+    assert order[0] == "-1"
+    assert order.index("sk-quiet") <= 2

@@ -94,9 +94,9 @@ class FakeCluster:
         self.pool.add(node)
         self.pool.admit(node)
 
-    def join_again(self, name: str, capacity: Capacity) -> None:
-        """A node is found to have another capacity."""
-        self.pool.admit(dataclasses.replace(self.pool.view(name).node, capacity=capacity))
+    def amend(self, name: str, **found: Any) -> None:
+        """Something else is found out about a node."""
+        self.pool.admit(dataclasses.replace(self.pool.view(name).node, **found))
 
     async def forward(self, path: str) -> ProxyResponse:
         """The answer of one node to what the proxy does not understand."""

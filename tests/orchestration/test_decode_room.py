@@ -49,6 +49,11 @@ class Streams:
         self.tasks[name] = asyncio.create_task(begin())
         await settled()
 
+    async def close(self, *names: str) -> None:
+        """Their clients leave."""
+        for name in names:
+            await (await self.tasks[name]).aclose()
+
     async def finish(self, *names: str) -> None:
         """Each must be right."""
         for name in names:
@@ -158,7 +163,7 @@ async def test_a_node_that_comes_back_larger_brings_room() -> None:
     async with streams(FakeCluster(decodes=1, capacity=TWO)) as made:
         for name in "abc":
             await made.start(name)
-        made.cluster.join_again("d0", Capacity(600, None, 10, Binding.ATTENTION))
+        made.cluster.amend("d0", capacity=Capacity(600, None, 10, Binding.ATTENTION))
         await settled()
         assert made.begun == ["a", "b", "c"]
         await made.finish("a", "b", "c")
@@ -214,17 +219,47 @@ async def test_those_that_wait_go_to_the_other_node_when_one_dies() -> None:
         await made.finish("a", "c", "e")
 
 
-async def test_those_that_wait_are_told_when_no_node_is_left() -> None:
+@pytest.mark.parametrize("how", ["dies", "is removed"])
+async def test_those_that_wait_are_told_when_no_node_is_left(how: str) -> None:
     async with streams(FakeCluster(decodes=1, capacity=TWO)) as made:
         for name in "abc":
             await made.start(name)
-        for _ in range(3):
-            made.cluster.pool.report("d0", Fault.RESET)
+        if how == "dies":
+            for _ in range(3):
+                made.cluster.pool.report("d0", Fault.RESET)
+        else:
+            made.cluster.pool.remove("d0")
         await settled()
+        assert made.tasks["c"].done()
         with pytest.raises(ClientError, match="takes requests now") as caught:
             await made.tasks["c"]
         assert caught.value.status == 503
-        await made.finish("a", "b")
+        await made.close("a", "b")
+
+
+async def test_a_prompt_waits_for_its_hand_over_and_is_not_computed_elsewhere() -> None:
+    """Of another cohort there is a decode node that is idle, and no prefill node."""
+    async with streams(FakeCluster(prefills=1, decodes=2, capacity=TWO)) as made:
+        made.cluster.amend("p0", cohort="x")
+        made.cluster.amend("d0", cohort="x")
+        made.cluster.amend("d1", cohort="y")
+        for name in "abc":
+            await made.start(name)
+        assert made.begun == ["a", "b"]
+        await made.finish("a", "b", "c")
+        assert made.cluster.count("pdproxy_local_total", reason="no_pair") == 0
+
+
+async def test_a_prompt_that_is_planned_again_goes_where_there_is_room() -> None:
+    async with streams(FakeCluster(prefills=2, decodes=3, capacity=TWO)) as made:
+        cluster = made.cluster
+        held = [cluster.pool.acquire("d1", Footprint(50, 1)), *(cluster.pool.acquire("d2") for _ in range(5))]
+        cluster.decodes[0].fault = InjectedFault(FaultKind.RESET, at=3, times=1)
+        await made.start("a")
+        await made.finish("a")
+        assert [len(node.legs()) for node in cluster.decodes] == [1, 0, 1]
+        for slot in held:
+            slot.release()
 
 
 async def test_a_failed_leg_is_tried_again_without_waiting() -> None:
@@ -277,9 +312,12 @@ def test_the_length_of_answers_is_learned_by_model_and_bounded() -> None:
     assert len(lengths._means) < 300
 
 
-async def test_usage_teaches_how_long_answers_are() -> None:
+@pytest.mark.parametrize("choices", [1, 4])
+async def test_usage_teaches_how_long_each_answer_is(choices: int) -> None:
     cluster = FakeCluster()
-    for _ in range(20):
-        await cluster.ask(COMPLETIONS, body_for(COMPLETIONS, stream=False, tokens=8))
-    assert cluster.context.in_flight.output_lengths.expected(MODEL, None) < 256
+    lengths = cluster.context.in_flight.output_lengths
+    for _ in range(500):
+        lengths.seen(MODEL, 100)
+    await cluster.ask(COMPLETIONS, body_for(COMPLETIONS, stream=False, tokens=36, n=choices))
+    assert lengths.expected(MODEL, None) == 99, "one of 64 is 36 long"
     await cluster.settle()

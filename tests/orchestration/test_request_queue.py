@@ -127,6 +127,29 @@ async def test_full_nodes_of_one_model_delay_no_other() -> None:
     setup.check_empty()
 
 
+async def test_a_model_that_gets_room_is_begun_though_another_ones_more_urgent_head_has_none() -> None:
+    setup = QueueSetup(concurrency=9)
+    setup.room = {"full": 0, "free": 0}
+    waits = await setup.start("a", of(priority=-1), model="full")
+    await setup.start("b", model="free")
+    setup.room["free"] = 1
+    setup.queue.room_changed()
+    await settle()
+    assert setup.entered == ["b"]
+    waits.cancel()
+    await setup.end("b")
+    setup.check_empty()
+
+
+async def test_priority_counts_across_models() -> None:
+    setup = QueueSetup()
+    await setup.start("first")
+    await setup.start("x", model="x")
+    await setup.start("y", of(priority=-1), model="y")
+    await setup.end("first", "y", "x")
+    assert setup.entered == ["first", "y", "x"]
+
+
 async def test_models_that_compete_for_the_same_places_take_turns() -> None:
     setup = QueueSetup()
     await setup.start("first")
@@ -267,6 +290,29 @@ async def test_one_that_is_cancelled_at_the_moment_of_its_turn_gives_it_back(tur
     await settle()
     assert "c" in setup.entered
     await setup.end("c")
+    setup.check_empty()
+
+
+async def test_one_that_has_been_cancelled_is_not_begun() -> None:
+    setup = QueueSetup(concurrency=9)
+    setup.room["m"] = 0
+    await setup.start("a")
+    setup.room["m"] = 1
+    setup.queue.room_changed()
+    setup.tasks["a"].cancel()
+    await settle()
+    assert setup.entered == []
+    setup.check_empty()
+
+
+async def test_a_prompt_of_a_request_that_has_begun_does_not_give_way() -> None:
+    setup = QueueSetup(queue=2)
+    await setup.start("runs", of("list"))
+    later = [await setup.start(f"later{number}", dataclasses.replace(of("list"), later=True)) for number in range(3)]
+    error = await setup.rejected("quiet", of("quiet"))
+    assert error.code == "queue_full"
+    assert not any(task.done() for task in later)
+    await setup.end("runs", "later0", "later1", "later2")
     setup.check_empty()
 
 

@@ -68,6 +68,15 @@ def test_a_key_that_was_idle_has_saved_up_nothing() -> None:
     assert keys.count("idle") in (10, 11)
 
 
+def test_a_key_that_had_its_share_before_its_turn_has_to_wait_though_it_left_the_queue() -> None:
+    queue = queue_of(entry("a", cost=1000.0), *(entry("b", cost=10.0) for _ in range(200)))
+    drained(queue, 2)
+    again = entry("a")
+    queue.push(again)
+    assert again not in drained(queue, 95)
+    assert again in drained(queue, 10)
+
+
 def test_one_that_leaves_is_not_charged() -> None:
     queue = queue_of(*(entry("a", cost=10.0) for _ in range(5)))
     leavers = [entry("b", cost=1e6) for _ in range(3)]
