@@ -130,6 +130,7 @@ class Shape:
         asked: which of our additions the client asked for itself, so that they stay in the answer.
         held_back: characters that vLLM holds back for stop strings (the longest one's length less one).
         greedy: temperature 0: computing the same tokens again gives the same tokens.
+        longest: tokens that one answer may have; None where the context is the limit.
     """
 
     choices: int
@@ -139,6 +140,7 @@ class Shape:
     asked: frozenset[Addition] = frozenset()
     held_back: int = 0
     greedy: bool = False
+    longest: int | None = None
 
     @property
     def continuable(self) -> bool:

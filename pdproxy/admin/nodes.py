@@ -62,7 +62,7 @@ def status(view: NodeView, bars: Bars) -> Status:
         "share": view.share,
         "active": view.active,
         # What the decode legs of this proxy take of its capacity, as the queue counts.
-        "footprint": dataclasses.asdict(view.footprint),
+        "footprint": view.footprint._asdict(),
         "cohort": node.cohort,
         # What the bytes of its KV cache depend on, by part; "all", which the cohort ends with, is their digest.
         "fingerprint": dict(node.fingerprint),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+from typing import NamedTuple
 
 
 class Binding(enum.StrEnum):
@@ -12,8 +13,7 @@ class Binding(enum.StrEnum):
     NOTHING = "nothing"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Footprint:
+class Footprint(NamedTuple):
     """What requests take of a node's caches, as far as a proxy can tell.
 
     Attributes:

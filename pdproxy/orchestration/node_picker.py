@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from pdproxy.errors import Fault, NodeFault, PdproxyError
 from pdproxy.failures import NO_RETRY_USED, Blame, Moment, RetryOptions, Step, blame, decide, final_step
-from pdproxy.legs.shape import estimated_prompt_tokens, max_output_tokens, max_prompt_tokens
+from pdproxy.legs.shape import estimated_prompt_tokens, max_prompt_tokens
 from pdproxy.nodes.capacity import Footprint
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
@@ -82,6 +82,7 @@ class NodePicker:
     """Plans one prompt, with a fresh snapshot of the pool each time, and records how its nodes did; does no I/O.
 
     Attributes:
+        prompt_tokens: about how many the prompt has.
         footprint: what it takes of a decode node, if its answer is as long as others were: a reader for each choice.
         admission: its way through the queue; to be ended.
     """
@@ -95,9 +96,9 @@ class NodePicker:
         self._local = sub_request.shape.local
         short = context.config.local_below_tokens > 0
         self._tokens = max_prompt_tokens(sub_request.endpoint, sub_request.body) if short else None
-        tokens, choices = estimated_prompt_tokens(sub_request.body), sub_request.shape.choices
-        most = max_output_tokens(sub_request.endpoint, sub_request.body)
-        answer = context.in_flight.output_lengths.expected(sub_request.request.model, most)
+        self.prompt_tokens = tokens = estimated_prompt_tokens(sub_request.body)
+        choices, longest = sub_request.shape.choices, sub_request.shape.longest
+        answer = context.in_flight.output_lengths.expected(sub_request.request.model, longest)
         self.footprint = Footprint(choices * (tokens + answer), choices)
         self.admission = Admission(context.queue, Asked.of(sub_request, tokens))
 

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from pdproxy.clock import Clock
 from pdproxy.errors import ClientError, PdproxyError
@@ -44,11 +44,10 @@ class QueueLimits:
 
     concurrency: int = 1024
     queue: int = 4096
-    queue_seconds: float = 30.0
+    queue_seconds: float = 600.0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(NamedTuple):
     """What the queue has to know of a prompt.
 
     Attributes:

@@ -177,7 +177,8 @@ class UpstreamRequest:
         timeouts = context.config.prefill_timeouts(self.remaining_seconds())
         self._prefill_node = node
         self._timeline.enter(Phase.PREFILL, node.name)
-        with self.resources.prefilling(node, hand_over_id, estimated_prompt_tokens(body)) as slot:
+        tokens = self.nodes.prompt_tokens if body is asked.body else estimated_prompt_tokens(body)
+        with self.resources.prefilling(node, hand_over_id, tokens) as slot:
             async with fail_if_node_down(slot, self.nodes.possible):
                 answer = await prefill(context.transport, node, asked.endpoint, leg, asked.headers, timeouts)
         self.nodes.served(Leg.PREFILL, node.name)

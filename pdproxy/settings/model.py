@@ -167,7 +167,7 @@ class Limits(Section):
     """Part of each decode node's capacity that this proxy fills before requests wait; 0 never lets them wait for it."""
     queue: types.Count = Field(default=4096, ge=0)
     """Requests that may wait, for their turn to run and for room on a decode node; more get 429."""
-    queue_seconds: types.Seconds = Field(default=30.0, ge=0)
+    queue_seconds: types.Seconds = Field(default=600.0, ge=0)
     """Longest wait, then 429."""
     key_concurrency: types.Count = Field(default=0, ge=0)
     """Requests of one API key that run or wait at once; 0 is no limit."""

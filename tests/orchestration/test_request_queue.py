@@ -75,7 +75,7 @@ async def settle() -> None:
 
 
 def of(key: str = "key", priority: int = 0, **more: float) -> Asked:
-    return dataclasses.replace(ASKED, key=key, priority=priority, **more)  # type: ignore[arg-type]
+    return ASKED._replace(key=key, priority=priority, **more)  # type: ignore[arg-type]
 
 
 async def test_the_queue_is_served_by_priority_then_arrival() -> None:
@@ -242,12 +242,12 @@ async def test_what_is_past_its_deadline_is_not_begun() -> None:
 async def test_later_prompts_of_a_request_that_has_begun_are_not_turned_away() -> None:
     setup = QueueSetup(queue=0, queue_seconds=0.0)
     await setup.start("first")
-    later = await setup.start("later", dataclasses.replace(ASKED, later=True))
+    later = await setup.start("later", ASKED._replace(later=True))
     assert not later.done()
     await setup.end("first", "later")
     await setup.start("again")
     deadline = setup.clock.now() + 0.02
-    error = await setup.rejected("too late", dataclasses.replace(ASKED, later=True, deadline=deadline))
+    error = await setup.rejected("too late", ASKED._replace(later=True, deadline=deadline))
     assert (error.status, error.code) == (504, "deadline")
     await setup.end("again")
     setup.check_empty()
@@ -308,7 +308,7 @@ async def test_one_that_has_been_cancelled_is_not_begun() -> None:
 async def test_a_prompt_of_a_request_that_has_begun_does_not_give_way() -> None:
     setup = QueueSetup(queue=2)
     await setup.start("runs", of("list"))
-    later = [await setup.start(f"later{number}", dataclasses.replace(of("list"), later=True)) for number in range(3)]
+    later = [await setup.start(f"later{number}", of("list")._replace(later=True)) for number in range(3)]
     error = await setup.rejected("quiet", of("quiet"))
     assert error.code == "queue_full"
     assert not any(task.done() for task in later)
