@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from pdproxy.errors import ClientError
+from pdproxy.nodes.capacity import Binding, Capacity
 from pdproxy.observe.labels import Delivery
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.orchestration.fanout import FanOut
@@ -54,6 +55,9 @@ TERMS = OrchestrationConfig(
 """Short deadlines: a slow machine may pass them, which costs a retry and nothing else. Fewer run at once than there are
 clients: some wait in the queue, and leave it."""
 
+SMALL = Capacity(150, 4, 1, Binding.ATTENTION)
+"""Of each decode node: two or three requests have room, so that others wait for it."""
+
 
 @dataclasses.dataclass(slots=True)
 class Tally:
@@ -63,6 +67,8 @@ class Tally:
     kills: int = 0
     deliveries: dict[str, float] = dataclasses.field(default_factory=dict)
     """What came of decode legs that went out before their tickets."""
+    waited: float = 0.0
+    """Requests that had to wait in the queue."""
     objects: list[int] = dataclasses.field(default_factory=list)
     """Blocks of memory that Python's objects had, at equal distances of time."""
     resident: list[float] = dataclasses.field(default_factory=list)
@@ -72,7 +78,7 @@ class Tally:
 async def soak(seconds: float, seed: int) -> Tally:
     """Run for ``seconds``; everything is checked."""
     tally = Tally()
-    async with loopback_cluster(prefills=3, decodes=3, config=TERMS) as cluster:
+    async with loopback_cluster(prefills=3, decodes=3, config=TERMS, capacity=SMALL) as cluster:
         until = asyncio.get_running_loop().time() + seconds
         killer = asyncio.create_task(_kill(cluster, random.Random(seed), tally))
         async with serving(cluster) as caller, asyncio.TaskGroup() as workers:
@@ -87,6 +93,7 @@ async def soak(seconds: float, seed: int) -> Tally:
         for outcome in Delivery:
             count = cluster.registry.get_sample_value("pdproxy_deliveries_total", {"outcome": outcome})
             tally.deliveries[outcome.value] = count or 0.0
+        tally.waited = cluster.registry.get_sample_value("pdproxy_phase_seconds_count", {"phase": "queue"}) or 0.0
     _check_nothing_left()
     return tally
 
