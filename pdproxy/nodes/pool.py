@@ -72,7 +72,7 @@ class Pool:
         self._entry(name)
         return self._views.one(name, self._clock.now())
 
-    def acquire(self, name: str, footprint: Footprint = NO_FOOTPRINT) -> Slot:
+    def acquire(self, name: str, *, footprint: Footprint = NO_FOOTPRINT) -> Slot:
         """Count a leg on the node until its slot is released; ``footprint`` is a decode leg's."""
         entry = self._entry(name)
         slot = Slot(entry, self._clock, self._release, footprint)

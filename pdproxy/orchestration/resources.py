@@ -146,7 +146,7 @@ class HeldResources:
     def acquire(self, decode: Node, footprint: Footprint) -> None:
         """Take a slot on a decode node, for so much of its caches; the one held before is given back."""
         self._release_slot()
-        self._slot = self._pool.acquire(decode.name, footprint)
+        self._slot = self._pool.acquire(decode.name, footprint=footprint)
 
     @contextmanager
     def prefilling(self, node: Node, hand_over_id: str, tokens: int) -> Iterator[Slot]:

@@ -112,7 +112,7 @@ async def test_nodes_are_listed_with_what_is_taken_of_them_and_with_what_waits(c
     serve(context, PREFILL, DECODE)
     waits = QueueStatus(3, 7, {"alice": 7}, {"tiny": 7}, 12.5)
     async with client_of(dataclasses.replace(context, queue=lambda: waits)) as client:
-        with context.pool.acquire("d1", Footprint(700, 2)):
+        with context.pool.acquire("d1", footprint=Footprint(700, 2)):
             listed = (await client.get("/nodes")).json()
     assert [node["footprint"] for node in listed["nodes"]] == [
         {"tokens": 0, "sequences": 0},

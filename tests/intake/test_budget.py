@@ -41,7 +41,7 @@ def test_bytes_count_until_their_request_ends() -> None:
             other.grow_to(1)
             assert setup.held == 10
         assert setup.held == 9
-    assert (setup.held, setup.refused) == (0, None)
+    assert (setup.held, setup.refused) == (0, 0)
 
 
 def test_without_room_a_request_gets_429_and_holds_nothing_more() -> None:
