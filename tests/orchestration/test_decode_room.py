@@ -11,7 +11,6 @@ from pdproxy.nodes.capacity import Binding, Capacity, Footprint
 from pdproxy.nodes.node import Role
 from pdproxy.observe.labels import Leg
 from pdproxy.orchestration.context import OrchestrationConfig
-from pdproxy.orchestration.in_flight import OutputLengths
 from pdproxy.orchestration.request_queue import QueueLimits
 from pdproxy.request import Endpoint
 from pdproxy.response import ResponseStream
@@ -297,27 +296,4 @@ async def test_several_choices_are_as_many_sequences() -> None:
     reply = await cluster.orchestrator.answer(cluster.request(COMPLETIONS, {**BODY, "n": 3}))
     assert cluster.pool.view("d0").footprint == Footprint(3 * FOOTPRINT.tokens, 3)
     await read(reply)
-    await cluster.settle()
-
-
-def test_the_length_of_answers_is_learned_by_model_and_bounded() -> None:
-    lengths = OutputLengths()
-    assert (lengths.expected("m", None), lengths.expected("m", 16)) == (256, 16)
-    for _ in range(500):
-        lengths.seen("m", 1000)
-    assert lengths.expected("m", 4096) == pytest.approx(1000, abs=5)
-    assert lengths.expected("other", None) == 256
-    for number in range(10_000):
-        lengths.seen(f"m{number}", 5)
-    assert len(lengths._means) < 300
-
-
-@pytest.mark.parametrize("choices", [1, 4])
-async def test_usage_teaches_how_long_each_answer_is(choices: int) -> None:
-    cluster = FakeCluster()
-    lengths = cluster.context.in_flight.output_lengths
-    for _ in range(500):
-        lengths.seen(MODEL, 100)
-    await cluster.ask(COMPLETIONS, body_for(COMPLETIONS, stream=False, tokens=36, n=choices))
-    assert lengths.expected(MODEL, None) == 99, "one of 64 is 36 long"
     await cluster.settle()
