@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import enum
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
@@ -11,6 +12,7 @@ from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Role, Snapshot, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.in_flight import InFlightRequests
+from pdproxy.orchestration.request_queue import QueueStatus
 from pdproxy.settings.types import OnPrefillFailure
 
 
@@ -24,6 +26,7 @@ class AdminContext:
         drain_seconds: a drain's deadline where the operator names none.
         token: required under /nodes and for /ui/state; None requires nothing.
         clock: by which ``live`` keeps its times.
+        queue: how the queue stands.
     """
 
     pool: Pool
@@ -35,6 +38,7 @@ class AdminContext:
     token: str | None = None
     live: InFlightRequests = dataclasses.field(default_factory=InFlightRequests)
     clock: Clock = dataclasses.field(default_factory=SystemClock)
+    queue: Callable[[], QueueStatus] = QueueStatus
 
 
 class Readiness(enum.StrEnum):

@@ -61,6 +61,8 @@ def status(view: NodeView, bars: Bars) -> Status:
         "weight": node.weight,
         "share": view.share,
         "active": view.active,
+        # What the decode legs of this proxy take of its capacity, as the queue counts.
+        "footprint": view.footprint._asdict(),
         "cohort": node.cohort,
         # What the bytes of its KV cache depend on, by part; "all", which the cohort ends with, is their digest.
         "fingerprint": dict(node.fingerprint),
@@ -83,10 +85,11 @@ def node_routes(context: AdminContext) -> APIRouter:
         return shown(name)
 
     @routes.get("/nodes")
-    async def list_nodes() -> dict[str, list[Status]]:
-        """Every node as it stands."""
+    async def list_nodes() -> dict[str, object]:
+        """Every node as it stands, and what waits for room on them."""
         now = pool.snapshot()
-        return {"nodes": [status(view, now.bars) for view in now.nodes]}
+        waiting = dataclasses.asdict(context.queue())
+        return {"nodes": [status(view, now.bars) for view in now.nodes], "queue": waiting}
 
     @routes.post("/nodes", status_code=201)
     async def add_node(new: NewNode) -> Status:

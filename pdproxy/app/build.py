@@ -14,10 +14,10 @@ from pdproxy.admin.app import admin_app
 from pdproxy.admin.context import AdminContext
 from pdproxy.app.host import HostEnvironment, Sources, node_headers, read_secret, tls
 from pdproxy.clock import Clock, SystemClock
-from pdproxy.intake.admission import Admission, BodyBudget
 from pdproxy.intake.api_app import ApiApp, AsgiApp
-from pdproxy.intake.auth import read_keys
+from pdproxy.intake.auth import KeyLimits, read_keys
 from pdproxy.intake.handler import HandlerConfig, RequestHandler
+from pdproxy.intake.request_context import BodyBudget
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.discovery.source import DiscoverySync
 from pdproxy.nodes.drain import Drainer
@@ -33,6 +33,7 @@ from pdproxy.observe.tracing import TracedApp, tracing_of
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
 from pdproxy.orchestration.known_answer import KnownAnswer
 from pdproxy.orchestration.orchestrator import Orchestrator
+from pdproxy.orchestration.request_queue import QueueLimits
 from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.planning.policies import policy_named
 from pdproxy.settings.model import ConfiguredNode, Settings
@@ -121,7 +122,7 @@ def _pool(settings: Settings, clock: SystemClock, metrics: Metrics) -> Pool:
 
 def orchestration_config(settings: Settings) -> OrchestrationConfig:
     """The settings that orchestration uses."""
-    deadlines, policy = settings.deadlines, settings.policy
+    deadlines, policy, limits = settings.deadlines, settings.policy, settings.limits
     return OrchestrationConfig(
         connect=deadlines.connect,
         prefill_headers=deadlines.prefill_headers,
@@ -136,6 +137,8 @@ def orchestration_config(settings: Settings) -> OrchestrationConfig:
         local_below_tokens=policy.local_below_tokens,
         routing_policy=policy_named(policy.routing),
         ticket_life=policy.ticket_life,
+        queue=QueueLimits(limits.concurrency, limits.queue, limits.queue_seconds),
+        decode_fill=limits.decode_fill,
     )
 
 
@@ -143,8 +146,7 @@ def _request_handler(
     settings: Settings, orchestrator: Orchestrator, context: OrchestrationContext, credential: str
 ) -> RequestHandler:
     limits, metrics = settings.limits, context.metrics
-    admission = Admission(limits.concurrency, limits.queue, limits.queue_seconds, metrics, limits.key_concurrency)
-    budget = BodyBudget(limits.held_bytes, metrics)
+    key_limits, budget = KeyLimits(limits.key_concurrency, metrics), BodyBudget(limits.held_bytes, metrics)
     config = HandlerConfig(
         body_bytes=limits.body_bytes,
         upload_seconds=settings.deadlines.stall,
@@ -154,7 +156,7 @@ def _request_handler(
         routing=settings.policy.routing,
     )
     keys = read_keys(settings.keys.file)
-    return RequestHandler(keys, admission, budget, orchestrator, context.pool, context.clock, config)
+    return RequestHandler(keys, key_limits, budget, orchestrator, context.pool, context.clock, config)
 
 
 def _admin_context(
@@ -174,6 +176,7 @@ def _admin_context(
         token=read_secret(settings.listen.admin_token_file, "listen.admin_token_file") or None,
         live=context.in_flight,
         clock=context.clock,
+        queue=context.queue.status,
     )
 
 

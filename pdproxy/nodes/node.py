@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from pdproxy.nodes.capacity import NO_FOOTPRINT, Capacity, Footprint
 from pdproxy.request import Headers
 
 RANK_HEADER = "x-data-parallel-rank"
@@ -16,33 +17,6 @@ responses, and picks one by load where it is missing."""
 def hash64(text: str) -> int:
     """A hash of 64 bits, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())
-
-
-class Binding(enum.StrEnum):
-    """What runs out first with sequences of the greatest length."""
-
-    ATTENTION = "attention"
-    STATE = "state"
-    NOTHING = "nothing"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Capacity:
-    """What the caches of all engines behind one address hold.
-
-    A load of t tokens in n sequences fits while t / tokens + n / sequences <= 1, but for the last block of each.
-
-    Attributes:
-        tokens: of attention capacity.
-        sequences: that the state groups allow; None where there are none.
-        longest: sequences of the greatest length that run together.
-        binding: what runs out first with these.
-    """
-
-    tokens: int
-    sequences: int | None
-    longest: int
-    binding: Binding
 
 
 class Role(enum.StrEnum):
@@ -141,6 +115,7 @@ class NodeView:
         share: 0 < share <= 1: the part of its weight that slow start allows now.
         trials: while PROBING: requests in flight that try the half-open circuit. One is all it may get.
         reason: for operators: why it is in this state (the setting that was refused, the last fault).
+        footprint: of these legs, as far as they are decode legs.
         room: the weight that it may use now.
         load: what its legs would be with one more, per unit of ``room``.
     """
@@ -151,6 +126,7 @@ class NodeView:
     share: float = 1.0
     trials: int = 0
     reason: str = ""
+    footprint: Footprint = NO_FOOTPRINT
     room: float = dataclasses.field(init=False, repr=False, compare=False)
     load: float = dataclasses.field(init=False, repr=False, compare=False)
 
@@ -162,6 +138,16 @@ class NodeView:
     def takes_requests(self) -> bool:
         """Whether a plan may send something here now."""
         return self.state is State.UP or (self.state is State.PROBING and self.trials == 0)
+
+    def admits(self, more: Footprint, most: float) -> bool:
+        """Whether its caches have room for a request, up to the part ``most`` of them; 0 for any.
+
+        A node without a published capacity admits any, and one on which no decode leg of ours runs admits any one.
+        """
+        capacity, held = self.node.capacity, self.footprint
+        if capacity is None or not most or not held.sequences:
+            return True
+        return capacity.part_taken(held.tokens + more.tokens, held.sequences + more.sequences) <= most
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

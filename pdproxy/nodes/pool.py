@@ -4,13 +4,14 @@ No I/O: `health_check` and `join` do that and report here. Everything is synchro
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry
 
 from pdproxy.clock import Clock
 from pdproxy.errors import Fault, PdproxyError
 from pdproxy.failures import LEG_BLAME, PROBE_BLAME, Blame
+from pdproxy.nodes.capacity import NO_FOOTPRINT, Footprint
 from pdproxy.nodes.circuit_breaker import CircuitBreaker, CircuitBreakerConfig, CircuitState
 from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot, State
 from pdproxy.nodes.pool_entry import PoolEntry, Slot, Views
@@ -53,6 +54,7 @@ class Pool:
         self._metrics = metrics or Metrics(CollectorRegistry())
         self._entries: dict[str, PoolEntry] = {}
         self._views = Views(self._refresh)
+        self._room_watchers: list[Callable[[], None]] = []
         self.bars = Bars()
         self.changed = asyncio.Event()
 
@@ -70,11 +72,13 @@ class Pool:
         self._entry(name)
         return self._views.one(name, self._clock.now())
 
-    def acquire(self, name: str) -> Slot:
-        """Count a leg on the node until its slot is released."""
+    def acquire(self, name: str, *, footprint: Footprint = NO_FOOTPRINT) -> Slot:
+        """Count a leg on the node until its slot is released; ``footprint`` is a decode leg's."""
         entry = self._entry(name)
-        slot = Slot(entry, self._clock, self._release)
+        slot = Slot(entry, self._clock, self._release, footprint)
         entry.active += 1
+        if footprint.sequences:
+            _count(entry, footprint, 1)
         entry.trials += entry.state() is State.PROBING
         self._changed(entry)
         entry.idle.clear()
@@ -97,6 +101,11 @@ class Pool:
             return
         entry.reason = f"last fault: {fault}"
         self._set(entry, self._refresh(entry, now).circuit.failed(now))
+
+    def watch_room(self, changed: Callable[[], None]) -> None:
+        """Call ``changed`` whenever a decode leg has ended, or other nodes than before take requests. It must be cheap,
+        and must not use the pool: more may be changing."""
+        self._room_watchers.append(changed)
 
     def leaving(self, name: str) -> asyncio.Event:
         """Set when streams on the node should migrate: the drain deadline came, or active health gave it up."""
@@ -125,6 +134,7 @@ class Pool:
             entry.node, entry.misses, entry.reason = node, 0, ""
             entry.stay()
             self._set(entry, CircuitBreaker(self._config, changed_at=self._clock.now()), State.UP)
+            self._room_changed()  # also where it was UP: its capacity may be another one
 
     def refuse(self, name: str, reason: str) -> None:
         """Its settings cannot work. Streams that run on the node go on."""
@@ -170,6 +180,7 @@ class Pool:
         if entry is not None:
             self._views.remove(name)
             entry.leaving.set()
+            self._room_changed()
             self._metrics.node_forgotten(name, entry.node.role, State, CircuitState)
 
     def bar(self, bars: Bars) -> None:
@@ -215,14 +226,21 @@ class Pool:
         entry = self._entries.get(name)
         return entry is not None and entry.active > 0 and entry.progressed_at < since
 
-    def _release(self, entry: PoolEntry, trial: bool) -> None:
+    def _release(self, entry: PoolEntry, slot: Slot) -> None:
         entry.active -= 1
-        entry.trials = max(0, entry.trials - trial)
+        entry.trials = max(0, entry.trials - slot.trial)
         self._changed(entry)
         if entry.active == 0:
             entry.idle.set()
         if self._entries.get(entry.node.name) is entry:
             self._metrics.node_active(entry.node.name, entry.node.role, entry.active)
+        if slot.footprint.sequences:
+            _count(entry, slot.footprint, -1)
+            self._room_changed()
+
+    def _room_changed(self) -> None:
+        for changed in self._room_watchers:
+            changed()
 
     def _entry(self, name: str) -> PoolEntry:
         entry = self._entries.get(name)
@@ -250,6 +268,7 @@ class Pool:
             self._metrics.circuit_moved(entry.node.name, circuit.state)
         if entry.state() is not state:
             self._count_state(entry)
+            self._room_changed()
 
     def _count_state(self, entry: PoolEntry) -> None:
         node = entry.node
@@ -264,6 +283,13 @@ class Pool:
             entry = self._entries.get(name)
             if entry is not None:
                 yield (name, ALL_NODES) if entry.node.role is Role.PREFILL else (ALL_NODES, name)
+
+
+def _count(entry: PoolEntry, footprint: Footprint, sign: int) -> None:
+    """Add a leg's footprint to its node's, or take it off again."""
+    held = entry.footprint
+    tokens, sequences = held.tokens + sign * footprint.tokens, held.sequences + sign * footprint.sequences
+    entry.footprint = Footprint(tokens, sequences)
 
 
 def _without(bars: Bars, name: str) -> Bars:

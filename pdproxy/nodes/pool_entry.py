@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 from pdproxy.clock import Clock
+from pdproxy.nodes.capacity import NO_FOOTPRINT, Footprint
 from pdproxy.nodes.circuit_breaker import CircuitBreaker, CircuitState
 from pdproxy.nodes.node import Bars, Node, NodeView, Roster, Snapshot, State
 
@@ -23,6 +24,7 @@ class PoolEntry:
         configured: as it was given to the pool.
         membership: JOINING, UP, DRAINING or REFUSED; the circuit counts only while it is UP.
         active: legs in flight.
+        footprint: of these, as far as they are decode legs.
         trials: of these, the ones that were sent to try a half-open circuit.
         misses: active health probes failed in a row.
         progressed_at: monotonic seconds when a leg last received something from the node.
@@ -36,6 +38,7 @@ class PoolEntry:
     configured: Node
     membership: State = State.JOINING
     active: int = 0
+    footprint: Footprint = NO_FOOTPRINT
     trials: int = 0
     misses: int = 0
     progressed_at: float = float("-inf")
@@ -62,7 +65,8 @@ class PoolEntry:
 
     def view(self, now: float) -> NodeView:
         """The node as a snapshot shows it."""
-        return NodeView(self.node, self.state(), self.active, self.circuit.share(now), self.trials, self.reason)
+        share = self.circuit.share(now)
+        return NodeView(self.node, self.state(), self.active, share, self.trials, self.reason, self.footprint)
 
 
 class Views:
@@ -136,13 +140,21 @@ class Views:
 
 
 class Slot:
-    """A leg's place on a node: must be released, on every exit. Also a context manager."""
+    """A leg's place on a node: must be released, on every exit. Also a context manager.
 
-    def __init__(self, entry: PoolEntry, clock: Clock, on_release: Callable[[PoolEntry, bool], None]) -> None:
+    Attributes:
+        footprint: what the leg takes of the node's caches.
+        trial: it tries a half-open circuit.
+    """
+
+    def __init__(
+        self, entry: PoolEntry, clock: Clock, on_release: Callable[[PoolEntry, "Slot"], None], footprint: Footprint
+    ) -> None:
         self._entry: PoolEntry | None = entry
         self._clock = clock
         self._on_release = on_release
-        self._trial = entry.state() is State.PROBING
+        self.footprint = footprint
+        self.trial = entry.state() is State.PROBING
         self._alarm: Callable[[], None] | None = None
 
     def progress(self) -> None:
@@ -165,7 +177,7 @@ class Slot:
         self.on_node_down(None)
         entry, self._entry = self._entry, None
         if entry is not None:
-            self._on_release(entry, self._trial)
+            self._on_release(entry, self)
 
     def __enter__(self) -> "Slot":
         return self

@@ -8,7 +8,7 @@ from functools import cache, partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdproxy.errors import Fault
-from pdproxy.observe.labels import Affinity, Attempt, Delivery, Leg, Outcome, Phase, Proof, Task, Tokens
+from pdproxy.observe.labels import Affinity, Attempt, Delivery, Leg, Outcome, Phase, Proof, Rejection, Task, Tokens
 from pdproxy.request import Endpoint
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -44,8 +44,8 @@ class Metrics:
         self._deliveries = counter(
             "pdproxy_deliveries_total", "What came of decode legs that went out before their tickets.", ["outcome"]
         )
-        self._active = gauge("pdproxy_requests_active", "Requests that run now.")
-        self._queued = gauge("pdproxy_requests_queued", "Requests that wait for a place now.")
+        self._active = gauge("pdproxy_requests_active", "Prompts that run now.")
+        self._queued = gauge("pdproxy_requests_queued", "Prompts that wait in the queue now.")
         self._bodies = gauge("pdproxy_body_bytes", "Bytes of request bodies that are held now.")
         self._rejected = counter("pdproxy_rejected_total", "Requests rejected before they ran.", ["reason"])
         self._tokens = counter("pdproxy_tokens_total", "Tokens, as nodes report them.", ["kind"])
@@ -79,7 +79,7 @@ class Metrics:
             self._requests.labels(endpoint, outcome)
         for counter, words in (
             (self._migrations, Attempt), (self._releases, Attempt), (self._tokens, Tokens), (self._tasks, Task),
-            (self._proofs, Proof), (self._deliveries, Delivery),
+            (self._proofs, Proof), (self._deliveries, Delivery), (self._rejected, Rejection),
         ):  # fmt: skip
             for word in words:
                 counter.labels(word)
@@ -131,7 +131,7 @@ class Metrics:
         self._delivery(outcome).inc()
 
     def watch_requests(self, active: Callable[[], float], queued: Callable[[], float]) -> None:
-        """Ask for the numbers of running and of waiting requests whenever metrics are scraped."""
+        """Ask for the numbers of running and of waiting prompts whenever metrics are scraped."""
         self._active.set_function(active)
         self._queued.set_function(queued)
 

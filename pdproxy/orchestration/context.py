@@ -10,6 +10,7 @@ from pdproxy.legs.calls import new_hand_over_id
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.in_flight import InFlightRequests
+from pdproxy.orchestration.request_queue import QueueLimits, RequestQueue
 from pdproxy.planning.plan import LEAST_LOADED, PlanPolicy, RoutingPolicy
 from pdproxy.settings.types import Legs, OnPrefillFailure
 from pdproxy.transport.port import DeadlineHold, Timeouts, Transport
@@ -35,6 +36,8 @@ class OrchestrationConfig:
         routing_policy: how one is chosen among several nodes.
         fan_out: how many prompts of one list run at once.
         ticket_life: how long after its prefill a ticket may be tried on another decode node; at most the lease.
+        queue: bounds what runs and what waits.
+        decode_fill: the part of a decode node's capacity that is filled before prompts wait; 0: they never do.
     """
 
     connect: float = 5.0
@@ -51,6 +54,8 @@ class OrchestrationConfig:
     routing_policy: RoutingPolicy = LEAST_LOADED
     fan_out: int = 64
     ticket_life: float = 30.0
+    queue: QueueLimits = dataclasses.field(default_factory=QueueLimits)
+    decode_fill: float = 1.0
 
     def plan_policy(self) -> PlanPolicy:
         """What planning needs to know of it."""
@@ -136,6 +141,7 @@ class OrchestrationContext:
         waiting_places: on decode nodes, for legs that wait for their tickets.
         new_hand_over_id: must return unguessable ids.
         tie_breaker: counts plans, so that equally loaded nodes take turns.
+        queue: of all prompts; there is one for each pool.
     """
 
     transport: Transport
@@ -147,3 +153,8 @@ class OrchestrationContext:
     waiting_places: WaitingPlaces = dataclasses.field(default_factory=WaitingPlaces)
     new_hand_over_id: Callable[[], str] = new_hand_over_id
     tie_breaker: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    queue: RequestQueue = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "queue", RequestQueue(self.config.queue, self.clock, self.metrics))
+        self.pool.watch_room(self.queue.room_changed)

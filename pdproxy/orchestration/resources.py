@@ -10,6 +10,7 @@ from pdproxy.errors import Fault, NodeFault
 from pdproxy.failures import RELEASE_RETRIES, Moment, RetryOptions, Step, decide
 from pdproxy.legs.calls import NOTHING_HELD, PrefillAnswer, release
 from pdproxy.lifecycle import IllegalTransition
+from pdproxy.nodes.capacity import Footprint
 from pdproxy.nodes.node import Node
 from pdproxy.nodes.pool_entry import Slot
 from pdproxy.observe.labels import Attempt, Leg
@@ -142,10 +143,10 @@ class HeldResources:
             raise IllegalTransition("a decode leg needs a slot on its node")
         return self._slot
 
-    def acquire(self, decode: Node) -> None:
-        """Take a slot on a decode node; the one held before is given back."""
+    def acquire(self, decode: Node, footprint: Footprint) -> None:
+        """Take a slot on a decode node, for so much of its caches; the one held before is given back."""
         self._release_slot()
-        self._slot = self._pool.acquire(decode.name)
+        self._slot = self._pool.acquire(decode.name, footprint=footprint)
 
     @contextmanager
     def prefilling(self, node: Node, hand_over_id: str, tokens: int) -> Iterator[Slot]:

@@ -125,7 +125,7 @@ class UpstreamRequest:
     async def _plan_and_prefill(self, body: Json) -> Node:
         """Plan, and prefill until there is a ticket, or the decode node is to wait or to compute; that decode node."""
         self.hand_over = None
-        while (chosen := self._plan()).prefill is not None:
+        while (chosen := await self.nodes.next_plan(self._acquire_decode)).prefill is not None:
             if can_wait(self._context, self.sub_request, chosen.decode):
                 return await self._begin_rendezvous(chosen, body)
             self._life.move(Transition.PREFILL)
@@ -177,7 +177,8 @@ class UpstreamRequest:
         timeouts = context.config.prefill_timeouts(self.remaining_seconds())
         self._prefill_node = node
         self._timeline.enter(Phase.PREFILL, node.name)
-        with self.resources.prefilling(node, hand_over_id, estimated_prompt_tokens(body)) as slot:
+        tokens = self.nodes.prompt_tokens if body is asked.body else estimated_prompt_tokens(body)
+        with self.resources.prefilling(node, hand_over_id, tokens) as slot:
             async with fail_if_node_down(slot, self.nodes.possible):
                 answer = await prefill(context.transport, node, asked.endpoint, leg, asked.headers, timeouts)
         self.nodes.served(Leg.PREFILL, node.name)
@@ -254,15 +255,9 @@ class UpstreamRequest:
         if reason is not None:
             self._context.metrics.planned_local(reason)
 
-    def _plan(self) -> Plan:
-        self._timeline.enter(Phase.PLAN)
-        chosen = self.nodes.plan()
-        self._acquire_decode(chosen.decode)
-        return chosen
-
     def _acquire_decode(self, decode_node: Node) -> Node:
         """Take its slot from the plan on, so that the plans that follow see the load."""
-        self.resources.acquire(decode_node)
+        self.resources.acquire(decode_node, self.nodes.footprint)
         self._decode_node = decode_node
         return decode_node
 
@@ -281,6 +276,7 @@ class UpstreamRequest:
             if self._rendezvous is not None:  # first: a prefill that goes on could take hold of another node
                 await self._end_rendezvous()
         finally:
+            self.nodes.admission.end()
             await self.resources.aclose()
 
     @property
