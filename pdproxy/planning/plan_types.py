@@ -6,6 +6,7 @@ import enum
 from pdproxy.errors import PdproxyError
 from pdproxy.nodes.node import Node
 from pdproxy.observe.labels import Affinity
+from pdproxy.planning.prefix import PromptHits
 from pdproxy.request import LocalReason
 
 
@@ -53,6 +54,8 @@ class PlanInput:
         partner: the node of the other role, where it is chosen already: a ticket must be able to pass; None for any.
         prompt_tokens: how long the prompt is, where known.
         session: a hash of the key of its session, 64 bits; None where it names none.
+        prefix: what places have cached of the prompt; None where nothing is known.
+        tokens: about how long the prompt is, for when ``prefix`` does not say; 0 for unknown.
     """
 
     model: str
@@ -61,13 +64,16 @@ class PlanInput:
     partner: Node | None = None
     prompt_tokens: int | None = None
     session: int | None = None
+    prefix: PromptHits | None = None
+    tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
     """Where a request goes. ``prefill`` is None when the decode node computes everything; ``local`` says why.
 
-    The affinities say whether the two are its session's own; None where the policy knows no sessions.
+    The affinities say whether the two are its session's own; None where the policy knows no sessions. The ranks are
+    data-parallel ranks of the two; None leaves the choice to vLLM.
     """
 
     prefill: Node | None
@@ -75,6 +81,8 @@ class Plan:
     local: LocalReason | None = None
     prefill_affinity: Affinity | None = None
     decode_affinity: Affinity | None = None
+    prefill_rank: int | None = None
+    decode_rank: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -47,7 +47,13 @@ def _in_turn(views: Sequence[NodeView], turn: int) -> NodeView:
 
 
 _BY_NAME: Mapping[Routing, RoutingPolicy] = MappingProxyType(
-    {Routing.LEAST_LOADED: LEAST_LOADED, Routing.ROUND_ROBIN: RoundRobin(), Routing.SESSION: Session()}
+    {
+        Routing.LEAST_LOADED: LEAST_LOADED,
+        Routing.ROUND_ROBIN: RoundRobin(),
+        Routing.SESSION: Session(),
+        Routing.PREFIX: LEAST_LOADED,
+        Routing.HYBRID: LEAST_LOADED,
+    }
 )
 
 
