@@ -3,6 +3,11 @@
 import dataclasses
 import enum
 
+FULL = 0.9
+"""The part of a cache that may be held before more of it counts against a node."""
+OVERFLOW = 3000.0
+"""Sequences that a whole cache more would weigh: prompts wait there until answers end."""
+
 
 class Binding(enum.StrEnum):
     """What runs out first with sequences of the greatest length."""
@@ -30,6 +35,7 @@ class Capacity:
     longest: int
     binding: Binding
 
-    def fill(self, tokens: int, sequences: int) -> float:
-        """The part of it that so many tokens in so many sequences take; above 1 they do not fit."""
-        return tokens / self.tokens + (sequences / self.sequences if self.sequences else 0.0)
+    def overflow(self, tokens: int, sequences: int) -> float:
+        """What more than `FULL` weighs, in sequences, where so many tokens are held in so many sequences."""
+        fill = tokens / self.tokens + (sequences / self.sequences if self.sequences else 0.0)
+        return max(0.0, fill - FULL) * OVERFLOW

@@ -115,13 +115,13 @@ class NodeView:
         share: 0 < share <= 1: the part of its weight that slow start allows now.
         trials: while PROBING: requests in flight that try the half-open circuit. One is all it may get.
         reason: for operators: why it is in this state (the setting that was refused, the last fault).
-        legs: in flight from this proxy, by data-parallel rank.
-        queued: of their prompts' tokens, those that are still to be computed on each rank.
-        held: tokens that they hold in each rank's cache.
+        legs: in flight, by data-parallel rank.
+        queued: tokens of their prompts that are still to be computed, by rank.
+        held: tokens that they hold in the cache, by rank.
         rank: the one with the fewest tokens to compute, and of these the fewest legs.
         backlog: the tokens to compute there.
         sequences: the legs there.
-        fill: the part of that rank's cache that they hold; 0 where its capacity is not known.
+        crowd: what they weigh, in sequences: see `crowd_of`.
         room: the weight that it may use now.
         load: what its legs would be with one more, per unit of ``room``.
     """
@@ -138,7 +138,7 @@ class NodeView:
     rank: int = dataclasses.field(init=False, repr=False, compare=False)
     backlog: int = dataclasses.field(init=False, repr=False, compare=False)
     sequences: int = dataclasses.field(init=False, repr=False, compare=False)
-    fill: float = dataclasses.field(init=False, repr=False, compare=False)
+    crowd: float = dataclasses.field(init=False, repr=False, compare=False)
     room: float = dataclasses.field(init=False, repr=False, compare=False)
     load: float = dataclasses.field(init=False, repr=False, compare=False)
 
@@ -151,9 +151,13 @@ class NodeView:
         object.__setattr__(self, "rank", rank)
         object.__setattr__(self, "backlog", backlog)
         object.__setattr__(self, "sequences", self.legs[rank])
-        capacity = self.node.capacity
-        fill = 0.0 if capacity is None else capacity.fill(self.held[rank], self.legs[rank]) * self.node.ranks
-        object.__setattr__(self, "fill", fill)
+        object.__setattr__(self, "crowd", self.crowd_of(rank) if self.node.capacity else self.legs[rank])
+
+    def crowd_of(self, rank: int) -> float:
+        """What the legs of a rank weigh, in sequences: one each, and more where they nearly fill its cache."""
+        capacity, ranks = self.node.capacity, self.node.ranks
+        more = 0.0 if capacity is None else capacity.overflow(self.held[rank] * ranks, self.legs[rank] * ranks)
+        return self.legs[rank] + more
 
     def _fewest_legs(self, queued: int) -> int:
         return min((legs, rank) for rank, legs in enumerate(self.legs) if self.queued[rank] == queued)[1]
@@ -177,15 +181,6 @@ class Bars:
     def allow(self, prefill: str, decode: str) -> bool:
         """Whether a ticket may pass from one node to the other."""
         return prefill not in self.nodes and decode not in self.nodes and (prefill, decode) not in self.pairs
-
-    def of(self, name: str) -> tuple[str, ...]:
-        """A sentence for each node that this one exchanges no tickets with."""
-        pairs = tuple(
-            f"no tickets with {decode if name == prefill else prefill}: {why}"
-            for (prefill, decode), why in self.pairs.items()
-            if name in (prefill, decode)
-        )
-        return (f"no tickets with any node: {self.nodes[name]}", *pairs) if name in self.nodes else pairs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
