@@ -3,11 +3,6 @@
 import dataclasses
 import enum
 
-FULL = 0.9
-"""The part of a cache that may be held before more of it counts against a node."""
-OVERFLOW = 3000.0
-"""Sequences that a whole cache more would weigh: prompts wait there until answers end."""
-
 
 class Binding(enum.StrEnum):
     """What runs out first with sequences of the greatest length."""
@@ -34,8 +29,3 @@ class Capacity:
     sequences: int | None
     longest: int
     binding: Binding
-
-    def overflow(self, tokens: int, sequences: int) -> float:
-        """What more than `FULL` weighs, in sequences, where so many tokens are held in so many sequences."""
-        fill = tokens / self.tokens + (sequences / self.sequences if self.sequences else 0.0)
-        return max(0.0, fill - FULL) * OVERFLOW

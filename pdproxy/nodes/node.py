@@ -13,6 +13,9 @@ RANK_HEADER = "x-data-parallel-rank"
 """Which of its data-parallel ranks a server is to use. vLLM 0.32 heeds it for completions, chat and messages, not for
 responses, and picks one by load where it is missing."""
 
+FULL, OVERFLOW = 0.9, 3000.0
+"""The part of a cache that may be held before more counts, and what a whole cache more weighs, in sequences."""
+
 
 def hash64(text: str) -> int:
     """A hash of 64 bits, the same in every process."""
@@ -118,10 +121,8 @@ class NodeView:
         legs: in flight, by data-parallel rank.
         queued: tokens of their prompts that are still to be computed, by rank.
         held: tokens that they hold in the cache, by rank.
-        rank: the one with the fewest tokens to compute, and of these the fewest legs.
-        backlog: the tokens to compute there.
-        sequences: the legs there.
-        crowd: what they weigh, in sequences: see `crowd_of`.
+        rank: the one with the fewest tokens to compute (``backlog``), and of these the fewest legs (``sequences``).
+        crowd: `crowd_of` it.
         room: the weight that it may use now.
         load: what its legs would be with one more, per unit of ``room``.
     """
@@ -146,21 +147,19 @@ class NodeView:
         # Every plan compares all of them, and a view outlives many plans.
         object.__setattr__(self, "room", self.node.weight * self.share)
         object.__setattr__(self, "load", (self.active + 1) / self.room)
-        backlog = min(self.queued)
-        rank = 0 if len(self.queued) == 1 else self._fewest_legs(backlog)
+        backlog, legs, rank = min(zip(self.queued, self.legs, range(len(self.legs)), strict=True))
         object.__setattr__(self, "rank", rank)
         object.__setattr__(self, "backlog", backlog)
-        object.__setattr__(self, "sequences", self.legs[rank])
-        object.__setattr__(self, "crowd", self.crowd_of(rank) if self.node.capacity else self.legs[rank])
+        object.__setattr__(self, "sequences", legs)
+        object.__setattr__(self, "crowd", self.crowd_of(rank) if self.node.capacity else legs)
 
     def crowd_of(self, rank: int) -> float:
         """What the legs of a rank weigh, in sequences: one each, and more where they nearly fill its cache."""
-        capacity, ranks = self.node.capacity, self.node.ranks
-        more = 0.0 if capacity is None else capacity.overflow(self.held[rank] * ranks, self.legs[rank] * ranks)
-        return self.legs[rank] + more
-
-    def _fewest_legs(self, queued: int) -> int:
-        return min((legs, rank) for rank, legs in enumerate(self.legs) if self.queued[rank] == queued)[1]
+        capacity, legs = self.node.capacity, self.legs[rank]
+        if capacity is None:
+            return legs
+        fill = self.held[rank] / capacity.tokens + (legs / capacity.sequences if capacity.sequences else 0.0)
+        return legs + max(0.0, fill * self.node.ranks - FULL) * OVERFLOW
 
     def takes_requests(self) -> bool:
         """Whether a plan may send something here now."""
