@@ -14,7 +14,7 @@ from pdproxy.clock import SystemClock
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.node import Node, Role, hash64
 from pdproxy.nodes.pool import Pool
-from pdproxy.nodes.pool_entry import Slot
+from pdproxy.nodes.pool_entry import NO_LOAD, LegLoad, Slot
 from pdproxy.planning.plan import PlanPolicy, plan
 from pdproxy.planning.plan_types import PlanInput
 from pdproxy.planning.policies import policy_named
@@ -48,8 +48,9 @@ def requests(pool: Pool, policy: PlanPolicy, needs: Callable[[int], PlanInput]) 
         chosen = plan(pool.snapshot(), needs(turn), policy, turn)
         assert chosen.prefill is not None
         queued = 0 if chosen.decision is None else chosen.decision.computed
-        prefill = pool.acquire(chosen.prefill.name, chosen.prefill_rank, queued=queued)
-        held.append((prefill, pool.acquire(chosen.decode.name, chosen.decode_rank, held=queued and TOKENS)))
+        prefill = pool.acquire(chosen.prefill.name, LegLoad(chosen.prefill_rank, queued) if queued else NO_LOAD)
+        decode = pool.acquire(chosen.decode.name, LegLoad(chosen.decode_rank, 0, TOKENS) if queued else NO_LOAD)
+        held.append((prefill, decode))
         if len(held) > most:
             for slot in held.popleft():
                 slot.release()
