@@ -1,4 +1,4 @@
-"""Requests under the policies that go by what is cached, on fake nodes that keep states as a hybrid model's nodes do."""
+"""Requests under the policies that go by what is cached, on fake nodes that keep states as those of a hybrid model."""
 
 import collections
 import dataclasses
