@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from pdproxy.nodes.node import NodeView
+from pdproxy.nodes.node import Node, NodeView
 from pdproxy.planning.prefix import Hit
 from pdproxy.planning.rates import Rates, Work
 
@@ -23,6 +23,11 @@ queue, with more than 1 it stays where prompts wait longer than the copy would h
 SEQUENCE_SECONDS = 0.01
 """What each sequence on a decode node adds to an answer: 200 steps, each 0.05 ms longer."""
 NO_HIT = Hit(0, 0)
+
+
+def may_keep_states(node: Node) -> bool:
+    """Whether its model has states, such as mamba's; taken to be so where the node does not say."""
+    return node.capacity is None or node.capacity.sequences is not None
 
 
 class Quote(NamedTuple):
@@ -56,7 +61,7 @@ class PrefillPrice:
     Attributes:
         tokens: in the prompt.
         usable: as its type says.
-        deepest: the longest prefix of which any place has the attention blocks.
+        deepest: the longest prefix of which any place has the attention blocks; 0 where there are no states to keep.
         copy_share: `COPY_SHARE`, or 0.
     """
 

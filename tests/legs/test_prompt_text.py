@@ -70,8 +70,8 @@ def test_ids_are_taken_as_they_are() -> None:
 
 
 def test_no_prompt_has_no_parts() -> None:
-    for body in ({}, {"prompt": None}, {"messages": []}, {"messages": None}, {"input": ""}):
-        assert prompt_parts(body) == []
+    empty: list[dict[str, object]] = [{}, {"prompt": None}, {"messages": []}, {"messages": None}, {"input": ""}]
+    assert [prompt_parts(body) for body in empty] == [[]] * 5
 
 
 def test_what_changes_the_rendering_or_the_cache_is_salt() -> None:

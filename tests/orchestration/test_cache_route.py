@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pdproxy.nodes.capacity import Binding, Capacity
 from pdproxy.nodes.node import Bars, Role
 from pdproxy.nodes.pool_entry import LegLoad
 from pdproxy.orchestration.context import OrchestrationConfig
@@ -165,6 +166,16 @@ async def test_a_decode_node_that_resumes_serves_the_next_turn_alone() -> None:
     assert cluster.count("pdproxy_real_hit_tokens_total", role="decode") > 0
     assert {work for work, _, _ in cluster.rates.seen} == set(Work)
     await cluster.settle()
+
+
+async def test_a_model_without_states_resumes_wherever_its_attention_does() -> None:
+    cluster = CachingCluster()
+    for fake in cluster.nodes:
+        dense = Capacity(100_000, None, 10, Binding.ATTENTION)
+        cluster.pool.admit(dataclasses.replace(cluster.pool.view(fake.name).node, capacity=dense))
+    await cluster.say(*said(0))
+    await cluster.say(*said(0, 1))
+    assert cluster.count("pdproxy_plans_total", reason="cached") == 1, "the second prompt, not the third"
 
 
 async def test_attention_alone_never_has_a_decode_node_compute() -> None:

@@ -105,6 +105,13 @@ def test_a_shared_prefix_stays_until_the_queue_costs_more_than_a_second_copy_com
     assert names(made)[0] == "p2", "attention alone needs no second meeting"
 
 
+def test_without_states_a_copy_costs_no_second_computing() -> None:
+    dense = Capacity(100_000, None, 10, Binding.ATTENTION)
+    views = (view("p1", 2300, capacity=dense), view("p2", capacity=dense), view("d1", capacity=dense))
+    for policy in (HYBRID, PREFIX):
+        assert names(make(*views, hits={"p1": (1280, 1280)}, policy=policy))[0] == "p2"
+
+
 def test_the_second_meeting_of_a_prefix_is_where_the_first_was() -> None:
     for turn in range(2):
         made = make(*PAIRS, hits={"p2": (1280, 0)}, turn=turn)
