@@ -175,7 +175,7 @@ async def test_a_model_without_states_resumes_wherever_its_attention_does() -> N
         cluster.pool.admit(dataclasses.replace(cluster.pool.view(fake.name).node, capacity=dense))
     await cluster.say(*said(0))
     await cluster.say(*said(0, 1))
-    assert cluster.count("pdproxy_plans_total", reason="cached") == 1, "the second prompt, not the third"
+    assert cluster.count("pdproxy_plans_total", reason="resumes") == 1, "the second prompt, not the third"
 
 
 async def test_attention_alone_never_has_a_decode_node_compute() -> None:
