@@ -85,6 +85,8 @@ class LocalReason(enum.StrEnum):
     ONE_TOKEN = "one_token"
     SHORT_PROMPT = "short_prompt"
     """The prompt is shorter than ``policy.local_below_tokens``."""
+    CACHED = "cached"
+    """The decode node has most of the prompt cached, and computes the rest sooner than a prefill node could."""
     NO_PREFILL = "no_prefill"
     NO_PAIR = "no_pair"
     """No prefill and decode node are of one cohort."""
@@ -154,7 +156,7 @@ class Shape:
         return wanted - self.asked
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True)
 class SubRequest:
     """One prompt of a client's request.
 

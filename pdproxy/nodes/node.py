@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import functools
 import hashlib
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -12,6 +13,9 @@ from pdproxy.request import Headers
 RANK_HEADER = "x-data-parallel-rank"
 """Which of its data-parallel ranks a server is to use. vLLM 0.32 heeds it for completions, chat and messages, not for
 responses, and picks one by load where it is missing."""
+
+FULL, OVERFLOW = 0.9, 3000.0
+"""The part of a cache that may be held before more counts, and what a whole cache more weighs, in sequences."""
 
 
 def hash64(text: str) -> int:
@@ -115,7 +119,12 @@ class NodeView:
         share: 0 < share <= 1: the part of its weight that slow start allows now.
         trials: while PROBING: requests in flight that try the half-open circuit. One is all it may get.
         reason: for operators: why it is in this state (the setting that was refused, the last fault).
-        footprint: of these legs, as far as they are decode legs.
+        legs: in flight, by data-parallel rank.
+        queued: tokens of their prompts that are still to be computed, by rank.
+        held: what they take of the caches, by rank, as far as they are decode legs.
+        footprint: of all ranks together.
+        rank: the one with the fewest tokens to compute (``backlog``), and of these the fewest legs (``sequences``).
+        crowd: `crowd_of` it.
         room: the weight that it may use now.
         load: what its legs would be with one more, per unit of ``room``.
     """
@@ -126,7 +135,14 @@ class NodeView:
     share: float = 1.0
     trials: int = 0
     reason: str = ""
-    footprint: Footprint = NO_FOOTPRINT
+    legs: tuple[int, ...] = (0,)
+    queued: tuple[int, ...] = (0,)
+    held: tuple[Footprint, ...] = (NO_FOOTPRINT,)
+    footprint: Footprint = dataclasses.field(init=False, repr=False, compare=False)
+    rank: int = dataclasses.field(init=False, repr=False, compare=False)
+    backlog: int = dataclasses.field(init=False, repr=False, compare=False)
+    sequences: int = dataclasses.field(init=False, repr=False, compare=False)
+    crowd: float = dataclasses.field(init=False, repr=False, compare=False)
     room: float = dataclasses.field(init=False, repr=False, compare=False)
     load: float = dataclasses.field(init=False, repr=False, compare=False)
 
@@ -134,6 +150,20 @@ class NodeView:
         # Every plan compares all of them, and a view outlives many plans.
         object.__setattr__(self, "room", self.node.weight * self.share)
         object.__setattr__(self, "load", (self.active + 1) / self.room)
+        object.__setattr__(self, "footprint", functools.reduce(Footprint.plus, self.held))
+        backlog, legs, rank = min(zip(self.queued, self.legs, range(len(self.legs)), strict=True))
+        object.__setattr__(self, "rank", rank)
+        object.__setattr__(self, "backlog", backlog)
+        object.__setattr__(self, "sequences", legs)
+        object.__setattr__(self, "crowd", self.crowd_of(rank) if self.node.capacity else legs)
+
+    def crowd_of(self, rank: int) -> float:
+        """What the legs of a rank weigh, in sequences: one each, and more where they nearly fill its cache."""
+        capacity, legs = self.node.capacity, self.legs[rank]
+        if capacity is None:
+            return legs
+        fill = capacity.part_taken(*self.held[rank]) * self.node.ranks
+        return legs + max(0.0, fill - FULL) * OVERFLOW
 
     def takes_requests(self) -> bool:
         """Whether a plan may send something here now."""
@@ -165,15 +195,6 @@ class Bars:
         """Whether a ticket may pass from one node to the other."""
         return prefill not in self.nodes and decode not in self.nodes and (prefill, decode) not in self.pairs
 
-    def of(self, name: str) -> tuple[str, ...]:
-        """A sentence for each node that this one exchanges no tickets with."""
-        pairs = tuple(
-            f"no tickets with {decode if name == prefill else prefill}: {why}"
-            for (prefill, decode), why in self.pairs.items()
-            if name in (prefill, decode)
-        )
-        return (f"no tickets with any node: {self.nodes[name]}", *pairs) if name in self.nodes else pairs
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Places:
@@ -202,11 +223,15 @@ class Served:
     Attributes:
         places: of all of them.
         cohorts: of those of each cohort, sorted by its name; nodes of unknown cohort are in each.
+        cohort_names: in the same order.
+        by_name: the place of each of them.
         seeds: by role, in the order of ``places``.
     """
 
     places: Places
     cohorts: tuple[Places, ...]
+    cohort_names: tuple[str, ...]
+    by_name: Mapping[str, int]
     seeds: Mapping[Role, Seeds]
 
     @property
@@ -258,7 +283,9 @@ class Roster:
         ]
         cohorts = sorted({node.cohort for _, node in here})
         seeds = {role: _seeds([node for _, node in here if node.role is role]) for role in Role}
-        return Served(_places(here), tuple(_places(here, cohort) for cohort in cohorts), seeds)
+        by_name = {node.name: place for place, node in here}
+        groups = tuple(_places(here, cohort) for cohort in cohorts)
+        return Served(_places(here), groups, tuple(cohorts), by_name, seeds)
 
 
 def _places(here: list[tuple[int, Node]], cohort: str | None = None) -> Places:

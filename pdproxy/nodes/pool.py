@@ -11,10 +11,9 @@ from prometheus_client import CollectorRegistry
 from pdproxy.clock import Clock
 from pdproxy.errors import Fault, PdproxyError
 from pdproxy.failures import LEG_BLAME, PROBE_BLAME, Blame
-from pdproxy.nodes.capacity import NO_FOOTPRINT, Footprint
 from pdproxy.nodes.circuit_breaker import CircuitBreaker, CircuitBreakerConfig, CircuitState
 from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot, State
-from pdproxy.nodes.pool_entry import PoolEntry, Slot, Views
+from pdproxy.nodes.pool_entry import NO_LOAD, LegLoad, PoolEntry, Slot, Views
 from pdproxy.observe.metrics import Metrics
 
 ALL_NODES = "*"
@@ -72,13 +71,11 @@ class Pool:
         self._entry(name)
         return self._views.one(name, self._clock.now())
 
-    def acquire(self, name: str, *, footprint: Footprint = NO_FOOTPRINT) -> Slot:
-        """Count a leg on the node until its slot is released; ``footprint`` is a decode leg's."""
+    def acquire(self, name: str, load: LegLoad = NO_LOAD) -> Slot:
+        """Count a leg on the node, and what it adds there, until its slot is released."""
         entry = self._entry(name)
-        slot = Slot(entry, self._clock, self._release, footprint)
+        slot = Slot(entry, self._clock, load, self._changed, self._release)
         entry.active += 1
-        if footprint.sequences:
-            _count(entry, footprint, 1)
         entry.trials += entry.state() is State.PROBING
         self._changed(entry)
         entry.idle.clear()
@@ -131,7 +128,8 @@ class Pool:
         """Let the node of this name serve, with what the preflight found out about it; it starts slowly."""
         entry = self._entry(node.name)
         if entry.membership is not State.DRAINING:
-            entry.node, entry.misses, entry.reason = node, 0, ""
+            entry.admit(node)
+            entry.misses, entry.reason = 0, ""
             entry.stay()
             self._set(entry, CircuitBreaker(self._config, changed_at=self._clock.now()), State.UP)
             self._room_changed()  # also where it was UP: its capacity may be another one
@@ -234,8 +232,7 @@ class Pool:
             entry.idle.set()
         if self._entries.get(entry.node.name) is entry:
             self._metrics.node_active(entry.node.name, entry.node.role, entry.active)
-        if slot.footprint.sequences:
-            _count(entry, slot.footprint, -1)
+        if slot.takes_room:
             self._room_changed()
 
     def _room_changed(self) -> None:
@@ -283,13 +280,6 @@ class Pool:
             entry = self._entries.get(name)
             if entry is not None:
                 yield (name, ALL_NODES) if entry.node.role is Role.PREFILL else (ALL_NODES, name)
-
-
-def _count(entry: PoolEntry, footprint: Footprint, sign: int) -> None:
-    """Add a leg's footprint to its node's, or take it off again."""
-    held = entry.footprint
-    tokens, sequences = held.tokens + sign * footprint.tokens, held.sequences + sign * footprint.sequences
-    entry.footprint = Footprint(tokens, sequences)
 
 
 def _without(bars: Bars, name: str) -> Bars:

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 from pdproxy.clock import Clock
 from pdproxy.nodes.capacity import NO_FOOTPRINT, Footprint
@@ -15,6 +16,23 @@ _STATE_BY_CIRCUIT = {
 }  # fmt: skip
 
 
+class LegLoad(NamedTuple):
+    """What a leg adds to its node.
+
+    Attributes:
+        rank: the data-parallel rank that it goes to; None where vLLM chooses.
+        queued: tokens of its prompt that are to be computed there.
+        footprint: what it takes of the caches there: a decode leg's.
+    """
+
+    rank: int | None = None
+    queued: int = 0
+    footprint: Footprint = NO_FOOTPRINT
+
+
+NO_LOAD = LegLoad()
+
+
 @dataclasses.dataclass(slots=True)
 class PoolEntry:
     """What the pool keeps of one node.
@@ -24,7 +42,9 @@ class PoolEntry:
         configured: as it was given to the pool.
         membership: JOINING, UP, DRAINING or REFUSED; the circuit counts only while it is UP.
         active: legs in flight.
-        footprint: of these, as far as they are decode legs.
+        legs: of them, by data-parallel rank; as many ranks as the node has, or has had.
+        queued: of their prompts' tokens, those that are still to be computed on each rank.
+        held: what they take of each rank's caches.
         trials: of these, the ones that were sent to try a half-open circuit.
         misses: active health probes failed in a row.
         progressed_at: monotonic seconds when a leg last received something from the node.
@@ -38,7 +58,9 @@ class PoolEntry:
     configured: Node
     membership: State = State.JOINING
     active: int = 0
-    footprint: Footprint = NO_FOOTPRINT
+    legs: list[int] = dataclasses.field(default_factory=lambda: [0])
+    queued: list[int] = dataclasses.field(default_factory=lambda: [0])
+    held: list[Footprint] = dataclasses.field(default_factory=lambda: [NO_FOOTPRINT])
     trials: int = 0
     misses: int = 0
     progressed_at: float = float("-inf")
@@ -63,10 +85,23 @@ class PoolEntry:
         """The state that plans are made from."""
         return _STATE_BY_CIRCUIT[self.circuit.state] if self.membership is State.UP else self.membership
 
+    def admit(self, node: Node) -> None:
+        """The node with what its preflight found; it may have more ranks than before, or fewer."""
+        self.node = node
+        more = node.ranks - len(self.legs)
+        self.legs += [0] * more
+        self.queued += [0] * more
+        self.held += [NO_FOOTPRINT] * more
+
+    def lightest_rank(self) -> int:
+        """The one with the fewest legs: where vLLM sends a leg that names none, as far as this proxy can tell."""
+        return min(range(self.node.ranks), key=self.legs.__getitem__)
+
     def view(self, now: float) -> NodeView:
         """The node as a snapshot shows it."""
-        share = self.circuit.share(now)
-        return NodeView(self.node, self.state(), self.active, share, self.trials, self.reason, self.footprint)
+        node, ranks = self.node, self.node.ranks
+        loads = tuple(self.legs[:ranks]), tuple(self.queued[:ranks]), tuple(self.held[:ranks])
+        return NodeView(node, self.state(), self.active, self.circuit.share(now), self.trials, self.reason, *loads)
 
 
 class Views:
@@ -142,20 +177,47 @@ class Views:
 class Slot:
     """A leg's place on a node: must be released, on every exit. Also a context manager.
 
+    Args:
+        load: what it adds there.
+        on_change: called when ``entry`` has changed.
+        on_release: called with ``entry`` and the slot.
+
     Attributes:
-        footprint: what the leg takes of the node's caches.
         trial: it tries a half-open circuit.
+        takes_room: of the node's caches.
     """
 
     def __init__(
-        self, entry: PoolEntry, clock: Clock, on_release: Callable[[PoolEntry, "Slot"], None], footprint: Footprint
+        self,
+        entry: PoolEntry,
+        clock: Clock,
+        load: LegLoad,
+        on_change: Callable[[PoolEntry], None],
+        on_release: Callable[[PoolEntry, "Slot"], None],
     ) -> None:
         self._entry: PoolEntry | None = entry
         self._clock = clock
+        self._queued, self._footprint = load.queued, load.footprint
+        self.takes_room = load.footprint.sequences > 0
+        self._on_change = on_change
         self._on_release = on_release
-        self.footprint = footprint
         self.trial = entry.state() is State.PROBING
         self._alarm: Callable[[], None] | None = None
+        rank = load.rank
+        if rank is None:
+            rank = 0 if entry.node.ranks == 1 else entry.lightest_rank()
+        self._rank = rank
+        entry.legs[rank] += 1
+        entry.queued[rank] += load.queued
+        if self.takes_room:
+            entry.held[rank] = entry.held[rank].plus(load.footprint)
+
+    def prompt_computed(self) -> None:
+        """The tokens that were to be computed for it are. Idempotent."""
+        if self._entry is not None and self._queued:
+            self._entry.queued[self._rank] -= self._queued
+            self._queued = 0
+            self._on_change(self._entry)
 
     def progress(self) -> None:
         """Something arrived from the node: active health then knows that a slow probe means busy, not dead. Cheap."""
@@ -177,6 +239,10 @@ class Slot:
         self.on_node_down(None)
         entry, self._entry = self._entry, None
         if entry is not None:
+            entry.legs[self._rank] -= 1
+            entry.queued[self._rank] -= self._queued
+            if self.takes_room:
+                entry.held[self._rank] = entry.held[self._rank].minus(self._footprint)
             self._on_release(entry, self)
 
     def __enter__(self) -> "Slot":

@@ -5,19 +5,24 @@ from collections.abc import Callable
 
 from pdproxy.errors import Fault, NodeFault, PdproxyError
 from pdproxy.failures import NO_RETRY_USED, Blame, Moment, RetryOptions, Step, blame, decide, final_step
+from pdproxy.legs.calls import PrefillAnswer
 from pdproxy.legs.shape import estimated_prompt_tokens, max_prompt_tokens
 from pdproxy.nodes.capacity import Footprint
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
+from pdproxy.nodes.pool_entry import NO_LOAD, LegLoad
 from pdproxy.observe.labels import Affinity, Leg, Phase
+from pdproxy.orchestration.cache_route import CacheRoute
 from pdproxy.orchestration.client_errors import deadline_passed, final_error, no_node_error, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.in_flight import LegFailure, Timeline
 from pdproxy.orchestration.request_queue import Admission, Asked
+from pdproxy.orchestration.resources import HandOver
 from pdproxy.planning.plan import choose, plan
 from pdproxy.planning.plan_types import NoNode, Plan, PlanInput, UnknownModel
-from pdproxy.request import LocalReason, SubRequest
+from pdproxy.request import Headers, LocalReason, SubRequest
 from pdproxy.settings.types import OnPrefillFailure
+from pdproxy.usage import Usage
 
 _LOG = logging.getLogger(__name__)
 
@@ -83,7 +88,6 @@ class NodePicker:
 
     Attributes:
         prompt_tokens: about how many the prompt has.
-        footprint: what it takes of a decode node, if its answer is as long as others were: a reader for each choice.
         admission: its way through the queue; to be ended.
     """
 
@@ -99,8 +103,15 @@ class NodePicker:
         self.prompt_tokens = tokens = estimated_prompt_tokens(sub_request.body)
         choices, longest = sub_request.shape.choices, sub_request.shape.longest
         answer = context.in_flight.output_lengths.expected(sub_request.request.model, longest)
-        self.footprint = Footprint(choices * (tokens + answer), choices)
+        self._footprint = Footprint(choices * (tokens + answer), choices)
         self.admission = Admission(context.queue, Asked.of(sub_request, tokens))
+        rates = context.rates
+        self._cache_route = None if rates is None else CacheRoute(context, rates, sub_request, timeline, tokens)
+
+    async def look_up(self) -> None:
+        """Ask what nodes have cached, where the policy goes by that; before the first plan."""
+        if self._cache_route is not None:
+            await self._cache_route.look_up()
 
     async def next_plan(self, acquire: Callable[[Node], object]) -> Plan:
         """As `plan`, but the first one waits in the queue until there is room: those that follow go before all there.
@@ -150,10 +161,10 @@ class NodePicker:
     def _with_room(self, chosen: Plan) -> Plan | None:
         """A plan whose decode node has room: this one, or another one that disaggregates if this one does."""
         context, most = self._context, self._context.config.decode_fill
-        if context.pool.view(chosen.decode.name).admits(self.footprint, most):
+        if context.pool.view(chosen.decode.name).admits(self._footprint, most):
             return chosen
         decodes = (view for view in context.pool.snapshot().nodes if view.node.role is Role.DECODE)
-        full = frozenset(view.node.name for view in decodes if not view.admits(self.footprint, most))
+        full = frozenset(view.node.name for view in decodes if not view.admits(self._footprint, most))
         try:
             other = self._plan(full)
         except NO_NODE_ERRORS:
@@ -163,7 +174,18 @@ class NodePicker:
     def _recorded(self, chosen: Plan) -> Plan:
         self._record_affinity(Role.PREFILL, chosen.prefill_affinity)
         self._record_affinity(Role.DECODE, chosen.decode_affinity)
+        if self._cache_route is not None:
+            self._cache_route.planned(chosen)
         return chosen
+
+    def load(self, node: Node) -> LegLoad:
+        """What a leg adds to its node: its caches take in the answers too, if these are as long as others were."""
+        load = NO_LOAD if self._cache_route is None else self._cache_route.load(node)
+        return load._replace(footprint=self._footprint) if node.role is Role.DECODE else load
+
+    def begin_leg(self, node: Node) -> Headers:
+        """The headers of a leg that begins now."""
+        return self._sub_request.headers if self._cache_route is None else self._cache_route.begin_leg(node)
 
     def possible(self) -> bool:
         """Whether a plan could be made now."""
@@ -180,7 +202,10 @@ class NodePicker:
         """
         prefill = None if self._local else self._other(Role.PREFILL, decode)
         if prefill is not None:
-            return Plan(prefill, decode)
+            chosen = Plan(prefill, decode)
+            if self._cache_route is not None:
+                self._cache_route.planned(chosen)
+            return chosen
         try:
             chosen = self._plan()
         except NO_NODE_ERRORS:
@@ -215,9 +240,22 @@ class NodePicker:
         self._fault_reporter.excluded |= {name}
         return self.other_decode() is not None
 
-    def served(self, leg: Leg, name: str) -> None:
-        """A leg went well."""
-        self._fault_reporter.served(leg, name)
+    def prefilled(self, node: Node, answer: PrefillAnswer) -> None:
+        """A prefill leg went well."""
+        self._fault_reporter.served(Leg.PREFILL, node.name)
+        if self._cache_route is not None:
+            self._cache_route.prefilled(node, answer)
+
+    def first_event(self, node: Node, hand_over: HandOver | None) -> None:
+        """A decode leg goes well, with this ticket or without one."""
+        self._fault_reporter.served(Leg.DECODE, node.name)
+        if self._cache_route is not None:
+            self._cache_route.first_event(node, hand_over)
+
+    def answered(self, node: Node | None, usage: Usage, hand_over: HandOver | None) -> None:
+        """A decode node reported its usage; ``hand_over``: the ticket that it used."""
+        if self._cache_route is not None and node is not None:
+            self._cache_route.answered(node, usage, hand_over)
 
     def failed(self, leg: Leg, node: Node, fault: NodeFault, *, ticket_works: bool = False) -> Step:
         """A leg failed before its first event: record it; the next step."""
@@ -262,7 +300,7 @@ class NodePicker:
         return plan(context.pool.snapshot(), needs, policy, next(context.tie_breaker))
 
     def _input(self, partner: Node | None = None, full: frozenset[str] = frozenset()) -> PlanInput:
-        return PlanInput(
+        needs = PlanInput(
             self._sub_request.request.model,
             self._local,
             self._fault_reporter.excluded | full,
@@ -270,3 +308,4 @@ class NodePicker:
             prompt_tokens=self._tokens,
             session=self._sub_request.request.session,
         )
+        return needs if self._cache_route is None else self._cache_route.informed(needs)

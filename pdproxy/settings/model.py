@@ -188,7 +188,7 @@ class Policy(Section):
     on_prefill_failure: types.OnPrefillFailure = types.OnPrefillFailure.RETRY
     """What follows a failed prefill leg."""
     routing: types.Routing = types.Routing.LEAST_LOADED
-    """Which of several nodes: `least-loaded`; `round-robin`; or `session`: the turns of a conversation to the same."""
+    """How one of several nodes is chosen; `prefix` and `hybrid` go by what each of them has cached."""
     legs: types.Legs = types.Legs.IN_TURN
     """When the decode node gets the request: `in_turn`, with its ticket; `together`, at once, if it can wait for it."""
     retries: types.Count = Field(default=2, ge=0, le=10)
@@ -199,6 +199,8 @@ class Policy(Section):
     """How long a ticket is tried again elsewhere: no longer than the nodes' kv_lease_duration; 0 is never."""
     local_below_tokens: types.Tokens = Field(default=0, ge=0)
     """Prompts surely shorter are computed on the decode node; 0 is never."""
+    itl_budget: types.Seconds = Field(default=0.1, ge=0, le=10)
+    """For `hybrid`: how long a prompt that a decode node resumes by itself may hold up its streams; 0 is never."""
 
 
 class Health(Section):

@@ -62,6 +62,14 @@ class Routing(OneOf):
     """Each in its turn."""
     SESSION = "session"
     """The one that the session's key belongs to, while it has room."""
+    PREFIX = "prefix"
+    """The one that costs least, by its attention cache alone."""
+    HYBRID = "hybrid"
+    """The one that costs least, by what it can resume from; or the decode node alone, where that costs less."""
+
+
+BY_CACHE = frozenset({Routing.PREFIX, Routing.HYBRID})
+"""Policies that ask what nodes have cached, and learn how fast they are."""
 
 
 class Credential(OneOf):

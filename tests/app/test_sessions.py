@@ -154,6 +154,13 @@ async def test_requests_without_a_key_take_turns() -> None:
         assert [await made.routed(role, "none") for role in NodeRole] == [TURNS, TURNS]
 
 
+@pytest.mark.parametrize("session", SESSIONS[:3])
+async def test_by_what_is_cached_the_session_decides_where_nothing_else_does(session: str) -> None:
+    settings = Settings(policy=Policy(routing=Routing.HYBRID), health=QUICK)
+    async with fleet(settings) as one, fleet(settings) as other:
+        assert await one.turn(session) == await other.turn(session)
+
+
 @pytest.mark.parametrize("field", ["user", "prompt_cache_key"])
 async def test_the_body_names_a_session_too(field: str) -> None:
     async with fleet(BY_SESSION) as made:

@@ -5,6 +5,8 @@ import dataclasses
 from pdproxy.app.build import orchestration_config
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.orchestration.request_queue import QueueLimits
+from pdproxy.planning.cache_aware import CacheAware
+from pdproxy.planning.policies import ITL_BUDGET
 from pdproxy.planning.session import Session
 from pdproxy.settings.model import Deadlines, Limits, Policy, Settings
 from pdproxy.settings.types import OnPrefillFailure, Routing
@@ -37,3 +39,11 @@ def test_every_setting_reaches_the_config() -> None:
     assert orchestration_config(SAID).queue == QueueLimits(11, 12, 13)
     assert orchestration_config(SAID).decode_fill == 0.5
     assert orchestration_config(SAID).plan_policy().routing == Session()
+
+
+def test_the_budget_reaches_the_policy() -> None:
+    said = Settings(policy=Policy(routing=Routing.HYBRID, itl_budget=0.25))
+    policy = orchestration_config(said).routing_policy
+    assert isinstance(policy, CacheAware)
+    assert policy.itl_budget == 0.25
+    assert Policy().itl_budget == ITL_BUDGET

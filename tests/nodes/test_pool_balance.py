@@ -10,7 +10,7 @@ from pdproxy.errors import Fault
 from pdproxy.nodes.capacity import Footprint
 from pdproxy.nodes.node import Node, Role, State
 from pdproxy.nodes.pool import Pool, UnknownNode
-from pdproxy.nodes.pool_entry import Slot
+from pdproxy.nodes.pool_entry import LegLoad, Slot
 from tests.fakes.clock import FakeClock
 
 LEG = Footprint(10, 1)
@@ -24,7 +24,9 @@ MOVES = st.tuples(
 def play(pool: Pool, clock: FakeClock, legs: list[Slot], move: str, name: str) -> None:
     """One thing that happens."""
     moves: dict[str, Callable[[], object]] = {
-        "occupy": lambda: legs.append(pool.acquire(name, footprint=LEG)) if pool.view(name).takes_requests() else None,
+        "occupy": lambda: (
+            legs.append(pool.acquire(name, LegLoad(footprint=LEG))) if pool.view(name).takes_requests() else None
+        ),
         "release": lambda: legs.pop(0).release() if legs else None,
         "good": lambda: pool.report(name, None),
         "bad": lambda: pool.report(name, Fault.RESET),

@@ -9,6 +9,7 @@ import pytest
 from pdproxy.errors import ClientError, Fault
 from pdproxy.nodes.capacity import Binding, Capacity, Footprint
 from pdproxy.nodes.node import Role
+from pdproxy.nodes.pool_entry import LegLoad
 from pdproxy.observe.labels import Leg
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.orchestration.request_queue import QueueLimits
@@ -94,7 +95,7 @@ async def test_no_more_are_begun_than_have_room() -> None:
 async def test_a_prompt_goes_to_the_node_that_has_room() -> None:
     """The fewest legs are not the most room."""
     async with streams(FakeCluster(decodes=2, capacity=TWO)) as made:
-        held = made.cluster.pool.acquire("d0", footprint=Footprint(50, 1))
+        held = made.cluster.pool.acquire("d0", LegLoad(footprint=Footprint(50, 1)))
         other = [made.cluster.pool.acquire("d1") for _ in range(5)]
         await made.start("a")
         assert made.cluster.pool.view("d1").footprint == FOOTPRINT
@@ -252,7 +253,10 @@ async def test_a_prompt_waits_for_its_hand_over_and_is_not_computed_elsewhere() 
 async def test_a_prompt_that_is_planned_again_goes_where_there_is_room() -> None:
     async with streams(FakeCluster(prefills=2, decodes=3, capacity=TWO)) as made:
         cluster = made.cluster
-        held = [cluster.pool.acquire("d1", footprint=Footprint(50, 1)), *(cluster.pool.acquire("d2") for _ in range(5))]
+        held = [
+            cluster.pool.acquire("d1", LegLoad(footprint=Footprint(50, 1))),
+            *(cluster.pool.acquire("d2") for _ in range(5)),
+        ]
         cluster.decodes[0].fault = InjectedFault(FaultKind.RESET, at=3, times=1)
         await made.start("a")
         await made.finish("a")

@@ -1,0 +1,139 @@
+"""What a place would cost a prompt, in seconds: as a prefill node, as a decode node with a ticket, or alone. Pure.
+
+What is sent to a place is *queued* there until it is computed; a prompt waits for what was queued before it. A cost is
+divided by the node's `NodeView.room`, its weight as far as slow start allows, so that it compares as load does.
+
+A place that has not cached a prefix which others have must compute it, and, of a hybrid model, compute it a second time
+before it keeps a state where the prompts part (vLLM keeps one at the end of each prompt, and at a branch point from the
+second prompt on that meets it). That second time is charged to the request which would begin it, by `COPY_SHARE`: so
+a shared prefix stays on as few nodes as their queues allow.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from pdproxy.nodes.node import Node, NodeView
+from pdproxy.planning.prefix import Hit
+from pdproxy.planning.rates import Rates, Work
+
+COPY_SHARE = 1.0
+"""Of the cost to compute once more what a place lacks and another has. With 0 a shared prefix spreads at the first
+queue, with more than 1 it stays where prompts wait longer than the copy would have cost."""
+SEQUENCE_SECONDS = 0.01
+"""What each sequence on a decode node adds to an answer: 200 steps, each 0.05 ms longer."""
+NO_HIT = Hit(0, 0)
+
+
+def may_keep_states(node: Node) -> bool:
+    """Whether its model has states, such as mamba's; taken to be so where the node does not say."""
+    return node.capacity is None or node.capacity.sequences is not None
+
+
+class Quote(NamedTuple):
+    """One place's cost: ``score`` is what places are compared by, ``seconds`` what the request is expected to take."""
+
+    score: float
+    seconds: float
+    view: NodeView
+    rank: int
+    hit: Hit
+
+
+class Price(Protocol):
+    """What places ask for one prompt."""
+
+    def fresh(self, views: Sequence[NodeView]) -> list[float]:
+        """The scores of nodes that have cached nothing of it, each on its lightest rank. Fast: there are many."""
+
+    def quote(self, view: NodeView, rank: int, hit: Hit) -> Quote:
+        """The cost of one place."""
+
+
+Usable = Callable[[Hit], int]
+"""How many of a hit's tokens a place that computes the prompt need not compute."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefillPrice:
+    """Of a prefill node: what waits there, and what the prompt's uncached tokens take.
+
+    Attributes:
+        tokens: in the prompt.
+        usable: as its type says.
+        deepest: the longest prefix of which any place has the attention blocks; 0 where there are no states to keep.
+        copy_share: `COPY_SHARE`, or 0.
+    """
+
+    tokens: int
+    rates: Rates
+    usable: Usable
+    deepest: int
+    copy_share: float
+
+    def fresh(self, views: Sequence[NodeView]) -> list[float]:
+        role, of = self.rates.role(Work.PREFILL), self.rates.factors(Work.PREFILL).get
+        own, fixed, per_token = self.tokens + self.copy_share * self.deepest, role.fixed, role.per_token
+        own_seconds = fixed + per_token * own
+        return [
+            (view.backlog * per_token + view.sequences * fixed + own_seconds) * of(view.node.name, 1.0) / view.room
+            for view in views
+        ]
+
+    def quote(self, view: NodeView, rank: int, hit: Hit) -> Quote:
+        role, factor = self.rates.role(Work.PREFILL), self.rates.factors(Work.PREFILL).get(view.node.name, 1.0)
+        tokens = view.queued[rank] + self.tokens - self.usable(hit)
+        seconds = ((view.legs[rank] + 1) * role.fixed + tokens * role.per_token) * factor
+        copies = self.copy_share * max(0, self.deepest - hit.attention) * role.per_token * factor
+        return Quote((seconds + copies) / view.room, seconds, view, rank, hit)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HandOverPrice:
+    """Of a decode node with a ticket: the attention blocks that it lacks and one state are moved; and its load."""
+
+    tokens: int
+    rates: Rates
+
+    def fresh(self, views: Sequence[NodeView]) -> list[float]:
+        own, each = self.rates.role(Work.HAND_OVER).seconds(self.tokens), SEQUENCE_SECONDS
+        of = self.rates.factors(Work.HAND_OVER).get
+        return [(of(view.node.name, 1.0) * own + view.crowd * each + each) / view.room for view in views]
+
+    def quote(self, view: NodeView, rank: int, hit: Hit) -> Quote:
+        factor = self.rates.factors(Work.HAND_OVER).get(view.node.name, 1.0)
+        moved = self.rates.role(Work.HAND_OVER).seconds(self.tokens - hit.attention)
+        seconds = moved * factor + load_seconds(view, rank)
+        return Quote(seconds / view.room, seconds, view, rank, hit)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LocalPrice:
+    """Of a decode node that computes the prompt itself: what waits there, its uncached tokens, the node's load."""
+
+    tokens: int
+    rates: Rates
+    usable: Usable
+
+    def fresh(self, views: Sequence[NodeView]) -> list[float]:
+        role, of, each = self.rates.role(Work.LOCAL), self.rates.factors(Work.LOCAL).get, SEQUENCE_SECONDS
+        own, per_token = role.seconds(self.tokens), role.per_token
+        return [
+            ((view.backlog * per_token + own) * of(view.node.name, 1.0) + view.crowd * each + each) / view.room
+            for view in views
+        ]
+
+    def quote(self, view: NodeView, rank: int, hit: Hit) -> Quote:
+        fixed = self.rates.pace(Work.LOCAL, view.node.name).fixed
+        seconds = self.stall(view, rank, hit) + fixed + load_seconds(view, rank)
+        return Quote(seconds / view.room, seconds, view, rank, hit)
+
+    def stall(self, view: NodeView, rank: int, hit: Hit) -> float:
+        """Seconds for which the streams there get no token, all prompts counted that are to be computed there."""
+        per_token = self.rates.pace(Work.LOCAL, view.node.name).per_token
+        return per_token * (view.queued[rank] + self.tokens - self.usable(hit))
+
+
+def load_seconds(view: NodeView, rank: int) -> float:
+    """What a further answer costs for the load of a decode node's rank."""
+    return (view.crowd_of(rank) + 1) * SEQUENCE_SECONDS
