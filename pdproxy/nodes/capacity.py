@@ -24,14 +24,6 @@ class Footprint(NamedTuple):
     tokens: int = 0
     sequences: int = 0
 
-    def plus(self, other: "Footprint") -> "Footprint":
-        """Both together."""
-        return Footprint(self.tokens + other.tokens, self.sequences + other.sequences)
-
-    def minus(self, other: "Footprint") -> "Footprint":
-        """Without one that is a part of it."""
-        return Footprint(self.tokens - other.tokens, self.sequences - other.sequences)
-
 
 NO_FOOTPRINT = Footprint()
 """Of a leg whose blocks are counted elsewhere, or that has none."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import enum
-import functools
 import hashlib
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -150,7 +149,10 @@ class NodeView:
         # Every plan compares all of them, and a view outlives many plans.
         object.__setattr__(self, "room", self.node.weight * self.share)
         object.__setattr__(self, "load", (self.active + 1) / self.room)
-        object.__setattr__(self, "footprint", functools.reduce(Footprint.plus, self.held))
+        held = self.held
+        object.__setattr__(
+            self, "footprint", held[0] if len(held) == 1 else Footprint(*map(sum, zip(*held, strict=True)))
+        )
         backlog, legs, rank = min(zip(self.queued, self.legs, range(len(self.legs)), strict=True))
         object.__setattr__(self, "rank", rank)
         object.__setattr__(self, "backlog", backlog)

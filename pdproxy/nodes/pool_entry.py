@@ -210,7 +210,8 @@ class Slot:
         entry.legs[rank] += 1
         entry.queued[rank] += load.queued
         if self.takes_room:
-            entry.held[rank] = entry.held[rank].plus(load.footprint)
+            tokens, sequences = entry.held[rank]
+            entry.held[rank] = Footprint(tokens + load.footprint.tokens, sequences + load.footprint.sequences)
 
     def prompt_computed(self) -> None:
         """The tokens that were to be computed for it are. Idempotent."""
@@ -242,7 +243,10 @@ class Slot:
             entry.legs[self._rank] -= 1
             entry.queued[self._rank] -= self._queued
             if self.takes_room:
-                entry.held[self._rank] = entry.held[self._rank].minus(self._footprint)
+                tokens, sequences = entry.held[self._rank]
+                entry.held[self._rank] = Footprint(
+                    tokens - self._footprint.tokens, sequences - self._footprint.sequences
+                )
             self._on_release(entry, self)
 
     def __enter__(self) -> "Slot":

@@ -27,6 +27,7 @@ from pdproxy.orchestration.rendezvous import PlanAgain, Rendezvous, Undelivered,
 from pdproxy.orchestration.resources import BackgroundTasks, HandOver, HeldResources, fail_if_node_down
 from pdproxy.planning.plan_types import Plan
 from pdproxy.request import Addition, Json, LocalReason, SubRequest
+from pdproxy.settings.types import Legs
 from pdproxy.transport.port import HttpResponse
 from pdproxy.usage import Usage
 
@@ -51,6 +52,7 @@ class UpstreamRequest:
         timeline: Timeline,
     ) -> None:
         self._context = context
+        self._together = context.config.legs is Legs.TOGETHER
         self._background_tasks = background_tasks
         self._timeline = timeline
         self._life = RequestLifecycle()
@@ -126,7 +128,7 @@ class UpstreamRequest:
         """Plan, and prefill until there is a ticket, or the decode node is to wait or to compute; that decode node."""
         self.hand_over = None
         while (chosen := await self.nodes.next_plan(self._acquire_decode)).prefill is not None:
-            if can_wait(self._context, self.sub_request, chosen.decode):
+            if self._together and can_wait(self._context, self.sub_request, chosen.decode):
                 return await self._begin_rendezvous(chosen, body)
             self._life.move(Transition.PREFILL)
             try:
