@@ -149,11 +149,11 @@ class NodeView:
         # Every plan compares all of them, and a view outlives many plans.
         object.__setattr__(self, "room", self.node.weight * self.share)
         object.__setattr__(self, "load", (self.active + 1) / self.room)
-        held = self.held
-        object.__setattr__(
-            self, "footprint", held[0] if len(held) == 1 else Footprint(*map(sum, zip(*held, strict=True)))
-        )
-        backlog, legs, rank = min(zip(self.queued, self.legs, range(len(self.legs)), strict=True))
+        footprint, backlog, legs, rank = self.held[0], self.queued[0], self.legs[0], 0
+        if len(self.legs) > 1:
+            footprint = Footprint(*map(sum, zip(*self.held, strict=True)))
+            backlog, legs, rank = min(zip(self.queued, self.legs, range(len(self.legs)), strict=True))
+        object.__setattr__(self, "footprint", footprint)
         object.__setattr__(self, "rank", rank)
         object.__setattr__(self, "backlog", backlog)
         object.__setattr__(self, "sequences", legs)
@@ -224,8 +224,7 @@ class Served:
 
     Attributes:
         places: of all of them.
-        cohorts: of those of each cohort, sorted by its name; nodes of unknown cohort are in each.
-        cohort_names: in the same order.
+        cohorts: of those of each cohort, sorted by its name (``cohort_names``); nodes of unknown cohort are in each.
         by_name: the place of each of them.
         seeds: by role, in the order of ``places``.
     """

@@ -154,11 +154,12 @@ async def test_requests_without_a_key_take_turns() -> None:
         assert [await made.routed(role, "none") for role in NodeRole] == [TURNS, TURNS]
 
 
-@pytest.mark.parametrize("session", SESSIONS[:3])
-async def test_by_what_is_cached_the_session_decides_where_nothing_else_does(session: str) -> None:
-    settings = Settings(policy=Policy(routing=Routing.HYBRID), health=QUICK)
-    async with fleet(settings) as one, fleet(settings) as other:
-        assert await one.turn(session) == await other.turn(session)
+async def test_by_what_is_cached_the_session_decides_where_nothing_else_does() -> None:
+    settings, met = Settings(policy=Policy(routing=Routing.HYBRID), health=QUICK), set[Nodes]()
+    for session in SESSIONS[:3]:
+        async with fleet(settings) as made:
+            met.add(await made.turn(session))
+    assert len(met) > 1, "the first turn of any proxy would always meet the same nodes"
 
 
 @pytest.mark.parametrize("field", ["user", "prompt_cache_key"])

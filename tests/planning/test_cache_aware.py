@@ -126,6 +126,14 @@ def test_where_nothing_is_cached_idle_nodes_take_turns_and_busy_ones_wait() -> N
     assert names(make(view("p1", 5000), view("p2", 100), view("d1"), hits={}))[0] == "p2"
 
 
+def test_of_idle_nodes_the_one_that_did_least_lately_gets_a_new_prompt() -> None:
+    rates = Rates()
+    for name, tokens in (("p1", 3000), ("p2", 1000), ("p3", 2000)):
+        rates.took(Work.PREFILL, name, tokens, 0.01 + tokens / 8000)
+    views = [view(name) for name in ("p1", "p2", "p3", "d1")]
+    assert {names(make(*views, hits={}, rates=rates, turn=turn))[0] for turn in range(6)} == {"p2"}
+
+
 def test_a_quick_node_gets_more() -> None:
     rates = Rates()
     for _ in range(30):
