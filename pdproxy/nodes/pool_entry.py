@@ -99,12 +99,12 @@ class PoolEntry:
 
     def view(self, now: float) -> NodeView:
         """The node as a snapshot shows it."""
-        node, ranks = self.node, self.node.ranks
-        if ranks == 1:  # as most nodes have, and each leg makes two views
-            loads: tuple[tuple[int, ...], ...] = (self.legs[0],), (self.queued[0],), (self.held[0],)
-        else:
-            loads = tuple(self.legs[:ranks]), tuple(self.queued[:ranks]), tuple(self.held[:ranks])
-        return NodeView(node, self.state(), self.active, self.circuit.share(now), self.trials, self.reason, *loads)
+        state, share, ranks = self.state(), self.circuit.share(now), self.node.ranks
+        legs, queued, held = self.legs, self.queued, self.held
+        if len(legs) > ranks:  # it had more of them
+            legs, queued, held = legs[:ranks], queued[:ranks], held[:ranks]
+        rest = tuple(legs), tuple(queued), tuple(held)
+        return NodeView(self.node, state, self.active, share, self.trials, self.reason, *rest)
 
 
 class Views:
