@@ -96,7 +96,7 @@ GAUGES: Mapping[str, tuple[str, ...]] = {
     "capacity_sequences": ("limit",),
     "capacity_binding": ("group",),
     "fingerprint": ("part", "value"),
-    "hashing": ("algorithm", "unit", "block_size", "root"),
+    "hashing": ("algorithm", "unit", "block_size", "drops_unit", "root"),
     "waiting_requests": (),
 }
 """Every gauge with the names of its labels."""
@@ -215,10 +215,10 @@ class Counters:
             for part, value in parts.items():
                 self._gauges["fingerprint", (part, value)] = 1
 
-    def hashing(self, algorithm: str, unit: int, block_size: int, root: str) -> None:
-        """How this engine's prefix cache names tokens; once. See `scheduler_base.PrefixHashing`."""
+    def hashing(self, labels: tuple[str, ...]) -> None:
+        """How this engine's prefix cache names tokens, by `scheduler_base.PrefixHashing.labels`; once."""
         with self._lock:
-            self._gauges["hashing", (algorithm, str(unit), str(block_size), root)] = 1
+            self._gauges["hashing", labels] = 1
 
     def has_undrained_gauges(self) -> bool:
         """Whether a gauge was set since the last drain. An idle engine must step once more to export it."""

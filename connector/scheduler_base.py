@@ -17,7 +17,7 @@ from connector.kv_groups import attention_block_size, node_capacity
 from connector.leases import LeaseTable
 from connector.messages import Verdict
 from connector.node_fingerprint import all_parts, node_fingerprint, rank_parts
-from connector.resume_boundary import LocalHits, resume_boundary
+from connector.resume_boundary import LocalHits, drops_unit, resume_boundary
 from connector.side_channel import Listener
 from connector.tcp_server import Limits
 
@@ -37,19 +37,26 @@ class PrefixHashing:
     """How this engine's prefix cache names the tokens of a prompt, so that a proxy can compute the same names.
 
     `algorithm`: of `--prefix-caching-hash-algo`. `unit`: tokens for each hash. `block_size`: tokens in a block of the
-    attention groups, the largest where they differ; 0 where there are none.
+    attention groups, the largest where they differ; 0 where there are none. `drops_unit`: lookups give up the last unit
+    of a hit (EAGLE and MTP).
     """
 
     algorithm: str
     unit: int
     block_size: int
+    drops_unit: bool
 
     @classmethod
     def of(cls, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> "PrefixHashing":
         """The engine's."""
         _, unit = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         block_size = attention_block_size(vllm_config, kv_cache_config)
-        return cls(str(vllm_config.cache_config.prefix_caching_hash_algo), unit, block_size)
+        algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+        return cls(algorithm, unit, block_size, drops_unit(vllm_config))
+
+    def labels(self, root: bytes) -> tuple[str, ...]:
+        """For the metric. `root`: the parent of a prompt's first hash."""
+        return self.algorithm, str(self.unit), str(self.block_size), str(self.drops_unit).lower(), root.hex()
 
 
 class SchedulerBase(NixlPullConnectorScheduler):
@@ -101,7 +108,7 @@ class SchedulerBase(NixlPullConnectorScheduler):
         first hash, exists only once the engine is complete."""
         hashing, self._untold_hashing = self._untold_hashing, None
         if hashing is not None:
-            self.counters.hashing(hashing.algorithm, hashing.unit, hashing.block_size, kv_cache_utils.NONE_HASH.hex())
+            self.counters.hashing(hashing.labels(kv_cache_utils.NONE_HASH))
         return super().build_connector_meta(scheduler_output)
 
     def verify(self, engine_id: str, alias: str, nonce: str) -> Verdict:

@@ -25,22 +25,24 @@ class Hashing:
         algorithm: vLLM's name for it.
         unit: tokens for each hash.
         block_size: tokens in a block of the attention groups, a multiple of ``unit``.
-        root: the parent of a prompt's first hash, as hexadecimal digits.
+        root: the parent of a prompt's first hash.
+        drops_unit: lookups give up the last unit of a hit (EAGLE and MTP).
     """
 
     algorithm: str
     unit: int
     block_size: int
-    root: str
+    root: bytes
+    drops_unit: bool = False
 
 
 def connector_hashing(labels: Mapping[str, str]) -> Hashing | None:
     """From the labels of our connector's gauge; None where they make no sense."""
     unit, block_size = _number(labels, "unit"), _number(labels, "block_size")
-    root = labels.get("root", "")
-    if not unit or not block_size or block_size % unit or not _is_hex(root):
+    root = _digest(labels.get("root", ""))
+    if not unit or not block_size or block_size % unit or root is None:
         return None
-    return Hashing(labels.get("algorithm", ""), unit, block_size, root)
+    return Hashing(labels.get("algorithm", ""), unit, block_size, root, labels.get("drops_unit") == "true")
 
 
 def stock_hashing(labels: Mapping[str, str]) -> Hashing | None:
@@ -49,14 +51,14 @@ def stock_hashing(labels: Mapping[str, str]) -> Hashing | None:
 
     vLLM does not tell the unit of a hybrid model without `--prefix-match-unit`: it is taken to be the attention block.
     Nor does it tell `NONE_HASH`: PYTHONHASHSEED is taken not to be set. Where either is wrong, no hash is ever found,
-    which costs what no index costs.
+    which costs no more than having no index. Nor whether it speculates.
     """
     block_size = _number(labels, "effective_attention_block_size") or _number(labels, "block_size")
     unit = _number(labels, "prefix_match_unit") or block_size
     if labels.get("prefix_caching_hash_algo") != SHA256_CBOR or not block_size or block_size % unit:
         return None
     seed = bytes((_CBOR_TEXT + len(_STOCK_SEED),)) + _STOCK_SEED
-    return Hashing(SHA256_CBOR, unit, block_size, hashlib.sha256(seed).hexdigest())
+    return Hashing(SHA256_CBOR, unit, block_size, hashlib.sha256(seed).digest())
 
 
 def _number(labels: Mapping[str, str], name: str) -> int:
@@ -65,8 +67,8 @@ def _number(labels: Mapping[str, str], name: str) -> int:
     return int(text) if text.isdecimal() and len(text) < 10 else 0
 
 
-def _is_hex(text: str) -> bool:
+def _digest(text: str) -> bytes | None:
     try:
-        return bool(bytes.fromhex(text))
+        return bytes.fromhex(text) or None
     except ValueError:
-        return False
+        return None

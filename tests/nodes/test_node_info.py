@@ -144,9 +144,9 @@ def test_a_node_says_whether_it_lets_requests_wait_for_their_tickets(said: str |
     assert NodeInfo(NODE, labels=labels).joined().can_wait is can_wait
 
 
-ROOT = "9bd96a485ad84efdafb72ee48a1d7a69bcead0f8f0433173941b276b9581eef0"
+ROOT = bytes.fromhex("9bd96a485ad84efdafb72ee48a1d7a69bcead0f8f0433173941b276b9581eef0")
 """`NONE_HASH` of a node with `--prefix-caching-hash-algo sha256_cbor`, as vLLM 0.32 was seen to publish it."""
-OURS = {"algorithm": "sha256_cbor", "unit": "16", "block_size": "256", "root": ROOT}
+OURS = {"algorithm": "sha256_cbor", "unit": "16", "block_size": "256", "drops_unit": "false", "root": ROOT.hex()}
 STOCK = {"prefix_caching_hash_algo": "sha256_cbor", "effective_attention_block_size": "256", "block_size": "128"}
 
 
