@@ -16,7 +16,7 @@ from pdproxy.nodes.hashing import Hashing
 from pdproxy.observe.event_metrics import EventMetrics
 from pdproxy.observe.labels import BatchOutcome, CacheEventKind, Forgotten, Known
 from pdproxy.planning.block_hashes import HashAlgorithm, HashScheme, PromptHasher
-from pdproxy.planning.cache_events import BlocksRemoved, BlocksStored, CacheCleared
+from pdproxy.planning.cache_events import BlocksRemoved, BlocksStored, CacheCleared, GroupKind
 from pdproxy.planning.prefix import Place
 from pdproxy.planning.prefix_index import PrefixIndex
 
@@ -140,7 +140,7 @@ class PlaceFeed:
     @property
     def blocks(self) -> int:
         """Blocks of attention groups that it is known to have cached."""
-        return self.scheme.index.blocks(self.place)
+        return self.scheme.index.blocks(self.place, GroupKind.ATTENTION)
 
     def on_junk(self, error: InvalidBatch) -> None:
         """A message that makes no sense: whatever it was to say is not known."""
