@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import enum
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry
 
@@ -11,6 +12,7 @@ from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Role, Snapshot, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.in_flight import InFlightRequests
+from pdproxy.request import Json
 from pdproxy.settings.types import OnPrefillFailure
 
 
@@ -24,6 +26,7 @@ class AdminContext:
         drain_seconds: a drain's deadline where the operator names none.
         token: required under /nodes and for /ui/state; None requires nothing.
         clock: by which ``live`` keeps its times.
+        caches: by a node's name, how much is known of what each of its data-parallel ranks has cached, as JSON.
     """
 
     pool: Pool
@@ -35,6 +38,7 @@ class AdminContext:
     token: str | None = None
     live: InFlightRequests = dataclasses.field(default_factory=InFlightRequests)
     clock: Clock = dataclasses.field(default_factory=SystemClock)
+    caches: Callable[[str], Sequence[Json]] = lambda _: ()
 
 
 class Readiness(enum.StrEnum):

@@ -13,6 +13,7 @@ from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTO
 from pdproxy.admin.app import admin_app
 from pdproxy.admin.context import AdminContext
 from pdproxy.app.host import HostEnvironment, Sources, node_headers, read_secret, tls
+from pdproxy.app.kv_events import KvEvents, kv_events
 from pdproxy.clock import Clock, SystemClock
 from pdproxy.intake.admission import Admission, BodyBudget
 from pdproxy.intake.api_app import ApiApp, AsgiApp
@@ -77,7 +78,8 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     background_tasks = BackgroundTasks(context)
     orchestrator = Orchestrator(context, background_tasks)
     handler = _request_handler(settings, orchestrator, context, credential)
-    operators = admin_app(_admin_context(settings, context, drainer, registry, leaving))
+    events = kv_events(settings, pool, transport, clock, metrics, headers)
+    operators = admin_app(_admin_context(settings, context, drainer, registry, leaving, events))
     test = KnownAnswer(context, background_tasks, headers)
     prover = Prover(pool, test, clock) if settings.health.first_hand_over is FirstHandOver.KNOWN_ANSWER else None
     prove = prover.join if prover else functools.partial(warm_up, pool, test)
@@ -87,6 +89,8 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     supervisor.keep(Task.HEALTH, health.run)
     if prover is not None:
         supervisor.keep(Task.PROOF, prover.run)
+    if events is not None:
+        supervisor.keep(Task.EVENTS, events.subscriber.run)
     for source in sources.all:
         supervisor.keep(Task.DISCOVERY, DiscoverySync(pool, drainer, source, settings.deadlines.drain).run)
     try:
@@ -163,6 +167,7 @@ def _admin_context(
     drainer: Drainer,
     registry: CollectorRegistry,
     leaving: asyncio.Event,
+    events: KvEvents | None,
 ) -> AdminContext:
     return AdminContext(
         pool=context.pool,
@@ -174,6 +179,7 @@ def _admin_context(
         token=read_secret(settings.listen.admin_token_file, "listen.admin_token_file") or None,
         live=context.in_flight,
         clock=context.clock,
+        caches=events.known if events else lambda _: (),
     )
 
 

@@ -1,8 +1,8 @@
 """Whether the batches of one publisher come in their order, all of them, from one and the same engine. Pure.
 
-A publisher numbers its batches from 0 on. Batches may be lost (the publisher drops what a slow subscriber does not take,
-and sends nothing of what was before to one that connects later), come twice (in a replay and by themselves), and begin
-again at 0 (the node was restarted, at the same port).
+A publisher numbers its batches from 0 on. Batches may be lost (the publisher drops what a slow subscriber does not
+take, and sends nothing of what was before to one that connects later), come twice (in a replay and by themselves), and
+begin again at 0 (the node was restarted, at the same port).
 """
 
 import dataclasses

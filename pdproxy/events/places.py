@@ -1,13 +1,13 @@
 """What is known of each place's cache: its batches in order, into the index of its hash scheme. No I/O.
 
-Unknown is not absent: of a place whose first batch was missed, or some in between, only a part is known until those blocks
-are evicted. Where batches are lost for good, or the engine is another one, all that is known of the place is forgotten.
+Unknown is not absent: of a place whose first batch was missed, or some in between, only a part is known until those
+blocks are evicted. Where batches are lost for good, or the engine is another one, all that is known of the place is
+forgotten.
 """
 
 import dataclasses
 import logging
 import zlib
-from collections.abc import Iterator
 
 from pdproxy.clock import Clock
 from pdproxy.events.batch_order import BatchOrder, Position
@@ -28,7 +28,8 @@ _KINDS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlaceStatus:
-    """For operators: `seconds` since when so much is known, `blocks` that are known to be cached, of attention groups."""
+    """For operators. `seconds`: for how long so much has been known; `blocks`: of attention groups, known to be
+    cached."""
 
     rank: int
     known: Known
@@ -189,6 +190,7 @@ class PlaceCaches:
         self._decode = BatchDecoder()
         self._schemes: dict[HashScheme, SchemeIndex] = {}
         self._feeds: dict[Place, PlaceFeed] = {}
+        self._by_node: dict[str, tuple[PlaceFeed, ...]] = {}
         metrics.watch_index(lambda: sum(feed.blocks for feed in self._feeds.values()), self._count)
 
     def feed(self, place: Place, publisher: int, scheme: HashScheme) -> PlaceFeed:
@@ -201,32 +203,39 @@ class PlaceCaches:
             self._schemes[scheme] = SchemeIndex(PrefixIndex(scheme), PromptHasher(scheme))
         made = PlaceFeed(place, publisher, self._schemes[scheme], self._decode, self._clock, self._metrics)
         self._feeds[place] = made
+        self._group()
         return made
 
     def leave(self, node: str, but: frozenset[int] = frozenset()) -> None:
         """The node's places are no more, but for some ranks."""
         self._drop([place for place in self._feeds if place.node == node and place.rank not in but])
 
+    def has(self, place: Place) -> bool:
+        """Whether the place's events are read."""
+        return place in self._feeds
+
     def of_node(self, node: str) -> tuple[PlaceFeed, ...]:
         """The feeds of its places."""
-        return tuple(feed for place, feed in self._feeds.items() if place.node == node)
+        return self._by_node.get(node, ())
 
     def scheme(self, hashing: Hashing | None) -> SchemeIndex | None:
         """What is known of places that hash so; None where nothing is."""
         wanted = None if hashing is None else scheme_of(hashing)
         return None if wanted is None else self._schemes.get(wanted)
 
-    def schemes(self) -> Iterator[SchemeIndex]:
-        """Every one that any place has."""
-        yield from self._schemes.values()
-
     def _drop(self, places: list[Place]) -> None:
         for place in places:
             feed = self._feeds.pop(place, None)
             if feed is not None:
                 feed.left()
+        self._group()
         used = {feed.scheme.index.scheme for feed in self._feeds.values()}
         self._schemes = {scheme: index for scheme, index in self._schemes.items() if scheme in used}
+
+    def _group(self) -> None:
+        nodes = dict.fromkeys(place.node for place in self._feeds)
+        grouped = {node: [feed for place, feed in self._feeds.items() if place.node == node] for node in nodes}
+        self._by_node = {node: tuple(feeds) for node, feeds in grouped.items()}
 
     def _count(self, known: Known) -> int:
         return sum(feed.known is known for feed in self._feeds.values())

@@ -1,8 +1,8 @@
 """Where a node publishes its KV events, out of its answer to ``GET /kv_event_sources``. Pure.
 
-The answer names an endpoint for each data-parallel rank, such as `tcp://10.0.0.7:5557` or `tcp://*:5557`. Only its port is
-used: a node's publishers are looked for on the host of the node's own address. So a wildcard, or an address that can be
-reached from the node alone, does no harm, and a node cannot make the proxy connect to other hosts.
+The answer names an endpoint for each data-parallel rank, such as `tcp://10.0.0.7:5557` or `tcp://*:5557`. Only its port
+is used: a node's publishers are looked for on the host of the node's own address. So a wildcard, or an address that can
+be reached from the node alone, does no harm, and a node cannot make the proxy connect to other hosts.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class EventSources:
 
 
 def read_sources(body: bytes, url: str) -> EventSources:
-    """The publishers in the answer of the node at ``url``; none where it publishes nothing, or the answer is unusable."""
+    """The publishers in the answer of the node at ``url``; none where it has none, or the answer is unusable."""
     listed = _listed(body)
     read = [_source(rank, len(listed), fields, urlsplit(url).hostname or "") for rank, fields in listed.items()]
     found = tuple(source for source in read if isinstance(source, EventSource))

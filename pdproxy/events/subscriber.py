@@ -1,7 +1,8 @@
 """Follows the KV events of every node that serves: finds its publishers, keeps a subscription to each, tries again.
 
-A node that leaves, or that must join again, is forgotten at once. One whose publishers cannot be reached is forgotten at
-the second try, a second or two later: what it evicts meanwhile is not known. Nodes without events are served all the same.
+A node that leaves, or that must join again, is forgotten at once. One whose publishers cannot be reached is forgotten
+at the second try, a second or two later: what it evicts meanwhile is not known. Nodes without events are served all the
+same.
 """
 
 import asyncio
@@ -31,6 +32,7 @@ RETRY_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0)
 NO_EVENTS_SECONDS = 60.0
 """Until a node that publishes nothing is asked again."""
 _TIMEOUTS = Timeouts(connect=5.0, headers=10.0, stall=10.0, whole=20.0)
+_FLAG = "--prefix-caching-hash-algo sha256_cbor"
 _FOLLOWED = frozenset({State.UP, State.PROBING, State.DOWN, State.DRAINING})
 
 
@@ -67,7 +69,8 @@ class EventSubscriber:
         """One task for each node that is to be followed, as the pool has it now."""
         nodes = {view.node.name: view.node for view in self._pool.snapshot().nodes if view.state in _FOLLOWED}
         # A node that was admitted again is another object: it may have restarted, with other ports.
-        outdated = [name for name, (node, _) in self._following.items() if nodes.get(name) is not node]
+        following = self._following.items()
+        outdated = [name for name, (node, task) in following if nodes.get(name) is not node or _failed(task)]
         await self._end(outdated)
         for name in outdated:
             if name not in nodes:
@@ -140,6 +143,10 @@ class EventSubscriber:
             feed.unreachable()
 
 
+def _failed(task: asyncio.Task[None]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
+
+
 def _first(faults: BaseExceptionGroup[NodeFault]) -> NodeFault:
     """Any of them: all ranks of a node tell the same."""
     first = faults.exceptions[0]
@@ -148,8 +155,10 @@ def _first(faults: BaseExceptionGroup[NodeFault]) -> NodeFault:
 
 def _why_not(node: Node) -> str:
     if node.hashing is None:
-        return "it does not say how it hashes prompts (pdproxy's connector does, or --prefix-caching-hash-algo sha256_cbor)"
+        return (
+            "it does not say how it hashes prompts. pdproxy's connector does; start it with that, or at least with "
+            + _FLAG
+        )
     return (
-        f"prompts cannot be hashed here as it does, by {node.hashing.algorithm or 'an unknown algorithm'}: start it with"
-        " --prefix-caching-hash-algo sha256_cbor"
+        f"prompts cannot be hashed here as there, by {node.hashing.algorithm or 'nothing known'}: start it with {_FLAG}"
     )

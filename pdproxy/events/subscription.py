@@ -4,9 +4,9 @@
                                    ▲                          │ a gap, or silence for a while
                                    └──────────────────────────┘
 
-A replay begins with the batch that was taken last. If that very batch comes again the engine is the same one as before, and
-what follows is what was missed; otherwise it was restarted, and is replayed from its start. vLLM's publisher keeps its last
-10,000 batches, and has no snapshot of what is cached: a proxy that comes later knows a part.
+A replay begins with the batch that was taken last. If that very batch comes again the engine is the same one as before,
+and what follows is what was missed; otherwise it was restarted, and is replayed from its start. vLLM's publisher keeps
+its last 10,000 batches, and has no snapshot of what is cached: a proxy that comes later knows a part.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The token ids of a prompt, as the node will have them: from the request, from an equal one before, or from a node.
+"""The token ids of a prompt, as a node will have them: from the request, from an equal one before, or from a node.
 
 They serve hashing alone. A node renders a prompt at ``POST /tokenize`` (vLLM 0.32, `entrypoints/serve/tokenize`), which
 takes what decides the ids of a completion or a chat: prompt or messages, tools, the template's arguments. What only the
@@ -137,7 +137,7 @@ class TokenIds:
         self._keep(key, ids)
         return ids
 
-    async def _ask(self, node: Node, asked: bytes) -> array[int]:
+    async def _ask(self, node: Node, asked: bytes) -> "array[int]":
         request = HttpRequest("POST", f"{node.url}/tokenize", self._headers, asked)
         status, answer = await exchange(self._transport, request, self._timeouts)
         if status in (404, 405, 501):
@@ -149,7 +149,7 @@ class TokenIds:
         except (msgspec.MsgspecError, OverflowError) as error:
             raise NodeFault(Fault.INVALID_BODY, f"/tokenize answers something else: {error}") from error
 
-    def _keep(self, key: bytes, ids: array[int]) -> None:
+    def _keep(self, key: bytes, ids: "array[int]") -> None:
         if key in self._kept:
             return
         self._kept[key] = ids

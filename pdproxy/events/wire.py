@@ -1,8 +1,8 @@
 """vLLM's KV events as they are on the wire, and what the prefix index needs of them. Pure.
 
-A message has three frames: topic, sequence number (8 bytes), and a batch in msgpack, `[time, [event, …], rank]`, of which
-each event is a map with its `type` (0.32, `vllm/distributed/kv_events.py`). Token ids, which make up most of a batch, are
-passed over without being decoded. Unknown fields are, too, and unknown types of events are counted.
+A message has three frames: topic, sequence number (8 bytes), and a batch in msgpack, `[time, [event, …], rank]`, of
+which each event is a map with its `type` (0.32, `vllm/distributed/kv_events.py`). Token ids, which make up most of a
+batch, are passed over without being decoded. Unknown fields are, too, and unknown types of events are counted.
 """
 
 import dataclasses

@@ -59,6 +59,7 @@ class Task(enum.StrEnum):
     HEALTH = "health"
     DISCOVERY = "discovery"
     PROOF = "proof"
+    EVENTS = "events"
 
 
 class Attempt(enum.StrEnum):

@@ -199,6 +199,15 @@ class Policy(Section):
     """Prompts surely shorter are computed on the decode node; 0 is never."""
 
 
+class Events(Section):
+    """KV events: nodes tell what they have cached."""
+
+    read: types.ReadEvents = types.ReadEvents.AUTO
+    """`auto`: where `policy.routing` is prefix or hybrid, and nodes publish events."""
+    token_ids_seconds: types.Seconds = Field(default=0.05, gt=0, le=60)
+    """For a node to tell a prompt's token ids; later, the request goes on without."""
+
+
 class Health(Section):
     """How nodes are watched."""
 
@@ -261,6 +270,7 @@ class Settings(BaseSettings):
     deadlines: Deadlines = Deadlines()
     limits: Limits = Limits()
     policy: Policy = Policy()
+    events: Events = Events()
     health: Health = Health()
     keys: Keys = Keys()
     log: Log = Log()

@@ -68,6 +68,15 @@ class Routing(OneOf):
     """The one that costs least, by what it can resume from; or the decode node alone, where that costs less."""
 
 
+class ReadEvents(OneOf):
+    """Whether nodes' KV events are read."""
+
+    AUTO = "auto"
+    """Where the policy goes by what nodes have cached."""
+    ON = "on"
+    OFF = "off"
+
+
 class Credential(OneOf):
     """What a node gets as its ``Authorization`` header."""
 
