@@ -15,7 +15,7 @@ from pdproxy.events.wire import BatchDecoder, EventBatch, InvalidBatch, Numbered
 from pdproxy.nodes.hashing import Hashing
 from pdproxy.observe.event_metrics import EventMetrics
 from pdproxy.observe.labels import BatchOutcome, CacheEventKind, Forgotten, Known
-from pdproxy.planning.block_hashes import HashAlgorithm, HashScheme, PromptHasher
+from pdproxy.planning.block_hashes import HashAlgorithm, HashScheme, PromptHasher, root_hash
 from pdproxy.planning.cache_events import BlocksRemoved, BlocksStored, CacheCleared, GroupKind
 from pdproxy.planning.prefix import Place
 from pdproxy.planning.prefix_index import PrefixIndex
@@ -46,10 +46,14 @@ class SchemeIndex:
 
 
 def scheme_of(hashing: Hashing) -> HashScheme | None:
-    """The scheme of a node; None where its hashes cannot be computed here."""
+    """The scheme of a node; None where its hashes cannot be computed here.
+
+    A node that does not tell its root is taken to have that of an environment without PYTHONHASHSEED.
+    """
     try:
         algorithm = HashAlgorithm(hashing.algorithm)
-        return HashScheme(algorithm, hashing.unit, hashing.block_size, hashing.root, hashing.drops_unit)
+        root = hashing.root or root_hash(algorithm)
+        return HashScheme(algorithm, hashing.unit, hashing.block_size, root, hashing.drops_unit)
     except ValueError:
         return None
 
@@ -107,6 +111,11 @@ class PlaceFeed:
             self._order = BatchOrder(batch.sequence - 1)
             self.take(batch)
 
+    def nothing_yet(self) -> None:
+        """The engine has published nothing since its start: it has nothing cached."""
+        if self.last < 0:
+            self.scheme.index.apply(self.place, CacheCleared())
+
     def is_last(self, batch: NumberedBatch) -> bool:
         """Whether this very batch was the last that was taken: the engine is the same as before."""
         return self._order.is_last(batch.sequence, zlib.crc32(batch.payload))
@@ -130,9 +139,9 @@ class PlaceFeed:
     @property
     def known(self) -> Known:
         """How much is known of it."""
-        if not self._order.begun:
-            return Known.NOTHING
-        return Known.ALL if self.scheme.index.known(self.place) else Known.PART
+        if self.scheme.index.known(self.place):
+            return Known.ALL
+        return Known.PART if self._order.begun else Known.NOTHING
 
     def status(self) -> PlaceStatus:
         """For operators."""
@@ -164,7 +173,7 @@ class PlaceFeed:
 
     def _apply(self, sequence: int, batch: EventBatch) -> None:
         index = self.scheme.index
-        if sequence == 0:
+        if sequence == 0 and not index.known(self.place):
             index.apply(self.place, CacheCleared())  # so it is known from its start
         if not self._order.begun:
             self._since = self._clock.now()

@@ -101,6 +101,7 @@ class Subscription:
             self._metrics.replayed(Replay.RESTARTED)
             self._feed.restarted()
             await self._replay(port, 0, same_engine=True)
+        self._feed.nothing_yet()
 
     async def _replay(self, port: int, first: int, *, same_engine: bool) -> bool:
         """Take all batches from ``first`` on; whether the engine is known to be, or found to be, the same as before."""

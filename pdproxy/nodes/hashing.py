@@ -6,15 +6,7 @@ same hashes can be computed anywhere.
 """
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping
-
-SHA256_CBOR = "sha256_cbor"
-"""The algorithm that vLLM documents as reproducible outside of Python (`--prefix-caching-hash-algo`)."""
-_STOCK_SEED = b"vllm-none-hash"
-"""What vLLM (0.32, `v1/core/kv_cache_utils.py`) hashes to get `NONE_HASH`, where PYTHONHASHSEED is not set."""
-_CBOR_TEXT = 0x60
-"""CBOR's type of a text of up to 23 bytes, to which its length is added (RFC 8949, 3)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,10 +14,10 @@ class Hashing:
     """The rule of one node.
 
     Attributes:
-        algorithm: vLLM's name for it.
+        algorithm: vLLM's name for it (`--prefix-caching-hash-algo`).
         unit: tokens for each hash.
         block_size: tokens in a block of the attention groups, a multiple of ``unit``.
-        root: the parent of a prompt's first hash.
+        root: the parent of a prompt's first hash; b"" where that is not told.
         drops_unit: lookups give up the last unit of a hit (EAGLE and MTP).
     """
 
@@ -47,18 +39,16 @@ def connector_hashing(labels: Mapping[str, str]) -> Hashing | None:
 
 def stock_hashing(labels: Mapping[str, str]) -> Hashing | None:
     """From the labels of vLLM's own `vllm:cache_config_info`, for a node without our connector; None where they make no
-    sense, or name an algorithm whose root is not known from here.
+    sense.
 
     vLLM does not tell the unit of a hybrid model without `--prefix-match-unit`: it is taken to be the attention block.
-    Nor does it tell `NONE_HASH`: PYTHONHASHSEED is taken not to be set. Where either is wrong, no hash is ever found,
-    which costs no more than having no index. Nor whether it speculates.
+    Nor does it tell `NONE_HASH`, nor whether lookups give up a unit. Where the unit is wrong, no hash is ever found,
+    which costs no more than having no index.
     """
     block_size = _number(labels, "effective_attention_block_size") or _number(labels, "block_size")
     unit = _number(labels, "prefix_match_unit") or block_size
-    if labels.get("prefix_caching_hash_algo") != SHA256_CBOR or not block_size or block_size % unit:
-        return None
-    seed = bytes((_CBOR_TEXT + len(_STOCK_SEED),)) + _STOCK_SEED
-    return Hashing(SHA256_CBOR, unit, block_size, hashlib.sha256(seed).digest())
+    algorithm = labels.get("prefix_caching_hash_algo", "")
+    return Hashing(algorithm, unit, block_size, b"") if algorithm and block_size and block_size % unit == 0 else None
 
 
 def _number(labels: Mapping[str, str], name: str) -> int:

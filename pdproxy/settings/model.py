@@ -203,7 +203,7 @@ class Events(Section):
     """KV events: nodes tell what they have cached."""
 
     read: types.ReadEvents = types.ReadEvents.AUTO
-    """`auto`: where `policy.routing` is prefix or hybrid, and nodes publish events."""
+    """Whether they are read; `auto`: where `policy.routing` is prefix or hybrid, and nodes publish them."""
     token_ids_seconds: types.Seconds = Field(default=0.05, gt=0, le=60)
     """For a node to tell a prompt's token ids; later, the request goes on without."""
 

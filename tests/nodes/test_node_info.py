@@ -175,7 +175,7 @@ def test_labels_that_make_no_sense_are_none(wrong: dict[str, str]) -> None:
 
 def test_a_node_without_our_connector_is_taken_to_hash_as_vllm_does_by_itself() -> None:
     read = read_hashing(line("vllm:cache_config_info", STOCK | {"prefix_match_unit": "16"}))
-    assert read == Hashing("sha256_cbor", 16, 256, ROOT)
-    assert read_hashing(line("vllm:cache_config_info", STOCK)) == Hashing("sha256_cbor", 256, 256, ROOT)
-    assert read_hashing(line("vllm:cache_config_info", STOCK | {"prefix_caching_hash_algo": "sha256"})) is None
+    assert read == Hashing("sha256_cbor", 16, 256, b"")
+    assert read_hashing(line("vllm:cache_config_info", STOCK)) == Hashing("sha256_cbor", 256, 256, b"")
+    assert read_hashing(line("vllm:cache_config_info", STOCK | {"prefix_match_unit": "24"})) is None
     assert read_hashing(b"") is None
