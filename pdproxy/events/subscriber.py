@@ -13,7 +13,7 @@ from pdproxy.clock import Clock
 from pdproxy.errors import NodeFault
 from pdproxy.events.places import PlaceCaches, scheme_of
 from pdproxy.events.sources import EventSource, read_sources
-from pdproxy.events.subscription import Subscription
+from pdproxy.events.subscription import WAITS, Subscription, Waits
 from pdproxy.nodes.node import Node, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import exchange
@@ -47,6 +47,7 @@ class EventSubscriber:
         clock: Clock,
         metrics: EventMetrics,
         headers: Headers = (),
+        waits: Waits = WAITS,
     ) -> None:
         self._pool = pool
         self._transport = transport
@@ -54,6 +55,7 @@ class EventSubscriber:
         self._clock = clock
         self._metrics = metrics
         self._headers = headers
+        self._waits = waits
         self._following: dict[str, tuple[Node, asyncio.Task[None]]] = {}
 
     async def run(self) -> None:
@@ -131,7 +133,7 @@ class EventSubscriber:
 
     def _subscription(self, node: Node, scheme: HashScheme, source: EventSource) -> Subscription:
         feed = self._caches.feed(Place(node.name, source.rank), source.publisher, scheme)
-        return Subscription(source, feed, self._metrics)
+        return Subscription(source, feed, self._metrics, self._waits)
 
     def _failed(self, node: Node, fault: NodeFault, failures: int) -> None:
         if failures == 1:

@@ -10,6 +10,7 @@ its last 10,000 batches, and has no snapshot of what is cached: a proxy that com
 """
 
 import asyncio
+import dataclasses
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.events.batch_order import Position
@@ -22,25 +23,44 @@ from pdproxy.transport.zmtp import SocketType, ZmtpConnection
 
 LONGEST_BATCH = 32 * 1024 * 1024
 """Bytes. A step of 64,000 tokens in five cache groups has 2 MB, the eviction of 100,000 blocks 10 MB."""
-CONNECT_SECONDS = 5.0
-REPLAY_SECONDS = 10.0
-"""Between two batches of a replay. The publisher looks for questions 10 times a second, and after each batch."""
-FIRST_CHECK_SECONDS = 1.0
-"""Of silence. What was published between the replay and the moment at which the publisher took the subscription in is
-found missing by then."""
-CHECK_SECONDS = 15.0
-"""Of silence, after which a replay shows whether anything was lost, and the engine is the same."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Waits:
+    """Seconds.
+
+    Attributes:
+        connect: until a connection stands.
+        replay: between two batches of a replay. The publisher looks for questions 10 times a second.
+        first_check: of silence after the first replay. What was published between that and the moment at which the
+            publisher took the subscription in is found missing by then.
+        check: of silence, after which a replay shows whether anything was lost, and the engine is the same.
+    """
+
+    connect: float = 5.0
+    replay: float = 10.0
+    first_check: float = 1.0
+    check: float = 15.0
+
+
+WAITS = Waits()
 
 
 class Subscription:
     """Follows one publisher into a feed until it fails. ``longest``: bytes of a message."""
 
     def __init__(
-        self, source: EventSource, feed: PlaceFeed, metrics: EventMetrics, longest: int = LONGEST_BATCH
+        self,
+        source: EventSource,
+        feed: PlaceFeed,
+        metrics: EventMetrics,
+        waits: Waits = WAITS,
+        longest: int = LONGEST_BATCH,
     ) -> None:
         self._source = source
         self._feed = feed
         self._metrics = metrics
+        self._waits = waits
         self._longest = longest
 
     async def run(self, caught_up: asyncio.Event) -> None:
@@ -61,14 +81,14 @@ class Subscription:
             live.close()
 
     async def _listen(self, live: ZmtpConnection) -> None:
-        patience = FIRST_CHECK_SECONDS
+        patience = self._waits.first_check
         message = asyncio.ensure_future(live.receive())
         try:
             while True:
                 done, _ = await asyncio.wait((message,), timeout=patience)
                 if not done:
                     await self._catch_up()
-                    patience = CHECK_SECONDS
+                    patience = self._waits.check
                     continue
                 frames, message = message.result(), asyncio.ensure_future(live.receive())
                 await self._take(frames)
@@ -109,7 +129,7 @@ class Subscription:
         try:
             connection.send(*replay_request(first))
             while True:
-                async with asyncio.timeout(REPLAY_SECONDS):
+                async with asyncio.timeout(self._waits.replay):
                     batch = self._numbered(await connection.receive())
                 if batch is None:
                     continue
@@ -124,9 +144,9 @@ class Subscription:
                 self._feed.take_after_gap(batch)
         except TimeoutError as error:
             self._metrics.replayed(Replay.UNANSWERED)
-            raise NodeFault(Fault.STALL, f"no end of a replay from port {port} in {REPLAY_SECONDS:g} s") from error
+            raise NodeFault(Fault.STALL, f"no end of a replay from port {port} in {self._waits.replay:g} s") from error
         finally:
             connection.close()
 
     async def _open(self, port: int, kind: SocketType) -> ZmtpConnection:
-        return await ZmtpConnection.open(self._source.host, port, kind, CONNECT_SECONDS, self._longest)
+        return await ZmtpConnection.open(self._source.host, port, kind, self._waits.connect, self._longest)
