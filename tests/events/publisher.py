@@ -54,7 +54,7 @@ class Publisher:
         for socket, port in zip((self._publish, self._replay), ports, strict=True):
             socket.setsockopt(zmq.LINGER, 0)
             socket.bind(f"tcp://{HOST}:{port or '*'}")
-            found.append(int(socket.getsockopt(zmq.LAST_ENDPOINT).decode().rpartition(":")[2]))
+            found.append(int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]))
         self.ports = (found[0], found[1])
         self.source = EventSource(rank, rank, HOST, found[0], found[1], b"")
         self.questions: list[int] = []
