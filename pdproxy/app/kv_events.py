@@ -12,7 +12,7 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
 from pdproxy.request import Headers, Json
 from pdproxy.settings.model import Settings
-from pdproxy.settings.types import ReadEvents, Routing
+from pdproxy.settings.types import BY_CACHE, ReadEvents
 from pdproxy.transport.port import Transport
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _PACKAGE = "msgspec"
-_USERS = frozenset({Routing.PREFIX, Routing.HYBRID})
-"""Policies that go by what nodes have cached."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,6 +66,6 @@ def _wanted(settings: Settings) -> bool:
     hint = f"the package {_PACKAGE} is missing: pip install 'pdproxy[events]' brings it (the proxy's image has it)."
     if read is ReadEvents.ON and not here:
         raise SettingsError(f"events.read is 'on', and {hint}")
-    if read is ReadEvents.AUTO and settings.policy.routing in _USERS and not here:
+    if read is ReadEvents.AUTO and settings.policy.routing in BY_CACHE and not here:
         _LOG.warning("What nodes have cached is estimated, for their KV events cannot be read: %s", hint)
-    return here and (read is ReadEvents.ON or (read is ReadEvents.AUTO and settings.policy.routing in _USERS))
+    return here and (read is ReadEvents.ON or (read is ReadEvents.AUTO and settings.policy.routing in BY_CACHE))

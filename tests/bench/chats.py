@@ -4,6 +4,7 @@ The pool, the plans and the policies are the proxy's own. The nodes are arithmet
 node computes one prompt after the other, from where it can resume. That is the end of the conversation's last prompt
 that it computed, as far as its cache still holds that one; else the end of the system prompt, from the third prompt on
 that begins with it there (a hybrid model's state is kept where a prompt ends, and at a branch point the second time).
+`prefix` and `hybrid` get no session keys, but what the proxy's own index knows of what was sent where.
 """
 
 import collections
@@ -17,11 +18,15 @@ from collections.abc import Iterator
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.node import Node, Role, hash64
 from pdproxy.nodes.pool import Pool
+from pdproxy.nodes.pool_entry import LegLoad
 from pdproxy.observe.labels import Affinity
 from pdproxy.planning.plan import PlanPolicy, plan
 from pdproxy.planning.plan_types import Plan, PlanInput
 from pdproxy.planning.policies import policy_named
-from pdproxy.settings.types import Routing
+from pdproxy.planning.prefix import HitSource, Place, PromptHits
+from pdproxy.planning.rates import Rates, Work
+from pdproxy.planning.text_index import Chain, Keeps, TextIndex, chain_of_text
+from pdproxy.settings.types import BY_CACHE, Routing
 from tests.fakes.clock import FakeClock
 
 PREFILL_RATE, DECODE_SECONDS = 8000.0, 1.5
@@ -106,6 +111,8 @@ class Simulation:
         self._policy = PlanPolicy(routing=policy_named(routing))
         self._caches = collections.defaultdict[str, Cache](lambda: Cache(tokens))
         self._turns = itertools.count()
+        self._index = TextIndex() if routing in BY_CACHE else None
+        self._rates = Rates()
         for role, count in ((Role.PREFILL, prefills), (Role.DECODE, decodes)):
             for index in range(count):
                 self.join(f"{role}-{index}", role)
@@ -142,17 +149,47 @@ class Simulation:
             yield dice.expovariate(1 / traffic.pause)
 
     def _turn(self, number: int, prompt: int, traffic: Traffic) -> Iterator[float]:
-        needs = PlanInput("m", session=hash64(f"conversation {number}"))
-        chosen = plan(self.pool.snapshot(), needs, self._policy, next(self._turns))
+        chain = _chain(number, prompt, traffic)
+        chosen = plan(self.pool.snapshot(), self._needs(number, chain), self._policy, next(self._turns))
         assert chosen.prefill is not None
-        with self.pool.acquire(chosen.decode.name):
-            with self.pool.acquire(chosen.prefill.name):
+        self._sent(chain, chosen)
+        queued = 0 if chosen.decision is None else chosen.decision.computed
+        with self.pool.acquire(chosen.decode.name, LegLoad(held=prompt)):
+            with self.pool.acquire(chosen.prefill.name, LegLoad(queued=queued)):
                 cache, now = self._caches[chosen.prefill.name], self.clock.now()
                 computed = cache.compute(number, number % traffic.systems, traffic.system, prompt)
                 cache.free_at = max(now, cache.free_at) + computed / PREFILL_RATE
                 self.result.add(chosen, prompt, computed, cache.free_at - now)
                 yield cache.free_at - now
+            self._rates.computed(Work.PREFILL, Place(chosen.prefill.name), computed, now, self.clock.now())
+            if self._index is not None:
+                self._index.counted(chain, prompt)
             yield DECODE_SECONDS
+
+    def _needs(self, number: int, chain: Chain) -> PlanInput:
+        if self._index is None:
+            return PlanInput("m", session=hash64(f"conversation {number}"))
+        hits = self._index.look_up(chain, self.clock.now())
+        prefix = PromptHits(self._index.tokens(chain), HitSource.APPROXIMATION, hits)
+        return PlanInput("m", prefix=prefix, rates=self._rates)
+
+    def _sent(self, chain: Chain, chosen: Plan) -> None:
+        if self._index is not None and chosen.prefill is not None:
+            self._index.sent(chain, Place(chosen.prefill.name), Keeps.ALL, self.clock.now())
+            self._index.sent(chain, Place(chosen.decode.name), Keeps.NONE, self.clock.now())
+
+
+def _chain(number: int, prompt: int, traffic: Traffic) -> Chain:
+    """Of a prompt of a conversation: its system prompt, and messages of its own; a byte for each token."""
+    parts, left = [b"%d" % (number % traffic.systems) * traffic.system], prompt - traffic.system
+    for turn in itertools.count():
+        parts.append((b"%d %d " % (number, turn) * traffic.question)[: traffic.question])
+        left -= traffic.question
+        if left <= 0:
+            return chain_of_text("m", "", parts)
+        parts.append((b"%d %d answer " % (number, turn) * traffic.answer)[: traffic.answer])
+        left -= traffic.answer
+    raise AssertionError("a prompt ends with a question")
 
 
 def main() -> None:
