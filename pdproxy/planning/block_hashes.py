@@ -203,5 +203,5 @@ def _head(major: int, argument: int) -> bytes:
     """An item's type and its number, in the fewest bytes. Raises OverflowError beyond 64 bits."""
     if argument < 24:
         return bytes((major | argument,))
-    size = 1 << max(0, ((argument.bit_length() - 1) >> 3).bit_length())
-    return bytes((major | (23 + size.bit_length()),)) + argument.to_bytes(size, "big")
+    doubled = min(((argument.bit_length() - 1) >> 3).bit_length(), 3)
+    return bytes((major | (24 + doubled),)) + argument.to_bytes(1 << doubled, "big")
