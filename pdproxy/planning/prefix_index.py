@@ -244,9 +244,9 @@ class PrefixIndex:
 
     def _states(self, hashes: Sequence[int], tokens: int) -> list[tuple[int, int]]:
         """Boundaries before the prompt's last token at which places have a state, and which; the deepest first."""
-        hashes = hashes[: (tokens - 1) // self.scheme.unit]
-        ends = enumerate(self._holders(GroupKind.STATE, hashes), 1)
-        return [(at * self.scheme.unit, mask) for at, mask in ends if mask][::-1]
+        unit = self.scheme.unit
+        masks = self._holders(GroupKind.STATE, hashes[: (tokens - 1) // unit])
+        return [(at * unit, mask) for at, mask in enumerate(masks, 1) if mask][::-1]
 
     def _named(self, mask: int) -> Iterator[Place]:
         while mask:

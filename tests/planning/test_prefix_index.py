@@ -3,6 +3,7 @@
 That it finds what vLLM finds is shown in `tests/vllm_compat/test_prefix_index.py`.
 """
 
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -157,11 +158,19 @@ def test_a_group_that_changes_its_kind_is_another_engine_s() -> None:
 
 
 def test_what_comes_and_goes_for_a_long_time_leaves_nothing() -> None:
-    index = index_with(stored(ATTENTION, PROMPT))
-    for turn in range(5000):
-        index.apply(P, stored(ATTENTION, [turn]))
-        index.apply(P, BlocksRemoved(0, (turn,)))
-    assert len(index) == len(PROMPT)
+    index, passing = PrefixIndex(scheme(), most_blocks=1200), range(1000, 1500)
+    index.apply(P, stored(ATTENTION, PROMPT))
+    tracemalloc.start()
+    for _ in range(25):
+        index.apply(P, stored(ATTENTION, passing))
+        index.apply(P, stored(ATTENTION, passing))
+        index.apply(P, BlocksRemoved(0, tuple(passing)))
+        assert index.blocks(P, ATTENTION) == len(PROMPT) + len(passing)
+        index.apply(P, BlocksRemoved(0, tuple(passing)))
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 90_000, "fifty times as many hashes came and went"
+    assert len(index) == index.blocks(P, ATTENTION) == len(PROMPT)
     index.forget(P)
     assert not len(index)
 
@@ -207,6 +216,20 @@ def test_of_a_place_never_heard_of_it_is_all_that_is_known() -> None:
 )
 def test_what_vllm_keeps_of_a_prompt(tokens: int, unit: int, drops_unit: bool, kept: Hit) -> None:
     assert PrefixIndex(scheme(unit, drops_unit=drops_unit)).after_prefill(tokens) == kept
+
+
+def test_a_prompt_of_which_nothing_is_kept_is_not_expected() -> None:
+    index = PrefixIndex(scheme())
+    index.expect(P, PROMPT[:3], Hit(0, 0), until=5.0)
+    assert hit(index) == Hit(0, 0)
+
+
+def test_a_forgotten_place_s_expectations_are_not_another_s() -> None:
+    index = index_with(stored(ATTENTION, blocks(2)))
+    index.expect(P, PROMPT, Hit(18, 0), until=5.0)
+    index.forget(P)
+    index.expect(Q, PROMPT, Hit(18, 0), until=9.0)
+    assert index.look_up(PROMPT, TOKENS, 6.0) == {Q: Hit(18, 0)}
 
 
 # ---- against a plain model
