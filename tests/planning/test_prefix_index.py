@@ -175,6 +175,13 @@ def test_what_comes_and_goes_for_a_long_time_leaves_nothing() -> None:
     assert not len(index)
 
 
+def test_blocks_of_another_size_are_counted() -> None:
+    sizes = (BLOCK, UNIT, 16)
+    index = index_with(*(BlocksStored(0, ATTENTION, (tokens,), tokens) for tokens in sizes))
+    index.apply(P, BlocksStored(1, STATE, (1,), 16))
+    assert index.counts.unfit_blocks == 1
+
+
 # ---- what is expected
 
 

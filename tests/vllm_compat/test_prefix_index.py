@@ -138,12 +138,21 @@ class Engine:
 
     def finds(self, salt: str | None, prompt: list[int]) -> Hit:
         """What vLLM counts as its own: for a request with a ticket, and for one without."""
-        sampling = SamplingParams(max_tokens=1)
-        request = Request("look", prompt, sampling, None, cache_salt=salt, block_hasher=self.node.hasher)
+        request = self._request(salt, prompt)
         return Hit(
             attention=self.manager.get_computed_blocks_for_connector(request)[1],
             resume=self.manager.get_computed_blocks(request)[1],
         )
+
+    def attention(self, salt: str | None, prompt: list[int]) -> int:
+        """The same of attention alone, wherever there are states; for hybrid models."""
+        coordinator, request = self.manager.coordinator, self._request(salt, prompt)
+        _, hits = coordinator.find_longest_cache_hit_per_group(request.block_hashes, len(prompt) - 1)
+        return int(hits[coordinator.full_attention_group_id])
+
+    def _request(self, salt: str | None, prompt: list[int]) -> Request:
+        sampling = SamplingParams(max_tokens=1)
+        return Request("look", prompt, sampling, None, cache_salt=salt, block_hasher=self.node.hasher)
 
 
 def use_eagle(scheduler: Any) -> None:
@@ -213,3 +222,22 @@ def test_two_engines_of_different_models_in_one_index() -> None:
     for engine in engines:
         index.forget(engine.place)
     assert not len(index)
+
+
+@pytest.mark.parametrize("name", ["hybrid", "hybrid, EAGLE", "hybrid, unit, many groups"])
+def test_after_a_gap_it_never_says_more_than_there_is(name: str) -> None:
+    """What was cached before counts when it is published again; its removal takes nothing else along."""
+    model = MODELS[name]
+    engine, hasher, hits = Engine(model, PrefixIndex(model.scheme), seed=8), PromptHasher(model.scheme), 0
+    for turn in range(TURNS):
+        if turn % 10 == 9:
+            engine.events.index.forget(engine.place)
+        engine.live()
+        for salt, prompt in engine.prompts():
+            hashes = hasher.hashes(prompt, PromptExtras(salt=salt)) or ()
+            hit = engine.events.index.look_up(hashes, len(prompt), 0.0).get(engine.place, NOTHING)
+            assert hit.resume <= engine.finds(salt, prompt).resume
+            assert hit.attention <= engine.attention(salt, prompt)
+            hits += hit.resume > 0
+    assert hits > TURNS // 10
+    assert engine.events.index.counts.unknown_removes
