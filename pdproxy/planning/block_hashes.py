@@ -120,13 +120,13 @@ class PromptHasher:
     def hashes(self, ids: Sequence[int], extras: PromptExtras = PLAIN) -> tuple[int, ...] | None:
         """One hash of 64 bits for each whole unit of the prompt, in the prompt's order.
 
-        None where they cannot be known: see above, and token ids that do not fit into 64 bits.
+        None where they cannot be known: see above, token ids that do not fit into 64 bits, and text that is no Unicode.
         """
         if extras.media and self.scheme.algorithm is HashAlgorithm.SHA256:
             return None
         try:
             return tuple(int.from_bytes(digest[-_LOW:], "big") for digest in self._digests(ids, extras))
-        except OverflowError:
+        except (OverflowError, UnicodeEncodeError):
             return None
 
     def _digests(self, ids: Sequence[int], extras: PromptExtras) -> Iterator[bytes]:
@@ -203,5 +203,5 @@ def _head(major: int, argument: int) -> bytes:
     """An item's type and its number, in the fewest bytes. Raises OverflowError beyond 64 bits."""
     if argument < 24:
         return bytes((major | argument,))
-    size = 1 << max(0, ((argument.bit_length() - 1) >> 3).bit_length())
-    return bytes((major | (23 + size.bit_length()),)) + argument.to_bytes(size, "big")
+    doubled = min(((argument.bit_length() - 1) >> 3).bit_length(), 3)
+    return bytes((major | (24 + doubled),)) + argument.to_bytes(1 << doubled, "big")

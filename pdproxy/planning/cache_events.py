@@ -38,7 +38,7 @@ class BlocksStored:
     Attributes:
         group: `group_idx`; 0 where the event names none.
         hashes: of the prefixes that end with these blocks.
-        tokens: of one block; of a unit where the event is of a part of a block. Not used by the index.
+        tokens: of one block; of one unit of the hashes, where the event is of a part of a block.
     """
 
     group: int

@@ -37,10 +37,13 @@ class IndexCounts:
 
     Attributes:
         unknown_removes: blocks that a place removed and was not known to hold: usual for one not known from its start.
+        unfit_blocks: blocks of attention that have neither the scheme's block size nor its unit: the place may hash
+            otherwise than it is taken to, and then nothing of any prompt is found there.
         overflows: how often a place was forgotten because it published more than `MOST_BLOCKS`.
     """
 
     unknown_removes: int = 0
+    unfit_blocks: int = 0
     overflows: int = 0
 
 
@@ -172,6 +175,8 @@ class PrefixIndex:
                 self.forget(place)
                 record = self._record(place)
             self._join(record, event.group, event.kind)
+        if event.kind is GroupKind.ATTENTION and event.tokens not in (self.scheme.block_size, self.scheme.unit):
+            self.counts.unfit_blocks += len(event.hashes)
         holders.add(record.bit, event.group, event.hashes)
         if holders.blocks(record.bit) > self._most_blocks:
             self.counts.overflows += 1
@@ -244,9 +249,9 @@ class PrefixIndex:
 
     def _states(self, hashes: Sequence[int], tokens: int) -> list[tuple[int, int]]:
         """Boundaries before the prompt's last token at which places have a state, and which; the deepest first."""
-        hashes = hashes[: (tokens - 1) // self.scheme.unit]
-        ends = enumerate(self._holders(GroupKind.STATE, hashes), 1)
-        return [(at * self.scheme.unit, mask) for at, mask in ends if mask][::-1]
+        unit = self.scheme.unit
+        masks = self._holders(GroupKind.STATE, hashes[: (tokens - 1) // unit])
+        return [(at * unit, mask) for at, mask in enumerate(masks, 1) if mask][::-1]
 
     def _named(self, mask: int) -> Iterator[Place]:
         while mask:
