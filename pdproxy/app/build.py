@@ -34,6 +34,7 @@ from pdproxy.observe.tracing import TracedApp, tracing_of
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
 from pdproxy.orchestration.known_answer import KnownAnswer
 from pdproxy.orchestration.orchestrator import Orchestrator
+from pdproxy.orchestration.prefix_source import CombinedSource
 from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.orchestration.text_prefix_source import TextPrefixSource
 from pdproxy.planning.policies import policy_named
@@ -77,11 +78,11 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     h1_transport, preflight_transport = H1Transport(clock, node_tls), HttpxTransport(node_tls)
     transport = TracedTransport(h1_transport, tracing.tracer) if tracing else h1_transport
     drainer = Drainer(pool, clock, settings.deadlines.drain)
-    context = _orchestration_context(settings, transport, pool, metrics, clock)
+    events = kv_events(settings, pool, transport, clock, metrics, headers)
+    context = _orchestration_context(settings, transport, pool, metrics, clock, events)
     background_tasks = BackgroundTasks(context)
     orchestrator = Orchestrator(context, background_tasks)
     handler = _request_handler(settings, orchestrator, context, credential)
-    events = kv_events(settings, pool, transport, clock, metrics, headers)
     operators = admin_app(_admin_context(settings, context, drainer, registry, leaving, events))
     test = KnownAnswer(context, background_tasks, headers)
     prover = Prover(pool, test, clock) if settings.health.first_hand_over is FirstHandOver.KNOWN_ANSWER else None
@@ -127,12 +128,18 @@ def _pool(settings: Settings, clock: SystemClock, metrics: Metrics) -> Pool:
 
 
 def _orchestration_context(
-    settings: Settings, transport: Transport, pool: Pool, metrics: Metrics, clock: Clock
+    settings: Settings,
+    transport: Transport,
+    pool: Pool,
+    metrics: Metrics,
+    clock: Clock,
+    events: KvEvents | None,
 ) -> OrchestrationContext:
     config = orchestration_config(settings)
     if settings.policy.routing not in BY_CACHE:
         return OrchestrationContext(transport, pool, metrics, clock, config)
-    source = TextPrefixSource(pool, clock)
+    estimate = TextPrefixSource(pool, clock)
+    source = CombinedSource(events.source, estimate) if events else estimate
     return OrchestrationContext(transport, pool, metrics, clock, config, rates=Rates(), prefix_source=source)
 
 

@@ -1,11 +1,11 @@
-"""What places have cached of a request's prompt, from their KV events: a `PrefixSource` of the orchestration.
+"""What places have cached of a request's prompt, from their KV events: an `ExactSource` of the orchestration.
 
 A look-up may take a call to a node, for the prompt's token ids. So it is not made where nothing can come of it: of a
 prompt that is shorter than a block, where there is one place of each role, or where no place's events are read.
 """
 
 import dataclasses
-from collections import OrderedDict
+import weakref
 from collections.abc import Sequence
 
 from pdproxy.clock import Clock
@@ -24,8 +24,6 @@ EXPECTED_SECONDS = 30.0
 """For how long what was routed to a place counts as cached there, unless its events say so before."""
 MOST_TOKENS = 1 << 18
 """Longer prompts are not looked up: nothing else runs while one is hashed, about a millisecond for 10,000 tokens."""
-MOST_HASHES = 1 << 19
-"""Hashes that are kept of prompts that were looked up and may yet be routed; about 40 bytes each."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,9 +40,7 @@ class _Prompt:
 
     tokens: int
     hashes: tuple[tuple[SchemeIndex, Sequence[int]], ...]
-
-    def size(self) -> int:
-        return sum(len(hashes) for _, hashes in self.hashes)
+    asked: "weakref.ref[SubRequest]"
 
 
 class EventPrefixSource:
@@ -55,8 +51,8 @@ class EventPrefixSource:
         self._caches = caches
         self._token_ids = token_ids
         self._clock = clock
-        self._prompts: OrderedDict[tuple[float, str], _Prompt] = OrderedDict()
-        self._kept_hashes = 0
+        self._prompts: dict[int, _Prompt] = {}
+        """By the identity of a sub-request, while that lives."""
 
     async def look_up(self, sub_request: SubRequest) -> PromptHits | None:
         """What is cached of the prompt; None where nothing is known, or it is not worth its cost. Never raises."""
@@ -68,18 +64,20 @@ class EventPrefixSource:
             return None
         extras = _extras(sub_request.body)
         hashed = [(scheme, scheme.hasher.hashes(ids, extras)) for scheme in candidates.schemes]
-        prompt = _Prompt(len(ids), tuple((scheme, hashes) for scheme, hashes in hashed if hashes is not None))
-        if not prompt.hashes:
+        known = tuple((scheme, hashes) for scheme, hashes in hashed if hashes is not None)
+        if not known:
             return None
-        self._keep(sub_request, prompt)
+        key = id(sub_request)
+        over = weakref.ref(sub_request, lambda _: self._prompts.pop(key, None))
+        self._prompts[key] = _Prompt(len(ids), known, over)
         hits: dict[Place, Hit] = {}
-        for scheme, hashes in prompt.hashes:
+        for scheme, hashes in known:
             hits.update(scheme.index.look_up(hashes, len(ids), self._clock.now()))
         return PromptHits(len(ids), HitSource.EVENTS, hits)
 
     def routed(self, sub_request: SubRequest, plan: Plan) -> None:
         """The request goes there: its places count as having the prompt, until their events say so, or for a while."""
-        prompt = self._prompts.get(_key(sub_request))
+        prompt = self._prompts.get(id(sub_request))
         if prompt is None:
             return
         if plan.prefill is not None:
@@ -87,6 +85,10 @@ class EventPrefixSource:
         # A decode node keeps the state that it pulled where hand-overs end at a boundary that it can name.
         keeps_state = plan.prefill is None or plan.decode.prefix_match_unit > 0
         self._expect(prompt, plan.decode, plan.decode_rank, state=keeps_state)
+
+    def reads(self, node: str) -> bool:
+        """Whether what this node has cached is known from its events, in part at least."""
+        return any(feed.known is not Known.NOTHING for feed in self._caches.of_node(node))
 
     def _expect(self, prompt: _Prompt, node: Node, rank: int | None, *, state: bool) -> None:
         scheme = self._caches.scheme(node.hashing)
@@ -118,20 +120,6 @@ class EventPrefixSource:
         """The scheme of a node of which anything is known."""
         feeds = self._caches.of_node(view.node.name)
         return next((feed.scheme for feed in feeds if feed.known is not Known.NOTHING), None)
-
-    def _keep(self, sub_request: SubRequest, prompt: _Prompt) -> None:
-        key = _key(sub_request)
-        before = self._prompts.pop(key, None)
-        self._prompts[key] = prompt
-        self._kept_hashes += prompt.size() - (before.size() if before else 0)
-        while self._kept_hashes > MOST_HASHES and len(self._prompts) > 1:
-            _, oldest = self._prompts.popitem(last=False)
-            self._kept_hashes -= oldest.size()
-
-
-def _key(sub_request: SubRequest) -> tuple[float, str]:
-    """Clients choose names, and may repeat them."""
-    return sub_request.request.arrived, sub_request.name
 
 
 def _is_short(body: Json, schemes: Sequence[SchemeIndex]) -> bool:
