@@ -4,6 +4,7 @@ A look-up may take a call to a node, for the prompt's token ids. So it is not ma
 prompt that is shorter than a block, where there is one place of each role, or where no place's events are read.
 """
 
+import asyncio
 import dataclasses
 import weakref
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,9 @@ from pdproxy.request import Json, SubRequest
 EXPECTED_SECONDS = 30.0
 """For how long what was routed to a place counts as cached there, unless its events say so before."""
 MOST_TOKENS = 1 << 18
-"""Longer prompts are not looked up: nothing else runs while one is hashed, about a millisecond for 10,000 tokens."""
+"""Longer prompts are not looked up."""
+LONG_PROMPT = 4096
+"""Tokens from which on a prompt is hashed in a thread: that takes milliseconds, in which streams would stand still."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class EventPrefixSource:
         if ids is None or len(ids) > MOST_TOKENS:
             return None
         extras = _extras(sub_request.body)
-        hashed = [(scheme, scheme.hasher.hashes(ids, extras)) for scheme in candidates.schemes]
+        hashed = [(scheme, await _hashes(scheme, ids, extras)) for scheme in candidates.schemes]
         known = tuple((scheme, hashes) for scheme, hashes in hashed if hashes is not None)
         if not known:
             return None
@@ -123,6 +126,12 @@ class EventPrefixSource:
         """The scheme of a node of which anything is known."""
         feeds = self._caches.of_node(view.node.name)
         return next((feed.scheme for feed in feeds if feed.known is not Known.NOTHING), None)
+
+
+async def _hashes(scheme: SchemeIndex, ids: Sequence[int], extras: PromptExtras) -> Sequence[int] | None:
+    if len(ids) < LONG_PROMPT:
+        return scheme.hasher.hashes(ids, extras)
+    return await asyncio.to_thread(scheme.hasher.hashes, ids, extras)
 
 
 def covered_tokens(node: Node, tokens: int) -> int:

@@ -226,3 +226,12 @@ def test_a_hand_over_ends_at_a_boundary(tokens: int, unit: int, drops: bool, cov
     hashing = dataclasses.replace(HASHING, drops_unit=drops)
     node = Node("p", "http://p", Role.PREFILL, prefix_match_unit=unit, hashing=hashing)
     assert covered_tokens(node, tokens) == covered
+
+
+async def test_a_long_prompt_is_looked_up_like_a_short_one() -> None:
+    world = World()
+    ids = tuple(at % 1000 for at in range(5000))
+    world.tell("p0", *(stored(each, group=ATTENTION) for each in hashes(ids)[3:403:4]))
+    found = await world.source.look_up(request(ids))
+    assert found is not None
+    assert dict(found.hits) == {Place("p0"): Hit(1600, 1600)}
