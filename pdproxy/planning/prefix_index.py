@@ -27,8 +27,10 @@ from pdproxy.planning.block_holders import BlockHolders
 from pdproxy.planning.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, GroupKind
 from pdproxy.planning.prefix import Hit, Place
 
-MOST_BLOCKS = 1 << 20
-"""Blocks of one place and kind. More than any node has: whoever publishes more is not believed."""
+MOST_BLOCKS = 1 << 19
+"""Blocks of one place and kind, 45 MB. More than any node has: whoever publishes more is not believed."""
+_MOST_GROUPS = 256
+"""Cache groups of one place."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -39,7 +41,7 @@ class IndexCounts:
         unknown_removes: blocks that a place removed and was not known to hold: usual for one not known from its start.
         unfit_blocks: blocks of attention that have neither the scheme's block size nor its unit: the place may hash
             otherwise than it is taken to, and then nothing of any prompt is found there.
-        overflows: how often a place was forgotten because it published more than `MOST_BLOCKS`.
+        overflows: how often a place was forgotten because it published more blocks or groups than any node has.
     """
 
     unknown_removes: int = 0
@@ -178,7 +180,7 @@ class PrefixIndex:
         if event.kind is GroupKind.ATTENTION and event.tokens not in (self.scheme.block_size, self.scheme.unit):
             self.counts.unfit_blocks += len(event.hashes)
         holders.add(record.bit, event.group, event.hashes)
-        if holders.blocks(record.bit) > self._most_blocks:
+        if holders.blocks(record.bit) > self._most_blocks or len(record.kinds) > _MOST_GROUPS:
             self.counts.overflows += 1
             self.forget(place)
 

@@ -3,6 +3,7 @@
 That it finds what vLLM finds is shown in `tests/vllm_compat/test_prefix_index.py`.
 """
 
+import os
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ UNIT, BLOCK = 2, 6
 P, Q, R = Place("p"), Place("q"), Place("q", 1)
 PROMPT = tuple(range(100, 112))
 """Twelve hashes: four blocks of three units of two tokens."""
+EXAMPLES = int(os.environ.get("FUZZED", "60"))
 TOKENS = len(PROMPT) * UNIT + 1
 
 
@@ -149,6 +151,12 @@ def test_a_place_that_publishes_more_than_any_can_hold_is_forgotten() -> None:
     assert index.blocks(P, ATTENTION) == 900
     index.apply(P, stored(ATTENTION, range(900, 1800)))
     assert (len(index), index.counts.overflows, index.known(P), index.blocks(P, ATTENTION)) == (0, 1, False, 0)
+
+
+def test_nor_does_any_have_so_many_groups() -> None:
+    index = index_with(*(stored(STATE, [1], group) for group in range(300)))
+    assert index.counts.overflows == 1
+    assert index.blocks(P, STATE) == 1
 
 
 def test_a_group_that_changes_its_kind_is_another_engine_s() -> None:
@@ -285,7 +293,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=max(60, settings().max_examples))
+@settings(max_examples=EXAMPLES)
 @given(st.lists(st.tuples(st.sampled_from([P, Q, R]), EVENTS), max_size=40), st.integers(1, TOKENS))
 def test_it_is_what_the_places_said(events: list[tuple[Place, CacheEvent]], tokens: int) -> None:
     index, spoken = PrefixIndex(scheme()), {place: Spoken() for place in (P, Q, R)}

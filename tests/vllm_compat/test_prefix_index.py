@@ -29,7 +29,7 @@ from pdproxy.planning.prefix import Hit, Place
 from pdproxy.planning.prefix_index import PrefixIndex
 from tests.connector.harness import BLOCK, DENSE, HYBRID, ONE_BEHIND, at_pace, attention, make_node, state
 
-TURNS = int(os.environ.get("FUZZED", "60"))
+TURNS = int(os.environ.get("FUZZED", "45"))
 NOTHING = Hit(0, 0)
 ROOT = root_hash(HashAlgorithm.SHA256, os.environ.get("PYTHONHASHSEED", DEFAULT_SEED))
 
