@@ -5,9 +5,7 @@ That it finds what vLLM finds is shown in `tests/vllm_compat/test_prefix_index.p
 
 import os
 import tracemalloc
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 
 import pytest
 from hypothesis import given, settings
@@ -17,14 +15,10 @@ from pdproxy.planning.block_hashes import HashAlgorithm, HashScheme
 from pdproxy.planning.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, GroupKind, group_kind
 from pdproxy.planning.prefix import Hit, Place
 from pdproxy.planning.prefix_index import PrefixIndex
+from tests.planning.plain_cache import ATTENTION, BLOCK, PROMPT, STATE, TOKENS, UNIT, PlainCache
 
-ATTENTION, STATE = GroupKind.ATTENTION, GroupKind.STATE
-UNIT, BLOCK = 2, 6
 P, Q, R = Place("p"), Place("q"), Place("q", 1)
-PROMPT = tuple(range(100, 112))
-"""Twelve hashes: four blocks of three units of two tokens."""
 EXAMPLES = int(os.environ.get("FUZZED", "60"))
-TOKENS = len(PROMPT) * UNIT + 1
 
 
 def scheme(unit: int = UNIT, *, drops_unit: bool = False) -> HashScheme:
@@ -250,41 +244,6 @@ def test_a_forgotten_place_s_expectations_are_not_another_s() -> None:
 # ---- against a plain model
 
 
-@dataclass
-class Spoken:
-    """What a place said, and how vLLM looks a prompt up in that."""
-
-    kinds: dict[int, GroupKind] = field(default_factory=dict)
-    copies: Counter[tuple[int, int]] = field(default_factory=Counter)
-
-    def take(self, event: BlocksStored | BlocksRemoved) -> None:
-        assert event.group is not None
-        if isinstance(event, BlocksStored):
-            self.kinds[event.group] = event.kind
-            self.copies.update((event.group, each) for each in event.hashes)
-            return
-        for each in event.hashes:
-            if self.copies[event.group, each]:
-                self.copies[event.group, each] -= 1
-
-    def has(self, kind: GroupKind, each: int) -> bool:
-        groups = [group for group, known in self.kinds.items() if known is kind]
-        return bool(groups) and all(self.copies[group, each] for group in groups)
-
-    def hit(self, hashes: Sequence[int], tokens: int) -> Hit:
-        units = [*range(UNIT, tokens, UNIT)]
-        attention = 0
-        while attention + BLOCK in units and self.has(ATTENTION, hashes[(attention + BLOCK) // UNIT - 1]):
-            attention += BLOCK
-        inside = [end for end in units if attention < end < attention + BLOCK]
-        attention = max([end for end in inside if self.has(ATTENTION, hashes[end // UNIT - 1])], default=attention)
-        if STATE not in self.kinds.values():
-            return Hit(attention, attention)
-        states = [end for end in units if self.has(STATE, hashes[end // UNIT - 1])]
-        resume = max([end for end in states if end <= attention], default=0)
-        return Hit(resume if max(states, default=0) > attention else attention, resume)
-
-
 EVENTS = st.one_of(
     st.builds(BlocksStored, st.sampled_from([0, 1]), st.just(ATTENTION), st.lists(st.sampled_from(PROMPT)), st.just(0)),
     st.builds(BlocksStored, st.sampled_from([2, 3]), st.just(STATE), st.lists(st.sampled_from(PROMPT)), st.just(0)),
@@ -296,13 +255,13 @@ EVENTS = st.one_of(
 @settings(max_examples=EXAMPLES)
 @given(st.lists(st.tuples(st.sampled_from([P, Q, R]), EVENTS), max_size=40), st.integers(1, TOKENS))
 def test_it_is_what_the_places_said(events: list[tuple[Place, CacheEvent]], tokens: int) -> None:
-    index, spoken = PrefixIndex(scheme()), {place: Spoken() for place in (P, Q, R)}
+    index, plain = PrefixIndex(scheme()), {place: PlainCache() for place in (P, Q, R)}
     for place, event in events:
         index.apply(place, event)
         if isinstance(event, CacheCleared):
-            spoken[place] = Spoken()
+            plain[place] = PlainCache()
         else:
-            spoken[place].take(event)
-        wanted: Mapping[Place, Hit] = {place: said.hit(PROMPT, tokens) for place, said in spoken.items()}
+            plain[place].take(event)
+        wanted: Mapping[Place, Hit] = {place: said.hit(PROMPT, tokens) for place, said in plain.items()}
         wanted = {place: each for place, each in wanted.items() if each != Hit(0, 0)}
         assert index.look_up(PROMPT[: tokens // UNIT], tokens, 0.0) == wanted
