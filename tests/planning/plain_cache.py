@@ -35,14 +35,14 @@ class PlainCache:
         groups = [group for group, known in self.kinds.items() if known is kind]
         return bool(groups) and all(self.copies[group, each] for group in groups)
 
-    def hit(self, hashes: Sequence[int], tokens: int) -> Hit:
+    def hit(self, hashes: Sequence[int], tokens: int, *, hybrid: bool) -> Hit:
         units = [*range(UNIT, tokens, UNIT)]
         attention = 0
         while attention + BLOCK in units and self.has(ATTENTION, hashes[(attention + BLOCK) // UNIT - 1]):
             attention += BLOCK
         inside = [end for end in units if attention < end < attention + BLOCK]
         attention = max([end for end in inside if self.has(ATTENTION, hashes[end // UNIT - 1])], default=attention)
-        if STATE not in self.kinds.values():
+        if not hybrid:
             return Hit(attention, attention)
         states = [end for end in units if self.has(STATE, hashes[end // UNIT - 1])]
         resume = max([end for end in states if end <= attention], default=0)

@@ -3,6 +3,7 @@
 That it finds what vLLM finds is shown in `tests/vllm_compat/test_prefix_index.py`.
 """
 
+import dataclasses
 import os
 import tracemalloc
 from collections.abc import Iterable, Mapping
@@ -80,6 +81,23 @@ def test_an_event_without_a_hash_tells_of_a_state_group() -> None:
     assert hit(index_with(stored(ATTENTION, blocks(2)), stored(STATE, []))) == Hit(12, 0)
 
 
+def test_a_place_that_shows_no_state_group_may_have_one_if_another_shows_one() -> None:
+    index = index_with(stored(ATTENTION, blocks(2)))
+    index.apply(Q, stored(STATE, []))
+    assert hit(index) == Hit(12, 0)
+
+
+@pytest.mark.parametrize(("states", "wanted"), [(True, Hit(12, 0)), (False, Hit(12, 12))])
+def test_whether_there_are_states_is_told_or_learned(states: bool, wanted: Hit) -> None:
+    index = PrefixIndex(dataclasses.replace(scheme(), states=states))
+    index.expect(P, PROMPT, Hit(12, 0), until=1.0)
+    assert hit(index) == wanted
+    index.apply(P, stored(ATTENTION, blocks(2)))
+    assert hit(index) == wanted
+    index.apply(P, stored(STATE, []))
+    assert hit(index) == Hit(12, 0)
+
+
 def test_a_state_deeper_than_the_attention_leaves_a_ticket_what_all_groups_share() -> None:
     index = index_with(stored(ATTENTION, blocks(2)), stored(STATE, [ends_at(6), ends_at(20)]))
     assert hit(index) == Hit(6, 6)
@@ -128,8 +146,8 @@ def test_a_place_s_bit_can_be_another_s() -> None:
     index.apply(Q, stored(ATTENTION, blocks(1)))
     index.forget(P)
     index.apply(R, stored(ATTENTION, blocks(2)))
-    assert index.look_up(PROMPT, TOKENS, 0.0) == {Q: Hit(6, 6), R: Hit(12, 12)}
-    assert index.look_up(PROMPT, TOKENS, 10.0) == {Q: Hit(6, 6), R: Hit(12, 12)}
+    assert index.look_up(PROMPT, TOKENS, 0.0) == {Q: Hit(6, 0), R: Hit(12, 0)}
+    assert index.look_up(PROMPT, TOKENS, 10.0) == {Q: Hit(6, 0), R: Hit(12, 0)}
 
 
 def test_removals_of_what_was_never_there_are_counted_and_change_nothing() -> None:
@@ -256,12 +274,14 @@ EVENTS = st.one_of(
 @given(st.lists(st.tuples(st.sampled_from([P, Q, R]), EVENTS), max_size=40), st.integers(1, TOKENS))
 def test_it_is_what_the_places_said(events: list[tuple[Place, CacheEvent]], tokens: int) -> None:
     index, plain = PrefixIndex(scheme()), {place: PlainCache() for place in (P, Q, R)}
+    hybrid = False
     for place, event in events:
         index.apply(place, event)
+        hybrid |= isinstance(event, BlocksStored) and event.kind is STATE
         if isinstance(event, CacheCleared):
             plain[place] = PlainCache()
         else:
             plain[place].take(event)
-        wanted: Mapping[Place, Hit] = {place: said.hit(PROMPT, tokens) for place, said in plain.items()}
+        wanted: Mapping[Place, Hit] = {place: said.hit(PROMPT, tokens, hybrid=hybrid) for place, said in plain.items()}
         wanted = {place: each for place, each in wanted.items() if each != Hit(0, 0)}
         assert index.look_up(PROMPT[: tokens // UNIT], tokens, 0.0) == wanted

@@ -13,7 +13,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.kv_cache_interface import KVCacheSpec
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from pdproxy.planning.block_hashes import (
     DEFAULT_SEED,
@@ -27,7 +27,18 @@ from pdproxy.planning.block_hashes import (
 from pdproxy.planning.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, group_kind
 from pdproxy.planning.prefix import Hit, Place
 from pdproxy.planning.prefix_index import PrefixIndex
-from tests.connector.harness import BLOCK, DENSE, HYBRID, ONE_BEHIND, at_pace, attention, make_node, state
+from tests.connector.harness import (
+    BLOCK,
+    DENSE,
+    HYBRID,
+    ONE_BEHIND,
+    at_pace,
+    attention,
+    make_node,
+    received,
+    state,
+    take_ticket,
+)
 
 TURNS = int(os.environ.get("FUZZED", "45"))
 NOTHING = Hit(0, 0)
@@ -72,7 +83,7 @@ class Model:
 
     @property
     def scheme(self) -> HashScheme:
-        return HashScheme(HashAlgorithm.SHA256, self.unit, BLOCK, ROOT, self.eagle)
+        return HashScheme(HashAlgorithm.SHA256, self.unit, BLOCK, ROOT, self.eagle, len(self.groups) > 1)
 
 
 Prompt = tuple[str | None, list[int]]
@@ -81,9 +92,9 @@ Prompt = tuple[str | None, list[int]]
 class Engine:
     """A node with a small cache that answers conversations, several at once, and publishes its events to an index."""
 
-    def __init__(self, model: Model, index: PrefixIndex, seed: int) -> None:
+    def __init__(self, model: Model, index: PrefixIndex, seed: int, role: str = "kv_producer") -> None:
         unit = model.unit if model.unit != BLOCK else None
-        self.node = make_node(groups=model.groups, unit=unit, num_blocks=70, engine_id=str(seed))
+        self.node = make_node(role, model.groups, unit=unit, num_blocks=70, engine_id=f"{role}-{seed}")
         self.manager = self.node.scheduler.kv_cache_manager
         self.manager.block_pool.enable_kv_cache_events = True
         self.manager.coordinator.retention_interval = model.retention if len(model.groups) > 1 else None
@@ -98,7 +109,10 @@ class Engine:
 
     def live(self) -> None:
         """A request comes in; some steps; now and then a client leaves, or blocks leave the cache out of turn."""
-        self._ask()
+        salt, prompt = self.next_prompt()
+        answer = self._random.randrange(1, 30)
+        self.node.add(str(next(self._names)), prompt, max_tokens=answer, cache_salt=salt)
+        self._said.append((salt, [*prompt, *[7] * answer]))
         for _ in range(self._random.randrange(1, 12)):
             self.node.step()
         running, pool, chance = list(self.node.scheduler.requests), self.manager.block_pool, self._random.random()
@@ -113,15 +127,25 @@ class Engine:
             self.manager.reset_prefix_cache()
         self.node.step()
 
-    def _ask(self) -> None:
-        """A new conversation, or the next turn of an old one."""
+    def pull(self, prompt: list[int], ticket: dict[str, Any]) -> None:
+        """Answer a prompt with what another node computed of it."""
+        name = str(next(self._names))
+        request = self.node.add(name, prompt, ticket)
+        for _ in range(2):  # the first step may only take a block out of the prefix cache
+            self.node.step()
+            if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+                self.node.step(received(self.node, name))
+                break
+        while name in self.node.scheduler.requests:
+            self.node.step()
+        self._said.append((None, [*prompt, *request.output_token_ids]))
+
+    def next_prompt(self) -> Prompt:
+        """Of a new conversation, or the next turn of an old one."""
         salt, so_far = self._random.choice(self._said[-6:])
         if self._random.random() < 0.4:
             salt, so_far = self._random.choice((None, None, None, "a", "b")), self._random.choice(self._systems)
-        prompt = [*so_far, *self._text(self._random.randrange(1, 60))][:400]
-        answer = self._random.randrange(1, 30)
-        self.node.add(str(next(self._names)), prompt, max_tokens=answer, cache_salt=salt)
-        self._said.append((salt, [*prompt, *[7] * answer]))
+        return salt, [*so_far, *self._text(self._random.randrange(1, 60))][:400]
 
     def _text(self, length: int) -> list[int]:
         return [self._random.randrange(10, 900) for _ in range(length)]
@@ -210,11 +234,12 @@ def test_it_says_what_vllm_finds(name: str) -> None:
     assert not engine.events.index.counts.unknown_removes
 
 
-def test_two_engines_of_different_models_in_one_index() -> None:
+def test_two_engines_with_other_groups_in_one_index() -> None:
     """With vLLM's asynchronous scheduler, which plans a step before the events of the one before are out."""
-    index, hasher = PrefixIndex(MODELS["hybrid"].scheme), PromptHasher(MODELS["hybrid"].scheme)
+    scheme = dataclasses.replace(MODELS["hybrid"].scheme, states=None)
+    index, hasher = PrefixIndex(scheme), PromptHasher(scheme)
     with at_pace(ONE_BEHIND):
-        engines = [Engine(MODELS[name], index, seed) for seed, name in enumerate(("hybrid, many groups", "attention"))]
+        engines = [Engine(MODELS[name], index, seed) for seed, name in enumerate(("hybrid, many groups", "hybrid"))]
     for _ in range(TURNS):
         for engine in engines:
             engine.live()
@@ -222,6 +247,21 @@ def test_two_engines_of_different_models_in_one_index() -> None:
     for engine in engines:
         index.forget(engine.place)
     assert not len(index)
+
+
+@pytest.mark.parametrize("name", ["hybrid", "hybrid, unit", "attention"])
+def test_a_decode_node_that_reads_what_others_computed(name: str) -> None:
+    """It publishes no event of its state groups unless hand-overs end at a boundary of `--prefix-match-unit`."""
+    model = MODELS[name]
+    unit = model.unit if model.unit != BLOCK else None
+    prefill = make_node(groups=model.groups, unit=unit, num_blocks=4000)
+    decode, hasher = Engine(model, PrefixIndex(model.scheme), 5, "kv_consumer"), PromptHasher(model.scheme)
+    hits: list[Hit] = []
+    for turn in range(TURNS):
+        _, prompt = decode.next_prompt()
+        decode.pull(prompt, take_ticket(prefill, prompt, f"p-{turn}"))
+        hits += check(decode, hasher)
+    assert sum(hit.attention > 0 for hit in hits) > TURNS
 
 
 @pytest.mark.parametrize("name", ["hybrid", "hybrid, EAGLE", "hybrid, unit, many groups"])
