@@ -134,10 +134,14 @@ class PrefixIndex:
         back but time and `forget`.
         """
         record, unit = self._record(place), self.scheme.unit
-        ends = {*range(self._scale, hit.attention // unit + 1, self._scale), hit.attention // unit} - {0}
+        ends = {
+            *range(self._scale, hit.attention // unit + 1, self._scale),
+            hit.attention // unit,
+            hit.resume // unit,
+        } - {0}
         expected = {
             GroupKind.ATTENTION: tuple(hashes[end - 1] for end in ends),
-            GroupKind.STATE: tuple(hashes[end - 1] for end in {hit.resume // unit} - {0}),
+            GroupKind.STATE: tuple(hashes[end - 1] for end in ends & {hit.resume // unit}),
         }
         for kind, each in expected.items():
             self._expected[kind].join(record.bit, 0)
