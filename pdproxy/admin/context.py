@@ -11,6 +11,7 @@ from pdproxy.clock import Clock, SystemClock
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Role, Snapshot, State
 from pdproxy.nodes.pool import Pool
+from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.in_flight import InFlightRequests
 from pdproxy.request import Json
 from pdproxy.settings.types import OnPrefillFailure
@@ -24,9 +25,10 @@ class AdminContext:
         leaving: set when the proxy is shutting down: it is not ready any more.
         on_prefill_failure: with FAIL, decode nodes alone do not make it ready.
         drain_seconds: a drain's deadline where the operator names none.
-        token: required under /nodes and for /ui/state; None requires nothing.
+        token: required under /nodes, for /ui/state and /debug/plan; None requires nothing.
         clock: by which ``live`` keeps its times.
         caches: by a node's name, how much is known of what each of its data-parallel ranks has cached, as JSON.
+        orchestration: which plans; None where there is no /debug/plan.
     """
 
     pool: Pool
@@ -39,6 +41,7 @@ class AdminContext:
     live: InFlightRequests = dataclasses.field(default_factory=InFlightRequests)
     clock: Clock = dataclasses.field(default_factory=SystemClock)
     caches: Callable[[str], Sequence[Json]] = lambda _: ()
+    orchestration: OrchestrationContext | None = None
 
 
 class Readiness(enum.StrEnum):

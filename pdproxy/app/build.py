@@ -200,6 +200,7 @@ def _admin_context(
         live=context.in_flight,
         clock=context.clock,
         caches=events.known if events else lambda _: (),
+        orchestration=context,
     )
 
 
