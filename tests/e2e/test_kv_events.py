@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from deploy.local.model.quiz import Quiz, quiz, recite
 from deploy.local.node import SERVED_NAME, Node, NodeSpec, Role, start_node
-from deploy.local.stack import await_nodes, logs_of, start_nodes
+from deploy.local.stack import ProxySpec, await_nodes, logs_of, start_nodes, start_proxy
 from deploy.local.supervise import Supervisor
 from pdproxy.clock import SystemClock
 from pdproxy.events.places import PlaceCaches
@@ -36,7 +36,7 @@ from pdproxy.request import Endpoint
 from pdproxy.transport.h1_client import H1Transport
 from tests.e2e.conftest import REQUEST_TIMEOUT_S
 from tests.e2e.legs import TO_HAND_OVER, Params, complete
-from tests.e2e.metrics_reader import PATIENCE_S, watch
+from tests.e2e.metrics_reader import PATIENCE_S, read, watch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.timeout(900)]
 
@@ -274,6 +274,42 @@ def first_token_ids(url: str, path: str, body: dict[str, Any]) -> list[int]:
     answer = httpx.post(url + path, json=asked, timeout=REQUEST_TIMEOUT_S, trust_env=False).raise_for_status().json()
     ids = answer.get("prompt_token_ids") or answer["choices"][0]["prompt_token_ids"]
     return [int(each) for each in ids]
+
+
+async def test_a_proxy_that_plans_by_what_is_cached_sends_a_conversation_where_it_is(fleet: Fleet) -> None:
+    """Without a session: the second turn meets the decode node that has the first, of two."""
+    spec = ProxySpec(more_environment={"PDPROXY_POLICY_ROUTING": "hybrid"})
+    proxy = await in_thread(start_proxy, fleet.room, spec, list(fleet.nodes.values()), print)
+
+    def counted(name: str, **labels: str) -> float:
+        return read(proxy.admin_url, name, **labels)
+
+    def listed() -> list[dict[str, Any]]:
+        answer = httpx.get(f"{proxy.admin_url}/nodes", timeout=REQUEST_TIMEOUT_S, trust_env=False).raise_for_status()
+        return list(answer.json()["nodes"])
+
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            nodes = await in_thread(listed)
+            if all(each["known"] == "all" for node in nodes for each in node["caches"] or [{"known": ""}]):
+                break
+            await asyncio.sleep(0.1)
+    assert all(len(node["caches"]) == 1 for node in nodes)
+    hits = [watch(fleet.nodes[name].url, "prompt_tokens", source="hit") for name in ("decode-0", "decode-1")]
+    for seed in range(30_000, 30_006):
+        story = quiz(seed, 900)
+        for number in (1, 2, 3):
+            said = await in_thread(complete, proxy.url, story.at_turn(number).prompt())
+            assert said.text == story.at_turn(number).answer
+            await asyncio.sleep(2 * QUIET_S)
+    reused = sum([await in_thread(each.grown) for each in hits])
+    print(
+        f"\n{reused:g} tokens were hit on decode nodes, of about 10,800 that 12 later turns have in common with the first"
+    )
+    assert reused >= 0.9 * 12 * 768
+    assert await in_thread(lambda: counted("pdproxy_token_ids_total", outcome="fetched")) >= 18
+    assert await in_thread(lambda: counted("pdproxy_kv_event_batches_total", outcome="applied")) > 0
+    fleet.room.stop(proxy.part)
 
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
