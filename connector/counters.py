@@ -96,6 +96,7 @@ GAUGES: Mapping[str, tuple[str, ...]] = {
     "capacity_sequences": ("limit",),
     "capacity_binding": ("group",),
     "fingerprint": ("part", "value"),
+    "hashing": ("algorithm", "unit", "block_size", "drops_unit", "states", "root"),
     "waiting_requests": (),
 }
 """Every gauge with the names of its labels."""
@@ -213,6 +214,11 @@ class Counters:
         with self._lock:
             for part, value in parts.items():
                 self._gauges["fingerprint", (part, value)] = 1
+
+    def hashing(self, labels: tuple[str, ...]) -> None:
+        """How this engine's prefix cache names tokens, by `scheduler_base.PrefixHashing.labels`; once."""
+        with self._lock:
+            self._gauges["hashing", labels] = 1
 
     def has_undrained_gauges(self) -> bool:
         """Whether a gauge was set since the last drain. An idle engine must step once more to export it."""

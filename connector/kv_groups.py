@@ -2,6 +2,7 @@
 
     group_shapes, count_blocks    scheduler: how many blocks of each group a ticket must name, and what a read fills
     node_capacity                 scheduler: how many tokens and sequences the cache holds
+    attention_block_size          scheduler: what the metrics say of how prompts are hashed
     group_sizes, read_size        worker: how many bytes a read brings, and how many a local hit spared; per rank
 
 All groups take blocks from one pool. A *growing* group takes blocks in proportion to a sequence's length; a *bounded*
@@ -136,6 +137,12 @@ def node_capacity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Ca
         if not group.host_resident
     ]
     return capacity(max(0, kv_cache_config.num_blocks - 1), vllm_config.model_config.max_model_len, groups)
+
+
+def attention_block_size(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """Tokens in a block of the groups that grow, over all context-parallel ranks; the largest, 0 without any."""
+    groups = (footprint(group.kv_cache_spec, vllm_config) for group in kv_cache_config.kv_cache_groups)
+    return max((group.block_size for group in groups if isinstance(group, GrowingGroup)), default=0)
 
 
 def footprint(spec: Any, vllm_config: VllmConfig) -> GrowingGroup | BoundedGroup:

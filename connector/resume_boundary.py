@@ -71,14 +71,19 @@ class ResumeBoundary:
 def resume_boundary(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> ResumeBoundary:
     """The rule of this engine. Logs why where a configured unit has no effect."""
     unit = vllm_config.cache_config.prefix_match_unit
-    speculative = vllm_config.speculative_config
     if unit is None:
         return ResumeBoundary(None)
     obstacle = _obstacle(vllm_config, kv_cache_config)
     if obstacle is not None:
         log.warning(_NO_EFFECT, unit, obstacle)
         return ResumeBoundary(None)
-    return ResumeBoundary(unit, speculative is not None and speculative.use_eagle_block_drop())
+    return ResumeBoundary(unit, drops_unit(vllm_config))
+
+
+def drops_unit(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM's lookups give up the last unit of a hit; without a unit of their own, the last block."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and bool(speculative.use_eagle_block_drop())
 
 
 def _obstacle(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:

@@ -1,30 +1,66 @@
 """The scheduler side but for requests: what the node is, where its hand-overs end, its side channel and its answers."""
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
 from connector.config import ConnectorConfig
 from connector.counters import Counters
 from connector.fingerprint import Fingerprint
-from connector.kv_groups import node_capacity
+from connector.kv_groups import attention_block_size, group_shapes, node_capacity
 from connector.leases import LeaseTable
 from connector.messages import Verdict
 from connector.node_fingerprint import all_parts, node_fingerprint, rank_parts
-from connector.resume_boundary import LocalHits, resume_boundary
+from connector.resume_boundary import LocalHits, drops_unit, resume_boundary
 from connector.side_channel import Listener
 from connector.tcp_server import Limits
+from connector.ticket import GroupKind
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
 
 log = logging.getLogger("vllm.pdproxy.scheduler")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHashing:
+    """How this engine's prefix cache names the tokens of a prompt, so that a proxy can compute the same names.
+
+    `algorithm`: of `--prefix-caching-hash-algo`. `unit`: tokens for each hash. `block_size`: tokens in a block of the
+    attention groups, the largest where they differ; 0 where there are none. `drops_unit`: lookups give up the last unit
+    of a hit (EAGLE and MTP). `states`: there are state groups, without whose states nothing can be resumed.
+    """
+
+    algorithm: str
+    unit: int
+    block_size: int
+    drops_unit: bool
+    states: bool
+
+    @classmethod
+    def of(cls, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> "PrefixHashing":
+        """The engine's."""
+        _, unit = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+        block_size = attention_block_size(vllm_config, kv_cache_config)
+        algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+        states = any(shape.kind is GroupKind.STATE for shape in group_shapes(kv_cache_config))
+        return cls(algorithm, unit, block_size, drops_unit(vllm_config), states)
+
+    def labels(self, root: bytes) -> tuple[str, ...]:
+        """For the metric. `root`: the parent of a prompt's first hash."""
+        flags = (str(flag).lower() for flag in (self.drops_unit, self.states))
+        return self.algorithm, str(self.unit), str(self.block_size), *flags, root.hex()
 
 
 class SchedulerBase(NixlPullConnectorScheduler):
@@ -43,6 +79,7 @@ class SchedulerBase(NixlPullConnectorScheduler):
         self._leases = LeaseTable(ranks=self._ranks)
         self._boundary = resume_boundary(vllm_config, kv_cache_config)
         self._backoff: int | None = None
+        self._untold_hashing: PrefixHashing | None = PrefixHashing.of(vllm_config, kv_cache_config)
         self.local_hits = LocalHits(kv_cache_config)
         self._fingerprint = node_fingerprint(vllm_config, kv_cache_config, self._boundary)
         self._listener: Listener | None = None
@@ -69,6 +106,14 @@ class SchedulerBase(NixlPullConnectorScheduler):
         self._backoff = request.num_prompt_tokens - self._ticket_tokens(request)
         super()._truncate_request_for_prefill(request)
         self._backoff = None
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> "KVConnectorMetadata":
+        """vLLM's. With the first step the metrics say how prompts are hashed: `NONE_HASH`, the parent of a prompt's
+        first hash, exists only once the engine is complete."""
+        hashing, self._untold_hashing = self._untold_hashing, None
+        if hashing is not None:
+            self.counters.hashing(hashing.labels(kv_cache_utils.NONE_HASH))
+        return super().build_connector_meta(scheduler_output)
 
     def verify(self, engine_id: str, alias: str, nonce: str) -> Verdict:
         """The side channel's answer to a decode node's question after a read. Called in the listener's thread."""

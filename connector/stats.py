@@ -47,6 +47,7 @@ HELP: Mapping[str, str] = {
     "capacity_sequences": "Sequences that run together: by the state groups alone, or of max_model_len by all groups.",
     "capacity_binding": "What runs out first with sequences of max_model_len. Always 1.",
     "fingerprint": "What the bytes of this node's KV cache depend on, by part, and their digest (part all). Always 1.",
+    "hashing": "How the prefix cache hashes prompts: algorithm, tokens per hash and per block, first parent. Always 1.",
     "waiting_requests": "Requests that wait for their ticket. They hold no blocks.",
 }
 

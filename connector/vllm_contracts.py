@@ -138,7 +138,7 @@ HAND_OVERS = Contract(
             "tp_size",
         ),
         f"{V1}.nixl.metadata:NixlHandshakePayload": ("agent_metadata_bytes", "compatibility_hash"),
-        "vllm.config:CacheConfig": ("enable_prefix_caching", "prefix_match_unit"),
+        "vllm.config:CacheConfig": ("enable_prefix_caching", "prefix_caching_hash_algo", "prefix_match_unit"),
         "vllm.config:LoadConfig": ("download_dir", "load_format"),
         "vllm.config:ModelConfig": (
             "architecture",

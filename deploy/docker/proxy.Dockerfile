@@ -4,7 +4,7 @@ FROM python:3.11-slim-bookworm AS build
 WORKDIR /src
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv --without-pip /opt/pdproxy
-# The lock first: it changes less often than the code, and the layer is kept. The extra `kubernetes` is in it.
+# The lock first: it changes less often than the code, and the layer is kept. The extras are in it.
 COPY requirements/proxy.txt requirements/proxy.txt
 RUN pip --python /opt/pdproxy/bin/python install --no-deps -r requirements/proxy.txt
 COPY pyproject.toml README.md LICENSE ./

@@ -3,7 +3,7 @@
 An environment is tried out first (`make lock` says how to make one), then frozen by this script into four files:
 
 - `proxy.txt`: the light core and what it needs; enough for a machine that only runs the proxy. With the extras
-  `kubernetes` and `otel`: the proxy's image is made from this lock, and there every setting must work.
+  `events`, `kubernetes` and `otel`: the proxy's image is made from this lock, and there every setting must work.
 - `torch.txt`: torch alone, since its CPU build comes from another index than the rest.
 - `cpu.txt`: everything else that a vLLM node without a GPU needs.
 - `dev.txt`: what tests, lint and types need on top of those three.
@@ -59,7 +59,7 @@ def closure(here: Installed, root: str, extras: frozenset[str]) -> set[str]:
 
 def split(here: Installed) -> dict[str, set[str]]:
     """Names by lock; each name stands in one lock alone."""
-    proxy = closure(here, PROJECT, frozenset({"kubernetes", "otel"}))
+    proxy = closure(here, PROJECT, frozenset({"events", "kubernetes", "otel"}))
     node = closure(here, PROJECT, frozenset({"cpu"}))
     dev = closure(here, PROJECT, frozenset({"dev"})) - node
     locks = {"proxy": proxy, "torch": set(TORCH), "cpu": node - proxy - TORCH, "dev": dev}

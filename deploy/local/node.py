@@ -28,6 +28,12 @@ of a prompt that ends more than 128 tokens after a block."""
 PREFIX_MATCH_UNIT = 16
 """Tokens between the boundaries at which a hand-over of the tiny model may end, and its decode node resume."""
 
+KV_EVENTS = {"enable_kv_cache_events": True, "endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"}
+"""A node tells what it caches, on ports that the system chooses, at `VLLM_HOST_IP` alone (vLLM binds an endpoint with a
+port of its own at all addresses). `GET /kv_event_sources` says which ports."""
+HASH_ALGORITHM = "sha256_cbor"
+"""Of the prefix cache: the one that vLLM documents as reproducible outside of it."""
+
 PLUGINS = "pdproxy_connector,pdproxy_endpoints"
 """vLLM loads the second, which adds a route, only where it is named; naming one filters all."""
 
@@ -117,6 +123,7 @@ def command(spec: NodeSpec) -> list[str]:
     line += [each for flag, value in _cache_options(spec) if value is not None for each in (flag, str(value))]
     if spec.role is not Role.PLAIN:
         line += ["--kv-transfer-config", json.dumps(kv_transfer_config(spec))]
+        line += ["--kv-events-config", json.dumps(KV_EVENTS), "--prefix-caching-hash-algo", HASH_ALGORITHM]
     return [*line, *spec.more_arguments]
 
 
@@ -133,6 +140,7 @@ def environment(spec: NodeSpec, base: Mapping[str, str]) -> dict[str, str]:
         **({} if spec.role is Role.PLAIN else {"VLLM_PLUGINS": PLUGINS}),
         "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(spec.side_channel_port),
+        "VLLM_HOST_IP": HOST,
         "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

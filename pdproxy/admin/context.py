@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry
 
@@ -14,6 +14,7 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.in_flight import InFlightRequests
 from pdproxy.orchestration.request_queue import QueueStatus
+from pdproxy.request import Json
 from pdproxy.settings.types import OnPrefillFailure
 
 
@@ -28,6 +29,7 @@ class AdminContext:
         token: required under /nodes, for /ui/state and /debug/plan; None requires nothing.
         clock: by which ``live`` keeps its times.
         queue: how the queue stands.
+        caches: by a node's name, how much is known of what each of its data-parallel ranks has cached, as JSON.
         orchestration: which plans; None where there is no /debug/plan.
     """
 
@@ -41,6 +43,7 @@ class AdminContext:
     live: InFlightRequests = dataclasses.field(default_factory=InFlightRequests)
     clock: Clock = dataclasses.field(default_factory=SystemClock)
     queue: Callable[[], QueueStatus] = QueueStatus
+    caches: Callable[[str], Sequence[Json]] = lambda _: ()
     orchestration: OrchestrationContext | None = None
 
 

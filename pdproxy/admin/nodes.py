@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import urllib.parse
+from collections.abc import Sequence
 from typing import Annotated
 
 import pydantic
@@ -11,6 +12,7 @@ from fastapi import APIRouter, Query
 from pdproxy.admin.context import AdminContext
 from pdproxy.nodes.drain import AfterDrain
 from pdproxy.nodes.node import Bars, Node, NodeView, Role
+from pdproxy.request import Json
 
 _BASE_URL = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?/?")
 
@@ -48,8 +50,8 @@ Status = dict[str, object]
 """A node as the operator sees it, as JSON."""
 
 
-def status(view: NodeView, bars: Bars) -> Status:
-    """One node as it stands."""
+def status(view: NodeView, bars: Bars, caches: Sequence[Json] = ()) -> Status:
+    """One node as it stands. ``caches``: how much is known of what its data-parallel ranks have cached."""
     node = view.node
     return {
         "name": node.name,
@@ -69,6 +71,7 @@ def status(view: NodeView, bars: Bars) -> Status:
         "reason": view.reason,
         # A sentence for each node with which it exchanges no tickets, since the two failed the known-answer test.
         "barred": _barred_from(node.name, bars),
+        "caches": caches,
         "capacity": None if node.capacity is None else dataclasses.asdict(node.capacity),
     }
 
@@ -87,7 +90,7 @@ def node_routes(context: AdminContext) -> APIRouter:
     routes, pool = APIRouter(), context.pool
 
     def shown(name: str) -> Status:
-        return status(pool.view(name), pool.bars)
+        return status(pool.view(name), pool.bars, context.caches(name))
 
     def drained(name: str, seconds: float | None, after: AfterDrain) -> Status:
         context.drainer.start(name, context.drain_seconds if seconds is None else seconds, after)
@@ -98,7 +101,8 @@ def node_routes(context: AdminContext) -> APIRouter:
         """Every node as it stands, and what waits for room on them."""
         now = pool.snapshot()
         waiting = dataclasses.asdict(context.queue())
-        return {"nodes": [status(view, now.bars) for view in now.nodes], "queue": waiting}
+        nodes = [status(view, now.bars, context.caches(view.node.name)) for view in now.nodes]
+        return {"nodes": nodes, "queue": waiting}
 
     @routes.post("/nodes", status_code=201)
     async def add_node(new: NewNode) -> Status:

@@ -58,7 +58,7 @@ def _state(context: AdminContext) -> dict[str, object]:
     now, pool, live = context.clock.now(), context.pool.snapshot(), context.live
     return {
         "ready": readiness(context),
-        "nodes": [status(view, pool.bars) for view in pool.nodes],
+        "nodes": [status(view, pool.bars, context.caches(view.node.name)) for view in pool.nodes],
         "on_the_way": len(live),
         "requests": [_request(each) for each in live.newest(SHOWN)],
         "hits": [{"way": route, **dataclasses.asdict(sums)} for route, sums in live.cache_stats.items()],

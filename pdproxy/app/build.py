@@ -13,6 +13,7 @@ from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTO
 from pdproxy.admin.app import admin_app
 from pdproxy.admin.context import AdminContext
 from pdproxy.app.host import HostEnvironment, Sources, node_headers, read_secret, tls
+from pdproxy.app.kv_events import KvEvents, kv_events
 from pdproxy.clock import Clock, SystemClock
 from pdproxy.intake.api_app import ApiApp, AsgiApp
 from pdproxy.intake.auth import KeyLimits, read_keys
@@ -33,6 +34,7 @@ from pdproxy.observe.tracing import TracedApp, tracing_of
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
 from pdproxy.orchestration.known_answer import KnownAnswer
 from pdproxy.orchestration.orchestrator import Orchestrator
+from pdproxy.orchestration.prefix_source import CombinedSource
 from pdproxy.orchestration.request_queue import QueueLimits
 from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.orchestration.text_prefix_source import TextPrefixSource
@@ -77,11 +79,12 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     h1_transport, preflight_transport = H1Transport(clock, node_tls), HttpxTransport(node_tls)
     transport = TracedTransport(h1_transport, tracing.tracer) if tracing else h1_transport
     drainer = Drainer(pool, clock, settings.deadlines.drain)
-    context = _orchestration_context(settings, transport, pool, metrics, clock)
+    events = kv_events(settings, pool, transport, clock, metrics, headers)
+    context = _orchestration_context(settings, transport, pool, metrics, clock, events)
     background_tasks = BackgroundTasks(context)
     orchestrator = Orchestrator(context, background_tasks)
     handler = _request_handler(settings, orchestrator, context, credential)
-    operators = admin_app(_admin_context(settings, context, drainer, registry, leaving))
+    operators = admin_app(_admin_context(settings, context, drainer, registry, leaving, events))
     test = KnownAnswer(context, background_tasks, headers)
     prover = Prover(pool, test, clock) if settings.health.first_hand_over is FirstHandOver.KNOWN_ANSWER else None
     prove = prover.join if prover else functools.partial(warm_up, pool, test)
@@ -91,6 +94,8 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     supervisor.keep(Task.HEALTH, health.run)
     if prover is not None:
         supervisor.keep(Task.PROOF, prover.run)
+    if events is not None:
+        supervisor.keep(Task.EVENTS, events.subscriber.run)
     for source in sources.all:
         supervisor.keep(Task.DISCOVERY, DiscoverySync(pool, drainer, source, settings.deadlines.drain).run)
     try:
@@ -124,12 +129,18 @@ def _pool(settings: Settings, clock: SystemClock, metrics: Metrics) -> Pool:
 
 
 def _orchestration_context(
-    settings: Settings, transport: Transport, pool: Pool, metrics: Metrics, clock: Clock
+    settings: Settings,
+    transport: Transport,
+    pool: Pool,
+    metrics: Metrics,
+    clock: Clock,
+    events: KvEvents | None,
 ) -> OrchestrationContext:
     config = orchestration_config(settings)
     if settings.policy.routing not in BY_CACHE:
         return OrchestrationContext(transport, pool, metrics, clock, config)
-    source = TextPrefixSource(pool, clock)
+    estimate = TextPrefixSource(pool, clock)
+    source = CombinedSource(events.source, estimate) if events else estimate
     return OrchestrationContext(transport, pool, metrics, clock, config, rates=Rates(), prefix_source=source)
 
 
@@ -178,6 +189,7 @@ def _admin_context(
     drainer: Drainer,
     registry: CollectorRegistry,
     leaving: asyncio.Event,
+    events: KvEvents | None,
 ) -> AdminContext:
     return AdminContext(
         pool=context.pool,
@@ -190,6 +202,7 @@ def _admin_context(
         live=context.in_flight,
         clock=context.clock,
         queue=context.queue.status,
+        caches=events.known if events else lambda _: (),
         orchestration=context,
     )
 

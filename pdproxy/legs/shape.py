@@ -170,12 +170,16 @@ def _format(body: Json) -> NotContinuableReason | None:
 def _chat(body: Json) -> NotContinuableReason | None:
     if body.get("tools") and body.get("tool_choice") != "none":
         return NotContinuableReason.TOOL_CALLS
+    return NotContinuableReason.MEDIA if has_media(body) else None
+
+
+def has_media(body: Json) -> bool:
+    """Whether a chat's messages hold anything but text."""
     messages = body.get("messages")
-    media = isinstance(messages, list) and any(map(_has_media, messages))
-    return NotContinuableReason.MEDIA if media else None
+    return isinstance(messages, list) and any(map(_is_media_message, messages))
 
 
-def _has_media(message: object) -> bool:
+def _is_media_message(message: object) -> bool:
     content = message.get("content") if isinstance(message, dict) else None
     return isinstance(content, list) and any(not _is_text(part) for part in content)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from pdproxy.nodes.capacity import NO_FOOTPRINT, Capacity, Footprint
+from pdproxy.nodes.hashing import Hashing
 from pdproxy.request import Headers
 
 RANK_HEADER = "x-data-parallel-rank"
@@ -66,6 +67,7 @@ class Node:
         max_model_len: the longest sequence in tokens; 0 where not published.
         prefix_match_unit: tokens between the boundaries at which its hand-overs end; 0 where they end anywhere.
         can_wait: a request may be sent to it before its ticket, and waits there until that is delivered.
+        hashing: how its prefix cache hashes prompts; None where not published.
         seed: a hash of its name, 64 bits: the same in every proxy.
     """
 
@@ -83,6 +85,7 @@ class Node:
     max_model_len: int = 0
     prefix_match_unit: int = 0
     can_wait: bool = False
+    hashing: Hashing | None = None
     seed: int = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -277,11 +280,8 @@ class Roster:
         return found
 
     def _find(self, model: str) -> Served:
-        here = [
-            (place, view.node)
-            for place, view in enumerate(self._nodes)
-            if view.takes_requests() and view.node.serves(model)
-        ]
+        views = enumerate(self._nodes)
+        here = [(place, view.node) for place, view in views if view.takes_requests() and view.node.serves(model)]
         cohorts = sorted({node.cohort for _, node in here})
         seeds = {role: _seeds([node for _, node in here if node.role is role]) for role in Role}
         by_name = {node.name: place for place, node in here}

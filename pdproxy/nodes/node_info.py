@@ -10,12 +10,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from pdproxy.nodes.capacity import Binding, Capacity
+from pdproxy.nodes.hashing import Hashing, connector_hashing, stock_hashing
 from pdproxy.nodes.node import Node
 
 INFO_METRIC = "pdproxy_connector_info"
 """The gauge whose labels are the connector's settings."""
 FINGERPRINT_METRIC = "pdproxy_connector_fingerprint"
 """The gauge with one series for each part of the fingerprint, its value as a label."""
+HASHING_METRIC = "pdproxy_connector_hashing"
+"""The gauge whose labels say how the connector's engine hashes prompts."""
+STOCK_CACHE_METRIC = "vllm:cache_config_info"
+"""vLLM's own gauge, whose labels are the settings of its cache."""
 CAPACITY_METRICS = "pdproxy_connector_capacity_"
 """The beginning of the names of the capacity gauges."""
 WHOLE = "all"
@@ -50,6 +55,7 @@ class NodeInfo:
         version: of vLLM.
         labels: the settings of our connector; empty when the node runs another one or none.
         fingerprint: value by part (such as `checkpoint`), with the digest of all as the part `WHOLE`.
+        hashing: how its prefix cache hashes prompts.
     """
 
     node: Node
@@ -59,6 +65,7 @@ class NodeInfo:
     capacity: Capacity | None = None
     ranks: int = 1
     fingerprint: Mapping[str, str] = dataclasses.field(default_factory=_empty)
+    hashing: Hashing | None = None
 
     def joined(self) -> Node:
         """The node with what was found filled in. What was configured wins."""
@@ -77,6 +84,7 @@ class NodeInfo:
             max_model_len=self.models.max_model_len or 0,
             prefix_match_unit=int(unit) if unit.isdecimal() else 0,
             can_wait=self.labels.get("rendezvous") == "true",
+            hashing=self.hashing,
         )
 
     def cohort(self) -> str:
@@ -103,7 +111,8 @@ def read_node_info(node: Node, models: bytes, version: bytes, metrics: bytes) ->
     """The bodies of a node's ``/v1/models``, ``/version`` and ``/metrics`` together."""
     labels, capacity, ranks = read_labels(metrics), read_node_capacity(metrics), read_ranks(metrics)
     fingerprint = read_fingerprint(metrics)
-    return NodeInfo(node, read_model_card(models), read_version(version), labels, capacity, ranks, fingerprint)
+    card, hashing = read_model_card(models), read_hashing(metrics)
+    return NodeInfo(node, card, read_version(version), labels, capacity, ranks, fingerprint, hashing)
 
 
 def read_model_card(body: bytes) -> ModelCard:
@@ -144,6 +153,13 @@ def read_fingerprint(body: bytes) -> Mapping[str, str]:
         if "part" in sample.labels and "value" in sample.labels:
             values.setdefault(sample.labels["part"], set()).add(sample.labels["value"])
     return MappingProxyType({part: "|".join(sorted(found)) for part, found in values.items()})
+
+
+def read_hashing(body: bytes) -> Hashing | None:
+    """How a node hashes prompts, by a ``/metrics`` answer; None where it does not say, or its ranks disagree."""
+    ours = {connector_hashing(sample.labels) for sample in _samples(body, HASHING_METRIC + "{")}
+    found = ours or {stock_hashing(sample.labels) for sample in _samples(body, STOCK_CACHE_METRIC + "{")}
+    return found.pop() if len(found) == 1 else None
 
 
 def read_ranks(body: bytes) -> int:

@@ -69,6 +69,7 @@ class Task(enum.StrEnum):
     HEALTH = "health"
     DISCOVERY = "discovery"
     PROOF = "proof"
+    EVENTS = "events"
 
 
 class Attempt(enum.StrEnum):
@@ -110,6 +111,76 @@ class Affinity(enum.StrEnum):
     """Another one: its own has no room, has failed this request, or exchanges no ticket with the other leg's node."""
     NONE = "none"
     """The request names no session: it went to the least loaded node."""
+
+
+class BatchOutcome(enum.StrEnum):
+    """What became of a batch of KV events."""
+
+    APPLIED = "applied"
+    DUPLICATE = "duplicate"
+    """It was applied before: a replay brought it too."""
+    JUNK = "junk"
+    """It makes no sense."""
+
+
+class CacheEventKind(enum.StrEnum):
+    """Kinds of KV events."""
+
+    STORED = "stored"
+    REMOVED = "removed"
+    CLEARED = "cleared"
+    IGNORED = "ignored"
+    """Of an unknown type, or of a cache that the node does not compute with."""
+
+
+class Replay(enum.StrEnum):
+    """What a replay showed."""
+
+    COMPLETE = "complete"
+    RESTARTED = "restarted"
+    """The engine is another one than before: it was replayed from its start."""
+    UNANSWERED = "unanswered"
+
+
+class Forgotten(enum.StrEnum):
+    """Why all that was known of a place was forgotten."""
+
+    GAP = "gap"
+    """Batches were lost for good."""
+    RESTART = "restart"
+    JUNK = "junk"
+    UNREACHABLE = "unreachable"
+    """Its publisher could not be reached for a while."""
+    LEFT = "left"
+    """Its node left, or joins again."""
+
+
+class Known(enum.StrEnum):
+    """How much is known of what a place has cached."""
+
+    ALL = "all"
+    """Everything, from the node's start on."""
+    PART = "part"
+    """What was stored since some moment; it may have more."""
+    NOTHING = "nothing"
+
+
+class IdsOutcome(enum.StrEnum):
+    """What came of asking for a prompt's token ids."""
+
+    GIVEN = "given"
+    """The request has them."""
+    KEPT = "kept"
+    """An equal prompt's were kept."""
+    FETCHED = "fetched"
+    """A node rendered the prompt."""
+    LATE = "late"
+    """The node did not answer in time."""
+    FAILED = "failed"
+    BUSY = "busy"
+    """Too many were being asked for."""
+    UNSUITABLE = "unsuitable"
+    """A node would not render it as it renders the request: media, truncation, other endpoints."""
 
 
 class RouteReason(enum.StrEnum):

@@ -8,6 +8,7 @@ from functools import cache, partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdproxy.errors import Fault
+from pdproxy.observe.event_metrics import EventMetrics
 from pdproxy.observe.labels import (
     Affinity,
     Attempt,
@@ -29,9 +30,14 @@ _OTHER = "other"
 
 
 class Metrics:
-    """Every series of the proxy. Counting never raises and never waits."""
+    """Every series of the proxy. Counting never raises and never waits.
+
+    Attributes:
+        events: those of KV events and token ids.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.events = EventMetrics(registry)
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         self._requests = counter("pdproxy_requests_total", "Requests that ended.", ["endpoint", "outcome"])
         self._phases = Histogram(

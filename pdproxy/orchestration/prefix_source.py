@@ -4,7 +4,7 @@ import dataclasses
 from typing import Protocol
 
 from pdproxy.planning.plan_types import Plan
-from pdproxy.planning.prefix import Place, PromptHits
+from pdproxy.planning.prefix import HitSource, Place, PromptHits
 from pdproxy.request import SubRequest
 
 
@@ -37,3 +37,42 @@ class PrefixSource(Protocol):
 
     def answered(self, sub_request: SubRequest, real: RealHit) -> None:
         """What the place really had, for a source that can learn from it."""
+
+
+class ExactSource(Protocol):
+    """Knows what some nodes have cached, from their own KV events."""
+
+    async def look_up(self, sub_request: SubRequest) -> PromptHits | None:
+        """As `PrefixSource`."""
+
+    def routed(self, sub_request: SubRequest, plan: Plan) -> None:
+        """As `PrefixSource`."""
+
+    def reads(self, node: str) -> bool:
+        """Whether anything is known of this node."""
+
+
+class CombinedSource:
+    """A `PrefixSource` that takes what is known exactly, and an estimate for all other nodes and prompts."""
+
+    def __init__(self, exact: ExactSource, estimate: PrefixSource) -> None:
+        self._exact = exact
+        self._estimate = estimate
+
+    async def look_up(self, sub_request: SubRequest) -> PromptHits | None:
+        """As `PrefixSource`. The hits are `HitSource.EVENTS` where any node's are exact."""
+        exact = await self._exact.look_up(sub_request)
+        estimate = await self._estimate.look_up(sub_request)
+        if exact is None or estimate is None:
+            return exact or estimate
+        others = {place: hit for place, hit in estimate.hits.items() if not self._exact.reads(place.node)}
+        return PromptHits(exact.tokens, HitSource.EVENTS, {**others, **exact.hits})
+
+    def routed(self, sub_request: SubRequest, plan: Plan) -> None:
+        """As `PrefixSource`."""
+        self._exact.routed(sub_request, plan)
+        self._estimate.routed(sub_request, plan)
+
+    def answered(self, sub_request: SubRequest, real: RealHit) -> None:
+        """As `PrefixSource`: what is exact learns from events alone."""
+        self._estimate.answered(sub_request, real)

@@ -19,7 +19,8 @@ class Hit:
 
     Attributes:
         attention: A(n): the longest prefix of which every attention block is there. Enough for a place that gets a
-            ticket, for the mamba state arrives with that.
+            ticket, for the mamba state arrives with that; vLLM then uses whole blocks of it. Where a state lies deeper
+            than that prefix, vLLM uses none of it beyond `resume`, and so this is no more.
         resume: R(n): the longest prefix from which the place can go on by itself: every attention block is there, and
             at its end the state of each state group.
     """

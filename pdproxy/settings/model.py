@@ -203,6 +203,15 @@ class Policy(Section):
     """For `hybrid`: how long a prompt that a decode node resumes by itself may hold up its streams; 0 is never."""
 
 
+class Events(Section):
+    """KV events: nodes tell what they have cached."""
+
+    read: types.ReadEvents = types.ReadEvents.AUTO
+    """Whether they are read; `auto`: where `policy.routing` is prefix or hybrid, and nodes publish them."""
+    token_ids_seconds: types.Seconds = Field(default=0.05, gt=0, le=60)
+    """For a node to tell a prompt's token ids; later, the request goes on without."""
+
+
 class Health(Section):
     """How nodes are watched."""
 
@@ -265,6 +274,7 @@ class Settings(BaseSettings):
     deadlines: Deadlines = Deadlines()
     limits: Limits = Limits()
     policy: Policy = Policy()
+    events: Events = Events()
     health: Health = Health()
     keys: Keys = Keys()
     log: Log = Log()

@@ -72,6 +72,15 @@ BY_CACHE = frozenset({Routing.PREFIX, Routing.HYBRID})
 """Policies that ask what nodes have cached, and learn how fast they are."""
 
 
+class ReadEvents(OneOf):
+    """Whether nodes' KV events are read."""
+
+    AUTO = "auto"
+    """Where the policy goes by what nodes have cached."""
+    ON = "on"
+    OFF = "off"
+
+
 class Credential(OneOf):
     """What a node gets as its ``Authorization`` header."""
 

@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
@@ -91,6 +92,7 @@ def test_an_idle_engine_steps_once_to_tell_its_capacity() -> None:
         ("capacity_sequences", "state"): 400,
         ("capacity_binding", "attention"): 1,
         ("waiting_requests",): 0,
+        ("hashing", "sha256", "16", "16", "false", "true", kv_cache_utils.NONE_HASH.hex()): 1,
     }
     assert not node.scheduler.has_requests()
 

@@ -31,6 +31,15 @@ def assert_reuses(options: Namespace) -> None:
     assert options.mamba_cache_mode == "none"
 
 
+def assert_publishes(options: Namespace) -> None:
+    """What is cached, by hashes that can be computed elsewhere."""
+    events = options.kv_events_config
+    assert (events.enable_kv_cache_events, events.publisher) == (True, "zmq")
+    assert events.endpoint.startswith("tcp://*:")
+    assert events.replay_endpoint.startswith("tcp://*:")
+    assert options.prefix_caching_hash_algo == "sha256_cbor"
+
+
 @pytest.mark.parametrize(("profile", "name"), NODES)
 def test_the_command_of_a_compose_node_is_parsed(parse: Parse, profile: str, name: str) -> None:
     service = resolved(profile)[name]
@@ -39,6 +48,7 @@ def test_the_command_of_a_compose_node_is_parsed(parse: Parse, profile: str, nam
     assert options.kv_transfer_config.kv_role == ROLES[name.removeprefix("cpu-")]
     assert options.kv_transfer_config.kv_load_failure_policy == "recompute"
     assert_reuses(options)
+    assert_publishes(options)
     grace = re.fullmatch(r"(\d+)(s|m)", service["stop_grace_period"])
     assert grace is not None
     assert 0 < options.shutdown_timeout < int(grace[1]) * (60 if grace[2] == "m" else 1)
@@ -75,6 +85,7 @@ def test_the_command_of_a_chart_node_is_parsed(parse: Parse, helm: Engine, value
         assert options.shutdown_timeout < pod["spec"]["terminationGracePeriodSeconds"]
         assert options.headless is ("http" not in ports)
         assert_reuses(options)
+        assert_publishes(options)
 
 
 def test_the_documented_command_is_parsed(parse: Parse) -> None:

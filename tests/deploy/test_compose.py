@@ -73,6 +73,15 @@ def test_gpu_nodes_can_resume_unless_the_model_has_no_states() -> None:
     assert "--prefix-match-unit" not in " ".join(resolved("prefill", RESUME_ARGS="")["prefill"]["command"])
 
 
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_gpu_nodes_publish_what_they_cache_at_their_own_address_unless_told_not_to(name: str) -> None:
+    node, quiet = resolved(name, NODE_ADDRESS="10.0.0.7")[name], resolved(name, KV_EVENTS="false")[name]
+    assert "--kv-events-config.enable_kv_cache_events=true" in node["command"]
+    assert "--kv-events-config.endpoint=tcp://*:0" in node["command"]  # port 0: at VLLM_HOST_IP alone
+    assert node["environment"]["VLLM_HOST_IP"] == "10.0.0.7"
+    assert "--kv-events-config.enable_kv_cache_events=false" in quiet["command"]
+
+
 @pytest.mark.parametrize(("profile", "name"), [("prefill", "prefill"), ("decode", "decode")])
 def test_a_gpu_node_has_what_nixl_and_ucx_need(profile: str, name: str) -> None:
     gpus, ports = f"{name.upper()}_GPUS", f"{name.upper()}_SIDE_CHANNEL_PORT"

@@ -10,6 +10,7 @@ from tests.helm.policies import Pod, allowed
 from tests.helm.settings import pod_of
 
 HTTP, SIDE_CHANNEL, UCX_FIRST, UCX_LAST, NCCL = 8000, 5600, 20000, 20999, 29501
+EVENTS, REPLAY = 5557, 5657
 CLOSED = ["default", "qwen3.6-35b-a3b-1p1d", "qwen3.5-397b-a17b-2p4d-tp8", "full-values"]
 STRANGER = Pod({"app": "stranger"})
 ABROAD = Pod({}, home=False, namespace={"kubernetes.io/metadata.name": "elsewhere"})
@@ -38,6 +39,13 @@ def through(manifests: Manifests, port: int) -> set[tuple[str, str]]:
 @pytest.mark.parametrize("values", CLOSED)
 def test_only_the_proxy_speaks_http_to_nodes(rendered: Rendered, values: str) -> None:
     assert through(rendered(values), HTTP) == {("proxy", "prefill"), ("proxy", "decode")}
+
+
+@pytest.mark.parametrize("port", [EVENTS, EVENTS + 15, REPLAY, REPLAY + 15])
+def test_only_the_proxy_hears_what_nodes_cache(rendered: Rendered, helm: Engine, port: int) -> None:
+    """Events hold the token ids of prompts."""
+    assert through(rendered("default"), port) == {("proxy", "prefill"), ("proxy", "decode")}
+    assert through(helm.manifests({"kvEvents": {"enabled": False}}), port) == set()
 
 
 @pytest.mark.parametrize("values", CLOSED[:3])

@@ -21,7 +21,7 @@ OWN = {
     "chart": {"shutdown-timeout", "tensor-parallel-size", "gpu-memory-utilization"},
 }
 """What only some of them say: addresses, how long to wait at the end, and GPU settings that mean nothing on a CPU."""
-PLACES = {"VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT", "NO_PROXY"}
+PLACES = {"VLLM_HOST_IP", "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT", "NO_PROXY"}
 """Addresses, which differ."""
 
 
@@ -42,7 +42,13 @@ def said(words: list[str], by: str) -> dict[str, object]:
     """What all three must say alike."""
     found: dict[str, object] = {name: value for name, value in flags(words).items() if name not in OWN[by]}
     transfer = json.loads(str(found.pop("kv-transfer-config")))
-    return {**found, "transfer": {name: value for name, value in transfer.items() if "extra" not in name}}
+    events = json.loads(str(found.pop("kv-events-config")))
+    assert all(str(value).startswith("tcp://*:") for name, value in events.items() if "endpoint" in name)
+    return {
+        **found,
+        "transfer": {name: value for name, value in transfer.items() if "extra" not in name},
+        "events": (sorted(events), events["enable_kv_cache_events"]),  # of the endpoints, the ports differ
+    }
 
 
 def launched(role: str) -> list[str]:

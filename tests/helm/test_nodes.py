@@ -49,6 +49,23 @@ def test_both_roles_can_resume_at_the_same_places(helm: Engine) -> None:
 
 @ALL
 @ROLES
+def test_nodes_publish_what_they_cache(rendered: Rendered, values: str, role: str) -> None:
+    told = arguments(rendered(values).node(role))
+    assert told["--prefix-caching-hash-algo"] == "sha256_cbor"
+    assert json.loads(told["--kv-events-config"]) == {
+        "enable_kv_cache_events": True,
+        "endpoint": "tcp://*:5557",
+        "replay_endpoint": "tcp://*:5657",
+    }
+
+
+def test_nodes_can_be_told_to_publish_nothing(helm: Engine) -> None:
+    quiet = arguments(helm.manifests({"kvEvents": {"enabled": False}}).node("prefill"))
+    assert not {"--kv-events-config", "--prefix-caching-hash-algo"} & quiet.keys()
+
+
+@ALL
+@ROLES
 def test_the_connector_accepts_its_configuration(rendered: Rendered, values: str, role: str, tmp_path: Path) -> None:
     said = json.loads(arguments(rendered(values).node(role))["--kv-transfer-config"])
     assert (said["kv_connector"], said["kv_connector_module_path"]) == ("NixlConnector", "connector.nixl_connector")

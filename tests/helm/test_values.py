@@ -56,6 +56,7 @@ REFUSED = [
     ("proxy: {autoscaling: {minReplicas: 20}}", "proxy.autoscaling.minReplicas is above maxReplicas"),
     ("transfer: {ucxPorts: {first: 9, last: 8}}", "transfer.ucxPorts.first must be below last"),
     ("transfer: {sideChannelPort: 20000}", "transfer.sideChannelPort (20000) lies within transfer.ucxPorts"),
+    ("kvEvents: {replayPort: 5560}", "kvEvents.port and kvEvents.replayPort must be 16 apart at least"),
     ("transfer: {sideChannelPort: 8000}", "transfer.sideChannelPort and nodes.httpPort are the same"),
     ("model: {storage: {kind: existingClaim}}", "say which one in model.storage.existingClaim"),
     ("apiKeys: {keys: [key-0123], existingSecret: mine}", "apiKeys.keys and apiKeys.existingSecret are both set"),

@@ -53,6 +53,9 @@
     {{- fail (printf "%s (%d) lies within transfer.ucxPorts (%d to %d): move one of them." $name (int $port) (int $ucx.first) (int $ucx.last)) -}}
   {{- end -}}
 {{- end -}}
+{{- if and $v.kvEvents.enabled (lt (sub (max $v.kvEvents.port $v.kvEvents.replayPort) (min $v.kvEvents.port $v.kvEvents.replayPort) | int) 16) -}}
+  {{- fail "kvEvents.port and kvEvents.replayPort must be 16 apart at least: each data-parallel rank takes a port of its own." -}}
+{{- end -}}
 {{- if eq (int $v.transfer.sideChannelPort) (int $v.nodes.httpPort) -}}
   {{- fail "transfer.sideChannelPort and nodes.httpPort are the same: each needs its own." -}}
 {{- end -}}

@@ -123,6 +123,10 @@ spec:
 - --shutdown-timeout={{ $v.nodes.drainSeconds }}
 {{- end }}
 - {{ printf "--kv-transfer-config=%s" (include "pdproxy.node.transfer" .) | quote }}
+{{- if $v.kvEvents.enabled }}
+- --prefix-caching-hash-algo=sha256_cbor
+- {{ printf "--kv-events-config=%s" (include "pdproxy.node.kvEvents" $v) | quote }}
+{{- end }}
 {{- if ne .part "whole" }}
 - --nnodes={{ $r.hosts }}
 - --node-rank=$(NODE_RANK)
@@ -145,6 +149,11 @@ spec:
 {{- dict "kv_connector" "NixlConnector" "kv_connector_module_path" "connector.nixl_connector"
       "kv_role" (ternary "kv_producer" "kv_consumer" (eq .component "prefill"))
       "kv_load_failure_policy" "recompute" "kv_connector_extra_config" $extra | toJson -}}
+{{- end -}}
+
+{{- define "pdproxy.node.kvEvents" -}}
+{{- dict "enable_kv_cache_events" true "endpoint" (printf "tcp://*:%d" (int .kvEvents.port))
+      "replay_endpoint" (printf "tcp://*:%d" (int .kvEvents.replayPort)) | toJson -}}
 {{- end -}}
 
 {{/* The chart's own variables of a node. */}}

@@ -34,7 +34,21 @@ def test_a_node_gets_our_connector_its_role_and_recompute(role: Role, name: str)
 
 
 def test_a_plain_node_has_no_connector() -> None:
-    assert "--kv-transfer-config" not in command(NodeSpec("n", Role.PLAIN, 8000, 9000))
+    line = command(NodeSpec("n", Role.PLAIN, 8000, 9000))
+    assert not {"--kv-transfer-config", "--kv-events-config", "--prefix-caching-hash-algo"} & set(line)
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_node_tells_what_it_caches_on_loopback_alone_by_hashes_that_others_can_compute(role: Role) -> None:
+    """With port 0 vLLM binds at `VLLM_HOST_IP`; with any other, at every address."""
+    line = command(NodeSpec("n", role, 8000, 9000))
+    assert json.loads(option(line, "--kv-events-config")) == {
+        "enable_kv_cache_events": True,
+        "endpoint": "tcp://*:0",
+        "replay_endpoint": "tcp://*:0",
+    }
+    assert environment(NodeSpec("n", role, 8000, 9000), {})["VLLM_HOST_IP"] == HOST
+    assert option(line, "--prefix-caching-hash-algo") == "sha256_cbor"
 
 
 def test_size_and_ranks_are_passed_on_only_when_given() -> None:

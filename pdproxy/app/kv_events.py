@@ -1,0 +1,71 @@
+"""What reads nodes' KV events, built where the settings ask for it: it needs a package that others can do without."""
+
+import dataclasses
+import importlib.util
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pdproxy.clock import Clock
+from pdproxy.errors import SettingsError
+from pdproxy.nodes.pool import Pool
+from pdproxy.observe.metrics import Metrics
+from pdproxy.request import Headers, Json
+from pdproxy.settings.model import Settings
+from pdproxy.settings.types import BY_CACHE, ReadEvents
+from pdproxy.transport.port import Transport
+
+if TYPE_CHECKING:
+    from pdproxy.events.places import PlaceCaches
+    from pdproxy.events.prefix_source import EventPrefixSource
+    from pdproxy.events.subscriber import EventSubscriber
+
+_LOG = logging.getLogger(__name__)
+_PACKAGE = "msgspec"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KvEvents:
+    """The parts that work together: the one that runs, the one that requests ask, and what is known."""
+
+    subscriber: "EventSubscriber"
+    source: "EventPrefixSource"
+    caches: "PlaceCaches"
+
+    def known(self, node: str) -> Sequence[Json]:
+        """How much is known of the caches of a node's ranks, for operators."""
+        return [dataclasses.asdict(feed.status()) for feed in self.caches.of_node(node)]
+
+
+def kv_events(
+    settings: Settings, pool: Pool, transport: Transport, clock: Clock, metrics: Metrics, headers: Headers
+) -> KvEvents | None:
+    """All of it; None where the settings do not ask for it. ``headers``: of the proxy's own requests to nodes.
+
+    Raises:
+        SettingsError: they do, and the package is missing.
+    """
+    if not _wanted(settings):
+        return None
+    from pdproxy.events.places import PlaceCaches
+    from pdproxy.events.prefix_source import EventPrefixSource
+    from pdproxy.events.subscriber import EventSubscriber
+    from pdproxy.events.token_ids import TokenIds
+
+    caches = PlaceCaches(clock, metrics.events)
+    token_ids = TokenIds(transport, clock, metrics.events, settings.events.token_ids_seconds, headers)
+    return KvEvents(
+        EventSubscriber(pool, transport, caches, clock, metrics.events, headers),
+        EventPrefixSource(pool, caches, token_ids, clock),
+        caches,
+    )
+
+
+def _wanted(settings: Settings) -> bool:
+    read, here = settings.events.read, importlib.util.find_spec(_PACKAGE) is not None
+    hint = f"the package {_PACKAGE} is missing: pip install 'pdproxy[events]' brings it (the proxy's image has it)."
+    if read is ReadEvents.ON and not here:
+        raise SettingsError(f"events.read is 'on', and {hint}")
+    if read is ReadEvents.AUTO and settings.policy.routing in BY_CACHE and not here:
+        _LOG.warning("What nodes have cached is estimated, for their KV events cannot be read: %s", hint)
+    return here and (read is ReadEvents.ON or (read is ReadEvents.AUTO and settings.policy.routing in BY_CACHE))

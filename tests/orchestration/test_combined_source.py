@@ -1,0 +1,65 @@
+"""What is known exactly goes before what is estimated, node by node."""
+
+from pdproxy.legs.shape import shape
+from pdproxy.nodes.node import Node, Role
+from pdproxy.orchestration.prefix_source import CombinedSource, RealHit
+from pdproxy.planning.plan_types import Plan
+from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
+from pdproxy.request import ClientRequest, Endpoint, SubRequest
+
+BODY = {"model": "tiny", "prompt": "a"}
+ASKED = SubRequest(
+    ClientRequest("r", Endpoint.COMPLETIONS, BODY, (), "tiny", False, 0, 0.0, 9.0, lambda: False),
+    BODY,
+    shape(Endpoint.COMPLETIONS, BODY),
+    "r",
+)
+READ, UNREAD = Place("read"), Place("unread")
+EXACT = PromptHits(100, HitSource.EVENTS, {READ: Hit(64, 32)})
+ESTIMATE = PromptHits(90, HitSource.APPROXIMATION, {READ: Hit(80, 80), UNREAD: Hit(16, 0)})
+
+
+class Source:
+    """Says always the same, and keeps what it is told."""
+
+    def __init__(self, hits: PromptHits | None) -> None:
+        self._hits = hits
+        self.told: list[Plan | RealHit] = []
+
+    async def look_up(self, sub_request: SubRequest) -> PromptHits | None:
+        return self._hits
+
+    def routed(self, sub_request: SubRequest, plan: Plan) -> None:
+        self.told.append(plan)
+
+    def answered(self, sub_request: SubRequest, real: RealHit) -> None:
+        self.told.append(real)
+
+    def reads(self, node: str) -> bool:
+        return node == READ.node
+
+
+async def test_the_estimate_counts_for_nodes_of_which_nothing_is_known() -> None:
+    found = await CombinedSource(Source(EXACT), Source(ESTIMATE)).look_up(ASKED)
+    assert found == PromptHits(100, HitSource.EVENTS, {READ: Hit(64, 32), UNREAD: Hit(16, 0)})
+
+
+async def test_a_node_that_is_known_to_have_nothing_is_not_estimated_to_have_something() -> None:
+    found = await CombinedSource(Source(PromptHits(100, HitSource.EVENTS, {})), Source(ESTIMATE)).look_up(ASKED)
+    assert found is not None
+    assert found.hits == {UNREAD: Hit(16, 0)}
+
+
+async def test_one_alone_is_enough() -> None:
+    assert await CombinedSource(Source(None), Source(ESTIMATE)).look_up(ASKED) == ESTIMATE
+    assert await CombinedSource(Source(EXACT), Source(None)).look_up(ASKED) == EXACT
+    assert await CombinedSource(Source(None), Source(None)).look_up(ASKED) is None
+
+
+def test_both_hear_of_plans_and_the_estimate_of_what_came_of_them() -> None:
+    exact, estimate = Source(EXACT), Source(ESTIMATE)
+    both = CombinedSource(exact, estimate)
+    plan, real = Plan(None, Node("read", "http://r", Role.DECODE)), RealHit(READ, 100, 32)
+    both.routed(ASKED, plan)
+    both.answered(ASKED, real)
+    assert (exact.told, estimate.told) == ([plan], [plan, real])
