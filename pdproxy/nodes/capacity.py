@@ -29,6 +29,10 @@ NO_FOOTPRINT = Footprint()
 """Of a leg whose blocks are counted elsewhere, or that has none."""
 
 
+FULL, OVERFLOW = 0.9, 3000.0
+"""The part of a cache that may be held before more counts, and what a whole cache more weighs, in sequences."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Capacity:
     """What the caches of all engines behind one address hold.
@@ -50,3 +54,8 @@ class Capacity:
     def part_taken(self, tokens: int, sequences: int) -> float:
         """The part of it that such a load takes; above 1 where it does not fit."""
         return tokens / self.tokens + (sequences / self.sequences if self.sequences else 0.0)
+
+    def crowd(self, held: Footprint, legs: int, ranks: int) -> float:
+        """What the legs of one of its ranks weigh, in sequences: one each, and more where the cache is nearly full."""
+        fill = self.part_taken(*held) * ranks
+        return legs + max(0.0, fill - FULL) * OVERFLOW

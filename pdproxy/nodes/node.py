@@ -1,4 +1,8 @@
-"""Nodes, their states, and the snapshot of them that plans are made from. Pure values."""
+"""Nodes, their states, and the snapshot of them that plans are made from. Pure values.
+
+A few lines over 300: a node, its view and the snapshot of all views are one thing in three sizes, and every plan uses
+all three.
+"""
 
 import dataclasses
 import enum
@@ -13,9 +17,6 @@ from pdproxy.request import Headers
 RANK_HEADER = "x-data-parallel-rank"
 """Which of its data-parallel ranks a server is to use. vLLM 0.32 heeds it for completions, chat and messages, not for
 responses, and picks one by load where it is missing."""
-
-FULL, OVERFLOW = 0.9, 3000.0
-"""The part of a cache that may be held before more counts, and what a whole cache more weighs, in sequences."""
 
 
 def hash64(text: str) -> int:
@@ -160,15 +161,12 @@ class NodeView:
         object.__setattr__(self, "rank", rank)
         object.__setattr__(self, "backlog", backlog)
         object.__setattr__(self, "sequences", legs)
-        object.__setattr__(self, "crowd", self.crowd_of(rank) if self.node.capacity else legs)
+        object.__setattr__(self, "crowd", self.crowd_of(rank))
 
     def crowd_of(self, rank: int) -> float:
         """What the legs of a rank weigh, in sequences: one each, and more where they nearly fill its cache."""
         capacity, legs = self.node.capacity, self.legs[rank]
-        if capacity is None:
-            return legs
-        fill = capacity.part_taken(*self.held[rank]) * self.node.ranks
-        return legs + max(0.0, fill - FULL) * OVERFLOW
+        return legs if capacity is None else capacity.crowd(self.held[rank], legs, self.node.ranks)
 
     def takes_requests(self) -> bool:
         """Whether a plan may send something here now."""
