@@ -1,0 +1,173 @@
+"""A trace on simulated nodes, in one process on a clock that is set; pool, plans and policies are the proxy's own.
+
+The nodes are arithmetic. A prefill node computes one prompt after the other, at a rate, from where its caches let it
+resume. A decode node reads what it has not cached, at a rate, and gives a token in each step; a prompt that it computes
+itself stops its streams for as long. The planner is told exactly what is cached where, with all that was sent before.
+"""
+
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Iterator, Mapping
+
+from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
+from pdproxy.nodes.node import Node, Role, hash64
+from pdproxy.nodes.pool import Pool
+from pdproxy.planning.plan import PlanPolicy, plan
+from pdproxy.planning.plan_types import Plan, PlanInput
+from pdproxy.planning.policies import policy_named
+from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
+from pdproxy.settings.types import Routing
+from tests.bench.hybrid_cache import CacheShape, HashedPrompt, HybridCache
+from tests.bench.outcome import Outcome
+from tests.bench.traces import Trace, hashed
+from tests.fakes.clock import FakeClock
+
+MODEL = "m"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fleet:
+    """The simulated nodes: how many, their caches, and how fast they are.
+
+    Attributes:
+        prefill_rate: tokens that a node computes in a second.
+        overhead: seconds that each prompt takes besides.
+        transfer_rate: tokens whose attention a decode node reads in a second; ``hand_over`` seconds besides.
+        step: seconds between two tokens of a stream.
+    """
+
+    prefills: int = 3
+    decodes: int = 2
+    shape: CacheShape = CacheShape()
+    prefill_rate: float = 8000.0
+    overhead: float = 0.01
+    transfer_rate: float = 200_000.0
+    hand_over: float = 0.01
+    step: float = 0.02
+
+    def roles(self) -> Mapping[str, Role]:
+        """Of all nodes, by name."""
+        counts = ((Role.PREFILL, self.prefills), (Role.DECODE, self.decodes))
+        return {f"{role}-{index}": role for role, count in counts for index in range(count)}
+
+
+class SimulatedNode:
+    """Caches, and until when it computes."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.cache = HybridCache(fleet.shape)
+        self.free_at = 0.0
+        self.stalled = 0.0
+        """Seconds that its streams had to wait for prompts until now."""
+        self._fleet = fleet
+
+    def compute(self, prompt: HashedPrompt, now: float) -> int:
+        """Take a prompt in at the end of the queue; how many of its tokens are computed. It is done at ``free_at``."""
+        computed = self.cache.compute(prompt)
+        self.cache.take_events()
+        self._busy(self._fleet.overhead + computed / self._fleet.prefill_rate, now)
+        return computed
+
+    def pull(self, prompt: HashedPrompt, now: float) -> tuple[int, int, float]:
+        """Read a ticket: tokens moved, tokens computed here, and the seconds until it is done."""
+        pulled = self.cache.pull(prompt)
+        self.cache.take_events()
+        self._busy(pulled.computed / self._fleet.prefill_rate, now)
+        seconds = self._fleet.hand_over + pulled.moved / self._fleet.transfer_rate
+        return pulled.moved, pulled.computed, seconds + self.free_at - now
+
+    def _busy(self, seconds: float, now: float) -> None:
+        self.free_at = max(now, self.free_at) + seconds
+        self.stalled += seconds
+
+
+class Simulation:
+    """One run of a policy."""
+
+    def __init__(self, routing: Routing, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self.clock = FakeClock()
+        self.pool = Pool(self.clock, CircuitBreakerConfig(slow_start=0))
+        self.nodes = {name: SimulatedNode(fleet) for name in fleet.roles()}
+        self._policy = PlanPolicy(routing=policy_named(routing))
+        self._turns = itertools.count()
+        self._outcome = Outcome(routing, fleet.roles())
+        for name, role in fleet.roles().items():
+            node = Node(name, f"http://{name}", role, MODEL)
+            self.pool.add(node)
+            self.pool.admit(node)
+
+    def run(self, trace: Trace) -> Outcome:
+        """All requests, to their ends."""
+        began, order, followers = self.clock.now(), itertools.count(), trace.followers()
+        due = [
+            (request.at, next(order), self._request(trace, number), number)
+            for number, request in enumerate(trace.requests)
+            if request.after is None
+        ]
+        heapq.heapify(due)
+        while due:
+            at, _, steps, number = heapq.heappop(due)
+            self.clock.advance(began + at - self.clock.now())
+            wait = next(steps, None)
+            if wait is not None:
+                heapq.heappush(due, (at + wait, next(order), steps, number))
+                continue
+            for follower in followers.get(number, ()):
+                begins = at + trace.requests[follower].at
+                heapq.heappush(due, (begins, next(order), self._request(trace, follower), follower))
+        return self._outcome
+
+    def hits(self, prompt: HashedPrompt) -> PromptHits:
+        """What every place has cached of a prompt, what is in its queue included."""
+        found = {Place(name): node.cache.hit(prompt) for name, node in self.nodes.items()}
+        return PromptHits(
+            prompt.tokens, HitSource.EVENTS, {place: hit for place, hit in found.items() if hit.attention}
+        )
+
+    def _request(self, trace: Trace, number: int) -> Iterator[float]:
+        """One request from its arrival to its last token; yields the seconds until it goes on."""
+        request = trace.requests[number]
+        prompt, arrived = hashed(request.prompt, self.fleet.shape.step), self.clock.now()
+        session = None if request.session is None else hash64(f"session {request.session}")
+        hits = self.hits(prompt)
+        chosen = self._plan(prompt, session, hits)
+        with self.pool.acquire(chosen.decode.name):
+            yield from self._first_token(chosen, prompt, hits)
+            yield self.fleet.step
+            self._outcome.answered(prompt.tokens, self.clock.now() - arrived)
+            yield from self._stream(self.nodes[chosen.decode.name], request.output - 1)
+
+    def _first_token(self, chosen: Plan, prompt: HashedPrompt, hits: PromptHits) -> Iterator[float]:
+        """The prompt is computed, by either node, and handed over."""
+        if chosen.prefill is None:
+            yield self._compute(chosen.decode, prompt, hits)
+            return
+        with self.pool.acquire(chosen.prefill.name):
+            yield self._compute(chosen.prefill, prompt, hits)
+        moved, computed, seconds = self.nodes[chosen.decode.name].pull(prompt, self.clock.now())
+        self._outcome.computed[chosen.decode.name] += computed
+        self._outcome.moved += moved
+        yield seconds
+
+    def _compute(self, node: Node, prompt: HashedPrompt, hits: PromptHits) -> float:
+        """The seconds until the node is done with it."""
+        now, simulated = self.clock.now(), self.nodes[node.name]
+        computed = simulated.compute(prompt, now)
+        planned = hits.hits.get(Place(node.name), Hit(0, 0)).resume
+        self._outcome.computed[node.name] += computed
+        self._outcome.as_planned[planned == prompt.tokens - computed] += 1
+        return simulated.free_at - now
+
+    def _stream(self, decode: SimulatedNode, steps: int) -> Iterator[float]:
+        """The tokens after the first; prompts that the node computes meanwhile delay them."""
+        ends, stalled = self.clock.now() + steps * self.fleet.step, decode.stalled
+        while self.clock.now() < ends:
+            yield ends - self.clock.now()
+            ends += decode.stalled - stalled
+            stalled = decode.stalled
+
+    def _plan(self, prompt: HashedPrompt, session: int | None, hits: PromptHits) -> Plan:
+        needs = PlanInput(MODEL, session=session, prompt_tokens=prompt.tokens)
+        return plan(self.pool.snapshot(), needs, self._policy, next(self._turns))
