@@ -83,6 +83,8 @@ class LocalReason(enum.StrEnum):
     ONE_TOKEN = "one_token"
     SHORT_PROMPT = "short_prompt"
     """The prompt is shorter than ``policy.local_below_tokens``."""
+    CACHED = "cached"
+    """The decode node has most of the prompt cached, and computes the rest sooner than a prefill node could."""
     NO_PREFILL = "no_prefill"
     NO_PAIR = "no_pair"
     """No prefill and decode node are of one cohort."""

@@ -16,8 +16,9 @@ from pdproxy.app.build import nodes_of
 from pdproxy.app.host import HostEnvironment, Sources, node_headers, read_secret, tls
 from pdproxy.clock import SystemClock
 from pdproxy.errors import NodeFault
+from pdproxy.nodes.capacity import Capacity
 from pdproxy.nodes.discovery.source import DiscoveryError, Source
-from pdproxy.nodes.node import Capacity, Node, Role
+from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.preflight import CheckRow, Preflight, cause, check_nodes, is_unreachable, symptom
 from pdproxy.settings.model import Settings
 from pdproxy.transport.httpx_transport import HttpxTransport

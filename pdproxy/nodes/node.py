@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from pdproxy.nodes.capacity import Capacity
 from pdproxy.request import Headers
 
 RANK_HEADER = "x-data-parallel-rank"
@@ -16,33 +17,6 @@ responses, and picks one by load where it is missing."""
 def hash64(text: str) -> int:
     """A hash of 64 bits, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())
-
-
-class Binding(enum.StrEnum):
-    """What runs out first with sequences of the greatest length."""
-
-    ATTENTION = "attention"
-    STATE = "state"
-    NOTHING = "nothing"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Capacity:
-    """What the caches of all engines behind one address hold.
-
-    A load of t tokens in n sequences fits while t / tokens + n / sequences <= 1, but for the last block of each.
-
-    Attributes:
-        tokens: of attention capacity.
-        sequences: that the state groups allow; None where there are none.
-        longest: sequences of the greatest length that run together.
-        binding: what runs out first with these.
-    """
-
-    tokens: int
-    sequences: int | None
-    longest: int
-    binding: Binding
 
 
 class Role(enum.StrEnum):
@@ -141,6 +115,13 @@ class NodeView:
         share: 0 < share <= 1: the part of its weight that slow start allows now.
         trials: while PROBING: requests in flight that try the half-open circuit. One is all it may get.
         reason: for operators: why it is in this state (the setting that was refused, the last fault).
+        legs: in flight from this proxy, by data-parallel rank.
+        queued: of their prompts' tokens, those that are still to be computed on each rank.
+        held: tokens that they hold in each rank's cache.
+        rank: the one with the fewest tokens to compute, and of these the fewest legs.
+        backlog: the tokens to compute there.
+        sequences: the legs there.
+        fill: the part of that rank's cache that they hold; 0 where its capacity is not known.
         room: the weight that it may use now.
         load: what its legs would be with one more, per unit of ``room``.
     """
@@ -151,6 +132,13 @@ class NodeView:
     share: float = 1.0
     trials: int = 0
     reason: str = ""
+    legs: tuple[int, ...] = (0,)
+    queued: tuple[int, ...] = (0,)
+    held: tuple[int, ...] = (0,)
+    rank: int = dataclasses.field(init=False, repr=False, compare=False)
+    backlog: int = dataclasses.field(init=False, repr=False, compare=False)
+    sequences: int = dataclasses.field(init=False, repr=False, compare=False)
+    fill: float = dataclasses.field(init=False, repr=False, compare=False)
     room: float = dataclasses.field(init=False, repr=False, compare=False)
     load: float = dataclasses.field(init=False, repr=False, compare=False)
 
@@ -158,6 +146,17 @@ class NodeView:
         # Every plan compares all of them, and a view outlives many plans.
         object.__setattr__(self, "room", self.node.weight * self.share)
         object.__setattr__(self, "load", (self.active + 1) / self.room)
+        backlog = min(self.queued)
+        rank = 0 if len(self.queued) == 1 else self._fewest_legs(backlog)
+        object.__setattr__(self, "rank", rank)
+        object.__setattr__(self, "backlog", backlog)
+        object.__setattr__(self, "sequences", self.legs[rank])
+        capacity = self.node.capacity
+        fill = 0.0 if capacity is None else capacity.fill(self.held[rank], self.legs[rank]) * self.node.ranks
+        object.__setattr__(self, "fill", fill)
+
+    def _fewest_legs(self, queued: int) -> int:
+        return min((legs, rank) for rank, legs in enumerate(self.legs) if self.queued[rank] == queued)[1]
 
     def takes_requests(self) -> bool:
         """Whether a plan may send something here now."""
@@ -216,11 +215,15 @@ class Served:
     Attributes:
         places: of all of them.
         cohorts: of those of each cohort, sorted by its name; nodes of unknown cohort are in each.
+        cohort_names: in the same order.
+        by_name: the place of each of them.
         seeds: by role, in the order of ``places``.
     """
 
     places: Places
     cohorts: tuple[Places, ...]
+    cohort_names: tuple[str, ...]
+    by_name: Mapping[str, int]
     seeds: Mapping[Role, Seeds]
 
     @property
@@ -272,7 +275,9 @@ class Roster:
         ]
         cohorts = sorted({node.cohort for _, node in here})
         seeds = {role: _seeds([node for _, node in here if node.role is role]) for role in Role}
-        return Served(_places(here), tuple(_places(here, cohort) for cohort in cohorts), seeds)
+        by_name = {node.name: place for place, node in here}
+        groups = tuple(_places(here, cohort) for cohort in cohorts)
+        return Served(_places(here), groups, tuple(cohorts), by_name, seeds)
 
 
 def _places(here: list[tuple[int, Node]], cohort: str | None = None) -> Places:

@@ -9,7 +9,8 @@ from types import MappingProxyType
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from pdproxy.nodes.node import Binding, Capacity, Node
+from pdproxy.nodes.capacity import Binding, Capacity
+from pdproxy.nodes.node import Node
 
 INFO_METRIC = "pdproxy_connector_info"
 """The gauge whose labels are the connector's settings."""

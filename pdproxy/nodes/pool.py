@@ -70,10 +70,18 @@ class Pool:
         self._entry(name)
         return self._views.one(name, self._clock.now())
 
-    def acquire(self, name: str) -> Slot:
-        """Count a leg on the node until its slot is released."""
+    def acquire(self, name: str, rank: int | None = None, *, queued: int = 0, held: int = 0) -> Slot:
+        """Count a leg on the node until its slot is released.
+
+        Args:
+            rank: the data-parallel rank that it goes to; None where vLLM chooses.
+            queued: tokens of its prompt that are to be computed there.
+            held: tokens that it will hold in the cache there.
+        """
         entry = self._entry(name)
-        slot = Slot(entry, self._clock, self._release)
+        if rank is None:
+            rank = 0 if entry.node.ranks == 1 else entry.lightest_rank()
+        slot = Slot(entry, self._clock, rank, queued, held, self._changed, self._release)
         entry.active += 1
         entry.trials += entry.state() is State.PROBING
         self._changed(entry)
@@ -122,7 +130,8 @@ class Pool:
         """Let the node of this name serve, with what the preflight found out about it; it starts slowly."""
         entry = self._entry(node.name)
         if entry.membership is not State.DRAINING:
-            entry.node, entry.misses, entry.reason = node, 0, ""
+            entry.admit(node)
+            entry.misses, entry.reason = 0, ""
             entry.stay()
             self._set(entry, CircuitBreaker(self._config, changed_at=self._clock.now()), State.UP)
 

@@ -23,6 +23,9 @@ class PoolEntry:
         configured: as it was given to the pool.
         membership: JOINING, UP, DRAINING or REFUSED; the circuit counts only while it is UP.
         active: legs in flight.
+        legs: of them, by data-parallel rank; as many ranks as the node has, or has had.
+        queued: of their prompts' tokens, those that are still to be computed on each rank.
+        held: tokens that they hold in each rank's cache.
         trials: of these, the ones that were sent to try a half-open circuit.
         misses: active health probes failed in a row.
         progressed_at: monotonic seconds when a leg last received something from the node.
@@ -36,6 +39,9 @@ class PoolEntry:
     configured: Node
     membership: State = State.JOINING
     active: int = 0
+    legs: list[int] = dataclasses.field(default_factory=lambda: [0])
+    queued: list[int] = dataclasses.field(default_factory=lambda: [0])
+    held: list[int] = dataclasses.field(default_factory=lambda: [0])
     trials: int = 0
     misses: int = 0
     progressed_at: float = float("-inf")
@@ -60,9 +66,21 @@ class PoolEntry:
         """The state that plans are made from."""
         return _STATE_BY_CIRCUIT[self.circuit.state] if self.membership is State.UP else self.membership
 
+    def admit(self, node: Node) -> None:
+        """The node with what its preflight found; it may have more ranks than before, or fewer."""
+        self.node = node
+        for each in (self.legs, self.queued, self.held):
+            each += [0] * (node.ranks - len(each))
+
+    def lightest_rank(self) -> int:
+        """The one with the fewest legs: where vLLM sends a leg that names none, as far as this proxy can tell."""
+        return min(range(self.node.ranks), key=self.legs.__getitem__)
+
     def view(self, now: float) -> NodeView:
         """The node as a snapshot shows it."""
-        return NodeView(self.node, self.state(), self.active, self.circuit.share(now), self.trials, self.reason)
+        node, ranks = self.node, self.node.ranks
+        loads = tuple(self.legs[:ranks]), tuple(self.queued[:ranks]), tuple(self.held[:ranks])
+        return NodeView(node, self.state(), self.active, self.circuit.share(now), self.trials, self.reason, *loads)
 
 
 class Views:
@@ -136,14 +154,45 @@ class Views:
 
 
 class Slot:
-    """A leg's place on a node: must be released, on every exit. Also a context manager."""
+    """A leg's place on a node: must be released, on every exit. Also a context manager.
 
-    def __init__(self, entry: PoolEntry, clock: Clock, on_release: Callable[[PoolEntry, bool], None]) -> None:
+    Args:
+        rank: the data-parallel rank that it runs on.
+        queued: tokens that are to be computed for it there.
+        held: tokens that it will hold in the cache there.
+        on_change: called when ``entry`` has changed.
+        on_release: called with ``entry`` and whether the leg was to try a half-open circuit.
+    """
+
+    def __init__(
+        self,
+        entry: PoolEntry,
+        clock: Clock,
+        rank: int,
+        queued: int,
+        held: int,
+        on_change: Callable[[PoolEntry], None],
+        on_release: Callable[[PoolEntry, bool], None],
+    ) -> None:
         self._entry: PoolEntry | None = entry
         self._clock = clock
+        self._rank = rank
+        self._queued = queued
+        self._held = held
+        self._on_change = on_change
         self._on_release = on_release
         self._trial = entry.state() is State.PROBING
         self._alarm: Callable[[], None] | None = None
+        entry.legs[rank] += 1
+        entry.queued[rank] += queued
+        entry.held[rank] += held
+
+    def prompt_computed(self) -> None:
+        """The tokens that were to be computed for it are. Idempotent."""
+        if self._entry is not None and self._queued:
+            self._entry.queued[self._rank] -= self._queued
+            self._queued = 0
+            self._on_change(self._entry)
 
     def progress(self) -> None:
         """Something arrived from the node: active health then knows that a slow probe means busy, not dead. Cheap."""
@@ -165,6 +214,9 @@ class Slot:
         self.on_node_down(None)
         entry, self._entry = self._entry, None
         if entry is not None:
+            entry.legs[self._rank] -= 1
+            entry.queued[self._rank] -= self._queued
+            entry.held[self._rank] -= self._held
             self._on_release(entry, self._trial)
 
     def __enter__(self) -> "Slot":

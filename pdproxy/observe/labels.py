@@ -100,3 +100,20 @@ class Affinity(enum.StrEnum):
     """Another one: its own has no room, has failed this request, or exchanges no ticket with the other leg's node."""
     NONE = "none"
     """The request names no session: it went to the least loaded node."""
+
+
+class RouteReason(enum.StrEnum):
+    """Why a plan by what is cached chose the place that is to compute the prompt."""
+
+    CACHED = "cached"
+    """Nowhere else is more of the prompt cached that could be used."""
+    BRANCH = "branch"
+    """Its attention cache has the most, but no state to resume from: it will keep one from this prompt on."""
+    LOAD = "load"
+    """Elsewhere more is cached, but it would take longer, or that place cannot take the request."""
+    SESSION = "session"
+    """Nothing is known of caches; the place is that of the request's session."""
+    NOTHING_CACHED = "nothing_cached"
+    """Nothing that could be used is cached anywhere, or nothing is known: the least loaded place."""
+    RESUMES = "resumes"
+    """The decode node can resume by itself, and that takes less time than a hand-over."""

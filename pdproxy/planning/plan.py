@@ -23,15 +23,14 @@ class Candidates:
 
     Attributes:
         bars: of the snapshot.
-        session: as in `PlanInput`.
+        needs: what the plan is made for.
     """
 
     def __init__(self, snapshot: Snapshot, needs: PlanInput) -> None:
         self._nodes = snapshot.nodes
-        self._needs = needs
+        self.needs = needs
         self._served = snapshot.roster.served(needs.model)
         self.bars = snapshot.bars
-        self.session = needs.session
 
     def serving(self, role: Role) -> list[NodeView]:
         """The nodes of a role that take requests for the model, those included that must not get this one."""
@@ -47,12 +46,23 @@ class Candidates:
 
     def may_take(self, view: NodeView) -> bool:
         """Whether one that serves the model may get this request."""
-        partner = self._needs.partner
-        return view.node.name not in self._needs.excluded and (partner is None or self.paired(view.node, partner))
+        partner = self.needs.partner
+        return view.node.name not in self.needs.excluded and (partner is None or self.paired(view.node, partner))
 
     def by_cohort(self) -> list[tuple[list[NodeView], list[NodeView]]]:
         """The prefill and the decode nodes of each cohort; bars are not looked at."""
         return [(self._open(places.prefills), self._open(places.decodes)) for places in self._served.cohorts]
+
+    @property
+    def cohort_names(self) -> tuple[str, ...]:
+        """Of `by_cohort`, in the same order."""
+        return self._served.cohort_names
+
+    def named(self, name: str) -> NodeView | None:
+        """The node of this name, where it may get the request."""
+        place = self._served.by_name.get(name)
+        view = None if place is None else self._nodes[place]
+        return view if view is not None and self.may_take(view) else None
 
     def allow(self, prefill: Node, decode: Node) -> bool:
         """Whether a ticket can pass from one to the other."""
@@ -64,7 +74,7 @@ class Candidates:
 
     def _open(self, places: tuple[int, ...]) -> list[NodeView]:
         views = self._at(places)
-        restricted = self._needs.excluded or self._needs.partner is not None
+        restricted = self.needs.excluded or self.needs.partner is not None
         return list(filter(self.may_take, views)) if restricted else views
 
     def _at(self, places: tuple[int, ...]) -> list[NodeView]:
@@ -92,8 +102,9 @@ class RoutingPolicy(Protocol):
     def node(self, candidates: Candidates, role: Role, turn: int) -> Choice | None:
         """One of the open nodes of a role."""
 
-    def pair(self, candidates: Candidates, turn: int) -> tuple[Choice, Choice] | None:
-        """An open prefill and an open decode node between which a ticket may pass."""
+    def pair(self, candidates: Candidates, turn: int) -> tuple[Choice | None, Choice] | None:
+        """An open prefill and an open decode node between which a ticket may pass; no prefill node where there is such
+        a pair, and the decode node had better compute alone."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -150,10 +161,16 @@ def plan(snapshot: Snapshot, needs: PlanInput, policy: PlanPolicy, turn: int) ->
         pair = policy.routing.pair(candidates, turn)
         if pair is not None:
             prefill, decode = pair
-            return Plan(prefill.node, decode.node, None, prefill.affinity, decode.affinity)
+            if prefill is None:
+                return _alone(decode, LocalReason.CACHED)
+            affinities, ranks = (prefill.affinity, decode.affinity), (prefill.rank, decode.rank)
+            return Plan(prefill.node, decode.node, None, *affinities, *ranks, decode.decision)
         local = _why_no_pair(candidates, needs, policy)
-    decode = _choose(candidates, Role.DECODE, needs, policy, turn)
-    return Plan(None, decode.node, local, None, decode.affinity)
+    return _alone(_choose(candidates, Role.DECODE, needs, policy, turn), local)
+
+
+def _alone(decode: Choice, why: LocalReason) -> Plan:
+    return Plan(None, decode.node, why, None, decode.affinity, None, decode.rank, decode.decision)
 
 
 def choose(snapshot: Snapshot, role: Role, needs: PlanInput, policy: PlanPolicy, turn: int) -> Node:

@@ -5,7 +5,9 @@ import enum
 
 from pdproxy.errors import PdproxyError
 from pdproxy.nodes.node import Node
-from pdproxy.observe.labels import Affinity
+from pdproxy.observe.labels import Affinity, RouteReason
+from pdproxy.planning.prefix import Hit, PromptHits
+from pdproxy.planning.rates import Rates
 from pdproxy.request import LocalReason
 
 
@@ -53,6 +55,10 @@ class PlanInput:
         partner: the node of the other role, where it is chosen already: a ticket must be able to pass; None for any.
         prompt_tokens: how long the prompt is, where known.
         session: a hash of the key of its session, 64 bits; None where it names none.
+        prefix: what places have cached of the prompt; None where nothing is known.
+        tokens: about how long the prompt is, for when ``prefix`` does not say; 0 for unknown.
+        rates: how fast nodes are; None for as fast as `rates.START` says.
+        names_rank: a leg can be sent to a rank of a node; False where vLLM heeds no rank.
     """
 
     model: str
@@ -61,13 +67,42 @@ class PlanInput:
     partner: Node | None = None
     prompt_tokens: int | None = None
     session: int | None = None
+    prefix: PromptHits | None = None
+    tokens: int = 0
+    rates: Rates | None = None
+    names_rank: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """Why a plan by what is cached is as it is; tokens of the prompt, seconds as expected.
+
+    Attributes:
+        tokens: in the prompt, as far as known.
+        prefill: what the prefill place has cached; None where the decode place computes.
+        decode: what the decode place has cached.
+        computed: by the place that computes the prompt.
+        prefill_seconds: until the prefill place has computed the prompt, what waits there before it counted in; where
+            the decode place computes, until that has.
+        decode_seconds: until the decode place has taken the prompt over, and what its load adds; 0 where it computes.
+    """
+
+    reason: RouteReason
+    tokens: int
+    prefill: Hit | None
+    decode: Hit
+    computed: int
+    prefill_seconds: float
+    decode_seconds: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
     """Where a request goes. ``prefill`` is None when the decode node computes everything; ``local`` says why.
 
-    The affinities say whether the two are its session's own; None where the policy knows no sessions.
+    The affinities say whether the two are its session's own; None where the policy knows no sessions. The ranks are
+    data-parallel ranks of the two; None leaves the choice to vLLM. The decision is that of a policy which goes by what
+    is cached; None from others.
     """
 
     prefill: Node | None
@@ -75,11 +110,16 @@ class Plan:
     local: LocalReason | None = None
     prefill_affinity: Affinity | None = None
     decode_affinity: Affinity | None = None
+    prefill_rank: int | None = None
+    decode_rank: int | None = None
+    decision: Decision | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """One node that a policy chose; ``affinity`` as in `Plan`."""
+    """One node that a policy chose; ``affinity``, ``rank`` and ``decision`` as in `Plan`."""
 
     node: Node
     affinity: Affinity | None = None
+    rank: int | None = None
+    decision: Decision | None = None

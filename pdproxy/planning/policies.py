@@ -3,10 +3,12 @@
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+import operator
+from collections.abc import Sequence
 
 from pdproxy.nodes.node import NodeView, Role
+from pdproxy.planning.cache_aware import CacheAware
+from pdproxy.planning.cost import COPY_SHARE
 from pdproxy.planning.plan import LEAST_LOADED, Candidates, RoutingPolicy
 from pdproxy.planning.plan_types import Choice
 from pdproxy.planning.session import Session
@@ -46,11 +48,20 @@ def _in_turn(views: Sequence[NodeView], turn: int) -> NodeView:
     return views[min(bisect.bisect(ends, turn * _GOLDEN % 1 * ends[-1]), len(views) - 1)]
 
 
-_BY_NAME: Mapping[Routing, RoutingPolicy] = MappingProxyType(
-    {Routing.LEAST_LOADED: LEAST_LOADED, Routing.ROUND_ROBIN: RoundRobin(), Routing.SESSION: Session()}
-)
+ITL_BUDGET = 0.1
+"""Seconds; the default of ``policy.itl_budget``."""
 
 
-def policy_named(name: Routing) -> RoutingPolicy:
-    """The policy of a name."""
-    return _BY_NAME[name]
+def policy_named(name: Routing, itl_budget: float = ITL_BUDGET) -> RoutingPolicy:
+    """The policy of a name; ``itl_budget`` as in `CacheAware`, for `hybrid`."""
+    match name:
+        case Routing.LEAST_LOADED:
+            return LEAST_LOADED
+        case Routing.ROUND_ROBIN:
+            return RoundRobin()
+        case Routing.SESSION:
+            return Session()
+        case Routing.PREFIX:
+            return CacheAware(operator.attrgetter("attention"))
+        case Routing.HYBRID:
+            return CacheAware(operator.attrgetter("resume"), COPY_SHARE, itl_budget)

@@ -11,7 +11,7 @@ import dataclasses
 import heapq
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pdproxy.nodes.node import Node, NodeView, Role, Seeds
 from pdproxy.observe.labels import Affinity
@@ -69,26 +69,32 @@ def scores(nodes: Seeds, key: int) -> list[float]:
     return [-math.log((_RANGE - each) / _RANGE) / weight for each, weight in zip(hashes, nodes.weights, strict=True)]
 
 
+def own_index(views: Sequence[NodeView], key: int) -> int:
+    """Which of the nodes is first in the key's order; weights are not looked at."""
+    hashes = [(view.node.seed ^ key) * _ODD & _LOW for view in views]
+    return hashes.index(min(hashes))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Session:
     """The first node of the session's own order that has room; the least loaded where none has, or there is no key."""
 
     def node(self, candidates: Candidates, role: Role, turn: int) -> Choice | None:
-        if candidates.session is None:
+        if candidates.needs.session is None:
             least = LEAST_LOADED.node(candidates, role, turn)
             return least and _keyless(least)
-        order = KeyOrder(candidates, role, candidates.session)
+        order = KeyOrder(candidates, role, candidates.needs.session)
         found = next(iter(order), None) or LEAST_LOADED.node(candidates, role, turn)
         return found and order.choice(found.node)
 
     def pair(self, candidates: Candidates, turn: int) -> tuple[Choice, Choice] | None:
         """The prefill node first, for there a miss costs more; then the first decode node that may read from it."""
-        if candidates.session is None:
+        if candidates.needs.session is None:
             least = LEAST_LOADED.pair(candidates, turn)
             return least and (_keyless(least[0]), _keyless(least[1]))
         if not candidates.may_pair:
             return None
-        prefills, decodes = (KeyOrder(candidates, role, candidates.session) for role in Role)
+        prefills, decodes = (KeyOrder(candidates, role, candidates.needs.session) for role in Role)
         found = _first_pair(candidates, prefills, decodes) or LEAST_LOADED.pair(candidates, turn)
         return found and (prefills.choice(found[0].node), decodes.choice(found[1].node))
 

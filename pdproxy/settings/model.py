@@ -186,7 +186,7 @@ class Policy(Section):
     on_prefill_failure: types.OnPrefillFailure = types.OnPrefillFailure.RETRY
     """What follows a failed prefill leg."""
     routing: types.Routing = types.Routing.LEAST_LOADED
-    """Which of several nodes: `least-loaded`; `round-robin`; or `session`: the turns of a conversation to the same."""
+    """How one of several nodes is chosen; `prefix` and `hybrid` go by what each of them has cached."""
     legs: types.Legs = types.Legs.IN_TURN
     """When the decode node gets the request: `in_turn`, with its ticket; `together`, at once, if it can wait for it."""
     retries: types.Count = Field(default=2, ge=0, le=10)

@@ -62,6 +62,10 @@ class Routing(OneOf):
     """Each in its turn."""
     SESSION = "session"
     """The one that the session's key belongs to, while it has room."""
+    PREFIX = "prefix"
+    """The one that costs least, by its attention cache alone."""
+    HYBRID = "hybrid"
+    """The one that costs least, by what it can resume from; or the decode node alone, where that costs less."""
 
 
 class Credential(OneOf):

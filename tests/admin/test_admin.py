@@ -10,8 +10,9 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.admin.app import admin_app
 from pdproxy.admin.context import AdminContext
+from pdproxy.nodes.capacity import Binding, Capacity
 from pdproxy.nodes.drain import Drainer
-from pdproxy.nodes.node import Bars, Binding, Capacity, Node, Role, State
+from pdproxy.nodes.node import Bars, Node, Role, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
 from pdproxy.settings.types import OnPrefillFailure

@@ -1,0 +1,221 @@
+"""The policies `prefix` and `hybrid`: the places that cost a prompt least, by what they have cached of it. Pure.
+
+Prefill and decode places are priced apart (`cost`) and the best of each cohort go together, for what a hand-over costs
+depends on the decode place alone. Only places that have something cached are priced one by one; all others differ by
+their load alone. Places that cost nearly the same are chosen by the request's session, or take turns.
+"""
+
+import dataclasses
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+
+from pdproxy.nodes.node import Bars, NodeView, Role
+from pdproxy.observe.labels import RouteReason
+from pdproxy.planning.cost import NO_HIT, HandOverPrice, LocalPrice, PrefillPrice, Price, Quote, Usable
+from pdproxy.planning.plan import Candidates
+from pdproxy.planning.plan_types import Choice, Decision
+from pdproxy.planning.prefix import Hit, Place
+from pdproxy.planning.rates import Rates
+from pdproxy.planning.session import own_index
+
+NEAR_SECONDS, NEAR_SHARE = 0.002, 0.05
+"""Costs that differ by less than this, or than this share, are the same: no estimate is better than that."""
+SESSION_SHARE = 0.5
+"""Of a prompt, what its session's own place is taken to have cached where nothing is known."""
+_SCORE = operator.attrgetter("score")
+_UNKNOWN_RATES = Rates()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheAware:
+    """Chooses by cost.
+
+    Attributes:
+        usable: how much of a hit a place can use that computes the prompt.
+        copy_share: see `cost`.
+        itl_budget: seconds for which a decode node's streams may get no token since it computes a prompt that a prefill
+            node could; 0: it never does.
+    """
+
+    usable: Usable
+    copy_share: float = 0.0
+    itl_budget: float = 0.0
+
+    def node(self, candidates: Candidates, role: Role, turn: int) -> Choice | None:
+        """Without a partner a decode node computes the prompt itself."""
+        market = Market(self, candidates)
+        prefill = role is Role.PREFILL
+        price = market.prefill if prefill else market.local if candidates.needs.partner is None else market.hand_over
+        best = market.best(price, candidates.open(role), market.hits(role), turn)
+        return best and market.choice(best)
+
+    def pair(self, candidates: Candidates, turn: int) -> tuple[Choice | None, Choice] | None:
+        if not candidates.may_pair:
+            return None
+        market = Market(self, candidates)
+        pairs = [pair for pair in market.pairs(turn) if pair is not None]
+        if not pairs:
+            return None
+        prefill, decode = min(pairs, key=lambda pair: pair[0].score + pair[1].score)
+        alone = market.alone()
+        if alone is not None and alone.seconds < prefill.seconds + decode.seconds:
+            decision = Decision(
+                RouteReason.RESUMES, market.tokens, None, alone.hit, market.tokens - self.usable(alone.hit),
+                alone.seconds, 0.0,
+            )  # fmt: skip
+            return None, market.choice(alone, decision)
+        computed = market.tokens - self.usable(prefill.hit)
+        decision = Decision(
+            market.reason(prefill, Role.PREFILL), market.tokens, prefill.hit, decode.hit, computed, prefill.seconds,
+            decode.seconds,
+        )  # fmt: skip
+        return market.choice(prefill), market.choice(decode, decision)
+
+
+class Market:
+    """What the places of one request ask for it.
+
+    Attributes:
+        tokens: in its prompt.
+        prefill: the price of prefill places.
+        hand_over: of decode places that get a ticket.
+        local: of decode places that compute.
+    """
+
+    def __init__(self, policy: CacheAware, candidates: Candidates) -> None:
+        needs = candidates.needs
+        prefix, rates = needs.prefix, needs.rates or _UNKNOWN_RATES
+        self._policy = policy
+        self._candidates = candidates
+        self._hits = _by_node(candidates, {} if prefix is None else prefix.hits)
+        self.tokens = needs.tokens if prefix is None else prefix.tokens
+        deepest = max((hit.attention for view, _, hit in self._hits if view.node.role is Role.PREFILL), default=0)
+        self.prefill = PrefillPrice(self.tokens, rates, policy.usable, deepest, policy.copy_share)
+        self.hand_over = HandOverPrice(self.tokens, rates)
+        self.local = LocalPrice(self.tokens, rates, policy.usable)
+
+    def hits(self, role: Role, cohort: str = "") -> "list[_PlaceHit]":
+        """Of the places of a role, and of nodes that pair with a cohort."""
+        return [each for each in self._hits if each[0].node.role is role and each[0].node.pairs_with(cohort)]
+
+    def pairs(self, turn: int) -> "Iterable[tuple[Quote, Quote] | None]":
+        """The best pair of each cohort."""
+        candidates, only = self._candidates, len(self._candidates.cohort_names) == 1
+        for name, (prefills, decodes) in zip(candidates.cohort_names, candidates.by_cohort(), strict=True):
+            of = "" if only else name
+            here = self.hits(Role.PREFILL, of), self.hits(Role.DECODE, of)
+            if candidates.bars:
+                prices = (
+                    self.all_quotes(self.prefill, prefills, here[0]),
+                    self.all_quotes(self.hand_over, decodes, here[1]),
+                )
+                yield best_allowed_pair(*prices, candidates.bars)
+                continue
+            prefill, decode = (
+                self.best(self.prefill, prefills, here[0], turn),
+                self.best(self.hand_over, decodes, here[1], turn),
+            )
+            yield None if prefill is None or decode is None else (prefill, decode)
+
+    def alone(self) -> Quote | None:
+        """The decode place that resumes by itself and computes the rest soonest, within the budget for its streams."""
+        budget, price = self._policy.itl_budget, self.local
+        if budget <= 0:
+            return None
+        resuming = [price.quote(*each) for each in self.hits(Role.DECODE) if each[2].resume > 0]
+        allowed = (quote for quote in resuming if price.stall(quote.view, quote.rank, quote.hit) <= budget)
+        return min(allowed, key=_SCORE, default=None)
+
+    def all_quotes(self, price: Price, views: Sequence[NodeView], hits: "Sequence[_PlaceHit]") -> list[Quote]:
+        """Of the places that have something cached, and of the lightest rank of each other node."""
+        known = {view.node.name for view, _, _ in hits}
+        fresh = [price.quote(view, view.rank, NO_HIT) for view in views if view.node.name not in known]
+        return [price.quote(*each) for each in hits] + fresh
+
+    def best(self, price: Price, views: Sequence[NodeView], hits: "Sequence[_PlaceHit]", turn: int) -> Quote | None:
+        """The cheapest; of nearly equal ones the session's own, or each in its turn."""
+        if not views:
+            return None
+        needs = self._candidates.needs
+        if needs.prefix is None and needs.session is not None:
+            hits = self._guessed(views, needs.session)
+        scores, quotes = price.fresh(views), [price.quote(*each) for each in hits]
+        lowest = min(scores)
+        least = min([lowest, *(quote.score for quote in quotes)])
+        most = least + max(NEAR_SECONDS, NEAR_SHARE * least)
+        near = [quote for quote in quotes if quote.score <= most]
+        known = {quote.view.node.name for quote in near}
+        fresh = [view for view, score in zip(views, scores, strict=True) if score <= most] if lowest <= most else []
+        fresh = [view for view in fresh if view.node.name not in known] if known else fresh
+        index = self._which([*(quote.view for quote in near), *fresh], turn)
+        return near[index] if index < len(near) else self._fresh_quote(price, fresh[index - len(near)])
+
+    def _which(self, views: Sequence[NodeView], turn: int) -> int:
+        session = self._candidates.needs.session
+        return turn % len(views) if session is None else own_index(views, session)
+
+    def _fresh_quote(self, price: Price, view: NodeView) -> Quote:
+        """With what its lightest rank has cached after all, where that hardly matters."""
+        hit = next((hit for each, rank, hit in self._hits if each is view and rank == view.rank), NO_HIT)
+        return price.quote(view, view.rank, hit)
+
+    def _guessed(self, views: Sequence[NodeView], session: int) -> "list[_PlaceHit]":
+        own, tokens = views[own_index(views, session)], int(self.tokens * SESSION_SHARE)
+        return [(own, session % own.node.ranks, Hit(tokens, tokens))]
+
+    def reason(self, chosen: Quote, role: Role) -> RouteReason:
+        """Why this place computes the prompt."""
+        usable, needs = self._policy.usable, self._candidates.needs
+        if needs.prefix is None:
+            guessed = needs.session is not None and chosen.hit.attention > 0
+            return RouteReason.SESSION if guessed else RouteReason.NOTHING_CACHED
+        own, cached = usable(chosen.hit), max((usable(hit) for _, _, hit in self.hits(role)), default=0)
+        if own < cached:
+            return RouteReason.LOAD
+        if own:
+            return RouteReason.CACHED
+        return RouteReason.BRANCH if chosen.hit.attention else RouteReason.NOTHING_CACHED
+
+    def choice(self, quote: Quote, decision: Decision | None = None) -> Choice:
+        """A place as a policy's choice; its rank is named where there are several."""
+        if decision is None:
+            reason = self.reason(quote, quote.view.node.role)
+            computed = self.tokens - self._policy.usable(quote.hit)
+            decision = Decision(reason, self.tokens, None, quote.hit, computed, quote.seconds, 0.0)
+        several = quote.view.node.ranks > 1 and self._candidates.needs.names_rank
+        return Choice(quote.view.node, None, quote.rank if several else None, decision)
+
+
+_PlaceHit = tuple[NodeView, int, Hit]
+
+
+def _by_node(candidates: Candidates, hits: Mapping[Place, Hit]) -> list[_PlaceHit]:
+    """What of the hits is on places that may get the request. A leg that cannot name a rank meets any of its node's."""
+    if not candidates.needs.names_rank:
+        hits = _mean_over_ranks(candidates, hits)
+    found = ((candidates.named(place.node), place.rank, hit) for place, hit in hits.items())
+    return [(view, rank, hit) for view, rank, hit in found if view is not None and rank < view.node.ranks]
+
+
+def _mean_over_ranks(candidates: Candidates, hits: Mapping[Place, Hit]) -> Mapping[Place, Hit]:
+    sums: dict[str, tuple[int, int]] = {}
+    for place, hit in hits.items():
+        attention, resume = sums.get(place.node, (0, 0))
+        sums[place.node] = attention + hit.attention, resume + hit.resume
+    views = {name: candidates.named(name) for name in sums}
+    ranks = {name: view.node.ranks for name, view in views.items() if view is not None}
+    return {Place(name): Hit(*(tokens // ranks[name] for tokens in sums[name])) for name in ranks}
+
+
+def best_allowed_pair(prefills: list[Quote], decodes: list[Quote], bars: Bars) -> tuple[Quote, Quote] | None:
+    """The pair of the lowest score together between which a ticket may pass; None where all are barred."""
+    decodes = sorted((quote for quote in decodes if quote.view.node.name not in bars.nodes), key=_SCORE)
+    best: tuple[Quote, Quote] | None = None
+    for prefill in sorted(prefills, key=_SCORE):
+        if best is not None and prefill.score + decodes[0].score >= best[0].score + best[1].score:
+            break
+        name = prefill.view.node.name
+        decode = next((each for each in decodes if bars.allow(name, each.view.node.name)), None)
+        if decode is not None and (best is None or prefill.score + decode.score < best[0].score + best[1].score):
+            best = prefill, decode
+    return best
