@@ -1,4 +1,4 @@
-"""How few prompt tokens could be computed of a trace: a bound that nothing can beat, and a plan that knows all caches."""
+"""How few prompt tokens a trace could cost: a bound that nothing can beat, and a plan that knows all caches. Pure."""
 
 from collections import Counter
 
@@ -27,7 +27,7 @@ def least_computed(trace: Trace, shape: CacheShape) -> int:
 def greedy(trace: Trace, shape: CacheShape, prefills: int) -> int:
     """Tokens computed where each prompt, in the trace's order, goes to the node that can resume it furthest.
 
-    Load and time are ignored; of equal ones the node that has computed least gets it. The caches are of the given shape.
+    Load and time are ignored; of equal ones the node that has computed least gets it.
     """
     nodes, computed = [HybridCache(shape) for _ in range(prefills)], [0] * prefills
     for prompt in _in_order(trace, shape.step):

@@ -90,10 +90,10 @@ def agents(shape: Agents = Agents(), seed: int = 1, name: str = "agents") -> Tra
     for number in range(shape.agents):
         prompt: Prompt = (systems[number % shape.kinds], writer.about(shape.task))
         first = writer.dice.uniform(0, shape.within)
-        for call, prompt in _calls(writer, shape, number, prompt, first, None, shape.calls):
+        for call, context in _calls(writer, shape, number, prompt, first, None, shape.calls):
             if writer.dice.random() < shape.sub_agents:
                 for _ in range(2):
-                    task = (*prompt, writer.about(shape.task))
+                    task = (*context, writer.about(shape.task))
                     wait = writer.dice.expovariate(1 / shape.tool)
                     for _ in _calls(writer, shape, number, task, wait, call, shape.sub_calls):
                         pass
@@ -161,6 +161,7 @@ def single(shape: Single, seed: int = 1, name: str = "single") -> Trace:
 ALL: Mapping[str, Callable[[int], Trace]] = MappingProxyType(
     {
         "chat": lambda seed: chat(seed=seed),
+        "chat-busy": lambda seed: chat(Chat(200, systems=12, within=60.0), seed, "chat-busy"),
         "agents": lambda seed: agents(seed=seed),
         "documents": lambda seed: documents(seed=seed),
         "hot-prefix": lambda seed: single(Single(4000, 300, 400), seed, "hot-prefix"),

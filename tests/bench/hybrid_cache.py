@@ -1,7 +1,8 @@
-"""The prefix caches of one simulated vLLM node: attention blocks and mamba states in one pool, oldest evicted first. Pure.
+"""The prefix caches of one simulated vLLM node: attention blocks and mamba states in one pool. Pure.
 
 It follows vLLM 0.32 with ``mamba_cache_mode=align`` and its default retention, as read in its sources and measured:
 
+- All groups take their blocks from one pool, and what was not used for the longest time is evicted first.
 - A full attention block is kept for every block of a prompt.
 - A state is kept at the last block boundary before a prompt's last token, and nowhere else along it; but where the
   node has attention blocks further than a state (other prompts shared them), the first prompt that comes along also
@@ -41,7 +42,7 @@ class CacheShape:
         state_groups: of the model; 0 for one of plain attention. A state takes a block in each.
     """
 
-    blocks: int = 4096
+    blocks: int = 640
     block_size: int = 256
     unit: int = 0
     state_groups: int = 3
@@ -221,7 +222,7 @@ class HybridCache:
         return self.shape.state_groups if kind is Kind.STATE else 1
 
     def _tell(self, kind: Kind, prompt: HashedPrompt, begins: int, ends: list[int]) -> None:
-        """As vLLM publishes it: attention blocks in one event, each state at the end of the whole blocks since the last.
+        """As vLLM publishes it: attention blocks in one event, each state with the whole blocks since the last one.
 
         An entry that ends within a block has an event of its own, which begins with that block.
         """

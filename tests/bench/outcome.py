@@ -20,7 +20,7 @@ class Outcome:
         computed: prompt tokens that each node computed.
         moved: tokens whose attention went from a prefill node to a decode node.
         first_tokens: seconds until the first token of each request.
-        as_planned: requests for which the planner knew right from where the node would resume, and for which it did not.
+        as_planned: requests by whether the planner knew rightly from where the node would resume.
         failed: requests that were not answered as they should be.
     """
 
@@ -66,7 +66,7 @@ class Outcome:
 
     @property
     def planned_right(self) -> float:
-        """Of the requests for which a plan said where the node would resume, how many it was right for; NaN for none."""
+        """Of the requests for which a plan said where the node would resume, how many it was right for; NaN: none."""
         told = self.as_planned.total()
         return self.as_planned[True] / told if told else math.nan
 

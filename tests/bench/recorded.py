@@ -2,8 +2,8 @@
 
 Mooncake's form is a line of JSON for each request: ``timestamp`` (ms), ``input_length``, ``output_length`` and
 ``hash_ids`` of 512 tokens each. Weka's (kv-cache-tester) is a JSON object for each session: ``id``, ``block_size`` (64)
-and ``requests``, each with ``t`` (s), ``in``, ``out`` and ``hash_ids``; one of type ``subagent`` has requests of its own,
-whose times count from its own ``t`` (so in the original files; SemiAnalysis publishes them from the session's begin).
+and ``requests``, each with ``t`` (s), ``in``, ``out`` and ``hash_ids``; one of type ``subagent`` has requests of its
+own, whose times count from its own ``t`` (so in the original files; others count them from the session's begin).
 """
 
 import dataclasses

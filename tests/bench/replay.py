@@ -45,11 +45,11 @@ class Replay:
     async def run(self) -> None:
         """Ask all, to the end."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        async with httpx.AsyncClient(limits=limits, timeout=PATIENCE, trust_env=False) as client:
-            async with asyncio.TaskGroup() as tasks:
-                for number, request in enumerate(self._trace.requests):
-                    if request.after is None:
-                        tasks.create_task(self._line(number, client, tasks))
+        clients = httpx.AsyncClient(limits=limits, timeout=PATIENCE, trust_env=False)
+        async with clients as client, asyncio.TaskGroup() as tasks:
+            for number, request in enumerate(self._trace.requests):
+                if request.after is None:
+                    tasks.create_task(self._line(number, client, tasks))
 
     async def _line(self, number: int, client: httpx.AsyncClient, tasks: asyncio.TaskGroup) -> None:
         """One request at its time, and after it those that come after it."""
@@ -102,7 +102,7 @@ def run(trace: Trace, router: Router, fleet: Fleet, faster: float, supervisor: S
     urls, python = site.urls(), str(VENV / "bin" / "python")
     supervisor.start("nodes", [python, "-m", "tests.bench.simulated_nodes", site.to_json()], inherited(), ROOT)
     _until(lambda: all(_get(f"{url}/v1/models") for url in urls.values()), "the nodes", supervisor)
-    front = Front(clients, operators, _by_role(fleet, urls), _sources(fleet, urls), fleet.shape)
+    front = Front(clients, operators, _by_role(fleet, urls))
     supervisor.start("router", router.command(front), inherited(), ROOT)
     _until(lambda: _joined(router, front), f"{router.name} to listen", supervisor)
     url = f"http://127.0.0.1:{clients}"
@@ -124,14 +124,6 @@ def run(trace: Trace, router: Router, fleet: Fleet, faster: float, supervisor: S
 def _by_role(fleet: Fleet, urls: Mapping[str, str]) -> dict[Role, list[str]]:
     roles = fleet.roles()
     return {role: [url for name, url in urls.items() if roles[name] is role] for role in Role}
-
-
-def _sources(fleet: Fleet, urls: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    found = {}
-    for url in _by_role(fleet, urls)[Role.PREFILL]:
-        source = json.loads(_get(f"{url}/kv_event_sources") or b"{}")["0"]
-        found[url] = (source["endpoint"], source["replay_endpoint"])
-    return found
 
 
 def _joined(router: Router, front: Front) -> bool:

@@ -6,14 +6,15 @@ The others have environments of their own, made once: vllm-router that of `make 
 import json
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from deploy.local.bootstrap import STAMP, Plan, make_empty, pip, run_first_that_works
 from deploy.local.paths import ROOT, RUNS, VENV
 from pdproxy.nodes.node import Role
-from tests.bench.hybrid_cache import CacheShape
 from tests.bench.peers import BENCH_VENV, make_environment
 from tests.bench.simulate import MODEL
+from tests.bench.traces import VOCABULARY
 
 SMG_VENV = RUNS / "smg-venv"
 SMG = "smg==1.13.0"
@@ -26,18 +27,15 @@ class Front(NamedTuple):
         clients: port for clients.
         operators: port for metrics.
         nodes: by role: their addresses.
-        events: of each prefill node: its event and replay endpoints, by address.
     """
 
     clients: int
     operators: int
     nodes: Mapping[Role, Sequence[str]]
-    events: Mapping[str, tuple[str, str]]
-    shape: CacheShape
 
 
 class Router(NamedTuple):
-    """A proxy with one policy. ``joins`` is called once it listens, and tells it of its nodes where they are not given."""
+    """A proxy with one policy. ``joins`` is called once it listens: it tells it of its nodes where they are not given."""
 
     name: str
     command: Callable[[Front], list[str]]
@@ -57,21 +55,37 @@ def _pdproxy(front: Front, routing: str) -> list[str]:
     return [*command, "--policy-routing", routing, "--log-level", "warning"]
 
 
-def vllm_router(policy: str, extra: Callable[[Front], list[str]] = lambda front: []) -> Router:
+def vllm_router(policy: str) -> Router:
     """vLLM's own router, in Rust."""
-    return Router(f"vllm-router {policy}", lambda front: [*_vllm_router(front, policy), *extra(front)])
+    return Router(f"vllm-router {policy}", lambda front: _vllm_router(front, policy))
 
 
 def _vllm_router(front: Front, policy: str) -> list[str]:
     listen = ["--host", "127.0.0.1", "--port", f"{front.clients}", "--prometheus-port", f"{front.operators}"]
     mode = ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", policy]
     ready = ["--worker-startup-check-interval", "1", "--log-level", "warning"]
-    return [str(BENCH_VENV / "bin" / "vllm-router"), *mode, *_nodes(front), *listen, *ready]
+    known = _event_sources(front) if policy == "kv_aware" else []
+    program = ["env", f"VLLM_ROUTER_TOKENIZER={write_tokenizer()}", str(BENCH_VENV / "bin" / "vllm-router")]
+    return [*program, *mode, *_nodes(front), *listen, *ready, *known]
 
 
-def kv_events_of(front: Front) -> list[str]:
-    """vllm-router's event sources, for ``kv_aware``."""
-    return [word for url, (events, _) in front.events.items() for word in ("--pd-kv-events", f"{url}={events}")]
+def _event_sources(front: Front) -> list[str]:
+    """Of the prefill nodes. In this mode vllm-router takes their blocks to be of 16 tokens."""
+    words = list[str]()
+    for url in front.nodes[Role.PREFILL]:
+        with urllib.request.urlopen(f"{url}/kv_event_sources", timeout=10) as answer:
+            words += ["--pd-kv-events", f"{url}={json.load(answer)['0']['endpoint']}"]
+    return words
+
+
+def write_tokenizer(folder: Path = RUNS / "plan-tokenizer") -> Path:
+    """A tokenizer for the nodes' prompts: vllm-router's ``kv_aware`` wants one on its own disk. Its folder."""
+    vocabulary = {"<unk>": 0} | {f"w{each}": each for each in range(1, VOCABULARY)}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"}
+    whole = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(whole), encoding="utf-8")
+    return folder
 
 
 def smg(policy: str) -> Router:
@@ -120,7 +134,6 @@ def make_environments() -> None:
 RIVALS = (
     vllm_router("sticky_least_loaded"),
     vllm_router("cache_aware"),
-    vllm_router("kv_aware", kv_events_of),
+    vllm_router("kv_aware"),
     smg("cache_aware"),
-    smg("prefix_hash"),
 )

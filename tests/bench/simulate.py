@@ -13,10 +13,12 @@ from collections.abc import Iterator, Mapping
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.node import Node, Role, hash64
 from pdproxy.nodes.pool import Pool
+from pdproxy.nodes.pool_entry import Slot
 from pdproxy.planning.plan import PlanPolicy, plan
 from pdproxy.planning.plan_types import Plan, PlanInput
 from pdproxy.planning.policies import policy_named
 from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
+from pdproxy.planning.rates import Rates, Work
 from pdproxy.settings.types import Routing
 from tests.bench.hybrid_cache import CacheShape, HashedPrompt, HybridCache
 from tests.bench.outcome import Outcome
@@ -39,7 +41,7 @@ class Fleet:
 
     prefills: int = 3
     decodes: int = 2
-    shape: CacheShape = CacheShape()
+    shape: CacheShape = dataclasses.field(default_factory=CacheShape)
     prefill_rate: float = 8000.0
     overhead: float = 0.01
     transfer_rate: float = 200_000.0
@@ -92,6 +94,7 @@ class Simulation:
         self.nodes = {name: SimulatedNode(fleet) for name in fleet.roles()}
         self._policy = PlanPolicy(routing=policy_named(routing))
         self._turns = itertools.count()
+        self._rates = Rates()
         self._outcome = Outcome(routing, fleet.roles())
         for name, role in fleet.roles().items():
             node = Node(name, f"http://{name}", role, MODEL)
@@ -133,32 +136,41 @@ class Simulation:
         session = None if request.session is None else hash64(f"session {request.session}")
         hits = self.hits(prompt)
         chosen = self._plan(prompt, session, hits)
-        with self.pool.acquire(chosen.decode.name):
-            yield from self._first_token(chosen, prompt, hits)
+        with self._slot(chosen.decode, chosen, prompt, request.output) as slot:
+            yield from self._first_token(chosen, prompt, hits, slot)
             yield self.fleet.step
             self._outcome.answered(prompt.tokens, self.clock.now() - arrived)
             yield from self._stream(self.nodes[chosen.decode.name], request.output - 1)
 
-    def _first_token(self, chosen: Plan, prompt: HashedPrompt, hits: PromptHits) -> Iterator[float]:
+    def _first_token(self, chosen: Plan, prompt: HashedPrompt, hits: PromptHits, slot: Slot) -> Iterator[float]:
         """The prompt is computed, by either node, and handed over."""
         if chosen.prefill is None:
-            yield self._compute(chosen.decode, prompt, hits)
+            yield from self._compute(chosen.decode, Work.LOCAL, prompt, hits)
+            slot.prompt_computed()
             return
-        with self.pool.acquire(chosen.prefill.name):
-            yield self._compute(chosen.prefill, prompt, hits)
+        with self._slot(chosen.prefill, chosen, prompt, 0):
+            yield from self._compute(chosen.prefill, Work.PREFILL, prompt, hits)
         moved, computed, seconds = self.nodes[chosen.decode.name].pull(prompt, self.clock.now())
         self._outcome.computed[chosen.decode.name] += computed
         self._outcome.moved += moved
         yield seconds
+        self._rates.took(Work.HAND_OVER, chosen.decode.name, moved, seconds + self.fleet.step)
 
-    def _compute(self, node: Node, prompt: HashedPrompt, hits: PromptHits) -> float:
-        """The seconds until the node is done with it."""
-        now, simulated = self.clock.now(), self.nodes[node.name]
-        computed = simulated.compute(prompt, now)
+    def _compute(self, node: Node, work: Work, prompt: HashedPrompt, hits: PromptHits) -> Iterator[float]:
+        """Until the node is done with it, what waits there before it included."""
+        began, simulated = self.clock.now(), self.nodes[node.name]
+        computed = simulated.compute(prompt, began)
         planned = hits.hits.get(Place(node.name), Hit(0, 0)).resume
         self._outcome.computed[node.name] += computed
         self._outcome.as_planned[planned == prompt.tokens - computed] += 1
-        return simulated.free_at - now
+        yield simulated.free_at - began
+        self._rates.computed(work, Place(node.name), computed, began, self.clock.now())
+
+    def _slot(self, node: Node, chosen: Plan, prompt: HashedPrompt, output: int) -> Slot:
+        """The leg's place in the proxy's pool, with what the plan says that it will compute there."""
+        computes = node.role is Role.PREFILL or chosen.prefill is None
+        expected = chosen.decision.computed if chosen.decision is not None else prompt.tokens
+        return self.pool.acquire(node.name, queued=expected if computes else 0, held=prompt.tokens + output)
 
     def _stream(self, decode: SimulatedNode, steps: int) -> Iterator[float]:
         """The tokens after the first; prompts that the node computes meanwhile delay them."""
@@ -169,5 +181,7 @@ class Simulation:
             stalled = decode.stalled
 
     def _plan(self, prompt: HashedPrompt, session: int | None, hits: PromptHits) -> Plan:
-        needs = PlanInput(MODEL, session=session, prompt_tokens=prompt.tokens)
+        needs = PlanInput(
+            MODEL, session=session, prompt_tokens=prompt.tokens, prefix=hits, tokens=prompt.tokens, rates=self._rates
+        )
         return plan(self.pool.snapshot(), needs, self._policy, next(self._turns))

@@ -1,4 +1,4 @@
-"""Simulated vLLM nodes on loopback, all in one process: ``python -m tests.bench.simulated_nodes`` with a `Site` as JSON.
+"""Simulated vLLM nodes on loopback, all in one process: ``python -m tests.bench.simulated_nodes SITE``, as JSON.
 
 They answer as vLLM does, take the time that `Fleet` says, and publish KV events and metrics. A prefill node computes
 one prompt after the other, in the order of arrival; a decode node reads tickets while it streams. ``GET /simulated``
@@ -240,12 +240,15 @@ class Http:
             case "/tokenize":
                 asked = json.loads(body)
                 ids = ids_of(asked.get("prompt") or _chat(asked))
-                told = {"count": len(ids), "max_model_len": MAX_MODEL_LEN, "tokens": ids}
-                return _whole(200, json.dumps(told).encode())
+                tokenized = {"count": len(ids), "max_model_len": MAX_MODEL_LEN, "tokens": ids}
+                return _whole(200, json.dumps(tokenized).encode())
             case "/health" | "/ping" | "/v1/health":
                 return _whole(200, b"{}")
             case "/server_info" | "/get_server_info" | "/get_model_info" | "/model_info":
-                return _whole(200, json.dumps({"model_path": MODEL, "served_model_name": MODEL}).encode())
+                size = self._node.cache.shape.block_size
+                told = {"model_path": MODEL, "served_model_name": MODEL, "instance_id": self._node.name}
+                sizes = {"kv_block_size": size, "effective_attention_block_size": size, "block_size": size}
+                return _whole(200, json.dumps(told | sizes).encode())
             case _:
                 return _whole(404, error(404, "Not Found"))
 

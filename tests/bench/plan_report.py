@@ -1,0 +1,79 @@
+"""Tables and plots of outcomes: pure, but for the plots' files."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.bench.outcome import Outcome
+from tests.bench.svg import Bar, bars
+
+WAYS: Mapping[str, str] = {
+    "simulated": "in one process, on a clock that is set",
+    "http": "over HTTP, on loopback",
+}
+
+
+class Row(NamedTuple):
+    """One outcome. ``way``: one of `WAYS`."""
+
+    way: str
+    trace: str
+    outcome: Outcome
+
+
+def write_report(rows: Sequence[Row], bounds: Mapping[str, tuple[float, float]], docs: Path | None) -> str:
+    """A table for each way and trace; two plots for each way are written where ``docs`` is given.
+
+    Args:
+        bounds: by trace: the least possible share of computed tokens, and the greedy plan's.
+    """
+    parts = list[str]()
+    for way, said in WAYS.items():
+        here = [row for row in rows if row.way == way and row.trace in bounds]
+        parts += [f"\n## {said.capitalize()}", *(_table(here, trace, bounds[trace]) for trace in _traces(here))]
+        if docs is not None and here:
+            for name, plot in _plots(here, bounds).items():
+                (docs / f"planning-{way}-{name}.svg").write_text(plot, encoding="utf-8")
+    return "\n".join(parts)
+
+
+def _traces(rows: Iterable[Row]) -> list[str]:
+    return list(dict.fromkeys(row.trace for row in rows))
+
+
+def _table(rows: Sequence[Row], trace: str, bound: tuple[float, float]) -> str:
+    lines = [
+        f"\n{trace}: at least {bound[0]:.1%} must be computed; greedily, with all caches known, {bound[1]:.1%}\n",
+        "| | computed | by decode nodes | first token: mean s | p50 | p90 | p99 | moved tokens | spread | as planned |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    outcomes = sorted((row.outcome for row in rows if row.trace == trace), key=lambda each: each.share)
+    return "\n".join([*lines, *map(_line, outcomes)])
+
+
+def _line(outcome: Outcome) -> str:
+    times = " | ".join(f"{outcome.percentile(share):.3f}" for share in (0.5, 0.9, 0.99))
+    right = "" if math.isnan(outcome.planned_right) else f"{outcome.planned_right:.1%}"
+    failed = f" ({outcome.failed} failed)" if outcome.failed else ""
+    return (
+        f"| {outcome.name}{failed} | {outcome.share:.1%} | {outcome.local:.1%} | {outcome.mean:.3f} | {times} "
+        f"| {outcome.moved:,} | {outcome.spread:.2f} | {right} |"
+    )
+
+
+def _plots(rows: Sequence[Row], bounds: Mapping[str, tuple[float, float]]) -> dict[str, str]:
+    traces = _traces(rows)
+    computed = {
+        trace: [Bar(row.outcome.name, row.outcome.share * 100) for row in rows if row.trace == trace]
+        for trace in traces
+    }
+    waited = {
+        trace: [Bar(row.outcome.name, row.outcome.mean * 1000) for row in rows if row.trace == trace]
+        for trace in traces
+    }
+    least = {trace: bounds[trace][0] * 100 for trace in traces}
+    return {
+        "computed": bars("Prompt tokens that were computed, %", computed, least),
+        "first-token": bars("Mean time to the first token, ms", waited, {}),
+    }
