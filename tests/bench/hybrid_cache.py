@@ -203,6 +203,8 @@ class HybridCache:
             self._entries.move_to_end((kind, key))
 
     def _store(self, prompt: HashedPrompt, begins: int, states: list[int]) -> None:
+        if prompt.tokens // self.shape.block_size + self.shape.state_groups * len(states) > self.shape.blocks:
+            raise ValueError(f"a pool of {self.shape.blocks} blocks cannot hold a prompt of {prompt.tokens} tokens")
         ends = [tokens for tokens in self._blocks(prompt, prompt.tokens) if tokens > _floor(begins, self.shape.step)]
         for tokens in sorted(ends, reverse=True):
             self._put(Kind.ATTENTION, self._key(prompt, tokens))

@@ -35,7 +35,7 @@ class Front(NamedTuple):
 
 
 class Router(NamedTuple):
-    """A proxy with one policy. ``joins`` is called once it listens: it tells it of its nodes where they are not given."""
+    """A proxy with one policy. ``joins`` is called once it listens, and tells it of its nodes."""
 
     name: str
     command: Callable[[Front], list[str]]
