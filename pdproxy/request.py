@@ -152,7 +152,7 @@ class Shape:
         return wanted - self.asked
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True)
 class SubRequest:
     """One prompt of a client's request; ``name`` is the request id, with the prompt's number if there are several."""
 

@@ -66,9 +66,18 @@ def status(view: NodeView, bars: Bars) -> Status:
         "fingerprint": dict(node.fingerprint),
         "reason": view.reason,
         # A sentence for each node with which it exchanges no tickets, since the two failed the known-answer test.
-        "barred": bars.of(node.name),
+        "barred": _barred_from(node.name, bars),
         "capacity": None if node.capacity is None else dataclasses.asdict(node.capacity),
     }
+
+
+def _barred_from(name: str, bars: Bars) -> tuple[str, ...]:
+    pairs = tuple(
+        f"no tickets with {decode if name == prefill else prefill}: {why}"
+        for (prefill, decode), why in bars.pairs.items()
+        if name in (prefill, decode)
+    )
+    return (f"no tickets with any node: {bars.nodes[name]}", *pairs) if name in bars.nodes else pairs
 
 
 def node_routes(context: AdminContext) -> APIRouter:

@@ -34,11 +34,14 @@ from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationCont
 from pdproxy.orchestration.known_answer import KnownAnswer
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.resources import BackgroundTasks
+from pdproxy.orchestration.text_prefix_source import TextPrefixSource
 from pdproxy.planning.policies import policy_named
+from pdproxy.planning.rates import Rates
 from pdproxy.settings.model import ConfiguredNode, Settings
-from pdproxy.settings.types import FirstHandOver, NodeRole
+from pdproxy.settings.types import BY_CACHE, FirstHandOver, NodeRole
 from pdproxy.transport.h1_client import H1Transport
 from pdproxy.transport.httpx_transport import HttpxTransport
+from pdproxy.transport.port import Transport
 from pdproxy.transport.traced import TracedTransport
 
 _LOG = logging.getLogger(__name__)
@@ -73,7 +76,7 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     h1_transport, preflight_transport = H1Transport(clock, node_tls), HttpxTransport(node_tls)
     transport = TracedTransport(h1_transport, tracing.tracer) if tracing else h1_transport
     drainer = Drainer(pool, clock, settings.deadlines.drain)
-    context = OrchestrationContext(transport, pool, metrics, clock, orchestration_config(settings))
+    context = _orchestration_context(settings, transport, pool, metrics, clock)
     background_tasks = BackgroundTasks(context)
     orchestrator = Orchestrator(context, background_tasks)
     handler = _request_handler(settings, orchestrator, context, credential)
@@ -119,6 +122,16 @@ def _pool(settings: Settings, clock: SystemClock, metrics: Metrics) -> Pool:
     return pool
 
 
+def _orchestration_context(
+    settings: Settings, transport: Transport, pool: Pool, metrics: Metrics, clock: Clock
+) -> OrchestrationContext:
+    config = orchestration_config(settings)
+    if settings.policy.routing not in BY_CACHE:
+        return OrchestrationContext(transport, pool, metrics, clock, config)
+    source = TextPrefixSource(pool, clock)
+    return OrchestrationContext(transport, pool, metrics, clock, config, rates=Rates(), prefix_source=source)
+
+
 def orchestration_config(settings: Settings) -> OrchestrationConfig:
     """The settings that orchestration uses."""
     deadlines, policy = settings.deadlines, settings.policy
@@ -134,7 +147,7 @@ def orchestration_config(settings: Settings) -> OrchestrationConfig:
         retries=policy.retries,
         migrations=policy.migrations,
         local_below_tokens=policy.local_below_tokens,
-        routing_policy=policy_named(policy.routing),
+        routing_policy=policy_named(policy.routing, policy.itl_budget),
         ticket_life=policy.ticket_life,
     )
 

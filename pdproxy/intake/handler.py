@@ -17,10 +17,13 @@ from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.request import ClientRequest, Endpoint, Headers, Json
 from pdproxy.response import ProxyResponse
-from pdproxy.settings.types import Credential, Routing
+from pdproxy.settings.types import BY_CACHE, Credential, Routing
 
 _IN_FORM = re.compile(rb'name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n--')
 """The ``model`` field of a multipart form, such as audio comes in."""
+
+
+_BY_SESSION = BY_CACHE | {Routing.SESSION}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class HandlerConfig:
         upload_seconds: for a request's whole body to arrive.
         request_seconds: for a request as a whole.
         credential: whose credential a node gets; ``own`` is the operator's.
-        routing: the policy; `session` needs to know the sessions of requests.
+        routing: the policy; some need to know the sessions of requests.
     """
 
     body_bytes: int
@@ -68,7 +71,7 @@ class RequestHandler:
             body = scrub(parse(endpoint, await self._read(context, reservation)))
             watcher = DisconnectWatcher(context.receive)
             request = self._request(context, endpoint, body, arrived, watcher)
-            if self.config.routing is Routing.SESSION:
+            if self.config.routing in _BY_SESSION:
                 session = session_of(context.headers, body, api_key.name)
                 request = dataclasses.replace(request, session=session)
             async with watcher, self.admission.admit(api_key, request.priority):

@@ -36,10 +36,11 @@ def new_hand_over_id() -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillAnswer:
-    """The ticket for the decode leg, and how many prompt tokens the prefill node had cached, where it reports that."""
+    """The ticket for the decode leg; where the prefill node tells, how many of how many prompt tokens were cached."""
 
     ticket: Json
     cached_tokens: int | None = None
+    prompt_tokens: int | None = None
 
 
 async def prefill(
@@ -61,9 +62,10 @@ def read_prefill(answer: Json) -> PrefillAnswer:
         raise NodeFault(Fault.NO_TICKET, "the prefill answer carries no kv_transfer_params")
     ticket = {key: value for key, value in params.items() if key != _CACHED_HINT}
     hint, usage = params.get(_CACHED_HINT), read_usage(answer.get("usage"))
+    prompt = None if usage is None else usage.prompt
     if isinstance(hint, int):
-        return PrefillAnswer(ticket, hint)
-    return PrefillAnswer(ticket, None if usage is None else usage.cached)
+        return PrefillAnswer(ticket, hint, prompt)
+    return PrefillAnswer(ticket, None if usage is None else usage.cached, prompt)
 
 
 async def decode(

@@ -29,7 +29,3 @@ class Capacity:
     sequences: int | None
     longest: int
     binding: Binding
-
-    def fill(self, tokens: int, sequences: int) -> float:
-        """The part of it that so many tokens in so many sequences take; above 1 they do not fit."""
-        return tokens / self.tokens + (sequences / self.sequences if self.sequences else 0.0)

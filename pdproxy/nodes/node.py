@@ -13,6 +13,9 @@ RANK_HEADER = "x-data-parallel-rank"
 """Which of its data-parallel ranks a server is to use. vLLM 0.32 heeds it for completions, chat and messages, not for
 responses, and picks one by load where it is missing."""
 
+FULL, OVERFLOW = 0.9, 3000.0
+"""The part of a cache that may be held before more counts, and what a whole cache more weighs, in sequences."""
+
 
 def hash64(text: str) -> int:
     """A hash of 64 bits, the same in every process."""
@@ -115,13 +118,11 @@ class NodeView:
         share: 0 < share <= 1: the part of its weight that slow start allows now.
         trials: while PROBING: requests in flight that try the half-open circuit. One is all it may get.
         reason: for operators: why it is in this state (the setting that was refused, the last fault).
-        legs: in flight from this proxy, by data-parallel rank.
-        queued: of their prompts' tokens, those that are still to be computed on each rank.
-        held: tokens that they hold in each rank's cache.
-        rank: the one with the fewest tokens to compute, and of these the fewest legs.
-        backlog: the tokens to compute there.
-        sequences: the legs there.
-        fill: the part of that rank's cache that they hold; 0 where its capacity is not known.
+        legs: in flight, by data-parallel rank.
+        queued: tokens of their prompts that are still to be computed, by rank.
+        held: tokens that they hold in the cache, by rank.
+        rank: the one with the fewest tokens to compute (``backlog``), and of these the fewest legs (``sequences``).
+        crowd: `crowd_of` it.
         room: the weight that it may use now.
         load: what its legs would be with one more, per unit of ``room``.
     """
@@ -138,7 +139,7 @@ class NodeView:
     rank: int = dataclasses.field(init=False, repr=False, compare=False)
     backlog: int = dataclasses.field(init=False, repr=False, compare=False)
     sequences: int = dataclasses.field(init=False, repr=False, compare=False)
-    fill: float = dataclasses.field(init=False, repr=False, compare=False)
+    crowd: float = dataclasses.field(init=False, repr=False, compare=False)
     room: float = dataclasses.field(init=False, repr=False, compare=False)
     load: float = dataclasses.field(init=False, repr=False, compare=False)
 
@@ -146,17 +147,19 @@ class NodeView:
         # Every plan compares all of them, and a view outlives many plans.
         object.__setattr__(self, "room", self.node.weight * self.share)
         object.__setattr__(self, "load", (self.active + 1) / self.room)
-        backlog = min(self.queued)
-        rank = 0 if len(self.queued) == 1 else self._fewest_legs(backlog)
+        backlog, legs, rank = min(zip(self.queued, self.legs, range(len(self.legs)), strict=True))
         object.__setattr__(self, "rank", rank)
         object.__setattr__(self, "backlog", backlog)
-        object.__setattr__(self, "sequences", self.legs[rank])
-        capacity = self.node.capacity
-        fill = 0.0 if capacity is None else capacity.fill(self.held[rank], self.legs[rank]) * self.node.ranks
-        object.__setattr__(self, "fill", fill)
+        object.__setattr__(self, "sequences", legs)
+        object.__setattr__(self, "crowd", self.crowd_of(rank) if self.node.capacity else legs)
 
-    def _fewest_legs(self, queued: int) -> int:
-        return min((legs, rank) for rank, legs in enumerate(self.legs) if self.queued[rank] == queued)[1]
+    def crowd_of(self, rank: int) -> float:
+        """What the legs of a rank weigh, in sequences: one each, and more where they nearly fill its cache."""
+        capacity, legs = self.node.capacity, self.legs[rank]
+        if capacity is None:
+            return legs
+        fill = self.held[rank] / capacity.tokens + (legs / capacity.sequences if capacity.sequences else 0.0)
+        return legs + max(0.0, fill * self.node.ranks - FULL) * OVERFLOW
 
     def takes_requests(self) -> bool:
         """Whether a plan may send something here now."""
@@ -177,15 +180,6 @@ class Bars:
     def allow(self, prefill: str, decode: str) -> bool:
         """Whether a ticket may pass from one node to the other."""
         return prefill not in self.nodes and decode not in self.nodes and (prefill, decode) not in self.pairs
-
-    def of(self, name: str) -> tuple[str, ...]:
-        """A sentence for each node that this one exchanges no tickets with."""
-        pairs = tuple(
-            f"no tickets with {decode if name == prefill else prefill}: {why}"
-            for (prefill, decode), why in self.pairs.items()
-            if name in (prefill, decode)
-        )
-        return (f"no tickets with any node: {self.nodes[name]}", *pairs) if name in self.nodes else pairs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

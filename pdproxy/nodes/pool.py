@@ -13,7 +13,7 @@ from pdproxy.errors import Fault, PdproxyError
 from pdproxy.failures import LEG_BLAME, PROBE_BLAME, Blame
 from pdproxy.nodes.circuit_breaker import CircuitBreaker, CircuitBreakerConfig, CircuitState
 from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot, State
-from pdproxy.nodes.pool_entry import PoolEntry, Slot, Views
+from pdproxy.nodes.pool_entry import NO_LOAD, LegLoad, PoolEntry, Slot, Views
 from pdproxy.observe.metrics import Metrics
 
 ALL_NODES = "*"
@@ -70,18 +70,10 @@ class Pool:
         self._entry(name)
         return self._views.one(name, self._clock.now())
 
-    def acquire(self, name: str, rank: int | None = None, *, queued: int = 0, held: int = 0) -> Slot:
-        """Count a leg on the node until its slot is released.
-
-        Args:
-            rank: the data-parallel rank that it goes to; None where vLLM chooses.
-            queued: tokens of its prompt that are to be computed there.
-            held: tokens that it will hold in the cache there.
-        """
+    def acquire(self, name: str, load: LegLoad = NO_LOAD) -> Slot:
+        """Count a leg on the node, and what it adds there, until its slot is released."""
         entry = self._entry(name)
-        if rank is None:
-            rank = 0 if entry.node.ranks == 1 else entry.lightest_rank()
-        slot = Slot(entry, self._clock, rank, queued, held, self._changed, self._release)
+        slot = Slot(entry, self._clock, load, self._changed, self._release)
         entry.active += 1
         entry.trials += entry.state() is State.PROBING
         self._changed(entry)

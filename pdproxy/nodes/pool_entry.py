@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 from pdproxy.clock import Clock
 from pdproxy.nodes.circuit_breaker import CircuitBreaker, CircuitState
@@ -12,6 +13,23 @@ from pdproxy.nodes.node import Bars, Node, NodeView, Roster, Snapshot, State
 _STATE_BY_CIRCUIT = {
     CircuitState.CLOSED: State.UP, CircuitState.OPEN: State.DOWN, CircuitState.HALF_OPEN: State.PROBING
 }  # fmt: skip
+
+
+class LegLoad(NamedTuple):
+    """What a leg adds to its node.
+
+    Attributes:
+        rank: the data-parallel rank that it goes to; None where vLLM chooses.
+        queued: tokens of its prompt that are to be computed there.
+        held: tokens that it will hold in the cache there.
+    """
+
+    rank: int | None = None
+    queued: int = 0
+    held: int = 0
+
+
+NO_LOAD = LegLoad()
 
 
 @dataclasses.dataclass(slots=True)
@@ -157,9 +175,7 @@ class Slot:
     """A leg's place on a node: must be released, on every exit. Also a context manager.
 
     Args:
-        rank: the data-parallel rank that it runs on.
-        queued: tokens that are to be computed for it there.
-        held: tokens that it will hold in the cache there.
+        load: what it adds there.
         on_change: called when ``entry`` has changed.
         on_release: called with ``entry`` and whether the leg was to try a half-open circuit.
     """
@@ -168,24 +184,24 @@ class Slot:
         self,
         entry: PoolEntry,
         clock: Clock,
-        rank: int,
-        queued: int,
-        held: int,
+        load: LegLoad,
         on_change: Callable[[PoolEntry], None],
         on_release: Callable[[PoolEntry, bool], None],
     ) -> None:
         self._entry: PoolEntry | None = entry
         self._clock = clock
-        self._rank = rank
-        self._queued = queued
-        self._held = held
+        self._queued, self._held = load.queued, load.held
         self._on_change = on_change
         self._on_release = on_release
         self._trial = entry.state() is State.PROBING
         self._alarm: Callable[[], None] | None = None
+        rank = load.rank
+        if rank is None:
+            rank = 0 if entry.node.ranks == 1 else entry.lightest_rank()
+        self._rank = rank
         entry.legs[rank] += 1
-        entry.queued[rank] += queued
-        entry.held[rank] += held
+        entry.queued[rank] += load.queued
+        entry.held[rank] += load.held
 
     def prompt_computed(self) -> None:
         """The tokens that were to be computed for it are. Idempotent."""

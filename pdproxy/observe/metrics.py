@@ -8,7 +8,7 @@ from functools import cache, partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdproxy.errors import Fault
-from pdproxy.observe.labels import Affinity, Attempt, Delivery, Leg, Outcome, Phase, Proof, Task, Tokens
+from pdproxy.observe.labels import Affinity, Attempt, Delivery, Leg, Outcome, Phase, Proof, RouteReason, Task, Tokens
 from pdproxy.request import Endpoint
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -30,6 +30,13 @@ class Metrics:
         self._local = counter("pdproxy_local_total", "Requests computed on the decode node alone.", ["reason"])
         self._sessions = counter(
             "pdproxy_session_routes_total", "Legs planned by session: for its own node or not.", ["role", "outcome"]
+        )
+        self._plans = counter("pdproxy_plans_total", "Plans by what is cached, and why they are so.", ["reason"])
+        self._planned_hits = counter(
+            "pdproxy_planned_hit_tokens_total", "Prompt tokens that plans took to be cached.", ["role"]
+        )
+        self._real_hits = counter(
+            "pdproxy_real_hit_tokens_total", "Of the same prompts, tokens that nodes had cached.", ["role"]
         )
         self._migrations = counter("pdproxy_migrations_total", "Streams that had to continue elsewhere.", ["outcome"])
         self._continuable = counter(
@@ -68,6 +75,7 @@ class Metrics:
         self._continuing = cache(self._continuable.labels)
         self._delivery = cache(self._deliveries.labels)
         self._session = cache(self._sessions.labels)
+        self._plan = cache(self._plans.labels)
         self._token = cache(self._tokens.labels)
         self._pending = cache(self._prefill_tokens.labels)
         self._node = cache(self._node_active.labels)
@@ -79,12 +87,14 @@ class Metrics:
             self._requests.labels(endpoint, outcome)
         for counter, words in (
             (self._migrations, Attempt), (self._releases, Attempt), (self._tokens, Tokens), (self._tasks, Task),
-            (self._proofs, Proof), (self._deliveries, Delivery),
+            (self._proofs, Proof), (self._deliveries, Delivery), (self._plans, RouteReason),
         ):  # fmt: skip
             for word in words:
                 counter.labels(word)
         for role, affinity in itertools.product(("prefill", "decode"), Affinity):
             self._sessions.labels(role, affinity)
+        for role, hits in itertools.product(("prefill", "decode"), (self._planned_hits, self._real_hits)):
+            hits.labels(role)
 
     def request_ended(self, endpoint: Endpoint | None, outcome: Outcome) -> None:
         """Count a request that ended; ``endpoint`` is None for one that was passed through."""
@@ -109,6 +119,15 @@ class Metrics:
     def session_routed(self, role: enum.StrEnum, outcome: Affinity) -> None:
         """Count a leg that was planned by its request's session."""
         self._session(role, outcome).inc()
+
+    def planned(self, reason: RouteReason) -> None:
+        """Count a plan by what is cached."""
+        self._plan(reason).inc()
+
+    def hit(self, role: enum.StrEnum, planned: int, real: int) -> None:
+        """Count what a node of a role was taken to have cached of a prompt that it computed, and what it had."""
+        self._planned_hits.labels(role).inc(planned)
+        self._real_hits.labels(role).inc(real)
 
     def migrated(self, outcome: Attempt) -> None:
         """Count the attempt to continue a stream on another node."""

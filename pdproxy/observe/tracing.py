@@ -5,7 +5,7 @@ application, and `transport.traced.TracedTransport` the transport.
 """
 
 import dataclasses
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from opentelemetry import trace
@@ -66,6 +66,13 @@ def outward(headers: Headers, span: trace.Span) -> Headers:
     carrier: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(carrier, trace.set_span_in_context(span))
     return (*(field for field in headers if field[0] not in _TRACE_HEADERS), *carrier.items())
+
+
+def note(facts: Mapping[str, str | int | float]) -> None:
+    """Put facts on the span of the request that is being served, if there is one; their names get a prefix."""
+    span = trace.get_current_span()
+    if span.is_recording():
+        span.set_attributes({f"pdproxy.{name}": value for name, value in facts.items()})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

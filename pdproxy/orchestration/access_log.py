@@ -39,9 +39,11 @@ class RequestLog:
         self._context.in_flight.end(request, outcome)
         self._context.metrics.request_ended(request.endpoint, outcome)
         nodes = {"prefill_node": timeline.nodes.get(Phase.PREFILL), "decode_node": timeline.nodes.get(Phase.HANDOVER)}
-        facts = {"endpoint": request.endpoint.value, "model": request.model[:_LONGEST_MODEL]}
+        facts: dict[str, object] = {"endpoint": request.endpoint.value, "model": request.model[:_LONGEST_MODEL]}
         facts |= {field: node for field, node in nodes.items() if node is not None}
         facts |= {f"{role}_session": affinity.value for role, affinity in timeline.affinities.items()}
+        if timeline.decision is not None:
+            facts |= timeline.decision.facts()
         request_ended(_LOG, outcome, request.request_id, timeline.took, facts)
 
 

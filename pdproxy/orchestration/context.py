@@ -10,7 +10,9 @@ from pdproxy.legs.calls import new_hand_over_id
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.in_flight import InFlightRequests
+from pdproxy.orchestration.prefix_source import PrefixSource
 from pdproxy.planning.plan import LEAST_LOADED, PlanPolicy, RoutingPolicy
+from pdproxy.planning.rates import Rates
 from pdproxy.settings.types import Legs, OnPrefillFailure
 from pdproxy.transport.port import DeadlineHold, Timeouts, Transport
 
@@ -136,6 +138,8 @@ class OrchestrationContext:
         waiting_places: on decode nodes, for legs that wait for their tickets.
         new_hand_over_id: must return unguessable ids.
         tie_breaker: counts plans, so that equally loaded nodes take turns.
+        rates: how fast nodes are; None where the policy does not go by costs.
+        prefix_source: what nodes have cached; None where nobody knows, or the policy does not ask.
     """
 
     transport: Transport
@@ -147,3 +151,5 @@ class OrchestrationContext:
     waiting_places: WaitingPlaces = dataclasses.field(default_factory=WaitingPlaces)
     new_hand_over_id: Callable[[], str] = new_hand_over_id
     tie_breaker: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    rates: Rates | None = None
+    prefix_source: PrefixSource | None = None

@@ -11,6 +11,7 @@ from pdproxy.failures import Step
 from pdproxy.nodes.node import Role
 from pdproxy.observe.labels import Affinity, Leg, Outcome, Phase
 from pdproxy.observe.metrics import Metrics
+from pdproxy.planning.plan_types import Decision
 from pdproxy.request import ClientRequest
 
 MAX_SHOWN = 65536
@@ -29,9 +30,10 @@ class Timeline:
         took: seconds spent in each phase that it has left.
         nodes: name of the node that works in a phase, where one does.
         affinities: whether the nodes of the last plan are its session's own, by role; of policies that know sessions.
+        decision: of the last plan, where the policy goes by what is cached.
     """
 
-    __slots__ = ("_clock", "_entered", "_metrics", "affinities", "began", "nodes", "now", "start", "took")
+    __slots__ = ("_clock", "_entered", "_metrics", "affinities", "began", "decision", "nodes", "now", "start", "took")
 
     def __init__(self, clock: Clock, metrics: Metrics, arrived: float) -> None:
         self._clock = clock
@@ -42,6 +44,7 @@ class Timeline:
         self.took: dict[Phase, float] = {}
         self.nodes: dict[Phase, str] = {}
         self.affinities: dict[Role, Affinity] = {}
+        self.decision: Decision | None = None
 
     def enter(self, phase: Phase, node: str = "") -> None:
         """The next phase begins."""

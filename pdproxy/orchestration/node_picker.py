@@ -4,17 +4,22 @@ import logging
 
 from pdproxy.errors import Fault, NodeFault, PdproxyError
 from pdproxy.failures import NO_RETRY_USED, Blame, Moment, RetryOptions, Step, blame, decide, final_step
+from pdproxy.legs.calls import PrefillAnswer
 from pdproxy.legs.shape import max_prompt_tokens
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
+from pdproxy.nodes.pool_entry import NO_LOAD, LegLoad
 from pdproxy.observe.labels import Affinity, Leg
+from pdproxy.orchestration.cache_route import CacheRoute
 from pdproxy.orchestration.client_errors import deadline_passed, final_error, no_node_error, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.in_flight import LegFailure, Timeline
+from pdproxy.orchestration.resources import HandOver
 from pdproxy.planning.plan import choose, plan
 from pdproxy.planning.plan_types import NoNode, Plan, PlanInput, UnknownModel
-from pdproxy.request import LocalReason, SubRequest
+from pdproxy.request import Headers, LocalReason, SubRequest
 from pdproxy.settings.types import OnPrefillFailure
+from pdproxy.usage import Usage
 
 _LOG = logging.getLogger(__name__)
 
@@ -87,6 +92,13 @@ class NodePicker:
         self._local = sub_request.shape.local
         short = context.config.local_below_tokens > 0
         self._tokens = max_prompt_tokens(sub_request.endpoint, sub_request.body) if short else None
+        rates = context.rates
+        self._cache_route = None if rates is None else CacheRoute(context, rates, sub_request, timeline)
+
+    async def look_up(self) -> None:
+        """Ask what nodes have cached, where the policy goes by that; before the first plan."""
+        if self._cache_route is not None:
+            await self._cache_route.look_up()
 
     def plan(self) -> Plan:
         """Which nodes now; raises the `ClientError` where there are none."""
@@ -98,7 +110,17 @@ class NodePicker:
             raise self._retry_state.no_node_left(error) from error
         self._record_affinity(Role.PREFILL, chosen.prefill_affinity)
         self._record_affinity(Role.DECODE, chosen.decode_affinity)
+        if self._cache_route is not None:
+            self._cache_route.planned(chosen)
         return chosen
+
+    def load(self, node: Node) -> LegLoad:
+        """What a leg adds to its node."""
+        return NO_LOAD if self._cache_route is None else self._cache_route.load(node)
+
+    def begin_leg(self, node: Node) -> Headers:
+        """The headers of a leg that begins now."""
+        return self._sub_request.headers if self._cache_route is None else self._cache_route.begin_leg(node)
 
     def possible(self) -> bool:
         """Whether a plan could be made now."""
@@ -150,9 +172,22 @@ class NodePicker:
         self._fault_reporter.excluded |= {name}
         return self.other_decode() is not None
 
-    def served(self, leg: Leg, name: str) -> None:
-        """A leg went well."""
-        self._fault_reporter.served(leg, name)
+    def prefilled(self, node: Node, answer: PrefillAnswer) -> None:
+        """A prefill leg went well."""
+        self._fault_reporter.served(Leg.PREFILL, node.name)
+        if self._cache_route is not None:
+            self._cache_route.prefilled(node, answer)
+
+    def first_event(self, node: Node, hand_over: HandOver | None) -> None:
+        """A decode leg goes well, with this ticket or without one."""
+        self._fault_reporter.served(Leg.DECODE, node.name)
+        if self._cache_route is not None:
+            self._cache_route.first_event(node, hand_over)
+
+    def answered(self, node: Node | None, usage: Usage, hand_over: HandOver | None) -> None:
+        """A decode node reported its usage; ``hand_over``: the ticket that it used."""
+        if self._cache_route is not None and node is not None:
+            self._cache_route.answered(node, usage, hand_over)
 
     def failed(self, leg: Leg, node: Node, fault: NodeFault, *, ticket_works: bool = False) -> Step:
         """A leg failed before its first event: record it; the next step."""
@@ -195,7 +230,7 @@ class NodePicker:
         return plan(context.pool.snapshot(), self._input(), context.config.plan_policy(), next(context.tie_breaker))
 
     def _input(self, partner: Node | None = None) -> PlanInput:
-        return PlanInput(
+        needs = PlanInput(
             self._sub_request.request.model,
             self._local,
             self._fault_reporter.excluded,
@@ -203,3 +238,4 @@ class NodePicker:
             prompt_tokens=self._tokens,
             session=self._sub_request.request.session,
         )
+        return needs if self._cache_route is None else self._cache_route.informed(needs)

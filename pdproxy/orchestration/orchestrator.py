@@ -79,7 +79,7 @@ class Orchestrator:
         body = await _buffered_body(upstreams, self._context.config.fan_out)
         log.timeline.first_byte()
         log.end(Outcome.OK)
-        headers = (_JSON_HEADER, *_own_headers(request, log.timeline), *_route_headers(upstreams))
+        headers = (_JSON_HEADER, *_own_headers(request, log.timeline), *_route_headers(upstreams, log.timeline))
         return ProxyResponse(200, headers, body)
 
     async def _streamed(
@@ -93,7 +93,7 @@ class Orchestrator:
             await stream.aclose()
             raise
         log.timeline.first_byte()
-        headers = (*_STREAM_HEADERS, *_own_headers(request, log.timeline), *_route_headers(upstreams))
+        headers = (*_STREAM_HEADERS, *_own_headers(request, log.timeline), *_route_headers(upstreams, log.timeline))
         return ProxyResponse(200, headers, stream)
 
     def _upstreams(self, request: ClientRequest, log: RequestLog) -> list[UpstreamRequest]:
@@ -150,9 +150,11 @@ def _own_headers(request: ClientRequest, timeline: Timeline) -> Headers:
     return (("x-pdproxy-request-id", request.request_id), ("server-timing", timeline.header()))
 
 
-def _route_headers(upstreams: Sequence[UpstreamRequest]) -> Headers:
+def _route_headers(upstreams: Sequence[UpstreamRequest], timeline: Timeline) -> Headers:
     """How the answer was computed; `x-pdproxy-recomputed` where it is known in time (not for streams)."""
+    decision = timeline.decision
+    why = "" if decision is None else f"; {decision.summary()}"
     if all(upstream.hand_over is None for upstream in upstreams):
-        return (("x-pdproxy-route", "local"),)
-    route = ("x-pdproxy-route", "disaggregated")
+        return (("x-pdproxy-route", f"local{why}"),)
+    route = ("x-pdproxy-route", f"disaggregated{why}")
     return (route, ("x-pdproxy-recomputed", "1")) if any(upstream.recomputed for upstream in upstreams) else (route,)

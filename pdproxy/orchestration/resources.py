@@ -11,7 +11,7 @@ from pdproxy.failures import RELEASE_RETRIES, Moment, RetryOptions, Step, decide
 from pdproxy.legs.calls import NOTHING_HELD, PrefillAnswer, release
 from pdproxy.lifecycle import IllegalTransition
 from pdproxy.nodes.node import Node
-from pdproxy.nodes.pool_entry import Slot
+from pdproxy.nodes.pool_entry import NO_LOAD, LegLoad, Slot
 from pdproxy.observe.labels import Attempt, Leg
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.request import Headers, SubRequest
@@ -142,18 +142,18 @@ class HeldResources:
             raise IllegalTransition("a decode leg needs a slot on its node")
         return self._slot
 
-    def acquire(self, decode: Node) -> None:
+    def acquire(self, decode: Node, load: LegLoad = NO_LOAD) -> None:
         """Take a slot on a decode node; the one held before is given back."""
         self._release_slot()
-        self._slot = self._pool.acquire(decode.name)
+        self._slot = self._pool.acquire(decode.name, load)
 
     @contextmanager
-    def prefilling(self, node: Node, hand_over_id: str, tokens: int) -> Iterator[Slot]:
+    def prefilling(self, node: Node, hand_over_id: str, tokens: int, load: LegLoad = NO_LOAD) -> Iterator[Slot]:
         """A slot for a prefill leg of about so many tokens; from here on the node may hold blocks for it.
 
         What the node may hold of a leg that fails is released.
         """
-        with self._pool.acquire(node.name) as slot:
+        with self._pool.acquire(node.name, load) as slot:
             self._unread = (node, hand_over_id)
             self._metrics.prefill_began(node.model, tokens)
             try:

@@ -71,6 +71,7 @@ class UpstreamRequest:
             UpstreamErrorResponse: a node's own error goes to the client.
         """
         self.nodes.reset()
+        await self.nodes.look_up()
         node = await self._plan_and_prefill(body)
         while True:
             try:
@@ -103,9 +104,8 @@ class UpstreamRequest:
         other = self._other_decode() if step is Step.SAME_TICKET else None
         if other is not None:
             return other
-        return (
-            self._acquire_decode(error.node) if error.node.name in self._context.pool else await self._plan_anew(body)
-        )
+        known = error.node.name in self._context.pool
+        return self._acquire_decode(error.node) if known else await self._plan_anew(body)
 
     def _other_decode(self) -> Node | None:
         """Another decode node for the ticket that is at hand, or that is still to come."""
@@ -177,10 +177,11 @@ class UpstreamRequest:
         timeouts = context.config.prefill_timeouts(self.remaining_seconds())
         self._prefill_node = node
         self._timeline.enter(Phase.PREFILL, node.name)
-        with self.resources.prefilling(node, hand_over_id, estimated_prompt_tokens(body)) as slot:
+        tokens, load, headers = estimated_prompt_tokens(body), self.nodes.load(node), self.nodes.begin_leg(node)
+        with self.resources.prefilling(node, hand_over_id, tokens, load) as slot:
             async with fail_if_node_down(slot, self.nodes.possible):
-                answer = await prefill(context.transport, node, asked.endpoint, leg, asked.headers, timeouts)
-        self.nodes.served(Leg.PREFILL, node.name)
+                answer = await prefill(context.transport, node, asked.endpoint, leg, headers, timeouts)
+        self.nodes.prefilled(node, answer)
         return HandOver(hand_over_id, node, answer, context.clock.now())
 
     async def _decode_on(
@@ -196,7 +197,7 @@ class UpstreamRequest:
         timeouts = self._context.config.decode_timeouts(self.remaining_seconds())
         self._timeline.enter(Phase.HANDOVER, node.name)
         async with fail_if_node_down(self.resources.slot, self.nodes.possible):
-            response = await decode(transport, node, asked.endpoint, leg, asked.headers, timeouts)
+            response = await decode(transport, node, asked.endpoint, leg, self.nodes.begin_leg(node), timeouts)
             self._timeline.enter(Phase.DECODE, node.name)
             result = await read_answer(self.resources.hold_response(response))
         self._first_event(node)
@@ -210,7 +211,7 @@ class UpstreamRequest:
         async with fail_if_node_down(self.resources.slot, self.nodes.possible) as interrupt:
             with rendezvous.waiting(node, interrupt) as wait:
                 leg = decode_body(asked.endpoint, body, wait.instead, additions)
-                response = await decode(transport, node, asked.endpoint, leg, asked.headers, wait.timeouts)
+                response = await decode(transport, node, asked.endpoint, leg, self.nodes.begin_leg(node), wait.timeouts)
                 if not asked.shape.stream:  # the head of a stream says nothing: it comes before the ticket
                     self._timeline.enter(Phase.DECODE, node.name)
                 result = await read_answer(self.resources.hold_response(response))
@@ -224,7 +225,8 @@ class UpstreamRequest:
         self._life.move(Transition.FIRST_EVENT)
         if self.sub_request.first_event_proves_read:
             self.resources.forget_hand_over()
-        self.nodes.served(Leg.DECODE, node.name)
+        self.resources.slot.prompt_computed()
+        self.nodes.first_event(node, self.hand_over)
 
     async def _forgo_ticket(self, leg: WaitingLeg) -> None:
         """The decode node did not wait to the end."""
@@ -262,7 +264,7 @@ class UpstreamRequest:
 
     def _acquire_decode(self, decode_node: Node) -> Node:
         """Take its slot from the plan on, so that the plans that follow see the load."""
-        self.resources.acquire(decode_node)
+        self.resources.acquire(decode_node, self.nodes.load(decode_node))
         self._decode_node = decode_node
         return decode_node
 
@@ -291,6 +293,7 @@ class UpstreamRequest:
     def record_usage(self, usage: Usage) -> None:
         """A decode leg reported its usage."""
         self.recomputed = record_usage(self._context, self._background_tasks, self.sub_request, self.hand_over, usage)
+        self.nodes.answered(self._decode_node, usage, None if self.recomputed else self.hand_over)
 
     def remaining_seconds(self) -> float:
         """Until the deadline; raises the `ClientError` 504 where it has come."""

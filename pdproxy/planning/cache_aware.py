@@ -47,7 +47,7 @@ class CacheAware:
         prefill = role is Role.PREFILL
         price = market.prefill if prefill else market.local if candidates.needs.partner is None else market.hand_over
         best = market.best(price, candidates.open(role), market.hits(role), turn)
-        return best and market.choice(best)
+        return best and market.choice(best, market.decision(market.reason(best, role), best))
 
     def pair(self, candidates: Candidates, turn: int) -> tuple[Choice | None, Choice] | None:
         if not candidates.may_pair:
@@ -56,20 +56,16 @@ class CacheAware:
         pairs = [pair for pair in market.pairs(turn) if pair is not None]
         if not pairs:
             return None
-        prefill, decode = min(pairs, key=lambda pair: pair[0].score + pair[1].score)
+        prefill, decode = pairs[0] if len(pairs) == 1 else min(pairs, key=_together)
         alone = market.alone()
         if alone is not None and alone.seconds < prefill.seconds + decode.seconds:
-            decision = Decision(
-                RouteReason.RESUMES, market.tokens, None, alone.hit, market.tokens - self.usable(alone.hit),
-                alone.seconds, 0.0,
-            )  # fmt: skip
-            return None, market.choice(alone, decision)
-        computed = market.tokens - self.usable(prefill.hit)
-        decision = Decision(
-            market.reason(prefill, Role.PREFILL), market.tokens, prefill.hit, decode.hit, computed, prefill.seconds,
-            decode.seconds,
-        )  # fmt: skip
-        return market.choice(prefill), market.choice(decode, decision)
+            return None, market.choice(alone, market.decision(RouteReason.RESUMES, alone))
+        decision = market.decision(market.reason(prefill, Role.PREFILL), prefill, decode)
+        return market.choice(prefill, None), market.choice(decode, decision)
+
+
+def _together(pair: tuple[Quote, Quote]) -> float:
+    return pair[0].score + pair[1].score
 
 
 class Market:
@@ -87,34 +83,31 @@ class Market:
         prefix, rates = needs.prefix, needs.rates or _UNKNOWN_RATES
         self._policy = policy
         self._candidates = candidates
-        self._hits = _by_node(candidates, {} if prefix is None else prefix.hits)
+        hits = _by_node(candidates, {} if prefix is None else prefix.hits)
+        self._hits = {role: [hit for hit in hits if hit[0].node.role is role] for role in Role}
         self.tokens = needs.tokens if prefix is None else prefix.tokens
-        deepest = max((hit.attention for view, _, hit in self._hits if view.node.role is Role.PREFILL), default=0)
+        deepest = max([hit.attention for _, _, hit in self._hits[Role.PREFILL]], default=0)
         self.prefill = PrefillPrice(self.tokens, rates, policy.usable, deepest, policy.copy_share)
         self.hand_over = HandOverPrice(self.tokens, rates)
         self.local = LocalPrice(self.tokens, rates, policy.usable)
 
-    def hits(self, role: Role, cohort: str = "") -> "list[_PlaceHit]":
-        """Of the places of a role, and of nodes that pair with a cohort."""
-        return [each for each in self._hits if each[0].node.role is role and each[0].node.pairs_with(cohort)]
+    def hits(self, role: Role) -> "list[_PlaceHit]":
+        """What places of a role have cached."""
+        return self._hits[role]
 
     def pairs(self, turn: int) -> "Iterable[tuple[Quote, Quote] | None]":
         """The best pair of each cohort."""
-        candidates, only = self._candidates, len(self._candidates.cohort_names) == 1
-        for name, (prefills, decodes) in zip(candidates.cohort_names, candidates.by_cohort(), strict=True):
-            of = "" if only else name
-            here = self.hits(Role.PREFILL, of), self.hits(Role.DECODE, of)
+        candidates = self._candidates
+        prefill_hits, decode_hits = self._hits[Role.PREFILL], self._hits[Role.DECODE]
+        only = len(candidates.cohort_names) == 1
+        for cohort, (prefills, decodes) in zip(candidates.cohort_names, candidates.by_cohort(), strict=True):
+            sellers = prefills, prefill_hits if only else _of_cohort(prefill_hits, cohort)
+            takers = decodes, decode_hits if only else _of_cohort(decode_hits, cohort)
             if candidates.bars:
-                prices = (
-                    self.all_quotes(self.prefill, prefills, here[0]),
-                    self.all_quotes(self.hand_over, decodes, here[1]),
-                )
-                yield best_allowed_pair(*prices, candidates.bars)
+                quotes = self.all_quotes(self.prefill, *sellers), self.all_quotes(self.hand_over, *takers)
+                yield best_allowed_pair(*quotes, candidates.bars)
                 continue
-            prefill, decode = (
-                self.best(self.prefill, prefills, here[0], turn),
-                self.best(self.hand_over, decodes, here[1], turn),
-            )
+            prefill, decode = self.best(self.prefill, *sellers, turn), self.best(self.hand_over, *takers, turn)
             yield None if prefill is None or decode is None else (prefill, decode)
 
     def alone(self) -> Quote | None:
@@ -156,7 +149,9 @@ class Market:
 
     def _fresh_quote(self, price: Price, view: NodeView) -> Quote:
         """With what its lightest rank has cached after all, where that hardly matters."""
-        hit = next((hit for each, rank, hit in self._hits if each is view and rank == view.rank), NO_HIT)
+        hit = next(
+            (hit for each, rank, hit in self._hits[view.node.role] if each is view and rank == view.rank), NO_HIT
+        )
         return price.quote(view, view.rank, hit)
 
     def _guessed(self, views: Sequence[NodeView], session: int) -> "list[_PlaceHit]":
@@ -176,17 +171,27 @@ class Market:
             return RouteReason.CACHED
         return RouteReason.BRANCH if chosen.hit.attention else RouteReason.NOTHING_CACHED
 
-    def choice(self, quote: Quote, decision: Decision | None = None) -> Choice:
+    def decision(self, reason: RouteReason, computing: Quote, decode: Quote | None = None) -> Decision:
+        """What is planned: one place computes the prompt, and ``decode`` takes it over where that is another one."""
+        computed = self.tokens - self._policy.usable(computing.hit)
+        if decode is None:
+            return Decision(reason, self.tokens, None, computing.hit, computed, computing.seconds, 0.0)
+        return Decision(
+            reason, self.tokens, computing.hit, decode.hit, computed, computing.seconds, decode.seconds
+        )  # fmt: skip
+
+    def choice(self, quote: Quote, decision: Decision | None) -> Choice:
         """A place as a policy's choice; its rank is named where there are several."""
-        if decision is None:
-            reason = self.reason(quote, quote.view.node.role)
-            computed = self.tokens - self._policy.usable(quote.hit)
-            decision = Decision(reason, self.tokens, None, quote.hit, computed, quote.seconds, 0.0)
-        several = quote.view.node.ranks > 1 and self._candidates.needs.names_rank
-        return Choice(quote.view.node, None, quote.rank if several else None, decision)
+        node = quote.view.node
+        several = node.ranks > 1 and self._candidates.needs.names_rank
+        return Choice(node, None, quote.rank if several else None, decision)
 
 
 _PlaceHit = tuple[NodeView, int, Hit]
+
+
+def _of_cohort(hits: list[_PlaceHit], cohort: str) -> list[_PlaceHit]:
+    return [hit for hit in hits if hit[0].node.cohort in ("", cohort)]
 
 
 def _by_node(candidates: Candidates, hits: Mapping[Place, Hit]) -> list[_PlaceHit]:

@@ -22,8 +22,6 @@ COPY_SHARE = 1.0
 queue, with more than 1 it stays where prompts wait longer than the copy would have cost."""
 SEQUENCE_SECONDS = 0.01
 """What each sequence on a decode node adds to an answer: 200 steps, each 0.05 ms longer."""
-FULL, OVERFLOW_SECONDS = 0.9, 30.0
-"""The part of a decode node's cache that may be held, and what all of it again would cost: a wait until answers end."""
 NO_HIT = Hit(0, 0)
 
 
@@ -70,10 +68,10 @@ class PrefillPrice:
 
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
         learned, mean = self.rates.per_token(Work.PREFILL)
-        of, fixed = learned.get, self.rates.role(Work.PREFILL).fixed
+        of, each = learned.get, self.rates.role(Work.PREFILL).fixed
         own = self.tokens + self.copy_share * self.deepest
         return [
-            ((view.backlog + own) * of(view.node.name, mean) + (view.sequences + 1) * fixed) / view.room
+            ((view.backlog + own) * of(view.node.name, mean) + view.sequences * each + each) / view.room
             for view in views
         ]
 
@@ -94,18 +92,9 @@ class HandOverPrice:
 
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
         learned, mean = self.rates.per_token(Work.HAND_OVER)
-        tokens, of = self.tokens, learned.get
-        fixed = self.rates.role(Work.HAND_OVER).fixed + SEQUENCE_SECONDS
-        return [
-            (
-                tokens * of(view.node.name, mean)
-                + fixed
-                + view.sequences * SEQUENCE_SECONDS
-                + ((view.fill - FULL) * OVERFLOW_SECONDS if view.fill > FULL else 0.0)
-            )
-            / view.room
-            for view in views
-        ]
+        tokens, of, each = self.tokens, learned.get, SEQUENCE_SECONDS
+        fixed = self.rates.role(Work.HAND_OVER).fixed + each
+        return [(tokens * of(view.node.name, mean) + view.crowd * each + fixed) / view.room for view in views]
 
     def quote(self, view: NodeView, rank: int, hit: Hit) -> Quote:
         per_token = self.rates.pace(Work.HAND_OVER, view.node.name).per_token
@@ -124,15 +113,10 @@ class LocalPrice:
 
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
         learned, mean = self.rates.per_token(Work.LOCAL)
-        of, fixed = learned.get, self.rates.role(Work.LOCAL).fixed + SEQUENCE_SECONDS
+        tokens, of, each = self.tokens, learned.get, SEQUENCE_SECONDS
+        fixed = self.rates.role(Work.LOCAL).fixed + each
         return [
-            (
-                (view.backlog + self.tokens) * of(view.node.name, mean)
-                + fixed
-                + view.sequences * SEQUENCE_SECONDS
-                + ((view.fill - FULL) * OVERFLOW_SECONDS if view.fill > FULL else 0.0)
-            )
-            / view.room
+            ((view.backlog + tokens) * of(view.node.name, mean) + view.crowd * each + fixed) / view.room
             for view in views
         ]
 
@@ -149,6 +133,4 @@ class LocalPrice:
 
 def load_seconds(view: NodeView, rank: int) -> float:
     """What a further answer costs for the load of a decode node's rank."""
-    capacity, legs = view.node.capacity, view.legs[rank]
-    fill = 0.0 if capacity is None else capacity.fill(view.held[rank], legs) * view.node.ranks
-    return (legs + 1) * SEQUENCE_SECONDS + max(0.0, fill - FULL) * OVERFLOW_SECONDS
+    return (view.crowd_of(rank) + 1) * SEQUENCE_SECONDS

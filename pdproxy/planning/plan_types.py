@@ -95,6 +95,24 @@ class Decision:
     prefill_seconds: float
     decode_seconds: float
 
+    def summary(self) -> str:
+        """For the client: the reason, and how many of the prompt's tokens were taken to be cached."""
+        return f"reason={self.reason}; cached={self.tokens - self.computed}/{self.tokens}"
+
+    def facts(self) -> dict[str, str | int | float]:
+        """For a log line and a span: flat, and by names that say what they are."""
+        computing = self.decode if self.prefill is None else self.prefill
+        return {
+            "route_reason": self.reason.value,
+            "planned_tokens": self.tokens,
+            "planned_attention": computing.attention,
+            "planned_resume": computing.resume,
+            "planned_decode_attention": self.decode.attention,
+            "planned_computed": self.computed,
+            "planned_prefill_ms": round(self.prefill_seconds * 1000, 1),
+            "planned_decode_ms": round(self.decode_seconds * 1000, 1),
+        }
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:

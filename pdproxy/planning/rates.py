@@ -51,6 +51,8 @@ MOST_TIMES = 8.0
 """A sample counts as at most so many times what was expected: one stall must not make a node slow for long."""
 FAR = 4096.0
 """Tokens of the second point of a line that is taken for samples."""
+MOST_NODES = 8192
+"""Whose paces are kept, by kind of work; the one that was met first is forgotten first: most have left the pool."""
 LEAST_PER_TOKEN, MOST_PER_TOKEN, MOST_FIXED = 1e-7, 0.1, 5.0
 """Bounds of what is learned, in seconds."""
 
@@ -114,16 +116,14 @@ class Rates:
         """A work of so many tokens took so many seconds."""
         seconds = min(seconds, MOST_TIMES * self.pace(work, node).seconds(tokens))
         self._roles[work].add(tokens, seconds)
+        if (work, node) not in self._nodes and len(self._nodes) >= MOST_NODES:
+            self._forget(*next(iter(self._nodes)))
         samples = self._nodes.setdefault((work, node), _Samples())
         samples.add(tokens, seconds)
         self._mean[work] = mean = self._roles[work].line(START[work])
         self._learned[work][node] = learned = samples.line(mean)
         self._per_token[work][node] = learned.per_token
 
-    def forget(self, node: str) -> None:
-        """It has left: one that comes back under its name may be another machine."""
-        for work in Work:
-            self._nodes.pop((work, node), None)
-            self._learned[work].pop(node, None)
-            self._per_token[work].pop(node, None)
+    def _forget(self, work: Work, node: str) -> None:
+        del self._nodes[work, node], self._learned[work][node], self._per_token[work][node]
         self._last_end = {place: end for place, end in self._last_end.items() if place.node != node}

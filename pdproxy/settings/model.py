@@ -197,6 +197,8 @@ class Policy(Section):
     """How long a ticket is tried again elsewhere: no longer than the nodes' kv_lease_duration; 0 is never."""
     local_below_tokens: types.Tokens = Field(default=0, ge=0)
     """Prompts surely shorter are computed on the decode node; 0 is never."""
+    itl_budget: types.Seconds = Field(default=0.1, ge=0, le=10)
+    """For `hybrid`: how long a prompt that a decode node resumes by itself may hold up its streams; 0 is never."""
 
 
 class Health(Section):

@@ -68,6 +68,10 @@ class Routing(OneOf):
     """The one that costs least, by what it can resume from; or the decode node alone, where that costs less."""
 
 
+BY_CACHE = frozenset({Routing.PREFIX, Routing.HYBRID})
+"""Policies that ask what nodes have cached, and learn how fast they are."""
+
+
 class Credential(OneOf):
     """What a node gets as its ``Authorization`` header."""
 

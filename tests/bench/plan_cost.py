@@ -1,7 +1,8 @@
 """What one plan costs in a pool of many nodes: ``python -m tests.bench.plan_cost``.
 
 Each round does what one request does: a snapshot, a plan, a leg on each of the two nodes, and the end of the oldest
-request's legs. CPU time, the best of several runs.
+request's legs. With `prefix` and `hybrid` every prompt is cached on four places of each role, its legs carry their
+tokens, and the paces of half of the nodes are known. CPU time, the best of several runs.
 """
 
 import collections
@@ -13,16 +14,20 @@ from pdproxy.clock import SystemClock
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.node import Node, Role, hash64
 from pdproxy.nodes.pool import Pool
-from pdproxy.nodes.pool_entry import Slot
+from pdproxy.nodes.pool_entry import NO_LOAD, LegLoad, Slot
 from pdproxy.planning.plan import PlanPolicy, plan
 from pdproxy.planning.plan_types import PlanInput
 from pdproxy.planning.policies import policy_named
+from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
+from pdproxy.planning.rates import Rates, Work
 from pdproxy.settings.types import Routing
 
 NODES = (10, 100, 1000)
 IN_FLIGHT = 4
 """Requests that run at once, for each pair of nodes."""
 ROUNDS, RUNS = 500, 5
+TOKENS, CACHED_ON = 4000, 4
+"""Of a prompt, and the places of each role that have it cached."""
 
 
 def pool_of(nodes: int, slow_start: float = 0.0) -> Pool:
@@ -42,7 +47,10 @@ def requests(pool: Pool, policy: PlanPolicy, needs: Callable[[int], PlanInput]) 
     for turn in itertools.count():
         chosen = plan(pool.snapshot(), needs(turn), policy, turn)
         assert chosen.prefill is not None
-        held.append((pool.acquire(chosen.prefill.name), pool.acquire(chosen.decode.name)))
+        queued = 0 if chosen.decision is None else chosen.decision.computed
+        prefill = pool.acquire(chosen.prefill.name, LegLoad(chosen.prefill_rank, queued) if queued else NO_LOAD)
+        decode = pool.acquire(chosen.decode.name, LegLoad(chosen.decode_rank, 0, TOKENS) if queued else NO_LOAD)
+        held.append((prefill, decode))
         if len(held) > most:
             for slot in held.popleft():
                 slot.release()
@@ -64,10 +72,32 @@ def a_session(turn: int) -> PlanInput:
     return PlanInput("m", session=hash64(str(turn)))
 
 
+class CachedPrompts:
+    """Requests whose prompts are cached on some places of a pool."""
+
+    def __init__(self, nodes: int) -> None:
+        rates, half = Rates(), nodes // 2
+        for number in range(0, half, 2):
+            rates.took(Work.PREFILL, f"prefill-{number}", TOKENS, 0.4 + 0.001 * (number % 7))
+            rates.took(Work.HAND_OVER, f"decode-{number}", TOKENS, 0.02)
+        self._needs = [self._one(turn, half, rates) for turn in range(2 * half + 1)]
+
+    def __call__(self, turn: int) -> PlanInput:
+        """One of them."""
+        return self._needs[turn % len(self._needs)]
+
+    def _one(self, turn: int, half: int, rates: Rates) -> PlanInput:
+        homes = [(turn * 7 + place) % half for place in range(CACHED_ON)]
+        hits = {Place(f"{role}-{home}"): Hit(TOKENS - 400, TOKENS - 500) for role in Role for home in homes}
+        prefix = PromptHits(TOKENS, HitSource.EVENTS, hits)
+        return PlanInput("m", session=hash64(str(turn)), prefix=prefix, rates=rates)
+
+
 def main() -> None:
     """Print a line for each policy and size of pool."""
     for routing, nodes in itertools.product(Routing, NODES):
-        steps = requests(pool_of(nodes), PlanPolicy(routing=policy_named(routing)), a_session)
+        needs = CachedPrompts(nodes) if routing in (Routing.PREFIX, Routing.HYBRID) else a_session
+        steps = requests(pool_of(nodes), PlanPolicy(routing=policy_named(routing, 0.0)), needs)
         collections.deque(itertools.islice(steps, 3 * nodes), maxlen=0)
         print(f"{routing:13} {nodes:5} nodes: {microseconds(steps):7.1f} us")
 

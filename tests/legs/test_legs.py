@@ -38,7 +38,7 @@ async def run_prefill(to: Wire, endpoint: Endpoint = Endpoint.CHAT) -> PrefillAn
 
 async def test_a_prefill_brings_a_ticket() -> None:
     to = wire({"kv_transfer_params": TICKET, "usage": {"prompt_tokens": 9}})
-    assert await run_prefill(to) == PrefillAnswer({"remote_host": "h"}, 4)
+    assert await run_prefill(to) == PrefillAnswer({"remote_host": "h"}, 4, 9)
     (request,) = to.requests
     assert (request.method, request.url) == ("POST", "http://127.0.0.1:1/v1/chat/completions")
     assert json.loads(request.body) == {"model": "m", "user": "ü\ud800"}

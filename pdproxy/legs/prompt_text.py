@@ -1,0 +1,92 @@
+"""The text that a prompt is rendered from, in parts that later prompts of the same conversation begin with. Pure.
+
+It is not what a node's template makes of it: two prompts whose parts begin alike are rendered alike as far as that,
+which is all that `planning.text_index` needs.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from pdproxy.request import Endpoint, Json
+
+MOST_BYTES = 512 * 1024
+"""Of a prompt's text that are looked at."""
+_WHOLE = 4096
+"""Characters of a text outside of a message's own: of longer ones, such as images, the length and both ends count."""
+_END = 64
+_RENDERING = (
+    "cache_salt", "chat_template", "chat_template_kwargs", "documents", "mm_processor_kwargs", "add_generation_prompt",
+    "continue_final_message", "add_special_tokens", "reasoning", "reasoning_effort", "truncate_prompt_tokens", "suffix",
+)  # fmt: skip
+"""Fields that change what nodes make of the same messages, or keep their caches apart."""
+
+
+def prompt_salt(endpoint: Endpoint, model: str, body: Json) -> str:
+    """What two prompts must have in common before their texts are compared."""
+    fields = (f"{key}={text}" for key in _RENDERING if key in body for text in _flat(body[key]))
+    return "\0".join((endpoint, model, *fields))
+
+
+def prompt_ids(body: Json) -> Sequence[int]:
+    """The token ids that a client sent as its prompt; none where it sent text."""
+    prompt = body.get("prompt")
+    return prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], int) else ()
+
+
+def prompt_parts(body: Json) -> list[bytes]:
+    """Tools, system prompt and messages, in the order in which templates render them; a completion's prompt is one.
+
+    The parts together are at most `MOST_BYTES` long.
+    """
+    parts, left = list[bytes](), MOST_BYTES
+    for part in _parts(body):
+        parts.append(part[:left])
+        left -= len(part)
+        if left <= 0:
+            break
+    return parts
+
+
+def _parts(body: Json) -> Iterator[bytes]:
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        yield _bytes(prompt)
+        return
+    for key in ("tools", "system", "instructions"):
+        if body.get(key):
+            yield _bytes(f"{key}\0" + "\0".join(_message_texts(body[key])))
+    for key in ("messages", "input"):
+        value = body.get(key)
+        for message in value if isinstance(value, list) else [value] if value else ():
+            yield _bytes("\0".join(_message_texts(message)))
+
+
+def _message_texts(message: object) -> Iterator[str]:
+    """Texts of a message are taken whole, whatever else it has by its ends."""
+    if not isinstance(message, Mapping) or not isinstance(content := message.get("content"), str | list):
+        yield from [message] if isinstance(message, str) else _flat(message)
+        return
+    yield str(message.get("role"))
+    for part in [content] if isinstance(content, str) else content:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        yield from [text] if isinstance(text, str) else _flat(part)
+    yield from _flat({key: value for key, value in message.items() if key not in ("role", "content")})
+
+
+def _flat(value: object) -> Iterator[str]:
+    """All keys and values within, in order. No recursion: clients choose the depth."""
+    left = [value]
+    while left:
+        match left.pop():
+            case str(text):
+                yield text if len(text) <= _WHOLE else f"{len(text)}{text[:_END]}{text[-_END:]}"
+            case list(items):
+                left += reversed(items)
+            case Mapping() as fields:
+                left += reversed(list(itertools.chain.from_iterable(fields.items())))
+            case other:
+                yield str(other)
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")

@@ -1,0 +1,111 @@
+"""What places may have cached of a prompt, by what this proxy sent where: the source for nodes without KV events."""
+
+import dataclasses
+import weakref
+
+from pdproxy.clock import Clock
+from pdproxy.legs.prompt_text import MOST_BYTES, prompt_ids, prompt_parts, prompt_salt
+from pdproxy.legs.shape import estimated_prompt_tokens
+from pdproxy.nodes.node import Node
+from pdproxy.nodes.pool import Pool
+from pdproxy.orchestration.prefix_source import RealHit
+from pdproxy.planning.plan_types import Plan
+from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
+from pdproxy.planning.text_index import Chain, Keeps, TextIndex, chain_of_ids, chain_of_text
+from pdproxy.request import SubRequest
+
+UNKNOWN_BLOCK = 16
+"""Tokens in a block of a node that does not publish it: vLLM's default for models without states."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Asked:
+    """What is kept of a sub-request while it lives: its marks, and what its computing place was expected to resume."""
+
+    chain: Chain
+    expected: int = 0
+    alive: "weakref.ref[SubRequest] | None" = None
+
+
+class TextPrefixSource:
+    """A `PrefixSource` over a `TextIndex`; nothing here waits."""
+
+    def __init__(self, pool: Pool, clock: Clock, index: TextIndex | None = None) -> None:
+        self._pool = pool
+        self._clock = clock
+        self._index = index or TextIndex()
+        self._asked: dict[int, _Asked] = {}
+
+    async def look_up(self, sub_request: SubRequest) -> PromptHits | None:
+        """As `PrefixSource`; None for a prompt without text."""
+        chain = self._ask(sub_request).chain
+        if not chain.hashes:
+            return None
+        tokens, hits = self._tokens(chain, sub_request), dict[Place, Hit]()
+        for place, hit in self._index.look_up(chain, self._clock.now()).items():
+            cut = _in_blocks(self._pool.view(place.node).node, hit, tokens) if place.node in self._pool else None
+            if cut is not None:
+                hits[place] = cut
+        return PromptHits(tokens, HitSource.APPROXIMATION, hits)
+
+    def routed(self, sub_request: SubRequest, plan: Plan) -> None:
+        """The places of the plan will have the prompt; the one that computes it, its states."""
+        asked, now, decision = self._ask(sub_request), self._clock.now(), plan.decision
+        if decision is not None:
+            asked.expected = (decision.prefill or decision.decode).resume
+        if plan.prefill is not None:
+            self._sent(asked.chain, plan.prefill, plan.prefill_rank, Keeps.ALL, now)
+        taken_over = Keeps.END if plan.decode.prefix_match_unit else Keeps.NONE
+        keeps = taken_over if plan.prefill is not None else Keeps.ALL
+        self._sent(asked.chain, plan.decode, plan.decode_rank, keeps, now)
+
+    def answered(self, sub_request: SubRequest, real: RealHit) -> None:
+        """Learn how long the prompt was, and whether the place had the state that it was expected to have."""
+        asked = self._ask(sub_request)
+        if real.prompt is not None:
+            self._index.counted(asked.chain, real.prompt)
+        block = _block(self._pool.view(real.place.node).node) if real.place.node in self._pool else UNKNOWN_BLOCK
+        if real.cached + block < asked.expected:
+            self._index.cached_less(asked.chain, real.place)
+        elif real.cached > asked.expected + block:
+            self._index.cached_more(asked.chain, real.place, real.cached, self._clock.now())
+
+    def _sent(self, chain: Chain, node: Node, rank: int | None, keeps: Keeps, now: float) -> None:
+        if rank is None and node.ranks > 1:
+            return  # vLLM chooses, and does not say which
+        self._index.sent(chain, Place(node.name, rank or 0), keeps, now)
+
+    def _ask(self, sub_request: SubRequest) -> _Asked:
+        key = id(sub_request)
+        asked = self._asked.get(key)
+        if asked is None:
+            self._asked[key] = asked = _Asked(_chain(sub_request))
+            asked.alive = weakref.ref(sub_request, lambda _: self._asked.pop(key, None))
+        return asked
+
+    def _tokens(self, chain: Chain, sub_request: SubRequest) -> int:
+        cut = not chain.in_tokens and chain.ends[-1] >= MOST_BYTES
+        return estimated_prompt_tokens(sub_request.body) if cut else self._index.tokens(chain)
+
+
+def _chain(sub_request: SubRequest) -> Chain:
+    body, model = sub_request.body, sub_request.request.model
+    salt, ids = prompt_salt(sub_request.endpoint, model, body), prompt_ids(body)
+    return chain_of_ids(model, salt, ids) if ids else chain_of_text(model, salt, prompt_parts(body))
+
+
+def _block(node: Node) -> int:
+    return node.prefix_match_unit or node.block_size or UNKNOWN_BLOCK
+
+
+def _in_blocks(node: Node, hit: Hit, tokens: int) -> Hit | None:
+    """A hit in whole blocks of its node, which computes the last token in any case; None where none is left.
+
+    A node without state groups resumes wherever its attention blocks end.
+    """
+    block = _block(node)
+    attention = min(hit.attention, tokens - 1) // block * block
+    stateless = node.capacity is not None and node.capacity.sequences is None
+    # A state is kept at the last boundary before a prompt's last token.
+    resume = attention if stateless else min(max(hit.resume - 1, 0) // block * block, attention)
+    return Hit(attention, resume) if attention > 0 else None
