@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.node import Node, Role, hash64
 from pdproxy.nodes.pool import Pool
-from pdproxy.nodes.pool_entry import Slot
+from pdproxy.nodes.pool_entry import LegLoad, Slot
 from pdproxy.planning.plan import PlanPolicy, plan
 from pdproxy.planning.plan_types import Plan, PlanInput
 from pdproxy.planning.policies import policy_named
@@ -170,7 +170,7 @@ class Simulation:
         """The leg's place in the proxy's pool, with what the plan says that it will compute there."""
         computes = node.role is Role.PREFILL or chosen.prefill is None
         expected = chosen.decision.computed if chosen.decision is not None else prompt.tokens
-        return self.pool.acquire(node.name, queued=expected if computes else 0, held=prompt.tokens + output)
+        return self.pool.acquire(node.name, LegLoad(0, expected if computes else 0, prompt.tokens + output))
 
     def _stream(self, decode: SimulatedNode, steps: int) -> Iterator[float]:
         """The tokens after the first; prompts that the node computes meanwhile delay them."""

@@ -100,7 +100,7 @@ class SimulatedServer:
         else:
             cached = await self._compute(prompt, question.prompt)
         if params.get("do_remote_decode"):
-            yield answer(question, cached, self._ticket(prompt))
+            yield answer(question, cached, self._ticket(prompt, cached))
             return
         pieces = events(question, cached) if question.stream else (answer(question, cached, None),)
         self.running += 1
@@ -145,7 +145,7 @@ class SimulatedServer:
     async def _publish(self, ids: list[int]) -> None:
         await self.publisher.publish(on_the_wire(self.cache.take_events(), ids, self._fleet.shape))
 
-    def _ticket(self, prompt: HashedPrompt) -> dict[str, Any]:
+    def _ticket(self, prompt: HashedPrompt, cached: int) -> dict[str, Any]:
         name = f"cmpl-{self.name}-{next(self._numbers)}"
         self._tickets[name] = prompt.tokens
         groups = self._fleet.shape.state_groups
@@ -160,7 +160,7 @@ class SimulatedServer:
             "tp_size": 1,
             "remote_num_tokens": prompt.tokens,
             "transfer_mode": "pull",
-            "remote_prefill_cached_tokens": 0,
+            "remote_prefill_cached_tokens": cached,
         }
 
     async def _paced(self, pieces: Any, question: ParsedRequest) -> AsyncIterator[bytes]:
