@@ -20,7 +20,7 @@ class Outcome:
         computed: prompt tokens that each node computed.
         moved: tokens whose attention went from a prefill node to a decode node.
         first_tokens: seconds until the first token of each request.
-        as_planned: requests by whether the planner knew rightly from where the node would resume.
+        planned: prompt tokens that plans took to be cached where the prompt was computed; ``resumed``: that were.
         failed: requests that were not answered as they should be.
     """
 
@@ -30,7 +30,8 @@ class Outcome:
     computed: Counter[str] = dataclasses.field(default_factory=Counter)
     moved: int = 0
     first_tokens: list[float] = dataclasses.field(default_factory=list)
-    as_planned: Counter[bool] = dataclasses.field(default_factory=Counter)
+    planned: int = 0
+    resumed: int = 0
     failed: int = 0
 
     def answered(self, tokens: int, first_token: float) -> None:
@@ -65,10 +66,9 @@ class Outcome:
         return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
     @property
-    def planned_right(self) -> float:
-        """Of the requests for which a plan said where the node would resume, how many it was right for; NaN: none."""
-        told = self.as_planned.total()
-        return self.as_planned[True] / told if told else math.nan
+    def kept_promise(self) -> float:
+        """Of the tokens that plans took to be cached, how many were; NaN where no plan said."""
+        return self.resumed / self.planned if self.planned else math.nan
 
     def _of(self, role: Role) -> list[int]:
         return [self.computed[name] for name, its in self.roles.items() if its is role]

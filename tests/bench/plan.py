@@ -42,7 +42,7 @@ class Store:
         self._folder.mkdir(parents=True, exist_ok=True)
         told = {"way": way, "trace": trace, "name": outcome.name, "roles": dict(outcome.roles)}
         counted = {"tokens": outcome.tokens, "computed": outcome.computed, "moved": outcome.moved}
-        planned = {"right": outcome.as_planned[True], "wrong": outcome.as_planned[False]}
+        planned = {"planned": outcome.planned, "resumed": outcome.resumed}
         whole = {**told, **counted, **planned, "failed": outcome.failed, "first_tokens": outcome.first_tokens}
         name = f"{way} {trace} {outcome.name}.json".replace(" ", "_")
         (self._folder / name).write_text(json.dumps(whole), encoding="utf-8")
@@ -52,9 +52,8 @@ class Store:
         for path in sorted(self._folder.glob("*.json")):
             read = json.loads(path.read_text(encoding="utf-8"))
             roles = {name: Role(role) for name, role in read["roles"].items()}
-            planned = Counter({True: read["right"], False: read["wrong"]})
-            outcome = Outcome(read["name"], roles, read["tokens"], Counter(read["computed"]), read["moved"],
-                              read["first_tokens"], planned, read["failed"])  # fmt: skip
+            counted = {key: read[key] for key in ("tokens", "moved", "planned", "resumed", "failed", "first_tokens")}
+            outcome = Outcome(read["name"], roles, computed=Counter(read["computed"]), **counted)
             yield Row(read["way"], read["trace"], outcome)
 
 

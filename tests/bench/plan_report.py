@@ -45,7 +45,7 @@ def _traces(rows: Iterable[Row]) -> list[str]:
 def _table(rows: Sequence[Row], trace: str, bound: tuple[float, float]) -> str:
     lines = [
         f"\n{trace}: at least {bound[0]:.1%} must be computed; greedily, with all caches known, {bound[1]:.1%}\n",
-        "| | computed | by decode nodes | first token: mean s | p50 | p90 | p99 | moved tokens | spread | as planned |",
+        "| | computed | by decode nodes | first token: mean s | p50 | p90 | p99 | moved | spread | planned hits kept |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     outcomes = sorted((row.outcome for row in rows if row.trace == trace), key=lambda each: each.share)
@@ -54,7 +54,7 @@ def _table(rows: Sequence[Row], trace: str, bound: tuple[float, float]) -> str:
 
 def _line(outcome: Outcome) -> str:
     times = " | ".join(f"{outcome.percentile(share):.3f}" for share in (0.5, 0.9, 0.99))
-    right = "" if math.isnan(outcome.planned_right) else f"{outcome.planned_right:.1%}"
+    right = "" if math.isnan(outcome.kept_promise) else f"{outcome.kept_promise:.1%}"
     failed = f" ({outcome.failed} failed)" if outcome.failed else ""
     return (
         f"| {outcome.name}{failed} | {outcome.share:.1%} | {outcome.local:.1%} | {outcome.mean:.3f} | {times} "

@@ -118,7 +118,15 @@ def run(trace: Trace, router: Router, fleet: Fleet, faster: float, supervisor: S
         told = json.loads(_get(f"{node}/simulated") or b"{}")
         outcome.computed[name] = told["computed"]
         outcome.moved += told["moved"]
+    outcome.planned, outcome.resumed = (_planned(operators, kind) for kind in ("planned", "real"))
     return outcome
+
+
+def _planned(operators: int, kind: str) -> int:
+    """This project's count of hits, summed over roles; 0 of another proxy."""
+    metric = f"pdproxy_{kind}_hit_tokens_total{{"
+    lines = _get(f"http://127.0.0.1:{operators}/metrics").decode().splitlines()
+    return round(sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(metric)))
 
 
 def _by_role(fleet: Fleet, urls: Mapping[str, str]) -> dict[Role, list[str]]:

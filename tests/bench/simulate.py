@@ -15,9 +15,9 @@ from pdproxy.nodes.node import Node, Role, hash64
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import LegLoad, Slot
 from pdproxy.planning.plan import PlanPolicy, plan
-from pdproxy.planning.plan_types import Plan, PlanInput
+from pdproxy.planning.plan_types import Decision, Plan, PlanInput
 from pdproxy.planning.policies import policy_named
-from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
+from pdproxy.planning.prefix import HitSource, Place, PromptHits
 from pdproxy.planning.rates import Rates, Work
 from pdproxy.settings.types import Routing
 from tests.bench.hybrid_cache import CacheShape, HashedPrompt, HybridCache
@@ -134,35 +134,35 @@ class Simulation:
         request = trace.requests[number]
         prompt, arrived = hashed(request.prompt, self.fleet.shape.step), self.clock.now()
         session = None if request.session is None else hash64(f"session {request.session}")
-        hits = self.hits(prompt)
-        chosen = self._plan(prompt, session, hits)
+        chosen = self._plan(prompt, session, self.hits(prompt))
         with self._slot(chosen.decode, chosen, prompt, request.output) as slot:
-            yield from self._first_token(chosen, prompt, hits, slot)
+            yield from self._first_token(chosen, prompt, slot)
             yield self.fleet.step
             self._outcome.answered(prompt.tokens, self.clock.now() - arrived)
             yield from self._stream(self.nodes[chosen.decode.name], request.output - 1)
 
-    def _first_token(self, chosen: Plan, prompt: HashedPrompt, hits: PromptHits, slot: Slot) -> Iterator[float]:
+    def _first_token(self, chosen: Plan, prompt: HashedPrompt, slot: Slot) -> Iterator[float]:
         """The prompt is computed, by either node, and handed over."""
         if chosen.prefill is None:
-            yield from self._compute(chosen.decode, Work.LOCAL, prompt, hits)
+            yield from self._compute(chosen.decode, Work.LOCAL, prompt, chosen.decision)
             slot.prompt_computed()
             return
         with self._slot(chosen.prefill, chosen, prompt, 0):
-            yield from self._compute(chosen.prefill, Work.PREFILL, prompt, hits)
+            yield from self._compute(chosen.prefill, Work.PREFILL, prompt, chosen.decision)
         moved, computed, seconds = self.nodes[chosen.decode.name].pull(prompt, self.clock.now())
         self._outcome.computed[chosen.decode.name] += computed
         self._outcome.moved += moved
         yield seconds
         self._rates.took(Work.HAND_OVER, chosen.decode.name, moved, seconds + self.fleet.step)
 
-    def _compute(self, node: Node, work: Work, prompt: HashedPrompt, hits: PromptHits) -> Iterator[float]:
+    def _compute(self, node: Node, work: Work, prompt: HashedPrompt, decision: Decision | None) -> Iterator[float]:
         """Until the node is done with it, what waits there before it included."""
         began, simulated = self.clock.now(), self.nodes[node.name]
         computed = simulated.compute(prompt, began)
-        planned = hits.hits.get(Place(node.name), Hit(0, 0)).resume
         self._outcome.computed[node.name] += computed
-        self._outcome.as_planned[planned == prompt.tokens - computed] += 1
+        if decision is not None:
+            self._outcome.planned += decision.tokens - decision.computed
+            self._outcome.resumed += prompt.tokens - computed
         yield simulated.free_at - began
         self._rates.computed(work, Place(node.name), computed, began, self.clock.now())
 

@@ -28,13 +28,13 @@ def test_the_figures_of_a_run() -> None:
     assert (made.share, made.local, made.spread) == (0.45, 0.05, 1.5)
     assert (made.percentile(0.5), made.percentile(0.9), made.percentile(0.99)) == (0.5, 0.9, 0.99)
     assert made.mean == pytest.approx(0.505)
-    assert math.isnan(made.planned_right)
+    assert math.isnan(made.kept_promise)
     assert math.isnan(Outcome("x", ROLES).spread)
 
 
 def test_outcomes_are_kept_and_reported(tmp_path: Path) -> None:
     store, made = Store(tmp_path / "kept"), outcome()
-    made.as_planned.update([True, True, True, False])
+    made.planned, made.resumed = 400, 300
     store.keep("simulated", "chat", outcome(p0=500))
     store.keep("simulated", "chat", made)
     store.keep("http", "chat", outcome("pdproxy"))
