@@ -68,8 +68,8 @@ fuzz: env ## property tests with FUZZED examples each (default 2000)
 bench: env ## measure the proxy
 	$(RUN) -m tests.bench
 
-bench-plan: env ## what the policies make of traces, simulated; RIVALS=1: over HTTP, beside other routers (an hour)
-	$(RUN) -m tests.bench.plan $(if $(filter 1,$(RIVALS)),--rivals)
+bench-plan: env ## what the policies make of traces, simulated; LARGE=1: 64 + 64 nodes; RIVALS=1: beside other routers
+	$(RUN) -m tests.bench.plan --docs docs $(if $(filter 1,$(RIVALS)),--rivals) $(if $(filter 1,$(LARGE)),--large)
 
 generate: env ## write what is made from the settings: their page, their schema, its copy in the chart
 	$(RUN) -m deploy.generate

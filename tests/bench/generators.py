@@ -169,3 +169,11 @@ ALL: Mapping[str, Callable[[int], Trace]] = MappingProxyType(
     }
 )
 """The traces of the report for 3 + 2 nodes, each made from a seed."""
+
+LARGE: Mapping[str, Callable[[int], Trace]] = MappingProxyType(
+    {
+        "chat-large": lambda seed: chat(Chat(1500, systems=24, within=20.0), seed, "chat-large"),
+        "agents-large": lambda seed: agents(Agents(200, kinds=6), seed, "agents-large"),
+    }
+)
+"""The traces for 64 + 64 nodes."""

@@ -18,8 +18,10 @@ from pdproxy.nodes.node import Role
 from pdproxy.settings.types import Routing
 from tests.bench import generators
 from tests.bench.bounds import greedy, least_computed
+from tests.bench.hybrid_cache import CacheShape
 from tests.bench.outcome import Outcome
 from tests.bench.plan_report import Row, write_report
+from tests.bench.recorded import mooncake, rescaled, weka
 from tests.bench.replay import ReplayError, run
 from tests.bench.routers import RIVALS, Router, make_environments, pdproxy
 from tests.bench.simulate import Fleet, Simulation
@@ -29,6 +31,7 @@ KEPT = RUNS / "plan"
 FASTER = 2.0
 """Times that a replay over HTTP is faster than life: what the machine adds to a first token counts twice."""
 NO_SESSIONS = "without sessions"
+LARGE_FLEETS = {"large": Fleet(64, 64), "attention": Fleet(64, 64, CacheShape(state_groups=0))}
 
 
 class Store:
@@ -61,21 +64,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is asked for, and write the report; the process's exit status."""
     asked = _parser().parse_args(arguments)
     store, fleet = Store(), Fleet()
-    traces = [generators.ALL[name](asked.seed) for name in asked.traces]
-    _simulate(traces, fleet, store)
+    traces = [*(generators.ALL[name](asked.seed) for name in asked.traces), *_recorded(asked)]
+    cases = [("simulated", fleet, trace) for trace in traces]
+    if asked.large:
+        larger = [make(asked.seed) for make in generators.LARGE.values()]
+        cases += [(way, fleet, trace) for way, fleet in LARGE_FLEETS.items() for trace in larger]
+    for way, nodes, trace in cases:
+        _simulate(way, trace, nodes, store)
     status = _replay(traces, fleet, store, asked) if asked.rivals else 0
-    bounds = {trace.name: _bounds(trace, fleet) for trace in traces}
+    bounds = {(way, trace.name): _bounds(trace, nodes) for way, nodes, trace in cases}
+    bounds |= {("http", trace.name): bounds["simulated", trace.name] for trace in traces}
     print(write_report(list(store.rows()), bounds, asked.docs))
     return status
 
 
-def _simulate(traces: Sequence[Trace], fleet: Fleet, store: Store) -> None:
-    for trace in traces:
-        for routing in Routing:
-            store.keep("simulated", trace.name, Simulation(routing, fleet).run(trace))
-        bare = Simulation(Routing.HYBRID, fleet).run(without_sessions(trace))
-        bare.name = f"{Routing.HYBRID} {NO_SESSIONS}"
-        store.keep("simulated", trace.name, bare)
+def _recorded(asked: argparse.Namespace) -> Iterator[Trace]:
+    """From files."""
+    for path in asked.mooncake:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        yield rescaled(mooncake(path.stem, lines, asked.limit), asked.faster)
+    for path in asked.weka:
+        yield weka(path.stem, path.read_text(encoding="utf-8").splitlines()[: asked.limit], faster=asked.faster)
+
+
+def _simulate(way: str, trace: Trace, fleet: Fleet, store: Store) -> None:
+    for routing in Routing:
+        store.keep(way, trace.name, Simulation(routing, fleet).run(trace))
+    bare = Simulation(Routing.HYBRID, fleet).run(without_sessions(trace))
+    bare.name = f"{Routing.HYBRID} {NO_SESSIONS}"
+    store.keep(way, trace.name, bare)
 
 
 def _replay(traces: Sequence[Trace], fleet: Fleet, store: Store, asked: argparse.Namespace) -> int:
@@ -115,6 +132,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rivals", action="store_true", help="replay over HTTP, against other routers too (an hour)")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="proxies whose names have one of these")
     parser.add_argument("--traces", nargs="*", default=list(generators.ALL), choices=list(generators.ALL), metavar="T")
+    parser.add_argument("--large", action="store_true", help="64 + 64 nodes too (a minute)")
+    parser.add_argument("--mooncake", nargs="*", default=[], type=Path, metavar="FILE", help="traces in that form")
+    parser.add_argument("--weka", nargs="*", default=[], type=Path, metavar="FILE", help="traces in that form")
+    parser.add_argument("--limit", type=int, default=None, help="lines that are read of a file")
+    parser.add_argument("--faster", type=float, default=1.0, help="times that recorded requests come faster")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--docs", type=Path, default=None, help="where to write the plots; none are written without")
     return parser

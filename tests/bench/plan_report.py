@@ -3,15 +3,22 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from tests.bench.outcome import Outcome
 from tests.bench.svg import Bar, bars
 
-WAYS: Mapping[str, str] = {
-    "simulated": "in one process, on a clock that is set",
-    "http": "over HTTP, on loopback",
-}
+WAYS: Mapping[str, str] = MappingProxyType(
+    {
+        "simulated": "in one process, on a clock that is set",
+        "large": "in one process, 64 + 64 nodes, a hybrid model",
+        "attention": "in one process, 64 + 64 nodes, a model of plain attention",
+        "http": "over HTTP, on loopback",
+    }
+)
+Bounds = Mapping[tuple[str, str], tuple[float, float]]
+"""By way and trace: the least possible share of computed tokens, and the greedy plan's."""
 
 
 class Row(NamedTuple):
@@ -22,18 +29,16 @@ class Row(NamedTuple):
     outcome: Outcome
 
 
-def write_report(rows: Sequence[Row], bounds: Mapping[str, tuple[float, float]], docs: Path | None) -> str:
-    """A table for each way and trace; two plots for each way are written where ``docs`` is given.
-
-    Args:
-        bounds: by trace: the least possible share of computed tokens, and the greedy plan's.
-    """
+def write_report(rows: Sequence[Row], bounds: Bounds, docs: Path | None) -> str:
+    """A table for each way and trace that has bounds; two plots for each way are written where ``docs`` is given."""
     parts = list[str]()
     for way, said in WAYS.items():
-        here = [row for row in rows if row.way == way and row.trace in bounds]
-        parts += [f"\n## {said.capitalize()}", *(_table(here, trace, bounds[trace]) for trace in _traces(here))]
+        here = [row for row in rows if row.way == way and (way, row.trace) in bounds]
+        parts += [f"\n## {said[0].upper()}{said[1:]}"] * bool(here)
+        parts += [_table(here, trace, bounds[way, trace]) for trace in _traces(here)]
         if docs is not None and here:
-            for name, plot in _plots(here, bounds).items():
+            least = {trace: bounds[way, trace][0] * 100 for trace in _traces(here)}
+            for name, plot in _plots(here, least).items():
                 (docs / f"planning-{way}-{name}.svg").write_text(plot, encoding="utf-8")
     return "\n".join(parts)
 
@@ -62,7 +67,7 @@ def _line(outcome: Outcome) -> str:
     )
 
 
-def _plots(rows: Sequence[Row], bounds: Mapping[str, tuple[float, float]]) -> dict[str, str]:
+def _plots(rows: Sequence[Row], least: Mapping[str, float]) -> dict[str, str]:
     traces = _traces(rows)
     computed = {
         trace: [Bar(row.outcome.name, row.outcome.share * 100) for row in rows if row.trace == trace]
@@ -72,7 +77,6 @@ def _plots(rows: Sequence[Row], bounds: Mapping[str, tuple[float, float]]) -> di
         trace: [Bar(row.outcome.name, row.outcome.mean * 1000) for row in rows if row.trace == trace]
         for trace in traces
     }
-    least = {trace: bounds[trace][0] * 100 for trace in traces}
     return {
         "computed": bars("Prompt tokens that were computed, %", computed, least),
         "first-token": bars("Mean time to the first token, ms", waited, {}),

@@ -100,7 +100,7 @@ def run(trace: Trace, router: Router, fleet: Fleet, faster: float, supervisor: S
     clients, operators, *ports = free_ports(2 + len(fleet.roles()))
     site = Site(fleet, tuple(ports), faster)
     urls, python = site.urls(), str(VENV / "bin" / "python")
-    supervisor.start("nodes", [python, "-m", "tests.bench.simulated_nodes", site.to_json()], inherited(), ROOT)
+    supervisor.start("nodes", [python, "-m", "tests.bench.simulated_http", site.to_json()], inherited(), ROOT)
     _until(lambda: all(_get(f"{url}/v1/models") for url in urls.values()), "the nodes", supervisor)
     front = Front(clients, operators, _by_role(fleet, urls))
     supervisor.start("router", router.command(front), inherited(), ROOT)

@@ -40,7 +40,7 @@ def test_outcomes_are_kept_and_reported(tmp_path: Path) -> None:
     store.keep("http", "chat", outcome("pdproxy"))
     rows = list(store.rows())
     assert [row for row in rows if row.way == "simulated"] == [Row("simulated", "chat", made)]
-    text = write_report(rows, {"chat": (0.25, 0.3)}, tmp_path)
+    text = write_report(rows, {("simulated", "chat"): (0.25, 0.3), ("http", "chat"): (0.25, 0.3)}, tmp_path)
     assert "chat: at least 25.0% must be computed" in text
     assert "| hybrid | 45.0% | 5.0% | 0.505 | 0.500 | 0.900 | 0.990 | 1,234 | 1.50 | 75.0% |" in text
     assert len(list(tmp_path.glob("planning-*.svg"))) == 4

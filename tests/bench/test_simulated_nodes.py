@@ -16,7 +16,8 @@ from tests.bench.kv_events import Publisher, hash_ids
 from tests.bench.outcome import Outcome
 from tests.bench.replay import Replay
 from tests.bench.simulate import MODEL, Fleet
-from tests.bench.simulated_nodes import Site, ids_of, serving, text_of
+from tests.bench.simulated_http import serving
+from tests.bench.simulated_nodes import Site, ids_of, text_of
 from tests.bench.traces import Request, Segment, Trace, token_ids
 
 IDS = token_ids((Segment(1, 700),))
