@@ -174,7 +174,7 @@ class SimulatedServer:
         """What proxies read of vLLM's metrics, and of this project's connector's."""
         label = f'{{model_name="{MODEL}",engine="0"}}'
         shape = self._fleet.shape
-        unit = f'hash_algorithm="sha256_cbor",hash_unit="{shape.step}",hash_root="{ROOT.hex()}"'
+        hashing = f'algorithm="sha256_cbor",unit="{shape.step}",block_size="{shape.block_size}",drops_unit="false"'
         values = {
             "vllm:num_requests_running": self.running,
             "vllm:num_requests_waiting": self.waiting,
@@ -186,5 +186,6 @@ class SimulatedServer:
             "vllm:iteration_tokens_total_count": self.queried,
         }
         lines = [f"{name}{label} {float(value)}" for name, value in values.items()]
-        info = f'pdproxy_connector_info{{rendezvous="false",block_size="{shape.block_size}",{unit}}} 1.0'
-        return "\n".join((*lines, info, ""))
+        lines.append(f'pdproxy_connector_info{{rendezvous="false",block_size="{shape.block_size}"}} 1.0')
+        lines.append(f'pdproxy_connector_hashing{{{hashing},root="{ROOT.hex()}"}} 1.0')
+        return "\n".join((*lines, ""))
