@@ -226,7 +226,8 @@ class HybridCache:
     def _tell(self, kind: Kind, prompt: HashedPrompt, begins: int, ends: list[int]) -> None:
         """As vLLM publishes it: attention blocks in one event, each state with the whole blocks since the last one.
 
-        An entry that ends within a block has an event of its own, which begins with that block.
+        An entry that ends within a block has an event of its own, which begins with that block. Of the blocks after
+        which no state was kept there is an event too, without a hash.
         """
         begins, size = _floor(begins, self.shape.block_size), self.shape.block_size
         whole = [tokens for tokens in ends if tokens % size == 0]
@@ -234,6 +235,10 @@ class HybridCache:
         for run in runs:
             self._add(kind, prompt, begins, run)
             begins = run[-1]
+        whole_until = _floor(prompt.tokens, size)
+        if kind is Kind.STATE and self.shape.state_groups and begins < whole_until:
+            parent = self._key(prompt, begins) if begins else None
+            self._events.append(Stored(kind, (), parent, begins, whole_until))
         for tokens in (tokens for tokens in ends if tokens % size):
             self._add(kind, prompt, _floor(tokens, size), [tokens])
 

@@ -48,6 +48,13 @@ def test_a_decode_node_can_resume_after_a_pull_only_with_a_unit(shape: CacheShap
     assert pulled.moved + pulled.computed == 690
 
 
+def test_after_a_pull_an_event_without_hashes_tells_of_the_state_groups() -> None:
+    node = HybridCache(LARGE)
+    node.pull(hashed((Segment(1, 690),), 256))
+    states = [event for event in node.take_events() if isinstance(event, Stored) and event.kind is Kind.STATE]
+    assert [(event.hashes, event.begins, event.ends) for event in states] == [((), 0, 512)]
+
+
 def test_a_decode_node_pulls_what_it_has_no_attention_of() -> None:
     node, turn = HybridCache(LARGE), (Segment(1, 690),)
     node.pull(hashed(turn, 256))
