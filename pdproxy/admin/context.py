@@ -10,6 +10,7 @@ from pdproxy.clock import Clock, SystemClock
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Role, Snapshot, State
 from pdproxy.nodes.pool import Pool
+from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.in_flight import InFlightRequests
 from pdproxy.settings.types import OnPrefillFailure
 
@@ -22,8 +23,9 @@ class AdminContext:
         leaving: set when the proxy is shutting down: it is not ready any more.
         on_prefill_failure: with FAIL, decode nodes alone do not make it ready.
         drain_seconds: a drain's deadline where the operator names none.
-        token: required under /nodes and for /ui/state; None requires nothing.
+        token: required under /nodes, for /ui/state and /debug/plan; None requires nothing.
         clock: by which ``live`` keeps its times.
+        orchestration: which plans; None where there is no /debug/plan.
     """
 
     pool: Pool
@@ -35,6 +37,7 @@ class AdminContext:
     token: str | None = None
     live: InFlightRequests = dataclasses.field(default_factory=InFlightRequests)
     clock: Clock = dataclasses.field(default_factory=SystemClock)
+    orchestration: OrchestrationContext | None = None
 
 
 class Readiness(enum.StrEnum):

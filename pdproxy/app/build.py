@@ -187,6 +187,7 @@ def _admin_context(
         token=read_secret(settings.listen.admin_token_file, "listen.admin_token_file") or None,
         live=context.in_flight,
         clock=context.clock,
+        orchestration=context,
     )
 
 
