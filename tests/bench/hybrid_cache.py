@@ -21,6 +21,7 @@ import enum
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
+from pdproxy.nodes.capacity import Binding, Capacity
 from pdproxy.planning.prefix import Hit
 
 
@@ -51,6 +52,12 @@ class CacheShape:
     def step(self) -> int:
         """Tokens between two hashes."""
         return self.unit or self.block_size
+
+    @property
+    def capacity(self) -> Capacity:
+        """What such a node publishes of its caches."""
+        sequences = self.blocks // self.state_groups if self.state_groups else None
+        return Capacity(self.blocks * self.block_size, sequences, 1, Binding.ATTENTION)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import dataclasses
 import heapq
 import itertools
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.node import Node, Role, hash64
@@ -97,7 +98,7 @@ class Simulation:
         self._rates = Rates()
         self._outcome = Outcome(routing, fleet.roles())
         for name, role in fleet.roles().items():
-            node = Node(name, f"http://{name}", role, MODEL)
+            node = dataclasses.replace(Node(name, f"http://{name}", role, MODEL), **_published(fleet.shape))
             self.pool.add(node)
             self.pool.admit(node)
 
@@ -185,3 +186,8 @@ class Simulation:
             MODEL, session=session, prompt_tokens=prompt.tokens, prefix=hits, tokens=prompt.tokens, rates=self._rates
         )
         return plan(self.pool.snapshot(), needs, self._policy, next(self._turns))
+
+
+def _published(shape: CacheShape) -> dict[str, Any]:
+    """What a preflight would find out about such a node."""
+    return {"capacity": shape.capacity, "block_size": shape.block_size, "prefix_match_unit": shape.unit}

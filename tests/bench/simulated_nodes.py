@@ -8,7 +8,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 from pdproxy.nodes.node import Role
@@ -188,4 +188,16 @@ class SimulatedServer:
         lines = [f"{name}{label} {float(value)}" for name, value in values.items()]
         lines.append(f'pdproxy_connector_info{{rendezvous="false",block_size="{shape.block_size}"}} 1.0')
         lines.append(f'pdproxy_connector_hashing{{{hashing},root="{ROOT.hex()}"}} 1.0')
-        return "\n".join((*lines, ""))
+        return "\n".join((*lines, *_capacity(shape), ""))
+
+
+def _capacity(shape: CacheShape) -> Iterator[str]:
+    """Of the connector's metrics, those that say what the caches hold; and the unit at which hand-overs end."""
+    held, name = shape.capacity, "pdproxy_connector_capacity"
+    yield f"{name}_tokens {held.tokens}.0"
+    yield f'{name}_sequences{{limit="max_model_len"}} {held.longest}.0'
+    yield f'{name}_binding{{group="{held.binding}"}} 1.0'
+    if held.sequences is not None:
+        yield f'{name}_sequences{{limit="state"}} {held.sequences}.0'
+    if shape.unit:
+        yield f'pdproxy_connector_fingerprint{{part="prefix_match_unit",value="{shape.unit}"}} 1.0'
