@@ -37,7 +37,7 @@ LARGE_FLEETS = {"large": Fleet(64, 64), "attention": Fleet(64, 64, CacheShape(st
 class Store:
     """Outcomes as files: of how it was run (``simulated`` or ``http``), a trace and a proxy."""
 
-    def __init__(self, folder: Path = KEPT) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def keep(self, way: str, trace: str, outcome: Outcome) -> None:
@@ -63,7 +63,7 @@ class Store:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is asked for, and write the report; the process's exit status."""
     asked = _parser().parse_args(arguments)
-    store, fleet = Store(), Fleet()
+    store, fleet = Store(asked.keep), Fleet()
     traces = [*(generators.ALL[name](asked.seed) for name in asked.traces), *_recorded(asked)]
     cases = [("simulated", fleet, trace) for trace in traces]
     if asked.large:
@@ -138,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=int, default=None, help="lines that are read of a file")
     parser.add_argument("--faster", type=float, default=1.0, help="times that recorded requests come faster")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--keep", type=Path, default=KEPT, help="where outcomes are kept (default %(default)s)")
     parser.add_argument("--docs", type=Path, default=None, help="where to write the plots; none are written without")
     return parser
 

@@ -9,7 +9,7 @@ import pytest
 
 from pdproxy.nodes.node import Role
 from tests.bench.outcome import Outcome
-from tests.bench.plan import Store
+from tests.bench.plan import Store, main
 from tests.bench.plan_report import Row, write_report
 from tests.bench.svg import Bar, bars
 
@@ -44,6 +44,15 @@ def test_outcomes_are_kept_and_reported(tmp_path: Path) -> None:
     assert "chat: at least 25.0% must be computed" in text
     assert "| hybrid | 45.0% | 5.0% | 0.505 | 0.500 | 0.900 | 0.990 | 1,234 | 1.50 | 75.0% |" in text
     assert len(list(tmp_path.glob("planning-*.svg"))) == 4
+
+
+def test_recorded_traces_are_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = Path(__file__).with_name("data")
+    asked = ["--traces", "--mooncake", str(data / "mooncake.jsonl"), "--weka", str(data / "weka.jsonl")]
+    assert main([*asked, "--keep", str(tmp_path), "--limit", "20", "--faster", "2"]) == 0
+    told = capsys.readouterr().out
+    assert "mooncake: at least" in told
+    assert told.count("| hybrid without sessions |") == 2
 
 
 def test_a_chart_is_well_formed_and_shows_every_bar() -> None:
