@@ -33,10 +33,11 @@ def test_a_prompt_of_exactly_the_shared_prefix_gives_the_next_its_hit() -> None:
     assert [cached(node, (Segment(1, 1300),)), cached(node, after(1300, 400, 2))] == [0, 1280]
 
 
-def test_the_next_turn_resumes_at_the_last_block_boundary_before_the_last_token() -> None:
-    node, turn = HybridCache(LARGE), (Segment(1, 1024),)
+@pytest.mark.parametrize(("shape", "resume"), [(LARGE, 768), (WITH_UNIT, 1008)])
+def test_the_next_turn_resumes_at_the_last_boundary_before_the_last_token(shape: CacheShape, resume: int) -> None:
+    node, turn = HybridCache(shape), (Segment(1, 1024),)
     cached(node, turn)
-    assert cached(node, (*turn, Segment(2, 300))) == 768
+    assert cached(node, (*turn, Segment(2, 300))) == resume
 
 
 @pytest.mark.parametrize(("shape", "resume"), [(LARGE, 0), (WITH_UNIT, 688)])
