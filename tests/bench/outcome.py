@@ -22,6 +22,7 @@ class Outcome:
         first_tokens: seconds until the first token of each request.
         planned: prompt tokens that plans took to be cached where the prompt was computed; ``resumed``: that were.
         failed: requests that were not answered as they should be.
+        late: seconds by which the latest node was late on average, for lack of a CPU; 0 on a clock that is set.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Outcome:
     planned: int = 0
     resumed: int = 0
     failed: int = 0
+    late: float = 0.0
 
     def answered(self, tokens: int, first_token: float) -> None:
         """One more prompt has its first token."""

@@ -46,7 +46,14 @@ class Store:
         told = {"way": way, "trace": trace, "name": outcome.name, "roles": dict(outcome.roles)}
         counted = {"tokens": outcome.tokens, "computed": outcome.computed, "moved": outcome.moved}
         planned = {"planned": outcome.planned, "resumed": outcome.resumed}
-        whole = {**told, **counted, **planned, "failed": outcome.failed, "first_tokens": outcome.first_tokens}
+        whole = {
+            **told,
+            **counted,
+            **planned,
+            "failed": outcome.failed,
+            "late": outcome.late,
+            "first_tokens": outcome.first_tokens,
+        }
         name = f"{way} {trace} {outcome.name}.json".replace(" ", "_")
         (self._folder / name).write_text(json.dumps(whole), encoding="utf-8")
 
@@ -55,7 +62,9 @@ class Store:
         for path in sorted(self._folder.glob("*.json")):
             read = json.loads(path.read_text(encoding="utf-8"))
             roles = {name: Role(role) for name, role in read["roles"].items()}
-            counted = {key: read[key] for key in ("tokens", "moved", "planned", "resumed", "failed", "first_tokens")}
+            counted = {
+                key: read[key] for key in ("tokens", "moved", "planned", "resumed", "failed", "late", "first_tokens")
+            }
             outcome = Outcome(read["name"], roles, computed=Counter(read["computed"]), **counted)
             yield Row(read["way"], read["trace"], outcome)
 

@@ -21,6 +21,10 @@ Bounds = Mapping[tuple[str, str], tuple[float, float]]
 """By way and trace: the least possible share of computed tokens, and the greedy plan's."""
 
 
+LATE = 0.005
+"""Seconds; where nodes were later than that on average, a table says so."""
+
+
 class Row(NamedTuple):
     """One outcome. ``way``: one of `WAYS`."""
 
@@ -61,6 +65,7 @@ def _line(outcome: Outcome) -> str:
     times = " | ".join(f"{outcome.percentile(share):.3f}" for share in (0.5, 0.9, 0.99))
     right = "" if math.isnan(outcome.kept_promise) else f"{outcome.kept_promise:.1%}"
     failed = f" ({outcome.failed} failed)" if outcome.failed else ""
+    failed += f" (nodes {outcome.late * 1000:.0f} ms late)" if outcome.late > LATE else ""
     return (
         f"| {outcome.name}{failed} | {outcome.share:.1%} | {outcome.local:.1%} | {outcome.mean:.3f} | {times} "
         f"| {outcome.moved:,} | {outcome.spread:.2f} | {right} |"

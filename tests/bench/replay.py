@@ -118,6 +118,7 @@ def run(trace: Trace, router: Router, fleet: Fleet, faster: float, supervisor: S
         told = json.loads(_get(f"{node}/simulated") or b"{}")
         outcome.computed[name] = told["computed"]
         outcome.moved += told["moved"]
+        outcome.late = max(outcome.late, told["late"] / max(1, told["waits"]))
     outcome.planned, outcome.resumed = (_planned(operators, kind) for kind in ("planned", "real"))
     return outcome
 

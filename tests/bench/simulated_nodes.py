@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
@@ -61,12 +62,19 @@ def ids_of(prompt: object) -> list[int]:
 
 @dataclasses.dataclass
 class Count:
-    """Prompts that a node has computed or pulled since the count began, in tokens."""
+    """Prompts that a node has computed or pulled since the count began, in tokens.
+
+    Attributes:
+        waits: times that it waited for simulated work to end; ``late``: seconds that it woke too late, all together.
+            Many, and the machine is too busy for its times to mean anything.
+    """
 
     prompts: int = 0
     computed: int = 0
     resumed: int = 0
     moved: int = 0
+    waits: int = 0
+    late: float = 0.0
 
 
 class SimulatedServer:
@@ -168,7 +176,10 @@ class SimulatedServer:
             yield piece
 
     async def _sleep(self, seconds: float) -> None:
+        due = time.monotonic() + seconds / self._faster
         await asyncio.sleep(seconds / self._faster)
+        self.count.waits += 1
+        self.count.late += (time.monotonic() - due) * self._faster
 
     def metrics(self) -> str:
         """What proxies read of vLLM's metrics, and of this project's connector's."""
