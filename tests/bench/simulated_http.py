@@ -82,7 +82,9 @@ class Http:
             writer.write(_whole(200, b"{}"))
             return
         ids = ids_of(asked["prompt"] if "prompt" in asked else params.get("prompt_token_ids") or _chat(asked))
-        question = dataclasses.replace(ParsedRequest.of(path, asked, BURST), prompt=ids)
+        question = dataclasses.replace(
+            ParsedRequest.of("/v1/completions", {**asked, "prompt": [1]}, BURST), path=path, prompt=ids
+        )
         pieces = self._node.answer(question, params)
         if not question.stream:
             writer.write(_whole(200, b"".join([piece async for piece in pieces])))

@@ -6,6 +6,7 @@ one prompt after the other, in the order of arrival; a decode node reads tickets
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 import json
 import time
@@ -56,8 +57,20 @@ def ids_of(prompt: object) -> list[int]:
     """The ids of a prompt: of text as `text_of` writes it, or what is given as ids."""
     if isinstance(prompt, list) and all(isinstance(each, int) for each in prompt):
         return prompt
-    words = str(prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt).split()
-    return [int(word[1:]) if word[0] == "w" and word[1:].isdigit() else 1 + len(word) % 97 for word in words] or [1]
+    return list(_read(str(prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt)))
+
+
+@functools.lru_cache(maxsize=64)
+def _read(text: str) -> tuple[int, ...]:
+    """Kept for a while: each prompt comes to be tokenized, to a prefill node and to a decode node."""
+    words = text.split()
+    ids = (int(word[1:]) if word[0] == "w" and word[1:].isdigit() else 1 + len(word) % 97 for word in words)
+    return tuple(ids) or (1,)
+
+
+@functools.lru_cache(maxsize=64)
+def _hashed(ids: tuple[int, ...], step: int) -> HashedPrompt:
+    return hash_ids(ids, step)
 
 
 @dataclasses.dataclass
@@ -96,7 +109,7 @@ class SimulatedServer:
 
     async def answer(self, question: ParsedRequest, params: Mapping[str, Any]) -> AsyncIterator[bytes]:
         """The pieces of an answer in their time; of one that is not streamed there is one."""
-        prompt = hash_ids(question.prompt, self._fleet.shape.step)
+        prompt = _hashed(tuple(question.prompt), self._fleet.shape.step)
         if params.get("do_remote_prefill") and self._tickets.pop(str(params["remote_request_id"]), 0) == prompt.tokens:
             cached = await self._pull(prompt, question.prompt)
         else:
