@@ -2,7 +2,7 @@
 
 Prefill and decode places are priced apart (`cost`) and the best of each cohort go together, for what a hand-over costs
 depends on the decode place alone. Only places that have something cached are priced one by one; all others differ by
-their load alone. Places that cost nearly the same are chosen by the request's session, or take turns.
+their load alone. Places that cost nearly the same are chosen by the request's session, or by what they did lately.
 """
 
 import dataclasses
