@@ -8,7 +8,7 @@ FUZZED ?= 2000
 CHECKED := pdproxy connector deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint unit unit-proxy unit-connector soak e2e test-long test-upstream fuzz bench generate lock clean
+.PHONY: help env demo test lint unit unit-proxy unit-connector soak e2e test-long test-upstream fuzz bench bench-plan generate lock clean
 
 help: ## show this
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -67,6 +67,9 @@ fuzz: env ## property tests with FUZZED examples each (default 2000)
 
 bench: env ## measure the proxy
 	$(RUN) -m tests.bench
+
+bench-plan: env ## what the policies make of traces, simulated; LARGE=1: 64 + 64 nodes; RIVALS=1: beside other routers
+	$(RUN) -m tests.bench.plan --docs docs $(if $(filter 1,$(RIVALS)),--rivals) $(if $(filter 1,$(LARGE)),--large)
 
 generate: env ## write what is made from the settings: their page, their schema, its copy in the chart
 	$(RUN) -m deploy.generate

@@ -161,7 +161,7 @@ class NodeView:
         object.__setattr__(self, "rank", rank)
         object.__setattr__(self, "backlog", backlog)
         object.__setattr__(self, "sequences", legs)
-        object.__setattr__(self, "crowd", self.crowd_of(rank))
+        object.__setattr__(self, "crowd", self.crowd_of(rank) if self.node.capacity else legs)
 
     def crowd_of(self, rank: int) -> float:
         """What the legs of a rank weigh, in sequences: one each, and more where they nearly fill its cache."""
