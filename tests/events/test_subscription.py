@@ -166,6 +166,7 @@ async def test_without_a_replay_endpoint_a_broken_connection_is_a_loss() -> None
             await until(lambda: publisher.subscribers == 1)
             publisher.publish(stored(1))
             await until(lambda: caches.blocks() == 1)
+        await until(lambda: publisher.subscribers == 0)
         async with subscribed(caches, source, PATIENT):
             assert known(caches) is Known.NOTHING
             await until(lambda: publisher.subscribers == 1)
