@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from prometheus_client import CollectorRegistry
 
 from pdproxy.clock import Clock, SystemClock
+from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Role, Snapshot, State
 from pdproxy.nodes.pool import Pool
@@ -27,6 +28,7 @@ class AdminContext:
         token: required under /nodes and for /ui/state; None requires nothing.
         clock: by which ``live`` keeps its times.
         caches: by a node's name, how much is known of what each of its data-parallel ranks has cached, as JSON.
+        events: by a node's name, whether its KV events are read.
     """
 
     pool: Pool
@@ -39,6 +41,7 @@ class AdminContext:
     live: InFlightRequests = dataclasses.field(default_factory=InFlightRequests)
     clock: Clock = dataclasses.field(default_factory=SystemClock)
     caches: Callable[[str], Sequence[Json]] = lambda _: ()
+    events: Callable[[str], EventsSeen] = lambda _: EventsSeen.UNKNOWN
 
 
 class Readiness(enum.StrEnum):

@@ -19,6 +19,7 @@ from pdproxy.intake.admission import Admission, BodyBudget
 from pdproxy.intake.api_app import ApiApp, AsgiApp
 from pdproxy.intake.auth import read_keys
 from pdproxy.intake.handler import HandlerConfig, RequestHandler
+from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.discovery.source import DiscoverySync
 from pdproxy.nodes.drain import Drainer
@@ -200,6 +201,7 @@ def _admin_context(
         live=context.in_flight,
         clock=context.clock,
         caches=events.known if events else lambda _: (),
+        events=events.seen if events else lambda _: EventsSeen.UNKNOWN,
     )
 
 

@@ -6,7 +6,8 @@
 import dataclasses
 import enum
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 from pdproxy.nodes.cache_reuse import Reuse, block_sizes, reuse, state_groups
 from pdproxy.nodes.capacity import Binding
@@ -40,11 +41,22 @@ class CacheReport:
     advice: tuple[str, ...]
 
 
-def cache_report(node: Node, others: Iterable[Node] = (), events: EventsSeen = EventsSeen.UNKNOWN) -> CacheReport:
-    """What there is to say of a node. ``others``: all nodes, of which those of its cohort count."""
+def first_of_cohorts(nodes: Iterable[Node]) -> Mapping[str, Node]:
+    """By cohort, the node to which the others of it are compared: the first that tells how it hashes."""
+    first: dict[str, Node] = {}
+    for node in nodes:
+        if node.cohort and node.hashing is not None:
+            first.setdefault(node.cohort, node)
+    return first
+
+
+def cache_report(
+    node: Node, first: Mapping[str, Node] = MappingProxyType({}), events: EventsSeen = EventsSeen.UNKNOWN
+) -> CacheReport:
+    """What there is to say of a node. ``first``: as `first_of_cohorts`."""
     found = reuse(node)
     rules = _advice(node) if found is None else _advice_on(node, found)
-    seen = () if found is None else (*_events(node, events), *_unlike(node, others))
+    seen = () if found is None else (*_events(node, events), *_unlike(node, first.get(node.cohort)))
     return CacheReport(() if found is None else tuple(_facts(node, found, events)), (*rules, *seen))
 
 
@@ -66,7 +78,7 @@ def _facts(node: Node, found: Reuse, events: EventsSeen) -> Iterator[str]:
 
 def _when(found: Reuse) -> str:
     """From which prompt on a shared prefix is hit, and how much of it."""
-    later = "hit from the third prompt on, in whole blocks"
+    later = "from the third prompt on, in whole blocks"
     return f"{later}; from the second on in multiples of {found.every:,}" if found.every else later
 
 
@@ -193,17 +205,13 @@ def _events(node: Node, events: EventsSeen) -> Iterator[str]:
         )
 
 
-def _unlike(node: Node, others: Iterable[Node]) -> Iterator[str]:
-    """The first node of its cohort that names the same tokens otherwise."""
-    mine = node.hashing
-    for other in others:
-        theirs = other.hashing
-        if mine is None or theirs is None or not node.cohort or other.cohort != node.cohort or mine == theirs:
-            continue
-        if (mine.algorithm, mine.root) == (theirs.algorithm, theirs.root) or b"" in (mine.root, theirs.root):
-            continue
+def _unlike(node: Node, other: Node | None) -> Iterator[str]:
+    """Where the same tokens have other names than on a node of the same cohort."""
+    mine, theirs = node.hashing, None if other is None else other.hashing
+    if other is None or mine is None or theirs is None or b"" in (mine.root, theirs.root):
+        return
+    if (mine.algorithm, mine.root) != (theirs.algorithm, theirs.root):
         yield (
             f"it hashes prompts otherwise than {other.name}: nothing is lost by it, but the proxy hashes each prompt"
             " once for every way. Give all the same --prefix-caching-hash-algo, and PYTHONHASHSEED to all or to none"
         )
-        return

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.nodes.cache_advice import CacheReport, EventsSeen, cache_report
+from pdproxy.nodes.cache_advice import CacheReport, EventsSeen, cache_report, first_of_cohorts
 from pdproxy.nodes.cache_settings import EVERY_BLOCK, CacheSettings, read_cache_settings
 from pdproxy.nodes.capacity import Binding, Capacity
 from pdproxy.nodes.hashing import Hashing
@@ -37,14 +37,14 @@ WITHOUT_UNIT = changed(HYBRID, {"match_unit": 0}, prefix_match_unit=0, hashing=H
 
 @pytest.mark.parametrize("node", [HYBRID, DENSE, changed(HYBRID, role=Role.DECODE)])
 def test_a_good_node_gets_no_advice(node: Node) -> None:
-    assert cache_report(node, [node], EventsSeen.READ).advice == ()
+    assert cache_report(node, first_of_cohorts([node]), EventsSeen.READ).advice == ()
 
 
 def test_what_a_hybrid_node_can_reuse() -> None:
-    assert cache_report(HYBRID, (), EventsSeen.READ).facts == (
+    assert cache_report(HYBRID, events=EventsSeen.READ).facts == (
         "blocks of 1,056 tokens at --tensor-parallel-size 2, hits end at multiples of 16",
         "the shortest prompt whose next turn has a hit: 17 tokens",
-        "the shortest prefix that different prompts can share: 1,056 tokens, hit from the third prompt on, in whole blocks",
+        "the shortest prefix that different prompts can share: 1,056 tokens, from the third prompt on, in whole blocks",
         "room for 29 prompts of 32,768 tokens, in use or kept",
         "its KV events can be read",
     )
@@ -63,7 +63,7 @@ def test_a_multi_token_model_gives_up_the_last_unit() -> None:
     drafts = dataclasses.replace(HYBRID, hashing=Hashing("sha256_cbor", 16, 1056, ROOT, drops_unit=True))
     assert cache_report(drafts).facts[1:3] == (
         "the shortest prompt whose next turn has a hit: 32 tokens",
-        "the shortest prefix that different prompts can share: 2,112 tokens, hit from the third prompt on, in whole blocks",
+        "the shortest prefix that different prompts can share: 2,112 tokens, from the third prompt on, in whole blocks",
     )
     dense = dataclasses.replace(DENSE, hashing=Hashing("sha256", 16, 16, ROOT, drops_unit=True))
     assert cache_report(dense).facts[1] == "the shortest prefix that can be hit: 32 tokens"
@@ -126,7 +126,7 @@ def test_states_that_are_kept_more_often_are_shared_earlier() -> None:
 def test_each_setting_that_makes_hits_rare_is_told_with_what_to_change(
     node: Node, events: EventsSeen, said: tuple[str, ...]
 ) -> None:
-    (advice,) = cache_report(node, (), events).advice
+    (advice,) = cache_report(node, events=events).advice
     for part in said:
         assert part in advice
 
@@ -140,14 +140,16 @@ def test_a_unit_divides_all_blocks() -> None:
 @pytest.mark.parametrize(("root", "algorithm"), [(bytes(31) + b"x", "sha256_cbor"), (ROOT, "sha256")])
 def test_nodes_of_a_cohort_that_hash_otherwise_are_named(root: bytes, algorithm: str) -> None:
     other = dataclasses.replace(HYBRID, name="d1", hashing=Hashing(algorithm, 16, 1056, root))
-    (advice,) = cache_report(HYBRID, [HYBRID, other]).advice
-    assert advice.startswith("it hashes prompts otherwise than d1")
-    assert cache_report(HYBRID, [HYBRID, dataclasses.replace(other, cohort="another")]).advice == ()
+    (advice,) = cache_report(other, first_of_cohorts([HYBRID, other])).advice
+    assert advice.startswith("it hashes prompts otherwise than p1")
+    assert cache_report(HYBRID, first_of_cohorts([HYBRID, other])).advice == ()
+    apart = dataclasses.replace(other, cohort="another")
+    assert cache_report(apart, first_of_cohorts([HYBRID, apart])).advice == ()
 
 
 def test_a_node_without_our_connector_is_judged_by_vllms_own_metrics() -> None:
     stock = dataclasses.replace(HYBRID, fingerprint={}, prefix_match_unit=0, hashing=Hashing("sha256", 16, 1056, b""))
-    assert cache_report(stock, [HYBRID]).advice == ()
+    assert cache_report(stock, first_of_cohorts([HYBRID])).advice == ()
     assert cache_report(stock).facts[1] == "the shortest prompt whose next turn has a hit: 17 tokens"
 
 
