@@ -96,7 +96,7 @@ GAUGES: Mapping[str, tuple[str, ...]] = {
     "capacity_sequences": ("limit",),
     "capacity_binding": ("group",),
     "fingerprint": ("part", "value"),
-    "hashing": ("algorithm", "unit", "block_size", "drops_unit", "root"),
+    "hashing": ("algorithm", "unit", "block_size", "drops_unit", "states", "root"),
     "waiting_requests": (),
 }
 """Every gauge with the names of its labels."""

@@ -13,13 +13,14 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from connector.config import ConnectorConfig
 from connector.counters import Counters
 from connector.fingerprint import Fingerprint
-from connector.kv_groups import attention_block_size, node_capacity
+from connector.kv_groups import attention_block_size, group_shapes, node_capacity
 from connector.leases import LeaseTable
 from connector.messages import Verdict
 from connector.node_fingerprint import all_parts, node_fingerprint, rank_parts
 from connector.resume_boundary import LocalHits, drops_unit, resume_boundary
 from connector.side_channel import Listener
 from connector.tcp_server import Limits
+from connector.ticket import GroupKind
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,13 +39,14 @@ class PrefixHashing:
 
     `algorithm`: of `--prefix-caching-hash-algo`. `unit`: tokens for each hash. `block_size`: tokens in a block of the
     attention groups, the largest where they differ; 0 where there are none. `drops_unit`: lookups give up the last unit
-    of a hit (EAGLE and MTP).
+    of a hit (EAGLE and MTP). `states`: there are state groups, without whose states nothing can be resumed.
     """
 
     algorithm: str
     unit: int
     block_size: int
     drops_unit: bool
+    states: bool
 
     @classmethod
     def of(cls, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> "PrefixHashing":
@@ -52,11 +54,13 @@ class PrefixHashing:
         _, unit = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         block_size = attention_block_size(vllm_config, kv_cache_config)
         algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
-        return cls(algorithm, unit, block_size, drops_unit(vllm_config))
+        states = any(shape.kind is GroupKind.STATE for shape in group_shapes(kv_cache_config))
+        return cls(algorithm, unit, block_size, drops_unit(vllm_config), states)
 
     def labels(self, root: bytes) -> tuple[str, ...]:
         """For the metric. `root`: the parent of a prompt's first hash."""
-        return self.algorithm, str(self.unit), str(self.block_size), str(self.drops_unit).lower(), root.hex()
+        flags = (str(flag).lower() for flag in (self.drops_unit, self.states))
+        return self.algorithm, str(self.unit), str(self.block_size), *flags, root.hex()
 
 
 class SchedulerBase(NixlPullConnectorScheduler):

@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client.exposition import choose_encoder
 
 from pdproxy.admin.context import AdminContext, Readiness, readiness
+from pdproxy.admin.debug import plan_route
 from pdproxy.admin.nodes import node_routes
 from pdproxy.admin.page import page_route, state_route
 from pdproxy.errors import ClientError
@@ -23,7 +24,8 @@ def admin_app(context: AdminContext) -> FastAPI:
         app.add_exception_handler(kind, _error_response)
     _add_public_routes(app, context)
     app.include_router(page_route())
-    for guarded in (node_routes(context), state_route(context)):
+    planning = [] if context.orchestration is None else [plan_route(context.orchestration)]
+    for guarded in (node_routes(context), state_route(context), *planning):
         app.include_router(guarded, dependencies=[Depends(require_operator(context.token))])
     return app
 

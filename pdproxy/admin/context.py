@@ -12,6 +12,7 @@ from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Role, Snapshot, State
 from pdproxy.nodes.pool import Pool
+from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.in_flight import InFlightRequests
 from pdproxy.request import Json
 from pdproxy.settings.types import OnPrefillFailure
@@ -25,10 +26,11 @@ class AdminContext:
         leaving: set when the proxy is shutting down: it is not ready any more.
         on_prefill_failure: with FAIL, decode nodes alone do not make it ready.
         drain_seconds: a drain's deadline where the operator names none.
-        token: required under /nodes and for /ui/state; None requires nothing.
+        token: required under /nodes, for /ui/state and /debug/plan; None requires nothing.
         clock: by which ``live`` keeps its times.
         caches: by a node's name, how much is known of what each of its data-parallel ranks has cached, as JSON.
         events: by a node's name, whether its KV events are read.
+        orchestration: which plans; None where there is no /debug/plan.
     """
 
     pool: Pool
@@ -42,6 +44,7 @@ class AdminContext:
     clock: Clock = dataclasses.field(default_factory=SystemClock)
     caches: Callable[[str], Sequence[Json]] = lambda _: ()
     events: Callable[[str], EventsSeen] = lambda _: EventsSeen.UNKNOWN
+    orchestration: OrchestrationContext | None = None
 
 
 class Readiness(enum.StrEnum):

@@ -202,6 +202,7 @@ def _admin_context(
         clock=context.clock,
         caches=events.known if events else lambda _: (),
         events=events.seen if events else lambda _: EventsSeen.UNKNOWN,
+        orchestration=context,
     )
 
 

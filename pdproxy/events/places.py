@@ -53,7 +53,7 @@ def scheme_of(hashing: Hashing) -> HashScheme | None:
     try:
         algorithm = HashAlgorithm(hashing.algorithm)
         root = hashing.root or root_hash(algorithm)
-        return HashScheme(algorithm, hashing.unit, hashing.block_size, root, hashing.drops_unit)
+        return HashScheme(algorithm, hashing.unit, hashing.block_size, root, hashing.drops_unit, hashing.states)
     except ValueError:
         return None
 

@@ -4,9 +4,10 @@ A look-up may take a call to a node, for the prompt's token ids. So it is not ma
 prompt that is shorter than a block, where there is one place of each role, or where no place's events are read.
 """
 
+import asyncio
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pdproxy.clock import Clock
 from pdproxy.events.places import PlaceCaches, SchemeIndex
@@ -18,19 +19,23 @@ from pdproxy.observe.labels import Known
 from pdproxy.planning.block_hashes import PLAIN, PromptExtras
 from pdproxy.planning.plan_types import Plan
 from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
+from pdproxy.planning.prefix_index import PrefixIndex
 from pdproxy.request import Json, SubRequest
 
 EXPECTED_SECONDS = 30.0
 """For how long what was routed to a place counts as cached there, unless its events say so before."""
 MOST_TOKENS = 1 << 18
-"""Longer prompts are not looked up: nothing else runs while one is hashed, about a millisecond for 10,000 tokens."""
+"""Longer prompts are not looked up."""
+LONG_PROMPT = 4096
+"""Tokens from which on a prompt is hashed in a thread: that takes milliseconds, in which streams would stand still."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Candidates:
-    """The nodes that may get a request; ``render`` is the one to ask for token ids."""
+    """The nodes that may get a request: ``render`` is the one to ask for token ids, ``prefills`` are there by name."""
 
     render: Node
+    prefills: Mapping[str, Node]
     schemes: tuple[SchemeIndex, ...]
 
 
@@ -63,7 +68,7 @@ class EventPrefixSource:
         if ids is None or len(ids) > MOST_TOKENS:
             return None
         extras = _extras(sub_request.body)
-        hashed = [(scheme, scheme.hasher.hashes(ids, extras)) for scheme in candidates.schemes]
+        hashed = [(scheme, await _hashes(scheme, ids, extras)) for scheme in candidates.schemes]
         known = tuple((scheme, hashes) for scheme, hashes in hashed if hashes is not None)
         if not known:
             return None
@@ -72,7 +77,7 @@ class EventPrefixSource:
         self._prompts[key] = _Prompt(len(ids), known, over)
         hits: dict[Place, Hit] = {}
         for scheme, hashes in known:
-            hits.update(scheme.index.look_up(hashes, len(ids), self._clock.now()))
+            hits.update(_look_up(scheme.index, hashes, len(ids), candidates.prefills, self._clock.now()))
         return PromptHits(len(ids), HitSource.EVENTS, hits)
 
     def routed(self, sub_request: SubRequest, plan: Plan) -> None:
@@ -81,16 +86,17 @@ class EventPrefixSource:
         if prompt is None:
             return
         if plan.prefill is not None:
-            self._expect(prompt, plan.prefill, plan.prefill_rank, state=True)
+            covered = covered_tokens(plan.prefill, prompt.tokens)
+            self._expect(prompt, plan.prefill, plan.prefill_rank, covered, state=True)
         # A decode node keeps the state that it pulled where hand-overs end at a boundary that it can name.
         keeps_state = plan.prefill is None or plan.decode.prefix_match_unit > 0
-        self._expect(prompt, plan.decode, plan.decode_rank, state=keeps_state)
+        self._expect(prompt, plan.decode, plan.decode_rank, prompt.tokens, state=keeps_state)
 
     def reads(self, node: str) -> bool:
         """Whether what this node has cached is known from its events, in part at least."""
         return any(feed.known is not Known.NOTHING for feed in self._caches.of_node(node))
 
-    def _expect(self, prompt: _Prompt, node: Node, rank: int | None, *, state: bool) -> None:
+    def _expect(self, prompt: _Prompt, node: Node, rank: int | None, tokens: int, *, state: bool) -> None:
         scheme = self._caches.scheme(node.hashing)
         hashes = next((hashes for each, hashes in prompt.hashes if each is scheme), None)
         if rank is None and node.ranks > 1:
@@ -98,7 +104,7 @@ class EventPrefixSource:
         place = Place(node.name, rank or 0)
         if scheme is None or hashes is None or not self._caches.has(place):
             return
-        hit = scheme.index.after_prefill(prompt.tokens)
+        hit = scheme.index.after_prefill(tokens)
         until = self._clock.now() + EXPECTED_SECONDS
         scheme.index.expect(place, hashes, hit if state else Hit(hit.attention, 0), until)
 
@@ -114,12 +120,46 @@ class EventPrefixSource:
         if not schemes:
             return None
         render = min(by_role[Role.PREFILL] or by_role[Role.DECODE], key=lambda view: view.load)
-        return _Candidates(render.node, schemes)
+        return _Candidates(render.node, {view.node.name: view.node for view in by_role[Role.PREFILL]}, schemes)
 
     def _known_scheme(self, view: NodeView) -> SchemeIndex | None:
         """The scheme of a node of which anything is known."""
         feeds = self._caches.of_node(view.node.name)
         return next((feed.scheme for feed in feeds if feed.known is not Known.NOTHING), None)
+
+
+async def _hashes(scheme: SchemeIndex, ids: Sequence[int], extras: PromptExtras) -> Sequence[int] | None:
+    if len(ids) < LONG_PROMPT:
+        return scheme.hasher.hashes(ids, extras)
+    return await asyncio.to_thread(scheme.hasher.hashes, ids, extras)
+
+
+def covered_tokens(node: Node, tokens: int) -> int:
+    """How many of a prompt's tokens a prefill leg computes on a node: as far as a hand-over of it goes.
+
+    That is up to the last boundary of `--prefix-match-unit` before the prompt's last token, a unit less with EAGLE and
+    MTP (the connector's `resume_boundary`); without a unit all but the last one.
+    """
+    unit = node.prefix_match_unit
+    drop = unit if node.hashing is not None and node.hashing.drops_unit else 0
+    boundary = (tokens - 1) // unit * unit - drop if unit else 0
+    return boundary if boundary > 0 else tokens - 1
+
+
+def _look_up(
+    index: PrefixIndex, hashes: Sequence[int], tokens: int, prefills: Mapping[str, Node], now: float
+) -> Mapping[Place, Hit]:
+    """What each place has of the prompt; a prefill node, of what its leg computes, whose last token is never a hit."""
+    hits = dict(index.look_up(hashes, tokens, now))
+    legs = {covered_tokens(node, tokens) for node in prefills.values()}
+    shorter = {covered: index.look_up(hashes, covered, now) for covered in legs}
+    for place in [place for place in hits if place.node in prefills]:
+        hit = shorter[covered_tokens(prefills[place.node], tokens)].get(place)
+        if hit is None:
+            del hits[place]
+        else:
+            hits[place] = hit
+    return hits
 
 
 def _is_short(body: Json, schemes: Sequence[SchemeIndex]) -> bool:

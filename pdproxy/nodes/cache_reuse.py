@@ -15,8 +15,6 @@ from pdproxy.nodes.cache_settings import CacheSettings
 from pdproxy.nodes.hashing import Hashing
 from pdproxy.nodes.node import Node
 
-_NONE = "none"
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reuse:
@@ -55,7 +53,7 @@ def reuse(node: Node) -> Reuse | None:
     settings, hashing = node.cache, node.hashing
     if settings is None or hashing is None or not settings.enabled:
         return None
-    states, block = has_states(node), hashing.block_size
+    states, block = bool(hashing.states), hashing.block_size
     unit = _unit(node, hashing) if states else block
     drops = unit if hashing.drops_unit else 0
     return Reuse(states, block, unit, drops, _spacing(settings, block) if states else 0)
@@ -64,12 +62,6 @@ def reuse(node: Node) -> Reuse | None:
 def _unit(node: Node, hashing: Hashing) -> int:
     """Our connector says whether a unit that was set has an effect; of another node it is taken to have one."""
     return (node.prefix_match_unit or hashing.block_size) if node.fingerprint else hashing.unit
-
-
-def has_states(node: Node) -> bool:
-    """Whether the node's model keeps states, as far as can be told."""
-    mode = "" if node.cache is None else node.cache.state_mode
-    return node.fingerprint.get("state_shapes", _NONE) != _NONE or mode not in ("", _NONE, "None")
 
 
 def block_sizes(node: Node) -> frozenset[int]:

@@ -19,6 +19,7 @@ class Hashing:
         block_size: tokens in a block of the attention groups, a multiple of ``unit``.
         root: the parent of a prompt's first hash; b"" where that is not told.
         drops_unit: lookups give up the last unit of a hit (EAGLE and MTP).
+        states: its model has state groups (mamba, GDN); None where that is not told.
     """
 
     algorithm: str
@@ -26,6 +27,7 @@ class Hashing:
     block_size: int
     root: bytes
     drops_unit: bool = False
+    states: bool | None = None
 
 
 def connector_hashing(labels: Mapping[str, str]) -> Hashing | None:
@@ -34,7 +36,10 @@ def connector_hashing(labels: Mapping[str, str]) -> Hashing | None:
     root = _digest(labels.get("root", ""))
     if not unit or not block_size or block_size % unit or root is None:
         return None
-    return Hashing(labels.get("algorithm", ""), unit, block_size, root, labels.get("drops_unit") == "true")
+    drops_unit, states = labels.get("drops_unit") == "true", labels.get("states")
+    return Hashing(
+        labels.get("algorithm", ""), unit, block_size, root, drops_unit, None if states is None else states == "true"
+    )
 
 
 def stock_hashing(labels: Mapping[str, str]) -> Hashing | None:
@@ -48,7 +53,10 @@ def stock_hashing(labels: Mapping[str, str]) -> Hashing | None:
     block_size = _number(labels, "effective_attention_block_size") or _number(labels, "block_size")
     unit = _number(labels, "prefix_match_unit") or block_size
     algorithm = labels.get("prefix_caching_hash_algo", "")
-    return Hashing(algorithm, unit, block_size, b"") if algorithm and block_size and block_size % unit == 0 else None
+    if not algorithm or not block_size or block_size % unit:
+        return None
+    mode = labels.get("mamba_cache_mode")  # vLLM makes it "align" where there are mamba layers and prefix caching
+    return Hashing(algorithm, unit, block_size, b"", states=None if mode is None else mode != "none")
 
 
 def _number(labels: Mapping[str, str], name: str) -> int:

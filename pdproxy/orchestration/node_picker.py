@@ -137,7 +137,10 @@ class NodePicker:
         """
         prefill = None if self._local else self._other(Role.PREFILL, decode)
         if prefill is not None:
-            return Plan(prefill, decode)
+            chosen = Plan(prefill, decode)
+            if self._cache_route is not None:
+                self._cache_route.planned(chosen)
+            return chosen
         try:
             chosen = self._plan()
         except NO_NODE_ERRORS:

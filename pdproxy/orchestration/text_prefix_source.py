@@ -9,6 +9,7 @@ from pdproxy.legs.shape import estimated_prompt_tokens
 from pdproxy.nodes.node import Node
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.prefix_source import RealHit
+from pdproxy.planning.cost import may_keep_states
 from pdproxy.planning.plan_types import Plan
 from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
 from pdproxy.planning.text_index import Chain, Keeps, TextIndex, chain_of_ids, chain_of_text
@@ -105,7 +106,8 @@ def _in_blocks(node: Node, hit: Hit, tokens: int) -> Hit | None:
     """
     block = _block(node)
     attention = min(hit.attention, tokens - 1) // block * block
-    stateless = node.capacity is not None and node.capacity.sequences is None
+    if attention <= 0:
+        return None
     # A state is kept at the last boundary before a prompt's last token.
-    resume = attention if stateless else min(max(hit.resume - 1, 0) // block * block, attention)
-    return Hit(attention, resume) if attention > 0 else None
+    resume = min(max(hit.resume - 1, 0) // block * block, attention)
+    return Hit(attention, resume if may_keep_states(node) else attention)

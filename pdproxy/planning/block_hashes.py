@@ -50,6 +50,7 @@ class HashScheme:
         block_size: tokens in an attention block, over all ranks of decode context parallelism.
         root: the hash before the first: vLLM's NONE_HASH, 32 bytes; see `root_hash`.
         drops_unit: the node gives up the last unit of a hit (EAGLE and MTP).
+        states: its model has state groups (mamba, GDN); None: to be learned from events.
 
     Raises:
         ValueError: sizes that no vLLM node has, or a root that is no SHA-256 digest.
@@ -60,6 +61,7 @@ class HashScheme:
     block_size: int
     root: bytes
     drops_unit: bool = False
+    states: bool | None = None
 
     def __post_init__(self) -> None:
         if self.unit < 1 or self.block_size % self.unit or self.block_size < self.unit:

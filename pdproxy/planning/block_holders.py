@@ -13,6 +13,23 @@ _SLACK = 1024
 """Hashes that the list of a place's blocks may have beyond twice those that it still holds."""
 
 
+class _PlaceBlocks:
+    """One place's part.
+
+    Attributes:
+        groups: the place of each group in the lists of copies.
+        odd: copies in each group, of blocks that have not exactly one in all.
+        log: every marked block, for the day when the place is forgotten; and some that were, and are no more.
+        whole: marked blocks.
+    """
+
+    def __init__(self) -> None:
+        self.groups: dict[int, int] = {}
+        self.odd: dict[int, list[int]] = {}
+        self.log = array("Q")
+        self.whole = 0
+
+
 class BlockHolders:
     """Places are bits: integers with one bit set, each place's own.
 
@@ -73,7 +90,7 @@ class BlockHolders:
             for block in place.log:
                 self._unmark(place, bit, block)
 
-    def _change(self, place: "_PlaceBlocks", bit: int, block: int, at: int, by: int) -> bool:
+    def _change(self, place: _PlaceBlocks, bit: int, block: int, at: int, by: int) -> bool:
         """False where that would leave less than no copy."""
         marked = bool(self.masks.get(block, 0) & bit)
         counts = place.odd.get(block) or [int(marked)] * len(place.groups)
@@ -90,7 +107,7 @@ class BlockHolders:
             place.odd[block] = counts
         return True
 
-    def _mark(self, place: "_PlaceBlocks", bit: int, block: int) -> None:
+    def _mark(self, place: _PlaceBlocks, bit: int, block: int) -> None:
         mask = self.masks.get(block, 0)
         self.masks[block] = mask | bit if mask else bit  # most blocks are at one place: those share one object
         place.log.append(block)
@@ -98,27 +115,10 @@ class BlockHolders:
         if len(place.log) > 2 * place.whole + _SLACK:
             place.log = array("Q", {each for each in place.log if self.masks.get(each, 0) & bit})
 
-    def _unmark(self, place: "_PlaceBlocks", bit: int, block: int) -> None:
+    def _unmark(self, place: _PlaceBlocks, bit: int, block: int) -> None:
         mask = self.masks.get(block, 0)
         if mask == bit:
             del self.masks[block]
         elif mask & bit:
             self.masks[block] = mask ^ bit
         place.whole -= bool(mask & bit)
-
-
-class _PlaceBlocks:
-    """One place's part.
-
-    Attributes:
-        groups: the place of each group in the lists of copies.
-        odd: copies in each group, of blocks that have not exactly one in all.
-        log: every marked block, for the day when the place is forgotten; and some that were, and are no more.
-        whole: marked blocks.
-    """
-
-    def __init__(self) -> None:
-        self.groups: dict[int, int] = {}
-        self.odd: dict[int, list[int]] = {}
-        self.log = array("Q")
-        self.whole = 0

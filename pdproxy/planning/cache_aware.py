@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pdproxy.nodes.node import Bars, NodeView, Role
 from pdproxy.observe.labels import RouteReason
-from pdproxy.planning.cost import NO_HIT, HandOverPrice, LocalPrice, PrefillPrice, Price, Quote, Usable
+from pdproxy.planning.cost import NO_HIT, HandOverPrice, LocalPrice, PrefillPrice, Price, Quote, Usable, may_keep_states
 from pdproxy.planning.plan import Candidates
 from pdproxy.planning.plan_types import Choice, Decision
 from pdproxy.planning.prefix import Hit, Place
@@ -86,7 +86,8 @@ class Market:
         hits = _by_node(candidates, {} if prefix is None else prefix.hits)
         self._hits = {role: [hit for hit in hits if hit[0].node.role is role] for role in Role}
         self.tokens = needs.tokens if prefix is None else prefix.tokens
-        deepest = max([hit.attention for _, _, hit in self._hits[Role.PREFILL]], default=0)
+        stateful = [hit.attention for view, _, hit in self._hits[Role.PREFILL] if may_keep_states(view.node)]
+        deepest = max(stateful, default=0)
         self.prefill = PrefillPrice(self.tokens, rates, policy.usable, deepest, policy.copy_share)
         self.hand_over = HandOverPrice(self.tokens, rates)
         self.local = LocalPrice(self.tokens, rates, policy.usable)

@@ -32,7 +32,7 @@ def group_kind(spec_kind: str | None) -> GroupKind:
 class BlocksStored:
     """A group now holds one more copy of each of these blocks.
 
-    vLLM publishes a state group's event with no hash where it computed blocks and kept no state. Such an event must be
+    vLLM publishes a state group's event with no hash where it computed blocks and kept no state. Such an event is to be
     applied as well: it tells that the place has that group.
 
     Attributes:

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from pdproxy.nodes.node import NodeView
+from pdproxy.nodes.node import Node, NodeView
 from pdproxy.planning.prefix import Hit
 from pdproxy.planning.rates import Rates, Work
 
@@ -23,6 +23,11 @@ queue, with more than 1 it stays where prompts wait longer than the copy would h
 SEQUENCE_SECONDS = 0.01
 """What each sequence on a decode node adds to an answer: 200 steps, each 0.05 ms longer."""
 NO_HIT = Hit(0, 0)
+
+
+def may_keep_states(node: Node) -> bool:
+    """Whether its model has states, such as mamba's; taken to be so where the node does not say."""
+    return node.capacity is None or node.capacity.sequences is not None
 
 
 class Quote(NamedTuple):
@@ -56,7 +61,7 @@ class PrefillPrice:
     Attributes:
         tokens: in the prompt.
         usable: as its type says.
-        deepest: the longest prefix of which any place has the attention blocks.
+        deepest: the longest prefix of which any place has the attention blocks; 0 where there are no states to keep.
         copy_share: `COPY_SHARE`, or 0.
     """
 
@@ -67,19 +72,19 @@ class PrefillPrice:
     copy_share: float
 
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
-        learned, mean = self.rates.per_token(Work.PREFILL)
-        of, each = learned.get, self.rates.role(Work.PREFILL).fixed
-        own = self.tokens + self.copy_share * self.deepest
+        role, of = self.rates.role(Work.PREFILL), self.rates.factors(Work.PREFILL).get
+        own, fixed, per_token = self.tokens + self.copy_share * self.deepest, role.fixed, role.per_token
+        own_seconds = fixed + per_token * own
         return [
-            ((view.backlog + own) * of(view.node.name, mean) + view.sequences * each + each) / view.room
+            (view.backlog * per_token + view.sequences * fixed + own_seconds) * of(view.node.name, 1.0) / view.room
             for view in views
         ]
 
     def quote(self, view: NodeView, rank: int, hit: Hit) -> Quote:
-        per_token = self.rates.pace(Work.PREFILL, view.node.name).per_token
-        legs = (view.legs[rank] + 1) * self.rates.role(Work.PREFILL).fixed
-        seconds = (view.queued[rank] + self.tokens - self.usable(hit)) * per_token + legs
-        copies = self.copy_share * max(0, self.deepest - hit.attention) * per_token
+        role, factor = self.rates.role(Work.PREFILL), self.rates.factors(Work.PREFILL).get(view.node.name, 1.0)
+        tokens = view.queued[rank] + self.tokens - self.usable(hit)
+        seconds = ((view.legs[rank] + 1) * role.fixed + tokens * role.per_token) * factor
+        copies = self.copy_share * max(0, self.deepest - hit.attention) * role.per_token * factor
         return Quote((seconds + copies) / view.room, seconds, view, rank, hit)
 
 
@@ -91,15 +96,14 @@ class HandOverPrice:
     rates: Rates
 
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
-        learned, mean = self.rates.per_token(Work.HAND_OVER)
-        tokens, of, each = self.tokens, learned.get, SEQUENCE_SECONDS
-        fixed = self.rates.role(Work.HAND_OVER).fixed + each
-        return [(tokens * of(view.node.name, mean) + view.crowd * each + fixed) / view.room for view in views]
+        own, each = self.rates.role(Work.HAND_OVER).seconds(self.tokens), SEQUENCE_SECONDS
+        of = self.rates.factors(Work.HAND_OVER).get
+        return [(of(view.node.name, 1.0) * own + view.crowd * each + each) / view.room for view in views]
 
     def quote(self, view: NodeView, rank: int, hit: Hit) -> Quote:
-        per_token = self.rates.pace(Work.HAND_OVER, view.node.name).per_token
-        fixed = self.rates.role(Work.HAND_OVER).fixed
-        seconds = (self.tokens - hit.attention) * per_token + fixed + load_seconds(view, rank)
+        factor = self.rates.factors(Work.HAND_OVER).get(view.node.name, 1.0)
+        moved = self.rates.role(Work.HAND_OVER).seconds(self.tokens - hit.attention)
+        seconds = moved * factor + load_seconds(view, rank)
         return Quote(seconds / view.room, seconds, view, rank, hit)
 
 
@@ -112,16 +116,15 @@ class LocalPrice:
     usable: Usable
 
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
-        learned, mean = self.rates.per_token(Work.LOCAL)
-        tokens, of, each = self.tokens, learned.get, SEQUENCE_SECONDS
-        fixed = self.rates.role(Work.LOCAL).fixed + each
+        role, of, each = self.rates.role(Work.LOCAL), self.rates.factors(Work.LOCAL).get, SEQUENCE_SECONDS
+        own, per_token = role.seconds(self.tokens), role.per_token
         return [
-            ((view.backlog + tokens) * of(view.node.name, mean) + view.crowd * each + fixed) / view.room
+            ((view.backlog * per_token + own) * of(view.node.name, 1.0) + view.crowd * each + each) / view.room
             for view in views
         ]
 
     def quote(self, view: NodeView, rank: int, hit: Hit) -> Quote:
-        fixed = self.rates.role(Work.LOCAL).fixed
+        fixed = self.rates.pace(Work.LOCAL, view.node.name).fixed
         seconds = self.stall(view, rank, hit) + fixed + load_seconds(view, rank)
         return Quote(seconds / view.room, seconds, view, rank, hit)
 

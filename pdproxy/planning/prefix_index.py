@@ -11,6 +11,9 @@ The rules are those by which vLLM's scheduler looks a prompt up (`vllm/v1/core/k
 - A place with a state deeper than its attention reaches gives a request with a ticket only what all groups share
   (`get_computed_blocks_for_connector`): its attention counts no farther than that.
 
+Whether a place has state groups is told by its scheme; else by events, and then one place speaks for all of its scheme:
+a decode node publishes no state group's events while it only reads what others computed.
+
 Sliding windows are asked for whole (`cache_events.group_kind`). A node that reports its cache hits again as if they
 were new blocks (`kv_cache_report_mode: full` in a request's `vllm_xargs`) is believed to hold more than it does.
 """
@@ -27,8 +30,10 @@ from pdproxy.planning.block_holders import BlockHolders
 from pdproxy.planning.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, GroupKind
 from pdproxy.planning.prefix import Hit, Place
 
-MOST_BLOCKS = 1 << 20
-"""Blocks of one place and kind. More than any node has: whoever publishes more is not believed."""
+MOST_BLOCKS = 1 << 19
+"""Blocks of one place and kind, 45 MB. More than any node has: whoever publishes more is not believed."""
+_MOST_GROUPS = 256
+"""Cache groups of one place."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -39,7 +44,7 @@ class IndexCounts:
         unknown_removes: blocks that a place removed and was not known to hold: usual for one not known from its start.
         unfit_blocks: blocks of attention that have neither the scheme's block size nor its unit: the place may hash
             otherwise than it is taken to, and then nothing of any prompt is found there.
-        overflows: how often a place was forgotten because it published more than `MOST_BLOCKS`.
+        overflows: how often a place was forgotten because it published more blocks or groups than any node has.
     """
 
     unknown_removes: int = 0
@@ -81,7 +86,8 @@ class PrefixIndex:
         self._numbers = count()
         self._records: dict[Place, _Record] = {}
         self._places: list[Place | None] = []
-        self._plain = 0
+        self._attentive = 0
+        self._states = scheme.states
 
     def __len__(self) -> int:
         """Different hashes, each counted once for each kind of group that has it anywhere."""
@@ -105,7 +111,7 @@ class PrefixIndex:
             return
         for holders in (*self._held.values(), *self._expected.values()):
             holders.forget(record.bit)
-        self._plain &= ~record.bit
+        self._attentive &= ~record.bit
         self._places[record.bit.bit_length() - 1] = None
 
     def known(self, place: Place) -> bool:
@@ -128,10 +134,14 @@ class PrefixIndex:
         back but time and `forget`.
         """
         record, unit = self._record(place), self.scheme.unit
-        ends = {*range(self._scale, hit.attention // unit + 1, self._scale), hit.attention // unit} - {0}
+        ends = {
+            *range(self._scale, hit.attention // unit + 1, self._scale),
+            hit.attention // unit,
+            hit.resume // unit,
+        } - {0}
         expected = {
             GroupKind.ATTENTION: tuple(hashes[end - 1] for end in ends),
-            GroupKind.STATE: tuple(hashes[end - 1] for end in {hit.resume // unit} - {0}),
+            GroupKind.STATE: tuple(hashes[end - 1] for end in ends & {hit.resume // unit}),
         }
         for kind, each in expected.items():
             self._expected[kind].join(record.bit, 0)
@@ -156,15 +166,16 @@ class PrefixIndex:
         """
         self._expire(now)
         hits: dict[Place, Hit] = {}
-        states: list[tuple[int, int]] | None = None
+        boundaries: list[tuple[int, int]] | None = None
+        plain = self._plain()
         longest = (tokens - 1) // self.scheme.unit * self.scheme.unit
         for end, mask in self._attention_ends(hashes, tokens):
             attention = min(end, longest) - self._drop
             if attention > 0:
-                hits.update(zip(self._named(mask & self._plain), repeat(Hit(attention, attention))))
-            if end > self._drop and mask & ~self._plain:
-                states = self._states(hashes, tokens) if states is None else states
-                for hit, which in _resumable(end - self._drop, mask & ~self._plain, states):
+                hits.update(zip(self._named(mask & plain), repeat(Hit(attention, attention))))
+            if end > self._drop and mask & ~plain:
+                boundaries = self._boundaries(hashes, tokens) if boundaries is None else boundaries
+                for hit, which in _resumable(end - self._drop, mask & ~plain, boundaries):
                     hits.update(zip(self._named(which), repeat(hit)))
         return hits
 
@@ -178,7 +189,7 @@ class PrefixIndex:
         if event.kind is GroupKind.ATTENTION and event.tokens not in (self.scheme.block_size, self.scheme.unit):
             self.counts.unfit_blocks += len(event.hashes)
         holders.add(record.bit, event.group, event.hashes)
-        if holders.blocks(record.bit) > self._most_blocks:
+        if holders.blocks(record.bit) > self._most_blocks or len(record.kinds) > _MOST_GROUPS:
             self.counts.overflows += 1
             self.forget(place)
 
@@ -205,10 +216,16 @@ class PrefixIndex:
     def _join(self, record: _Record, group: int, kind: GroupKind) -> None:
         record.kinds[group] = kind
         self._held[kind].join(record.bit, group)
-        if GroupKind.STATE in record.kinds.values():
-            self._plain &= ~record.bit
+        if kind is GroupKind.ATTENTION:
+            self._attentive |= record.bit
         else:
-            self._plain |= record.bit
+            self._states = True
+
+    def _plain(self) -> int:
+        """Places whose models have attention alone."""
+        if self._states is None:
+            return self._attentive
+        return 0 if self._states else -1
 
     def _expire(self, now: float) -> None:
         while self._expectations and self._expectations[0].until <= now:
@@ -247,7 +264,7 @@ class PrefixIndex:
         if start:
             yield start * self.scheme.unit, mask
 
-    def _states(self, hashes: Sequence[int], tokens: int) -> list[tuple[int, int]]:
+    def _boundaries(self, hashes: Sequence[int], tokens: int) -> list[tuple[int, int]]:
         """Boundaries before the prompt's last token at which places have a state, and which; the deepest first."""
         unit = self.scheme.unit
         masks = self._holders(GroupKind.STATE, hashes[: (tokens - 1) // unit])
@@ -262,10 +279,10 @@ class PrefixIndex:
                 yield place
 
 
-def _resumable(attention: int, mask: int, states: list[tuple[int, int]]) -> Iterator[tuple[Hit, int]]:
+def _resumable(attention: int, mask: int, boundaries: list[tuple[int, int]]) -> Iterator[tuple[Hit, int]]:
     """The hits of places with so much attention, and the places of each; those that have nothing are left out."""
     deeper = 0
-    for at, holders in states:
+    for at, holders in boundaries:
         if at > attention:
             deeper |= holders
             continue

@@ -1,8 +1,8 @@
 """How long nodes take to compute prompts and to take them over, learned from what they did. Pure: times are given.
 
-What is learned of a node is a line, ``fixed + per_token * tokens`` seconds, by least squares over its last samples
-(older ones weigh less and less). Two points of the role's own line count as samples too, so that a node without any has
-the role's line, and one with few stays near it; the role begins with two points of `START`.
+Of a role, a line is learned: ``fixed + per_token * tokens`` seconds, by least squares over the last samples of all its
+nodes (older ones weigh less and less), together with two points of `START`. Of a node, how many times as long it takes
+as the role's line says; one without samples takes just as long.
 """
 
 import dataclasses
@@ -45,66 +45,61 @@ START: Mapping[Work, Pace] = MappingProxyType(
     }
 )
 """Before anything is known: about a small model on one GPU, whose attention blocks of 25 KB a token move at 5 GB/s."""
-KEPT = 0.95
-"""Of a sample's weight, at each further sample: the last twenty count."""
+KEPT_OF_ROLE, KEPT_OF_NODE = 0.99, 0.95
+"""Of a sample's weight, at each further sample: the last hundred of a role count, the last twenty of a node."""
+WEIGHT_AT_0, WEIGHT_FAR, FAR = 2.0, 0.1, 4096.0
+"""Of the points of `START` at 0 and at `FAR` tokens, in samples. Prompts of one size tell nothing of what is fixed: the
+point at 0 weighs more, so that they are taken to tell what a token takes."""
 MOST_TIMES = 8.0
 """A sample counts as at most so many times what was expected: one stall must not make a node slow for long."""
-FAR = 4096.0
-"""Tokens of the second point of a line that is taken for samples."""
 MOST_NODES = 8192
-"""Whose paces are kept, by kind of work; the one that was met first is forgotten first: most have left the pool."""
-LEAST_PER_TOKEN, MOST_PER_TOKEN, MOST_FIXED = 1e-7, 0.1, 5.0
-"""Bounds of what is learned, in seconds."""
+"""Of which something is kept, by kind of work; the one met first is forgotten first: most have left the pool."""
+LEAST_PER_TOKEN, MOST_PER_TOKEN, LEAST_FIXED, MOST_FIXED, MOST_FACTOR = 1e-7, 0.1, 1e-4, 5.0, 50.0
+"""Bounds of what is learned, in seconds; a node is so many times as slow or as quick as its role at most."""
 
 
-class _Samples:
-    """Sums over samples, of which older ones weigh less."""
+class _Line:
+    """A role's samples, as sums of which older ones weigh less, and the line through them."""
 
-    __slots__ = ("seconds", "tokens", "tokens_seconds", "tokens_squared", "weight")
-
-    def __init__(self) -> None:
-        self.weight = self.tokens = self.seconds = self.tokens_squared = self.tokens_seconds = 0.0
+    def __init__(self, start: Pace) -> None:
+        far = start.seconds(FAR)
+        self._start = (
+            WEIGHT_AT_0 + WEIGHT_FAR, WEIGHT_FAR * FAR, WEIGHT_AT_0 * start.fixed + WEIGHT_FAR * far,
+            WEIGHT_FAR * FAR * FAR, WEIGHT_FAR * FAR * far,
+        )  # fmt: skip
+        self._sums: tuple[float, ...] = (0.0,) * 5
+        self.pace = start
 
     def add(self, tokens: float, seconds: float) -> None:
-        self.weight = self.weight * KEPT + 1
-        self.tokens = self.tokens * KEPT + tokens
-        self.seconds = self.seconds * KEPT + seconds
-        self.tokens_squared = self.tokens_squared * KEPT + tokens * tokens
-        self.tokens_seconds = self.tokens_seconds * KEPT + tokens * seconds
-
-    def line(self, start: Pace) -> Pace:
-        """Through these samples, and the points of ``start`` at 0 and at `FAR` tokens."""
-        far = start.seconds(FAR)
-        weight, tokens = self.weight + 2, self.tokens + FAR
-        seconds = self.seconds + start.fixed + far
-        squared, product = self.tokens_squared + FAR * FAR, self.tokens_seconds + FAR * far
-        slope = (weight * product - tokens * seconds) / (weight * squared - tokens * tokens)
-        slope = min(max(slope, LEAST_PER_TOKEN), MOST_PER_TOKEN)
-        return Pace(min(max((seconds - slope * tokens) / weight, 0.0), MOST_FIXED), slope)
+        new = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
+        self._sums = tuple(old * KEPT_OF_ROLE + more for old, more in zip(self._sums, new, strict=True))
+        weight, x, y, xx, xy = map(sum, zip(self._sums, self._start, strict=True))
+        slope = min(max((weight * xy - x * y) / (weight * xx - x * x), LEAST_PER_TOKEN), MOST_PER_TOKEN)
+        self.pace = Pace(min(max((y - slope * x) / weight, LEAST_FIXED), MOST_FIXED), slope)
 
 
 class Rates:
     """The paces of all nodes, by kind of work."""
 
     def __init__(self) -> None:
-        self._roles = {work: _Samples() for work in Work}
-        self._nodes: dict[tuple[Work, str], _Samples] = {}
+        self._lines = {work: _Line(START[work]) for work in Work}
+        self._sums: dict[tuple[Work, str], tuple[float, float]] = {}
+        """Of each node's samples: the seconds that they took, and that the role's line said."""
+        self._factors: dict[Work, dict[str, float]] = {work: {} for work in Work}
         self._last_end: dict[Place, float] = {}
-        self._mean = dict(START)
-        self._learned: dict[Work, dict[str, Pace]] = {work: {} for work in Work}
-        self._per_token: dict[Work, dict[str, float]] = {work: {} for work in Work}
-
-    def pace(self, work: Work, node: str) -> Pace:
-        """Of one node; that of its role where it has no samples."""
-        return self._learned[work].get(node) or self._mean[work]
 
     def role(self, work: Work) -> Pace:
         """Of all nodes that do this work."""
-        return self._mean[work]
+        return self._lines[work].pace
 
-    def per_token(self, work: Work) -> tuple[Mapping[str, float], float]:
-        """`Pace.per_token` of the nodes that have samples, by name, and that of all others: for loops over nodes."""
-        return self._per_token[work], self._mean[work].per_token
+    def factors(self, work: Work) -> Mapping[str, float]:
+        """How many times as long as the role each node takes that has samples, by its name."""
+        return self._factors[work]
+
+    def pace(self, work: Work, node: str) -> Pace:
+        """Of one node."""
+        pace, factor = self._lines[work].pace, self._factors[work].get(node, 1.0)
+        return Pace(pace.fixed * factor, pace.per_token * factor)
 
     def computed(self, work: Work, place: Place, tokens: int, began: float, ended: float) -> None:
         """A place computed so many tokens; it began after it had ended what came before. Monotonic seconds."""
@@ -115,15 +110,16 @@ class Rates:
     def took(self, work: Work, node: str, tokens: int, seconds: float) -> None:
         """A work of so many tokens took so many seconds."""
         seconds = min(seconds, MOST_TIMES * self.pace(work, node).seconds(tokens))
-        self._roles[work].add(tokens, seconds)
-        if (work, node) not in self._nodes and len(self._nodes) >= MOST_NODES:
-            self._forget(*next(iter(self._nodes)))
-        samples = self._nodes.setdefault((work, node), _Samples())
-        samples.add(tokens, seconds)
-        self._mean[work] = mean = self._roles[work].line(START[work])
-        self._learned[work][node] = learned = samples.line(mean)
-        self._per_token[work][node] = learned.per_token
+        self._lines[work].add(tokens, seconds)
+        expected = self._lines[work].pace.seconds(tokens)
+        if (work, node) not in self._sums and len(self._sums) >= MOST_NODES:
+            self._forget(*next(iter(self._sums)))
+        took, said = self._sums.get((work, node), (0.0, 0.0))
+        took, said = took * KEPT_OF_NODE + seconds, said * KEPT_OF_NODE + expected
+        self._sums[work, node] = took, said
+        factor = (took + expected) / (said + expected)  # as if one sample more had taken what the role takes
+        self._factors[work][node] = min(max(factor, 1 / MOST_FACTOR), MOST_FACTOR)
 
     def _forget(self, work: Work, node: str) -> None:
-        del self._nodes[work, node], self._learned[work][node], self._per_token[work][node]
+        del self._sums[work, node], self._factors[work][node]
         self._last_end = {place: end for place, end in self._last_end.items() if place.node != node}

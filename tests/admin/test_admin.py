@@ -10,14 +10,18 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.admin.app import admin_app
 from pdproxy.admin.context import AdminContext
+from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.capacity import Binding, Capacity
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Bars, Node, Role, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
+from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
 from pdproxy.settings.types import OnPrefillFailure
 from tests.fakes.clock import FakeClock
+from tests.fakes.memory_transport import MemoryTransport
 from tests.nodes.fake_pool import until
+from tests.nodes.test_cache_advice import HYBRID, WITHOUT_UNIT
 
 PREFILL = Node("p1", "http://p1", Role.PREFILL, "tiny")
 DECODE = Node("d1", "http://d1", Role.DECODE, "tiny")
@@ -105,6 +109,17 @@ async def test_a_node_is_listed_with_what_its_cache_holds(client: httpx.AsyncCli
     assert (await client.get("/nodes/p1")).json()["capacity"] is None
     told = {"tokens": 4096, "sequences": None, "longest": 2, "binding": "attention"}
     assert (await client.get("/nodes/d1")).json()["capacity"] == told
+
+
+async def test_a_node_is_listed_with_what_makes_hits_rare() -> None:
+    context = dataclasses.replace(make_context(), events=lambda name: EventsSeen.OFF)
+    serve(context, HYBRID, dataclasses.replace(WITHOUT_UNIT, name="p2"))
+    async with client_of(context) as client:
+        listed = {node["name"]: node["prefix_cache"] for node in (await client.get("/nodes")).json()["nodes"]}
+        assert (await client.get("/nodes/p2")).json()["prefix_cache"] == listed["p2"]
+    assert listed["p1"]["facts"][1] == "the shortest prompt whose next turn has a hit: 17 tokens"
+    assert [len(listed[name]["advice"]) for name in ("p1", "p2")] == [1, 2]
+    assert "publishes no KV events" in listed["p1"]["advice"][0]
 
 
 async def test_a_node_is_listed_with_its_fingerprint_and_with_whom_it_exchanges_no_tickets(
@@ -205,3 +220,30 @@ async def test_a_web_page_of_another_origin_changes_nothing(client: httpx.AsyncC
     assert foreign.status_code == 403
     assert context.pool.view("d1").state is State.UP
     assert (await client.post("/nodes/d1/drain", headers={"origin": "http://admin"})).status_code == 202
+
+
+async def test_a_plan_is_explained_to_the_operator_alone(context: AdminContext) -> None:
+    transport = MemoryTransport([], FakeClock())
+    planning = OrchestrationContext(
+        transport, context.pool, Metrics(CollectorRegistry()), FakeClock(), OrchestrationConfig()
+    )
+    serve(context, PREFILL, DECODE)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+    async with client_of(dataclasses.replace(context, orchestration=planning, token="t")) as client:
+        assert (await client.post("/debug/plan", json=body)).status_code == 401
+        client.headers["authorization"] = "Bearer t"
+        shown = (await client.post("/debug/plan", json=body)).json()
+        assert (shown["prefill"]["node"], shown["decode"]["node"]) == ("p1", "d1")
+        assert [each["node"] for each in shown["candidates"]["decode"]] == ["d1"]
+        for path, wrong, status in (
+            ("/debug/plan", {**body, "model": "huge"}, 404),
+            ("/debug/plan?endpoint=/v2", body, 400),
+            ("/debug/plan?endpoint=/v1/completions", {"model": ""}, 400),
+        ):
+            assert (await client.post(path, json=wrong)).status_code == status
+        context.pool.drain("d1")
+        assert (await client.post("/debug/plan", json=body)).status_code == 503
+
+
+async def test_without_a_planner_no_plan_is_explained(client: httpx.AsyncClient) -> None:
+    assert (await client.post("/debug/plan", json={})).status_code == 404

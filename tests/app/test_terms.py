@@ -4,6 +4,8 @@ import dataclasses
 
 from pdproxy.app.build import orchestration_config
 from pdproxy.orchestration.context import OrchestrationConfig
+from pdproxy.planning.cache_aware import CacheAware
+from pdproxy.planning.policies import ITL_BUDGET
 from pdproxy.planning.session import Session
 from pdproxy.settings.model import Deadlines, Policy, Settings
 from pdproxy.settings.types import OnPrefillFailure, Routing
@@ -32,3 +34,11 @@ def test_every_setting_reaches_the_config() -> None:
     assert {name: arrived[name] for name in named} == {name: said[name] for name in named}
     assert arrived.keys() - named == {"fan_out", "routing_policy"}, "has no setting, and has one of another name"
     assert orchestration_config(SAID).plan_policy().routing == Session()
+
+
+def test_the_budget_reaches_the_policy() -> None:
+    said = Settings(policy=Policy(routing=Routing.HYBRID, itl_budget=0.25))
+    policy = orchestration_config(said).routing_policy
+    assert isinstance(policy, CacheAware)
+    assert policy.itl_budget == 0.25
+    assert Policy().itl_budget == ITL_BUDGET

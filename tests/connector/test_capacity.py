@@ -92,7 +92,7 @@ def test_an_idle_engine_steps_once_to_tell_its_capacity() -> None:
         ("capacity_sequences", "state"): 400,
         ("capacity_binding", "attention"): 1,
         ("waiting_requests",): 0,
-        ("hashing", "sha256", "16", "16", "false", kv_cache_utils.NONE_HASH.hex()): 1,
+        ("hashing", "sha256", "16", "16", "false", "true", kv_cache_utils.NONE_HASH.hex()): 1,
     }
     assert not node.scheduler.has_requests()
 

@@ -11,12 +11,14 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import httpx
 import pytest
 
 from deploy.local.node import SERVED_NAME, NodeSpec, Role
 from deploy.local.stack import ProxySpec, logs_of, start_nodes, start_proxy
 from deploy.local.supervise import Supervisor
 from pdproxy.clock import SystemClock
+from pdproxy.events.sources import read_sources
 from pdproxy.legs.calls import release
 from pdproxy.nodes.node import Node as ProxyNode
 from pdproxy.nodes.node import Role as ProxyRole
@@ -26,6 +28,8 @@ from pdproxy.transport.port import Timeouts
 from tests.e2e.dense import Dense, make_dense, tokens
 from tests.e2e.metrics_reader import watch
 from tests.e2e.ranks import Rank, answered, draw
+from tests.events.feeds import Caches, subscribed
+from tests.events.test_subscription import PATIENT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines]
 
@@ -102,6 +106,24 @@ def test_a_release_is_for_the_rank_that_it_is_sent_to(ranks: Ranks, model: Dense
     released.reaches(1)
     assert take.answers(asked, ticket) == asked.answer
     not_held.reaches(1)
+
+
+async def test_each_rank_publishes_what_it_caches(ranks: Ranks, model: Dense) -> None:
+    """At ports of its own, and the proxy finds them all."""
+    give = ranks.give
+    url = give[0].node.url
+    async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+        answer = await client.get(f"{url}/kv_event_sources")
+    sources = read_sources(answer.raise_for_status().content, url).usable
+    assert [source.rank for source in sources] == list(range(RANKS))
+    assert len({port for source in sources for port in (source.port, source.replay_port)}) == 2 * RANKS
+    for rank, source in zip(give, sources, strict=True):
+        asked = draw(model, 80 + rank.rank)
+        rank.prefill(asked)
+        caches = Caches()
+        async with subscribed(caches, source, PATIENT):
+            assert caches.count("kv_event_batches_total", outcome="junk") == 0
+            assert caches.blocks() >= len(asked.prompt) // BLOCK
 
 
 async def test_the_proxy_finds_the_ranks_and_releases_on_whichever_holds(ranks: Ranks, model: Dense) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from tests.fakes.fake_model import tokenize
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.fakes.kv_transfer import FakeKvTransfer, HeldTicket
+from tests.fakes.prompt_cache import PromptCache
 from tests.fakes.vllm_answers import ParsedRequest, answer, error, error_events, events
 from tests.fakes.waiting import TICKETS_PATH, Params, WaitingRequest, WaitingRoom
 
@@ -70,6 +71,10 @@ class FakeNode:
         """Of legs. While a decode leg waits for its ticket (``at`` < 0), or after it has it."""
         self.delivery_fault: InjectedFault | None = None
         """Of the deliveries of tickets; ``at`` 0: after a head of 200."""
+        self.cache: PromptCache | None = None
+        """What it has cached of prompts, where that is to count."""
+        self.resumes = False
+        """As a decode node with ``--prefix-match-unit``: it keeps a state at the end of a prompt that it took over."""
         self.waiting = WaitingRoom(fabric)
         self.seen: list[Seen] = []
         self.recomputed = 0
@@ -157,14 +162,17 @@ class FakeNode:
         hand_over = str(params["pdproxy_hand_over"])
         readers = int(params.get("pdproxy_readers") or 1)
         self.fabric.hold(hand_over, HeldTicket(self.name, tuple(question.prompt), readers, self.dialect))
+        cached = 1 if self.cache is None else self.cache.compute(question.prompt)
         ticket = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self.name,
-                  "remote_request_id": hand_over, "remote_prefill_cached_tokens": 1}  # fmt: skip
-        return Script(200, JSON, (answer(question, 1, ticket),))
+                  "remote_request_id": hand_over, "remote_prefill_cached_tokens": cached}  # fmt: skip
+        return Script(200, JSON, (answer(question, cached, ticket),))
 
     def _attend(self, question: ParsedRequest, params: Mapping[str, Any]) -> tuple[int, int]:
         """Prompt tokens that need not be computed, as usage tells them; and how wrong it is about the prompt."""
         if not params.get("do_remote_prefill"):
-            return 0, 0
+            return (0 if self.cache is None else self.cache.compute(question.prompt)), 0
+        if self.cache is not None and self.resumes:
+            self.cache.keep(question.prompt)
         held = self.fabric.pull(str(params["remote_request_id"]), tuple(question.prompt), question.n)
         if held is None:
             self.recomputed += 1

@@ -13,15 +13,16 @@ from pdproxy.nodes.hashing import Hashing
 from pdproxy.nodes.node import Node, Role
 
 ROOT = bytes(32)
-PARTS = {"state_shapes": "(*,3)+(*,64,64)", "block_sizes": "1056*4", "cache_groups": "Mamba*3,FullAttention"}
+HASHING = Hashing("sha256_cbor", 16, 1056, ROOT, states=True)
+PARTS = {"block_sizes": "1056*4", "cache_groups": "Mamba*3,FullAttention"}
 SETTINGS = CacheSettings(state_mode="align", match_unit=16, prefill_step=8192, tp_size=2)
 ROOMY = Capacity(1_056_000, 333, 30, Binding.ATTENTION)
 HYBRID = Node(
     "p1", "http://p1", Role.PREFILL, "m", cohort="c", capacity=ROOMY, fingerprint=PARTS, block_size=1056,
-    max_model_len=32768, prefix_match_unit=16, hashing=Hashing("sha256_cbor", 16, 1056, ROOT), cache=SETTINGS,
+    max_model_len=32768, prefix_match_unit=16, hashing=HASHING, cache=SETTINGS,
 )  # fmt: skip
 DENSE = dataclasses.replace(
-    HYBRID, fingerprint={"state_shapes": "none", "block_sizes": "16"}, block_size=16, prefix_match_unit=0,
+    HYBRID, fingerprint={"block_sizes": "16"}, block_size=16, prefix_match_unit=0,
     hashing=Hashing("sha256", 16, 16, ROOT), cache=CacheSettings(state_mode="none", tp_size=2),
 )  # fmt: skip
 
@@ -32,7 +33,7 @@ def changed(node: Node, cache: Mapping[str, Any] | None = None, **fields: Any) -
     return dataclasses.replace(node, cache=dataclasses.replace(node.cache, **(cache or {})), **fields)
 
 
-WITHOUT_UNIT = changed(HYBRID, {"match_unit": 0}, prefix_match_unit=0, hashing=Hashing("sha256_cbor", 1056, 1056, ROOT))
+WITHOUT_UNIT = changed(HYBRID, {"match_unit": 0}, prefix_match_unit=0, hashing=dataclasses.replace(HASHING, unit=1056))
 
 
 @pytest.mark.parametrize("node", [HYBRID, DENSE, changed(HYBRID, role=Role.DECODE)])
@@ -60,7 +61,7 @@ def test_what_a_dense_node_can_reuse() -> None:
 
 
 def test_a_multi_token_model_gives_up_the_last_unit() -> None:
-    drafts = dataclasses.replace(HYBRID, hashing=Hashing("sha256_cbor", 16, 1056, ROOT, drops_unit=True))
+    drafts = dataclasses.replace(HYBRID, hashing=dataclasses.replace(HASHING, drops_unit=True))
     assert cache_report(drafts).facts[1:3] == (
         "the shortest prompt whose next turn has a hit: 32 tokens",
         "the shortest prefix that different prompts can share: 2,112 tokens, from the third prompt on, in whole blocks",
@@ -117,7 +118,7 @@ def test_states_that_are_kept_more_often_are_shared_earlier() -> None:
         (HYBRID, EventsSeen.OFF, ("publishes no KV events", "--kv-events-config '{")),
         (HYBRID, EventsSeen.UNREACHABLE, ("no connection to its KV events", "/kv_event_sources")),
         (
-            dataclasses.replace(HYBRID, hashing=Hashing("xxhash", 16, 1056, b"")),
+            dataclasses.replace(HYBRID, hashing=dataclasses.replace(HASHING, algorithm="xxhash", root=b"")),
             EventsSeen.READ,
             ("cannot hash prompts by xxhash", "--prefix-caching-hash-algo sha256_cbor"),
         ),
@@ -139,7 +140,7 @@ def test_a_unit_divides_all_blocks() -> None:
 
 @pytest.mark.parametrize(("root", "algorithm"), [(bytes(31) + b"x", "sha256_cbor"), (ROOT, "sha256")])
 def test_nodes_of_a_cohort_that_hash_otherwise_are_named(root: bytes, algorithm: str) -> None:
-    other = dataclasses.replace(HYBRID, name="d1", hashing=Hashing(algorithm, 16, 1056, root))
+    other = dataclasses.replace(HYBRID, name="d1", hashing=dataclasses.replace(HASHING, algorithm=algorithm, root=root))
     (advice,) = cache_report(other, first_of_cohorts([HYBRID, other])).advice
     assert advice.startswith("it hashes prompts otherwise than p1")
     assert cache_report(HYBRID, first_of_cohorts([HYBRID, other])).advice == ()
@@ -148,7 +149,9 @@ def test_nodes_of_a_cohort_that_hash_otherwise_are_named(root: bytes, algorithm:
 
 
 def test_a_node_without_our_connector_is_judged_by_vllms_own_metrics() -> None:
-    stock = dataclasses.replace(HYBRID, fingerprint={}, prefix_match_unit=0, hashing=Hashing("sha256", 16, 1056, b""))
+    stock = dataclasses.replace(
+        HYBRID, fingerprint={}, prefix_match_unit=0, hashing=Hashing("sha256", 16, 1056, b"", states=True)
+    )
     assert cache_report(stock, first_of_cohorts([HYBRID])).advice == ()
     assert cache_report(stock).facts[1] == "the shortest prompt whose next turn has a hit: 17 tokens"
 

@@ -147,7 +147,14 @@ def test_a_node_says_whether_it_lets_requests_wait_for_their_tickets(said: str |
 
 ROOT = bytes.fromhex("9bd96a485ad84efdafb72ee48a1d7a69bcead0f8f0433173941b276b9581eef0")
 """`NONE_HASH` of a node with `--prefix-caching-hash-algo sha256_cbor`, as vLLM 0.32 was seen to publish it."""
-OURS = {"algorithm": "sha256_cbor", "unit": "16", "block_size": "256", "drops_unit": "false", "root": ROOT.hex()}
+OURS = {
+    "algorithm": "sha256_cbor",
+    "unit": "16",
+    "block_size": "256",
+    "drops_unit": "false",
+    "states": "true",
+    "root": ROOT.hex(),
+}
 STOCK = {"prefix_caching_hash_algo": "sha256_cbor", "effective_attention_block_size": "256", "block_size": "128"}
 
 
@@ -158,13 +165,13 @@ def line(metric: str, labels: dict[str, str]) -> bytes:
 
 def test_how_a_node_hashes_is_read_out_of_the_connectors_gauge() -> None:
     body = line("pdproxy_connector_hashing", OURS) + line("vllm:cache_config_info", STOCK)
-    assert read_hashing(body) == Hashing("sha256_cbor", 16, 256, ROOT)
-    assert read_node_info(NODE, b"", b"", body).joined().hashing == Hashing("sha256_cbor", 16, 256, ROOT)
+    assert read_hashing(body) == Hashing("sha256_cbor", 16, 256, ROOT, states=True)
+    assert read_node_info(NODE, b"", b"", body).joined().hashing == Hashing("sha256_cbor", 16, 256, ROOT, states=True)
 
 
 def test_ranks_that_hash_differently_are_no_one_node() -> None:
     body = b"".join(line("pdproxy_connector_hashing", {**OURS, "engine": str(rank)}) for rank in range(2))
-    assert read_hashing(body) == Hashing("sha256_cbor", 16, 256, ROOT)
+    assert read_hashing(body) == Hashing("sha256_cbor", 16, 256, ROOT, states=True)
     assert read_hashing(body + line("pdproxy_connector_hashing", {**OURS, "unit": "32"})) is None
 
 
@@ -177,5 +184,7 @@ def test_a_node_without_our_connector_is_taken_to_hash_as_vllm_does_by_itself() 
     read = read_hashing(line("vllm:cache_config_info", STOCK | {"prefix_match_unit": "16"}))
     assert read == Hashing("sha256_cbor", 16, 256, b"")
     assert read_hashing(line("vllm:cache_config_info", STOCK)) == Hashing("sha256_cbor", 256, 256, b"")
+    hybrid = read_hashing(line("vllm:cache_config_info", STOCK | {"mamba_cache_mode": "align"}))
+    assert hybrid == Hashing("sha256_cbor", 256, 256, b"", states=True)
     assert read_hashing(line("vllm:cache_config_info", STOCK | {"prefix_match_unit": "24"})) is None
     assert read_hashing(b"") is None

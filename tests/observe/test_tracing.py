@@ -8,7 +8,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.observe.tracing import Message, Receive, Send, TracedApp, tracing_of
+from pdproxy.observe.tracing import Message, Receive, Send, TracedApp, note, tracing_of
 from pdproxy.request import Headers, header
 from pdproxy.response import Sink
 from pdproxy.settings.model import Otel
@@ -128,6 +128,13 @@ async def test_without_a_client_trace_a_new_one_begins(kept: Kept, tracer: trace
     assert call.attributes is not None
     assert call.attributes["server.address"] == "node"
     assert call.attributes["http.response.status_code"] == 200
+
+
+async def test_facts_are_put_on_the_span_of_the_request(kept: Kept, tracer: trace.Tracer) -> None:
+    note({"route_reason": "nobody sees this"})
+    with tracer.start_as_current_span("request"):
+        note({"route_reason": "cached", "planned_computed": 400})
+    assert kept.spans[0].attributes == {"pdproxy.route_reason": "cached", "pdproxy.planned_computed": 400}
 
 
 async def test_a_call_outside_of_any_trace_leaves_no_span(kept: Kept, tracer: trace.Tracer) -> None:

@@ -3,10 +3,10 @@
 That it finds what vLLM finds is shown in `tests/vllm_compat/test_prefix_index.py`.
 """
 
+import dataclasses
+import os
 import tracemalloc
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 
 import pytest
 from hypothesis import given, settings
@@ -16,13 +16,10 @@ from pdproxy.planning.block_hashes import HashAlgorithm, HashScheme
 from pdproxy.planning.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, GroupKind, group_kind
 from pdproxy.planning.prefix import Hit, Place
 from pdproxy.planning.prefix_index import PrefixIndex
+from tests.planning.plain_cache import ATTENTION, BLOCK, PROMPT, STATE, TOKENS, UNIT, PlainCache
 
-ATTENTION, STATE = GroupKind.ATTENTION, GroupKind.STATE
-UNIT, BLOCK = 2, 6
 P, Q, R = Place("p"), Place("q"), Place("q", 1)
-PROMPT = tuple(range(100, 112))
-"""Twelve hashes: four blocks of three units of two tokens."""
-TOKENS = len(PROMPT) * UNIT + 1
+EXAMPLES = int(os.environ.get("FUZZED", "60"))
 
 
 def scheme(unit: int = UNIT, *, drops_unit: bool = False) -> HashScheme:
@@ -84,6 +81,23 @@ def test_an_event_without_a_hash_tells_of_a_state_group() -> None:
     assert hit(index_with(stored(ATTENTION, blocks(2)), stored(STATE, []))) == Hit(12, 0)
 
 
+def test_a_place_that_shows_no_state_group_may_have_one_if_another_shows_one() -> None:
+    index = index_with(stored(ATTENTION, blocks(2)))
+    index.apply(Q, stored(STATE, []))
+    assert hit(index) == Hit(12, 0)
+
+
+@pytest.mark.parametrize(("states", "wanted"), [(True, Hit(12, 0)), (False, Hit(12, 12))])
+def test_whether_there_are_states_is_told_or_learned(states: bool, wanted: Hit) -> None:
+    index = PrefixIndex(dataclasses.replace(scheme(), states=states))
+    index.expect(P, PROMPT, Hit(12, 0), until=1.0)
+    assert hit(index) == wanted
+    index.apply(P, stored(ATTENTION, blocks(2)))
+    assert hit(index) == wanted
+    index.apply(P, stored(STATE, []))
+    assert hit(index) == Hit(12, 0)
+
+
 def test_a_state_deeper_than_the_attention_leaves_a_ticket_what_all_groups_share() -> None:
     index = index_with(stored(ATTENTION, blocks(2)), stored(STATE, [ends_at(6), ends_at(20)]))
     assert hit(index) == Hit(6, 6)
@@ -132,8 +146,8 @@ def test_a_place_s_bit_can_be_another_s() -> None:
     index.apply(Q, stored(ATTENTION, blocks(1)))
     index.forget(P)
     index.apply(R, stored(ATTENTION, blocks(2)))
-    assert index.look_up(PROMPT, TOKENS, 0.0) == {Q: Hit(6, 6), R: Hit(12, 12)}
-    assert index.look_up(PROMPT, TOKENS, 10.0) == {Q: Hit(6, 6), R: Hit(12, 12)}
+    assert index.look_up(PROMPT, TOKENS, 0.0) == {Q: Hit(6, 0), R: Hit(12, 0)}
+    assert index.look_up(PROMPT, TOKENS, 10.0) == {Q: Hit(6, 0), R: Hit(12, 0)}
 
 
 def test_removals_of_what_was_never_there_are_counted_and_change_nothing() -> None:
@@ -149,6 +163,12 @@ def test_a_place_that_publishes_more_than_any_can_hold_is_forgotten() -> None:
     assert index.blocks(P, ATTENTION) == 900
     index.apply(P, stored(ATTENTION, range(900, 1800)))
     assert (len(index), index.counts.overflows, index.known(P), index.blocks(P, ATTENTION)) == (0, 1, False, 0)
+
+
+def test_nor_does_any_have_so_many_groups() -> None:
+    index = index_with(*(stored(STATE, [1], group) for group in range(300)))
+    assert index.counts.overflows == 1
+    assert index.blocks(P, STATE) == 1
 
 
 def test_a_group_that_changes_its_kind_is_another_engine_s() -> None:
@@ -242,41 +262,6 @@ def test_a_forgotten_place_s_expectations_are_not_another_s() -> None:
 # ---- against a plain model
 
 
-@dataclass
-class Spoken:
-    """What a place said, and how vLLM looks a prompt up in that."""
-
-    kinds: dict[int, GroupKind] = field(default_factory=dict)
-    copies: Counter[tuple[int, int]] = field(default_factory=Counter)
-
-    def take(self, event: BlocksStored | BlocksRemoved) -> None:
-        assert event.group is not None
-        if isinstance(event, BlocksStored):
-            self.kinds[event.group] = event.kind
-            self.copies.update((event.group, each) for each in event.hashes)
-            return
-        for each in event.hashes:
-            if self.copies[event.group, each]:
-                self.copies[event.group, each] -= 1
-
-    def has(self, kind: GroupKind, each: int) -> bool:
-        groups = [group for group, known in self.kinds.items() if known is kind]
-        return bool(groups) and all(self.copies[group, each] for group in groups)
-
-    def hit(self, hashes: Sequence[int], tokens: int) -> Hit:
-        units = [*range(UNIT, tokens, UNIT)]
-        attention = 0
-        while attention + BLOCK in units and self.has(ATTENTION, hashes[(attention + BLOCK) // UNIT - 1]):
-            attention += BLOCK
-        inside = [end for end in units if attention < end < attention + BLOCK]
-        attention = max([end for end in inside if self.has(ATTENTION, hashes[end // UNIT - 1])], default=attention)
-        if STATE not in self.kinds.values():
-            return Hit(attention, attention)
-        states = [end for end in units if self.has(STATE, hashes[end // UNIT - 1])]
-        resume = max([end for end in states if end <= attention], default=0)
-        return Hit(resume if max(states, default=0) > attention else attention, resume)
-
-
 EVENTS = st.one_of(
     st.builds(BlocksStored, st.sampled_from([0, 1]), st.just(ATTENTION), st.lists(st.sampled_from(PROMPT)), st.just(0)),
     st.builds(BlocksStored, st.sampled_from([2, 3]), st.just(STATE), st.lists(st.sampled_from(PROMPT)), st.just(0)),
@@ -285,16 +270,18 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=max(60, settings().max_examples))
+@settings(max_examples=EXAMPLES)
 @given(st.lists(st.tuples(st.sampled_from([P, Q, R]), EVENTS), max_size=40), st.integers(1, TOKENS))
 def test_it_is_what_the_places_said(events: list[tuple[Place, CacheEvent]], tokens: int) -> None:
-    index, spoken = PrefixIndex(scheme()), {place: Spoken() for place in (P, Q, R)}
+    index, plain = PrefixIndex(scheme()), {place: PlainCache() for place in (P, Q, R)}
+    hybrid = False
     for place, event in events:
         index.apply(place, event)
+        hybrid |= isinstance(event, BlocksStored) and event.kind is STATE
         if isinstance(event, CacheCleared):
-            spoken[place] = Spoken()
+            plain[place] = PlainCache()
         else:
-            spoken[place].take(event)
-        wanted: Mapping[Place, Hit] = {place: said.hit(PROMPT, tokens) for place, said in spoken.items()}
+            plain[place].take(event)
+        wanted: Mapping[Place, Hit] = {place: said.hit(PROMPT, tokens, hybrid=hybrid) for place, said in plain.items()}
         wanted = {place: each for place, each in wanted.items() if each != Hit(0, 0)}
         assert index.look_up(PROMPT[: tokens // UNIT], tokens, 0.0) == wanted

@@ -1,7 +1,9 @@
 """The proxy's block hashes are vLLM's, for everything that vLLM hashes."""
 
+import os
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -23,6 +25,7 @@ from pdproxy.planning.block_hashes import (
 )
 
 IDS = st.lists(st.one_of(st.integers(0, 300), st.integers(0, 300_000), st.integers(0, (1 << 64) - 1)), max_size=60)
+EXAMPLES = int(os.environ.get("FUZZED", "40"))
 WORDS = st.text(max_size=40)
 NAMES = st.text(min_size=1, max_size=40)
 
@@ -65,11 +68,13 @@ def assert_same(algorithm: HashAlgorithm, unit: int, ids: list[int], extras: Pro
     assert hasher.hashes(ids, extras) == tuple(maybe_convert_block_hash(each) for each in request.block_hashes)
 
 
+@settings(max_examples=EXAMPLES)
 @given(IDS, st.integers(1, 24), extras(most_media=3))
 def test_cbor_hashes_are_vllm_s(ids: list[int], unit: int, extras: PromptExtras) -> None:
     assert_same(HashAlgorithm.SHA256_CBOR, unit, ids, extras)
 
 
+@settings(max_examples=EXAMPLES)
 @given(IDS, st.integers(1, 24), extras(most_media=0))
 def test_pickle_hashes_are_vllm_s(ids: list[int], unit: int, extras: PromptExtras) -> None:
     assert_same(HashAlgorithm.SHA256, unit, ids, extras)

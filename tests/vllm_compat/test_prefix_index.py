@@ -1,188 +1,20 @@
 """The prefix index says of every prompt what vLLM finds in its cache: its real scheduler, and its real events."""
 
 import dataclasses
-import itertools
 import os
 import random
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
-from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
-from vllm.sampling_params import SamplingParams
-from vllm.v1.core.single_type_kv_cache_manager import MambaManager
-from vllm.v1.kv_cache_interface import KVCacheSpec
-from vllm.v1.request import Request
 
-from pdproxy.planning.block_hashes import (
-    DEFAULT_SEED,
-    HashAlgorithm,
-    HashScheme,
-    PromptExtras,
-    PromptHasher,
-    event_hash,
-    root_hash,
-)
-from pdproxy.planning.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, group_kind
-from pdproxy.planning.prefix import Hit, Place
+from pdproxy.planning.block_hashes import PromptExtras, PromptHasher
+from pdproxy.planning.prefix import Hit
 from pdproxy.planning.prefix_index import PrefixIndex
-from tests.connector.harness import BLOCK, DENSE, HYBRID, ONE_BEHIND, at_pace, attention, make_node, state
+from tests.connector.harness import BLOCK, ONE_BEHIND, at_pace, make_node, take_ticket
+from tests.vllm_compat.publishing_node import MODELS, Engine
 
-TURNS = int(os.environ.get("FUZZED", "60"))
+TURNS = int(os.environ.get("FUZZED", "30"))
 NOTHING = Hit(0, 0)
-ROOT = root_hash(HashAlgorithm.SHA256, os.environ.get("PYTHONHASHSEED", DEFAULT_SEED))
-
-
-def read_event(event: Any) -> CacheEvent:
-    """As the proxy reads it."""
-    match event:
-        case BlockStored():
-            hashes = tuple(map(event_hash, event.block_hashes))
-            return BlocksStored(event.group_idx or 0, group_kind(event.kv_cache_spec_kind), hashes, event.block_size)
-        case BlockRemoved():
-            return BlocksRemoved(event.group_idx, tuple(map(event_hash, event.block_hashes)))
-        case AllBlocksCleared():
-            return CacheCleared()
-    raise AssertionError(event)
-
-
-class Subscriber:
-    """Stands where an engine publishes its events, and gives them to an index."""
-
-    def __init__(self, index: PrefixIndex, place: Place) -> None:
-        self.index, self.place = index, place
-        self.seen = Counter[str]()
-        index.apply(place, CacheCleared())
-
-    def publish(self, batch: KVEventBatch) -> None:
-        for event in batch.events:
-            self.seen[type(event).__name__] += 1
-            self.index.apply(self.place, read_event(event))
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """Cache groups, and how the node is set."""
-
-    groups: Sequence[KVCacheSpec]
-    unit: int = BLOCK
-    retention: int | None = 0
-    eagle: bool = False
-
-    @property
-    def scheme(self) -> HashScheme:
-        return HashScheme(HashAlgorithm.SHA256, self.unit, BLOCK, ROOT, self.eagle)
-
-
-Prompt = tuple[str | None, list[int]]
-
-
-class Engine:
-    """A node with a small cache that answers conversations, several at once, and publishes its events to an index."""
-
-    def __init__(self, model: Model, index: PrefixIndex, seed: int) -> None:
-        unit = model.unit if model.unit != BLOCK else None
-        self.node = make_node(groups=model.groups, unit=unit, num_blocks=70, engine_id=str(seed))
-        self.manager = self.node.scheduler.kv_cache_manager
-        self.manager.block_pool.enable_kv_cache_events = True
-        self.manager.coordinator.retention_interval = model.retention if len(model.groups) > 1 else None
-        if model.eagle:
-            use_eagle(self.node.scheduler)
-        self.place = Place(f"node-{seed}", seed)
-        self.events = self.node.scheduler.kv_event_publisher = Subscriber(index, self.place)
-        self._random = random.Random(seed)
-        self._systems = [self._text(length) for length in (0, 37, 64, 90)]
-        self._said: list[Prompt] = [(None, [1, 2, 3])]
-        self._names = itertools.count()
-
-    def live(self) -> None:
-        """A request comes in; some steps; now and then a client leaves, or blocks leave the cache out of turn."""
-        self._ask()
-        for _ in range(self._random.randrange(1, 12)):
-            self.node.step()
-        running, pool, chance = list(self.node.scheduler.requests), self.manager.block_pool, self._random.random()
-        if running and chance < 0.1:
-            self.node.abort(self._random.choice(running))
-        elif chance < 0.3:
-            cached = [block.block_id for block in pool.blocks if block.block_hash]
-            self.manager.evict_blocks(set(self._random.sample(cached, min(4, len(cached)))))
-        elif chance < 0.35:
-            for name in running:
-                self.node.abort(name)
-            self.manager.reset_prefix_cache()
-        self.node.step()
-
-    def _ask(self) -> None:
-        """A new conversation, or the next turn of an old one."""
-        salt, so_far = self._random.choice(self._said[-6:])
-        if self._random.random() < 0.4:
-            salt, so_far = self._random.choice((None, None, None, "a", "b")), self._random.choice(self._systems)
-        prompt = [*so_far, *self._text(self._random.randrange(1, 60))][:400]
-        answer = self._random.randrange(1, 30)
-        self.node.add(str(next(self._names)), prompt, max_tokens=answer, cache_salt=salt)
-        self._said.append((salt, [*prompt, *[7] * answer]))
-
-    def _text(self, length: int) -> list[int]:
-        return [self._random.randrange(10, 900) for _ in range(length)]
-
-    def prompts(self) -> Iterator[Prompt]:
-        """Prompts as they may come next: longer, shorter, ending at a block's end, or never seen."""
-        for salt, tokens in self._random.sample(self._said, min(3, len(self._said))):
-            cut = self._random.randrange(1, len(tokens) + 1)
-            yield salt, [*tokens, *self._text(20)]
-            yield salt, tokens[:cut]
-            yield salt, tokens[: max(1, cut // BLOCK * BLOCK)]
-            yield salt, [*tokens[: cut // BLOCK * BLOCK], 5]
-        yield "other", tokens
-
-    def finds(self, salt: str | None, prompt: list[int]) -> Hit:
-        """What vLLM counts as its own: for a request with a ticket, and for one without."""
-        request = self._request(salt, prompt)
-        return Hit(
-            attention=self.manager.get_computed_blocks_for_connector(request)[1],
-            resume=self.manager.get_computed_blocks(request)[1],
-        )
-
-    def attention(self, salt: str | None, prompt: list[int]) -> int:
-        """The same of attention alone, wherever there are states; for hybrid models."""
-        coordinator, request = self.manager.coordinator, self._request(salt, prompt)
-        _, hits = coordinator.find_longest_cache_hit_per_group(request.block_hashes, len(prompt) - 1)
-        return int(hits[coordinator.full_attention_group_id])
-
-    def _request(self, salt: str | None, prompt: list[int]) -> Request:
-        sampling = SamplingParams(max_tokens=1)
-        return Request("look", prompt, sampling, None, cache_salt=salt, block_hasher=self.node.hasher)
-
-
-def use_eagle(scheduler: Any) -> None:
-    """What vLLM sets for a model that drafts with EAGLE or MTP, where no cache group is marked as the draft's."""
-    coordinator = scheduler.kv_cache_manager.coordinator
-    managers = coordinator.single_type_managers
-    coordinator.eagle_group_ids = set(range(len(managers)))
-    for manager in managers:
-        if isinstance(manager, MambaManager):
-            manager.drop_eagle_checkpoint_block = True
-    if len(managers) > 1:
-        coordinator.verify_and_split_kv_cache_groups()
-    else:
-        managers[0].use_eagle = True
-    scheduler.use_eagle_block_drop = True
-
-
-MANY = (state("align"), state("align"), attention(), attention())
-MODELS = {
-    "attention": Model(DENSE),
-    "attention, EAGLE": Model(DENSE, eagle=True),
-    "hybrid": Model(HYBRID),
-    "hybrid, many groups": Model(MANY),
-    "hybrid, states at every block": Model(HYBRID, retention=None),
-    "hybrid, states at every other block": Model(HYBRID, retention=2 * BLOCK),
-    "hybrid, EAGLE": Model(HYBRID, eagle=True),
-    "hybrid, unit": Model(HYBRID, unit=4),
-    "hybrid, unit, many groups": Model(MANY, unit=4, retention=None),
-    "hybrid, unit, EAGLE": Model(HYBRID, unit=4, eagle=True),
-}
 
 
 def check(engine: Engine, hasher: PromptHasher) -> Iterator[Hit]:
@@ -210,11 +42,12 @@ def test_it_says_what_vllm_finds(name: str) -> None:
     assert not engine.events.index.counts.unknown_removes
 
 
-def test_two_engines_of_different_models_in_one_index() -> None:
+def test_two_engines_with_other_groups_in_one_index() -> None:
     """With vLLM's asynchronous scheduler, which plans a step before the events of the one before are out."""
-    index, hasher = PrefixIndex(MODELS["hybrid"].scheme), PromptHasher(MODELS["hybrid"].scheme)
+    scheme = dataclasses.replace(MODELS["hybrid"].scheme, states=None)
+    index, hasher = PrefixIndex(scheme), PromptHasher(scheme)
     with at_pace(ONE_BEHIND):
-        engines = [Engine(MODELS[name], index, seed) for seed, name in enumerate(("hybrid, many groups", "attention"))]
+        engines = [Engine(MODELS[name], index, seed) for seed, name in enumerate(("hybrid, many groups", "hybrid"))]
     for _ in range(TURNS):
         for engine in engines:
             engine.live()
@@ -222,6 +55,21 @@ def test_two_engines_of_different_models_in_one_index() -> None:
     for engine in engines:
         index.forget(engine.place)
     assert not len(index)
+
+
+@pytest.mark.parametrize("name", ["hybrid", "hybrid, unit", "attention"])
+def test_a_decode_node_that_reads_what_others_computed(name: str) -> None:
+    """It publishes no event of its state groups unless hand-overs end at a boundary of `--prefix-match-unit`."""
+    model = MODELS[name]
+    unit = model.unit if model.unit != BLOCK else None
+    prefill = make_node(groups=model.groups, unit=unit, num_blocks=4000)
+    decode, hasher = Engine(model, PrefixIndex(model.scheme), 5, "kv_consumer"), PromptHasher(model.scheme)
+    hits: list[Hit] = []
+    for turn in range(TURNS):
+        _, prompt = decode.next_prompt()
+        decode.pull(prompt, take_ticket(prefill, prompt, f"p-{turn}"))
+        hits += check(decode, hasher)
+    assert sum(hit.attention > 0 for hit in hits) > TURNS
 
 
 @pytest.mark.parametrize("name", ["hybrid", "hybrid, EAGLE", "hybrid, unit, many groups"])
@@ -241,3 +89,17 @@ def test_after_a_gap_it_never_says_more_than_there_is(name: str) -> None:
             hits += hit.resume > 0
     assert hits > TURNS // 10
     assert engine.events.index.counts.unknown_removes
+
+
+@pytest.mark.parametrize("name", ["attention", "hybrid", "hybrid, EAGLE", "hybrid, unit", "hybrid, unit, EAGLE"])
+def test_what_is_expected_of_a_prompt_is_what_comes(name: str) -> None:
+    model, rng = MODELS[name], random.Random(4)
+    engine, hasher = Engine(model, PrefixIndex(model.scheme), seed=1), PromptHasher(model.scheme)
+    for tokens in [1, BLOCK, 4 * BLOCK, 4 * BLOCK + 1, *(rng.randrange(1, 130) for _ in range(TURNS // 2))]:
+        prompt = engine.text(tokens)
+        engine.run(prompt)
+        expecting = PrefixIndex(model.scheme)
+        expecting.expect(engine.place, hasher.hashes(prompt) or (), expecting.after_prefill(tokens), until=1.0)
+        for later in (prompt, [*prompt, 1], [*prompt, *engine.text(40)]):
+            found = expecting.look_up(hasher.hashes(later) or (), len(later), 0.0).get(engine.place, NOTHING)
+            assert found == engine.finds(None, later), (tokens, len(later))

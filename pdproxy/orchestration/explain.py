@@ -1,0 +1,98 @@
+"""What would be planned for a request, and why: nothing is sent, held or counted."""
+
+import dataclasses
+from collections.abc import Iterable
+
+from pdproxy.errors import ClientError
+from pdproxy.legs.parse import parse, scrub, split
+from pdproxy.legs.shape import estimated_prompt_tokens, max_prompt_tokens, shape
+from pdproxy.nodes.node import Role, Snapshot
+from pdproxy.orchestration.client_errors import no_node_error, unknown_model_error
+from pdproxy.orchestration.context import OrchestrationContext
+from pdproxy.planning.cache_aware import CacheAware, Market
+from pdproxy.planning.cost import Price, Quote
+from pdproxy.planning.plan import Candidates, plan
+from pdproxy.planning.plan_types import NoNode, Plan, PlanInput, UnknownModel
+from pdproxy.request import ClientRequest, Endpoint, SubRequest
+
+
+async def explain(context: OrchestrationContext, endpoint: Endpoint, raw: bytes) -> dict[str, object]:
+    """The plan of a body that clients would send to an endpoint, its first prompt where it has several.
+
+    Nodes that cost nearly the same would take turns; the plan shown is that of the first turn.
+
+    Raises:
+        ClientError: what is wrong with the body, or why there is no plan.
+    """
+    sub_request = _sub_request(context, endpoint, scrub(parse(endpoint, raw)))
+    source = context.prefix_source
+    prefix = None if source is None else await source.look_up(sub_request)
+    body, model = sub_request.body, sub_request.request.model
+    needs = PlanInput(
+        model, sub_request.shape.local, prompt_tokens=max_prompt_tokens(endpoint, body), prefix=prefix,
+        tokens=estimated_prompt_tokens(body), rates=context.rates, names_rank=endpoint is not Endpoint.RESPONSES,
+    )  # fmt: skip
+    snapshot, policy = context.pool.snapshot(), context.config.plan_policy()
+    try:
+        chosen = plan(snapshot, needs, policy, 0)
+    except UnknownModel as error:
+        raise unknown_model_error(error) from error
+    except NoNode as error:
+        raise no_node_error(error) from error
+    known = {} if prefix is None else {"source": prefix.source.value}
+    return {**_plan_facts(chosen), **known, "candidates": _candidates(policy.routing, snapshot, needs)}
+
+
+def _sub_request(context: OrchestrationContext, endpoint: Endpoint, body: dict[str, object]) -> SubRequest:
+    now, bodies = context.clock.now(), split(endpoint, body)
+    request = ClientRequest("debug", endpoint, body, (), str(body["model"]), False, 0, now, now, lambda: False)
+    return SubRequest(request, bodies[0], shape(endpoint, bodies[0]), "debug")
+
+
+def _plan_facts(chosen: Plan) -> dict[str, object]:
+    facts: dict[str, object] = {
+        "prefill": None if chosen.prefill is None else {"node": chosen.prefill.name, "rank": chosen.prefill_rank},
+        "decode": {"node": chosen.decode.name, "rank": chosen.decode_rank},
+        "local": chosen.local,
+    }
+    return facts if chosen.decision is None else facts | chosen.decision.facts()
+
+
+def _candidates(routing: object, snapshot: Snapshot, needs: PlanInput) -> dict[str, object]:
+    """By what they would do, the cheapest first; of policies that know no costs, the load of each node."""
+    candidates = Candidates(snapshot, needs)
+    if not isinstance(routing, CacheAware):
+        return {role.value: [{"node": v.node.name, "load": v.load} for v in candidates.open(role)] for role in Role}
+    market = Market(routing, candidates)
+
+    def priced(price: Price, role: Role) -> list[dict[str, object]]:
+        return _shown(market.all_quotes(price, candidates.open(role), market.hits(role)))
+
+    return {
+        "prefill": priced(market.prefill, Role.PREFILL),
+        "decode": priced(market.hand_over, Role.DECODE),
+        "decode_alone": priced(market.local, Role.DECODE),
+    }
+
+
+def _shown(quotes: Iterable[Quote]) -> list[dict[str, object]]:
+    return [
+        {
+            "node": quote.view.node.name,
+            "rank": quote.rank,
+            **dataclasses.asdict(quote.hit),
+            "queued_tokens": quote.view.queued[quote.rank],
+            "legs": quote.view.legs[quote.rank],
+            "seconds": round(quote.seconds, 4),
+            "score": round(quote.score, 4),
+        }
+        for quote in sorted(quotes, key=lambda quote: quote.score)
+    ]
+
+
+def endpoint_named(path: str) -> Endpoint:
+    """The endpoint of a path; a ClientError for another one."""
+    try:
+        return Endpoint(path)
+    except ValueError as error:
+        raise ClientError(400, f"`endpoint` must be one of {', '.join(Endpoint)}.", param="endpoint") from error

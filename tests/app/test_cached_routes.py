@@ -1,0 +1,50 @@
+"""The policy `hybrid` through the whole proxy, in front of fake nodes on loopback: that everything is wired up."""
+
+import logging
+from typing import Any
+
+import httpx
+import pytest
+
+from pdproxy.settings.model import Health, Policy, Settings
+from pdproxy.settings.types import FirstHandOver, Routing
+from tests.app.running_proxy import RunningProxy, running_proxy
+
+SETTINGS = Settings(policy=Policy(routing=Routing.HYBRID), health=Health(first_hand_over=FirstHandOver.WARM_UP))
+CHAT: dict[str, Any] = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "word " * 500}],
+    "max_tokens": 4,
+    "stream": True,
+}
+
+
+async def ask(running: RunningProxy) -> httpx.Response:
+    answered = await running.client.post("/v1/chat/completions", json=CHAT)
+    assert answered.text.endswith("data: [DONE]\n\n")
+    return answered
+
+
+async def test_a_plan_says_why_in_header_log_and_metrics(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pdproxy")
+    async with running_proxy(SETTINGS) as running:
+        first = await ask(running)
+        again = await ask(running)
+        metrics = (await running.client.get("/metrics")).text
+    assert first.headers["x-pdproxy-route"].startswith("disaggregated; reason=nothing_cached; cached=0/")
+    assert again.headers["x-pdproxy-route"].startswith("disaggregated; reason=")
+    assert 'pdproxy_plans_total{reason="nothing_cached"} 1.0' in metrics
+    assert 'pdproxy_real_hit_tokens_total{role="prefill"} 2.0' in metrics
+    lines = [vars(record) for record in caplog.records if record.name == "pdproxy.orchestration.access_log"]
+    assert lines[0]["planned_computed"] == lines[0]["planned_tokens"] > 500
+    assert lines[0]["route_reason"] == "nothing_cached"
+
+
+async def test_the_operator_may_ask_for_a_plan() -> None:
+    async with running_proxy(SETTINGS) as running:
+        transport = httpx.ASGITransport(app=running.running.operators)
+        async with httpx.AsyncClient(transport=transport, base_url="http://operators") as operators:
+            shown = (await operators.post("/debug/plan", json=CHAT)).json()
+    assert shown["route_reason"] == "nothing_cached"
+    assert shown["source"] == "approximation"
+    assert set(shown["candidates"]) == {"prefill", "decode", "decode_alone"}

@@ -1,0 +1,73 @@
+"""KV events are read where the settings ask for it, and the package for it is there."""
+
+import dataclasses
+import importlib.util
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pdproxy.app.kv_events import KvEvents, kv_events
+from pdproxy.errors import SettingsError
+from pdproxy.nodes.cache_advice import EventsSeen
+from pdproxy.nodes.pool import Pool
+from pdproxy.observe.metrics import Metrics
+from pdproxy.planning.prefix import Place
+from pdproxy.settings.load import load
+from tests.events.feeds import SCHEME
+from tests.fakes.clock import FakeClock
+from tests.nodes.fake_pool import FakePoolTransport
+
+
+def built(**variables: str) -> KvEvents | None:
+    settings = load(environment={"PDPROXY_DECODE": "http://d:1", **variables})
+    clock = FakeClock()
+    return kv_events(settings, Pool(clock), FakePoolTransport(), clock, Metrics(CollectorRegistry()), ())
+
+
+@pytest.mark.parametrize(
+    ("read", "routing", "wanted"),
+    [
+        ("auto", "hybrid", True),
+        ("auto", "prefix", True),
+        ("auto", "least-loaded", False),
+        ("on", "least-loaded", True),
+        ("off", "hybrid", False),
+    ],
+)
+def test_events_are_read_where_the_policy_goes_by_them(read: str, routing: str, wanted: bool) -> None:
+    events = built(PDPROXY_EVENTS_READ=read, PDPROXY_POLICY_ROUTING=routing)
+    assert (events is not None) is wanted
+
+
+def test_without_the_package_the_proxy_does_without_or_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "msgspec" else find(name))
+    with pytest.raises(SettingsError, match=r"events.read is 'on', and .* pip install 'pdproxy\[events\]' brings it"):
+        built(PDPROXY_EVENTS_READ="on")
+    assert built(PDPROXY_POLICY_ROUTING="hybrid") is None
+    assert "estimated" in caplog.text
+    caplog.clear()
+    assert built() is None
+    assert caplog.text == ""
+
+
+def test_operators_see_how_much_is_known_of_each_rank() -> None:
+    events = built(PDPROXY_EVENTS_READ="on")
+    assert events is not None
+    assert events.known("p1") == []
+    assert events.seen("p1") is EventsSeen.OFF
+    for rank in range(2):
+        events.caches.feed(Place("p1", rank), rank, SCHEME)
+    assert events.seen("p1") is EventsSeen.UNREACHABLE
+    events.caches.of_node("p1")[1].nothing_yet()
+    assert events.seen("p1") is EventsSeen.UNREACHABLE
+    assert events.known("p1") == [
+        {"rank": 0, "known": "nothing", "seconds": 0.0, "blocks": 0},
+        {"rank": 1, "known": "all", "seconds": 0.0, "blocks": 0},
+    ]
+    events.caches.of_node("p1")[0].nothing_yet()
+    assert events.seen("p1") is EventsSeen.READ
+    other = dataclasses.replace(SCHEME, unit=8)
+    assert events.caches.feed(Place("p1", 1), 1, other) is not events.caches.feed(Place("p1", 1), 1, SCHEME)

@@ -1,0 +1,227 @@
+"""Requests under the policies that go by what is cached, on fake nodes that keep states as those of a hybrid model."""
+
+import collections
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from pdproxy.nodes.capacity import Binding, Capacity
+from pdproxy.nodes.node import Bars, Role
+from pdproxy.nodes.pool_entry import LegLoad
+from pdproxy.orchestration.context import OrchestrationConfig
+from pdproxy.orchestration.explain import explain
+from pdproxy.orchestration.orchestrator import Orchestrator
+from pdproxy.orchestration.resources import BackgroundTasks
+from pdproxy.orchestration.text_prefix_source import TextPrefixSource
+from pdproxy.planning.policies import policy_named
+from pdproxy.planning.rates import Rates, Work
+from pdproxy.request import Endpoint
+from pdproxy.settings.types import Legs, Routing
+from tests.fakes.faults import FaultKind, InjectedFault
+from tests.fakes.prompt_cache import PromptCache
+from tests.orchestration.cluster import FakeCluster, Got
+
+SYSTEM = " ".join(f"rule{number}" for number in range(300))
+
+
+class SteadyRates(Rates):
+    """Learns nothing, for on the cluster's clock nothing takes any time; what it would have learned is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Work, str, int]] = []
+
+    def took(self, work: Work, node: str, tokens: int, seconds: float) -> None:
+        self.seen.append((work, node, tokens))
+
+
+class CachingCluster(FakeCluster):
+    """Nodes with caches, and a proxy that plans by them. ``resumes``: decode nodes can go on by themselves."""
+
+    def __init__(
+        self,
+        routing: Routing = Routing.HYBRID,
+        nodes: int = 3,
+        *,
+        resumes: bool = False,
+        ranks: int = 1,
+        legs: Legs = Legs.IN_TURN,
+    ) -> None:
+        config = OrchestrationConfig(routing_policy=policy_named(routing))
+        super().__init__(nodes, nodes, config, legs=legs)
+        for fake in self.nodes:
+            fake.cache = PromptCache()
+            fake.resumes = resumes and fake in self.decodes
+            known = self.pool.view(fake.name).node
+            unit = 8 if fake.resumes else 0
+            self.pool.admit(dataclasses.replace(known, prefix_match_unit=unit, block_size=8, ranks=ranks))
+        self.rates = SteadyRates()
+        source = TextPrefixSource(self.pool, self.clock)
+        self.context = dataclasses.replace(self.context, rates=self.rates, prefix_source=source)
+        self.background_tasks = BackgroundTasks(self.context)
+        self.orchestrator = Orchestrator(self.context, self.background_tasks)
+
+    async def say(self, *said: str, endpoint: Endpoint = Endpoint.CHAT, **more: object) -> Got:
+        """A conversation's next turn: what was said by turns, after the system prompt."""
+        roles = ["user", "assistant"] * len(said)
+        messages = [{"role": "system", "content": SYSTEM}]
+        messages += [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
+        field = "input" if endpoint is Endpoint.RESPONSES else "messages"
+        body: dict[str, Any] = {field: messages, "stream": True, "temperature": 0, **more}
+        body |= {"max_output_tokens": 4} if endpoint is Endpoint.RESPONSES else {"max_tokens": 4}
+        got = await self.ask(endpoint, body, name=f"r-{self.asked}")
+        assert got.status == 200
+        return got
+
+    @property
+    def asked(self) -> int:
+        return sum(len(node.legs()) for node in self.nodes)
+
+    def legs_on(self, role: Role = Role.PREFILL) -> dict[str, int]:
+        nodes = self.prefills if role is Role.PREFILL else self.decodes
+        return {node.name: len(node.legs()) for node in nodes if node.legs()}
+
+
+def said(turn: int, conversation: int = 0) -> list[str]:
+    """What was said up to a turn; words of the conversation's own."""
+    return [f"c{conversation}t{number} " * 40 for number in range(2 * turn + 1)]
+
+
+@pytest.mark.parametrize("legs", list(Legs))
+@pytest.mark.parametrize("routing", [Routing.PREFIX, Routing.HYBRID])
+async def test_the_turns_of_a_conversation_stay_without_any_session_key(routing: Routing, legs: Legs) -> None:
+    cluster = CachingCluster(routing, legs=legs)
+    for turn in range(4):
+        got = await cluster.say(*said(turn))
+    assert list(cluster.legs_on().values()) == [4]
+    assert got.headers["x-pdproxy-route"].startswith("disaggregated; reason=cached; cached=")
+    assert cluster.count("pdproxy_plans_total", reason="cached") == 3
+    planned = cluster.count("pdproxy_planned_hit_tokens_total", role="prefill")
+    assert 0 < planned <= cluster.count("pdproxy_real_hit_tokens_total", role="prefill")
+    await cluster.settle()
+
+
+async def test_a_shared_system_prompt_stays_on_one_node_while_that_is_idle() -> None:
+    cluster = CachingCluster()
+    for conversation in range(6):
+        await cluster.say(*said(0, conversation))
+    assert list(cluster.legs_on().values()) == [6]
+    assert [cluster.count("pdproxy_plans_total", reason=reason) for reason in ("nothing_cached", "branch", "cached")] \
+        == [1, 1, 4]  # fmt: skip
+
+
+async def test_tokens_in_flight_are_given_back() -> None:
+    cluster = CachingCluster(legs=Legs.TOGETHER)
+    cluster.prefills[0].fault = InjectedFault(FaultKind.RESET, times=1)
+    cluster.decodes[0].fault = InjectedFault(FaultKind.RESET, times=1)
+    for turn in range(4):
+        await cluster.say(*said(turn))
+    await cluster.settle()
+    assert {(view.queued, view.held, view.legs) for view in cluster.pool.snapshot().nodes} == {((0,), (0,), (0,))}
+
+
+async def test_what_runs_already_counts_at_once() -> None:
+    cluster = CachingCluster()
+    await cluster.say(*said(0))
+    home = next(iter(cluster.legs_on()))
+    with cluster.pool.acquire(home, LegLoad(0, queued=100_000)):
+        await cluster.say(*said(1))
+    assert len(cluster.legs_on()) == 2
+    assert cluster.count("pdproxy_plans_total", reason="load") == 1
+
+
+async def test_a_node_that_fails_is_not_asked_again_and_a_barred_pair_is_not_planned() -> None:
+    cluster = CachingCluster()
+    await cluster.say(*said(0))
+    (home,), (decode,) = cluster.legs_on(), cluster.legs_on(Role.DECODE)
+    next(node for node in cluster.prefills if node.name == home).fault = InjectedFault(FaultKind.RESET, times=1)
+    await cluster.say(*said(1))
+    assert len(cluster.legs_on()) == 2
+    cluster.pool.bar(Bars({(home, decode): "", **{(node.name, decode): "" for node in cluster.prefills}}))
+    await cluster.say(*said(2))
+    assert len(cluster.legs_on(Role.DECODE)) >= 2
+    await cluster.settle()
+
+
+@pytest.mark.parametrize("endpoint", [Endpoint.CHAT, Endpoint.RESPONSES])
+async def test_a_leg_names_its_rank_where_vllm_heeds_it(endpoint: Endpoint) -> None:
+    cluster = CachingCluster(nodes=1, ranks=2)
+    for turn in range(3):
+        await cluster.say(*said(turn), endpoint=endpoint)
+    for node in cluster.nodes:
+        named = {dict(seen.headers).get("x-data-parallel-rank") for seen in node.legs()}
+        assert named == ({None} if endpoint is Endpoint.RESPONSES else named - {None})
+        assert len(named) == 1
+    await cluster.settle()
+
+
+async def test_a_decode_node_that_resumes_serves_the_next_turn_alone() -> None:
+    cluster = CachingCluster(nodes=2, resumes=True)
+    routes = [(await cluster.say(*said(turn))).headers["x-pdproxy-route"].split(";")[0] for turn in range(3)]
+    assert routes == ["disaggregated", "local", "local"]
+    assert cluster.count("pdproxy_local_total", reason="cached") == 2
+    assert len(cluster.legs_on(Role.DECODE)) == 1
+    assert cluster.count("pdproxy_real_hit_tokens_total", role="decode") > 0
+    assert {work for work, _, _ in cluster.rates.seen} == set(Work)
+    await cluster.settle()
+
+
+async def test_a_model_without_states_resumes_wherever_its_attention_does() -> None:
+    cluster = CachingCluster()
+    for fake in cluster.nodes:
+        dense = Capacity(100_000, None, 10, Binding.ATTENTION)
+        cluster.pool.admit(dataclasses.replace(cluster.pool.view(fake.name).node, capacity=dense))
+    await cluster.say(*said(0))
+    await cluster.say(*said(0, 1))
+    assert cluster.count("pdproxy_plans_total", reason="resumes") == 1, "the second prompt, not the third"
+
+
+async def test_attention_alone_never_has_a_decode_node_compute() -> None:
+    cluster = CachingCluster(Routing.PREFIX, nodes=2, resumes=True)
+    for turn in range(3):
+        await cluster.say(*said(turn))
+    assert cluster.count("pdproxy_local_total", reason="cached") == 0
+
+
+async def test_a_node_that_evicted_is_believed() -> None:
+    cluster = CachingCluster()
+    for conversation in range(3):
+        await cluster.say(*said(0, conversation))
+    (home,) = cluster.legs_on()
+    cache = next(node for node in cluster.prefills if node.name == home).cache
+    assert cache is not None
+    cache.clear()
+    before = cluster.count("pdproxy_plans_total", reason="cached")
+    await cluster.say(*said(0, 4))
+    await cluster.say(*said(0, 5))
+    made = cluster.count("pdproxy_plans_total", reason="cached") - before
+    assert made == 1, "the second one does not expect what the first did not find"
+
+
+async def test_rates_are_learned_from_the_tokens_that_were_computed() -> None:
+    cluster = CachingCluster()
+    await cluster.say(*said(0))
+    await cluster.say(*said(1))
+    works = collections.Counter(work for work, _, _ in cluster.rates.seen)
+    assert works == {Work.PREFILL: 2, Work.HAND_OVER: 2}
+    computed = [tokens for work, _, tokens in cluster.rates.seen if work is Work.PREFILL]
+    assert computed[0] > 300 > computed[1]
+
+
+async def test_an_explanation_says_what_would_be_planned_and_counts_nothing() -> None:
+    cluster = CachingCluster()
+    for turn in range(2):
+        await cluster.say(*said(turn))
+    (home,) = cluster.legs_on()
+    body = cluster.prefills[int(home[1:])].legs()[-1].body
+    raw = json.dumps({"model": "tiny", "messages": body["messages"]}).encode()
+    before = cluster.count("pdproxy_plans_total", reason="cached")
+    shown: Any = await explain(cluster.context, Endpoint.CHAT, raw)
+    assert shown["prefill"]["node"] == home
+    assert shown["route_reason"] == "cached"
+    assert [len(shown["candidates"][kind]) for kind in ("prefill", "decode", "decode_alone")] == [3, 3, 3]
+    assert shown["candidates"]["prefill"][0]["node"] == home
+    assert cluster.count("pdproxy_plans_total", reason="cached") == before
+    assert cluster.asked == 4

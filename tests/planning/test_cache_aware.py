@@ -1,0 +1,278 @@
+"""Plans by what is cached: `prefix` and `hybrid`."""
+
+import collections
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdproxy.nodes.capacity import Binding, Capacity
+from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot, State
+from pdproxy.observe.labels import RouteReason
+from pdproxy.planning.cache_aware import best_allowed_pair
+from pdproxy.planning.cost import NO_HIT, Quote
+from pdproxy.planning.plan import PlanPolicy, choose, plan
+from pdproxy.planning.plan_types import Plan, PlanInput
+from pdproxy.planning.policies import policy_named
+from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
+from pdproxy.planning.rates import Rates, Work
+from pdproxy.request import LocalReason
+from pdproxy.settings.types import Routing
+
+HYBRID = PlanPolicy(routing=policy_named(Routing.HYBRID))
+PREFIX = PlanPolicy(routing=policy_named(Routing.PREFIX))
+TOKENS = 4000
+NO_BARS = Bars()
+
+
+def view(name: str, queued: int | tuple[int, ...] = 0, state: State = State.UP, **more: object) -> NodeView:
+    """A node whose role is its first letter, with so many tokens to compute on its ranks."""
+    role = Role.PREFILL if name.startswith("p") else Role.DECODE
+    of_view: dict[str, object] = {key: more.pop(key) for key in ("legs", "held") if key in more}
+    of_view["queued"] = queued if isinstance(queued, tuple) else (queued,)
+    node = Node(name, f"http://{name}", role, "m", **more)  # type: ignore[arg-type]
+    return NodeView(node, state, 0, **of_view)  # type: ignore[arg-type]
+
+
+def make(
+    *views: NodeView,
+    hits: Mapping[str, tuple[int, int]] | None = None,
+    policy: PlanPolicy = HYBRID,
+    turn: int = 0,
+    bars: Bars = NO_BARS,
+    tokens: int = TOKENS,
+    **needs: object,
+) -> Plan:
+    """``hits``: attention and resume by place, as in "p1" or "p1/2"."""
+    places = {
+        Place(name.split("/")[0], int([*name.split("/"), "0"][1])): Hit(*hit) for name, hit in (hits or {}).items()
+    }
+    prefix = None if hits is None else PromptHits(tokens, HitSource.EVENTS, places)
+    return plan(Snapshot(views, bars=bars), PlanInput("m", prefix=prefix, tokens=tokens, **needs), policy, turn)  # type: ignore[arg-type]
+
+
+def names(made: Plan) -> tuple[str | None, str]:
+    return (made.prefill.name if made.prefill else None), made.decode.name
+
+
+def reason(made: Plan) -> RouteReason:
+    assert made.decision is not None
+    return made.decision.reason
+
+
+PAIRS = (view("p1"), view("p2"), view("d1"), view("d2"))
+
+
+@pytest.mark.parametrize("policy", [HYBRID, PREFIX])
+@pytest.mark.parametrize("turn", [0, 1])
+def test_a_prompt_goes_where_it_is_cached(policy: PlanPolicy, turn: int) -> None:
+    made = make(*PAIRS, hits={"p2": (3584, 3584), "d1": (3584, 0)}, policy=policy, turn=turn)
+    assert names(made) == ("p2", "d1") if turn == 0 else ("p2", made.decode.name)
+    assert reason(made) is RouteReason.CACHED
+    assert made.decision is not None
+    assert made.decision.computed == TOKENS - 3584
+
+
+def test_attention_without_a_state_is_no_use_to_a_hybrid_prefill_node() -> None:
+    hits = {"p1": (3584, 0), "p2": (1024, 1024)}
+    assert names(make(*PAIRS, hits=hits, policy=PREFIX))[0] == "p1"
+    made = make(view("p1"), view("p2"), view("d1"), hits={"p1": (1280, 0), "p2": (1024, 1024)})
+    assert names(made)[0] == "p2"
+
+
+def test_a_decode_node_with_a_ticket_needs_attention_alone() -> None:
+    rates = Rates()
+    for _ in range(20):
+        rates.took(Work.HAND_OVER, "d1", 1000, 0.5)
+    made = make(*PAIRS, hits={"d2": (3584, 0)}, rates=rates)
+    assert names(made)[1] == "d2"
+
+
+def test_a_long_queue_outweighs_a_hit() -> None:
+    hits = {"p1": (2048, 2048)}
+    assert names(make(view("p1", 1000), view("p2"), view("d1"), hits=hits))[0] == "p1"
+    made = make(view("p1", 9000), view("p2"), view("d1"), hits=hits)
+    assert names(made)[0] == "p2"
+    assert reason(made) is RouteReason.LOAD
+
+
+def test_a_shared_prefix_stays_until_the_queue_costs_more_than_a_second_copy_computed_twice() -> None:
+    hits = {"p1": (1280, 1280)}
+    where = [names(make(view("p1", queued), view("p2"), view("d1"), hits=hits))[0] for queued in (1200, 2300, 3200)]
+    assert where == ["p1", "p1", "p2"]
+    made = make(view("p1", 2300), view("p2"), view("d1"), hits=hits, policy=PREFIX)
+    assert names(made)[0] == "p2", "attention alone needs no second meeting"
+
+
+def test_without_states_a_copy_costs_no_second_computing() -> None:
+    dense = Capacity(100_000, None, 10, Binding.ATTENTION)
+    views = (view("p1", 2300, capacity=dense), view("p2", capacity=dense), view("d1", capacity=dense))
+    for policy in (HYBRID, PREFIX):
+        assert names(make(*views, hits={"p1": (1280, 1280)}, policy=policy))[0] == "p2"
+
+
+def test_the_second_meeting_of_a_prefix_is_where_the_first_was() -> None:
+    for turn in range(2):
+        made = make(*PAIRS, hits={"p2": (1280, 0)}, turn=turn)
+        assert names(made)[0] == "p2"
+        assert reason(made) is RouteReason.BRANCH
+
+
+def test_where_nothing_is_cached_idle_nodes_take_turns_and_busy_ones_wait() -> None:
+    made = [make(*PAIRS, hits={}, turn=turn) for turn in range(4)]
+    assert collections.Counter(each.prefill.name for each in made if each.prefill) == {"p1": 2, "p2": 2}
+    assert reason(made[0]) is RouteReason.NOTHING_CACHED
+    assert names(make(view("p1", 5000), view("p2", 100), view("d1"), hits={}))[0] == "p2"
+
+
+def test_a_quick_node_gets_more() -> None:
+    rates = Rates()
+    for _ in range(30):
+        rates.took(Work.PREFILL, "p1", 2000, 1.0)
+        rates.took(Work.PREFILL, "p2", 2000, 0.2)
+    assert names(make(view("p1"), view("p2", 4000), view("d1"), hits={}, rates=rates))[0] == "p2"
+
+
+def test_weight_and_slow_start_count() -> None:
+    assert names(make(view("p1", 4000, weight=4.0), view("p2"), view("d1"), hits={}))[0] == "p1"
+
+
+@pytest.mark.parametrize("policy", [HYBRID, PREFIX])
+def test_nodes_that_may_not_take_it_are_no_hits(policy: PlanPolicy) -> None:
+    hits = {"p1": (3584, 3584), "d1": (3584, 3584), "gone": (3584, 3584), "p1/9": (3584, 3584)}
+    down = make(
+        view("p1", 0, State.DOWN), view("p2"), view("d1", 0, State.DRAINING), view("d2"), hits=hits, policy=policy
+    )
+    assert names(down) == ("p2", "d2")
+    assert names(make(*PAIRS, hits=hits, policy=policy, excluded=frozenset({"p1", "d1"}))) == ("p2", "d2")
+
+
+def test_a_barred_pair_is_not_planned() -> None:
+    hits = {"p1": (3584, 3584), "d1": (3584, 0)}
+    assert names(make(*PAIRS, hits=hits, bars=Bars({("p1", "d1"): ""}))) == ("p1", "d2")
+    assert names(make(*PAIRS, hits=hits, bars=Bars({}, {"p1": ""})))[0] == "p2"
+    barred = Bars({("p1", "d1"): "", ("p1", "d2"): "", ("p2", "d1"): ""})
+    assert names(make(*PAIRS, hits=hits, bars=barred)) == ("p2", "d2")
+
+
+def test_pairs_stay_within_a_cohort() -> None:
+    views = (view("p1", cohort="a"), view("p2", cohort="b"), view("d1", cohort="b"), view("d2", 0, cohort="a"))
+    assert names(make(*views, hits={"p1": (3584, 3584), "d1": (3584, 0)})) == ("p1", "d2")
+
+
+def test_ranks_are_places_of_their_own() -> None:
+    views = (view("p1", ranks=2, legs=(0, 0), queued=(0, 0)), view("d1", ranks=2, legs=(3, 1), queued=(0, 0)))
+    made = make(*views, hits={"p1/1": (3584, 3584)})
+    assert (made.prefill_rank, made.decode_rank) == (1, 1)
+    busy = (view("p1", ranks=2, legs=(0, 1), queued=(0, 30_000)), views[1])
+    assert make(*busy, hits={"p1/1": (3584, 3584)}).prefill_rank == 0
+
+
+def test_where_vllm_heeds_no_rank_none_is_named() -> None:
+    views = (view("p1", ranks=2, legs=(0, 0), queued=(0, 0)), view("p2"), view("d1"))
+    made = make(*views, hits={"p1/1": (3584, 3584), "p1/0": (3584, 3584)}, names_rank=False)
+    assert (names(made)[0], made.prefill_rank) == ("p1", None)
+    half = make(*views, hits={"p1/1": (2000, 2000), "p2": (1500, 1500)}, names_rank=False)
+    assert names(half)[0] == "p2", "one of two ranks has it: it is met half of the time"
+
+
+def test_a_node_of_one_rank_is_not_told_which() -> None:
+    made = make(*PAIRS, hits={"p1": (3584, 3584)})
+    assert (made.prefill_rank, made.decode_rank) == (None, None)
+
+
+RESUMING = {"p1": (3584, 3584), "d1": (3968, 3968)}
+
+
+def test_a_decode_node_that_resumes_computes_the_rest_itself() -> None:
+    made = make(*PAIRS, hits=RESUMING)
+    assert names(made) == (None, "d1")
+    assert made.local is LocalReason.CACHED
+    assert reason(made) is RouteReason.RESUMES
+    assert made.decision is not None
+    assert made.decision.computed == 32
+
+
+@pytest.mark.parametrize(
+    ("hits", "views"),
+    [
+        ({**RESUMING, "d1": (3968, 0)}, PAIRS),  # it cannot resume
+        ({**RESUMING, "d1": (2000, 2000)}, PAIRS),  # longer than the streams may wait
+        (RESUMING, (view("p1"), view("d1", 1500), view("d2"))),  # others compute there already
+    ],
+)
+def test_a_decode_node_computes_nothing_where_that_is_dearer(
+    hits: Mapping[str, tuple[int, int]], views: tuple[NodeView, ...]
+) -> None:
+    assert make(*views, hits=hits).prefill is not None
+
+
+def test_without_a_budget_or_by_attention_alone_nothing_is_computed_on_decode_nodes() -> None:
+    never = PlanPolicy(routing=policy_named(Routing.HYBRID, 0.0))
+    assert make(*PAIRS, hits=RESUMING, policy=never).prefill is not None
+    assert make(*PAIRS, hits=RESUMING, policy=PREFIX).prefill is not None
+
+
+def test_a_decode_node_whose_cache_is_full_gets_less() -> None:
+    capacity = Capacity(10_000, 10, 2, Binding.ATTENTION)
+    full = view("d1", capacity=capacity, held=(9_900,), legs=(1,))
+    free = view("d2", capacity=capacity, held=(100,), legs=(4,))
+    assert names(make(view("p1"), full, free, hits={"d1": (3584, 0)}))[1] == "d2"
+
+
+def test_without_knowledge_a_session_finds_its_place_again_and_leaves_it_when_it_is_busy() -> None:
+    views = [view(f"{role}{number}") for role in "pd" for number in range(4)]
+    made = make(*views, session=12345)
+    assert reason(made) is RouteReason.SESSION
+    assert {names(make(*views, session=12345, turn=turn)) for turn in range(5)} == {names(made)}
+    assert len({names(make(*views, session=hash(str(number)))) for number in range(40)}) > 8
+    assert made.prefill is not None
+    busy = [view(each.node.name, 20_000) if each.node == made.prefill else each for each in views]
+    assert names(make(*busy, session=12345))[0] != made.prefill.name
+
+
+def test_among_equal_places_the_session_decides() -> None:
+    hits = {f"p{number}": (3584, 3584) for number in range(4)}
+    views = [view(f"{role}{number}") for role in "pd" for number in range(4)]
+    assert len({names(make(*views, hits=hits, session=7, turn=turn)) for turn in range(8)}) == 1
+    assert len({names(make(*views, hits=hits, turn=turn))[0] for turn in range(8)}) == 4
+
+
+def test_one_hot_prefix_loads_no_node_much_more_than_the_mean() -> None:
+    """Requests of 1,600 tokens that share 1,300, more than four nodes can compute at once."""
+    met, queued = collections.Counter[str](), collections.Counter[str]()
+    for turn in range(200):
+        hits = {name: (1280, 1280 if count > 1 else 0) for name, count in met.items()}
+        views = [view(f"p{number}", queued[f"p{number}"]) for number in range(4)]
+        made = make(*views, view("d0"), hits=hits, tokens=1600, turn=turn)
+        assert made.prefill is not None
+        assert made.decision is not None
+        met[made.prefill.name] += 1
+        queued[made.prefill.name] += made.decision.computed
+    assert max(met.values()) <= 1.3 * met.total() / 4
+
+
+def test_one_node_is_chosen_by_what_it_will_do() -> None:
+    prefix = PromptHits(TOKENS, HitSource.EVENTS, {Place("d1"): Hit(3584, 3584), Place("p1"): Hit(3584, 3584)})
+    snapshot, needs = Snapshot(PAIRS), PlanInput("m", prefix=prefix)
+    assert [choose(snapshot, role, needs, HYBRID, 1).name for role in Role] == ["p1", "d1"]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), min_size=1, max_size=6, unique_by=lambda each: each[0]),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), min_size=1, max_size=6, unique_by=lambda each: each[0]),
+    st.sets(st.tuples(st.integers(0, 4), st.integers(0, 4))),
+    st.sets(st.integers(0, 4), max_size=2),
+)
+def test_the_best_allowed_pair_is_that_of_all(
+    prefills: list[tuple[int, int]], decodes: list[tuple[int, int]], barred: set[tuple[int, int]], alone: set[int]
+) -> None:
+    bars = Bars({(f"p{p}", f"d{d}"): "" for p, d in barred}, {f"d{each}": "" for each in alone})
+    quotes = [[Quote(score, score, view(f"{role}{n}"), 0, NO_HIT) for n, score in side] for role, side in
+              (("p", prefills), ("d", decodes))]  # fmt: skip
+    allowed = [
+        p.score + d.score for p in quotes[0] for d in quotes[1] if bars.allow(p.view.node.name, d.view.node.name)
+    ]
+    found = best_allowed_pair(quotes[0], quotes[1], bars)
+    assert (None if found is None else found[0].score + found[1].score) == min(allowed, default=None)

@@ -1,0 +1,81 @@
+"""How long nodes take, as it is learned."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdproxy.planning.prefix import Place
+from pdproxy.planning.rates import LEAST_PER_TOKEN, MOST_NODES, MOST_PER_TOKEN, START, Rates, Work
+
+
+def learned(fixed: float, per_token: float, sizes: list[int], node: str = "p0") -> Rates:
+    rates = Rates()
+    for tokens in sizes:
+        rates.took(Work.PREFILL, node, tokens, fixed + per_token * tokens)
+    return rates
+
+
+def test_a_node_that_nobody_knows_has_the_start_values() -> None:
+    assert Rates().pace(Work.PREFILL, "p0") == START[Work.PREFILL]
+    assert Rates().factors(Work.PREFILL) == {}
+
+
+@pytest.mark.parametrize(("fixed", "per_token"), [(0.01, 1 / 1000), (0.0, 1 / 50_000), (0.3, 1 / 8000)])
+def test_a_line_is_found(fixed: float, per_token: float) -> None:
+    pace = learned(fixed, per_token, [100, 4000, 900, 2000, 10_000, 300] * 10).pace(Work.PREFILL, "p0")
+    assert pace.per_token == pytest.approx(per_token, rel=0.15)
+    assert pace.seconds(3000) == pytest.approx(fixed + per_token * 3000, rel=0.15)
+
+
+def test_prompts_of_one_size_tell_what_that_size_takes() -> None:
+    assert learned(0, 1 / 2000, [450] * 40).pace(Work.PREFILL, "p0").seconds(450) == pytest.approx(0.225, rel=0.2)
+
+
+def test_a_node_without_samples_has_the_mean_of_its_role_and_of_no_other() -> None:
+    rates = learned(0, 1 / 1000, [1000, 5000] * 20)
+    assert rates.pace(Work.PREFILL, "p9") == rates.role(Work.PREFILL)
+    assert rates.role(Work.PREFILL).per_token == pytest.approx(1 / 1000, rel=0.2)
+    assert rates.pace(Work.LOCAL, "d0") == START[Work.LOCAL]
+
+
+def test_a_slow_node_is_told_from_a_quick_one() -> None:
+    rates = Rates()
+    for _ in range(30):
+        rates.took(Work.PREFILL, "quick", 2000, 0.2)
+        rates.took(Work.PREFILL, "slow", 2000, 0.8)
+    assert rates.factors(Work.PREFILL)["quick"] < 0.6
+    assert rates.factors(Work.PREFILL)["slow"] > 1.4
+    assert rates.pace(Work.PREFILL, "slow").seconds(2000) == pytest.approx(0.8, rel=0.1)
+
+
+def test_one_stall_does_not_make_a_node_slow() -> None:
+    rates = learned(0, 1 / 8000, [2000] * 30)
+    before = rates.pace(Work.PREFILL, "p0").seconds(2000)
+    rates.took(Work.PREFILL, "p0", 2000, 600.0)
+    assert rates.pace(Work.PREFILL, "p0").seconds(2000) < 2 * before
+
+
+def test_the_time_for_which_a_prompt_waits_for_another_is_not_its_own() -> None:
+    rates, place = Rates(), Place("p0")
+    for second in range(0, 60, 2):  # two at once, a second each
+        rates.computed(Work.PREFILL, place, 4000, second, second + 1)
+        rates.computed(Work.PREFILL, place, 4000, second, second + 2)
+    assert rates.pace(Work.PREFILL, "p0").seconds(4000) == pytest.approx(1.0, rel=0.1)
+
+
+def test_nodes_that_left_are_forgotten_in_the_end() -> None:
+    rates = Rates()
+    for number in range(MOST_NODES + 1):
+        rates.took(Work.HAND_OVER, f"d{number}", 100, 1.0)
+    assert rates.pace(Work.HAND_OVER, "d0") == rates.role(Work.HAND_OVER)
+    assert len(rates.factors(Work.HAND_OVER)) == MOST_NODES
+
+
+@given(st.lists(st.tuples(st.integers(0, 200_000), st.floats(0, 1e4)), max_size=30))
+def test_whatever_is_seen_a_pace_is_positive_and_finite(samples: list[tuple[int, float]]) -> None:
+    rates = Rates()
+    for tokens, seconds in samples:
+        rates.took(Work.PREFILL, "p0", tokens, seconds)
+    for pace in (rates.pace(Work.PREFILL, "p0"), rates.role(Work.PREFILL)):
+        assert LEAST_PER_TOKEN / 50 <= pace.per_token <= MOST_PER_TOKEN * 50
+        assert 0 < pace.fixed < 1000

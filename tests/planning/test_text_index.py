@@ -1,0 +1,146 @@
+"""What was sent where, as the planner's approximation of what is cached."""
+
+import time
+
+import pytest
+
+from pdproxy.planning.prefix import Hit, Place
+from pdproxy.planning.text_index import CHUNK, Chain, Keeps, TextIndex, chain_of_ids, chain_of_text
+
+P0, P1, D0 = Place("p0"), Place("p1"), Place("d0")
+SYSTEM = b"be kind. " * 200
+"""1,800 bytes: 450 tokens where nothing is known."""
+
+
+def chat(*messages: bytes, model: str = "m", salt: str = "") -> Chain:
+    return chain_of_text(model, salt, [SYSTEM, *messages])
+
+
+FIRST, SECOND = b"first question " * 20, b"second question " * 20
+ANSWER = b"an answer " * 20
+TURN_1, TURN_2 = chat(FIRST), chat(FIRST, ANSWER, SECOND)
+
+
+def test_nothing_is_known_of_what_was_never_sent() -> None:
+    assert TextIndex().look_up(TURN_1, 0) == {}
+    assert TextIndex().tokens(TURN_1) == (len(SYSTEM) + len(FIRST)) / 4
+
+
+def test_the_next_turn_can_resume_where_the_last_prompt_ended() -> None:
+    index = TextIndex()
+    index.sent(TURN_1, P0, Keeps.ALL, 0)
+    assert index.look_up(TURN_2, 1) == {P0: Hit(525, 525)}
+
+
+def test_a_shared_prefix_has_a_state_from_its_second_meeting_on() -> None:
+    index, resumed = TextIndex(), list[int]()
+    for number in range(3):
+        prompt = chat(b"question %d" % number)
+        resumed.append(index.look_up(prompt, 0).get(P0, Hit(0, 0)).resume)
+        index.sent(prompt, P0, Keeps.ALL, 0)
+    assert resumed == [0, 0, 450]
+    assert index.look_up(chat(b"another"), 0)[P0] == Hit(450, 450)
+
+
+def test_each_place_meets_a_prefix_for_itself() -> None:
+    index = TextIndex()
+    for number, place in enumerate((P0, P0, P1)):
+        index.sent(chat(b"question %d" % number), place, Keeps.ALL, 0)
+    found = index.look_up(chat(b"another"), 0)
+    assert (found[P0].resume, found[P1].resume, found[P1].attention) == (450, 0, 450)
+
+
+def test_a_prompt_of_exactly_the_prefix_gives_the_next_one_its_state() -> None:
+    index = TextIndex()
+    index.sent(chat(), P0, Keeps.ALL, 0)
+    assert index.look_up(chat(b"question"), 0)[P0] == Hit(450, 450)
+
+
+@pytest.mark.parametrize(("keeps", "resume"), [(Keeps.NONE, 0), (Keeps.END, 525)])
+def test_a_decode_node_keeps_a_state_only_where_it_can_resume(keeps: Keeps, resume: int) -> None:
+    index = TextIndex()
+    index.sent(TURN_1, D0, keeps, 0)
+    assert index.look_up(TURN_2, 0) == {D0: Hit(525, resume)}
+
+
+def test_salts_models_and_ids_do_not_meet() -> None:
+    index = TextIndex()
+    index.sent(TURN_1, P0, Keeps.ALL, 0)
+    for other in (
+        chat(FIRST, salt="tenant"),
+        chat(FIRST, model="lora", salt="lora"),
+        chain_of_ids("m", "", range(600)),
+    ):
+        assert index.look_up(other, 0) == {}
+
+
+def test_a_prompt_of_ids_is_counted_exactly() -> None:
+    index, ids = TextIndex(), list(range(1000))
+    index.sent(chain_of_ids("m", "", ids[:700]), P0, Keeps.ALL, 0)
+    longer = chain_of_ids("m", "", ids)
+    assert index.tokens(longer) == 1000
+    assert index.look_up(longer, 0)[P0].attention == 640
+    index.counted(longer, 5)
+    assert index.tokens(longer) == 1000
+
+
+def test_what_answers_count_is_learned() -> None:
+    index = TextIndex()
+    index.sent(TURN_1, P0, Keeps.ALL, 0)
+    index.counted(TURN_1, 1050)
+    assert index.look_up(TURN_2, 0)[P0] == Hit(1050, 1050)
+    assert index.tokens(TURN_2) == pytest.approx(1050 + (len(ANSWER) + len(SECOND)) / 2, rel=0.02)
+    assert index.tokens(chat(model="other", salt="o")) == 450
+
+
+def test_a_place_that_had_less_is_believed() -> None:
+    index = TextIndex()
+    for number in range(2):
+        index.sent(chat(b"question %d" % number), P0, Keeps.ALL, 0)
+    third = chat(b"question 3")
+    index.sent(third, P0, Keeps.ALL, 0)
+    index.cached_less(third, P0)
+    assert index.look_up(chat(b"another"), 0)[P0] == Hit(450, 0)
+    assert index.look_up(chat(b"question 3", b"more"), 0)[P0].resume > 450, "it has computed this one now"
+
+
+def test_a_place_that_had_more_is_believed() -> None:
+    index = TextIndex()
+    index.sent(TURN_1, P0, Keeps.ALL, 0)
+    index.cached_more(TURN_1, P0, 460, 0)
+    assert index.look_up(chat(b"another"), 0)[P0] == Hit(450, 450)
+
+
+def test_what_is_old_is_taken_to_be_evicted() -> None:
+    index = TextIndex(life=60)
+    index.sent(TURN_1, P0, Keeps.ALL, 0)
+    assert index.look_up(TURN_2, 60)
+    assert index.look_up(TURN_2, 61) == {}
+
+
+def test_a_state_that_is_used_lives_on() -> None:
+    index = TextIndex(life=60)
+    for minute in range(5):
+        index.sent(chat(b"question %d" % minute), P0, Keeps.ALL, 50 * minute)
+    assert index.look_up(chat(b"another"), 230)[P0] == Hit(450, 450)
+
+
+def test_memory_is_bounded_and_the_latest_is_kept() -> None:
+    index = TextIndex(most_marks=50)
+    for number in range(100):
+        index.sent(chat(b"question %d" % number * 100), P0, Keeps.ALL, number)
+        assert len(index) <= 50
+    assert index.look_up(chat(b"question 99" * 100), 100)[P0].attention > 450
+    assert index.look_up(chat(b"question 3" * 100), 100)[P0] == Hit(450, 450)
+
+
+def test_marks_are_few_and_a_long_prompt_is_looked_up_quickly() -> None:
+    parts = [b"%d " % number * 1000 for number in range(100)]
+    index, chain = TextIndex(), chain_of_text("m", "", parts)
+    assert len(chain.hashes) <= sum(map(len, parts)) / CHUNK + len(parts)
+    for number in range(20):
+        index.sent(chain, Place(f"p{number}"), Keeps.ALL, 0)
+    began = time.process_time()
+    index.look_up(chain_of_text("m", "", parts), 0)
+    kilobytes = sum(map(len, parts)) / 1024
+    assert (time.process_time() - began) / kilobytes < 50e-6, "seconds for each KB: a tenth of that was measured"
