@@ -9,7 +9,19 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdproxy.errors import Fault
 from pdproxy.observe.event_metrics import EventMetrics
-from pdproxy.observe.labels import Affinity, Attempt, Delivery, Leg, Outcome, Phase, Proof, RouteReason, Task, Tokens
+from pdproxy.observe.labels import (
+    Affinity,
+    Attempt,
+    Delivery,
+    Leg,
+    Outcome,
+    Phase,
+    Prediction,
+    Proof,
+    RouteReason,
+    Task,
+    Tokens,
+)
 from pdproxy.request import Endpoint
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -43,6 +55,9 @@ class Metrics:
         )
         self._real_hits = counter(
             "pdproxy_real_hit_tokens_total", "Of the same prompts, tokens that nodes had cached.", ["role"]
+        )
+        self._predictions = counter(
+            "pdproxy_hit_predictions_total", "Of the same prompts, whether the plan was right.", ["role", "outcome"]
         )
         self._migrations = counter("pdproxy_migrations_total", "Streams that had to continue elsewhere.", ["outcome"])
         self._continuable = counter(
@@ -101,6 +116,8 @@ class Metrics:
             self._sessions.labels(role, affinity)
         for role, hits in itertools.product(("prefill", "decode"), (self._planned_hits, self._real_hits)):
             hits.labels(role)
+        for role, prediction in itertools.product(("prefill", "decode"), Prediction):
+            self._predictions.labels(role, prediction)
 
     def request_ended(self, endpoint: Endpoint | None, outcome: Outcome) -> None:
         """Count a request that ended; ``endpoint`` is None for one that was passed through."""
@@ -130,8 +147,9 @@ class Metrics:
         """Count a plan by what is cached."""
         self._plan(reason).inc()
 
-    def hit(self, role: enum.StrEnum, planned: int, real: int) -> None:
+    def hit(self, role: enum.StrEnum, planned: int, real: int, outcome: Prediction) -> None:
         """Count what a node of a role was taken to have cached of a prompt that it computed, and what it had."""
+        self._predictions.labels(role, outcome).inc()
         self._planned_hits.labels(role).inc(planned)
         self._real_hits.labels(role).inc(real)
 
