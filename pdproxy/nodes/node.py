@@ -151,7 +151,9 @@ class NodeView:
         # Every plan compares all of them, and a view outlives many plans.
         object.__setattr__(self, "room", self.node.weight * self.share)
         object.__setattr__(self, "load", (self.active + 1) / self.room)
-        backlog, legs, rank = min(zip(self.queued, self.legs, range(len(self.legs)), strict=True))
+        backlog, legs, rank = self.queued[0], self.legs[0], 0
+        if len(self.legs) > 1:
+            backlog, legs, rank = min(zip(self.queued, self.legs, range(len(self.legs)), strict=True))
         object.__setattr__(self, "rank", rank)
         object.__setattr__(self, "backlog", backlog)
         object.__setattr__(self, "sequences", legs)
@@ -212,8 +214,7 @@ class Served:
 
     Attributes:
         places: of all of them.
-        cohorts: of those of each cohort, sorted by its name; nodes of unknown cohort are in each.
-        cohort_names: in the same order.
+        cohorts: of those of each cohort, sorted by its name (``cohort_names``); nodes of unknown cohort are in each.
         by_name: the place of each of them.
         seeds: by role, in the order of ``places``.
     """

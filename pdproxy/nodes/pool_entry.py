@@ -97,7 +97,10 @@ class PoolEntry:
     def view(self, now: float) -> NodeView:
         """The node as a snapshot shows it."""
         node, ranks = self.node, self.node.ranks
-        loads = tuple(self.legs[:ranks]), tuple(self.queued[:ranks]), tuple(self.held[:ranks])
+        if ranks == 1:  # as most nodes have, and each leg makes two views
+            loads: tuple[tuple[int, ...], ...] = (self.legs[0],), (self.queued[0],), (self.held[0],)
+        else:
+            loads = tuple(self.legs[:ranks]), tuple(self.queued[:ranks]), tuple(self.held[:ranks])
         return NodeView(node, self.state(), self.active, self.circuit.share(now), self.trials, self.reason, *loads)
 
 

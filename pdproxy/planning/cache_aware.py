@@ -2,7 +2,7 @@
 
 Prefill and decode places are priced apart (`cost`) and the best of each cohort go together, for what a hand-over costs
 depends on the decode place alone. Only places that have something cached are priced one by one; all others differ by
-their load alone. Places that cost nearly the same are chosen by the request's session, or take turns.
+their load alone. Places that cost nearly the same are chosen by the request's session, or by what they did lately.
 """
 
 import dataclasses
@@ -20,10 +20,11 @@ from pdproxy.planning.session import own_index
 
 NEAR_SECONDS, NEAR_SHARE = 0.002, 0.05
 """Costs that differ by less than this, or than this share, are the same: no estimate is better than that."""
+FEW = 8
+"""Of places that cost nearly the same, how many are compared by what they did lately."""
 SESSION_SHARE = 0.5
 """Of a prompt, what its session's own place is taken to have cached where nothing is known."""
 _SCORE = operator.attrgetter("score")
-_UNKNOWN_RATES = Rates()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,9 +81,10 @@ class Market:
 
     def __init__(self, policy: CacheAware, candidates: Candidates) -> None:
         needs = candidates.needs
-        prefix, rates = needs.prefix, needs.rates or _UNKNOWN_RATES
+        prefix, rates = needs.prefix, needs.rates or Rates()
         self._policy = policy
         self._candidates = candidates
+        self._rates = rates
         hits = _by_node(candidates, {} if prefix is None else prefix.hits)
         self._hits = {role: [hit for hit in hits if hit[0].node.role is role] for role in Role}
         self.tokens = needs.tokens if prefix is None else prefix.tokens
@@ -145,8 +147,14 @@ class Market:
         return near[index] if index < len(near) else self._fresh_quote(price, fresh[index - len(near)])
 
     def _which(self, views: Sequence[NodeView], turn: int) -> int:
+        """The session's own; else, of a few from the turn's on, the one that did least lately: what is cached there
+        draws others to it."""
         session = self._candidates.needs.session
-        return turn % len(views) if session is None else own_index(views, session)
+        if session is not None:
+            return own_index(views, session)
+        recent, few = self._rates.recent, [(turn + step) % len(views) for step in range(min(FEW, len(views)))]
+        did = [recent.get(views[index].node.name, 0.0) for index in few]
+        return few[did.index(min(did))]
 
     def _fresh_quote(self, price: Price, view: NodeView) -> Quote:
         """With what its lightest rank has cached after all, where that hardly matters."""

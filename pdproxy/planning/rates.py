@@ -52,6 +52,7 @@ WEIGHT_AT_0, WEIGHT_FAR, FAR = 2.0, 0.1, 4096.0
 point at 0 weighs more, so that they are taken to tell what a token takes."""
 MOST_TIMES = 8.0
 """A sample counts as at most so many times what was expected: one stall must not make a node slow for long."""
+MOST_WEIGHT = 1e100
 MOST_NODES = 8192
 """Of which something is kept, by kind of work; the one met first is forgotten first: most have left the pool."""
 LEAST_PER_TOKEN, MOST_PER_TOKEN, LEAST_FIXED, MOST_FIXED, MOST_FACTOR = 1e-7, 0.1, 1e-4, 5.0, 50.0
@@ -87,6 +88,14 @@ class Rates:
         """Of each node's samples: the seconds that they took, and that the role's line said."""
         self._factors: dict[Work, dict[str, float]] = {work: {} for work in Work}
         self._last_end: dict[Place, float] = {}
+        self._recent: dict[str, float] = {}
+        self._weight = 1.0
+        """Of the next sample in ``_recent``: later ones weigh more, and so earlier ones less."""
+
+    @property
+    def recent(self) -> Mapping[str, float]:
+        """Tokens that nodes worked on lately, by their names; of no scale, so that they can only be compared."""
+        return self._recent
 
     def role(self, work: Work) -> Pace:
         """Of all nodes that do this work."""
@@ -112,6 +121,7 @@ class Rates:
         seconds = min(seconds, MOST_TIMES * self.pace(work, node).seconds(tokens))
         self._lines[work].add(tokens, seconds)
         expected = self._lines[work].pace.seconds(tokens)
+        self._count(node, tokens)
         if (work, node) not in self._sums and len(self._sums) >= MOST_NODES:
             self._forget(*next(iter(self._sums)))
         took, said = self._sums.get((work, node), (0.0, 0.0))
@@ -120,6 +130,14 @@ class Rates:
         factor = (took + expected) / (said + expected)  # as if one sample more had taken what the role takes
         self._factors[work][node] = min(max(factor, 1 / MOST_FACTOR), MOST_FACTOR)
 
+    def _count(self, node: str, tokens: int) -> None:
+        self._recent[node] = self._recent.get(node, 0.0) + tokens * self._weight
+        self._weight /= KEPT_OF_ROLE
+        if self._weight > MOST_WEIGHT:
+            self._recent = {name: did / self._weight for name, did in self._recent.items()}
+            self._weight = 1.0
+
     def _forget(self, work: Work, node: str) -> None:
         del self._sums[work, node], self._factors[work][node]
+        self._recent.pop(node, None)
         self._last_end = {place: end for place, end in self._last_end.items() if place.node != node}

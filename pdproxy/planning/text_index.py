@@ -136,7 +136,6 @@ class TextIndex:
     def sent(self, chain: Chain, place: Place, keeps: Keeps, now: float) -> None:
         """The prompt goes to a place."""
         before = self._met(chain, place, now)
-        self._use_state(chain, before, place, now)
         for value in reversed(chain.hashes):  # so that what is forgotten first is a chain's end, not its beginning
             mark = self._marks.get(value)
             if mark is None:
@@ -185,14 +184,6 @@ class TextIndex:
             if met is not None:
                 return end if self._live(met, now) else 0
         return 0
-
-    def _use_state(self, chain: Chain, met: int, place: Place, now: float) -> None:
-        """The place resumes from its last state within what it has met: that one is evicted later."""
-        for end in range(met, 0, -1):
-            states = self._marks[chain.hashes[end - 1]].states
-            if states is not None and place in states:
-                states[place] = now
-                return
 
     def _keep_state(self, chain: Chain, end: int, place: Place, now: float) -> None:
         mark = self._marks.get(chain.hashes[end - 1]) if end else None

@@ -154,6 +154,14 @@ async def test_requests_without_a_key_take_turns() -> None:
         assert [await made.routed(role, "none") for role in NodeRole] == [TURNS, TURNS]
 
 
+async def test_by_what_is_cached_the_session_decides_where_nothing_else_does() -> None:
+    settings, met = Settings(policy=Policy(routing=Routing.HYBRID), health=QUICK), set[Nodes]()
+    for session in SESSIONS[:3]:
+        async with fleet(settings) as made:
+            met.add(await made.turn(session))
+    assert len(met) > 1, "the first turn of any proxy would always meet the same nodes"
+
+
 @pytest.mark.parametrize("field", ["user", "prompt_cache_key"])
 async def test_the_body_names_a_session_too(field: str) -> None:
     async with fleet(BY_SESSION) as made:

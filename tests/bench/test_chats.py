@@ -21,6 +21,22 @@ def test_sessions_reach_the_node_that_has_their_prefix(traffic: Traffic, seed: i
     assert by_session.mean_wait <= 0.65 * by_load.mean_wait
 
 
+@pytest.mark.parametrize(("traffic", "nodes"), [(Traffic(36), 3), (Traffic(300, within=60), 3), (Traffic(300), 8)])
+def test_what_is_cached_is_a_better_guide_than_sessions(traffic: Traffic, nodes: int) -> None:
+    """Without keys; and no more than a tenth above the least that any plan could compute."""
+    by_session, by_cache = (run(routing, traffic, nodes) for routing in (Routing.SESSION, Routing.HYBRID))
+    least = 2 * traffic.systems * traffic.system + traffic.conversations * (
+        traffic.turns * (traffic.question + traffic.answer) - traffic.answer
+    )
+    assert by_cache.computed <= min(0.97 * by_session.computed, 1.1 * least)
+    assert by_cache.mean_wait <= by_session.mean_wait
+
+
+def test_attention_alone_misleads_on_a_hybrid_model() -> None:
+    by_attention, by_state = (run(routing, Traffic(300)) for routing in (Routing.PREFIX, Routing.HYBRID))
+    assert by_state.computed < 0.9 * by_attention.computed
+
+
 def test_the_next_turn_goes_to_the_node_of_the_last() -> None:
     made = run(Routing.SESSION, Traffic(36))
     assert made.affinity[Affinity.OWN] / made.affinity.total() > 0.95

@@ -303,9 +303,7 @@ async def test_a_proxy_that_plans_by_what_is_cached_sends_a_conversation_where_i
             assert said.text == story.at_turn(number).answer
             await asyncio.sleep(2 * QUIET_S)
     reused = sum([await in_thread(each.grown) for each in hits])
-    print(
-        f"\n{reused:g} tokens were hit on decode nodes, of about 10,800 that 12 later turns have in common with the first"
-    )
+    print(f"\n{reused:g} tokens were hit on decode nodes, of about 10,800 that later turns share with the first")
     assert reused >= 0.9 * 12 * 768
     assert await in_thread(lambda: counted("pdproxy_token_ids_total", outcome="fetched")) >= 18
     assert await in_thread(lambda: counted("pdproxy_kv_event_batches_total", outcome="applied")) > 0

@@ -141,6 +141,22 @@ async def test_a_node_that_restarted_at_other_ports_is_found_again() -> None:
             assert cluster.known("a") is Known.ALL
 
 
+async def test_a_node_that_was_admitted_again_is_asked_for_its_publishers_again() -> None:
+    """It may be another process by now, though all that it says of itself is the same."""
+    async with publishing() as publisher, following() as cluster:
+        info = cluster.tells("a", publisher)
+        cluster.join("a")
+        publisher.publish(stored(1))
+        await cluster.until_known("a", Known.ALL)
+        assert len(info.asked) == 1
+        cluster.join("a")
+        async with asyncio.timeout(10):
+            while len(info.asked) < 2:
+                await cluster.pass_time()
+        await cluster.until_known("a", Known.ALL)
+        assert cluster.caches.count("kv_event_batches_total", outcome="applied") == 1
+
+
 async def test_a_publisher_out_of_reach_is_told_of_once_and_what_was_known_is_forgotten(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

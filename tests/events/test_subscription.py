@@ -124,7 +124,8 @@ async def test_a_batch_that_comes_twice_counts_once() -> None:
 
 @pytest.mark.parametrize("as_many", [False, True])
 async def test_an_engine_that_was_restarted_at_the_same_port_has_nothing_of_what_the_old_one_had(as_many: bool) -> None:
-    """Even if it has published as many batches by now: the last one is not the one that was taken last."""
+    """Even if it has published as many batches by now: the last one is not the one that was taken last. And even if the
+    clock of its host was set back."""
     caches = Caches()
     async with publishing() as old, subscribed(caches, old.source, PATIENT) as running:
         await until(lambda: old.subscribers == 1)
@@ -132,9 +133,9 @@ async def test_an_engine_that_was_restarted_at_the_same_port_has_nothing_of_what
         old.publish(stored(4))
         await until(lambda: caches.blocks() == 4)
     async with publishing(old.ports) as new:
-        new.later(60)
         new.publish(stored(9))
         if as_many:
+            new.later(60)
             new.publish(stored(10))
             new.publish(stored(11))
         async with subscribed(caches, new.source, PATIENT):
@@ -156,6 +157,21 @@ async def test_a_connection_that_broke_is_taken_up_where_it_was() -> None:
             assert (caches.blocks(), known(caches), publisher.questions) == (2, Known.ALL, [0, 0])
         assert caches.count("kv_event_batches_total", outcome="applied") == 2
         assert caches.count("kv_places_forgotten_total", reason="restart") == 0
+
+
+async def test_without_a_replay_endpoint_a_broken_connection_is_a_loss() -> None:
+    async with publishing() as publisher:
+        caches, source = Caches(), dataclasses.replace(publisher.source, replay_port=None)
+        async with subscribed(caches, source, PATIENT):
+            await until(lambda: publisher.subscribers == 1)
+            publisher.publish(stored(1))
+            await until(lambda: caches.blocks() == 1)
+        async with subscribed(caches, source, PATIENT):
+            assert known(caches) is Known.NOTHING
+            await until(lambda: publisher.subscribers == 1)
+            publisher.publish(stored(2))
+            await until(lambda: caches.blocks() == 1)
+            assert known(caches) is Known.PART
 
 
 async def test_a_restart_is_noticed_by_a_batch_of_a_later_time() -> None:

@@ -1,5 +1,7 @@
 """Membership, load, circuits and bars of a pool."""
 
+import dataclasses
+
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -8,6 +10,7 @@ from pdproxy.failures import LEG_BLAME, Blame
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.node import Bars, Node, Role, State
 from pdproxy.nodes.pool import DuplicateNode, Pool, UnknownNode
+from pdproxy.nodes.pool_entry import LegLoad
 from pdproxy.observe.metrics import Metrics
 from tests.fakes.clock import FakeClock
 
@@ -45,6 +48,22 @@ def test_a_node_joins_before_it_serves(clock: FakeClock) -> None:
 def test_a_name_is_given_once(pool: Pool) -> None:
     with pytest.raises(DuplicateNode):
         pool.add(NODE)
+
+
+def test_legs_count_on_the_rank_that_they_name_and_others_where_the_fewest_are(pool: Pool) -> None:
+    pool.admit(dataclasses.replace(NODE, ranks=3))
+    slots = [pool.acquire("d1", LegLoad(1, 700, 900)), *(pool.acquire("d1") for _ in range(3))]
+    view = pool.view("d1")
+    assert (view.legs, view.queued, view.held) == ((2, 1, 1), (0, 700, 0), (0, 900, 0))
+    assert (view.rank, view.backlog, view.sequences) == (2, 0, 1)
+    for _ in range(2):
+        slots[0].prompt_computed()
+        assert pool.view("d1").queued == (0, 0, 0)
+    pool.admit(dataclasses.replace(NODE, ranks=1))
+    assert pool.view("d1").legs == (2,)
+    for slot in slots:
+        slot.release()
+    assert (pool.view("d1").legs, pool.view("d1").held) == ((0,), (0,))
 
 
 def test_legs_are_counted_and_released_once(pool: Pool) -> None:

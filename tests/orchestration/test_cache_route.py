@@ -1,5 +1,6 @@
 """Requests under the policies that go by what is cached, on fake nodes that keep states as those of a hybrid model."""
 
+import asyncio
 import collections
 import dataclasses
 import json
@@ -18,9 +19,11 @@ from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.orchestration.text_prefix_source import TextPrefixSource
 from pdproxy.planning.policies import policy_named
+from pdproxy.planning.prefix import PromptHits
 from pdproxy.planning.rates import Rates, Work
-from pdproxy.request import Endpoint
+from pdproxy.request import Endpoint, SubRequest
 from pdproxy.settings.types import Legs, Routing
+from tests.fakes.fake_model import tokenize
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.fakes.prompt_cache import PromptCache
 from tests.orchestration.cluster import FakeCluster, Got
@@ -146,6 +149,56 @@ async def test_tokens_in_flight_are_given_back() -> None:
     assert {(view.queued, view.held, view.legs) for view in cluster.pool.snapshot().nodes} == {((0,), (0,), (0,))}
 
 
+async def test_tokens_are_queued_until_they_are_computed_and_held_until_the_answer_ends() -> None:
+    cluster = CachingCluster(nodes=1, resumes=True)
+    seen = []
+    for turn in range(2):
+        levels = set[tuple[str, int, bool]]()
+        asking = asyncio.ensure_future(cluster.say(*said(turn)))
+        while not asking.done():
+            await asyncio.sleep(0)
+            views = cluster.pool.snapshot().nodes
+            levels |= {(view.node.name, view.queued[0], view.held[0] > 0) for view in views if view.held[0]}
+        seen.append(sorted(levels))
+    (decoding, prefilling), (after, computing) = seen
+    assert (decoding, prefilling[::2]) == (("d0", 0, True), ("p0", True))
+    assert (after, computing[::2]) == (("d0", 0, True), ("d0", True)), "it resumes: no prefill node gets this turn"
+    assert prefilling[1] > 300 > computing[1] > 0
+
+
+class CountingSource(TextPrefixSource):
+    """Counts the questions."""
+
+    asked = 0
+
+    async def look_up(self, sub_request: SubRequest) -> PromptHits | None:
+        self.asked += 1
+        return await super().look_up(sub_request)
+
+
+async def test_a_prompt_is_looked_up_once_however_often_it_is_planned() -> None:
+    cluster = CachingCluster()
+    source = CountingSource(cluster.pool, cluster.clock)
+    context = dataclasses.replace(cluster.context, prefix_source=source)
+    cluster.orchestrator = Orchestrator(context, cluster.background_tasks)
+    for node in (cluster.prefills[0], *cluster.decodes):
+        node.fault = InjectedFault(FaultKind.RESET, at=2, times=1)
+    await cluster.say(*said(0))
+    assert cluster.asked > 3, "it moved to another node in mid-stream"
+    assert source.asked == 1
+
+
+async def test_what_others_had_a_node_compute_is_learned() -> None:
+    cluster = CachingCluster()
+    shared = tokenize(json.dumps([{"role": "system", "content": SYSTEM}]))[:-1]
+    for node in cluster.prefills:
+        assert node.cache is not None
+        node.cache.compute(shared)
+    await cluster.say(*said(0, 1))
+    await cluster.say(*said(0, 2))
+    assert [cluster.count("pdproxy_plans_total", reason=reason) for reason in ("branch", "cached")] == [0, 1]
+
+
 async def test_what_runs_already_counts_at_once() -> None:
     cluster = CachingCluster()
     await cluster.say(*said(0))
@@ -178,6 +231,8 @@ async def test_a_leg_names_its_rank_where_vllm_heeds_it(endpoint: Endpoint) -> N
         named = {dict(seen.headers).get("x-data-parallel-rank") for seen in node.legs()}
         assert named == ({None} if endpoint is Endpoint.RESPONSES else named - {None})
         assert len(named) == 1
+    unknown = cluster.count("pdproxy_plans_total", reason="nothing_cached")
+    assert unknown == (3 if endpoint is Endpoint.RESPONSES else 1), "nobody says which rank it was"
     await cluster.settle()
 
 

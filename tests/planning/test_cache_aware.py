@@ -126,6 +126,14 @@ def test_where_nothing_is_cached_idle_nodes_take_turns_and_busy_ones_wait() -> N
     assert names(make(view("p1", 5000), view("p2", 100), view("d1"), hits={}))[0] == "p2"
 
 
+def test_of_idle_nodes_the_one_that_did_least_lately_gets_a_new_prompt() -> None:
+    rates = Rates()
+    for name, tokens in (("p1", 3000), ("p2", 1000), ("p3", 2000)):
+        rates.took(Work.PREFILL, name, tokens, 0.01 + tokens / 8000)
+    views = [view(name) for name in ("p1", "p2", "p3", "d1")]
+    assert {names(make(*views, hits={}, rates=rates, turn=turn))[0] for turn in range(6)} == {"p2"}
+
+
 def test_a_quick_node_gets_more() -> None:
     rates = Rates()
     for _ in range(30):
@@ -206,6 +214,25 @@ def test_a_decode_node_computes_nothing_where_that_is_dearer(
     hits: Mapping[str, tuple[int, int]], views: tuple[NodeView, ...]
 ) -> None:
     assert make(*views, hits=hits).prefill is not None
+
+
+def test_streams_are_not_held_up_for_longer_than_the_budget_whatever_it_saves() -> None:
+    views = (view("p1", 50_000), view("d1"))
+    hits = {"d1": (2000, 2000)}
+    assert make(*views, hits=hits).prefill is not None
+    patient = PlanPolicy(routing=policy_named(Routing.HYBRID, 0.3))
+    assert make(*views, hits=hits, policy=patient).local is LocalReason.CACHED
+
+
+def test_a_rank_that_is_no_longer_there_is_no_hit() -> None:
+    made = make(view("p1"), view("d1"), hits={"p1/9": (3584, 3584)})
+    assert reason(made) is RouteReason.NOTHING_CACHED
+
+
+def test_a_place_that_has_a_little_pays_for_the_rest_of_a_copy_too() -> None:
+    hits = {"p1": (2560, 2560), "p2": (256, 256)}
+    assert names(make(view("p1", 4000), view("p2"), view("d1"), hits=hits))[0] == "p1"
+    assert names(make(view("p1", 4000), view("p2"), view("d1"), hits=hits, policy=PREFIX))[0] == "p2"
 
 
 def test_without_a_budget_or_by_attention_alone_nothing_is_computed_on_decode_nodes() -> None:

@@ -71,6 +71,13 @@ def test_nodes_that_left_are_forgotten_in_the_end() -> None:
     assert len(rates.factors(Work.HAND_OVER)) == MOST_NODES
 
 
+def test_what_nodes_did_lately_weighs_more_than_what_they_did_long_ago() -> None:
+    rates = Rates()
+    for number in range(40_000):
+        rates.took(Work.PREFILL, "early" if number < 39_000 else "late", 100, 0.01)
+    assert 0 <= rates.recent["early"] < 0.01 * rates.recent["late"] < float("inf")
+
+
 @given(st.lists(st.tuples(st.integers(0, 200_000), st.floats(0, 1e4)), max_size=30))
 def test_whatever_is_seen_a_pace_is_positive_and_finite(samples: list[tuple[int, float]]) -> None:
     rates = Rates()

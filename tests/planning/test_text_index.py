@@ -125,6 +125,21 @@ def test_a_state_that_is_used_lives_on() -> None:
     assert index.look_up(chat(b"another"), 230)[P0] == Hit(450, 450)
 
 
+def test_a_state_that_is_no_longer_used_is_taken_to_be_evicted() -> None:
+    index = TextIndex(life=60)
+    for number in range(2):
+        index.sent(chat(b"question %d" % number), P0, Keeps.ALL, 0)
+    index.sent(chat(b"question 1", b"more"), P0, Keeps.ALL, 50)
+    assert index.look_up(chat(b"another"), 61)[P0] == Hit(450, 0)
+
+
+def test_of_an_old_conversation_the_end_is_forgotten_first() -> None:
+    index, old = TextIndex(most_marks=50), chain_of_text("m", "", [b"%d" % number for number in range(40)])
+    index.sent(old, P0, Keeps.ALL, 0)
+    index.sent(chain_of_text("m", "", [b"other %d" % number for number in range(30)]), P0, Keeps.ALL, 1)
+    assert index.look_up(old, 1)[P0].attention == index.tokens(old, 20)
+
+
 def test_memory_is_bounded_and_the_latest_is_kept() -> None:
     index = TextIndex(most_marks=50)
     for number in range(100):
