@@ -180,9 +180,9 @@ def _retention(node: Node, found: Reuse) -> Iterator[str]:
     interval = max(settings.retention, found.block)
     yield (
         f"--prefix-cache-retention-interval is to keep a state each {interval:,} tokens, but there is one only where a"
-        f" step of the prefill ends, which is each {found.every:,} tokens here. --long-prefill-token-threshold"
-        f" {interval} makes steps end there. Blocks that a state takes: {state_groups(node) or 'some'}; shorter steps"
-        " take a little longer in all"
+        f" step of the prefill ends: for a lone prompt each {found.every:,} tokens. --max-num-batched-tokens {interval}"
+        f" makes all steps so short, and prefills slower; an interval of {found.every} keeps no more than it can. Blocks"
+        f" that each state takes: {state_groups(node) or 'some'}"
     )
 
 

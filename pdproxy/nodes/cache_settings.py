@@ -16,7 +16,7 @@ class CacheSettings:
         state_mode: vLLM's `--mamba-cache-mode`: "align", or "none".
         match_unit: `--prefix-match-unit` as it was given, whether or not it has an effect.
         retention: `--prefix-cache-retention-interval`, tokens; 0 keeps the states that are kept in any case.
-        prefill_step: the most tokens of one prompt that are computed in one step.
+        prefill_step: `--max-num-batched-tokens`: the most that are computed in one step, of one prompt if it is alone.
         tp_size: `--tensor-parallel-size`.
     """
 
@@ -38,14 +38,9 @@ def read_cache_settings(ours: Mapping[str, str], stock: Mapping[str, str]) -> Ca
         state_mode=ours.get("mamba_cache_mode") or stock.get("mamba_cache_mode", ""),
         match_unit=_number(stock.get("prefix_match_unit", "")),
         retention=EVERY_BLOCK if retention == "None" else _number(retention),
-        prefill_step=_prefill_step(ours),
+        prefill_step=_number(ours.get("max_num_batched_tokens", "")),
         tp_size=_number(ours.get("tp_size", "")),
     )
-
-
-def _prefill_step(ours: Mapping[str, str]) -> int:
-    limits = (_number(ours.get(name, "")) for name in ("max_num_batched_tokens", "long_prefill_token_threshold"))
-    return min((limit for limit in limits if limit), default=0)
 
 
 def _number(text: str) -> int:

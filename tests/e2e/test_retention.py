@@ -33,26 +33,28 @@ class Setting:
 
     unit: int | None
     interval: int
-    threshold: int
+    step: int
     hits: tuple[int, int, int, int]
     advised: bool = False
 
     def spec(self, at: int) -> NodeSpec:
-        flags = (
-            *("--prefix-cache-retention-interval", str(self.interval)),
-            *("--max-num-batched-tokens", str(STEP)),
-            *("--long-prefill-token-threshold", str(self.threshold)),
-        )
+        flags = ("--prefix-cache-retention-interval", str(self.interval), "--max-num-batched-tokens", str(self.step))
         return NodeSpec(f"node-{at}", Role.PREFILL, 0, 0, prefix_match_unit=self.unit, more_arguments=flags)
 
 
 PAIRS = (
-    (Setting(None, 0, 0, (0, 0, 2816, 3072), advised=True), Setting(16, 0, 0, (0, 0, 2816, 3184))),
     (
-        Setting(16, 256, 0, (0, 2048, 2816, 3184), advised=True),
-        Setting(16, 1024, 0, (0, 2048, 2816, 3184), advised=True),
+        Setting(None, 0, STEP, (0, 0, 2816, 3072), advised=True),
+        Setting(16, 0, STEP, (0, 0, 2816, 3184)),
     ),
-    (Setting(16, 256, 512, (0, 2560, 2816, 3184), advised=True), Setting(16, 512, 512, (0, 2560, 2816, 3184))),
+    (
+        Setting(16, 256, STEP, (0, 2048, 2816, 3184), advised=True),
+        Setting(16, 1024, STEP, (0, 2048, 2816, 3184), advised=True),
+    ),
+    (
+        Setting(None, 256, 512, (0, 2560, 2816, 3072), advised=True),
+        Setting(16, 512, 512, (0, 2560, 2816, 3184)),
+    ),
 )
 """Nodes that run at one time."""
 
@@ -91,7 +93,7 @@ def test_who_hits_a_shared_prefix(running: list[tuple[Setting, Node]]) -> None:
     for setting, node in running:
         found, lines = hits(node), told(node)
         print(
-            f"unit {setting.unit}, interval {setting.interval}, threshold {setting.threshold}: {found}",
+            f"unit {setting.unit}, interval {setting.interval}, step {setting.step}: {found}",
             *lines,
             sep="\n  ",
         )

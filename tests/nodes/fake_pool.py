@@ -22,7 +22,6 @@ LABELS = {
     "kv_cache_dtype": "auto",
     "dtype": "bfloat16",
     "max_num_batched_tokens": "8192",
-    "long_prefill_token_threshold": "0",
     "tp_size": "1",
     "ssm_layout": "DS",
     "failure_policy": "recompute",
