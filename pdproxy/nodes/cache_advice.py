@@ -181,7 +181,7 @@ def _retention(node: Node, found: Reuse) -> Iterator[str]:
     yield (
         f"--prefix-cache-retention-interval is to keep a state each {interval:,} tokens, but there is one only where a"
         f" step of the prefill ends: for a lone prompt each {found.every:,} tokens. --max-num-batched-tokens {interval}"
-        f" makes all steps so short, and prefills slower; an interval of {found.every} keeps no more than it can. Blocks"
+        f" makes all steps so short, and prefills slower; as it is, an interval of {found.every} does the same. Blocks"
         f" that each state takes: {state_groups(node) or 'some'}"
     )
 
