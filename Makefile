@@ -8,7 +8,7 @@ FUZZED ?= 2000
 CHECKED := pdproxy connector deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint unit unit-proxy unit-connector soak e2e test-long test-upstream fuzz bench generate lock clean
+.PHONY: help env demo test lint unit unit-proxy unit-connector soak e2e test-long test-upstream fuzz bench bench-plan generate lock clean
 
 help: ## show this
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -30,10 +30,10 @@ lint: env ## format, style, types, import contracts
 # What imports vLLM runs apart, in one process: loading it takes eight seconds of CPU, and listing the tests four more. Of
 # the connector's tests those that need no vLLM are in the other half; a new file is taken to need it.
 NEED_NO_VLLM := $(wildcard $(patsubst %,tests/connector/test_%.py,adapters checkpoint config counters fingerprint \
-	hand_overs lease_reads leases message_signatures metadata_requests model_settings notifs peer_engines peers plugin \
+	hand_overs lease_reads leases message_signatures metadata_requests model_settings notifs peer_engines peers \
 	prompt_digest resolver side_channel side_channel_attacks ticket transfer_params verifier zmtp))
 WITH_VLLM := $(filter-out $(NEED_NO_VLLM),$(wildcard tests/connector/test_*.py)) tests/connector/tiers tests/vllm_compat \
-	tests/seeds tests/deploy/test_arguments.py tests/deploy/test_block_sizes.py
+	tests/seeds tests/upstream tests/deploy/test_arguments.py tests/deploy/test_block_sizes.py
 NOT_UNIT := tests/soak tests/watch tests/e2e
 # Bytecode is kept whatever the environment says: to compile the tests takes each process three seconds.
 UNIT = PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -m "not e2e and not long"
@@ -67,6 +67,9 @@ fuzz: env ## property tests with FUZZED examples each (default 2000)
 
 bench: env ## measure the proxy
 	$(RUN) -m tests.bench
+
+bench-plan: env ## what the policies make of traces, simulated; LARGE=1: 64 + 64 nodes; RIVALS=1: beside other routers
+	$(RUN) -m tests.bench.plan --docs docs $(if $(filter 1,$(RIVALS)),--rivals) $(if $(filter 1,$(LARGE)),--large)
 
 generate: env ## write what is made from the settings: their page, their schema, its copy in the chart
 	$(RUN) -m deploy.generate

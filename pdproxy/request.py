@@ -43,6 +43,7 @@ class ClientRequest:
         deadline: monotonic seconds by which the whole request must have ended.
         left: whether the client has disconnected; a request that is cancelled while it has not was cancelled by us.
         session: a hash of the key of its session and its client's name, 64 bits; None where it names none.
+        api_key: the name of the client's API key; never the key itself.
     """
 
     request_id: str
@@ -56,6 +57,7 @@ class ClientRequest:
     deadline: float
     left: Callable[[], bool]
     session: int | None = None
+    api_key: str = ""
 
 
 class Addition(enum.StrEnum):
@@ -130,6 +132,7 @@ class Shape:
         asked: which of our additions the client asked for itself, so that they stay in the answer.
         held_back: characters that vLLM holds back for stop strings (the longest one's length less one).
         greedy: temperature 0: computing the same tokens again gives the same tokens.
+        longest: tokens that one answer may have; None where the context is the limit.
     """
 
     choices: int
@@ -139,6 +142,7 @@ class Shape:
     asked: frozenset[Addition] = frozenset()
     held_back: int = 0
     greedy: bool = False
+    longest: int | None = None
 
     @property
     def continuable(self) -> bool:
@@ -154,12 +158,18 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True)
 class SubRequest:
-    """One prompt of a client's request; ``name`` is the request id, with the prompt's number if there are several."""
+    """One prompt of a client's request.
+
+    Attributes:
+        name: the request id, with the prompt's number if there are several.
+        index: the prompt's number, from 0.
+    """
 
     request: ClientRequest
     body: Json
     shape: Shape
     name: str
+    index: int = 0
 
     @property
     def endpoint(self) -> Endpoint:

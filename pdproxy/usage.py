@@ -11,7 +11,7 @@ hand-over's end count as cached; if not, only what its own cache held.
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from pdproxy.request import Endpoint, Json
 
@@ -101,11 +101,11 @@ def _add(left: object, right: object) -> object:
 
 
 def _cached(details: object) -> int | None:
-    return _int(details.get("cached_tokens")) if isinstance(details, Mapping) else None
+    return _int(details.get("cached_tokens")) if isinstance(details, dict) else None
 
 
 def _int(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if type(value) is int else None  # no bool
 
 
 def _last(pattern: re.Pattern[bytes], data: bytes) -> int | None:

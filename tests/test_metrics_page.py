@@ -14,9 +14,8 @@ from prometheus_client.registry import Collector
 from connector.counters import COUNTERS, GAUGES, HISTOGRAMS, ReadOutcome
 from connector.leases import LeaseEnd
 from connector.ticket_fields import RefusalReason
-from pdproxy.intake.admission import Rejection
 from pdproxy.nodes.node import Role, State
-from pdproxy.observe.labels import Attempt, Delivery, Outcome, Phase, Task
+from pdproxy.observe.labels import Attempt, Delivery, Outcome, Phase, Rejection, Task
 from pdproxy.observe.metrics import Metrics
 from pdproxy.request import Endpoint
 from tests.deploy.prometheus.queries import grouping, legend_labels, selectors

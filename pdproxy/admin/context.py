@@ -14,6 +14,7 @@ from pdproxy.nodes.node import Role, Snapshot, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.in_flight import InFlightRequests
+from pdproxy.orchestration.request_queue import QueueStatus
 from pdproxy.request import Json
 from pdproxy.settings.types import OnPrefillFailure
 
@@ -28,6 +29,7 @@ class AdminContext:
         drain_seconds: a drain's deadline where the operator names none.
         token: required under /nodes, for /ui/state and /debug/plan; None requires nothing.
         clock: by which ``live`` keeps its times.
+        queue: how the queue stands.
         caches: by a node's name, how much is known of what each of its data-parallel ranks has cached, as JSON.
         events: by a node's name, whether its KV events are read.
         orchestration: which plans; None where there is no /debug/plan.
@@ -42,6 +44,7 @@ class AdminContext:
     token: str | None = None
     live: InFlightRequests = dataclasses.field(default_factory=InFlightRequests)
     clock: Clock = dataclasses.field(default_factory=SystemClock)
+    queue: Callable[[], QueueStatus] = QueueStatus
     caches: Callable[[str], Sequence[Json]] = lambda _: ()
     events: Callable[[str], EventsSeen] = lambda _: EventsSeen.UNKNOWN
     orchestration: OrchestrationContext | None = None

@@ -64,6 +64,8 @@ def status(view: NodeView, bars: Bars, caches: Sequence[Json] = ()) -> Status:
         "weight": node.weight,
         "share": view.share,
         "active": view.active,
+        # What the decode legs of this proxy take of its capacity, as the queue counts.
+        "footprint": view.footprint._asdict(),
         "cohort": node.cohort,
         # What the bytes of its KV cache depend on, by part; "all", which the cohort ends with, is their digest.
         "fingerprint": dict(node.fingerprint),
@@ -103,11 +105,12 @@ def node_routes(context: AdminContext) -> APIRouter:
         return shown(name)
 
     @routes.get("/nodes")
-    async def list_nodes() -> dict[str, list[Status]]:
-        """Every node as it stands."""
+    async def list_nodes() -> dict[str, object]:
+        """Every node as it stands, and what waits for room on them."""
         now = pool.snapshot()
         first = first_of_cohorts(view.node for view in now.nodes)
-        return {"nodes": [with_cache(view, now.bars, first) for view in now.nodes]}
+        nodes = [with_cache(view, now.bars, first) for view in now.nodes]
+        return {"nodes": nodes, "queue": dataclasses.asdict(context.queue())}
 
     @routes.post("/nodes", status_code=201)
     async def add_node(new: NewNode) -> Status:

@@ -82,9 +82,9 @@ def _request(each: InFlightRequest) -> Mapping[str, object]:
 
 
 def _seconds(timeline: Timeline) -> Mapping[str, float]:
-    """By phase; the wait before the plan is apart."""
-    spent = {phase: timeline.so_far(phase) for phase in _BARS}
-    spent[Phase.QUEUE] = timeline.began - timeline.start
+    """By phase; what came before is part of the wait."""
+    spent = {phase: timeline.so_far(phase) for phase in (*_BARS, Phase.QUEUE)}
+    spent[Phase.QUEUE] += timeline.began - timeline.start
     return {phase.value: round(seconds, 4) for phase, seconds in spent.items()}
 
 

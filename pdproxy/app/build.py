@@ -15,10 +15,10 @@ from pdproxy.admin.context import AdminContext
 from pdproxy.app.host import HostEnvironment, Sources, node_headers, read_secret, tls
 from pdproxy.app.kv_events import KvEvents, kv_events
 from pdproxy.clock import Clock, SystemClock
-from pdproxy.intake.admission import Admission, BodyBudget
 from pdproxy.intake.api_app import ApiApp, AsgiApp
-from pdproxy.intake.auth import read_keys
+from pdproxy.intake.auth import KeyLimits, read_keys
 from pdproxy.intake.handler import HandlerConfig, RequestHandler
+from pdproxy.intake.request_context import BodyBudget
 from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.discovery.source import DiscoverySync
@@ -36,6 +36,7 @@ from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationCont
 from pdproxy.orchestration.known_answer import KnownAnswer
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.prefix_source import CombinedSource
+from pdproxy.orchestration.request_queue import QueueLimits
 from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.orchestration.text_prefix_source import TextPrefixSource
 from pdproxy.planning.policies import policy_named
@@ -146,7 +147,7 @@ def _orchestration_context(
 
 def orchestration_config(settings: Settings) -> OrchestrationConfig:
     """The settings that orchestration uses."""
-    deadlines, policy = settings.deadlines, settings.policy
+    deadlines, policy, limits = settings.deadlines, settings.policy, settings.limits
     return OrchestrationConfig(
         connect=deadlines.connect,
         prefill_headers=deadlines.prefill_headers,
@@ -161,6 +162,8 @@ def orchestration_config(settings: Settings) -> OrchestrationConfig:
         local_below_tokens=policy.local_below_tokens,
         routing_policy=policy_named(policy.routing, policy.itl_budget),
         ticket_life=policy.ticket_life,
+        queue=QueueLimits(limits.concurrency, limits.queue, limits.queue_seconds),
+        decode_fill=limits.decode_fill,
     )
 
 
@@ -168,8 +171,7 @@ def _request_handler(
     settings: Settings, orchestrator: Orchestrator, context: OrchestrationContext, credential: str
 ) -> RequestHandler:
     limits, metrics = settings.limits, context.metrics
-    admission = Admission(limits.concurrency, limits.queue, limits.queue_seconds, metrics, limits.key_concurrency)
-    budget = BodyBudget(limits.held_bytes, metrics)
+    key_limits, budget = KeyLimits(limits.key_concurrency, metrics), BodyBudget(limits.held_bytes, metrics)
     config = HandlerConfig(
         body_bytes=limits.body_bytes,
         upload_seconds=settings.deadlines.stall,
@@ -179,7 +181,7 @@ def _request_handler(
         routing=settings.policy.routing,
     )
     keys = read_keys(settings.keys.file)
-    return RequestHandler(keys, admission, budget, orchestrator, context.pool, context.clock, config)
+    return RequestHandler(keys, key_limits, budget, orchestrator, context.pool, context.clock, config)
 
 
 def _admin_context(
@@ -200,6 +202,7 @@ def _admin_context(
         token=read_secret(settings.listen.admin_token_file, "listen.admin_token_file") or None,
         live=context.in_flight,
         clock=context.clock,
+        queue=context.queue.status,
         caches=events.known if events else lambda _: (),
         events=events.seen if events else lambda _: EventsSeen.UNKNOWN,
         orchestration=context,

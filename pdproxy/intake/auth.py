@@ -1,15 +1,20 @@
-"""API keys, request ids, and which headers of a client go on to a node."""
+"""API keys and their limits, request ids, priorities, and which headers of a client go on to a node."""
 
+import contextlib
 import dataclasses
 import hashlib
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from pdproxy.errors import ClientError, SettingsError
 from pdproxy.nodes.node import RANK_HEADER
-from pdproxy.request import HOP_BY_HOP, Headers, header
+from pdproxy.observe.labels import Rejection
+from pdproxy.observe.metrics import Metrics
+from pdproxy.orchestration.client_errors import rejected_error
+from pdproxy.request import HOP_BY_HOP, Headers, Json, header
 from pdproxy.settings.types import Credential
 
 
@@ -48,6 +53,38 @@ class ApiKeys:
                 headers=(("www-authenticate", "Bearer"),),
             )
         return found
+
+
+class KeyLimits:
+    """How many requests of each API key are open: they run, or wait.
+
+    ``limit``: of a key that has none of its own; 0 for none.
+    """
+
+    def __init__(self, limit: int, metrics: Metrics) -> None:
+        self._limit = limit
+        self._metrics = metrics
+        self._open: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def one_open(self, api_key: ApiKey) -> Iterator[None]:
+        """One request more is open while inside.
+
+        Raises:
+            ClientError: 429: the key has as many as it may.
+        """
+        limit, name = api_key.limit or (self._limit if api_key is not ANONYMOUS else 0), api_key.name
+        if limit and self._open[name] >= limit:
+            self._metrics.rejected(Rejection.KEY_LIMIT)
+            text = f"This API key may have {limit} requests open at once."
+            raise rejected_error(Rejection.KEY_LIMIT, text, 1)
+        self._open[name] += 1
+        try:
+            yield
+        finally:
+            self._open[name] -= 1
+            if not self._open[name]:
+                del self._open[name]
 
 
 def presented_key(headers: Headers) -> str:
@@ -113,6 +150,22 @@ def request_id(headers: Headers) -> str:
     """The client's ``x-request-id`` where it can go into logs and headers as it is, else a new one."""
     theirs = header(headers, "x-request-id") or ""
     return theirs if _USABLE.fullmatch(theirs) else f"req-{uuid.uuid4().hex}"
+
+
+PRIORITY_HEADER = "x-vllm-priority"
+_WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
+
+
+def priority_of(headers: Headers, body: Json) -> int:
+    """A request's priority, smaller first: the header goes before the body's field, as in vLLM 0.32; 0 without.
+
+    Both go on to the nodes, which heed them with ``--scheduling-policy priority`` and ignore them without (0.32).
+    """
+    theirs = (header(headers, PRIORITY_HEADER) or "").strip()
+    if _WHOLE_NUMBER.fullmatch(theirs):
+        return int(theirs)
+    priority = body.get("priority")
+    return priority if isinstance(priority, int) else 0
 
 
 def headers_for_node(headers: Headers, request_id: str, credential: Credential, own: str) -> Headers:

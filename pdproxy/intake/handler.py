@@ -1,4 +1,4 @@
-"""What intake does for a request: authenticate, read the body, wait for admission, get it answered, send the answer."""
+"""What intake does for a request: authenticate, read the body, get it answered, send the answer."""
 
 import asyncio
 import dataclasses
@@ -7,9 +7,16 @@ import re
 
 from pdproxy.clock import Clock
 from pdproxy.errors import ClientError
-from pdproxy.intake.admission import Admission, BodyBudget, Reservation
-from pdproxy.intake.auth import ApiKeys, headers_for_node
-from pdproxy.intake.request_context import DisconnectWatcher, RequestContext, read_body, send_head, send_whole
+from pdproxy.intake.auth import ApiKey, ApiKeys, KeyLimits, headers_for_node, priority_of
+from pdproxy.intake.request_context import (
+    BodyBudget,
+    DisconnectWatcher,
+    RequestContext,
+    Reservation,
+    read_body,
+    send_head,
+    send_whole,
+)
 from pdproxy.intake.session import session_of
 from pdproxy.legs.parse import check_values, parse, scrub
 from pdproxy.nodes.pool import Pool
@@ -51,7 +58,7 @@ class RequestHandler:
     """Answers one request: what `ApiApp` routes to it."""
 
     keys: ApiKeys
-    admission: Admission
+    key_limits: KeyLimits
     budget: BodyBudget
     orchestrator: Orchestrator
     pool: Pool
@@ -70,12 +77,13 @@ class RequestHandler:
         with self.budget.reserve() as reservation:
             body = scrub(parse(endpoint, await self._read(context, reservation)))
             watcher = DisconnectWatcher(context.receive)
-            request = self._request(context, endpoint, body, arrived, watcher)
+            request = self._request(context, endpoint, body, arrived, watcher, api_key)
             if self.config.routing in _BY_SESSION:
                 session = session_of(context.headers, body, api_key.name)
                 request = dataclasses.replace(request, session=session)
-            async with watcher, self.admission.admit(api_key, request.priority):
-                await self._respond(context, await self.orchestrator.answer(request))
+            with self.key_limits.one_open(api_key):
+                async with watcher:
+                    await self._respond(context, await self.orchestrator.answer(request))
 
     async def forward(self, context: RequestContext) -> None:
         """Have one node answer a request that the proxy does not understand.
@@ -90,9 +98,11 @@ class RequestHandler:
             path = f"{context.path}?{context.query}" if context.query else context.path
             watcher = DisconnectWatcher(context.receive)
             headers = self._node_headers(context)
-            request = ForwardRequest(context.method, path, headers, raw, model_of(raw), deadline, watcher.left)
-            async with watcher, self.admission.admit(api_key, 0):
-                await self._respond(context, await self.orchestrator.forward(request))
+            model, key = model_of(raw), api_key.name
+            request = ForwardRequest(context.method, path, headers, raw, model, deadline, watcher.left, key)
+            with self.key_limits.one_open(api_key):
+                async with watcher:
+                    await self._respond(context, await self.orchestrator.forward(request))
 
     async def _read(self, context: RequestContext, reservation: Reservation) -> bytes:
         try:
@@ -103,9 +113,14 @@ class RequestHandler:
             raise ClientError(408, text, code="upload_timeout", headers=(("connection", "close"),)) from None
 
     def _request(
-        self, context: RequestContext, endpoint: Endpoint, body: Json, arrived: float, watcher: DisconnectWatcher
+        self,
+        context: RequestContext,
+        endpoint: Endpoint,
+        body: Json,
+        arrived: float,
+        watcher: DisconnectWatcher,
+        api_key: ApiKey,
     ) -> ClientRequest:
-        priority = body.get("priority")
         return ClientRequest(
             request_id=context.request_id,
             endpoint=endpoint,
@@ -113,10 +128,11 @@ class RequestHandler:
             headers=self._node_headers(context),
             model=str(body.get("model", "")),
             stream=body.get("stream") is True,
-            priority=priority if isinstance(priority, int) else 0,
+            priority=priority_of(context.headers, body),
             arrived=arrived,
             deadline=arrived + self.config.request_seconds,
             left=watcher.left,
+            api_key=api_key.name,
         )
 
     def _node_headers(self, context: RequestContext) -> Headers:

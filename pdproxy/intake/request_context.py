@@ -1,4 +1,4 @@
-"""One HTTP request and its response over ASGI, and the watch for a client that disconnects."""
+"""One HTTP request and its response over ASGI: its body and the bound on all bodies, a client that disconnects."""
 
 import asyncio
 import dataclasses
@@ -6,7 +6,9 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, Self
 
 from pdproxy.errors import ClientError
-from pdproxy.orchestration.client_errors import error_body, error_event
+from pdproxy.observe.labels import Rejection
+from pdproxy.observe.metrics import Metrics
+from pdproxy.orchestration.client_errors import error_body, error_event, rejected_error
 from pdproxy.request import Endpoint, Headers, header
 from pdproxy.response import Sink
 
@@ -55,6 +57,57 @@ async def read_body(receive: Receive, headers: Headers, limit: int, grow_to: Cal
         grow_to(size)
         if not message.get("more_body", False):
             return b"".join(pieces)
+
+
+class BodyBudget:
+    """Bounds the bytes of request bodies that are held at once, of all requests together."""
+
+    def __init__(self, limit: int, metrics: Metrics) -> None:
+        self._limit = limit
+        self._metrics = metrics
+        self._held = 0
+        metrics.watch_bodies(lambda: self._held)
+
+    def reserve(self) -> "Reservation":
+        """For one request; empty at first."""
+        return Reservation(self)
+
+    def take(self, size: int) -> None:
+        """Hold so many bytes more; a negative number gives some back.
+
+        Raises:
+            ClientError: 429 with Retry-After: there is no room for them.
+        """
+        if self._held + size > self._limit:
+            text = "The requests that are here take up all the room there is for them: try again later."
+            close = ("connection", "close")  # the rest of the body would otherwise be read as the next request
+            self._metrics.rejected(Rejection.BODIES_FULL)
+            raise rejected_error(Rejection.BODIES_FULL, text, 1, close)
+        self._held += size
+
+
+class Reservation:
+    """The bytes that one request holds; given back at the end of the context."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self._size = 0
+
+    def grow_to(self, size: int) -> None:
+        """The body has so many bytes by now. The length that its head promises is not reserved.
+
+        Raises:
+            ClientError: as `BodyBudget.take`.
+        """
+        self._budget.take(size - self._size)
+        self._size = size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._budget.take(-self._size)
+        self._size = 0
 
 
 def _too_large(limit: int) -> ClientError:

@@ -4,6 +4,7 @@ A hand-over id is what the proxy calls a prefill leg: with it the node can be as
 before, during and after the leg. It must be unguessable, and each leg gets a new one.
 """
 
+from pdproxy.legs.shape import COMPLETIONS_DEFAULT_TOKENS
 from pdproxy.request import Addition, Continuation, Endpoint, Json
 
 DROPPED = frozenset(
@@ -98,9 +99,6 @@ def delivery_body(wait_id: str, ticket: Json | None) -> dict[str, object]:
     """Bring a ticket to the decode leg that waits under this id; None says that there is none: compute now."""
     return {"id": wait_id, "kv_transfer_params": ticket}
 
-
-COMPLETIONS_DEFAULT_TOKENS = 16
-"""What vLLM's completions endpoint allows where ``max_tokens`` is missing or null."""
 
 SYNTAX = frozenset("\\^$.|?*+()[]{}/-")
 """What a pattern must escape to mean the character itself."""

@@ -25,6 +25,8 @@ CLIENT_TOOLS = "function"
 """The only kind of a response's tools that the client runs: others run on the node, in further generations."""
 BYTES_PER_TOKEN = 4
 """UTF-8 bytes that a token stands for, in prose; of code and rare scripts it stands for fewer."""
+COMPLETIONS_DEFAULT_TOKENS = 16
+"""What vLLM's completions endpoint allows where ``max_tokens`` is missing or null."""
 _PROMPT_FIELDS = ("prompt", "messages", "input", "system", "instructions", "tools")
 """The fields that a prompt is rendered from."""
 _NO_TEXT = MEDIA | {"source", "file", "file_data"}
@@ -33,16 +35,17 @@ _NO_TEXT = MEDIA | {"source", "file", "file_data"}
 
 def shape(endpoint: Endpoint, body: Json) -> Shape:
     """The shape of a scrubbed body of one prompt."""
-    choices = body.get("n")
+    choices, most = body.get("n"), _max_tokens(body)
     held = max((len(text) for text in stops(body)), default=1) - 1
     return Shape(
         choices=choices if isinstance(choices, int) else 1,
         stream=body.get("stream") is True,
-        local=_local(endpoint, body),
+        local=_local(endpoint, body, most),
         not_continuable=_not_continuable(endpoint, body),
         asked=_asked(body),
         held_back=0 if body.get("include_stop_str_in_output") is True else held,
         greedy=body.get("temperature") == 0 and not isinstance(body.get("temperature"), bool),
+        longest=COMPLETIONS_DEFAULT_TOKENS if most is None and endpoint is Endpoint.COMPLETIONS else most,
     )
 
 
@@ -95,7 +98,7 @@ def stops(body: Json) -> tuple[str, ...]:
     return tuple(text for text in listed if isinstance(text, str))
 
 
-def _local(endpoint: Endpoint, body: Json) -> LocalReason | None:
+def _local(endpoint: Endpoint, body: Json, most: int | None) -> LocalReason | None:
     """Why prefill and decode cannot be two requests."""
     if body.get("prompt_logprobs") is not None:
         return LocalReason.PROMPT_LOGPROBS
@@ -103,11 +106,11 @@ def _local(endpoint: Endpoint, body: Json) -> LocalReason | None:
         return LocalReason.ECHO_LOGPROBS
     if body.get("use_beam_search") is True:
         return LocalReason.BEAM_SEARCH
-    if _max_tokens(body) == 0:
+    if most == 0:
         return LocalReason.NO_TOKENS
     if isinstance(choices := body.get("n"), int) and choices > MOST_READERS:
         return LocalReason.CHOICES
-    if endpoint is not Endpoint.COMPLETIONS and _open_truncation(body):
+    if endpoint is not Endpoint.COMPLETIONS and most is None and _open_truncation(body):
         return LocalReason.OPEN_TRUNCATION
     if endpoint is Endpoint.RESPONSES:
         return _local_response(body)
@@ -122,8 +125,7 @@ def _scores_prompt(endpoint: Endpoint, body: Json) -> bool:
 def _open_truncation(body: Json) -> bool:
     # vLLM cuts a prompt to the context less one token where a limit is given, as the prefill leg's is, and to the
     # whole context where none is: two different prompts (renderers/params.py, max_truncation_tokens).
-    open_ended = body.get("truncate_prompt_tokens") == -1 or body.get("truncation") == "auto"
-    return open_ended and _max_tokens(body) is None
+    return body.get("truncate_prompt_tokens") == -1 or body.get("truncation") == "auto"
 
 
 def _local_response(body: Json) -> LocalReason | None:

@@ -1,7 +1,8 @@
-"""What the caches of a node hold. Pure values."""
+"""What a node's caches hold, and what requests take of it. Pure values."""
 
 import dataclasses
 import enum
+from typing import NamedTuple
 
 
 class Binding(enum.StrEnum):
@@ -10,6 +11,26 @@ class Binding(enum.StrEnum):
     ATTENTION = "attention"
     STATE = "state"
     NOTHING = "nothing"
+
+
+class Footprint(NamedTuple):
+    """What requests take of a node's caches, as far as a proxy can tell.
+
+    Attributes:
+        tokens: of prompts and answers.
+        sequences: each answer is one.
+    """
+
+    tokens: int = 0
+    sequences: int = 0
+
+
+NO_FOOTPRINT = Footprint()
+"""Of a leg whose blocks are counted elsewhere, or that has none."""
+
+
+FULL, OVERFLOW = 0.9, 3000.0
+"""The part of a cache that may be held before more counts, and what a whole cache more weighs, in sequences."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,3 +50,12 @@ class Capacity:
     sequences: int | None
     longest: int
     binding: Binding
+
+    def part_taken(self, tokens: int, sequences: int) -> float:
+        """The part of it that such a load takes; above 1 where it does not fit."""
+        return tokens / self.tokens + (sequences / self.sequences if self.sequences else 0.0)
+
+    def crowd(self, held: Footprint, legs: int, ranks: int) -> float:
+        """What the legs of one of its ranks weigh, in sequences: one each, and more where the cache is nearly full."""
+        fill = self.part_taken(*held) * ranks
+        return legs + max(0.0, fill - FULL) * OVERFLOW

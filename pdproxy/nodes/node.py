@@ -1,4 +1,8 @@
-"""Nodes, their states, and the snapshot of them that plans are made from. Pure values."""
+"""Nodes, their states, and the snapshot of them that plans are made from. Pure values.
+
+A few lines over 300: a node, its view and the snapshot of all views are one thing in three sizes, and every plan uses
+all three.
+"""
 
 import dataclasses
 import enum
@@ -7,16 +11,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from pdproxy.nodes.cache_settings import CacheSettings
-from pdproxy.nodes.capacity import Capacity
+from pdproxy.nodes.capacity import NO_FOOTPRINT, Capacity, Footprint
 from pdproxy.nodes.hashing import Hashing
 from pdproxy.request import Headers
 
 RANK_HEADER = "x-data-parallel-rank"
 """Which of its data-parallel ranks a server is to use. vLLM 0.32 heeds it for completions, chat and messages, not for
 responses, and picks one by load where it is missing."""
-
-FULL, OVERFLOW = 0.9, 3000.0
-"""The part of a cache that may be held before more counts, and what a whole cache more weighs, in sequences."""
 
 
 def hash64(text: str) -> int:
@@ -124,7 +125,8 @@ class NodeView:
         reason: for operators: why it is in this state (the setting that was refused, the last fault).
         legs: in flight, by data-parallel rank.
         queued: tokens of their prompts that are still to be computed, by rank.
-        held: tokens that they hold in the cache, by rank.
+        held: what they take of the caches, by rank, as far as they are decode legs.
+        footprint: of all ranks together.
         rank: the one with the fewest tokens to compute (``backlog``), and of these the fewest legs (``sequences``).
         crowd: `crowd_of` it.
         room: the weight that it may use now.
@@ -139,7 +141,8 @@ class NodeView:
     reason: str = ""
     legs: tuple[int, ...] = (0,)
     queued: tuple[int, ...] = (0,)
-    held: tuple[int, ...] = (0,)
+    held: tuple[Footprint, ...] = (NO_FOOTPRINT,)
+    footprint: Footprint = dataclasses.field(init=False, repr=False, compare=False)
     rank: int = dataclasses.field(init=False, repr=False, compare=False)
     backlog: int = dataclasses.field(init=False, repr=False, compare=False)
     sequences: int = dataclasses.field(init=False, repr=False, compare=False)
@@ -151,9 +154,11 @@ class NodeView:
         # Every plan compares all of them, and a view outlives many plans.
         object.__setattr__(self, "room", self.node.weight * self.share)
         object.__setattr__(self, "load", (self.active + 1) / self.room)
-        backlog, legs, rank = self.queued[0], self.legs[0], 0
+        footprint, backlog, legs, rank = self.held[0], self.queued[0], self.legs[0], 0
         if len(self.legs) > 1:
+            footprint = Footprint(*map(sum, zip(*self.held, strict=True)))
             backlog, legs, rank = min(zip(self.queued, self.legs, range(len(self.legs)), strict=True))
+        object.__setattr__(self, "footprint", footprint)
         object.__setattr__(self, "rank", rank)
         object.__setattr__(self, "backlog", backlog)
         object.__setattr__(self, "sequences", legs)
@@ -162,14 +167,21 @@ class NodeView:
     def crowd_of(self, rank: int) -> float:
         """What the legs of a rank weigh, in sequences: one each, and more where they nearly fill its cache."""
         capacity, legs = self.node.capacity, self.legs[rank]
-        if capacity is None:
-            return legs
-        fill = self.held[rank] / capacity.tokens + (legs / capacity.sequences if capacity.sequences else 0.0)
-        return legs + max(0.0, fill * self.node.ranks - FULL) * OVERFLOW
+        return legs if capacity is None else capacity.crowd(self.held[rank], legs, self.node.ranks)
 
     def takes_requests(self) -> bool:
         """Whether a plan may send something here now."""
         return self.state is State.UP or (self.state is State.PROBING and self.trials == 0)
+
+    def admits(self, more: Footprint, most: float) -> bool:
+        """Whether its caches have room for a request, up to the part ``most`` of them; 0 for any.
+
+        A node without a published capacity admits any, and one on which no decode leg of ours runs admits any one.
+        """
+        capacity, held = self.node.capacity, self.footprint
+        if capacity is None or not most or not held.sequences:
+            return True
+        return capacity.part_taken(held.tokens + more.tokens, held.sequences + more.sequences) <= most
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ No I/O: `health_check` and `join` do that and report here. Everything is synchro
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry
 
@@ -53,6 +53,7 @@ class Pool:
         self._metrics = metrics or Metrics(CollectorRegistry())
         self._entries: dict[str, PoolEntry] = {}
         self._views = Views(self._refresh)
+        self._room_watchers: list[Callable[[], None]] = []
         self.bars = Bars()
         self.changed = asyncio.Event()
 
@@ -98,6 +99,11 @@ class Pool:
         entry.reason = f"last fault: {fault}"
         self._set(entry, self._refresh(entry, now).circuit.failed(now))
 
+    def watch_room(self, changed: Callable[[], None]) -> None:
+        """Call ``changed`` whenever a decode leg has ended, or other nodes than before take requests. It must be cheap,
+        and must not use the pool: more may be changing."""
+        self._room_watchers.append(changed)
+
     def leaving(self, name: str) -> asyncio.Event:
         """Set when streams on the node should migrate: the drain deadline came, or active health gave it up."""
         return self._entry(name).leaving
@@ -126,6 +132,7 @@ class Pool:
             entry.misses, entry.reason = 0, ""
             entry.stay()
             self._set(entry, CircuitBreaker(self._config, changed_at=self._clock.now()), State.UP)
+            self._room_changed()  # also where it was UP: its capacity may be another one
 
     def refuse(self, name: str, reason: str) -> None:
         """Its settings cannot work. Streams that run on the node go on."""
@@ -171,6 +178,7 @@ class Pool:
         if entry is not None:
             self._views.remove(name)
             entry.leaving.set()
+            self._room_changed()
             self._metrics.node_forgotten(name, entry.node.role, State, CircuitState)
 
     def bar(self, bars: Bars) -> None:
@@ -216,14 +224,20 @@ class Pool:
         entry = self._entries.get(name)
         return entry is not None and entry.active > 0 and entry.progressed_at < since
 
-    def _release(self, entry: PoolEntry, trial: bool) -> None:
+    def _release(self, entry: PoolEntry, slot: Slot) -> None:
         entry.active -= 1
-        entry.trials = max(0, entry.trials - trial)
+        entry.trials = max(0, entry.trials - slot.trial)
         self._changed(entry)
         if entry.active == 0:
             entry.idle.set()
         if self._entries.get(entry.node.name) is entry:
             self._metrics.node_active(entry.node.name, entry.node.role, entry.active)
+        if slot.takes_room:
+            self._room_changed()
+
+    def _room_changed(self) -> None:
+        for changed in self._room_watchers:
+            changed()
 
     def _entry(self, name: str) -> PoolEntry:
         entry = self._entries.get(name)
@@ -251,6 +265,7 @@ class Pool:
             self._metrics.circuit_moved(entry.node.name, circuit.state)
         if entry.state() is not state:
             self._count_state(entry)
+            self._room_changed()
 
     def _count_state(self, entry: PoolEntry) -> None:
         node = entry.node

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pdproxy.clock import Clock
+from pdproxy.nodes.capacity import NO_FOOTPRINT, Footprint
 from pdproxy.nodes.circuit_breaker import CircuitBreaker, CircuitState
 from pdproxy.nodes.node import Bars, Node, NodeView, Roster, Snapshot, State
 
@@ -21,12 +22,12 @@ class LegLoad(NamedTuple):
     Attributes:
         rank: the data-parallel rank that it goes to; None where vLLM chooses.
         queued: tokens of its prompt that are to be computed there.
-        held: tokens that it will hold in the cache there.
+        footprint: what it takes of the caches there: a decode leg's.
     """
 
     rank: int | None = None
     queued: int = 0
-    held: int = 0
+    footprint: Footprint = NO_FOOTPRINT
 
 
 NO_LOAD = LegLoad()
@@ -43,7 +44,7 @@ class PoolEntry:
         active: legs in flight.
         legs: of them, by data-parallel rank; as many ranks as the node has, or has had.
         queued: of their prompts' tokens, those that are still to be computed on each rank.
-        held: tokens that they hold in each rank's cache.
+        held: what they take of each rank's caches.
         trials: of these, the ones that were sent to try a half-open circuit.
         misses: active health probes failed in a row.
         progressed_at: monotonic seconds when a leg last received something from the node.
@@ -59,7 +60,7 @@ class PoolEntry:
     active: int = 0
     legs: list[int] = dataclasses.field(default_factory=lambda: [0])
     queued: list[int] = dataclasses.field(default_factory=lambda: [0])
-    held: list[int] = dataclasses.field(default_factory=lambda: [0])
+    held: list[Footprint] = dataclasses.field(default_factory=lambda: [NO_FOOTPRINT])
     trials: int = 0
     misses: int = 0
     progressed_at: float = float("-inf")
@@ -87,8 +88,10 @@ class PoolEntry:
     def admit(self, node: Node) -> None:
         """The node with what its preflight found; it may have more ranks than before, or fewer."""
         self.node = node
-        for each in (self.legs, self.queued, self.held):
-            each += [0] * (node.ranks - len(each))
+        more = node.ranks - len(self.legs)
+        self.legs += [0] * more
+        self.queued += [0] * more
+        self.held += [NO_FOOTPRINT] * more
 
     def lightest_rank(self) -> int:
         """The one with the fewest legs: where vLLM sends a leg that names none, as far as this proxy can tell."""
@@ -96,12 +99,12 @@ class PoolEntry:
 
     def view(self, now: float) -> NodeView:
         """The node as a snapshot shows it."""
-        node, ranks = self.node, self.node.ranks
-        if ranks == 1:  # as most nodes have, and each leg makes two views
-            loads: tuple[tuple[int, ...], ...] = (self.legs[0],), (self.queued[0],), (self.held[0],)
-        else:
-            loads = tuple(self.legs[:ranks]), tuple(self.queued[:ranks]), tuple(self.held[:ranks])
-        return NodeView(node, self.state(), self.active, self.circuit.share(now), self.trials, self.reason, *loads)
+        state, share, ranks = self.state(), self.circuit.share(now), self.node.ranks
+        legs, queued, held = self.legs, self.queued, self.held
+        if len(legs) > ranks:  # it had more of them
+            legs, queued, held = legs[:ranks], queued[:ranks], held[:ranks]
+        rest = tuple(legs), tuple(queued), tuple(held)
+        return NodeView(self.node, state, self.active, share, self.trials, self.reason, *rest)
 
 
 class Views:
@@ -180,7 +183,11 @@ class Slot:
     Args:
         load: what it adds there.
         on_change: called when ``entry`` has changed.
-        on_release: called with ``entry`` and whether the leg was to try a half-open circuit.
+        on_release: called with ``entry`` and the slot.
+
+    Attributes:
+        trial: it tries a half-open circuit.
+        takes_room: of the node's caches.
     """
 
     def __init__(
@@ -189,14 +196,15 @@ class Slot:
         clock: Clock,
         load: LegLoad,
         on_change: Callable[[PoolEntry], None],
-        on_release: Callable[[PoolEntry, bool], None],
+        on_release: Callable[[PoolEntry, "Slot"], None],
     ) -> None:
         self._entry: PoolEntry | None = entry
         self._clock = clock
-        self._queued, self._held = load.queued, load.held
+        self._queued, self._footprint = load.queued, load.footprint
+        self.takes_room = load.footprint.sequences > 0
         self._on_change = on_change
         self._on_release = on_release
-        self._trial = entry.state() is State.PROBING
+        self.trial = entry.state() is State.PROBING
         self._alarm: Callable[[], None] | None = None
         rank = load.rank
         if rank is None:
@@ -204,7 +212,9 @@ class Slot:
         self._rank = rank
         entry.legs[rank] += 1
         entry.queued[rank] += load.queued
-        entry.held[rank] += load.held
+        if self.takes_room:
+            tokens, sequences = entry.held[rank]
+            entry.held[rank] = Footprint(tokens + load.footprint.tokens, sequences + load.footprint.sequences)
 
     def prompt_computed(self) -> None:
         """The tokens that were to be computed for it are. Idempotent."""
@@ -235,8 +245,12 @@ class Slot:
         if entry is not None:
             entry.legs[self._rank] -= 1
             entry.queued[self._rank] -= self._queued
-            entry.held[self._rank] -= self._held
-            self._on_release(entry, self._trial)
+            if self.takes_room:
+                tokens, sequences = entry.held[self._rank]
+                entry.held[self._rank] = Footprint(
+                    tokens - self._footprint.tokens, sequences - self._footprint.sequences
+                )
+            self._on_release(entry, self)
 
     def __enter__(self) -> "Slot":
         return self

@@ -18,11 +18,21 @@ class Outcome(enum.StrEnum):
     """We could not serve it (5xx, or an error event in the stream)."""
 
 
+class Rejection(enum.StrEnum):
+    """Why a request was turned away."""
+
+    KEY_LIMIT = "key_limit"
+    QUEUE_FULL = "queue_full"
+    QUEUE_TIMEOUT = "queue_timeout"
+    BODIES_FULL = "bodies_full"
+
+
 class Phase(enum.StrEnum):
     """The parts of a request's time."""
 
     PLAN = "plan"
     QUEUE = "queue"
+    """In the proxy's queue; only of requests that had to wait."""
     PREFILL = "prefill"
     """From the prefill leg's send to its ticket."""
     HANDOVER = "handover"

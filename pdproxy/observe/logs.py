@@ -49,8 +49,10 @@ def configure(log: Log, stream: TextIO) -> logging.Handler:
 
     Called once, where a process starts.
     """
-    # No line shows its thread or process: finding out costs time on every request.
+    # No line shows its thread, its process or its place in the code: finding out costs time on every request. The
+    # names are those of Python's logging HOWTO, under "Optimization".
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if log.format is LogFormat.JSON else TextFormatter())
     root = logging.getLogger()

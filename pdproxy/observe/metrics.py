@@ -18,6 +18,7 @@ from pdproxy.observe.labels import (
     Phase,
     Prediction,
     Proof,
+    Rejection,
     RouteReason,
     Task,
     Tokens,
@@ -72,8 +73,8 @@ class Metrics:
         self._deliveries = counter(
             "pdproxy_deliveries_total", "What came of decode legs that went out before their tickets.", ["outcome"]
         )
-        self._active = gauge("pdproxy_requests_active", "Requests that run now.")
-        self._queued = gauge("pdproxy_requests_queued", "Requests that wait for a place now.")
+        self._active = gauge("pdproxy_requests_active", "Prompts that run now.")
+        self._queued = gauge("pdproxy_requests_queued", "Prompts that wait in the queue now.")
         self._bodies = gauge("pdproxy_body_bytes", "Bytes of request bodies that are held now.")
         self._rejected = counter("pdproxy_rejected_total", "Requests rejected before they ran.", ["reason"])
         self._tokens = counter("pdproxy_tokens_total", "Tokens, as nodes report them.", ["kind"])
@@ -108,7 +109,8 @@ class Metrics:
             self._requests.labels(endpoint, outcome)
         for counter, words in (
             (self._migrations, Attempt), (self._releases, Attempt), (self._tokens, Tokens), (self._tasks, Task),
-            (self._proofs, Proof), (self._deliveries, Delivery), (self._plans, RouteReason),
+            (self._proofs, Proof), (self._deliveries, Delivery), (self._rejected, Rejection),
+            (self._plans, RouteReason),
         ):  # fmt: skip
             for word in words:
                 counter.labels(word)
@@ -174,7 +176,7 @@ class Metrics:
         self._delivery(outcome).inc()
 
     def watch_requests(self, active: Callable[[], float], queued: Callable[[], float]) -> None:
-        """Ask for the numbers of running and of waiting requests whenever metrics are scraped."""
+        """Ask for the numbers of running and of waiting prompts whenever metrics are scraped."""
         self._active.set_function(active)
         self._queued.set_function(queued)
 

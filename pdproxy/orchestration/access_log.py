@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from pdproxy.errors import ClientError
 from pdproxy.observe.labels import Outcome, Phase, Tokens
-from pdproxy.orchestration.client_errors import UpstreamErrorResponse
+from pdproxy.orchestration.client_errors import REJECTED, UpstreamErrorResponse
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.in_flight import Route, Timeline
 from pdproxy.orchestration.resources import BackgroundTasks, HandOver
@@ -68,6 +68,8 @@ def request_ended(
 def outcome_of(error: BaseException, left: Callable[[], bool]) -> Outcome:
     """How a request ended that raised an error."""
     match error:
+        case ClientError(status=429, kind=kind) if kind == REJECTED:
+            return Outcome.REJECTED
         case ClientError(status=status):
             return status_outcome(status)
         case UpstreamErrorResponse(response=response):
@@ -109,6 +111,9 @@ def record_usage(
     context.metrics.tokens(Tokens.PROMPT, usage.prompt or 0)
     context.metrics.tokens(Tokens.COMPLETION, usage.completion or 0)
     context.metrics.tokens(Tokens.CACHED, cached or 0)
+    if usage.completion:
+        length = usage.completion / sub_request.shape.choices
+        context.in_flight.output_lengths.seen(sub_request.request.model, length)
     context.in_flight.cache_stats[route].add(usage.prompt or 0, cached or 0)
     if hand_over is None or route is not Route.RECOMPUTED:
         return False

@@ -3,7 +3,6 @@
 import dataclasses
 
 from pdproxy.legs.calls import PrefillAnswer
-from pdproxy.legs.shape import estimated_prompt_tokens
 from pdproxy.nodes.node import RANK_HEADER, Node, Role
 from pdproxy.nodes.pool_entry import LegLoad
 from pdproxy.observe.tracing import note
@@ -29,7 +28,12 @@ class CacheRoute:
     """
 
     def __init__(
-        self, context: OrchestrationContext, rates: Rates, sub_request: SubRequest, timeline: Timeline
+        self,
+        context: OrchestrationContext,
+        rates: Rates,
+        sub_request: SubRequest,
+        timeline: Timeline,
+        estimated_tokens: int,
     ) -> None:
         self._context = context
         self._rates = rates
@@ -37,7 +41,7 @@ class CacheRoute:
         self._timeline = timeline
         self._prefix: PromptHits | None = None
         self._asked = self._counted = False
-        self._estimated = estimated_prompt_tokens(sub_request.body)
+        self._estimated = estimated_tokens
         self._began: dict[Role, float] = {}
         self.plan: Plan | None = None
 
@@ -70,13 +74,13 @@ class CacheRoute:
         """What a leg of this request adds to a node: to the planned rank, and less where the prompt is cached."""
         plan, tokens = self.plan, self._tokens
         if plan is None or plan.decision is None:
-            return LegLoad(None, tokens if node.role is Role.PREFILL else 0, tokens)
+            return LegLoad(None, tokens if node.role is Role.PREFILL else 0)
         computed = plan.decision.computed
         if node is plan.prefill:
-            return LegLoad(plan.prefill_rank, computed, tokens)
+            return LegLoad(plan.prefill_rank, computed)
         if node is plan.decode:
-            return LegLoad(plan.decode_rank, computed if plan.prefill is None else 0, tokens)
-        return LegLoad(None, tokens if node.role is Role.PREFILL else 0, tokens)
+            return LegLoad(plan.decode_rank, computed if plan.prefill is None else 0)
+        return LegLoad(None, tokens if node.role is Role.PREFILL else 0)
 
     def begin_leg(self, node: Node) -> Headers:
         """The headers of a leg that begins now: they name the planned rank."""

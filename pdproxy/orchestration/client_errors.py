@@ -5,7 +5,7 @@ import json
 from pdproxy.clock import Clock
 from pdproxy.errors import ClientError, Fault, NodeFault, PdproxyError
 from pdproxy.failures import FAILURE_TABLE, Moment, Step
-from pdproxy.observe.labels import Leg
+from pdproxy.observe.labels import Leg, Rejection
 from pdproxy.planning.plan_types import NoNode, UnknownModel
 from pdproxy.request import Endpoint, Headers, header
 from pdproxy.response import ProxyResponse
@@ -42,6 +42,16 @@ def final_error(leg: Leg, moment: Moment, step: Step, fault: NodeFault) -> Clien
 def deadline_error() -> ClientError:
     """504."""
     return ClientError(504, "The request took longer than its deadline allows.", kind="timeout_error", code="deadline")
+
+
+REJECTED = "rate_limit_error"
+"""The kind of our own 429s."""
+
+
+def rejected_error(reason: Rejection, message: str, retry_after: int, *headers: tuple[str, str]) -> ClientError:
+    """429: the request was turned away before it ran; ``retry_after`` in seconds."""
+    retry = ("retry-after", str(retry_after))
+    return ClientError(429, message, kind=REJECTED, code=reason, headers=(retry, *headers))
 
 
 def unknown_model_error(error: UnknownModel) -> ClientError:

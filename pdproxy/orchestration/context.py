@@ -11,6 +11,7 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.in_flight import InFlightRequests
 from pdproxy.orchestration.prefix_source import PrefixSource
+from pdproxy.orchestration.request_queue import QueueLimits, RequestQueue
 from pdproxy.planning.plan import LEAST_LOADED, PlanPolicy, RoutingPolicy
 from pdproxy.planning.rates import Rates
 from pdproxy.settings.types import Legs, OnPrefillFailure
@@ -37,6 +38,8 @@ class OrchestrationConfig:
         routing_policy: how one is chosen among several nodes.
         fan_out: how many prompts of one list run at once.
         ticket_life: how long after its prefill a ticket may be tried on another decode node; at most the lease.
+        queue: bounds what runs and what waits.
+        decode_fill: the part of a decode node's capacity that is filled before prompts wait; 0: they never do.
     """
 
     connect: float = 5.0
@@ -53,6 +56,8 @@ class OrchestrationConfig:
     routing_policy: RoutingPolicy = LEAST_LOADED
     fan_out: int = 64
     ticket_life: float = 30.0
+    queue: QueueLimits = dataclasses.field(default_factory=QueueLimits)
+    decode_fill: float = 1.0
 
     def plan_policy(self) -> PlanPolicy:
         """What planning needs to know of it."""
@@ -138,6 +143,7 @@ class OrchestrationContext:
         waiting_places: on decode nodes, for legs that wait for their tickets.
         new_hand_over_id: must return unguessable ids.
         tie_breaker: counts plans, so that equally loaded nodes take turns.
+        queue: of all prompts; there is one for each pool.
         rates: how fast nodes are; None where the policy does not go by costs.
         prefix_source: what nodes have cached; None where nobody knows, or the policy does not ask.
     """
@@ -153,3 +159,8 @@ class OrchestrationContext:
     tie_breaker: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     rates: Rates | None = None
     prefix_source: PrefixSource | None = None
+    queue: RequestQueue = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "queue", RequestQueue(self.config.queue, self.clock, self.metrics))
+        self.pool.watch_room(self.queue.room_changed)

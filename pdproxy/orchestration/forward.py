@@ -11,6 +11,7 @@ from pdproxy.observe.labels import Leg
 from pdproxy.orchestration.client_errors import final_error, remaining_seconds, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.node_picker import RetryState
+from pdproxy.orchestration.request_queue import Admission, Asked
 from pdproxy.planning.plan import choose
 from pdproxy.planning.plan_types import NoNode, PlanInput, UnknownModel
 from pdproxy.request import Headers
@@ -30,6 +31,7 @@ class ForwardRequest:
         model: "" for any.
         deadline: monotonic seconds by which the whole request must have ended.
         left: whether the client has disconnected.
+        api_key: the name of the client's API key; never the key itself.
     """
 
     method: str
@@ -39,10 +41,25 @@ class ForwardRequest:
     model: str
     deadline: float
     left: Callable[[], bool]
+    api_key: str = ""
+
+
+ANY_ROOM = ""
+"""Where in the queue these requests wait: they take nothing of a decode node's caches for long, and wait only for their
+turn to run. No model has this name."""
 
 
 async def forward(context: OrchestrationContext, request: ForwardRequest) -> ProxyResponse:
     """The response of a decode node; raises as `Orchestrator.forward`."""
+    admission = Admission(context.queue, Asked(request.api_key, 0, 1, request.deadline))
+    try:
+        await admission.begin(lambda: True, lambda: ANY_ROOM)
+        return await _forward(context, request)
+    finally:
+        admission.end()
+
+
+async def _forward(context: OrchestrationContext, request: ForwardRequest) -> ProxyResponse:
     excluded: frozenset[str] = frozenset()
     retry_state = RetryState(context)
     while True:

@@ -1,4 +1,4 @@
-"""Requests that are being answered, their phases, the last failures, and how much caches saved: for operators."""
+"""Requests that are being answered, their phases, the last failures, how much caches saved, how long answers are."""
 
 import collections
 import dataclasses
@@ -17,6 +17,13 @@ from pdproxy.request import ClientRequest
 MAX_SHOWN = 65536
 """Requests in flight that are kept; the oldest are dropped first. Admission keeps their number far below."""
 MAX_FAILURES = 20
+FIRST_GUESS = 256
+"""Tokens of an answer, before any was seen."""
+GUESS_COUNTS = 8
+"""For as many answers the first guess counts."""
+REMEMBERED = 64
+"""Answers that the mean is taken over, about."""
+MOST_MODELS = 256
 _AFTER_FIRST_BYTE = frozenset({Phase.DECODE, Phase.TOTAL})
 
 
@@ -141,6 +148,26 @@ def predicted(planned: int, real: int, block_size: int) -> Prediction:
     return Prediction.LESS if real < planned else Prediction.MORE
 
 
+class OutputLengths:
+    """How long the answers of each model are, on the mean of the last ones: most end long before ``max_tokens``."""
+
+    def __init__(self) -> None:
+        self._means: dict[str, tuple[float, int]] = {}
+
+    def seen(self, model: str, tokens: float) -> None:
+        """An answer ended after so many tokens."""
+        if model not in self._means and len(self._means) >= MOST_MODELS:
+            model = ""
+        mean, count = self._means.get(model, (float(FIRST_GUESS), GUESS_COUNTS))
+        count = min(count + 1, REMEMBERED)
+        self._means[model] = mean + (tokens - mean) / count, count
+
+    def expected(self, model: str, most: int | None) -> int:
+        """Tokens of the next one, which may have ``most``; None for any number."""
+        mean, _ = self._means.get(model, (FIRST_GUESS, 0))
+        return max(1, round(mean if most is None else min(mean, most)))
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class InFlightRequest:
     """One client request; it has an `outcome` once it has ended."""
@@ -184,6 +211,7 @@ class InFlightRequests:
         self.cache_stats = {route: CacheStats() for route in Route}
         self.planned_hits = {role: PlannedHits() for role in Role}
         self.plans = dict.fromkeys(RouteReason, 0)
+        self.output_lengths = OutputLengths()
 
     def __len__(self) -> int:
         return len(self._requests)

@@ -1,19 +1,26 @@
-"""Which nodes one prompt goes to: plans, excluded nodes, faults that count against nodes, retries that are left."""
+"""Which nodes one prompt goes to: plans, excluded nodes, faults that count against nodes, retries that are left.
+
+Some lines over 300: each of these decides by what the others recorded, and apart they would be one file more on the way
+of every request.
+"""
 
 import logging
+from collections.abc import Callable
 
 from pdproxy.errors import Fault, NodeFault, PdproxyError
 from pdproxy.failures import NO_RETRY_USED, Blame, Moment, RetryOptions, Step, blame, decide, final_step
 from pdproxy.legs.calls import PrefillAnswer
-from pdproxy.legs.shape import max_prompt_tokens
+from pdproxy.legs.shape import estimated_prompt_tokens, max_prompt_tokens
+from pdproxy.nodes.capacity import Footprint
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import NO_LOAD, LegLoad
-from pdproxy.observe.labels import Affinity, Leg
+from pdproxy.observe.labels import Affinity, Leg, Phase
 from pdproxy.orchestration.cache_route import CacheRoute
 from pdproxy.orchestration.client_errors import deadline_passed, final_error, no_node_error, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.in_flight import LegFailure, Timeline
+from pdproxy.orchestration.request_queue import Admission, Asked
 from pdproxy.orchestration.resources import HandOver
 from pdproxy.planning.plan import choose, plan
 from pdproxy.planning.plan_types import NoNode, Plan, PlanInput, UnknownModel
@@ -81,7 +88,12 @@ NO_NODE_ERRORS = (NoNode, UnknownModel)
 
 
 class NodePicker:
-    """Plans one prompt, with a fresh snapshot of the pool each time, and records how its nodes did; does no I/O."""
+    """Plans one prompt, with a fresh snapshot of the pool each time, and records how its nodes did; does no I/O.
+
+    Attributes:
+        prompt_tokens: about how many the prompt has.
+        admission: its way through the queue; to be ended.
+    """
 
     def __init__(self, context: OrchestrationContext, sub_request: SubRequest, timeline: Timeline) -> None:
         self._context = context
@@ -92,22 +104,78 @@ class NodePicker:
         self._local = sub_request.shape.local
         short = context.config.local_below_tokens > 0
         self._tokens = max_prompt_tokens(sub_request.endpoint, sub_request.body) if short else None
+        self.prompt_tokens = tokens = estimated_prompt_tokens(sub_request.body)
+        choices, longest = sub_request.shape.choices, sub_request.shape.longest
+        answer = context.in_flight.output_lengths.expected(sub_request.request.model, longest)
+        self._footprint = Footprint(choices * (tokens + answer), choices)
+        self.admission = Admission(context.queue, Asked.of(sub_request, tokens))
         rates = context.rates
-        self._cache_route = None if rates is None else CacheRoute(context, rates, sub_request, timeline)
+        self._cache_route = None if rates is None else CacheRoute(context, rates, sub_request, timeline, tokens)
 
     async def look_up(self) -> None:
         """Ask what nodes have cached, where the policy goes by that; before the first plan."""
         if self._cache_route is not None:
             await self._cache_route.look_up()
 
+    async def next_plan(self, acquire: Callable[[Node], object]) -> Plan:
+        """As `plan`, but the first one waits in the queue until there is room: those that follow go before all there.
+
+        ``acquire`` takes the decode node's slot, from the plan on, so that the plans that follow see the load.
+        """
+
+        def begin() -> Plan | None:
+            chosen = self.plan_with_room()
+            if chosen is not None:
+                self._timeline.enter(Phase.PLAN)
+                acquire(chosen.decode)
+            return chosen
+
+        if not self.admission.runs:
+            return await self.admission.begin(begin, self._wait)
+        self._timeline.enter(Phase.PLAN)
+        chosen = self.plan()
+        acquire(chosen.decode)
+        return chosen
+
+    def _wait(self) -> str:
+        """It has to wait; in the queue of this model: adapters and other names of one have the same."""
+        self._timeline.enter(Phase.QUEUE)
+        model = self._sub_request.request.model
+        nodes = (view.node for view in self._context.pool.snapshot().nodes)
+        return next((node.model for node in nodes if node.role is Role.DECODE and node.serves(model)), "") or model
+
     def plan(self) -> Plan:
-        """Which nodes now; raises the `ClientError` where there are none."""
+        """Which nodes now, with room if there are such; raises the `ClientError` where there are none."""
+        chosen = self._checked_plan()
+        return self._recorded(self._with_room(chosen) or chosen)
+
+    def plan_with_room(self) -> Plan | None:
+        """As `plan`; None where the decode nodes that could take the prompt have no room for it now."""
+        chosen = self._with_room(self._checked_plan())
+        return None if chosen is None else self._recorded(chosen)
+
+    def _checked_plan(self) -> Plan:
         try:
-            chosen = self._plan()
+            return self._plan()
         except UnknownModel as error:
             raise unknown_model_error(error) from error
         except NoNode as error:
             raise self._retry_state.no_node_left(error) from error
+
+    def _with_room(self, chosen: Plan) -> Plan | None:
+        """A plan whose decode node has room: this one, or another one that disaggregates if this one does."""
+        context, most = self._context, self._context.config.decode_fill
+        if context.pool.view(chosen.decode.name).admits(self._footprint, most):
+            return chosen
+        decodes = (view for view in context.pool.snapshot().nodes if view.node.role is Role.DECODE)
+        full = frozenset(view.node.name for view in decodes if not view.admits(self._footprint, most))
+        try:
+            other = self._plan(full)
+        except NO_NODE_ERRORS:
+            return None
+        return None if other.prefill is None and chosen.prefill is not None else other
+
+    def _recorded(self, chosen: Plan) -> Plan:
         self._record_affinity(Role.PREFILL, chosen.prefill_affinity)
         self._record_affinity(Role.DECODE, chosen.decode_affinity)
         if self._cache_route is not None:
@@ -115,8 +183,9 @@ class NodePicker:
         return chosen
 
     def load(self, node: Node) -> LegLoad:
-        """What a leg adds to its node."""
-        return NO_LOAD if self._cache_route is None else self._cache_route.load(node)
+        """What a leg adds to its node: its caches take in the answers too, if these are as long as others were."""
+        load = NO_LOAD if self._cache_route is None else self._cache_route.load(node)
+        return load._replace(footprint=self._footprint) if node.role is Role.DECODE else load
 
     def begin_leg(self, node: Node) -> Headers:
         """The headers of a leg that begins now."""
@@ -228,15 +297,17 @@ class NodePicker:
             self._timeline.affinities[role] = affinity
             self._context.metrics.session_routed(role, affinity)
 
-    def _plan(self) -> Plan:
+    def _plan(self, full: frozenset[str] = frozenset()) -> Plan:
+        """``full``: names of nodes that are left out this time."""
         context = self._context
-        return plan(context.pool.snapshot(), self._input(), context.config.plan_policy(), next(context.tie_breaker))
+        needs, policy = self._input(full=full), context.config.plan_policy()
+        return plan(context.pool.snapshot(), needs, policy, next(context.tie_breaker))
 
-    def _input(self, partner: Node | None = None) -> PlanInput:
+    def _input(self, partner: Node | None = None, full: frozenset[str] = frozenset()) -> PlanInput:
         needs = PlanInput(
             self._sub_request.request.model,
             self._local,
-            self._fault_reporter.excluded,
+            self._fault_reporter.excluded | full,
             partner=partner,
             prompt_tokens=self._tokens,
             session=self._sub_request.request.session,

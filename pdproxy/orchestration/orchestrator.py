@@ -104,7 +104,7 @@ class Orchestrator:
         for index, body in enumerate(bodies):
             timeline = Timeline(context.clock, context.metrics, request.arrived) if index else log.timeline
             own_name = f"{name}-{index}" if len(bodies) > 1 else name
-            sub_request = SubRequest(request, body, shape(endpoint, body), own_name)
+            sub_request = SubRequest(request, body, shape(endpoint, body), own_name, index)
             upstreams.append(UpstreamRequest(context, self._background_tasks, sub_request, timeline))
         return upstreams
 

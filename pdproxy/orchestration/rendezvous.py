@@ -24,17 +24,16 @@ from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.in_flight import Timeline
 from pdproxy.orchestration.resources import HandOver, Interrupt
 from pdproxy.request import Endpoint, Json, SubRequest
-from pdproxy.settings.types import Legs
 from pdproxy.transport.port import DeadlineHold, Timeouts
 
 
 def can_wait(context: OrchestrationContext, sub_request: SubRequest, node: Node) -> bool:
-    """Whether a decode leg may go to this node before its ticket.
+    """Whether a decode leg may go to this node before its ticket, where the policy has legs go out together.
 
     A stream of responses may not: it begins with events about itself, before anything was computed, and the first event
     has to show that the node waits no more.
     """
-    if not node.can_wait or context.config.legs is not Legs.TOGETHER:
+    if not node.can_wait:
         return False
     if sub_request.shape.stream and sub_request.endpoint is Endpoint.RESPONSES:
         return False

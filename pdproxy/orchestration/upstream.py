@@ -27,6 +27,7 @@ from pdproxy.orchestration.rendezvous import PlanAgain, Rendezvous, Undelivered,
 from pdproxy.orchestration.resources import BackgroundTasks, HandOver, HeldResources, fail_if_node_down
 from pdproxy.planning.plan_types import Plan
 from pdproxy.request import Addition, Json, LocalReason, SubRequest
+from pdproxy.settings.types import Legs
 from pdproxy.transport.port import HttpResponse
 from pdproxy.usage import Usage
 
@@ -51,6 +52,7 @@ class UpstreamRequest:
         timeline: Timeline,
     ) -> None:
         self._context = context
+        self._together = context.config.legs is Legs.TOGETHER
         self._background_tasks = background_tasks
         self._timeline = timeline
         self._life = RequestLifecycle()
@@ -125,8 +127,8 @@ class UpstreamRequest:
     async def _plan_and_prefill(self, body: Json) -> Node:
         """Plan, and prefill until there is a ticket, or the decode node is to wait or to compute; that decode node."""
         self.hand_over = None
-        while (chosen := self._plan()).prefill is not None:
-            if can_wait(self._context, self.sub_request, chosen.decode):
+        while (chosen := await self.nodes.next_plan(self._acquire_decode)).prefill is not None:
+            if self._together and can_wait(self._context, self.sub_request, chosen.decode):
                 return await self._begin_rendezvous(chosen, body)
             self._life.move(Transition.PREFILL)
             try:
@@ -177,7 +179,8 @@ class UpstreamRequest:
         timeouts = context.config.prefill_timeouts(self.remaining_seconds())
         self._prefill_node = node
         self._timeline.enter(Phase.PREFILL, node.name)
-        tokens, load, headers = estimated_prompt_tokens(body), self.nodes.load(node), self.nodes.begin_leg(node)
+        tokens = self.nodes.prompt_tokens if body is asked.body else estimated_prompt_tokens(body)
+        load, headers = self.nodes.load(node), self.nodes.begin_leg(node)
         with self.resources.prefilling(node, hand_over_id, tokens, load) as slot:
             async with fail_if_node_down(slot, self.nodes.possible):
                 answer = await prefill(context.transport, node, asked.endpoint, leg, headers, timeouts)
@@ -256,12 +259,6 @@ class UpstreamRequest:
         if reason is not None:
             self._context.metrics.planned_local(reason)
 
-    def _plan(self) -> Plan:
-        self._timeline.enter(Phase.PLAN)
-        chosen = self.nodes.plan()
-        self._acquire_decode(chosen.decode)
-        return chosen
-
     def _acquire_decode(self, decode_node: Node) -> Node:
         """Take its slot from the plan on, so that the plans that follow see the load."""
         self.resources.acquire(decode_node, self.nodes.load(decode_node))
@@ -283,6 +280,7 @@ class UpstreamRequest:
             if self._rendezvous is not None:  # first: a prefill that goes on could take hold of another node
                 await self._end_rendezvous()
         finally:
+            self.nodes.admission.end()
             await self.resources.aclose()
 
     @property

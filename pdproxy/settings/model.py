@@ -162,13 +162,15 @@ class Limits(Section):
     header_bytes: types.Bytes = Field(default=64 * 1024, ge=1024)
     """Largest request head."""
     concurrency: types.Count = Field(default=1024, ge=1)
-    """Requests that run at once."""
+    """Requests that run at once, each prompt of a list by itself; the next ones wait."""
+    decode_fill: types.Number = Field(default=1.0, ge=0)
+    """Part of each decode node's capacity that this proxy fills before requests wait; 0 never lets them wait for it."""
     queue: types.Count = Field(default=4096, ge=0)
-    """Requests that may wait for a place; more get 429."""
-    queue_seconds: types.Seconds = Field(default=30.0, ge=0)
-    """Longest wait for a place, then 429."""
+    """Requests that may wait, for their turn to run and for room on a decode node; more get 429."""
+    queue_seconds: types.Seconds = Field(default=600.0, ge=0)
+    """Longest wait, then 429."""
     key_concurrency: types.Count = Field(default=0, ge=0)
-    """Requests of one API key that run at once; 0 is no limit."""
+    """Requests of one API key that run or wait at once; 0 is no limit."""
 
     @model_validator(mode="after")
     def _largest_body_fits(self) -> Self:

@@ -227,10 +227,10 @@ def fast_path(raw: bytes) -> FastPathEvent | None:
     if match is None:
         return None
     index, content, text, ids = match.groups()
-    quoted = content if text is None else text
+    quoted, (ids_from, ids_to) = content if text is None else text, match.span(4)
     try:
         unquoted: str = json.loads(b'"' + quoted + b'"') if b"\\" in quoted else quoted.decode()
         token_ids = list(map(int, ids.split(b","))) if b"," in ids else [int(ids)] if ids else []
     except ValueError:
         return None
-    return FastPathEvent(int(index), unquoted, token_ids, match.start(4) - 1, match.end(4) + 1)
+    return FastPathEvent(int(index), unquoted, token_ids, ids_from - 1, ids_to + 1)

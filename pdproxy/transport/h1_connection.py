@@ -27,15 +27,16 @@ class Watchdog:
         self._on_timeout = on_timeout
         self._due: float | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._fires_at = math.inf
 
     def watch(self, seconds: float) -> None:
-        """Call ``on_timeout`` in ``seconds``, unless `watch` or `rest` is called before."""
-        self._due = min(self._loop.time() + seconds, self.latest)
-        if self._timer is not None and self._timer.when() > self._due:
-            self._timer.cancel()
-            self._timer = None
-        if self._timer is None:
-            self._timer = self._loop.call_at(self._due, self._fire)
+        """Call ``on_timeout`` in ``seconds``, unless `watch` or `rest` is called before. Called for each piece."""
+        due = self._loop.time() + seconds
+        if due > self.latest:
+            due = self.latest
+        self._due = due
+        if due < self._fires_at:
+            self._set_timer(due)
 
     @property
     def late(self) -> bool:
@@ -49,16 +50,23 @@ class Watchdog:
     def stop(self) -> None:
         """End the watch and cancel the timer."""
         self._due = None
+        self._cancel_timer()
+
+    def _set_timer(self, due: float) -> None:
+        self._cancel_timer()
+        self._timer, self._fires_at = self._loop.call_at(due, self._fire), due
+
+    def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+        self._timer, self._fires_at = None, math.inf
 
     def _fire(self) -> None:
-        self._timer = None
+        self._timer, self._fires_at = None, math.inf
         if self._due is None:
             return
         if self._loop.time() < self._due:
-            self._timer = self._loop.call_at(self._due, self._fire)
+            self._set_timer(self._due)
         else:
             self._on_timeout()
 

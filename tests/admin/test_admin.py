@@ -11,12 +11,14 @@ from prometheus_client import CollectorRegistry
 from pdproxy.admin.app import admin_app
 from pdproxy.admin.context import AdminContext
 from pdproxy.nodes.cache_advice import EventsSeen
-from pdproxy.nodes.capacity import Binding, Capacity
+from pdproxy.nodes.capacity import Binding, Capacity, Footprint
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Bars, Node, Role, State
 from pdproxy.nodes.pool import Pool
+from pdproxy.nodes.pool_entry import LegLoad
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
+from pdproxy.orchestration.request_queue import QueueStatus
 from pdproxy.settings.types import OnPrefillFailure
 from tests.fakes.clock import FakeClock
 from tests.fakes.memory_transport import MemoryTransport
@@ -120,6 +122,21 @@ async def test_a_node_is_listed_with_what_makes_hits_rare() -> None:
     assert listed["p1"]["facts"][1] == "the shortest prompt whose next turn has a hit: 17 tokens"
     assert [len(listed[name]["advice"]) for name in ("p1", "p2")] == [1, 2]
     assert "publishes no KV events" in listed["p1"]["advice"][0]
+
+
+async def test_nodes_are_listed_with_what_is_taken_of_them_and_with_what_waits(context: AdminContext) -> None:
+    serve(context, PREFILL, DECODE)
+    waits = QueueStatus(3, 7, {"alice": 7}, {"tiny": 7}, 12.5)
+    async with client_of(dataclasses.replace(context, queue=lambda: waits)) as client:
+        with context.pool.acquire("d1", LegLoad(footprint=Footprint(700, 2))):
+            listed = (await client.get("/nodes")).json()
+    assert [node["footprint"] for node in listed["nodes"]] == [
+        {"tokens": 0, "sequences": 0},
+        {"tokens": 700, "sequences": 2},
+    ]
+    assert listed["queue"] == {
+        "running": 3, "waiting": 7, "by_key": {"alice": 7}, "by_model": {"tiny": 7}, "seconds": 12.5
+    }  # fmt: skip
 
 
 async def test_a_node_is_listed_with_its_fingerprint_and_with_whom_it_exchanges_no_tickets(

@@ -9,7 +9,7 @@ import pytest
 
 from pdproxy.intake.request_context import Message
 from pdproxy.response import SINK_EXTENSION
-from pdproxy.settings.model import Settings
+from pdproxy.settings.model import Limits, Settings
 from tests.app.running_proxy import SOON, RunningProxy, running_proxy
 from tests.fakes.faults import FaultKind, InjectedFault
 
@@ -99,3 +99,18 @@ async def test_a_request_without_response_yet_gets_503(server: RunningProxy, pat
     counted = "other" if path == "/v1/embeddings" else path
     await server.until(f'pdproxy_requests_total{{endpoint="{counted}",outcome="failed"}} 1.0')
     await server.until('pdproxy_node_active{node="decode-0",role="decode"} 0.0')
+
+
+async def test_a_request_that_waits_in_the_queue_gets_503() -> None:
+    async with running_proxy(Settings(limits=Limits(concurrency=1))) as server:
+        server.decode.fault = InjectedFault(FaultKind.HANG)
+        runs = Call(server, "/v1/completions", COMPLETION)
+        await server.until('pdproxy_node_active{node="decode-0",role="decode"} 1.0')
+        waits = Call(server, "/v1/completions", COMPLETION)
+        await server.until("pdproxy_requests_queued 1.0")
+        said = await waits.cut_short()
+        assert waits.sent[0]["status"] == 503
+        assert json.loads(said)["error"]["code"] == "shutting_down"
+        await server.until("pdproxy_requests_queued 0.0")
+        await runs.cut_short()
+        await server.until("pdproxy_requests_active 0.0")

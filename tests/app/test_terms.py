@@ -4,10 +4,11 @@ import dataclasses
 
 from pdproxy.app.build import orchestration_config
 from pdproxy.orchestration.context import OrchestrationConfig
+from pdproxy.orchestration.request_queue import QueueLimits
 from pdproxy.planning.cache_aware import CacheAware
 from pdproxy.planning.policies import ITL_BUDGET
 from pdproxy.planning.session import Session
-from pdproxy.settings.model import Deadlines, Policy, Settings
+from pdproxy.settings.model import Deadlines, Limits, Policy, Settings
 from pdproxy.settings.types import OnPrefillFailure, Routing
 
 SAID = Settings(
@@ -20,6 +21,7 @@ SAID = Settings(
         local_below_tokens=10,
         routing=Routing.SESSION,
     ),
+    limits=Limits(concurrency=11, queue=12, queue_seconds=13, decode_fill=0.5),
 )
 
 
@@ -32,7 +34,10 @@ def test_every_setting_reaches_the_config() -> None:
     arrived = dataclasses.asdict(orchestration_config(SAID))
     named = arrived.keys() & said.keys()
     assert {name: arrived[name] for name in named} == {name: said[name] for name in named}
-    assert arrived.keys() - named == {"fan_out", "routing_policy"}, "has no setting, and has one of another name"
+    others = {"fan_out", "routing_policy", "queue", "decode_fill"}
+    assert arrived.keys() - named == others, "has no setting, and have ones of another name or section"
+    assert orchestration_config(SAID).queue == QueueLimits(11, 12, 13)
+    assert orchestration_config(SAID).decode_fill == 0.5
     assert orchestration_config(SAID).plan_policy().routing == Session()
 
 

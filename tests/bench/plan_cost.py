@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from pdproxy.clock import SystemClock
+from pdproxy.nodes.capacity import Footprint
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.node import Node, Role, hash64
 from pdproxy.nodes.pool import Pool
@@ -49,7 +50,9 @@ def requests(pool: Pool, policy: PlanPolicy, needs: Callable[[int], PlanInput]) 
         assert chosen.prefill is not None
         queued = 0 if chosen.decision is None else chosen.decision.computed
         prefill = pool.acquire(chosen.prefill.name, LegLoad(chosen.prefill_rank, queued) if queued else NO_LOAD)
-        decode = pool.acquire(chosen.decode.name, LegLoad(chosen.decode_rank, 0, TOKENS) if queued else NO_LOAD)
+        decode = pool.acquire(
+            chosen.decode.name, LegLoad(chosen.decode_rank, 0, Footprint(TOKENS, 1)) if queued else NO_LOAD
+        )
         held.append((prefill, decode))
         if len(held) > most:
             for slot in held.popleft():

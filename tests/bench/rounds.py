@@ -68,7 +68,7 @@ def measure(running: Sequence[Running], lines: Sequence[Line], effort: Effort) -
     """Each line's rounds; before them one that does not count."""
     for line in lines:
         for peer in running:
-            _right(peer, _load(peer.port, line, effort.streams, effort.streams), effort.streams)
+            ask(peer, line, effort.streams, effort.streams)
         for _ in range(effort.rounds):
             for peer in running:
                 yield _round(peer, line, effort)
@@ -76,17 +76,19 @@ def measure(running: Sequence[Running], lines: Sequence[Line], effort: Effort) -
 
 def _round(peer: Running, line: Line, effort: Effort) -> Figure:
     before = seconds_of_tree(peer.part.process.pid)
-    loaded = _load(peer.port, line, effort.requests, effort.streams)
+    loaded = ask(peer, line, effort.requests, effort.streams)
     time.sleep(SETTLE_SECONDS)
     used = seconds_of_tree(peer.part.process.pid) - before
-    _right(peer, loaded, effort.requests)
     return Figure(line, peer.name, 1000 * used / effort.requests, loaded.pieces / effort.requests)
 
 
-def _right(peer: Running, loaded: Loaded, requests: int) -> None:
+def ask(peer: Running, line: Line, requests: int, streams: int) -> Loaded:
+    """So many requests, so many at once; raises BenchError where one is not answered rightly."""
+    loaded = _load(peer.port, line, requests, streams)
     peer.part.require_alive()
     if loaded.complete != requests or loaded.failed:
         raise BenchError(f"{peer.name}: {loaded.complete} of {requests} answers were right: {loaded.flaws}")
+    return loaded
 
 
 def _load(port: int, line: Line, requests: int, streams: int) -> Loaded:

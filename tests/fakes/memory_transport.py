@@ -25,6 +25,10 @@ class MemoryTransport:
         self.open: set[MemoryResponse] = set()
         """Answers that are not closed yet."""
 
+    def add(self, node: FakeNode) -> None:
+        """One more node can be reached."""
+        self._nodes[node.url] = node
+
     async def send(self, request: HttpRequest, timeouts: Timeouts) -> HttpResponse:
         """See the port."""
         origin, path = _split(request.url)

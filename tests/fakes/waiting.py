@@ -44,6 +44,11 @@ class WaitingRequest:
     _told: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     _params: Params | None = None
 
+    @property
+    def told(self) -> bool:
+        """Whether `tell` was called."""
+        return self._told.is_set()
+
     def tell(self, params: Params | None) -> None:
         """Its ticket is here; None: there is none."""
         if not self._told.is_set():
@@ -69,6 +74,8 @@ class WaitingRoom:
         self._fabric = fabric
         self._waiting: dict[str, WaitingRequest] = {}
         self._early: dict[str, Params | None] = {}
+        self._missed: set[str] = set()
+        """Of requests that wait no longer, or never did: their tickets come too late, and are given back."""
         self._seen: set[str] = set()
         self.most = 1024
         self.deliveries: list[tuple[str, Params | None]] = []
@@ -80,12 +87,14 @@ class WaitingRoom:
         """The process died."""
         self._waiting.clear()
         self._early.clear()
+        self._missed.clear()
 
     def forget(self) -> None:
         """Drop what only tests look at."""
         self.deliveries.clear()
         self._seen.clear()
         self._early.clear()
+        self._missed.clear()
 
     def enter(
         self, params: Params, answer: "Callable[[Params | None], Script]", *, streams_responses: bool
@@ -98,6 +107,7 @@ class WaitingRoom:
         if wait_id in self._early:
             waiting.tell(self._early.pop(wait_id))
         elif len(self._waiting) >= self.most:
+            self._missed.add(wait_id)
             waiting.tell(None)
         else:
             self._waiting[wait_id] = waiting
@@ -113,6 +123,8 @@ class WaitingRoom:
         self.deliveries.append((body["id"], params))
         if body["id"] in self._waiting:
             self._waiting[body["id"]].tell(params)
+        elif body["id"] in self._missed:
+            self._fabric.free(str((params or {}).get("remote_request_id")))
         else:
             self._early[body["id"]] = params
         return 202
@@ -129,4 +141,6 @@ class WaitingRoom:
     def _leave(self, wait_id: str, waiting: WaitingRequest) -> None:
         if self._waiting.get(wait_id) is waiting:
             del self._waiting[wait_id]
+            if not waiting.told:
+                self._missed.add(wait_id)
         waiting.tell(None)

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import ClientError
-from pdproxy.intake.admission import BodyBudget
+from pdproxy.intake.request_context import BodyBudget
 from pdproxy.observe.metrics import Metrics
 from pdproxy.settings.model import Limits, Settings
 from tests.app.running_proxy import SOON, RunningProxy, running_proxy
@@ -41,7 +41,7 @@ def test_bytes_count_until_their_request_ends() -> None:
             other.grow_to(1)
             assert setup.held == 10
         assert setup.held == 9
-    assert (setup.held, setup.refused) == (0, None)
+    assert (setup.held, setup.refused) == (0, 0)
 
 
 def test_without_room_a_request_gets_429_and_holds_nothing_more() -> None:

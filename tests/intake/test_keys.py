@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import ClientError, SettingsError
-from pdproxy.intake.auth import ANONYMOUS, ApiKey, ApiKeys, parse_key_lines, read_keys
+from pdproxy.intake.auth import ANONYMOUS, ApiKey, ApiKeys, KeyLimits, parse_key_lines, priority_of, read_keys
+from pdproxy.observe.metrics import Metrics
 
 KEYS = ApiKeys(dict(parse_key_lines(["# ours", "", "sk-one alice 3", "sk-two  # no name"])))
 
@@ -50,3 +52,38 @@ def test_a_file_without_keys_is_refused(tmp_path: Path) -> None:
         read_keys(path)
     with pytest.raises(SettingsError, match="cannot be read"):
         read_keys(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(("api_key", "key_limit"), [(ApiKey("k", 1), 0), (ApiKey("k"), 1), (ApiKey("k", 1), 9)])
+def test_a_key_has_its_own_limit(api_key: ApiKey, key_limit: int) -> None:
+    registry = CollectorRegistry()
+    limits = KeyLimits(key_limit, Metrics(registry))
+    with limits.one_open(api_key), limits.one_open(ApiKey("other", 1)):
+        with pytest.raises(ClientError, match="1 requests open") as caught, limits.one_open(api_key):
+            pass
+        assert (caught.value.status, dict(caught.value.headers)) == (429, {"retry-after": "1"})
+        assert registry.get_sample_value("pdproxy_rejected_total", {"reason": "key_limit"}) == 1
+    with limits.one_open(api_key):
+        pass
+
+
+def test_who_has_no_key_has_no_limit() -> None:
+    limits = KeyLimits(1, Metrics(CollectorRegistry()))
+    with limits.one_open(ANONYMOUS), limits.one_open(ANONYMOUS):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("said", "body", "priority"),
+    [
+        (None, {}, 0),
+        (None, {"priority": None}, 0),
+        (None, {"priority": -2}, -2),
+        ("3", {"priority": -2}, 3),
+        (" -4 ", {}, -4),
+        ("high", {"priority": 7}, 7),
+        ("9" * 5000, {}, 0),
+    ],
+)
+def test_the_priority_is_the_headers_else_the_bodys(said: str | None, body: dict[str, object], priority: int) -> None:
+    assert priority_of((("x-vllm-priority", said),) if said else (), body) == priority

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdproxy.intake.admission import Admission, BodyBudget
-from pdproxy.intake.auth import read_keys
+from pdproxy.intake.auth import KeyLimits, read_keys
 from pdproxy.intake.handler import HandlerConfig, RequestHandler
-from pdproxy.intake.request_context import Message, RequestContext, TrackedSend
+from pdproxy.intake.request_context import BodyBudget, Message, RequestContext, TrackedSend
 from pdproxy.observe.metrics import Metrics
 from pdproxy.request import Endpoint
 from pdproxy.response import Sink
@@ -54,9 +53,9 @@ class Client:
     async def ask(self, cluster: FakeCluster, sink: Sink | None) -> bytes:
         """The answer, whole."""
         metrics = Metrics(CollectorRegistry())
-        admission, budget = Admission(1, 0, 60.0, metrics), BodyBudget(1 << 20, metrics)
+        key_limits, budget = KeyLimits(0, metrics), BodyBudget(1 << 20, metrics)
         service = RequestHandler(
-            read_keys(None), admission, budget, cluster.orchestrator, cluster.pool, cluster.clock, RULES
+            read_keys(None), key_limits, budget, cluster.orchestrator, cluster.pool, cluster.clock, RULES
         )
         context = RequestContext(
             "POST", Endpoint.CHAT.value, "", (), "r-1", self.receive, TrackedSend(self.send), Endpoint.CHAT, sink

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import Fault
 from pdproxy.failures import LEG_BLAME, Blame
+from pdproxy.nodes.capacity import Footprint
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.node import Bars, Node, Role, State
 from pdproxy.nodes.pool import DuplicateNode, Pool, UnknownNode
@@ -52,9 +53,10 @@ def test_a_name_is_given_once(pool: Pool) -> None:
 
 def test_legs_count_on_the_rank_that_they_name_and_others_where_the_fewest_are(pool: Pool) -> None:
     pool.admit(dataclasses.replace(NODE, ranks=3))
-    slots = [pool.acquire("d1", LegLoad(1, 700, 900)), *(pool.acquire("d1") for _ in range(3))]
+    slots = [pool.acquire("d1", LegLoad(1, 700, Footprint(900, 1))), *(pool.acquire("d1") for _ in range(3))]
     view = pool.view("d1")
-    assert (view.legs, view.queued, view.held) == ((2, 1, 1), (0, 700, 0), (0, 900, 0))
+    assert (view.legs, view.queued) == ((2, 1, 1), (0, 700, 0))
+    assert (view.held[1], view.footprint) == ((900, 1), (900, 1))
     assert (view.rank, view.backlog, view.sequences) == (2, 0, 1)
     for _ in range(2):
         slots[0].prompt_computed()
@@ -63,7 +65,7 @@ def test_legs_count_on_the_rank_that_they_name_and_others_where_the_fewest_are(p
     assert pool.view("d1").legs == (2,)
     for slot in slots:
         slot.release()
-    assert (pool.view("d1").legs, pool.view("d1").held) == ((0,), (0,))
+    assert (pool.view("d1").legs, pool.view("d1").footprint) == ((0,), (0, 0))
 
 
 def test_legs_are_counted_and_released_once(pool: Pool) -> None:

@@ -7,11 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.errors import Fault
+from pdproxy.nodes.capacity import Footprint
 from pdproxy.nodes.node import Node, Role, State
 from pdproxy.nodes.pool import Pool, UnknownNode
-from pdproxy.nodes.pool_entry import Slot
+from pdproxy.nodes.pool_entry import LegLoad, Slot
 from tests.fakes.clock import FakeClock
 
+LEG = Footprint(10, 1)
 NODES = {name: Node(name, f"http://{name}", Role.DECODE, "tiny") for name in ("a", "b")}
 MOVES = st.tuples(
     st.sampled_from(["occupy", "release", "good", "bad", "miss", "seen", "wait", "admit", "drain", "rejoin", "renew"]),
@@ -22,7 +24,9 @@ MOVES = st.tuples(
 def play(pool: Pool, clock: FakeClock, legs: list[Slot], move: str, name: str) -> None:
     """One thing that happens."""
     moves: dict[str, Callable[[], object]] = {
-        "occupy": lambda: legs.append(pool.acquire(name)) if pool.view(name).takes_requests() else None,
+        "occupy": lambda: (
+            legs.append(pool.acquire(name, LegLoad(footprint=LEG))) if pool.view(name).takes_requests() else None
+        ),
         "release": lambda: legs.pop(0).release() if legs else None,
         "good": lambda: pool.report(name, None),
         "bad": lambda: pool.report(name, Fault.RESET),
@@ -48,6 +52,7 @@ def test_counts_balance_and_trials_stay_single(moves: list[tuple[str, str]]) -> 
         play(pool, clock, legs, move, name)
         for view in pool.snapshot().nodes:
             assert view.active >= 0
+            assert view.footprint == (10 * view.active, view.active)
             assert 0 <= view.trials <= (1 if view.state is State.PROBING else view.active)
     for leg in legs:
         leg.release()

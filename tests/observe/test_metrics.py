@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import Fault
-from pdproxy.observe.labels import Attempt, Delivery, Leg, Outcome, Phase, Proof, Task, Tokens
+from pdproxy.observe.labels import Attempt, Delivery, Leg, Outcome, Phase, Proof, Rejection, Task, Tokens
 from pdproxy.observe.metrics import Metrics
 from pdproxy.request import Endpoint
 
@@ -95,6 +95,7 @@ def test_series_that_alerts_use_exist_from_the_start(metrics: Metrics, registry:
         ("releases", "outcome", Attempt.FAILED),
         ("migrations", "outcome", Attempt.FAILED),
         ("tokens", "kind", Tokens.CACHED),
+        ("rejected", "reason", Rejection.QUEUE_FULL),
     ):
         assert registry.get_sample_value(f"pdproxy_{name}_total", {label: word}) == 0
 

@@ -9,11 +9,14 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import ClientError
+from pdproxy.nodes.capacity import NO_FOOTPRINT, Capacity
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
+from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.orchestrator import Orchestrator
+from pdproxy.orchestration.request_queue import QueueStatus
 from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.request import ClientRequest, Endpoint
 from pdproxy.response import ProxyResponse
@@ -47,6 +50,7 @@ class FakeCluster:
         decodes: how many decode nodes.
         config: the operator's.
         burst: tokens that an event carries.
+        capacity: of each decode node; None where they do not publish it.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class FakeCluster:
         config: OrchestrationConfig | None = None,
         burst: int = 1,
         legs: Legs = Legs.TOGETHER,
+        capacity: Capacity | None = None,
     ) -> None:
         self.fabric = FakeKvTransfer()
         self.clock = FakeClock()
@@ -66,9 +71,9 @@ class FakeCluster:
         metrics = Metrics(self.registry)
         self.pool = Pool(self.clock, metrics=metrics)
         for node in self.prefills:
-            self._join(node, Role.PREFILL)
+            self.join(node, Role.PREFILL)
         for node in self.decodes:
-            self._join(node, Role.DECODE)
+            self.join(node, Role.DECODE, capacity)
         self.context = OrchestrationContext(
             self.transport,
             self.pool,
@@ -83,12 +88,24 @@ class FakeCluster:
     def nodes(self) -> list[FakeNode]:
         return [*self.prefills, *self.decodes]
 
-    def _join(self, fake: FakeNode, role: Role) -> None:
-        node = Node(fake.name, fake.url, role, MODEL, can_wait=fake.can_wait)
+    def join(self, fake: FakeNode, role: Role, capacity: Capacity | None = None) -> None:
+        """A node joins, and serves."""
+        node = Node(fake.name, fake.url, role, MODEL, can_wait=fake.can_wait, capacity=capacity)
         self.pool.add(node)
         self.pool.admit(node)
 
-    def request(self, endpoint: Endpoint, body: Mapping[str, object], *, name: str = "r-1") -> ClientRequest:
+    def amend(self, name: str, **found: Any) -> None:
+        """Something else is found out about a node."""
+        self.pool.admit(dataclasses.replace(self.pool.view(name).node, **found))
+
+    async def forward(self, path: str) -> ProxyResponse:
+        """The answer of one node to what the proxy does not understand."""
+        deadline = self.clock.now() + 3600
+        return await self.orchestrator.forward(ForwardRequest("POST", path, (), b"{}", MODEL, deadline, lambda: True))
+
+    def request(
+        self, endpoint: Endpoint, body: Mapping[str, object], *, name: str = "r-1", priority: int = 0, api_key: str = ""
+    ) -> ClientRequest:
         """A client's request; the model is put in."""
         whole = {"model": MODEL, **body}
         now = self.clock.now()
@@ -99,10 +116,11 @@ class FakeCluster:
             headers=(("authorization", "Bearer k"),),
             model=str(whole["model"]),
             stream=bool(body.get("stream")),
-            priority=0,
+            priority=priority,
             arrived=now,
             deadline=now + 3600,
             left=lambda: True,
+            api_key=api_key,
         )
 
     async def ask(self, endpoint: Endpoint, body: Mapping[str, object], *, name: str = "r-1") -> Got:
@@ -128,6 +146,8 @@ class FakeCluster:
         assert len(self.background_tasks) == 0
         assert not self.transport.open
         assert {view.node.name: view.active for view in self.pool.snapshot().nodes if view.active} == {}
+        assert {view.footprint for view in self.pool.snapshot().nodes} == {NO_FOOTPRINT}
+        assert self.context.queue.status() == QueueStatus(seconds=self.context.queue.status().seconds)
         assert {node.name: node.running for node in self.nodes if node.running} == {}
         assert self.count("pdproxy_prefill_pending_tokens_estimate", model=MODEL) == 0
         assert not self.context.waiting_places

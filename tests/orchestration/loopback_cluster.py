@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from prometheus_client import CollectorRegistry
 
 from pdproxy.clock import SystemClock
+from pdproxy.nodes.capacity import NO_FOOTPRINT, Capacity
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
@@ -28,7 +29,13 @@ PATIENT = 60.0
 class LoopbackCluster:
     """Nodes p0…, d0… on free ports, behind the real transport."""
 
-    def __init__(self, fabric: FakeKvTransfer, nodes: list[LoopbackNode], config: OrchestrationConfig) -> None:
+    def __init__(
+        self,
+        fabric: FakeKvTransfer,
+        nodes: list[LoopbackNode],
+        config: OrchestrationConfig,
+        capacity: Capacity | None = None,
+    ) -> None:
         clock = SystemClock()
         self.fabric = fabric
         self.nodes = nodes
@@ -37,7 +44,7 @@ class LoopbackCluster:
         self.pool = Pool(clock, CircuitBreakerConfig(failures=3, cool_down=0.2, longest_cool_down=0.5, slow_start=0.0))
         for node in nodes:
             role = Role.PREFILL if node.node.name.startswith("p") else Role.DECODE
-            entry = Node(node.node.name, node.url, role, MODEL, can_wait=node.node.can_wait)
+            entry = Node(node.node.name, node.url, role, MODEL, can_wait=node.node.can_wait, capacity=capacity)
             self.pool.add(entry)
             self.pool.admit(entry)
         self.context = OrchestrationContext(self.transport, self.pool, Metrics(self.registry), clock, config)
@@ -49,6 +56,9 @@ class LoopbackCluster:
         await self.background_tasks.aclose()
         assert len(self.background_tasks) == 0
         assert {view.node.name: view.active for view in self.pool.snapshot().nodes if view.active} == {}
+        assert {view.footprint for view in self.pool.snapshot().nodes} == {NO_FOOTPRINT}
+        status = self.context.queue.status()
+        assert (status.running, status.waiting) == (0, 0)
         await self.transport.aclose()
         assert self.transport.connections == 0
         await until(lambda: not any(node.connections() for node in self.nodes))
@@ -60,14 +70,17 @@ class LoopbackCluster:
 
 @contextlib.asynccontextmanager
 async def loopback_cluster(
-    prefills: int = 2, decodes: int = 2, config: OrchestrationConfig | None = None
+    prefills: int = 2,
+    decodes: int = 2,
+    config: OrchestrationConfig | None = None,
+    capacity: Capacity | None = None,
 ) -> AsyncIterator[LoopbackCluster]:
     """A running cluster; its nodes stop when the block ends."""
     fabric = FakeKvTransfer()
     names = [*(f"p{index}" for index in range(prefills)), *(f"d{index}" for index in range(decodes))]
     async with contextlib.AsyncExitStack() as stack:
         nodes = [await stack.enter_async_context(LoopbackNode(FakeNode(name, fabric))) for name in names]
-        yield LoopbackCluster(fabric, nodes, config or OrchestrationConfig(legs=Legs.TOGETHER))
+        yield LoopbackCluster(fabric, nodes, config or OrchestrationConfig(legs=Legs.TOGETHER), capacity)
 
 
 async def until(holds: Callable[[], bool]) -> None:

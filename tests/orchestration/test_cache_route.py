@@ -146,7 +146,9 @@ async def test_tokens_in_flight_are_given_back() -> None:
     for turn in range(4):
         await cluster.say(*said(turn))
     await cluster.settle()
-    assert {(view.queued, view.held, view.legs) for view in cluster.pool.snapshot().nodes} == {((0,), (0,), (0,))}
+    assert {(view.queued, view.footprint, view.legs) for view in cluster.pool.snapshot().nodes} == {
+        ((0,), (0, 0), (0,))
+    }
 
 
 async def test_tokens_are_queued_until_they_are_computed_and_held_until_the_answer_ends() -> None:
@@ -158,10 +160,10 @@ async def test_tokens_are_queued_until_they_are_computed_and_held_until_the_answ
         while not asking.done():
             await asyncio.sleep(0)
             views = cluster.pool.snapshot().nodes
-            levels |= {(view.node.name, view.queued[0], view.held[0] > 0) for view in views if view.held[0]}
+            levels |= {(view.node.name, view.queued[0], view.footprint.tokens > 0) for view in views if view.legs[0]}
         seen.append(sorted(levels))
     (decoding, prefilling), (after, computing) = seen
-    assert (decoding, prefilling[::2]) == (("d0", 0, True), ("p0", True))
+    assert (decoding, prefilling[::2]) == (("d0", 0, True), ("p0", False))
     assert (after, computing[::2]) == (("d0", 0, True), ("d0", True)), "it resumes: no prefill node gets this turn"
     assert prefilling[1] > 300 > computing[1] > 0
 

@@ -7,10 +7,10 @@ import pytest
 from pdproxy.errors import Fault
 from pdproxy.failures import Step
 from pdproxy.observe.labels import Leg, Outcome, Phase
-from pdproxy.orchestration.in_flight import MAX_FAILURES, InFlightRequests, LegFailure, Route, Timeline
+from pdproxy.orchestration.in_flight import MAX_FAILURES, InFlightRequests, LegFailure, OutputLengths, Route, Timeline
 from pdproxy.request import Endpoint
 from tests.fakes.faults import FaultKind, InjectedFault
-from tests.orchestration.cluster import FakeCluster, read
+from tests.orchestration.cluster import MODEL, FakeCluster, read
 from tests.orchestration.prompts import body_for, prompt_ids
 
 CHAT = body_for(Endpoint.CHAT, stream=True)
@@ -116,3 +116,26 @@ async def test_the_timeline_is_shown_in_milliseconds() -> None:
     assert timeline.header() == told
     assert cluster.count("pdproxy_phase_seconds_sum", phase="decode") == 2.0
     assert cluster.count("pdproxy_phase_seconds_sum", phase="total") == 4.125
+
+
+def test_the_length_of_answers_is_learned_by_model_and_bounded() -> None:
+    lengths = OutputLengths()
+    assert (lengths.expected("m", None), lengths.expected("m", 16)) == (256, 16)
+    for _ in range(500):
+        lengths.seen("m", 1000)
+    assert lengths.expected("m", 4096) == pytest.approx(1000, abs=5)
+    assert lengths.expected("other", None) == 256
+    for number in range(10_000):
+        lengths.seen(f"m{number}", 5)
+    assert len(lengths._means) < 300
+
+
+@pytest.mark.parametrize("choices", [1, 4])
+async def test_usage_teaches_how_long_each_answer_is(choices: int) -> None:
+    cluster = FakeCluster()
+    lengths = cluster.context.in_flight.output_lengths
+    for _ in range(500):
+        lengths.seen(MODEL, 100)
+    await cluster.ask(Endpoint.COMPLETIONS, body_for(Endpoint.COMPLETIONS, stream=False, tokens=36, n=choices))
+    assert lengths.expected(MODEL, None) == 99, "one of 64 is 36 long"
+    await cluster.settle()

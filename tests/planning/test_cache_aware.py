@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.nodes.capacity import Binding, Capacity
+from pdproxy.nodes.capacity import Binding, Capacity, Footprint
 from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot, State
 from pdproxy.observe.labels import RouteReason
 from pdproxy.planning.cache_aware import best_allowed_pair
@@ -243,8 +243,8 @@ def test_without_a_budget_or_by_attention_alone_nothing_is_computed_on_decode_no
 
 def test_a_decode_node_whose_cache_is_full_gets_less() -> None:
     capacity = Capacity(10_000, 10, 2, Binding.ATTENTION)
-    full = view("d1", capacity=capacity, held=(9_900,), legs=(1,))
-    free = view("d2", capacity=capacity, held=(100,), legs=(4,))
+    full = view("d1", capacity=capacity, held=(Footprint(9_900, 1),), legs=(1,))
+    free = view("d2", capacity=capacity, held=(Footprint(100, 4),), legs=(4,))
     assert names(make(view("p1"), full, free, hits={"d1": (3584, 0)}))[1] == "d2"
 
 

@@ -9,11 +9,10 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.clock import SystemClock
 from pdproxy.errors import ClientError
-from pdproxy.intake.admission import Admission, BodyBudget
 from pdproxy.intake.api_app import ApiApp
-from pdproxy.intake.auth import read_keys
+from pdproxy.intake.auth import KeyLimits, read_keys
 from pdproxy.intake.handler import HandlerConfig, RequestHandler
-from pdproxy.intake.request_context import Receive, Scope, Send
+from pdproxy.intake.request_context import BodyBudget, Receive, Scope, Send
 from pdproxy.observe.metrics import Metrics
 from pdproxy.server.protocol import ConnectionLimits, guarded
 from pdproxy.server.server import Server, bind
@@ -22,8 +21,6 @@ from tests.orchestration.loopback_cluster import LoopbackCluster
 from tests.soak.asking import PATIENT
 from tests.soak.caller import Caller
 
-PLACES = 6
-"""Fewer than there are clients: some wait in the queue, and leave it."""
 ROOM = 1 << 20
 """Bytes for bodies."""
 LIMITS = ConnectionLimits(65536, PATIENT, PATIENT)
@@ -43,16 +40,21 @@ async def serving(cluster: LoopbackCluster) -> AsyncIterator[Caller]:
         await serving
     assert not server.server_state.connections
     assert not server.server_state.tasks
-    assert registry.get_sample_value("pdproxy_requests_active") == 0
-    assert registry.get_sample_value("pdproxy_requests_queued") == 0
+    assert cluster.registry.get_sample_value("pdproxy_requests_active") == 0
+    assert cluster.registry.get_sample_value("pdproxy_requests_queued") == 0
     assert registry.get_sample_value("pdproxy_body_bytes") == 0
 
 
 def _server(cluster: LoopbackCluster, metrics: Metrics) -> Server:
-    admission = Admission(PLACES, queue=1000, queue_seconds=PATIENT, metrics=metrics)
     rules = HandlerConfig(1 << 20, PATIENT, PATIENT, Credential.PASS, own="")
     service = RequestHandler(
-        read_keys(None), admission, BodyBudget(ROOM, metrics), cluster.orchestrator, cluster.pool, SystemClock(), rules
+        read_keys(None),
+        KeyLimits(0, metrics),
+        BodyBudget(ROOM, metrics),
+        cluster.orchestrator,
+        cluster.pool,
+        SystemClock(),
+        rules,
     )
     config = uvicorn.Config(
         ApiApp(service, _no_operators),

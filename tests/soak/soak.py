@@ -15,10 +15,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from pdproxy.errors import ClientError
+from pdproxy.nodes.capacity import Binding, Capacity
 from pdproxy.observe.labels import Delivery
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.orchestration.fanout import FanOut
 from pdproxy.orchestration.relay import Relay
+from pdproxy.orchestration.request_queue import QueueLimits
 from pdproxy.orchestration.upstream import UpstreamRequest
 from pdproxy.settings.types import Legs
 from tests.fakes.faults import FaultKind, InjectedFault
@@ -41,10 +43,22 @@ FAULT_KINDS = (
     FaultKind.STALL,
     FaultKind.HANG,
 )
+REMEMBERED = 4.0
+"""Seconds for which fakes remember at least what was released, and who waits no longer: legs and tickets come late."""
 TERMS = OrchestrationConfig(
-    connect=5.0, prefill_headers=1.0, decode_headers=1.0, stall=1.0, release=60.0, legs=Legs.TOGETHER
+    connect=5.0,
+    prefill_headers=1.0,
+    decode_headers=1.0,
+    stall=1.0,
+    release=60.0,
+    legs=Legs.TOGETHER,
+    queue=QueueLimits(concurrency=12, queue=1000, queue_seconds=PATIENT),
 )
-"""Short deadlines: a slow machine may pass them, which costs a retry and nothing else."""
+"""Short deadlines: a slow machine may pass them, which costs a retry and nothing else. Fewer run at once than there are
+clients: some wait in the queue, and leave it."""
+
+SMALL = Capacity(150, 4, 1, Binding.ATTENTION)
+"""Of each decode node: two or three requests have room, so that others wait for it."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -55,6 +69,8 @@ class Tally:
     kills: int = 0
     deliveries: dict[str, float] = dataclasses.field(default_factory=dict)
     """What came of decode legs that went out before their tickets."""
+    waited: float = 0.0
+    """Requests that had to wait in the queue."""
     objects: list[int] = dataclasses.field(default_factory=list)
     """Blocks of memory that Python's objects had, at equal distances of time."""
     resident: list[float] = dataclasses.field(default_factory=list)
@@ -64,7 +80,7 @@ class Tally:
 async def soak(seconds: float, seed: int) -> Tally:
     """Run for ``seconds``; everything is checked."""
     tally = Tally()
-    async with loopback_cluster(prefills=3, decodes=3, config=TERMS) as cluster:
+    async with loopback_cluster(prefills=3, decodes=3, config=TERMS, capacity=SMALL) as cluster:
         until = asyncio.get_running_loop().time() + seconds
         killer = asyncio.create_task(_kill(cluster, random.Random(seed), tally))
         async with serving(cluster) as caller, asyncio.TaskGroup() as workers:
@@ -79,21 +95,30 @@ async def soak(seconds: float, seed: int) -> Tally:
         for outcome in Delivery:
             count = cluster.registry.get_sample_value("pdproxy_deliveries_total", {"outcome": outcome})
             tally.deliveries[outcome.value] = count or 0.0
+        tally.waited = cluster.registry.get_sample_value("pdproxy_phase_seconds_count", {"phase": "queue"}) or 0.0
     _check_nothing_left()
     return tally
 
 
 async def _weigh(cluster: LoopbackCluster, tally: Tally, pause: float) -> None:
     """The fakes' own memory is not what is weighed."""
+    since_forgotten = 0.0
     for _ in range(SAMPLES):
         await asyncio.sleep(pause)
-        cluster.fabric.forget()
-        for node in cluster.nodes:
-            node.node.seen.clear()
-            node.node.waiting.forget()
+        since_forgotten += pause
+        if since_forgotten >= REMEMBERED:
+            since_forgotten = 0.0
+            _forget(cluster)
         gc.collect()
         tally.objects.append(sys.getallocatedblocks())
         tally.resident.append(_resident())
+
+
+def _forget(cluster: LoopbackCluster) -> None:
+    cluster.fabric.forget()
+    for node in cluster.nodes:
+        node.node.seen.clear()
+        node.node.waiting.forget()
 
 
 def _resident() -> float:

@@ -21,6 +21,7 @@ async def test_short_soak() -> None:
     assert tally.ended["complete"] > 0
     assert tally.kills > 0
     assert tally.deliveries["ticket"] > 0
+    assert tally.waited > 0
     print(tally.ended, tally.deliveries, tally.kills)
 
 

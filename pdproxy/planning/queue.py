@@ -1,0 +1,178 @@
+"""Which of the requests that wait goes next, and about how long a wait is. Pure: times are passed in.
+
+A lower ``priority`` goes first, as in vLLM (0.32, v1/request.py). Within one priority each key gets the same share of
+the prompt tokens, by start-time fair queueing (Goyal, Vin, Cheng 1996): a key's next request starts, in virtual time,
+when its last one would have ended at that share, and the smallest start goes first. A key that did not wait begins at
+the start that was served last: it has saved up nothing, and how much another key has waiting does not delay it. Within
+one key requests go in order of arrival. What is past its deadline is not served any more.
+"""
+
+import collections
+import dataclasses
+import heapq
+import itertools
+import math
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Waiting:
+    """A request that waits.
+
+    Attributes:
+        key: the name of its API key.
+        priority: smaller goes first.
+        cost: what it takes of its key's share: prompt tokens.
+        deadline: monotonic seconds, after which it is not served any more.
+    """
+
+    key: str
+    priority: int
+    cost: float
+    deadline: float
+
+
+W = TypeVar("W", bound=Waiting)
+
+
+class _Flow(Generic[W]):
+    """What waits of one key at one priority, in order of arrival.
+
+    ``start``: of its first request, in virtual time; ``token``: of its one valid item on the heap, -1 for none.
+    """
+
+    __slots__ = ("entries", "start", "token")
+
+    def __init__(self) -> None:
+        self.entries: collections.OrderedDict[W, None] = collections.OrderedDict()  # its first is found in O(1)
+        self.start = 0.0
+        self.token = -1
+
+
+class _Level(Generic[W]):
+    """One priority: its virtual time, its keys while any request of this priority waits, and how many wait."""
+
+    __slots__ = ("flows", "length", "virtual_time")
+
+    def __init__(self) -> None:
+        self.virtual_time = 0.0
+        self.flows: dict[str, _Flow[W]] = {}
+        self.length = 0
+
+
+class FairQueue(Generic[W]):
+    """Requests in the order in which they go. Every change takes O(log n), spread over the changes.
+
+    ``expired`` is called with each one that was removed since it is past its deadline.
+    """
+
+    def __init__(self, expired: Callable[[W], None]) -> None:
+        self._expired = expired
+        self._levels: dict[int, _Level[W]] = {}
+        self._heap: list[tuple[int, float, int, _Flow[W]]] = []
+        self._tokens = itertools.count()
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def push(self, entry: W) -> None:
+        """It waits from now on."""
+        level = self._levels.setdefault(entry.priority, _Level())
+        flow = level.flows.setdefault(entry.key, _Flow())
+        if not flow.entries:
+            flow.start = max(flow.start, level.virtual_time)
+            self._put(entry.priority, flow)
+        flow.entries[entry] = None
+        level.length += 1
+        self._length += 1
+
+    def head(self, now: float) -> W | None:
+        """The one that goes next; None where none waits. Those that are past their deadline are removed."""
+        while self._heap:
+            _, _, token, flow = self._heap[0]
+            if token != flow.token:
+                heapq.heappop(self._heap)
+                continue
+            entry = next(iter(flow.entries))
+            if entry.deadline > now:
+                return entry
+            self.remove(entry)
+            self._expired(entry)
+        return None
+
+    def served(self, entry: W) -> None:
+        """The head goes: it waits no more, and its key's share is charged."""
+        level = self._levels[entry.priority]
+        flow = level.flows[entry.key]
+        level.virtual_time = max(level.virtual_time, flow.start)
+        flow.start += max(1.0, entry.cost)
+        if len(flow.entries) > 1:
+            self._put(entry.priority, flow)
+        self.remove(entry)
+
+    def remove(self, entry: W) -> None:
+        """It waits no more; nothing is charged. Of no effect where it does not wait."""
+        level = self._levels.get(entry.priority)
+        flow = None if level is None else level.flows.get(entry.key)
+        if level is None or flow is None or entry not in flow.entries:
+            return
+        del flow.entries[entry]
+        self._length -= 1
+        level.length -= 1
+        if not flow.entries:
+            flow.token = -1
+        if not level.length:
+            del self._levels[entry.priority]  # whoever comes next finds nobody before him: shares begin anew
+        self._compact()
+
+    def newest(self, key: str) -> W | None:
+        """Of what waits of a key, the last that came of the least urgent; None where nothing of it waits."""
+        there = [
+            (priority, level.flows[key])
+            for priority, level in self._levels.items()
+            if key in level.flows and level.flows[key].entries
+        ]
+        return next(reversed(max(there, key=lambda found: found[0])[1].entries)) if there else None
+
+    def _put(self, priority: int, flow: _Flow[W]) -> None:
+        """An earlier item of the flow counts no more."""
+        flow.token = next(self._tokens)
+        heapq.heappush(self._heap, (priority, flow.start, flow.token, flow))
+
+    def _compact(self) -> None:
+        """Items that count no more are dropped before they are more than what waits."""
+        if len(self._heap) > 2 * self._length + 8:
+            self._heap = [item for item in self._heap if item[2] == item[3].token]
+            heapq.heapify(self._heap)
+
+
+WEIGHT_OF_NEWEST = 0.1
+"""In the mean time between two departures."""
+
+
+class DepartureRate:
+    """How fast requests leave a queue, to tell others how long they would wait."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._mean: float | None = None
+
+    def began(self, now: float) -> None:
+        """Requests wait again after none did: the time without any is no time between departures."""
+        self._last = now
+
+    def departed(self, now: float) -> None:
+        """A request has left the queue, to run."""
+        if self._last is not None:
+            between = now - self._last
+            known = between if self._mean is None else self._mean
+            self._mean = known + WEIGHT_OF_NEWEST * (between - known)
+        self._last = now
+
+    def seconds(self, requests: int, now: float) -> float:
+        """How long so many requests take to leave; infinite while that is unknown."""
+        if self._mean is None or self._last is None:
+            return math.inf
+        return requests * max(self._mean, (now - self._last) if requests else 0.0)

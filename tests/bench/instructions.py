@@ -1,0 +1,77 @@
+"""Instructions that the proxy needs for one request: ``python -m tests.bench.instructions``; needs valgrind.
+
+CPU time tells two trees apart only where they differ by a tenth or more; the number of instructions repeats to half a
+per cent, whatever else the machine does. The proxy runs under cachegrind twice, with requests and without, and the
+difference is theirs. Not counted: the kernel's work, and what memory costs. Run it in another checkout to compare.
+"""
+
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from deploy.local.paths import RUNS
+from deploy.local.supervise import PartEndedError, Supervisor, stop_signals
+from tests.bench.peers import PDPROXY, Peer, Ports
+from tests.bench.rounds import BenchError, Effort, ask, start
+from tests.bench.script import Line
+
+REQUESTS, STREAMS = 240, 16
+END_SECONDS = 120.0
+"""A proxy runs some fifty times slower here."""
+_TOTAL = re.compile(r"I\s+refs:\s+([\d,]+)")
+
+
+def instructions(line: Line) -> float:
+    """Of one request of a line.
+
+    Raises:
+        BenchError: the proxy was not ready, or an answer was wrong.
+    """
+    return (_counted(line, REQUESTS) - _counted(line, 0)) / REQUESTS
+
+
+def _counted(line: Line, requests: int) -> int:
+    """Of a whole process: its start, one request that shows that it is ready, these, and its end."""
+    with TemporaryDirectory(dir=RUNS) as folder, Supervisor(Path(folder)) as supervisor:
+        counted = Path(folder) / "counted"
+        (running,) = start(supervisor, [_under_cachegrind(counted)], Effort(1, requests, STREAMS, 20.0))
+        if requests:
+            ask(running, line, requests, STREAMS)
+        running.part.process.send_signal(signal.SIGTERM)
+        running.part.process.wait(END_SECONDS)
+        found = _TOTAL.search(counted.read_text(encoding="utf-8"))
+    if found is None:
+        raise BenchError("valgrind wrote no count of instructions")
+    return int(found[1].replace(",", ""))
+
+
+def _under_cachegrind(counted: Path) -> Peer:
+    valgrind = ["valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null"]
+
+    def command(ports: Ports) -> list[str]:
+        return [*valgrind, f"--log-file={counted}", *PDPROXY.command(ports)]
+
+    return Peer(PDPROXY.name, command)
+
+
+def main() -> int:
+    """Print a line for each shape of a request; the process's exit status."""
+    if shutil.which("valgrind") is None:
+        print("error: valgrind is not installed", file=sys.stderr)
+        return 1
+    RUNS.mkdir(exist_ok=True)
+    try:
+        with stop_signals():
+            for line in Line:
+                print(f"{line:24} {instructions(line) / 1000:8.1f} thousand instructions a request", flush=True)
+    except (BenchError, PartEndedError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

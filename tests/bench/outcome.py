@@ -1,0 +1,76 @@
+"""What came of a trace under one policy or proxy: pure."""
+
+import dataclasses
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping
+
+from pdproxy.nodes.node import Role
+
+
+@dataclasses.dataclass(slots=True)
+class Outcome:
+    """Of a whole run.
+
+    Attributes:
+        name: of the policy or the proxy.
+        roles: of all nodes, by name.
+        tokens: of all prompts that were answered.
+        computed: prompt tokens that each node computed.
+        moved: tokens whose attention went from a prefill node to a decode node.
+        first_tokens: seconds until the first token of each request.
+        planned: prompt tokens that plans took to be cached where the prompt was computed; ``resumed``: that were.
+        failed: requests that were not answered as they should be.
+        late: seconds by which the latest node was late on average, for lack of a CPU; 0 on a clock that is set.
+    """
+
+    name: str
+    roles: Mapping[str, Role]
+    tokens: int = 0
+    computed: Counter[str] = dataclasses.field(default_factory=Counter)
+    moved: int = 0
+    first_tokens: list[float] = dataclasses.field(default_factory=list)
+    planned: int = 0
+    resumed: int = 0
+    failed: int = 0
+    late: float = 0.0
+
+    def answered(self, tokens: int, first_token: float) -> None:
+        """One more prompt has its first token."""
+        self.tokens += tokens
+        self.first_tokens.append(first_token)
+
+    @property
+    def share(self) -> float:
+        """Of all prompt tokens, how many were computed."""
+        return self.computed.total() / self.tokens
+
+    @property
+    def local(self) -> float:
+        """Of all prompt tokens, how many a decode node computed."""
+        return sum(self._of(Role.DECODE)) / self.tokens
+
+    @property
+    def spread(self) -> float:
+        """What the busiest prefill node computed, times the mean of all of them; NaN where they computed nothing."""
+        loads = self._of(Role.PREFILL)
+        return max(loads) / statistics.fmean(loads) if any(loads) else math.nan
+
+    @property
+    def mean(self) -> float:
+        """Seconds until the first token."""
+        return statistics.fmean(self.first_tokens)
+
+    def percentile(self, share: float) -> float:
+        """Of the seconds until the first token: the least that so many requests did not exceed."""
+        ordered = sorted(self.first_tokens)
+        return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+    @property
+    def kept_promise(self) -> float:
+        """Of the tokens that plans took to be cached, how many were; NaN where no plan said."""
+        return self.resumed / self.planned if self.planned else math.nan
+
+    def _of(self, role: Role) -> list[int]:
+        return [self.computed[name] for name, its in self.roles.items() if its is role]

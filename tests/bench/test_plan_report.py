@@ -1,0 +1,65 @@
+"""The report's figures, tables and plots."""
+
+import math
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from pdproxy.nodes.node import Role
+from tests.bench.outcome import Outcome
+from tests.bench.plan import Store, main
+from tests.bench.plan_report import Row, write_report
+from tests.bench.svg import Bar, bars
+
+ROLES = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE}
+
+
+def outcome(name: str = "hybrid", p0: int = 300) -> Outcome:
+    made = Outcome(name, ROLES, computed=Counter({"p0": p0, "p1": 100, "d0": 50}), moved=1234)
+    for hundredth in range(1, 101):
+        made.answered(10, hundredth / 100)
+    return made
+
+
+def test_the_figures_of_a_run() -> None:
+    made = outcome()
+    assert (made.share, made.local, made.spread) == (0.45, 0.05, 1.5)
+    assert (made.percentile(0.5), made.percentile(0.9), made.percentile(0.99)) == (0.5, 0.9, 0.99)
+    assert made.mean == pytest.approx(0.505)
+    assert math.isnan(made.kept_promise)
+    assert math.isnan(Outcome("x", ROLES).spread)
+
+
+def test_outcomes_are_kept_and_reported(tmp_path: Path) -> None:
+    store, made = Store(tmp_path / "kept"), outcome()
+    made.planned, made.resumed = 400, 300
+    store.keep("simulated", "chat", outcome(p0=500))
+    store.keep("simulated", "chat", made)
+    store.keep("http", "chat", outcome("pdproxy"))
+    rows = list(store.rows())
+    assert [row for row in rows if row.way == "simulated"] == [Row("simulated", "chat", made)]
+    text = write_report(rows, {("simulated", "chat"): (0.25, 0.3), ("http", "chat"): (0.25, 0.3)}, tmp_path)
+    assert "chat: at least 25.0% must be computed" in text
+    assert "| hybrid | 45.0% | 5.0% | 0.505 | 0.500 | 0.900 | 0.990 | 1,234 | 1.50 | 75.0% |" in text
+    assert len(list(tmp_path.glob("planning-*.svg"))) == 4
+
+
+def test_recorded_traces_are_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = Path(__file__).with_name("data")
+    asked = ["--traces", "--mooncake", str(data / "mooncake.jsonl"), "--weka", str(data / "weka.jsonl")]
+    assert main([*asked, "--keep", str(tmp_path), "--limit", "20", "--faster", "2"]) == 0
+    told = capsys.readouterr().out
+    assert "mooncake: at least" in told
+    assert told.count("| hybrid without sessions |") == 2
+
+
+def test_a_chart_is_well_formed_and_shows_every_bar() -> None:
+    groups = {"a & b": [Bar("x<y", 2.0), Bar("z", 1.0)], "c": [Bar("z", 0.0)]}
+    drawn = ET.fromstring(bars("T", groups, {"c": 0.5, "a & b": 0.5}))
+    rects = drawn.findall("{http://www.w3.org/2000/svg}rect")
+    assert len(rects) == 1 + 3
+    assert float(rects[1].attrib["width"]) == 2 * float(rects[2].attrib["width"])
+    assert rects[2].attrib["fill"] == rects[3].attrib["fill"]
+    assert len(drawn.findall("{http://www.w3.org/2000/svg}line")) == 2

@@ -1,0 +1,100 @@
+"""What the policies make of traces, in the simulation, and how few tokens could be computed at all."""
+
+import dataclasses
+
+import pytest
+
+from pdproxy.settings.types import Routing
+from tests.bench.bounds import greedy, least_computed
+from tests.bench.generators import Agents, Chat, Documents, Single, agents, chat, documents, single
+from tests.bench.hybrid_cache import CacheShape
+from tests.bench.outcome import Outcome
+from tests.bench.simulate import Fleet, Simulation
+from tests.bench.traces import Request, Segment, Trace, without_sessions
+
+SMALL = {
+    "chat": chat(Chat(conversations=12, turns=4)),
+    "agents": agents(Agents(agents=3, calls=4, system=1500, sub_agents=0.3)),
+    "documents": documents(Documents(documents=4, document=2000, questions=4)),
+    "hot": single(Single(2000, 20, 400)),
+    "none": single(Single(0, 20, 900)),
+}
+SHAPES = [CacheShape(), CacheShape(unit=64), CacheShape(blocks=50), CacheShape(state_groups=0)]
+
+
+def run(routing: Routing, trace: Trace, fleet: Fleet = Fleet()) -> Outcome:  # noqa: B008 - a frozen value
+    return Simulation(routing, fleet).run(trace)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("trace", SMALL.values(), ids=SMALL)
+def test_nothing_beats_the_bound(trace: Trace, shape: CacheShape) -> None:
+    least = least_computed(trace, shape)
+    assert least <= greedy(trace, shape, 3)
+    for routing in Routing:
+        outcome = run(routing, trace, Fleet(shape=shape))
+        assert least <= outcome.computed.total()
+        assert len(outcome.first_tokens) == len(trace.requests)
+
+
+def test_the_bound_counts_a_block_that_ends_a_prompt_as_computed_by_it() -> None:
+    """A prompt of 512 tokens needs its second block computed, whoever had it before; a longer one then need not."""
+    lengths = (512, 600, 512)
+    trace = Trace("t", tuple(Request(at, None, None, (Segment(1, tokens),), 1) for at, tokens in enumerate(lengths)))
+    assert least_computed(trace, CacheShape()) == 256 + 2 * 256 + 88
+    assert (
+        run(Routing.ROUND_ROBIN, trace, Fleet(1, 1, CacheShape(state_groups=0))).computed["prefill-0"] == 512 + 88 + 256
+    )
+
+
+def test_one_node_that_forgets_nothing_is_near_the_bound() -> None:
+    """What it computes more: the shared system prompts a second time, until it keeps a state at their ends."""
+    trace, shape = SMALL["chat"], CacheShape(blocks=4096)
+    assert greedy(trace, shape, 1) <= least_computed(trace, shape) + 4 * 1536
+    assert greedy(trace, dataclasses.replace(shape, blocks=60), 1) > 1.4 * greedy(trace, shape, 1)
+
+
+@pytest.mark.parametrize("routing", list(Routing))
+def test_a_simulation_can_be_repeated(routing: Routing) -> None:
+    one, other = Simulation(routing, Fleet()), Simulation(routing, Fleet())
+    assert one.run(SMALL["agents"]) == other.run(SMALL["agents"])
+    assert {(view.active, view.backlog) for view in one.pool.snapshot().nodes} == {(0, 0)}
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_sessions_reach_the_node_that_has_their_prefix(seed: int) -> None:
+    """A little more than half of the tokens are computed, and less is waited."""
+    trace = chat(seed=seed)
+    by_load, by_session = run(Routing.LEAST_LOADED, trace), run(Routing.SESSION, trace)
+    assert by_session.share <= 0.65 * by_load.share
+    assert by_session.mean <= 0.85 * by_load.mean
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_what_is_cached_is_found_without_sessions(seed: int) -> None:
+    trace = chat(seed=seed)
+    assert run(Routing.HYBRID, without_sessions(trace)).share <= 0.95 * run(Routing.SESSION, trace).share
+
+
+def test_a_first_token_comes_after_all_that_it_takes() -> None:
+    """Alone on idle nodes: the prompt is computed and read, and then there is a step."""
+    fleet = Fleet(1, 1, prefill_rate=1000.0, overhead=0.5, transfer_rate=2000.0, hand_over=0.25, step=0.125)
+    trace = Trace("t", (Request(3.0, None, None, (Segment(1, 1001),), 5),))
+    outcome = run(Routing.LEAST_LOADED, trace, fleet)
+    assert outcome.mean == pytest.approx(0.5 + 1.001 + 0.25 + 0.5 + 0.001 + 0.125)
+    assert (outcome.moved, outcome.tokens, outcome.computed.total()) == (1000, 1001, 1002)
+
+
+def test_prompts_wait_for_each_other_on_a_prefill_node() -> None:
+    fleet = Fleet(1, 1, prefill_rate=1000.0, overhead=0.0, transfer_rate=1e9, hand_over=0.0, step=0.0)
+    trace = Trace("t", tuple(Request(0.0, None, None, (Segment(name, 1000),), 1) for name in range(3)))
+    assert run(Routing.LEAST_LOADED, trace, fleet).first_tokens == pytest.approx([1.0, 2.0, 3.0], abs=0.01)
+
+
+def test_a_request_comes_after_the_one_before_has_ended() -> None:
+    fleet = Fleet(1, 1, prefill_rate=1000.0, overhead=0.0, transfer_rate=1e9, hand_over=0.0, step=1.0)
+    turns = (Request(0.0, None, 1, (Segment(1, 1000),), 5), Request(2.0, 0, 1, (Segment(2, 1000),), 1))
+    simulation = Simulation(Routing.LEAST_LOADED, fleet)
+    began = simulation.clock.now()
+    simulation.run(Trace("t", turns))
+    assert simulation.clock.now() - began == pytest.approx(1 + 5 + 2 + 1 + 1, abs=0.01)

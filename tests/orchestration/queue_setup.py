@@ -1,0 +1,78 @@
+"""A queue by itself, with prompts that run until they are told to end."""
+
+import asyncio
+import dataclasses
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pdproxy.errors import ClientError
+from pdproxy.observe.metrics import Metrics
+from pdproxy.orchestration.request_queue import Admission, Asked, QueueLimits, QueueStatus, RequestQueue
+from tests.fakes.clock import FakeClock
+
+ASKED = Asked("key", 0, 10, deadline=1e9)
+
+
+class QueueSetup:
+    """A queue, and prompts that run until they are told to end. ``room``: how many have room on the nodes, by model."""
+
+    def __init__(self, concurrency: int = 1, queue: int = 100, queue_seconds: float = 60.0) -> None:
+        self.registry = CollectorRegistry()
+        self.clock = FakeClock()
+        limits = QueueLimits(concurrency, queue, queue_seconds)
+        self.queue = RequestQueue(limits, self.clock, Metrics(self.registry))
+        self.room: dict[str, int] = {}
+        self.entered: list[str] = []
+        self.ends: dict[str, asyncio.Event] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def start(self, name: str, asked: Asked = ASKED, model: str = "m") -> asyncio.Task[None]:
+        self.tasks[name] = asyncio.create_task(self._run(name, asked, model))
+        await settle()
+        return self.tasks[name]
+
+    async def end(self, *names: str) -> None:
+        for name in names:
+            self.ends[name].set()
+            await settle()
+            await self.tasks[name]
+
+    async def rejected(self, name: str, asked: Asked = ASKED) -> ClientError:
+        """The error of one that is turned away."""
+        with pytest.raises(ClientError) as caught:
+            await (await self.start(name, asked))
+        return caught.value
+
+    def check_empty(self) -> None:
+        assert dataclasses.replace(self.queue.status(), seconds=None) == QueueStatus()
+        assert self.registry.get_sample_value("pdproxy_requests_queued") == 0
+        assert self.registry.get_sample_value("pdproxy_requests_active") == 0
+
+    async def _run(self, name: str, asked: Asked, model: str) -> None:
+        end = self.ends[name] = asyncio.Event()
+        admission = Admission(self.queue, asked)
+        try:
+            assert await admission.begin(lambda: self._take(name, model), lambda: model) == name
+            await end.wait()
+            self.room[model] = self.room.get(model, 0) + 1
+        finally:
+            admission.end()
+            admission.end()
+
+    def _take(self, name: str, model: str) -> str | None:
+        if self.room.get(model, 1000) < 1:
+            return None
+        self.room[model] = self.room.get(model, 1000) - 1
+        self.entered.append(name)
+        return name
+
+
+async def settle() -> None:
+    """Let every ready task run."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def of(key: str = "key", priority: int = 0, **more: float) -> Asked:
+    return ASKED._replace(key=key, priority=priority, **more)  # type: ignore[arg-type]
