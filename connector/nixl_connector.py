@@ -210,7 +210,8 @@ def node_info(vllm_config: VllmConfig, *, lease_seconds: float, signed: bool, re
     Read in the API server's process, where vLLM has by then copied the engine's final block sizes into the config
     (`vllm/v1/engine/core_client.py`, "Sync block_size"). Two nodes can be paired when `model`, `block_size`,
     `mamba_*`, `*dtype`, `ssm_layout` and both versions agree and their roles differ. `rendezvous`: a decode leg may be
-    sent before its ticket.
+    sent before its ticket. `max_num_batched_tokens`: of a prefill's step, and only where one ends is there a state that
+    vLLM could keep. (`long_prefill_token_threshold` does not bound the steps of a prompt that is alone.)
     """
     from vllm import __version__ as vllm_version
 
@@ -224,6 +225,7 @@ def node_info(vllm_config: VllmConfig, *, lease_seconds: float, signed: bool, re
         "prefix_caching": str(bool(cache.enable_prefix_caching)).lower(),
         "kv_cache_dtype": str(cache.cache_dtype),
         "dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
+        "max_num_batched_tokens": str(vllm_config.scheduler_config.max_num_batched_tokens),
         "tp_size": str(vllm_config.parallel_config.tensor_parallel_size),
         "ssm_layout": os.environ.get(STATE_LAYOUT, "default"),
         "failure_policy": str(transfer.kv_load_failure_policy),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from prometheus_client import CollectorRegistry
 
 from pdproxy.clock import Clock, SystemClock
+from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Role, Snapshot, State
 from pdproxy.nodes.pool import Pool
@@ -30,6 +31,7 @@ class AdminContext:
         clock: by which ``live`` keeps its times.
         queue: how the queue stands.
         caches: by a node's name, how much is known of what each of its data-parallel ranks has cached, as JSON.
+        events: by a node's name, whether its KV events are read.
         orchestration: which plans; None where there is no /debug/plan.
     """
 
@@ -44,6 +46,7 @@ class AdminContext:
     clock: Clock = dataclasses.field(default_factory=SystemClock)
     queue: Callable[[], QueueStatus] = QueueStatus
     caches: Callable[[str], Sequence[Json]] = lambda _: ()
+    events: Callable[[str], EventsSeen] = lambda _: EventsSeen.UNKNOWN
     orchestration: OrchestrationContext | None = None
 
 

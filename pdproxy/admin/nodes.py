@@ -3,13 +3,14 @@
 import dataclasses
 import re
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import pydantic
 from fastapi import APIRouter, Query
 
 from pdproxy.admin.context import AdminContext
+from pdproxy.nodes.cache_advice import cache_report, first_of_cohorts
 from pdproxy.nodes.drain import AfterDrain
 from pdproxy.nodes.node import Bars, Node, NodeView, Role
 from pdproxy.request import Json
@@ -89,8 +90,15 @@ def node_routes(context: AdminContext) -> APIRouter:
     """The routes; `admin_app` guards them."""
     routes, pool = APIRouter(), context.pool
 
+    def with_cache(view: NodeView, bars: Bars, first: Mapping[str, Node]) -> Status:
+        name = view.node.name
+        # What its prefix cache can do, and advice where a setting makes hits rare: sentences, as `pdproxy check` has.
+        report = cache_report(view.node, first, context.events(name))
+        return {**status(view, bars, context.caches(name)), "prefix_cache": dataclasses.asdict(report)}
+
     def shown(name: str) -> Status:
-        return status(pool.view(name), pool.bars, context.caches(name))
+        first = first_of_cohorts(view.node for view in pool.snapshot().nodes)
+        return with_cache(pool.view(name), pool.bars, first)
 
     def drained(name: str, seconds: float | None, after: AfterDrain) -> Status:
         context.drainer.start(name, context.drain_seconds if seconds is None else seconds, after)
@@ -100,9 +108,9 @@ def node_routes(context: AdminContext) -> APIRouter:
     async def list_nodes() -> dict[str, object]:
         """Every node as it stands, and what waits for room on them."""
         now = pool.snapshot()
-        waiting = dataclasses.asdict(context.queue())
-        nodes = [status(view, now.bars, context.caches(view.node.name)) for view in now.nodes]
-        return {"nodes": nodes, "queue": waiting}
+        first = first_of_cohorts(view.node for view in now.nodes)
+        nodes = [with_cache(view, now.bars, first) for view in now.nodes]
+        return {"nodes": nodes, "queue": dataclasses.asdict(context.queue())}
 
     @routes.post("/nodes", status_code=201)
     async def add_node(new: NewNode) -> Status:

@@ -47,7 +47,7 @@ def state_route(context: AdminContext) -> APIRouter:
 
     @routes.get("/ui/state")
     async def show_state(response: Response) -> dict[str, object]:
-        """Nodes, requests in flight, cache hits and failures at this moment; times in seconds."""
+        """Nodes, requests in flight, cache hits, plans and failures at this moment; times in seconds."""
         response.headers["cache-control"] = "no-store"
         return _state(context)
 
@@ -62,6 +62,8 @@ def _state(context: AdminContext) -> dict[str, object]:
         "on_the_way": len(live),
         "requests": [_request(each) for each in live.newest(SHOWN)],
         "hits": [{"way": route, **dataclasses.asdict(sums)} for route, sums in live.cache_stats.items()],
+        "planned_hits": [{"role": role, **dataclasses.asdict(sums)} for role, sums in live.planned_hits.items()],
+        "plans": dict(live.plans),
         "failures": [_failure(each, now) for each in live.failures()],
     }
 

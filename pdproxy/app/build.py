@@ -19,6 +19,7 @@ from pdproxy.intake.api_app import ApiApp, AsgiApp
 from pdproxy.intake.auth import KeyLimits, read_keys
 from pdproxy.intake.handler import HandlerConfig, RequestHandler
 from pdproxy.intake.request_context import BodyBudget
+from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.discovery.source import DiscoverySync
 from pdproxy.nodes.drain import Drainer
@@ -203,6 +204,7 @@ def _admin_context(
         clock=context.clock,
         queue=context.queue.status,
         caches=events.known if events else lambda _: (),
+        events=events.seen if events else lambda _: EventsSeen.UNKNOWN,
         orchestration=context,
     )
 

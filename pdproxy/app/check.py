@@ -2,7 +2,8 @@
 
 TOKENS is attention capacity, SEQUENCES how many the state groups allow, LONGEST how many of the greatest length run
 together, BINDS whether attention or state runs out first with these. A node without partner serves alone; a line below
-the table says in what it differs from the nearest node of the other role.
+the table says in what it differs from the nearest node of the other role. Further lines tell of prefix caches: what
+each can do, and advice, which is no failure.
 """
 
 import asyncio
@@ -13,12 +14,14 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from pdproxy.app.build import nodes_of
+from pdproxy.app.cache_check import cache_lines, look_for_events
 from pdproxy.app.host import HostEnvironment, Sources, node_headers, read_secret, tls
 from pdproxy.clock import SystemClock
 from pdproxy.errors import NodeFault
 from pdproxy.nodes.capacity import Capacity
 from pdproxy.nodes.discovery.source import DiscoveryError, Source
 from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.node_info import NodeInfo
 from pdproxy.nodes.preflight import CheckRow, Preflight, cause, check_nodes, is_unreachable, symptom
 from pdproxy.settings.model import Settings
 from pdproxy.transport.httpx_transport import HttpxTransport
@@ -30,10 +33,11 @@ _COLUMNS = ("NODE", "ROLE", "MODEL", "COHORT", "TOKENS", "SEQUENCES", "LONGEST",
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """The result of a check: a row for each node, and a sentence for each source that listed none."""
+    """The result of a check: a row for each node, a sentence for each source that listed none, lines about caches."""
 
     rows: Sequence[CheckRow]
     empty_sources: Sequence[str]
+    caches: Sequence[str] = ()
 
     def good(self) -> bool:
         """Whether every node would be admitted and has a partner, and every source lists some."""
@@ -48,7 +52,7 @@ def check(settings: Settings) -> int:
     """
     report = asyncio.run(inspect(settings, HostEnvironment(os.environ)))
     lines = [table(report.rows)] if report.rows else []
-    sys.stdout.write("\n".join([*lines, *report.empty_sources]) + "\n")
+    sys.stdout.write("\n".join([*lines, *report.empty_sources, *report.caches]) + "\n")
     return 0 if report.good() else 1
 
 
@@ -67,7 +71,9 @@ async def inspect(settings: Settings, host: HostEnvironment) -> Report:
         listed = await asyncio.gather(*map(_list, sources.all))
         nodes = _distinct([*nodes_of(settings.nodes), *(node for found, _ in listed for node in found)])
         rows = await check_nodes(Preflight(transport, headers), nodes)
-    return Report(rows, [why for _, why in listed if why])
+        answered = [row.info.joined() for row in rows if isinstance(row.info, NodeInfo)]
+        caches = cache_lines(answered, await look_for_events(transport, headers, answered))
+    return Report(rows, [why for _, why in listed if why], caches)
 
 
 async def _list(source: Source) -> tuple[tuple[Node, ...], str]:

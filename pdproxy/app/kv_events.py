@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from pdproxy.clock import Clock
 from pdproxy.errors import SettingsError
+from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.pool import Pool
+from pdproxy.observe.labels import Known
 from pdproxy.observe.metrics import Metrics
 from pdproxy.request import Headers, Json
 from pdproxy.settings.model import Settings
@@ -35,6 +37,13 @@ class KvEvents:
     def known(self, node: str) -> Sequence[Json]:
         """How much is known of the caches of a node's ranks, for operators."""
         return [dataclasses.asdict(feed.status()) for feed in self.caches.of_node(node)]
+
+    def seen(self, node: str) -> EventsSeen:
+        """Whether a node's KV events are read now."""
+        feeds = self.caches.of_node(node)
+        if not feeds:
+            return EventsSeen.OFF
+        return EventsSeen.UNREACHABLE if any(feed.known is Known.NOTHING for feed in feeds) else EventsSeen.READ
 
 
 def kv_events(

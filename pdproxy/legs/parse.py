@@ -8,8 +8,9 @@ from pdproxy.errors import ClientError
 from pdproxy.request import Endpoint, Json
 
 TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens")
-FORBIDDEN = frozenset({"kv_transfer_params", "ec_transfer_params"})
-"""Where keys and values lie; only a node may set it."""
+FORBIDDEN = frozenset({"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"})
+"""Where keys and values lie, which only a node may set; and vLLM's switch (among a request's extra arguments) that has
+a node publish blocks that it hits as if they were new ones, so that proxies take it to hold more than it does."""
 CARRIERS = ("vllm_xargs", "extra_args", "extra_body", "sampling_params")
 """Fields whose content reaches the engine's extra arguments (vLLM: ``SamplingParams.extra_args``)."""
 EMBEDS = frozenset({"prompt_embeds"})
@@ -39,7 +40,7 @@ def parse(endpoint: Endpoint, raw: bytes) -> dict[str, object]:
 
 
 def scrub(body: dict[str, object]) -> dict[str, object]:
-    """A copy without transfer parameters, wherever they hide.
+    """A copy without what only nodes may set, wherever it hides.
 
     Raises:
         ClientError: 400 for prompt embeddings: a ticket cannot be checked against them.

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from pdproxy.nodes.cache_settings import CacheSettings
 from pdproxy.nodes.capacity import NO_FOOTPRINT, Capacity, Footprint
 from pdproxy.nodes.hashing import Hashing
 from pdproxy.request import Headers
@@ -64,11 +65,10 @@ class Node:
         capacity: None until known, and of a node that does not publish it.
         ranks: data-parallel ranks behind the address, each with blocks and hand-overs of its own.
         fingerprint: what the bytes of its KV cache depend on, value by part; empty where not published.
-        block_size: tokens in an attention block; 0 where not published.
-        max_model_len: the longest sequence in tokens; 0 where not published.
+        block_size, max_model_len: tokens in an attention block, and in the longest sequence; 0 where not published.
         prefix_match_unit: tokens between the boundaries at which its hand-overs end; 0 where they end anywhere.
         can_wait: a request may be sent to it before its ticket, and waits there until that is delivered.
-        hashing: how its prefix cache hashes prompts; None where not published.
+        hashing, cache: how its prefix cache names the tokens of a prompt, and is set up; None where not published.
         seed: a hash of its name, 64 bits: the same in every proxy.
     """
 
@@ -87,6 +87,7 @@ class Node:
     prefix_match_unit: int = 0
     can_wait: bool = False
     hashing: Hashing | None = None
+    cache: CacheSettings | None = None
     seed: int = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from pdproxy.nodes.cache_settings import CacheSettings, read_cache_settings
 from pdproxy.nodes.capacity import Binding, Capacity
 from pdproxy.nodes.hashing import Hashing, connector_hashing, stock_hashing
 from pdproxy.nodes.node import Node
@@ -56,6 +57,7 @@ class NodeInfo:
         labels: the settings of our connector; empty when the node runs another one or none.
         fingerprint: value by part (such as `checkpoint`), with the digest of all as the part `WHOLE`.
         hashing: how its prefix cache hashes prompts.
+        cache: how its prefix cache is set up.
     """
 
     node: Node
@@ -66,6 +68,7 @@ class NodeInfo:
     ranks: int = 1
     fingerprint: Mapping[str, str] = dataclasses.field(default_factory=_empty)
     hashing: Hashing | None = None
+    cache: CacheSettings | None = None
 
     def joined(self) -> Node:
         """The node with what was found filled in. What was configured wins."""
@@ -85,6 +88,7 @@ class NodeInfo:
             prefix_match_unit=int(unit) if unit.isdecimal() else 0,
             can_wait=self.labels.get("rendezvous") == "true",
             hashing=self.hashing,
+            cache=self.cache,
         )
 
     def cohort(self) -> str:
@@ -112,7 +116,8 @@ def read_node_info(node: Node, models: bytes, version: bytes, metrics: bytes) ->
     labels, capacity, ranks = read_labels(metrics), read_node_capacity(metrics), read_ranks(metrics)
     fingerprint = read_fingerprint(metrics)
     card, hashing = read_model_card(models), read_hashing(metrics)
-    return NodeInfo(node, card, read_version(version), labels, capacity, ranks, fingerprint, hashing)
+    cache = read_cache_settings(labels, _labels(metrics, STOCK_CACHE_METRIC))
+    return NodeInfo(node, card, read_version(version), labels, capacity, ranks, fingerprint, hashing, cache)
 
 
 def read_model_card(body: bytes) -> ModelCard:
@@ -138,7 +143,12 @@ def read_version(body: bytes) -> str:
 
 def read_labels(body: bytes) -> Mapping[str, str]:
     """The labels of the connector's info metric in a ``/metrics`` answer; empty without one."""
-    samples = _samples(body, INFO_METRIC + "{")
+    return _labels(body, INFO_METRIC)
+
+
+def _labels(body: bytes, metric: str) -> Mapping[str, str]:
+    """The labels of a metric's first series; empty without one."""
+    samples = _samples(body, metric + "{")
     return MappingProxyType(dict(samples[0].labels)) if samples else _empty()
 
 

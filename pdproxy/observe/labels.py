@@ -198,3 +198,13 @@ class RouteReason(enum.StrEnum):
     """Nothing that could be used is cached anywhere, or nothing is known: the least loaded place."""
     RESUMES = "resumes"
     """The decode node can resume by itself, and that takes less time than a hand-over."""
+
+
+class Prediction(enum.StrEnum):
+    """What a node had cached of a prompt that it computed, against the plan."""
+
+    RIGHT = "right"
+    """As much, but for a block."""
+    LESS = "less"
+    """It has evicted it, restarted, or never had it."""
+    MORE = "more"

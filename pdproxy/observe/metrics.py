@@ -16,6 +16,7 @@ from pdproxy.observe.labels import (
     Leg,
     Outcome,
     Phase,
+    Prediction,
     Proof,
     Rejection,
     RouteReason,
@@ -55,6 +56,9 @@ class Metrics:
         )
         self._real_hits = counter(
             "pdproxy_real_hit_tokens_total", "Of the same prompts, tokens that nodes had cached.", ["role"]
+        )
+        self._predictions = counter(
+            "pdproxy_hit_predictions_total", "Of the same prompts, whether the plan was right.", ["role", "outcome"]
         )
         self._migrations = counter("pdproxy_migrations_total", "Streams that had to continue elsewhere.", ["outcome"])
         self._continuable = counter(
@@ -114,6 +118,8 @@ class Metrics:
             self._sessions.labels(role, affinity)
         for role, hits in itertools.product(("prefill", "decode"), (self._planned_hits, self._real_hits)):
             hits.labels(role)
+        for role, prediction in itertools.product(("prefill", "decode"), Prediction):
+            self._predictions.labels(role, prediction)
 
     def request_ended(self, endpoint: Endpoint | None, outcome: Outcome) -> None:
         """Count a request that ended; ``endpoint`` is None for one that was passed through."""
@@ -143,8 +149,9 @@ class Metrics:
         """Count a plan by what is cached."""
         self._plan(reason).inc()
 
-    def hit(self, role: enum.StrEnum, planned: int, real: int) -> None:
+    def hit(self, role: enum.StrEnum, planned: int, real: int, outcome: Prediction) -> None:
         """Count what a node of a role was taken to have cached of a prompt that it computed, and what it had."""
+        self._predictions.labels(role, outcome).inc()
         self._planned_hits.labels(role).inc(planned)
         self._real_hits.labels(role).inc(real)
 

@@ -7,14 +7,17 @@ from pdproxy.nodes.node import RANK_HEADER, Node, Role
 from pdproxy.nodes.pool_entry import LegLoad
 from pdproxy.observe.tracing import note
 from pdproxy.orchestration.context import OrchestrationContext
-from pdproxy.orchestration.in_flight import Timeline
+from pdproxy.orchestration.in_flight import Timeline, predicted
 from pdproxy.orchestration.prefix_source import RealHit
 from pdproxy.orchestration.resources import HandOver
-from pdproxy.planning.plan_types import Plan, PlanInput
+from pdproxy.planning.plan_types import Decision, Plan, PlanInput
 from pdproxy.planning.prefix import Place, PromptHits
 from pdproxy.planning.rates import Rates, Work
 from pdproxy.request import Endpoint, Headers, SubRequest
 from pdproxy.usage import Usage
+
+USUAL_BLOCK = 16
+"""Tokens in a block of a node that does not tell: vLLM's default."""
 
 
 class CacheRoute:
@@ -62,6 +65,7 @@ class CacheRoute:
         if plan.decision is not None:
             self._timeline.decision = plan.decision
             self._context.metrics.planned(plan.decision.reason)
+            self._context.in_flight.plans[plan.decision.reason] += 1
             note(plan.decision.facts())
         if self._context.prefix_source is not None:
             self._context.prefix_source.routed(self._sub_request, plan)
@@ -126,9 +130,15 @@ class CacheRoute:
             and self.plan.decision is not None
             and computing in (self.plan.prefill, self.plan.decode)
         ):
-            self._context.metrics.hit(computing.role, self.plan.decision.tokens - self.plan.decision.computed, cached)
+            self._count_hit(computing, self.plan.decision, usage.prompt or 0, cached)
         if self._context.prefix_source is not None:
             self._context.prefix_source.answered(self._sub_request, RealHit(place, usage.prompt, cached))
+
+    def _count_hit(self, node: Node, decision: Decision, prompt: int, cached: int) -> None:
+        planned = decision.tokens - decision.computed
+        outcome = predicted(planned, cached, node.block_size or USUAL_BLOCK)
+        self._context.metrics.hit(node.role, planned, cached, outcome)
+        self._context.in_flight.planned_hits[node.role].add(prompt, planned, cached, outcome)
 
     @property
     def _tokens(self) -> int:

@@ -9,7 +9,7 @@ from pdproxy.clock import Clock
 from pdproxy.errors import Fault
 from pdproxy.failures import Step
 from pdproxy.nodes.node import Role
-from pdproxy.observe.labels import Affinity, Leg, Outcome, Phase
+from pdproxy.observe.labels import Affinity, Leg, Outcome, Phase, Prediction, RouteReason
 from pdproxy.observe.metrics import Metrics
 from pdproxy.planning.plan_types import Decision
 from pdproxy.request import ClientRequest
@@ -116,6 +116,38 @@ class CacheStats:
         self.cached_tokens += cached_tokens
 
 
+@dataclasses.dataclass(slots=True)
+class PlannedHits:
+    """Prompts that nodes of one role computed after a plan by what is cached, and their tokens.
+
+    Attributes:
+        planned: tokens that the plans took to be cached.
+        real: tokens that were.
+        wrong: prompts for which the two differ by more than a block.
+    """
+
+    prompts: int = 0
+    prompt_tokens: int = 0
+    planned: int = 0
+    real: int = 0
+    wrong: int = 0
+
+    def add(self, prompt_tokens: int, planned: int, real: int, outcome: Prediction) -> None:
+        """Such a prompt was answered."""
+        self.prompts += 1
+        self.prompt_tokens += prompt_tokens
+        self.planned += planned
+        self.real += real
+        self.wrong += outcome is not Prediction.RIGHT
+
+
+def predicted(planned: int, real: int, block_size: int) -> Prediction:
+    """Whether a plan knew what a node had cached; both in tokens. Less than a block, or one, is no difference."""
+    if abs(planned - real) <= block_size:
+        return Prediction.RIGHT
+    return Prediction.LESS if real < planned else Prediction.MORE
+
+
 class OutputLengths:
     """How long the answers of each model are, on the mean of the last ones: most end long before ``max_tokens``."""
 
@@ -165,12 +197,20 @@ class LegFailure:
 
 
 class InFlightRequests:
-    """All requests in flight; every change is O(1). Clients choose ids, so requests are known by their objects."""
+    """All requests in flight; every change is O(1). Clients choose ids, so requests are known by their objects.
+
+    Attributes:
+        cache_stats: since the start, by which node computed.
+        planned_hits: since the start, by the role of the node that computed.
+        plans: since the start, plans by what is cached, by their reason.
+    """
 
     def __init__(self) -> None:
         self._requests: dict[int, InFlightRequest] = {}
         self._failures: collections.deque[LegFailure] = collections.deque(maxlen=MAX_FAILURES)
         self.cache_stats = {route: CacheStats() for route in Route}
+        self.planned_hits = {role: PlannedHits() for role in Role}
+        self.plans = dict.fromkeys(RouteReason, 0)
         self.output_lengths = OutputLengths()
 
     def __len__(self) -> int:

@@ -15,7 +15,8 @@ Whether a place has state groups is told by its scheme; else by events, and then
 a decode node publishes no state group's events while it only reads what others computed.
 
 Sliding windows are asked for whole (`cache_events.group_kind`). A node that reports its cache hits again as if they
-were new blocks (`kv_cache_report_mode: full` in a request's `vllm_xargs`) is believed to hold more than it does.
+were new blocks (`kv_cache_report_mode: full` in a request's `vllm_xargs`, which the proxy takes out of clients'
+bodies) is believed to hold more than it does.
 """
 
 import dataclasses

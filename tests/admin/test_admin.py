@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.admin.app import admin_app
 from pdproxy.admin.context import AdminContext
+from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.capacity import Binding, Capacity, Footprint
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Bars, Node, Role, State
@@ -22,6 +23,7 @@ from pdproxy.settings.types import OnPrefillFailure
 from tests.fakes.clock import FakeClock
 from tests.fakes.memory_transport import MemoryTransport
 from tests.nodes.fake_pool import until
+from tests.nodes.test_cache_advice import HYBRID, WITHOUT_UNIT
 
 PREFILL = Node("p1", "http://p1", Role.PREFILL, "tiny")
 DECODE = Node("d1", "http://d1", Role.DECODE, "tiny")
@@ -109,6 +111,17 @@ async def test_a_node_is_listed_with_what_its_cache_holds(client: httpx.AsyncCli
     assert (await client.get("/nodes/p1")).json()["capacity"] is None
     told = {"tokens": 4096, "sequences": None, "longest": 2, "binding": "attention"}
     assert (await client.get("/nodes/d1")).json()["capacity"] == told
+
+
+async def test_a_node_is_listed_with_what_makes_hits_rare() -> None:
+    context = dataclasses.replace(make_context(), events=lambda name: EventsSeen.OFF)
+    serve(context, HYBRID, dataclasses.replace(WITHOUT_UNIT, name="p2"))
+    async with client_of(context) as client:
+        listed = {node["name"]: node["prefix_cache"] for node in (await client.get("/nodes")).json()["nodes"]}
+        assert (await client.get("/nodes/p2")).json()["prefix_cache"] == listed["p2"]
+    assert listed["p1"]["facts"][1] == "the shortest prompt whose next turn has a hit: 17 tokens"
+    assert [len(listed[name]["advice"]) for name in ("p1", "p2")] == [1, 2]
+    assert "publishes no KV events" in listed["p1"]["advice"][0]
 
 
 async def test_nodes_are_listed_with_what_is_taken_of_them_and_with_what_waits(context: AdminContext) -> None:

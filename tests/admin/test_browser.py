@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from pdproxy.admin.context import AdminContext
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Node, Role
+from pdproxy.observe.labels import Prediction, RouteReason
 from pdproxy.request import Endpoint
 from tests.admin.browser import CHROMIUM, chromium, served
 from tests.admin.reading import text_of
@@ -67,3 +68,17 @@ async def test_the_page_asks_for_the_token() -> None:
     assert re.search(r'<form id="ask">', page)
     assert re.search(r'<main id="content"[^>]* hidden="">', page)
     assert text_of(page, "told") == "This proxy asks for its admin token."
+
+
+async def test_plans_are_shown_once_there_are_some() -> None:
+    cluster = FakeCluster(prefills=1, decodes=1)
+    live = cluster.context.in_flight
+    for outcome in (Prediction.RIGHT, Prediction.LESS):
+        live.plans[RouteReason.CACHED] += 1
+        live.planned_hits[Role.PREFILL].add(1000, 800, 700 if outcome is Prediction.RIGHT else 0, outcome)
+    page = await look(context_of(cluster))
+    assert 'id="planning"' in page
+    assert text_of(page, "planned").startswith("prefill node 2 2,000 80.0 % 35.0 % 50.0 % decode node 0 0 ")
+    assert text_of(page, "reasons").startswith("most of it is cached there 2 100.0 %")
+    assert not re.search(r'<section id="planning"[^>]* hidden', page)
+    assert re.search(r'<section id="planning"[^>]* hidden', await look(context_of(FakeCluster())))

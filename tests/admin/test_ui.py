@@ -12,7 +12,8 @@ from pdproxy.admin.page import policy
 from pdproxy.errors import Fault
 from pdproxy.failures import Step
 from pdproxy.nodes.drain import Drainer
-from pdproxy.observe.labels import Leg
+from pdproxy.nodes.node import Role
+from pdproxy.observe.labels import Leg, Prediction, RouteReason
 from pdproxy.orchestration.in_flight import LegFailure
 from pdproxy.request import Endpoint
 from tests.orchestration.cluster import FakeCluster, read
@@ -50,6 +51,21 @@ async def test_a_request_is_shown_with_where_its_time_goes() -> None:
     assert (after["on_the_way"], after["requests"]) == (0, [])
     assert {of["way"]: of["prompts"] for of in after["hits"]} == {"disaggregated": 1, "local": 0, "recomputed": 0}
     await cluster.settle()
+
+
+async def test_plans_by_what_is_cached_are_shown_against_what_was() -> None:
+    cluster = FakeCluster(prefills=1, decodes=1)
+    live = cluster.context.in_flight
+    live.plans[RouteReason.CACHED] += 3
+    live.planned_hits[Role.PREFILL].add(1000, 800, 700, Prediction.RIGHT)
+    live.planned_hits[Role.PREFILL].add(1000, 800, 0, Prediction.LESS)
+    async with client_of(cluster) as client:
+        state = (await client.get("/ui/state")).json()
+    assert state["planned_hits"] == [
+        {"role": "prefill", "prompts": 2, "prompt_tokens": 2000, "planned": 1600, "real": 700, "wrong": 1},
+        {"role": "decode", "prompts": 0, "prompt_tokens": 0, "planned": 0, "real": 0, "wrong": 0},
+    ]
+    assert state["plans"] == {reason.value: 3 * (reason is RouteReason.CACHED) for reason in RouteReason}
 
 
 async def test_of_very_many_requests_the_newest_are_shown() -> None:

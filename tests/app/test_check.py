@@ -1,5 +1,6 @@
 """`pdproxy check` asks the discovered as well as the configured nodes."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdproxy.__main__ import main
-from pdproxy.app.check import Report, inspect
+from pdproxy.app.check import Report, check, inspect
 from pdproxy.app.host import HostEnvironment, ServiceAccount
 from pdproxy.settings.model import ConfiguredNode, Discovery, Settings
 from pdproxy.settings.types import DiscoveryKind, NodeRole
@@ -71,6 +72,15 @@ async def test_a_node_that_is_configured_and_discovered_is_checked_once(tmp_path
     report = await inspect(told, HostEnvironment())
     assert [row.node.name for row in report.rows] == ["decode-0"]
     assert report.good()
+
+
+async def test_advice_about_caches_is_printed_and_is_no_failure(
+    node: LoopbackNode, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Settings(nodes=(ConfiguredNode(url=node.url, role=NodeRole.DECODE),))
+    assert await asyncio.to_thread(check, told) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("decode-0: advice: it does not tell how its prefix cache works")
 
 
 async def test_names_are_looked_up(node: LoopbackNode) -> None:

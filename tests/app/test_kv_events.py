@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.app.kv_events import KvEvents, kv_events
 from pdproxy.errors import SettingsError
+from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
 from pdproxy.planning.prefix import Place
@@ -56,12 +57,17 @@ def test_operators_see_how_much_is_known_of_each_rank() -> None:
     events = built(PDPROXY_EVENTS_READ="on")
     assert events is not None
     assert events.known("p1") == []
+    assert events.seen("p1") is EventsSeen.OFF
     for rank in range(2):
         events.caches.feed(Place("p1", rank), rank, SCHEME)
+    assert events.seen("p1") is EventsSeen.UNREACHABLE
     events.caches.of_node("p1")[1].nothing_yet()
+    assert events.seen("p1") is EventsSeen.UNREACHABLE
     assert events.known("p1") == [
         {"rank": 0, "known": "nothing", "seconds": 0.0, "blocks": 0},
         {"rank": 1, "known": "all", "seconds": 0.0, "blocks": 0},
     ]
+    events.caches.of_node("p1")[0].nothing_yet()
+    assert events.seen("p1") is EventsSeen.READ
     other = dataclasses.replace(SCHEME, unit=8)
     assert events.caches.feed(Place("p1", 1), 1, other) is not events.caches.feed(Place("p1", 1), 1, SCHEME)

@@ -124,9 +124,11 @@ def test_the_info_has_what_a_preflight_compares() -> None:
         kv_transfer_config=SimpleNamespace(kv_role="kv_producer", kv_load_failure_policy="recompute"),
         model_config=SimpleNamespace(model="tiny", dtype="torch.bfloat16"),
         parallel_config=SimpleNamespace(tensor_parallel_size=2),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
     )
     info = node_info(config, lease_seconds=30, signed=True, rendezvous=False)
     assert info["role"] == "kv_producer"
     assert (info["model"], info["dtype"], info["tp_size"], info["lease_seconds"]) == ("tiny", "bfloat16", "2", "30")
     assert (info["prefix_caching"], info["signed"], info["rendezvous"]) == ("true", "true", "false")
+    assert info["max_num_batched_tokens"] == "8192"
     assert all(info.values())

@@ -57,9 +57,9 @@ def test_what_the_proxy_does_not_know_is_left_alone() -> None:
     assert scrub(parse(Endpoint.COMPLETIONS, json.dumps(body).encode())) == body
 
 
-@pytest.mark.parametrize("key", ["kv_transfer_params", "ec_transfer_params"])
+@pytest.mark.parametrize("key", ["kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"])
 @pytest.mark.parametrize("carrier", [None, "vllm_xargs", "extra_args", "extra_body", "sampling_params"])
-def test_transfer_parameters_are_removed_wherever_they_hide(key: str, carrier: str | None) -> None:
+def test_what_only_nodes_may_set_is_removed_wherever_it_hides(key: str, carrier: str | None) -> None:
     hidden: dict[str, object] = {key: {"do_remote_prefill": True}, "kept": 1}
     body = {"model": "m", "prompt": "x", **({carrier: hidden, "kept": 1} if carrier else hidden)}
     clean = scrub(body)

@@ -21,6 +21,7 @@ LABELS = {
     "prefix_caching": "true",
     "kv_cache_dtype": "auto",
     "dtype": "bfloat16",
+    "max_num_batched_tokens": "8192",
     "tp_size": "1",
     "ssm_layout": "DS",
     "failure_policy": "recompute",

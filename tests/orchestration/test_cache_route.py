@@ -11,8 +11,10 @@ import pytest
 from pdproxy.nodes.capacity import Binding, Capacity
 from pdproxy.nodes.node import Bars, Role
 from pdproxy.nodes.pool_entry import LegLoad
+from pdproxy.observe.labels import RouteReason
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.orchestration.explain import explain
+from pdproxy.orchestration.in_flight import predicted
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.orchestration.text_prefix_source import TextPrefixSource
@@ -103,6 +105,28 @@ async def test_the_turns_of_a_conversation_stay_without_any_session_key(routing:
     assert cluster.count("pdproxy_plans_total", reason="cached") == 3
     planned = cluster.count("pdproxy_planned_hit_tokens_total", role="prefill")
     assert 0 < planned <= cluster.count("pdproxy_real_hit_tokens_total", role="prefill")
+    shown = cluster.context.in_flight
+    assert (shown.plans[RouteReason.CACHED], shown.plans[RouteReason.LOAD]) == (3, 0)
+    assert (shown.planned_hits[Role.PREFILL].prompts, shown.planned_hits[Role.PREFILL].planned) == (4, planned)
+    await cluster.settle()
+
+
+@pytest.mark.parametrize(
+    ("planned", "real", "outcome"),
+    [(512, 512, "right"), (512, 256, "right"), (256, 512, "right"), (512, 255, "less"), (0, 257, "more")],
+)
+def test_a_plan_is_right_where_it_is_off_by_a_block_at_most(planned: int, real: int, outcome: str) -> None:
+    assert predicted(planned, real, block_size=256) == outcome
+
+
+async def test_a_plan_that_was_wrong_is_counted() -> None:
+    cluster = CachingCluster(nodes=1)
+    await cluster.say(*said(3))
+    for node in cluster.prefills:
+        node.cache = PromptCache()
+    await cluster.say(*said(4))
+    assert cluster.count("pdproxy_hit_predictions_total", role="prefill", outcome="less") == 1
+    assert cluster.context.in_flight.planned_hits[Role.PREFILL].wrong == 1
     await cluster.settle()
 
 
