@@ -17,6 +17,7 @@ from deploy.local.paths import ROOT
 
 COMPOSE = ROOT / "compose.yaml"
 EXAMPLE = ROOT / ".env.example"
+PROFILES = [word for profile in ("prefill", "decode", "cpu", "watch") for word in ("--profile", profile)]
 Service = dict[str, Any]
 
 
@@ -30,18 +31,18 @@ def path_with_podman(folder: Path) -> str:
 
 def resolved(profile: str, **variables: str) -> dict[str, Service]:
     """The services of a profile, every variable filled in; no `.env` file is read."""
-    services = yaml.load(_config(profile, frozenset(variables.items())), yaml.CSafeLoader)["services"]
+    services = yaml.load(_config(frozenset(variables.items())), yaml.CSafeLoader)["services"]
     return {name: each for name, each in services.items() if profile in each.get("profiles", [])}
 
 
 @cache
-def _config(profile: str, variables: frozenset[tuple[str, str]]) -> str:
-    """What ``podman-compose config`` prints; kept, for it takes most of a second."""
+def _config(variables: frozenset[tuple[str, str]]) -> str:
+    """What ``podman-compose config`` prints, of all profiles; kept, for it takes most of a second."""
     line = [sys.executable, "-m", "podman_compose", "-f", str(COMPOSE), "--env-file", os.devnull]
     with tempfile.TemporaryDirectory() as folder:
         environment = {"PATH": path_with_podman(Path(folder)), "HOME": "/nonexistent", **dict(variables)}
         ran = subprocess.run(
-            [*line, "--profile", profile, "config"], env=environment, cwd=ROOT, capture_output=True, text=True,
+            [*line, *PROFILES, "config"], env=environment, cwd=ROOT, capture_output=True, text=True,
             timeout=120, check=False,
         )  # fmt: skip
     assert ran.returncode == 0, ran.stderr

@@ -13,6 +13,7 @@ from tests.fakes.faults import FaultKind, InjectedFault
 from tests.fakes.reading import follow
 from tests.orchestration.cluster import FakeCluster
 from tests.orchestration.prompts import WORDS, body_for
+from tests.tables import spread
 
 COMPLETIONS = Endpoint.COMPLETIONS
 
@@ -41,6 +42,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "prompt-streams": {**body_for(COMPLETIONS, stream=True, tokens=3), "prompt": [WORDS, "four five"]},
 }
 
+PREPARED = (healthy, everything_fails_first, decode_stalls)
+
 
 async def _turns(count: int, task: asyncio.Task[Any]) -> None:
     for _ in range(count):
@@ -57,12 +60,9 @@ async def _until_held(cluster: FakeCluster) -> None:
     pytest.fail("no prefill leg came")
 
 
-@pytest.mark.parametrize("cancels", [1, 2], ids=["once", "twice"])
-@pytest.mark.parametrize("prepare", [healthy, everything_fails_first, decode_stalls])
-@pytest.mark.parametrize("body", BODIES.values(), ids=list(BODIES))
-async def test_cancelled_at_every_await(
-    body: dict[str, Any], prepare: Callable[[FakeCluster], None], cancels: int
-) -> None:
+@pytest.mark.parametrize(("shape", "prepare", "cancels"), spread(BODIES, PREPARED, (1, 2)))
+async def test_cancelled_at_every_await(shape: str, prepare: Callable[[FakeCluster], None], cancels: int) -> None:
+    body = BODIES[shape]
     for turn in range(1000):
         cluster = FakeCluster(decodes=3)
         prepare(cluster)

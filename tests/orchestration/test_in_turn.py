@@ -36,8 +36,7 @@ async def test_decode_leg_in_the_middle(ill: FaultKind) -> None:
 
 
 async def test_the_client_leaves() -> None:
-    body = test_client_gone.BODIES["stream"]
-    await test_client_gone.test_cancelled_at_every_await(body, test_client_gone.everything_fails_first, 1)
+    await test_client_gone.test_cancelled_at_every_await("stream", test_client_gone.everything_fails_first, 1)
 
 
 @pytest.mark.parametrize("why", ["the node cannot wait", "the setting"])
