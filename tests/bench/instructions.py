@@ -19,8 +19,8 @@ from tests.bench.rounds import BenchError, Effort, ask, start
 from tests.bench.script import Line
 
 REQUESTS, STREAMS = 240, 16
-END_SECONDS = 120.0
-"""A proxy runs some fifty times slower here."""
+PATIENCE = 300.0
+"""Seconds for its start, and for its end: a proxy runs some fifty times slower here."""
 _TOTAL = re.compile(r"I\s+refs:\s+([\d,]+)")
 
 
@@ -35,13 +35,14 @@ def instructions(line: Line) -> float:
 
 def _counted(line: Line, requests: int) -> int:
     """Of a whole process: its start, one request that shows that it is ready, these, and its end."""
+    effort = Effort(1, requests, STREAMS, 20.0)
     with TemporaryDirectory(dir=RUNS) as folder, Supervisor(Path(folder)) as supervisor:
         counted = Path(folder) / "counted"
-        (running,) = start(supervisor, [_under_cachegrind(counted)], Effort(1, requests, STREAMS, 20.0))
+        (running,) = start(supervisor, [_under_cachegrind(counted)], effort, PATIENCE)
         if requests:
             ask(running, line, requests, STREAMS)
         running.part.process.send_signal(signal.SIGTERM)
-        running.part.process.wait(END_SECONDS)
+        running.part.process.wait(PATIENCE)
         found = _TOTAL.search(counted.read_text(encoding="utf-8"))
     if found is None:
         raise BenchError("valgrind wrote no count of instructions")

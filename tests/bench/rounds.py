@@ -48,7 +48,9 @@ class Running(NamedTuple):
     part: Part
 
 
-def start(supervisor: Supervisor, peers: Sequence[Peer], effort: Effort) -> list[Running]:
+def start(
+    supervisor: Supervisor, peers: Sequence[Peer], effort: Effort, ready_seconds: float = READY_SECONDS
+) -> list[Running]:
     """Two nodes, and the peers in front of them, each having answered a first request rightly."""
     prefill, decode, *ports = free_ports(2 + 2 * len(peers))
     python, environment = str(VENV / "bin" / "python"), inherited()
@@ -60,7 +62,7 @@ def start(supervisor: Supervisor, peers: Sequence[Peer], effort: Effort) -> list
         command = peer.command(Ports(clients, operators, prefill, decode))
         up.append(Running(peer.name, clients, supervisor.start(peer.name, command, environment, ROOT)))
     for running in up:
-        _await_ready(supervisor, running)
+        _await_ready(supervisor, running, ready_seconds)
     return up
 
 
@@ -99,8 +101,8 @@ def _load(port: int, line: Line, requests: int, streams: int) -> Loaded:
     return Loaded(**json.loads(done.stdout))
 
 
-def _await_ready(supervisor: Supervisor, peer: Running) -> None:
-    until = time.monotonic() + READY_SECONDS
+def _await_ready(supervisor: Supervisor, peer: Running, seconds: float) -> None:
+    until = time.monotonic() + seconds
     while True:
         supervisor.require_all_alive()
         try:
@@ -111,7 +113,5 @@ def _await_ready(supervisor: Supervisor, peer: Running) -> None:
         if loaded.complete == 1:
             return
         if time.monotonic() > until:
-            raise BenchError(
-                f"{peer.name} was not ready within {READY_SECONDS:g} s: {reason}\n{peer.part.last_lines()}"
-            )
+            raise BenchError(f"{peer.name} was not ready within {seconds:g} s: {reason}\n{peer.part.last_lines()}")
         time.sleep(0.5)
