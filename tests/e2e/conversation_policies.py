@@ -1,0 +1,62 @@
+"""The policies `least-loaded` and `hybrid` before the same nodes, in turns, and what conversations cost with each."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+from deploy.local.model.quiz import quiz
+from deploy.local.node import Node
+from deploy.local.stack import Proxy, ProxySpec, logs_of, start_proxy
+from deploy.local.supervise import Supervisor
+from pdproxy.settings.types import Routing
+from tests.e2e.conversations import Turn, hold_all, mean_first_token, remote_share, wrong
+
+TURNS = range(1, 7)
+COMPARED = (Routing.LEAST_LOADED, Routing.HYBRID)
+Asked = dict[Routing, list[Turn]]
+
+
+@contextmanager
+def proxies_of(run: str, nodes: Sequence[Node]) -> Iterator[dict[Routing, Proxy]]:
+    """A proxy for each policy before the same nodes; their logs lie in `.run/RUN-POLICY`."""
+    with ExitStack() as stack:
+        started = {}
+        for routing in COMPARED:
+            supervisor = stack.enter_context(Supervisor(logs_of(f"{run}-{routing}")))
+            spec = ProxySpec(more_environment={"PDPROXY_POLICY_ROUTING": routing})
+            started[routing] = start_proxy(supervisor, spec, nodes, print)
+        yield started
+
+
+async def compare(proxies: Mapping[Routing, Proxy], seed: int, tokens: int, rounds: int, at_once: int = 1) -> Asked:
+    """Conversations of prompts of about so many tokens: in each round ``at_once`` through each proxy, in turns.
+
+    Raises httpx.HTTPError.
+    """
+    seeds = itertools.count(seed)
+    asked: Asked = {routing: [] for routing in proxies}
+    for each in range(rounds):
+        for routing in list(proxies)[:: 1 if each % 2 else -1]:
+            talks = {f"{routing}-{number}": quiz(number, tokens) for number in itertools.islice(seeds, at_once)}
+            asked[routing] += await hold_all(proxies[routing], talks, TURNS, at_once)
+    return asked
+
+
+def ratios(asked: Asked) -> tuple[float, float]:
+    """Remote turns and mean time to first token of `hybrid`, of those of `least-loaded`."""
+    by_load, by_cache = asked[Routing.LEAST_LOADED], asked[Routing.HYBRID]
+    return remote_share(by_cache) / remote_share(by_load), mean_first_token(by_cache) / mean_first_token(by_load)
+
+
+def tell(what: str, asked: Asked) -> None:
+    """Print the figures of both, and the mean time of each turn in ms."""
+    for routing, turns in asked.items():
+        by_turn = [mean_first_token([turn for turn in turns if turn.number == number]) for number in TURNS]
+        each = " ".join(f"{1000 * seconds:4.0f}" for seconds in by_turn)
+        print(f"\n{what}, {routing:12}: remote {remote_share(turns):.2f}, first token ", end="")
+        print(
+            f"{1000 * mean_first_token(turns):4.0f} ms, by turn {each}; {len(wrong(turns))} of {len(turns)} wrong",
+            end="",
+        )
+    remote, first_token = ratios(asked)
+    print(f"\n{what}: remote {remote:.2f} x, first token {first_token:.2f} x", flush=True)
