@@ -3,12 +3,14 @@
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 from deploy.local.model.quiz import quiz
 from deploy.local.node import Node
 from deploy.local.stack import Proxy, ProxySpec, logs_of, start_proxy
 from deploy.local.supervise import Supervisor
 from pdproxy.settings.types import Routing
+from tests.e2e.asking import Way
 from tests.e2e.conversations import Turn, hold_all, mean_first_token, remote_share
 
 TURNS = range(1, 7)
@@ -28,17 +30,28 @@ def proxies_of(run: str, nodes: Sequence[Node]) -> Iterator[dict[Routing, Proxy]
         yield started
 
 
-async def compare(proxies: Mapping[Routing, Proxy], seed: int, tokens: int, rounds: int, at_once: int = 1) -> Asked:
-    """Conversations of prompts of about so many tokens: in each round ``at_once`` through each proxy, in turns.
+@dataclass(frozen=True)
+class Load:
+    """In each of some rounds ``at_once`` conversations through each proxy, with prompts of about so many tokens."""
 
-    Raises httpx.HTTPError.
-    """
+    tokens: int
+    at_once: int
+    rounds: int
+    way: Way = Way.CHAT_STREAM
+
+    def __str__(self) -> str:
+        return f"{self.way}, {self.tokens} tokens, {self.at_once} at once"
+
+
+async def compare(proxies: Mapping[Routing, Proxy], seed: int, load: Load) -> Asked:
+    """Conversations that were never held before, in turns through each proxy. Raises httpx.HTTPError."""
     seeds = itertools.count(seed)
     asked: Asked = {routing: [] for routing in proxies}
-    for each in range(rounds):
+    for each in range(load.rounds):
         for routing in list(proxies)[:: 1 if each % 2 else -1]:
-            talks = {f"{routing}-{number}": quiz(number, tokens) for number in itertools.islice(seeds, at_once)}
-            asked[routing] += await hold_all(proxies[routing], talks, TURNS, at_once)
+            chosen = itertools.islice(seeds, load.at_once)
+            talks = {f"{routing}-{number}": quiz(number, load.tokens) for number in chosen}
+            asked[routing] += await hold_all(proxies[routing], talks, TURNS, load.at_once, load.way)
     return asked
 
 

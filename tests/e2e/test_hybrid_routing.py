@@ -8,7 +8,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -17,8 +17,9 @@ from deploy.local.node import Node, NodeSpec, Role
 from deploy.local.stack import Proxy, logs_of, start_nodes
 from deploy.local.supervise import Supervisor
 from pdproxy.settings.types import Routing
+from tests.e2e.asking import Way
 from tests.e2e.conftest import Pair
-from tests.e2e.conversation_policies import TURNS, Asked, compare, proxies_of, ratios, tell
+from tests.e2e.conversation_policies import TURNS, Asked, Load, compare, proxies_of, ratios, tell
 from tests.e2e.conversations import Turn, hold_all, wrong
 from tests.e2e.process_faults import ProcessFault, strike
 
@@ -26,8 +27,14 @@ pytestmark = pytest.mark.e2e
 
 REMOTE_AT_MOST, FIRST_TOKEN_AT_MOST = 0.3, 0.8
 """Of the same with `least-loaded`."""
-CELLS = ((650, 1, 24), (1500, 1, 24), (2140, 1, 16), (650, 4, 8), (1500, 4, 8))
-"""Tokens of a prompt, conversations at once, rounds."""
+LOADS = (
+    Load(650, 1, 24),
+    Load(1500, 1, 24),
+    Load(2140, 1, 16),
+    Load(650, 4, 8),
+    Load(1500, 4, 8),
+    Load(1500, 1, 16, Way.COMPLETION_STREAM),
+)
 STAYS_AT_LEAST = 0.8
 """Of the turns after the first, those that go to the decode node of the turn before."""
 own_nodes = [pytest.mark.own_engines, pytest.mark.long, pytest.mark.timeout(1800)]
@@ -67,10 +74,17 @@ def require_right(asked: Asked, engine: Node) -> None:
     assert not found, "\n".join(found)
 
 
-async def test_later_turns_are_not_handed_over(pair: Pair) -> None:
+@pytest.fixture(scope="module")
+def shared(pair: Pair) -> Iterator[dict[Routing, Proxy]]:
     with proxies_of("e2e-hybrid", [pair.prefill, pair.decode]) as proxies:
-        asked = await compare(proxies, 90_000, 1500, rounds=3)
-    tell("1500 tokens", asked)
+        yield proxies
+
+
+@pytest.mark.parametrize("way", [Way.CHAT_STREAM, Way.COMPLETION_STREAM])
+async def test_later_turns_are_not_handed_over(pair: Pair, shared: dict[Routing, Proxy], way: Way) -> None:
+    load = Load(1500, 1, 3, way)
+    asked = await compare(shared, 90_000 + 1000 * list(Way).index(way), load)
+    tell(str(load), asked)
     require_right(asked, pair.prefill)
     assert ratios(asked)[0] <= REMOTE_AT_MOST
 
@@ -80,14 +94,12 @@ class TestManyConversations:
 
     pytestmark = own_nodes
 
-    @pytest.mark.parametrize(("tokens", "at_once", "rounds"), CELLS)
-    async def test_one_decode_node(
-        self, trio: Trio, one_decode: dict[Routing, Proxy], tokens: int, at_once: int, rounds: int
-    ) -> None:
-        seed = 1000 * tokens + 100_000_000 * at_once
-        await compare(one_decode, seed + 999_000, tokens, rounds=2, at_once=at_once)  # warms up
-        asked = await compare(one_decode, seed, tokens, rounds, at_once)
-        tell(f"1 decode node, {tokens} tokens, {at_once} at once", asked)
+    @pytest.mark.parametrize("load", LOADS, ids=str)
+    async def test_one_decode_node(self, trio: Trio, one_decode: dict[Routing, Proxy], load: Load) -> None:
+        seed = 1_000_000 * (1 + LOADS.index(load))
+        await compare(one_decode, seed + 500_000, replace(load, rounds=2))  # warms up
+        asked = await compare(one_decode, seed, load)
+        tell(f"1 decode node, {load}", asked)
         require_right(asked, trio.prefill)
         remote, first_token = ratios(asked)
         assert remote <= REMOTE_AT_MOST
@@ -95,8 +107,9 @@ class TestManyConversations:
 
     @pytest.mark.parametrize("at_once", [1, 4])
     async def test_two_decode_nodes(self, trio: Trio, two_decodes: dict[Routing, Proxy], at_once: int) -> None:
-        asked = await compare(two_decodes, 700_000 + 1000 * at_once, 1500, 24 // at_once, at_once)
-        tell(f"2 decode nodes, 1500 tokens, {at_once} at once", asked)
+        load = Load(1500, at_once, 24 // at_once)
+        asked = await compare(two_decodes, 700_000 + 1000 * at_once, load)
+        tell(f"2 decode nodes, {load}", asked)
         nodes = decode_nodes(two_decodes[Routing.HYBRID], asked[Routing.HYBRID])
         stayed, moved = stays(nodes)
         print(
@@ -112,8 +125,8 @@ class TestManyConversations:
     async def test_conversations_outlive_their_decode_node(self, trio: Trio, two_decodes: dict[Routing, Proxy]) -> None:
         proxy = two_decodes[Routing.HYBRID]
         talks = {f"outlive-{seed}": quiz(seed, 1500) for seed in range(800_000, 800_012)}
-        turns = await hold_all(proxy, talks, TURNS[:3], 4)
-        going_on = asyncio.create_task(hold_all(proxy, talks, TURNS[3:], 4))
+        turns = await hold_all(proxy, talks, TURNS[:3], 4, Way.CHAT_STREAM)
+        going_on = asyncio.create_task(hold_all(proxy, talks, TURNS[3:], 4, Way.CHAT_STREAM))
         await asyncio.sleep(0.1)
         await asyncio.to_thread(strike, trio.decodes[1].part, ProcessFault.KILLED)
         assert not going_on.done()
