@@ -60,7 +60,9 @@ MOST_TIMES = 8.0
 """A sample counts as at most so many times what was expected: one stall must not make a node slow for long."""
 MOST_WEIGHT = 1e100
 MOST_NODES = 8192
-"""Of which something is kept, by kind of work; the one met first is forgotten first: most have left the pool."""
+"""Of which something is kept, by kind of work; the one without a sample for longest is forgotten first."""
+LEAST_SAMPLES = 0.05
+"""With a weight of fewer samples a node is forgotten: it may have left the pool."""
 LEAST_PER_TOKEN, MOST_PER_TOKEN, LEAST_FIXED, MOST_FIXED, MOST_FACTOR = 1e-7, 0.1, 1e-4, 5.0, 50.0
 """Bounds of what is learned, in seconds; a node is so many times as slow or as quick as its role at most."""
 
@@ -180,6 +182,8 @@ class Rates:
         if known is not None:
             kept = KEPT_WHEN_PASSED_OVER
             self._know(work, node, _Samples(known.took * kept, known.said * kept, known.last))
+            if known.said < LEAST_SAMPLES * known.last:
+                self._forget(work, node)
 
     def _count(self, node: str, tokens: int) -> None:
         self._recent[node] = self._recent.get(node, 0.0) + tokens * self._weight
@@ -190,5 +194,6 @@ class Rates:
 
     def _forget(self, work: Work, node: str) -> None:
         del self._samples[work][node], self._factors[work][node]
-        self._recent.pop(node, None)
-        self._last_end = {place: end for place, end in self._last_end.items() if place.node != node}
+        if not any(node in samples for samples in self._samples.values()):
+            self._recent.pop(node, None)
+            self._last_end = {place: end for place, end in self._last_end.items() if place.node != node}

@@ -21,6 +21,7 @@ from tests.e2e.asking import Way
 from tests.e2e.conftest import Pair
 from tests.e2e.conversation_policies import TURNS, Asked, Load, compare, proxies_of, ratios, tell
 from tests.e2e.conversations import Turn, hold_all, wrong
+from tests.e2e.metrics_reader import read
 from tests.e2e.process_faults import ProcessFault, strike
 
 pytestmark = pytest.mark.e2e
@@ -35,6 +36,7 @@ LOADS = (
     Load(1500, 4, 8),
     Load(1500, 1, 16, Way.COMPLETION_STREAM),
 )
+KINDS = ("planned", "real")
 STAYS_AT_LEAST = 0.8
 """Of the turns after the first, those that go to the decode node of the turn before."""
 own_nodes = [pytest.mark.own_engines, pytest.mark.long, pytest.mark.timeout(1800)]
@@ -69,6 +71,13 @@ def two_decodes(trio: Trio) -> Iterator[dict[Routing, Proxy]]:
         yield proxies
 
 
+def tell_hits(proxy: Proxy) -> None:
+    """Print what the proxy took to be cached where prompts were computed, and what was."""
+    for role in ("prefill", "decode"):
+        planned, real = (read(proxy.admin_url, f"pdproxy_{kind}_hit_tokens_total", role=role) for kind in KINDS)
+        print(f"hits on {role} nodes so far: {planned:g} tokens planned, {real:g} real")
+
+
 def require_right(asked: Asked, engine: Node) -> None:
     found = wrong([turn for turns in asked.values() for turn in turns], engine)
     assert not found, "\n".join(found)
@@ -85,6 +94,7 @@ async def test_later_turns_are_not_handed_over(pair: Pair, shared: dict[Routing,
     load = Load(1500, 1, 3, way)
     asked = await compare(shared, 90_000 + 1000 * list(Way).index(way), load)
     tell(str(load), asked)
+    tell_hits(shared[Routing.HYBRID])
     require_right(asked, pair.prefill)
     assert ratios(asked)[0] <= REMOTE_AT_MOST
 
@@ -100,6 +110,7 @@ class TestManyConversations:
         await compare(one_decode, seed + 500_000, replace(load, rounds=2))  # warms up
         asked = await compare(one_decode, seed, load)
         tell(f"1 decode node, {load}", asked)
+        tell_hits(one_decode[Routing.HYBRID])
         require_right(asked, trio.prefill)
         remote, first_token = ratios(asked)
         assert remote <= REMOTE_AT_MOST

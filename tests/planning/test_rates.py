@@ -53,7 +53,7 @@ def test_a_node_that_was_slow_for_once_is_not_avoided_for_ever() -> None:
     assert avoided > 1.5
     for number in range(300):
         rates.took(Work.PREFILL, f"p{1 + number % 3}", 1500, 0.2)
-    assert rates.factors(Work.PREFILL)["p0"] == pytest.approx(1.0, abs=0.05)
+    assert rates.factors(Work.PREFILL).get("p0", 1.0) == pytest.approx(1.0, abs=0.05)
 
 
 def test_a_node_that_works_is_known_as_before_whatever_others_do() -> None:
@@ -120,14 +120,43 @@ def test_nodes_that_left_are_forgotten_in_the_end() -> None:
     for number in range(MOST_NODES + 1):
         rates.took(Work.HAND_OVER, f"d{number}", 100, 1.0)
     assert rates.pace(Work.HAND_OVER, "d0") == rates.role(Work.HAND_OVER)
-    assert len(rates.factors(Work.HAND_OVER)) == MOST_NODES
+    assert 0 < len(rates.factors(Work.HAND_OVER)) <= MOST_NODES
+
+
+def test_a_node_that_left_does_not_stand_in_the_way_of_one_that_is_avoided() -> None:
+    rates = Rates()
+    for node in ("left", "p0"):
+        rates.took(Work.PREFILL, node, 1500, 1.0)
+    for _ in range(300):
+        rates.took(Work.PREFILL, "p1", 1500, 0.2)
+    assert "left" not in rates.factors(Work.PREFILL)
+    assert "left" not in rates.recent
+    assert rates.factors(Work.PREFILL).get("p0", 1.0) == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_node_that_does_other_work_still_did_it_lately() -> None:
+    rates = Rates()
+    rates.took(Work.LOCAL, "d0", 1500, 0.2)
+    rates.took(Work.HAND_OVER, "d0", 1500, 0.2)
+    for _ in range(300):
+        rates.passed_over(Work.LOCAL, "d0")
+    assert "d0" not in rates.factors(Work.LOCAL)
+    assert rates.recent["d0"] > 0
+
+
+def test_what_many_nodes_left_behind_is_forgotten() -> None:
+    """Also where each of them worked a little at a time."""
+    rates = Rates()
+    for number in range(5000):
+        rates.took(Work.PREFILL, f"p{number // 10}", 1500, 0.2)
+    assert len(rates.factors(Work.PREFILL)) == len(rates.recent) < 500
 
 
 def test_what_nodes_did_lately_weighs_more_than_what_they_did_long_ago() -> None:
     rates = Rates()
     for number in range(40_000):
         rates.took(Work.PREFILL, "early" if number < 39_000 else "late", 100, 0.01)
-    assert 0 <= rates.recent["early"] < 0.01 * rates.recent["late"] < float("inf")
+    assert 0 <= rates.recent.get("early", 0.0) < 0.01 * rates.recent["late"] < float("inf")
 
 
 @given(st.lists(st.tuples(st.integers(0, 200_000), st.floats(0, 1e4)), max_size=30))
