@@ -110,6 +110,8 @@ class CacheRoute:
         if hand_over is not None:
             lacking = max(0, self._tokens - plan.decision.decode.attention)
             self._rates.took(Work.HAND_OVER, node.name, lacking, now - hand_over.issued_at)
+            if plan.decision.decode.resume:
+                self._rates.passed_over(Work.LOCAL, node.name)
         elif plan.prefill is None:
             self._rates.computed(Work.LOCAL, place, plan.decision.computed, self._began[Role.DECODE], now)
 

@@ -12,7 +12,7 @@ from pdproxy.orchestration.prefix_source import RealHit
 from pdproxy.planning.cost import may_keep_states
 from pdproxy.planning.plan_types import Plan
 from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
-from pdproxy.planning.text_index import Chain, Keeps, TextIndex, chain_of_ids, chain_of_text
+from pdproxy.planning.text_index import Chain, Keeps, TextIndex, chain_of_completion, chain_of_ids, chain_of_text
 from pdproxy.request import SubRequest
 
 UNKNOWN_BLOCK = 16
@@ -80,7 +80,7 @@ class TextPrefixSource:
         key = id(sub_request)
         asked = self._asked.get(key)
         if asked is None:
-            self._asked[key] = asked = _Asked(_chain(sub_request))
+            self._asked[key] = asked = _Asked(self._index.refined(_chain(sub_request)))
             asked.alive = weakref.ref(sub_request, lambda _: self._asked.pop(key, None))
         return asked
 
@@ -91,8 +91,11 @@ class TextPrefixSource:
 
 def _chain(sub_request: SubRequest) -> Chain:
     body, model = sub_request.body, sub_request.request.model
-    salt, ids = prompt_salt(sub_request.endpoint, model, body), prompt_ids(body)
-    return chain_of_ids(model, salt, ids) if ids else chain_of_text(model, salt, prompt_parts(body))
+    salt, ids, parts = prompt_salt(sub_request.endpoint, model, body), prompt_ids(body), prompt_parts(body)
+    if ids:
+        return chain_of_ids(model, salt, ids)
+    completion = isinstance(body.get("prompt"), str) and len(parts) == 1
+    return chain_of_completion(model, salt, parts[0]) if completion else chain_of_text(model, salt, parts)
 
 
 def _block(node: Node) -> int:

@@ -1,8 +1,12 @@
 """How long nodes take to compute prompts and to take them over, learned from what they did. Pure: times are given.
 
 Of a role, a line is learned: ``fixed + per_token * tokens`` seconds, by least squares over the last samples of all its
-nodes (older ones weigh less and less), together with two points of `START`. Of a node, how many times as long it takes
-as the role's line says; one without samples takes just as long.
+nodes (older ones weigh less and less), together with two points that stand for `START`. Of a node, how many times as
+long it takes as the role's line says; one without samples takes just as long.
+
+What is dear is not chosen, and then gives no samples. So that no node and no way is avoided for ever because of a few
+slow ones, what was learned of it weighs less while others are chosen: a node that is slow indeed gets about one request
+in a hundred.
 """
 
 import dataclasses
@@ -47,14 +51,18 @@ START: Mapping[Work, Pace] = MappingProxyType(
 """Before anything is known: about a small model on one GPU, whose attention blocks of 25 KB a token move at 5 GB/s."""
 KEPT_OF_ROLE, KEPT_OF_NODE = 0.99, 0.95
 """Of a sample's weight, at each further sample: the last hundred of a role count, the last twenty of a node."""
+KEPT_WHEN_PASSED_OVER = 0.95
+"""Of the weight of all samples of a node, or of a way to compute a prompt, each time that another is chosen."""
 WEIGHT_AT_0, WEIGHT_FAR, FAR = 2.0, 0.1, 4096.0
-"""Of the points of `START` at 0 and at `FAR` tokens, in samples. Prompts of one size tell nothing of what is fixed: the
-point at 0 weighs more, so that they are taken to tell what a token takes."""
+"""Of the points that stand for `START` at 0 and at `FAR` tokens, in samples. Prompts of one size tell nothing of what
+is fixed: they are taken to tell what a token takes. So the far point moves with the samples, and that at 0 does not."""
 MOST_TIMES = 8.0
 """A sample counts as at most so many times what was expected: one stall must not make a node slow for long."""
 MOST_WEIGHT = 1e100
 MOST_NODES = 8192
-"""Of which something is kept, by kind of work; the one met first is forgotten first: most have left the pool."""
+"""Of which something is kept, by kind of work; the one without a sample for longest is forgotten first."""
+LEAST_SAMPLES = 0.05
+"""With a weight of fewer samples a node is forgotten: it may have left the pool."""
 LEAST_PER_TOKEN, MOST_PER_TOKEN, LEAST_FIXED, MOST_FIXED, MOST_FACTOR = 1e-7, 0.1, 1e-4, 5.0, 50.0
 """Bounds of what is learned, in seconds; a node is so many times as slow or as quick as its role at most."""
 
@@ -63,20 +71,47 @@ class _Line:
     """A role's samples, as sums of which older ones weigh less, and the line through them."""
 
     def __init__(self, start: Pace) -> None:
-        far = start.seconds(FAR)
-        self._start = (
-            WEIGHT_AT_0 + WEIGHT_FAR, WEIGHT_FAR * FAR, WEIGHT_AT_0 * start.fixed + WEIGHT_FAR * far,
-            WEIGHT_FAR * FAR * FAR, WEIGHT_FAR * FAR * far,
-        )  # fmt: skip
+        self._start = start
         self._sums: tuple[float, ...] = (0.0,) * 5
         self.pace = start
 
     def add(self, tokens: float, seconds: float) -> None:
         new = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
         self._sums = tuple(old * KEPT_OF_ROLE + more for old, more in zip(self._sums, new, strict=True))
-        weight, x, y, xx, xy = map(sum, zip(self._sums, self._start, strict=True))
+        self._fit()
+
+    def passed_over(self) -> None:
+        self._sums = tuple(old * KEPT_WHEN_PASSED_OVER for old in self._sums)
+        self._fit()
+
+    def _fit(self) -> None:
+        weight, x, y, xx, xy = map(sum, zip(self._sums, self._points(), strict=True))
         slope = min(max((weight * xy - x * y) / (weight * xx - x * x), LEAST_PER_TOKEN), MOST_PER_TOKEN)
         self.pace = Pace(min(max((y - slope * x) / weight, LEAST_FIXED), MOST_FIXED), slope)
+
+    def _points(self) -> tuple[float, ...]:
+        """The sums of the two points: what a token takes if ``START`` says right what is fixed decides the far one."""
+        _, x, _, xx, xy = self._sums
+        fixed, weight = self._start.fixed, WEIGHT_FAR * FAR * FAR
+        per_token = (xy - fixed * x + weight * self._start.per_token) / (xx + weight)
+        far = fixed + FAR * min(max(per_token, LEAST_PER_TOKEN), MOST_PER_TOKEN)
+        return (
+            WEIGHT_AT_0 + WEIGHT_FAR, WEIGHT_FAR * FAR, WEIGHT_AT_0 * fixed + WEIGHT_FAR * far,
+            weight, WEIGHT_FAR * FAR * far,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Samples:
+    """Of a node: the seconds that its samples took, that the role's line said, and that it said of the last one."""
+
+    took: float = 0.0
+    said: float = 0.0
+    last: float = 0.0
+
+    def factor(self) -> float:
+        """As if one sample more had taken what the role takes."""
+        return min(max((self.took + self.last) / (self.said + self.last), 1 / MOST_FACTOR), MOST_FACTOR)
 
 
 class Rates:
@@ -84,8 +119,8 @@ class Rates:
 
     def __init__(self) -> None:
         self._lines = {work: _Line(START[work]) for work in Work}
-        self._sums: dict[tuple[Work, str], tuple[float, float]] = {}
-        """Of each node's samples: the seconds that they took, and that the role's line said."""
+        self._samples: dict[Work, dict[str, _Samples]] = {work: {} for work in Work}
+        """By node; the one without a sample for longest is first."""
         self._factors: dict[Work, dict[str, float]] = {work: {} for work in Work}
         self._last_end: dict[Place, float] = {}
         self._recent: dict[str, float] = {}
@@ -122,13 +157,33 @@ class Rates:
         self._lines[work].add(tokens, seconds)
         expected = self._lines[work].pace.seconds(tokens)
         self._count(node, tokens)
-        if (work, node) not in self._sums and len(self._sums) >= MOST_NODES:
-            self._forget(*next(iter(self._sums)))
-        took, said = self._sums.get((work, node), (0.0, 0.0))
-        took, said = took * KEPT_OF_NODE + seconds, said * KEPT_OF_NODE + expected
-        self._sums[work, node] = took, said
-        factor = (took + expected) / (said + expected)  # as if one sample more had taken what the role takes
-        self._factors[work][node] = min(max(factor, 1 / MOST_FACTOR), MOST_FACTOR)
+        samples = self._samples[work]
+        old = samples.pop(node, None) or _Samples()
+        if len(samples) >= MOST_NODES:
+            self._forget(work, next(iter(samples)))
+        self._know(
+            work, node, _Samples(old.took * KEPT_OF_NODE + seconds, old.said * KEPT_OF_NODE + expected, expected)
+        )
+        avoided = next(iter(samples))
+        if avoided != node:
+            self._know_less(work, avoided)
+
+    def passed_over(self, work: Work, node: str) -> None:
+        """A node could have done this work, and the prompt was computed in another way, which was thought quicker."""
+        self._lines[work].passed_over()
+        self._know_less(work, node)
+
+    def _know(self, work: Work, node: str, samples: _Samples) -> None:
+        self._samples[work][node] = samples
+        self._factors[work][node] = samples.factor()
+
+    def _know_less(self, work: Work, node: str) -> None:
+        known = self._samples[work].get(node)
+        if known is not None:
+            kept = KEPT_WHEN_PASSED_OVER
+            self._know(work, node, _Samples(known.took * kept, known.said * kept, known.last))
+            if known.said < LEAST_SAMPLES * known.last:
+                self._forget(work, node)
 
     def _count(self, node: str, tokens: int) -> None:
         self._recent[node] = self._recent.get(node, 0.0) + tokens * self._weight
@@ -138,6 +193,7 @@ class Rates:
             self._weight = 1.0
 
     def _forget(self, work: Work, node: str) -> None:
-        del self._sums[work, node], self._factors[work][node]
-        self._recent.pop(node, None)
-        self._last_end = {place: end for place, end in self._last_end.items() if place.node != node}
+        del self._samples[work][node], self._factors[work][node]
+        if not any(node in samples for samples in self._samples.values()):
+            self._recent.pop(node, None)
+            self._last_end = {place: end for place, end in self._last_end.items() if place.node != node}

@@ -3,7 +3,8 @@
 A prompt is a chain of *marks*: one after each `CHUNK` bytes of a part of its text, and one at each part's end, each a
 hash of all that comes before it. A place that was sent a prompt is taken to have the attention blocks up to each of its
 marks. It has states, as vLLM 0.32 keeps them, where a prompt ended, and where a prompt parts from what the place met
-before, from the second one on.
+before, from the second one on. A completion's prompt, text or ids, has no mark where one that it goes on from ended:
+`TextIndex.refined` puts one there.
 
 It is an approximation. Nodes evict, restart, and are sent prompts by others; tokens are estimated from bytes. What
 nodes say they had cached corrects it. Two texts of equal hash would only send a prompt to a node that has nothing.
@@ -28,8 +29,14 @@ LIFE = 900.0
 """Seconds after which a place that met a mark is taken to have evicted it."""
 BYTES_PER_TOKEN = 4.0
 """Before a model has answered."""
+MOST_TAILS = 4
+"""Lengths that are remembered of the pieces with which prompts ended after one mark; the last ones."""
 _KEPT = 0.98
 """Of an answer's weight in the number of bytes to a token, at each further answer."""
+
+
+Piece = bytes | tuple[int, ...]
+"""Of a prompt: text, or token ids."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,36 +47,52 @@ class Chain:
         model: as clients name it.
         hashes: of everything up to each mark.
         ends: where each mark is: bytes from the beginning, or tokens.
+        pieces: what is between each mark and the one before it; none once `TextIndex.refined` has looked at them.
+        tail: of a completion's prompt whose last piece is shorter than others: the hash of the mark before that piece,
+            and its length. Of a chat there is none: a template puts something between a message's end and the answer.
         in_tokens: the client sent token ids, so that ``ends`` are tokens.
     """
 
     model: str
     hashes: tuple[int, ...]
     ends: tuple[int, ...]
+    pieces: tuple[Piece, ...] = ()
+    tail: tuple[int, int] | None = None
     in_tokens: bool = False
 
 
 def chain_of_text(model: str, salt: str, parts: Sequence[bytes]) -> Chain:
-    """The marks of a text in parts."""
-    last, end = hash(salt), 0
-    hashes, ends = list[int](), list[int]()
-    for part in parts:
-        for begin in range(0, len(part) or 1, CHUNK):
-            chunk = part[begin : begin + CHUNK]
-            last, end = hash((last, chunk)), end + len(chunk)
-            hashes.append(last)
-            ends.append(end)
-    return Chain(model, tuple(hashes), tuple(ends))
+    """The marks of a text in parts, each of which a later prompt has whole or not at all."""
+    pieces = [piece for part in parts for piece in _pieces(part)]
+    return dataclasses.replace(_chain(model, salt, pieces, CHUNK), tail=None)
+
+
+def chain_of_completion(model: str, salt: str, prompt: bytes) -> Chain:
+    """The marks of a text from whose end later ones may go on."""
+    return _chain(model, salt, _pieces(prompt), CHUNK)
+
+
+def _pieces(text: bytes) -> list[bytes]:
+    return [text[begin : begin + CHUNK] for begin in range(0, len(text) or 1, CHUNK)]
 
 
 def chain_of_ids(model: str, salt: str, ids: Sequence[int]) -> Chain:
     """The marks of token ids."""
-    last, hashes = hash(salt), list[int]()
-    for begin in range(0, len(ids), IDS):
-        last = hash((last, tuple(ids[begin : begin + IDS])))
+    pieces = [tuple(ids[begin : begin + IDS]) for begin in range(0, len(ids), IDS)]
+    return dataclasses.replace(_chain(model, salt, pieces, IDS), in_tokens=True)
+
+
+def _chain(model: str, salt: str, pieces: Sequence[Piece], size: int) -> Chain:
+    """``size``: of a piece that does not end its part."""
+    before, last, end = 0, hash(salt), 0
+    hashes, ends = list[int](), list[int]()
+    for piece in pieces:
+        before, last, end = last, hash((last, piece)), end + len(piece)
         hashes.append(last)
-    ends = tuple(min(begin + IDS, len(ids)) for begin in range(0, len(ids), IDS))
-    return Chain(model, tuple(hashes), ends, in_tokens=True)
+        ends.append(end)
+    ends_within = len(pieces) > 1 and len(pieces[-1]) < size
+    tail = (before, len(pieces[-1])) if ends_within else None
+    return Chain(model, tuple(hashes), tuple(ends), tuple(pieces), tail)
 
 
 class Keeps(enum.Enum):
@@ -85,11 +108,16 @@ class Keeps(enum.Enum):
 
 @dataclasses.dataclass(slots=True)
 class _Mark:
-    """Where a mark was met; monotonic seconds. ``tokens``: up to here, where a node counted them; 0 for unknown."""
+    """Where a mark was met; monotonic seconds.
+
+    ``tokens``: up to here, where a node counted them; 0 for unknown. ``tails``: lengths of the last pieces of prompts
+    that ended before a next mark.
+    """
 
     met: dict[Place, float]
     states: dict[Place, float] | None = None
     tokens: int = 0
+    tails: tuple[int, ...] = ()
 
 
 class TextIndex:
@@ -117,6 +145,19 @@ class TextIndex:
                 return mark.tokens + math.ceil(rest / self._bytes_per_token(chain.model))
         return math.ceil((chain.ends[end - 1] if end else 0) / self._bytes_per_token(chain.model))
 
+    def refined(self, chain: Chain) -> Chain:
+        """With marks, after the last one that was met, where prompts ended that this one goes on from."""
+        at = self._known(chain)
+        mark = self._marks.get(chain.hashes[at - 1]) if 0 < at < len(chain.hashes) else None
+        if mark is None or not mark.tails:
+            return dataclasses.replace(chain, pieces=())
+        before, end, piece = chain.hashes[at - 1], chain.ends[at - 1], chain.pieces[at]
+        found = ((end + length, hash((before, piece[:length]))) for length in sorted(mark.tails) if length < len(piece))
+        more = [(end, value) for end, value in found if value in self._marks]
+        hashes = (*chain.hashes[:at], *(value for _, value in more), *chain.hashes[at:])
+        ends = (*chain.ends[:at], *(end for end, _ in more), *chain.ends[at:])
+        return dataclasses.replace(chain, hashes=hashes, ends=ends, pieces=())
+
     def look_up(self, chain: Chain, now: float) -> dict[Place, Hit]:
         """How many tokens of the prompt each place may have cached; not yet cut to blocks."""
         known = self._known(chain)
@@ -142,6 +183,7 @@ class TextIndex:
                 mark = self._marks[value] = _Mark({})
             mark.met[place] = now
             self._marks.move_to_end(value)
+        self._end_within(chain)
         if keeps is Keeps.ALL and 0 < before < len(chain.hashes):
             self._keep_state(chain, before, place, now)
         if keeps is not Keeps.NONE:
@@ -172,6 +214,13 @@ class TextIndex:
         end = bisect.bisect_right(ends, cached, key=lambda each: self.tokens(chain, each))
         if end:
             self._keep_state(chain, end, place, now)
+
+    def _end_within(self, chain: Chain) -> None:
+        """Remember where a prompt ends between two marks, for the one that goes on from there."""
+        mark = self._marks.get(chain.tail[0]) if chain.tail is not None else None
+        if mark is not None and chain.tail is not None:
+            length = chain.tail[1]
+            mark.tails = (*(each for each in mark.tails if each != length), length)[-MOST_TAILS:]
 
     def _known(self, chain: Chain) -> int:
         """How many of the first marks were met anywhere."""

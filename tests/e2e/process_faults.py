@@ -44,10 +44,16 @@ def inject(pids: Collection[int], fate: ProcessFault) -> None:
 def states(pid: int) -> set[str]:
     """The states of all its threads, as in /proc; none of a process that is gone."""
     found = set()
-    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+    for stat in _stats(pid):
         with suppress(FileNotFoundError, ProcessLookupError):
             found.add(stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0])
     return found
+
+
+def _stats(pid: int) -> list[Path]:
+    with suppress(FileNotFoundError):  # the process may go while its threads are listed
+        return list(Path(f"/proc/{pid}/task").glob("*/stat"))
+    return []
 
 
 def go_on(part: Part) -> None:

@@ -18,7 +18,7 @@ from pdproxy.orchestration.in_flight import predicted
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.orchestration.text_prefix_source import TextPrefixSource
-from pdproxy.planning.policies import policy_named
+from pdproxy.planning.policies import ITL_BUDGET, policy_named
 from pdproxy.planning.prefix import PromptHits
 from pdproxy.planning.rates import Rates, Work
 from pdproxy.request import Endpoint, SubRequest
@@ -37,9 +37,13 @@ class SteadyRates(Rates):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[Work, str, int]] = []
+        self.avoided = 0
 
     def took(self, work: Work, node: str, tokens: int, seconds: float) -> None:
         self.seen.append((work, node, tokens))
+
+    def passed_over(self, work: Work, node: str) -> None:
+        self.avoided += work is Work.LOCAL
 
 
 class CachingCluster(FakeCluster):
@@ -53,8 +57,9 @@ class CachingCluster(FakeCluster):
         resumes: bool = False,
         ranks: int = 1,
         legs: Legs = Legs.IN_TURN,
+        itl_budget: float = ITL_BUDGET,
     ) -> None:
-        config = OrchestrationConfig(routing_policy=policy_named(routing))
+        config = OrchestrationConfig(routing_policy=policy_named(routing, itl_budget))
         super().__init__(nodes, nodes, config, legs=legs)
         for fake in self.nodes:
             fake.cache = PromptCache()
@@ -289,6 +294,15 @@ async def test_rates_are_learned_from_the_tokens_that_were_computed() -> None:
     assert works == {Work.PREFILL: 2, Work.HAND_OVER: 2}
     computed = [tokens for work, _, tokens in cluster.rates.seen if work is Work.PREFILL]
     assert computed[0] > 300 > computed[1]
+
+
+@pytest.mark.parametrize(("resumes", "avoided"), [(True, 2), (False, 0)])
+async def test_a_decode_node_that_could_have_resumed_and_did_not_is_noted(*, resumes: bool, avoided: int) -> None:
+    cluster = CachingCluster(nodes=1, resumes=resumes, itl_budget=1e-9)
+    for turn in range(3):
+        await cluster.say(*said(turn))
+    assert cluster.count("pdproxy_local_total", reason="cached") == 0
+    assert cluster.rates.avoided == avoided
 
 
 async def test_an_explanation_says_what_would_be_planned_and_counts_nothing() -> None:

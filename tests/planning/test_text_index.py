@@ -5,7 +5,16 @@ import time
 import pytest
 
 from pdproxy.planning.prefix import Hit, Place
-from pdproxy.planning.text_index import CHUNK, Chain, Keeps, TextIndex, chain_of_ids, chain_of_text
+from pdproxy.planning.text_index import (
+    CHUNK,
+    MOST_TAILS,
+    Chain,
+    Keeps,
+    TextIndex,
+    chain_of_completion,
+    chain_of_ids,
+    chain_of_text,
+)
 
 P0, P1, D0 = Place("p0"), Place("p1"), Place("d0")
 SYSTEM = b"be kind. " * 200
@@ -30,6 +39,47 @@ def test_the_next_turn_can_resume_where_the_last_prompt_ended() -> None:
     index = TextIndex()
     index.sent(TURN_1, P0, Keeps.ALL, 0)
     assert index.look_up(TURN_2, 1) == {P0: Hit(525, 525)}
+
+
+@pytest.mark.parametrize("length", [CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK, 5 * CHUNK + 70])
+def test_a_completion_goes_on_where_the_last_prompt_ended(length: int) -> None:
+    """Over several turns, of which some end in the same piece."""
+    index, text = TextIndex(), bytes(number % 251 for number in range(8 * CHUNK))
+    for end in range(length, length + 1000, 100):
+        chain = index.refined(chain_of_completion("m", "", text[:end]))
+        resumed = index.look_up(chain, 0).get(P0, Hit(0, 0))
+        assert resumed.resume == (0 if end == length else -(-(end - 100) // 4)), end
+        assert resumed.attention >= resumed.resume
+        index.sent(chain, P0, Keeps.END, 0)
+
+
+def test_ids_go_on_where_the_last_prompt_ended() -> None:
+    index, ids = TextIndex(), list(range(1000))
+    index.sent(chain_of_ids("m", "", ids[:700]), P0, Keeps.END, 0)
+    assert index.look_up(index.refined(chain_of_ids("m", "", ids)), 0) == {P0: Hit(700, 700)}
+
+
+def test_another_text_of_the_same_length_is_not_gone_on_from() -> None:
+    index = TextIndex()
+    index.sent(chain_of_completion("m", "", b"a" * CHUNK + b"b" * 50), P0, Keeps.END, 0)
+    chain = chain_of_completion("m", "", b"a" * CHUNK + b"c" * 100)
+    assert index.refined(chain).hashes == chain.hashes
+    assert index.look_up(index.refined(chain), 0) == {P0: Hit(CHUNK // 4, 0)}
+
+
+def test_of_many_ends_after_one_mark_the_last_are_remembered() -> None:
+    index, begin = TextIndex(), b"a" * CHUNK
+    for length in range(1, 400):
+        index.sent(chain_of_completion("m", "", begin + b"b" * length), P0, Keeps.END, 0)
+    longer = index.refined(chain_of_completion("m", "", begin + b"b" * 450))
+    assert longer.ends == (CHUNK, *(CHUNK + length for length in range(400 - MOST_TAILS, 400)), CHUNK + 450)
+
+
+def test_a_longer_message_does_not_go_on_where_a_shorter_one_ended() -> None:
+    """For the template ended that one."""
+    index = TextIndex()
+    index.sent(chat(b"a" * CHUNK + b"b"), P0, Keeps.END, 0)
+    assert index.look_up(index.refined(chat(b"a" * CHUNK + b"bc")), 0)[P0].resume == 0
 
 
 def test_a_shared_prefix_has_a_state_from_its_second_meeting_on() -> None:
