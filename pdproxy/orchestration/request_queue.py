@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeVar
 
 from pdproxy.clock import Clock
-from pdproxy.errors import ClientError, PdproxyError
+from pdproxy.errors import ClientError
 from pdproxy.observe.labels import Rejection
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.client_errors import deadline_error, rejected_error
@@ -81,7 +81,7 @@ class _Waiter(Waiting):
     start: Callable[[], bool]
     turn: asyncio.Future[None]
     queued: bool = False
-    error: PdproxyError | None = None
+    error: Exception | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class RequestQueue:
 
         Raises:
             ClientError: 429 with Retry-After (full, or too long); 504 where a request that has begun came to its end.
-            PdproxyError: of ``start``.
+            Exception: of ``start``.
         """
         waiter = self._enter(asked, lane, start)
         try:
@@ -228,7 +228,7 @@ class RequestQueue:
         try:
             if not waiter.start():
                 return False
-        except PdproxyError as error:
+        except Exception as error:  # raised in its own task: a bug there must not keep the others waiting
             self._refuse(waiter, error)
             return True
         self._running += 1
@@ -243,7 +243,7 @@ class RequestQueue:
     def _expire(self, waiter: _Waiter) -> None:
         self._refuse(waiter, deadline_error() if waiter.later else self._rejected(Rejection.QUEUE_TIMEOUT))
 
-    def _refuse(self, waiter: _Waiter, error: PdproxyError) -> None:
+    def _refuse(self, waiter: _Waiter, error: Exception) -> None:
         self._leave(waiter)
         self.room_changed()
         waiter.error = error
