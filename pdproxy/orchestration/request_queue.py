@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeVar
 
 from pdproxy.clock import Clock
-from pdproxy.errors import ClientError
+from pdproxy.errors import ClientError, PdproxyError
 from pdproxy.observe.labels import Rejection
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.client_errors import deadline_error, rejected_error
@@ -228,9 +228,12 @@ class RequestQueue:
         try:
             if not waiter.start():
                 return False
-        except Exception as error:  # raised in its own task: a bug there must not keep the others waiting
+        except PdproxyError as error:
             self._refuse(waiter, error)
             return True
+        except Exception as error:  # a bug: its request fails, and those behind it do not wait for ever
+            self._refuse(waiter, error)
+            raise
         self._running += 1
         self._rate.departed(self._clock.now())
         lane = self._lanes.pop(waiter.lane)

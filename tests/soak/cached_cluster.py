@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import dataclasses
+import enum
+import math
 import random
 from collections.abc import AsyncIterator
 
@@ -22,6 +24,7 @@ from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationCont
 from pdproxy.orchestration.prefix_source import CombinedSource
 from pdproxy.orchestration.text_prefix_source import TextPrefixSource
 from pdproxy.planning.policies import policy_named
+from pdproxy.planning.prefix_index import PrefixIndex
 from pdproxy.planning.rates import Rates
 from pdproxy.planning.text_index import TextIndex
 from pdproxy.settings.types import Routing
@@ -49,9 +52,9 @@ class CountingMetrics(Metrics):
         super().__init__(cluster.registry)
         self._hits = Counter("soak_hits", "Answers by what was planned.", ["planned"], registry=cluster.registry)
 
-    def hit(self, role: object, planned: int, real: int) -> None:  # type: ignore[override]
+    def hit(self, role: enum.StrEnum, planned: int, real: int) -> None:
         """Count one."""
-        super().hit(role, planned, real)  # type: ignore[arg-type]
+        super().hit(role, planned, real)
         self._hits.labels("right" if planned == real else "too_many" if planned > real else "too_few").inc()
 
 
@@ -85,13 +88,8 @@ class CachedCluster(LoopbackCluster):
 
     async def close(self) -> None:
         """As of the base. Once nothing goes wrong any more, all that is known is right; and then nothing is left."""
-        try:
-            await self._settle()
-        finally:
-            for task in self._background:
-                task.cancel()
-            await asyncio.gather(*self._background, return_exceptions=True)
-            await self.supervisor.aclose()
+        await self._settle()
+        await self.stop()
         await super().close()
         assert self.registry.get_sample_value("pdproxy_task_failures_total", {"task": "events"}) == 0
         [index] = {id(index): index for node in self._caching for index in [self._index(node.name)]}.values()
@@ -99,6 +97,16 @@ class CachedCluster(LoopbackCluster):
             self.caches.leave(node.name)
         assert len(index) == 0
         assert self.registry.get_sample_value("pdproxy_prefix_index_blocks") == 0
+        index.look_up((), 1, math.inf)  # so that nothing is expected any more
+
+    async def stop(self) -> None:
+        """End what goes on beside the requests. Raises what one of these tasks failed with."""
+        for task in self._background:
+            task.cancel()
+        await self.supervisor.aclose()
+        for result in await asyncio.gather(*self._background, return_exceptions=True):
+            if isinstance(result, Exception):
+                raise result
 
     async def _settle(self) -> None:
         for node in self._caching:
@@ -117,7 +125,7 @@ class CachedCluster(LoopbackCluster):
     def _blocks(self, name: str) -> int:
         return sum(feed.blocks for feed in self.caches.of_node(name))
 
-    def _index(self, name: str) -> object:
+    def _index(self, name: str) -> PrefixIndex:
         [feed] = self.caches.of_node(name)
         return feed.scheme.index
 
@@ -151,4 +159,8 @@ async def cached_cluster(config: OrchestrationConfig) -> AsyncIterator[CachedClu
         for name in ("p0", "p1", "p2", "d0", "d1", "d2"):
             node = CachingNode(name, fabric, dice, rumours)
             nodes[await stack.enter_async_context(LoopbackNode(node))] = node
-        yield CachedCluster(fabric, nodes, config)
+        cluster = CachedCluster(fabric, nodes, config)
+        try:
+            yield cluster
+        finally:
+            await cluster.stop()

@@ -33,7 +33,7 @@ class Rumours:
 
 
 class CachingNode(FakeNode):
-    """Its conversations are with the proxy alone; a restarted one has an empty cache, and publishes at the same ports."""
+    """One that is restarted has an empty cache, and publishes at the same ports."""
 
     def __init__(self, name: str, fabric: FakeKvTransfer, dice: random.Random, rumours: Rumours) -> None:
         super().__init__(name, fabric)
@@ -68,10 +68,14 @@ class CachingNode(FakeNode):
         ids = tokenize(str(body["prompt"]) if "prompt" in body else json.dumps(body["messages"]))
         other = self._dice.choice(self._rumours.prompts)
         self._rumours.prompts.append(tuple(ids))
-        answers = (lambda: _tokens(ids), lambda: _NEVER, lambda: _tokens(other), lambda: _many(LONG),
-                   lambda: _many(HUGE), self._junk)  # fmt: skip
-        [answer] = self._dice.choices(answers, (100, 0, 0, 0, 0, 0) if self.publisher.honest else (88, 1, 6, 1, 1, 3))
-        return answer()
+        chance = 0.0 if self.publisher.honest else self._dice.random()
+        if chance < 0.88:
+            return _tokens(ids)
+        if chance < 0.94:
+            return _tokens(other)
+        if chance < 0.97:
+            return self._junk()
+        return _NEVER if chance < 0.98 else _many(LONG if chance < 0.99 else HUGE)
 
     def _junk(self) -> Script:
         status, body = self._dice.choice(
