@@ -33,6 +33,7 @@ from tests.fakes.loopback import LoopbackNode
 from tests.orchestration.loopback_cluster import LoopbackCluster, until
 from tests.soak.caching_node import CachingNode, Rumours
 from tests.soak.event_cache import SCHEME, UNIT
+from tests.soak.faulty_publisher import HONEST, RECOVERABLE
 
 WAITS = Waits(connect=1.0, replay=0.5, first_check=0.1, check=1.0)
 """Short, so that every way of a subscription is gone often."""
@@ -70,7 +71,8 @@ class CachedCluster(LoopbackCluster):
             self._join(node.name)
         self.supervisor = TaskSupervisor(self.clock, self.context.metrics)
         self.supervisor.keep(Task.EVENTS, self._subscriber.run)
-        self._background = [asyncio.create_task(work) for work in (self._publish(), self._rejoin(random.Random(5)))]
+        self._publishing = asyncio.create_task(self._publish())
+        self._rejoining = asyncio.create_task(self._rejoin(random.Random(5)))
 
     def make_context(self, config: OrchestrationConfig) -> OrchestrationContext:
         """With all that `app.build` makes for the policy `hybrid`."""
@@ -88,6 +90,8 @@ class CachedCluster(LoopbackCluster):
 
     async def close(self) -> None:
         """As of the base. Once nothing goes wrong any more, all that is known is right; and then nothing is left."""
+        self._rejoining.cancel()
+        await asyncio.gather(self._rejoining, return_exceptions=True)
         await self._settle()
         await self.stop()
         await super().close()
@@ -101,22 +105,28 @@ class CachedCluster(LoopbackCluster):
 
     async def stop(self) -> None:
         """End what goes on beside the requests. Raises what one of these tasks failed with."""
-        for task in self._background:
+        tasks = (self._publishing, self._rejoining)
+        for task in tasks:
             task.cancel()
         await self.supervisor.aclose()
-        for result in await asyncio.gather(*self._background, return_exceptions=True):
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(result, Exception):
                 raise result
 
     async def _settle(self) -> None:
+        """Restart all nodes: then all is known of each; and still is after faults that a replay can mend."""
         for node in self._caching:
-            node.publisher.honest = True
+            node.publisher.weights = RECOVERABLE
             node.die()
             node.publisher.open()
-            self._join(node.name)
         await until(lambda: all(self._known(node.name) is Known.ALL for node in self._caching))
-        for number, node in enumerate(self._caching):
-            node.blocks.compute(range(3, 103 + number))
+        for number in range(30):
+            for node in self._caching:
+                node.blocks.compute(range(3 + number, 83 + number))
+            await asyncio.sleep(TURN_SECONDS)
+        for node in self._caching:
+            node.publisher.weights = HONEST
+            node.blocks.compute(range(100, 300))
         await until(lambda: all(self._blocks(node.name) == node.blocks.attention() for node in self._caching))
 
     def _known(self, name: str) -> Known:
@@ -145,8 +155,10 @@ class CachedCluster(LoopbackCluster):
             await asyncio.sleep(dice.uniform(0, 2 * REJOIN_SECONDS))
             name = dice.choice(self._caching).name
             self.pool.rejoin(name)
-            await asyncio.sleep(dice.uniform(0, 1.5))
-            self._join(name)
+            try:
+                await asyncio.sleep(dice.uniform(0, 1.5))
+            finally:
+                self._join(name)
 
 
 @contextlib.asynccontextmanager

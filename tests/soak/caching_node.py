@@ -68,7 +68,7 @@ class CachingNode(FakeNode):
         ids = tokenize(str(body["prompt"]) if "prompt" in body else json.dumps(body["messages"]))
         other = self._dice.choice(self._rumours.prompts)
         self._rumours.prompts.append(tuple(ids))
-        chance = 0.0 if self.publisher.honest else self._dice.random()
+        chance = self._dice.random() if self.publisher.lies else 0.0
         if chance < 0.88:
             return _tokens(ids)
         if chance < 0.94:
@@ -87,7 +87,7 @@ class CachingNode(FakeNode):
     def _sources(self) -> Script:
         publish, replay = self.publisher.open()
         source = {"publisher": "zmq", "endpoint": f"tcp://*:{publish}", "replay_endpoint": f"tcp://*:{replay}"}
-        if not self.publisher.honest:
+        if self.publisher.lies:
             if self._dice.random() < 0.1:
                 return Script(200, JSON, (), FaultKind.RESET)
             source["endpoint"] = self._dice.choice((*[source["endpoint"]] * 9, f"tcp://*:{replay}"))

@@ -3,7 +3,7 @@
 import enum
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 import zmq
@@ -46,6 +46,12 @@ WEIGHTS = {
     EventFault.TWICE: 6, EventFault.SWAPPED: 6, EventFault.LIE: 30, EventFault.JUNK: 2, EventFault.RESTART: 1,
     EventFault.MUTE: 2, EventFault.FLOOD: 1,
 }  # fmt: skip
+"""How often each comes about."""
+RECOVERABLE = {
+    EventFault.NONE: 10, EventFault.LOST: 2, EventFault.DELAYED: 2, EventFault.TWICE: 2, EventFault.SWAPPED: 2
+}  # fmt: skip
+"""After these the index has to be as if nothing had been."""
+HONEST = {EventFault.NONE: 1}
 
 
 class Lies:
@@ -104,13 +110,11 @@ class FaultyPublisher:
     """A node's; it opens its sockets anew, at the same ports, when the node was restarted.
 
     Attributes:
-        honest: nothing goes wrong any more.
-        faults: how often each fault came about.
+        weights: how often each fault is to come about.
     """
 
     def __init__(self, dice: random.Random, lies: Lies) -> None:
-        self.honest = False
-        self.faults = dict.fromkeys(EventFault, 0)
+        self.weights: Mapping[EventFault, int] = WEIGHTS
         self._dice = dice
         self._lies = lies
         self._ports = (0, 0)
@@ -138,26 +142,29 @@ class FaultyPublisher:
         self._context = self._publisher = None
         self._later.clear()
         self._next.clear()
+        self._held_until = self._mute_until = 0.0
 
     def tell(self, events: list[Event]) -> None:
         """Publish a batch, or do otherwise."""
         self.open()
-        fault = EventFault.NONE
-        if not self.honest:
-            [fault] = self._dice.choices(list(WEIGHTS), list(WEIGHTS.values()))
-        self.faults[fault] += 1
+        [fault] = self._dice.choices(list(self.weights), list(self.weights.values()))
         self._fail(fault, events)
+
+    @property
+    def lies(self) -> bool:
+        """Whether what this node says may be wrong."""
+        return self.weights is WEIGHTS
 
     def turn(self) -> None:
         """Send what is due, and answer questions."""
         publisher, now = self._publisher, time.monotonic()
         if publisher is None:
             return
-        due = [frames for at, frames in self._later if at <= now or self.honest]
-        self._later = [each for each in self._later if each[0] > now and not self.honest]
+        due = [frames for at, frames in self._later if at <= now]
+        self._later = [each for each in self._later if each[0] > now]
         for frames in due:
             publisher.send(*frames)
-        publisher.mute = self._mute_until > now and not self.honest
+        publisher.mute = self._mute_until > now
         publisher.questions.clear()
         publisher.answer()
 
@@ -208,7 +215,7 @@ class FaultyPublisher:
 
     def _send(self, events: list[Event], rank: int = 0) -> None:
         """The next batch, unless all are held; and what waited for it."""
-        held = self._held_until > time.monotonic() and not self.honest
+        held = self._held_until > time.monotonic()
         frames = self._publish(events, rank, lost=held)
         if held:
             self._later.append((self._held_until, frames))

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from pdproxy.observe.labels import BatchOutcome, Forgotten, Replay
+from pdproxy.observe.labels import BatchOutcome, Forgotten, IdsOutcome, Replay
 from tests.soak.soak import Scenario, Tally, soak
 
 SHORT = float(os.environ.get("SOAK_SECONDS", "20"))
@@ -72,6 +72,8 @@ def check_that_events_counted(tally: Tally) -> None:
     assert tally.by("pdproxy_kv_event_batches_total").keys() == set(BatchOutcome)
     assert tally.by("pdproxy_kv_event_replays_total").keys() == set(Replay)
     assert tally.by("pdproxy_kv_places_forgotten_total").keys() == set(Forgotten)
+    outcomes = tally.by("pdproxy_token_ids_total").keys()
+    assert outcomes == set(IdsOutcome) - {IdsOutcome.GIVEN, IdsOutcome.BUSY}, "fewer are asked at once than may be"
 
 
 def grown(tally: Tally) -> float:
