@@ -39,12 +39,14 @@ class EventFault(enum.Enum):
     MUTE = enum.auto()
     """No replay is answered for a while."""
     FLOOD = enum.auto()
+    DEAD = enum.auto()
+    """The publisher cannot be reached for seconds, though the node goes on."""
 
 
 WEIGHTS = {
     EventFault.NONE: 300, EventFault.LOST: 6, EventFault.GONE: 2, EventFault.DELAYED: 6, EventFault.HELD: 2,
     EventFault.TWICE: 6, EventFault.SWAPPED: 6, EventFault.LIE: 30, EventFault.JUNK: 2, EventFault.RESTART: 1,
-    EventFault.MUTE: 2, EventFault.FLOOD: 1,
+    EventFault.MUTE: 2, EventFault.FLOOD: 1, EventFault.DEAD: 1,
 }  # fmt: skip
 """How often each comes about."""
 RECOVERABLE = {
@@ -123,12 +125,12 @@ class FaultyPublisher:
         self._later: list[tuple[float, tuple[bytes, ...]]] = []
         self._next: list[tuple[bytes, ...]] = []
         """Frames that go out behind the next batch."""
-        self._held_until = self._mute_until = 0.0
+        self._dead_until = self._held_until = self._mute_until = 0.0
         self._shift = 0.0
 
     def open(self) -> tuple[int, int]:
-        """Its ports, once it is open."""
-        if self._publisher is None:
+        """Its ports; it is open then, unless it is dead for a while."""
+        if self._publisher is None and self._dead_until < time.monotonic():
             self._context = zmq.Context()
             self._publisher = Publisher(self._context, self._ports, most_kept=MOST_KEPT)
             self._ports = self._publisher.ports
@@ -142,13 +144,17 @@ class FaultyPublisher:
         self._context = self._publisher = None
         self._later.clear()
         self._next.clear()
-        self._held_until = self._mute_until = 0.0
+        self._dead_until = self._held_until = self._mute_until = 0.0
 
     def tell(self, events: list[Event]) -> None:
         """Publish a batch, or do otherwise."""
         self.open()
         [fault] = self._dice.choices(list(self.weights), list(self.weights.values()))
-        self._fail(fault, events)
+        if fault is EventFault.DEAD:
+            self.close()
+            self._dead_until = time.monotonic() + self._dice.uniform(1.5, 4)
+        elif self._publisher is not None:
+            self._fail(fault, events)
 
     @property
     def lies(self) -> bool:

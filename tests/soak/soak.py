@@ -1,4 +1,7 @@
-"""A mixed load while nodes are killed at random: every answer is judged, and in the end nothing may be left."""
+"""A mixed load while nodes are killed at random, and in one scenario what is known of their caches is wrong as well.
+
+Every answer is judged, and in the end nothing may be left.
+"""
 
 import asyncio
 import contextlib

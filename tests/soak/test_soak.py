@@ -70,10 +70,11 @@ def check_that_events_counted(tally: Tally) -> None:
     assert sum(tally.by("pdproxy_planned_hit_tokens_total").values()) > 0
     assert tally.by("pdproxy_plans_total").keys() > {"cached", "resumes", "nothing_cached"}
     assert tally.by("pdproxy_kv_event_batches_total").keys() == set(BatchOutcome)
-    assert tally.by("pdproxy_kv_event_replays_total").keys() == set(Replay)
-    assert tally.by("pdproxy_kv_places_forgotten_total").keys() == set(Forgotten)
+    assert tally.by("pdproxy_kv_event_replays_total").keys() >= {Replay.COMPLETE, Replay.RESTARTED}
+    assert tally.by("pdproxy_kv_places_forgotten_total").keys() >= {Forgotten.GAP, Forgotten.JUNK, Forgotten.RESTART}
     outcomes = tally.by("pdproxy_token_ids_total").keys()
-    assert outcomes == set(IdsOutcome) - {IdsOutcome.GIVEN, IdsOutcome.BUSY}, "fewer are asked at once than may be"
+    assert outcomes >= {IdsOutcome.KEPT, IdsOutcome.FETCHED, IdsOutcome.FAILED}
+    assert IdsOutcome.BUSY not in outcomes, "fewer are asked at once than may be"
 
 
 def grown(tally: Tally) -> float:
