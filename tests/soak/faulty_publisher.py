@@ -80,8 +80,8 @@ class Lies:
 
     def flood(self) -> Iterator[list[Event]]:
         """Batches of blocks that nobody asks for."""
-        for _ in range(40):
-            yield [stored(*(self._dice.getrandbits(64) for _ in range(200)), size=8)]
+        for _ in range(20):
+            yield [stored(*(self._dice.getrandbits(64) for _ in range(100)), size=8)]
 
     def _phantoms(self) -> list[Event]:
         hashes = self._elsewhere()

@@ -1,7 +1,9 @@
 """The soak of each scenario, in three lengths. SOAK_SECONDS sets the short one's, of all scenarios together."""
 
+import gc
 import logging
 import os
+import sys
 
 import pytest
 
@@ -33,11 +35,30 @@ async def test_short_soak(scenario: Scenario) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("scenario", Scenario)
 async def test_long_soak(scenario: Scenario) -> None:
+    before = blocks_of_memory()
     tally = await soak(scenario, 900 / len(Scenario), seed=2)
     show(scenario, tally)
     print(tally)
+    requests = sum(tally.ended.values())
     assert tally.ended["complete"] > 100
-    assert grown(tally) < 0.25, "objects that a request leaves"
+    assert (blocks_of_memory() - before) / requests < 0.25, "objects that a request leaves for ever"
+    if scenario is Scenario.EVENTS:
+        check_that_events_counted(tally)
+        assert swollen(tally) < 1.5, "what is known of caches, and expected of them, is bounded"
+    else:
+        assert grown(tally) < 0.25, "objects that a request leaves"
+
+
+def blocks_of_memory() -> int:
+    """Those that Python's objects have."""
+    gc.collect()
+    return sys.getallocatedblocks()
+
+
+def swollen(tally: Tally) -> float:
+    """How many times as much memory as in the second third the process had in the last: the most of each."""
+    third = len(tally.objects) // 3
+    return max(tally.objects[-third:]) / max(tally.objects[third:-third])
 
 
 def show(scenario: Scenario, tally: Tally) -> None:
