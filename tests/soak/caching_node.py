@@ -33,7 +33,7 @@ class Rumours:
 
 
 class CachingNode(FakeNode):
-    """One that is restarted has an empty cache, and publishes at the same ports."""
+    """One that is restarted has an empty cache, and publishes at other ports."""
 
     def __init__(self, name: str, fabric: FakeKvTransfer, dice: random.Random, rumours: Rumours) -> None:
         super().__init__(name, fabric)

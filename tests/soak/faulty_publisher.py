@@ -109,7 +109,7 @@ class Lies:
 
 
 class FaultyPublisher:
-    """A node's; it opens its sockets anew, at the same ports, when the node was restarted.
+    """A node's; it opens its sockets anew, at other ports, when the node was restarted: others may have taken its own.
 
     Attributes:
         weights: how often each fault is to come about.
@@ -129,10 +129,10 @@ class FaultyPublisher:
         self._shift = 0.0
 
     def open(self) -> tuple[int, int]:
-        """Its ports; it is open then, unless it is dead for a while."""
+        """Its ports, or its last ones while it is dead; else it is open then."""
         if self._publisher is None and self._dead_until < time.monotonic():
             self._context = zmq.Context()
-            self._publisher = Publisher(self._context, self._ports, most_kept=MOST_KEPT)
+            self._publisher = Publisher(self._context, most_kept=MOST_KEPT)
             self._ports = self._publisher.ports
         return self._ports
 
