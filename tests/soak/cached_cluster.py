@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import enum
+import gc
 import math
 import random
 from collections.abc import AsyncIterator
@@ -101,7 +102,8 @@ class CachedCluster(LoopbackCluster):
             self.caches.leave(node.name)
         assert len(index) == 0
         assert self.registry.get_sample_value("pdproxy_prefix_index_blocks") == 0
-        index.look_up((), 1, math.inf)  # so that nothing is expected any more
+        index.look_up((), 1, math.inf)
+        assert not any(type(each).__name__ == "_Expectation" for each in gc.get_objects()), "what was expected stays"
 
     async def stop(self) -> None:
         """End what goes on beside the requests. Raises what one of these tasks failed with."""

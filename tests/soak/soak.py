@@ -66,8 +66,8 @@ TERMS = OrchestrationConfig(
 clients: some wait in the queue, and leave it."""
 
 OF_A_REQUEST = frozenset({UpstreamRequest, Relay, FanOut, SubRequest})
-OF_A_LOOK_UP = frozenset({"_Prompt", "_Expectation", "_Asked"})
-"""Names of types of which the prefix sources and the index keep some for a while."""
+OF_A_LOOK_UP = frozenset({"_Prompt", "_Asked"})
+"""Names of types of which the prefix sources keep some for a while."""
 SMALL = Capacity(150, 4, 1, Binding.ATTENTION)
 """Of each decode node: two or three requests have room, so that others wait for it."""
 
