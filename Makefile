@@ -49,7 +49,7 @@ unit-proxy:
 unit-connector:
 	@$(UNIT) $(WITH_VLLM)
 
-soak: env ## mixed load under random kills on fake nodes, and what an operator sees of it (two minutes; 15 in test-long)
+soak: env ## mixed load on fake nodes under random kills, and with KV events that are wrong; what an operator sees of it (two minutes; 15 in test-long)
 	SOAK_SECONDS=120 $(RUN) -m pytest tests/soak tests/watch
 
 e2e: env ## tests with real engines (minutes)

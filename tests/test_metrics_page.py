@@ -15,7 +15,8 @@ from connector.counters import COUNTERS, GAUGES, HISTOGRAMS, ReadOutcome
 from connector.leases import LeaseEnd
 from connector.ticket_fields import RefusalReason
 from pdproxy.nodes.node import Role, State
-from pdproxy.observe.labels import Attempt, Delivery, Outcome, Phase, Rejection, Task
+from pdproxy.observe.event_metrics import LAG
+from pdproxy.observe.labels import Attempt, Delivery, Forgotten, Outcome, Phase, Rejection, Task
 from pdproxy.observe.metrics import Metrics
 from pdproxy.request import Endpoint
 from tests.deploy.prometheus.queries import grouping, legend_labels, selectors
@@ -131,6 +132,10 @@ VALUES: Mapping[tuple[str, str], Iterable[str]] = {
     ("pdproxy_deliveries_total", "outcome"): Delivery,
     ("pdproxy_task_failures_total", "task"): Task,
     ("pdproxy_phase_seconds_bucket", "phase"): Phase,
+    ("pdproxy_kv_event_lag_seconds_bucket", "le"): {str(float(bound)) for bound in LAG},
+    ("pdproxy_kv_places_forgotten_total", "reason"): Forgotten,
+    ("pdproxy_planned_hit_tokens_total", "role"): Role,
+    ("pdproxy_real_hit_tokens_total", "role"): Role,
     ("pdproxy_connector_leases_ended_total", "how"): LeaseEnd,
     ("pdproxy_connector_reads_total", "outcome"): ReadOutcome,
     ("pdproxy_connector_refused_total", "reason"): RefusalReason,

@@ -145,9 +145,12 @@ class TokenIds:
         if status != 200:
             raise NodeFault(Fault.SERVER_ERROR, f"/tokenize answers {status}", status=status)
         try:
-            return array("I", self._read(answer).tokens)
+            ids = array("I", self._read(answer).tokens)
         except (msgspec.MsgspecError, OverflowError) as error:
             raise NodeFault(Fault.INVALID_BODY, f"/tokenize answers something else: {error}") from error
+        if not ids:
+            raise NodeFault(Fault.INVALID_BODY, "/tokenize answers that the prompt has no tokens")
+        return ids
 
     def _keep(self, key: bytes, ids: "array[int]") -> None:
         if key in self._kept:

@@ -6,6 +6,7 @@ batch, are passed over without being decoded. Unknown fields are, too, and unkno
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import msgspec
@@ -102,6 +103,8 @@ class BatchDecoder:
             batch = self._decode(payload)
         except (msgspec.MsgspecError, ValueError) as error:
             raise InvalidBatch(f"a batch that cannot be read: {error}") from error
+        if not math.isfinite(batch.time):
+            raise InvalidBatch(f"a batch of the time {batch.time}")  # no restart could be told from a duplicate
         events = tuple(_cache_events(batch.events))
         return EventBatch(batch.time, batch.rank, events, len(batch.events) - len(events))
 

@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdproxy.observe.labels import BatchOutcome, CacheEventKind, Forgotten, IdsOutcome, Known, Replay
 
-_LAG = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
+LAG = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
+"""Upper bounds of the buckets, in seconds; an alert picks one of them."""
 _FETCH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
 
@@ -27,7 +28,7 @@ class EventMetrics:
             "pdproxy_kv_places_forgotten_total", "Times that all that is known of a place was forgotten.", ["reason"]
         )
         self._lag = histogram(
-            "pdproxy_kv_event_lag_seconds", "From a batch's publication to its arrival, by two clocks.", buckets=_LAG
+            "pdproxy_kv_event_lag_seconds", "From a batch's publication to its arrival, by two clocks.", buckets=LAG
         )
         self._blocks = Gauge(
             "pdproxy_prefix_index_blocks", "Attention blocks that places are known to have cached.", registry=registry

@@ -81,7 +81,7 @@ class _Waiter(Waiting):
     start: Callable[[], bool]
     turn: asyncio.Future[None]
     queued: bool = False
-    error: PdproxyError | None = None
+    error: Exception | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class RequestQueue:
 
         Raises:
             ClientError: 429 with Retry-After (full, or too long); 504 where a request that has begun came to its end.
-            PdproxyError: of ``start``.
+            Exception: of ``start``.
         """
         waiter = self._enter(asked, lane, start)
         try:
@@ -231,6 +231,9 @@ class RequestQueue:
         except PdproxyError as error:
             self._refuse(waiter, error)
             return True
+        except Exception as error:  # a bug: its request fails, and those behind it do not wait for ever
+            self._refuse(waiter, error)
+            raise
         self._running += 1
         self._rate.departed(self._clock.now())
         lane = self._lanes.pop(waiter.lane)
@@ -243,7 +246,7 @@ class RequestQueue:
     def _expire(self, waiter: _Waiter) -> None:
         self._refuse(waiter, deadline_error() if waiter.later else self._rejected(Rejection.QUEUE_TIMEOUT))
 
-    def _refuse(self, waiter: _Waiter, error: PdproxyError) -> None:
+    def _refuse(self, waiter: _Waiter, error: Exception) -> None:
         self._leave(waiter)
         self.room_changed()
         waiter.error = error

@@ -24,6 +24,7 @@ DEFAULT_SEED = "vllm-none-hash"
 """Of vLLM's root hash where the node's environment has no PYTHONHASHSEED; else that."""
 _DIGEST = 32
 _LOW = 8
+_LOW_BITS = (1 << 8 * _LOW) - 1
 _PICKLE = 5
 """pickle.HIGHEST_PROTOCOL of every Python since 3.8, which vLLM asks for."""
 _VOCABULARY = 1 << 18
@@ -106,9 +107,10 @@ def root_hash(algorithm: HashAlgorithm, seed: str = DEFAULT_SEED) -> bytes:
 def event_hash(published: int | bytes) -> int:
     """A hash as an event carries it, as 64 bits.
 
-    vLLM publishes those 64 bits; with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0 all 32 bytes.
+    vLLM publishes those 64 bits; with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0 all 32 bytes. A publisher that takes them
+    for a signed number is understood as well.
     """
-    return published if isinstance(published, int) else int.from_bytes(published[-_LOW:], "big")
+    return published & _LOW_BITS if isinstance(published, int) else int.from_bytes(published[-_LOW:], "big")
 
 
 class PromptHasher:

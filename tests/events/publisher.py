@@ -1,6 +1,7 @@
 """A publisher of KV events on loopback, made of ZMQ sockets as vLLM's is, with faults on order."""
 
 import asyncio
+import collections
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -45,9 +46,18 @@ class Publisher:
         source: where it is, as a node would tell.
         questions: first sequence numbers of the replays that were asked for.
         mute: questions stay without an answer.
+
+    Args:
+        most_kept: batches for replays; None for all.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], ports: tuple[int, int] = (0, 0), rank: int = 0) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        ports: tuple[int, int] = (0, 0),
+        rank: int = 0,
+        most_kept: int | None = None,
+    ) -> None:
         self._publish, self._replay = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)
         self._publish.setsockopt(zmq.XPUB_VERBOSE, 1)
         found = []
@@ -61,7 +71,7 @@ class Publisher:
         self.subscribers = 0
         self.mute = False
         self._rank = rank
-        self._kept: list[tuple[bytes, bytes]] = []
+        self._kept = collections.deque[tuple[bytes, bytes]](maxlen=most_kept)
         self._time = 1000.0
         self._next = 0
 
@@ -70,14 +80,22 @@ class Publisher:
         self._time += 1
         return msgspec.msgpack.encode([self._time if time is None else time, list(events), self._rank])
 
-    def publish(self, *events: Event, payload: bytes | None = None, lost: bool = False, kept: bool = True) -> None:
-        """Send the next batch. `lost`: on the way; `kept`: for replays."""
+    def publish(
+        self, *events: Event, payload: bytes | None = None, lost: bool = False, kept: bool = True
+    ) -> tuple[bytes, ...]:
+        """Send the next batch, and return its frames. `lost`: on the way; `kept`: for replays."""
         message = self._next.to_bytes(8), payload if payload is not None else self.batch(*events)
         self._next += 1
         if kept:
             self._kept.append(message)
         if not lost:
-            self._publish.send_multipart((b"", *message))
+            self.send(b"", *message)
+        return b"", *message
+
+    def begin_again(self) -> None:
+        """As another engine at the same sockets: the next batch is its first."""
+        self._next = 0
+        self._kept.clear()
 
     def send(self, *frames: bytes) -> None:
         """Send anything."""
@@ -94,16 +112,20 @@ class Publisher:
     async def serve(self) -> None:
         """Answer questions until cancelled."""
         while True:
-            while self._publish.poll(0):
-                self.subscribers += 1 if self._publish.recv()[:1] == b"\x01" else -1
-            while not self.mute and self._replay.poll(0):
-                who, _, first = self._replay.recv_multipart()
-                self.questions.append(int.from_bytes(first))
-                for sequence, payload in self._kept:
-                    if sequence >= first:
-                        self._replay.send_multipart((who, b"", b"", sequence, payload))
-                self._replay.send_multipart((who, b"", b"", END, b""))
+            self.answer()
             await asyncio.sleep(LOOK_S)
+
+    def answer(self) -> None:
+        """Answer the questions that are there."""
+        while self._publish.poll(0):
+            self.subscribers += 1 if self._publish.recv()[:1] == b"\x01" else -1
+        while not self.mute and self._replay.poll(0):
+            who, _, first = self._replay.recv_multipart()
+            self.questions.append(int.from_bytes(first))
+            for sequence, payload in self._kept:
+                if sequence >= first:
+                    self._replay.send_multipart((who, b"", b"", sequence, payload))
+            self._replay.send_multipart((who, b"", b"", END, b""))
 
     def close(self) -> None:
         """End both sockets."""

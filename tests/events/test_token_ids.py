@@ -111,6 +111,7 @@ async def test_what_a_node_would_render_otherwise_is_not_asked_for(endpoint: End
         ((200, b'{"tokens": ["a"]}'), "failed"),
         ((200, b'{"tokens": [-1]}'), "failed"),
         ((200, b"{}"), "failed"),
+        ((200, b'{"tokens": []}'), "failed"),
     ],
 )
 async def test_the_request_goes_on_without_ids(answer: Fault | tuple[int, bytes], outcome: str) -> None:

@@ -6,6 +6,8 @@ import pytest
 from pdproxy.events.sources import MOST_RANKS, EventSource, read_sources
 from pdproxy.events.wire import BatchDecoder, InvalidBatch, NumberedBatch, numbered, replay_request
 from pdproxy.planning.cache_events import BlocksRemoved, BlocksStored, CacheCleared, GroupKind
+from pdproxy.planning.prefix_index import PrefixIndex
+from tests.events.feeds import PLACE, SCHEME
 from tests.events.publisher import Event, removed, stored
 
 decode = BatchDecoder()
@@ -34,6 +36,14 @@ def test_whole_hashes_are_shortened() -> None:
     assert decode(batch(event)).events == (BlocksStored(0, GroupKind.ATTENTION, (77,), 16),)
 
 
+def test_a_signed_hash_is_taken_as_its_64_bits() -> None:
+    index = PrefixIndex(SCHEME)
+    for event in decode(batch(stored(-1, 2**64 - 2), removed(-2))).events:
+        index.apply(PLACE, event)
+    assert index.blocks(PLACE, GroupKind.ATTENTION) == 1
+    assert index.counts.unknown_removes == 0
+
+
 def test_what_is_not_known_is_passed_over_and_counted() -> None:
     unknown = {"type": "BlockMoved", "block_hashes": [1], "to": {"deep": [1, 2]}}
     offloaded = [{**stored(5), "medium": "CPU"}, {**removed(5), "medium": "STORAGE"}]
@@ -52,6 +62,12 @@ def test_a_batch_may_leave_its_rank_out_and_have_more_at_its_end() -> None:
 def test_an_event_of_another_form_is_refused(event: object) -> None:
     with pytest.raises(InvalidBatch, match="cannot be read"):
         decode(msgspec.msgpack.encode([1.0, [event], 0]))
+
+
+@pytest.mark.parametrize("time", [float("nan"), float("inf"), float("-inf")])
+def test_a_batch_of_no_time_is_refused(time: float) -> None:
+    with pytest.raises(InvalidBatch, match="of the time"):
+        decode(msgspec.msgpack.encode([time, [], 0]))
 
 
 def test_a_message_has_its_number_before_its_batch() -> None:

@@ -36,7 +36,7 @@ class LoopbackCluster:
         config: OrchestrationConfig,
         capacity: Capacity | None = None,
     ) -> None:
-        clock = SystemClock()
+        clock = self.clock = SystemClock()
         self.fabric = fabric
         self.nodes = nodes
         self.registry = CollectorRegistry()
@@ -47,9 +47,13 @@ class LoopbackCluster:
             entry = Node(node.node.name, node.url, role, MODEL, can_wait=node.node.can_wait, capacity=capacity)
             self.pool.add(entry)
             self.pool.admit(entry)
-        self.context = OrchestrationContext(self.transport, self.pool, Metrics(self.registry), clock, config)
+        self.context = self.make_context(config)
         self.background_tasks = BackgroundTasks(self.context)
         self.orchestrator = Orchestrator(self.context, self.background_tasks)
+
+    def make_context(self, config: OrchestrationConfig) -> OrchestrationContext:
+        """What the orchestration is given."""
+        return OrchestrationContext(self.transport, self.pool, Metrics(self.registry), self.clock, config)
 
     async def close(self) -> None:
         """End the proxy's side, and check that it left nothing."""
@@ -57,6 +61,7 @@ class LoopbackCluster:
         assert len(self.background_tasks) == 0
         assert {view.node.name: view.active for view in self.pool.snapshot().nodes if view.active} == {}
         assert {view.footprint for view in self.pool.snapshot().nodes} == {NO_FOOTPRINT}
+        assert not any(sum(view.queued) for view in self.pool.snapshot().nodes)
         status = self.context.queue.status()
         assert (status.running, status.waiting) == (0, 0)
         await self.transport.aclose()

@@ -155,18 +155,19 @@ async def test_one_that_has_been_cancelled_is_not_begun() -> None:
     setup.check_empty()
 
 
-async def test_an_error_of_the_attempt_is_its_own() -> None:
+@pytest.mark.parametrize("error", [ClientError(503, "no node"), IndexError("no node")])
+async def test_an_error_of_the_attempt_is_its_own(error: Exception) -> None:
     setup = QueueSetup()
     await setup.start("a")
     admission = Admission(setup.queue, ASKED)
 
     def fail() -> str | None:
-        raise ClientError(503, "no node")
+        raise error
 
     failing = asyncio.create_task(admission.begin(fail, lambda: "m"))
     await setup.start("b")
     await setup.end("a")
-    with pytest.raises(ClientError, match="no node"):
+    with pytest.raises(type(error), match="no node"):
         await failing
     assert not admission.runs
     assert setup.entered == ["a", "b"]

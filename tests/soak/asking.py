@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pdproxy.request import ClientRequest, Endpoint
@@ -59,13 +59,18 @@ class Asking:
         return {0: text_of(self.endpoint, answer)}
 
 
-def asking(dice: random.Random) -> Asking:
+def words(dice: random.Random) -> str:
+    """A prompt."""
+    return " ".join(dice.choices(VOCABULARY, k=dice.randint(2, 60)))
+
+
+def asking(dice: random.Random, prompt: Callable[[random.Random], str] = words) -> Asking:
     """Any request: endpoint, stream or not, several prompts or choices, stop strings, a client that leaves."""
     endpoint = dice.choice((Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.CHAT, *Endpoint))
     tokens = dice.randint(2, 40)
     stops = [dice.choice(("nowhere", "t1", "t42 t"))] if dice.random() < 0.3 and endpoint in _PLAIN else []
     choices = dice.choice((1, 1, 1, 2)) if endpoint in _PLAIN else 1
-    prompts = [_words(dice) for _ in range(dice.choice((1, 1, 2, 3)) if endpoint is Endpoint.COMPLETIONS else 1)]
+    prompts = [prompt(dice) for _ in range(dice.choice((1, 1, 2, 3)) if endpoint is Endpoint.COMPLETIONS else 1)]
     body: dict[str, Any] = {"model": MODEL, "stream": dice.random() < 0.6, "temperature": 0}
     body |= {"stop": stops} if stops else {}
     body |= {"n": choices} if choices > 1 else {}
@@ -77,10 +82,6 @@ def asking(dice: random.Random) -> Asking:
 
 
 _PLAIN = (Endpoint.COMPLETIONS, Endpoint.CHAT)
-
-
-def _words(dice: random.Random) -> str:
-    return " ".join(dice.choices(VOCABULARY, k=dice.randint(2, 60)))
 
 
 def _messages(prompt: str) -> list[dict[str, str]]:

@@ -1,8 +1,12 @@
-"""A mixed load while nodes are killed at random: every answer is judged, and in the end nothing may be left."""
+"""A mixed load while nodes are killed at random, and in one scenario what is known of their caches is wrong as well.
+
+Every answer is judged, and in the end nothing may be left.
+"""
 
 import asyncio
 import contextlib
 import dataclasses
+import enum
 import functools
 import gc
 import itertools
@@ -11,24 +15,28 @@ import random
 import resource
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+
+from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import ClientError
 from pdproxy.nodes.capacity import Binding, Capacity
-from pdproxy.observe.labels import Delivery
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.orchestration.fanout import FanOut
 from pdproxy.orchestration.relay import Relay
 from pdproxy.orchestration.request_queue import QueueLimits
 from pdproxy.orchestration.upstream import UpstreamRequest
+from pdproxy.request import SubRequest
 from pdproxy.settings.types import Legs
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.fakes.loopback import LoopbackNode
 from tests.fakes.reading import follow
 from tests.orchestration.loopback_cluster import LoopbackCluster, loopback_cluster
-from tests.soak.asking import PATIENT, Asking, asking
+from tests.soak.asking import PATIENT, Asking, asking, words
+from tests.soak.cached_cluster import cached_cluster
 from tests.soak.caller import Caller
+from tests.soak.conversations import Conversations
 from tests.soak.server import serving
 
 WORKERS = 16
@@ -57,6 +65,9 @@ TERMS = OrchestrationConfig(
 """Short deadlines: a slow machine may pass them, which costs a retry and nothing else. Fewer run at once than there are
 clients: some wait in the queue, and leave it."""
 
+OF_A_REQUEST = frozenset({UpstreamRequest, Relay, FanOut, SubRequest})
+OF_A_LOOK_UP = frozenset({"_Prompt", "_Asked"})
+"""Names of types of which the prefix sources keep some for a while."""
 SMALL = Capacity(150, 4, 1, Binding.ATTENTION)
 """Of each decode node: two or three requests have room, so that others wait for it."""
 
@@ -67,35 +78,69 @@ class Tally:
 
     ended: Counter[str] = dataclasses.field(default_factory=Counter)
     kills: int = 0
-    deliveries: dict[str, float] = dataclasses.field(default_factory=dict)
-    """What came of decode legs that went out before their tickets."""
-    waited: float = 0.0
-    """Requests that had to wait in the queue."""
+    registry: CollectorRegistry = dataclasses.field(default_factory=CollectorRegistry, repr=False)
+    """What the proxy counted."""
     objects: list[int] = dataclasses.field(default_factory=list)
     """Blocks of memory that Python's objects had, at equal distances of time."""
     resident: list[float] = dataclasses.field(default_factory=list)
     """MiB that the process had then; what the allocator keeps of freed memory is in it, and grows with scatter."""
 
+    def count(self, name: str, **labels: str) -> float:
+        """A metric's value."""
+        return self.registry.get_sample_value(f"pdproxy_{name}", labels) or 0.0
 
-async def soak(seconds: float, seed: int) -> Tally:
+    def by(self, name: str) -> dict[str, float]:
+        """The values of a metric of one label that are not 0."""
+        samples = (each for family in self.registry.collect() for each in family.samples)
+        return {"".join(each.labels.values()): each.value for each in samples if each.name == name and each.value}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """What is asked of which cluster.
+
+    Attributes:
+        pauses: between two kills or faults of nodes, in seconds: at least and at most.
+    """
+
+    cluster: contextlib.AbstractAsyncContextManager[LoopbackCluster]
+    prompt: Callable[[random.Random], str]
+    pauses: tuple[float, float]
+
+
+class Scenario(enum.Enum):
+    """What goes wrong besides nodes that die."""
+
+    NODES = "nodes"
+    """Nothing: short prompts, planned by load."""
+    EVENTS = "events"
+    """KV events, by which the prompts of long conversations are planned."""
+
+    def load(self, seed: int) -> Load:
+        """For one run."""
+        if self is Scenario.NODES:
+            cluster = loopback_cluster(prefills=3, decodes=3, config=TERMS, capacity=SMALL)
+            return Load(cluster, words, (0.02, 0.2))
+        return Load(cached_cluster(TERMS), Conversations(seed).prompt, (0.1, 1.0))
+
+
+async def soak(scenario: Scenario, seconds: float, seed: int) -> Tally:
     """Run for ``seconds``; everything is checked."""
-    tally = Tally()
-    async with loopback_cluster(prefills=3, decodes=3, config=TERMS, capacity=SMALL) as cluster:
+    tally, load = Tally(), scenario.load(seed)
+    async with load.cluster as cluster:
+        tally.registry = cluster.registry
         until = asyncio.get_running_loop().time() + seconds
-        killer = asyncio.create_task(_kill(cluster, random.Random(seed), tally))
+        killer = asyncio.create_task(_kill(cluster, random.Random(seed), tally, load.pauses))
         async with serving(cluster) as caller, asyncio.TaskGroup() as workers:
             workers.create_task(_weigh(cluster, tally, seconds / SAMPLES))
             ways = (functools.partial(_ask, cluster), functools.partial(_call, caller))
             for number, way in zip(range(WORKERS), itertools.cycle(ways), strict=False):
-                workers.create_task(_work(way, random.Random(seed + 1 + number), until, tally, f"w{number}"))
+                asked = _asked(random.Random(seed + 1 + number), load.prompt)
+                workers.create_task(_work(way, asked, until, tally, f"w{number}"))
         killer.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await killer
         await cluster.close()
-        for outcome in Delivery:
-            count = cluster.registry.get_sample_value("pdproxy_deliveries_total", {"outcome": outcome})
-            tally.deliveries[outcome.value] = count or 0.0
-        tally.waited = cluster.registry.get_sample_value("pdproxy_phase_seconds_count", {"phase": "queue"}) or 0.0
     _check_nothing_left()
     return tally
 
@@ -129,12 +174,17 @@ def _resident() -> float:
 Way = Callable[[Asking, str], Awaitable[str]]
 
 
-async def _work(way: Way, dice: random.Random, until: float, tally: Tally, name: str) -> None:
+def _asked(dice: random.Random, prompt: Callable[[random.Random], str]) -> Iterator[Asking]:
+    while True:
+        yield asking(dice, prompt)
+
+
+async def _work(way: Way, requests: Iterator[Asking], until: float, tally: Tally, name: str) -> None:
     loop, number = asyncio.get_running_loop(), 0
     while loop.time() < until:
         number += 1
         async with asyncio.timeout(PATIENT):
-            tally.ended[await way(asking(dice), f"{name}-{number}")] += 1
+            tally.ended[await way(next(requests), f"{name}-{number}")] += 1
         await asyncio.sleep(0)
 
 
@@ -174,10 +224,10 @@ def _refused(status: int) -> str:
     return "refused"
 
 
-async def _kill(cluster: LoopbackCluster, dice: random.Random, tally: Tally) -> None:
+async def _kill(cluster: LoopbackCluster, dice: random.Random, tally: Tally, pauses: tuple[float, float]) -> None:
     """Again and again one node is killed and restarted, or gets a fault for one request."""
     while True:
-        await asyncio.sleep(dice.uniform(0.02, 0.2))
+        await asyncio.sleep(dice.uniform(*pauses))
         node = dice.choice(cluster.nodes)
         if dice.random() < 0.5:
             ill = InjectedFault(
@@ -206,7 +256,6 @@ def _check_nothing_left() -> None:
     assert len(asyncio.all_tasks()) == 1
     gc.collect()
     # By exact type: isinstance would ask every object in the process for its class, and some answer with a warning.
-    left = Counter(
-        kind.__name__ for each in gc.get_objects() if (kind := type(each)) in (UpstreamRequest, Relay, FanOut)
-    )
-    assert left == Counter()
+    kinds = Counter(map(type, gc.get_objects()))
+    left = {kind.__name__ for kind in kinds if kind in OF_A_REQUEST or kind.__name__ in OF_A_LOOK_UP}
+    assert left == set()

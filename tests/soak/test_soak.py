@@ -1,11 +1,14 @@
-"""The soak, in three lengths. SOAK_SECONDS sets the short one's."""
+"""The soak of each scenario, in three lengths. SOAK_SECONDS sets the short one's, of all scenarios together."""
 
+import gc
 import logging
 import os
+import sys
 
 import pytest
 
-from tests.soak.soak import Tally, soak
+from pdproxy.observe.labels import BatchOutcome, Forgotten, IdsOutcome, Replay
+from tests.soak.soak import Scenario, Tally, soak
 
 SHORT = float(os.environ.get("SOAK_SECONDS", "20"))
 
@@ -16,22 +19,83 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "pdproxy")
 
 
-async def test_short_soak() -> None:
-    tally = await soak(SHORT, seed=1)
+@pytest.mark.parametrize("scenario", Scenario)
+async def test_short_soak(scenario: Scenario) -> None:
+    tally = await soak(scenario, SHORT / len(Scenario), seed=1)
     assert tally.ended["complete"] > 0
     assert tally.kills > 0
-    assert tally.deliveries["ticket"] > 0
-    assert tally.waited > 0
-    print(tally.ended, tally.deliveries, tally.kills)
+    assert tally.count("deliveries_total", outcome="ticket") > 0
+    assert tally.count("phase_seconds_count", phase="queue") > 0, "nothing waited in the queue"
+    show(scenario, tally)
+    if scenario is Scenario.EVENTS:
+        check_that_events_counted(tally)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-async def test_long_soak() -> None:
-    tally = await soak(900, seed=2)
+@pytest.mark.parametrize("scenario", Scenario)
+async def test_long_soak(scenario: Scenario) -> None:
+    before = blocks_of_memory()
+    tally = await soak(scenario, 900 / len(Scenario), seed=2)
+    show(scenario, tally)
     print(tally)
+    requests = sum(tally.ended.values())
     assert tally.ended["complete"] > 100
-    assert grown(tally) < 0.25, "objects that a request leaves"
+    assert (blocks_of_memory() - before) / requests < 0.25, "objects that a request leaves for ever"
+    if scenario is Scenario.EVENTS:
+        check_that_events_counted(tally)
+        assert swollen(tally) < 1.5, "what is known of caches, and expected of them, is bounded"
+    else:
+        assert grown(tally) < 0.25, "objects that a request leaves"
+
+
+def blocks_of_memory() -> int:
+    """Those that Python's objects have."""
+    gc.collect()
+    return sys.getallocatedblocks()
+
+
+def swollen(tally: Tally) -> float:
+    """How many times as much memory as in the second third the process had in the last: the most of each."""
+    third = len(tally.objects) // 3
+    return max(tally.objects[-third:]) / max(tally.objects[third:-third])
+
+
+def show(scenario: Scenario, tally: Tally) -> None:
+    """What happened, in figures."""
+    print(f"{scenario.value}: {dict(tally.ended)}, {tally.kills} kills")
+    shown = ["pdproxy_deliveries_total"]
+    if scenario is Scenario.EVENTS:
+        shown += [
+            "pdproxy_plans_total",
+            "pdproxy_planned_hit_tokens_total",
+            "pdproxy_real_hit_tokens_total",
+            "soak_hits_total",
+        ]
+        shown += [f"pdproxy_{name}_total" for name in ("token_ids", "kv_event_batches", "kv_event_replays")]
+        shown += ["pdproxy_kv_places_forgotten_total"]
+    for name in shown:
+        values = tally.by(name)
+        print(
+            name,
+            ", ".join(f"{label} {value:g} ({value / sum(values.values()):.0%})" for label, value in values.items()),
+        )
+
+
+def check_that_events_counted(tally: Tally) -> None:
+    """They were used, and they were wrong."""
+    hits = tally.by("soak_hits_total")
+    assert hits["right"] > 0
+    assert hits["too_many"] > 0
+    assert hits["too_few"] > 0
+    assert sum(tally.by("pdproxy_planned_hit_tokens_total").values()) > 0
+    assert tally.by("pdproxy_plans_total").keys() > {"cached", "resumes", "nothing_cached"}
+    assert tally.by("pdproxy_kv_event_batches_total").keys() == set(BatchOutcome)
+    assert tally.by("pdproxy_kv_event_replays_total").keys() >= {Replay.COMPLETE, Replay.RESTARTED}
+    assert tally.by("pdproxy_kv_places_forgotten_total").keys() >= {Forgotten.GAP, Forgotten.JUNK, Forgotten.RESTART}
+    outcomes = tally.by("pdproxy_token_ids_total").keys()
+    assert outcomes >= {IdsOutcome.KEPT, IdsOutcome.FETCHED, IdsOutcome.FAILED}
+    assert IdsOutcome.BUSY not in outcomes, "fewer are asked at once than may be"
 
 
 def grown(tally: Tally) -> float:

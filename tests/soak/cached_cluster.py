@@ -1,0 +1,180 @@
+"""A loopback cluster that plans by what its nodes have cached, from KV events that are wrong at times."""
+
+import asyncio
+import contextlib
+import dataclasses
+import enum
+import gc
+import math
+import random
+from collections.abc import AsyncIterator
+
+from prometheus_client import Counter
+
+from pdproxy.app.build import TaskSupervisor
+from pdproxy.events.places import PlaceCaches
+from pdproxy.events.prefix_source import EventPrefixSource
+from pdproxy.events.subscriber import EventSubscriber
+from pdproxy.events.subscription import Waits
+from pdproxy.events.token_ids import TokenIds
+from pdproxy.nodes.capacity import Binding, Capacity
+from pdproxy.nodes.hashing import Hashing
+from pdproxy.observe.labels import Known, Task
+from pdproxy.observe.metrics import Metrics
+from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
+from pdproxy.orchestration.prefix_source import CombinedSource
+from pdproxy.orchestration.text_prefix_source import TextPrefixSource
+from pdproxy.planning.policies import policy_named
+from pdproxy.planning.prefix_index import PrefixIndex
+from pdproxy.planning.rates import Rates
+from pdproxy.planning.text_index import TextIndex
+from pdproxy.settings.types import Routing
+from tests.fakes.kv_transfer import FakeKvTransfer
+from tests.fakes.loopback import LoopbackNode
+from tests.orchestration.loopback_cluster import LoopbackCluster, until
+from tests.soak.caching_node import CachingNode, Rumours
+from tests.soak.event_cache import SCHEME, UNIT
+from tests.soak.faulty_publisher import HONEST, RECOVERABLE
+
+WAITS = Waits(connect=1.0, replay=0.5, first_check=0.1, check=1.0)
+"""Short, so that every way of a subscription is gone often."""
+TOKEN_IDS_SECONDS = 0.2
+TURN_SECONDS = 0.01
+REJOIN_SECONDS = 4.0
+"""Between two nodes whose preflight is made again, about: what is known of them is forgotten."""
+ROOM = Capacity(1600, 4, 4, Binding.STATE)
+"""Of each decode node: a few conversations have room, so that others wait for it."""
+HASHING = Hashing(SCHEME.algorithm, SCHEME.unit, SCHEME.block_size, SCHEME.root, states=True)
+
+
+class CountingMetrics(Metrics):
+    """Counts answers whose place had another number of tokens cached than was planned."""
+
+    def __init__(self, cluster: LoopbackCluster) -> None:
+        super().__init__(cluster.registry)
+        self._hits = Counter("soak_hits", "Answers by what was planned.", ["planned"], registry=cluster.registry)
+
+    def hit(self, role: enum.StrEnum, planned: int, real: int) -> None:
+        """Count one."""
+        super().hit(role, planned, real)
+        self._hits.labels("right" if planned == real else "too_many" if planned > real else "too_few").inc()
+
+
+class CachedCluster(LoopbackCluster):
+    """It ends with an index that is right again, and can be emptied."""
+
+    def __init__(
+        self, fabric: FakeKvTransfer, nodes: dict[LoopbackNode, CachingNode], config: OrchestrationConfig
+    ) -> None:
+        super().__init__(fabric, list(nodes), config, ROOM)
+        self._caching = list(nodes.values())
+        for node in self._caching:
+            self._join(node.name)
+        self.supervisor = TaskSupervisor(self.clock, self.context.metrics)
+        self.supervisor.keep(Task.EVENTS, self._subscriber.run)
+        self._publishing = asyncio.create_task(self._publish())
+        self._rejoining = asyncio.create_task(self._rejoin(random.Random(5)))
+
+    def make_context(self, config: OrchestrationConfig) -> OrchestrationContext:
+        """With all that `app.build` makes for the policy `hybrid`."""
+        metrics = CountingMetrics(self)
+        self.caches = PlaceCaches(self.clock, metrics.events)
+        token_ids = TokenIds(self.transport, self.clock, metrics.events, TOKEN_IDS_SECONDS)
+        self._subscriber = EventSubscriber(
+            self.pool, self.transport, self.caches, self.clock, metrics.events, waits=WAITS
+        )
+        exact = EventPrefixSource(self.pool, self.caches, token_ids, self.clock)
+        source = CombinedSource(exact, TextPrefixSource(self.pool, self.clock, TextIndex(most_marks=1000)))
+        return OrchestrationContext(
+            self.transport, self.pool, metrics, self.clock, config, rates=Rates(), prefix_source=source
+        )
+
+    async def close(self) -> None:
+        """As of the base. Once nothing goes wrong any more, all that is known is right; and then nothing is left."""
+        self._rejoining.cancel()
+        await asyncio.gather(self._rejoining, return_exceptions=True)
+        await self._settle()
+        await self.stop()
+        await super().close()
+        assert self.registry.get_sample_value("pdproxy_task_failures_total", {"task": "events"}) == 0
+        [index] = {id(index): index for node in self._caching for index in [self._index(node.name)]}.values()
+        for node in self._caching:
+            self.caches.leave(node.name)
+        assert len(index) == 0
+        assert self.registry.get_sample_value("pdproxy_prefix_index_blocks") == 0
+        index.look_up((), 1, math.inf)
+        assert not any(type(each).__name__ == "_Expectation" for each in gc.get_objects()), "what was expected stays"
+
+    async def stop(self) -> None:
+        """End what goes on beside the requests. Raises what one of these tasks failed with."""
+        tasks = (self._publishing, self._rejoining)
+        for task in tasks:
+            task.cancel()
+        await self.supervisor.aclose()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, Exception):
+                raise result
+
+    async def _settle(self) -> None:
+        """Restart all nodes: then all is known of each; and still is after faults that a replay can mend."""
+        for node in self._caching:
+            node.publisher.weights = RECOVERABLE
+            node.die()
+            node.publisher.open()
+        await until(lambda: all(self._known(node.name) is Known.ALL for node in self._caching))
+        for number in range(30):
+            for node in self._caching:
+                node.blocks.compute(range(3 + number, 83 + number))
+            await asyncio.sleep(TURN_SECONDS)
+        for node in self._caching:
+            node.publisher.weights = HONEST
+            node.blocks.compute(range(100, 300))
+        await until(lambda: all(self._blocks(node.name) == node.blocks.attention() for node in self._caching))
+
+    def _known(self, name: str) -> Known:
+        return min((feed.known for feed in self.caches.of_node(name)), default=Known.NOTHING)
+
+    def _blocks(self, name: str) -> int:
+        return sum(feed.blocks for feed in self.caches.of_node(name))
+
+    def _index(self, name: str) -> PrefixIndex:
+        [feed] = self.caches.of_node(name)
+        return feed.scheme.index
+
+    def _join(self, name: str) -> None:
+        """Its preflight is made, anew or for the first time."""
+        node = self.pool.view(name).node
+        self.pool.admit(dataclasses.replace(node, hashing=HASHING, prefix_match_unit=UNIT))
+
+    async def _publish(self) -> None:
+        while True:
+            for node in self._caching:
+                node.publisher.turn()
+            await asyncio.sleep(TURN_SECONDS)
+
+    async def _rejoin(self, dice: random.Random) -> None:
+        while True:
+            await asyncio.sleep(dice.uniform(0, 2 * REJOIN_SECONDS))
+            name = dice.choice(self._caching).name
+            self.pool.rejoin(name)
+            try:
+                await asyncio.sleep(dice.uniform(0, 1.5))
+            finally:
+                self._join(name)
+
+
+@contextlib.asynccontextmanager
+async def cached_cluster(config: OrchestrationConfig) -> AsyncIterator[CachedCluster]:
+    """Three prefill and three decode nodes; they stop when the block ends."""
+    fabric, rumours, dice = FakeKvTransfer(), Rumours(), random.Random(4)
+    config = dataclasses.replace(config, routing_policy=policy_named(Routing.HYBRID))
+    async with contextlib.AsyncExitStack() as stack:
+        nodes = dict[LoopbackNode, CachingNode]()
+        for name in ("p0", "p1", "p2", "d0", "d1", "d2"):
+            node = CachingNode(name, fabric, dice, rumours)
+            nodes[await stack.enter_async_context(LoopbackNode(node))] = node
+        cluster = CachedCluster(fabric, nodes, config)
+        try:
+            yield cluster
+        finally:
+            await cluster.stop()
