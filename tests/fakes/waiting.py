@@ -74,8 +74,10 @@ class WaitingRoom:
         self._fabric = fabric
         self._waiting: dict[str, WaitingRequest] = {}
         self._early: dict[str, Params | None] = {}
+        self._earlier: dict[str, Params | None] = {}
         self._missed: set[str] = set()
         """Of requests that wait no longer, or never did: their tickets come too late, and are given back."""
+        self._missed_earlier: set[str] = set()
         self._seen: set[str] = set()
         self.most = 1024
         self.deliveries: list[tuple[str, Params | None]] = []
@@ -86,15 +88,17 @@ class WaitingRoom:
     def clear(self) -> None:
         """The process died."""
         self._waiting.clear()
-        self._early.clear()
-        self._missed.clear()
+        for kept in (self._early, self._earlier):
+            kept.clear()
+        for missed in (self._missed, self._missed_earlier):
+            missed.clear()
 
     def forget(self) -> None:
-        """Drop what only tests look at."""
+        """Drop what only tests look at, and what nobody came for since the call before: a soak has no end of it."""
         self.deliveries.clear()
         self._seen.clear()
-        self._early.clear()
-        self._missed.clear()
+        self._earlier, self._early = self._early, {}
+        self._missed_earlier, self._missed = self._missed, set()
 
     def enter(
         self, params: Params, answer: "Callable[[Params | None], Script]", *, streams_responses: bool
@@ -104,8 +108,8 @@ class WaitingRoom:
         wait_id, seconds = str(asked["id"]), float(asked["seconds"])
         self._check(wait_id, seconds, params, streams_responses=streams_responses)
         waiting = WaitingRequest(seconds, answer, lambda: self._leave(wait_id, waiting))
-        if wait_id in self._early:
-            waiting.tell(self._early.pop(wait_id))
+        if wait_id in self._early or wait_id in self._earlier:
+            waiting.tell(self._early.pop(wait_id) if wait_id in self._early else self._earlier.pop(wait_id))
         elif len(self._waiting) >= self.most:
             self._missed.add(wait_id)
             waiting.tell(None)
@@ -123,7 +127,7 @@ class WaitingRoom:
         self.deliveries.append((body["id"], params))
         if body["id"] in self._waiting:
             self._waiting[body["id"]].tell(params)
-        elif body["id"] in self._missed:
+        elif body["id"] in self._missed | self._missed_earlier:
             self._fabric.free(str((params or {}).get("remote_request_id")))
         else:
             self._early[body["id"]] = params

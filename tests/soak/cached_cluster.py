@@ -20,6 +20,7 @@ from pdproxy.events.token_ids import TokenIds
 from pdproxy.nodes.capacity import Binding, Capacity
 from pdproxy.nodes.hashing import Hashing
 from pdproxy.observe.labels import Known, Task
+from pdproxy.observe.labels import Prediction
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
 from pdproxy.orchestration.prefix_source import CombinedSource
@@ -48,15 +49,15 @@ HASHING = Hashing(SCHEME.algorithm, SCHEME.unit, SCHEME.block_size, SCHEME.root,
 
 
 class CountingMetrics(Metrics):
-    """Counts answers whose place had another number of tokens cached than was planned."""
+    """Counts answers whose place had another number of tokens cached than was planned, to the token."""
 
     def __init__(self, cluster: LoopbackCluster) -> None:
         super().__init__(cluster.registry)
         self._hits = Counter("soak_hits", "Answers by what was planned.", ["planned"], registry=cluster.registry)
 
-    def hit(self, role: enum.StrEnum, planned: int, real: int) -> None:
+    def hit(self, role: enum.StrEnum, planned: int, real: int, outcome: Prediction) -> None:
         """Count one."""
-        super().hit(role, planned, real)
+        super().hit(role, planned, real, outcome)
         self._hits.labels("right" if planned == real else "too_many" if planned > real else "too_few").inc()
 
 
