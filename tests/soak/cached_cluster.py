@@ -19,8 +19,7 @@ from pdproxy.events.subscription import Waits
 from pdproxy.events.token_ids import TokenIds
 from pdproxy.nodes.capacity import Binding, Capacity
 from pdproxy.nodes.hashing import Hashing
-from pdproxy.observe.labels import Known, Task
-from pdproxy.observe.labels import Prediction
+from pdproxy.observe.labels import Known, Prediction, Task
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
 from pdproxy.orchestration.prefix_source import CombinedSource
