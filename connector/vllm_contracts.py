@@ -161,6 +161,7 @@ HAND_OVERS = Contract(
             "model_config",
             "num_speculative_tokens",
             "parallel_config",
+            "scheduler_config",
             "speculative_config",
         ),
         "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("blocks",),
