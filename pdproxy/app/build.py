@@ -80,8 +80,9 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     h1_transport, preflight_transport = H1Transport(clock, node_tls), HttpxTransport(node_tls)
     transport = TracedTransport(h1_transport, tracing.tracer) if tracing else h1_transport
     drainer = Drainer(pool, clock, settings.deadlines.drain)
-    events = kv_events(settings, pool, transport, clock, metrics, headers)
-    context = _orchestration_context(settings, transport, pool, metrics, clock, events)
+    rates = Rates()
+    events = kv_events(settings, pool, transport, clock, metrics, headers, rates)
+    context = _orchestration_context(settings, transport, pool, metrics, clock, events, rates)
     background_tasks = BackgroundTasks(context)
     orchestrator = Orchestrator(context, background_tasks)
     handler = _request_handler(settings, orchestrator, context, credential)
@@ -136,13 +137,14 @@ def _orchestration_context(
     metrics: Metrics,
     clock: Clock,
     events: KvEvents | None,
+    rates: Rates,
 ) -> OrchestrationContext:
     config = orchestration_config(settings)
     if settings.policy.routing not in BY_CACHE:
         return OrchestrationContext(transport, pool, metrics, clock, config)
     estimate = TextPrefixSource(pool, clock)
     source = CombinedSource(events.source, estimate) if events else estimate
-    return OrchestrationContext(transport, pool, metrics, clock, config, rates=Rates(), prefix_source=source)
+    return OrchestrationContext(transport, pool, metrics, clock, config, rates=rates, prefix_source=source)
 
 
 def orchestration_config(settings: Settings) -> OrchestrationConfig:

@@ -12,6 +12,7 @@ from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.labels import Known
 from pdproxy.observe.metrics import Metrics
+from pdproxy.planning.rates import Rates
 from pdproxy.request import Headers, Json
 from pdproxy.settings.model import Settings
 from pdproxy.settings.types import BY_CACHE, ReadEvents
@@ -47,7 +48,7 @@ class KvEvents:
 
 
 def kv_events(
-    settings: Settings, pool: Pool, transport: Transport, clock: Clock, metrics: Metrics, headers: Headers
+    settings: Settings, pool: Pool, transport: Transport, clock: Clock, metrics: Metrics, headers: Headers, rates: Rates
 ) -> KvEvents | None:
     """All of it; None where the settings do not ask for it. ``headers``: of the proxy's own requests to nodes.
 
@@ -65,7 +66,7 @@ def kv_events(
     token_ids = TokenIds(transport, clock, metrics.events, settings.events.token_ids_seconds, headers)
     return KvEvents(
         EventSubscriber(pool, transport, caches, clock, metrics.events, headers),
-        EventPrefixSource(pool, caches, token_ids, clock),
+        EventPrefixSource(pool, caches, token_ids, clock, rates),
         caches,
     )
 

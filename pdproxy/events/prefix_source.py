@@ -1,7 +1,8 @@
 """What places have cached of a request's prompt, from their KV events: an `ExactSource` of the orchestration.
 
 A look-up may take a call to a node, for the prompt's token ids. So it is not made where nothing can come of it: of a
-prompt that is shorter than a block, where there is one place of each role, or where no place's events are read.
+prompt that is shorter than a block, where there is one place of each role, where no place's events are read, or where
+such calls take longer than to compute the whole prompt: no plan can save more than that.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from pdproxy.planning.block_hashes import PLAIN, PromptExtras
 from pdproxy.planning.plan_types import Plan
 from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
 from pdproxy.planning.prefix_index import PrefixIndex
+from pdproxy.planning.rates import Rates, Work
 from pdproxy.request import Json, SubRequest
 
 EXPECTED_SECONDS = 30.0
@@ -51,11 +53,12 @@ class _Prompt:
 class EventPrefixSource:
     """Looks prompts up in the index that `EventSubscriber` keeps."""
 
-    def __init__(self, pool: Pool, caches: PlaceCaches, token_ids: TokenIds, clock: Clock) -> None:
+    def __init__(self, pool: Pool, caches: PlaceCaches, token_ids: TokenIds, clock: Clock, rates: Rates) -> None:
         self._pool = pool
         self._caches = caches
         self._token_ids = token_ids
         self._clock = clock
+        self._rates = rates
         self._prompts: dict[int, _Prompt] = {}
         """By the identity of a sub-request, while that lives."""
 
@@ -64,7 +67,8 @@ class EventPrefixSource:
         candidates = self._candidates(sub_request)
         if candidates is None or _is_short(sub_request.body, candidates.schemes):
             return None
-        ids = await self._token_ids.of(sub_request.endpoint, sub_request.body, candidates.render)
+        worth = self._rates.role(Work.PREFILL).seconds(estimated_prompt_tokens(sub_request.body))
+        ids = await self._token_ids.of(sub_request.endpoint, sub_request.body, candidates.render, worth)
         if ids is None or len(ids) > MOST_TOKENS:
             return None
         extras = _extras(sub_request.body)

@@ -6,6 +6,7 @@ generating endpoints know (truncation, media, responses, messages) is not asked 
 """
 
 import hashlib
+import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -27,6 +28,10 @@ MOST_AT_ONCE = 64
 """Prompts that may be asked about at once."""
 KEPT_TOKENS = 1 << 20
 """Token ids that are kept, all prompts together: 4 bytes each."""
+KEPT_OF_SECONDS = 0.9
+"""Of the weight of what nodes took to render a prompt, at each further one: the last ten count."""
+KEPT_WHEN_NOT_ASKED = 0.98
+"""Of what nodes are thought to take, each time that this is why none is asked: so they are asked again in the end."""
 SHUT_SECONDS = 60.0
 """For how long a node that cannot render prompts is not asked."""
 _LATE = frozenset({Fault.HEADERS_TIMEOUT, Fault.STALL})
@@ -97,11 +102,17 @@ class TokenIds:
         self._kept: OrderedDict[bytes, array[int]] = OrderedDict()
         self._kept_tokens = 0
         self._asking = 0
+        self._takes = 0.0
+        """Seconds that nodes take to render a prompt."""
         self._shut_until: dict[str, float] = {}
         self._read = msgspec.json.Decoder(_Rendered).decode
 
-    async def of(self, endpoint: Endpoint, body: Json, node: Node) -> Sequence[int] | None:
-        """The ids of a request's prompt; None where they cannot be had in time. ``node`` is asked if need be."""
+    async def of(self, endpoint: Endpoint, body: Json, node: Node, worth: float = math.inf) -> Sequence[int] | None:
+        """The ids of a request's prompt; None where they cannot be had in time. ``node`` is asked if need be.
+
+        Args:
+            worth: seconds that they can save the request at most: where a node takes as long, none is asked.
+        """
         ids = given_ids(body)
         if ids is not None:
             self._metrics.token_ids(IdsOutcome.GIVEN)
@@ -117,6 +128,10 @@ class TokenIds:
             self._kept.move_to_end(key)
             self._metrics.token_ids(IdsOutcome.KEPT)
             return kept
+        if worth <= self._takes:
+            self._takes *= KEPT_WHEN_NOT_ASKED
+            self._metrics.token_ids(IdsOutcome.NOT_WORTH)
+            return None
         return await self._fetch(node, asked, key)
 
     async def _fetch(self, node: Node, asked: bytes, key: bytes) -> Sequence[int] | None:
@@ -132,8 +147,10 @@ class TokenIds:
             return None
         finally:
             self._asking -= 1
+        took = self._clock.now() - now
+        self._takes = took if self._takes == 0 else self._takes * KEPT_OF_SECONDS + took * (1 - KEPT_OF_SECONDS)
         self._metrics.token_ids(IdsOutcome.FETCHED)
-        self._metrics.token_ids_took(self._clock.now() - now)
+        self._metrics.token_ids_took(took)
         self._keep(key, ids)
         return ids
 

@@ -179,6 +179,8 @@ class IdsOutcome(enum.StrEnum):
     FAILED = "failed"
     BUSY = "busy"
     """Too many were being asked for."""
+    NOT_WORTH = "not_worth"
+    """To ask a node takes longer than to compute the whole prompt would."""
     UNSUITABLE = "unsuitable"
     """A node would not render it as it renders the request: media, truncation, other endpoints."""
 

@@ -12,6 +12,7 @@ from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
 from pdproxy.planning.prefix import Place
+from pdproxy.planning.rates import Rates
 from pdproxy.settings.load import load
 from tests.events.feeds import SCHEME
 from tests.fakes.clock import FakeClock
@@ -21,7 +22,7 @@ from tests.nodes.fake_pool import FakePoolTransport
 def built(**variables: str) -> KvEvents | None:
     settings = load(environment={"PDPROXY_DECODE": "http://d:1", **variables})
     clock = FakeClock()
-    return kv_events(settings, Pool(clock), FakePoolTransport(), clock, Metrics(CollectorRegistry()), ())
+    return kv_events(settings, Pool(clock), FakePoolTransport(), clock, Metrics(CollectorRegistry()), (), Rates())
 
 
 @pytest.mark.parametrize(

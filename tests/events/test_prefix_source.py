@@ -1,5 +1,6 @@
 """What is cached of a request's prompt is looked up where that can pay, and counts as soon as it is routed."""
 
+import asyncio
 import dataclasses
 import json
 from typing import Any
@@ -19,10 +20,11 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.planning.block_hashes import PromptExtras, PromptHasher
 from pdproxy.planning.plan_types import Plan
 from pdproxy.planning.prefix import Hit, HitSource, Place
+from pdproxy.planning.rates import Rates, Work
 from pdproxy.request import ClientRequest, Endpoint, SubRequest
 from tests.events.feeds import Caches
 from tests.events.publisher import stored
-from tests.nodes.fake_pool import FakeNodeInfo, FakePoolTransport
+from tests.nodes.fake_pool import FakeNodeInfo, FakePoolTransport, settle
 
 HASHING = Hashing("sha256_cbor", 4, 16, bytes(32))
 IDS = tuple(range(40))
@@ -54,7 +56,8 @@ class World:
             self.pool.add(node)
             self.pool.admit(node)
         ids = TokenIds(transport, self.caches.clock, self.caches.metrics, 0.05)
-        self.source = EventPrefixSource(self.pool, self.caches, ids, self.caches.clock)
+        self.rates = Rates()
+        self.source = EventPrefixSource(self.pool, self.caches, ids, self.caches.clock, self.rates)
         self._sequence = dict.fromkeys(self.infos, 0)
 
     def tell(self, name: str, *events: dict[str, Any], rank: int = 0) -> None:
@@ -111,6 +114,22 @@ async def test_what_cannot_pay_is_not_looked_up(prompt: object, more: dict[str, 
     world.caches_prompt("p0")
     assert await world.source.look_up(request(prompt, **more)) is None
     assert all(info.asked == [] for info in world.infos.values())
+
+
+async def test_a_node_that_takes_longer_to_render_than_to_compute_is_not_asked() -> None:
+    world = World()
+    world.caches_prompt("p0")
+    info = world.infos["p0"]
+    info.held.clear()
+    waiting = asyncio.create_task(world.source.look_up(request("slow " * 10)))
+    await settle()
+    world.caches.clock.advance(0.04)
+    info.held.set()
+    assert await waiting is not None
+    assert await world.source.look_up(request("word " * 10)) is None, "12 tokens take 12 ms"
+    for _ in range(50):
+        world.rates.took(Work.PREFILL, "p0", 100, 1.0)
+    assert await world.source.look_up(request("word " * 10)) is not None
 
 
 async def test_where_there_is_one_place_of_each_role_there_is_nothing_to_look_up() -> None:

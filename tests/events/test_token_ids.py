@@ -154,3 +154,31 @@ async def test_what_is_kept_is_bounded_and_the_oldest_goes_first(monkeypatch: py
     await asked.of({"prompt": "a"})
     await asked.of({"prompt": "b"})
     assert [body["prompt"] for _, body in asked.info.asked] == ["a", "b", "c", "b"]
+
+
+async def slow(asked: Asked, seconds: float) -> None:
+    """A node takes so long for a prompt that was not seen before."""
+    asked.info.held.clear()
+    waiting = asyncio.create_task(asked.of({"model": "tiny", "prompt": f"takes {seconds}"}))
+    await settle()
+    asked.caches.clock.advance(seconds)
+    asked.info.held.set()
+    assert await waiting == [1, 2, 3]
+
+
+async def test_no_node_is_asked_where_it_takes_longer_than_ids_can_save() -> None:
+    asked = Asked()
+    await slow(asked, 0.02)
+    assert await asked.token_ids.of(Endpoint.COMPLETIONS, TEXT, asked.node, 0.01) is None
+    assert asked.count("not_worth") == 1
+    assert await asked.token_ids.of(Endpoint.COMPLETIONS, TEXT, asked.node, 0.03) is not None
+    assert await asked.token_ids.of(Endpoint.COMPLETIONS, TEXT, asked.node, 0.0) is not None, "these are kept"
+
+
+async def test_one_slow_answer_is_not_believed_for_ever() -> None:
+    asked = Asked()
+    await slow(asked, 0.04)
+    for _ in range(100):
+        if await asked.token_ids.of(Endpoint.COMPLETIONS, TEXT, asked.node, 0.01) is not None:
+            break
+    assert 0 < asked.count("not_worth") < 100
