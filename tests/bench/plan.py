@@ -20,7 +20,7 @@ from tests.bench import generators
 from tests.bench.bounds import greedy, least_computed
 from tests.bench.hybrid_cache import CacheShape
 from tests.bench.outcome import Outcome
-from tests.bench.plan_report import Row, write_report
+from tests.bench.plan_report import Row, write_report, write_tables
 from tests.bench.recorded import mooncake, rescaled, weka
 from tests.bench.replay import ReplayError, run
 from tests.bench.routers import RIVALS, Router, make_environments, pdproxy
@@ -71,7 +71,10 @@ class Store:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is asked for, and write the report; the process's exit status."""
-    asked = _parser().parse_args(arguments)
+    parser = _parser()
+    asked = parser.parse_args(arguments)
+    if asked.write and asked.docs is None:
+        parser.error("--write needs --docs, where the page is")
     store, fleet = Store(asked.keep), Fleet()
     traces = [*(generators.ALL[name](asked.seed) for name in asked.traces), *_recorded(asked)]
     cases = [("simulated", fleet, trace) for trace in traces]
@@ -83,7 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status = _replay(traces, fleet, store, asked) if asked.rivals else 0
     bounds = {(way, trace.name): _bounds(trace, nodes) for way, nodes, trace in cases}
     bounds |= {("http", trace.name): bounds["simulated", trace.name] for trace in traces}
-    print(write_report(list(store.rows()), bounds, asked.docs))
+    report = write_report(list(store.rows()), bounds, asked.docs)
+    print(report)
+    if asked.write:
+        write_tables(asked.docs / "planning.md", report)
     return status
 
 
@@ -149,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", type=Path, default=KEPT, help="where outcomes are kept (default %(default)s)")
     parser.add_argument("--docs", type=Path, default=None, help="where to write the plots; none are written without")
+    parser.add_argument("--write", action="store_true", help="write the tables into planning.md there, too")
     return parser
 
 

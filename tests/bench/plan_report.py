@@ -47,6 +47,18 @@ def write_report(rows: Sequence[Row], bounds: Bounds, docs: Path | None) -> str:
     return "\n".join(parts)
 
 
+TABLES_BEGIN = "## In one process, on a clock that is set"
+"""Of `docs/planning.md`: from this line to its end stand the report's tables."""
+
+
+def write_tables(page: Path, report: str) -> None:
+    """Put a report's tables in the place of those on the page. Raises ValueError where the page has none."""
+    text, begin, _ = page.read_text(encoding="utf-8").partition(f"\n{TABLES_BEGIN}\n")
+    if not begin:
+        raise ValueError(f"{page} has no line {TABLES_BEGIN!r}")
+    page.write_text(f"{text.rstrip()}\n\n{report.strip()}\n", encoding="utf-8")
+
+
 def _traces(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(row.trace for row in rows))
 

@@ -10,7 +10,7 @@ import pytest
 from pdproxy.nodes.node import Role
 from tests.bench.outcome import Outcome
 from tests.bench.plan import Store, main
-from tests.bench.plan_report import Row, write_report
+from tests.bench.plan_report import TABLES_BEGIN, Row, write_report, write_tables
 from tests.bench.svg import Bar, bars
 
 ROLES = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE}
@@ -44,6 +44,18 @@ def test_outcomes_are_kept_and_reported(tmp_path: Path) -> None:
     assert "chat: at least 25.0% must be computed" in text
     assert "| hybrid | 45.0% | 5.0% | 0.505 | 0.500 | 0.900 | 0.990 | 1,234 | 1.50 | 75.0% |" in text
     assert len(list(tmp_path.glob("planning-*.svg"))) == 4
+
+
+def test_tables_are_written_in_the_place_of_earlier_ones(tmp_path: Path) -> None:
+    page, rows = tmp_path / "planning.md", [Row("simulated", "chat", outcome())]
+    report = write_report(rows, {("simulated", "chat"): (0.25, 0.3)}, None)
+    page.write_text(f"# Title\n\nText.\n\n{TABLES_BEGIN}\n\nolder: tables\n", encoding="utf-8")
+    for _ in range(2):
+        write_tables(page, report)
+        assert page.read_text(encoding="utf-8") == f"# Title\n\nText.\n\n{report.strip()}\n"
+    page.write_text("# Title\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="no line"):
+        write_tables(page, report)
 
 
 def test_recorded_traces_are_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -216,6 +216,16 @@ def test_a_decode_node_computes_nothing_where_that_is_dearer(
     assert make(*views, hits=hits).prefill is not None
 
 
+def test_a_decode_node_computes_only_what_is_worth_to_be_computed_once_more_later() -> None:
+    """Both can resume from the last turn: 128 tokens less than a hand-over takes are computed where the answer is."""
+    for tokens, alone in ((60, True), (400, False)):
+        cached = (TOKENS - tokens, TOKENS - tokens)
+        made = make(view("p1"), view("d1"), hits={"p1": cached, "d1": cached})
+        assert (made.prefill is None) is alone
+    behind = make(view("p1"), view("d1"), hits={"p1": (2048, 2048), "d1": (3600, 3600)})
+    assert behind.prefill is None, "a prefill node would compute much more"
+
+
 def test_streams_are_not_held_up_for_longer_than_the_budget_whatever_it_saves() -> None:
     views = (view("p1", 50_000), view("d1"))
     hits = {"d1": (2000, 2000)}
