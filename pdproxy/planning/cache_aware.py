@@ -14,7 +14,7 @@ from pdproxy.observe.labels import RouteReason
 from pdproxy.planning.cost import NO_HIT, HandOverPrice, LocalPrice, PrefillPrice, Price, Quote, Usable, may_keep_states
 from pdproxy.planning.plan import Candidates
 from pdproxy.planning.plan_types import Choice, Decision
-from pdproxy.planning.prefix import Hit, Place
+from pdproxy.planning.prefix import Hit, HitSource, Place
 from pdproxy.planning.rates import Rates
 from pdproxy.planning.session import own_index
 
@@ -147,11 +147,11 @@ class Market:
         return near[index] if index < len(near) else self._fresh_quote(price, fresh[index - len(near)])
 
     def _which(self, views: Sequence[NodeView], turn: int) -> int:
-        """The session's own; else, of a few from the turn's on, the one that did least lately: what is cached there
-        draws others to it."""
-        session = self._candidates.needs.session
-        if session is not None:
-            return own_index(views, session)
+        """The session's own, where what is cached is an estimate: all turns are at one place then, and proxies find the
+        same one. Else, of a few from the turn's on, the one that did least lately: what is cached there draws more."""
+        needs = self._candidates.needs
+        if needs.session is not None and (needs.prefix is None or needs.prefix.source is HitSource.APPROXIMATION):
+            return own_index(views, needs.session)
         recent, few = self._rates.recent, [(turn + step) % len(views) for step in range(min(FEW, len(views)))]
         did = [recent.get(views[index].node.name, 0.0) for index in few]
         return few[did.index(min(did))]

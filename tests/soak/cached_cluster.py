@@ -83,10 +83,11 @@ class CachedCluster(LoopbackCluster):
         self._subscriber = EventSubscriber(
             self.pool, self.transport, self.caches, self.clock, metrics.events, waits=WAITS
         )
-        exact = EventPrefixSource(self.pool, self.caches, token_ids, self.clock)
+        rates = Rates()
+        exact = EventPrefixSource(self.pool, self.caches, token_ids, self.clock, rates)
         source = CombinedSource(exact, TextPrefixSource(self.pool, self.clock, TextIndex(most_marks=1000)))
         return OrchestrationContext(
-            self.transport, self.pool, metrics, self.clock, config, rates=Rates(), prefix_source=source
+            self.transport, self.pool, metrics, self.clock, config, rates=rates, prefix_source=source
         )
 
     async def close(self) -> None:
