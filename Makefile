@@ -38,7 +38,7 @@ NOT_UNIT := tests/soak tests/watch tests/e2e
 # Bytecode is kept whatever the environment says: to compile the tests takes each process three seconds.
 UNIT = PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -m "not e2e and not long"
 
-unit: env ## tests without engines (a good minute on two cores)
+unit: env ## tests without engines (a minute and a half on two cores)
 	@$(MAKE) --no-print-directory -j2 unit-proxy unit-connector
 
 # With the other half four processes for two cores: many tests wait, for processes and timeouts. Worksteal gives each worker a
