@@ -6,8 +6,8 @@ a prefill node while the decode node has none. Which one goes next: `planning.qu
 nodes of one model delay no other's requests. The one that goes next goes alone: a smaller one behind it does not pass,
 or a long prompt would never fit.
 
-What goes before all that waits, and is only counted: further plans of a prompt that runs (a leg failed, a stream
-moves), for it is late already, and the known-answer tests.
+Before all that waits go further plans of a prompt that runs (a leg failed, a stream moves): it is late already, and what
+it takes counts. Known-answer tests pass by the queue, and are not counted.
 """
 
 import asyncio
