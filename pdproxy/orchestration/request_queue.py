@@ -6,8 +6,8 @@ a prefill node while the decode node has none. Which one goes next: `planning.qu
 nodes of one model delay no other's requests. The one that goes next goes alone: a smaller one behind it does not pass,
 or a long prompt would never fit.
 
-Before all that waits go further plans of a prompt that runs (a leg failed, a stream moves): it is late already, and what
-it takes counts. Known-answer tests pass by the queue, and are not counted.
+Before all that waits go further plans of a prompt that runs (a leg failed, a stream moves): it is late already, and
+what it takes counts. Known-answer tests pass by the queue, and are not counted.
 """
 
 import asyncio
@@ -265,10 +265,7 @@ class RequestQueue:
 
 
 class Admission:
-    """One prompt on its way through the queue. The holder must `end` it, on every exit.
-
-    ``runs``: it has left the queue, and counts among those that run.
-    """
+    """One prompt on its way through the queue; to be ended on every exit. ``runs``: it counts among those that run."""
 
     __slots__ = ("_asked", "_queue", "runs")
 

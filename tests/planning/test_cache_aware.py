@@ -1,4 +1,7 @@
-"""Plans by what is cached: `prefix` and `hybrid`."""
+"""Plans by what is cached: `prefix` and `hybrid`.
+
+Over 300 lines: one maker of plans, and a case for each thing that a price depends on.
+"""
 
 import collections
 from collections.abc import Mapping
