@@ -64,6 +64,14 @@ class WaitEnd(StrEnum):
 
 
 _GROUPS = ("attention", "state")
+_RESUME_REFUSALS = (
+    RefusalReason.NOT_AN_OBJECT,
+    RefusalReason.BAD_FIELD,
+    RefusalReason.BAD_SIGNATURE,
+    RefusalReason.UNSUITABLE_REQUEST,
+    RefusalReason.NUMBER,
+    "grammar",
+)
 _UNSIGNED = (QuestionRefusal.UNSIGNED, QuestionRefusal.BAD_SIGNATURE, QuestionRefusal.REPLAYED)
 
 COUNTERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -76,6 +84,9 @@ COUNTERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "unused_tickets": {},
     "ticket_waits": {"outcome": tuple(WaitEnd)},
     "tickets_returned": {"outcome": ("sent", "not_held", "unreachable")},
+    "resumed_requests": {},
+    "resumed_tokens": {},
+    "resumes_refused": {"reason": _RESUME_REFUSALS},
     "duplicate_requests": {},
     "junk": {"where": ("side_channel", "notice")},
     "side_channel_closed": {"reason": tuple(CloseReason)},
@@ -183,6 +194,15 @@ class Counters:
     def duplicate_request(self) -> None:
         """A request was dropped because its id was that of another running request."""
         self._add("duplicate_requests", (), 1)
+
+    def resumed(self, tokens: int) -> None:
+        """A request goes on after so many output tokens of another node."""
+        self._add("resumed_requests", (), 1)
+        self._add("resumed_tokens", (), tokens)
+
+    def resume_refused(self, reason: str) -> None:
+        """A request ended with an error because its resume order was refused, or its grammar refused the tokens."""
+        self._add("resumes_refused", (reason,), 1)
 
     def junk(self, where: str) -> None:
         """A message that cannot be parsed arrived at `where` (`side_channel`, `notice`)."""

@@ -1,10 +1,16 @@
-"""A worker for nodes without a GPU that survives seeded requests: `--worker-cls connector.cpu_worker.SeededCPUWorker`.
+"""A worker for nodes without a GPU that survives seeded requests, and continues requests that another node began:
+`--worker-cls connector.cpu_worker.SeededCPUWorker`.
 
-vLLM 0.32 samples a token at the end of every chunk of a prompt, discards all but the last, and sets a request's own
-random generator back by the numbers that the discarded ones took. It does so by the generator's offset, which
-generators on a CPU do not have: "CPU Generator does not use offset" ends the engine, and with it every stream of the
-node. A hybrid model's prompt is computed in chunks whenever it is longer than a block, so one client's `seed` is
+*Seeds.* vLLM 0.32 samples a token at the end of every chunk of a prompt, discards all but the last, and sets a
+request's own random generator back by the numbers that the discarded ones took. It does so by the generator's offset,
+which generators on a CPU do not have: "CPU Generator does not use offset" ends the engine, and with it every stream of
+the node. A hybrid model's prompt is computed in chunks whenever it is longer than a block, so one client's `seed` is
 enough.
+
+*Resumed requests* (`resumed_requests`). vLLM's V1 runner takes every request that is new to it for one without output
+tokens, and its generator for unused. Here such a request has its output tokens before it enters the batch, where
+penalties, minimum length, bad words, thinking budget and logits processors look for them; and its generator has given
+as many numbers as they took.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -19,17 +26,59 @@ from connector.shape_check import require_fit
 from connector.vllm_contracts import SEEDED_CPU
 
 if TYPE_CHECKING:
-    import torch
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from collections.abc import Callable
+
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
     from vllm.v1.outputs import SamplerOutput
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 
 class SeededCPURunner(CPUModelRunner):
-    """Sets generators back to their saved state.
+    """Sets generators back to their saved state, and gives resumed requests theirs.
 
-    So a seed gives the same answer whether the prompt was computed in chunks, at once, or not at all.
+    So a seed gives the same answer whether the prompt was computed in chunks, at once, or not at all, and whether one
+    node computed the answer or two.
     """
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Callable[..., Any] | None:
+        """As vLLM does, with the output tokens of new requests that have some."""
+        outputs = {
+            each.req_id: each_outputs
+            for each in scheduler_output.scheduled_new_reqs
+            if (each_outputs := _outputs(each))
+        }
+        batch = self.input_batch
+        stock = batch.add_request
+
+        def add_request(request: CachedRequestState) -> int:
+            self._resume(request, outputs.pop(request.req_id, []))
+            return int(stock(request))
+
+        if outputs:
+            # vLLM makes the request's state and adds it to the batch in one method.
+            batch.add_request = add_request
+        try:
+            finish: Callable[..., Any] | None = super()._update_states(scheduler_output)
+            return finish
+        finally:
+            vars(batch).pop("add_request", None)
+
+    def _resume(self, request: CachedRequestState, token_ids: list[int]) -> None:
+        request.output_token_ids.extend(token_ids)
+        if request.generator is not None and token_ids:
+            self._draw(request.generator, len(token_ids))
+
+    def _draw(self, generator: torch.Generator, tokens: int) -> None:
+        """Take as many numbers from a generator as the sampling of so many tokens takes (`TopKTopPSampler`): one for
+        each token on most CPUs, else one for each token of the vocabulary."""
+        sampler = self.sampler.topk_topp_sampler
+        if sampler.forward == sampler.forward_cpu and not sampler.use_fp64_gumbel:
+            torch.randint(0, 2**31, (tokens,), generator=generator, dtype=torch.long)
+            return
+        for _ in range(tokens):
+            logits = torch.zeros(1, self.input_batch.vocab_size)
+            sampler.forward(logits, {0: generator}, None, None)
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None) -> SamplerOutput:
         before = [(generator, generator.get_state()) for generator in self._discarded()]
@@ -60,6 +109,12 @@ class SeededCPURunner(CPUModelRunner):
         discarded = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
         generators = self.input_batch.generators
         return [generators[index] for index in map(int, discarded) if index in generators]
+
+
+def _outputs(request: NewRequestData) -> list[int]:
+    """The output tokens of a request that is new to the worker: those after its prompt, which only `resumed_requests`
+    tells a V1 runner."""
+    return [] if request.prefill_token_ids is None else request.prefill_token_ids[request.prompt_len :]
 
 
 class SeededCPUWorker(CPUWorker):

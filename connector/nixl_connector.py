@@ -6,6 +6,7 @@ Scheduler process: `scheduler.ConnectorScheduler`, on the engine's thread, one p
     Scheduler.add_request (wrapped here) ─ on_new_request ──► `transfer_params` validates the request's
         `kv_transfer_params`: valid → a fresh, clean dict on the request; refused → None, a log line, a count. Only then
         does vLLM's own on_new_request run (truncation on the prefill node, heartbeats on the decode node).
+        Before all of it `resumed_requests` carries out a resume order, if the request has one.
     schedule ─ get_num_new_matched_tokens, update_state_after_alloc, build_connector_meta ──► vLLM's; then
         `metadata.ConnectorMetadata` adds a `ReadOrder` for each read, the readers of each new lease, the releases.
     update_from_output ─ update_connector_output ──► first `metadata.WorkerReport` (reads seen → `leases`; reads ended →
@@ -33,6 +34,7 @@ On the wire (HTTP), all under `kv_transfer_params`:
                   "signature"}}
     decode leg    the answer's dict, as it is
     release       {"pdproxy_release": ID} with any one-token request to the same node and data-parallel rank
+    resumed       {"pdproxy_resume": ...} beside any of these, or alone: `resume_order`; made by the node itself
     waiting       {"pdproxy_wait": {"id": ID, "seconds": S}}: the decode leg that is sent before there is a ticket. The
                   ticket follows by `endpoints`' route, under the same id
 On the wire between nodes (the side channel): `messages`, over `zmtp` frames, served by `tcp_server`.
@@ -44,7 +46,7 @@ Versions. vLLM's NIXL handshake hashes its own version: nodes of two versions re
 A vLLM that differs from `vllm_contracts` is refused when the node starts (`shape_check`).
 
 The rest: `config` (settings, errors, vLLM's plugin entry point), `weights` (digests of checkpoints and LoRA adapters),
-`cpu_worker` (seeded sampling on CPU nodes), `tiers/` (several connectors on one node).
+`cpu_worker` (seeded sampling and resumed requests on CPU nodes), `tiers/` (several connectors on one node).
 """
 
 from __future__ import annotations
@@ -56,12 +58,14 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Protocol
 from uuid import uuid4
 
-from connector.config import STATE_LAYOUT, ConnectorConfig, from_vllm, takes_deliveries
+from connector.config import SECRET_VARIABLE, STATE_LAYOUT, ConnectorConfig, from_vllm, takes_deliveries
 from connector.shape_check import require_fit, vllm_names
 from connector.transfer_params import is_delivery
 from connector.vllm_contracts import HAND_OVERS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -80,11 +84,12 @@ with vllm_names():
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorWorkerMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPullConnector
 
+    from connector.resumed_requests import engine_resumes
     from connector.stats import ConnectorPromMetrics, ConnectorStats, drained
 
 log = logging.getLogger("vllm.pdproxy.scheduler")
 
-_WRAPPED = "pdproxy_unique_ids"
+_WRAPPED = "pdproxy_wrapped"
 
 
 class NixlConnector(NixlPullConnector):
@@ -106,7 +111,7 @@ class NixlConnector(NixlPullConnector):
 
             from connector.scheduler import ConnectorScheduler
 
-            require_unique_ids(Scheduler)
+            wrap_add_request(Scheduler)
             self.connector_scheduler = ConnectorScheduler(vllm_config, self.engine_id, kv_cache_config, config)
         else:
             from connector.worker import ConnectorWorker
@@ -149,15 +154,13 @@ class NixlConnector(NixlPullConnector):
     ) -> ConnectorPromMetrics:
         """The Prometheus series, in the API server's process."""
         config: ConnectorConfig = from_vllm(vllm_config.kv_transfer_config, os.environ)
-        rendezvous = config.role.decodes and takes_deliveries(os.environ)
-        info = node_info(
-            vllm_config, lease_seconds=config.lease_duration, signed=bool(config.keys), rendezvous=rendezvous
-        )
+        info = node_info(vllm_config, config, os.environ)
         return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, info)
 
 
-def require_unique_ids(scheduler_class: type[Any]) -> None:
-    """Wrap `add_request` of vLLM's scheduler, so that a request id that is in use cannot end the engine.
+def wrap_add_request(scheduler_class: type[Any]) -> None:
+    """Wrap `add_request` of vLLM's scheduler: a request id that is in use must not end the engine, and a resume order
+    is carried out before any connector sees the request (`resumed_requests`).
 
     vLLM's scheduler asserts that a new request's id is not a running one's ("duplicate request id"), and a failed
     assertion there ends the engine. Two ways lead to it (read in 0.32 and 0.33):
@@ -184,6 +187,8 @@ def require_unique_ids(scheduler_class: type[Any]) -> None:
         elif _is_in_use(self, request):
             _drop_duplicate(self, request)
             return
+        for side in _our_sides(self)[:1]:
+            side.resumed.begin(request, self.structured_output_manager)
         stock(self, request)
 
     setattr(add_request, _WRAPPED, True)
@@ -198,24 +203,31 @@ def _is_in_use(scheduler: Scheduler, request: Request) -> bool:
 
 def _drop_duplicate(scheduler: Scheduler, request: Request) -> None:
     log.error("Request %s is dropped: its id is another running request's.", request.request_id)
+    for side in _our_sides(scheduler):
+        side.counters.duplicate_request()
+
+
+def _our_sides(scheduler: Scheduler) -> list[ConnectorScheduler]:
+    """Our connector's scheduler side; with several connectors on the node, that of each of them that is ours."""
     connector = scheduler.connector
-    for each in getattr(connector, "sub_connectors", (connector,)):
-        if isinstance(each, NixlConnector) and each.connector_scheduler is not None:
-            each.connector_scheduler.counters.duplicate_request()
+    every = (each for each in getattr(connector, "sub_connectors", (connector,)) if isinstance(each, NixlConnector))
+    return [each.connector_scheduler for each in every if each.connector_scheduler is not None]
 
 
-def node_info(vllm_config: VllmConfig, *, lease_seconds: float, signed: bool, rendezvous: bool) -> dict[str, str]:
+def node_info(vllm_config: VllmConfig, config: ConnectorConfig, environ: Mapping[str, str]) -> dict[str, str]:
     """Labels of the gauge `pdproxy_connector_info`, which the proxy's preflight reads.
 
     Read in the API server's process, where vLLM has by then copied the engine's final block sizes into the config
     (`vllm/v1/engine/core_client.py`, "Sync block_size"). Two nodes can be paired when `model`, `block_size`,
     `mamba_*`, `*dtype`, `ssm_layout` and both versions agree and their roles differ. `rendezvous`: a decode leg may be
-    sent before its ticket. `max_num_batched_tokens`: of a prefill's step, and only where one ends is there a state that
+    sent before its ticket. `resume`: a stream can be sent to the node's own route, and go on there when its node has
+    died. `max_num_batched_tokens`: of a prefill's step, and only where one ends is there a state that
     vLLM could keep. (`long_prefill_token_threshold` does not bound the steps of a prompt that is alone.)
     """
     from vllm import __version__ as vllm_version
 
     cache, transfer = vllm_config.cache_config, vllm_config.kv_transfer_config
+    has_routes = config.role.decodes and takes_deliveries(environ)
     return {
         "role": str(transfer.kv_role),
         "model": str(vllm_config.model_config.model),
@@ -229,9 +241,10 @@ def node_info(vllm_config: VllmConfig, *, lease_seconds: float, signed: bool, re
         "tp_size": str(vllm_config.parallel_config.tensor_parallel_size),
         "ssm_layout": os.environ.get(STATE_LAYOUT, "default"),
         "failure_policy": str(transfer.kv_load_failure_policy),
-        "lease_seconds": f"{lease_seconds:g}",
-        "signed": str(signed).lower(),
-        "rendezvous": str(rendezvous).lower(),
+        "lease_seconds": f"{config.lease_duration:g}",
+        "signed": str(bool(config.keys)).lower(),
+        "rendezvous": str(has_routes).lower(),
+        "resume": str(has_routes and SECRET_VARIABLE in environ and engine_resumes(vllm_config)).lower(),
         "connector_version": connector_version(),
         "vllm_version": str(vllm_version),
     }

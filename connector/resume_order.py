@@ -17,7 +17,7 @@ import hashlib
 import hmac
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from connector.config import SECRET_VARIABLE, SHORTEST_KEY, ConfigError
 from connector.ticket_fields import Refusal, RefusalReason
@@ -78,7 +78,7 @@ def without_order(params: Any) -> Any:
     return {name: value for name, value in params.items() if name != KEY} or None
 
 
-def _are_ids(values: Any) -> bool:
+def _are_ids(values: Any) -> TypeGuard[list[int]]:
     if not isinstance(values, list) or len(values) > MOST_IDS:
         return False
     return all(type(value) is int and 0 <= value <= LARGEST_ID for value in values)

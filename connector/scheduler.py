@@ -5,6 +5,7 @@
 """
 
 import logging
+import os
 import secrets
 import time
 from copy import copy
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 
-from connector.config import ConnectorConfig
+from connector.config import ConnectorConfig, set_node_secret
 from connector.counters import WaitEnd
 from connector.decode_reads import PromptTokens, Quarantine, ReadTracker, TicketToReturn, TokenAccounting
 from connector.fingerprint import Fingerprint
@@ -21,6 +22,8 @@ from connector.kv_groups import count_blocks, group_shapes
 from connector.metadata import ConnectorMetadata, WorkerReport
 from connector.node_fingerprint import lora_settings
 from connector.prefill_tickets import HandOvers, TicketIssuer
+from connector.resume_order import node_secret
+from connector.resumed_requests import ResumedRequests, ResumeLimits
 from connector.scheduler_base import SchedulerBase
 from connector.ticket import Expected, Ticket
 from connector.ticket_fields import Refusal, prompt_digest, unsuitable
@@ -82,6 +85,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         self._adapters = Adapters(lora_settings(vllm_config))
         self._token_accounting = TokenAccounting(self.counters)
         self._waiting = WaitingRequests(config.waiting_requests, config.longest_ticket_wait, self._fit, self.counters)
+        self.resumed = ResumedRequests(_node_secret(), ResumeLimits.of(vllm_config), self.counters)
 
     def set_fingerprint(self, fingerprint: Fingerprint) -> None:
         """Issue tickets with this fingerprint, and accept only those that have the same."""
@@ -206,6 +210,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         meta.reqs_not_processed |= orders.dropped
         meta.reads = self._reads.pop_orders(meta.reqs_to_recv)
         meta.idle = scheduler_output.total_num_scheduled_tokens == 0
+        self.resumed.tell_workers(scheduler_output)
         self._waiting.on_step_planned()
         meta.rest = self._waiting.rest(time.monotonic())
         return meta
@@ -254,6 +259,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
             self._token_accounting.on_loaded(request_id, request.num_computed_tokens)
         self._token_accounting.forget(request_id)
         self._waiting.end(request_id, WaitEnd.GONE, time.monotonic())
+        self.resumed.on_request_finished(request_id)
         if not params.get("do_remote_decode"):
             held, answer = super().request_finished(request, block_ids)
             self._reads.on_request_finished(request)
@@ -275,3 +281,11 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         once for its capacity, while blocks are in quarantine, until every order is carried out. `worker` spaces it."""
         unfinished = self.counters.has_undrained_gauges() or self.quarantine or self._reads.has_pending_orders
         return bool(unfinished) or bool(super().has_pending_push_work())
+
+
+def _node_secret() -> bytes:
+    """This node's, for resume orders. An engine that inherited none makes one that nobody knows, and refuses them all.
+    Raises ConfigError for one that is too short."""
+    environ = dict(os.environ)
+    set_node_secret(environ)
+    return node_secret(environ)

@@ -42,6 +42,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from connector import nixl_connector
 from connector.counters import ReadOutcome
 from connector.metadata import ConnectorMetadata, ReadEnd, WorkerReport
+from connector.resumed_requests import CPU_WORKER
 from connector.scheduler import ConnectorScheduler
 from connector.shape_check import require_fit
 from connector.stats import COUNTS
@@ -132,14 +133,16 @@ class Node:
     """One engine's scheduler; `step` runs it once, with the workers' output that the test gives.
 
     At a pace of one behind it comes with the output of the step before: `ahead` has the steps whose output is not
-    processed yet.
+    processed yet. `says`: what requests sample, one token after the other, instead of always the token 7.
     """
 
     scheduler: Scheduler
     hasher: Any
     ahead: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = field(default_factory=deque)
     metas: list[ConnectorMetadata] = field(default_factory=list)
+    planned: list[SchedulerOutput] = field(default_factory=list)
     scheduled: list[dict[str, int]] = field(default_factory=list)
+    says: dict[str, list[int]] = field(default_factory=dict)
     totals: Counter[tuple[str, ...]] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -177,7 +180,7 @@ class Node:
         return request
 
     def step(self, seen: KVConnectorOutput | None = None) -> list[EngineCoreOutput]:
-        """Plan, run (every scheduled request samples the token 7 once its prompt is done), take the output in."""
+        """Plan, run (every scheduled request samples a token once its prompt is done), take the output in."""
         outputs = self._step(seen)
         for stats in (each.scheduler_stats.kv_connector_stats for each in outputs if each.scheduler_stats):
             self._count((stats or {}).get(COUNTS, ()))
@@ -186,6 +189,7 @@ class Node:
     def _step(self, seen: KVConnectorOutput | None) -> list[EngineCoreOutputs]:
         plan = self.scheduler.schedule()
         self._keep(plan.kv_connector_metadata)
+        self.planned.append(plan)
         self.scheduled.append(dict(plan.num_scheduled_tokens))
         self.ahead.append((plan, self._run(plan)))
         plan, output = self.ahead.popleft()
@@ -201,7 +205,8 @@ class Node:
         sampled = []
         for name in names:
             request = self.scheduler.requests[name]
-            sampled.append([7] if request.num_computed_tokens >= request.num_tokens else [])
+            done = request.num_computed_tokens >= request.num_tokens
+            sampled.append([self.says[name].pop(0) if name in self.says else 7] if done else [])
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
@@ -279,7 +284,7 @@ def _config(
             enable_chunked_prefill=True,
             disable_hybrid_kv_cache_manager=False,
         ),
-        parallel_config=ParallelConfig(),
+        parallel_config=ParallelConfig(worker_cls=CPU_WORKER),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=transfer,
     )

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 pytest.importorskip("vllm")
 
+from connector.config import ENDPOINT_PLUGIN, PLUGINS, SECRET_VARIABLE, ConnectorConfig, Role
 from connector.counters import COUNTERS, Counters, ReadOutcome
 from connector.nixl_connector import node_info
 from connector.stats import ConnectorPromMetrics, ConnectorStats, drained
@@ -112,8 +113,8 @@ def test_stock_stats_without_our_keys_are_observed_too() -> None:
     assert b'vllm:nixl_num_failed_transfers_total{engine="0",model_name="m"} 1.0' in generate_latest(registry)
 
 
-def test_the_info_has_what_a_preflight_compares() -> None:
-    config: Any = SimpleNamespace(
+def engine_config(**more: Any) -> Any:
+    return SimpleNamespace(
         cache_config=SimpleNamespace(
             block_size=256,
             mamba_block_size=256,
@@ -123,12 +124,43 @@ def test_the_info_has_what_a_preflight_compares() -> None:
         ),
         kv_transfer_config=SimpleNamespace(kv_role="kv_producer", kv_load_failure_policy="recompute"),
         model_config=SimpleNamespace(model="tiny", dtype="torch.bfloat16"),
-        parallel_config=SimpleNamespace(tensor_parallel_size=2),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
+        **more,
     )
-    info = node_info(config, lease_seconds=30, signed=True, rendezvous=False)
+
+
+def test_the_info_has_what_a_preflight_compares() -> None:
+    config = engine_config(use_v2_model_runner=True, parallel_config=parallel("auto"))
+    info = node_info(config, ConnectorConfig(Role.PREFILL, (b"k" * 16,)), {})
     assert info["role"] == "kv_producer"
     assert (info["model"], info["dtype"], info["tp_size"], info["lease_seconds"]) == ("tiny", "bfloat16", "2", "30")
     assert (info["prefix_caching"], info["signed"], info["rendezvous"]) == ("true", "true", "false")
     assert info["max_num_batched_tokens"] == "8192"
+    assert info["resume"] == "false"
     assert all(info.values())
+
+
+def parallel(worker: str) -> Any:
+    return SimpleNamespace(tensor_parallel_size=2, worker_cls=worker)
+
+
+GOOD = {PLUGINS: f"pdproxy_connector,{ENDPOINT_PLUGIN}", SECRET_VARIABLE: "s" * 64}
+
+
+@pytest.mark.parametrize(
+    ("role", "environ", "v2", "worker", "resumes"),
+    [
+        (Role.DECODE, GOOD, True, "vllm.v1.worker.gpu_worker.Worker", "true"),
+        (Role.BOTH, GOOD, False, "connector.cpu_worker.SeededCPUWorker", "true"),
+        (Role.PREFILL, GOOD, True, "vllm.v1.worker.gpu_worker.Worker", "false"),
+        (Role.DECODE, GOOD, False, "vllm.v1.worker.gpu_worker.Worker", "false"),
+        (Role.DECODE, GOOD, False, "vllm.v1.worker.cpu_worker.CPUWorker", "false"),
+        (Role.DECODE, GOOD | {PLUGINS: "pdproxy_connector"}, True, "vllm.v1.worker.gpu_worker.Worker", "false"),
+        (Role.DECODE, {PLUGINS: ENDPOINT_PLUGIN}, True, "vllm.v1.worker.gpu_worker.Worker", "false"),
+    ],
+)
+def test_the_info_says_where_streams_can_go_on(
+    role: Role, environ: dict[str, str], v2: bool, worker: str, resumes: str
+) -> None:
+    config = engine_config(use_v2_model_runner=v2, parallel_config=parallel(worker))
+    assert node_info(config, ConnectorConfig(role), environ)["resume"] == resumes
