@@ -63,6 +63,26 @@ def dict_keywords(function: ast.FunctionDef) -> tuple[str, ...]:
     return _sorted(keyword.arg for call in calls for keyword in call.keywords if keyword.arg is not None)
 
 
+def calls_of(name: str) -> Find:
+    """Every call of `name`, with its arguments."""
+
+    def find(function: ast.FunctionDef) -> tuple[str, ...]:
+        made = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+        return _sorted(ast.unparse(call) for call in made if ast.unparse(call.func) == name)
+
+    return find
+
+
+def mentions(name: str) -> Find:
+    """The attribute `name`, with all that stands before it, if it is used."""
+
+    def find(function: ast.FunctionDef) -> tuple[str, ...]:
+        used = [ast.unparse(node) for node in ast.walk(function) if isinstance(node, ast.Attribute)]
+        return _sorted(each for each in used if each == name)
+
+    return find
+
+
 def required_keys(name: str) -> Find:
     """The keys in every `<name>["key"]`."""
 

@@ -16,8 +16,10 @@ from connector.contract import (
     Contract,
     Exactly,
     Inner,
+    calls_of,
     dict_keywords,
     entry_sizes,
+    mentions,
     message_sizes,
     notif_texts,
     reply_frames,
@@ -38,6 +40,11 @@ MULTI = f"{V1}.multi_connector:MultiConnector"
 PROM_METRICS = f"{V1}.metrics:KVConnectorPromMetrics"
 RUNNER = "vllm.v1.worker.cpu_model_runner:CPUModelRunner"
 CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
+SCHEDULING = "vllm.v1.core.sched.scheduler:Scheduler"
+REQUEST = "vllm.v1.request:Request"
+GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
+STRUCTURED = "vllm.v1.structured_output.request:StructuredOutputRequest"
+SAMPLER = "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler"
 
 TICKET_FIELDS = (
     "remote_engine_id",
@@ -103,6 +110,8 @@ HAND_OVERS = Contract(
             "_pop_done_transfers": "self transfers",
         },
         "vllm.v1.core.kv_cache_manager:KVCacheBlocks": {"get_unhashed_block_ids_all_groups": "self"},
+        REQUEST: {"append_output_token_ids": "self token_ids"},
+        GRAMMARS: {"accept_tokens": "self request new_token_ids"},
     },
     attributes={
         CONNECTOR: ("connector_scheduler", "connector_worker", "engine_id"),
@@ -163,10 +172,13 @@ HAND_OVERS = Contract(
             "parallel_config",
             "scheduler_config",
             "speculative_config",
+            "use_v2_model_runner",
         ),
+        "vllm.sampling_params:SamplingParams": ("max_tokens", "sampling_type"),
         "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("blocks",),
-        "vllm.v1.core.sched.output:SchedulerOutput": ("total_num_scheduled_tokens",),
-        "vllm.v1.core.sched.scheduler:Scheduler": ("connector", "requests"),
+        "vllm.v1.core.sched.output:NewRequestData": ("prefill_token_ids", "req_id"),
+        "vllm.v1.core.sched.output:SchedulerOutput": ("scheduled_new_reqs", "total_num_scheduled_tokens"),
+        SCHEDULING: ("connector", "requests", "structured_output_manager"),
         "vllm.v1.kv_cache_interface:AttentionSpec": (
             "dtype",
             "head_size",
@@ -195,8 +207,11 @@ HAND_OVERS = Contract(
             "finished_sending",
             "kv_connector_worker_meta",
         ),
-        "vllm.v1.request:Request": (
+        GRAMMARS: ("executor",),
+        STRUCTURED: ("_grammar", "grammar", "reasoner", "reasoning_ended", "reasoning_parser_kwargs"),
+        REQUEST: (
             "abort_immediately",
+            "all_token_ids",
             "block_hashes",
             "is_finished",
             "kv_transfer_params",
@@ -206,10 +221,15 @@ HAND_OVERS = Contract(
             "num_preemptions",
             "num_prompt_tokens",
             "prefill_stats",
+            "prompt_embeds",
+            "prompt_is_token_ids",
             "prompt_token_ids",
             "request_id",
             "resumable",
+            "sampling_params",
             "skip_reading_prefix_cache",
+            "status",
+            "structured_output_request",
         ),
     },
     fields={RESULTS: ("finished_sending", "finished_recving", "failed_recving")},
@@ -247,6 +267,13 @@ HAND_OVERS = Contract(
             f"{METADATA}.add_new_req_to_recv",
             required_keys("kv_transfer_params"),
             AtMost(TICKET_FIELDS),
+        ),
+        # `resumed_requests` ends a request so, whose order it refuses or whose grammar refuses its tokens.
+        Inner(
+            "what becomes of a grammar that failed",
+            f"{SCHEDULING}._handle_blocked_waiting_request",
+            mentions("self.grammar_compile_error_reqs"),
+            Exactly(("self.grammar_compile_error_reqs",)),
         ),
     ),
 )
@@ -331,14 +358,38 @@ SEEDED_CPU = Contract(
         RUNNER: {
             "_bookkeeping_sync": "self scheduler_output sampler_output logits hidden_states num_scheduled_tokens",
             "_sample": "self logits spec_decode_metadata",
+            "_update_states": "self scheduler_output",
         },
         CPU_WORKER: {"init_device": "self"},
     },
     calls={},
     attributes={
-        RUNNER: ("discard_request_mask", "input_batch"),
+        RUNNER: ("discard_request_mask", "input_batch", "sampler"),
         CPU_WORKER: ("device", "model_runner", "use_v2_model_runner", "vllm_config"),
+        "vllm.v1.core.sched.output:NewRequestData": ("prefill_token_ids", "prompt_len", "req_id"),
+        "vllm.v1.core.sched.output:SchedulerOutput": ("scheduled_new_reqs",),
+        "vllm.v1.worker.gpu_input_batch:CachedRequestState": ("generator", "output_token_ids", "req_id"),
     },
     fields={},
+    inner=(
+        # Where a new request gets its output tokens: after its state is made, before the batch has read it.
+        Inner(
+            "how requests enter the batch",
+            f"{RUNNER}._update_states",
+            calls_of("self.input_batch.add_request"),
+            Exactly(("self.input_batch.add_request(request)",)),
+        ),
+        Inner(
+            "the random numbers of a token",
+            f"{SAMPLER}.forward_cpu",
+            calls_of("torch.randint"),
+            Exactly(
+                (
+                    "torch.randint(0, 2 ** 31, (1,), generator=gen, dtype=torch.long)",
+                    "torch.randint(0, 2 ** 31, (batch_size,), dtype=torch.long)",
+                )
+            ),
+        ),
+    ),
 )
 """Of `cpu_worker`."""
