@@ -62,7 +62,7 @@ class SeededCPURunner(CPUModelRunner):
             finish: Callable[..., Any] | None = super()._update_states(scheduler_output)
             return finish
         finally:
-            vars(batch).pop("add_request", None)
+            batch.__dict__.pop("add_request", None)
 
     def _resume(self, request: CachedRequestState, token_ids: list[int]) -> None:
         request.output_token_ids.extend(token_ids)
