@@ -61,10 +61,13 @@ def engine_resumes(vllm_config: "VllmConfig") -> bool:
 class ResumeLimits:
     """What an order may ask of a node. The API server asks first: there a refusal is an answer, here it ends a stream.
 
-    `able`: `engine_resumes`. `speculates`: tokens are drafted.
+    `able`: `engine_resumes`. `thinking_budgets`: V2 counts a request's thinking anew from its tokens; V1 counts it step
+    by step, and of tokens that come at once it counts otherwise (so also after its own preemptions). `speculates`:
+    tokens are drafted.
     """
 
     able: bool
+    thinking_budgets: bool
     max_model_len: int
     vocab_size: int
     speculates: bool
@@ -74,7 +77,13 @@ class ResumeLimits:
         """The limits of a node."""
         model = vllm_config.model_config
         speculates = vllm_config.num_speculative_tokens > 0
-        return cls(engine_resumes(vllm_config), model.max_model_len, model.get_vocab_size(), speculates)
+        return cls(
+            able=engine_resumes(vllm_config),
+            thinking_budgets=bool(vllm_config.use_v2_model_runner),
+            max_model_len=model.max_model_len,
+            vocab_size=model.get_vocab_size(),
+            speculates=speculates,
+        )
 
     def refusal(self, params: "SamplingParams | None", prompt_tokens: int, token_ids: Sequence[int]) -> Refusal | None:
         """Why a request with this many prompt tokens cannot go on after `token_ids`; None where it can."""
@@ -82,11 +91,14 @@ class ResumeLimits:
             return Refusal(RefusalReason.UNSUITABLE_REQUEST, "this node's model runner starts every request anew")
         if params is None:
             return Refusal(RefusalReason.UNSUITABLE_REQUEST, "the request produces no tokens")
-        if not token_ids:
-            return None
+        return self._cannot_go_on(params, prompt_tokens, token_ids) if token_ids else None
+
+    def _cannot_go_on(self, params: "SamplingParams", prompt_tokens: int, token_ids: Sequence[int]) -> Refusal | None:
         if self.speculates and params.sampling_type == SamplingType.RANDOM_SEED:
             # Which drafts were accepted decides how many random numbers were drawn, and nobody recorded that.
             return Refusal(RefusalReason.UNSUITABLE_REQUEST, "seeded sampling with speculative tokens")
+        if params.thinking_token_budget is not None and not self.thinking_budgets:
+            return Refusal(RefusalReason.UNSUITABLE_REQUEST, "a thinking budget on model runner V1")
         if params.max_tokens is None or len(token_ids) >= params.max_tokens:
             return Refusal(RefusalReason.NUMBER, "the request has as many tokens as it asks for")
         if prompt_tokens + len(token_ids) >= self.max_model_len:

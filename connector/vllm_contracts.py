@@ -174,7 +174,7 @@ HAND_OVERS = Contract(
             "speculative_config",
             "use_v2_model_runner",
         ),
-        "vllm.sampling_params:SamplingParams": ("max_tokens", "sampling_type"),
+        "vllm.sampling_params:SamplingParams": ("max_tokens", "sampling_type", "thinking_token_budget"),
         "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("blocks",),
         "vllm.v1.core.sched.output:NewRequestData": ("prefill_token_ids", "req_id"),
         "vllm.v1.core.sched.output:SchedulerOutput": ("scheduled_new_reqs", "total_num_scheduled_tokens"),

@@ -254,7 +254,10 @@ def test_a_request_that_the_api_server_rejects_is_no_refused_order(node: Node) -
 
 
 def limits(**changes: Any) -> ResumeLimits:
-    return ResumeLimits(**{"able": True, "max_model_len": 4096, "vocab_size": 973, "speculates": False} | changes)
+    return ResumeLimits(
+        **{"able": True, "thinking_budgets": False, "max_model_len": 4096, "vocab_size": 973, "speculates": False}
+        | changes
+    )
 
 
 @pytest.mark.parametrize(
@@ -266,6 +269,8 @@ def limits(**changes: Any) -> ResumeLimits:
         (limits(speculates=True), {"seed": 1}, RefusalReason.UNSUITABLE_REQUEST),
         (limits(able=False), {}, RefusalReason.UNSUITABLE_REQUEST),
         (limits(), {"max_tokens": None}, RefusalReason.NUMBER),
+        (limits(), {"thinking_token_budget": 9}, RefusalReason.UNSUITABLE_REQUEST),
+        (limits(thinking_budgets=True), {"thinking_token_budget": 9}, None),
     ],
 )
 def test_what_a_node_cannot_resume(
@@ -290,4 +295,4 @@ def test_a_node_is_able_by_its_model_runner(v2: bool, worker: str, able: bool) -
         parallel_config=SimpleNamespace(worker_cls=worker),
         use_v2_model_runner=v2,
     )
-    assert ResumeLimits.of(config) == limits(able=able, speculates=True)
+    assert ResumeLimits.of(config) == limits(able=able, thinking_budgets=v2, speculates=True)
