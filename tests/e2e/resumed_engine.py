@@ -1,7 +1,7 @@
 """One engine in this process, as a decode node runs it, that continues its own answers from where they are cut.
 
-`python -m tests.e2e.resumed_engine FILE` writes to a file, as JSON, for each answer and cut: what the whole answer has
-after the cut, and what the engine produced when it was given only what stands before.
+`python -m tests.e2e.resumed_engine FILE CASE…` writes to a file, as JSON, for each answer and cut: what the whole
+answer has after the cut, and what the engine produced when it was given only what stands before.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ def cut_everywhere(engine: Engine, name: str) -> Iterator[dict[str, Any]]:
         yield {"case": name, "cut": cut, "uncut": seen(whole, cut), "resumed": seen(rest)}
 
 
-def main(to: str) -> None:
+def main(to: str, *cases: str) -> None:
     engine = make_engine(int(os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"]))
-    found = [each for name in CASES for each in cut_everywhere(engine, name)]
+    found = [each for name in cases for each in cut_everywhere(engine, name)]
     Path(to).write_text(json.dumps(found), encoding="utf-8")
 
 

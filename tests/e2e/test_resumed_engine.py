@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from deploy.local.node import NodeSpec, Role, environment
 from deploy.local.paths import ROOT
 from deploy.local.ports import free_row
+from tests.e2e.triton_nodes import ModelRunner, needs_triton, with_triton
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines]
 
@@ -37,33 +39,61 @@ CASES = (
 )
 
 
+ON_V2 = ("log-probabilities", "penalties", "logit bias", "bad words", "minimum", "seed, penalties", "regex, seed")
+"""Slow, and Triton's interpreter does not run vLLM's kernel for `top_k` and `top_p`."""
+
+Answers = dict[str, list[dict[str, Any]]]
+"""By case: each cut, with what follows it in the uncut answer, and in the resumed one."""
+
+
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """By case. One engine for all, in a process of its own without a server: it starts in twenty seconds."""
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    return ask(node(), CASES, tmp_path_factory.mktemp("resumed"))
+
+
+def node() -> NodeSpec:
     [port] = free_row(1)
-    folder = tmp_path_factory.mktemp("resumed")
-    spec = NodeSpec("decode", Role.DECODE, 1, port, more_environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
-    line = [sys.executable, "-m", "tests.e2e.resumed_engine", str(folder / "answers.json")]
+    return NodeSpec("decode", Role.DECODE, 1, port, more_environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+
+
+def ask(spec: NodeSpec, cases: Sequence[str], folder: Path) -> Answers:
+    """One engine for all, in a process of its own without a server: it starts in twenty seconds."""
+    line = [sys.executable, "-m", "tests.e2e.resumed_engine", str(folder / "answers.json"), *cases]
     with (folder / "log").open("wb") as log:
         ended = subprocess.run(
-            line, cwd=ROOT, env=environment(spec, os.environ), stdout=log, stderr=log, timeout=300, check=False
+            line, cwd=ROOT, env=environment(spec, os.environ), stdout=log, stderr=log, timeout=550, check=False
         )
     assert ended.returncode == 0, (folder / "log").read_text(encoding="utf-8")[-4000:]
-    found: dict[str, list[dict[str, Any]]] = {}
-    for each in json.loads(Path(folder / "answers.json").read_text(encoding="utf-8")):
+    found: Answers = {}
+    for each in json.loads((folder / "answers.json").read_text(encoding="utf-8")):
         found.setdefault(each["case"], []).append(each)
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_goes_on_as_if_it_had_not_been_cut(answers: dict[str, list[dict[str, Any]]], case: str) -> None:
+def goes_on(answers: Answers, case: str) -> None:
     assert len(answers[case]) >= 3
     for each in answers[case]:
         assert each["resumed"] == each["uncut"], f"cut after {each['cut']} tokens"
         assert each["resumed"]["ids"]
 
 
-def test_the_settings_mattered(answers: dict[str, list[dict[str, Any]]]) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_it_goes_on_as_if_it_had_not_been_cut(answers: Answers, case: str) -> None:
+    goes_on(answers, case)
+
+
+@pytest.mark.long
+@needs_triton
+def test_so_it_does_on_model_runner_v2(tmp_path: Path) -> None:
+    """Which GPUs use unless told otherwise; Triton's interpreter runs it here."""
+    spec = with_triton(node(), ModelRunner.V2, tmp_path)
+    answers = ask(spec, ON_V2, tmp_path)
+    assert "Using V2 Model Runner" in (tmp_path / "log").read_text(encoding="utf-8")
+    for case in ON_V2:
+        goes_on(answers, case)
+
+
+def test_the_settings_mattered(answers: Answers) -> None:
     """No two of these cases have the same answer, but for log-probabilities."""
     told = {case: tuple(answers[case][0]["uncut"]["ids"]) for case in CASES}
     del told["log-probabilities"]
