@@ -14,6 +14,8 @@ config, so ticket keys never stand in it: they come from a file (one key per lin
 environment variable `PDPROXY_TICKET_KEYS` (separated by commas). The first key signs, all verify.
 """
 
+import hashlib
+import hmac
 import os
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -208,12 +210,14 @@ STATE_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
 
 
 def register() -> None:
-    """vLLM's `vllm.general_plugins` entry point: sets the environment that a hybrid model's transfer needs.
+    """vLLM's `vllm.general_plugins` entry point: sets the environment that a hybrid model's transfer needs, and the
+    secret that the processes of one node share.
 
     vLLM calls it in the process that parses the engine's arguments, in the engine core and in every worker, before the
     model is built.
     """
     set_state_layout(os.environ)
+    set_node_secret(os.environ)
 
 
 def set_state_layout(environ: MutableMapping[str, str]) -> None:
@@ -223,3 +227,17 @@ def set_state_layout(environ: MutableMapping[str, str]) -> None:
     connector, or without state groups, is not affected.
     """
     environ.setdefault(STATE_LAYOUT, "DS")
+
+
+SECRET_VARIABLE = "PDPROXY_NODE_SECRET"
+
+
+def set_node_secret(environ: MutableMapping[str, str]) -> None:
+    """What this node's API server signs resume orders with, for its engine (`resume_order`).
+
+    The first process of a node sets it, and all others inherit it. With ticket keys in the environment it is made of
+    the first one, so that processes that inherit nothing from each other, but were given the same keys, agree.
+    """
+    first = environ.get(KEYS_VARIABLE, "").split(",")[0].strip().encode()
+    made = hmac.new(first, b"pdproxy node secret", hashlib.sha256).hexdigest() if first else os.urandom(32).hex()
+    environ.setdefault(SECRET_VARIABLE, made)
