@@ -274,6 +274,14 @@ DELIVERIES = Contract(
 )
 """Of `endpoints`."""
 
+STREAMS = Contract(
+    hooks={},
+    calls={},
+    attributes={},
+    fields={},
+)
+"""Of `streams` and `replay`."""
+
 TIERS = Contract(
     hooks={
         MULTI: {
