@@ -120,7 +120,8 @@ class FakeCore:
         while not self.running:
             self.wake.clear()
             await self.wake.wait()
-        await asyncio.sleep(0.0005)  # the readers of the last step come first
+        for _ in range(6):
+            await asyncio.sleep(0)  # the readers of the last step come first
         steps = [self._step(said) for _ in range(self.merged) for said in list(self.running.values())]
         return EngineCoreOutputs(outputs=[each for each in steps if each is not None])
 
