@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.connector.api_server import END, PAD, ApiServer, FakeCore, api_server, register_parsers, ticking
+from tests.connector.api_server import END, PAD, SYSTEM, ApiServer, FakeCore, api_server, register_parsers, ticking
 
 STREAMS = "/v1/pdproxy/streams"
 COMPLETIONS, CHAT, MESSAGES, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -123,8 +123,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def core_for(server: ApiServer, shape: Shape, **more: Any) -> FakeCore:
-    says = [[token for part in text.split("|") for token in (*server.ids_of(part), PAD)] for text in shape.says]
-    return FakeCore([[*ids[:-1], END] for ids in says], shape.steps, shape.merged, **more)
+    return FakeCore([[*_script(server, text), END] for text in shape.says], shape.steps, shape.merged, **more)
+
+
+def _script(server: ApiServer, text: str) -> list[int]:
+    thinks, ends, answer = text.rpartition("|")
+    return [SYSTEM, *server.ids_of(thinks), PAD, *server.ids_of(answer)] if ends else server.ids_of(answer)
 
 
 @dataclass(frozen=True)
