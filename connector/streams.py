@@ -44,11 +44,12 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
 PREFIX = "/v1/pdproxy/streams"
+RESPONSES = "/v1/responses"
 HANDLERS = {
     "/v1/completions": "openai_serving_completion",
     "/v1/chat/completions": "openai_serving_chat",
     "/v1/messages": "anthropic_serving_messages",
-    "/v1/responses": "openai_serving_responses",
+    RESPONSES: "openai_serving_responses",
 }
 """The endpoints, and where in the app's state their serving objects are."""
 NODE_TOOLS = frozenset({"mcp", "web_search_preview", "code_interpreter", "container"})
@@ -95,12 +96,13 @@ class StreamRoute:
     def _handler(self, state: Any, path: str) -> Any:
         """The serving object with our engine client; made once, for it may keep what it has computed."""
         if path not in self._handlers:
-            handler = copy(getattr(state, HANDLERS[path]))
-            if handler is not None:
-                handler.engine_client = StreamedEngine(handler.engine_client, self._current)
-            if path == "/v1/responses" and handler is not None:
+            original = getattr(state, HANDLERS[path], None)
+            if original is None:
+                raise StreamRefusedError(404, "NotFoundError", f"this node does not serve {path}")
+            handler = self._handlers[path] = copy(original)
+            handler.engine_client = StreamedEngine(original.engine_client, self._current)
+            if path == RESPONSES:
                 handler.create_responses = require_resumable(handler)
-            self._handlers[path] = handler
         return self._handlers[path]
 
 

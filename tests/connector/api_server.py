@@ -56,7 +56,6 @@ class Said:
     token_ids: list[int]
     resumed: bool
 
-    @property
     def over(self) -> bool:
         return self.finish_reason is not None
 
@@ -126,7 +125,7 @@ class FakeCore:
         return EngineCoreOutputs(outputs=[each for each in steps if each is not None])
 
     def _step(self, said: Said) -> EngineCoreOutput | None:
-        if said.over:
+        if said.over():
             return None
         at, params = len(said.token_ids), said.request.sampling_params
         if self.error_after is not None and at >= self.error_after:
@@ -134,10 +133,10 @@ class FakeCore:
             return EngineCoreOutput(said.request.request_id, [], finish_reason=FinishReason.ERROR)
         new: list[int] = []
         for token_id in said.script[at : at + self._size(at)]:
-            if not said.over:
+            if not said.over():
                 new.append(token_id)
                 said.token_ids.append(token_id)
-        if said.over:
+        if said.over():
             del self.running[said.request.request_id]
         stats = PrefillStats()
         stats.set(4096, self.cached, 0)

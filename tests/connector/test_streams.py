@@ -7,47 +7,28 @@ those of a second node, must be the stream that nobody cut, byte by byte: ids an
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
-import httpx
 import pytest
 
-from tests.connector.api_server import END, PAD, SYSTEM, ApiServer, FakeCore, api_server, register_parsers, ticking
-
-STREAMS = "/v1/pdproxy/streams"
-COMPLETIONS, CHAT, MESSAGES, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"
-TEXT = "One. 12 and 13? The end."
-CALL = '<tool_call>\n{"name": "look", "arguments": {"place": "here"}}\n</tool_call>'
-TOOL = {"name": "look", "parameters": {"type": "object", "properties": {"place": {"type": "string"}}}}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A request, and what the model says to it: one text for each choice, `|` for the end of its reasoning."""
-
-    path: str
-    body: Mapping[str, Any]
-    says: Sequence[str] = (TEXT,)
-    steps: Sequence[int] = (1,)
-    merged: int = 1
-    parsers: bool = False
-    more: Mapping[str, Any] = field(default_factory=dict)
-
-
-def completion(**more: Any) -> dict[str, Any]:
-    return {"prompt": "Tell me: ", "max_tokens": 40, **more}
-
-
-def chat(**more: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": "Tell me."}], "max_tokens": 120, **more}
-
-
-def response(**more: Any) -> dict[str, Any]:
-    return {"input": "Tell me.", "max_output_tokens": 120, **more}
-
+from tests.connector.api_server import ApiServer, ticking
+from tests.connector.stream_shapes import (
+    CALL,
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    TEXT,
+    TOOL,
+    Shape,
+    ask,
+    chat,
+    completion,
+    core_for,
+    nameless,
+    names,
+    read,
+    response,
+)
 
 USAGE = {"stream_options": {"include_usage": True}}
 CONTINUOUS = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
@@ -77,7 +58,9 @@ SHAPES = {
     "chat, every third token": Shape(CHAT, chat(stream_interval=3)),
     "chat, reasoning": Shape(CHAT, chat(**CONTINUOUS), (THINKING,), parsers=True),
     "chat, hidden reasoning": Shape(CHAT, chat(include_reasoning=False, **USAGE), (THINKING,), parsers=True),
-    "chat, tool": Shape(CHAT, chat(tools=[{"type": "function", "function": TOOL}]), (f"So.|{CALL}",), (3, 2), parsers=True),
+    "chat, tool": Shape(
+        CHAT, chat(tools=[{"type": "function", "function": TOOL}]), (f"So.|{CALL}",), (3, 2), parsers=True
+    ),
     "messages": Shape(MESSAGES, chat()),
     "messages, stop string": Shape(MESSAGES, chat(stop_sequences=["13"])),
     "messages, reasoning and tool": Shape(
@@ -89,28 +72,15 @@ SHAPES = {
     ),
     "response": Shape(RESPONSES, response()),
     "response, reasoning": Shape(RESPONSES, response(), (THINKING,), parsers=True),
-    "response, tool": Shape(RESPONSES, response(tools=[{"type": "function", **TOOL}]), (f"So.|{CALL}",), (3, 2), parsers=True),
+    "response, tool": Shape(
+        RESPONSES, response(tools=[{"type": "function", **TOOL}]), (f"So.|{CALL}",), (3, 2), parsers=True
+    ),
 }
-
-
-@pytest.fixture(scope="module")
-def plain() -> Iterator[ApiServer]:
-    with api_server() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def parsing() -> Iterator[ApiServer]:
-    register_parsers()
-    with api_server(
-        *("--reasoning-parser", "pad", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    ) as server:
-        yield server
 
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest, shape: Shape) -> ApiServer:
-    found: ApiServer = request.getfixturevalue("parsing" if shape.parsers else "plain")
+    found: ApiServer = request.getfixturevalue("parsing_server" if shape.parsers else "plain_server")
     return found
 
 
@@ -120,69 +90,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     time = ticking(1_000_000)
     for module in ("completion", "chat_completion", "responses"):
         monkeypatch.setattr(f"vllm.entrypoints.openai.{module}.serving.time", time)
-
-
-def core_for(server: ApiServer, shape: Shape, **more: Any) -> FakeCore:
-    return FakeCore([[*_script(server, text), END] for text in shape.says], shape.steps, shape.merged, **more)
-
-
-def _script(server: ApiServer, text: str) -> list[int]:
-    thinks, ends, answer = text.rpartition("|")
-    return [SYSTEM, *server.ids_of(thinks), PAD, *server.ids_of(answer)] if ends else server.ids_of(answer)
-
-
-@dataclass(frozen=True)
-class Journaled:
-    """A stream in its parts: events in front of each record, and the records."""
-
-    events: list[list[str]]
-    records: list[str]
-
-    @property
-    def all_events(self) -> list[str]:
-        return [event for part in self.events for event in part]
-
-
-def read(text: str) -> Journaled:
-    """A journaled stream. Fails if something stands behind the last record, or a record counts other events."""
-    events: list[list[str]] = [[]]
-    records: list[str] = []
-    for block in text.split("\n\n")[:-1]:
-        if block.startswith(": pdproxy "):
-            records.append(block.removeprefix(": pdproxy "))
-            assert json.loads(records[-1])[0] == len(events[-1])
-            events.append([])
-        else:
-            events[-1].append(block)
-    assert events.pop() == []
-    return Journaled(events, records)
-
-
-async def ask(
-    client: httpx.AsyncClient, shape: Shape, records: Sequence[str] | None = None, name: str = "first"
-) -> httpx.Response:
-    body = {"model": "tiny", "stream": True, **shape.body}
-    content = json.dumps(body)
-    if records is not None:
-        content = f'{content[:-1]}, "pdproxy_resume": {{"records": [{", ".join(records)}]}}}}'
-    headers = {"content-type": "application/json", "X-Request-Id": name}
-    return await client.post(STREAMS + shape.path, content=content, headers=headers)
-
-
-def nameless(events: Sequence[str], known: Sequence[str] = ()) -> list[str]:
-    """Events without what is random or a time, but for what is known."""
-
-    def hide(name: re.Match[str]) -> str:
-        return name[0] if name[2] in known else f'"{name[1]}":0'
-
-    kinds = "id|item_id|call_id|signature|created|created_at"
-    return re.sub(rf'"({kinds})":("[^"]*"|\d+)', hide, "\n\n".join(events)).split("\n\n")
-
-
-def names(records: Sequence[str]) -> list[str]:
-    """Those that these records tell, as JSON has them."""
-    notes = [note for record in records for note in json.loads(record)[2:]]
-    return [json.dumps(name) for note in notes for kind, listed in note.items() if kind != "cached" for name in listed]
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
