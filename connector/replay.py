@@ -105,11 +105,18 @@ class _ReplayingCore(View):
 
         No `await` stands between the first call and the end of the replay: the output handler cannot come between.
         """
-        if self._produced is None:
-            choices = _choices(self._processor, request.request_id)
-            self.__dict__["_produced"] = replay(self._processor, choices, self._records, self.replayed)
-        if request.request_id in self._processor.request_states:
-            await self._target.add_request_async(_ordered(request, self._produced[request.request_id], self._secret))
+        try:
+            if self._produced is None:
+                choices = _choices(self._processor, request.request_id)
+                self.__dict__["_produced"] = replay(self._processor, choices, self._records, self.replayed)
+            if request.request_id in self._processor.request_states:
+                await self._target.add_request_async(
+                    _ordered(request, self._produced[request.request_id], self._secret)
+                )
+        except Exception:
+            # A request of one choice stays registered when `AsyncLLM` cannot add it; the others it takes out itself.
+            self._processor.abort_requests([request.request_id], internal=True)
+            raise
 
 
 def replay(

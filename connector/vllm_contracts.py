@@ -292,7 +292,10 @@ STREAMS = Contract(
         },
         "vllm.v1.engine.core_client:AsyncMPClient": {"add_request_async": "self request"},
         "vllm.v1.engine.detokenizer:IncrementalDetokenizer": {"num_output_tokens": "self"},
-        f"{OUTPUTS}:OutputProcessor": {"process_outputs": "self engine_core_outputs"},
+        f"{OUTPUTS}:OutputProcessor": {
+            "abort_requests": "self request_ids internal",
+            "process_outputs": "self engine_core_outputs",
+        },
         f"{OUTPUTS}:RequestOutputCollector": {"close": "self", "get": "self", "get_nowait": "self"},
     },
     attributes={

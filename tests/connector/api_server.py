@@ -77,7 +77,8 @@ class Said:
 class FakeCore:
     """An engine core whose every choice says its script, a few tokens a step; `cached`: prompt tokens from a cache.
 
-    `steps`: how many tokens each further step has. `merged`: steps that the output handler gets at once.
+    `steps`: how many tokens each further step has. `merged`: steps that the output handler gets at once. `error_after`,
+    `silent_after`: so many tokens. `pause`: a sixth of the time before a step, in seconds.
     """
 
     scripts: Sequence[Sequence[int]] = ()
@@ -85,6 +86,8 @@ class FakeCore:
     merged: int = 1
     cached: int = 0
     error_after: int | None = None
+    silent_after: int | None = None
+    pause: float = 0.0
     running: dict[str, Said] = field(default_factory=dict)
     added: list[EngineCoreRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -120,14 +123,15 @@ class FakeCore:
             self.wake.clear()
             await self.wake.wait()
         for _ in range(6):
-            await asyncio.sleep(0)  # the readers of the last step come first
+            await asyncio.sleep(self.pause)  # the readers of the last step come first
         steps = [self._step(said) for _ in range(self.merged) for said in list(self.running.values())]
         return EngineCoreOutputs(outputs=[each for each in steps if each is not None])
 
     def _step(self, said: Said) -> EngineCoreOutput | None:
-        if said.over():
-            return None
         at, params = len(said.token_ids), said.request.sampling_params
+        if said.over() or (self.silent_after is not None and at >= self.silent_after):
+            self.pause = 0.001
+            return None
         if self.error_after is not None and at >= self.error_after:
             del self.running[said.request.request_id]
             return EngineCoreOutput(said.request.request_id, [], finish_reason=FinishReason.ERROR)
