@@ -32,8 +32,11 @@ FINISH_REASONS = ("stop", "length", "repetition")
 """Ends that a journal holds. vLLM's others ("abort", "error") are failures of the node, which another node repairs."""
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
-# A quote inside of a JSON string is escaped, so that neither pattern can match inside of one.
+# A quote inside of a JSON string is escaped, so that no match begins inside of one.
 _NAME = re.compile(rb'"(?:id|item_id|call_id|signature)":\s?("(?:[^"\\]|\\.)*")|"(created|created_at)":\s?([\d.]+)')
+# Much quicker to look for than the pattern: without any of these there is no match.
+_TRACES = (b'id":', b'"signature":', b'"created')
+_LONGEST_KEY = len('"item_')
 
 
 class BadRecordsError(ValueError):
@@ -71,15 +74,30 @@ class Names:
     def __init__(self, given: Mapping[str, Sequence[bytes]]) -> None:
         self._given = given
         self._shown: dict[str, dict[bytes, bytes]] = defaultdict(dict)
+        self._head = self._restored_head = b""
         self.new: dict[str, list[bytes]] = {}
         """Those that no record has yet."""
 
     def restore(self, event: bytes) -> bytes:
-        """The event with the names that the client knows."""
-        names = [(match, self._known(*_kind(match))) for match in _NAME.finditer(event)]
-        if all(match[match.lastindex or 0] == name for match, name in names):
-            return event
-        return _NAME.sub(lambda match: _replaced(match, self._known(*_kind(match))), event)
+        """The event with the names that the client knows.
+
+        Most events of a stream begin alike, up to their last name; what is behind that head is searched.
+        """
+        start = len(self._head) if event.startswith(self._head) else 0
+        traces = [at for trace in _TRACES if (at := event.find(trace, start)) >= 0]
+        if traces:
+            return self._search(event, max(0, min(traces) - _LONGEST_KEY), start)
+        return self._restored_head + event[start:] if start else event
+
+    def _search(self, event: bytes, begin: int, start: int) -> bytes:
+        parts = [self._restored_head] if start else []
+        for match in _NAME.finditer(event, max(begin, start)):
+            value = match.lastindex or 0
+            parts += [event[start : match.start(value)], self._known(*_kind(match))]
+            start = match.end(value)
+        if not self._head and parts:
+            self._head, self._restored_head = event[: start + 1], b"".join([*parts, event[start : start + 1]])
+        return b"".join([*parts, event[start:]])
 
     def _known(self, kind: str, shown: bytes) -> bytes:
         known = self._shown[kind]
@@ -97,18 +115,13 @@ def _kind(match: re.Match[bytes]) -> tuple[str, bytes]:
     return ("id", match[1]) if match[1] else (match[2].decode(), match[3])
 
 
-def _replaced(match: re.Match[bytes], name: bytes) -> bytes:
-    start, end = match.span(match.lastindex or 0)
-    return match.string[match.start() : start] + name + match.string[end : match.end()]
-
-
 class Journal:
     """One leg's events on their way to the client. `records`: of the legs before, whose events the client has."""
 
     def __init__(self, records: Sequence[Record] = ()) -> None:
         self._owed = deque((record.events, len(record.groups)) for record in records)
         self._notes: dict[str, Sequence[Any]] = {CACHED: each} if (each := notes_of(records, CACHED)) else {}
-        self._noted = dict(self._notes)
+        self._noted = len(self._notes)
         kinds = {kind for record in records for kind in record.notes} - {CACHED}
         given = {kind: [_encode(name).encode() for name in notes_of(records, kind)] for kind in kinds}
         self._names = Names(given)
@@ -147,10 +160,10 @@ class Journal:
             return b""
         if not group and not self._count:
             return b""
-        groups = [[output[:2] if output.finish_reason is None else output for output in group]] if group else []
-        notes = self._new_notes()
-        record = [self._count, groups, notes] if notes else [self._count, groups]
-        return b"%b%b%b\n\n" % (self.rest(), PREFIX, _encode(record).encode())
+        groups = f"[[{','.join(map(_output_text, group))}]]" if group else "[]"
+        notes = f",{_encode(new)}" if (new := self._new_notes()) else ""
+        record = f"[{self._count},{groups}{notes}]"
+        return b"%b%b%b\n\n" % (self.rest(), PREFIX, record.encode())
 
     def rest(self) -> bytes:
         """The events without a record. They are forgotten here."""
@@ -170,11 +183,20 @@ class Journal:
             self.rest()
 
     def _new_notes(self) -> dict[str, Any]:
+        if not self._names.new and len(self._notes) == self._noted:
+            return {}
         new: dict[str, Any] = {kind: [json.loads(name) for name in names] for kind, names in self._names.new.items()}
+        if len(self._notes) > self._noted:
+            new |= self._notes
         self._names.new = {}
-        new |= {kind: values for kind, values in self._notes.items() if kind not in self._noted}
-        self._noted = dict(self._notes)
+        self._noted = len(self._notes)
         return new
+
+
+def _output_text(output: Output) -> str:
+    if output.finish_reason is None:
+        return f"[{output.choice},{list(output.token_ids)}]"
+    return _encode(output)
 
 
 def notes_of(records: Sequence[Record], kind: str) -> list[Any]:

@@ -235,7 +235,7 @@ class JournaledResponse:
 
 def group_of(output: RequestOutput) -> list[Output]:
     """What a record says of one output of the engine client."""
-    return [Output(each.index, list(each.token_ids), each.finish_reason, each.stop_reason) for each in output.outputs]
+    return [Output(each.index, each.token_ids, each.finish_reason, each.stop_reason) for each in output.outputs]
 
 
 def read_order(body: bytes) -> tuple[bytes, list[Record]]:
