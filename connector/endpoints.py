@@ -1,10 +1,11 @@
-"""The node's own route, by which a proxy delivers a ticket to requests that wait for it: `POST /v1/pdproxy/tickets`.
+"""The node's own routes: `POST /v1/pdproxy/streams/…` (`streams`), and the one by which a proxy delivers a ticket to
+requests that wait for it, `POST /v1/pdproxy/tickets`:
 
     {"id": ID, "kv_transfer_params": {...the ticket...}}   or null in its place: there is no ticket, compute now
     202 {"id": ID}    handed to the engine, to each data-parallel rank that this API server drives; the one that has the
                       request acts
     400               a bad body, in OpenAI's error shape
-    404               no decode node, or a node that did not load this plugin
+    404               no decode node (so too the streams), or a node that did not load this plugin
 
 A vLLM endpoint plugin: loaded where `VLLM_PLUGINS` names it (`pdproxy_connector,pdproxy_endpoints`, for the variable
 filters all plugins). Under /v1, since vLLM's `--api-key` guards that. To the engine the delivery is a stand-in for a
@@ -14,17 +15,21 @@ request, which ends at once and computes nothing (`transfer_params`).
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from starlette.routing import Route
 from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 
 from connector.config import ENDPOINT_PLUGIN
+from connector.resume_order import node_secret
 from connector.shape_check import require_fit
+from connector.streams import HANDLERS, PREFIX, StreamRoute, error_response
 from connector.transfer_params import DELIVER, is_id
-from connector.vllm_contracts import DELIVERIES
+from connector.vllm_contracts import DELIVERIES, STREAMS
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -43,32 +48,36 @@ class BadDeliveryError(Exception):
 
 
 class TicketRoute(EndpointPlugin):
-    """The plugin. Raises ConfigError for a vLLM that differs; vLLM then logs it, and has no such route."""
+    """The plugin. Raises ConfigError for a vLLM that differs; vLLM then logs it, and has no such routes."""
 
     name = ENDPOINT_PLUGIN
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
         require_fit(DELIVERIES)
+        require_fit(STREAMS)
         self._engine: EngineClient | None = None
+        self._streams = StreamRoute()
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the route."""
+        """Add the routes."""
         app.add_api_route(ROUTE, self._deliver, methods=["POST"], status_code=202)
+        app.router.routes += [Route(PREFIX + path, self._streams, methods=["POST"]) for path in HANDLERS]
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:  # noqa: ARG002 - vLLM names the arguments
-        """Keep the engine's client, if it is a decode node's."""
+        """Keep the engine's client, if it is a decode node's. Raises ConfigError without the node's secret."""
         decodes = engine_client is not None and _decodes(engine_client.vllm_config)
         self._engine = engine_client if decodes else None
+        self._streams.secret = node_secret(os.environ) if decodes else None
 
     async def _deliver(self, request: Request) -> JSONResponse:
         if self._engine is None:
-            return _error(404, "NotFoundError", "this node does not decode for others")
+            return error_response(404, "NotFoundError", "this node does not decode for others")
         try:
             wait, ticket = parse(await _body(request))
             await deliver(self._engine, wait, ticket)
         except BadDeliveryError as error:
-            return _error(400, "BadRequestError", str(error))
+            return error_response(400, "BadRequestError", str(error))
         return JSONResponse({"id": wait}, status_code=202)
 
 
@@ -117,8 +126,3 @@ async def _body(request: Request) -> bytes:
 def _decodes(vllm_config: VllmConfig) -> bool:
     transfer = vllm_config.kv_transfer_config
     return transfer is not None and bool(transfer.is_kv_consumer)
-
-
-def _error(status: int, kind: str, message: str) -> JSONResponse:
-    error = {"message": message, "type": kind, "param": None, "code": status}
-    return JSONResponse({"error": error}, status_code=status)

@@ -301,6 +301,83 @@ DELIVERIES = Contract(
 )
 """Of `endpoints`."""
 
+OUTPUTS = "vllm.v1.engine.output_processor"
+
+STREAMS = Contract(
+    hooks={},
+    calls={
+        "vllm.config:ModelConfig": {"get_vocab_size": "self"},
+        "vllm.entrypoints.openai.responses.protocol:ResponsesRequest": {"is_include_output_logprobs": "self"},
+        "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses": {
+            "create_responses": "self request raw_request="
+        },
+        "vllm.v1.engine.async_llm:AsyncLLM": {
+            "_add_request": "self request prompt parent_req index queue",
+            "add_request": "self request_id prompt params",
+            "generate": "self prompt sampling_params request_id",
+            "notify_kv_transfer_request_rejected": "self request_id kv_transfer_params data_parallel_rank=",
+        },
+        "vllm.v1.engine.core_client:AsyncMPClient": {"add_request_async": "self request"},
+        "vllm.v1.engine.detokenizer:IncrementalDetokenizer": {"num_output_tokens": "self"},
+        f"{OUTPUTS}:OutputProcessor": {
+            "abort_requests": "self request_ids internal",
+            "process_outputs": "self engine_core_outputs",
+        },
+        f"{OUTPUTS}:RequestOutputCollector": {"close": "self", "get": "self", "get_nowait": "self"},
+    },
+    attributes={
+        "vllm.entrypoints.anthropic.serving:AnthropicServingMessages": ("engine_client",),
+        "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat": ("engine_client",),
+        "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion": ("engine_client",),
+        "vllm.entrypoints.openai.responses.protocol:ResponsesRequest": (
+            "background",
+            "previous_response_id",
+            "store",
+            "tools",
+        ),
+        "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses": (
+            "enable_store",
+            "engine_client",
+            "tool_server",
+        ),
+        "vllm.outputs:CompletionOutput": ("finish_reason", "index", "stop_reason", "token_ids"),
+        "vllm.outputs:RequestOutput": ("num_cache_creation_tokens", "num_cached_tokens", "outputs"),
+        "vllm.sampling_params:SamplingParams": ("extra_args", "max_tokens", "n", "output_kind", "prompt_logprobs"),
+        "vllm.v1.engine.async_llm:AsyncLLM": ("engine_core", "model_config", "output_processor"),
+        "vllm.v1.engine.logprobs:LogprobsProcessor": ("num_logprobs",),
+        f"{OUTPUTS}:OutputProcessor": ("request_states", "tracing_enabled"),
+        f"{OUTPUTS}:RequestOutputCollector": ("request_id",),
+        f"{OUTPUTS}:RequestState": (
+            "detokenizer",
+            "is_prefilling",
+            "logprobs_processor",
+            "num_cache_creation_tokens",
+            "num_cached_tokens",
+            "parent_req",
+            "queue",
+            "remote_prefill_cached_tokens",
+            "request_id",
+            "request_index",
+            "sent_tokens_offset",
+            "stream_interval",
+        ),
+        "vllm.v1.engine.parallel_sampling:ParentRequest": ("child_requests",),
+        "vllm.v1.engine:EngineCoreOutput": (
+            "finish_reason",
+            "new_logprobs",
+            "new_token_ids",
+            "request_id",
+            "stop_reason",
+        ),
+        "vllm.v1.engine:EngineCoreRequest": ("request_id", "sampling_params"),
+        "vllm.v1.outputs:LogprobsLists": ("logprob_token_ids", "logprobs", "sampled_token_ranks"),
+    },
+    fields={},
+    # `journal` names those that a stream can go on after; an `EngineCoreOutput` has the number.
+    constants={"vllm.v1.engine:FINISH_REASON_STRINGS": "('stop', 'length', 'abort', 'error', 'repetition')"},
+)
+"""Of `streams` and `replay`."""
+
 TIERS = Contract(
     hooks={
         MULTI: {

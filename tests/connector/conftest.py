@@ -9,6 +9,7 @@ import pytest
 
 if TYPE_CHECKING:
     from connector.worker import ConnectorWorker
+    from tests.connector.api_server import ApiServer
     from tests.connector.worker import MakeRank, Prefill
 
 
@@ -19,6 +20,26 @@ def every_pace(request: pytest.FixtureRequest) -> Iterator[None]:
 
     with at_pace(PACES[request.param]):
         yield
+
+
+@pytest.fixture(scope="session")
+def plain_server() -> Iterator[ApiServer]:
+    """vLLM's API server without parsers."""
+    from tests.connector.api_server import api_server
+
+    with api_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def parsing_server() -> Iterator[ApiServer]:
+    """With parsers for reasoning and tools."""
+    from tests.connector.api_server import api_server, register_parsers
+
+    register_parsers()
+    tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    with api_server("--reasoning-parser", "pad", *tools) as server:
+        yield server
 
 
 @pytest.fixture

@@ -4,13 +4,14 @@ import ast
 
 from connector.contract import PROPERTY, Contract, VersionFacts, misfits
 from connector.shape_check import facts
-from connector.vllm_contracts import DELIVERIES, HAND_OVERS, SEEDED_CPU, TIERS
+from connector.vllm_contracts import DELIVERIES, HAND_OVERS, SEEDED_CPU, STREAMS, TIERS
 from tests.vllm_compat.our_use import Function
 from tests.vllm_compat.vllm_source import Library, Shape
 
 CONTRACTS: dict[str, Contract] = {
     "hand-overs": HAND_OVERS,
     "deliveries": DELIVERIES,
+    "streams": STREAMS,
     "tiers": TIERS,
     "seeded CPU nodes": SEEDED_CPU,
 }

@@ -1,0 +1,304 @@
+"""The node's route for streams that may be continued elsewhere: `POST /v1/pdproxy/streams` + an endpoint's path.
+
+    {...the endpoint's own body, "stream": true, "pdproxy_resume": {"records": [...]}}     the last only to continue
+    200   the endpoint's events, with a journal between them (`journal`); of a stream that is continued, those behind
+          its records
+    400   in OpenAI's shape: a body that is no stream, bad records, or (type NotResumableError) a shape that cannot be
+          continued, which the endpoint itself serves
+    409   type ReplayError: the stream cannot be made again up to where it broke, and why
+    else  what the endpoint itself answers
+
+vLLM's own endpoint runs, with its own checks, errors and cancellation: the request goes to the app's router a second
+time, under the endpoint's path. Two things differ. The serving object is a copy whose engine client is ours
+(`StreamedEngine`), which sees each output that the endpoint's code consumes, and when it asks for the next. And the
+events on their way out are held until then (`JournaledResponse`). Answers begin when the endpoint's code first asks for
+an output, so that whatever is refused before is refused by status.
+
+Not resumable, and refused before anything is sent:
+- Several prompts in one body, and beam search, which are several requests to the engine.
+- `echo` with `logprobs`: log-probabilities of the prompt take a computation of all of it, in one node.
+- /v1/responses with tools that run on the node (between two requests to the engine, with a state of their own), in the
+  background, on a stored response, or to be stored: the store is one node's.
+- /v1/responses with log-probabilities: its last events show all of them again, and the journal has none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextvars import ContextVar
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from connector.journal import BadRecordsError, Group, Journal, Output, Record, parse_records
+from connector.replay import ResumedEngine, View, check
+from connector.resume_order import KEY
+
+if TYPE_CHECKING:
+    from starlette.types import Message, Receive, Scope, Send
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.outputs import RequestOutput
+
+PREFIX = "/v1/pdproxy/streams"
+RESPONSES = "/v1/responses"
+HANDLERS = {
+    "/v1/completions": "openai_serving_completion",
+    "/v1/chat/completions": "openai_serving_chat",
+    "/v1/messages": "anthropic_serving_messages",
+    RESPONSES: "openai_serving_responses",
+}
+"""The endpoints, and where in the app's state their serving objects are."""
+NODE_TOOLS = frozenset({"mcp", "web_search_preview", "code_interpreter", "container"})
+NOT_RESUMABLE = "NotResumableError"
+FAILURES = ("abort", "error")
+"""Finish reasons with which a node, not the model, ends a choice."""
+
+
+class StreamRefusedError(Exception):
+    """There will be no stream; `status` and `kind` of the answer, and why."""
+
+    def __init__(self, status: int, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+
+
+class StreamRoute:
+    """The route, as an ASGI application. `secret`: what orders are signed with; None where the node does not decode."""
+
+    def __init__(self) -> None:
+        self.secret: bytes | None = None
+        self._current: ContextVar[JournaledResponse] = ContextVar("pdproxy_stream")
+        self._handlers: dict[str, Any] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._serve(scope, receive, send)
+        except StreamRefusedError as refusal:
+            await error_response(refusal.status, refusal.kind, str(refusal))(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.secret is None:
+            raise StreamRefusedError(404, "NotFoundError", "this node does not decode for others")
+        body, records = read_order(await Request(scope, receive).body())
+        response = JournaledResponse(send, records, self.secret)
+        self._current.set(response)
+        app = scope["app"]
+        root, path = scope["path"].split(PREFIX, 1)
+        state = View(app.state, **{HANDLERS[path]: self._handler(app.state, path)})
+        inner = {**scope, "app": View(app, state=state), "path": root + path, "raw_path": (root + path).encode()}
+        await app.router(inner, body_first(body, receive), response)
+
+    def _handler(self, state: Any, path: str) -> Any:
+        """The serving object with our engine client; made once, for it may keep what it has computed."""
+        if path not in self._handlers:
+            original = getattr(state, HANDLERS[path], None)
+            if original is None:
+                raise StreamRefusedError(404, "NotFoundError", f"this node does not serve {path}")
+            handler = self._handlers[path] = copy(original)
+            handler.engine_client = StreamedEngine(original.engine_client, self._current)
+            if path == RESPONSES:
+                handler.create_responses = require_resumable(handler)
+        return self._handlers[path]
+
+
+class StreamedEngine(View):
+    """The engine client of the serving objects; `current`: the answer that the running task makes."""
+
+    def __init__(self, engine: Any, current: ContextVar[JournaledResponse]) -> None:
+        super().__init__(engine, _current=current)
+
+    def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As `AsyncLLM.generate`. Raises StreamRefusedError."""
+        response: JournaledResponse = self._current.get()
+        engine = response.admit(self._target, sampling_params)
+        return response.follow(engine.generate(prompt, sampling_params, request_id, **options))
+
+    async def notify_kv_transfer_request_rejected(self, *args: Any, **kwargs: Any) -> None:
+        """As `AsyncLLM`'s, which gives a rejected request's ticket back; not where the endpoint itself can use it."""
+        if not self._current.get().left_to_endpoint:
+            await self._target.notify_kv_transfer_request_rejected(*args, **kwargs)
+
+
+class JournaledResponse:
+    """One answer on its way: takes what the endpoint sends, and sends it when its record can be written."""
+
+    def __init__(self, send: Send, records: Sequence[Record], secret: bytes) -> None:
+        self._send = send
+        self._records = records
+        self._secret = secret
+        self._journal = Journal(records)
+        self._start: Message | None = None
+        self._streams = False
+        self._admitted = False
+        self._complete = False
+        self._refusal: StreamRefusedError | None = None
+
+    @property
+    def left_to_endpoint(self) -> bool:
+        """Whether it was refused because of its shape, which the endpoint itself serves."""
+        return self._refusal is not None and self._refusal.kind == NOT_RESUMABLE
+
+    async def __call__(self, message: Message) -> None:
+        """ASGI's `send`. Raises StreamRefusedError, whatever the endpoint has made of it."""
+        if self._refusal is not None:
+            raise self._refusal
+        if message["type"] == "http.response.start":
+            self._streams = _is_event_stream(message)
+            self._start = message
+        if not self._streams:
+            await self._send(message)
+        elif message["type"] == "http.response.body":
+            await self._take(message["body"])
+            if not message.get("more_body", False):
+                await self._end()
+
+    def admit(self, engine: Any, params: SamplingParams) -> Any:
+        """The engine client to generate with. Raises StreamRefusedError."""
+        if why := self._not_resumable(params):
+            raise self._refuse(400, NOT_RESUMABLE, why)
+        self._admitted = True
+        if not self._records:
+            return engine
+        try:
+            check(self._records, params, engine.model_config.get_vocab_size())
+        except BadRecordsError as error:
+            raise self._refuse(400, "BadRequestError", f"{KEY}: {error}") from error
+        return ResumedEngine(engine, self._records, self._secret)
+
+    async def follow(self, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs, each with its record once the endpoint's code asks for the next."""
+        try:
+            await self._commit(())
+            async for output in outputs:
+                group = group_of(output)
+                self._journal.note_cached(output.num_cached_tokens, output.num_cache_creation_tokens)
+                yield output
+                if any(each.finish_reason in FAILURES for each in group):
+                    return
+                await self._commit(group)
+            self._complete = True
+        except Exception as error:
+            if not self._journal.replaying:
+                raise
+            raise self._refuse(409, "ReplayError", f"it cannot be made again: {error.__cause__ or error}") from error
+        finally:
+            await outputs.aclose()
+
+    def _not_resumable(self, params: SamplingParams) -> str | None:
+        if self._admitted:
+            return "several prompts in one body are not resumable"
+        if params.output_kind is not RequestOutputKind.DELTA:
+            return "the body is not a stream, or asks for beam search, which is not resumable"
+        if params.prompt_logprobs is not None:
+            return "log-probabilities of the prompt are not resumable"
+        return None
+
+    def _refuse(self, status: int, kind: str, message: str) -> StreamRefusedError:
+        self._refusal = StreamRefusedError(status, kind, message)
+        return self._refusal
+
+    async def _take(self, chunk: bytes) -> None:
+        if chunk.startswith(b":") and self._journal.empty and self._start is None:
+            await self._write(chunk)  # a keep-alive comment, which must not wait
+        elif chunk:
+            self._journal.add(chunk)
+
+    async def _commit(self, group: Group) -> None:
+        data = self._journal.commit(group)
+        if not self._journal.replaying:
+            await self._begin()
+            await self._write(data)
+
+    async def _begin(self) -> None:
+        if self._start is not None:
+            start, self._start = self._start, None
+            await self._send(start)
+
+    async def _write(self, data: bytes) -> None:
+        if data:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _end(self) -> None:
+        if self._journal.replaying:
+            raise self._refuse(409, "ReplayError", "it ends before all of it is made again")
+        data = self._journal.commit(()) if self._complete else self._journal.rest()
+        await self._begin()
+        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+
+
+def group_of(output: RequestOutput) -> list[Output]:
+    """What a record says of one output of the engine client."""
+    return [Output(each.index, each.token_ids, each.finish_reason, each.stop_reason) for each in output.outputs]
+
+
+def read_order(body: bytes) -> tuple[bytes, list[Record]]:
+    """The endpoint's own body, and the records of a stream that is continued. Raises StreamRefusedError.
+
+    A body that is not JSON is left to the endpoint, whose answer says what is wrong with it.
+    """
+    if KEY.encode() not in body:
+        return body, []
+    try:
+        raw = json.loads(body)
+    except (ValueError, RecursionError):
+        return body, []
+    if not isinstance(raw, dict) or KEY not in raw:
+        return body, []
+    order = raw.pop(KEY)
+    try:
+        return json.dumps(raw).encode(), parse_records(order)
+    except BadRecordsError as error:
+        raise StreamRefusedError(400, "BadRequestError", f"{KEY}: {error}") from error
+
+
+def body_first(body: bytes, receive: Receive) -> Receive:
+    """ASGI's `receive` for a body that has been read: once the body, then what comes after it."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive_again() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return receive_again
+
+
+def require_resumable(handler: Any) -> Callable[..., Awaitable[Any]]:
+    """The `create_responses` of a serving object, which refuses what it cannot resume. Raises StreamRefusedError."""
+    create = handler.create_responses
+
+    async def create_resumable(request: ResponsesRequest, raw_request: Request | None = None) -> Any:
+        why = _why_not(handler, request)
+        if why is not None:
+            raise StreamRefusedError(400, NOT_RESUMABLE, f"{why} is not resumable")
+        return await create(request, raw_request)
+
+    return create_resumable
+
+
+def _why_not(handler: Any, request: ResponsesRequest) -> str | None:
+    if request.background:
+        return "a response in the background"
+    if handler.enable_store and (request.store or request.previous_response_id is not None):
+        return "a response that is stored, or goes on from a stored one,"
+    if handler.tool_server is not None and any(tool.type in NODE_TOOLS for tool in request.tools):
+        return "a response with tools that run on the node"
+    if request.is_include_output_logprobs():
+        return "a response with log-probabilities"
+    return None
+
+
+def error_response(status: int, kind: str, message: str) -> JSONResponse:
+    """In OpenAI's shape."""
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return JSONResponse({"error": error}, status_code=status)
+
+
+def _is_event_stream(start: Message) -> bool:
+    types = [value for name, value in start["headers"] if name.lower() == b"content-type"]
+    return start["status"] == 200 and any(value.startswith(b"text/event-stream") for value in types)
