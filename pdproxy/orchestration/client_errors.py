@@ -142,6 +142,7 @@ _FAULT_MESSAGES = {
     Fault.HEADERS_TIMEOUT: "The {role} node did not answer in time.",
     Fault.STALL: "The {role} node stopped in the middle of its answer.",
     Fault.CLIENT_ERROR: "The {role} node refused the request.",
+    Fault.NO_ROUTE: "The {role} node does not know how to resume a stream.",
     Fault.BUSY: "All {role} nodes are busy.",
     Fault.SERVER_ERROR: "The {role} node failed.",
     Fault.INVALID_BODY: "The {role} node's answer could not be understood.",

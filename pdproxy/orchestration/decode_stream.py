@@ -84,15 +84,17 @@ class DecodeStream:
         self._pending_error: NodeFault | NotContinuable | None = None
         self.has_data_event = False
         """A data event came."""
+        self.has_begun = False
+        """The node has shown that it generates: a data event came, or a record of the journal."""
         self.ended = False
         """The body ended, and the stream with it."""
         self.usage: Usage | None = None
         """The last usage that the leg reported."""
 
     async def read_first(self) -> bytes:
-        """Everything up to and with the first data event; raises as `read_next`."""
+        """Everything up to and with the first data event, or record of a journal; raises as `read_next`."""
         pieces = []
-        while not (self.has_data_event or self.ended):
+        while not (self.has_begun or self.ended):
             pieces.append(await self.read_next())
         return b"".join(pieces)
 
@@ -119,8 +121,8 @@ class DecodeStream:
         return b""
 
     async def pipe_to(self, sink: Sink) -> None:
-        """Write what the client sees of each piece, until one needs `read_next`: an error, or the end."""
-        if self.has_data_event and self._pending_error is None and not self.ended:
+        """Write what the client sees of each piece, maybe nothing, until one needs `read_next`: an error, or the end."""
+        if self.has_begun and self._pending_error is None and not self.ended:
             await self._response.pipe_to(functools.partial(self._write_piece, sink))
 
     def _write_piece(self, sink: Sink, piece: bytes) -> bool:
@@ -129,7 +131,7 @@ class DecodeStream:
         except NodeFault as fault:
             self._pending_error = fault
             return False
-        return (not seen or sink(seen)) and self._pending_error is None
+        return sink(seen) and self._pending_error is None
 
     def flush(self) -> bytes:
         """What was held back for a usage event that did not come."""
@@ -168,7 +170,7 @@ class DecodeStream:
             if not self._transcript.ended:  # else nothing is missing
                 self._pending_error = error
             return b""
-        self.has_data_event = True
+        self.has_data_event = self.has_begun = True
         return seen if self._usage_filter is None else self._usage_filter.feed(event.data, seen)
 
     def _check(self, data: bytes) -> None:
