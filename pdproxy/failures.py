@@ -227,8 +227,7 @@ def blame(leg: Leg, fault: Fault) -> Blame:
 NOT_RESUMABLE: Mapping[NotContinuableReason, str] = {
     NotContinuableReason.BEAM_SEARCH: "beam search: no output is final before the last one",
     NotContinuableReason.PROMPT_LOGPROBS: (
-        "`prompt_logprobs`, and `echo` with log-probabilities: the scores of the prompt would be computed anew, by rounding "
-        "not always the same"
+        "`prompt_logprobs`, and `echo` with log-probabilities: they belong to the first output, which is not made again"
     ),
     NotContinuableReason.SERVER_TOOLS: (
         "a stream of /v1/responses with tools that run on the node: what they did there is done"
@@ -354,15 +353,16 @@ A stream whose decode node fails or leaves goes on at another one in one of thre
   their `pdproxy_connector_info` is true). The other node gets the client's request and the journal, and sends what
   follows. This holds for all endpoints and all shapes but those below.
 - *restarted*: nothing that was generated has reached the client, so that any node can be asked anew.
-- *continued*, by token ids: where the stream has no journal. Only completions and chat, and of these only the shapes that
-  are not in the second table.
+- *continued*, by token ids: where the stream has no journal. Only completions and chat, and of these only the shapes
+  that are not in the second table.
 
 A stream has a journal where its node can resume and `migrations` is not 0, and where another such node takes requests
-when it begins, or its shape could not go on in any other way. One that has a journal is not continued by token ids: where
-no node is left that can resume, it ends with an error event.
+when it begins, or its shape could not go on in any other way. One that has a journal is not continued by token ids:
+where no node is left that can resume, it ends with an error event.
 
-A stream that breaks when all was said (the finish reason is out; of messages, the reason to stop) is ended by the proxy,
-as the node would have, whatever it is; where usage is still to come, it is resumed for that if it can be.
+A stream that breaks when all was said (the finish reason is out; of messages, the reason to stop) is ended by the
+proxy, as the node would have, whatever it is; where usage is still to come, it is resumed for that if it can be, and
+ends without it if not.
 
 `pdproxy_continuable_total` counts requests by the words of both tables.
 

@@ -115,13 +115,14 @@ class DecodeStream:
             piece = None  # cut after its end: nothing is missing
         if piece is not None:
             return self._client_bytes(piece)
+        self._check_rest()
         if not self._transcript.ended:
             raise NodeFault(Fault.RESET, "the body ended before the stream did")
         self.ended = True
         return b""
 
     async def pipe_to(self, sink: Sink) -> None:
-        """Write what the client sees of each piece, maybe nothing, until one needs `read_next`: an error, or the end."""
+        """Write what the client sees of each piece, maybe nothing, until one needs `read_next`: error or end."""
         if self.has_begun and self._pending_error is None and not self.ended:
             await self._response.pipe_to(functools.partial(self._write_piece, sink))
 
@@ -132,6 +133,9 @@ class DecodeStream:
             self._pending_error = fault
             return False
         return sink(seen) and self._pending_error is None
+
+    def _check_rest(self) -> None:
+        """Raise the error that the node may have reported in what was not passed on, at the end of the body."""
 
     def flush(self) -> bytes:
         """What was held back for a usage event that did not come."""

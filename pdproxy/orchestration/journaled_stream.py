@@ -44,5 +44,13 @@ class JournaledStream(DecodeStream):
             self._journal.append(batch)
         return seen
 
+    def _check_rest(self) -> None:
+        if self._splitter.rest and not self._transcript.ended:
+            before = self._transcript.checkpoint()
+            self._take(Batch(self._splitter.rest, b""))
+            self._transcript.rollback(before)
+            if self._pending_error is not None:
+                raise self._pending_error
+
     def _has_failed(self) -> bool:
         return self._pending_error is not None
