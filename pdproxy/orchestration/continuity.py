@@ -43,7 +43,7 @@ class Continuity:
 
     Attributes:
         transcript: what the client has.
-        journal: of all legs since the answer was begun.
+        journal: of all legs since the answer was begun, where they come with one.
         left: moves that are left.
         form: of the leg that began last.
     """
@@ -54,7 +54,7 @@ class Continuity:
         self._usage = usage
         self._move: Move | None = None
         self.transcript = Transcript(sub_request.endpoint, sub_request.shape)
-        self.journal = Journal()
+        self.journal: Journal | None = None
         self.left = migrations
         self.form = LegForm()
 
@@ -62,12 +62,13 @@ class Continuity:
         """The form of a decode leg that begins on this node now."""
         match self._move:
             case Move.RESUMED:
-                self.form = LegForm(StreamRoute.JOURNALED, self._usage, self.journal.records())
+                records = b"" if self.journal is None else self.journal.records()
+                self.form = LegForm(StreamRoute.JOURNALED, self._usage, records)
             case Move.CONTINUED:
                 self.form = LegForm(additions=self._sub_request.shape.additions | self._usage)
             case _:
-                self.journal = Journal()
                 self.form = self._first_form(node)
+                self.journal = Journal() if self.form.route is StreamRoute.JOURNALED else None
         self.transcript.begin_leg(self.form)
         return self.form
 
@@ -98,11 +99,11 @@ class Continuity:
 
     @property
     def _resumable(self) -> bool:
-        return self.form.route is StreamRoute.JOURNALED and self.journal.reason is None
+        return self.journal is not None and self.journal.reason is None
 
     @property
     def _continuable(self) -> bool:
-        if self.form.route is StreamRoute.JOURNALED:
+        if self.journal is not None:
             return False
         try:
             self.transcript.continuation()

@@ -17,8 +17,8 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import NO_LOAD, LegLoad
 from pdproxy.observe.labels import Affinity, Leg, Move, Phase
 from pdproxy.orchestration.cache_route import CacheRoute
-from pdproxy.orchestration.client_errors import deadline_passed, final_error, no_node_error, unknown_model_error
-from pdproxy.orchestration.context import OrchestrationContext
+from pdproxy.orchestration.client_errors import final_error, no_node_error, unknown_model_error
+from pdproxy.orchestration.context import OrchestrationContext, deadline_passed
 from pdproxy.orchestration.in_flight import LegFailure, Timeline
 from pdproxy.orchestration.request_queue import Admission, Asked
 from pdproxy.orchestration.resources import HandOver

@@ -14,16 +14,15 @@ from pdproxy.orchestration.client_errors import (
     StreamError,
     UpstreamErrorResponse,
     deadline_error,
-    deadline_passed,
     stream_error_event,
 )
-from pdproxy.orchestration.context import OrchestrationContext
+from pdproxy.orchestration.context import OrchestrationContext, deadline_passed
 from pdproxy.orchestration.continuity import Continuity
 from pdproxy.orchestration.decode_stream import DecodeStream, UsageEventFilter
 from pdproxy.orchestration.journaled_stream import JournaledStream
 from pdproxy.orchestration.resources import node_down_fault
 from pdproxy.orchestration.upstream import UpstreamRequest
-from pdproxy.request import Addition, Endpoint, Json, StreamRoute, SubRequest
+from pdproxy.request import Addition, Endpoint, Json, SubRequest
 from pdproxy.response import ResponseStream, Sink
 from pdproxy.stream.choice_state import NotContinuable
 from pdproxy.transport.port import HttpResponse
@@ -101,10 +100,10 @@ class Relay(ResponseStream):
         return read_first
 
     def _decode_stream_of(self, response: HttpResponse, usage_filter: UsageEventFilter | None) -> DecodeStream:
-        transcript, continuity = self._transcript, self._continuity
-        if continuity.form.route is StreamRoute.JOURNALED:
-            return JournaledStream(response, transcript, self._note_ticket, usage_filter, continuity.journal)
-        return DecodeStream(response, transcript, self._note_ticket, usage_filter)
+        journal = self._continuity.journal
+        if journal is None:
+            return DecodeStream(response, self._transcript, self._note_ticket, usage_filter)
+        return JournaledStream(response, self._transcript, self._note_ticket, usage_filter, journal)
 
     def _note_ticket(self) -> int | None:
         """How many prompt tokens the node may compute with the leg's ticket; None where it has none, or its usage does

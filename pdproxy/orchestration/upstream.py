@@ -19,8 +19,8 @@ from pdproxy.lifecycle import IllegalTransition, RequestLifecycle, RequestState,
 from pdproxy.nodes.node import Node
 from pdproxy.observe.labels import Delivery, Leg, Move, Phase
 from pdproxy.orchestration.access_log import record_tokens, record_usage
-from pdproxy.orchestration.client_errors import final_error, remaining_seconds
-from pdproxy.orchestration.context import OrchestrationContext
+from pdproxy.orchestration.client_errors import final_error
+from pdproxy.orchestration.context import OrchestrationContext, remaining_seconds
 from pdproxy.orchestration.in_flight import Timeline
 from pdproxy.orchestration.node_picker import NodePicker
 from pdproxy.orchestration.rendezvous import PlanAgain, Rendezvous, Undelivered, WaitingLeg, can_wait, deliver_nothing
