@@ -66,6 +66,8 @@ class Fault(enum.StrEnum):
     """The body stopped arriving for longer than the stall deadline."""
     CLIENT_ERROR = "client_error"
     """A 4xx other than 429: the request's own fault."""
+    NO_ROUTE = "no_route"
+    """A 404 or 405 from the route of streams that can be resumed, or of the model: the node knows one of them not."""
     BUSY = "busy"
     """A 429, or a 503 with Retry-After: the node is healthy and full. Or the proxy is, and has no socket for it."""
     SERVER_ERROR = "server_error"

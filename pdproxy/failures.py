@@ -19,6 +19,8 @@ class Moment(enum.StrEnum):
 
     OPENING = "opening"
     """Before the leg's first event (of a stream) or before the whole answer was here: the client has nothing of it."""
+    RESUMING = "resuming"
+    """As opening, of a decode leg that resumes a stream by its journal: the client has what was generated before."""
     STREAMING = "streaming"
     """After the leg's first event: the client has bytes."""
 
@@ -31,6 +33,7 @@ class Step(enum.StrEnum):
     SAME_TICKET = "same_ticket"
     IN_TURN = "in_turn"
     PREFILL_AGAIN = "prefill_again"
+    AT_ENDPOINT = "at_endpoint"
     MIGRATE = "migrate"
     OTHER_NODE = "other_node"
     SAME_NODE = "same_node"
@@ -40,8 +43,8 @@ class Step(enum.StrEnum):
     LEASE_END = "lease_end"
 
 
-NO_RETRY_USED = frozenset({Fault.REFUSED})
-"""Faults that use no retry up: nothing of the request reached the node, and no node is tried twice."""
+NO_RETRY_USED = frozenset({Fault.REFUSED, Fault.NO_ROUTE})
+"""Faults that use no retry up: nothing of the request reached the engine, and no node is tried twice in one way."""
 
 RELEASE_RETRIES = 1
 """How often one release may be tried again."""
@@ -111,8 +114,15 @@ _PREFILL = (Step.OTHER_PREFILL, Step.LOCAL, Step.FAIL)
 _PREFILL_ANSWERED = (Step.OTHER_PREFILL, Step.LOCAL, Step.ANSWER)
 _DECODE = (Step.SAME_TICKET, Step.PREFILL_AGAIN, Step.FAIL)
 _DECODE_ANSWERED = (Step.SAME_TICKET, Step.PREFILL_AGAIN, Step.ANSWER)
+_RESUME = (Step.SAME_TICKET, Step.PREFILL_AGAIN, Step.ERROR_EVENT)
 _STREAM = (Step.MIGRATE, Step.ERROR_EVENT)
 _DELIVERY = (Step.SAME_TICKET, Step.IN_TURN)
+
+_DECODE_DEADLINES = dict.fromkeys(Fault, "stall") | {Fault.REFUSED: "connect"}
+_DECODE_DEADLINES |= dict.fromkeys(
+    (Fault.RESET, Fault.HEADERS_TIMEOUT, Fault.STALL, Fault.CLIENT_ERROR, Fault.NO_ROUTE, Fault.BUSY), "decode_headers"
+)
+_DECODE_DEADLINES[Fault.SERVER_ERROR] = "decode_headers"
 
 FAILURE_TABLE: Mapping[tuple[Leg, Moment, Fault], FailureRow] = {
     (Leg.PREFILL, Moment.OPENING, Fault.REFUSED): FailureRow(_PREFILL, "connect", 503),
@@ -120,6 +130,7 @@ FAILURE_TABLE: Mapping[tuple[Leg, Moment, Fault], FailureRow] = {
     (Leg.PREFILL, Moment.OPENING, Fault.HEADERS_TIMEOUT): FailureRow(_PREFILL, "prefill_headers", 504),
     (Leg.PREFILL, Moment.OPENING, Fault.STALL): FailureRow(_PREFILL, "stall", 504),
     (Leg.PREFILL, Moment.OPENING, Fault.CLIENT_ERROR): FailureRow((Step.ANSWER,), "prefill_headers"),
+    (Leg.PREFILL, Moment.OPENING, Fault.NO_ROUTE): FailureRow((Step.ANSWER,), "prefill_headers"),
     (Leg.PREFILL, Moment.OPENING, Fault.BUSY): FailureRow(_PREFILL_ANSWERED, "prefill_headers", 503),
     (Leg.PREFILL, Moment.OPENING, Fault.SERVER_ERROR): FailureRow(_PREFILL_ANSWERED, "prefill_headers"),
     (Leg.PREFILL, Moment.OPENING, Fault.INVALID_BODY): FailureRow(_PREFILL, "stall"),
@@ -130,11 +141,13 @@ FAILURE_TABLE: Mapping[tuple[Leg, Moment, Fault], FailureRow] = {
     (Leg.DECODE, Moment.OPENING, Fault.HEADERS_TIMEOUT): FailureRow(_DECODE, "decode_headers", 504),
     (Leg.DECODE, Moment.OPENING, Fault.STALL): FailureRow(_DECODE, "decode_headers", 504),
     (Leg.DECODE, Moment.OPENING, Fault.CLIENT_ERROR): FailureRow((Step.ANSWER,), "decode_headers"),
+    (Leg.DECODE, Moment.OPENING, Fault.NO_ROUTE): FailureRow((Step.AT_ENDPOINT,), "decode_headers"),
     (Leg.DECODE, Moment.OPENING, Fault.BUSY): FailureRow(_DECODE_ANSWERED, "decode_headers", 503),
     (Leg.DECODE, Moment.OPENING, Fault.SERVER_ERROR): FailureRow(_DECODE_ANSWERED, "decode_headers"),
     (Leg.DECODE, Moment.OPENING, Fault.INVALID_BODY): FailureRow(_DECODE, "stall"),
     (Leg.DECODE, Moment.OPENING, Fault.NO_TICKET): FailureRow(_DECODE, "stall"),
     (Leg.DECODE, Moment.OPENING, Fault.ERROR_EVENT): FailureRow(_DECODE, "stall"),
+    **{(Leg.DECODE, Moment.RESUMING, fault): FailureRow(_RESUME, _DECODE_DEADLINES[fault]) for fault in Fault},
     **{(Leg.DECODE, Moment.STREAMING, fault): FailureRow(_STREAM, "stall") for fault in Fault},
     (Leg.DECODE, Moment.STREAMING, Fault.CLIENT_ERROR): FailureRow((Step.ERROR_EVENT,), "stall"),
     **{(Leg.DELIVERY, Moment.OPENING, fault): FailureRow((Step.IN_TURN,), "delivery") for fault in Fault},
@@ -176,6 +189,7 @@ LEG_BLAME = {
     Fault.HEADERS_TIMEOUT: Blame.YES,
     Fault.STALL: Blame.YES,
     Fault.CLIENT_ERROR: Blame.NO,
+    Fault.NO_ROUTE: Blame.NO,
     Fault.BUSY: Blame.NO,
     Fault.SERVER_ERROR: Blame.IF_ANOTHER_SERVED,
     Fault.INVALID_BODY: Blame.YES,
@@ -210,6 +224,19 @@ def blame(leg: Leg, fault: Fault) -> Blame:
     return LEG_BLAME[fault]
 
 
+NOT_RESUMABLE: Mapping[NotContinuableReason, str] = {
+    NotContinuableReason.BEAM_SEARCH: "beam search: no output is final before the last one",
+    NotContinuableReason.PROMPT_LOGPROBS: (
+        "`prompt_logprobs`, and `echo` with log-probabilities: they belong to the first output, which is not made again"
+    ),
+    NotContinuableReason.SERVER_TOOLS: (
+        "a stream of /v1/responses with tools that run on the node: what they did there is done"
+    ),
+    NotContinuableReason.JOURNAL_SIZE: "the stream's journal grew beyond 4 MiB: about 200,000 tokens",
+    NotContinuableReason.JOURNAL_BROKEN: "the node's journal does not tell the number of its events: a bug of the node",
+}
+"""Why a stream of a node that writes journals is ended with an error event if it breaks off."""
+
 NOT_CONTINUABLE: Mapping[NotContinuableReason, str] = {
     NotContinuableReason.MESSAGES: "a stream of /v1/messages: it carries no token ids",
     NotContinuableReason.RESPONSES: "a stream of /v1/responses: it carries no token ids",
@@ -233,7 +260,7 @@ NOT_CONTINUABLE: Mapping[NotContinuableReason, str] = {
         "sampling: the other node said something else than what the client has of a word or stop string"
     ),
 }
-"""Why a stream that broke off is ended with an error event: the words of `pdproxy_continuable_total`, explained."""
+"""Why a stream that broke off without a journal is ended with an error event."""
 
 
 def document() -> str:
@@ -247,8 +274,9 @@ def document() -> str:
         lines.append(f"| {leg} | {moment} | {fault} | {steps} | {blame(leg, fault)} | `{row.deadline}` |")
     lines += [_PROBES, "| fault | counts against the node |", "|---|---|"]
     lines += [f"| {fault} | {counts} |" for fault, counts in PROBE_BLAME.items()]
-    lines += [_EXCEPTIONS, "| reason | what it is |", "|---|---|"]
-    lines += [f"| {reason} | {meaning} |" for reason, meaning in NOT_CONTINUABLE.items()]
+    for introduction, reasons in ((_NEVER, NOT_RESUMABLE), (_WITHOUT_JOURNAL, NOT_CONTINUABLE)):
+        lines += [introduction, "| reason | what it is |", "|---|---|"]
+        lines += [f"| {reason} | {meaning} |" for reason, meaning in reasons.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -258,6 +286,7 @@ _STEPS = {
     Step.SAME_TICKET: "another decode node, same ticket",
     Step.IN_TURN: "the same decode node, the ticket with the request",
     Step.PREFILL_AGAIN: "another decode node, after a new prefill",
+    Step.AT_ENDPOINT: "the same decode node, at the endpoint itself",
     Step.MIGRATE: "migrate the stream",
     Step.OTHER_NODE: "another node",
     Step.SAME_NODE: "the same node again",
@@ -277,7 +306,9 @@ The first step that is still possible is taken:
 - *same ticket*: while `retries` are left and the ticket is younger than `ticket_life`. No prefill runs again.
 - *after a new prefill*: while `retries` are left.
 - *the ticket with the request*: always.
-- *migrate*: while `migrations` are left and the stream can be continued exactly.
+- *migrate*: while `migrations` are left and the stream can go on exactly. Where it is resumed by its journal, the new
+  leg has the rows of the moment *resuming*.
+- *at the endpoint itself*: always; the stream then has no journal.
 - A node that could not be reached at all uses no retry up: where `retries` is not 0, every node is tried.
 - A step that finds no node left gives way to the last one of its row.
 
@@ -314,13 +345,36 @@ _PROBES = """
 that has requests and makes no step for a minute is a `stall`.
 """
 
-_EXCEPTIONS = """
-# Which streams cannot be continued
+_NEVER = """
+# Which streams go on
 
-Everything else goes on at another node, token by token: completions by token ids, chat by the ids of its prompt.
+A stream whose decode node fails or leaves goes on at another one in one of three ways, each exact:
+- *resumed*, by its journal: where both nodes have our connector's endpoint plugin and can resume (the label `resume` of
+  their `pdproxy_connector_info` is true). The other node gets the client's request and the journal, and sends what
+  follows. This holds for all endpoints and all shapes but those below.
+- *restarted*: nothing that was generated has reached the client, so that any node can be asked anew.
+- *continued*, by token ids: where the stream has no journal. Only completions and chat, and of these only the shapes
+  that are not in the second table.
+
+A stream has a journal where its node can resume and `migrations` is not 0, and where another such node takes requests
+when it begins, or its shape could not go on in any other way. One that has a journal is not continued by token ids:
+where no node is left that can resume, it ends with an error event.
+
+A stream that breaks when all was said (the finish reason is out; of messages, the reason to stop) is ended by the
+proxy, as the node would have, whatever it is; where usage is still to come, it is resumed for that if it can be, and
+ends without it if not.
+
+`pdproxy_continuable_total` counts requests by the words of both tables.
+
+## Streams that cannot be resumed
+
 These end with an error event once generated text has reached the client; before that, they too are asked anew.
-`pdproxy_continuable_total` counts requests by these words. A stream that breaks when all was said (the finish reason is
-out; of messages, the reason to stop) is ended by the proxy, as the node would have, whatever it is.
+"""
+
+_WITHOUT_JOURNAL = """
+## Streams that cannot be continued without a journal
+
+On nodes that cannot resume. These too end with an error event once generated text has reached the client.
 """
 
 

@@ -118,6 +118,19 @@ class NotContinuableReason(enum.StrEnum):
     TOKEN_DETAILS = "token_details"
     NO_TOKEN_IDS = "no_token_ids"
     DIVERGED = "diverged"
+    SERVER_TOOLS = "server_tools"
+    JOURNAL_SIZE = "journal_size"
+    JOURNAL_BROKEN = "journal_broken"
+
+
+class StreamRoute(enum.StrEnum):
+    """Where a decode leg is sent."""
+
+    ENDPOINT = "endpoint"
+    """To the endpoint that the client asked for."""
+    JOURNALED = "journaled"
+    """To the route of our connector's endpoint plugin, which runs the same endpoint and sends a journal beside the
+    events of a stream: from it another such node resumes the stream."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,7 +141,8 @@ class Shape:
         choices: ``n``, at least 1: how many answers there are, so how many readers a hand-over has.
         stream: whether the answer comes as server-sent events.
         local: why it cannot be disaggregated, None where it can.
-        not_continuable: why a broken stream cannot be continued on another node, None where it can.
+        not_continuable: why a broken stream cannot be continued on another node by its token ids, None where it can.
+        not_resumable: why it cannot be resumed by its journal either, None where it can.
         asked: which of our additions the client asked for itself, so that they stay in the answer.
         held_back: characters that vLLM holds back for stop strings (the longest one's length less one).
         greedy: temperature 0: computing the same tokens again gives the same tokens.
@@ -139,6 +153,7 @@ class Shape:
     stream: bool
     local: LocalReason | None = None
     not_continuable: NotContinuableReason | None = None
+    not_resumable: NotContinuableReason | None = None
     asked: frozenset[Addition] = frozenset()
     held_back: int = 0
     greedy: bool = False
@@ -154,6 +169,20 @@ class Shape:
         """What the decode leg asks for beyond what the client asked for."""
         wanted = frozenset({Addition.TOKEN_IDS}) if self.stream and self.continuable else frozenset()
         return wanted - self.asked
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LegForm:
+    """How a decode leg asks for its answer.
+
+    Attributes:
+        additions: fields that the proxy adds.
+        records: of a stream's journal so far, JSON values joined by commas; empty for a leg that resumes nothing.
+    """
+
+    route: StreamRoute = StreamRoute.ENDPOINT
+    additions: frozenset[Addition] = frozenset()
+    records: bytes = b""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True)

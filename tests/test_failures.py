@@ -10,6 +10,7 @@ from pdproxy.failures import (
     FAILURE_TABLE,
     LEG_BLAME,
     NOT_CONTINUABLE,
+    NOT_RESUMABLE,
     PROBE_BLAME,
     Blame,
     Moment,
@@ -25,15 +26,15 @@ from pdproxy.observe.labels import Leg
 from pdproxy.request import NotContinuableReason
 from pdproxy.settings.types import OnPrefillFailure
 
-FINAL_STEPS = {Step.ANSWER, Step.FAIL, Step.ERROR_EVENT, Step.LEASE_END, Step.IN_TURN}
+FINAL_STEPS = {Step.ANSWER, Step.FAIL, Step.ERROR_EVENT, Step.LEASE_END, Step.IN_TURN, Step.AT_ENDPOINT}
 
 NOTHING = RetryOptions(OnPrefillFailure.FAIL, retries=0, ticket_works=False, migrations=0, continuable=False)
 
 
 def test_every_fault_has_its_row() -> None:
     opening = itertools.product(Leg, (Moment.OPENING,), Fault)
-    streaming = itertools.product((Leg.DECODE,), (Moment.STREAMING,), Fault)
-    assert set(FAILURE_TABLE) == {*opening, *streaming}
+    others = itertools.product((Leg.DECODE,), (Moment.STREAMING, Moment.RESUMING), Fault)
+    assert set(FAILURE_TABLE) == {*opening, *others}
 
 
 def test_only_the_last_step_of_a_row_is_final() -> None:
@@ -58,6 +59,7 @@ def test_without_any_chance_the_last_step_is_left(key: tuple[Leg, Moment, Fault]
         (Leg.DECODE, Fault.RESET, RetryOptions(OnPrefillFailure.RETRY, 1, True, 0, False), Step.SAME_TICKET),
         (Leg.DECODE, Fault.RESET, RetryOptions(OnPrefillFailure.RETRY, 1, False, 0, False), Step.PREFILL_AGAIN),
         (Leg.DECODE, Fault.BUSY, RetryOptions(OnPrefillFailure.RETRY, 0, True, 0, False), Step.ANSWER),
+        (Leg.DECODE, Fault.NO_ROUTE, RetryOptions(OnPrefillFailure.RETRY, 0), Step.AT_ENDPOINT),
         (Leg.FORWARD, Fault.REFUSED, RetryOptions(OnPrefillFailure.RETRY, 1), Step.OTHER_NODE),
         (Leg.FORWARD, Fault.REFUSED, RetryOptions(OnPrefillFailure.RETRY, 0), Step.FAIL),
         (Leg.FORWARD, Fault.RESET, RetryOptions(OnPrefillFailure.RETRY, 1), Step.FAIL),
@@ -78,6 +80,12 @@ def test_a_stream_moves_only_while_it_may_and_can(moves: int, continuable: bool)
     assert decide(Leg.DECODE, Moment.STREAMING, Fault.RESET, able) is Step.MIGRATE
 
 
+@pytest.mark.parametrize("fault", Fault)
+def test_a_node_that_does_not_resume_a_stream_gives_way_to_another(fault: Fault) -> None:
+    for retries, step in ((1, Step.PREFILL_AGAIN), (0, Step.ERROR_EVENT)):
+        assert decide(Leg.DECODE, Moment.RESUMING, fault, RetryOptions(OnPrefillFailure.RETRY, retries)) is step
+
+
 def test_for_every_fault_it_is_known_whether_it_counts_against_a_node() -> None:
     assert set(LEG_BLAME) == set(PROBE_BLAME) == set(Fault)
     assert Blame.IF_SILENT not in LEG_BLAME.values()
@@ -87,7 +95,7 @@ def test_for_every_fault_it_is_known_whether_it_counts_against_a_node() -> None:
 
 
 def test_every_reason_against_continuing_is_documented() -> None:
-    assert set(NOT_CONTINUABLE) == set(NotContinuableReason)
+    assert NOT_CONTINUABLE.keys() | NOT_RESUMABLE.keys() == set(NotContinuableReason)
     assert set(OUTPUT_RULES.values()) < set(NOT_CONTINUABLE)
 
 

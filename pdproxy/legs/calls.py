@@ -6,9 +6,9 @@ import json
 import secrets
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.legs.rewrite import delivery_body, release_body
+from pdproxy.legs.rewrite import delivery_body, release_body, resume_body
 from pdproxy.nodes.node import Node
-from pdproxy.request import Endpoint, Headers, Json, header
+from pdproxy.request import Endpoint, Headers, Json, LegForm, StreamRoute, header
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transport, read_to_end
 from pdproxy.usage import read_usage
 
@@ -19,7 +19,10 @@ ANSWER_BYTES = 256 * 1024 * 1024
 KEPT_HEADERS = ("retry-after", "content-type", "www-authenticate")
 EVENT_STREAM = "text/event-stream"
 TICKETS_PATH = "/v1/pdproxy/tickets"
+STREAMS_PATH = "/v1/pdproxy/streams"
+"""Before the path of an endpoint: the same endpoint, its streams with a journal."""
 _ACCEPTED = 202
+_UNKNOWN = (404, 405)
 
 NOTHING_HELD = frozenset({Fault.REFUSED, Fault.BUSY, Fault.CLIENT_ERROR, Fault.NO_TICKET})
 """Faults of a prefill leg after which its node holds nothing for it: there is nothing to release."""
@@ -69,14 +72,29 @@ def read_prefill(answer: Json) -> PrefillAnswer:
 
 
 async def decode(
-    transport: Transport, node: Node, endpoint: Endpoint, body: Json, headers: Headers, timeouts: Timeouts
+    transport: Transport,
+    node: Node,
+    endpoint: Endpoint,
+    body: Json,
+    headers: Headers,
+    timeouts: Timeouts,
+    form: LegForm = LegForm(),  # noqa: B008 - frozen
 ) -> HttpResponse:
     """Start the decode leg; ``body`` is from `rewrite.decode_body`. The caller must close the response.
 
     Raises:
         NodeFault: any fault up to the head; INVALID_BODY where a stream was asked for and something else came.
     """
-    response = await raise_for_status(await _post(transport, node, endpoint, body, headers, timeouts))
+    raw = outgoing_body(body)
+    if form.records:
+        raw = resume_body(raw, form.records)
+    path = f"{STREAMS_PATH}{endpoint}" if form.route is StreamRoute.JOURNALED else endpoint
+    try:
+        response = await raise_for_status(await _post_raw(transport, node, path, raw, headers, timeouts))
+    except NodeFault as fault:
+        if form.route is StreamRoute.JOURNALED and fault.status in _UNKNOWN:
+            raise NodeFault(Fault.NO_ROUTE, f"status {fault.status} from {path}", status=fault.status) from fault
+        raise
     kind = header(response.headers, "content-type") or ""
     if bool(body.get("stream")) == kind.startswith(EVENT_STREAM):
         return response
@@ -129,10 +147,16 @@ async def release(
 async def _post(
     transport: Transport, node: Node, path: str, body: Json, headers: Headers, timeouts: Timeouts
 ) -> HttpResponse:
+    return await _post_raw(transport, node, path, outgoing_body(body), headers, timeouts)
+
+
+async def _post_raw(
+    transport: Transport, node: Node, path: str, body: bytes, headers: Headers, timeouts: Timeouts
+) -> HttpResponse:
     own = ("content-type", "accept", "accept-encoding")
     kept = tuple((name, value) for name, value in headers if name not in own)
     leg_headers = (*kept, ("content-type", "application/json"), ("accept-encoding", "identity"))
-    return await transport.send(HttpRequest("POST", node.url + path, leg_headers, outgoing_body(body)), timeouts)
+    return await transport.send(HttpRequest("POST", node.url + path, leg_headers, body), timeouts)
 
 
 def outgoing_body(body: object) -> bytes:

@@ -87,6 +87,14 @@ def decode_body(
     return leg
 
 
+def resume_body(body: bytes, records: bytes) -> bytes:
+    """The bytes of a decode leg that resumes a stream: those of the same leg from the start, and the journal so far.
+
+    ``body`` is a JSON object that is not empty; ``records`` are JSON values joined by commas.
+    """
+    return body.removesuffix(b"}") + b',"pdproxy_resume":{"records":[' + records + b"]}}"
+
+
 def waiting(wait_id: str, seconds: float) -> dict[str, object]:
     """In the place of a ticket for `decode_body`: the node waits for the ticket, to be delivered under this id.
 

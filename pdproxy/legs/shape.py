@@ -42,6 +42,7 @@ def shape(endpoint: Endpoint, body: Json) -> Shape:
         stream=body.get("stream") is True,
         local=_local(endpoint, body, most),
         not_continuable=_not_continuable(endpoint, body),
+        not_resumable=_not_resumable(endpoint, body),
         asked=_asked(body),
         held_back=0 if body.get("include_stop_str_in_output") is True else held,
         greedy=body.get("temperature") == 0 and not isinstance(body.get("temperature"), bool),
@@ -129,10 +130,15 @@ def _open_truncation(body: Json) -> bool:
 
 
 def _local_response(body: Json) -> LocalReason | None:
-    tools = body.get("tools")
-    if isinstance(tools, list) and any(isinstance(t, dict) and t.get("type") != CLIENT_TOOLS for t in tools):
+    if _server_tools(body):
         return LocalReason.SERVER_TOOLS
     return LocalReason.STORED_PROMPT if body.get("prompt") is not None else None
+
+
+def _server_tools(body: Json) -> bool:
+    """Whether a response may use tools that run on the node."""
+    tools = body.get("tools")
+    return isinstance(tools, list) and any(isinstance(t, dict) and t.get("type") != CLIENT_TOOLS for t in tools)
 
 
 def _local_prompt(body: Json) -> LocalReason | None:
@@ -145,7 +151,7 @@ def _local_prompt(body: Json) -> LocalReason | None:
 
 
 def _not_continuable(endpoint: Endpoint, body: Json) -> NotContinuableReason | None:
-    """Why a broken stream cannot be continued on another node."""
+    """Why a broken stream cannot be continued on another node by the ids of its tokens."""
     if endpoint in (Endpoint.MESSAGES, Endpoint.RESPONSES):
         return NotContinuableReason[endpoint.name]
     if body.get("n") not in (None, 1):
@@ -154,6 +160,17 @@ def _not_continuable(endpoint: Endpoint, body: Json) -> NotContinuableReason | N
         return NotContinuableReason.PENALTIES
     rule = next((reason for key, reason in OUTPUT_RULES.items() if _is_set(body.get(key))), None)
     return rule or _format(body) or (_chat(body) if endpoint is Endpoint.CHAT else None)
+
+
+def _not_resumable(endpoint: Endpoint, body: Json) -> NotContinuableReason | None:
+    """Why a broken stream cannot be resumed by its journal, which tells what was generated for the prompt, in order."""
+    if body.get("use_beam_search") is True:
+        return NotContinuableReason.BEAM_SEARCH
+    if body.get("prompt_logprobs") is not None or (body.get("echo") is True and _scores_prompt(endpoint, body)):
+        return NotContinuableReason.PROMPT_LOGPROBS
+    if endpoint is Endpoint.RESPONSES and _server_tools(body):
+        return NotContinuableReason.SERVER_TOOLS
+    return None
 
 
 def _is_set(value: object) -> bool:

@@ -87,6 +87,7 @@ class NodeInfo:
             max_model_len=self.models.max_model_len or 0,
             prefix_match_unit=int(unit) if unit.isdecimal() else 0,
             can_wait=self.labels.get("rendezvous") == "true",
+            can_resume=self.labels.get("resume") == "true",
             hashing=self.hashing,
             cache=self.cache,
         )

@@ -79,6 +79,17 @@ class Attempt(enum.StrEnum):
     FAILED = "failed"
 
 
+class Move(enum.StrEnum):
+    """How a stream went on at another decode node."""
+
+    RESUMED = "resumed"
+    """From its journal: the same request, and what was generated for it."""
+    CONTINUED = "continued"
+    """From its token ids: they became a part of the prompt."""
+    RESTARTED = "restarted"
+    """From the start: nothing generated had reached the client."""
+
+
 class Delivery(enum.StrEnum):
     """What came of a decode leg that went out before its ticket."""
 

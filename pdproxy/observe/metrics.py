@@ -14,6 +14,7 @@ from pdproxy.observe.labels import (
     Attempt,
     Delivery,
     Leg,
+    Move,
     Outcome,
     Phase,
     Prediction,
@@ -61,6 +62,13 @@ class Metrics:
             "pdproxy_hit_predictions_total", "Of the same prompts, whether the plan was right.", ["role", "outcome"]
         )
         self._migrations = counter("pdproxy_migrations_total", "Streams that had to continue elsewhere.", ["outcome"])
+        self._stalls = Histogram(
+            "pdproxy_stream_stall_seconds",
+            "Time without bytes for the client while a stream moved to another node.",
+            ["move"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
         self._continuable = counter(
             "pdproxy_continuable_total",
             "Requests that another node could continue, or not, and why.",
@@ -114,6 +122,8 @@ class Metrics:
         ):  # fmt: skip
             for word in words:
                 counter.labels(word)
+        for move in Move:
+            self._stalls.labels(move)
         for role, affinity in itertools.product(("prefill", "decode"), Affinity):
             self._sessions.labels(role, affinity)
         for role, hits in itertools.product(("prefill", "decode"), (self._planned_hits, self._real_hits)):
@@ -158,6 +168,10 @@ class Metrics:
     def migrated(self, outcome: Attempt) -> None:
         """Count the attempt to continue a stream on another node."""
         self._migrations.labels(outcome).inc()
+
+    def stalled(self, move: Move, seconds: float) -> None:
+        """Record that a stream went on at another node, and the time that it stood still."""
+        self._stalls.labels(move).observe(seconds)
 
     def continuable(self, reason: enum.StrEnum | None) -> None:
         """Count whether a stream could be continued on another node, or the reason why not."""

@@ -1,14 +1,15 @@
 """What is recorded of a request at its end: its outcome, its log line, its usage."""
 
 import asyncio
+import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from pdproxy.errors import ClientError
 from pdproxy.observe.labels import Outcome, Phase, Tokens
 from pdproxy.orchestration.client_errors import REJECTED, UpstreamErrorResponse
 from pdproxy.orchestration.context import OrchestrationContext
-from pdproxy.orchestration.in_flight import Route, Timeline
+from pdproxy.orchestration.in_flight import Route, StreamMove, Timeline
 from pdproxy.orchestration.resources import BackgroundTasks, HandOver
 from pdproxy.request import ClientRequest, SubRequest
 from pdproxy.usage import Usage
@@ -44,7 +45,17 @@ class RequestLog:
         facts |= {f"{role}_session": affinity.value for role, affinity in timeline.affinities.items()}
         if timeline.decision is not None:
             facts |= timeline.decision.facts()
+        facts |= move_facts(timeline.moves)
         request_ended(_LOG, outcome, request.request_id, timeline.took, facts)
+
+
+def move_facts(moves: Sequence[StreamMove]) -> dict[str, str | int | float]:
+    """Of a stream that went on at other nodes: how often, how, and its longest stall; empty for any other."""
+    if not moves:
+        return {}
+    ways = "+".join(dict.fromkeys(each.move.value for each in moves))
+    stall = max(each.stall for each in moves)
+    return {"moves": len(moves), "moved": ways, "stall_ms": round(stall * 1000, 1)}
 
 
 def request_ended(
@@ -92,6 +103,13 @@ def status_outcome(status: int) -> Outcome:
     return Outcome.CLIENT_ERROR if status < 500 and status != 429 else Outcome.FAILED
 
 
+def record_tokens(context: OrchestrationContext, usage: Usage) -> None:
+    """Put the tokens of a leg's usage on the metrics."""
+    context.metrics.tokens(Tokens.PROMPT, usage.prompt or 0)
+    context.metrics.tokens(Tokens.COMPLETION, usage.completion or 0)
+    context.metrics.tokens(Tokens.CACHED, usage.cached or 0)
+
+
 def record_usage(
     context: OrchestrationContext,
     background_tasks: BackgroundTasks,
@@ -108,9 +126,7 @@ def record_usage(
         recomputed = usage.recomputed(hand_over.node.tail_tokens)
         route = Route.RECOMPUTED if recomputed else Route.DISAGGREGATED
         cached = usage.cached if recomputed else hand_over.answer.cached_tokens
-    context.metrics.tokens(Tokens.PROMPT, usage.prompt or 0)
-    context.metrics.tokens(Tokens.COMPLETION, usage.completion or 0)
-    context.metrics.tokens(Tokens.CACHED, cached or 0)
+    record_tokens(context, dataclasses.replace(usage, cached=cached))
     if usage.completion:
         length = usage.completion / sub_request.shape.choices
         context.in_flight.output_lengths.seen(sub_request.request.model, length)

@@ -2,7 +2,6 @@
 
 import json
 
-from pdproxy.clock import Clock
 from pdproxy.errors import ClientError, Fault, NodeFault, PdproxyError
 from pdproxy.failures import FAILURE_TABLE, Moment, Step
 from pdproxy.observe.labels import Leg, Rejection
@@ -142,24 +141,10 @@ _FAULT_MESSAGES = {
     Fault.HEADERS_TIMEOUT: "The {role} node did not answer in time.",
     Fault.STALL: "The {role} node stopped in the middle of its answer.",
     Fault.CLIENT_ERROR: "The {role} node refused the request.",
+    Fault.NO_ROUTE: "The {role} node does not know how to resume a stream.",
     Fault.BUSY: "All {role} nodes are busy.",
     Fault.SERVER_ERROR: "The {role} node failed.",
     Fault.INVALID_BODY: "The {role} node's answer could not be understood.",
     Fault.NO_TICKET: "The prefill node did not hand its work over.",
     Fault.ERROR_EVENT: "The {role} node failed in the middle of its answer.",
 }
-
-
-EARLY = 0.01
-"""Seconds that a timer may fire before its time: event loops count in milliseconds."""
-
-
-def deadline_passed(clock: Clock, deadline: float) -> bool:
-    return clock.now() >= deadline - EARLY
-
-
-def remaining_seconds(clock: Clock, deadline: float) -> float:
-    """Seconds that are left; raises the `ClientError` 504 where none are."""
-    if deadline_passed(clock, deadline):
-        raise deadline_error()
-    return deadline - clock.now()

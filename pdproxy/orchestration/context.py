@@ -9,6 +9,7 @@ from pdproxy.clock import Clock
 from pdproxy.legs.calls import new_hand_over_id
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
+from pdproxy.orchestration.client_errors import deadline_error
 from pdproxy.orchestration.in_flight import InFlightRequests
 from pdproxy.orchestration.prefix_source import PrefixSource
 from pdproxy.orchestration.request_queue import QueueLimits, RequestQueue
@@ -88,6 +89,21 @@ class OrchestrationConfig:
 
 def _within(seconds: float, connect: float, headers: float, stall: float) -> Timeouts:
     return Timeouts(min(connect, seconds), min(headers, seconds), min(stall, seconds), whole=seconds)
+
+
+EARLY = 0.01
+"""Seconds that a timer may fire before its time: event loops count in milliseconds."""
+
+
+def deadline_passed(clock: Clock, deadline: float) -> bool:
+    return clock.now() >= deadline - EARLY
+
+
+def remaining_seconds(clock: Clock, deadline: float) -> float:
+    """Seconds that are left; raises the `ClientError` 504 where none are."""
+    if deadline_passed(clock, deadline):
+        raise deadline_error()
+    return deadline - clock.now()
 
 
 MOST_WAITING = 256

@@ -84,15 +84,17 @@ class DecodeStream:
         self._pending_error: NodeFault | NotContinuable | None = None
         self.has_data_event = False
         """A data event came."""
+        self.has_begun = False
+        """The node has shown that it generates: a data event came, or a record of the journal."""
         self.ended = False
         """The body ended, and the stream with it."""
         self.usage: Usage | None = None
         """The last usage that the leg reported."""
 
     async def read_first(self) -> bytes:
-        """Everything up to and with the first data event; raises as `read_next`."""
+        """Everything up to and with the first data event, or record of a journal; raises as `read_next`."""
         pieces = []
-        while not (self.has_data_event or self.ended):
+        while not (self.has_begun or self.ended):
             pieces.append(await self.read_next())
         return b"".join(pieces)
 
@@ -113,14 +115,15 @@ class DecodeStream:
             piece = None  # cut after its end: nothing is missing
         if piece is not None:
             return self._client_bytes(piece)
+        self._check_rest()
         if not self._transcript.ended:
             raise NodeFault(Fault.RESET, "the body ended before the stream did")
         self.ended = True
         return b""
 
     async def pipe_to(self, sink: Sink) -> None:
-        """Write what the client sees of each piece, until one needs `read_next`: an error, or the end."""
-        if self.has_data_event and self._pending_error is None and not self.ended:
+        """Write what the client sees of each piece, maybe nothing, until one needs `read_next`: error or end."""
+        if self.has_begun and self._pending_error is None and not self.ended:
             await self._response.pipe_to(functools.partial(self._write_piece, sink))
 
     def _write_piece(self, sink: Sink, piece: bytes) -> bool:
@@ -129,7 +132,10 @@ class DecodeStream:
         except NodeFault as fault:
             self._pending_error = fault
             return False
-        return (not seen or sink(seen)) and self._pending_error is None
+        return sink(seen) and self._pending_error is None
+
+    def _check_rest(self) -> None:
+        """Raise the error that the node may have reported in what was not passed on, at the end of the body."""
 
     def flush(self) -> bytes:
         """What was held back for a usage event that did not come."""
@@ -168,7 +174,7 @@ class DecodeStream:
             if not self._transcript.ended:  # else nothing is missing
                 self._pending_error = error
             return b""
-        self.has_data_event = True
+        self.has_data_event = self.has_begun = True
         return seen if self._usage_filter is None else self._usage_filter.feed(event.data, seen)
 
     def _check(self, data: bytes) -> None:

@@ -8,8 +8,8 @@ from pdproxy.failures import Blame, Moment, Step, blame
 from pdproxy.legs.calls import ANSWER_BYTES
 from pdproxy.nodes.node import Node, Role
 from pdproxy.observe.labels import Leg
-from pdproxy.orchestration.client_errors import final_error, remaining_seconds, unknown_model_error
-from pdproxy.orchestration.context import OrchestrationContext
+from pdproxy.orchestration.client_errors import final_error, unknown_model_error
+from pdproxy.orchestration.context import OrchestrationContext, remaining_seconds
 from pdproxy.orchestration.node_picker import RetryState
 from pdproxy.orchestration.request_queue import Admission, Asked
 from pdproxy.planning.plan import choose

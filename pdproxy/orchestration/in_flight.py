@@ -9,7 +9,7 @@ from pdproxy.clock import Clock
 from pdproxy.errors import Fault
 from pdproxy.failures import Step
 from pdproxy.nodes.node import Role
-from pdproxy.observe.labels import Affinity, Leg, Outcome, Phase, Prediction, RouteReason
+from pdproxy.observe.labels import Affinity, Leg, Move, Outcome, Phase, Prediction, RouteReason
 from pdproxy.observe.metrics import Metrics
 from pdproxy.planning.plan_types import Decision
 from pdproxy.request import ClientRequest
@@ -27,6 +27,15 @@ MOST_MODELS = 256
 _AFTER_FIRST_BYTE = frozenset({Phase.DECODE, Phase.TOTAL})
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamMove:
+    """A stream went on at another node; ``stall``: seconds between its last bytes from the one and its first from the
+    other, as they were passed on to the client."""
+
+    move: Move
+    stall: float
+
+
 class Timeline:
     """The phases of one request, one after the other, from the plan on; one that is entered again adds to its time.
 
@@ -38,9 +47,12 @@ class Timeline:
         nodes: name of the node that works in a phase, where one does.
         affinities: whether the nodes of the last plan are its session's own, by role; of policies that know sessions.
         decision: of the last plan, where the policy goes by what is cached.
+        moves: of the request's stream; those of all its prompts.
     """
 
-    __slots__ = ("_clock", "_entered", "_metrics", "affinities", "began", "decision", "nodes", "now", "start", "took")
+    __slots__ = (
+        "_clock", "_entered", "_metrics", "affinities", "began", "decision", "moves", "nodes", "now", "start", "took",
+    )  # fmt: skip
 
     def __init__(self, clock: Clock, metrics: Metrics, arrived: float) -> None:
         self._clock = clock
@@ -52,6 +64,7 @@ class Timeline:
         self.nodes: dict[Phase, str] = {}
         self.affinities: dict[Role, Affinity] = {}
         self.decision: Decision | None = None
+        self.moves: list[StreamMove] = []
 
     def enter(self, phase: Phase, node: str = "") -> None:
         """The next phase begins."""
@@ -71,6 +84,11 @@ class Timeline:
         for phase, seconds in self.took.items():
             if phase is not Phase.DECODE:
                 self._metrics.phase_took(phase, seconds)
+
+    def moved(self, move: Move, stall: float) -> None:
+        """A stream went on at another node, after so many seconds without bytes for the client."""
+        self.moves.append(StreamMove(move, stall))
+        self._metrics.stalled(move, stall)
 
     def end(self) -> None:
         """The request has ended; put the phases on the metrics that `first_byte` could not know."""

@@ -15,10 +15,10 @@ from pdproxy.nodes.capacity import Footprint
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import NO_LOAD, LegLoad
-from pdproxy.observe.labels import Affinity, Leg, Phase
+from pdproxy.observe.labels import Affinity, Leg, Move, Phase
 from pdproxy.orchestration.cache_route import CacheRoute
-from pdproxy.orchestration.client_errors import deadline_passed, final_error, no_node_error, unknown_model_error
-from pdproxy.orchestration.context import OrchestrationContext
+from pdproxy.orchestration.client_errors import final_error, no_node_error, unknown_model_error
+from pdproxy.orchestration.context import OrchestrationContext, deadline_passed
 from pdproxy.orchestration.in_flight import LegFailure, Timeline
 from pdproxy.orchestration.request_queue import Admission, Asked
 from pdproxy.orchestration.resources import HandOver
@@ -59,10 +59,14 @@ class FaultReporter:
 
 
 class RetryState:
-    """The retries that are left to a request, each leg with its own, until it gets an answer."""
+    """The retries that are left to a request, each leg with its own, until it gets an answer.
 
-    def __init__(self, context: OrchestrationContext) -> None:
+    ``decode_moment``: whether its decode legs begin an answer or resume one.
+    """
+
+    def __init__(self, context: OrchestrationContext, decode_moment: Moment = Moment.OPENING) -> None:
         self._context = context
+        self._decode_moment = decode_moment
         self._left = dict.fromkeys((Leg.PREFILL, Leg.DECODE, Leg.DELIVERY, Leg.FORWARD), context.config.retries)
         self._last: tuple[Leg, NodeFault] | None = None
 
@@ -70,7 +74,8 @@ class RetryState:
         """The next step after a failed leg, by the failure table."""
         self._last = (leg, fault)
         options = RetryOptions(self._context.config.on_prefill_failure, self._left[leg], ticket_works=ticket_works)
-        step = decide(leg, Moment.OPENING, fault.fault, options)
+        moment = self._decode_moment if leg is Leg.DECODE else Moment.OPENING
+        step = decide(leg, moment, fault.fault, options)
         self._left[leg] -= fault.fault not in NO_RETRY_USED
         self._context.metrics.step_taken(leg, fault.fault, step)
         return step
@@ -93,6 +98,7 @@ class NodePicker:
     Attributes:
         prompt_tokens: about how many the prompt has.
         admission: its way through the queue; to be ended.
+        no_route: names of nodes that turned out not to know the route of streams that can be resumed.
     """
 
     def __init__(self, context: OrchestrationContext, sub_request: SubRequest, timeline: Timeline) -> None:
@@ -102,6 +108,8 @@ class NodePicker:
         self._fault_reporter = FaultReporter(context.pool)
         self._retry_state = RetryState(context)
         self._local = sub_request.shape.local
+        self._resuming = False
+        self.no_route: frozenset[str] = frozenset()
         short = context.config.local_below_tokens > 0
         self._tokens = max_prompt_tokens(sub_request.endpoint, sub_request.body) if short else None
         self.prompt_tokens = tokens = estimated_prompt_tokens(sub_request.body)
@@ -233,16 +241,29 @@ class NodePicker:
     def reset(self) -> None:
         """Before a request, or its continuation, starts: nothing has failed, and all retries are left."""
         self._local = self._sub_request.shape.local
-        self._retry_state = RetryState(self._context)
+        self._retry_state = RetryState(self._context, Moment.RESUMING if self._resuming else Moment.OPENING)
 
-    def leave(self, name: str) -> None:
+    def leave(self, name: str, move: Move) -> None:
         """The stream leaves a node. Others that failed earlier may be tried again."""
         self._fault_reporter.excluded = frozenset({name})
+        self._resuming = move is Move.RESUMED
 
-    def other_than(self, name: str) -> bool:
-        """Whether another decode node could take over from this one now."""
+    def other_than(self, name: str, move: Move) -> bool:
+        """Whether another decode node could take a stream over from this one now, by such a move."""
         self._fault_reporter.excluded |= {name}
+        self._resuming = move is Move.RESUMED  # until it leaves, no plan is made for a leg of this stream
         return self.other_decode() is not None
+
+    def resumes(self, node: Node) -> bool:
+        """Whether a decode node can write a stream's journal, and resume one."""
+        return node.can_resume and node.name not in self.no_route
+
+    def resumes_elsewhere(self, name: str) -> bool:
+        """Whether another decode node than this one takes requests and `resumes`."""
+        snapshot = self._context.pool.snapshot()
+        decodes = snapshot.roster.served(self._sub_request.request.model).places.decodes
+        nodes = (snapshot.nodes[place].node for place in decodes)
+        return any(node.name != name and self.resumes(node) for node in nodes)
 
     def prefilled(self, node: Node, answer: PrefillAnswer) -> None:
         """A prefill leg went well."""
@@ -307,9 +328,16 @@ class NodePicker:
         needs = PlanInput(
             self._sub_request.request.model,
             self._local,
-            self._fault_reporter.excluded | full,
+            self._fault_reporter.excluded | full | self._unable(),
             partner=partner,
             prompt_tokens=self._tokens,
             session=self._sub_request.request.session,
         )
         return needs if self._cache_route is None else self._cache_route.informed(needs)
+
+    def _unable(self) -> frozenset[str]:
+        """Decode nodes that cannot resume, for a leg that does."""
+        if not self._resuming:
+            return frozenset()
+        nodes = (view.node for view in self._context.pool.snapshot().nodes)
+        return frozenset(node.name for node in nodes if node.role is Role.DECODE and not self.resumes(node))

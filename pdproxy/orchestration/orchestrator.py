@@ -18,7 +18,7 @@ from pdproxy.orchestration.in_flight import Timeline
 from pdproxy.orchestration.relay import Relay
 from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.orchestration.upstream import UpstreamRequest
-from pdproxy.request import ClientRequest, Endpoint, Headers, Json, SubRequest
+from pdproxy.request import ClientRequest, Endpoint, Headers, Json, LegForm, SubRequest
 from pdproxy.response import ProxyResponse
 from pdproxy.stream.chunks import rewrite_answer
 from pdproxy.transport.port import HttpResponse, read_to_end
@@ -103,6 +103,7 @@ class Orchestrator:
         upstreams = []
         for index, body in enumerate(bodies):
             timeline = Timeline(context.clock, context.metrics, request.arrived) if index else log.timeline
+            timeline.moves = log.timeline.moves
             own_name = f"{name}-{index}" if len(bodies) > 1 else name
             sub_request = SubRequest(request, body, shape(endpoint, body), own_name, index)
             upstreams.append(UpstreamRequest(context, self._background_tasks, sub_request, timeline))
@@ -122,7 +123,7 @@ async def _buffered_answer(upstream: UpstreamRequest) -> tuple[bytes, dict[str, 
     sub_request = upstream.sub_request
     try:
         raw, answer = await upstream.start(
-            sub_request.body, sub_request.shape.additions, functools.partial(_read, sub_request.endpoint)
+            sub_request.body, lambda _: LegForm(), functools.partial(_read, sub_request.endpoint)
         )
         usage = read_usage(answer.get("usage"))
         if usage is not None:

@@ -6,24 +6,25 @@ from collections.abc import Callable
 
 from pdproxy.errors import ClientError, NodeFault
 from pdproxy.failures import Moment, RetryOptions, Step, decide
-from pdproxy.legs.rewrite import continuation_body
 from pdproxy.nodes.pool import UnknownNode
-from pdproxy.observe.labels import Attempt, Leg, Outcome
+from pdproxy.observe.labels import Attempt, Leg, Move, Outcome
+from pdproxy.observe.tracing import note
+from pdproxy.orchestration.access_log import move_facts
 from pdproxy.orchestration.client_errors import (
     StreamError,
     UpstreamErrorResponse,
     deadline_error,
-    deadline_passed,
     stream_error_event,
 )
-from pdproxy.orchestration.context import OrchestrationContext
+from pdproxy.orchestration.context import OrchestrationContext, deadline_passed
+from pdproxy.orchestration.continuity import Continuity
 from pdproxy.orchestration.decode_stream import DecodeStream, UsageEventFilter
+from pdproxy.orchestration.journaled_stream import JournaledStream
 from pdproxy.orchestration.resources import node_down_fault
 from pdproxy.orchestration.upstream import UpstreamRequest
 from pdproxy.request import Addition, Endpoint, Json, SubRequest
 from pdproxy.response import ResponseStream, Sink
 from pdproxy.stream.choice_state import NotContinuable
-from pdproxy.stream.transcript import Transcript
 from pdproxy.transport.port import HttpResponse
 
 PROGRESS_SECONDS = 0.5
@@ -42,20 +43,25 @@ class Relay(ResponseStream):
         self._sub_request = upstream.sub_request
         self._on_finished = on_finished
         self._adds_usage = _adds_usage(upstream.sub_request)
-        self._transcript = Transcript(upstream.sub_request.endpoint, upstream.sub_request.shape)
+        usage = frozenset({Addition.USAGE}) if self._adds_usage else frozenset[Addition]()
+        self._continuity = Continuity(upstream.sub_request, context.config.migrations, upstream.nodes, usage)
+        self._transcript = self._continuity.transcript
         self._decode_stream: DecodeStream | None = None
         self._leaving = asyncio.Event()
         self._node_down = False
-        self._migrations_left = context.config.migrations
         self._done = False
         self._progress_at = 0.0
+        self._passed_on_at = 0.0
+        self._moved: Move | None = None
+        """The move after which the client has got nothing yet."""
         self.outcome: Outcome | None = None
         """How it ended, or would if it ended now; None before it has started."""
 
     async def start(self) -> None:
         """Wait for the first event; raises as `UpstreamRequest.start`."""
-        self._context.metrics.continuable(self._sub_request.shape.not_continuable)
         self._ready = await self._start_on_node(self._sub_request.body)
+        self._passed_on_at = self._context.clock.now()
+        self._context.metrics.continuable(self._continuity.obstacle(self._upstream.node))
         self.outcome = Outcome.CLIENT_GONE
 
     async def pipe_to(self, sink: Sink) -> None:
@@ -64,14 +70,15 @@ class Relay(ResponseStream):
             await self._decode_stream.pipe_to(functools.partial(self._write_piece, sink))
 
     def _write_piece(self, sink: Sink, piece: bytes) -> bool:
-        self._report_progress()
-        return sink(piece) and not self._leaving.is_set()
+        self._passed_on(piece)
+        return (not piece or sink(piece)) and not self._leaving.is_set()
 
     async def aclose(self) -> None:
         """End the legs, release what they hold. Idempotent."""
         if self.outcome is Outcome.CLIENT_GONE and self._transcript.ended and not self._ready:
             self._finish(Outcome.OK)  # many clients leave as soon as they have read the end
         self._done, self._ready = True, b""
+        self._record_move()
         self._record_usage()
         try:
             await self._upstream.aclose()
@@ -80,28 +87,31 @@ class Relay(ResponseStream):
                 self._on_finished(self.outcome)
 
     async def _start_on_node(self, body: Json) -> bytes:
-        additions = self._sub_request.shape.additions
-        if self._adds_usage:
-            additions |= {Addition.USAGE}
-        first_event = await self._upstream.start(body, additions, self._read_first_event)
+        first_event = await self._upstream.start(body, self._continuity.new_form, self._read_first_event)
         self._upstream.resources.slot.on_node_down(self._on_node_down)
         return first_event
 
     async def _read_first_event(self, response: HttpResponse) -> bytes:
         usage_filter = UsageEventFilter() if self._adds_usage else None
-        decode_stream = DecodeStream(response, self._transcript, self._note_ticket, usage_filter)
+        decode_stream = self._decode_stream_of(response, usage_filter)
         read_first = await decode_stream.read_first()
         self._decode_stream = decode_stream
         self._leaving = self._leaving_event()
         return read_first
 
+    def _decode_stream_of(self, response: HttpResponse, usage_filter: UsageEventFilter | None) -> DecodeStream:
+        journal = self._continuity.journal
+        if journal is None:
+            return DecodeStream(response, self._transcript, self._note_ticket, usage_filter)
+        return JournaledStream(response, self._transcript, self._note_ticket, usage_filter, journal)
+
     def _note_ticket(self) -> int | None:
-        """How many prompt tokens the node may compute with the leg's ticket; None where it has none. What its prefill
-        node had cached is what the client is to see."""
+        """How many prompt tokens the node may compute with the leg's ticket; None where it has none, or its usage does
+        not tell, since it resumes a stream. What its prefill node had cached is what the client is to see."""
         hand_over = self._upstream.hand_over
         if not self._transcript.started and hand_over is not None:
             self._transcript.cached_tokens = hand_over.answer.cached_tokens
-        return None if hand_over is None else hand_over.node.tail_tokens
+        return None if hand_over is None or self._upstream.resumed else hand_over.node.tail_tokens
 
     def _leaving_event(self) -> asyncio.Event:
         try:
@@ -120,28 +130,34 @@ class Relay(ResponseStream):
             return b""
         try:
             self._upstream.remaining_seconds()
-            if (
-                self._leaving.is_set()
-                and self._can_move()
-                and self._upstream.nodes.other_than(self._upstream.node_name)
-            ):
-                return await self._migrate()
+            if self._leaving.is_set() and (move := self._move_now()) is not None:
+                return await self._migrate(move)
             piece = await decode_stream.read_next()
         except NodeFault as fault:
             return await self._on_fault(decode_stream, node_down_fault() if self._node_down else fault)
         except (ClientError, NotContinuable) as error:
             return await self._fail(error)
-        self._report_progress()
+        self._passed_on(piece)
         return piece
 
     def _on_node_down(self) -> None:
         """Active health gave the node up: abort the leg, but only where the stream can be continued elsewhere."""
-        if not self._node_down and self._can_move() and self._upstream.nodes.other_than(self._upstream.node_name):
+        if not self._node_down and self._move_now() is not None:
             self._node_down = True
             self._upstream.resources.abort_decode_leg()
 
-    def _report_progress(self) -> None:
+    def _move_now(self) -> Move | None:
+        """How the stream would move if it left its node now; None where it cannot, need not, or has nowhere to go."""
+        name = self._upstream.node_name
+        move = None if self._continuity.complete else self._continuity.possible_move(name)
+        return None if move is None or not self._upstream.nodes.other_than(name, move) else move
+
+    def _passed_on(self, piece: bytes) -> None:
+        """Something came from the node, and this of it goes to the client."""
         now = self._context.clock.now()
+        if piece:
+            self._record_move()
+            self._passed_on_at = now
         if now >= self._progress_at + PROGRESS_SECONDS:
             self._progress_at = now
             self._upstream.resources.progress()
@@ -149,55 +165,49 @@ class Relay(ResponseStream):
     async def _on_fault(self, decode_stream: DecodeStream, fault: NodeFault) -> bytes:
         """The node failed in the middle of its answer."""
         self._upstream.nodes.record_fault(Leg.DECODE, self._upstream.node_name, fault)
-        if self._transcript.finished:
-            self._finish(Outcome.OK)
-            return decode_stream.flush() + self._transcript.ending()
+        move = self._continuity.possible_move(self._upstream.node_name)
+        if self._transcript.finished and (move is None or self._continuity.complete):
+            return decode_stream.flush() + self._end()
         if deadline_passed(self._context.clock, self._sub_request.request.deadline):
             return await self._fail(deadline_error())
         config = self._context.config
         options = RetryOptions(
-            config.on_prefill_failure, 0, migrations=self._migrations_left, continuable=self._continuable()
+            config.on_prefill_failure, 0, migrations=self._continuity.left, continuable=move is not None
         )
         step = decide(Leg.DECODE, Moment.STREAMING, fault.fault, options)
         self._context.metrics.step_taken(Leg.DECODE, fault.fault, step)
         self._upstream.nodes.record_step(Leg.DECODE, self._upstream.node_name, fault, step)
-        return await (self._migrate() if step is Step.MIGRATE else self._fail(fault))
+        return await (self._migrate(move) if step is Step.MIGRATE and move is not None else self._fail(fault))
 
-    async def _migrate(self) -> bytes:
-        """Continue on another node from what the client has."""
-        self._migrations_left -= 1
+    async def _migrate(self, move: Move) -> bytes:
+        """Go on at another node from what the client has."""
         self._node_down = False
+        self._record_move()
         self._record_usage()
         try:
-            body = self._remaining_body()
-            await self._upstream.leave_node()
+            body = self._continuity.begin(move)
+            await self._upstream.leave_node(move)
             first_event = await self._start_on_node(body)
         except (ClientError, UpstreamErrorResponse, NotContinuable) as error:
             self._context.metrics.migrated(Attempt.FAILED)
-            return await self._fail(error)
+            return self._end() if self._transcript.finished else await self._fail(error)
         self._context.metrics.migrated(Attempt.SUCCEEDED)
+        self._moved = move
+        self._passed_on(first_event)
         return first_event
 
-    def _remaining_body(self) -> Json:
-        """What is still to be generated, as a request."""
-        if not self._transcript.started:
-            self._transcript.restart()
-            return self._sub_request.body
-        continuation = self._transcript.continuation()
-        self._transcript.resume()
-        return continuation_body(self._sub_request.endpoint, self._sub_request.body, continuation)
+    def _record_move(self) -> None:
+        """Where the stream has moved: how long the client got nothing, until now."""
+        move, self._moved = self._moved, None
+        if move is not None:
+            timeline = self._upstream.timeline
+            timeline.moved(move, self._context.clock.now() - self._passed_on_at)
+            note(move_facts(timeline.moves))
 
-    def _can_move(self) -> bool:
-        return self._migrations_left > 0 and self._continuable()
-
-    def _continuable(self) -> bool:
-        if not self._transcript.started:
-            return True
-        try:
-            self._transcript.continuation()
-        except NotContinuable:
-            return False
-        return True
+    def _end(self) -> bytes:
+        """The end of a stream that lacks nothing else."""
+        self._finish(Outcome.OK)
+        return self._transcript.ending()
 
     async def _fail(self, error: StreamError) -> bytes:
         """The error event, and the end. What is held is given back before the client has read it."""

@@ -19,8 +19,7 @@ from pdproxy.legs.calls import deliver_ticket
 from pdproxy.legs.rewrite import waiting
 from pdproxy.nodes.node import Node
 from pdproxy.observe.labels import Delivery, Leg, Phase
-from pdproxy.orchestration.client_errors import remaining_seconds
-from pdproxy.orchestration.context import OrchestrationContext
+from pdproxy.orchestration.context import OrchestrationContext, remaining_seconds
 from pdproxy.orchestration.in_flight import Timeline
 from pdproxy.orchestration.resources import HandOver, Interrupt
 from pdproxy.request import Endpoint, Json, SubRequest

@@ -15,24 +15,26 @@ from pdproxy.failures import Moment, Step
 from pdproxy.legs.calls import decode, prefill
 from pdproxy.legs.rewrite import decode_body, prefill_body
 from pdproxy.legs.shape import estimated_prompt_tokens
-from pdproxy.lifecycle import RequestLifecycle, RequestState, Transition
+from pdproxy.lifecycle import IllegalTransition, RequestLifecycle, RequestState, Transition
 from pdproxy.nodes.node import Node
-from pdproxy.observe.labels import Delivery, Leg, Phase
-from pdproxy.orchestration.access_log import record_usage
-from pdproxy.orchestration.client_errors import final_error, remaining_seconds
-from pdproxy.orchestration.context import OrchestrationContext
+from pdproxy.observe.labels import Delivery, Leg, Move, Phase
+from pdproxy.orchestration.access_log import record_tokens, record_usage
+from pdproxy.orchestration.client_errors import final_error
+from pdproxy.orchestration.context import OrchestrationContext, remaining_seconds
 from pdproxy.orchestration.in_flight import Timeline
 from pdproxy.orchestration.node_picker import NodePicker
 from pdproxy.orchestration.rendezvous import PlanAgain, Rendezvous, Undelivered, WaitingLeg, can_wait, deliver_nothing
 from pdproxy.orchestration.resources import BackgroundTasks, HandOver, HeldResources, fail_if_node_down
 from pdproxy.planning.plan_types import Plan
-from pdproxy.request import Addition, Json, LocalReason, SubRequest
+from pdproxy.request import Json, LegForm, LocalReason, SubRequest
 from pdproxy.settings.types import Legs
 from pdproxy.transport.port import HttpResponse
 from pdproxy.usage import Usage
 
 Result = TypeVar("Result")
 ReadAnswer = Callable[[HttpResponse], Awaitable[Result]]
+FormFor = Callable[[Node], LegForm]
+"""How a decode leg asks a node, told when it begins."""
 
 
 class UpstreamRequest:
@@ -40,6 +42,7 @@ class UpstreamRequest:
 
     Attributes:
         hand_over: the ticket of the decode leg, from the moment it is there; None where the decode node computes alone.
+        timeline: of the request, or of one prompt of it.
         recomputed: the decode node had a ticket and computed the prompt all the same, as far as its usage shows.
         nodes: which nodes it goes to, and how they did.
     """
@@ -54,7 +57,7 @@ class UpstreamRequest:
         self._context = context
         self._together = context.config.legs is Legs.TOGETHER
         self._background_tasks = background_tasks
-        self._timeline = timeline
+        self.timeline = timeline
         self._life = RequestLifecycle()
         self._rendezvous: Rendezvous | None = None
         self._prefill_node: Node | None = None
@@ -64,8 +67,9 @@ class UpstreamRequest:
         self.resources = HeldResources(context, background_tasks, sub_request)
         self.hand_over: HandOver | None = None
         self.recomputed = False
+        self._move: Move | None = None
 
-    async def start(self, body: Json, additions: frozenset[Addition], read_answer: ReadAnswer[Result]) -> Result:
+    async def start(self, body: Json, form_for: FormFor, read_answer: ReadAnswer[Result]) -> Result:
         """Send a body (the client's, or its continuation) to the nodes; what ``read_answer`` makes of the answer.
 
         Raises:
@@ -77,7 +81,7 @@ class UpstreamRequest:
         node = await self._plan_and_prefill(body)
         while True:
             try:
-                return await self._decode_on(node, body, additions, read_answer)
+                return await self._decode_on(node, body, form_for, read_answer)
             except NodeFault as fault:
                 node = await self._after_failed_decode(node, fault, body)
             except Undelivered as error:
@@ -92,7 +96,11 @@ class UpstreamRequest:
         other = self._other_decode() if step is Step.SAME_TICKET else None
         if other is not None:
             return other
-        if step in (Step.SAME_TICKET, Step.PREFILL_AGAIN):
+        if step is Step.AT_ENDPOINT:
+            self.nodes.no_route |= {node.name}
+            if node.name in self._context.pool:
+                return self._acquire_decode(node)
+        if step in (Step.SAME_TICKET, Step.PREFILL_AGAIN, Step.AT_ENDPOINT):
             return await self._plan_anew(body)
         raise final_error(Leg.DECODE, Moment.OPENING, step, fault)
 
@@ -146,7 +154,7 @@ class UpstreamRequest:
     async def _begin_rendezvous(self, chosen: Plan, body: Json) -> Node:
         self._life.move(Transition.TOGETHER)
         prefill_beside = functools.partial(self._prefill_beside, chosen, body)
-        self._rendezvous = Rendezvous(self._context, self.sub_request, self._timeline, prefill_beside)
+        self._rendezvous = Rendezvous(self._context, self.sub_request, self.timeline, prefill_beside)
         await asyncio.sleep(0)  # the prefill leg goes out first
         return chosen.decode
 
@@ -178,7 +186,7 @@ class UpstreamRequest:
         leg = prefill_body(asked.endpoint, body, hand_over_id, asked.shape.choices)
         timeouts = context.config.prefill_timeouts(self.remaining_seconds())
         self._prefill_node = node
-        self._timeline.enter(Phase.PREFILL, node.name)
+        self.timeline.enter(Phase.PREFILL, node.name)
         tokens = self.nodes.prompt_tokens if body is asked.body else estimated_prompt_tokens(body)
         load, headers = self.nodes.load(node), self.nodes.begin_leg(node)
         with self.resources.prefilling(node, hand_over_id, tokens, load) as slot:
@@ -187,38 +195,37 @@ class UpstreamRequest:
         self.nodes.prefilled(node, answer)
         return HandOver(hand_over_id, node, answer, context.clock.now())
 
-    async def _decode_on(
-        self, node: Node, body: Json, additions: frozenset[Addition], read_answer: ReadAnswer[Result]
-    ) -> Result:
+    async def _decode_on(self, node: Node, body: Json, form_for: FormFor, read_answer: ReadAnswer[Result]) -> Result:
         asked, transport = self.sub_request, self._context.transport
         if self._life.state is RequestState.WAITING:
             if self._pending and can_wait(self._context, asked, node):
-                return await self._decode_waiting(node, body, additions, read_answer)
+                return await self._decode_waiting(node, body, form_for(node), read_answer)
             await self._conclude_rendezvous()
         ticket = None if self.hand_over is None else self.hand_over.answer.ticket
-        leg = decode_body(asked.endpoint, body, ticket, additions)
+        form = form_for(node)
+        leg = decode_body(asked.endpoint, body, ticket, form.additions)
         timeouts = self._context.config.decode_timeouts(self.remaining_seconds())
-        self._timeline.enter(Phase.HANDOVER, node.name)
+        self.timeline.enter(Phase.HANDOVER, node.name)
         async with fail_if_node_down(self.resources.slot, self.nodes.possible):
-            response = await decode(transport, node, asked.endpoint, leg, self.nodes.begin_leg(node), timeouts)
-            self._timeline.enter(Phase.DECODE, node.name)
+            headers = self.nodes.begin_leg(node)
+            response = await decode(transport, node, asked.endpoint, leg, headers, timeouts, form)
+            self.timeline.enter(Phase.DECODE, node.name)
             result = await read_answer(self.resources.hold_response(response))
         self._first_event(node)
         return result
 
-    async def _decode_waiting(
-        self, node: Node, body: Json, additions: frozenset[Addition], read_answer: ReadAnswer[Result]
-    ) -> Result:
+    async def _decode_waiting(self, node: Node, body: Json, form: LegForm, read_answer: ReadAnswer[Result]) -> Result:
         rendezvous, asked, transport = self._rendezvous, self.sub_request, self._context.transport
         assert rendezvous is not None
         async with fail_if_node_down(self.resources.slot, self.nodes.possible) as interrupt:
             with rendezvous.waiting(node, interrupt) as wait:
-                leg = decode_body(asked.endpoint, body, wait.instead, additions)
-                response = await decode(transport, node, asked.endpoint, leg, self.nodes.begin_leg(node), wait.timeouts)
+                leg = decode_body(asked.endpoint, body, wait.instead, form.additions)
+                headers = self.nodes.begin_leg(node)
+                response = await decode(transport, node, asked.endpoint, leg, headers, wait.timeouts, form)
                 if not asked.shape.stream:  # the head of a stream says nothing: it comes before the ticket
-                    self._timeline.enter(Phase.DECODE, node.name)
+                    self.timeline.enter(Phase.DECODE, node.name)
                 result = await read_answer(self.resources.hold_response(response))
-        self._timeline.enter(Phase.DECODE, node.name)
+        self.timeline.enter(Phase.DECODE, node.name)
         if not rendezvous.prefilled:
             await self._forgo_ticket(wait)
         self._first_event(node)
@@ -265,11 +272,12 @@ class UpstreamRequest:
         self._decode_node = decode_node
         return decode_node
 
-    async def leave_node(self) -> None:
+    async def leave_node(self, move: Move) -> None:
         """Before a migration: end the leg, release what it may not have read, exclude its node."""
+        self._move = move
         self._life.move(Transition.MIGRATE)
         self.resources.release_hand_over()
-        self.nodes.leave(self.node_name)
+        self.nodes.leave(self.node_name, move)
         await self._end_rendezvous()
         await self.resources.close_decode_leg()
 
@@ -284,12 +292,27 @@ class UpstreamRequest:
             await self.resources.aclose()
 
     @property
+    def resumed(self) -> bool:
+        """Whether the last leg resumes what others began."""
+        return self._move is Move.RESUMED
+
+    @property
+    def node(self) -> Node:
+        """The decode node that was chosen last; there must be one."""
+        if self._decode_node is None:
+            raise IllegalTransition("no decode node was chosen yet")
+        return self._decode_node
+
+    @property
     def node_name(self) -> str:
         """The decode node that was chosen last; "" before there is one."""
         return "" if self._decode_node is None else self._decode_node.name
 
     def record_usage(self, usage: Usage) -> None:
-        """A decode leg reported its usage."""
+        """A decode leg reported its usage. That of one that resumed a stream does not tell who computed the prompt."""
+        if self.resumed:
+            record_tokens(self._context, usage)
+            return
         self.recomputed = record_usage(self._context, self._background_tasks, self.sub_request, self.hand_over, usage)
         self.nodes.answered(self._decode_node, usage, None if self.recomputed else self.hand_over)
 

@@ -25,7 +25,8 @@ PARSED = {
 }
 """Fields of a chat delta that a node's parsers filled: their state cannot be handed to another node."""
 TICKETS = ("kv_transfer_params", "ec_transfer_params")
-_TICKET = b'_transfer_params":{'
+TICKET = b'_transfer_params":{'
+"""Is in an event that has one."""
 FINAL_EVENTS = frozenset({b"message_delta", b"response.completed", b"response.incomplete", b"response.failed"})
 
 
@@ -66,7 +67,7 @@ def rewrite_answer(endpoint: Endpoint, answer: dict[str, object], cached_tokens:
 def rewrite_event(endpoint: Endpoint, event: Event, data: bytes, cached_tokens: int | None) -> bytes:
     """An event as the client may see it; untouched bytes unless it has the final usage or a ticket."""
     has_usage = cached_tokens is not None and b'"usage":' in data and b'"usage":null' not in data
-    if not has_usage and _TICKET not in data:
+    if not has_usage and TICKET not in data:
         return event.raw
     payload = parse_object(data)
     seen = _rewrite_payload(endpoint, event, payload, cached_tokens)

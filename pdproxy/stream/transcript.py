@@ -1,20 +1,24 @@
 """What a client has of a streamed answer so far, and what of each further event it may see. Pure.
 
-Completions and chat are followed token by token; of messages and responses only the end and errors are noticed.
-Bytes are passed on untouched where nothing has to be taken out or corrected.
+Completions and chat are followed token by token, unless their journal is kept; of messages and responses, and of
+streams with a journal, only the end and errors are noticed. Bytes are passed on untouched where nothing has to be taken
+out or corrected.
 """
 
 import collections
 import functools
 import re
+from typing import NamedTuple
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.request import Addition, Continuation, Endpoint, NotContinuableReason, Shape
+from pdproxy.request import Addition, Continuation, Endpoint, LegForm, NotContinuableReason, Shape, StreamRoute
 from pdproxy.stream.choice_state import ChoiceState, NotContinuable
 from pdproxy.stream.chunks import (
     DONE,
     DONE_EVENT,
+    FINAL_EVENTS,
     FINISH_REASON,
+    TICKET,
     Chunk,
     ChunkChoice,
     data_event,
@@ -31,6 +35,16 @@ _STOPPED = re.compile(rb'"stop_reason":\s*"')
 LAST_EVENTS = frozenset({b"message_stop", b"response.completed", b"response.failed", b"response.incomplete"})
 CHUNKED = (Endpoint.COMPLETIONS, Endpoint.CHAT)
 """Endpoints whose streams consist of chunks with token ids."""
+_LOOKED_AT = LAST_EVENTS | FINAL_EVENTS | {b"error"}
+"""Names of events that are not passed on unseen."""
+
+
+class Checkpoint(NamedTuple):
+    """What `Transcript.rollback` restores."""
+
+    started: bool
+    ended: bool
+    finishes: int
 
 
 class Transcript:
@@ -47,16 +61,37 @@ class Transcript:
         """The stream's own end was seen; a body that ends without it was cut."""
         self.choices = collections.defaultdict[int, ChoiceState](functools.partial(ChoiceState, shape.held_back))
         self._not_continuable = shape.not_continuable
+        self._follows = shape.continuable
         self._strips = Addition.TOKEN_IDS in shape.additions
         self._finishes = 0
         self._first: Chunk | None = None
         self._again = False
         """A second node's stream is being appended."""
 
+    def begin_leg(self, form: LegForm) -> None:
+        """The next events are the answer to a leg of this form: by that they have token ids to follow, or not."""
+        self._strips = Addition.TOKEN_IDS in form.additions
+        asked = self.shape.continuable and Addition.TOKEN_IDS in self.shape.asked
+        self._follows = self._strips or (asked and form.route is StreamRoute.ENDPOINT)
+
+    def checkpoint(self) -> Checkpoint:
+        """For `rollback`, should the next events turn out not to count: where token ids are not followed."""
+        return Checkpoint(self.started, self.ended, self._finishes)
+
+    def rollback(self, checkpoint: Checkpoint) -> None:
+        """The events since then did not reach the client."""
+        self.started, self.ended, self._finishes = checkpoint
+
     @property
     def finished(self) -> bool:
         """Whether every choice has its finish reason: nothing but usage and the end is missing."""
         return self._finishes >= self.shape.choices
+
+    @property
+    def ending_known(self) -> bool:
+        """Whether `ending` is all that a stream that has `finished` lacks: of usage, only where ids were followed."""
+        asked = self.endpoint in CHUNKED and Addition.USAGE in self.shape.asked
+        return not asked or self.prompt_token_ids is not None
 
     @property
     def completion_tokens(self) -> int:
@@ -83,15 +118,32 @@ class Transcript:
         return self._take_chunk(event, event.data)
 
     def take_fast_path(self, raw: bytes) -> bytes | None:
-        """As `take`, if these bytes are an event that `fast_path` reads; else None, and nothing has changed."""
-        if not self.started or self._again or not self._strips or self.ended:
+        """As `take`, if these bytes are one event that needs no parser; else None, and nothing has changed."""
+        if not self.started or self._again or self.ended:
             return None
+        if not self._strips:
+            return raw if not self._follows and self._unremarkable(raw) else None
         event = fast_path(raw)
         if event is None:
             return None
         # Never diverges: that needs a continuation, which is excluded above.
         self.choices[event.choice].append(event.text, event.token_ids)
         return raw[: event.ids_from] + b"null" + raw[event.ids_to :]
+
+    def _unremarkable(self, raw: bytes) -> bool:
+        """Whether these bytes are one event that goes on as it is, and changes nothing here.
+
+        No pattern can match inside a JSON string: quotes are escaped there, and line ends too.
+        """
+        end = len(raw) - 2
+        if b'"usage":' in raw or TICKET in raw or not raw.endswith(b"}\n\n") or b"\r" in raw:
+            return False
+        line = raw.find(b"\n")
+        if self.endpoint in CHUNKED:
+            return line == end and raw.startswith(b'data: {"id":') and FINISH_REASON not in raw
+        if not raw.startswith(b"event: ") or raw[7:line] in _LOOKED_AT:
+            return False
+        return raw.startswith(b"\ndata: {", line) and raw.find(b"\n", line + 1) == end
 
     def continuation(self) -> Continuation:
         """The point from which the stream can be continued.
@@ -127,8 +179,9 @@ class Transcript:
             return data_event({"type": "message_stop"}, b"message_stop")
         if self.endpoint not in CHUNKED or self._first is None:
             return b""
-        usage = self._first.usage_event(self._usage({}, final=True)) if Addition.USAGE in self.shape.asked else b""
-        return usage + DONE_EVENT
+        if Addition.USAGE not in self.shape.asked or not self.ending_known:
+            return DONE_EVENT
+        return self._first.usage_event(self._usage({}, final=True)) + DONE_EVENT
 
     def _take_named(self, event: Event, data: bytes) -> bytes:
         if event.name == b"error":
@@ -143,7 +196,7 @@ class Transcript:
         seen = self.take_fast_path(event.raw)
         if seen is not None:
             return seen
-        if self._again or self.shape.continuable:
+        if self._again or self._follows:
             return self._follow(event, Chunk(self.endpoint, parse_object(data)))
         if not self.started:
             chunk = Chunk(self.endpoint, parse_object(data))
@@ -167,7 +220,7 @@ class Transcript:
     def _follow_choice(self, chunk_choice: ChunkChoice) -> bool:
         """Take one choice of a chunk; whether anything of it is new to the client."""
         choice, ids = self.choices[chunk_choice.index], chunk_choice.token_ids or []
-        lost_ids = bool(chunk_choice.text) and chunk_choice.token_ids is None
+        lost_ids = self._follows and bool(chunk_choice.text) and chunk_choice.token_ids is None
         no_ids = NotContinuableReason.NO_TOKEN_IDS if lost_ids else None
         self._not_continuable = self._not_continuable or chunk_choice.parsed or no_ids
         detail = chunk_choice.logprobs is not None or (bool(ids) and Addition.TOKEN_IDS in self.shape.asked)

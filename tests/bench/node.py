@@ -2,18 +2,21 @@
 
 It answers a handful of different requests from memory, and paces its answers as an engine does: all streams that run
 get their next token in the same step. A decode request without a good ticket, or with another prompt, is refused; one
-that is to wait for its ticket does, until a good one is delivered.
+that is to wait for its ticket does, until a good one is delivered. Streams may come with a journal.
 """
 
 import asyncio
 import json
 import sys
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import httptools
 import uvloop
 
 from tests.bench.script import MODEL, PROMPT, TOKENS, prompt_of
+from tests.fakes.journal import STREAMS_PATH, journaled
+from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.vllm_answers import ParsedRequest, answer, error, events
 from tests.fakes.waiting import TICKETS_PATH
 
@@ -30,6 +33,7 @@ TICKET = {
     "transfer_mode": "pull",
     "remote_prefill_cached_tokens": 0,
 }
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 BACKLOG = 1024
 """Connections that may wait to be accepted: all of a round's, on a machine that is busy elsewhere."""
 Writes = tuple[bytes, ...]
@@ -75,7 +79,7 @@ class Book:
     def look_up(self, path: str, raw: bytes) -> Played:
         """The answer to a request."""
         if path == "/metrics":
-            return _at_once(200, b'pdproxy_connector_info{rendezvous="true"} 1.0\n')
+            return _at_once(200, b'pdproxy_connector_info{rendezvous="true",resume="true"} 1.0\n')
         if path == "/v1/models":
             return _at_once(200, json.dumps({"object": "list", "data": [{"id": MODEL, "object": "model"}]}).encode())
         if path == "/version":
@@ -87,12 +91,13 @@ class Book:
         prefill, waits = params.get("do_remote_decode") is True, params.get("pdproxy_wait")
         if not prefill and waits is None and params.get("remote_engine_id") != TICKET["remote_engine_id"]:
             return _at_once(400, error(400, "the bench wants every prompt to be prefilled elsewhere"))
-        if asked.get("max_tokens") == TOKENS and prompt_of(path, asked) != [PROMPT]:
+        if asked.get("max_tokens") == TOKENS and prompt_of(path.removeprefix(STREAMS_PATH), asked) != [PROMPT]:
             return _at_once(400, error(400, "the prompt has changed on its way"))
-        question = ParsedRequest.of(path, asked, 1)
+        endpoint = path.removeprefix(STREAMS_PATH)
+        question = ParsedRequest.of(endpoint, asked, 1)
         key = (path, prefill, question.count, question.stream, question.usage, question.ids)
         if key not in self._made:
-            self._made[key] = _played(question, prefill)
+            self._made[key] = _journaled(question) if endpoint != path else _played(question, prefill)
         return self._made[key] if waits is None else self._made[key]._replace(wait_id=waits["id"])
 
 
@@ -103,12 +108,23 @@ def _played(question: ParsedRequest, prefill: bool) -> Played:
     if not question.stream:
         waiting: tuple[Writes, ...] = ((),) * (question.count - 1)
         return Played(b"", (*waiting, (_whole(200, answer(question, cached, None)),)))
-    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
-    pieces = [b"%x\r\n%b\r\n" % (len(event), event) for event in events(question, cached)] + [b"0\r\n\r\n"]
+    pieces = _chunked(events(question, cached))
     first = len(pieces) - question.count - 1 - 1 - question.usage
     last = first + question.count
     middle = [(piece,) for piece in pieces[first + 1 : last - 1]]
-    return Played(head, (tuple(pieces[: first + 1]), *middle, tuple(pieces[last - 1 :])))
+    return Played(HEAD, (tuple(pieces[: first + 1]), *middle, tuple(pieces[last - 1 :])))
+
+
+def _journaled(question: ParsedRequest) -> Played:
+    """With each token its record; what follows the last token comes with it."""
+    pieces = _chunked(journaled(question, len(question.prompt) - 1, [], FakeKvTransfer()))
+    last = question.count - 1
+    return Played(HEAD, (*((piece,) for piece in pieces[:last]), tuple(pieces[last:])))
+
+
+def _chunked(pieces: Iterable[bytes]) -> list[bytes]:
+    """As HTTP/1.1 chunks, and the last one."""
+    return [*(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces), b"0\r\n\r\n"]
 
 
 def _at_once(status: int, content: bytes) -> Played:

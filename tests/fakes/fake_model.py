@@ -64,18 +64,37 @@ def generate(
     prompt: Sequence[int], count: int, stops: Sequence[str] = (), burst: int = 1, choice: int = 0
 ) -> Iterator[Generated]:
     """The answer in steps of ``burst`` tokens, ended by ``count`` (length) or a stop string."""
-    produced, shown, held = 0, 0, max((len(stop) - 1 for stop in stops), default=0)
-    text = BROKEN if prompt and prompt[-1] % HALF == 0 else ""
-    tokens, detokenizer = next_tokens(prompt, choice), Detokenizer()
-    while produced < count:
-        step = list(itertools.islice(tokens, min(burst, count - produced)))
-        produced += len(step)
-        text += detokenizer.text(step)
-        hit = min(((text.find(stop), stop) for stop in stops if stop in text), default=None)
+    text, tokens = ChoiceText(prompt, count, stops), next_tokens(prompt, choice)
+    while text.left:
+        yield text.feed(list(itertools.islice(tokens, min(burst, text.left))))
+
+
+class ChoiceText:
+    """The text of one choice as its tokens come.
+
+    Attributes:
+        left: tokens that may still come; 0 after the end.
+        produced: tokens that came.
+    """
+
+    def __init__(self, prompt: Sequence[int], count: int, stops: Sequence[str] = ()) -> None:
+        self._stops = stops
+        self._held = max((len(stop) - 1 for stop in stops), default=0)
+        self._text = BROKEN if prompt and prompt[-1] % HALF == 0 else ""
+        self._shown = 0
+        self._detokenizer = Detokenizer()
+        self.left = count
+        self.produced = 0
+
+    def feed(self, step: list[int]) -> Generated:
+        """What comes of the next tokens."""
+        self.produced += len(step)
+        self.left -= len(step)
+        self._text += self._detokenizer.text(step)
+        text, shown = self._text, self._shown
+        hit = min(((text.find(stop), stop) for stop in self._stops if stop in text), default=None)
         if hit is not None:
-            yield Generated(step, text[shown : hit[0]], "stop", hit[1])
-            return
-        done = produced >= count
-        until = len(text) if done else max(shown, len(text) - held)
-        yield Generated(step, text[shown:until], "length" if done else None)
-        shown = until
+            self.left = 0
+            return Generated(step, text[shown : hit[0]], "stop", hit[1])
+        self._shown = len(text) if not self.left else max(shown, len(text) - self._held)
+        return Generated(step, text[shown : self._shown], None if self.left else "length")

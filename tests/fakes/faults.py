@@ -35,6 +35,7 @@ class InjectedFault:
         at: events of the body that still arrive; -1: not even the head.
         status: for STATUS.
         headers: for STATUS.
+        byte: where the body is cut, in the place of `at`; -1: nowhere.
         times: how many legs it affects.
     """
 
@@ -43,3 +44,4 @@ class InjectedFault:
     status: int = 500
     headers: tuple[tuple[str, str], ...] = ()
     times: int = 1 << 30
+    byte: int = -1

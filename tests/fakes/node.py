@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.fakes.fake_model import tokenize
 from tests.fakes.faults import FaultKind, InjectedFault
+from tests.fakes.journal import STREAMS_PATH, Record, comment, journaled, records_of
 from tests.fakes.kv_transfer import FakeKvTransfer, HeldTicket
 from tests.fakes.prompt_cache import PromptCache
 from tests.fakes.vllm_answers import ParsedRequest, answer, error, error_events, events
@@ -16,7 +17,7 @@ UNREADABLE = 10**6
 JSON = (("content-type", "application/json"),)
 EVENTS = (("content-type", "text/event-stream; charset=utf-8"),)
 METRICS = """\
-pdproxy_connector_info{rendezvous="%s"} 1.0
+pdproxy_connector_info{rendezvous="%s",resume="%s"} 1.0
 pdproxy_connector_capacity_tokens 100000.0
 pdproxy_connector_capacity_sequences{limit="max_model_len"} 100.0
 pdproxy_connector_capacity_binding{group="attention"} 1.0
@@ -57,6 +58,8 @@ class FakeNode:
 
     can_wait = True
     """Whether it lets requests wait for their tickets."""
+    can_resume = False
+    """Whether it has the route of streams that can be resumed."""
 
     def __init__(self, name: str, fabric: FakeKvTransfer, burst: int = 1) -> None:
         self.name = name
@@ -132,31 +135,48 @@ class FakeNode:
             ids = tokenize(str(body["prompt"]))
             return Script(200, JSON, (json.dumps({"count": len(ids), "tokens": ids, "node": self.name}).encode(),))
         if path == "/metrics":
-            return Script(200, JSON, ((METRICS % str(self.can_wait).lower()).encode(),))
+            labels = str(self.can_wait).lower(), str(self.can_resume).lower()
+            return Script(200, JSON, ((METRICS % labels).encode(),))
+        if path.startswith(STREAMS_PATH):
+            return self._journaled(path.removeprefix(STREAMS_PATH), body)
         if path not in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"):
             return Script(200, JSON, (json.dumps({"path": path, "node": self.name}).encode(),))
         refused = _invalid(body)
         if refused is not None:
             return Script(400, JSON, (error(400, refused),))
-        question = ParsedRequest.of(path, body, self.burst)
+        return self._generate(ParsedRequest.of(path, body, self.burst), body, None)
+
+    def _journaled(self, path: str, body: Mapping[str, Any]) -> Script:
+        """A stream with a journal, or resumed from one."""
+        if not self.can_resume:
+            return Script(404, JSON, (b'{"detail":"Not Found"}',))
+        records, refused = records_of(body), _invalid(body)
+        if records is None or refused is not None:
+            return Script(400, JSON, (error(400, refused or "no stream, or a bad pdproxy_resume"),))
+        return self._generate(ParsedRequest.of(path, body, self.burst), body, records)
+
+    def _generate(self, question: ParsedRequest, body: Mapping[str, Any], records: list[Record] | None) -> Script:
         params = body.get("kv_transfer_params") or {}
         if params.get("do_remote_decode"):
             return self._prefill(question, params)
         if "pdproxy_wait" in params:
-            early = question.stream and path == "/v1/responses"
+            early = question.stream and question.path == "/v1/responses"
             waiting = self.waiting.enter(
-                params, lambda given: self._decode(question, given or {}), streams_responses=early
+                params, lambda given: self._decode(question, given or {}, records), streams_responses=early
             )
             return Script(200, EVENTS if question.stream else JSON, (), waiting=waiting)
-        return self._decode(question, params)
+        return self._decode(question, params, records)
 
-    def _decode(self, question: ParsedRequest, params: Params) -> Script:
+    def _decode(self, question: ParsedRequest, params: Params, records: list[Record] | None) -> Script:
         cached, wrong = self._attend(question, params)
         if question.logprobs and wrong >= UNREADABLE:
             return Script(400, JSON, (error(400, "Out of range float values are not JSON compliant"),))
         question = dataclasses.replace(question, wrong=wrong + self.rounding * (len(question.prompt) % 2))
-        pieces = events(question, cached) if question.stream else (answer(question, cached, None),)
-        return Script(200, EVENTS if question.stream else JSON, pieces)
+        if not question.stream:
+            return Script(200, JSON, (answer(question, cached, None),))
+        if records is None:
+            return Script(200, EVENTS, events(question, cached))
+        return Script(200, EVENTS, journaled(question, cached, records, self.fabric))
 
     def _prefill(self, question: ParsedRequest, params: Mapping[str, Any]) -> Script:
         hand_over = str(params["pdproxy_hand_over"])
@@ -202,7 +222,7 @@ class FakeNode:
             self._drop(body)
             return dataclasses.replace(script, pieces=(_without_ticket(script.pieces[0]),))
         waiting = script.waiting
-        if fault.at < 0 and fault.kind is not FaultKind.GARBAGE:
+        if fault.at < 0 and fault.byte < 0 and fault.kind is not FaultKind.GARBAGE:
             if waiting is not None:
                 waiting.leave()
             return dataclasses.replace(script, status=0, pieces=(), kind=fault.kind, waiting=None)
@@ -222,12 +242,14 @@ def _once_less(fault: InjectedFault) -> InjectedFault | None:
 
 
 def _cut_off(script: Script, fault: InjectedFault, path: str) -> Script:
-    kept = script.pieces[: max(0, fault.at)]
+    kept = script.pieces[: max(0, fault.at)] if fault.byte < 0 else (b"".join(script.pieces)[: fault.byte],)
     match fault.kind:
         case FaultKind.GARBAGE:
             return dataclasses.replace(script, pieces=(*kept, b"data: {not json\n\n"))
         case FaultKind.ERROR_EVENT:
-            return dataclasses.replace(script, pieces=(*kept, *error_events(path, fault.status, "engine died")))
+            reported = error_events(path.removeprefix(STREAMS_PATH), fault.status, "engine died")
+            record = (comment([len(reported), []]),) if path.startswith(STREAMS_PATH) else ()
+            return dataclasses.replace(script, pieces=(*kept, *reported, *record))
         case FaultKind.SHORT:
             return dataclasses.replace(script, pieces=kept)
         case _:

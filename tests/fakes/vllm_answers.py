@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.fakes.fake_model import Generated, generate, tokenize
 
@@ -28,6 +28,9 @@ class ParsedRequest:
     continuous: bool
     ids: bool
     burst: int
+    hides_reasoning: bool = False
+    """The first tokens are reasoning, which is not shown."""
+    created: int = 1_790_000_000
     logprobs: int = 0
     """How many of the likeliest tokens come with each token of a completion that is not streamed."""
     wrong: int = 0
@@ -52,6 +55,8 @@ class ParsedRequest:
             continuous=bool(options.get("continuous_usage_stats")),
             ids=bool(body.get("return_token_ids")),
             burst=burst,
+            hides_reasoning=body.get("include_reasoning") is False,
+            created=1_790_000_000 + next(_names) % 1000,
             logprobs=int(body.get("logprobs") or 0),
         )
 
@@ -61,7 +66,7 @@ class ParsedRequest:
     def head(self) -> dict[str, Any]:
         """The fields that every answer and event begin with."""
         kind = ("chat.completion.chunk" if self.stream else "chat.completion") if self.chat() else "text_completion"
-        return {"id": self.name, "object": kind, "created": 1_790_000_000 + hash(self.name) % 1000, "model": self.model}
+        return {"id": self.name, "object": kind, "created": self.created, "model": self.model}
 
     def steps(self, choice: int) -> Iterator[Generated]:
         return generate(self.prompt, self.count, self.stops, self.burst, choice)
@@ -146,41 +151,69 @@ def _likeliest(question: ParsedRequest, token: int) -> dict[str, float]:
     return {f"token_id:{token + rank}": -0.01 - rank - question.wrong * (rank % 2) for rank in range(question.logprobs)}
 
 
+Group = tuple[tuple[int, Generated], ...]
+"""What the engine hands over at once: steps of choices, by their index. Empty before the first and after the last."""
+REASONING = 3
+"""Tokens of each choice that are reasoning where it is hidden."""
+
+
+class Batch(NamedTuple):
+    """A group and the events that come of it, which may be none."""
+
+    group: Group
+    events: tuple[bytes, ...]
+
+
 def events(question: ParsedRequest, cached: int) -> tuple[bytes, ...]:
     """A streamed answer, one piece an event."""
-    match question.path:
-        case "/v1/messages":
-            return tuple(_messages(question, cached))
-        case "/v1/responses":
-            return tuple(_responses(question, cached))
-        case _:
-            return tuple(_chunks(question, cached))
+    return tuple(event for batch in batches(question, cached, groups(question)) for event in batch.events)
 
 
-def _chunks(question: ParsedRequest, cached: int) -> Iterator[bytes]:
-    head, counts = question.head(), [0] * question.n
-    if question.chat():
-        for index in range(question.n):
-            role = {
-                "index": index,
-                "delta": {"role": "assistant", "content": ""},
-                "logprobs": None,
-                "finish_reason": None,
-            }
-            opening = {**head, "choices": [role]}
-            if question.continuous:
-                opening["usage"] = question.tally(cached, 0)
-            if question.ids:
-                opening["prompt_token_ids"] = question.prompt
-            yield _data(opening)
+def groups(question: ParsedRequest) -> Iterator[Group]:
+    """One step of each choice in turn."""
     for steps in itertools.zip_longest(*(question.steps(index) for index in range(question.n))):
         for index, step in enumerate(steps):
             if step is not None:
-                first, counts[index] = counts[index] == 0, counts[index] + len(step.tokens)
-                yield _data(_chunk(question, head, index, step, first, cached, counts[index]))
-    if question.usage:
-        yield _data({**head, "choices": [], "usage": question.tally(cached, sum(counts)), **FINGERPRINT})
-    yield b"data: [DONE]\n\n"
+                yield ((index, step),)
+
+
+def batches(question: ParsedRequest, cached: int, outputs: Iterator[Group]) -> Iterator[Batch]:
+    """A streamed answer, made of what the engine gives; one batch for each group, and what comes before and after."""
+    match question.path:
+        case "/v1/messages":
+            return _messages(question, cached, outputs)
+        case "/v1/responses":
+            return _responses(question, cached, outputs)
+        case _:
+            return _chunks(question, cached, outputs)
+
+
+def _chunks(question: ParsedRequest, cached: int, outputs: Iterator[Group]) -> Iterator[Batch]:
+    counts = [0] * question.n
+    opening = tuple(_roles(question, cached)) if question.chat() else ()
+    for group in outputs:
+        yield Batch(group, (*opening, *_steps(question, group, cached, counts)))
+        opening = ()
+    usage = {**question.head(), "choices": [], "usage": question.tally(cached, sum(counts)), **FINGERPRINT}
+    yield Batch((), (*opening, *([_data(usage)] if question.usage else []), b"data: [DONE]\n\n"))
+
+
+def _roles(question: ParsedRequest, cached: int) -> Iterator[bytes]:
+    for index in range(question.n):
+        role = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        opening = {**question.head(), "choices": [role]}
+        if question.continuous:
+            opening["usage"] = question.tally(cached, 0)
+        if question.ids:
+            opening["prompt_token_ids"] = question.prompt
+        yield _data(opening)
+
+
+def _steps(question: ParsedRequest, group: Group, cached: int, counts: list[int]) -> Iterator[bytes]:
+    for index, step in group:
+        first, counts[index] = counts[index] == 0, counts[index] + len(step.tokens)
+        if not question.hides_reasoning or counts[index] > REASONING or step.finish:
+            yield _data(_chunk(question, question.head(), index, step, first, cached, counts[index]))
 
 
 def _chunk(
@@ -203,30 +236,36 @@ def _chunk(
     return chunk
 
 
-def _messages(question: ParsedRequest, cached: int) -> Iterator[bytes]:
+def _messages(question: ParsedRequest, cached: int, outputs: Iterator[Group]) -> Iterator[Batch]:
     """Only the last event's usage has the cached tokens."""
     begun = {"input_tokens": len(question.prompt), "output_tokens": 0}
     message = {"id": question.name, "type": "message", "role": "assistant", "content": [], "model": question.model}
-    yield _event("message_start", {"type": "message_start", "message": {**message, "usage": begun}})
+    start = {"type": "message_start", "message": {**message, "usage": begun}}
+    opening: tuple[bytes, ...] = (_event("message_start", start),)
     count = 0
-    for step in question.steps(0):
+    for group in outputs:
+        ((_, step),) = group
         count += len(step.tokens)
         delta = {"type": "text_delta", "text": step.text}
-        yield _event("content_block_delta", {"type": "content_block_delta", "index": 0, "delta": delta})
+        event = _event("content_block_delta", {"type": "content_block_delta", "index": 0, "delta": delta})
+        yield Batch(group, (*opening, event))
+        opening = ()
     usage = question.tally_messages(cached, count)
-    yield _event("message_delta", {"type": "message_delta", "delta": {"stop_reason": "max_tokens"}, "usage": usage})
-    yield _event("message_stop", {"type": "message_stop"})
+    stopped = {"type": "message_delta", "delta": {"stop_reason": "max_tokens"}, "usage": usage}
+    yield Batch((), (*opening, _event("message_delta", stopped), _event("message_stop", {"type": "message_stop"})))
 
 
-def _responses(question: ParsedRequest, cached: int) -> Iterator[bytes]:
+def _responses(question: ParsedRequest, cached: int, outputs: Iterator[Group]) -> Iterator[Batch]:
     begun = {"id": question.name, "usage": None}
-    yield _event("response.created", {"type": "response.created", "response": begun})
+    yield Batch((), (_event("response.created", {"type": "response.created", "response": begun}),))
     count = 0
-    for step in question.steps(0):
+    for group in outputs:
+        ((_, step),) = group
         count += len(step.tokens)
-        yield _event("response.output_text.delta", {"type": "response.output_text.delta", "delta": step.text})
+        delta = {"type": "response.output_text.delta", "delta": step.text}
+        yield Batch(group, (_event("response.output_text.delta", delta),))
     ended = {**begun, "usage": question.tally_responses(cached, count)}
-    yield _event("response.completed", {"type": "response.completed", "response": ended})
+    yield Batch((), (_event("response.completed", {"type": "response.completed", "response": ended}),))
 
 
 def _data(value: Mapping[str, Any]) -> bytes:

@@ -139,6 +139,12 @@ def test_a_capacity_in_part_is_none(right: str, wrong: str) -> None:
     assert read_node_capacity(metrics(LABELS)) is None
 
 
+@pytest.mark.parametrize(("said", "can_resume"), [("true", True), ("false", False), (None, False)])
+def test_a_node_says_whether_it_can_resume_streams(said: str | None, can_resume: bool) -> None:
+    labels = {} if said is None else {"resume": said}
+    assert NodeInfo(NODE, labels=labels).joined().can_resume is can_resume
+
+
 @pytest.mark.parametrize(("said", "can_wait"), [("true", True), ("false", False), (None, False)])
 def test_a_node_says_whether_it_lets_requests_wait_for_their_tickets(said: str | None, can_wait: bool) -> None:
     labels = LABELS if said is None else {**LABELS, "rendezvous": said}

@@ -51,6 +51,7 @@ class FakeCluster:
         config: the operator's.
         burst: tokens that an event carries.
         capacity: of each decode node; None where they do not publish it.
+        journaling: how many of the decode nodes, the first ones, write journals.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class FakeCluster:
         burst: int = 1,
         legs: Legs = Legs.TOGETHER,
         capacity: Capacity | None = None,
+        journaling: int = 0,
     ) -> None:
         self.fabric = FakeKvTransfer()
         self.clock = FakeClock()
@@ -72,7 +74,8 @@ class FakeCluster:
         self.pool = Pool(self.clock, metrics=metrics)
         for node in self.prefills:
             self.join(node, Role.PREFILL)
-        for node in self.decodes:
+        for index, node in enumerate(self.decodes):
+            node.can_resume = node.can_resume or index < journaling
             self.join(node, Role.DECODE, capacity)
         self.context = OrchestrationContext(
             self.transport,
@@ -90,7 +93,9 @@ class FakeCluster:
 
     def join(self, fake: FakeNode, role: Role, capacity: Capacity | None = None) -> None:
         """A node joins, and serves."""
-        node = Node(fake.name, fake.url, role, MODEL, can_wait=fake.can_wait, capacity=capacity)
+        node = Node(
+            fake.name, fake.url, role, MODEL, can_wait=fake.can_wait, can_resume=fake.can_resume, capacity=capacity
+        )
         self.pool.add(node)
         self.pool.admit(node)
 

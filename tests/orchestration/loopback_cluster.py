@@ -43,8 +43,12 @@ class LoopbackCluster:
         self.transport = H1Transport(clock)
         self.pool = Pool(clock, CircuitBreakerConfig(failures=3, cool_down=0.2, longest_cool_down=0.5, slow_start=0.0))
         for node in nodes:
-            role = Role.PREFILL if node.node.name.startswith("p") else Role.DECODE
-            entry = Node(node.node.name, node.url, role, MODEL, can_wait=node.node.can_wait, capacity=capacity)
+            fake = node.node
+            role = Role.PREFILL if fake.name.startswith("p") else Role.DECODE
+            entry = Node(
+                fake.name, node.url, role, MODEL,
+                can_wait=fake.can_wait, can_resume=fake.can_resume, capacity=capacity,
+            )  # fmt: skip
             self.pool.add(entry)
             self.pool.admit(entry)
         self.context = self.make_context(config)

@@ -1,0 +1,129 @@
+"""The journal of a stream: what its node has generated so far, told beside the events, record by record. Pure.
+
+A node's endpoint plugin writes it on the route ``/v1/pdproxy/streams``. After the events of a group of outputs, in the
+same write, comes a block of one comment line::
+
+    data: {"id":…}\\n\\n: pdproxy [1,[[[0,[1234]]]]]\\n\\n
+
+``[EVENTS, GROUPS]`` or ``[EVENTS, GROUPS, NAMES]``: how many events came since the record before, which it commits, and
+the outputs that they were made of. Of a record only EVENTS, and whether GROUPS is empty, are looked at here; the bytes
+go back as they came, all records of all legs in order, to the node that resumes the stream. That node generates from
+there on, and sends what follows the last committed event.
+"""
+
+from typing import NamedTuple
+
+from pdproxy.errors import Fault, NodeFault
+from pdproxy.request import NotContinuableReason
+from pdproxy.stream.sse import EVENT_BYTES
+
+MOST_BYTES = 4 * 1024 * 1024
+"""How much of one stream's journal is kept: a record of one token takes about 20 bytes."""
+_BLOCK_END = b"\n\n"
+_RECORD = b": pdproxy "
+_NEXT_RECORD = _BLOCK_END + _RECORD
+
+
+class Batch(NamedTuple):
+    """Whole blocks, as they came, and the record that commits them.
+
+    ``record`` is empty where the blocks are comments alone, which wait for none.
+    """
+
+    events: bytes
+    record: bytes
+
+
+class RecordSplitter:
+    """Takes the records out of a stream that arrives in pieces, and holds back events until their record is there.
+
+    Lines end in LF, as the plugin writes them; no line end can stand within the data of an event, which is JSON.
+    """
+
+    def __init__(self) -> None:
+        self.rest = b""
+        """What no record has committed yet."""
+
+    def feed(self, piece: bytes) -> list[Batch]:
+        """What ``piece`` completes; a `NodeFault` where more than `EVENT_BYTES` wait for a record."""
+        block = self.rest + piece if self.rest else piece
+        batches, at = [], 0
+        while (batch := _first_batch(block, at)) is not None:
+            found, at = batch
+            batches.append(found)
+        self.rest = block[at:]
+        if len(self.rest) > EVENT_BYTES:
+            raise NodeFault(Fault.INVALID_BODY, "the events of the stream have no record")
+        return batches
+
+
+def _first_batch(block: bytes, start: int) -> tuple[Batch, int] | None:
+    """The first batch from ``start`` on, and where it ends; None where it is not whole."""
+    if block.startswith(b":", start):
+        return _first_comment(block, start)
+    marker = block.find(_NEXT_RECORD, start)
+    if marker < 0:
+        return None
+    begin = marker + len(_NEXT_RECORD)
+    end = block.find(_BLOCK_END, begin)
+    if end < 0:
+        return None
+    return Batch(block[start : marker + 2], block[begin:end]), end + 2
+
+
+def _first_comment(block: bytes, start: int) -> tuple[Batch, int] | None:
+    """A record that commits no events, or a keep-alive."""
+    end = block.find(_BLOCK_END, start)
+    if end < 0:
+        return None
+    if block.startswith(_RECORD, start):
+        return Batch(b"", block[start + len(_RECORD) : end]), end + 2
+    return Batch(block[start : end + 2], b""), end + 2
+
+
+class Journal:
+    """The records of one stream, over all its legs.
+
+    Attributes:
+        reason: why the stream cannot be resumed from it; None where it can.
+        produced: a record tells of something generated, whether or not events came of it.
+    """
+
+    def __init__(self, most: int = MOST_BYTES) -> None:
+        self._most = most
+        self._records = bytearray()
+        self.reason: NotContinuableReason | None = None
+        self.produced = False
+
+    def append(self, batch: Batch) -> None:
+        """A record came, and its events go to the client.
+
+        Beyond the bound, or where a record does not tell the number of its events, the journal is given up: its memory
+        is given back, and `reason` set.
+        """
+        if self.reason is not None:
+            return
+        count, comma, groups = batch.record.partition(b",")
+        if not comma or count != b"[%d" % _events(batch.events):
+            self._give_up(NotContinuableReason.JOURNAL_BROKEN)
+        elif len(self._records) + len(batch.record) >= self._most:
+            self._give_up(NotContinuableReason.JOURNAL_SIZE)
+        else:
+            self.produced = self.produced or not groups.lstrip().startswith(b"[]")
+            self._records += batch.record
+            self._records += b","
+
+    def records(self) -> bytes:
+        """All records, in order, joined by commas: the inside of a JSON list."""
+        return bytes(self._records[:-1])
+
+    def _give_up(self, reason: NotContinuableReason) -> None:
+        self.reason = reason
+        self._records = bytearray()
+
+
+def _events(blocks: bytes) -> int:
+    """How many blocks have data."""
+    if blocks.startswith(b":") or b"\n\n:" in blocks:
+        return sum(not block.startswith(b":") for block in blocks.split(_BLOCK_END) if block)
+    return blocks.count(_BLOCK_END)
