@@ -21,6 +21,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 
+from connector import alive_route
 from connector.config import ENDPOINT_PLUGIN
 from connector.shape_check import require_fit
 from connector.transfer_params import DELIVER, is_id
@@ -53,7 +54,8 @@ class TicketRoute(EndpointPlugin):
         self._engine: EngineClient | None = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the route."""
+        """Add the route, and that of `alive_route`."""
+        alive_route.attach(app)
         app.add_api_route(ROUTE, self._deliver, methods=["POST"], status_code=202)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:  # noqa: ARG002 - vLLM names the arguments

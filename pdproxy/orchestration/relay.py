@@ -26,8 +26,8 @@ from pdproxy.stream.choice_state import NotContinuable
 from pdproxy.stream.transcript import Transcript
 from pdproxy.transport.port import HttpResponse
 
-PROGRESS_SECONDS = 0.5
-"""How often a stream's progress is reported to active health."""
+PROGRESS_SECONDS = 0.1
+"""How often a stream's progress is reported to active health, which knows of silence with this precision."""
 
 
 class Relay(ResponseStream):
