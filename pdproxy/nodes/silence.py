@@ -2,7 +2,7 @@
 
     nothing came from a node that has legs for `silence` s ──► probe it
         answered, or refused: it runs, or active health sees to it ──► probe it again after `AGAIN` s of silence
-        two probes unanswered for `timeout` s ──► give it up, as `HealthCheck` does after `failures` of its own; unless
+        both of two probes unanswered ──► give it up, as `HealthCheck` does after `failures` of its own; unless
             something came from it meanwhile                    `progressed`
             this process itself did not run in time             `late`
             too many nodes of its kind would be out at once     `too_many`
@@ -10,6 +10,10 @@
 Silence proves nothing: a long prefill is silent, and so is a decode leg that waits for its ticket. What is asked is
 whether the node's processes run at all (`ALIVE`), which needs no step of an engine. A node that hangs and answers, such
 as one whose GPU does, is left to the legs' deadlines and to `HealthCheck`.
+
+How long an answer may take depends on what is known: `timeout` s where streams ran and stopped all at once, `PATIENT`
+times as long where there were none, for then the silence says nothing and the API server may be busy with what has just
+come; and longer still where the node's last answers were slow (`SLOWER`).
 """
 
 import asyncio
@@ -21,7 +25,7 @@ from pdproxy.clock import Clock, first_of
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.nodes.health_check import ALIVE
 from pdproxy.nodes.join import OutageLog
-from pdproxy.nodes.node import Node, NodeView, State
+from pdproxy.nodes.node import Node, NodeView, Role, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import exchange
 from pdproxy.observe.labels import SilenceOutcome
@@ -38,6 +42,13 @@ LATE = 0.25
 what it has not read: all that was silent is taken to be so from then on."""
 AGAIN = 1.0
 """Seconds after an answer until a node that is still silent is probed again."""
+PATIENT = 3.0
+SLOWER = 4.0
+"""An answer may take this many times as long as the slowest of the node's last ones did."""
+DECAY = 0.9
+"""Of the slowest answer's time, what is left of it after each further answer."""
+LONGEST = 10.0
+"""Seconds for an answer, however slow the last ones were."""
 _SERVING = frozenset({State.UP, State.PROBING, State.DRAINING})
 _UNANSWERED = frozenset({Fault.HEADERS_TIMEOUT, Fault.STALL})
 
@@ -48,12 +59,12 @@ class SilenceConfig:
 
     Attributes:
         silence: after which a node is probed.
-        timeout: for the answer to a probe.
+        timeout: for the answer to a probe of a node whose streams ran until just now.
         share: of the nodes of a role and model, the most that may be out for their silence at once; one always may.
     """
 
-    silence: float = 0.5
-    timeout: float = 1.0
+    silence: float = 0.4
+    timeout: float = 1.4
     share: float = 0.5
 
 
@@ -67,6 +78,7 @@ class _Watched:
         suspect: the probe under way has gone unanswered for half of its time.
         spared: its last probe went unanswered, but too many were out.
         given_up: by this watch, and not back yet.
+        slowest: seconds that its slowest answer lately took.
         has_route: False for one that answered `ALIVE` with a 404: /health is asked instead.
     """
 
@@ -75,6 +87,7 @@ class _Watched:
     suspect: bool = False
     spared: bool = False
     given_up: bool = False
+    slowest: float = 0.0
     has_route: bool = True
 
 
@@ -103,7 +116,7 @@ class SilenceWatch:
         self._metrics = metrics
         self._config = config
         self._headers = headers
-        self._timeouts = Timeouts(*(2 * config.timeout,) * 3, whole=2 * config.timeout)  # past the wait for an answer
+        self._timeouts = Timeouts(*(2 * LONGEST,) * 3, whole=2 * LONGEST)  # the wait for an answer ends before
         self._punctual_since = math.inf
         self._looked_at = math.inf
         self._watched: dict[str, _Watched] = {}
@@ -143,25 +156,34 @@ class SilenceWatch:
     async def _examine(self, node: Node, watched: _Watched) -> None:
         began, watched.probing = self._clock.now(), True
         try:
-            answered = await self._probe(node, watched)
+            answered = await self._probe(node, watched, self._patience(node, watched, began))
+            if answered:
+                watched.slowest = max(self._clock.now() - began, DECAY * watched.slowest)
             if node.name in self._pool:
                 self._conclude(node, watched, self._outcome(node, began, answered=answered))
         finally:
             watched.probing = watched.suspect = False
 
-    async def _probe(self, node: Node, watched: _Watched) -> bool:
+    def _patience(self, node: Node, watched: _Watched, now: float) -> float:
+        """Seconds for an answer."""
+        silent = now - self._pool.silent_since(node.name)
+        streamed = node.role is Role.DECODE and silent < self._config.silence + AGAIN
+        seconds = self._config.timeout * (1.0 if streamed else PATIENT)
+        return min(max(seconds, SLOWER * watched.slowest), LONGEST)
+
+    async def _probe(self, node: Node, watched: _Watched, seconds: float) -> bool:
         """Whether one of two probes is answered in time. The second goes out when half of it is over, on another
         connection: of the first a packet may have been lost."""
         answered = asyncio.Event()
 
         async def ask_again() -> None:
-            await self._clock.sleep(self._config.timeout / 2)
+            await self._clock.sleep(seconds / 2)
             watched.suspect = True
             await self._ask(node, watched, answered)
 
         async with asyncio.TaskGroup() as group:
             asking = [group.create_task(self._ask(node, watched, answered)), group.create_task(ask_again())]
-            await first_of(answered.wait(), self._clock.sleep(self._config.timeout))
+            await first_of(answered.wait(), self._clock.sleep(seconds))
             for each in asking:
                 each.cancel()
         return answered.is_set()
