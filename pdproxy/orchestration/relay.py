@@ -122,6 +122,7 @@ class Relay(ResponseStream):
             self._upstream.remaining_seconds()
             if (
                 self._leaving.is_set()
+                and not self._transcript.finished  # only its end is missing
                 and self._can_move()
                 and self._upstream.nodes.other_than(self._upstream.node_name)
             ):
