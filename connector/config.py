@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.metadata import entry_points
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 
@@ -210,14 +211,24 @@ STATE_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
 
 
 def register() -> None:
-    """vLLM's `vllm.general_plugins` entry point: sets the environment that a hybrid model's transfer needs, and the
-    secret that the processes of one node share.
+    """vLLM's `vllm.general_plugins` entry point: sets the environment that a hybrid model's transfer needs, the secret
+    that the processes of one node share, and an id of the node.
 
     vLLM calls it in the process that parses the engine's arguments, in the engine core and in every worker, before the
     model is built.
     """
     set_state_layout(os.environ)
     set_node_secret(os.environ)
+    name_node(os.environ)
+
+
+NODE_ID = "PDPROXY_NODE_ID"
+"""Environment variable by which the processes of a node find each other's sockets (`liveness`)."""
+
+
+def name_node(environ: MutableMapping[str, str]) -> None:
+    """Give the node an id, unless it has one: its first process chooses it, and the others inherit it."""
+    environ.setdefault(NODE_ID, token_hex(8))
 
 
 def set_state_layout(environ: MutableMapping[str, str]) -> None:

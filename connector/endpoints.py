@@ -24,6 +24,7 @@ from fastapi.responses import JSONResponse
 from starlette.routing import Route
 from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 
+from connector import alive_route
 from connector.config import ENDPOINT_PLUGIN
 from connector.resume_order import node_secret
 from connector.shape_check import require_fit
@@ -60,7 +61,8 @@ class TicketRoute(EndpointPlugin):
         self._streams = StreamRoute()
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes."""
+        """Add the routes, that of `alive_route` too."""
+        alive_route.attach(app)
         app.add_api_route(ROUTE, self._deliver, methods=["POST"], status_code=202)
         app.router.routes += [Route(PREFIX + path, self._streams, methods=["POST"]) for path in HANDLERS]
 

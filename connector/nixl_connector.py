@@ -46,7 +46,8 @@ Versions. vLLM's NIXL handshake hashes its own version: nodes of two versions re
 A vLLM that differs from `vllm_contracts` is refused when the node starts (`shape_check`).
 
 The rest: `config` (settings, errors, vLLM's plugin entry point), `weights` (digests of checkpoints and LoRA adapters),
-`cpu_worker` (seeded sampling and resumed requests on CPU nodes), `tiers/` (several connectors on one node).
+`cpu_worker` (seeded sampling and resumed requests on CPU nodes), `tiers/` (several connectors on one node), `liveness`
+(whether the node's processes run, for whoever asks at `alive_route`).
 """
 
 from __future__ import annotations

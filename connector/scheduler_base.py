@@ -1,6 +1,7 @@
 """The scheduler side but for requests: what the node is, where its hand-overs end, its side channel and its answers."""
 
 import logging
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +11,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import Nix
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
-from connector.config import ConnectorConfig
+from connector.config import NODE_ID, ConnectorConfig
 from connector.counters import Counters
 from connector.fingerprint import Fingerprint
 from connector.kv_groups import attention_block_size, group_shapes, node_capacity
 from connector.leases import LeaseTable
+from connector.liveness import LivenessSocket
 from connector.messages import Verdict
 from connector.node_fingerprint import all_parts, node_fingerprint, rank_parts
 from connector.resume_boundary import LocalHits, drops_unit, resume_boundary
@@ -83,6 +85,7 @@ class SchedulerBase(NixlPullConnectorScheduler):
         self.local_hits = LocalHits(kv_cache_config)
         self._fingerprint = node_fingerprint(vllm_config, kv_cache_config, self._boundary)
         self._listener: Listener | None = None
+        self._liveness = LivenessSocket(os.environ.get(NODE_ID, ""))
         if not config.keys:
             log.warning(
                 "Tickets are neither signed nor checked for a signature: give prefill and decode nodes a common key "
@@ -145,9 +148,11 @@ class SchedulerBase(NixlPullConnectorScheduler):
             limits=Limits(connections, connections // 2),
         )
         self._listener.start()
+        self._liveness.open()
 
     def shutdown(self) -> None:
         """Stop the side channel."""
+        self._liveness.close()
         if self._listener is not None:
             self._listener.stop()
             self._listener = None

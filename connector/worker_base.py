@@ -30,7 +30,9 @@ from uuid import uuid4
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.distributed.nixl_utils import NixlWrapper, nixl_agent_config
 
+from connector.config import NODE_ID
 from connector.counters import ReadOutcome
+from connector.liveness import LivenessSocket
 from connector.metadata import ConnectorMetadata, ReadEnd
 from connector.peer_engines import (
     MOST_RANKS,
@@ -121,6 +123,7 @@ class WorkerBase(NixlPullConnectorWorker):
         self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig, config: ConnectorConfig
     ) -> None:
         # Before vLLM's own: its `__del__` calls `shutdown`, which needs the verifier, also after a failed start.
+        self._liveness = LivenessSocket(os.environ.get(NODE_ID, ""))
         self._verifier = Verifier(config.verify_timeout, metadata_timeout=config.probe_timeout, keys=config.keys)
         self._peer_engines = PeerEngines()
         self._deferred: dict[str, ReqMeta] = {}
@@ -134,9 +137,11 @@ class WorkerBase(NixlPullConnectorWorker):
             delay = CPU_PROGRESS_DELAY if self.device_type == "cpu" else 0.0
         if delay and self.nixl_backends == ["UCX"]:  # before anything is registered with the agent
             self.nixl_wrapper = LowCpuNixlAgent(self.kv_transfer_config.get_from_extra_config("num_threads", 4), delay)
+        self._liveness.open()
 
     def shutdown(self) -> None:
         """End the verifier, then as vLLM does."""
+        self._liveness.close()
         self._verifier.close()
         super().shutdown()
 

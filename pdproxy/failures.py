@@ -343,6 +343,9 @@ _PROBES = """
 
 `health.failures` of these in a row and the node is given up: it gets no requests until it has joined anew. An engine
 that has requests and makes no step for a minute is a `stall`.
+
+A node from whose legs nothing has come for `health.silence`, and that then answers neither of two probes within
+`health.silence_timeout`, is given up at once ([which are, and which are not](operating.md#a-node-that-freezes)).
 """
 
 _NEVER = """

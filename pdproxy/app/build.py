@@ -29,6 +29,7 @@ from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import Preflight
 from pdproxy.nodes.proof import Prover, warm_up
+from pdproxy.nodes.silence import SilenceConfig, SilenceWatch
 from pdproxy.observe.labels import Task
 from pdproxy.observe.metrics import Metrics
 from pdproxy.observe.tracing import TracedApp, tracing_of
@@ -90,10 +91,14 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     test = KnownAnswer(context, background_tasks, headers)
     prover = Prover(pool, test, clock) if settings.health.first_hand_over is FirstHandOver.KNOWN_ANSWER else None
     prove = prover.join if prover else functools.partial(warm_up, pool, test)
-    joiner = Joiner(pool, Preflight(preflight_transport, headers), prove, OutageLog(clock))
+    outages = OutageLog(clock)
+    joiner = Joiner(pool, Preflight(preflight_transport, headers), prove, outages)
     health = HealthCheck(pool, joiner, transport, clock, headers, settings.health.interval, settings.health.timeout)
     supervisor = TaskSupervisor(clock, metrics)
     supervisor.keep(Task.HEALTH, health.run)
+    if settings.health.silence:
+        watch = SilenceWatch(pool, transport, clock, outages, metrics, _silence_config(settings), headers)
+        supervisor.keep(Task.SILENCE, watch.run)
     if prover is not None:
         supervisor.keep(Task.PROOF, prover.run)
     if events is not None:
@@ -128,6 +133,11 @@ def _pool(settings: Settings, clock: SystemClock, metrics: Metrics) -> Pool:
     for node in nodes_of(settings.nodes):
         pool.add(node)
     return pool
+
+
+def _silence_config(settings: Settings) -> SilenceConfig:
+    health = settings.health
+    return SilenceConfig(health.silence, health.silence_timeout, health.silence_share)
 
 
 def _orchestration_context(

@@ -24,6 +24,8 @@ _MOVING = (
 )
 """Series that the engine core's own reports move (vLLM 0.32, `v1/metrics/loggers.py`): with every step of a decode,
 and, by the cache usage, with every chunk of a long prefill."""
+ALIVE = "/v1/pdproxy/alive"
+"""Answered by nodes whose processes all run (`connector/liveness.py`); others than ours answer it with a 404."""
 JOINING_INTERVAL = 1.0
 """Seconds between two tries to have a node join that is not reachable yet."""
 STUCK_SECONDS = 60.0
@@ -146,18 +148,23 @@ class HealthCheck:
             self._joiner.outages.failed(node, failure)
 
     async def _probe(self, node: Node) -> NodeFault | None:
-        try:
-            status, _ = await self._get(node, "/health")
-        except NodeFault as fault:
-            return fault
-        return NodeFault(Fault.SERVER_ERROR, f"/health answers {status}", status=status) if status >= 500 else None
+        """The fault of a health probe; None for well. A node that was given up must show that its engines run too."""
+        paths = ("/health", ALIVE) if self._pool.lost(node.name) else ("/health",)
+        for path in paths:
+            try:
+                status, _ = await self._get(node, path)
+            except NodeFault as fault:
+                return fault
+            if status >= 500:
+                return NodeFault(Fault.SERVER_ERROR, f"{path} answers {status}", status=status)
+        return None
 
     async def _stuck(self, node: Node, now: float) -> NodeFault | None:
         """STALL for an engine that stands still. Only nodes whose legs have been silent for an interval are asked.
 
         One that was given up is asked too: its legs have left, and it must have moved before it may come back.
         """
-        if not self._pool.silent(node.name, now - self._interval) and not self._pool.lost(node.name):
+        if self._pool.silent_since(node.name) >= now - self._interval and not self._pool.lost(node.name):
             self._progress.pop(node.name, None)
             return None
         try:

@@ -4,6 +4,7 @@ No I/O: `health_check` and `join` do that and report here. Everything is synchro
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry
@@ -121,7 +122,7 @@ class Pool:
         self.changed.set()
 
     def configured(self, name: str) -> Node:
-        """The node as it was given to `add` or `amend`, without what a preflight found: it may have changed since."""
+        """The node as it was given to `add` or `amend`, without what a preflight found."""
         return self._entry(name).configured
 
     def admit(self, node: Node) -> None:
@@ -206,23 +207,32 @@ class Pool:
             entry.misses = 0
             return
         entry.misses += 1
-        if entry.lost() and entry.circuit.state is not CircuitState.OPEN:
-            entry.reason = f"health: {fault}"
+        if entry.lost():
+            self._open(entry, f"health: {fault}")
+            if not progressed:
+                entry.send_legs_away()
+
+    def give_up(self, name: str, reason: str) -> None:
+        """As if ``failures`` probes in a row had failed: no requests until it has joined anew, and its legs leave."""
+        entry = self._entry(name)
+        entry.misses = max(entry.misses, self._config.failures)
+        self._open(entry, reason)
+        entry.send_legs_away()
+
+    def _open(self, entry: PoolEntry, reason: str) -> None:
+        if entry.circuit.state is not CircuitState.OPEN:
+            entry.reason = reason
             self._set(entry, entry.circuit.opened(self._clock.now()))
-        if entry.lost() and not progressed:
-            entry.leaving.set()
-            for alarm in tuple(entry.alarms):
-                alarm()
 
     def lost(self, name: str) -> bool:
         """Whether active health has given the node up (it must join anew before it serves); False where it has left."""
         entry = self._entries.get(name)
         return entry is not None and entry.lost()
 
-    def silent(self, name: str, since: float) -> bool:
-        """Whether legs run on the node and none has received anything since; False where it has left."""
+    def silent_since(self, name: str) -> float:
+        """Monotonic seconds when something last came from it; inf while no leg runs on it, and where it has left."""
         entry = self._entries.get(name)
-        return entry is not None and entry.active > 0 and entry.progressed_at < since
+        return math.inf if entry is None else entry.silent_since()
 
     def _release(self, entry: PoolEntry, slot: Slot) -> None:
         entry.active -= 1
@@ -246,7 +256,7 @@ class Pool:
         return entry
 
     def _changed(self, entry: PoolEntry) -> None:
-        """Its view must be made again; of no effect for a node that has left, whose last legs end later."""
+        """Its view must be made again, unless it has left: its last legs end later."""
         if self._entries.get(entry.node.name) is entry:
             self._views.outdated[entry.node.name] = entry
 

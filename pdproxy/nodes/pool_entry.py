@@ -81,6 +81,16 @@ class PoolEntry:
         """Whether active health has given the node up."""
         return self.misses >= self.circuit.config.failures
 
+    def silent_since(self) -> float:
+        """Monotonic seconds when something last came for a leg; inf while no leg is in flight."""
+        return self.progressed_at if self.active else math.inf
+
+    def send_legs_away(self) -> None:
+        """Have streams move, and legs that wait for an answer fail, where there is another node for them."""
+        self.leaving.set()
+        for alarm in tuple(self.alarms):
+            alarm()
+
     def state(self) -> State:
         """The state that plans are made from."""
         return _STATE_BY_CIRCUIT[self.circuit.state] if self.membership is State.UP else self.membership

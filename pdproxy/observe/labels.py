@@ -70,6 +70,22 @@ class Task(enum.StrEnum):
     DISCOVERY = "discovery"
     PROOF = "proof"
     EVENTS = "events"
+    SILENCE = "silence"
+
+
+class SilenceOutcome(enum.StrEnum):
+    """What came of probing a node from whose legs nothing comes."""
+
+    ANSWERED = "answered"
+    """It runs, or it refused the connection: its legs' deadlines and active health decide, as ever."""
+    PROGRESSED = "progressed"
+    """Something came for a leg after all, or none is left."""
+    LATE = "late"
+    """The proxy itself did not run in time, which says nothing of the node."""
+    TOO_MANY = "too_many"
+    """Too many nodes of its kind would have been out at once."""
+    GIVEN_UP = "given_up"
+    """Its legs leave at once, and it must join anew."""
 
 
 class Attempt(enum.StrEnum):

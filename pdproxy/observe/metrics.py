@@ -21,6 +21,7 @@ from pdproxy.observe.labels import (
     Proof,
     Rejection,
     RouteReason,
+    SilenceOutcome,
     Task,
     Tokens,
 )
@@ -98,6 +99,9 @@ class Metrics:
         )
         self._proofs = counter("pdproxy_known_answer_tests_total", "Known-answer tests of pairs of nodes.", ["result"])
         self._circuit = counter("pdproxy_circuit_moves_total", "Moves of a node's circuit.", ["node", "to"])
+        self._silences = counter(
+            "pdproxy_silence_probes_total", "Probes of nodes from whose legs nothing came.", ["role", "outcome"]
+        )
         self._tasks = counter("pdproxy_task_failures_total", "Background tasks that had to be begun again.", ["task"])
         # Finding a series by its labels costs more than counting: those of the hot path are found once.
         self._request = cache(self._requests.labels)
@@ -128,6 +132,8 @@ class Metrics:
             self._sessions.labels(role, affinity)
         for role, hits in itertools.product(("prefill", "decode"), (self._planned_hits, self._real_hits)):
             hits.labels(role)
+        for role, silence in itertools.product(("prefill", "decode"), SilenceOutcome):
+            self._silences.labels(role, silence)
         for role, prediction in itertools.product(("prefill", "decode"), Prediction):
             self._predictions.labels(role, prediction)
 
@@ -254,6 +260,10 @@ class Metrics:
     def circuit_moved(self, node: str, to: enum.StrEnum) -> None:
         """Count a move of a node's circuit."""
         self._circuit.labels(node, to).inc()
+
+    def silence_probed(self, role: enum.StrEnum, outcome: SilenceOutcome) -> None:
+        """Count a probe of a node from whose legs nothing came."""
+        self._silences.labels(role, outcome).inc()
 
     def task_failed(self, task: Task) -> None:
         """Count a background task that ended unexpectedly."""

@@ -27,8 +27,8 @@ from pdproxy.response import ResponseStream, Sink
 from pdproxy.stream.choice_state import NotContinuable
 from pdproxy.transport.port import HttpResponse
 
-PROGRESS_SECONDS = 0.5
-"""How often a stream's progress is reported to active health."""
+PROGRESS_SECONDS = 0.1
+"""How often a stream's progress is reported to active health, which knows of silence with this precision."""
 
 
 class Relay(ResponseStream):

@@ -22,7 +22,7 @@ async def test_a_streamed_chat_runs_through_few_files() -> None:
         if event == "call" and frame.f_code.co_filename.startswith(str(ROOT)):
             touched.add(frame.f_code.co_filename.removeprefix(f"{ROOT}/"))
 
-    async with running_proxy(Settings(health=Health(interval=QUIET))) as running:
+    async with running_proxy(Settings(health=Health(interval=QUIET, silence=0))) as running:
         await running.client.post("/v1/chat/completions", json=CHAT)
         sys.setprofile(record)
         try:

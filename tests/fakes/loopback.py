@@ -107,6 +107,8 @@ class LoopbackNode:
 
     async def _play(self, script: Script, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         for piece in script.pieces:
+            if script.computed:
+                await self.node.stepping.wait()
             writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
             await writer.drain()
             await asyncio.sleep(self._pace)

@@ -1,5 +1,6 @@
 """A fake vLLM node without sockets: what it answers is a script of pieces; `memory` and `loopback` carry it."""
 
+import asyncio
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ class Script:
     """An answer: the head, the pieces of the body, and how it goes wrong (after ``until`` pieces).
 
     That of a request that waits for its ticket has no pieces yet: of a stream the head is there, of others nothing.
+    Pieces that are ``computed`` come only while the node's engine steps.
     """
 
     status: int
@@ -36,6 +38,7 @@ class Script:
     pieces: tuple[bytes, ...]
     kind: FaultKind | None = None
     waiting: WaitingRequest | None = None
+    computed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,6 +87,9 @@ class FakeNode:
         self.running = 0
         self.cut = 0
         """Legs that the proxy gave up."""
+        self.stepping = asyncio.Event()
+        """Cleared while its engine is in a long step; its API server answers all the same. Of loopback nodes."""
+        self.stepping.set()
 
     @property
     def url(self) -> str:
@@ -173,10 +179,10 @@ class FakeNode:
             return Script(400, JSON, (error(400, "Out of range float values are not JSON compliant"),))
         question = dataclasses.replace(question, wrong=wrong + self.rounding * (len(question.prompt) % 2))
         if not question.stream:
-            return Script(200, JSON, (answer(question, cached, None),))
+            return Script(200, JSON, (answer(question, cached, None),), computed=True)
         if records is None:
-            return Script(200, EVENTS, events(question, cached))
-        return Script(200, EVENTS, journaled(question, cached, records, self.fabric))
+            return Script(200, EVENTS, events(question, cached), computed=True)
+        return Script(200, EVENTS, journaled(question, cached, records, self.fabric), computed=True)
 
     def _prefill(self, question: ParsedRequest, params: Mapping[str, Any]) -> Script:
         hand_over = str(params["pdproxy_hand_over"])
@@ -185,7 +191,7 @@ class FakeNode:
         cached = 1 if self.cache is None else self.cache.compute(question.prompt)
         ticket = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self.name,
                   "remote_request_id": hand_over, "remote_prefill_cached_tokens": cached}  # fmt: skip
-        return Script(200, JSON, (answer(question, cached, ticket),))
+        return Script(200, JSON, (answer(question, cached, ticket),), computed=True)
 
     def _attend(self, question: ParsedRequest, params: Mapping[str, Any]) -> tuple[int, int]:
         """Prompt tokens that need not be computed, as usage tells them; and how wrong it is about the prompt."""

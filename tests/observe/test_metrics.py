@@ -6,7 +6,19 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import Fault
-from pdproxy.observe.labels import Attempt, Delivery, Leg, Outcome, Phase, Proof, Rejection, Task, Tokens
+from pdproxy.nodes.node import Role
+from pdproxy.observe.labels import (
+    Attempt,
+    Delivery,
+    Leg,
+    Outcome,
+    Phase,
+    Proof,
+    Rejection,
+    SilenceOutcome,
+    Task,
+    Tokens,
+)
 from pdproxy.observe.metrics import Metrics
 from pdproxy.request import Endpoint
 
@@ -50,6 +62,7 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
     metrics.node_active("n", Word.ONE, 2)
     metrics.circuit_moved("n", Word.TWO)
     metrics.task_failed(Task.HEALTH)
+    metrics.silence_probed(Role.DECODE, SilenceOutcome.GIVEN_UP)
     metrics.pair_barred("p", "n")
     metrics.pair_barred("p", "other")
     metrics.pair_allowed("p", "other")
@@ -80,6 +93,8 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
         ("pdproxy_node_active", (("node", "n"), ("role", "one"))): 2,
         ("pdproxy_circuit_moves_total", (("node", "n"), ("to", "two"))): 1,
         ("pdproxy_task_failures_total", (("task", "health"),)): 1,
+        ("pdproxy_silence_probes_total", (("role", "decode"), ("outcome", "given_up"))): 1,
+        ("pdproxy_silence_probes_total", (("role", "prefill"), ("outcome", "given_up"))): 0,
     }
     for (name, labels), value in expected.items():
         assert registry.get_sample_value(name, dict(labels)) == value, name

@@ -10,11 +10,12 @@ from pdproxy.orchestration.resources import fail_if_node_down
 from pdproxy.request import ClientRequest, Endpoint
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.orchestration.answers import read_answer
-from tests.orchestration.cluster import MODEL, read
+from tests.orchestration.cluster import MODEL, FakeCluster, read
 from tests.orchestration.loopback_cluster import PATIENT, LoopbackCluster, loopback_cluster, until
 from tests.orchestration.prompts import body_for, right
 
 DAYS = 1e6
+FINISHED = b'"finish_reason":"length"'
 FROZEN_NODES = [("p0", -1), ("d0", -1), ("d0", 0), ("d0", 3)]
 """Which node, and after how many events: before the head, before the first event, in the middle."""
 
@@ -102,3 +103,22 @@ async def test_a_timeout_raised_inside_is_not_a_node_down_fault() -> None:
             async with fail_if_node_down(slot, lambda: True):
                 raise TimeoutError
         await cluster.close()
+
+
+@pytest.mark.parametrize("more", [{}, {"stream_options": {"include_usage": True}}])
+async def test_a_stream_that_lacks_only_its_end_does_not_move(more: dict[str, object]) -> None:
+    """Its finish reason is out; anything that another node says would be too much."""
+    cluster = FakeCluster()
+    request = cluster.request(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=True, **more))
+    stream = (await cluster.orchestrator.answer(request)).body
+    assert not isinstance(stream, bytes)
+    seen = b""
+    async for piece in stream:
+        seen += piece
+        if FINISHED in seen:
+            cluster.pool.leaving("d0").set()
+    assert seen.count(FINISHED) == 1
+    answer = read_answer(Endpoint.CHAT, seen)
+    assert (answer.texts[0], answer.ended) == (right(Endpoint.CHAT), True)
+    assert cluster.decodes[1].legs() == []
+    await cluster.settle()

@@ -1,4 +1,5 @@
-"""A mixed load while nodes are killed at random, and in one scenario what is known of their caches is wrong as well.
+"""A mixed load while nodes are killed at random; in one scenario what is known of their caches is wrong as well, and in
+one nothing dies, but engines stand still. No node may be given up for its silence in any of them.
 
 Every answer is judged, and in the end nothing may be left.
 """
@@ -15,13 +16,13 @@ import random
 import resource
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-
-from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import ClientError
 from pdproxy.nodes.capacity import Binding, Capacity
+from pdproxy.nodes.join import OutageLog
+from pdproxy.nodes.silence import SilenceConfig, SilenceWatch
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.orchestration.fanout import FanOut
 from pdproxy.orchestration.relay import Relay
@@ -29,8 +30,6 @@ from pdproxy.orchestration.request_queue import QueueLimits
 from pdproxy.orchestration.upstream import UpstreamRequest
 from pdproxy.request import SubRequest
 from pdproxy.settings.types import Legs
-from tests.fakes.faults import FaultKind, InjectedFault
-from tests.fakes.loopback import LoopbackNode
 from tests.fakes.reading import follow
 from tests.orchestration.loopback_cluster import LoopbackCluster, loopback_cluster
 from tests.soak.asking import PATIENT, Asking, asking, words
@@ -38,19 +37,11 @@ from tests.soak.cached_cluster import cached_cluster
 from tests.soak.caller import Caller
 from tests.soak.conversations import Conversations
 from tests.soak.server import serving
+from tests.soak.tally import Tally
+from tests.soak.trouble import hold_up, kill
 
 WORKERS = 16
 SAMPLES = 30
-FAULT_KINDS = (
-    FaultKind.RESET,
-    FaultKind.STATUS,
-    FaultKind.GARBAGE,
-    FaultKind.NO_TICKET,
-    FaultKind.ERROR_EVENT,
-    FaultKind.SHORT,
-    FaultKind.STALL,
-    FaultKind.HANG,
-)
 REMEMBERED = 4.0
 """Seconds for which fakes remember at least what was released, and who waits no longer: legs and tickets come late."""
 TERMS = OrchestrationConfig(
@@ -65,6 +56,8 @@ TERMS = OrchestrationConfig(
 """Short deadlines: a slow machine may pass them, which costs a retry and nothing else. Fewer run at once than there are
 clients: some wait in the queue, and leave it."""
 
+PATIENT_TERMS = dataclasses.replace(TERMS, prefill_headers=PATIENT, decode_headers=PATIENT, stall=PATIENT)
+"""Deadlines that no engine passes by standing still for a while."""
 OF_A_REQUEST = frozenset({UpstreamRequest, Relay, FanOut, SubRequest})
 OF_A_LOOK_UP = frozenset({"_Prompt", "_Asked"})
 """Names of types of which the prefix sources keep some for a while."""
@@ -72,40 +65,17 @@ SMALL = Capacity(150, 4, 1, Binding.ATTENTION)
 """Of each decode node: two or three requests have room, so that others wait for it."""
 
 
-@dataclasses.dataclass(slots=True)
-class Tally:
-    """What came of the requests: complete, broken (cleanly), refused (cleanly), left."""
-
-    ended: Counter[str] = dataclasses.field(default_factory=Counter)
-    kills: int = 0
-    registry: CollectorRegistry = dataclasses.field(default_factory=CollectorRegistry, repr=False)
-    """What the proxy counted."""
-    objects: list[int] = dataclasses.field(default_factory=list)
-    """Blocks of memory that Python's objects had, at equal distances of time."""
-    resident: list[float] = dataclasses.field(default_factory=list)
-    """MiB that the process had then; what the allocator keeps of freed memory is in it, and grows with scatter."""
-
-    def count(self, name: str, **labels: str) -> float:
-        """A metric's value."""
-        return self.registry.get_sample_value(f"pdproxy_{name}", labels) or 0.0
-
-    def by(self, name: str) -> dict[str, float]:
-        """The values of a metric of one label that are not 0."""
-        samples = (each for family in self.registry.collect() for each in family.samples)
-        return {"".join(each.labels.values()): each.value for each in samples if each.name == name and each.value}
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
     """What is asked of which cluster.
 
     Attributes:
-        pauses: between two kills or faults of nodes, in seconds: at least and at most.
+        trouble: what happens to its nodes meanwhile, until cancelled.
     """
 
     cluster: contextlib.AbstractAsyncContextManager[LoopbackCluster]
     prompt: Callable[[random.Random], str]
-    pauses: tuple[float, float]
+    trouble: Callable[[LoopbackCluster, random.Random, Tally], Awaitable[None]]
 
 
 class Scenario(enum.Enum):
@@ -115,13 +85,19 @@ class Scenario(enum.Enum):
     """Nothing: short prompts, planned by load."""
     EVENTS = "events"
     """KV events, by which the prompts of long conversations are planned."""
+    SILENCE = "silence"
+    """Nothing dies, but engines stand still for seconds, as in long steps, while their API servers answer."""
 
     def load(self, seed: int) -> Load:
         """For one run."""
         if self is Scenario.NODES:
             cluster = loopback_cluster(prefills=3, decodes=3, config=TERMS, capacity=SMALL)
-            return Load(cluster, words, (0.02, 0.2))
-        return Load(cached_cluster(TERMS), Conversations(seed).prompt, (0.1, 1.0))
+            return Load(cluster, words, functools.partial(kill, pauses=(0.02, 0.2)))
+        if self is Scenario.SILENCE:
+            cluster = loopback_cluster(prefills=3, decodes=3, config=PATIENT_TERMS, capacity=SMALL)
+            return Load(cluster, words, hold_up)
+        trouble = functools.partial(kill, pauses=(0.1, 1.0))
+        return Load(cached_cluster(TERMS), Conversations(seed).prompt, trouble)
 
 
 async def soak(scenario: Scenario, seconds: float, seed: int) -> Tally:
@@ -130,19 +106,33 @@ async def soak(scenario: Scenario, seconds: float, seed: int) -> Tally:
     async with load.cluster as cluster:
         tally.registry = cluster.registry
         until = asyncio.get_running_loop().time() + seconds
-        killer = asyncio.create_task(_kill(cluster, random.Random(seed), tally, load.pauses))
+        beside = [
+            asyncio.ensure_future(load.trouble(cluster, random.Random(seed), tally)),
+            asyncio.create_task(_watch(cluster).run()),
+        ]
         async with serving(cluster) as caller, asyncio.TaskGroup() as workers:
             workers.create_task(_weigh(cluster, tally, seconds / SAMPLES))
             ways = (functools.partial(_ask, cluster), functools.partial(_call, caller))
             for number, way in zip(range(WORKERS), itertools.cycle(ways), strict=False):
                 asked = _asked(random.Random(seed + 1 + number), load.prompt)
                 workers.create_task(_work(way, asked, until, tally, f"w{number}"))
-        killer.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await killer
+        await _end(beside)
         await cluster.close()
     _check_nothing_left()
     return tally
+
+
+def _watch(cluster: LoopbackCluster) -> SilenceWatch:
+    """As it is unless set otherwise. Nodes that it gives up stay away."""
+    outages, metrics = OutageLog(cluster.clock), cluster.context.metrics
+    return SilenceWatch(cluster.pool, cluster.transport, cluster.clock, outages, metrics, SilenceConfig())
+
+
+async def _end(tasks: Sequence[asyncio.Future[None]]) -> None:
+    for task in tasks:
+        assert not task.done(), task
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _weigh(cluster: LoopbackCluster, tally: Tally, pause: float) -> None:
@@ -222,33 +212,6 @@ def _judged(asked: Asking, body: bytes) -> str:
 def _refused(status: int) -> str:
     assert status in (429, 500, 502, 503, 504), status
     return "refused"
-
-
-async def _kill(cluster: LoopbackCluster, dice: random.Random, tally: Tally, pauses: tuple[float, float]) -> None:
-    """Again and again one node is killed and restarted, or gets a fault for one request."""
-    while True:
-        await asyncio.sleep(dice.uniform(*pauses))
-        node = dice.choice(cluster.nodes)
-        if dice.random() < 0.5:
-            ill = InjectedFault(
-                dice.choice(FAULT_KINDS), at=dice.randint(-1, 6), status=dice.choice((404, 429, 500, 503)), times=1
-            )
-            node.node.waiting.most = dice.choice((0, 1024, 1024, 1024))
-            if dice.random() < 0.3:
-                node.node.delivery_fault = ill
-            else:
-                node.node.fault = dataclasses.replace(ill, status=max(ill.status, 429))
-        else:
-            tally.kills += 1
-            await _restart(node, dice.uniform(0.01, 0.3))
-
-
-async def _restart(node: LoopbackNode, pause: float) -> None:
-    await node.kill()
-    try:
-        await asyncio.sleep(pause)
-    finally:
-        await node.start()
 
 
 def _check_nothing_left() -> None:

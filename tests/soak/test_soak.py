@@ -7,10 +7,13 @@ import sys
 
 import pytest
 
-from pdproxy.observe.labels import BatchOutcome, Forgotten, IdsOutcome, Replay
-from tests.soak.soak import Scenario, Tally, soak
+from pdproxy.nodes.node import Role
+from pdproxy.observe.labels import BatchOutcome, Forgotten, IdsOutcome, Replay, SilenceOutcome
+from tests.soak.soak import Scenario, soak
+from tests.soak.tally import Tally
 
-SHORT = float(os.environ.get("SOAK_SECONDS", "20"))
+LONG = 450.0
+SHORT = float(os.environ.get("SOAK_SECONDS", "30"))
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +26,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 async def test_short_soak(scenario: Scenario) -> None:
     tally = await soak(scenario, SHORT / len(Scenario), seed=1)
     assert tally.ended["complete"] > 0
-    assert tally.kills > 0
+    check_that_silence_cost_nothing(scenario, tally)
     assert tally.count("deliveries_total", outcome="ticket") > 0
     assert tally.count("phase_seconds_count", phase="queue") > 0, "nothing waited in the queue"
     show(scenario, tally)
@@ -36,8 +39,9 @@ async def test_short_soak(scenario: Scenario) -> None:
 @pytest.mark.parametrize("scenario", Scenario)
 async def test_long_soak(scenario: Scenario) -> None:
     before = blocks_of_memory()
-    tally = await soak(scenario, 900 / len(Scenario), seed=2)
+    tally = await soak(scenario, LONG, seed=2)
     show(scenario, tally)
+    check_that_silence_cost_nothing(scenario, tally)
     print(tally)
     requests = sum(tally.ended.values())
     assert tally.ended["complete"] > 100
@@ -63,8 +67,8 @@ def swollen(tally: Tally) -> float:
 
 def show(scenario: Scenario, tally: Tally) -> None:
     """What happened, in figures."""
-    print(f"{scenario.value}: {dict(tally.ended)}, {tally.kills} kills")
-    shown = ["pdproxy_deliveries_total"]
+    print(f"{scenario.value}: {dict(tally.ended)}, {tally.kills} kills, {tally.pauses} pauses")
+    shown = ["pdproxy_deliveries_total", "pdproxy_silence_probes_total"]
     if scenario is Scenario.EVENTS:
         shown += [
             "pdproxy_plans_total",
@@ -80,6 +84,20 @@ def show(scenario: Scenario, tally: Tally) -> None:
             name,
             ", ".join(f"{label} {value:g} ({value / sum(values.values()):.0%})" for label, value in values.items()),
         )
+
+
+def check_that_silence_cost_nothing(scenario: Scenario, tally: Tally) -> None:
+    """Nodes were silent, and none was given up for it."""
+    probes = {
+        outcome: [tally.count("silence_probes_total", role=role, outcome=outcome) for role in Role]
+        for outcome in SilenceOutcome
+    }
+    assert probes[SilenceOutcome.GIVEN_UP] == probes[SilenceOutcome.TOO_MANY] == [0, 0], "a false alarm"
+    if scenario is Scenario.SILENCE:
+        assert tally.pauses > 0
+        assert all(probes[SilenceOutcome.ANSWERED]), "no node was silent"
+    else:
+        assert tally.kills > 0
 
 
 def check_that_events_counted(tally: Tally) -> None:

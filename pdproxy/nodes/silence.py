@@ -1,0 +1,244 @@
+"""Finds frozen nodes within two seconds: by the silence of their legs, and a probe that goes unanswered.
+
+    nothing came from a node that has legs for `silence` s ──► probe it
+        answered, or refused: it runs, or active health sees to it ──► probe it again after `AGAIN` s of silence
+        both of two probes unanswered ──► give it up, as `HealthCheck` does after `failures` of its own; unless
+            something came from it meanwhile                    `progressed`
+            this process itself did not run in time             `late`
+            too many nodes of its kind would be out at once     `too_many`
+
+Silence proves nothing: a long prefill is silent, and so is a decode leg that waits for its ticket. What is asked is
+whether the node's processes run at all (`ALIVE`), which needs no step of an engine. A node that hangs and answers, such
+as one whose GPU does, is left to the legs' deadlines and to `HealthCheck`.
+
+How long an answer may take depends on what is known: `timeout` s where streams ran and stopped all at once, `PATIENT`
+times as long where there were none, for then the silence says nothing and the API server may be busy with what has just
+come; and longer still where the node's last answers were slow (`SLOWER`).
+"""
+
+import asyncio
+import dataclasses
+import logging
+import math
+
+from pdproxy.clock import Clock, first_of
+from pdproxy.errors import Fault, NodeFault
+from pdproxy.nodes.health_check import ALIVE
+from pdproxy.nodes.join import OutageLog
+from pdproxy.nodes.node import Node, NodeView, Role, State
+from pdproxy.nodes.pool import Pool
+from pdproxy.nodes.preflight import exchange
+from pdproxy.observe.labels import SilenceOutcome
+from pdproxy.observe.metrics import Metrics
+from pdproxy.request import Headers
+from pdproxy.transport.port import HttpRequest, Timeouts, Transport
+
+_LOG = logging.getLogger(__name__)
+
+TICK = 0.1
+"""Seconds between two looks at all nodes."""
+LATE = 0.25
+"""Seconds by which a look may be late. If it is later, this process was stopped or starved, and nodes may have sent
+what it has not read: all that was silent is taken to be so from then on."""
+AGAIN = 1.0
+"""Seconds after an answer until a node that is still silent is probed again."""
+PATIENT = 3.0
+SLOWER = 4.0
+"""An answer may take this many times as long as the slowest of the node's last ones did."""
+DECAY = 0.9
+"""Of the slowest answer's time, what is left of it after each further answer."""
+LONGEST = 10.0
+"""Seconds for an answer, however slow the last ones were."""
+_SERVING = frozenset({State.UP, State.PROBING, State.DRAINING})
+_UNANSWERED = frozenset({Fault.HEADERS_TIMEOUT, Fault.STALL})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SilenceConfig:
+    """Times in seconds.
+
+    Attributes:
+        silence: after which a node is probed.
+        timeout: for the answer to a probe of a node whose streams ran until just now.
+        share: of the nodes of a role and model, the most that may be out for their silence at once; one always may.
+    """
+
+    silence: float = 0.4
+    timeout: float = 1.4
+    share: float = 0.5
+
+
+@dataclasses.dataclass(slots=True)
+class _Watched:
+    """What is known of one node.
+
+    Attributes:
+        quiet_until: monotonic seconds until which it is not probed, whatever its silence.
+        probing: a probe is under way.
+        suspect: the probe under way has gone unanswered for half of its time.
+        spared: its last probe went unanswered, but too many were out.
+        given_up: by this watch, and not back yet.
+        slowest: seconds that its slowest answer lately took.
+        has_route: False for one that answered `ALIVE` with a 404: /health is asked instead.
+    """
+
+    quiet_until: float = 0.0
+    probing: bool = False
+    suspect: bool = False
+    spared: bool = False
+    given_up: bool = False
+    slowest: float = 0.0
+    has_route: bool = True
+
+
+class SilenceWatch:
+    """Probes nodes that are silent, and gives up those that do not answer.
+
+    Args:
+        headers: of each probe, such as a credential.
+        outages: shared with `HealthCheck`, which takes the nodes back.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        transport: Transport,
+        clock: Clock,
+        outages: OutageLog,
+        metrics: Metrics,
+        config: SilenceConfig,
+        headers: Headers = (),
+    ) -> None:
+        self._pool = pool
+        self._transport = transport
+        self._clock = clock
+        self._outages = outages
+        self._metrics = metrics
+        self._config = config
+        self._headers = headers
+        self._timeouts = Timeouts(*(2 * LONGEST,) * 3, whole=2 * LONGEST)  # the wait for an answer ends before
+        self._punctual_since = math.inf
+        self._looked_at = math.inf
+        self._watched: dict[str, _Watched] = {}
+
+    async def run(self) -> None:
+        """Look at all nodes every `TICK`, until cancelled."""
+        self._punctual_since = self._looked_at = self._clock.now()
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self._clock.sleep(TICK)
+                for node in self._look(self._clock.now()):
+                    group.create_task(self._examine(node, self._watched[node.name]))
+
+    def _look(self, now: float) -> list[Node]:
+        """The nodes to probe now."""
+        if self._is_late(now):
+            self._punctual_since = now
+        self._looked_at = now
+        views = self._pool.snapshot().nodes
+        self._watched = {view.node.name: self._watched.get(view.node.name) or _Watched() for view in views}
+        return [view.node for view in views if self._is_due(view, self._watched[view.node.name], now)]
+
+    def _is_late(self, now: float) -> bool:
+        return now - self._looked_at > TICK + LATE
+
+    def _is_due(self, view: NodeView, watched: _Watched, now: float) -> bool:
+        silence, since = self._config.silence, self._pool.silent_since(view.node.name)
+        lost = self._pool.lost(view.node.name)
+        watched.given_up &= lost
+        if watched.probing or lost or view.state not in _SERVING:
+            return False
+        if since == math.inf:
+            watched.spared = False
+            watched.quiet_until = now + silence  # its next leg may take its time, from about now on
+        return now >= max(since + silence, self._punctual_since + silence, watched.quiet_until)
+
+    async def _examine(self, node: Node, watched: _Watched) -> None:
+        began, watched.probing = self._clock.now(), True
+        try:
+            answered = await self._probe(node, watched, self._patience(node, watched, began))
+            if answered:
+                watched.slowest = max(self._clock.now() - began, DECAY * watched.slowest)
+            if node.name in self._pool:
+                self._conclude(node, watched, self._outcome(node, began, answered=answered))
+        finally:
+            watched.probing = watched.suspect = False
+
+    def _patience(self, node: Node, watched: _Watched, now: float) -> float:
+        """Seconds for an answer."""
+        silent = now - self._pool.silent_since(node.name)
+        streamed = node.role is Role.DECODE and silent < self._config.silence + AGAIN
+        seconds = self._config.timeout * (1.0 if streamed else PATIENT)
+        return min(max(seconds, SLOWER * watched.slowest), LONGEST)
+
+    async def _probe(self, node: Node, watched: _Watched, seconds: float) -> bool:
+        """Whether one of two probes is answered in time. The second goes out when half of it is over, on another
+        connection: of the first a packet may have been lost."""
+        answered = asyncio.Event()
+
+        async def ask_again() -> None:
+            await self._clock.sleep(seconds / 2)
+            watched.suspect = True
+            await self._ask(node, watched, answered)
+
+        async with asyncio.TaskGroup() as group:
+            asking = [group.create_task(self._ask(node, watched, answered)), group.create_task(ask_again())]
+            await first_of(answered.wait(), self._clock.sleep(seconds))
+            for each in asking:
+                each.cancel()
+        return answered.is_set()
+
+    async def _ask(self, node: Node, watched: _Watched, answered: asyncio.Event) -> None:
+        """Any status is an answer, and so is a refusal: that is no silence, and active health knows what to do."""
+        request = HttpRequest("GET", node.url + (ALIVE if watched.has_route else "/health"), self._headers)
+        try:
+            status, _ = await exchange(self._transport, request, self._timeouts)
+        except NodeFault as fault:
+            if fault.fault in _UNANSWERED:
+                return
+        else:
+            watched.has_route &= status != 404
+        answered.set()
+
+    def _outcome(self, node: Node, began: float, *, answered: bool) -> SilenceOutcome:
+        if answered:
+            return SilenceOutcome.ANSWERED
+        if self._pool.lost(node.name) or self._pool.silent_since(node.name) >= began:
+            return SilenceOutcome.PROGRESSED
+        if self._is_late(self._clock.now()) or self._punctual_since > began:
+            return SilenceOutcome.LATE
+        return SilenceOutcome.GIVEN_UP if self._may_give_up(node) else SilenceOutcome.TOO_MANY
+
+    def _may_give_up(self, node: Node) -> bool:
+        """Whether others of its role and model remain, and few are out. Where many fall silent at once, the network of
+        this proxy is the likely cause."""
+        kin = [view for view in self._pool.snapshot().nodes if _kind(view.node) == _kind(node)]
+        out = {view.node.name for view in kin if self._is_out(view.node.name)} | {node.name}
+        left = {view.node.name for view in kin if view.takes_requests()} - out
+        return bool(left) and len(out) <= max(1, int(self._config.share * len(left | out)))
+
+    def _is_out(self, name: str) -> bool:
+        watched = self._watched.get(name)
+        return watched is not None and (watched.suspect or watched.spared or watched.given_up)
+
+    def _conclude(self, node: Node, watched: _Watched, outcome: SilenceOutcome) -> None:
+        self._metrics.silence_probed(node.role, outcome)
+        pause = AGAIN if outcome in (SilenceOutcome.ANSWERED, SilenceOutcome.TOO_MANY) else 0.0
+        watched.quiet_until = self._clock.now() + pause
+        if outcome is SilenceOutcome.TOO_MANY and not watched.spared:
+            _LOG.warning(
+                "node %s is silent and answers no probe, but others are too: health.failures decide", node.name
+            )
+        watched.spared = outcome is SilenceOutcome.TOO_MANY
+        if outcome is SilenceOutcome.GIVEN_UP:
+            watched.given_up = True
+            self._outages.failed(node, NodeFault(Fault.HEADERS_TIMEOUT, self._evidence(node)))
+            self._pool.give_up(node.name, "health: silent, and no probe was answered")
+
+    def _evidence(self, node: Node) -> str:
+        silent = self._clock.now() - max(self._pool.silent_since(node.name), self._punctual_since)
+        return f"nothing came for its requests for {silent:.1f} s, and two probes got no answer"
+
+
+def _kind(node: Node) -> tuple[str, str]:
+    return node.role, node.model
