@@ -27,6 +27,8 @@ SPREAD_S = 1.0
 EVENT = b"data: "
 LEG_FAILED = re.compile(r"request (?P<request>\S+): decode leg on (?P<node>\S+): ")
 """What the proxy logs of a stream whose node has died."""
+MOVED = re.compile(r"request ended request_id=(?P<request>\S+) .*\bmoved=(?P<how>\S+) stall_ms=(?P<stall>\S+)")
+"""What it logs at the end of a stream that went on elsewhere."""
 
 
 @dataclass
@@ -83,11 +85,16 @@ class FollowedStream:
 
 @dataclass(frozen=True)
 class Cut:
-    """A stream that lost its node. `place`: how many events its client had; `stall`: seconds until the next came."""
+    """A stream that lost its node. `place`: how many events its client had; `stall`: seconds until the next came.
+
+    `how`, `told`: what the stream's log line says, of how it went on, and of the stall; empty and 0 where it is silent.
+    """
 
     stream: FollowedStream
     place: int
     stall: float
+    how: str
+    told: float
 
     def __str__(self) -> str:
         return f"{self.stream.shape.name} after {self.place} of {self.stream.all_events} events: {self.stall:.2f} s"
@@ -142,9 +149,9 @@ async def cut_short(fleet: Fleet, streams: Sequence[FollowedStream], victim: str
         killed, places = time.monotonic(), [stream.events for stream in streams]
         await asyncio.to_thread(strike, fleet.nodes[victim].part, ProcessFault.KILLED)
         await asyncio.wait(tasks)
-    lost = {found["request"] for found in map(LEG_FAILED.search, log.lines()) if found and found["node"] == victim}
+    lost, moved = log.lost(victim), log.moved()
     cuts = [
-        Cut(stream, had, stream.stall(killed))
+        Cut(stream, had, stream.stall(killed), *moved.get(stream.request_id, ("", 0.0)))
         for stream, had in zip(streams, places, strict=True)
         if had and stream.request_id in lost
     ]
@@ -196,11 +203,31 @@ class LogTail:
         self._log = log
         self._start = log.stat().st_size
 
-    def lines(self) -> list[str]:
-        """All lines so far."""
+    def lost(self, node: str) -> set[str]:
+        """The requests whose stream this node did not end."""
+        return {found["request"] for found in map(LEG_FAILED.search, self._lines()) if found and found["node"] == node}
+
+    def moved(self) -> dict[str, tuple[str, float]]:
+        """How requests went on that were moved, and for how many seconds they stood still."""
+        found = filter(None, map(MOVED.search, self._lines()))
+        return {each["request"]: (each["how"], float(each["stall"]) / 1000) for each in found}
+
+    def _lines(self) -> list[str]:
         with self._log.open("rb") as file:
             file.seek(self._start)
             return file.read().decode(errors="replace").splitlines()
+
+
+async def keep_asking(
+    url: str, answers: Mapping[str, bytes], shapes: Sequence[Shape], source: random.Random, enough: asyncio.Event
+) -> list[FollowedStream]:
+    """One client that asks for one stream after the other, of shapes that are drawn, until it is told to stop."""
+    streams = list[FollowedStream]()
+    while not enough.is_set():
+        shape = source.choice(shapes)
+        streams.append(FollowedStream(shape, answers[shape.name]))
+        await follow(url, streams[-1])
+    return streams
 
 
 def _so_far(cut: Cut) -> Iterator[Mapping[str, Any]]:

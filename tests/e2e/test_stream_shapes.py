@@ -28,6 +28,8 @@ CUTS = 5
 MOST_ROUNDS = 24
 COPIES = 2
 """Streams of each shape in a round; about half are on the node that dies."""
+SLACK_S = 0.5
+"""Between a stall as the proxy's log tells it and as the client saw it, on a busy machine."""
 SEED = 20261123
 
 
@@ -55,6 +57,9 @@ async def test_one_kill_with_every_shape_under_way(whole: Fleet, answers: dict[s
     source = random.Random(SEED)
     seen = await one_round(whole, answers, "decode-0", source, shapes())
     assert not seen.wrong()
+    assert not [
+        f"{cut}: {cut.how}, {cut.told}" for cut in seen.cuts if not cut.how or abs(cut.told - cut.stall) > SLACK_S
+    ]
     assert 3 * len(seen.cuts) >= len(seen.streams), "too few of the streams were cut"
 
 
