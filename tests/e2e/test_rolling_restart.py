@@ -47,7 +47,7 @@ async def test_decode_nodes_are_restarted_one_after_another(fleet: Fleet) -> Non
         ]
         await asyncio.sleep(UNDISTURBED_S)
         for name in ("decode-0", "decode-1"):
-            await restart(fleet, name)
+            await asyncio.to_thread(restart, fleet, name)
             await asyncio.sleep(UNDISTURBED_S)
         enough.set()
     streams = [stream for client in clients for stream in client.result()]
@@ -58,16 +58,16 @@ async def test_decode_nodes_are_restarted_one_after_another(fleet: Fleet) -> Non
     assert read(fleet.proxy.admin_url, "pdproxy_migrations_total", outcome="failed") == 0
 
 
-async def restart(fleet: Fleet, name: str) -> None:
-    """Drain, stop, start, rejoin; returns when the node serves. Raises TimeoutError when it does not in time."""
-    async with httpx.AsyncClient(base_url=f"{fleet.proxy.admin_url}/nodes/{name}", trust_env=False) as operator:
-        began = time.monotonic()
-        (await operator.post("/drain", params={"seconds": DRAIN_S})).raise_for_status()
-        await until(operator, "active", 0)
-        empty = time.monotonic()
-        await asyncio.to_thread(start_anew, fleet, name)
-        (await operator.post("/rejoin")).raise_for_status()
-        await until(operator, "state", "serving")
+def restart(fleet: Fleet, name: str) -> None:
+    """Drain, stop, start, rejoin; returns when the node serves."""
+    url = f"{fleet.proxy.admin_url}/nodes/{name}"
+    began = time.monotonic()
+    httpx.post(f"{url}/drain", params={"seconds": DRAIN_S}, trust_env=False).raise_for_status()
+    until(url, "active", 0)
+    empty = time.monotonic()
+    start_anew(fleet, name)
+    httpx.post(f"{url}/rejoin", trust_env=False).raise_for_status()
+    until(url, "state", "serving")
     print(f"\n{name}: empty after {empty - began:.2f} s, serves again after {time.monotonic() - began:.0f} s")
 
 
@@ -79,11 +79,12 @@ def start_anew(fleet: Fleet, name: str) -> None:
     await_nodes(fleet.supervisor, [fleet.nodes[name]], print)
 
 
-async def until(operator: httpx.AsyncClient, key: str, value: object) -> None:
-    """Wait for what the proxy says of a node."""
-    async with asyncio.timeout(SETTLED_WITHIN_S):
-        while (await operator.get("")).raise_for_status().json()[key] != value:
-            await asyncio.sleep(0.05)
+def until(url: str, key: str, value: object) -> None:
+    """Wait for what the proxy says of a node; AssertionError when it does not within SETTLED_WITHIN_S."""
+    limit = time.monotonic() + SETTLED_WITHIN_S
+    while (said := httpx.get(url, trust_env=False).raise_for_status().json()[key]) != value:
+        assert time.monotonic() < limit, f"{url}: {key} is {said}, not {value}"
+        time.sleep(0.05)
 
 
 def show(streams: list[FollowedStream], moved: dict[str, tuple[str, float]]) -> None:
