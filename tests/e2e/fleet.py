@@ -1,7 +1,7 @@
 """A prefill node, two decode nodes and a proxy of one's own: nodes that may be broken, and are made whole again."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import httpx
@@ -60,13 +60,21 @@ class Fleet:
         )
 
 
-def start_fleet(supervisor: Supervisor, proxy: ProxySpec) -> Fleet:
-    """Start everything, and wait until the proxy serves with every node. Raises what `start_nodes` raises."""
-    specs = on_free_ports(*(_spec(name, role) for name, role in NAMES.items()))
+def start_fleet(
+    supervisor: Supervisor, proxy: ProxySpec, decode: Sequence[str] = SLOW, more: Sequence[str] = ()
+) -> Fleet:
+    """Start everything, and wait until the proxy serves with every node. Raises what `start_nodes` raises.
+
+    Args:
+        decode: what decode nodes get on their command line.
+        more: what every node gets there.
+    """
+    arguments = {Role.PREFILL: tuple(more), Role.DECODE: (*decode, *more)}
+    specs = on_free_ports(
+        *(
+            NodeSpec(name, role, 0, 0, more_arguments=arguments[role], more_environment=DEVELOPING)
+            for name, role in NAMES.items()
+        )
+    )
     nodes = start_nodes(supervisor, specs, print)
     return Fleet(supervisor, dict(zip(NAMES, nodes, strict=True)), start_proxy(supervisor, proxy, nodes, print))
-
-
-def _spec(name: str, role: Role) -> NodeSpec:
-    slow = SLOW if role is Role.DECODE else ()
-    return NodeSpec(name, role, 0, 0, more_arguments=slow, more_environment=DEVELOPING)

@@ -1,0 +1,96 @@
+"""Every decode node is restarted, one after another, while streams of all shapes run: no client is told of it.
+
+As docs/operating.md says it is done: drain the node, which hands its streams over, stop it, start it again, and let it
+rejoin.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from deploy.local.node import start_node
+from deploy.local.stack import ProxySpec, await_nodes, logs_of
+from deploy.local.supervise import Supervisor
+from tests.e2e.fleet import Fleet, start_fleet
+from tests.e2e.metrics_reader import read
+from tests.e2e.stream_cuts import FollowedStream, LogTail, keep_asking, uncut
+from tests.e2e.stream_shapes import NODE_FLAGS, shapes
+
+pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.long, pytest.mark.timeout(1500)]
+
+CLIENTS = 8
+DRAIN_S = 0.2
+"""For streams to end by themselves; those of the tiny model take one to three seconds."""
+SETTLED_WITHIN_S = 120.0
+UNDISTURBED_S = 3.0
+"""Of load before the first restart, and after each."""
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    """Three nodes with our parsers and a proxy; logs lie in `.run/e2e-restarts`."""
+    with Supervisor(logs_of("e2e-restarts")) as supervisor:
+        yield start_fleet(supervisor, ProxySpec(), decode=(), more=NODE_FLAGS)
+
+
+async def test_decode_nodes_are_restarted_one_after_another(fleet: Fleet) -> None:
+    answers = await uncut(fleet.proxy.url, shapes())
+    log, enough, source = LogTail(fleet.proxy.part.log), asyncio.Event(), random.Random(20261123)
+    async with asyncio.TaskGroup() as group:
+        clients = [
+            group.create_task(keep_asking(fleet.proxy.url, answers, shapes(), random.Random(source.random()), enough))
+            for _ in range(CLIENTS)
+        ]
+        await asyncio.sleep(UNDISTURBED_S)
+        for name in ("decode-0", "decode-1"):
+            await asyncio.to_thread(restart, fleet, name)
+            await asyncio.sleep(UNDISTURBED_S)
+        enough.set()
+    streams = [stream for client in clients for stream in client.result()]
+    assert not "".join(stream.wrong() for stream in streams)
+    moved = log.moved()
+    show(streams, moved)
+    assert moved, "no stream was under way at any restart"
+    assert read(fleet.proxy.admin_url, "pdproxy_migrations_total", outcome="failed") == 0
+
+
+def restart(fleet: Fleet, name: str) -> None:
+    """Drain, stop, start, rejoin; returns when the node serves."""
+    url = f"{fleet.proxy.admin_url}/nodes/{name}"
+    began = time.monotonic()
+    httpx.post(f"{url}/drain", params={"seconds": DRAIN_S}, trust_env=False).raise_for_status()
+    until(url, "active", 0)
+    empty = time.monotonic()
+    start_anew(fleet, name)
+    httpx.post(f"{url}/rejoin", trust_env=False).raise_for_status()
+    until(url, "state", "serving")
+    print(f"\n{name}: empty after {empty - began:.2f} s, serves again after {time.monotonic() - began:.0f} s")
+
+
+def start_anew(fleet: Fleet, name: str) -> None:
+    """Stop a node with SIGTERM and start it again; returns when it answers."""
+    node = fleet.nodes[name]
+    fleet.supervisor.stop(node.part)
+    fleet.nodes[name] = start_node(fleet.supervisor, node.spec)
+    await_nodes(fleet.supervisor, [fleet.nodes[name]], print)
+
+
+def until(url: str, key: str, value: object) -> None:
+    """Wait for what the proxy says of a node; AssertionError when it does not within SETTLED_WITHIN_S."""
+    limit = time.monotonic() + SETTLED_WITHIN_S
+    while (said := httpx.get(url, trust_env=False).raise_for_status().json()[key]) != value:
+        assert time.monotonic() < limit, f"{url}: {key} is {said}, not {value}"
+        time.sleep(0.05)
+
+
+def show(streams: list[FollowedStream], moved: dict[str, tuple[str, float]]) -> None:
+    """Print the stalls of the streams that were moved, beside those of the others."""
+    stalls = sorted(stream.longest_stall() for stream in streams if stream.request_id in moved)
+    others = max((stream.longest_stall() for stream in streams if stream.request_id not in moved), default=0.0)
+    kinds = {stream.shape.name for stream in streams if stream.request_id in moved}
+    print(f"\n{len(streams)} streams, {len(moved)} of {len(kinds)} shapes moved; stalls of those:", end=" ")
+    print(", ".join(f"{stall:.2f}" for stall in stalls), f"s; the longest of the others: {others:.2f} s")
