@@ -2,6 +2,8 @@
 
 import asyncio
 
+from typing import Any
+
 import pytest
 
 from pdproxy.errors import Fault
@@ -106,7 +108,7 @@ async def test_a_timeout_raised_inside_is_not_a_node_down_fault() -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"stream_options": {"include_usage": True}}])
-async def test_a_stream_that_lacks_only_its_end_does_not_move(more: dict[str, object]) -> None:
+async def test_a_stream_that_lacks_only_its_end_does_not_move(more: dict[str, Any]) -> None:
     """Its finish reason is out; anything that another node says would be too much."""
     cluster = FakeCluster()
     request = cluster.request(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=True, **more))

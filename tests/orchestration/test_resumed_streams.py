@@ -1,6 +1,7 @@
 """Streams of nodes that write journals: wherever they break, the client gets the bytes of an unbroken one.
 
-Longer than 300 lines: each test is a few lines, and all ask the same of one cluster. `make test-long` has the whole table.
+Longer than 300 lines: each test is a few lines, and all ask the same of one cluster. `make test-long` has the whole
+table.
 """
 
 import asyncio
