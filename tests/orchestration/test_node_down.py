@@ -1,7 +1,6 @@
 """A node that active health gives up is not waited for: its legs go elsewhere long before their own deadlines."""
 
 import asyncio
-
 from typing import Any
 
 import pytest
