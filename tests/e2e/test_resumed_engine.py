@@ -39,8 +39,8 @@ CASES = (
 )
 
 
-ON_V2 = ("log-probabilities", "penalties", "logit bias", "bad words", "minimum", "seed, penalties", "regex, seed")
-"""Slow, and Triton's interpreter does not run vLLM's kernel for `top_k` and `top_p`."""
+ON_V2 = ("log-probabilities", "penalties", "logit bias", "bad words", "minimum", "seed, penalties")
+"""Without what Triton's interpreter does not run: vLLM's kernels for grammars, and for `top_k` and `top_p`."""
 
 Answers = dict[str, list[dict[str, Any]]]
 """By case: each cut, with what follows it in the uncut answer, and in the resumed one."""
