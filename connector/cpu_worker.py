@@ -9,7 +9,7 @@ enough.
 
 *Resumed requests* (`resumed_requests`). vLLM's V1 runner takes every request that is new to it for one without output
 tokens, and its generator for unused. Here such a request has its output tokens before it enters the batch, where
-penalties, minimum length, bad words, thinking budget and logits processors look for them; and its generator has given
+penalties, minimum length, bad words and logits processors look for them; and its generator has given
 as many numbers as they took.
 """
 
