@@ -92,6 +92,7 @@ class FakeCore:
     added: list[EngineCoreRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     rejected: int = 0
+    emitted: int = 0
     resources: Any = field(default_factory=lambda: SimpleNamespace(engine_dead=False))
     engine_ranks_managed: Sequence[int] = (0,)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -142,6 +143,7 @@ class FakeCore:
                 said.token_ids.append(token_id)
         if said.over():
             del self.running[said.request.request_id]
+        self.emitted += len(new)
         stats = PrefillStats()
         stats.set(4096, self.cached, 0)
         return EngineCoreOutput(

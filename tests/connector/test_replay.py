@@ -1,0 +1,82 @@
+"""What a request that began elsewhere is to this node's statistics, traces and intervals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.connector.api_server import ApiServer
+from tests.connector.stream_shapes import CHAT, COMPLETIONS, Shape, ask, chat, completion, core_for, read
+
+THREE = Shape(COMPLETIONS, completion(n=3), ("A long one it is.", "Ab.", "Abc, and so on."))
+PLAIN = Shape(CHAT, chat(), ("A long one it is.",))
+
+
+@dataclass
+class Recorder:
+    """In the place of vLLM's statistics loggers."""
+
+    first_tokens: list[float] = field(default_factory=list)
+    between_tokens: list[float] = field(default_factory=list)
+    generated: int = 0
+    finished: int = 0
+
+    def record(self, iteration_stats: Any, **_: Any) -> None:
+        if iteration_stats is not None:
+            self.first_tokens += iteration_stats.time_to_first_tokens_iter
+            self.between_tokens += iteration_stats.inter_token_latencies_iter
+            self.generated += iteration_stats.num_generation_tokens
+            self.finished += len(iteration_stats.finished_requests)
+
+
+@pytest.mark.parametrize(("shape", "cut"), [(PLAIN, 5), (THREE, 6)], ids=["one choice", "three choices"])
+async def test_statistics_are_of_what_this_node_did(
+    plain_server: ApiServer, monkeypatch: pytest.MonkeyPatch, shape: Shape, cut: int
+) -> None:
+    """No time between tokens is as long as the clock is old, and no token of another node is counted."""
+    async with plain_server.on(core_for(plain_server, shape)) as client:
+        records = read((await ask(client, shape)).text).records
+    recorder = Recorder()
+    monkeypatch.setattr(plain_server.engine, "logger_manager", recorder)
+    core = core_for(plain_server, shape)
+    async with plain_server.on(core) as client:
+        await ask(client, shape, records[:cut])
+    live = len(core.added)
+    assert recorder.generated == core.emitted > 0
+    assert (len(recorder.first_tokens), recorder.finished) == (live, live)
+    assert max(recorder.first_tokens + recorder.between_tokens) < 60
+
+
+async def test_choices_that_end_in_the_replay_are_not_traced(
+    plain_server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's tracing wants the statistics of the step in which a request ends; a replay is no step."""
+    async with plain_server.on(core_for(plain_server, THREE)) as client:
+        records = read((await ask(client, THREE)).text).records
+    monkeypatch.setattr(plain_server.engine.output_processor, "tracing_enabled", True)
+    async with plain_server.on(core_for(plain_server, THREE)) as client:
+        answer = await ask(client, THREE, records[:-1])
+    assert read(answer.text).all_events == ["data: [DONE]"]
+
+
+@pytest.mark.parametrize("intervals", [(1, 4), (4, 1), (4, 4)])
+async def test_a_node_with_another_stream_interval_goes_on(
+    plain_server: ApiServer, monkeypatch: pytest.MonkeyPatch, intervals: tuple[int, int]
+) -> None:
+    """The groups are those of the node that began; after them, this node's interval counts from the last output."""
+    monkeypatch.setattr(plain_server.engine.output_processor, "stream_interval", intervals[0])
+    async with plain_server.on(core_for(plain_server, PLAIN)) as client:
+        whole = read((await ask(client, PLAIN)).text)
+    monkeypatch.setattr(plain_server.engine.output_processor, "stream_interval", intervals[1])
+    for cut in range(1, len(whole.records) - 1):
+        async with plain_server.on(core_for(plain_server, PLAIN)) as client:
+            rest = read((await ask(client, PLAIN, whole.records[:cut])).text)
+        assert text_of(*whole.events[:cut], *rest.events) == text_of(*whole.events)
+        if intervals[0] == intervals[1]:
+            assert [len(part) for part in rest.events] == [len(part) for part in whole.events[cut:]]
+
+
+def text_of(*parts: list[str]) -> str:
+    return "".join(event.partition('"content":"')[2].partition('"')[0] for part in parts for event in part)
