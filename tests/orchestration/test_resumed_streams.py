@@ -1,6 +1,6 @@
 """Streams of nodes that write journals: wherever they break, the client gets the bytes of an unbroken one.
 
-Longer than 300 lines: each test is a few lines, and all ask the same of one cluster. `make test-long` has the whole table.
+Longer than 300 lines: many tests of a few lines, all of one cluster. `make test-long` has the whole table.
 """
 
 import asyncio
@@ -269,6 +269,15 @@ async def test_a_finished_stream_is_resumed_for_its_usage() -> None:
 
 async def test_without_another_node_a_finished_stream_ends_without_its_usage() -> None:
     got, _ = await broken("choices", InjectedFault(FaultKind.RESET, at=24, times=1), decodes=1)
+    answer = read_answer(COMPLETIONS, got)
+    assert (answer.error, answer.usage, len(answer.finishes), answer.ended) == (None, None, 3, True)
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+async def test_nothing_is_held_where_a_finished_stream_could_not_be_resumed(retries: int) -> None:
+    faults = (InjectedFault(FaultKind.RESET, at=24, times=1), InjectedFault(FaultKind.STATUS, status=500))
+    config = OrchestrationConfig(retries=retries)
+    got, _ = await broken("choices", *faults, decodes=2, legs=Legs.IN_TURN, config=config)
     answer = read_answer(COMPLETIONS, got)
     assert (answer.error, answer.usage, len(answer.finishes), answer.ended) == (None, None, 3, True)
 

@@ -112,14 +112,14 @@ class Scenario(enum.Enum):
     """What goes wrong besides nodes that die."""
 
     NODES = "nodes"
-    """Nothing: short prompts, planned by load."""
+    """Nothing: short prompts, planned by load. Two of three decode nodes write journals."""
     EVENTS = "events"
     """KV events, by which the prompts of long conversations are planned."""
 
     def load(self, seed: int) -> Load:
         """For one run."""
         if self is Scenario.NODES:
-            cluster = loopback_cluster(prefills=3, decodes=3, config=TERMS, capacity=SMALL)
+            cluster = loopback_cluster(prefills=3, decodes=3, config=TERMS, capacity=SMALL, journaling=2)
             return Load(cluster, words, (0.02, 0.2))
         return Load(cached_cluster(TERMS), Conversations(seed).prompt, (0.1, 1.0))
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pdproxy.observe.labels import BatchOutcome, Forgotten, IdsOutcome, Replay
+from pdproxy.observe.labels import BatchOutcome, Forgotten, IdsOutcome, Move, Replay
 from tests.soak.soak import Scenario, Tally, soak
 
 SHORT = float(os.environ.get("SOAK_SECONDS", "20"))
@@ -47,6 +47,7 @@ async def test_long_soak(scenario: Scenario) -> None:
         assert swollen(tally) < 1.5, "what is known of caches, and expected of them, is bounded"
     else:
         assert grown(tally) < 0.25, "objects that a request leaves"
+        assert tally.by("pdproxy_stream_stall_seconds_count").keys() == set(Move), "streams moved in all ways"
 
 
 def blocks_of_memory() -> int:
@@ -64,7 +65,7 @@ def swollen(tally: Tally) -> float:
 def show(scenario: Scenario, tally: Tally) -> None:
     """What happened, in figures."""
     print(f"{scenario.value}: {dict(tally.ended)}, {tally.kills} kills")
-    shown = ["pdproxy_deliveries_total"]
+    shown = ["pdproxy_deliveries_total", "pdproxy_stream_stall_seconds_count"]
     if scenario is Scenario.EVENTS:
         shown += [
             "pdproxy_plans_total",
