@@ -100,12 +100,6 @@ async def test_the_new_leg_is_the_clients_request_with_all_records() -> None:
     assert all("pdproxy_resume" not in body for body in prefills)
 
 
-async def test_a_clients_own_order_is_not_passed_on() -> None:
-    cluster = FakeCluster(journaling=2)
-    await ask(cluster, "chat")
-    assert all("pdproxy_resume" not in leg.body for node in cluster.nodes for leg in node.legs())
-
-
 async def test_hidden_reasoning_is_known_though_no_event_shows_it() -> None:
     cluster = FakeCluster(journaling=2)
     cluster.decodes[0].fault = InjectedFault(FaultKind.RESET, at=2)
