@@ -32,6 +32,14 @@ class JournaledStream(DecodeStream):
         return self._take(batches[0]) if len(batches) == 1 else b"".join(map(self._take, batches))
 
     def _take(self, batch: Batch) -> bytes:
+        if self._at_event_boundary and batch.record and self._pending_error is None:
+            seen = self._transcript.take_fast_path(batch.events)
+            if seen is not None:
+                self._journal.append(batch)
+                return seen
+        return self._take_slowly(batch)
+
+    def _take_slowly(self, batch: Batch) -> bytes:
         if self._has_failed():
             return b""
         before = self._transcript.checkpoint()

@@ -190,7 +190,10 @@ class Relay(ResponseStream):
             first_event = await self._start_on_node(body)
         except (ClientError, UpstreamErrorResponse, NotContinuable) as error:
             self._context.metrics.migrated(Attempt.FAILED)
-            return self._end() if self._transcript.finished else await self._fail(error)
+            if not self._transcript.finished:
+                return await self._fail(error)
+            await self._upstream.aclose()  # what this leg held was not read
+            return self._end()
         self._context.metrics.migrated(Attempt.SUCCEEDED)
         self._moved = move
         self._passed_on(first_event)

@@ -194,7 +194,7 @@ class Policy(Section):
     retries: types.Count = Field(default=2, ge=0, le=10)
     """Further nodes tried for one leg."""
     migrations: types.Count = Field(default=3, ge=0, le=100)
-    """Times that one stream may move to another node when its own dies; 0 is never."""
+    """Times that one stream may move to another node when its own dies; 0 is never, and nothing is kept for it."""
     ticket_life: types.Seconds = Field(default=30.0, ge=0, le=3600)
     """How long a ticket is tried again elsewhere: no longer than the nodes' kv_lease_duration; 0 is never."""
     local_below_tokens: types.Tokens = Field(default=0, ge=0)

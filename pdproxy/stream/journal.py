@@ -6,9 +6,9 @@ same write, comes a block of one comment line::
     data: {"id":…}\\n\\n: pdproxy [1,[[[0,[1234]]]]]\\n\\n
 
 ``[EVENTS, GROUPS]`` or ``[EVENTS, GROUPS, NAMES]``: how many events came since the record before, which it commits, and
-the outputs that they were made of. Of a record only EVENTS, and whether GROUPS is empty, are looked at here; the bytes
-go back as they came, all records of all legs in order, to the node that resumes the stream. That node generates from
-there on, and sends what follows the last committed event.
+the outputs that they were made of. Of a record only EVENTS is looked at here; the bytes go back as they came, all
+records of all legs in order, to the node that resumes the stream. That node generates from there on, and sends what
+follows the last committed event.
 """
 
 from typing import NamedTuple
@@ -22,6 +22,7 @@ MOST_BYTES = 4 * 1024 * 1024
 _BLOCK_END = b"\n\n"
 _RECORD = b": pdproxy "
 _NEXT_RECORD = _BLOCK_END + _RECORD
+_ONE_EVENT = b"[1,"
 
 
 class Batch(NamedTuple):
@@ -46,15 +47,25 @@ class RecordSplitter:
 
     def feed(self, piece: bytes) -> list[Batch]:
         """What ``piece`` completes; a `NodeFault` where more than `EVENT_BYTES` wait for a record."""
-        block = self.rest + piece if self.rest else piece
+        if not self.rest and (batch := _one_batch(piece)) is not None:
+            return [batch]
+        block = self.rest + piece
         batches, at = [], 0
-        while (batch := _first_batch(block, at)) is not None:
-            found, at = batch
-            batches.append(found)
+        while (found := _first_batch(block, at)) is not None:
+            batch, at = found
+            batches.append(batch)
         self.rest = block[at:]
         if len(self.rest) > EVENT_BYTES:
             raise NodeFault(Fault.INVALID_BODY, "the events of the stream have no record")
         return batches
+
+
+def _one_batch(piece: bytes) -> Batch | None:
+    """What nearly every piece is: events and their record, and nothing else."""
+    marker = piece.find(_NEXT_RECORD)
+    if marker < 0 or piece.find(_BLOCK_END, marker + 2) != len(piece) - 2 or piece.startswith(b":"):
+        return None
+    return Batch(piece[: marker + 2], piece[marker + len(_NEXT_RECORD) : -2])
 
 
 def _first_batch(block: bytes, start: int) -> tuple[Batch, int] | None:
@@ -86,14 +97,12 @@ class Journal:
 
     Attributes:
         reason: why the stream cannot be resumed from it; None where it can.
-        produced: a record tells of something generated, whether or not events came of it.
     """
 
     def __init__(self, most: int = MOST_BYTES) -> None:
         self._most = most
         self._records = bytearray()
         self.reason: NotContinuableReason | None = None
-        self.produced = False
 
     def append(self, batch: Batch) -> None:
         """A record came, and its events go to the client.
@@ -103,14 +112,13 @@ class Journal:
         """
         if self.reason is not None:
             return
-        count, comma, groups = batch.record.partition(b",")
-        if not comma or count != b"[%d" % _events(batch.events):
+        events, record = batch
+        if not _tells_events(record, events):
             self._give_up(NotContinuableReason.JOURNAL_BROKEN)
-        elif len(self._records) + len(batch.record) >= self._most:
+        elif len(self._records) + len(record) >= self._most:
             self._give_up(NotContinuableReason.JOURNAL_SIZE)
         else:
-            self.produced = self.produced or not groups.lstrip().startswith(b"[]")
-            self._records += batch.record
+            self._records += record
             self._records += b","
 
     def records(self) -> bytes:
@@ -122,8 +130,9 @@ class Journal:
         self._records = bytearray()
 
 
-def _events(blocks: bytes) -> int:
-    """How many blocks have data."""
-    if blocks.startswith(b":") or b"\n\n:" in blocks:
-        return sum(not block.startswith(b":") for block in blocks.split(_BLOCK_END) if block)
-    return blocks.count(_BLOCK_END)
+def _tells_events(record: bytes, blocks: bytes) -> bool:
+    """Whether a record tells right how many of the blocks have data."""
+    if blocks.find(_BLOCK_END) == len(blocks) - 2 and not blocks.startswith(b":"):
+        return record.startswith(_ONE_EVENT)
+    events = sum(not block.startswith(b":") for block in blocks.split(_BLOCK_END) if block)
+    return record.startswith(b"[%d," % events)

@@ -2,7 +2,8 @@
 
 CPU time tells two trees apart only where they differ by a tenth or more; the number of instructions repeats to half a
 per cent, whatever else the machine does. The proxy runs under cachegrind twice, with requests and without, and the
-difference is theirs. Not counted: the kernel's work, and what memory costs. Run it in another checkout to compare.
+difference is theirs. Not counted: the kernel's work, and what memory costs. Run it in another checkout to compare, or
+with the argument ``pdproxy-journaled``: then all streams have a journal.
 """
 
 import re
@@ -14,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 from deploy.local.paths import RUNS
 from deploy.local.supervise import PartEndedError, Supervisor, stop_signals
-from tests.bench.peers import PDPROXY, Peer, Ports
+from tests.bench.peers import JOURNALED, PDPROXY, Peer, Ports
 from tests.bench.rounds import BenchError, Effort, ask, start
 from tests.bench.script import Line
 
@@ -24,21 +25,21 @@ PATIENCE = 300.0
 _TOTAL = re.compile(r"I\s+refs:\s+([\d,]+)")
 
 
-def instructions(line: Line) -> float:
-    """Of one request of a line.
+def instructions(peer: Peer, line: Line) -> float:
+    """Of one request of a line, by a proxy of ours.
 
     Raises:
         BenchError: the proxy was not ready, or an answer was wrong.
     """
-    return (_counted(line, REQUESTS) - _counted(line, 0)) / REQUESTS
+    return (_counted(peer, line, REQUESTS) - _counted(peer, line, 0)) / REQUESTS
 
 
-def _counted(line: Line, requests: int) -> int:
+def _counted(peer: Peer, line: Line, requests: int) -> int:
     """Of a whole process: its start, one request that shows that it is ready, these, and its end."""
     effort = Effort(1, requests, STREAMS, 20.0)
     with TemporaryDirectory(dir=RUNS) as folder, Supervisor(Path(folder)) as supervisor:
         counted = Path(folder) / "counted"
-        (running,) = start(supervisor, [_under_cachegrind(counted)], effort, PATIENCE)
+        (running,) = start(supervisor, [_under_cachegrind(peer, counted)], effort, PATIENCE)
         if requests:
             ask(running, line, requests, STREAMS)
         running.part.process.send_signal(signal.SIGTERM)
@@ -49,13 +50,13 @@ def _counted(line: Line, requests: int) -> int:
     return int(found[1].replace(",", ""))
 
 
-def _under_cachegrind(counted: Path) -> Peer:
+def _under_cachegrind(peer: Peer, counted: Path) -> Peer:
     valgrind = ["valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null"]
 
     def command(ports: Ports) -> list[str]:
-        return [*valgrind, f"--log-file={counted}", *PDPROXY.command(ports)]
+        return [*valgrind, f"--log-file={counted}", *peer.command(ports)]
 
-    return Peer(PDPROXY.name, command)
+    return Peer(peer.name, command)
 
 
 def main() -> int:
@@ -63,11 +64,12 @@ def main() -> int:
     if shutil.which("valgrind") is None:
         print("error: valgrind is not installed", file=sys.stderr)
         return 1
+    peer = JOURNALED if JOURNALED.name in sys.argv[1:] else PDPROXY
     RUNS.mkdir(exist_ok=True)
     try:
         with stop_signals():
             for line in Line:
-                print(f"{line:24} {instructions(line) / 1000:8.1f} thousand instructions a request", flush=True)
+                print(f"{line:24} {instructions(peer, line) / 1000:8.1f} thousand instructions a request", flush=True)
     except (BenchError, PartEndedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -31,6 +31,11 @@ def _together(ports: Ports) -> list[str]:
     return [*_pdproxy(ports), "--policy-legs", "together"]
 
 
+def _journaled(ports: Ports) -> list[str]:
+    # The decode node by a second name: a stream has a journal where another node could resume it.
+    return [*_pdproxy(ports), "--decode", f"http://localhost:{ports.decode}"]
+
+
 def _pdproxy(ports: Ports) -> list[str]:
     listen = ["--host", "127.0.0.1", "--port", f"{ports.clients}", "--admin-port", f"{ports.operators}"]
     patience = ["--deadlines-connect", "60", "--health-timeout", "60"]  # a starved machine is no node that failed
@@ -49,6 +54,7 @@ def _nodes(ports: Ports) -> list[str]:
 
 
 PDPROXY = Peer("pdproxy", _pdproxy)
+JOURNALED = Peer("pdproxy-journaled", _journaled)
 TOGETHER = Peer("pdproxy-together", _together)
 VLLM_ROUTER = Peer("vllm-router", _vllm_router)
 

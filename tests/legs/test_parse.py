@@ -79,7 +79,7 @@ def test_a_message_may_mention_transfer_parameters() -> None:
 
 
 def test_pdproxy_fields_of_a_client_are_removed() -> None:
-    assert scrub({"model": "m", "pdproxy_release": "x"}) == {"model": "m"}
+    assert scrub({"model": "m", "pdproxy_release": "x", "pdproxy_resume": {"records": []}}) == {"model": "m"}
 
 
 def test_prompt_embeddings_are_refused() -> None:

@@ -83,12 +83,15 @@ async def loopback_cluster(
     decodes: int = 2,
     config: OrchestrationConfig | None = None,
     capacity: Capacity | None = None,
+    journaling: int = 0,
 ) -> AsyncIterator[LoopbackCluster]:
-    """A running cluster; its nodes stop when the block ends."""
+    """A running cluster; its nodes stop when the block ends. So many decode nodes, the first ones, write journals."""
     fabric = FakeKvTransfer()
     names = [*(f"p{index}" for index in range(prefills)), *(f"d{index}" for index in range(decodes))]
     async with contextlib.AsyncExitStack() as stack:
         nodes = [await stack.enter_async_context(LoopbackNode(FakeNode(name, fabric))) for name in names]
+        for node in nodes[prefills : prefills + journaling]:
+            node.node.can_resume = True
         yield LoopbackCluster(fabric, nodes, config or OrchestrationConfig(legs=Legs.TOGETHER), capacity)
 
 

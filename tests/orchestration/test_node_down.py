@@ -21,9 +21,9 @@ FROZEN_NODES = [("p0", -1), ("d0", -1), ("d0", 0), ("d0", 3)]
 """Which node, and after how many events: before the head, before the first event, in the middle."""
 
 
-def _request(*, stream: bool) -> ClientRequest:
+def _request(*, stream: bool, **more: object) -> ClientRequest:
     now = asyncio.get_running_loop().time()
-    body = {"model": MODEL, **body_for(Endpoint.COMPLETIONS, stream=stream, tokens=8)}
+    body = {"model": MODEL, **body_for(Endpoint.COMPLETIONS, stream=stream, tokens=8, **more)}
     return ClientRequest("r-1", Endpoint.COMPLETIONS, body, (), MODEL, stream, 0, now, now + DAYS, lambda: True)
 
 
@@ -39,8 +39,8 @@ def _give_up(pool: Pool, name: str) -> None:
         pool.probed(name, Fault.HEADERS_TIMEOUT, asyncio.get_running_loop().time())
 
 
-async def _answer(cluster: LoopbackCluster) -> bytes:
-    return await read(await cluster.orchestrator.answer(_request(stream=True)))
+async def _answer(cluster: LoopbackCluster, **more: object) -> bytes:
+    return await read(await cluster.orchestrator.answer(_request(stream=True, **more)))
 
 
 @pytest.mark.parametrize(("name", "at"), FROZEN_NODES)
@@ -56,6 +56,22 @@ async def test_the_stream_continues_on_another_node(name: str, at: int) -> None:
         async with asyncio.timeout(PATIENT):
             answer = read_answer(Endpoint.COMPLETIONS, await asking)
         assert (answer.texts[0], answer.error, answer.ended) == (right(Endpoint.COMPLETIONS), None, True)
+        await cluster.close()
+
+
+async def test_a_stream_of_any_shape_is_resumed_by_its_journal() -> None:
+    async with loopback_cluster(journaling=2) as cluster:
+        _freeze(cluster, "d0", 3)
+        frozen = cluster.nodes[2].node
+        asking = asyncio.create_task(_answer(cluster, n=2))
+        await until(lambda: frozen.fault is None and frozen.running > 0)
+        while not asking.done():
+            _give_up(cluster.pool, "d0")
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(PATIENT):
+            answer = read_answer(Endpoint.COMPLETIONS, await asking)
+        assert (answer.texts[0], answer.error, answer.ended) == (right(Endpoint.COMPLETIONS), None, True)
+        assert answer.finishes == {0: "length", 1: "length"}
         await cluster.close()
 
 

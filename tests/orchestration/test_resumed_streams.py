@@ -1,7 +1,6 @@
 """Streams of nodes that write journals: wherever they break, the client gets the bytes of an unbroken one.
 
-Longer than 300 lines: each test is a few lines, and all ask the same of one cluster. `make test-long` has the whole
-table.
+Longer than 300 lines: many tests of a few lines, all of one cluster. `make test-long` has the whole table.
 """
 
 import asyncio
@@ -99,12 +98,6 @@ async def test_the_new_leg_is_the_clients_request_with_all_records() -> None:
     prefills = [leg.body for node in cluster.prefills for leg in node.legs()]
     assert len(prefills) == len(legs), "the prompt is prefilled for each node"
     assert all("pdproxy_resume" not in body for body in prefills)
-
-
-async def test_a_clients_own_order_is_not_passed_on() -> None:
-    cluster = FakeCluster(journaling=2)
-    await ask(cluster, "chat")
-    assert all("pdproxy_resume" not in leg.body for node in cluster.nodes for leg in node.legs())
 
 
 async def test_hidden_reasoning_is_known_though_no_event_shows_it() -> None:
@@ -270,6 +263,15 @@ async def test_a_finished_stream_is_resumed_for_its_usage() -> None:
 
 async def test_without_another_node_a_finished_stream_ends_without_its_usage() -> None:
     got, _ = await broken("choices", InjectedFault(FaultKind.RESET, at=24, times=1), decodes=1)
+    answer = read_answer(COMPLETIONS, got)
+    assert (answer.error, answer.usage, len(answer.finishes), answer.ended) == (None, None, 3, True)
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+async def test_nothing_is_held_where_a_finished_stream_could_not_be_resumed(retries: int) -> None:
+    faults = (InjectedFault(FaultKind.RESET, at=24, times=1), InjectedFault(FaultKind.STATUS, status=500))
+    config = OrchestrationConfig(retries=retries)
+    got, _ = await broken("choices", *faults, decodes=2, legs=Legs.IN_TURN, config=config)
     answer = read_answer(COMPLETIONS, got)
     assert (answer.error, answer.usage, len(answer.finishes), answer.ended) == (None, None, 3, True)
 

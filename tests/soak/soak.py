@@ -82,7 +82,7 @@ class Scenario(enum.Enum):
     """What goes wrong besides nodes that die."""
 
     NODES = "nodes"
-    """Nothing: short prompts, planned by load."""
+    """Nothing: short prompts, planned by load. Two of three decode nodes write journals."""
     EVENTS = "events"
     """KV events, by which the prompts of long conversations are planned."""
     SILENCE = "silence"
@@ -91,7 +91,7 @@ class Scenario(enum.Enum):
     def load(self, seed: int) -> Load:
         """For one run."""
         if self is Scenario.NODES:
-            cluster = loopback_cluster(prefills=3, decodes=3, config=TERMS, capacity=SMALL)
+            cluster = loopback_cluster(prefills=3, decodes=3, config=TERMS, capacity=SMALL, journaling=2)
             return Load(cluster, words, functools.partial(kill, pauses=(0.02, 0.2)))
         if self is Scenario.SILENCE:
             cluster = loopback_cluster(prefills=3, decodes=3, config=PATIENT_TERMS, capacity=SMALL)

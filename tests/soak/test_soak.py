@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from pdproxy.nodes.node import Role
-from pdproxy.observe.labels import BatchOutcome, Forgotten, IdsOutcome, Replay, SilenceOutcome
+from pdproxy.observe.labels import BatchOutcome, Forgotten, IdsOutcome, Move, Replay, SilenceOutcome
 from tests.soak.soak import Scenario, soak
 from tests.soak.tally import Tally
 
@@ -51,6 +51,7 @@ async def test_long_soak(scenario: Scenario) -> None:
         assert swollen(tally) < 1.5, "what is known of caches, and expected of them, is bounded"
     else:
         assert grown(tally) < 0.25, "objects that a request leaves"
+        assert tally.by("pdproxy_stream_stall_seconds_count").keys() == set(Move), "streams moved in all ways"
 
 
 def blocks_of_memory() -> int:
@@ -68,7 +69,7 @@ def swollen(tally: Tally) -> float:
 def show(scenario: Scenario, tally: Tally) -> None:
     """What happened, in figures."""
     print(f"{scenario.value}: {dict(tally.ended)}, {tally.kills} kills, {tally.pauses} pauses")
-    shown = ["pdproxy_deliveries_total", "pdproxy_silence_probes_total"]
+    shown = ["pdproxy_deliveries_total", "pdproxy_silence_probes_total", "pdproxy_stream_stall_seconds_count"]
     if scenario is Scenario.EVENTS:
         shown += [
             "pdproxy_plans_total",

@@ -101,15 +101,6 @@ def test_the_records_are_kept_as_they_came_and_in_order() -> None:
     assert journal.reason is None
 
 
-@pytest.mark.parametrize(
-    ("record", "produced"),
-    [(b"[0,[]]", False), (b"[0, []]", False), (b'[0,[],{"id":"x"}]', False), (b"[0,[[[0,[1]]]]]", True)],
-)
-def test_whether_anything_was_generated_is_told_by_the_groups(record: bytes, produced: bool) -> None:
-    assert journal_of(Batch(b"", record)).produced is produced
-    assert journal_of(Batch(b"", record), Batch(b"", b"[0,[]]")).produced is produced
-
-
 def test_beyond_its_bound_the_journal_is_given_up_and_its_memory_back() -> None:
     record = Batch(event("a"), b"[1,[[[0,[1]]]]]")
     most = len(record.record) + 1
