@@ -33,7 +33,8 @@ NEED_NO_VLLM := $(wildcard $(patsubst %,tests/connector/test_%.py,adapters check
 	hand_overs lease_reads leases message_signatures metadata_requests model_settings notifs peer_engines peers \
 	prompt_digest resolver side_channel side_channel_attacks ticket transfer_params verifier zmtp))
 WITH_VLLM := $(filter-out $(NEED_NO_VLLM),$(wildcard tests/connector/test_*.py)) tests/connector/tiers tests/vllm_compat \
-	tests/seeds tests/upstream tests/deploy/test_arguments.py tests/deploy/test_block_sizes.py
+	tests/seeds tests/upstream tests/deploy/test_arguments.py tests/deploy/test_block_sizes.py \
+	tests/events/test_vllm_publisher.py
 NOT_UNIT := tests/soak tests/watch tests/e2e
 # Bytecode is kept whatever the environment says: to compile the tests takes each process three seconds.
 UNIT = PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -m "not e2e and not long"
