@@ -43,7 +43,7 @@ REQUESTS := tests/orchestration tests/nodes $(NEED_NO_VLLM)
 # Bytecode is kept whatever the environment says: to compile the tests takes three seconds.
 UNIT = PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -m "not e2e and not long"
 
-unit: env ## tests without engines (a minute and a half on two cores)
+unit: env ## tests without engines (a minute on two cores)
 	@$(MAKE) --no-print-directory -j4 unit-connector unit-serving unit-requests unit-rest
 
 unit-serving:
