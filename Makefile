@@ -8,7 +8,7 @@ FUZZED ?= 2000
 CHECKED := pdproxy connector deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint unit unit-proxy unit-connector soak e2e test-long test-upstream fuzz bench bench-plan generate lock clean
+.PHONY: help env demo test lint unit unit-connector unit-serving unit-requests unit-rest soak e2e test-long test-upstream fuzz bench bench-plan generate lock clean
 
 help: ## show this
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -33,18 +33,27 @@ NEED_NO_VLLM := $(wildcard $(patsubst %,tests/connector/test_%.py,adapters check
 	hand_overs lease_reads leases message_signatures metadata_requests model_settings notifs peer_engines peers \
 	prompt_digest resolver resume_order side_channel side_channel_attacks ticket transfer_params verifier zmtp))
 WITH_VLLM := $(filter-out $(NEED_NO_VLLM),$(wildcard tests/connector/test_*.py)) tests/connector/tiers tests/vllm_compat \
-	tests/seeds tests/upstream tests/deploy/test_arguments.py tests/deploy/test_block_sizes.py
+	tests/seeds tests/upstream tests/deploy/test_arguments.py tests/deploy/test_block_sizes.py \
+	tests/events/test_vllm_publisher.py
 NOT_UNIT := tests/soak tests/watch tests/e2e
-# Bytecode is kept whatever the environment says: to compile the tests takes each process three seconds.
+# What needs no vLLM, in three processes: with the other half four for two cores, for many tests wait. Workers of pytest-xdist
+# cost more: each lists all tests, and starts what a session shares. What a list does not name runs in unit-rest.
+SERVING := tests/app tests/server tests/transport
+REQUESTS := tests/orchestration tests/nodes $(NEED_NO_VLLM)
+# Bytecode is kept whatever the environment says: to compile the tests takes three seconds.
 UNIT = PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -m "not e2e and not long"
 
-unit: env ## tests without engines (a minute and a half on two cores)
-	@$(MAKE) --no-print-directory -j2 unit-proxy unit-connector
+unit: env ## tests without engines (a minute on two cores)
+	@$(MAKE) --no-print-directory -j4 unit-connector unit-serving unit-requests unit-rest
 
-# With the other half four processes for two cores: many tests wait, for processes and timeouts. Worksteal gives each worker a
-# row of neighbours, which share what a module or a session makes once.
-unit-proxy:
-	@$(UNIT) -n 3 --dist worksteal $(addprefix --ignore=,$(WITH_VLLM) $(NOT_UNIT))
+unit-serving:
+	@$(UNIT) $(SERVING)
+
+unit-requests:
+	@$(UNIT) $(REQUESTS)
+
+unit-rest:
+	@$(UNIT) $(addprefix --ignore=,$(WITH_VLLM) $(SERVING) $(REQUESTS) $(NOT_UNIT))
 
 unit-connector:
 	@$(UNIT) $(WITH_VLLM)

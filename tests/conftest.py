@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Generator
 from typing import TYPE_CHECKING
@@ -39,8 +40,16 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.enable()
-        gc.collect()
         gc.freeze()
+        gc.set_threshold(10_000)
+        let_torch_propagate()
+
+
+def let_torch_propagate() -> None:
+    """Have torch's ninety loggers propagate: to each that does not, pytest adds its handlers thrice for every test."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 # Warnings that the engine's own imports raise are not ours to mend; everything else stays an error.
@@ -61,10 +70,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def touched() -> Touches:
     """What the connector touches of vLLM."""
-    from tests.vllm_compat.__main__ import FOLDER
-    from tests.vllm_compat.our_use import touches
+    from tests.vllm_compat.__main__ import our_touches
 
-    return touches(FOLDER)
+    return our_touches()
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from connector import nixl_connector
+from connector import nixl_connector, node_fingerprint
 from connector.counters import ReadOutcome
 from connector.metadata import ConnectorMetadata, ReadEnd, WorkerReport
 from connector.resumed_requests import CPU_WORKER
@@ -47,6 +47,7 @@ from connector.scheduler import ConnectorScheduler
 from connector.shape_check import require_fit
 from connector.stats import COUNTS
 from connector.vllm_contracts import HAND_OVERS
+from connector.weights import WeightsSource, checkpoint_text
 
 MODEL = Path(__file__).parents[2] / "deploy" / "local" / "model" / "tiny-hybrid"
 BLOCK = 16
@@ -116,6 +117,7 @@ def make_scheduler(config: VllmConfig, kv_cache: KVCacheConfig) -> Scheduler:
     config.scheduler_config.async_scheduling = pace.behind > 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nixl_connector, "require_fit", lambda contract: check_vllm())
+        patch.setattr(node_fingerprint, "checkpoint_text", _checkpoint_text)
         scheduler = pace.scheduler(
             vllm_config=config,
             kv_cache_config=kv_cache,
@@ -288,6 +290,12 @@ def _config(
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=transfer,
     )
+
+
+@cache
+def _checkpoint_text(source: WeightsSource) -> str:
+    """The fingerprint's part, once for each model: reading its weights takes half of a node's time."""
+    return checkpoint_text(source)
 
 
 @cache

@@ -25,6 +25,22 @@ NODES = [
     ("cpu", "cpu-prefill", "kv_producer"),
     ("cpu", "cpu-decode", "kv_consumer"),
 ]
+ENVIRONMENT = {
+    "MODEL": "some/model",
+    "NODE_ADDRESS": "10.0.0.7",
+    "RDMA_DEVICES": "/dev/infiniband",
+    "UCX_TLS": "rc",
+    "UCX_NET_DEVICES": "mlx5_0:1",
+    "PREFILL_GPUS": "2,3",
+    "PREFILL_SIDE_CHANNEL_PORT": "5900",
+    "PREFILL_URLS": "http://p:1,http://q:2",
+    "DECODE_GPUS": "4,5",
+    "DECODE_SIDE_CHANNEL_PORT": "5901",
+    "DECODE_PORT": "9999",
+    "ADMIN_PORT": "9998",
+}
+"""What an operator may set; in one, for to resolve the variables takes most of a second."""
+OFF = {"RESUME_ARGS": "", "KV_EVENTS": "false"}
 BUILT = [(profile, name) for profile, names in PROFILES.items() if profile != "watch" for name in sorted(names)]
 
 
@@ -70,43 +86,35 @@ def test_the_connector_accepts_a_nodes_configuration(profile: str, service: str,
 def test_gpu_nodes_can_resume_unless_the_model_has_no_states() -> None:
     usual = [" ".join(resolved(name)[name]["command"]) for name in ("prefill", "decode")]
     assert [re.findall(r"--prefix-match-unit=(\d+)", words) for words in usual] == [["16"], ["16"]]
-    assert "--prefix-match-unit" not in " ".join(resolved("prefill", RESUME_ARGS="")["prefill"]["command"])
+    assert "--prefix-match-unit" not in " ".join(resolved("prefill", **OFF)["prefill"]["command"])
 
 
 @pytest.mark.parametrize("name", ["prefill", "decode"])
 def test_gpu_nodes_publish_what_they_cache_at_their_own_address_unless_told_not_to(name: str) -> None:
-    node, quiet = resolved(name, NODE_ADDRESS="10.0.0.7")[name], resolved(name, KV_EVENTS="false")[name]
+    node, quiet = resolved(name, **ENVIRONMENT)[name], resolved(name, **OFF)[name]
     assert "--kv-events-config.enable_kv_cache_events=true" in node["command"]
     assert "--kv-events-config.endpoint=tcp://*:0" in node["command"]  # port 0: at VLLM_HOST_IP alone
     assert node["environment"]["VLLM_HOST_IP"] == "10.0.0.7"
     assert "--kv-events-config.enable_kv_cache_events=false" in quiet["command"]
 
 
-@pytest.mark.parametrize(("profile", "name"), [("prefill", "prefill"), ("decode", "decode")])
-def test_a_gpu_node_has_what_nixl_and_ucx_need(profile: str, name: str) -> None:
-    gpus, ports = f"{name.upper()}_GPUS", f"{name.upper()}_SIDE_CHANNEL_PORT"
-    values = {gpus: "2,3", ports: "5900", "NODE_ADDRESS": "10.0.0.7", "UCX_TLS": "rc", "UCX_NET_DEVICES": "mlx5_0:1"}
-    node = resolved(profile, RDMA_DEVICES="/dev/infiniband", **values)[name]
+@pytest.mark.parametrize(("name", "gpus", "port"), [("prefill", "2,3", "5900"), ("decode", "4,5", "5901")])
+def test_a_gpu_node_has_what_nixl_and_ucx_need(name: str, gpus: str, port: str) -> None:
+    node = resolved(name, **ENVIRONMENT)[name]
     assert (node["network_mode"], node["ipc"], node["cap_add"]) == ("host", "host", ["IPC_LOCK"])
     assert node["ulimits"]["memlock"] == -1
     assert node["devices"] == ["/dev/infiniband:/dev/infiniband"]
     [reserved] = node["deploy"]["resources"]["reservations"]["devices"]
-    assert reserved == {"driver": "nvidia", "device_ids": ["2,3"], "capabilities": ["gpu"]}
+    assert reserved == {"driver": "nvidia", "device_ids": [gpus], "capabilities": ["gpu"]}
     environment = node["environment"]
     assert environment["VLLM_PLUGINS"] == "pdproxy_connector,pdproxy_endpoints"
     assert environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "10.0.0.7"
-    assert environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5900"
+    assert environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == port
     assert (environment["UCX_TLS"], environment["UCX_NET_DEVICES"]) == ("rc", "mlx5_0:1")
 
 
 def test_variables_of_the_env_file_reach_the_services() -> None:
-    values = {
-        "DECODE_PORT": "9999",
-        "MODEL": "some/model",
-        "PREFILL_URLS": "http://p:1,http://q:2",
-        "ADMIN_PORT": "9998",
-    }
-    services = resolved("decode", **values)
+    services = resolved("decode", **ENVIRONMENT)
     assert services["decode"]["command"][:3] == ["some/model", "--port", "9999"]
     assert services["decode"]["environment"]["NODE_PORT"] == "9999"
     assert services["proxy"]["environment"]["PDPROXY_PREFILL"] == "http://p:1,http://q:2"

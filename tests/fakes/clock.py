@@ -16,6 +16,11 @@ class FakeClock:
     def now(self) -> float:
         return self._now
 
+    @property
+    def sleepers(self) -> int:
+        """How many wait for their time."""
+        return sum(not waiter.done() for _, _, waiter in self._waiting)
+
     async def sleep(self, seconds: float) -> None:
         if seconds <= 0:
             await asyncio.sleep(0)

@@ -96,7 +96,7 @@ def only_container(pod: Manifest) -> Manifest:
 
 def read_values(path: Path | None) -> dict[str, Any]:
     """A values file; None: no values, the chart's defaults."""
-    values: dict[str, Any] = {} if path is None else yaml.safe_load(path.read_text())
+    values: dict[str, Any] = {} if path is None else yaml.load(path.read_text(), yaml.CSafeLoader)
     return values
 
 

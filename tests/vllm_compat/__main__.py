@@ -10,13 +10,14 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 from tests.vllm_compat.check import broken, seams, wanted
 from tests.vllm_compat.contract_facts import asked_about, facts_of, unfit
-from tests.vllm_compat.our_use import touches
+from tests.vllm_compat.our_use import Touches, touches
 from tests.vllm_compat.vllm_source import Library, Shape, installed, wheel
 
 FOLDER = Path(__file__).parents[2] / "connector"
@@ -30,9 +31,15 @@ def installed_library() -> Library:
     return Library(installed(Path(spec.origin).parents[1]))
 
 
+@cache
+def our_touches() -> Touches:
+    """What this package touches of vLLM; kept, for its source is parsed for it."""
+    return touches(FOLDER)
+
+
 def shape_of(library: Library, version: str) -> Shape:
     """What this package touches of a version, or asks about it when a node starts."""
-    return library.shape(version, wanted(touches(FOLDER)) | asked_about())
+    return library.shape(version, wanted(our_touches()) | asked_about())
 
 
 def main(arguments: Sequence[str], present: Callable[[], Library] = installed_library) -> int:
@@ -49,7 +56,7 @@ def main(arguments: Sequence[str], present: Callable[[], Library] = installed_li
         facts = {name: asdict(each) for name, each in found.items()}
         sys.stdout.write(json.dumps({**json.loads(shape.dump()), "facts": facts}, indent=0) + "\n")
         return 0
-    known = seams(touches(FOLDER), shape)
+    known = seams(our_touches(), shape)
     lines = [f"{len(known)} seams with vLLM {shape.version}, {known.private} of them with what it keeps to itself"]
     for title in ("imports", "overrides", "uses", "reads"):
         part = getattr(known, title)
