@@ -51,6 +51,7 @@ async def test_long_soak(scenario: Scenario) -> None:
         assert swollen(tally) < 1.5, "what is known of caches, and expected of them, is bounded"
     else:
         assert grown(tally) < 0.25, "objects that a request leaves"
+    if scenario is Scenario.NODES:
         assert tally.by("pdproxy_stream_stall_seconds_count").keys() == set(Move), "streams moved in all ways"
 
 
