@@ -15,7 +15,9 @@ request, which ends at once and computes nothing (`transfer_params`).
 from __future__ import annotations
 
 import json
+import logging
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -25,7 +27,7 @@ from starlette.routing import Route
 from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 
 from connector import alive_route
-from connector.config import ENDPOINT_PLUGIN
+from connector.config import ENDPOINT_PLUGIN, ConfigError
 from connector.resume_order import node_secret
 from connector.shape_check import require_fit
 from connector.streams import HANDLERS, PREFIX, StreamRoute, error_response
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from starlette.datastructures import State
     from vllm.config import ParallelConfig, VllmConfig
     from vllm.engine.protocol import EngineClient
+
+log = logging.getLogger("vllm.pdproxy.endpoints")
 
 ROUTE = "/v1/pdproxy/tickets"
 MOST_BYTES = 4 << 20
@@ -67,10 +71,10 @@ class TicketRoute(EndpointPlugin):
         app.router.routes += [Route(PREFIX + path, self._streams, methods=["POST"]) for path in HANDLERS]
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:  # noqa: ARG002 - vLLM names the arguments
-        """Keep the engine's client, if it is a decode node's. Raises ConfigError without the node's secret."""
+        """Keep the engine's client, if it is a decode node's."""
         decodes = engine_client is not None and _decodes(engine_client.vllm_config)
         self._engine = engine_client if decodes else None
-        self._streams.secret = node_secret(os.environ) if decodes else None
+        self._streams.secret = _secret(os.environ) if decodes else None
 
     async def _deliver(self, request: Request) -> JSONResponse:
         if self._engine is None:
@@ -123,6 +127,15 @@ async def _body(request: Request) -> bytes:
         if len(body) > MOST_BYTES:
             raise BadDeliveryError(f"the body is longer than {MOST_BYTES} bytes")
     return bytes(body)
+
+
+def _secret(environ: Mapping[str, str]) -> bytes | None:
+    """None, and a line in the log, on a node whose engine would refuse every order."""
+    try:
+        return node_secret(environ)
+    except ConfigError as error:
+        log.warning("This node has no %s: %s", PREFIX, error)
+        return None
 
 
 def _decodes(vllm_config: VllmConfig) -> bool:

@@ -12,7 +12,9 @@ import pytest
 from fastapi import FastAPI
 from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 
+from connector.config import SECRET_VARIABLE
 from connector.endpoints import MOST_BYTES, ROUTE, TicketRoute, number_of_ranks
+from connector.streams import PREFIX
 
 ID = "wait-0123456789abcdef"
 TICKET = {"do_remote_prefill": True, "remote_block_ids": [[1, 2], [3]]}
@@ -61,6 +63,18 @@ async def client(engine: Engine) -> AsyncIterator[httpx.AsyncClient]:
 
 def test_vllm_takes_it_for_a_plugin() -> None:
     assert isinstance(TicketRoute(), EndpointPlugin)
+
+
+@pytest.mark.parametrize("secret", ["", "short"])
+async def test_a_node_without_a_secret_delivers_and_has_no_streams(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, secret: str
+) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, secret)
+    async with await client_of(engine) as client:
+        delivered = await client.post(ROUTE, json={"id": ID, "kv_transfer_params": None})
+        streamed = await client.post(f"{PREFIX}/v1/completions", json={"prompt": "a", "stream": True})
+    assert (delivered.status_code, streamed.status_code) == (202, 404)
+    assert SECRET_VARIABLE in caplog.text
 
 
 @pytest.mark.parametrize("ticket", [TICKET, None])
