@@ -80,6 +80,8 @@ class Relay(ResponseStream):
             self._finish(Outcome.OK)  # many clients leave as soon as they have read the end
         self._done, self._ready = True, b""
         self._record_move()
+        if moves := self._upstream.timeline.moves:
+            note(move_facts(moves))  # here, for a callback of the transport has no span
         self._record_usage()
         try:
             await self._upstream.aclose()
@@ -206,9 +208,7 @@ class Relay(ResponseStream):
         """Where the stream has moved: how long the client got nothing, until now."""
         move, self._moved = self._moved, None
         if move is not None:
-            timeline = self._upstream.timeline
-            timeline.moved(move, self._context.clock.now() - self._passed_on_at)
-            note(move_facts(timeline.moves))
+            self._upstream.timeline.moved(move, self._context.clock.now() - self._passed_on_at)
 
     def _end(self) -> bytes:
         """The end of a stream that lacks nothing else."""

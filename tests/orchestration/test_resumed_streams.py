@@ -12,6 +12,9 @@ import re
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from pdproxy.observe.labels import Move
 from pdproxy.orchestration.context import OrchestrationConfig
@@ -406,6 +409,20 @@ async def test_a_stall_is_measured_and_told(caplog: pytest.LogCaptureFixture) ->
     assert told == {"moves": 2, "moved": "resumed", "stall_ms": pytest.approx(11_000, abs=1)}
     assert moves(cluster, Move.RESUMED) == 2
     assert cluster.count("pdproxy_stream_stall_seconds_sum", move="resumed") == pytest.approx(11.0, abs=0.01)
+
+
+async def test_a_moved_stream_tells_its_span() -> None:
+    spans = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    with provider.get_tracer("test").start_as_current_span("request"):
+        await broken("hidden-reasoning", InjectedFault(FaultKind.STALL, at=2), config=OrchestrationConfig(stall=11.0))
+    (span,) = spans.get_finished_spans()
+    assert dict(span.attributes or {}) == {
+        "pdproxy.moves": 1,
+        "pdproxy.moved": "resumed",
+        "pdproxy.stall_ms": pytest.approx(11_000, abs=1),
+    }
 
 
 async def test_an_unmoved_request_says_nothing_of_moves(caplog: pytest.LogCaptureFixture) -> None:
