@@ -67,7 +67,8 @@ class Fault(enum.StrEnum):
     CLIENT_ERROR = "client_error"
     """A 4xx other than 429: the request's own fault."""
     NO_ROUTE = "no_route"
-    """A 404 or 405 from the route of streams that can be resumed, or of the model: the node knows one of them not."""
+    """The route of streams that can be resumed has no such stream: a 404 or 405, for the node does not know the route,
+    or not the model; or a 400 that says that this stream could not be resumed."""
     BUSY = "busy"
     """A 429, or a 503 with Retry-After: the node is healthy and full. Or the proxy is, and has no socket for it."""
     SERVER_ERROR = "server_error"

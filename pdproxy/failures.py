@@ -232,6 +232,9 @@ NOT_RESUMABLE: Mapping[NotContinuableReason, str] = {
     NotContinuableReason.SERVER_TOOLS: (
         "a stream of /v1/responses with tools that run on the node: what they did there is done"
     ),
+    NotContinuableReason.RESPONSE_LOGPROBS: (
+        "a stream of /v1/responses with log-probabilities: its last events repeat them all, and the journal has none"
+    ),
     NotContinuableReason.JOURNAL_SIZE: "the stream's journal grew beyond 4 MiB: about 200,000 tokens",
     NotContinuableReason.JOURNAL_BROKEN: "the node's journal does not tell the number of its events: a bug of the node",
 }
@@ -371,7 +374,9 @@ ends without it if not.
 
 ## Streams that cannot be resumed
 
-These end with an error event once generated text has reached the client; before that, they too are asked anew.
+These end with an error event once generated text has reached the client; before that, they too are asked anew. A node
+may refuse to write a journal for others (a response that it is to store, say): such a stream is served at the endpoint
+itself, without one.
 """
 
 _WITHOUT_JOURNAL = """

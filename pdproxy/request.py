@@ -119,6 +119,7 @@ class NotContinuableReason(enum.StrEnum):
     NO_TOKEN_IDS = "no_token_ids"
     DIVERGED = "diverged"
     SERVER_TOOLS = "server_tools"
+    RESPONSE_LOGPROBS = "response_logprobs"
     JOURNAL_SIZE = "journal_size"
     JOURNAL_BROKEN = "journal_broken"
 

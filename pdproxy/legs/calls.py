@@ -22,7 +22,8 @@ TICKETS_PATH = "/v1/pdproxy/tickets"
 STREAMS_PATH = "/v1/pdproxy/streams"
 """Before the path of an endpoint: the same endpoint, its streams with a journal."""
 _ACCEPTED = 202
-_UNKNOWN = (404, 405)
+_NOT_RESUMABLE = b'"NotResumableError"'
+"""The type of the error with which that route leaves a stream to the endpoint itself."""
 
 NOTHING_HELD = frozenset({Fault.REFUSED, Fault.BUSY, Fault.CLIENT_ERROR, Fault.NO_TICKET})
 """Faults of a prefill leg after which its node holds nothing for it: there is nothing to release."""
@@ -92,7 +93,7 @@ async def decode(
     try:
         response = await raise_for_status(await _post_raw(transport, node, path, raw, headers, timeouts))
     except NodeFault as fault:
-        if form.route is StreamRoute.JOURNALED and fault.status in _UNKNOWN:
+        if form.route is StreamRoute.JOURNALED and _left_to_endpoint(fault):
             raise NodeFault(Fault.NO_ROUTE, f"status {fault.status} from {path}", status=fault.status) from fault
         raise
     kind = header(response.headers, "content-type") or ""
@@ -100,6 +101,10 @@ async def decode(
         return response
     await response.aclose()
     raise NodeFault(Fault.INVALID_BODY, f"asked for stream={body.get('stream')} and got {kind or 'no content type'}")
+
+
+def _left_to_endpoint(fault: NodeFault) -> bool:
+    return fault.status in (404, 405) or (fault.status == 400 and _NOT_RESUMABLE in fault.body)
 
 
 async def deliver_ticket(

@@ -23,6 +23,8 @@ MOST_READERS = 1024
 """How many reads of one hand-over a prefill node's connector grants."""
 CLIENT_TOOLS = "function"
 """The only kind of a response's tools that the client runs: others run on the node, in further generations."""
+OUTPUT_LOGPROBS = "message.output_text.logprobs"
+"""In a response's ``include``: log-probabilities of the output."""
 BYTES_PER_TOKEN = 4
 """UTF-8 bytes that a token stands for, in prose; of code and rare scripts it stands for fewer."""
 COMPLETIONS_DEFAULT_TOKENS = 16
@@ -168,9 +170,15 @@ def _not_resumable(endpoint: Endpoint, body: Json) -> NotContinuableReason | Non
         return NotContinuableReason.BEAM_SEARCH
     if body.get("prompt_logprobs") is not None or (body.get("echo") is True and _scores_prompt(endpoint, body)):
         return NotContinuableReason.PROMPT_LOGPROBS
-    if endpoint is Endpoint.RESPONSES and _server_tools(body):
+    return _not_resumable_response(body) if endpoint is Endpoint.RESPONSES else None
+
+
+def _not_resumable_response(body: Json) -> NotContinuableReason | None:
+    if _server_tools(body):
         return NotContinuableReason.SERVER_TOOLS
-    return None
+    included = body.get("include")
+    shown = isinstance(included, list) and OUTPUT_LOGPROBS in included
+    return NotContinuableReason.RESPONSE_LOGPROBS if shown else None
 
 
 def _is_set(value: object) -> bool:

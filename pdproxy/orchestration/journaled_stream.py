@@ -42,6 +42,8 @@ class JournaledStream(DecodeStream):
     def _take_slowly(self, batch: Batch) -> bytes:
         if self._has_failed():
             return b""
+        if not self.has_begun:
+            self._tail = self._ticket_tail()  # the first events may come long after the first record
         before = self._transcript.checkpoint()
         seen = super()._client_bytes(batch.events) if batch.events else b""
         if self._has_failed():

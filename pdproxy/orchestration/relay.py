@@ -52,6 +52,7 @@ class Relay(ResponseStream):
         self._done = False
         self._progress_at = 0.0
         self._passed_on_at = 0.0
+        self._ticket_tail: int | None = None
         self._moved: Move | None = None
         """The move after which the client has got nothing yet."""
         self.outcome: Outcome | None = None
@@ -79,6 +80,8 @@ class Relay(ResponseStream):
             self._finish(Outcome.OK)  # many clients leave as soon as they have read the end
         self._done, self._ready = True, b""
         self._record_move()
+        if moves := self._upstream.timeline.moves:
+            note(move_facts(moves))  # here, for a callback of the transport has no span
         self._record_usage()
         try:
             await self._upstream.aclose()
@@ -106,12 +109,14 @@ class Relay(ResponseStream):
         return JournaledStream(response, self._transcript, self._note_ticket, usage_filter, journal)
 
     def _note_ticket(self) -> int | None:
-        """How many prompt tokens the node may compute with the leg's ticket; None where it has none, or its usage does
-        not tell, since it resumes a stream. What its prefill node had cached is what the client is to see."""
+        """How many prompt tokens the node may compute with the leg's ticket; None where it has none. What its prefill
+        node had cached is what the client is to see. A stream that is resumed tells of the nodes that began it."""
         hand_over = self._upstream.hand_over
-        if not self._transcript.started and hand_over is not None:
-            self._transcript.cached_tokens = hand_over.answer.cached_tokens
-        return None if hand_over is None or self._upstream.resumed else hand_over.node.tail_tokens
+        if not self._upstream.resumed:
+            if not self._transcript.started and hand_over is not None:
+                self._transcript.cached_tokens = hand_over.answer.cached_tokens
+            self._ticket_tail = None if hand_over is None else hand_over.node.tail_tokens
+        return self._ticket_tail
 
     def _leaving_event(self) -> asyncio.Event:
         try:
@@ -203,9 +208,7 @@ class Relay(ResponseStream):
         """Where the stream has moved: how long the client got nothing, until now."""
         move, self._moved = self._moved, None
         if move is not None:
-            timeline = self._upstream.timeline
-            timeline.moved(move, self._context.clock.now() - self._passed_on_at)
-            note(move_facts(timeline.moves))
+            self._upstream.timeline.moved(move, self._context.clock.now() - self._passed_on_at)
 
     def _end(self) -> bytes:
         """The end of a stream that lacks nothing else."""

@@ -63,6 +63,8 @@ class FakeNode:
     """Whether it lets requests wait for their tickets."""
     can_resume = False
     """Whether it has the route of streams that can be resumed."""
+    stores_responses = False
+    """Whether it leaves responses to the endpoint itself, for it keeps them."""
 
     def __init__(self, name: str, fabric: FakeKvTransfer, burst: int = 1) -> None:
         self.name = name
@@ -156,6 +158,8 @@ class FakeNode:
         """A stream with a journal, or resumed from one."""
         if not self.can_resume:
             return Script(404, JSON, (b'{"detail":"Not Found"}',))
+        if self.stores_responses and path == "/v1/responses":
+            return Script(400, JSON, (error(400, "it is stored", "NotResumableError"),))
         records, refused = records_of(body), _invalid(body)
         if records is None or refused is not None:
             return Script(400, JSON, (error(400, refused or "no stream, or a bad pdproxy_resume"),))

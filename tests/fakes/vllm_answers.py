@@ -90,9 +90,9 @@ class ParsedRequest:
                 "output_tokens": completion, "total_tokens": total}  # fmt: skip
 
 
-def error(status: int, message: str) -> bytes:
+def error(status: int, message: str, kind: str = "FakeError") -> bytes:
     """vLLM's error body."""
-    return json.dumps({"error": {"message": message, "type": "FakeError", "param": None, "code": status}}).encode()
+    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}}).encode()
 
 
 def error_events(path: str, status: int, message: str) -> tuple[bytes, ...]:

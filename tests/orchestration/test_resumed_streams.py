@@ -4,6 +4,7 @@ Longer than 300 lines: many tests of a few lines, all of one cluster. `make test
 """
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import logging
@@ -11,6 +12,9 @@ import re
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from pdproxy.observe.labels import Move
 from pdproxy.orchestration.context import OrchestrationConfig
@@ -18,7 +22,8 @@ from pdproxy.request import Endpoint
 from pdproxy.settings.types import Legs
 from pdproxy.stream import journal
 from tests.fakes.faults import FaultKind, InjectedFault
-from tests.fakes.node import FakeNode
+from tests.fakes.node import FakeNode, Script
+from tests.fakes.vllm_answers import error_events
 from tests.orchestration.answers import read_answer
 from tests.orchestration.cluster import FakeCluster, read
 from tests.orchestration.shapes import CHAT, COMPLETIONS, SHAPES, ask, broken, seen, uncut
@@ -204,6 +209,38 @@ async def test_a_node_that_lost_the_route_is_asked_at_the_endpoint() -> None:
     assert cluster.count("pdproxy_steps_total", leg="decode", fault="no_route", step="at_endpoint") == 1
 
 
+async def test_a_node_may_leave_a_stream_to_the_endpoint() -> None:
+    cluster = FakeCluster(journaling=2)
+    cluster.decodes[0].stores_responses = True
+    assert seen(await ask(cluster, "responses")) == await uncut("responses")
+    assert [leg.path for leg in cluster.decodes[0].legs()] == [ROUTE + Endpoint.RESPONSES, Endpoint.RESPONSES]
+    assert cluster.fabric.pulled == 1, "the same ticket serves"
+    assert cluster.count("pdproxy_continuable_total", answer="no", reason="responses") == 1
+
+
+async def test_an_error_that_no_record_follows_is_noticed() -> None:
+    """A node that fails inside ends its stream with an error event of its own."""
+    cluster = FakeCluster(decodes=2, journaling=2)
+    node = cluster.decodes[0]
+    respond = node.respond
+
+    def fail_inside(path: str, raw: bytes, headers: tuple[tuple[str, str], ...] = ()) -> Script:
+        script = respond(path, raw, headers)
+        if not path.startswith(ROUTE):
+            return script
+        assert script.waiting is not None
+        whole = script.waiting.answer
+        broken_off = error_events(CHAT, 500, "engine died")
+        script.waiting.answer = lambda given: dataclasses.replace(
+            ready := whole(given), pieces=(*ready.pieces[:4], b"".join(broken_off))
+        )
+        return script
+
+    node.respond = fail_inside  # type: ignore[method-assign]
+    assert seen(await ask(cluster, "tools")) == await uncut("tools")
+    assert cluster.count("pdproxy_leg_faults_total", leg="decode", fault="error_event") == 1
+
+
 async def test_a_4xx_of_the_endpoint_is_the_clients() -> None:
     cluster = FakeCluster(journaling=2)
     cluster.decodes[0].fault = InjectedFault(FaultKind.STATUS, status=400)
@@ -230,13 +267,20 @@ async def test_what_no_journal_helps_is_asked_at_the_endpoint(more: dict[str, An
     await cluster.settle()
 
 
-async def test_tools_that_run_on_the_node_are_no_matter_for_a_journal() -> None:
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"tools": [{"type": "code_interpreter"}]}, "server_tools"),
+        ({"include": ["message.output_text.logprobs"]}, "response_logprobs"),
+    ],
+)
+async def test_some_responses_are_asked_at_the_endpoint(more: dict[str, Any], reason: str) -> None:
     cluster = FakeCluster(journaling=2)
     endpoint, body = SHAPES["responses"]
-    await cluster.ask(endpoint, {**body, "tools": [{"type": "code_interpreter"}]})
+    await cluster.ask(endpoint, {**body, **more})
     (leg,) = cluster.decodes[0].legs()
     assert leg.path == endpoint
-    assert cluster.count("pdproxy_continuable_total", answer="no", reason="server_tools") == 1
+    assert cluster.count("pdproxy_continuable_total", answer="no", reason=reason) == 1
     await cluster.settle()
 
 
@@ -365,6 +409,20 @@ async def test_a_stall_is_measured_and_told(caplog: pytest.LogCaptureFixture) ->
     assert told == {"moves": 2, "moved": "resumed", "stall_ms": pytest.approx(11_000, abs=1)}
     assert moves(cluster, Move.RESUMED) == 2
     assert cluster.count("pdproxy_stream_stall_seconds_sum", move="resumed") == pytest.approx(11.0, abs=0.01)
+
+
+async def test_a_moved_stream_tells_its_span() -> None:
+    spans = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    with provider.get_tracer("test").start_as_current_span("request"):
+        await broken("hidden-reasoning", InjectedFault(FaultKind.STALL, at=2), config=OrchestrationConfig(stall=11.0))
+    (span,) = spans.get_finished_spans()
+    assert dict(span.attributes or {}) == {
+        "pdproxy.moves": 1,
+        "pdproxy.moved": "resumed",
+        "pdproxy.stall_ms": pytest.approx(11_000, abs=1),
+    }
 
 
 async def test_an_unmoved_request_says_nothing_of_moves(caplog: pytest.LogCaptureFixture) -> None:
