@@ -304,7 +304,7 @@ async def test_a_comment_that_keeps_the_connection_alive_does_not_wait(
 ) -> None:
     """`--sse-keep-alive-interval`; while the engine computes, and not between events and their record."""
     monkeypatch.setattr(plain_server.app.state.args, "sse_keep_alive_interval", 0.01)
-    core = core_for(plain_server, COMPLETION, pause=0.03)
+    core = core_for(plain_server, COMPLETION, pause=0.006)
     async with plain_server.on(core) as client:
         text = (await ask(client, COMPLETION)).text
     assert text.count(": keep-alive\n\n") >= 20
