@@ -30,7 +30,7 @@ lint: env ## format, style, types, import contracts
 # What imports vLLM runs apart, in one process: loading it takes eight seconds of CPU, and listing the tests four more. Of
 # the connector's tests those that need no vLLM are in the other half; a new file is taken to need it.
 NEED_NO_VLLM := $(wildcard $(patsubst %,tests/connector/test_%.py,adapters checkpoint config counters fingerprint \
-	hand_overs lease_reads leases message_signatures metadata_requests model_settings notifs peer_engines peers \
+	hand_overs journal lease_reads leases message_signatures metadata_requests model_settings notifs peer_engines peers \
 	prompt_digest resolver resume_order side_channel side_channel_attacks ticket transfer_params verifier zmtp))
 WITH_VLLM := $(filter-out $(NEED_NO_VLLM),$(wildcard tests/connector/test_*.py)) tests/connector/tiers tests/vllm_compat \
 	tests/seeds tests/upstream tests/deploy/test_arguments.py tests/deploy/test_block_sizes.py \

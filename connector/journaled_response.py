@@ -7,14 +7,16 @@ only then, so that a replay that fails is answered by a status.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextvars import ContextVar
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from connector.journal import BadRecordsError, Group, Journal, Output, Record
-from connector.replay import ResumedEngine, View, check
+from connector.replay import GROUPS_AT_ONCE, ResumedEngine, View, check
 from connector.resume_order import KEY
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ class JournaledResponse:
         self._streams = False
         self._admitted = False
         self._complete = False
+        self._turns = count()
         self._refusal: StreamRefusedError | None = None
 
     @property
@@ -144,6 +147,8 @@ class JournaledResponse:
         if not self._journal.replaying:
             await self._begin()
             await self._write(data)
+        elif next(self._turns) % GROUPS_AT_ONCE == 0:
+            await asyncio.sleep(0)
 
     async def _begin(self) -> None:
         if self._start is not None:

@@ -12,6 +12,7 @@ why a shape that shows them again later is refused (`streams`).
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Sequence
 from copy import copy
@@ -30,6 +31,8 @@ from connector.resume_order import KEY, sign
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
+GROUPS_AT_ONCE = 32
+"""Replayed before others have their turn: some milliseconds. A node that goes on with a long stream serves others."""
 REASONS = {reason: FinishReason(at) for at, reason in enumerate(FINISH_REASON_STRINGS)}
 
 
@@ -101,25 +104,23 @@ class _ReplayingCore(View):
         )
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        """vLLM calls it once for each choice, in order, when all are registered.
-
-        No `await` stands between the first call and the end of the replay: the output handler cannot come between.
-        """
+        """vLLM calls it once for each choice, in order, when all are registered. The engine core knows none of them
+        before the replay is over, so that no output of its own can come between."""
         try:
             if self._produced is None:
                 choices = _choices(self._processor, request.request_id)
-                self.__dict__["_produced"] = replay(self._processor, choices, self._records, self.replayed)
+                self.__dict__["_produced"] = await replay(self._processor, choices, self._records, self.replayed)
             if request.request_id in self._processor.request_states:
                 await self._target.add_request_async(
                     _ordered(request, self._produced[request.request_id], self._secret)
                 )
-        except Exception:
+        except BaseException:
             # A request of one choice stays registered when `AsyncLLM` cannot add it; the others it takes out itself.
             self._processor.abort_requests([request.request_id], internal=True)
             raise
 
 
-def replay(
+async def replay(
     processor: Any, choices: dict[int, RequestState], records: Sequence[Record], replayed: deque[RequestOutput]
 ) -> dict[str, list[int]]:
     """Let the groups of `records` go through the output processor; their outputs are appended to `replayed`.
@@ -130,7 +131,9 @@ def replay(
     cached = notes_of(records, CACHED)
     intervals = {index: _before(choice, cached) for index, choice in choices.items()}
     produced: dict[str, list[int]] = {choice.request_id: [] for choice in choices.values()}
-    for group in (group for record in records for group in record.groups):
+    for at, group in enumerate(group for record in records for group in record.groups):
+        if at % GROUPS_AT_ONCE == 0:
+            await asyncio.sleep(0)
         replayed.append(_output_of(processor, choices, group))
         for output in group:
             produced[choices[output.choice].request_id] += output.token_ids

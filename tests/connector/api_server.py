@@ -77,7 +77,7 @@ class Said:
 class FakeCore:
     """An engine core whose every choice says its script, a few tokens a step; `cached`: prompt tokens from a cache.
 
-    `steps`: how many tokens each further step has. `merged`: steps that the output handler gets at once. `error_after`,
+    `steps`: how many tokens each further step has. `merged`: steps that the output handler gets at once. `fail_after`,
     `silent_after`: so many tokens. `pause`: a sixth of the time before a step, in seconds.
     """
 
@@ -85,7 +85,8 @@ class FakeCore:
     steps: Sequence[int] = (1,)
     merged: int = 1
     cached: int = 0
-    error_after: int | None = None
+    fail_after: int | None = None
+    failure: FinishReason = FinishReason.ERROR
     silent_after: int | None = None
     pause: float = 0.0
     running: dict[str, Said] = field(default_factory=dict)
@@ -133,9 +134,9 @@ class FakeCore:
         if said.over() or (self.silent_after is not None and at >= self.silent_after):
             self.pause = 0.001
             return None
-        if self.error_after is not None and at >= self.error_after:
+        if self.fail_after is not None and at >= self.fail_after:
             del self.running[said.request.request_id]
-            return EngineCoreOutput(said.request.request_id, [], finish_reason=FinishReason.ERROR)
+            return EngineCoreOutput(said.request.request_id, [], finish_reason=self.failure)
         new: list[int] = []
         for token_id in said.script[at : at + self._size(at)]:
             if not said.over():

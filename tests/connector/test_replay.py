@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
+from connector.replay import GROUPS_AT_ONCE
 from tests.connector.api_server import ApiServer
 from tests.connector.stream_shapes import CHAT, COMPLETIONS, Shape, ask, chat, completion, core_for, read
 
@@ -59,6 +62,48 @@ async def test_choices_that_end_in_the_replay_are_not_traced(
     async with plain_server.on(core_for(plain_server, THREE)) as client:
         answer = await ask(client, THREE, records[:-1])
     assert read(answer.text).all_events == ["data: [DONE]"]
+
+
+async def test_others_have_their_turn_while_a_long_stream_is_replayed(plain_server: ApiServer) -> None:
+    shape = Shape(COMPLETIONS, completion(max_tokens=2000), ("Again and again. " * 100,))
+    async with plain_server.on(core_for(plain_server, shape)) as client:
+        records = read((await ask(client, shape)).text).records
+    turns: list[float] = []
+
+    async def other() -> None:
+        while True:
+            turns.append(time.monotonic())
+            await asyncio.sleep(0)
+
+    async with plain_server.on(core_for(plain_server, shape)) as client:
+        task = asyncio.create_task(other())
+        await ask(client, shape, records[:-2])
+        task.cancel()
+    assert len(records) > 1000
+    assert len(turns) > 2 * len(records) / GROUPS_AT_ONCE
+
+
+async def test_a_client_that_leaves_during_the_replay_leaves_nothing(
+    plain_server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with plain_server.on(core_for(plain_server, PLAIN)) as client:
+        records = read((await ask(client, PLAIN)).text).records
+
+    async def forever(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    core = core_for(plain_server, PLAIN)
+    async with plain_server.on(core) as client:
+        monkeypatch.setattr("connector.replay.replay", forever)
+        request = asyncio.create_task(ask(client, PLAIN, records[:4]))
+        for _ in range(1000):
+            await asyncio.sleep(0.001)
+            if plain_server.engine.output_processor.request_states:
+                break
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+    assert core.added == []
 
 
 @pytest.mark.parametrize("intervals", [(1, 4), (4, 1), (4, 4)])

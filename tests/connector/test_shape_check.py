@@ -27,7 +27,7 @@ from connector.config import ConfigError
 from connector.messages import HANDSHAKE
 from connector.nixl_connector import NixlConnector
 from connector.shape_check import require_fit, vllm_names
-from connector.vllm_contracts import DELIVERIES, HAND_OVERS, SEEDED_CPU, TIERS
+from connector.vllm_contracts import DELIVERIES, HAND_OVERS, SEEDED_CPU, STREAMS, TIERS
 from tests.vllm_compat.check import seams
 from tests.vllm_compat.our_use import Touches
 from tests.vllm_compat.vllm_source import Shape
@@ -246,7 +246,7 @@ def test_another_package_that_is_missing_is_not_vllms_fault() -> None:
 def test_every_seam_is_in_a_contract(touched: Touches, installed: Shape) -> None:
     """What `python -m tests.vllm_compat` lists is checked at start; nothing is checked that is no seam of ours."""
     known = seams(touched, installed)
-    contracts = (HAND_OVERS, DELIVERIES, TIERS, SEEDED_CPU)
+    contracts = (HAND_OVERS, DELIVERIES, STREAMS, TIERS, SEEDED_CPU)
     hooks = {(owner, name) for each in contracts for owner, methods in each.hooks.items() for name in methods}
     calls = {(owner, name) for each in contracts for owner, methods in each.calls.items() for name in methods}
     attributes = {(owner, name) for each in contracts for owner, names in each.attributes.items() for name in names}

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from vllm.v1.engine import FinishReason
 
 from connector.resume_order import KEY, verify
 from connector.ticket_fields import Refusal
@@ -238,13 +239,15 @@ async def test_a_stream_is_moved_again_and_again(plain_server: ApiServer) -> Non
     assert {(event["id"], event["created"]) for event in shown} == {("cmpl-leg-0", shown[0]["created"])}
 
 
-async def test_an_engine_s_failure_is_shown_behind_the_last_record(plain_server: ApiServer) -> None:
-    shape = Shape(COMPLETIONS, completion())
-    async with plain_server.on(core_for(plain_server, shape, error_after=4)) as client:
-        text = (await ask(client, shape)).text
+@pytest.mark.parametrize(("failure", "shown"), [(FinishReason.ERROR, '"error"'), (FinishReason.ABORT, '"abort"')])
+async def test_an_engine_s_failure_is_shown_behind_the_last_record(
+    plain_server: ApiServer, failure: FinishReason, shown: str
+) -> None:
+    async with plain_server.on(core_for(plain_server, COMPLETION, fail_after=4, failure=failure)) as client:
+        text = (await ask(client, COMPLETION)).text
     journaled, _, broken = text.rpartition(": pdproxy ")
     assert journaled.count(": pdproxy ") == 3
-    assert '"error"' in broken
+    assert shown in broken
     assert broken.endswith("data: [DONE]\n\n")
 
 
@@ -274,12 +277,34 @@ async def test_a_client_that_leaves_ends_the_request(plain_server: ApiServer) ->
     assert b"error" not in b"".join(message.get("body", b"") for message in sent)
 
 
+async def test_a_client_that_leaves_while_it_reads_nothing_ends_the_request_at_once(plain_server: ApiServer) -> None:
+    core = core_for(plain_server, COMPLETION)
+    body = json.dumps({"model": "tiny", "stream": True, **COMPLETION.body}).encode()
+    received = [{"type": "http.request", "body": body, "more_body": False}]
+    full = asyncio.Event()
+
+    async def receive() -> Any:
+        if received:
+            return received.pop()
+        await full.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if b"pdproxy" in message.get("body", b""):
+            full.set()
+            await asyncio.Event().wait()
+
+    async with plain_server.on(core):
+        await plain_server.app(_scope(STREAMS + COMPLETIONS), receive, send)
+        assert not plain_server.engine.output_processor.request_states
+
+
 async def test_a_comment_that_keeps_the_connection_alive_does_not_wait(
     plain_server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`--sse-keep-alive-interval`; while the engine computes, and not between events and their record."""
     monkeypatch.setattr(plain_server.app.state.args, "sse_keep_alive_interval", 0.01)
-    core = core_for(plain_server, COMPLETION, pause=0.03)
+    core = core_for(plain_server, COMPLETION, pause=0.006)
     async with plain_server.on(core) as client:
         text = (await ask(client, COMPLETION)).text
     assert text.count(": keep-alive\n\n") >= 20
