@@ -18,6 +18,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from connector.journal import BadRecordsError, Group, Journal, Output, Record
 from connector.replay import GROUPS_AT_ONCE, ResumedEngine, View, check
 from connector.resume_order import KEY
+from connector.resumed_requests import ResumeLimits
 
 if TYPE_CHECKING:
     from starlette.types import Message, Send
@@ -93,7 +94,8 @@ class JournaledResponse:
 
     def admit(self, engine: Any, params: SamplingParams) -> Any:
         """The engine client to generate with. Raises StreamRefusedError."""
-        if why := self._not_resumable(params):
+        limits = ResumeLimits.of(engine.vllm_config)
+        if why := self._not_resumable(params, limits):
             raise self._refuse(400, NOT_RESUMABLE, why)
         self._admitted = True
         if not self._records:
@@ -123,14 +125,15 @@ class JournaledResponse:
         finally:
             await outputs.aclose()
 
-    def _not_resumable(self, params: SamplingParams) -> str | None:
+    def _not_resumable(self, params: SamplingParams, limits: ResumeLimits) -> str | None:
         if self._admitted:
             return "several prompts in one body are not resumable"
         if params.output_kind is not RequestOutputKind.DELTA:
             return "the body is not a stream, or asks for beam search, which is not resumable"
         if params.prompt_logprobs is not None:
             return "log-probabilities of the prompt are not resumable"
-        return None
+        obstacle = limits.obstacle(params)
+        return None if obstacle is None else f"{obstacle} is not resumable"
 
     def _refuse(self, status: int, kind: str, message: str) -> StreamRefusedError:
         self._refusal = StreamRefusedError(status, kind, message)

@@ -93,12 +93,18 @@ class ResumeLimits:
             return Refusal(RefusalReason.UNSUITABLE_REQUEST, "the request produces no tokens")
         return self._cannot_go_on(params, prompt_tokens, token_ids) if token_ids else None
 
-    def _cannot_go_on(self, params: "SamplingParams", prompt_tokens: int, token_ids: Sequence[int]) -> Refusal | None:
+    def obstacle(self, params: "SamplingParams") -> str | None:
+        """Why a request with these parameters cannot go on here after any output token; None where it can."""
         if self.speculates and params.sampling_type == SamplingType.RANDOM_SEED:
             # Which drafts were accepted decides how many random numbers were drawn, and nobody recorded that.
-            return Refusal(RefusalReason.UNSUITABLE_REQUEST, "seeded sampling with speculative tokens")
+            return "seeded sampling with speculative tokens"
         if params.thinking_token_budget is not None and not self.thinking_budgets:
-            return Refusal(RefusalReason.UNSUITABLE_REQUEST, "a thinking budget on model runner V1")
+            return "a thinking budget on model runner V1"
+        return None
+
+    def _cannot_go_on(self, params: "SamplingParams", prompt_tokens: int, token_ids: Sequence[int]) -> Refusal | None:
+        if (obstacle := self.obstacle(params)) is not None:
+            return Refusal(RefusalReason.UNSUITABLE_REQUEST, obstacle)
         if params.max_tokens is None or len(token_ids) >= params.max_tokens:
             return Refusal(RefusalReason.NUMBER, "the request has as many tokens as it asks for")
         if prompt_tokens + len(token_ids) >= self.max_model_len:
