@@ -3,6 +3,8 @@
 Where the decode node can wait for its ticket both legs go out at once, and `Rendezvous` brings them together; elsewhere
 one follows the other. Everything that it holds meanwhile is in `HeldResources`: `aclose` gives it back, whenever it is
 called.
+
+A few lines over 300: every step of one prompt's way stands beside those that may follow it.
 """
 
 import asyncio

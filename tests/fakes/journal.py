@@ -30,6 +30,7 @@ def journaled(question: ParsedRequest, cached: int, records: list[Record], fabri
     The old groups go through the same code as new ones, and the events that come of them are dropped.
     """
     names = {name: value for record in records for name, value in (record[2] if len(record) == 3 else {}).items()}
+    cached = names.pop("cached", cached)  # a resumed stream tells of the node that began it
     question = dataclasses.replace(question, **names)
     old = [group for record in records for group in record[1]]
     to_drop, groups_left = sum(record[0] for record in records), len(old)
@@ -42,7 +43,7 @@ def journaled(question: ParsedRequest, cached: int, records: list[Record], fabri
         record: Record = [len(batch.events), [_written(batch.group)] if batch.group else []]
         if batch.events and not names:
             names = {"name": question.name, "created": question.created}
-            record.append(names)
+            record.append({**names, "cached": cached})
         pieces.append(b"".join(batch.events) + comment(record))
     if to_drop or groups_left:
         fabric.wrong.append(f"the journal {records} does not end where events do")

@@ -9,6 +9,7 @@ import itertools
 import json
 import logging
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -339,13 +340,40 @@ async def test_a_node_that_leaves_hands_its_streams_over(shape: str) -> None:
     await cluster.settle()
 
 
-async def test_hidden_reasoning_notices_that_its_node_leaves() -> None:
+class Pieces(tuple[bytes, ...]):
+    """The pieces of an answer; ``told`` is called when the one at ``at`` goes out."""
+
+    at: int
+    told: Callable[[], None]
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == self.at:
+            self.told()
+        return super().__getitem__(index)
+
+
+def leaves_at(cluster: FakeCluster, at: int) -> None:
+    """The first decode node is to leave while it sends this piece of its answer."""
+    respond = cluster.decodes[0].respond
+
+    def watched(path: str, raw: bytes, headers: tuple[tuple[str, str], ...] = ()) -> Script:
+        script = respond(path, raw, headers)
+        pieces = Pieces(script.pieces)
+        pieces.at, pieces.told = at, cluster.pool.leaving("d0").set
+        return dataclasses.replace(script, pieces=pieces)
+
+    cluster.decodes[0].respond = watched  # type: ignore[method-assign]
+
+
+async def test_hidden_reasoning_notices_that_its_node_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of what its node sends reaches the client: the next record asks for a decision."""
+    monkeypatch.setattr(FakeNode, "can_wait", False)
     cluster = FakeCluster(journaling=2)
+    leaves_at(cluster, 1)
     reply, got = await _pieces(cluster, "hidden-reasoning", 1)
-    cluster.pool.leaving("d0").set()
     await reply.body.pipe_to(lambda piece: pytest.fail(f"{piece!r} was passed on"))
     assert seen(got + await read(reply)) == await uncut("hidden-reasoning")
+    assert len(cluster.decodes[1].legs()) == 1
     await cluster.settle()
 
 
@@ -359,14 +387,36 @@ async def test_a_stream_stays_on_a_leaving_node_where_no_other_can_take_it(other
     await cluster.settle()
 
 
-async def test_a_finished_stream_is_not_handed_over() -> None:
+@pytest.mark.parametrize("shape", ["plain", "tools"])
+async def test_a_finished_stream_is_not_handed_over(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeNode, "can_wait", False)
     cluster = FakeCluster(journaling=2)
-    reply, got = await _pieces(cluster, "plain", 7)
-    next_piece = asyncio.ensure_future(anext(reply.body))
-    cluster.pool.leaving("d0").set()
-    assert seen(got + await next_piece + await read(reply)) == await uncut("plain")
-    assert len([node for node in cluster.decodes if node.legs()]) <= 2
-    await cluster.settle()
+    leaves_at(cluster, 7)
+    assert seen(await ask(cluster, shape)) == await uncut(shape)
+    assert cluster.pool.leaving("d0").is_set()
+    assert cluster.decodes[1].legs() == []
+
+
+async def test_usage_tells_of_the_node_that_began_the_stream() -> None:
+    """It recomputed the prompt, and had nothing of it cached."""
+    endpoint, body = SHAPES["usage"]
+    for fault in (None, OVER):
+        cluster = FakeCluster(journaling=2)
+        cluster.fabric.deaf = True
+        cluster.decodes[0].fault = fault
+        usage = read_answer(endpoint, (await cluster.ask(endpoint, body)).body).usage
+        assert usage is not None
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+async def test_a_ticket_of_a_resumed_leg_is_not_taken_for_unread() -> None:
+    cluster = FakeCluster(journaling=2)
+    for node in cluster.prefills:
+        node.fault = InjectedFault(FaultKind.REFUSE, times=1)
+    cluster.decodes[0].fault = OVER
+    assert read_answer(CHAT, await ask(cluster, "tools")).error is None
+    assert cluster.fabric.pulled == 1, "only the second node had a ticket"
+    assert cluster.count("pdproxy_recomputed_total") == 0
 
 
 async def test_rendezvous_works_with_the_route() -> None:
