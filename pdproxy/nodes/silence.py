@@ -13,7 +13,7 @@ as one whose GPU does, is left to the legs' deadlines and to `HealthCheck`.
 
 How long an answer may take depends on what is known: `timeout` s where streams ran and stopped all at once, `PATIENT`
 times as long where there were none, for then the silence says nothing and the API server may be busy with what has just
-come; and longer still where the node's last answers were slow (`SLOWER`).
+come, or where the node's last answers were slow (`SLOWER`).
 """
 
 import asyncio
@@ -42,13 +42,12 @@ LATE = 0.25
 what it has not read: all that was silent is taken to be so from then on."""
 AGAIN = 1.0
 """Seconds after an answer until a node that is still silent is probed again."""
-PATIENT = 3.0
+PATIENT = {Role.DECODE: 1.75, Role.PREFILL: 3.0}
+"""Times that an answer may take longer than `SilenceConfig.timeout` at most, by what is known of the node."""
 SLOWER = 4.0
 """An answer may take this many times as long as the slowest of the node's last ones did."""
-DECAY = 0.9
+DECAY = 0.5
 """Of the slowest answer's time, what is left of it after each further answer."""
-LONGEST = 10.0
-"""Seconds for an answer, however slow the last ones were."""
 _SERVING = frozenset({State.UP, State.PROBING, State.DRAINING})
 _UNANSWERED = frozenset({Fault.HEADERS_TIMEOUT, Fault.STALL})
 
@@ -116,7 +115,8 @@ class SilenceWatch:
         self._metrics = metrics
         self._config = config
         self._headers = headers
-        self._timeouts = Timeouts(*(2 * LONGEST,) * 3, whole=2 * LONGEST)  # the wait for an answer ends before
+        longest = 2 * config.timeout * max(PATIENT.values())  # the wait for an answer ends before
+        self._timeouts = Timeouts(longest, longest, longest, whole=longest)
         self._punctual_since = math.inf
         self._looked_at = math.inf
         self._watched: dict[str, _Watched] = {}
@@ -168,8 +168,8 @@ class SilenceWatch:
         """Seconds for an answer."""
         silent = now - self._pool.silent_since(node.name)
         streamed = node.role is Role.DECODE and silent < self._config.silence + AGAIN
-        seconds = self._config.timeout * (1.0 if streamed else PATIENT)
-        return min(max(seconds, SLOWER * watched.slowest), LONGEST)
+        least, most = self._config.timeout, self._config.timeout * PATIENT[node.role]
+        return min(max(least, SLOWER * watched.slowest), most) if streamed else most
 
     async def _probe(self, node: Node, watched: _Watched, seconds: float) -> bool:
         """Whether one of two probes is answered in time. The second goes out when half of it is over, on another

@@ -224,7 +224,7 @@ class Health(Section):
     silence: types.Seconds = Field(default=0.4, ge=0)
     """Without a sign of a node that has requests, until it is probed at once; 0 is never."""
     silence_timeout: types.Seconds = Field(default=1.4, gt=0, le=10)
-    """For the answer to that probe, after which its streams move at once; three times that where none was running."""
+    """For the answer to that probe, after which its streams move at once; up to three times that where none ran."""
     silence_share: types.Number = Field(default=0.5, ge=0, le=1)
     """Part of a role's nodes that may be out for their silence at once; one always may, if another is left."""
     cool_down: types.Seconds = Field(default=10.0, gt=0)

@@ -214,9 +214,9 @@ async def test_a_node_whose_answers_are_slow_is_given_more_time() -> None:
             assert cluster.outcomes() == {SilenceOutcome.ANSWERED: 1}, "after 0.9 s"
             stream.progress()
             cluster.freeze("d1")
-            await cluster.pass_time(3.8)
+            await cluster.pass_time(2.5)
             assert state(cluster.pool, "d1") is State.UP
-            await cluster.pass_time(1.0)
+            await cluster.pass_time(1.2)
     assert state(cluster.pool, "d1") is State.DOWN
 
 
