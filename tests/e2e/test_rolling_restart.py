@@ -89,8 +89,8 @@ def until(url: str, key: str, value: object) -> None:
 
 def show(streams: list[FollowedStream], moved: dict[str, tuple[str, float]]) -> None:
     """Print the stalls of the streams that were moved, beside those of the others."""
-    stalls = sorted(stream.longest_stall() for stream in streams if stream.request_id in moved)
-    others = max((stream.longest_stall() for stream in streams if stream.request_id not in moved), default=0.0)
+    stalls = sorted(stream.stall() for stream in streams if stream.request_id in moved)
+    others = max((stream.stall() for stream in streams if stream.request_id not in moved), default=0.0)
     kinds = {stream.shape.name for stream in streams if stream.request_id in moved}
     print(f"\n{len(streams)} streams, {len(moved)} of {len(kinds)} shapes moved; stalls of those:", end=" ")
     print(", ".join(f"{stall:.2f}" for stall in stalls), f"s; the longest of the others: {others:.2f} s")
