@@ -22,7 +22,7 @@ from tests.e2e.stream_shapes import NODE_FLAGS, shapes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.long, pytest.mark.timeout(1500)]
 
-CLIENTS = 8
+CLIENTS = 4
 DRAIN_S = 0.2
 """For streams to end by themselves; those of the tiny model take one to three seconds."""
 SETTLED_WITHIN_S = 120.0
@@ -67,7 +67,7 @@ def restart(fleet: Fleet, name: str) -> None:
     empty = time.monotonic()
     start_anew(fleet, name)
     httpx.post(f"{url}/rejoin", trust_env=False).raise_for_status()
-    until(url, "state", "serving")
+    until(url, "state", "up")
     print(f"\n{name}: empty after {empty - began:.2f} s, serves again after {time.monotonic() - began:.0f} s")
 
 
