@@ -24,8 +24,8 @@ PATIENCE_S = 300.0
 """For all streams of a round; a loaded machine is slow without being wrong."""
 SPREAD_S = 0.6
 """Over which the streams of a round begin, so that each is somewhere else when the node dies."""
-MIDDLE = (0.2, 0.8)
-"""Of a stream that began in the middle of that: between these parts of it the node dies."""
+MARKS = (0.1, 0.7)
+"""The node dies when half of the streams have passed a place that is drawn for each, between these parts of it."""
 EVENT = b"data: "
 LEG_FAILED = re.compile(r"request (?P<request>\S+): decode leg on (?P<node>\S+): ")
 """What the proxy logs of a stream whose node has died."""
@@ -135,16 +135,16 @@ async def uncut(url: str, shapes: Sequence[Shape]) -> dict[str, bytes]:
 
 
 async def cut_short(fleet: Fleet, streams: Sequence[FollowedStream], victim: str, source: random.Random) -> Round:
-    """Run these streams, and kill a decode node when one of them has a number of events that is drawn.
+    """Run these streams, and kill a decode node when half of them are beyond places that are drawn.
 
     Raises TimeoutError after PATIENCE_S.
     """
     log = LogTail(fleet.proxy.part.log)
-    leader = sorted(streams, key=lambda stream: stream.delay)[len(streams) // 2]
-    leader.mark = round(leader.all_events * source.uniform(*MIDDLE))
+    for stream in streams:
+        stream.mark = round(stream.all_events * source.uniform(*MARKS))
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
         tasks = [group.create_task(follow(fleet.proxy.url, stream)) for stream in streams]
-        await leader.marked.wait()
+        await half_marked(streams)
         killed, places = time.monotonic(), [stream.events for stream in streams]
         await asyncio.to_thread(strike, fleet.nodes[victim].part, ProcessFault.KILLED)
         await asyncio.wait(tasks)
@@ -178,6 +178,15 @@ async def follow(url: str, stream: FollowedStream) -> None:
     except httpx.HTTPError as failure:
         stream.failure = f"{type(failure).__name__}: {failure}"
     stream.marked.set()
+
+
+async def half_marked(streams: Sequence[FollowedStream]) -> None:
+    """Return as soon as half of them are at their marks."""
+    waiting = {asyncio.create_task(stream.marked.wait()) for stream in streams}
+    while 2 * len(waiting) > len(streams):
+        _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    for task in waiting:
+        task.cancel()
 
 
 async def needed(url: str, cuts: Sequence[Cut]) -> float:

@@ -98,5 +98,5 @@ def show(streams: list[FollowedStream], moved: dict[str, tuple[str, float]]) -> 
     stalls = sorted(stream.stall() for stream in streams if stream.request_id in moved)
     others = max((stream.stall() for stream in streams if stream.request_id not in moved), default=0.0)
     kinds = {stream.shape.name for stream in streams if stream.request_id in moved}
-    print(f"\n{len(streams)} streams, {len(moved)} of {len(kinds)} shapes moved; stalls of those:", end=" ")
+    print(f"\n{len(streams)} streams; moved: {len(moved)}, of {len(kinds)} shapes; stalls of those:", end=" ")
     print(", ".join(f"{stall:.2f}" for stall in stalls), f"s; the longest of the others: {others:.2f} s")
