@@ -5,8 +5,8 @@ is busy merges what the engine made meanwhile, and choices take turns as they co
 
 - An id or a time becomes the place at which it was seen first: `id 0`, `id 1`, … An answer that changes its id in the
   middle, or takes up another item's, still differs from one that does not.
-- Neighbouring deltas of the same field are joined, choice by choice (messages: block by block; responses: item by
-  item). Their order stays: content between two pieces of reasoning keeps its place.
+- Neighbouring deltas are joined. Completions and chat: choice by choice and field by field, as clients join them; a
+  chunk may hold several fields, which have no order. Messages and responses: as long as the block or item is the same.
 - Tokens of the prompt that came from a cache are left out: they belong to the node, not to the answer.
 
 All else must be the same, event by event: roles, finish reasons, usage, the end. `sequence_number` of the Responses API
@@ -22,6 +22,7 @@ Json = dict[str, Any]
 
 NAMES = frozenset({"id", "item_id", "call_id", "response_id", "signature"})
 TIMES = frozenset({"created", "created_at", "completed_at"})
+DELTAS = ("role", "reasoning", "content")
 OF_THE_NODE = frozenset(
     {"cached_tokens", "created_cache_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"}
 )
@@ -40,8 +41,9 @@ class BrokenStreamError(Exception):
 class Contents:
     """What one stream says.
 
-    `places`: by choice (`choice 0`, `choice 0 logprobs`, …) or, where the API has none, under `events`, what was said
-    there in order. `kinds`: of everything that was said, `reasoning`, `content`, `tool`, …, or the types of deltas.
+    `places`: by choice and field (`choice 0 content`, `choice 0 logprobs`, …) or, where the API has no choices, under
+    `events`, what was said there in order. `kinds`: of everything that was said, `reasoning`, `content`, `tool`, …, or
+    the types of deltas.
     """
 
     places: dict[str, list[Any]] = field(default_factory=dict)
@@ -49,8 +51,8 @@ class Contents:
 
     def text(self, *kinds: str, choice: int = 0) -> str:
         """All text of these kinds, of one choice or block after the other."""
-        runs = self.places.get(f"choice {choice}", []) + self.places.get("events", [])
-        return "".join(run["text"] for run in runs if run["kind"] in kinds)
+        own = [self.places.get(f"choice {choice} {kind}", []) for kind in kinds] + [self.places.get("events", [])]
+        return "".join(run["text"] for runs in own for run in runs if run["kind"] in kinds)
 
     def say(self, place: str, kind: str, text: str, **more: Any) -> None:
         """Add text; it joins the text before it where that is of the same kind."""
@@ -183,32 +185,24 @@ def _add_usage(said: Contents, usage: Json) -> None:
 def _add_choice(said: Contents, choice: Json) -> None:
     place = f"choice {choice.pop('index')}"
     delta = choice.pop("delta", None) or {}
-    said.places.setdefault(place, [])
-    if "text" in choice:
-        _say(said, place, "text", choice.pop("text"))
-    if "role" in delta:
-        said.add(place, {"kind": "role", "text": delta["role"]})
-    for kind in ("reasoning", "content"):
-        _say(said, place, kind, delta.get(kind))
+    for kind, text in (("text", choice.pop("text", None)), *((kind, delta.get(kind)) for kind in DELTAS)):
+        if text:
+            said.say(f"{place} {kind}", kind, text)
     for call in delta.get("tool_calls") or []:
-        _add_call(said, place, call)
+        _add_call(said, f"{place} tool", call)
     for name, values in _logprobs(choice.pop("logprobs", None)):
         said.places.setdefault(f"{place} {name}", []).extend(values)
     said.places.setdefault(f"{place} token_ids", []).extend(choice.pop("token_ids", None) or [])
-    if rest := _given(choice):
-        said.add(place, {"kind": "rest", "text": "", **rest})
-
-
-def _say(said: Contents, place: str, kind: str, text: str | None) -> None:
-    if text:
-        said.say(place, kind, text)
+    for name, value in _given(choice).items():
+        said.add(f"{place} {name}", value)
 
 
 def _add_call(said: Contents, place: str, call: Json) -> None:
     function = call.pop("function", None) or {}
     if function.get("name") or call.get("id"):
         said.add(place, {"kind": "call", **_given(call), "name": function.get("name"), "text": ""})
-    _say(said, place, "tool", function.get("arguments"))
+    if function.get("arguments"):
+        said.say(place, "tool", function["arguments"], call=call["index"])
 
 
 def _logprobs(logprobs: Json | None) -> Iterator[tuple[str, list[Any]]]:

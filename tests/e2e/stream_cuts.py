@@ -22,8 +22,10 @@ from tests.e2e.stream_shapes import COMPLETIONS, Shape
 
 PATIENCE_S = 300.0
 """For all streams of a round; a loaded machine is slow without being wrong."""
-SPREAD_S = 1.0
+SPREAD_S = 0.6
 """Over which the streams of a round begin, so that each is somewhere else when the node dies."""
+MARKS = (0.1, 0.7)
+"""The node dies when half of the streams have passed a place that is drawn for each, between these parts of it."""
 EVENT = b"data: "
 LEG_FAILED = re.compile(r"request (?P<request>\S+): decode leg on (?P<node>\S+): ")
 """What the proxy logs of a stream whose node has died."""
@@ -60,13 +62,9 @@ class FollowedStream:
         """How many an uncut answer has, about: chunks differ."""
         return self.uncut.count(EVENT)
 
-    def stall(self, since: float) -> float:
-        """Seconds from this moment to the next piece; 0 where none came."""
-        return next((at - since for at in self.at if at > since), 0.0)
-
-    def longest_stall(self) -> float:
-        """Seconds between two pieces, at most."""
-        return max((after - before for before, after in pairwise(self.at)), default=0.0)
+    def stall(self, since: float = 0.0) -> float:
+        """Seconds between two pieces, at most, of those that came after this moment and the last one before."""
+        return max((after - before for before, after in pairwise(self.at) if after > since), default=0.0)
 
     def wrong(self) -> str:
         """How this answer differs from the uncut one; empty where it does not."""
@@ -85,7 +83,8 @@ class FollowedStream:
 
 @dataclass(frozen=True)
 class Cut:
-    """A stream that lost its node. `place`: how many events its client had; `stall`: seconds until the next came.
+    """A stream that lost its node. `place`: how many events its client had; `stall`: its longest from then on, in
+    seconds.
 
     `how`, `told`: what the stream's log line says, of how it went on, and of the stall; empty and 0 where it is silent.
     """
@@ -136,16 +135,16 @@ async def uncut(url: str, shapes: Sequence[Shape]) -> dict[str, bytes]:
 
 
 async def cut_short(fleet: Fleet, streams: Sequence[FollowedStream], victim: str, source: random.Random) -> Round:
-    """Run these streams, and kill a decode node when one of them, drawn, has a number of events, drawn.
+    """Run these streams, and kill a decode node when half of them are beyond places that are drawn.
 
     Raises TimeoutError after PATIENCE_S.
     """
     log = LogTail(fleet.proxy.part.log)
-    leader = source.choice(streams)
-    leader.mark = source.randrange(1, leader.all_events)
+    for stream in streams:
+        stream.mark = round(stream.all_events * source.uniform(*MARKS))
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
         tasks = [group.create_task(follow(fleet.proxy.url, stream)) for stream in streams]
-        await leader.marked.wait()
+        await half_marked(streams)
         killed, places = time.monotonic(), [stream.events for stream in streams]
         await asyncio.to_thread(strike, fleet.nodes[victim].part, ProcessFault.KILLED)
         await asyncio.wait(tasks)
@@ -179,6 +178,15 @@ async def follow(url: str, stream: FollowedStream) -> None:
     except httpx.HTTPError as failure:
         stream.failure = f"{type(failure).__name__}: {failure}"
     stream.marked.set()
+
+
+async def half_marked(streams: Sequence[FollowedStream]) -> None:
+    """Return as soon as half of them are at their marks."""
+    waiting = {asyncio.create_task(stream.marked.wait()) for stream in streams}
+    while 2 * len(waiting) > len(streams):
+        _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    for task in waiting:
+        task.cancel()
 
 
 async def needed(url: str, cuts: Sequence[Cut]) -> float:

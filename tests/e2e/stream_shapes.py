@@ -30,6 +30,7 @@ Check = Callable[[Contents], bool]
 
 LINES = 60
 RECITED = 28
+LAST = RECITED - 1
 MOST_TOKENS = 400
 NUDGE = 0.2
 """Of a logit. Two ways to compute the same were seen to differ by 0.125, the last bit of a bfloat16 above 16."""
@@ -71,7 +72,7 @@ class Shape:
         if "errors" in uncut.places or not self.holds(uncut):
             return f"{self.name}: does not hold for {uncut.places}"
         if self.path in {COMPLETIONS, CHAT} and any(
-            f"choice {index}" not in uncut.places for index in range(self.choices)
+            f"choice {index} finish_reason" not in uncut.places for index in range(self.choices)
         ):
             return f"{self.name}: not {self.choices} choices"
         return ""
@@ -101,13 +102,13 @@ def thinking(seed: int) -> Quiz:
 
 
 def calling(seed: int) -> Quiz:
-    """Says something, and then calls a tool, and says something again."""
-    return recital(seed, {4: CALL_BEGINS, 22: CALL_ENDS})
+    """Says something, and then calls a tool."""
+    return recital(seed, {4: CALL_BEGINS, LAST: CALL_ENDS})
 
 
 def thinking_and_calling(seed: int) -> Quiz:
-    """Reasoning, content, a tool call, content."""
-    return recital(seed, {7: THINKING_END, 11: CALL_BEGINS, 24: CALL_ENDS})
+    """Reasoning, content, a tool call."""
+    return recital(seed, {7: THINKING_END, 11: CALL_BEGINS, LAST: CALL_ENDS})
 
 
 def shapes() -> list[Shape]:

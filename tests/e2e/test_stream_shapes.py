@@ -27,7 +27,9 @@ CUTS = 5
 """Of each shape, at least, in all rounds together."""
 MOST_ROUNDS = 24
 COPIES = 2
-"""Streams of each shape in a round; about half are on the node that dies."""
+"""Streams of each shape in a round, at least; about half are on the node that dies."""
+STREAMS = 24
+"""In a round, at least: fewer are done before it dies."""
 SLACK_S = 0.5
 """Between a stall as the proxy's log tells it and as the client saw it, on a busy machine."""
 SEED = 20261123
@@ -60,7 +62,7 @@ async def test_one_kill_with_every_shape_under_way(whole: Fleet, answers: dict[s
     assert not [
         f"{cut}: {cut.how}, {cut.told}" for cut in seen.cuts if not cut.how or abs(cut.told - cut.stall) > SLACK_S
     ]
-    assert 3 * len(seen.cuts) >= len(seen.streams), "too few of the streams were cut"
+    assert 4 * len(seen.cuts) >= len(seen.streams), "too few of the streams were cut"
 
 
 @pytest.mark.long
@@ -74,7 +76,9 @@ async def test_every_shape_at_random_places(whole: Fleet, answers: dict[str, byt
         if not (rest := [shape for shape in shapes() if often[shape.name] < CUTS]):
             break
         await asyncio.to_thread(whole.heal)
-        seen = await one_round(whole, answers, f"decode-{number % 2}", source, rest * COPIES)
+        seen = await one_round(
+            whole, answers, f"decode-{number % 2}", source, rest * max(COPIES, -(-STREAMS // len(rest)))
+        )
         wrong += seen.wrong()
         cuts += seen.cuts
     print("\n".join(f"{shape.name}: {told(shape, cuts)}" for shape in shapes()))
