@@ -16,7 +16,7 @@ from connector.leases import LeaseEnd
 from connector.ticket_fields import RefusalReason
 from pdproxy.nodes.node import Role, State
 from pdproxy.observe.event_metrics import LAG
-from pdproxy.observe.labels import Attempt, Delivery, Forgotten, Outcome, Phase, Rejection, Task
+from pdproxy.observe.labels import Attempt, Delivery, Forgotten, Outcome, Phase, Rejection, Task, WatchedSetting
 from pdproxy.observe.metrics import Metrics
 from pdproxy.request import Endpoint
 from tests.deploy.prometheus.queries import grouping, legend_labels, selectors
@@ -131,6 +131,7 @@ VALUES: Mapping[tuple[str, str], Iterable[str]] = {
     ("pdproxy_releases_total", "outcome"): Attempt,
     ("pdproxy_deliveries_total", "outcome"): Delivery,
     ("pdproxy_task_failures_total", "task"): Task,
+    ("pdproxy_file_unusable", "setting"): WatchedSetting,
     ("pdproxy_phase_seconds_bucket", "phase"): Phase,
     ("pdproxy_kv_event_lag_seconds_bucket", "le"): {str(float(bound)) for bound in LAG},
     ("pdproxy_kv_places_forgotten_total", "reason"): Forgotten,

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import math
@@ -13,9 +14,10 @@ import uvicorn
 from uvicorn.loops.auto import auto_loop_factory
 
 from pdproxy.app.build import Proxy, proxy
-from pdproxy.app.host import HostEnvironment, check_pair
+from pdproxy.app.host import HostEnvironment, check_pair, renew_pair
 from pdproxy.errors import SettingsError
 from pdproxy.intake.api_app import AsgiApp
+from pdproxy.observe.labels import WatchedSetting
 from pdproxy.observe.logs import configure
 from pdproxy.server.protocol import ConnectionLimits, guarded
 from pdproxy.server.server import Server, bind
@@ -69,11 +71,25 @@ def _ports(settings: Settings, running: Proxy) -> list[Server]:
     except SettingsError:
         clients.close()
         raise
-    tls = {"ssl_certfile": listen.tls_certificate, "ssl_keyfile": listen.tls_key}
     return [
-        Server(_config(settings, running.clients, **tls), clients),
+        Server(clients_config(settings, running), clients),
         Server(_config(settings, running.operators), operators),
     ]
+
+
+def clients_config(settings: Settings, running: Proxy) -> uvicorn.Config:
+    """Of the clients' port. It follows the files of its certificate and key: new connections get what they hold then.
+
+    Raises:
+        SettingsError: they are no certificate and its key.
+    """
+    certificate, key = settings.listen.tls_certificate, settings.listen.tls_key
+    config = _config(settings, running.clients, ssl_certfile=certificate, ssl_keyfile=key)
+    config.load()
+    if config.ssl is not None and certificate is not None and key is not None:
+        renew = functools.partial(renew_pair, config.ssl, certificate, key)
+        running.files.add(WatchedSetting.CERTIFICATE, (certificate, key), renew)
+    return config
 
 
 def _config(settings: Settings, app: AsgiApp, **tls: object) -> uvicorn.Config:

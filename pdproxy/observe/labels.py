@@ -70,6 +70,26 @@ class Task(enum.StrEnum):
     DISCOVERY = "discovery"
     PROOF = "proof"
     EVENTS = "events"
+    FILES = "files"
+
+
+class WatchedSetting(enum.StrEnum):
+    """The settings whose files are read again when they change."""
+
+    KEYS = "keys.file"
+    ADMIN_TOKEN = "listen.admin_token_file"
+    CERTIFICATE = "listen.tls_certificate"
+    """And its key."""
+    CREDENTIAL = "upstream.credential_file"
+    AUTHORITIES = "upstream.ca_file"
+
+
+class FileChange(enum.StrEnum):
+    """What came of a file that changed."""
+
+    TAKEN = "taken"
+    REFUSED = "refused"
+    """It cannot be read or used: what it held before stays in use."""
 
 
 class Attempt(enum.StrEnum):
