@@ -74,4 +74,5 @@ def readiness(context: AdminContext) -> Readiness:
 
 def _serving(snapshot: Snapshot, role: Role) -> bool:
     """Whether a node of the role takes requests; a node that is being probed takes one at a time."""
-    return any(view.node.role is role and view.state in (State.UP, State.PROBING) for view in snapshot.nodes)
+    serving = (State.UP, State.PROBING, State.TERMINATING)
+    return any(view.node.role is role and view.state in serving for view in snapshot.nodes)

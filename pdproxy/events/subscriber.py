@@ -33,7 +33,7 @@ NO_EVENTS_SECONDS = 60.0
 """Until a node that publishes nothing is asked again."""
 _TIMEOUTS = Timeouts(connect=5.0, headers=10.0, stall=10.0, whole=20.0)
 _FLAG = "--prefix-caching-hash-algo sha256_cbor"
-_FOLLOWED = frozenset({State.UP, State.PROBING, State.DOWN, State.DRAINING})
+_FOLLOWED = frozenset({State.UP, State.PROBING, State.DOWN, State.DRAINING, State.TERMINATING})
 
 
 class EventSubscriber:

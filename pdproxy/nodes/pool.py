@@ -127,7 +127,7 @@ class Pool:
     def admit(self, node: Node) -> None:
         """Let the node of this name serve, with what the preflight found out about it; it starts slowly."""
         entry = self._entry(node.name)
-        if entry.membership is not State.DRAINING:
+        if not entry.is_going():
             entry.admit(node)
             entry.misses, entry.reason = 0, ""
             entry.stay()
@@ -137,7 +137,7 @@ class Pool:
     def refuse(self, name: str, reason: str) -> None:
         """Its settings cannot work. Streams that run on the node go on."""
         entry = self._entry(name)
-        if entry.membership is not State.DRAINING:
+        if not entry.is_going():
             entry.reason = reason
             self._set(entry, entry.circuit, State.REFUSED)
 
@@ -166,6 +166,17 @@ class Pool:
         entry = self._entry(name)
         entry.reason = "drained by the operator"
         self._set(entry, entry.circuit, State.DRAINING)
+
+    def terminate(self, name: str) -> None:
+        """Its endpoint goes away and still serves: from now on it is the last resort. `Drainer` has the deadline.
+
+        A node that has not served, or that the operator drains, gets no requests at all.
+        """
+        entry = self._entry(name)
+        serves = entry.membership in (State.UP, State.TERMINATING)
+        if entry.membership is not State.DRAINING:
+            entry.reason = "its endpoint terminates"
+        self._set(entry, entry.circuit, State.TERMINATING if serves else State.DRAINING)
 
     def idle(self, name: str) -> asyncio.Event:
         """Set while no leg is on the node."""
