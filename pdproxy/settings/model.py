@@ -145,7 +145,9 @@ class Deadlines(Section):
     request: types.Seconds = Field(default=3600.0, gt=0)
     """For a request as a whole."""
     drain: types.Seconds = Field(default=30.0, ge=0)
-    """For running requests at shutdown or node drain."""
+    """For running requests on a node that drains; then they move to another one."""
+    shutdown: types.Seconds = Field(default=30.0, ge=0)
+    """For running requests when the proxy ends; what outlives it gets an error event. SIGKILL must come later."""
     release: types.Seconds = Field(default=5.0, gt=0)
     """For telling a prefill node to free blocks."""
     delivery: types.Seconds = Field(default=10.0, gt=0)
