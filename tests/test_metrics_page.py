@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
-from connector.counters import COUNTERS, GAUGES, HISTOGRAMS, ReadOutcome
+from connector.counters import COUNTERS, GAUGES, HISTOGRAMS, KeyChange, ReadOutcome
 from connector.leases import LeaseEnd
 from connector.ticket_fields import RefusalReason
 from pdproxy.nodes.node import Role, State
@@ -137,6 +137,7 @@ VALUES: Mapping[tuple[str, str], Iterable[str]] = {
     ("pdproxy_kv_places_forgotten_total", "reason"): Forgotten,
     ("pdproxy_planned_hit_tokens_total", "role"): Role,
     ("pdproxy_real_hit_tokens_total", "role"): Role,
+    ("pdproxy_connector_key_file_changes_total", "outcome"): KeyChange,
     ("pdproxy_connector_leases_ended_total", "how"): LeaseEnd,
     ("pdproxy_connector_reads_total", "outcome"): ReadOutcome,
     ("pdproxy_connector_refused_total", "reason"): RefusalReason,
