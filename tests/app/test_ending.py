@@ -60,7 +60,7 @@ async def served(grace: float) -> AsyncIterator[Served]:
 
 async def stalled(served: Served, stack: contextlib.AsyncExitStack, path: str, body: Any) -> AsyncIterator[bytes]:
     """A stream that has begun and goes on only when its node does."""
-    served.proxy.decode.fault = InjectedFault(FaultKind.STALL, at=2, times=1)
+    served.proxy.decode.fault = InjectedFault(FaultKind.STALL, at=2)
     response = await stack.enter_async_context(served.clients.stream("POST", path, json=body))
     pieces = response.aiter_bytes()
     await anext(pieces)
