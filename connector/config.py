@@ -11,13 +11,14 @@ Settings are read once in each process, from `kv_connector_extra_config`: `pdpro
 `pdproxy_progress_delay`, `pdproxy_side_channel_connections`, `pdproxy_waiting_requests`, `pdproxy_longest_ticket_wait`,
 and vLLM's `kv_lease_duration`. vLLM logs that extra
 config, so ticket keys never stand in it: they come from a file (one key per line, `#` starts a comment) or from the
-environment variable `PDPROXY_TICKET_KEYS` (separated by commas). The first key signs, all verify.
+environment variable `PDPROXY_TICKET_KEYS` (separated by commas). The first key signs, all verify. A running node takes
+new ones from the file (`ticket_keys`).
 """
 
 import hashlib
 import hmac
 import os
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.metadata import entry_points
@@ -63,7 +64,7 @@ class Role(StrEnum):
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig:
     """All times are in seconds. Without `allowed_hosts` any prefill address is accepted. Without `keys` tickets are not
-    signed.
+    signed. `key_file`: where the keys are from, None for elsewhere.
 
     `side_channel_connections`: how many a prefill node keeps open in all; of one peer, half as many.
     `progress_delay`: of NIXL's progress thread; 0 lets it spin, None chooses by the node's device.
@@ -71,7 +72,7 @@ class ConnectorConfig:
     """
 
     role: Role
-    keys: tuple[bytes, ...] = field(default=(), repr=False)
+    keys: Sequence[bytes] = field(default=(), repr=False)
     allowed_hosts: frozenset[str] = frozenset()
     read_deadline: float = 30.0
     probe_timeout: float = 5.0
@@ -82,6 +83,7 @@ class ConnectorConfig:
     side_channel_connections: int = 2048
     waiting_requests: int = 1024
     longest_ticket_wait: float = 3600.0
+    key_file: str | None = None
 
     @classmethod
     def from_extra(
@@ -101,9 +103,11 @@ class ConnectorConfig:
             raise ConfigError(
                 "bidirectional_kv_xfer is on: blocks that a decode node lends back are not verified; turn it off."
             )
+        key_file = None if (path := extra.get("pdproxy_key_file")) is None else str(path)
         return cls(
             role=parsed_role,
-            keys=_keys(extra.get("pdproxy_key_file"), environ.get(KEYS_VARIABLE)),
+            keys=_keys(key_file, environ.get(KEYS_VARIABLE)),
+            key_file=key_file,
             allowed_hosts=_hosts(extra.get("pdproxy_allowed_hosts")),
             read_deadline=_seconds(extra, "pdproxy_read_deadline", 30.0),
             probe_timeout=_seconds(extra, "pdproxy_probe_timeout", 5.0),
@@ -178,21 +182,27 @@ def _hosts(value: Any) -> frozenset[str]:
     return frozenset(host.strip() for host in listed if host.strip())
 
 
-def _keys(path: Any, variable: str | None) -> tuple[bytes, ...]:
-    lines = _read_lines(path) if path is not None else (variable or "").split(",")
-    keys = tuple(line.strip().encode() for line in lines if line.strip() and not line.strip().startswith("#"))
-    if (path is not None or variable is not None) and not keys:
-        raise ConfigError(f"no ticket key in {path or KEYS_VARIABLE}: put one in, or leave the setting out.")
-    if any(len(key) < SHORTEST_KEY for key in keys):
-        raise ConfigError(f"a ticket key in {path or KEYS_VARIABLE} is shorter than {SHORTEST_KEY} characters.")
-    return keys
+def _keys(path: str | None, variable: str | None) -> tuple[bytes, ...]:
+    if path is not None:
+        return read_keys(path)
+    return () if variable is None else _parsed(variable.split(","), KEYS_VARIABLE)
 
 
-def _read_lines(path: Any) -> list[str]:
+def read_keys(path: str) -> tuple[bytes, ...]:
+    """The ticket keys in a file. Raises ConfigError, with a sentence, for a file that cannot be used."""
     try:
-        return Path(str(path)).read_text(encoding="utf-8").splitlines()
+        return _parsed(Path(path).read_text(encoding="utf-8").splitlines(), path)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"pdproxy_key_file {path!r} cannot be read: {error}") from error
+        raise ConfigError(f"pdproxy_key_file {path!r} cannot be read: {error}.") from error
+
+
+def _parsed(lines: Iterable[str], source: str) -> tuple[bytes, ...]:
+    keys = tuple(line.strip().encode() for line in lines if line.strip() and not line.strip().startswith("#"))
+    if not keys:
+        raise ConfigError(f"no ticket key in {source}: put one in, or leave the setting out.")
+    if any(len(key) < SHORTEST_KEY for key in keys):
+        raise ConfigError(f"a ticket key in {source} is shorter than {SHORTEST_KEY} characters.")
+    return keys
 
 
 PLUGINS = "VLLM_PLUGINS"

@@ -63,6 +63,14 @@ class WaitEnd(StrEnum):
     GONE = "gone"
 
 
+class KeyChange(StrEnum):
+    """What came of a look into the file of ticket keys that did not find the same ones."""
+
+    TAKEN = "taken"
+    REFUSED = "refused"
+    """It cannot be used: the keys that it held before stay. Counted at each look."""
+
+
 _GROUPS = ("attention", "state")
 _RESUME_REFUSALS = (
     RefusalReason.NOT_AN_OBJECT,
@@ -91,6 +99,7 @@ COUNTERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "junk": {"where": ("side_channel", "notice")},
     "side_channel_closed": {"reason": tuple(CloseReason)},
     "side_channel_refused": {"reason": _UNSIGNED},
+    "key_file_changes": {"outcome": tuple(KeyChange)},
 }
 """Every counter: its labels, and every value that a label may have. All series stand at 0 from the start: `rate()` does
 not see the first event of a series that begins with it."""
@@ -215,6 +224,10 @@ class Counters:
     def side_channel_refused(self, reason: str) -> None:
         """The side channel refused to answer a question."""
         self._add("side_channel_refused", (reason,), 1)
+
+    def key_file_changed(self, outcome: KeyChange) -> None:
+        """A look into the file of ticket keys found other ones, or what cannot be used."""
+        self._add("key_file_changes", (outcome,), 1)
 
     def verify_seconds(self, seconds: float) -> None:
         """From a read's last byte to its verdict."""

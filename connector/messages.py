@@ -237,8 +237,9 @@ def _mac(key: bytes, challenges: bytes, direction: bytes, message: bytes) -> byt
 
 def _find(keys: Sequence[bytes], challenges: bytes, direction: bytes, message: bytes, mac: bytes) -> bytes | None:
     """The key that made `mac`; every key is tried."""
-    made = [hmac.compare_digest(_mac(key, challenges, direction, message), mac) for key in keys]
-    return keys[made.index(True)] if any(made) else None
+    known = tuple(keys)  # of a file they may be others at the next look
+    made = [hmac.compare_digest(_mac(key, challenges, direction, message), mac) for key in known]
+    return known[made.index(True)] if any(made) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,7 @@ from uuid import uuid4
 
 from connector.config import SECRET_VARIABLE, STATE_LAYOUT, ConnectorConfig, from_vllm, takes_deliveries
 from connector.shape_check import require_fit, vllm_names
+from connector.ticket_keys import following
 from connector.transfer_params import is_delivery
 from connector.vllm_contracts import HAND_OVERS
 
@@ -106,7 +107,7 @@ class NixlConnector(NixlPullConnector):
         require_fit(HAND_OVERS)
         # Skips NixlPullConnector's constructor, which would make vLLM's own two sides, the worker's with a NIXL agent.
         NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
-        config = from_vllm(vllm_config.kv_transfer_config, os.environ)
+        config = following(from_vllm(vllm_config.kv_transfer_config, os.environ))
         if role == KVConnectorRole.SCHEDULER:
             from vllm.v1.core.sched.scheduler import Scheduler
 

@@ -11,7 +11,7 @@ leases; `wall` is unix seconds, for what a ticket says to another machine.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,7 +122,7 @@ class TicketIssuer:
         leases: LeaseTable,
         hand_overs: HandOvers,
         counters: Counters,
-        keys: tuple[bytes, ...],
+        keys: Sequence[bytes],
         block_sizes: tuple[int, ...],
         make_alias: Callable[[], str],
         now: Callable[[], float],

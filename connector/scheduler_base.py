@@ -23,6 +23,7 @@ from connector.resume_boundary import LocalHits, drops_unit, resume_boundary
 from connector.side_channel import Listener
 from connector.tcp_server import Limits
 from connector.ticket import GroupKind
+from connector.ticket_keys import KeyFile
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -86,6 +87,8 @@ class SchedulerBase(NixlPullConnectorScheduler):
         self._fingerprint = node_fingerprint(vllm_config, kv_cache_config, self._boundary)
         self._listener: Listener | None = None
         self._liveness = LivenessSocket(os.environ.get(NODE_ID, ""))
+        if isinstance(config.keys, KeyFile):
+            config.keys.report_to(self.counters.key_file_changed)
         if not config.keys:
             log.warning(
                 "Tickets are neither signed nor checked for a signature: give prefill and decode nodes a common key "

@@ -54,7 +54,7 @@ class Listener:
     """Answers on `host:port` from `start` to `stop`; port 0 takes a free one, see `port`.
 
     `payloads`: by (pipeline rank, tensor rank), the msgpack of vLLM's `NixlHandshakePayload` of each worker of
-    `engine_id`. `keys`: ticket keys; without any, every question is answered.
+    `engine_id`. `keys`: ticket keys, which may change; without any, every question is answered.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Listener:
         self._verify = verify
         self._counters = counters
         self._engine_id = engine_id
-        self._keys = tuple(keys)
+        self._keys = keys
         self._limits = limits or Limits()
         self._server: TcpServer | None = None
 

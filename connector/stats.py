@@ -43,6 +43,7 @@ HELP: Mapping[str, str] = {
     "junk": "Messages that made no sense, by where they arrived.",
     "side_channel_closed": "Connections to the side channel that were closed for a reason.",
     "side_channel_refused": "Questions to the side channel that got no usable answer, by reason.",
+    "key_file_changes": "Looks into the file of ticket keys that found others (taken), or nothing of use (refused).",
     "verify_seconds": "From a read's last byte to its verdict.",
     "lease_age_seconds": "Age of a lease at its end.",
     "ticket_wait_seconds": "From a request's arrival to the end of its wait for its ticket.",

@@ -49,11 +49,11 @@ class Expected:
     """Which tickets this engine accepts.
 
     Without `keys` signatures are not checked; without `hosts` any address is accepted; without `fingerprint` any
-    prefill node's is, which is for tests only.
+    prefill node's is, which is for tests only. `keys` may change while the node runs.
     """
 
     groups: tuple[GroupShape, ...]
-    keys: tuple[bytes, ...] = ()
+    keys: Sequence[bytes] = ()
     hosts: frozenset[str] = frozenset()
     fingerprint: Fingerprint | None = None
 

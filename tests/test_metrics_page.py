@@ -11,12 +11,22 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
-from connector.counters import COUNTERS, GAUGES, HISTOGRAMS, ReadOutcome
+from connector.counters import COUNTERS, GAUGES, HISTOGRAMS, KeyChange, ReadOutcome
 from connector.leases import LeaseEnd
 from connector.ticket_fields import RefusalReason
 from pdproxy.nodes.node import Role, State
 from pdproxy.observe.event_metrics import LAG
-from pdproxy.observe.labels import Attempt, Delivery, Forgotten, Outcome, Phase, Rejection, SilenceOutcome, Task
+from pdproxy.observe.labels import (
+    Attempt,
+    Delivery,
+    Forgotten,
+    Outcome,
+    Phase,
+    Rejection,
+    SilenceOutcome,
+    Task,
+    WatchedSetting,
+)
 from pdproxy.observe.metrics import Metrics
 from pdproxy.request import Endpoint
 from tests.deploy.prometheus.queries import grouping, legend_labels, selectors
@@ -133,11 +143,13 @@ VALUES: Mapping[tuple[str, str], Iterable[str]] = {
     ("pdproxy_task_failures_total", "task"): Task,
     ("pdproxy_silence_probes_total", "role"): Role,
     ("pdproxy_silence_probes_total", "outcome"): SilenceOutcome,
+    ("pdproxy_file_unusable", "setting"): WatchedSetting,
     ("pdproxy_phase_seconds_bucket", "phase"): Phase,
     ("pdproxy_kv_event_lag_seconds_bucket", "le"): {str(float(bound)) for bound in LAG},
     ("pdproxy_kv_places_forgotten_total", "reason"): Forgotten,
     ("pdproxy_planned_hit_tokens_total", "role"): Role,
     ("pdproxy_real_hit_tokens_total", "role"): Role,
+    ("pdproxy_connector_key_file_changes_total", "outcome"): KeyChange,
     ("pdproxy_connector_leases_ended_total", "how"): LeaseEnd,
     ("pdproxy_connector_reads_total", "outcome"): ReadOutcome,
     ("pdproxy_connector_refused_total", "reason"): RefusalReason,

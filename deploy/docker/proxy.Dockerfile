@@ -27,7 +27,7 @@ EXPOSE 8080 8081
 # Alive is enough here; readiness is the orchestrator's question.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10s --retries=3 \
     CMD ["python", "-c", "import http.client as h, os, sys; e = os.environ; c = h.HTTPConnection(e['PDPROXY_LISTEN_ADMIN_HOST'], int(e['PDPROXY_LISTEN_ADMIN_PORT']), timeout=4); c.request('GET', '/health'); sys.exit(c.getresponse().status != 200)"]
-# Exec form: signals reach the proxy itself, which lets streams end within deadlines.drain.
+# Exec form: signals reach the proxy itself, which lets streams end within deadlines.shutdown.
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["pdproxy"]
 CMD ["serve"]

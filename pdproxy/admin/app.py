@@ -13,6 +13,7 @@ from pdproxy.admin.context import AdminContext, Readiness, readiness
 from pdproxy.admin.debug import plan_route
 from pdproxy.admin.nodes import node_routes
 from pdproxy.admin.page import page_route, state_route
+from pdproxy.credential import Secret
 from pdproxy.errors import ClientError
 from pdproxy.nodes.pool import DuplicateNode, UnknownNode
 
@@ -49,7 +50,7 @@ def _add_public_routes(app: FastAPI, context: AdminContext) -> None:
         return Response(encode(context.registry), headers={"content-type": content_type})
 
 
-def require_operator(token: str | None) -> Callable[[Request], Awaitable[None]]:
+def require_operator(token: Secret) -> Callable[[Request], Awaitable[None]]:
     """A dependency that lets only the operator through.
 
     With a token, each request must carry it as ``Authorization: Bearer``. Without one (the port is the operator's own),
@@ -60,7 +61,7 @@ def require_operator(token: str | None) -> Callable[[Request], Awaitable[None]]:
     """
 
     async def check(request: Request) -> None:
-        if token is not None and not _carries(request, token):
+        if token.word and not _carries(request, token.word):
             raise ClientError(
                 401,
                 "This needs the admin token, as 'Authorization: Bearer …'.",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from prometheus_client import CollectorRegistry
 
 from pdproxy.clock import Clock, SystemClock
+from pdproxy.credential import Secret
 from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Role, Snapshot, State
@@ -27,7 +28,7 @@ class AdminContext:
         leaving: set when the proxy is shutting down: it is not ready any more.
         on_prefill_failure: with FAIL, decode nodes alone do not make it ready.
         drain_seconds: a drain's deadline where the operator names none.
-        token: required under /nodes, for /ui/state and /debug/plan; None requires nothing.
+        token: required under /nodes, for /ui/state and /debug/plan; the empty one requires nothing.
         clock: by which ``live`` keeps its times.
         queue: how the queue stands.
         caches: by a node's name, how much is known of what each of its data-parallel ranks has cached, as JSON.
@@ -41,7 +42,7 @@ class AdminContext:
     leaving: asyncio.Event
     on_prefill_failure: OnPrefillFailure = OnPrefillFailure.RETRY
     drain_seconds: float = 30.0
-    token: str | None = None
+    token: Secret = dataclasses.field(default_factory=Secret)
     live: InFlightRequests = dataclasses.field(default_factory=InFlightRequests)
     clock: Clock = dataclasses.field(default_factory=SystemClock)
     queue: Callable[[], QueueStatus] = QueueStatus
@@ -73,4 +74,5 @@ def readiness(context: AdminContext) -> Readiness:
 
 def _serving(snapshot: Snapshot, role: Role) -> bool:
     """Whether a node of the role takes requests; a node that is being probed takes one at a time."""
-    return any(view.node.role is role and view.state in (State.UP, State.PROBING) for view in snapshot.nodes)
+    serving = (State.UP, State.PROBING, State.TERMINATING)
+    return any(view.node.role is role and view.state in serving for view in snapshot.nodes)

@@ -12,11 +12,13 @@ from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTO
 
 from pdproxy.admin.app import admin_app
 from pdproxy.admin.context import AdminContext
-from pdproxy.app.host import HostEnvironment, Sources, node_headers, read_secret, tls
+from pdproxy.app.files import FileWatcher
+from pdproxy.app.host import HostEnvironment, Secrets, Sources, transports
 from pdproxy.app.kv_events import KvEvents, kv_events
 from pdproxy.clock import Clock, SystemClock
+from pdproxy.credential import Secret
 from pdproxy.intake.api_app import ApiApp, AsgiApp
-from pdproxy.intake.auth import KeyLimits, read_keys
+from pdproxy.intake.auth import KeyLimits
 from pdproxy.intake.handler import HandlerConfig, RequestHandler
 from pdproxy.intake.request_context import BodyBudget
 from pdproxy.nodes.cache_advice import EventsSeen
@@ -44,8 +46,6 @@ from pdproxy.planning.policies import policy_named
 from pdproxy.planning.rates import Rates
 from pdproxy.settings.model import ConfiguredNode, Settings
 from pdproxy.settings.types import BY_CACHE, FirstHandOver, NodeRole
-from pdproxy.transport.h1_client import H1Transport
-from pdproxy.transport.httpx_transport import HttpxTransport
 from pdproxy.transport.port import Transport
 from pdproxy.transport.traced import TracedTransport
 
@@ -54,11 +54,14 @@ _LOG = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Proxy:
-    """A running proxy: the ASGI applications of both ports; ``leaving`` is to be set when the shutdown begins."""
+    """A running proxy: the ASGI applications of both ports; ``leaving`` is to be set when the shutdown begins; further
+    ``files`` may be watched.
+    """
 
     clients: AsgiApp
     operators: AsgiApp
     leaving: asyncio.Event
+    files: FileWatcher
 
 
 @contextlib.asynccontextmanager
@@ -72,13 +75,12 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     for collector in (PROCESS_COLLECTOR, PLATFORM_COLLECTOR, GC_COLLECTOR):
         registry.register(collector)
     metrics = Metrics(registry)
-    credential = read_secret(settings.upstream.credential_file, "upstream.credential_file")
-    headers = node_headers(credential)
+    secrets = Secrets(settings, files := FileWatcher(clock, metrics))
+    headers = secrets.credential.headers
     pool = _pool(settings, clock, metrics)
     sources = Sources(settings.discovery, clock, host)
     tracing = tracing_of(settings.otel)
-    node_tls = tls(settings.upstream.ca_file, "upstream.ca_file")
-    h1_transport, preflight_transport = H1Transport(clock, node_tls), HttpxTransport(node_tls)
+    h1_transport, preflight_transport = transports(settings.upstream.ca_file, clock, files)
     transport = TracedTransport(h1_transport, tracing.tracer) if tracing else h1_transport
     drainer = Drainer(pool, clock, settings.deadlines.drain)
     rates = Rates()
@@ -86,8 +88,8 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     context = _orchestration_context(settings, transport, pool, metrics, clock, events, rates)
     background_tasks = BackgroundTasks(context)
     orchestrator = Orchestrator(context, background_tasks)
-    handler = _request_handler(settings, orchestrator, context, credential)
-    operators = admin_app(_admin_context(settings, context, drainer, registry, leaving, events))
+    handler = _request_handler(settings, orchestrator, context, secrets)
+    operators = admin_app(_admin_context(settings, context, drainer, registry, leaving, events, secrets.admin_token))
     test = KnownAnswer(context, background_tasks, headers)
     prover = Prover(pool, test, clock) if settings.health.first_hand_over is FirstHandOver.KNOWN_ANSWER else None
     prove = prover.join if prover else functools.partial(warm_up, pool, test)
@@ -99,6 +101,7 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     if settings.health.silence:
         watch = SilenceWatch(pool, transport, clock, outages, metrics, _silence_config(settings), headers)
         supervisor.keep(Task.SILENCE, watch.run)
+    supervisor.keep(Task.FILES, files.run)
     if prover is not None:
         supervisor.keep(Task.PROOF, prover.run)
     if events is not None:
@@ -107,7 +110,7 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
         supervisor.keep(Task.DISCOVERY, DiscoverySync(pool, drainer, source, settings.deadlines.drain).run)
     try:
         api = ApiApp(handler, operators)
-        yield Proxy(TracedApp(api, tracing.tracer) if tracing else api, operators, leaving)
+        yield Proxy(TracedApp(api, tracing.tracer) if tracing else api, operators, leaving, files)
     finally:
         for each in (supervisor, sources, drainer, background_tasks, transport, preflight_transport):
             await each.aclose()
@@ -180,7 +183,7 @@ def orchestration_config(settings: Settings) -> OrchestrationConfig:
 
 
 def _request_handler(
-    settings: Settings, orchestrator: Orchestrator, context: OrchestrationContext, credential: str
+    settings: Settings, orchestrator: Orchestrator, context: OrchestrationContext, secrets: Secrets
 ) -> RequestHandler:
     limits, metrics = settings.limits, context.metrics
     key_limits, budget = KeyLimits(limits.key_concurrency, metrics), BodyBudget(limits.held_bytes, metrics)
@@ -189,11 +192,10 @@ def _request_handler(
         upload_seconds=settings.deadlines.stall,
         request_seconds=settings.deadlines.request,
         credential=settings.upstream.credential,
-        own=credential,
+        own=secrets.credential,
         routing=settings.policy.routing,
     )
-    keys = read_keys(settings.keys.file)
-    return RequestHandler(keys, key_limits, budget, orchestrator, context.pool, context.clock, config)
+    return RequestHandler(secrets.keys, key_limits, budget, orchestrator, context.pool, context.clock, config)
 
 
 def _admin_context(
@@ -203,6 +205,7 @@ def _admin_context(
     registry: CollectorRegistry,
     leaving: asyncio.Event,
     events: KvEvents | None,
+    token: Secret,
 ) -> AdminContext:
     return AdminContext(
         pool=context.pool,
@@ -211,7 +214,7 @@ def _admin_context(
         leaving=leaving,
         on_prefill_failure=settings.policy.on_prefill_failure,
         drain_seconds=settings.deadlines.drain,
-        token=read_secret(settings.listen.admin_token_file, "listen.admin_token_file") or None,
+        token=token,
         live=context.in_flight,
         clock=context.clock,
         queue=context.queue.status,

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Sequence
 
 from pdproxy.app.build import nodes_of
 from pdproxy.app.cache_check import cache_lines, look_for_events
-from pdproxy.app.host import HostEnvironment, Sources, node_headers, read_secret, tls
+from pdproxy.app.host import HostEnvironment, Sources, tls
 from pdproxy.clock import SystemClock
+from pdproxy.credential import Secret, read_secret
 from pdproxy.errors import NodeFault
 from pdproxy.nodes.capacity import Capacity
 from pdproxy.nodes.discovery.source import DiscoveryError, Source
@@ -63,7 +64,7 @@ async def inspect(settings: Settings, host: HostEnvironment) -> Report:
         SettingsError: as `check`.
     """
     upstream = settings.upstream
-    headers = node_headers(read_secret(upstream.credential_file, "upstream.credential_file"))
+    headers = Secret(read_secret(upstream.credential_file, "upstream.credential_file")).headers
     async with (
         contextlib.aclosing(HttpxTransport(tls(upstream.ca_file, "upstream.ca_file"))) as transport,
         contextlib.aclosing(Sources(settings.discovery, SystemClock(), host)) as sources,
@@ -72,7 +73,7 @@ async def inspect(settings: Settings, host: HostEnvironment) -> Report:
         nodes = _distinct([*nodes_of(settings.nodes), *(node for found, _ in listed for node in found)])
         rows = await check_nodes(Preflight(transport, headers), nodes)
         answered = [row.info.joined() for row in rows if isinstance(row.info, NodeInfo)]
-        caches = cache_lines(answered, await look_for_events(transport, headers, answered))
+        caches = cache_lines(answered, await look_for_events(transport, headers(), answered))
     return Report(rows, [why for _, why in listed if why], caches)
 
 

@@ -1,20 +1,26 @@
 """What the proxy reads from its host: discovery sources, secrets and TLS files."""
 
 import dataclasses
+import functools
 import ssl
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdproxy.app.files import FileWatcher
 from pdproxy.clock import Clock
+from pdproxy.credential import Secret, read_secret
 from pdproxy.errors import SettingsError
+from pdproxy.intake.auth import ApiKeys, read_keys
 from pdproxy.nodes.discovery.dns import DnsSource, Resolver, SystemResolver
 from pdproxy.nodes.discovery.file import FileSource
 from pdproxy.nodes.discovery.source import Source, Template
 from pdproxy.nodes.node import Role
-from pdproxy.request import Headers
-from pdproxy.settings.model import Discovery
+from pdproxy.observe.labels import WatchedSetting
+from pdproxy.settings.model import Discovery, Settings
 from pdproxy.settings.types import DiscoveryKind
+from pdproxy.transport.h1_client import H1Transport
+from pdproxy.transport.httpx_transport import HttpxTransport
 
 if TYPE_CHECKING:
     from pdproxy.nodes.discovery.kubernetes import Api, KubernetesSource
@@ -135,26 +141,41 @@ class Sources:
         return Api(url, account.token, account.authorities)
 
 
-def read_secret(path: Path | None, setting: str) -> str:
-    """The one word that a file holds; "" without a file.
+class Secrets:
+    """What clients, operators and the proxy itself show, as the files of the settings have it now.
 
     Raises:
-        SettingsError: it cannot be read, or is empty, or holds several words.
+        SettingsError: one of these files cannot be used.
     """
-    if path is None:
-        return ""
-    try:
-        words = path.read_text().split()
-    except OSError as error:
-        raise SettingsError(f"{setting}: {path} cannot be read: {error.strerror}.") from error
-    if len(words) != 1:
-        raise SettingsError(f"{setting}: {path} must hold one word, and holds {len(words)}.")
-    return words[0]
+
+    def __init__(self, settings: Settings, files: FileWatcher) -> None:
+        self.keys, self.admin_token, self.credential = ApiKeys(), Secret(), Secret()
+        path = settings.keys.file
+        files.add(WatchedSetting.KEYS, (path,), lambda: self.keys.replace(read_keys(path)))
+        for secret, setting, file in (
+            (self.admin_token, WatchedSetting.ADMIN_TOKEN, settings.listen.admin_token_file),
+            (self.credential, WatchedSetting.CREDENTIAL, settings.upstream.credential_file),
+        ):
+            files.add(setting, (file,), functools.partial(_replace, secret, file, setting))
 
 
-def node_headers(credential: str) -> Headers:
-    """The headers of the proxy's own requests to nodes (health, preflight, releases)."""
-    return (("authorization", f"Bearer {credential}"),) if credential else ()
+def _replace(secret: Secret, path: Path | None, setting: WatchedSetting) -> None:
+    secret.replace(read_secret(path, setting))
+
+
+def transports(authorities: Path | None, clock: Clock, files: FileWatcher) -> tuple[H1Transport, HttpxTransport]:
+    """For requests and for the preflight; both check certificates by what the file of authorities holds now."""
+    context = tls(authorities, WatchedSetting.AUTHORITIES)
+    both = H1Transport(clock, context), HttpxTransport(context)
+
+    def trust() -> None:
+        context = tls(authorities, WatchedSetting.AUTHORITIES)
+        for transport in both:
+            transport.trust(context)
+
+    if authorities is not None:
+        files.add(WatchedSetting.AUTHORITIES, (authorities,), trust)
+    return both
 
 
 def check_pair(certificate: Path | None, key: Path | None) -> None:
@@ -171,6 +192,19 @@ def check_pair(certificate: Path | None, key: Path | None) -> None:
     except OSError as error:
         text = f"listen.tls_certificate, listen.tls_key: {certificate} and {key} are no certificate and its key"
         raise SettingsError(f"{text}, in PEM and without a password: {error}.") from error
+
+
+def renew_pair(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
+    """Have a server's context use what the two files hold now, for connections that begin from now on.
+
+    Raises:
+        SettingsError: as `check_pair`, which comes first: a load that fails may leave the context without a key.
+    """
+    check_pair(certificate, key)
+    try:
+        context.load_cert_chain(certificate, key, password="none")
+    except OSError as error:  # they changed between the two, and will be read again
+        raise SettingsError(f"listen.tls_certificate, listen.tls_key: {error}.") from error
 
 
 def tls(authorities: Path | None, setting: str) -> ssl.SSLContext:

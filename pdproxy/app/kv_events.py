@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pdproxy.clock import Clock
+from pdproxy.credential import OwnHeaders
 from pdproxy.errors import SettingsError
 from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.labels import Known
 from pdproxy.observe.metrics import Metrics
 from pdproxy.planning.rates import Rates
-from pdproxy.request import Headers, Json
+from pdproxy.request import Json
 from pdproxy.settings.model import Settings
 from pdproxy.settings.types import BY_CACHE, ReadEvents
 from pdproxy.transport.port import Transport
@@ -48,7 +49,13 @@ class KvEvents:
 
 
 def kv_events(
-    settings: Settings, pool: Pool, transport: Transport, clock: Clock, metrics: Metrics, headers: Headers, rates: Rates
+    settings: Settings,
+    pool: Pool,
+    transport: Transport,
+    clock: Clock,
+    metrics: Metrics,
+    headers: OwnHeaders,
+    rates: Rates,
 ) -> KvEvents | None:
     """All of it; None where the settings do not ask for it. ``headers``: of the proxy's own requests to nodes.
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import math
@@ -13,9 +14,10 @@ import uvicorn
 from uvicorn.loops.auto import auto_loop_factory
 
 from pdproxy.app.build import Proxy, proxy
-from pdproxy.app.host import HostEnvironment, check_pair
+from pdproxy.app.host import HostEnvironment, check_pair, renew_pair
 from pdproxy.errors import SettingsError
 from pdproxy.intake.api_app import AsgiApp
+from pdproxy.observe.labels import WatchedSetting
 from pdproxy.observe.logs import configure
 from pdproxy.server.protocol import ConnectionLimits, guarded
 from pdproxy.server.server import Server, bind
@@ -29,6 +31,8 @@ GC_THRESHOLD = 10_000
 HEAD_SECONDS = 30.0
 """For a request's head: what a slow mobile client may need, and no more."""
 MAX_OPEN_FILES = 1 << 20
+OPERATORS_GRACE = 2.0
+"""Seconds for an operator's request to end, once those of clients have."""
 
 
 def serve(settings: Settings) -> int:
@@ -46,10 +50,10 @@ def serve(settings: Settings) -> int:
 
 async def _serve(settings: Settings) -> None:
     async with proxy(settings, HostEnvironment(os.environ)) as running:
-        ports = _ports(settings, running)
+        clients, operators = _ports(settings, running)
         _tune_collector()
-        _LOG.info("clients: %s, operators: %s", *(port.address for port in ports))
-        await serve_ports(ports, running.leaving)
+        _LOG.info("clients: %s, operators: %s", clients.address, operators.address)
+        await serve_ports(clients, operators, running.leaving)
         _LOG.info("ended")
 
 
@@ -60,7 +64,7 @@ def _tune_collector() -> None:
     gc.set_threshold(GC_THRESHOLD)
 
 
-def _ports(settings: Settings, running: Proxy) -> list[Server]:
+def _ports(settings: Settings, running: Proxy) -> tuple[Server, Server]:
     listen = settings.listen
     check_pair(listen.tls_certificate, listen.tls_key)
     clients = bind(listen.host, listen.port, "listen.port")
@@ -69,14 +73,32 @@ def _ports(settings: Settings, running: Proxy) -> list[Server]:
     except SettingsError:
         clients.close()
         raise
-    tls = {"ssl_certfile": listen.tls_certificate, "ssl_keyfile": listen.tls_key}
-    return [
-        Server(_config(settings, running.clients, **tls), clients),
-        Server(_config(settings, running.operators), operators),
-    ]
+    return Server(clients_config(settings, running), clients), Server(operators_config(settings, running), operators)
 
 
-def _config(settings: Settings, app: AsgiApp, **tls: object) -> uvicorn.Config:
+def clients_config(settings: Settings, running: Proxy) -> uvicorn.Config:
+    """Of the clients' port. It follows the files of its certificate and key: new connections get what they hold then.
+
+    Raises:
+        SettingsError: they are no certificate and its key.
+    """
+    certificate, key = settings.listen.tls_certificate, settings.listen.tls_key
+    grace = settings.deadlines.shutdown
+    config = _config(settings, running.clients, grace, ssl_certfile=certificate, ssl_keyfile=key)
+    config.load()
+    if config.ssl is not None and certificate is not None and key is not None:
+        renew = functools.partial(renew_pair, config.ssl, certificate, key)
+        running.files.add(WatchedSetting.CERTIFICATE, (certificate, key), renew)
+    return config
+
+
+def operators_config(settings: Settings, running: Proxy) -> uvicorn.Config:
+    """Of the operators' port, which ends after the clients' one."""
+    return _config(settings, running.operators, OPERATORS_GRACE)
+
+
+def _config(settings: Settings, app: AsgiApp, grace: float, **tls: object) -> uvicorn.Config:
+    """``grace``: seconds for running requests to end."""
     limits = ConnectionLimits(settings.limits.header_bytes, HEAD_SECONDS, settings.deadlines.stall)
     return uvicorn.Config(
         app,
@@ -88,7 +110,7 @@ def _config(settings: Settings, app: AsgiApp, **tls: object) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,  # the client's address is not used
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=math.ceil(settings.deadlines.drain),
+        timeout_graceful_shutdown=math.ceil(grace),
         **tls,  # type: ignore[arg-type]
     )
 

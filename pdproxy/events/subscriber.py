@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable
 
 from pdproxy.clock import Clock
+from pdproxy.credential import OwnHeaders, no_headers
 from pdproxy.errors import NodeFault
 from pdproxy.events.places import PlaceCaches, scheme_of
 from pdproxy.events.sources import EventSource, read_sources
@@ -20,7 +21,6 @@ from pdproxy.nodes.preflight import exchange
 from pdproxy.observe.event_metrics import EventMetrics
 from pdproxy.planning.block_hashes import HashScheme
 from pdproxy.planning.prefix import Place
-from pdproxy.request import Headers
 from pdproxy.transport.port import HttpRequest, Timeouts, Transport
 
 _LOG = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ NO_EVENTS_SECONDS = 60.0
 """Until a node that publishes nothing is asked again."""
 _TIMEOUTS = Timeouts(connect=5.0, headers=10.0, stall=10.0, whole=20.0)
 _FLAG = "--prefix-caching-hash-algo sha256_cbor"
-_FOLLOWED = frozenset({State.UP, State.PROBING, State.DOWN, State.DRAINING})
+_FOLLOWED = frozenset({State.UP, State.PROBING, State.DOWN, State.DRAINING, State.TERMINATING})
 
 
 class EventSubscriber:
@@ -46,7 +46,7 @@ class EventSubscriber:
         caches: PlaceCaches,
         clock: Clock,
         metrics: EventMetrics,
-        headers: Headers = (),
+        headers: OwnHeaders = no_headers,
         waits: Waits = WAITS,
     ) -> None:
         self._pool = pool
@@ -109,7 +109,7 @@ class EventSubscriber:
 
     async def _follow_publishers(self, node: Node, scheme: HashScheme, caught_up: asyncio.Event, failures: int) -> None:
         """Follow all ranks until one fails; returns where there is nothing to follow."""
-        request = HttpRequest("GET", f"{node.url}/kv_event_sources", self._headers)
+        request = HttpRequest("GET", f"{node.url}/kv_event_sources", self._headers())
         status, body = await exchange(self._transport, request, _TIMEOUTS)
         sources = read_sources(body if status == 200 else b"", node.url)
         self._caches.leave(node.name, frozenset(source.rank for source in sources.usable))

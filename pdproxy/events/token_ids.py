@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pdproxy.clock import Clock
+from pdproxy.credential import OwnHeaders, no_headers
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.legs.calls import outgoing_body
 from pdproxy.legs.shape import has_media
@@ -21,7 +22,7 @@ from pdproxy.nodes.node import Node
 from pdproxy.nodes.preflight import exchange
 from pdproxy.observe.event_metrics import EventMetrics
 from pdproxy.observe.labels import IdsOutcome
-from pdproxy.request import Endpoint, Headers, Json
+from pdproxy.request import Endpoint, Json
 from pdproxy.transport.port import HttpRequest, Timeouts, Transport
 
 MOST_AT_ONCE = 64
@@ -92,13 +93,18 @@ class TokenIds:
     """Finds the token ids of prompts. ``seconds``: what a node may take; ``headers``: of each request to one."""
 
     def __init__(
-        self, transport: Transport, clock: Clock, metrics: EventMetrics, seconds: float, headers: Headers = ()
+        self,
+        transport: Transport,
+        clock: Clock,
+        metrics: EventMetrics,
+        seconds: float,
+        headers: OwnHeaders = no_headers,
     ) -> None:
         self._transport = transport
         self._clock = clock
         self._metrics = metrics
         self._timeouts = Timeouts(connect=seconds, headers=seconds, stall=seconds, whole=seconds)
-        self._headers = (*headers, ("content-type", "application/json"), ("accept-encoding", "identity"))
+        self._headers = headers
         self._kept: OrderedDict[bytes, array[int]] = OrderedDict()
         self._kept_tokens = 0
         self._asking = 0
@@ -155,7 +161,8 @@ class TokenIds:
         return ids
 
     async def _ask(self, node: Node, asked: bytes) -> "array[int]":
-        request = HttpRequest("POST", f"{node.url}/tokenize", self._headers, asked)
+        headers = (*self._headers(), ("content-type", "application/json"), ("accept-encoding", "identity"))
+        request = HttpRequest("POST", f"{node.url}/tokenize", headers, asked)
         status, answer = await exchange(self._transport, request, self._timeouts)
         if status in (404, 405, 501):
             self._shut_until[node.name] = self._clock.now() + SHUT_SECONDS

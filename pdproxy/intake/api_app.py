@@ -49,7 +49,7 @@ FORWARDED = frozenset(
 OPERATOR = frozenset(["/health", "/ready", "/metrics"])
 """What the clients' port shows of the operators'."""
 
-_LISTED = (State.UP, State.PROBING, State.DOWN, State.DRAINING)
+_LISTED = (State.UP, State.PROBING, State.DOWN, State.DRAINING, State.TERMINATING)
 
 
 class ApiApp:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from pdproxy.credential import read_text
 from pdproxy.errors import ClientError, SettingsError
 from pdproxy.nodes.node import RANK_HEADER
 from pdproxy.observe.labels import Rejection
@@ -29,11 +30,17 @@ class ApiKey:
 ANONYMOUS = ApiKey("anonymous")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class ApiKeys:
-    """The accepted keys, by their digests; without any, every request is accepted."""
+    """The accepted keys, by their digests; without any, every request is accepted. `replace` them while requests run:
+    a request is asked for its key once, when it comes.
+    """
 
-    by_digest: Mapping[bytes, ApiKey]
+    by_digest: Mapping[bytes, ApiKey] = dataclasses.field(default_factory=dict)
+
+    def replace(self, keys: "ApiKeys") -> None:
+        """Accept those keys, and no others, from now on."""
+        self.by_digest = keys.by_digest
 
     def api_key(self, headers: Headers) -> ApiKey:
         """The key that a request carries.
@@ -106,11 +113,7 @@ def read_keys(path: Path | None) -> ApiKeys:
     """
     if path is None:
         return ApiKeys({})
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise SettingsError(f"keys.file: {path} cannot be read: {error.strerror}.") from error
-    by_digest = dict(parse_key_lines(lines))
+    by_digest = dict(parse_key_lines(read_text(path, "keys.file").splitlines()))
     if not by_digest:
         raise SettingsError(
             f"keys.file: {path} holds no key: every request would be refused. Leave the setting out to accept all."

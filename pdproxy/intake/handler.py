@@ -6,6 +6,7 @@ import json
 import re
 
 from pdproxy.clock import Clock
+from pdproxy.credential import Secret
 from pdproxy.errors import ClientError
 from pdproxy.intake.auth import ApiKey, ApiKeys, KeyLimits, headers_for_node, priority_of
 from pdproxy.intake.request_context import (
@@ -41,7 +42,7 @@ class HandlerConfig:
         body_bytes: the longest body.
         upload_seconds: for a request's whole body to arrive.
         request_seconds: for a request as a whole.
-        credential: whose credential a node gets; ``own`` is the operator's.
+        credential: whose credential a node gets; ``own`` is the operator's, as of now.
         routing: the policy; some need to know the sessions of requests.
     """
 
@@ -49,7 +50,7 @@ class HandlerConfig:
     upload_seconds: float
     request_seconds: float
     credential: Credential
-    own: str
+    own: Secret
     routing: Routing = Routing.LEAST_LOADED
 
 
@@ -136,7 +137,7 @@ class RequestHandler:
         )
 
     def _node_headers(self, context: RequestContext) -> Headers:
-        return headers_for_node(context.headers, context.request_id, self.config.credential, self.config.own)
+        return headers_for_node(context.headers, context.request_id, self.config.credential, self.config.own.word)
 
     async def _respond(self, context: RequestContext, response: ProxyResponse) -> None:
         headers = (*response.headers, ("x-request-id", context.request_id))

@@ -1,8 +1,10 @@
 """How a node leaves: running requests finish, or are made to move elsewhere when the deadline comes."""
 
 import asyncio
+import contextlib
 import enum
 import logging
+from collections.abc import Coroutine
 
 from pdproxy.clock import Clock, first_of
 from pdproxy.nodes.pool import Pool, UnknownNode
@@ -36,8 +38,16 @@ class Drainer:
         A drain that is under way is replaced. Raises `UnknownNode`.
         """
         self._pool.drain(name)
+        self._run(name, self._drain(name, seconds, after))
+
+    def terminate(self, name: str, seconds: float) -> None:
+        """As `start`, but requests still go there while no other node of its role takes any. Raises `UnknownNode`."""
+        self._pool.terminate(name)
+        self._run(name, self._hand_over_later(name, seconds))
+
+    def _run(self, name: str, watch: Coroutine[None, None, None]) -> None:
         self.stop(name)
-        task = asyncio.get_running_loop().create_task(self._drain(name, seconds, after))
+        task = asyncio.get_running_loop().create_task(watch)
         self._tasks[name] = task
         task.add_done_callback(lambda done: self._forget(name, done))
 
@@ -66,6 +76,12 @@ class Drainer:
             await first_of(idle.wait(), self._clock.sleep(self._grace))
         if after is AfterDrain.REMOVE:
             self._pool.remove(name)
+
+    async def _hand_over_later(self, name: str, seconds: float) -> None:
+        """Idle or not: the last resort may get requests yet."""
+        await self._clock.sleep(seconds)
+        with contextlib.suppress(UnknownNode):
+            self._pool.leaving(name).set()
 
     def _forget(self, name: str, task: asyncio.Task[None]) -> None:
         if self._tasks.get(name) is task:

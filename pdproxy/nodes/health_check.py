@@ -4,13 +4,13 @@ import asyncio
 import dataclasses
 
 from pdproxy.clock import Clock, first_of
+from pdproxy.credential import OwnHeaders, no_headers
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.failures import PROBE_BLAME, Blame
 from pdproxy.nodes.join import Joiner
 from pdproxy.nodes.node import Node, NodeView, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import exchange
-from pdproxy.request import Headers
 from pdproxy.transport.port import HttpRequest, Timeouts, Transport
 
 _RUNNING = "vllm:num_requests_running"
@@ -80,7 +80,7 @@ class HealthCheck:
         joiner: Joiner,
         transport: Transport,
         clock: Clock,
-        headers: Headers = (),
+        headers: OwnHeaders = no_headers,
         interval: float = 5.0,
         timeout: float = 5.0,
     ) -> None:
@@ -181,7 +181,7 @@ class HealthCheck:
         return NodeFault(Fault.STALL, f"its engine has requests and has made no step for {still:.0f} s")
 
     async def _get(self, node: Node, path: str) -> tuple[int, bytes]:
-        return await exchange(self._transport, HttpRequest("GET", node.url + path, self._headers), self._timeouts)
+        return await exchange(self._transport, HttpRequest("GET", node.url + path, self._headers()), self._timeouts)
 
     def _is_there(self, name: str) -> bool:
         if name in self._pool:

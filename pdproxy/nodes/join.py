@@ -131,7 +131,7 @@ class Joiner:
         name = info.node.name
         self._early_preflights[name] = self._early_preflights.get(name, 0) + 1
         if info.labels and info.capacity is None and self._early_preflights[name] < MOST_EARLY_PREFLIGHTS:
-            if self._pool.view(name).state is not State.JOINING:
+            if self._pool.view(name).state not in (State.JOINING, State.DRAINING, State.TERMINATING):
                 self._pool.rejoin(name)  # it restarted, and what is known of it may be another one's
             self._pool.set_join_reason(name, "its engine has not told yet what its cache holds")
             return True

@@ -44,6 +44,8 @@ class State(enum.StrEnum):
     """The circuit is open."""
     DRAINING = "draining"
     """No new requests; running ones finish or migrate."""
+    TERMINATING = "terminating"
+    """Its endpoint goes away and still serves: requests only while no other node of its role takes any."""
     REFUSED = "refused"
     """The preflight found a setting that cannot work; see the reason."""
 
@@ -175,6 +177,10 @@ class NodeView:
         """Whether a plan may send something here now."""
         return self.state is State.UP or (self.state is State.PROBING and self.trials == 0)
 
+    def is_last_resort(self) -> bool:
+        """Whether a plan may send something here where it could send it nowhere else."""
+        return self.state is State.TERMINATING
+
     def admits(self, more: Footprint, most: float) -> bool:
         """Whether its caches have room for a request, up to the part ``most`` of them; 0 for any.
 
@@ -224,7 +230,7 @@ class Seeds:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Served:
-    """The nodes that take requests for one model.
+    """The nodes that take requests for one model; of a role that has none, those that are a last resort.
 
     Attributes:
         places: of all of them.
@@ -254,7 +260,7 @@ class Roster:
     """What of a snapshot does not depend on load: which of its nodes take requests for which model.
 
     Finding that takes longer than a plan, so it is found once for all snapshots in which each place has the same node,
-    and the same answer from `NodeView.takes_requests`.
+    and the same answers from `NodeView.takes_requests` and `NodeView.is_last_resort`.
 
     Attributes:
         models: every name that a client may ask for, served by a decode node in whatever state, sorted.
@@ -273,7 +279,7 @@ class Roster:
         return self._may_serve_any or model in self.models
 
     def served(self, model: str) -> Served:
-        """The nodes that take requests for a model, whatever a client may call it."""
+        """The nodes that take requests for a model, or are the last resort, whatever a client may call it."""
         known = model if model in self._names else ""  # so that clients' words do not fill the memory
         found = self._served.get(known)
         if found is None:
@@ -281,8 +287,13 @@ class Roster:
         return found
 
     def _find(self, model: str) -> Served:
-        views = enumerate(self._nodes)
-        here = [(place, view.node) for place, view in views if view.takes_requests() and view.node.serves(model)]
+        views = [(place, view) for place, view in enumerate(self._nodes) if view.node.serves(model)]
+        roles = {view.node.role for _, view in views if view.takes_requests()}
+        here = [
+            (place, view.node)
+            for place, view in views
+            if view.takes_requests() or (view.is_last_resort() and view.node.role not in roles)
+        ]
         cohorts = sorted({node.cohort for _, node in here})
         seeds = {role: _seeds([node for _, node in here if node.role is role]) for role in Role}
         by_name = {node.name: place for place, node in here}

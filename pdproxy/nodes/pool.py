@@ -1,6 +1,8 @@
 """The nodes that this proxy knows: which serve, what runs on each, and how they behave.
 
 No I/O: `health_check` and `join` do that and report here. Everything is synchronous and runs on one event loop.
+
+A few lines over 300: every method changes the same entries, and announces it in the same way.
 """
 
 import asyncio
@@ -128,7 +130,7 @@ class Pool:
     def admit(self, node: Node) -> None:
         """Let the node of this name serve, with what the preflight found out about it; it starts slowly."""
         entry = self._entry(node.name)
-        if entry.membership is not State.DRAINING:
+        if not entry.is_going():
             entry.admit(node)
             entry.misses, entry.reason = 0, ""
             entry.stay()
@@ -138,7 +140,7 @@ class Pool:
     def refuse(self, name: str, reason: str) -> None:
         """Its settings cannot work. Streams that run on the node go on."""
         entry = self._entry(name)
-        if entry.membership is not State.DRAINING:
+        if not entry.is_going():
             entry.reason = reason
             self._set(entry, entry.circuit, State.REFUSED)
 
@@ -167,6 +169,17 @@ class Pool:
         entry = self._entry(name)
         entry.reason = "drained by the operator"
         self._set(entry, entry.circuit, State.DRAINING)
+
+    def terminate(self, name: str) -> None:
+        """Its endpoint goes away and still serves: from now on it is the last resort. `Drainer` has the deadline.
+
+        A node that has not served, or that the operator drains, gets no requests at all.
+        """
+        entry = self._entry(name)
+        serves = entry.membership in (State.UP, State.TERMINATING)
+        if entry.membership is not State.DRAINING:
+            entry.reason = "its endpoint terminates"
+        self._set(entry, entry.circuit, State.TERMINATING if serves else State.DRAINING)
 
     def idle(self, name: str) -> asyncio.Event:
         """Set while no leg is on the node."""

@@ -40,7 +40,7 @@ class PoolEntry:
     Attributes:
         node: with what the preflight found filled in.
         configured: as it was given to the pool.
-        membership: JOINING, UP, DRAINING or REFUSED; the circuit counts only while it is UP.
+        membership: JOINING, UP, DRAINING, TERMINATING or REFUSED; the circuit counts while it is UP or TERMINATING.
         active: legs in flight.
         legs: of them, by data-parallel rank; as many ranks as the node has, or has had.
         queued: of their prompts' tokens, those that are still to be computed on each rank.
@@ -93,7 +93,13 @@ class PoolEntry:
 
     def state(self) -> State:
         """The state that plans are made from."""
+        if self.membership is State.TERMINATING:  # never tried again once its circuit is open
+            return State.TERMINATING if self.circuit.state is CircuitState.CLOSED else State.DOWN
         return _STATE_BY_CIRCUIT[self.circuit.state] if self.membership is State.UP else self.membership
+
+    def is_going(self) -> bool:
+        """Whether it leaves: nothing that is found out about it lets it serve as before."""
+        return self.membership in (State.DRAINING, State.TERMINATING)
 
     def admit(self, node: Node) -> None:
         """The node with what its preflight found; it may have more ranks than before, or fewer."""
@@ -178,7 +184,8 @@ class Views:
     def _renew_one(self, name: str, entry: PoolEntry, now: float) -> None:
         before, view = self._views[name], entry.view(now)
         self._views[name] = view
-        if view.node is not before.node or view.takes_requests() is not before.takes_requests():
+        moved = view.state is not before.state or view.takes_requests() is not before.takes_requests()
+        if moved or view.node is not before.node:
             self._roster = None
         until = entry.circuit.constant_until(now)
         self._constant_until.pop(name, None)

@@ -4,11 +4,11 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 
+from pdproxy.credential import OwnHeaders, no_headers
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.nodes.compatibility import Compatibility, Incompatibility, check_compatibility, differences_from_partners
 from pdproxy.nodes.node import Node
 from pdproxy.nodes.node_info import NodeInfo, read_node_info
-from pdproxy.request import Headers
 from pdproxy.transport.port import HttpRequest, Timeouts, Transport, read_to_end
 
 ANSWER_LIMIT = 8 * 1024 * 1024
@@ -33,7 +33,7 @@ async def exchange(transport: Transport, request: HttpRequest, timeouts: Timeout
 class Preflight:
     """Reads what a node publishes. ``headers``: of each request, such as a credential."""
 
-    def __init__(self, transport: Transport, headers: Headers = ()) -> None:
+    def __init__(self, transport: Transport, headers: OwnHeaders = no_headers) -> None:
         self._transport = transport
         self._headers = headers
 
@@ -60,7 +60,7 @@ class Preflight:
         return body if status == 200 else b""
 
     async def _get(self, node: Node, path: str) -> tuple[int, bytes]:
-        return await exchange(self._transport, HttpRequest("GET", node.url + path, self._headers), _TIMEOUTS)
+        return await exchange(self._transport, HttpRequest("GET", node.url + path, self._headers()), _TIMEOUTS)
 
 
 def is_unreachable(fault: NodeFault) -> bool:

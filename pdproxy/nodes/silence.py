@@ -22,6 +22,7 @@ import logging
 import math
 
 from pdproxy.clock import Clock, first_of
+from pdproxy.credential import OwnHeaders, no_headers
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.nodes.health_check import ALIVE
 from pdproxy.nodes.join import OutageLog
@@ -30,7 +31,6 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import exchange
 from pdproxy.observe.labels import SilenceOutcome
 from pdproxy.observe.metrics import Metrics
-from pdproxy.request import Headers
 from pdproxy.transport.port import HttpRequest, Timeouts, Transport
 
 _LOG = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ SLOWER = 4.0
 """An answer may take this many times as long as the slowest of the node's last ones did."""
 DECAY = 0.5
 """Of the slowest answer's time, what is left of it after each further answer."""
-_SERVING = frozenset({State.UP, State.PROBING, State.DRAINING})
+_SERVING = frozenset({State.UP, State.PROBING, State.DRAINING, State.TERMINATING})
 _UNANSWERED = frozenset({Fault.HEADERS_TIMEOUT, Fault.STALL})
 
 
@@ -106,7 +106,7 @@ class SilenceWatch:
         outages: OutageLog,
         metrics: Metrics,
         config: SilenceConfig,
-        headers: Headers = (),
+        headers: OwnHeaders = no_headers,
     ) -> None:
         self._pool = pool
         self._transport = transport
@@ -190,7 +190,7 @@ class SilenceWatch:
 
     async def _ask(self, node: Node, watched: _Watched, answered: asyncio.Event) -> None:
         """Any status is an answer, and so is a refusal: that is no silence, and active health knows what to do."""
-        request = HttpRequest("GET", node.url + (ALIVE if watched.has_route else "/health"), self._headers)
+        request = HttpRequest("GET", node.url + (ALIVE if watched.has_route else "/health"), self._headers())
         try:
             status, _ = await exchange(self._transport, request, self._timeouts)
         except NodeFault as fault:

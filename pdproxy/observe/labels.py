@@ -71,6 +71,7 @@ class Task(enum.StrEnum):
     PROOF = "proof"
     EVENTS = "events"
     SILENCE = "silence"
+    FILES = "files"
 
 
 class SilenceOutcome(enum.StrEnum):
@@ -86,6 +87,25 @@ class SilenceOutcome(enum.StrEnum):
     """Too many nodes of its kind would have been out at once."""
     GIVEN_UP = "given_up"
     """Its legs leave at once, and it must join anew."""
+
+
+class WatchedSetting(enum.StrEnum):
+    """The settings whose files are read again when they change."""
+
+    KEYS = "keys.file"
+    ADMIN_TOKEN = "listen.admin_token_file"
+    CERTIFICATE = "listen.tls_certificate"
+    """And its key."""
+    CREDENTIAL = "upstream.credential_file"
+    AUTHORITIES = "upstream.ca_file"
+
+
+class FileChange(enum.StrEnum):
+    """What came of a file that changed."""
+
+    TAKEN = "taken"
+    REFUSED = "refused"
+    """It cannot be read or used: what it held before stays in use."""
 
 
 class Attempt(enum.StrEnum):

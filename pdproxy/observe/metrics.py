@@ -13,6 +13,7 @@ from pdproxy.observe.labels import (
     Affinity,
     Attempt,
     Delivery,
+    FileChange,
     Leg,
     Move,
     Outcome,
@@ -24,6 +25,7 @@ from pdproxy.observe.labels import (
     SilenceOutcome,
     Task,
     Tokens,
+    WatchedSetting,
 )
 from pdproxy.request import Endpoint
 
@@ -103,6 +105,14 @@ class Metrics:
             "pdproxy_silence_probes_total", "Probes of nodes from whose legs nothing came.", ["role", "outcome"]
         )
         self._tasks = counter("pdproxy_task_failures_total", "Background tasks that had to be begun again.", ["task"])
+        self._file_changes = counter(
+            "pdproxy_file_changes_total", "Files of settings that changed while the proxy ran.", ["setting", "outcome"]
+        )
+        self._file_unusable = gauge(
+            "pdproxy_file_unusable",
+            "1 while what a file holds cannot be used, and what it held before is.",
+            ["setting"],
+        )
         # Finding a series by its labels costs more than counting: those of the hot path are found once.
         self._request = cache(self._requests.labels)
         self._phase = cache(self._phases.labels)
@@ -268,3 +278,14 @@ class Metrics:
     def task_failed(self, task: Task) -> None:
         """Count a background task that ended unexpectedly."""
         self._tasks.labels(task).inc()
+
+    def file_watched(self, setting: WatchedSetting) -> None:
+        """The files of a setting were read at the start, and are looked at from now on."""
+        self._file_unusable.labels(setting).set(0)
+        for change in FileChange:
+            self._file_changes.labels(setting, change)
+
+    def file_changed(self, setting: WatchedSetting, outcome: FileChange) -> None:
+        """The files of a setting hold something else than before, which is used or not."""
+        self._file_unusable.labels(setting).set(outcome is FileChange.REFUSED)
+        self._file_changes.labels(setting, outcome).inc()

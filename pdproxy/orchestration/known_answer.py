@@ -23,6 +23,7 @@ import itertools
 import logging
 from collections.abc import Iterator
 
+from pdproxy.credential import OwnHeaders, no_headers
 from pdproxy.errors import Fault, NodeFault, PdproxyError
 from pdproxy.legs.calls import NOTHING_HELD, decode, json_object, outgoing_body, prefill, read_answer
 from pdproxy.legs.rewrite import decode_body, prefill_body
@@ -34,7 +35,7 @@ from pdproxy.orchestration.answers_agree import Comparison, ScoredAnswer, compar
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.known_answer_prompt import SAMPLE_LINES, plain_ids, prompt_tokens, question, up_to_boundary
 from pdproxy.orchestration.resources import BackgroundTasks
-from pdproxy.request import Endpoint, Headers, Json
+from pdproxy.request import Endpoint, Json
 from pdproxy.transport.port import HttpRequest, Timeouts
 from pdproxy.usage import read_usage
 
@@ -88,7 +89,7 @@ class KnownAnswer:
         self,
         context: OrchestrationContext,
         background_tasks: BackgroundTasks,
-        headers: Headers = (),
+        headers: OwnHeaders = no_headers,
         seeds: Iterator[int] | None = None,
     ) -> None:
         self._context = context
@@ -164,7 +165,7 @@ class KnownAnswer:
     async def _tokens(self, pair: _Pair, text: str) -> list[int]:
         """The token ids of a text; none where the decode node has no tokenizer."""
         body = outgoing_body({"model": pair.decode.model, "prompt": text})
-        headers = (*self._headers, ("content-type", "application/json"))
+        headers = (*self._headers(), ("content-type", "application/json"))
         request, timeouts = HttpRequest("POST", f"{pair.decode.url}/tokenize", headers, body), self._timeouts(pair)
         with _unanswered_on_fault(f"{pair.decode.name} did not answer"):
             status, answer = await exchange(self._context.transport, request, timeouts)
@@ -183,7 +184,7 @@ class KnownAnswer:
         try:
             with _unanswered_on_fault(f"{pair.prefill.name} gave no ticket"):
                 try:
-                    given = await prefill(transport, pair.prefill, Endpoint.COMPLETIONS, leg, self._headers, timeouts)
+                    given = await prefill(transport, pair.prefill, Endpoint.COMPLETIONS, leg, self._headers(), timeouts)
                 except NodeFault as fault:
                     held = fault.fault not in NOTHING_HELD
                     raise
@@ -192,7 +193,7 @@ class KnownAnswer:
             held = usage is not None and usage.recomputed(pair.prefill.tail_tokens)
         finally:
             if held:
-                self._background_tasks.release(pair.prefill, pair.prefill.model, hand_over_id, self._headers)
+                self._background_tasks.release(pair.prefill, pair.prefill.model, hand_over_id, self._headers())
         if held:
             raise Unanswered(
                 f"{pair.decode.name} computed the prompt itself though it had a ticket of {pair.prefill.name}: its log,"
@@ -204,7 +205,7 @@ class KnownAnswer:
         leg = decode_body(Endpoint.COMPLETIONS, body, ticket, frozenset())
         transport, timeouts = self._context.transport, self._timeouts(pair)
         return await read_answer(
-            await decode(transport, pair.decode, Endpoint.COMPLETIONS, leg, self._headers, timeouts)
+            await decode(transport, pair.decode, Endpoint.COMPLETIONS, leg, self._headers(), timeouts)
         )
 
     def _timeouts(self, pair: _Pair) -> Timeouts:

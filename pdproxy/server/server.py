@@ -5,13 +5,16 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import uvicorn
 
 from pdproxy.errors import SettingsError
 
 _LOG = logging.getLogger("pdproxy.server")
+
+LAST_WORDS_SECONDS = 5.0
+"""For clients to take the error that their request ends with at the end of the grace."""
 
 
 class Server(uvicorn.Server):
@@ -24,6 +27,14 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's, which cancels what outlives the grace and goes on: the errors that these requests end with must
+        still be written.
+        """
+        await super().shutdown(sockets)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wait_tasks_to_complete(), LAST_WORDS_SECONDS)
 
     @property
     def address(self) -> str:
@@ -49,35 +60,36 @@ def bind(host: str, port: int, setting: str) -> socket.socket:
     return bound
 
 
-async def serve(ports: Sequence[Server], leaving: asyncio.Event) -> None:
+async def serve(clients: Server, operators: Server, leaving: asyncio.Event) -> None:
     """Serve until a signal (SIGTERM, SIGINT) or until a port ends; running requests get their time to finish.
+
+    The operators' port stays open until they have: an hour of streams is an hour in which somebody looks.
 
     ``leaving``: set when the shutdown begins, so that /ready shows it.
     """
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, leave, ports, leaving)
+        loop.add_signal_handler(number, leave, clients, operators, leaving)
     try:
         async with asyncio.TaskGroup() as group:
-            for port in ports:
-                group.create_task(_run(port, ports, leaving))
+            group.create_task(_run(operators, clients, leaving))
+            group.create_task(_run(clients, operators, leaving))
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 
 
-def leave(ports: Sequence[Server], leaving: asyncio.Event) -> None:
+def leave(clients: Server, operators: Server, leaving: asyncio.Event) -> None:
     """Begin the shutdown; a second call ends at once."""
     if leaving.is_set():
         _LOG.warning("ending at once: running requests are cut")
-        for port in ports:
-            port.force_exit = True
+        clients.force_exit = operators.force_exit = operators.should_exit = True
     leaving.set()
-    for port in ports:
-        port.should_exit = True
+    clients.should_exit = True
 
 
-async def _run(port: Server, ports: Sequence[Server], leaving: asyncio.Event) -> None:
+async def _run(port: Server, other: Server, leaving: asyncio.Event) -> None:
+    """When one port has ended, for whatever reason, the other one has to."""
     await port.serve(sockets=[port.bound])
-    if not leaving.is_set():
-        leave(ports, leaving)
+    leaving.set()
+    other.should_exit = True

@@ -2,6 +2,8 @@
 
 Times are seconds, sizes are bytes. A model that exists is valid: each field by its type, and those that must go
 together by the validators here.
+
+A few lines over 300: half of them are the descriptions that docs and schema are made from.
 """
 
 from typing import Any, Self
@@ -145,7 +147,9 @@ class Deadlines(Section):
     request: types.Seconds = Field(default=3600.0, gt=0)
     """For a request as a whole."""
     drain: types.Seconds = Field(default=30.0, ge=0)
-    """For running requests at shutdown or node drain."""
+    """For running requests on a node that drains; then they move to another one."""
+    shutdown: types.Seconds = Field(default=30.0, ge=0)
+    """For running requests when the proxy ends; what outlives it gets an error event. SIGKILL must come later."""
     release: types.Seconds = Field(default=5.0, gt=0)
     """For telling a prefill node to free blocks."""
     delivery: types.Seconds = Field(default=10.0, gt=0)

@@ -119,8 +119,12 @@ class H1Transport:
     """
 
     def __init__(self, clock: Clock, ssl_context: ssl.SSLContext | Literal[True] = True) -> None:
-        self._ssl_context = ssl_context
+        self._ssl_context: ssl.SSLContext | Literal[True] = ssl_context
         self._pool = ConnectionPool(clock)
+
+    def trust(self, ssl_context: ssl.SSLContext) -> None:
+        """Check the certificates of https nodes by this from now on; connections that are open stay."""
+        self._ssl_context = ssl_context
 
     @property
     def connections(self) -> int:

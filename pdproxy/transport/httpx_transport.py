@@ -45,6 +45,10 @@ class HttpxTransport:
         self._ssl_context = ssl_context
         self._open: set[httpx.AsyncHTTPTransport] = set()
 
+    def trust(self, ssl_context: ssl.SSLContext) -> None:
+        """Check the certificates of https nodes by this from now on."""
+        self._ssl_context = ssl_context
+
     @property
     def connections(self) -> int:
         """How many connections are open, or being opened."""

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.admin.app import admin_app
 from pdproxy.admin.context import AdminContext
+from pdproxy.credential import Secret
 from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.capacity import Binding, Capacity, Footprint
 from pdproxy.nodes.drain import Drainer
@@ -30,12 +31,10 @@ DECODE = Node("d1", "http://d1", Role.DECODE, "tiny")
 NEW = {"url": "http://127.0.0.1:9/", "role": "decode"}
 
 
-def make_context(
-    token: str | None = None, on_prefill_failure: OnPrefillFailure = OnPrefillFailure.RETRY
-) -> AdminContext:
+def make_context(token: str = "", on_prefill_failure: OnPrefillFailure = OnPrefillFailure.RETRY) -> AdminContext:
     clock, registry = FakeClock(), CollectorRegistry()
     pool = Pool(clock, metrics=Metrics(registry))
-    return AdminContext(pool, Drainer(pool, clock), registry, asyncio.Event(), on_prefill_failure, 30, token)
+    return AdminContext(pool, Drainer(pool, clock), registry, asyncio.Event(), on_prefill_failure, 30, Secret(token))
 
 
 def client_of(context: AdminContext) -> httpx.AsyncClient:
@@ -246,7 +245,7 @@ async def test_a_plan_is_explained_to_the_operator_alone(context: AdminContext) 
     )
     serve(context, PREFILL, DECODE)
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
-    async with client_of(dataclasses.replace(context, orchestration=planning, token="t")) as client:
+    async with client_of(dataclasses.replace(context, orchestration=planning, token=Secret("t"))) as client:
         assert (await client.post("/debug/plan", json=body)).status_code == 401
         client.headers["authorization"] = "Bearer t"
         shown = (await client.post("/debug/plan", json=body)).json()

@@ -7,6 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.admin.context import AdminContext
+from pdproxy.credential import Secret
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Node, Role
 from pdproxy.observe.labels import Prediction, RouteReason
@@ -22,10 +23,10 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium o
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 
-def context_of(cluster: FakeCluster, token: str | None = None) -> AdminContext:
+def context_of(cluster: FakeCluster, token: str = "") -> AdminContext:
     live, clock, drainer = cluster.context.in_flight, cluster.clock, Drainer(cluster.pool, cluster.clock)
     return AdminContext(
-        cluster.pool, drainer, CollectorRegistry(), asyncio.Event(), token=token, live=live, clock=clock
+        cluster.pool, drainer, CollectorRegistry(), asyncio.Event(), token=Secret(token), live=live, clock=clock
     )
 
 

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from pdproxy.admin.app import admin_app
 from pdproxy.admin.context import AdminContext
 from pdproxy.admin.page import policy
+from pdproxy.credential import Secret
 from pdproxy.errors import Fault
 from pdproxy.failures import Step
 from pdproxy.nodes.drain import Drainer
@@ -22,11 +23,11 @@ from tests.orchestration.prompts import body_for
 CHAT = body_for(Endpoint.CHAT, stream=True)
 
 
-def client_of(cluster: FakeCluster, token: str | None = None) -> httpx.AsyncClient:
+def client_of(cluster: FakeCluster, token: str = "") -> httpx.AsyncClient:
     drainer = Drainer(cluster.pool, cluster.clock)
     live, clock = cluster.context.in_flight, cluster.clock
     context = AdminContext(
-        cluster.pool, drainer, CollectorRegistry(), asyncio.Event(), token=token, live=live, clock=clock
+        cluster.pool, drainer, CollectorRegistry(), asyncio.Event(), token=Secret(token), live=live, clock=clock
     )
     return httpx.AsyncClient(transport=httpx.ASGITransport(admin_app(context)), base_url="http://admin")
 

@@ -7,6 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.app.kv_events import KvEvents, kv_events
+from pdproxy.credential import no_headers
 from pdproxy.errors import SettingsError
 from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.pool import Pool
@@ -22,7 +23,9 @@ from tests.nodes.fake_pool import FakePoolTransport
 def built(**variables: str) -> KvEvents | None:
     settings = load(environment={"PDPROXY_DECODE": "http://d:1", **variables})
     clock = FakeClock()
-    return kv_events(settings, Pool(clock), FakePoolTransport(), clock, Metrics(CollectorRegistry()), (), Rates())
+    return kv_events(
+        settings, Pool(clock), FakePoolTransport(), clock, Metrics(CollectorRegistry()), no_headers, Rates()
+    )
 
 
 @pytest.mark.parametrize(

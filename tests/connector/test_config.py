@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from connector.config import ConfigError, ConnectorConfig, Role, from_vllm
+from connector.ticket_keys import following
 
 KEY = "0123456789abcdef"
 
@@ -38,6 +39,19 @@ def test_keys_are_not_shown() -> None:
     assert KEY not in repr(read(environ={"PDPROXY_TICKET_KEYS": KEY}))
 
 
+def test_keys_of_a_file_are_not_shown(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(KEY, encoding="utf-8")
+    config = following(read(pdproxy_key_file=str(tmp_path / "keys")))
+    assert tuple(config.keys) == (KEY.encode(),)
+    assert KEY not in repr(config)
+    assert KEY not in repr(config.keys)
+
+
+def test_without_a_file_nothing_is_followed() -> None:
+    config = read(environ={"PDPROXY_TICKET_KEYS": KEY})
+    assert following(config) is config
+
+
 def test_hosts_come_as_a_list_or_as_text() -> None:
     assert read(pdproxy_allowed_hosts=["a", "b"]).allowed_hosts == {"a", "b"}
     assert read(pdproxy_allowed_hosts="a, b").allowed_hosts == {"a", "b"}
@@ -54,6 +68,7 @@ def test_a_prefill_node_need_not_recompute() -> None:
         ({"role": "kv_nothing"}, "kv_role"),
         ({"bidirectional_kv_xfer": True}, "bidirectional_kv_xfer"),
         ({"pdproxy_key_file": "/nowhere/keys"}, "pdproxy_key_file"),
+        ({"pdproxy_key_file": ""}, "pdproxy_key_file"),
         ({"environ": {"PDPROXY_TICKET_KEYS": ""}}, "PDPROXY_TICKET_KEYS"),
         ({"environ": {"PDPROXY_TICKET_KEYS": "short"}}, "shorter than 16"),
         ({"pdproxy_allowed_hosts": 7}, "pdproxy_allowed_hosts"),

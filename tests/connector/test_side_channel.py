@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -55,7 +55,7 @@ def verify(engine_id: str, request_id: str, nonce: str) -> Verdict:
 class Side:
     """A running side channel, and libzmq's sockets to it."""
 
-    def __init__(self, *keys: bytes, host: str = HOST) -> None:
+    def __init__(self, keys: Sequence[bytes] = (), host: str = HOST) -> None:
         self.counters = Counters()
         self.listener = Listener(
             host, 0, {(0, 0): b"zero", (0, 1): b"one"}, verify, self.counters, engine_id="P", keys=keys
@@ -97,7 +97,7 @@ class Side:
 class Client:
     """Our own end of a connection, step by step. `keys` sign."""
 
-    def __init__(self, side: Side, *keys: bytes, source: str = HOST) -> None:
+    def __init__(self, side: Side, keys: Sequence[bytes] = (), source: str = HOST) -> None:
         self.raw = socket.create_connection((HOST, side.port), PATIENCE, source_address=(source, 0))
         side.clients.append(self.raw)
         self.zmtp = Zmtp(b"DEALER", 1 << 20, {PROPERTY: b"c" * 16})
@@ -140,7 +140,7 @@ def side() -> Iterator[Side]:
 @pytest.fixture
 def locked() -> Iterator[Side]:
     """One with ticket keys."""
-    with closing(Side(*KEYS)) as side:
+    with closing(Side(KEYS)) as side:
         yield side
 
 
@@ -233,7 +233,7 @@ def test_bytes_that_are_not_zmq_and_a_huge_message_end_nothing(side: Side) -> No
 
 def test_a_node_with_keys_answers_a_node_that_has_one(locked: Side) -> None:
     for key in KEYS:
-        client = Client(locked, key)
+        client = Client(locked, (key,))
         answer = client.ask(write_batch(1, [Question("P", "held", "n")]))
         assert answer == Reply(1, locked.listener.incarnation, (Verdict.HELD,))
         answer = client.ask(write_metadata_question(MetadataQuestion(2, "P", 0, 0)))
@@ -264,7 +264,7 @@ def test_a_node_with_keys_answers_no_other(locked: Side, message: bytes) -> None
 
 @pytest.mark.parametrize("message", ASKED, ids=["question", "metadata question"])
 def test_a_captured_question_is_worth_nothing(locked: Side, message: bytes) -> None:
-    client = Client(locked, KEYS[0])
+    client = Client(locked, KEYS[:1])
     captured = client.signer.sign(message)
     assert refusal(client.send(*captured)) is None
     assert refusal(client.send(*captured)) == QuestionRefusal.REPLAYED
@@ -274,7 +274,7 @@ def test_a_captured_question_is_worth_nothing(locked: Side, message: bytes) -> N
 
 
 def test_an_answer_sent_back_is_no_question(locked: Side) -> None:
-    client = Client(locked, KEYS[0])
+    client = Client(locked, KEYS[:1])
     answered = client.send(*client.signer.sign(write_batch(1, [])))
     assert not QuestionSigner(KEYS, client.challenge, b"d" * 16).genuine(answered)
     client.zmtp.send([b"", *answered])
@@ -310,7 +310,7 @@ def test_a_peer_that_makes_too_much_work_waits_for_the_next_window(side: Side, m
 
 def test_a_peer_that_has_authenticated_itself_is_not_limited(locked: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_server, "SHARE", 0.001)
-    client = Client(locked, KEYS[0])
+    client = Client(locked, KEYS[:1])
     client.ask(write_batch(1, []))
     begun = time.monotonic()
     for number in range(2, 60):

@@ -1,6 +1,7 @@
 """The proxy's pods: the proxy itself accepts what the chart says to it, and has the time to end."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -35,8 +36,28 @@ def test_the_proxy_accepts_its_settings(rendered: Rendered, values: str, tmp_pat
 def test_ends_after_its_streams(rendered: Rendered, values: str, tmp_path: Path) -> None:
     pod = pod_of(rendered(values))
     pause = only_container(pod)["lifecycle"]["preStop"]["sleep"]["seconds"]
-    drain = loaded(rendered(values), tmp_path).deadlines.drain
-    assert pod["spec"]["terminationGracePeriodSeconds"] >= pause + drain + 10
+    deadlines = loaded(rendered(values), tmp_path).deadlines
+    assert deadlines.shutdown == deadlines.request, "replacing proxies cuts no stream"
+    assert pod["spec"]["terminationGracePeriodSeconds"] >= pause + deadlines.shutdown + 10
+
+
+@pytest.mark.parametrize(("shutdown", "request_seconds", "seconds"), [(0, 90.5, 90.5), (45, 90.5, 45), (0.5, 60, 0.5)])
+def test_what_streams_get_at_the_end_follows_the_longest_request(
+    helm: Engine, tmp_path: Path, shutdown: float, request_seconds: float, seconds: float
+) -> None:
+    said = {"leaveSeconds": 7, "shutdownSeconds": shutdown, "requestSeconds": request_seconds}
+    manifests = helm.manifests({"proxy": said})
+    assert loaded(manifests, tmp_path).deadlines.shutdown == seconds
+    assert pod_of(manifests)["spec"]["terminationGracePeriodSeconds"] == 7 + math.ceil(seconds) + 15
+
+
+def test_a_rollout_is_not_stuck_while_the_models_load(helm: Engine) -> None:
+    """A proxy is ready when a decode node serves."""
+    for seconds in (60, 7200):
+        manifests = helm.manifests({"nodes": {"startupSeconds": seconds}})
+        probe = only_container(manifests.node("decode"))["startupProbe"]
+        assert probe["periodSeconds"] * probe["failureThreshold"] >= seconds
+        assert manifests.one("Deployment")["spec"]["progressDeadlineSeconds"] == seconds + 600
 
 
 @ALL

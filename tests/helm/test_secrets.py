@@ -3,11 +3,14 @@
 import base64
 from pathlib import Path
 
+import pytest
+
 from connector.config import ConnectorConfig
-from pdproxy.app.host import read_secret
+from pdproxy.credential import read_secret
 from pdproxy.intake.auth import read_keys
 from tests.helm.cluster import cluster
-from tests.helm.engine import NAMESPACE, Engine, Manifests
+from tests.helm.engine import NAMESPACE, Engine, Manifests, only_container
+from tests.helm.settings import pod_of
 
 
 def data_of(manifests: Manifests) -> dict[str, dict[str, str]]:
@@ -60,15 +63,31 @@ def test_an_upgrade_does_not_restart_nodes(helm: Engine) -> None:
     assert before.one("Deployment") == after.one("Deployment")
 
 
-def test_given_keys_win_and_a_change_restarts_who_reads_them(helm: Engine) -> None:
+def test_given_keys_win_and_a_change_restarts_nobody(helm: Engine) -> None:
+    """Whoever reads them reads them again."""
     old, new = "old-key-0123456789", "new-key-0123456789"
-    made = data_of(helm.manifests({"tickets": {"keys": [old]}}))
+    made = data_of(helm.manifests({part: {"keys": [old]} for part in ("tickets", "apiKeys")}))
     with cluster(NAMESPACE, made) as kubeconfig:
-        one = helm.manifests({"tickets": {"keys": [old]}}, kubeconfig)
-        two = helm.manifests({"tickets": {"keys": [new, old]}}, kubeconfig)
+        one, two = (
+            helm.manifests({part: {"keys": keys} for part in ("tickets", "apiKeys")}, kubeconfig)
+            for keys in ([old], [new, old])
+        )
     assert text(data_of(two)["demo-pdproxy-tickets"]["ticket.keys"]).splitlines() == [new, old]
-    assert one.node("prefill") != two.node("prefill")
+    assert text(data_of(two)["demo-pdproxy-api-keys"]["api.keys"]).splitlines() == [new, old]
+    for role in ("prefill", "decode"):
+        assert one.node(role) == two.node(role)
     assert one.one("Deployment") == two.one("Deployment")
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "proxy"])
+def test_secrets_are_mounted_as_folders(helm: Engine, role: str) -> None:
+    """A file that is mounted by a path of its own (subPath) never changes in a running pod."""
+    manifests = helm.manifests({})
+    pod = pod_of(manifests) if role == "proxy" else manifests.node(role)
+    secrets = {each["name"] for each in pod["spec"]["volumes"] if "secret" in each}
+    mounts = [each for each in only_container(pod)["volumeMounts"] if each["name"] in secrets]
+    assert len(mounts) == len(secrets) > 0
+    assert all("subPath" not in each for each in mounts)
 
 
 def test_own_secrets_replace_all(helm: Engine) -> None:

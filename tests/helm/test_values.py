@@ -69,6 +69,7 @@ REFUSED = [
     ("proxy: {settings: {discovery: {}}}", "proxy.settings.discovery cannot be set: use discovery.kind"),
     ("proxy: {settings: {keys: {file: x}}}", "proxy.settings.keys cannot be set: use apiKeys"),
     ("proxy: {settings: {deadlines: {drain: 9}}}", "deadlines.drain cannot be set: use proxy.drainSeconds"),
+    ("proxy: {settings: {deadlines: {shutdown: 9}}}", "deadlines.shutdown cannot be set: use proxy.shutdownSeconds"),
 ]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from pdproxy.credential import Secret
 from pdproxy.intake.auth import KeyLimits, read_keys
 from pdproxy.intake.handler import HandlerConfig, RequestHandler
 from pdproxy.intake.request_context import BodyBudget, Message, RequestContext, TrackedSend
@@ -19,7 +20,7 @@ from tests.orchestration.cluster import MODEL, FakeCluster
 from tests.orchestration.prompts import body_for, right
 
 TOKENS = 20
-RULES = HandlerConfig(1 << 20, 60.0, 3600.0, Credential.PASS, own="")
+RULES = HandlerConfig(1 << 20, 60.0, 3600.0, Credential.PASS, own=Secret())
 
 
 class Client:

@@ -91,3 +91,24 @@ async def test_a_stopped_drain_has_no_deadline_any_more(pool: Pool, drainer: Dra
 async def test_an_unknown_node_cannot_be_drained(drainer: Drainer) -> None:
     with pytest.raises(UnknownNode):
         drainer.start("absent", 30, AfterDrain.KEEP)
+
+
+async def test_streams_leave_a_terminating_node_at_the_deadline_also_those_that_came_late(
+    pool: Pool, drainer: Drainer, clock: FakeClock
+) -> None:
+    drainer.terminate("d1", 30)
+    await settle()
+    with pool.acquire("d1"):
+        leaving = pool.leaving("d1")
+        clock.advance(29)
+        await settle()
+        assert (pool.view("d1").state, leaving.is_set()) == (State.TERMINATING, False)
+        clock.advance(1)
+        await until(leaving.is_set)
+    assert pool.view("d1").state is State.TERMINATING
+
+
+async def test_a_terminating_node_that_is_gone_is_removed(pool: Pool, drainer: Drainer) -> None:
+    drainer.terminate("d1", 30)
+    drainer.start("d1", 30, AfterDrain.REMOVE)
+    await until(lambda: not pool.snapshot().nodes)

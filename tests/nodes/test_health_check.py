@@ -173,3 +173,18 @@ async def test_a_draining_node_is_not_taken_back(pool: Pool, transport: FakePool
     transport.nodes["d1"].fault = None
     await visit_all(health, pool)
     assert state(pool, "d1") is State.DRAINING
+
+
+async def test_a_terminating_node_is_not_taken_back(
+    pool: Pool, transport: FakePoolTransport, health: HealthCheck
+) -> None:
+    await visit_all(health, pool)
+    pool.terminate("d1")
+    await visit_all(health, pool)
+    assert state(pool, "d1") is State.TERMINATING
+    transport.nodes["d1"].fault = Fault.REFUSED
+    for _ in range(4):
+        await visit_all(health, pool)
+    transport.nodes["d1"].fault = None
+    await visit_all(health, pool)
+    assert state(pool, "d1") is State.DOWN

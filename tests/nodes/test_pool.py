@@ -1,4 +1,7 @@
-"""Membership, load, circuits and bars of a pool."""
+"""Membership, load, circuits and bars of a pool.
+
+A few lines over 300: short tests that share one set-up.
+"""
 
 import dataclasses
 
@@ -202,6 +205,46 @@ def test_a_node_given_up_by_health_stays_down_until_it_joins_anew(pool: Pool, cl
     assert pool.view("d1").state is State.UP
     assert not pool.leaving("d1").is_set()
     assert not pool.lost("d1")
+
+
+def test_a_terminating_node_is_a_last_resort_and_stays_so(pool: Pool) -> None:
+    pool.terminate("d1")
+    assert pool.view("d1").state is State.TERMINATING
+    assert (pool.view("d1").takes_requests(), pool.view("d1").is_last_resort()) == (False, True)
+    pool.admit(NODE)
+    pool.refuse("d1", "block_size")
+    assert pool.view("d1").state is State.TERMINATING
+    pool.drain("d1")
+    pool.terminate("d1")
+    assert pool.view("d1").state is State.DRAINING
+
+
+def test_a_terminating_node_that_fails_is_tried_no_more(pool: Pool, clock: FakeClock) -> None:
+    pool.terminate("d1")
+    for _ in range(5):
+        pool.report("d1", Fault.REFUSED)
+    assert pool.view("d1").state is State.DOWN
+    clock.advance(1000)
+    assert (pool.view("d1").state, pool.view("d1").takes_requests()) == (State.DOWN, False)
+
+
+def test_the_last_resort_is_taken_by_role(pool: Pool) -> None:
+    """Roles with another node that takes requests do without theirs."""
+    for name, role in (("d2", Role.DECODE), ("p1", Role.PREFILL)):
+        pool.add(dataclasses.replace(NODE, name=name, role=role))
+        pool.admit(dataclasses.replace(NODE, name=name, role=role))
+    pool.terminate("d1")
+    pool.terminate("p1")
+
+    def served() -> set[str]:
+        return set(pool.snapshot().roster.served(NODE.model).by_name)
+
+    assert served() == {"d2", "p1"}
+    pool.drain("d2")
+    assert served() == {"d1", "p1"}
+    for _ in range(5):
+        pool.report("d1", Fault.REFUSED)
+    assert served() == {"p1"}
 
 
 def test_a_draining_node_takes_nothing_and_stays_so(pool: Pool) -> None:

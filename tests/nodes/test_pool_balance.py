@@ -16,7 +16,9 @@ from tests.fakes.clock import FakeClock
 LEG = Footprint(10, 1)
 NODES = {name: Node(name, f"http://{name}", Role.DECODE, "tiny") for name in ("a", "b")}
 MOVES = st.tuples(
-    st.sampled_from(["occupy", "release", "good", "bad", "miss", "seen", "wait", "admit", "drain", "rejoin", "renew"]),
+    st.sampled_from(
+        ["occupy", "release", "good", "bad", "miss", "seen", "wait", "admit", "drain", "terminate", "rejoin", "renew"]
+    ),
     st.sampled_from(sorted(NODES)),
 )
 
@@ -35,6 +37,7 @@ def play(pool: Pool, clock: FakeClock, legs: list[Slot], move: str, name: str) -
         "wait": lambda: clock.advance(7),
         "admit": lambda: pool.admit(NODES[name]),
         "drain": lambda: pool.drain(name),
+        "terminate": lambda: pool.terminate(name),
         "rejoin": lambda: pool.rejoin(name),
         "renew": lambda: (pool.remove(name), pool.add(NODES[name])),  # type: ignore[func-returns-value]
     }
@@ -61,7 +64,7 @@ def test_counts_balance_and_trials_stay_single(moves: list[tuple[str, str]]) -> 
         assert pool.idle(view.node.name).is_set()
 
 
-@pytest.mark.parametrize("ask", ["view", "acquire", "leaving", "drain", "rejoin", "configured", "idle"])
+@pytest.mark.parametrize("ask", ["view", "acquire", "leaving", "drain", "terminate", "rejoin", "configured", "idle"])
 def test_a_pool_without_the_node_raises(ask: str) -> None:
     with pytest.raises(UnknownNode) as caught:
         getattr(Pool(FakeClock()), ask)("absent")

@@ -1,4 +1,7 @@
-"""Nodes whose legs are silent: which of them are probed, and which are given up at once."""
+"""Nodes whose legs are silent: which of them are probed, and which are given up at once.
+
+A few lines over 300: short tests that share one set-up.
+"""
 
 import asyncio
 import dataclasses
@@ -38,7 +41,7 @@ class Cluster:
         self.health = health_check(self.pool, self.transport, self.clock)
         outages = OutageLog(self.clock)
         self.watch = SilenceWatch(
-            self.pool, self.transport, self.clock, outages, metrics, config or SilenceConfig(), (("a", "b"),)
+            self.pool, self.transport, self.clock, outages, metrics, config or SilenceConfig(), lambda: (("a", "b"),)
         )
 
     @asynccontextmanager

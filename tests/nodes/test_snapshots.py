@@ -55,7 +55,7 @@ class ChangingPool(RuleBasedStateMachine):
         with contextlib.suppress(UnknownNode):
             self.pool.amend(dataclasses.replace(self.pool.configured(name), weight=weight))
 
-    @rule(name=NAMES, change=st.sampled_from([Pool.rejoin, Pool.drain, Pool.remove]))
+    @rule(name=NAMES, change=st.sampled_from([Pool.rejoin, Pool.drain, Pool.terminate, Pool.remove]))
     def change(self, name: str, change: object) -> None:
         with contextlib.suppress(UnknownNode):
             change(self.pool, name)  # type: ignore[operator]

@@ -24,7 +24,7 @@ class Pair(FakeCluster):
 
     def __init__(self) -> None:
         super().__init__(prefills=1, decodes=1)
-        self.test = KnownAnswer(self.context, self.background_tasks, HEADERS, itertools.count())
+        self.test = KnownAnswer(self.context, self.background_tasks, lambda: HEADERS, itertools.count())
         self.prefill, self.decode = self.prefills[0], self.decodes[0]
 
     def nodes_of_pool(self, **more: Any) -> tuple[Node, Node]:

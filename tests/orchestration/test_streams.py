@@ -1,4 +1,7 @@
-"""Streams besides faults: drains, deadlines, sampling, errors that are the client's own."""
+"""Streams besides faults: drains, deadlines, sampling, errors that are the client's own.
+
+A few lines over 300: short tests that share one set-up.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -292,4 +295,40 @@ async def test_a_request_that_breaks_nodes_is_tried_on_a_few_only() -> None:
         node.fault = InjectedFault(FaultKind.RESET)
     assert (await cluster.ask(CHAT, body_for(CHAT, stream=False))).status == 502
     assert sum(len(node.legs()) for node in cluster.decodes) == 3
+    await cluster.settle()
+
+
+async def test_terminating_nodes_serve_while_there_are_no_others() -> None:
+    cluster = FakeCluster()
+    for node in cluster.nodes:
+        cluster.pool.terminate(node.name)
+    reply = await _begin(cluster, CHAT)
+    seen = await _pieces(reply, 3)
+    [going] = [node for node in cluster.decodes if node.legs()]
+    cluster.pool.leaving(going.name).set()
+    for node in cluster.decodes:
+        if node is not going:
+            cluster.pool.drain(node.name)
+    answer = read_answer(CHAT, seen + await _rest(reply))
+    assert answer.texts[0] == right(CHAT)
+    assert len(going.legs()) == 1, "nothing else could take the stream"
+    assert cluster.count("pdproxy_migrations_total", outcome="done") == 0
+    await cluster.settle()
+
+
+async def test_a_stream_on_the_last_resort_moves_to_a_node_that_comes() -> None:
+    cluster = FakeCluster()
+    cluster.pool.terminate("d0")
+    cluster.pool.drain("d1")
+    reply = await _begin(cluster, CHAT)
+    seen = await _pieces(reply, 3)
+    assert len(cluster.decodes[0].legs()) == 1
+    cluster.pool.rejoin("d1")
+    cluster.pool.admit(cluster.pool.view("d1").node)
+    cluster.pool.leaving("d0").set()
+    answer = read_answer(CHAT, seen + await _rest(reply))
+    assert answer.texts[0] == right(CHAT)
+    assert [len(node.legs()) for node in cluster.decodes] == [1, 1]
+    assert (await cluster.ask(CHAT, body_for(CHAT, stream=False))).status == 200
+    assert [len(node.legs()) for node in cluster.decodes] == [1, 2]
     await cluster.settle()

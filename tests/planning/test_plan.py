@@ -230,9 +230,16 @@ _BARS = st.builds(
 )
 
 
+def serving_names(views: list[NodeView]) -> set[str]:
+    """The nodes that take requests; of a role without any, those that are the last resort."""
+    open_roles = {each.node.role for each in views if each.takes_requests()}
+    last = {each.node.name for each in views if each.is_last_resort() and each.node.role not in open_roles}
+    return last | {each.node.name for each in views if each.takes_requests()}
+
+
 @given(st.lists(_VIEWS, max_size=12, unique_by=lambda each: each.node.name), st.integers(0, 100), _BARS)
 def test_a_plan_is_always_allowed(views: list[NodeView], turn: int, bars: Bars) -> None:
-    serving = {each.node.name for each in views if each.takes_requests()}
+    serving = serving_names(views)
     prefills = [each.node for each in views if each.node.name in serving and each.node.role is Role.PREFILL]
     decodes = [each.node for each in views if each.node.name in serving and each.node.role is Role.DECODE]
     pairs = [(one, other) for one in prefills for other in decodes if one.pairs_with(other.cohort)]

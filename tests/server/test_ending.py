@@ -122,3 +122,27 @@ async def test_a_slow_reader_gets_the_whole_response() -> None:
             await asyncio.sleep(0.25)
         writer.close()
     assert size > LONG
+
+
+async def last_words(scope: Scope, receive: Receive, send: Send) -> None:
+    """Streams for ever; when it is cancelled at the end of the grace, its end takes a moment."""
+    await whole_body(scope, receive)
+    await send_head(send, 200, ())
+    await send({"type": "http.response.body", "body": b"begun ", "more_body": True})
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        await asyncio.sleep(0.3)
+        await send({"type": "http.response.body", "body": b"ended"})
+
+
+async def test_a_server_ends_after_what_outlived_its_grace_has_said_so() -> None:
+    async with asyncio.timeout(SOON):
+        async with running(ConnectionLimits(2000, SOON, SOON), last_words) as (server, port):
+            server.config.timeout_graceful_shutdown = 0
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(post("content-length: 0"))
+            await reader.readuntil(b"begun ")
+        assert not server.server_state.connections
+        assert (await reader.read()).endswith(b"ended\r\n0\r\n\r\n")
+        writer.close()

@@ -8,6 +8,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from pdproxy.clock import SystemClock
+from pdproxy.credential import Secret
 from pdproxy.errors import ClientError
 from pdproxy.intake.api_app import ApiApp
 from pdproxy.intake.auth import KeyLimits, read_keys
@@ -46,7 +47,7 @@ async def serving(cluster: LoopbackCluster) -> AsyncIterator[Caller]:
 
 
 def _server(cluster: LoopbackCluster, metrics: Metrics) -> Server:
-    rules = HandlerConfig(1 << 20, PATIENT, PATIENT, Credential.PASS, own="")
+    rules = HandlerConfig(1 << 20, PATIENT, PATIENT, Credential.PASS, own=Secret())
     service = RequestHandler(
         read_keys(None),
         KeyLimits(0, metrics),

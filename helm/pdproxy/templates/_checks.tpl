@@ -96,7 +96,7 @@
 {{- range $section, $hint := $elsewhere -}}
   {{- if hasKey $said $section -}}{{- fail (printf "proxy.settings.%s cannot be set: %s." $section $hint) -}}{{- end -}}
 {{- end -}}
-{{- range $name, $value := dict "drain" "drainSeconds" "request" "requestSeconds" -}}
+{{- range $name, $value := dict "drain" "drainSeconds" "request" "requestSeconds" "shutdown" "shutdownSeconds" -}}
   {{- if hasKey ($said.deadlines | default dict) $name -}}
     {{- fail (printf "proxy.settings.deadlines.%s cannot be set: use proxy.%s, which other timeouts follow." $name $value) -}}
   {{- end -}}

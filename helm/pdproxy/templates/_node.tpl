@@ -8,9 +8,6 @@ metadata:
     {{- include "pdproxy.podLabels" (dict "root" .root "component" .component "more" $r.podLabels) | nindent 4 }}
   annotations:
     kubectl.kubernetes.io/default-container: vllm
-    {{- with $v.tickets.keys }}
-    checksum/tickets: {{ join "\n" . | sha256sum }}
-    {{- end }}
     {{- with $r.podAnnotations }}
     {{- toYaml . | nindent 4 }}
     {{- end }}

@@ -8,7 +8,8 @@
   {{- $upstream = dict "credential" "replace" "credential_file" "/etc/pdproxy/access/node.key" -}}
 {{- end -}}
 {{- $own := dict "listen" $listen "upstream" $upstream
-      "deadlines" (dict "drain" $v.proxy.drainSeconds "request" $v.proxy.requestSeconds) -}}
+      "deadlines" (dict "drain" $v.proxy.drainSeconds "request" $v.proxy.requestSeconds
+        "shutdown" (include "pdproxy.shutdownSeconds" . | float64)) -}}
 {{- if not (hasKey ($v.proxy.settings.policy | default dict) "ticket_life") -}}
   {{- $_ := set $own "policy" (dict "ticket_life" $v.transfer.leaseSeconds) -}}
 {{- end -}}
@@ -21,6 +22,16 @@
   {{- $_ := set $own "discovery" (fromYaml (include "pdproxy.discovery" .)) -}}
 {{- end -}}
 {{- toYaml (mergeOverwrite (deepCopy $v.proxy.settings) $own) -}}
+{{- end -}}
+
+{{/* Seconds for running requests when a proxy ends: as long as the longest may last, unless something else is said. */}}
+{{- define "pdproxy.shutdownSeconds" -}}
+{{ .Values.proxy.shutdownSeconds | default .Values.proxy.requestSeconds }}
+{{- end -}}
+
+{{/* Seconds after which Kubernetes calls a rollout stuck: its own default, after the models had their time to load. */}}
+{{- define "pdproxy.progressDeadlineSeconds" -}}
+{{ add (int .Values.nodes.startupSeconds) 600 }}
 {{- end -}}
 
 {{- define "pdproxy.discovery" -}}

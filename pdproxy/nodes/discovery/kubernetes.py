@@ -22,7 +22,7 @@ from lightkube.resources.discovery_v1 import EndpointSlice
 
 from pdproxy.clock import Clock
 from pdproxy.nodes.discovery.endpoint_slices import EndpointSlices, Lost
-from pdproxy.nodes.discovery.source import DiscoveryError, Nodes, Template
+from pdproxy.nodes.discovery.source import DiscoveryError, Nodes, Template, TerminatingNode
 
 _LOG = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class KubernetesSource:
             await self._list()
         except _TROUBLE as error:
             raise DiscoveryError(_sentence(error)) from error
-        return self._nodes()
+        return tuple(node for node in self._nodes() if not isinstance(node, TerminatingNode))
 
     async def watch(self) -> AsyncGenerator[Nodes, None]:
         """See `Source`."""
@@ -150,7 +150,9 @@ class KubernetesSource:
         self._slices.replace(found, pages.resourceVersion)
 
     def _nodes(self) -> Nodes:
-        return tuple(self._template.node(host, port) for host, port in self._slices.addresses())
+        ready = (self._template.node(host, port) for host, port in self._slices.addresses())
+        going = (self._template.terminating(host, port) for host, port in self._slices.terminating())
+        return (*ready, *going)
 
 
 class _ApiTransport(httpx2.AsyncHTTPTransport):

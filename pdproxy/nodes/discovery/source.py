@@ -17,6 +17,11 @@ _LOG = logging.getLogger(__name__)
 Nodes = tuple[Node, ...]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class TerminatingNode(Node):
+    """A node that is going away and still serves, as a source lists it; the pool has it as an ordinary one."""
+
+
 class DiscoveryError(PdproxyError):
     """A source could not be listed; the message says why."""
 
@@ -36,6 +41,8 @@ class Source(Protocol):
     def watch(self) -> AsyncGenerator[Nodes, None]:
         """All nodes that there should be, first as soon as known, then after each change; never ends.
 
+        With them those that should not, and still serve: as `TerminatingNode`.
+
         Errors are logged and tried again; the last list holds meanwhile: that it cannot be read says nothing about the
         nodes on it, and active health looks after those.
         """
@@ -51,8 +58,15 @@ class Template:
 
     def node(self, host: str, port: int) -> Node:
         """The node at this address, named after its role and address."""
+        return Node(*self._fields(host, port))
+
+    def terminating(self, host: str, port: int) -> TerminatingNode:
+        """The same, where it is going away."""
+        return TerminatingNode(*self._fields(host, port))
+
+    def _fields(self, host: str, port: int) -> tuple[str, str, Role]:
         netloc = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        return Node(f"{self.role}-{netloc}", f"{self.scheme}://{netloc}", self.role)
+        return f"{self.role}-{netloc}", f"{self.scheme}://{netloc}", self.role
 
 
 async def poll(
@@ -113,12 +127,20 @@ class DiscoverySync:
         for name in [name for name in self._listed if name not in wanted]:
             del self._listed[name]
             self._drain(name)
-        for name, node in wanted.items():
-            if name not in self._listed:
-                self._add(node)
-            elif self._listed[name] != node:
-                self._listed[name] = node
-                self._amend(node)
+        for node in wanted.values():
+            self._take(node, self._listed.get(node.name))
+
+    def _take(self, node: Node, before: Node | None) -> None:
+        if isinstance(node, TerminatingNode):
+            if before is not None and before != node:
+                self._listed[node.name] = node
+                self._terminate(node.name)
+        elif before is None:
+            self._add(node)
+        elif before != node:
+            self._listed[node.name] = node
+            self._drainer.stop(node.name)
+            self._amend(node)
 
     def _add(self, node: Node) -> None:
         others = (view.node for view in self._pool.snapshot().nodes if view.node.name != node.name)
@@ -137,6 +159,12 @@ class DiscoverySync:
         """An operator may have removed it meanwhile: then it stays removed until the source lists it anew."""
         with contextlib.suppress(UnknownNode):
             self._pool.amend(node)
+
+    def _terminate(self, name: str) -> None:
+        """One that was never listed as anything else is left alone: it would leave before it has joined."""
+        with contextlib.suppress(UnknownNode):
+            self._drainer.terminate(name, self._drain_seconds)
+            _LOG.info("node %s terminates, and is the last resort while it serves", name)
 
     def _drain(self, name: str) -> None:
         with contextlib.suppress(UnknownNode):

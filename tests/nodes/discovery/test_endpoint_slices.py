@@ -67,3 +67,28 @@ def test_a_bookmark_moves_only_the_version() -> None:
 def test_an_unknown_event_means_listing_again() -> None:
     with pytest.raises(Lost, match="LAUGHED"):
         EndpointSlices("").apply("LAUGHED", read(a_slice("a")))
+
+
+@pytest.mark.parametrize(
+    ("conditions", "known"),
+    [
+        ({"ready": True, "serving": True, "terminating": False}, "ready"),
+        ({"ready": False, "serving": True, "terminating": True}, "terminating"),
+        ({"ready": True, "serving": True, "terminating": True}, "terminating"),  # publishNotReadyAddresses
+        ({"ready": True, "terminating": True}, "terminating"),  # an API server before 1.22
+        ({"ready": False, "terminating": True}, "gone"),
+        ({"ready": True, "serving": False, "terminating": True}, "gone"),
+        ({"ready": False, "serving": False, "terminating": False}, "gone"),
+    ],
+)
+def test_what_terminates_and_serves_is_listed_apart(conditions: dict[str, bool], known: str) -> None:
+    slices, address = listed("", "1", a_slice("a", "10.0.0.1", **conditions)), (("10.0.0.1", 8000),)
+    assert slices.addresses() == (address if known == "ready" else ())
+    assert slices.terminating() == (address if known == "terminating" else ())
+
+
+def test_an_address_that_is_ready_in_any_slice_terminates_in_none() -> None:
+    """A pod may get the address of one that ends."""
+    going = a_slice("a", "10.0.0.1", ready=False, serving=True, terminating=True)
+    slices = listed("", "1", going, a_slice("b", "10.0.0.1"))
+    assert (slices.addresses(), slices.terminating()) == ((("10.0.0.1", 8000),), ())

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from pdproxy.nodes.discovery.source import TerminatingNode
 from tests.nodes.discovery.apiserver import GONE, ApiServer, a_bookmark, a_slice
 from tests.nodes.discovery.watching import Lists, NoWaitClock, hosts, watching
 
@@ -99,10 +100,20 @@ async def test_an_event_from_the_past_changes_nothing(server: ApiServer, lists: 
 
 async def test_endpoints_that_end_or_are_not_ready_are_left_out(server: ApiServer, lists: Lists) -> None:
     await server.put("a", "10.0.0.1", ready=False)
-    await server.put("b", "10.0.0.2", ready=True, terminating=True)
+    await server.put("b", "10.0.0.2", ready=False, serving=False, terminating=True)
     await server.put("c", "10.0.0.3", serving=True)
     await server.put("d", "fd00::1")
     assert await hosts(lists) == ["10.0.0.3:8000", "[fd00::1]:8000"]
+
+
+async def test_an_endpoint_that_ends_is_listed_as_such_while_it_serves(server: ApiServer, lists: Lists) -> None:
+    await server.put("a", "10.0.0.1")
+    assert await hosts(lists) == ["10.0.0.1:8000"]
+    await server.put("a", "10.0.0.1", ready=False, serving=True, terminating=True)
+    [node] = await anext(lists)
+    assert (type(node), node.url) == (TerminatingNode, "http://10.0.0.1:8000")
+    await server.put("a", "10.0.0.1", ready=False, serving=False, terminating=True)
+    assert await hosts(lists) == []
 
 
 async def test_an_endpoint_in_two_slices_is_one_node(server: ApiServer, lists: Lists) -> None:

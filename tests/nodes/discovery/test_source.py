@@ -115,3 +115,43 @@ async def test_it_follows_until_it_is_cancelled(pool: Pool, drainer: Drainer) ->
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert task.cancelled()
+
+
+GOING = TEMPLATE.terminating("d1", 8000)
+
+
+async def test_a_node_that_terminates_is_the_last_resort_until_it_is_gone(pool: Pool, sync: DiscoverySync) -> None:
+    sync.apply((ONE, TWO))
+    pool.admit(ONE)
+    sync.apply((GOING, TWO))
+    assert names(pool)[ONE.name] is State.TERMINATING
+    sync.apply((GOING, TWO))
+    assert names(pool)[ONE.name] is State.TERMINATING
+    leg = pool.acquire(ONE.name)
+    sync.apply((TWO,))
+    assert names(pool)[ONE.name] is State.DRAINING
+    leg.release()
+    await until(lambda: ONE.name not in names(pool))
+
+
+async def test_a_node_that_terminates_before_it_has_joined_gets_no_requests(pool: Pool, sync: DiscoverySync) -> None:
+    sync.apply((GOING,))
+    assert names(pool) == {}
+    sync.apply((ONE,))
+    sync.apply((GOING,))
+    assert names(pool) == {ONE.name: State.DRAINING}
+
+
+async def test_an_address_that_terminated_may_be_a_new_nodes(pool: Pool, sync: DiscoverySync) -> None:
+    sync.apply((ONE,))
+    pool.admit(ONE)
+    sync.apply((GOING,))
+    sync.apply((ONE,))
+    assert names(pool) == {ONE.name: State.JOINING}
+
+
+async def test_a_terminating_node_that_the_operator_removed_stays_removed(pool: Pool, sync: DiscoverySync) -> None:
+    sync.apply((ONE,))
+    pool.remove(ONE.name)
+    sync.apply((GOING,))
+    assert names(pool) == {}
