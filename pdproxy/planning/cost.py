@@ -7,6 +7,10 @@ A place that has not cached a prefix which others have must compute it, and, of 
 before it keeps a state where the prompts part (vLLM keeps one at the end of each prompt, and at a branch point from the
 second prompt on that meets it). That second time is charged to the request which would begin it, by `COPY_SHARE`: so
 a shared prefix stays on as few nodes as their queues allow.
+
+A prefill place that was busy lately costs more than its queue of the moment (`recent_work`): those that have prefixes
+there come back to it, and wait for this prompt; and this prompt's own later ones, such as the next turns, wait for
+theirs. Without that, conversations gather where their system prompt is, beside idle nodes.
 """
 
 import dataclasses
@@ -20,6 +24,11 @@ from pdproxy.planning.rates import Rates, Work
 COPY_SHARE = 1.0
 """Of the cost to compute once more what a place lacks and another has. With 0 a shared prefix spreads at the first
 queue, with more than 1 it stays where prompts wait longer than the copy would have cost."""
+LATER_PROMPTS = 30.0
+"""Which follow a prompt to its place: each takes what is usual, and makes others wait, or waits, where the place is
+busy."""
+WAITING = 2.0
+"""How many others wait for a prompt, on a place that is always busy; for the seconds that it takes."""
 SEQUENCE_SECONDS = 0.01
 """What each sequence on a decode node adds to an answer: 200 steps, each 0.05 ms longer."""
 NO_HIT = Hit(0, 0)
@@ -74,9 +83,14 @@ class PrefillPrice:
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
         role, of = self.rates.role(Work.PREFILL), self.rates.factors(Work.PREFILL).get
         own, fixed, per_token = self.tokens + self.copy_share * self.deepest, role.fixed, role.per_token
-        own_seconds = fixed + per_token * own
+        own_seconds, busy = fixed + per_token * own, self.rates.prefill_work.busy.get
+        if_busy = self._if_busy(fixed + per_token * self.tokens) * self.rates.prefill_work.weight
         return [
-            (view.backlog * per_token + view.sequences * fixed + own_seconds) * of(view.node.name, 1.0) / view.room
+            (
+                (view.backlog * per_token + view.sequences * fixed + own_seconds) * of(name := view.node.name, 1.0)
+                + busy(name, 0.0) * if_busy
+            )
+            / view.room
             for view in views
         ]
 
@@ -85,7 +99,13 @@ class PrefillPrice:
         tokens = view.queued[rank] + self.tokens - self.usable(hit)
         seconds = ((view.legs[rank] + 1) * role.fixed + tokens * role.per_token) * factor
         copies = self.copy_share * max(0, self.deepest - hit.attention) * role.per_token * factor
-        return Quote((seconds + copies) / view.room, seconds, view, rank, hit)
+        own = role.fixed + (self.tokens - self.usable(hit)) * role.per_token
+        waits = self.rates.prefill_work.share(view.node.name) * self._if_busy(own)
+        return Quote((seconds + copies + waits) / view.room, seconds, view, rank, hit)
+
+    def _if_busy(self, own: float) -> float:
+        """What it costs others and later prompts that a place is always busy which computes for ``own`` seconds."""
+        return WAITING * own + LATER_PROMPTS * self.rates.prefill_work.usual
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
