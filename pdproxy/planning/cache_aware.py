@@ -59,7 +59,7 @@ class CacheAware:
             return None
         prefill, decode = pairs[0] if len(pairs) == 1 else min(pairs, key=_together)
         alone = market.alone()
-        if alone is not None and alone.seconds < prefill.seconds + decode.seconds:
+        if alone is not None and alone.seconds + market.local.again(alone.hit) < prefill.seconds + decode.seconds:
             return None, market.choice(alone, market.decision(RouteReason.RESUMES, alone))
         decision = market.decision(market.reason(prefill, Role.PREFILL), prefill, decode)
         return market.choice(prefill, None), market.choice(decode, decision)

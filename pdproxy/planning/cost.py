@@ -29,6 +29,9 @@ LATER_PROMPTS = 30.0
 busy."""
 WAITING = 2.0
 """How many others wait for a prompt, on a place that is always busy; for the seconds that it takes."""
+COMPUTED_AGAIN = 1.0
+"""Of what a decode place computes: what a prefill place computes once more, when the conversation comes back to one
+since no decode place may compute its next turn. With 0 a model of plain attention computes a seventh more of chats."""
 SEQUENCE_SECONDS = 0.01
 """What each sequence on a decode node adds to an answer: 200 steps, each 0.05 ms longer."""
 NO_HIT = Hit(0, 0)
@@ -152,6 +155,10 @@ class LocalPrice:
         """Seconds for which the streams there get no token, all prompts counted that are to be computed there."""
         per_token = self.rates.pace(Work.LOCAL, view.node.name).per_token
         return per_token * (view.queued[rank] + self.tokens - self.usable(hit))
+
+    def again(self, hit: Hit) -> float:
+        """Seconds that a prefill place will need later for what this place computes now."""
+        return COMPUTED_AGAIN * self.rates.role(Work.PREFILL).per_token * (self.tokens - self.usable(hit))
 
 
 def load_seconds(view: NodeView, rank: int) -> float:
