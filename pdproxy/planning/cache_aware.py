@@ -16,6 +16,7 @@ from pdproxy.planning.plan import Candidates
 from pdproxy.planning.plan_types import Choice, Decision
 from pdproxy.planning.prefix import Hit, HitSource, Place
 from pdproxy.planning.rates import Rates
+from pdproxy.planning.recent_work import RecentWork
 from pdproxy.planning.session import own_index
 
 NEAR_SECONDS, NEAR_SHARE = 0.002, 0.05
@@ -90,7 +91,8 @@ class Market:
         self.tokens = needs.tokens if prefix is None else prefix.tokens
         stateful = [hit.attention for view, _, hit in self._hits[Role.PREFILL] if may_keep_states(view.node)]
         deepest = max(stateful, default=0)
-        self.prefill = PrefillPrice(self.tokens, rates, policy.usable, deepest, policy.copy_share)
+        work = rates.prefill_work if self._hits[Role.PREFILL] else RecentWork()
+        self.prefill = PrefillPrice(self.tokens, rates, policy.usable, deepest, policy.copy_share, work)
         self.hand_over = HandOverPrice(self.tokens, rates)
         self.local = LocalPrice(self.tokens, rates, policy.usable)
 

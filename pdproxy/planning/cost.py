@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 from pdproxy.nodes.node import Node, NodeView
 from pdproxy.planning.prefix import Hit
 from pdproxy.planning.rates import Rates, Work
+from pdproxy.planning.recent_work import RecentWork
 
 COPY_SHARE = 1.0
 """Of the cost to compute once more what a place lacks and another has. With 0 a shared prefix spreads at the first
@@ -75,6 +76,7 @@ class PrefillPrice:
         usable: as its type says.
         deepest: the longest prefix of which any place has the attention blocks; 0 where there are no states to keep.
         copy_share: `COPY_SHARE`, or 0.
+        work: how busy places were lately; none of it for a prompt that no place has cached, which goes by queues alone.
     """
 
     tokens: int
@@ -82,12 +84,13 @@ class PrefillPrice:
     usable: Usable
     deepest: int
     copy_share: float
+    work: RecentWork
 
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
         role, of = self.rates.role(Work.PREFILL), self.rates.factors(Work.PREFILL).get
         own, fixed, per_token = self.tokens + self.copy_share * self.deepest, role.fixed, role.per_token
-        own_seconds, busy = fixed + per_token * own, self.rates.prefill_work.busy.get
-        if_busy = self._if_busy(fixed + per_token * self.tokens) * self.rates.prefill_work.weight
+        own_seconds, busy = fixed + per_token * own, self.work.busy.get
+        if_busy = self._if_busy(fixed + per_token * self.tokens) * self.work.weight
         return [
             (
                 (view.backlog * per_token + view.sequences * fixed + own_seconds) * of(name := view.node.name, 1.0)
@@ -103,12 +106,12 @@ class PrefillPrice:
         seconds = ((view.legs[rank] + 1) * role.fixed + tokens * role.per_token) * factor
         copies = self.copy_share * max(0, self.deepest - hit.attention) * role.per_token * factor
         own = role.fixed + (self.tokens - self.usable(hit)) * role.per_token
-        waits = self.rates.prefill_work.share(view.node.name) * self._if_busy(own)
+        waits = self.work.share(view.node.name) * self._if_busy(own)
         return Quote((seconds + copies + waits) / view.room, seconds, view, rank, hit)
 
     def _if_busy(self, own: float) -> float:
         """What it costs others and later prompts that a place is always busy which computes for ``own`` seconds."""
-        return WAITING * own + LATER_PROMPTS * self.rates.prefill_work.usual
+        return WAITING * own + LATER_PROMPTS * self.work.usual
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
