@@ -93,7 +93,7 @@ class PrefillPrice:
         if_busy = self._if_busy(fixed + per_token * self.tokens) * self.work.weight
         return [
             (
-                (view.backlog * per_token + view.sequences * fixed + own_seconds) * of(name := view.node.name, 1.0)
+                (view.backlog * per_token + view.sequences * fixed + own_seconds) * of(name := view.name, 1.0)
                 + busy(name, 0.0) * if_busy
             )
             / view.room
@@ -101,12 +101,12 @@ class PrefillPrice:
         ]
 
     def quote(self, view: NodeView, rank: int, hit: Hit) -> Quote:
-        role, factor = self.rates.role(Work.PREFILL), self.rates.factors(Work.PREFILL).get(view.node.name, 1.0)
+        role, factor = self.rates.role(Work.PREFILL), self.rates.factors(Work.PREFILL).get(view.name, 1.0)
         tokens = view.queued[rank] + self.tokens - self.usable(hit)
         seconds = ((view.legs[rank] + 1) * role.fixed + tokens * role.per_token) * factor
         copies = self.copy_share * max(0, self.deepest - hit.attention) * role.per_token * factor
         own = role.fixed + (self.tokens - self.usable(hit)) * role.per_token
-        waits = self.work.share(view.node.name) * self._if_busy(own)
+        waits = self.work.share(view.name) * self._if_busy(own)
         return Quote((seconds + copies + waits) / view.room, seconds, view, rank, hit)
 
     def _if_busy(self, own: float) -> float:
@@ -124,10 +124,10 @@ class HandOverPrice:
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
         own, each = self.rates.role(Work.HAND_OVER).seconds(self.tokens), SEQUENCE_SECONDS
         of = self.rates.factors(Work.HAND_OVER).get
-        return [(of(view.node.name, 1.0) * own + view.crowd * each + each) / view.room for view in views]
+        return [(of(view.name, 1.0) * own + view.crowd * each + each) / view.room for view in views]
 
     def quote(self, view: NodeView, rank: int, hit: Hit) -> Quote:
-        factor = self.rates.factors(Work.HAND_OVER).get(view.node.name, 1.0)
+        factor = self.rates.factors(Work.HAND_OVER).get(view.name, 1.0)
         moved = self.rates.role(Work.HAND_OVER).seconds(self.tokens - hit.attention)
         seconds = moved * factor + load_seconds(view, rank)
         return Quote(seconds / view.room, seconds, view, rank, hit)
@@ -145,18 +145,18 @@ class LocalPrice:
         role, of, each = self.rates.role(Work.LOCAL), self.rates.factors(Work.LOCAL).get, SEQUENCE_SECONDS
         own, per_token = role.seconds(self.tokens), role.per_token
         return [
-            ((view.backlog * per_token + own) * of(view.node.name, 1.0) + view.crowd * each + each) / view.room
+            ((view.backlog * per_token + own) * of(view.name, 1.0) + view.crowd * each + each) / view.room
             for view in views
         ]
 
     def quote(self, view: NodeView, rank: int, hit: Hit) -> Quote:
-        fixed = self.rates.pace(Work.LOCAL, view.node.name).fixed
+        fixed = self.rates.pace(Work.LOCAL, view.name).fixed
         seconds = self.stall(view, rank, hit) + fixed + load_seconds(view, rank)
         return Quote(seconds / view.room, seconds, view, rank, hit)
 
     def stall(self, view: NodeView, rank: int, hit: Hit) -> float:
         """Seconds for which the streams there get no token, all prompts counted that are to be computed there."""
-        per_token = self.rates.pace(Work.LOCAL, view.node.name).per_token
+        per_token = self.rates.pace(Work.LOCAL, view.name).per_token
         return per_token * (view.queued[rank] + self.tokens - self.usable(hit))
 
     def again(self, hit: Hit) -> float:
