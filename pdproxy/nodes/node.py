@@ -130,6 +130,7 @@ class NodeView:
         legs: in flight, by data-parallel rank.
         queued: tokens of their prompts that are still to be computed, by rank.
         held: what they take of the caches, by rank, as far as they are decode legs.
+        name: of the node.
         footprint: of all ranks together.
         rank: the one with the fewest tokens to compute (``backlog``), and of these the fewest legs (``sequences``).
         crowd: `crowd_of` it.
@@ -146,6 +147,7 @@ class NodeView:
     legs: tuple[int, ...] = (0,)
     queued: tuple[int, ...] = (0,)
     held: tuple[Footprint, ...] = (NO_FOOTPRINT,)
+    name: str = dataclasses.field(init=False, repr=False, compare=False)
     footprint: Footprint = dataclasses.field(init=False, repr=False, compare=False)
     rank: int = dataclasses.field(init=False, repr=False, compare=False)
     backlog: int = dataclasses.field(init=False, repr=False, compare=False)
@@ -156,6 +158,7 @@ class NodeView:
 
     def __post_init__(self) -> None:
         # Every plan compares all of them, and a view outlives many plans.
+        object.__setattr__(self, "name", self.node.name)
         object.__setattr__(self, "room", self.node.weight * self.share)
         object.__setattr__(self, "load", (self.active + 1) / self.room)
         footprint, backlog, legs, rank = self.held[0], self.queued[0], self.legs[0], 0

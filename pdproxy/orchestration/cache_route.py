@@ -98,7 +98,8 @@ class CacheRoute:
             if cached is None:
                 cached = self._tokens - self._computed(node)
             tokens = max(0, prompt - cached)
-            self._rates.computed(Work.PREFILL, place, tokens, self._began[Role.PREFILL], self._context.clock.now())
+            began, ended = self._began[Role.PREFILL], self._context.clock.now()
+            self._rates.computed(Work.PREFILL, place, tokens, began, ended, node.ranks)
 
     def first_event(self, node: Node, hand_over: HandOver | None) -> None:
         """The first event of a decode leg is here: how fast the planned node computes, or takes over."""

@@ -16,6 +16,7 @@ from pdproxy.planning.plan import Candidates
 from pdproxy.planning.plan_types import Choice, Decision
 from pdproxy.planning.prefix import Hit, HitSource, Place
 from pdproxy.planning.rates import Rates
+from pdproxy.planning.recent_work import RecentWork
 from pdproxy.planning.session import own_index
 
 NEAR_SECONDS, NEAR_SHARE = 0.002, 0.05
@@ -59,7 +60,7 @@ class CacheAware:
             return None
         prefill, decode = pairs[0] if len(pairs) == 1 else min(pairs, key=_together)
         alone = market.alone()
-        if alone is not None and alone.seconds < prefill.seconds + decode.seconds:
+        if alone is not None and alone.seconds + market.local.again(alone.hit) < prefill.seconds + decode.seconds:
             return None, market.choice(alone, market.decision(RouteReason.RESUMES, alone))
         decision = market.decision(market.reason(prefill, Role.PREFILL), prefill, decode)
         return market.choice(prefill, None), market.choice(decode, decision)
@@ -90,7 +91,8 @@ class Market:
         self.tokens = needs.tokens if prefix is None else prefix.tokens
         stateful = [hit.attention for view, _, hit in self._hits[Role.PREFILL] if may_keep_states(view.node)]
         deepest = max(stateful, default=0)
-        self.prefill = PrefillPrice(self.tokens, rates, policy.usable, deepest, policy.copy_share)
+        work = rates.prefill_work if self._hits[Role.PREFILL] else RecentWork()
+        self.prefill = PrefillPrice(self.tokens, rates, policy.usable, deepest, policy.copy_share, work)
         self.hand_over = HandOverPrice(self.tokens, rates)
         self.local = LocalPrice(self.tokens, rates, policy.usable)
 
@@ -124,8 +126,8 @@ class Market:
 
     def all_quotes(self, price: Price, views: Sequence[NodeView], hits: "Sequence[_PlaceHit]") -> list[Quote]:
         """Of the places that have something cached, and of the lightest rank of each other node."""
-        known = {view.node.name for view, _, _ in hits}
-        fresh = [price.quote(view, view.rank, NO_HIT) for view in views if view.node.name not in known]
+        known = {view.name for view, _, _ in hits}
+        fresh = [price.quote(view, view.rank, NO_HIT) for view in views if view.name not in known]
         return [price.quote(*each) for each in hits] + fresh
 
     def best(self, price: Price, views: Sequence[NodeView], hits: "Sequence[_PlaceHit]", turn: int) -> Quote | None:
@@ -140,9 +142,9 @@ class Market:
         least = min([lowest, *(quote.score for quote in quotes)])
         most = least + max(NEAR_SECONDS, NEAR_SHARE * least)
         near = [quote for quote in quotes if quote.score <= most]
-        known = {quote.view.node.name for quote in near}
+        known = {quote.view.name for quote in near}
         fresh = [view for view, score in zip(views, scores, strict=True) if score <= most] if lowest <= most else []
-        fresh = [view for view in fresh if view.node.name not in known] if known else fresh
+        fresh = [view for view in fresh if view.name not in known] if known else fresh
         index = self._which([*(quote.view for quote in near), *fresh], turn)
         return near[index] if index < len(near) else self._fresh_quote(price, fresh[index - len(near)])
 
@@ -223,13 +225,13 @@ def _mean_over_ranks(candidates: Candidates, hits: Mapping[Place, Hit]) -> Mappi
 
 def best_allowed_pair(prefills: list[Quote], decodes: list[Quote], bars: Bars) -> tuple[Quote, Quote] | None:
     """The pair of the lowest score together between which a ticket may pass; None where all are barred."""
-    decodes = sorted((quote for quote in decodes if quote.view.node.name not in bars.nodes), key=_SCORE)
+    decodes = sorted((quote for quote in decodes if quote.view.name not in bars.nodes), key=_SCORE)
     best: tuple[Quote, Quote] | None = None
     for prefill in sorted(prefills, key=_SCORE):
         if best is not None and prefill.score + decodes[0].score >= best[0].score + best[1].score:
             break
-        name = prefill.view.node.name
-        decode = next((each for each in decodes if bars.allow(name, each.view.node.name)), None)
+        name = prefill.view.name
+        decode = next((each for each in decodes if bars.allow(name, each.view.name)), None)
         if decode is not None and (best is None or prefill.score + decode.score < best[0].score + best[1].score):
             best = prefill, decode
     return best

@@ -7,6 +7,10 @@ A place that has not cached a prefix which others have must compute it, and, of 
 before it keeps a state where the prompts part (vLLM keeps one at the end of each prompt, and at a branch point from the
 second prompt on that meets it). That second time is charged to the request which would begin it, by `COPY_SHARE`: so
 a shared prefix stays on as few nodes as their queues allow.
+
+A prefill place that was busy lately costs more than its queue of the moment (`recent_work`): those that have prefixes
+there come back to it, and wait for this prompt; and this prompt's own later ones, such as the next turns, wait for
+theirs. Without that, conversations gather where their system prompt is, beside idle nodes.
 """
 
 import dataclasses
@@ -16,10 +20,19 @@ from typing import NamedTuple, Protocol
 from pdproxy.nodes.node import Node, NodeView
 from pdproxy.planning.prefix import Hit
 from pdproxy.planning.rates import Rates, Work
+from pdproxy.planning.recent_work import RecentWork
 
 COPY_SHARE = 1.0
 """Of the cost to compute once more what a place lacks and another has. With 0 a shared prefix spreads at the first
 queue, with more than 1 it stays where prompts wait longer than the copy would have cost."""
+LATER_PROMPTS = 30.0
+"""Which follow a prompt to its place: each takes what is usual, and makes others wait, or waits, where the place is
+busy."""
+WAITING = 2.0
+"""How many others wait for a prompt, on a place that is always busy; for the seconds that it takes."""
+COMPUTED_AGAIN = 1.0
+"""Of what a decode place computes: what a prefill place computes once more, when the conversation comes back to one
+since no decode place may compute its next turn. With 0 a model of plain attention computes a seventh more of chats."""
 SEQUENCE_SECONDS = 0.01
 """What each sequence on a decode node adds to an answer: 200 steps, each 0.05 ms longer."""
 NO_HIT = Hit(0, 0)
@@ -63,6 +76,7 @@ class PrefillPrice:
         usable: as its type says.
         deepest: the longest prefix of which any place has the attention blocks; 0 where there are no states to keep.
         copy_share: `COPY_SHARE`, or 0.
+        work: how busy places were lately; none of it for a prompt that no place has cached, which goes by queues alone.
     """
 
     tokens: int
@@ -70,22 +84,34 @@ class PrefillPrice:
     usable: Usable
     deepest: int
     copy_share: float
+    work: RecentWork
 
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
         role, of = self.rates.role(Work.PREFILL), self.rates.factors(Work.PREFILL).get
         own, fixed, per_token = self.tokens + self.copy_share * self.deepest, role.fixed, role.per_token
-        own_seconds = fixed + per_token * own
+        own_seconds, busy = fixed + per_token * own, self.work.busy.get
+        if_busy = self._if_busy(fixed + per_token * self.tokens) * self.work.weight
         return [
-            (view.backlog * per_token + view.sequences * fixed + own_seconds) * of(view.node.name, 1.0) / view.room
+            (
+                (view.backlog * per_token + view.sequences * fixed + own_seconds) * of(name := view.name, 1.0)
+                + busy(name, 0.0) * if_busy
+            )
+            / view.room
             for view in views
         ]
 
     def quote(self, view: NodeView, rank: int, hit: Hit) -> Quote:
-        role, factor = self.rates.role(Work.PREFILL), self.rates.factors(Work.PREFILL).get(view.node.name, 1.0)
+        role, factor = self.rates.role(Work.PREFILL), self.rates.factors(Work.PREFILL).get(view.name, 1.0)
         tokens = view.queued[rank] + self.tokens - self.usable(hit)
         seconds = ((view.legs[rank] + 1) * role.fixed + tokens * role.per_token) * factor
         copies = self.copy_share * max(0, self.deepest - hit.attention) * role.per_token * factor
-        return Quote((seconds + copies) / view.room, seconds, view, rank, hit)
+        own = role.fixed + (self.tokens - self.usable(hit)) * role.per_token
+        waits = self.work.share(view.name) * self._if_busy(own)
+        return Quote((seconds + copies + waits) / view.room, seconds, view, rank, hit)
+
+    def _if_busy(self, own: float) -> float:
+        """What it costs others and later prompts that a place is always busy which computes for ``own`` seconds."""
+        return WAITING * own + LATER_PROMPTS * self.work.usual
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,10 +124,10 @@ class HandOverPrice:
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
         own, each = self.rates.role(Work.HAND_OVER).seconds(self.tokens), SEQUENCE_SECONDS
         of = self.rates.factors(Work.HAND_OVER).get
-        return [(of(view.node.name, 1.0) * own + view.crowd * each + each) / view.room for view in views]
+        return [(of(view.name, 1.0) * own + view.crowd * each + each) / view.room for view in views]
 
     def quote(self, view: NodeView, rank: int, hit: Hit) -> Quote:
-        factor = self.rates.factors(Work.HAND_OVER).get(view.node.name, 1.0)
+        factor = self.rates.factors(Work.HAND_OVER).get(view.name, 1.0)
         moved = self.rates.role(Work.HAND_OVER).seconds(self.tokens - hit.attention)
         seconds = moved * factor + load_seconds(view, rank)
         return Quote(seconds / view.room, seconds, view, rank, hit)
@@ -119,19 +145,23 @@ class LocalPrice:
         role, of, each = self.rates.role(Work.LOCAL), self.rates.factors(Work.LOCAL).get, SEQUENCE_SECONDS
         own, per_token = role.seconds(self.tokens), role.per_token
         return [
-            ((view.backlog * per_token + own) * of(view.node.name, 1.0) + view.crowd * each + each) / view.room
+            ((view.backlog * per_token + own) * of(view.name, 1.0) + view.crowd * each + each) / view.room
             for view in views
         ]
 
     def quote(self, view: NodeView, rank: int, hit: Hit) -> Quote:
-        fixed = self.rates.pace(Work.LOCAL, view.node.name).fixed
+        fixed = self.rates.pace(Work.LOCAL, view.name).fixed
         seconds = self.stall(view, rank, hit) + fixed + load_seconds(view, rank)
         return Quote(seconds / view.room, seconds, view, rank, hit)
 
     def stall(self, view: NodeView, rank: int, hit: Hit) -> float:
         """Seconds for which the streams there get no token, all prompts counted that are to be computed there."""
-        per_token = self.rates.pace(Work.LOCAL, view.node.name).per_token
+        per_token = self.rates.pace(Work.LOCAL, view.name).per_token
         return per_token * (view.queued[rank] + self.tokens - self.usable(hit))
+
+    def again(self, hit: Hit) -> float:
+        """Seconds that a prefill place will need later for what this place computes now."""
+        return COMPUTED_AGAIN * self.rates.role(Work.PREFILL).per_token * (self.tokens - self.usable(hit))
 
 
 def load_seconds(view: NodeView, rank: int) -> float:

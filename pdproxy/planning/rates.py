@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from pdproxy.planning.prefix import Place
+from pdproxy.planning.recent_work import RecentWork
 
 
 class Work(enum.StrEnum):
@@ -115,9 +116,14 @@ class _Samples:
 
 
 class Rates:
-    """The paces of all nodes, by kind of work."""
+    """The paces of all nodes, by kind of work.
+
+    Attributes:
+        prefill_work: how busy prefill nodes were lately.
+    """
 
     def __init__(self) -> None:
+        self.prefill_work = RecentWork()
         self._lines = {work: _Line(START[work]) for work in Work}
         self._samples: dict[Work, dict[str, _Samples]] = {work: {} for work in Work}
         """By node; the one without a sample for longest is first."""
@@ -145,11 +151,18 @@ class Rates:
         pace, factor = self._lines[work].pace, self._factors[work].get(node, 1.0)
         return Pace(pace.fixed * factor, pace.per_token * factor)
 
-    def computed(self, work: Work, place: Place, tokens: int, began: float, ended: float) -> None:
-        """A place computed so many tokens; it began after it had ended what came before. Monotonic seconds."""
+    def computed(self, work: Work, place: Place, tokens: int, began: float, ended: float, ranks: int = 1) -> None:
+        """A place computed so many tokens; it began after it had ended what came before. Monotonic seconds.
+
+        Args:
+            ranks: of the node; each of them is a part of it.
+        """
         since = max(began, self._last_end.get(place, began))
         self._last_end[place] = max(ended, since)
-        self.took(work, place.node, tokens, max(0.0, ended - since))
+        seconds = max(0.0, ended - since)
+        if work is Work.PREFILL:
+            self.prefill_work.add(place.node, seconds / ranks, ended)
+        self.took(work, place.node, tokens, seconds)
 
     def took(self, work: Work, node: str, tokens: int, seconds: float) -> None:
         """A work of so many tokens took so many seconds."""

@@ -127,10 +127,10 @@ class HybridCache:
         attention = self._attention(prompt)
         if not self.shape.state_groups:
             return Hit(attention, attention)
-        step = self.shape.step
-        for tokens in range(attention, 0, -step):
-            if (Kind.STATE, self._key(prompt, tokens)) in self._entries:
-                return Hit(attention, tokens)
+        step, entries = self.shape.step, self._entries
+        for index in range(attention // step, 0, -1):
+            if (Kind.STATE, prompt.hashes[index - 1]) in entries:
+                return Hit(attention, index * step)
         return Hit(attention, 0)
 
     def compute(self, prompt: HashedPrompt) -> int:
@@ -170,8 +170,11 @@ class HybridCache:
 
     def _attention(self, prompt: HashedPrompt) -> int:
         """The longest run of whole blocks, and with a unit the deepest cached tail of the block after it."""
-        size, found, most = self.shape.block_size, 0, prompt.tokens - 1
-        while found + size <= most and (Kind.ATTENTION, self._key(prompt, found + size)) in self._entries:
+        size, found, most, entries = self.shape.block_size, 0, prompt.tokens - 1, self._entries
+        steps = size // self.shape.step
+        for key in prompt.hashes[steps - 1 : most // size * steps : steps]:
+            if (Kind.ATTENTION, key) not in entries:
+                break
             found += size
         if self.shape.unit:
             tail = _floor(min(most, found + size - 1), self.shape.unit)

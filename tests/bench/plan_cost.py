@@ -2,7 +2,7 @@
 
 Each round does what one request does: a snapshot, a plan, a leg on each of the two nodes, and the end of the oldest
 request's legs. With `prefix` and `hybrid` every prompt is cached on four places of each role, its legs carry their
-tokens, and the paces of half of the nodes are known. CPU time, the best of several runs.
+tokens, and the paces of half of the nodes are known, and how busy they were. CPU time, the best of several runs.
 """
 
 import collections
@@ -81,7 +81,8 @@ class CachedPrompts:
     def __init__(self, nodes: int) -> None:
         rates, half = Rates(), nodes // 2
         for number in range(0, half, 2):
-            rates.took(Work.PREFILL, f"prefill-{number}", TOKENS, 0.4 + 0.001 * (number % 7))
+            seconds = 0.4 + 0.001 * (number % 7)
+            rates.computed(Work.PREFILL, Place(f"prefill-{number}"), TOKENS, number, number + seconds)
             rates.took(Work.HAND_OVER, f"decode-{number}", TOKENS, 0.02)
         self._needs = [self._one(turn, half, rates) for turn in range(2 * half + 1)]
 

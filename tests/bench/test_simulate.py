@@ -76,6 +76,23 @@ def test_what_is_cached_is_found_without_sessions(seed: int) -> None:
     assert run(Routing.HYBRID, without_sessions(trace)).share <= 0.95 * run(Routing.SESSION, trace).share
 
 
+@pytest.mark.parametrize("seed", [1, 2, 9])
+def test_agents_with_one_system_prompt_do_not_gather_on_one_node(seed: int) -> None:
+    """Seeds at which a prompt in a hundred waited for two seconds and more where only the queue of the moment counted:
+    eight conversations of each kind were on one of three nodes, whose cache then lost their states."""
+    hybrid = run(Routing.HYBRID, agents(seed=seed))
+    assert hybrid.mean <= 0.3
+    assert hybrid.percentile(0.99) <= 1.2
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_without_states_decode_nodes_compute_little_that_prefill_nodes_compute_again(seed: int) -> None:
+    trace, dense = chat(seed=seed), Fleet(shape=CacheShape(state_groups=0))
+    hybrid, prefix = run(Routing.HYBRID, trace, dense), run(Routing.PREFIX, trace, dense)
+    assert hybrid.share <= 1.03 * prefix.share
+    assert hybrid.mean <= prefix.mean
+
+
 def test_a_first_token_comes_after_all_that_it_takes() -> None:
     """Alone on idle nodes: the prompt is computed and read, and then there is a step."""
     fleet = Fleet(1, 1, prefill_rate=1000.0, overhead=0.5, transfer_rate=2000.0, hand_over=0.25, step=0.125)

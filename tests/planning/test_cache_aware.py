@@ -138,6 +138,55 @@ def test_of_idle_nodes_the_one_that_did_least_lately_gets_a_new_prompt() -> None
     assert {names(make(*views, hits={}, rates=rates, turn=turn))[0] for turn in range(6)} == {"p2"}
 
 
+def busy(**shares: float) -> Rates:
+    """For a minute prefill nodes computed prompts for such shares of their time, none of them slower than others."""
+    rates = Rates()
+    for second in range(60):
+        for name, share in shares.items():
+            rates.computed(Work.PREFILL, Place(name), int(8000 * (share - 0.01)), second, second + share)
+    return rates
+
+
+SYSTEM = {"p1": (1280, 1280), "p2": (1280, 1280)}
+
+
+@pytest.mark.parametrize("policy", [HYBRID, PREFIX])
+def test_of_two_places_that_have_a_system_prompt_the_one_that_is_less_busy_gets_a_conversation(
+    policy: PlanPolicy,
+) -> None:
+    views = (view("p1"), view("p2", 4000), view("d1"))
+    assert names(make(*views, hits=SYSTEM, policy=policy))[0] == "p1"
+    assert names(make(*views, hits=SYSTEM, policy=policy, rates=busy(p1=0.6, p2=0.1)))[0] == "p2"
+
+
+def test_a_conversation_does_not_leave_its_place_for_being_busy_there_itself() -> None:
+    made = make(view("p1"), view("p2"), view("d1"), hits={"p1": (3584, 3584)}, rates=busy(p1=0.15))
+    assert names(made)[0] == "p1"
+
+
+def test_a_prompt_that_must_be_computed_whole_leaves_a_busy_place_to_those_that_hit_there() -> None:
+    """Its state was evicted: no place can resume it, and what it would leave here, it leaves elsewhere too."""
+    views, hits, rates = (view("p1"), view("p2"), view("d1")), {"p1": (3584, 0), "p2": (1280, 0)}, Rates()
+    assert names(make(*views, hits=hits))[0] == "p1"
+    for number in range(1500):  # many of few tokens, to which half a second is long
+        rates.computed(Work.PREFILL, Place("p1"), 1, number * 0.02, number * 0.02 + 0.01)
+    assert names(make(*views, hits=hits, rates=rates))[0] == "p2"
+
+
+def test_a_prompt_that_no_place_has_cached_goes_by_queues_alone() -> None:
+    views, rates = (view("p1"), view("p2", 500), view("d1")), busy(p1=0.8)
+    assert names(make(*views, hits={}, rates=rates))[0] == "p1"
+    assert names(make(*views, rates=rates))[0] == "p1"
+
+
+def test_each_rank_is_a_part_of_a_busy_node() -> None:
+    one, four = Rates(), Rates()
+    for rates, ranks in ((one, 1), (four, 4)):
+        for second in range(60):
+            rates.computed(Work.PREFILL, Place("p1"), 3920, second, second + 0.5, ranks)
+    assert four.prefill_work.share("p1") == pytest.approx(one.prefill_work.share("p1") / 4, rel=0.01)
+
+
 def test_a_quick_node_gets_more() -> None:
     rates = Rates()
     for _ in range(30):
@@ -204,6 +253,16 @@ def test_a_decode_node_that_resumes_computes_the_rest_itself() -> None:
     assert reason(made) is RouteReason.RESUMES
     assert made.decision is not None
     assert made.decision.computed == 32
+
+
+@pytest.mark.parametrize(("tokens", "local"), [(120, True), (450, False)])
+def test_what_a_decode_node_computes_is_charged_twice_for_a_prefill_node_may_have_to_compute_it_again(
+    tokens: int, local: bool
+) -> None:
+    """A hand-over takes 20 ms, and so long takes a prefill node for 160 tokens."""
+    cached = TOKENS - tokens
+    made = make(*PAIRS, hits={"p1": (cached, cached), "d1": (cached, cached)})
+    assert (made.prefill is None) is local
 
 
 @pytest.mark.parametrize(
