@@ -30,7 +30,7 @@ from contextvars import ContextVar
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
 from connector.journal import BadRecordsError, Record, parse_records
@@ -65,6 +65,8 @@ class StreamRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self._serve(scope, receive, send)
+        except ClientDisconnect:
+            return  # before its body was complete
         except StreamRefusedError as refusal:
             await error_response(refusal.status, refusal.kind, str(refusal))(scope, receive, send)
 

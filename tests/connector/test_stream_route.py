@@ -280,6 +280,19 @@ async def test_a_client_that_leaves_ends_the_request(plain_server: ApiServer) ->
     assert b"error" not in b"".join(message.get("body", b"") for message in sent)
 
 
+async def test_a_client_that_leaves_before_its_body_is_complete_is_no_error(plain_server: ApiServer) -> None:
+    messages = [{"type": "http.disconnect"}, {"type": "http.request", "body": b'{"model": ', "more_body": True}]
+
+    async def receive() -> Any:
+        return messages.pop()
+
+    async def send(message: Any) -> None:
+        raise AssertionError(message)
+
+    async with plain_server.on(FakeCore()):
+        await plain_server.app(_scope(STREAMS + COMPLETIONS), receive, send)
+
+
 async def test_a_client_that_leaves_while_it_reads_nothing_ends_the_request_at_once(plain_server: ApiServer) -> None:
     core = core_for(plain_server, COMPLETION)
     body = json.dumps({"model": "tiny", "stream": True, **COMPLETION.body}).encode()
