@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.metadata import entry_points
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
 
@@ -225,7 +224,7 @@ NODE_ID = "PDPROXY_NODE_ID"
 
 def name_node(environ: MutableMapping[str, str]) -> None:
     """Give the node an id, unless it has one: its first process chooses it, and the others inherit it."""
-    environ.setdefault(NODE_ID, token_hex(8))
+    environ.setdefault(NODE_ID, os.urandom(8).hex())
 
 
 def set_state_layout(environ: MutableMapping[str, str]) -> None:
