@@ -77,7 +77,7 @@ async def test_prompts_of_full_length_are_no_silence(stack: Stack) -> None:
     assert read(stack.proxy.admin_url, SILENCE, outcome="given_up") == before
 
 
-@pytest.mark.parametrize("which", [of_all, of_the_engine_core])
+@pytest.mark.parametrize("which", [pytest.param(of_all, marks=pytest.mark.long), of_the_engine_core])
 async def test_a_stopped_node_is_given_up_and_comes_back(
     stack: Stack, which: Callable[[Collection[int]], Collection[int]]
 ) -> None:

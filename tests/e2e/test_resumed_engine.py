@@ -21,7 +21,7 @@ from deploy.local.paths import ROOT
 from deploy.local.ports import free_row
 from tests.e2e.triton_nodes import ModelRunner, needs_triton, with_triton
 
-pytestmark = [pytest.mark.e2e, pytest.mark.own_engines]
+pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.long]
 
 CASES = (
     "greedy",
@@ -84,7 +84,6 @@ def test_it_goes_on_as_if_it_had_not_been_cut(answers: Answers, case: str) -> No
     goes_on(answers, case)
 
 
-@pytest.mark.long
 @needs_triton
 def test_so_it_does_on_model_runner_v2(tmp_path: Path) -> None:
     """Which GPUs use unless told otherwise; Triton's interpreter runs it here."""

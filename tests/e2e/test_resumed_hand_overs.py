@@ -23,7 +23,7 @@ from tests.e2e.conftest import REQUEST_TIMEOUT_S, Pair
 from tests.e2e.legs import LENGTH, Params, prefill
 from tests.e2e.metrics_reader import watch
 
-pytestmark = [pytest.mark.e2e, pytest.mark.own_engines]
+pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.long]
 
 SECRET = "known to this test alone"
 ENVIRONMENT = {SECRET_VARIABLE: SECRET, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"}
