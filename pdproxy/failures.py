@@ -375,8 +375,9 @@ ends without it if not.
 ## Streams that cannot be resumed
 
 These end with an error event once generated text has reached the client; before that, they too are asked anew. A node
-may refuse to write a journal for others (a response that it is to store, say): such a stream is served at the endpoint
-itself, without one.
+refuses to write a journal for three more, which it alone knows; such a stream is served at the endpoint itself, without
+one: a response that it is to store, or that goes on from a stored one; seeded sampling with speculative tokens (how
+many drafts were accepted decides how many random numbers were drawn); a thinking budget on vLLM's model runner V1.
 """
 
 _WITHOUT_JOURNAL = """
