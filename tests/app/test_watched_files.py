@@ -188,8 +188,11 @@ def operator(server: RunningProxy) -> httpx.AsyncClient:
 
 
 def credential_seen(server: RunningProxy, path: str = "/v1/completions") -> str:
-    """What the last request of a kind to the decode node carried."""
-    last = [each for each in server.decode.seen if each.path == path][-1]
+    """What the last request of a kind to the decode node carried; "" before there is one."""
+    seen = [each for each in server.decode.seen if each.path == path]
+    if not seen:
+        return ""
+    last = seen[-1]
     return dict(last.headers)["authorization"]
 
 
