@@ -12,7 +12,7 @@ frozen node would cost 16 s."""
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("number", MOST)
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
 async def test_streams_leave_a_node_that_dies_or_freezes(number: signal.Signals) -> None:
     measured = await measure(number, 2, seed=3)
     assert measured.ended.keys() == {"right"}
