@@ -38,6 +38,7 @@ WITH_VLLM := $(filter-out $(NEED_NO_VLLM),$(wildcard tests/connector/test_*.py))
 NOT_UNIT := tests/soak tests/watch tests/e2e
 # What needs no vLLM, in three processes: with the other half four for two cores, for many tests wait. Workers of pytest-xdist
 # cost more: each lists all tests, and starts what a session shares. What a list does not name runs in unit-rest.
+# vLLM's half takes longest, and goes first.
 SERVING := tests/app tests/server tests/transport
 REQUESTS := tests/orchestration tests/nodes $(NEED_NO_VLLM)
 # Bytecode is kept whatever the environment says: to compile the tests takes three seconds.
@@ -47,13 +48,13 @@ unit: env ## tests without engines (a minute on two cores)
 	@$(MAKE) --no-print-directory -j4 unit-connector unit-serving unit-requests unit-rest
 
 unit-serving:
-	@$(UNIT) $(SERVING)
+	@nice -n 5 env $(UNIT) $(SERVING)
 
 unit-requests:
-	@$(UNIT) $(REQUESTS)
+	@nice -n 5 env $(UNIT) $(REQUESTS)
 
 unit-rest:
-	@$(UNIT) $(addprefix --ignore=,$(WITH_VLLM) $(SERVING) $(REQUESTS) $(NOT_UNIT))
+	@nice -n 5 env $(UNIT) $(addprefix --ignore=,$(WITH_VLLM) $(SERVING) $(REQUESTS) $(NOT_UNIT))
 
 unit-connector:
 	@$(UNIT) $(WITH_VLLM)
