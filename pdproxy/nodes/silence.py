@@ -40,9 +40,9 @@ TICK = 0.1
 LATE = 0.25
 """Seconds by which a look may be late. If it is later, this process was stopped or starved, and nodes may have sent
 what it has not read: all that was silent is taken to be so from then on."""
-AGAIN = 1.0
+AGAIN = 0.5
 """Seconds after an answer until a node that is still silent is probed again."""
-PATIENT = {Role.DECODE: 1.75, Role.PREFILL: 3.0}
+PATIENT = {Role.DECODE: 1.5, Role.PREFILL: 3.0}
 """Times that an answer may take longer than `SilenceConfig.timeout` at most, by what is known of the node."""
 SLOWER = 4.0
 """An answer may take this many times as long as the slowest of the node's last ones did."""
