@@ -225,7 +225,7 @@ class Relay(ResponseStream):
     def _finish(self, outcome: Outcome) -> None:
         self._done, self.outcome = True, outcome
         if outcome is Outcome.OK:
-            self._upstream.resources.forget_hand_over()
+            self._upstream.end_hand_over()
         self._record_usage()
 
     def _record_usage(self) -> None:

@@ -4,7 +4,7 @@ Where the decode node can wait for its ticket both legs go out at once, and `Ren
 one follows the other. Everything that it holds meanwhile is in `HeldResources`: `aclose` gives it back, whenever it is
 called.
 
-A few lines over 300: every step of one prompt's way stands beside those that may follow it.
+Some lines over 300: every step of one prompt's way stands beside those that may follow it.
 """
 
 import asyncio
@@ -236,9 +236,17 @@ class UpstreamRequest:
     def _first_event(self, node: Node) -> None:
         self._life.move(Transition.FIRST_EVENT)
         if self.sub_request.first_event_proves_read:
-            self.resources.forget_hand_over()
+            self.end_hand_over()
         self.resources.slot.prompt_computed()
         self.nodes.first_event(node, self.hand_over)
+
+    def end_hand_over(self) -> None:
+        """The decode node needs it no more. Whether one that resumes a stream has read it, nothing tells: of a stream
+        that had ended it reads nothing. To release what was read does no harm."""
+        if self.resumed:
+            self.resources.release_hand_over()
+        else:
+            self.resources.forget_hand_over()
 
     async def _forgo_ticket(self, leg: WaitingLeg) -> None:
         """The decode node did not wait to the end."""
