@@ -29,11 +29,12 @@ async def test_a_plan_says_why_in_header_log_and_metrics(caplog: pytest.LogCaptu
     caplog.set_level(logging.INFO, "pdproxy")
     async with running_proxy(SETTINGS) as running:
         first = await ask(running)
+        await running.until('pdproxy_real_hit_tokens_total{role="prefill"} 1.0')
         again = await ask(running)
-        await running.until('pdproxy_real_hit_tokens_total{role="prefill"} 2.0')
         metrics = (await running.client.get("/metrics")).text
     assert first.headers["x-pdproxy-route"].startswith("disaggregated; reason=nothing_cached; cached=0/")
-    assert "; reason=" in again.headers["x-pdproxy-route"]
+    # Which it is depends on how long the first prefill took: a decode node that is seen to be quicker computes by itself.
+    assert again.headers["x-pdproxy-route"].split("; ")[1] in ("reason=cached", "reason=resumes")
     assert 'pdproxy_plans_total{reason="nothing_cached"} 1.0' in metrics
     lines = [vars(record) for record in caplog.records if record.name == "pdproxy.orchestration.access_log"]
     assert lines[0]["planned_computed"] == lines[0]["planned_tokens"] > 500
