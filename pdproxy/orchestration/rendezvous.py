@@ -117,7 +117,7 @@ class Rendezvous:
 
     @property
     def pending(self) -> bool:
-        """Whether a leg that begins to wait now would be told."""
+        """Whether a leg that begins to wait now would be told: a prefill or a delivery is under way."""
         return not self._task.done()
 
     @contextlib.contextmanager

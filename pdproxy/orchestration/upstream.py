@@ -230,6 +230,8 @@ class UpstreamRequest:
         self.timeline.enter(Phase.DECODE, node.name)
         if not rendezvous.prefilled:
             await self._forgo_ticket(wait)
+        elif rendezvous.pending:  # the node may have begun without its ticket; to release what was read does no harm
+            self.resources.release_hand_over()
         self._first_event(node)
         return result
 

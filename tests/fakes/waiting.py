@@ -100,6 +100,13 @@ class WaitingRoom:
         self._earlier, self._early = self._early, {}
         self._missed_earlier, self._missed = self._missed, set()
 
+    def end_all(self) -> None:
+        """The time of all that wait is over: they compute."""
+        for wait_id, waiting in tuple(self._waiting.items()):
+            del self._waiting[wait_id]
+            self._missed.add(wait_id)
+            waiting.tell(None)
+
     def enter(
         self, params: Params, answer: "Callable[[Params | None], Script]", *, streams_responses: bool
     ) -> WaitingRequest:

@@ -14,10 +14,12 @@ from pdproxy.nodes.node import Node, Role
 from pdproxy.observe.labels import Phase
 from pdproxy.orchestration.context import MOST_WAITING, SHUT_SECONDS, OrchestrationConfig
 from pdproxy.request import Endpoint
+from pdproxy.response import ResponseStream
 from pdproxy.settings.types import OnPrefillFailure
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.node import FakeNode
+from tests.fakes.reading import follow
 from tests.fakes.waiting import TICKETS_PATH
 from tests.orchestration.answers import read_answer
 from tests.orchestration.cluster import MODEL, FakeCluster, Got
@@ -291,6 +293,27 @@ async def test_a_failed_delivery_sends_the_request_with_its_ticket(name: str, de
     counted = blamed and not (name == "500" and decodes == 1)
     assert (cluster.pool.view("d0").reason != "") is counted
     await cluster.settle()
+
+
+async def test_a_first_event_during_the_delivery_does_not_prove_that_the_ticket_was_read() -> None:
+    cluster = FakeCluster(prefills=1, decodes=1)
+    delivering, send = asyncio.Event(), cluster.transport.send
+
+    async def slow_delivery(request: Any, timeouts: Any) -> Any:
+        if request.url.endswith(TICKETS_PATH):
+            delivering.set()
+            await asyncio.Event().wait()
+        return await send(request, timeouts)
+
+    cluster.transport.send = slow_delivery  # type: ignore[method-assign]
+    asked = asyncio.create_task(cluster.orchestrator.answer(cluster.request(CHAT, STREAM)))
+    await delivering.wait()
+    cluster.decodes[0].waiting.end_all()
+    reply = await asked
+    assert isinstance(reply.body, ResponseStream)
+    await follow(reply.body, most=1)  # the client leaves before the usage, which would show it
+    await cluster.settle()
+    assert (len(cluster.fabric.released), cluster.fabric.pulled) == (1, 0)
 
 
 @pytest.mark.parametrize("retries", [0, 2])
