@@ -1,11 +1,25 @@
-"""A client's request as values: what intake made of the bytes, its shape, and one prompt of it."""
+"""A client's request as values: what intake made of the bytes, its shape, and one prompt of it; and JSON itself.
+
+JSON is read and written by msgspec, in a fifth of the standard library's time. What msgspec refuses goes to the
+standard library, for some of it is legal, and nothing that a client or a node sends may be lost: lone surrogates
+(`"\\ud800"`), NaN, numbers beyond a float's range, UTF-16, byte order marks. Errors are the standard library's, too.
+"""
 
 import dataclasses
 import enum
+import json
+import re
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import msgspec
 
 Json: TypeAlias = Mapping[str, object]
+_READ = msgspec.json.Decoder().decode
+_WRITE = msgspec.json.Encoder().encode
+_WRITE_ALL = msgspec.json.Encoder(enc_hook=str).encode
+_PRINTABLE = re.compile(rb"[ -~]*").fullmatch
+
 Headers: TypeAlias = tuple[tuple[str, str], ...]
 """Header names in lower case, in the order they came."""
 
@@ -14,6 +28,39 @@ HOP_BY_HOP = frozenset(
     | {"te", "trailer", "transfer-encoding", "upgrade"}
 )
 """Headers that belong to one connection (RFC 9110, 7.6.1)."""
+
+
+def read_json(raw: bytes, parse_constant: Callable[[str], object] | None = None) -> Any:
+    """The value of a JSON text. ``parse_constant`` is called for NaN, Infinity and -Infinity.
+
+    Raises:
+        ValueError: it is no JSON; the message says where.
+        RecursionError: it is nested too deeply.
+    """
+    try:
+        return _READ(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return json.loads(raw, parse_constant=parse_constant)
+
+
+def write_json(value: object) -> bytes:
+    """A value as JSON without spaces, in UTF-8; a text with lone surrogates in ASCII, where they survive.
+
+    Floats that JSON has no number for become null. Raises TypeError for what is no JSON value.
+    """
+    try:
+        return _WRITE(value)
+    except UnicodeEncodeError:
+        return json.dumps(value, separators=(",", ":")).encode("ascii")
+
+
+def write_json_line(value: object) -> str:
+    """A value as JSON on one line of printable ASCII; what is no JSON value is written as ``str`` gives it."""
+    try:
+        text = _WRITE_ALL(value)
+    except (UnicodeEncodeError, TypeError):
+        return json.dumps(value, default=str)
+    return text.decode() if _PRINTABLE(text) else json.dumps(value, default=str)
 
 
 class Endpoint(enum.StrEnum):

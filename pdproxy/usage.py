@@ -9,11 +9,10 @@ hand-over's end count as cached; if not, only what its own cache held.
 """
 
 import dataclasses
-import json
 import re
 from collections.abc import Sequence
 
-from pdproxy.request import Endpoint, Json
+from pdproxy.request import Endpoint, Json, read_json
 
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens":\s*(\d+)')
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
@@ -63,7 +62,7 @@ def read_usage_event(data: bytes) -> Usage | None:
     if b'"output_tokens":' not in data:
         return None
     try:
-        event = json.loads(data)
+        event = read_json(data)
     except ValueError:
         return None
     response = event.get("response")  # in the last event of responses; messages have usage at the top level

@@ -59,7 +59,7 @@ def closure(here: Installed, root: str, extras: frozenset[str]) -> set[str]:
 
 def split(here: Installed) -> dict[str, set[str]]:
     """Names by lock; each name stands in one lock alone."""
-    proxy = closure(here, PROJECT, frozenset({"events", "kubernetes", "otel"}))
+    proxy = closure(here, PROJECT, frozenset({"kubernetes", "otel"}))
     node = closure(here, PROJECT, frozenset({"cpu"}))
     dev = closure(here, PROJECT, frozenset({"dev"})) - node
     locks = {"proxy": proxy, "torch": set(TORCH), "cpu": node - proxy - TORCH, "dev": dev}

@@ -1,14 +1,11 @@
-"""What reads nodes' KV events, built where the settings ask for it: it needs a package that others can do without."""
+"""What reads nodes' KV events: built, and loaded, where the settings ask for it alone."""
 
 import dataclasses
-import importlib.util
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pdproxy.clock import Clock
 from pdproxy.credential import OwnHeaders
-from pdproxy.errors import SettingsError
 from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.labels import Known
@@ -23,9 +20,6 @@ if TYPE_CHECKING:
     from pdproxy.events.places import PlaceCaches
     from pdproxy.events.prefix_source import EventPrefixSource
     from pdproxy.events.subscriber import EventSubscriber
-
-_LOG = logging.getLogger(__name__)
-_PACKAGE = "msgspec"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,11 +51,7 @@ def kv_events(
     headers: OwnHeaders,
     rates: Rates,
 ) -> KvEvents | None:
-    """All of it; None where the settings do not ask for it. ``headers``: of the proxy's own requests to nodes.
-
-    Raises:
-        SettingsError: they do, and the package is missing.
-    """
+    """All of it; None where the settings do not ask for it. ``headers``: of the proxy's own requests to nodes."""
     if not _wanted(settings):
         return None
     from pdproxy.events.places import PlaceCaches
@@ -79,10 +69,5 @@ def kv_events(
 
 
 def _wanted(settings: Settings) -> bool:
-    read, here = settings.events.read, importlib.util.find_spec(_PACKAGE) is not None
-    hint = f"the package {_PACKAGE} is missing: pip install 'pdproxy[events]' brings it (the proxy's image has it)."
-    if read is ReadEvents.ON and not here:
-        raise SettingsError(f"events.read is 'on', and {hint}")
-    if read is ReadEvents.AUTO and settings.policy.routing in BY_CACHE and not here:
-        _LOG.warning("What nodes have cached is estimated, for their KV events cannot be read: %s", hint)
-    return here and (read is ReadEvents.ON or (read is ReadEvents.AUTO and settings.policy.routing in BY_CACHE))
+    read = settings.events.read
+    return read is ReadEvents.ON or (read is ReadEvents.AUTO and settings.policy.routing in BY_CACHE)

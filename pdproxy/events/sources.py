@@ -6,10 +6,11 @@ be reached from the node alone, does no harm, and a node cannot make the proxy c
 """
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterator
 from urllib.parse import urlsplit
+
+from pdproxy.request import read_json
 
 MOST_RANKS = 256
 """Publishers of one node that are listened to; vLLM's largest deployments have fewer ranks behind one address."""
@@ -54,7 +55,7 @@ def read_sources(body: bytes, url: str) -> EventSources:
 
 def _listed(body: bytes) -> dict[int, dict[str, object]]:
     try:
-        answer = json.loads(body)
+        answer = read_json(body)
     except ValueError:
         return {}
     return dict(sorted(_ranks(answer))) if isinstance(answer, dict) else {}

@@ -6,7 +6,6 @@ Written against bare ASGI: this is the hot path, where a framework's routing wou
 import asyncio
 import functools
 import importlib.resources
-import json
 import logging
 import urllib.parse
 from collections.abc import Awaitable, Callable
@@ -29,7 +28,7 @@ from pdproxy.intake.request_context import (
     send_whole,
 )
 from pdproxy.nodes.node import Role, Snapshot, State
-from pdproxy.request import Endpoint, Headers, Json
+from pdproxy.request import Endpoint, Headers, Json, write_json
 from pdproxy.response import SINK_EXTENSION
 
 _LOG = logging.getLogger("pdproxy.intake")
@@ -121,12 +120,12 @@ class ApiApp:
         self._handler.keys.api_key(headers)
         cards = model_cards(self._handler.pool.snapshot())
         if path == "/v1/models":
-            return json.dumps({"object": "list", "data": list(cards.values())}).encode()
+            return write_json({"object": "list", "data": list(cards.values())})
         name = urllib.parse.unquote(path.removeprefix("/v1/models/"))
         if name not in cards:
             text = f"The model {name[:100]!r} is not served here: see /v1/models."
             raise ClientError(404, text, code="model_not_found")
-        return json.dumps(cards[name]).encode()
+        return write_json(cards[name])
 
 
 @functools.cache
@@ -135,7 +134,7 @@ def openapi_document() -> bytes:
     text = importlib.resources.files("pdproxy.intake").joinpath("openapi.yaml").read_text(encoding="utf-8")
     document = yaml.safe_load(text)
     document["info"]["version"] = __version__
-    return json.dumps(document).encode()
+    return write_json(document)
 
 
 def model_cards(snapshot: Snapshot) -> dict[str, Json]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import json
 import re
 
 from pdproxy.clock import Clock
@@ -23,7 +22,7 @@ from pdproxy.legs.parse import check_values, parse, scrub
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.orchestrator import Orchestrator
-from pdproxy.request import ClientRequest, Endpoint, Headers, Json
+from pdproxy.request import ClientRequest, Endpoint, Headers, Json, read_json
 from pdproxy.response import ProxyResponse
 from pdproxy.settings.types import BY_CACHE, Credential, Routing
 
@@ -177,7 +176,7 @@ def model_of(raw: bytes) -> str:
     """
     check_values(raw)
     try:
-        body = json.loads(raw)
+        body = read_json(raw)
     except (ValueError, RecursionError):
         field = _IN_FORM.search(raw)
         return field.group(1).decode("utf-8", "replace") if field else ""

@@ -2,13 +2,12 @@
 
 import asyncio
 import dataclasses
-import json
 import secrets
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.legs.rewrite import delivery_body, release_body, resume_body
 from pdproxy.nodes.node import Node
-from pdproxy.request import Endpoint, Headers, Json, LegForm, StreamRoute, header
+from pdproxy.request import Endpoint, Headers, Json, LegForm, StreamRoute, header, read_json, write_json
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transport, read_to_end
 from pdproxy.usage import read_usage
 
@@ -165,8 +164,8 @@ async def _post_raw(
 
 
 def outgoing_body(body: object) -> bytes:
-    """The bytes of a leg's body: ASCII, so that lone surrogates of a client's text survive."""
-    return json.dumps(body, separators=(",", ":")).encode("ascii")
+    """The bytes of a leg's body."""
+    return write_json(body)
 
 
 async def raise_for_status(response: HttpResponse) -> HttpResponse:
@@ -211,7 +210,7 @@ async def read_answer(response: HttpResponse, limit: int = ANSWER_BYTES) -> dict
 def json_object(raw: bytes) -> dict[str, object]:
     """A JSON object; anything else is an INVALID_BODY fault."""
     try:
-        value = json.loads(raw)
+        value = read_json(raw)
     except (ValueError, RecursionError) as error:
         raise NodeFault(Fault.INVALID_BODY, f"the answer is not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -1,11 +1,10 @@
 """A request's bytes to bodies that may be planned: well-formed, without what a client may not send, one per prompt."""
 
-import json
 from collections.abc import Callable, Mapping
 from typing import TypeGuard
 
 from pdproxy.errors import ClientError
-from pdproxy.request import Endpoint, Json
+from pdproxy.request import Endpoint, Json, read_json
 
 TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens")
 FORBIDDEN = frozenset({"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"})
@@ -70,7 +69,7 @@ def check_values(raw: bytes) -> None:
 def _object(raw: bytes) -> dict[str, object]:
     check_values(raw)
     try:
-        body = json.loads(raw, parse_constant=_no_constant)
+        body = read_json(raw, parse_constant=_no_constant)
     except RecursionError as error:
         raise _bad(None, "The body is nested too deeply.") from error
     except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, integers of thousands of digits

@@ -1,7 +1,6 @@
 """What a node publishes about itself, read out of its answers. Pure."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -13,6 +12,7 @@ from pdproxy.nodes.cache_settings import CacheSettings, read_cache_settings
 from pdproxy.nodes.capacity import Binding, Capacity
 from pdproxy.nodes.hashing import Hashing, connector_hashing, stock_hashing
 from pdproxy.nodes.node import Node
+from pdproxy.request import read_json
 
 INFO_METRIC = "pdproxy_connector_info"
 """The gauge whose labels are the connector's settings."""
@@ -210,7 +210,7 @@ def _samples(body: bytes, beginning: str) -> list[Sample]:
 
 def _object(body: bytes) -> Mapping[str, object]:
     try:
-        value = json.loads(body)
+        value = read_json(body)
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}

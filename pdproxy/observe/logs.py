@@ -4,10 +4,10 @@ Details stand in ``extra``: ``_LOG.info("client left", extra={"request_id": name
 """
 
 import datetime as dt
-import json
 import logging
 from typing import TextIO
 
+from pdproxy.request import write_json_line
 from pdproxy.settings.model import Log
 from pdproxy.settings.types import LogFormat
 
@@ -29,7 +29,7 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        return write_json_line(line)
 
 
 class TextFormatter(logging.Formatter):

@@ -1,12 +1,10 @@
 """The errors that clients see: their messages, and how each endpoint writes them. No internal address is in them."""
 
-import json
-
 from pdproxy.errors import ClientError, Fault, NodeFault, PdproxyError
 from pdproxy.failures import FAILURE_TABLE, Moment, Step
 from pdproxy.observe.labels import Leg, Rejection
 from pdproxy.planning.plan_types import NoNode, UnknownModel
-from pdproxy.request import Endpoint, Headers, header
+from pdproxy.request import Endpoint, Headers, header, write_json
 from pdproxy.response import ProxyResponse
 from pdproxy.stream.choice_state import NotContinuable
 from pdproxy.stream.chunks import DONE_EVENT
@@ -99,7 +97,7 @@ def error_event(endpoint: Endpoint, error: ClientError) -> bytes:
         return b"event: error\ndata: " + error_body(endpoint, error) + b"\n\n"
     if endpoint is Endpoint.RESPONSES:
         flat = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
-        return b"event: error\ndata: " + json.dumps(flat, ensure_ascii=False).encode() + b"\n\n"
+        return b"event: error\ndata: " + write_json(flat) + b"\n\n"
     return b"data: " + error.body() + b"\n\n" + DONE_EVENT
 
 
@@ -109,7 +107,7 @@ def error_body(endpoint: Endpoint, error: ClientError) -> bytes:
         return error.body()
     kind = ANTHROPIC_ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     shape = {"type": "error", "error": {"type": kind, "message": error.message}}
-    return json.dumps(shape, ensure_ascii=False).encode()
+    return write_json(shape)
 
 
 ANTHROPIC_ERRORS = {

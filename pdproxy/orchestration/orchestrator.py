@@ -1,7 +1,6 @@
 """Answers client requests with the nodes of the pool: the entry from intake, buffered answers, response headers."""
 
 import functools
-import json
 from collections.abc import Sequence
 
 from pdproxy.errors import Fault, NodeFault
@@ -18,7 +17,7 @@ from pdproxy.orchestration.in_flight import Timeline
 from pdproxy.orchestration.relay import Relay
 from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.orchestration.upstream import UpstreamRequest
-from pdproxy.request import ClientRequest, Endpoint, Headers, Json, LegForm, SubRequest
+from pdproxy.request import ClientRequest, Endpoint, Headers, Json, LegForm, SubRequest, write_json
 from pdproxy.response import ProxyResponse
 from pdproxy.stream.chunks import rewrite_answer
 from pdproxy.transport.port import HttpResponse, read_to_end
@@ -144,7 +143,7 @@ async def _read(endpoint: Endpoint, response: HttpResponse) -> tuple[bytes, dict
 
 
 def _encode(answer: Json) -> bytes:
-    return json.dumps(answer, separators=(",", ":")).encode("ascii")
+    return write_json(answer)
 
 
 def _own_headers(request: ClientRequest, timeline: Timeline) -> Headers:

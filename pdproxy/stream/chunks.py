@@ -1,12 +1,11 @@
 """Events of a node's stream: read by a JSON parser or without one, and rewritten for the client."""
 
 import dataclasses
-import json
 import re
 from typing import NamedTuple, TypeVar
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.request import Endpoint, Json, NotContinuableReason
+from pdproxy.request import Endpoint, Json, NotContinuableReason, read_json, write_json
 from pdproxy.stream.sse import Event
 from pdproxy.usage import with_cached_tokens
 
@@ -33,7 +32,7 @@ FINAL_EVENTS = frozenset({b"message_delta", b"response.completed", b"response.in
 def parse_object(data: bytes) -> dict[str, object]:
     """A JSON object; anything else is an INVALID_BODY fault."""
     try:
-        value = json.loads(data)
+        value = read_json(data)
     except (ValueError, RecursionError) as error:
         raise NodeFault(Fault.INVALID_BODY, f"an event of the stream is not JSON: {error}") from error
     if not isinstance(value, dict):
@@ -50,7 +49,7 @@ def choices_of(payload: Json) -> list[dict[str, object]]:
 def data_event(payload: object, name: bytes = b"") -> bytes:
     """An event of one data line."""
     head = b"event: " + name + b"\n" if name else b""
-    return head + b"data: " + json.dumps(payload, separators=(",", ":")).encode("ascii") + b"\n\n"
+    return head + b"data: " + write_json(payload) + b"\n\n"
 
 
 def rewrite_answer(endpoint: Endpoint, answer: dict[str, object], cached_tokens: int | None) -> dict[str, object]:
@@ -230,7 +229,7 @@ def fast_path(raw: bytes) -> FastPathEvent | None:
     index, content, text, ids = match.groups()
     quoted, (ids_from, ids_to) = content if text is None else text, match.span(4)
     try:
-        unquoted: str = json.loads(b'"' + quoted + b'"') if b"\\" in quoted else quoted.decode()
+        unquoted: str = read_json(b'"' + quoted + b'"') if b"\\" in quoted else quoted.decode()
         token_ids = list(map(int, ids.split(b","))) if b"," in ids else [int(ids)] if ids else []
     except ValueError:
         return None

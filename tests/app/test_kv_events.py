@@ -1,14 +1,12 @@
 """KV events are read where the settings ask for it, and the package for it is there."""
 
 import dataclasses
-import importlib.util
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.app.kv_events import KvEvents, kv_events
 from pdproxy.credential import no_headers
-from pdproxy.errors import SettingsError
 from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
@@ -41,20 +39,6 @@ def built(**variables: str) -> KvEvents | None:
 def test_events_are_read_where_the_policy_goes_by_them(read: str, routing: str, wanted: bool) -> None:
     events = built(PDPROXY_EVENTS_READ=read, PDPROXY_POLICY_ROUTING=routing)
     assert (events is not None) is wanted
-
-
-def test_without_the_package_the_proxy_does_without_or_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "msgspec" else find(name))
-    with pytest.raises(SettingsError, match=r"events.read is 'on', and .* pip install 'pdproxy\[events\]' brings it"):
-        built(PDPROXY_EVENTS_READ="on")
-    assert built(PDPROXY_POLICY_ROUTING="hybrid") is None
-    assert "estimated" in caplog.text
-    caplog.clear()
-    assert built() is None
-    assert caplog.text == ""
 
 
 def test_operators_see_how_much_is_known_of_each_rank() -> None:
