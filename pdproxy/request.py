@@ -117,7 +117,7 @@ class Addition(enum.StrEnum):
 
 
 class LocalReason(enum.StrEnum):
-    """Why a request is computed on the decode node alone: every value of ``pdproxy_local_total{reason}``."""
+    """Why a request is computed on one node alone: every value of ``pdproxy_local_total{reason}``."""
 
     PROMPT_LOGPROBS = "prompt_logprobs"
     ECHO_LOGPROBS = "echo_logprobs"
@@ -135,6 +135,8 @@ class LocalReason(enum.StrEnum):
     CACHED = "cached"
     """The decode node has most of the prompt cached, and computes the rest sooner than a prefill node could."""
     NO_PREFILL = "no_prefill"
+    NO_DECODE = "no_decode"
+    """No decode node is left, and a prefill node serves the request (``policy.on_no_decode``)."""
     NO_PAIR = "no_pair"
     """No prefill and decode node are of one cohort."""
     BARRED_PAIR = "barred_pair"

@@ -17,7 +17,7 @@ from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.in_flight import InFlightRequests
 from pdproxy.orchestration.request_queue import QueueStatus
 from pdproxy.request import Json
-from pdproxy.settings.types import OnPrefillFailure
+from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,6 +34,7 @@ class AdminContext:
         caches: by a node's name, how much is known of what each of its data-parallel ranks has cached, as JSON.
         events: by a node's name, whether its KV events are read.
         orchestration: which plans; None where there is no /debug/plan.
+        on_no_decode: with PREFILL, prefill nodes alone make it ready.
     """
 
     pool: Pool
@@ -49,6 +50,7 @@ class AdminContext:
     caches: Callable[[str], Sequence[Json]] = lambda _: ()
     events: Callable[[str], EventsSeen] = lambda _: EventsSeen.UNKNOWN
     orchestration: OrchestrationContext | None = None
+    on_no_decode: OnNoDecode = OnNoDecode.FAIL
 
 
 class Readiness(enum.StrEnum):
@@ -66,7 +68,8 @@ def readiness(context: AdminContext) -> Readiness:
         return Readiness.LEAVING
     snapshot = context.pool.snapshot()
     if not _serving(snapshot, Role.DECODE):
-        return Readiness.NO_DECODE
+        last_resort = context.on_no_decode is OnNoDecode.PREFILL and _serving(snapshot, Role.PREFILL)
+        return Readiness.READY if last_resort else Readiness.NO_DECODE
     if context.on_prefill_failure is OnPrefillFailure.FAIL and not _serving(snapshot, Role.PREFILL):
         return Readiness.NO_PREFILL
     return Readiness.READY

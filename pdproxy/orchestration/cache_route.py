@@ -114,7 +114,7 @@ class CacheRoute:
             if plan.decision.decode.resume:
                 self._rates.passed_over(Work.LOCAL, node.name)
         elif plan.prefill is None:
-            self._rates.computed(Work.LOCAL, place, plan.decision.computed, self._began[Role.DECODE], now)
+            self._rates.computed(Work.LOCAL, place, plan.decision.computed, self._began[node.role], now)
 
     def answered(self, node: Node, usage: Usage, hand_over: HandOver | None) -> None:
         """The nodes said what they had cached: once, for the prompt as the client sent it.

@@ -15,7 +15,7 @@ from pdproxy.orchestration.prefix_source import PrefixSource
 from pdproxy.orchestration.request_queue import QueueLimits, RequestQueue
 from pdproxy.planning.plan import LEAST_LOADED, PlanPolicy, RoutingPolicy
 from pdproxy.planning.rates import Rates
-from pdproxy.settings.types import Legs, OnPrefillFailure
+from pdproxy.settings.types import Legs, OnNoDecode, OnPrefillFailure
 from pdproxy.transport.port import DeadlineHold, Timeouts, Transport
 
 
@@ -32,6 +32,7 @@ class OrchestrationConfig:
         release: for one call that releases a hand-over; at a shutdown, for all that are under way.
         delivery: for the call that brings a ticket to a decode node that waits for it.
         on_prefill_failure: what follows a failed prefill leg.
+        on_no_decode: what follows where no decode node is left.
         legs: whether the decode leg goes out with the prefill leg, where it can.
         retries: how often each leg may be tried again before the client gets a byte; unreachable nodes do not count.
         migrations: how often one stream may move to another decode node; 0 turns migration off.
@@ -50,6 +51,7 @@ class OrchestrationConfig:
     release: float = 5.0
     delivery: float = 10.0
     on_prefill_failure: OnPrefillFailure = OnPrefillFailure.RETRY
+    on_no_decode: OnNoDecode = OnNoDecode.FAIL
     legs: Legs = Legs.IN_TURN
     retries: int = 2
     migrations: int = 3
@@ -62,7 +64,7 @@ class OrchestrationConfig:
 
     def plan_policy(self) -> PlanPolicy:
         """What planning needs to know of it."""
-        return PlanPolicy(self.on_prefill_failure, self.local_below_tokens, self.routing_policy)
+        return PlanPolicy(self.on_prefill_failure, self.on_no_decode, self.local_below_tokens, self.routing_policy)
 
     def prefill_timeouts(self, remaining_seconds: float) -> Timeouts:
         """For a prefill leg of a request that has so many seconds left."""

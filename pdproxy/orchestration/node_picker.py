@@ -25,7 +25,7 @@ from pdproxy.orchestration.resources import HandOver
 from pdproxy.planning.plan import choose, plan
 from pdproxy.planning.plan_types import NoNode, Plan, PlanInput, UnknownModel
 from pdproxy.request import Headers, LocalReason, SubRequest
-from pdproxy.settings.types import OnPrefillFailure
+from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
 from pdproxy.usage import Usage
 
 _LOG = logging.getLogger(__name__)
@@ -175,8 +175,8 @@ class NodePicker:
         context, most = self._context, self._context.config.decode_fill
         if context.pool.view(chosen.decode.name).admits(self._footprint, most):
             return chosen
-        decodes = (view for view in context.pool.snapshot().nodes if view.node.role is Role.DECODE)
-        full = frozenset(view.node.name for view in decodes if not view.admits(self._footprint, most))
+        like = (view for view in context.pool.snapshot().nodes if view.node.role is chosen.decode.role)
+        full = frozenset(view.node.name for view in like if not view.admits(self._footprint, most))
         try:
             other = self._plan(full)
         except NO_NODE_ERRORS:
@@ -190,10 +190,11 @@ class NodePicker:
             self._cache_route.planned(chosen)
         return chosen
 
-    def load(self, node: Node) -> LegLoad:
-        """What a leg adds to its node: its caches take in the answers too, if these are as long as others were."""
+    def load(self, node: Node, leg: Leg) -> LegLoad:
+        """What a prefill or decode leg adds to its node: of a decode leg the caches take in the answers too, if these
+        are as long as others were."""
         load = NO_LOAD if self._cache_route is None else self._cache_route.load(node)
-        return load._replace(footprint=self._footprint) if node.role is Role.DECODE else load
+        return load._replace(footprint=self._footprint) if leg is Leg.DECODE else load
 
     def begin_leg(self, node: Node) -> Headers:
         """The headers of a leg that begins now."""
@@ -259,10 +260,11 @@ class NodePicker:
         return node.can_resume and node.name not in self.no_route
 
     def resumes_elsewhere(self, name: str) -> bool:
-        """Whether another decode node than this one takes requests and `resumes`."""
+        """Whether another node than this one takes requests, could serve a decode leg, and `resumes`."""
         snapshot = self._context.pool.snapshot()
-        decodes = snapshot.roster.served(self._sub_request.request.model).places.decodes
-        nodes = (snapshot.nodes[place].node for place in decodes)
+        places = snapshot.roster.served(self._sub_request.request.model).places
+        last_resort = places.prefills if self._context.config.on_no_decode is OnNoDecode.PREFILL else ()
+        nodes = (snapshot.nodes[place].node for place in (*places.decodes, *last_resort))
         return any(node.name != name and self.resumes(node) for node in nodes)
 
     def prefilled(self, node: Node, answer: PrefillAnswer) -> None:

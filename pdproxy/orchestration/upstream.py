@@ -190,7 +190,7 @@ class UpstreamRequest:
         self._prefill_node = node
         self.timeline.enter(Phase.PREFILL, node.name)
         tokens = self.nodes.prompt_tokens if body is asked.body else estimated_prompt_tokens(body)
-        load, headers = self.nodes.load(node), self.nodes.begin_leg(node)
+        load, headers = self.nodes.load(node, Leg.PREFILL), self.nodes.begin_leg(node)
         with self.resources.prefilling(node, hand_over_id, tokens, load) as slot:
             async with fail_if_node_down(slot, self.nodes.possible):
                 answer = await prefill(context.transport, node, asked.endpoint, leg, headers, timeouts)
@@ -280,7 +280,7 @@ class UpstreamRequest:
 
     def _acquire_decode(self, decode_node: Node) -> Node:
         """Take its slot from the plan on, so that the plans that follow see the load."""
-        self.resources.acquire(decode_node, self.nodes.load(decode_node))
+        self.resources.acquire(decode_node, self.nodes.load(decode_node, Leg.DECODE))
         self._decode_node = decode_node
         return decode_node
 

@@ -13,7 +13,7 @@ from pdproxy.nodes.node import Bars, Node, NodeView, Role, Seeds, Snapshot
 from pdproxy.planning.allowed_pairs import lightest_allowed_pair
 from pdproxy.planning.plan_types import Choice, NoNode, NoNodeReason, Plan, PlanInput, UnknownModel
 from pdproxy.request import LocalReason
-from pdproxy.settings.types import OnPrefillFailure
+from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
 
 _LOAD = operator.attrgetter("load")
 
@@ -136,17 +136,19 @@ class PlanPolicy:
 
     Attributes:
         on_prefill_failure: FAIL refuses requests while there is no prefill node; else the decode node serves alone.
+        on_no_decode: PREFILL lets a prefill node serve whole requests while there is no decode node.
         local_below_tokens: prompts known to be shorter are computed on the decode node; 0 for none.
         routing: how one is chosen among several nodes.
     """
 
     on_prefill_failure: OnPrefillFailure = OnPrefillFailure.RETRY
+    on_no_decode: OnNoDecode = OnNoDecode.FAIL
     local_below_tokens: int = 0
     routing: RoutingPolicy = LEAST_LOADED
 
 
 def plan(snapshot: Snapshot, needs: PlanInput, policy: PlanPolicy, turn: int) -> Plan:
-    """The pair that the policy chooses, or a decode node alone.
+    """The pair that the policy chooses, or a decode node alone; as a last resort a prefill node in its place.
 
     Args:
         turn: a counter that grows by one with each plan.
@@ -165,6 +167,10 @@ def plan(snapshot: Snapshot, needs: PlanInput, policy: PlanPolicy, turn: int) ->
                 return _alone(decode, LocalReason.CACHED)
             affinities, ranks = (prefill.affinity, decode.affinity), (prefill.rank, decode.rank)
             return Plan(prefill.node, decode.node, None, *affinities, *ranks, decode.decision)
+    last_resort = _last_resort(candidates, policy, turn)
+    if last_resort is not None:
+        return _alone(last_resort, LocalReason.NO_DECODE)
+    if local is None:
         local = _why_no_pair(candidates, needs, policy)
     return _alone(_choose(candidates, Role.DECODE, needs, policy, turn), local)
 
@@ -174,8 +180,20 @@ def _alone(decode: Choice, why: LocalReason) -> Plan:
 
 
 def choose(snapshot: Snapshot, role: Role, needs: PlanInput, policy: PlanPolicy, turn: int) -> Node:
-    """The node of one role that the policy chooses. Raises as `plan`."""
-    return _choose(_candidates(snapshot, needs), role, needs, policy, turn).node
+    """The node that the policy chooses for a role's leg, by `plan`'s last resort where it has no ticket; raises so."""
+    candidates = _candidates(snapshot, needs)
+    if role is Role.DECODE and needs.partner is None:
+        last_resort = _last_resort(candidates, policy, turn)
+        if last_resort is not None:
+            return last_resort.node
+    return _choose(candidates, role, needs, policy, turn).node
+
+
+def _last_resort(candidates: Candidates, policy: PlanPolicy, turn: int) -> Choice | None:
+    """A prefill node for a whole request, where the policy allows it and no decode node can take it."""
+    if policy.on_no_decode is OnNoDecode.FAIL or candidates.open(Role.DECODE):
+        return None
+    return policy.routing.node(candidates, Role.PREFILL, turn)
 
 
 def _choose(candidates: Candidates, role: Role, needs: PlanInput, policy: PlanPolicy, turn: int) -> Choice:

@@ -191,6 +191,8 @@ class Policy(Section):
 
     on_prefill_failure: types.OnPrefillFailure = types.OnPrefillFailure.RETRY
     """What follows a failed prefill leg."""
+    on_no_decode: types.OnNoDecode = types.OnNoDecode.FAIL
+    """What follows where no decode node is left: with `prefill`, prefill nodes serve whole requests."""
     routing: types.Routing = types.Routing.LEAST_LOADED
     """How one of several nodes is chosen; `prefix` and `hybrid` go by what each of them has cached."""
     legs: types.Legs = types.Legs.IN_TURN

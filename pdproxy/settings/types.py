@@ -44,6 +44,15 @@ class OnPrefillFailure(OneOf):
     """Another prefill node, then the client gets the error."""
 
 
+class OnNoDecode(OneOf):
+    """What follows where no decode node is left."""
+
+    FAIL = "fail"
+    """The client gets an error, 503."""
+    PREFILL = "prefill"
+    """A prefill node serves the whole request."""
+
+
 class Legs(OneOf):
     """When the decode leg of a request goes out."""
 

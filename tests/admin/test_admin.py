@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.admin.app import admin_app
-from pdproxy.admin.context import AdminContext
+from pdproxy.admin.context import AdminContext, Readiness, readiness
 from pdproxy.credential import Secret
 from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.capacity import Binding, Capacity, Footprint
@@ -20,7 +20,7 @@ from pdproxy.nodes.pool_entry import LegLoad
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
 from pdproxy.orchestration.request_queue import QueueStatus
-from pdproxy.settings.types import OnPrefillFailure
+from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
 from tests.fakes.clock import FakeClock
 from tests.fakes.memory_transport import MemoryTransport
 from tests.nodes.fake_pool import until
@@ -70,6 +70,13 @@ async def test_ready_needs_a_decode_node(client: httpx.AsyncClient, context: Adm
     assert (await client.get("/ready")).json() == {"status": "no decode node serves"}
     serve(context, DECODE)
     assert (await client.get("/ready")).status_code == 200
+
+
+async def test_ready_with_a_prefill_node_alone_where_it_is_the_last_resort(context: AdminContext) -> None:
+    last_resort = dataclasses.replace(context, on_no_decode=OnNoDecode.PREFILL)
+    assert readiness(last_resort) is Readiness.NO_DECODE
+    serve(context, PREFILL)
+    assert readiness(last_resort) is Readiness.READY
 
 
 async def test_ready_needs_a_prefill_node_where_the_policy_is_fail() -> None:

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from pdproxy.settings.model import Health, Policy, Settings
-from pdproxy.settings.types import FirstHandOver, Routing
+from pdproxy.settings.types import FirstHandOver, OnNoDecode, Routing
 from tests.app.running_proxy import RunningProxy, running_proxy
 
 SETTINGS = Settings(policy=Policy(routing=Routing.HYBRID), health=Health(first_hand_over=FirstHandOver.WARM_UP))
@@ -39,6 +39,19 @@ async def test_a_plan_says_why_in_header_log_and_metrics(caplog: pytest.LogCaptu
     lines = [vars(record) for record in caplog.records if record.name == "pdproxy.orchestration.access_log"]
     assert lines[0]["planned_computed"] == lines[0]["planned_tokens"] > 500
     assert lines[0]["route_reason"] == "nothing_cached"
+
+
+async def test_a_prefill_node_is_the_last_resort_of_this_policy_too() -> None:
+    policy = SETTINGS.policy.model_copy(update={"on_no_decode": OnNoDecode.PREFILL})
+    async with running_proxy(SETTINGS.model_copy(update={"policy": policy})) as running:
+        transport = httpx.ASGITransport(app=running.running.operators)
+        async with httpx.AsyncClient(transport=transport, base_url="http://operators") as operators:
+            await operators.delete("/nodes/decode-0")
+        assert (await running.client.get("/ready")).status_code == 200
+        answered = [await ask(running) for _ in range(2)]
+        metrics = (await running.client.get("/metrics")).text
+    assert [each.headers["x-pdproxy-route"].split(";")[0] for each in answered] == ["local", "local"]
+    assert 'pdproxy_local_total{reason="no_decode"} 2.0' in metrics
 
 
 async def test_the_operator_may_ask_for_a_plan() -> None:

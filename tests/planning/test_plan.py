@@ -10,10 +10,11 @@ from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot, State
 from pdproxy.planning.plan import PlanPolicy, choose, plan
 from pdproxy.planning.plan_types import NoNode, NoNodeReason, Plan, PlanInput, UnknownModel
 from pdproxy.request import LocalReason
-from pdproxy.settings.types import OnPrefillFailure
+from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
 
 POLICY = PlanPolicy()
 FAIL = PlanPolicy(OnPrefillFailure.FAIL)
+LAST_RESORT = PlanPolicy(on_no_decode=OnNoDecode.PREFILL)
 NEEDS = PlanInput("tiny")
 NO_BARS = Bars()
 
@@ -85,6 +86,25 @@ def test_without_prefill_the_policy_may_forbid_to_go_on() -> None:
     with pytest.raises(NoNode) as caught:
         make(view("d1"), policy=FAIL)
     assert caught.value.reason is NoNodeReason.NO_PREFILL
+
+
+@pytest.mark.parametrize("local", [None, LocalReason.BEAM_SEARCH])
+def test_without_decode_the_policy_may_let_a_prefill_node_serve(local: LocalReason | None) -> None:
+    needs = PlanInput("tiny", local=local, excluded=frozenset({"d2", "p3"}))
+    views = view("p1", 4), view("p2", 1), view("p3"), view("d1", 0, State.DOWN), view("d2")
+    assert make(*views, needs=needs, policy=LAST_RESORT) == Plan(None, views[1].node, LocalReason.NO_DECODE)
+    assert choose(Snapshot(views), Role.DECODE, needs, LAST_RESORT, 0).name == "p2"
+    for policy, nodes in (POLICY, views), (LAST_RESORT, views[2:]):
+        with pytest.raises(NoNode) as caught:
+            make(*nodes, needs=needs, policy=policy)
+        assert caught.value.reason is NoNodeReason.EXCLUDED
+
+
+def test_a_prefill_node_is_the_last_resort_alone() -> None:
+    assert names(make(view("p1"), view("d1", 99), policy=LAST_RESORT)) == ("p1", "d1")
+    partner = view("p1").node
+    with pytest.raises(NoNode):  # nothing reads the ticket of one prefill node at another
+        choose(Snapshot((view("p1"), view("p2"))), Role.DECODE, PlanInput("tiny", partner=partner), LAST_RESORT, 0)
 
 
 def test_what_cannot_be_disaggregated_is_planned_locally() -> None:
