@@ -67,7 +67,7 @@ e2e: env ## tests with real engines (minutes)
 
 test-long: env ## the tests that take minutes each
 	$(RUN) -m pytest -m long
-	FUZZED=500 $(RUN) -m pytest -m "hypothesis and not e2e and not long" tests/connector
+	FUZZED=500 $(RUN) -m pytest -m "hypothesis and not e2e and not long"
 
 test-upstream: env ## vLLM's own connector tests with our classes in the place of vLLM's (five minutes)
 	$(RUN) -m tests.upstream
