@@ -30,8 +30,8 @@ lint: env ## format, style, types, import contracts
 # What imports vLLM runs apart, in one process: loading it takes eight seconds of CPU, and listing the tests four more. Of
 # the connector's tests those that need no vLLM are in the other half; a new file is taken to need it.
 NEED_NO_VLLM := $(wildcard $(patsubst %,tests/connector/test_%.py,adapters checkpoint config counters fingerprint \
-	hand_overs journal lease_reads leases message_signatures metadata_requests model_settings notifs peer_engines peers \
-	prompt_digest resolver resume_order side_channel side_channel_attacks ticket transfer_params verifier zmtp))
+	hand_overs journal lease_reads leases liveness message_signatures metadata_requests model_settings notifs peer_engines peers \
+	prompt_digest resolver resume_order side_channel side_channel_attacks ticket transfer_params verifier waiting_requests zmtp))
 WITH_VLLM := $(filter-out $(NEED_NO_VLLM),$(wildcard tests/connector/test_*.py)) tests/connector/tiers tests/vllm_compat \
 	tests/seeds tests/upstream tests/deploy/test_arguments.py tests/deploy/test_block_sizes.py \
 	tests/events/test_vllm_publisher.py
@@ -41,8 +41,9 @@ NOT_UNIT := tests/soak tests/watch tests/e2e
 # vLLM's half takes longest, and goes first.
 SERVING := tests/app tests/server tests/transport
 REQUESTS := tests/orchestration tests/nodes $(NEED_NO_VLLM)
-# Bytecode is kept whatever the environment says: to compile the tests takes three seconds.
-UNIT = PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -m "not e2e and not long"
+# Bytecode is kept whatever the environment says: to compile the tests takes three seconds. One thread of torch, for a
+# second one that spins beside it takes two more.
+UNIT = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not e2e and not long"
 
 unit: env ## tests without engines (a minute on two cores)
 	@$(MAKE) --no-print-directory -j4 unit-connector unit-serving unit-requests unit-rest
