@@ -88,6 +88,7 @@ class LocalReason(enum.StrEnum):
     CACHED = "cached"
     """The decode node has most of the prompt cached, and computes the rest sooner than a prefill node could."""
     NO_PREFILL = "no_prefill"
+    """No prefill node takes requests now."""
     NO_PAIR = "no_pair"
     """No prefill and decode node are of one cohort."""
     BARRED_PAIR = "barred_pair"
