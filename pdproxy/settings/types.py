@@ -115,8 +115,8 @@ class OtelExport(OneOf):
     OTLP = "otlp"
 
 
-class NodeRole(OneOf):
-    """What a configured node is asked to do."""
+class Role(OneOf):
+    """What a node is asked to do."""
 
     PREFILL = "prefill"
     DECODE = "decode"
