@@ -54,7 +54,7 @@ class Listen(Section):
 class ConfiguredNode(Section):
     """One vLLM node, known from the start."""
 
-    url: types.Address
+    url: types.NodeUrl
     """Base address, such as http://10.0.0.1:8000."""
     role: types.Role
     """What the node is asked to do."""

@@ -1,7 +1,8 @@
 """Streams with a journal, and streams that are continued from one, in vLLM's own API server on an engine core of ours.
 
-Every shape is cut behind each of its records, in `make unit` behind every third one and the last. What the client then has, the events of the first leg up to the cut and
-those of a second node, must be the stream that nobody cut, byte by byte: ids and times too.
+Every shape is cut behind each of its records, in `make unit` behind every third one and the last. What the client then
+has, the events of the first leg up to the cut and those of a second node, must be the stream that nobody cut, byte by
+byte: ids and times too.
 """
 
 from __future__ import annotations

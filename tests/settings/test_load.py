@@ -167,6 +167,7 @@ def test_foreign_variables_are_ignored() -> None:
         ("nodes: [{url: 'http://a', role: decode, weight: 0}]", "weight must be a number above 0, not 0."),
         ("nodes: [{url: 'http://a/', role: decode}, {url: 'http://a', role: decode}]", "is there twice; use weight"),
         ("nodes: [{url: 'http://u:p@a', role: decode}]", "url must be an address without credentials"),
+        ("nodes: [{url: 'http://a/v1', role: decode}]", "url must be an address such as http://10.0.0.1:8000, not"),
         ("nodes: [{url: 'http://a:99999', role: decode}]", "url must be an address such as http://10.0.0.1:8000, not"),
         ("limits: {body_bytes: 2MiB, held_bytes: 1MiB}", "limits.held_bytes (1048576) is less than limits.body_bytes"),
         ("listen: {port: 1, admin_port: 1}", "listen.port and listen.admin_port are both 1"),
