@@ -29,6 +29,7 @@ from tests.connector.stream_shapes import (
     names,
     read,
     response,
+    streamed,
 )
 
 USAGE = {"stream_options": {"include_usage": True}}
@@ -108,8 +109,7 @@ async def test_a_stream_that_is_cut_anywhere_goes_on_as_if_it_had_not_been(
     for cut in sorted({*range(1, len(whole.records), apart), len(whole.records) - 1}):
         began = any(json.loads(record)[1] for record in whole.records[:cut])
         core = core_for(server, shape, cached=cut if began else 16)
-        async with server.on(core) as client:
-            rest = read((await ask(client, shape, whole.records[:cut], name=f"leg-{cut}")).text)
+        rest = await streamed(server, shape, whole.records[:cut], name=f"leg-{cut}", core=core)
         known = names(whole.records[:cut])
         behind = [event for part in whole.events[cut:] for event in part]
         assert nameless(rest.all_events, known) == nameless(behind, known), cut
