@@ -38,7 +38,8 @@ WITH_VLLM := $(filter-out $(NEED_NO_VLLM),$(wildcard tests/connector/test_*.py))
 NOT_UNIT := tests/soak tests/watch tests/e2e
 # What needs no vLLM, in three processes: with the other half four for two cores, for many tests wait. Workers of pytest-xdist
 # cost more: each lists all tests, and starts what a session shares. What a list does not name runs in unit-rest.
-# vLLM's half takes longest, and goes first.
+# vLLM's half waits least: it has the plans too, which never wait.
+PLANNING := tests/planning
 SERVING := tests/app tests/server tests/transport
 REQUESTS := tests/orchestration tests/nodes $(NEED_NO_VLLM)
 # Bytecode is kept whatever the environment says: to compile the tests takes three seconds. One thread of torch, for a
@@ -55,10 +56,10 @@ unit-requests:
 	@nice -n 5 env $(UNIT) $(REQUESTS)
 
 unit-rest:
-	@nice -n 5 env $(UNIT) $(addprefix --ignore=,$(WITH_VLLM) $(SERVING) $(REQUESTS) $(NOT_UNIT))
+	@nice -n 5 env $(UNIT) $(addprefix --ignore=,$(WITH_VLLM) $(PLANNING) $(SERVING) $(REQUESTS) $(NOT_UNIT))
 
 unit-connector:
-	@$(UNIT) $(WITH_VLLM)
+	@$(UNIT) $(WITH_VLLM) $(PLANNING)
 
 soak: env ## mixed load on fake nodes under random kills, and with KV events that are wrong; what an operator sees of it (two minutes; 15 in test-long)
 	SOAK_SECONDS=120 $(RUN) -m pytest tests/soak tests/watch
