@@ -30,19 +30,21 @@ lint: env ## format, style, types, import contracts
 # What imports vLLM runs apart, in one process: loading it takes eight seconds of CPU, and listing the tests four more. Of
 # the connector's tests those that need no vLLM are in the other half; a new file is taken to need it.
 NEED_NO_VLLM := $(wildcard $(patsubst %,tests/connector/test_%.py,adapters checkpoint config counters fingerprint \
-	hand_overs journal lease_reads leases message_signatures metadata_requests model_settings notifs peer_engines peers \
-	prompt_digest resolver resume_order side_channel side_channel_attacks ticket transfer_params verifier zmtp))
+	hand_overs journal lease_reads leases liveness message_signatures metadata_requests model_settings notifs peer_engines peers \
+	prompt_digest resolver resume_order side_channel side_channel_attacks ticket transfer_params verifier waiting_requests zmtp))
 WITH_VLLM := $(filter-out $(NEED_NO_VLLM),$(wildcard tests/connector/test_*.py)) tests/connector/tiers tests/vllm_compat \
 	tests/seeds tests/upstream tests/deploy/test_arguments.py tests/deploy/test_block_sizes.py \
 	tests/events/test_vllm_publisher.py
 NOT_UNIT := tests/soak tests/watch tests/e2e
 # What needs no vLLM, in three processes: with the other half four for two cores, for many tests wait. Workers of pytest-xdist
 # cost more: each lists all tests, and starts what a session shares. What a list does not name runs in unit-rest.
-# vLLM's half takes longest, and goes first.
+# vLLM's half waits least: it has the plans too, which never wait.
+PLANNING := tests/planning
 SERVING := tests/app tests/server tests/transport
 REQUESTS := tests/orchestration tests/nodes $(NEED_NO_VLLM)
-# Bytecode is kept whatever the environment says: to compile the tests takes three seconds.
-UNIT = PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -m "not e2e and not long"
+# Bytecode is kept whatever the environment says: to compile the tests takes three seconds. One thread of torch, for a
+# second one that spins beside it takes two more.
+UNIT = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not e2e and not long"
 
 unit: env ## tests without engines (a minute on two cores)
 	@$(MAKE) --no-print-directory -j4 unit-connector unit-serving unit-requests unit-rest
@@ -54,10 +56,10 @@ unit-requests:
 	@nice -n 5 env $(UNIT) $(REQUESTS)
 
 unit-rest:
-	@nice -n 5 env $(UNIT) $(addprefix --ignore=,$(WITH_VLLM) $(SERVING) $(REQUESTS) $(NOT_UNIT))
+	@nice -n 5 env $(UNIT) $(addprefix --ignore=,$(WITH_VLLM) $(PLANNING) $(SERVING) $(REQUESTS) $(NOT_UNIT))
 
 unit-connector:
-	@$(UNIT) $(WITH_VLLM)
+	@$(UNIT) $(WITH_VLLM) $(PLANNING)
 
 soak: env ## mixed load on fake nodes under random kills, and with KV events that are wrong; what an operator sees of it (two minutes; 15 in test-long)
 	SOAK_SECONDS=120 $(RUN) -m pytest tests/soak tests/watch
@@ -67,7 +69,7 @@ e2e: env ## tests with real engines (minutes)
 
 test-long: env ## the tests that take minutes each
 	$(RUN) -m pytest -m long
-	FUZZED=500 $(RUN) -m pytest -m "hypothesis and not e2e and not long" tests/connector
+	FUZZED=500 $(RUN) -m pytest -m "hypothesis and not e2e and not long"
 
 test-upstream: env ## vLLM's own connector tests with our classes in the place of vLLM's (five minutes)
 	$(RUN) -m tests.upstream

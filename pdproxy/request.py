@@ -135,6 +135,7 @@ class LocalReason(enum.StrEnum):
     CACHED = "cached"
     """The decode node has most of the prompt cached, and computes the rest sooner than a prefill node could."""
     NO_PREFILL = "no_prefill"
+    """No prefill node takes requests now."""
     NO_DECODE = "no_decode"
     """No decode node is left, and a prefill node serves the request (``policy.on_no_decode``)."""
     NO_PAIR = "no_pair"

@@ -1,7 +1,6 @@
 """The routes under /nodes: the nodes as they stand, adding, draining and removing them."""
 
 import dataclasses
-import re
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Annotated
@@ -14,18 +13,9 @@ from pdproxy.nodes.cache_advice import cache_report, first_of_cohorts
 from pdproxy.nodes.drain import AfterDrain
 from pdproxy.nodes.node import Bars, Node, NodeView, Role
 from pdproxy.request import Json
-
-_BASE_URL = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?/?")
+from pdproxy.settings.types import NodeUrl
 
 Seconds = Annotated[float | None, Query(ge=0, le=86400, allow_inf_nan=False)]
-
-
-def _base_url(url: str) -> str:
-    """Check a base address, and strip a slash from its end. Raises ValueError."""
-    parts = _BASE_URL.fullmatch(url)
-    if parts is None or int(parts["port"] or 1) not in range(1, 65536):
-        raise ValueError("must be a base address such as http://10.0.0.1:8000")
-    return url.rstrip("/")
 
 
 class NewNode(pydantic.BaseModel):
@@ -33,7 +23,7 @@ class NewNode(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
-    url: Annotated[str, pydantic.AfterValidator(_base_url)]
+    url: NodeUrl
     role: Role
     name: Annotated[str, pydantic.Field(pattern=r"^[A-Za-z0-9._:\[\]-]{0,128}$")] = ""
     """Empty takes the address's host and port."""

@@ -45,7 +45,7 @@ from pdproxy.orchestration.text_prefix_source import TextPrefixSource
 from pdproxy.planning.policies import policy_named
 from pdproxy.planning.rates import Rates
 from pdproxy.settings.model import ConfiguredNode, Settings
-from pdproxy.settings.types import BY_CACHE, FirstHandOver, NodeRole
+from pdproxy.settings.types import BY_CACHE, FirstHandOver
 from pdproxy.transport.port import Transport
 from pdproxy.transport.traced import TracedTransport
 
@@ -120,11 +120,9 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
 
 def nodes_of(entries: tuple[ConfiguredNode, ...]) -> list[Node]:
     """The nodes of the settings, named by role and order: ``prefill-0``, ``decode-1``."""
-    numbers = {role: itertools.count() for role in NodeRole}
+    numbers = {role: itertools.count() for role in Role}
     return [
-        Node(
-            f"{each.role}-{next(numbers[each.role])}", each.url, Role(each.role), each.model, each.aliases, each.weight
-        )
+        Node(f"{each.role}-{next(numbers[each.role])}", each.url, each.role, each.model, each.aliases, each.weight)
         for each in entries
     ]
 

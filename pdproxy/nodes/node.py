@@ -14,6 +14,7 @@ from pdproxy.nodes.cache_settings import CacheSettings
 from pdproxy.nodes.capacity import NO_FOOTPRINT, Capacity, Footprint
 from pdproxy.nodes.hashing import Hashing
 from pdproxy.request import Headers
+from pdproxy.settings import types
 
 RANK_HEADER = "x-data-parallel-rank"
 """Which of its data-parallel ranks a server is to use. vLLM 0.32 heeds it for completions, chat and messages, not for
@@ -25,11 +26,8 @@ def hash64(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())
 
 
-class Role(enum.StrEnum):
-    """What a node is asked to do."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
+Role = types.Role
+"""The settings define it, for they are read without nodes; everything else takes it from here, beside `Node`."""
 
 
 class State(enum.StrEnum):

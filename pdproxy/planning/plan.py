@@ -228,16 +228,17 @@ def _why_no_pair(candidates: Candidates, needs: PlanInput, policy: PlanPolicy) -
             raise _lack(candidates, Role.PREFILL, needs)
         return LocalReason.NO_PREFILL
     barred = any(prefills and decodes for prefills, decodes in candidates.by_cohort())
+    reason = LocalReason.BARRED_PAIR if barred else LocalReason.NO_PAIR
     if fail:
-        raise NoNode(NoNodeReason.BARRED_PAIR if barred else NoNodeReason.NO_PAIR, needs.model)
-    return LocalReason.BARRED_PAIR if barred else LocalReason.NO_PAIR
+        raise NoNode(reason, needs.model)
+    return reason
 
 
 def _lack(candidates: Candidates, role: Role, needs: PlanInput) -> NoNode:
     """Why there is no node of this role."""
     partner = needs.partner
     serving = (view for view in candidates.serving(role) if partner is None or candidates.paired(view.node, partner))
-    missing = NoNodeReason.NO_DECODE if role is Role.DECODE else NoNodeReason.NO_PREFILL
+    missing = NoNodeReason.NO_DECODE if role is Role.DECODE else LocalReason.NO_PREFILL
     return NoNode(NoNodeReason.EXCLUDED if any(True for _ in serving) else missing, needs.model)
 
 

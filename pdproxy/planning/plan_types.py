@@ -12,24 +12,23 @@ from pdproxy.request import LocalReason
 
 
 class NoNodeReason(enum.StrEnum):
-    """Why no plan can be made; the ``code`` of the client's error."""
+    """Why no plan can be made, whatever the policy says."""
 
     NO_DECODE = "no_decode"
     """No decode node for the model takes requests now (down, draining, joining, refused, on trial)."""
-    NO_PREFILL = "no_prefill"
-    """No prefill node takes requests now, and the policy forbids to do without."""
     EXCLUDED = "excluded"
     """All nodes that take requests have failed this one already."""
-    NO_PAIR = "no_pair"
-    """No prefill and decode node are of one cohort, and the policy forbids to do without prefill."""
-    BARRED_PAIR = "barred_pair"
-    """All pairs of one cohort failed the known-answer test, and the policy forbids to do without prefill."""
 
 
 class NoNode(PdproxyError):
-    """No plan can be made now; it may be possible later."""
+    """No plan can be made now; it may be possible later.
 
-    def __init__(self, reason: NoNodeReason, model: str) -> None:
+    Attributes:
+        reason: the ``code`` of the client's error; a LocalReason where the policy forbids to compute on the decode node
+            alone for that reason.
+    """
+
+    def __init__(self, reason: NoNodeReason | LocalReason, model: str) -> None:
         super().__init__(f"no node for {model!r}: {reason}")
         self.reason = reason
         self.model = model

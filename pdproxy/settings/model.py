@@ -54,9 +54,9 @@ class Listen(Section):
 class ConfiguredNode(Section):
     """One vLLM node, known from the start."""
 
-    url: types.Address
+    url: types.NodeUrl
     """Base address, such as http://10.0.0.1:8000."""
-    role: types.NodeRole
+    role: types.Role
     """What the node is asked to do."""
     model: types.Text = ""
     """Model as clients name it; empty asks the node."""
@@ -295,7 +295,7 @@ class Settings(BaseSettings):
     @field_validator("nodes")
     @classmethod
     def _each_once(cls, nodes: tuple[ConfiguredNode, ...]) -> tuple[ConfiguredNode, ...]:
-        seen: set[tuple[str, types.NodeRole]] = set()
+        seen: set[tuple[str, types.Role]] = set()
         for node in nodes:
             if (node.url, node.role) in seen:
                 raise ValueError(f"the {node.role} node {node.url} is there twice; use weight to give it more.")

@@ -17,10 +17,10 @@ from pydantic_settings import EnvSettingsSource, InitSettingsSource
 from pdproxy.errors import SettingsError
 from pdproxy.settings.catalog import PREFIX, SHORT, did_you_mean, every_setting, sections
 from pdproxy.settings.model import Settings
-from pdproxy.settings.types import NodeRole
+from pdproxy.settings.types import Role
 
 CONFIG = PREFIX + "CONFIG"
-NODES = {PREFIX + role.upper(): role for role in NodeRole}
+NODES = {PREFIX + role.upper(): role for role in Role}
 
 Location: TypeAlias = tuple[str | int, ...]
 """The path of keys to a value: ``("deadlines", "stall")``, ``("nodes", 0, "url")``."""
@@ -100,7 +100,7 @@ class FlagSource(InitSettingsSource):
         for setting in every_setting():
             if given.get(setting.key) is not None:
                 values.setdefault(setting.section, {})[setting.name] = given[setting.key]
-        self._nodes = [(f"--{role}", {"url": url, "role": role}) for role in NodeRole for url in given[role]]
+        self._nodes = [(f"--{role}", {"url": url, "role": role}) for role in Role for url in given[role]]
         super().__init__(Settings, values | _with_nodes(self._nodes))
 
     def place(self, location: Location) -> str:
@@ -114,7 +114,7 @@ SettingsSource: TypeAlias = YamlSource | EnvironmentSource | FlagSource
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Give a command's parser a flag for every setting."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with settings.")
-    for role in NodeRole:
+    for role in Role:
         parser.add_argument(
             f"--{role}", action="append", default=[], metavar="URL", help=f"Address of a {role} node; repeatable."
         )
@@ -132,7 +132,7 @@ def refuse_unknown(unknown: Sequence[str]) -> None:
         SettingsError: there are any.
     """
     if unknown:
-        flags = ("--config", *(f"--{role}" for role in NodeRole), *SHORT.values(), *(s.flag for s in every_setting()))
+        flags = ("--config", *(f"--{role}" for role in Role), *SHORT.values(), *(s.flag for s in every_setting()))
         near = did_you_mean(unknown[0].partition("=")[0], {name: name for name in flags})
         raise SettingsError(f"{unknown[0]} is no flag of this command.{near}")
 

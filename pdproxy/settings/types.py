@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import re
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -124,8 +125,8 @@ class OtelExport(OneOf):
     OTLP = "otlp"
 
 
-class NodeRole(OneOf):
-    """What a configured node is asked to do."""
+class Role(OneOf):
+    """What a node is asked to do."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -205,13 +206,33 @@ class Quantity:
 
 def address(text: str) -> str:
     """Check an http(s) address, and strip a slash from its end. Raises ValueError or PydanticCustomError."""
-    _, _, rest = text.rpartition("://")
-    if "@" in rest.partition("/")[0] or "?" in text or "#" in text:
-        raise PydanticCustomError(UNSHOWN, "an address without credentials, query or fragment")
+    _refuse_credentials(text)
     parts = urlsplit(text)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0 or " " in text:
         raise ValueError("no address")
     return text.rstrip("/")
+
+
+def node_url(text: str) -> str:
+    """Check a node's address, which has no path, and strip a slash from its end.
+
+    The one rule for nodes, whether they come from the settings, a file or an operator.
+
+    Raises:
+        ValueError: it is none; the message says what one looks like.
+        PydanticCustomError: it has credentials, a query or a fragment; the address must not be shown.
+    """
+    _refuse_credentials(text)
+    parts = _NODE_URL.fullmatch(text)
+    if parts is None or int(parts["port"] or 1) not in range(1, 65536):
+        raise ValueError(f"must be {_ADDRESS.words}")
+    return text.rstrip("/")
+
+
+def _refuse_credentials(text: str) -> None:
+    _, _, rest = text.rpartition("://")
+    if "@" in rest.partition("/")[0] or "?" in text or "#" in text:
+        raise PydanticCustomError(UNSHOWN, "an address without credentials, query or fragment")
 
 
 def _address_or_nothing(text: str) -> str:
@@ -227,6 +248,7 @@ def _split(value: object) -> object:
 
 
 _ADDRESS = Takes("an address such as http://10.0.0.1:8000")
+_NODE_URL = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?/?")
 
 Number = Annotated[float, Quantity()]
 Count = Annotated[int, Quantity()]
@@ -246,6 +268,12 @@ Address = Annotated[
     str,
     AfterValidator(address),
     WithJsonSchema({"type": "string", "pattern": r"^https?://[^ @/?#]+(/[^ ?#]*)?$"}),
+    _ADDRESS,
+]
+NodeUrl = Annotated[
+    str,
+    AfterValidator(node_url),
+    WithJsonSchema({"type": "string", "pattern": f"^{_NODE_URL.pattern.replace('?P<port>', '')}$"}),
     _ADDRESS,
 ]
 OptionalAddress = Annotated[

@@ -14,7 +14,7 @@ from pdproxy.app.host import HostEnvironment
 from pdproxy.server.protocol import ConnectionLimits, guarded
 from pdproxy.server.server import bind
 from pdproxy.settings.model import ConfiguredNode, Settings
-from pdproxy.settings.types import NodeRole
+from pdproxy.settings.types import Role
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.loopback import LoopbackNode
 from tests.fakes.node import FakeNode
@@ -51,7 +51,7 @@ async def running_proxy(settings: Settings, key: str = "none", prefill_dialect: 
     async with LoopbackNode(prefill) as left, LoopbackNode(decode) as right:
         nodes = tuple(
             ConfiguredNode(url=node.url, role=role, model="m")
-            for node, role in ((left, NodeRole.PREFILL), (right, NodeRole.DECODE))
+            for node, role in ((left, Role.PREFILL), (right, Role.DECODE))
         )
         authorities = settings.upstream.ca_file or CERTIFICATE
         upstream = settings.upstream.model_copy(update={"ca_file": authorities})
@@ -61,7 +61,7 @@ async def running_proxy(settings: Settings, key: str = "none", prefill_dialect: 
             plain_client(url, headers=bearer(key)) as client,
         ):
             made = RunningProxy(client, prefill, decode, running)
-            for role in NodeRole:
+            for role in Role:
                 await made.until(f'pdproxy_node_up{{node="{role}-0",role="{role}",state="up"}} 1.0')
             yield made
 

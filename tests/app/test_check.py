@@ -11,7 +11,7 @@ from pdproxy.__main__ import main
 from pdproxy.app.check import Report, check, inspect
 from pdproxy.app.host import HostEnvironment, ServiceAccount
 from pdproxy.settings.model import ConfiguredNode, Discovery, Settings
-from pdproxy.settings.types import DiscoveryKind, NodeRole
+from pdproxy.settings.types import DiscoveryKind, Role
 from tests.app.zone import Zone
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.loopback import LoopbackNode
@@ -55,7 +55,7 @@ def also_in_a_file(folder: Path, listed: str, entry: ConfiguredNode) -> Settings
 
 async def test_discovered_nodes_are_checked_after_configured_ones(tmp_path: Path, node: LoopbackNode) -> None:
     listed = f"[{{url: '{node.url}', role: decode}}, {{url: '{NOBODY}', role: decode}}]"
-    told = also_in_a_file(tmp_path, listed, ConfiguredNode(url=node.url, role=NodeRole.PREFILL))
+    told = also_in_a_file(tmp_path, listed, ConfiguredNode(url=node.url, role=Role.PREFILL))
     report = await inspect(told, HostEnvironment())
     assert list(verdicts(report).items()) == [
         (f"prefill {node.url}", True),
@@ -68,7 +68,7 @@ async def test_discovered_nodes_are_checked_after_configured_ones(tmp_path: Path
 
 async def test_a_node_that_is_configured_and_discovered_is_checked_once(tmp_path: Path, node: LoopbackNode) -> None:
     listed = f"[{{url: '{node.url}', role: decode, name: found}}]"
-    told = also_in_a_file(tmp_path, listed, ConfiguredNode(url=node.url, role=NodeRole.DECODE))
+    told = also_in_a_file(tmp_path, listed, ConfiguredNode(url=node.url, role=Role.DECODE))
     report = await inspect(told, HostEnvironment())
     assert [row.node.name for row in report.rows] == ["decode-0"]
     assert report.good()
@@ -77,7 +77,7 @@ async def test_a_node_that_is_configured_and_discovered_is_checked_once(tmp_path
 async def test_advice_about_caches_is_printed_and_is_no_failure(
     node: LoopbackNode, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = Settings(nodes=(ConfiguredNode(url=node.url, role=NodeRole.DECODE),))
+    told = Settings(nodes=(ConfiguredNode(url=node.url, role=Role.DECODE),))
     assert await asyncio.to_thread(check, told) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("decode-0: advice: it does not tell how its prefix cache works")
@@ -103,7 +103,7 @@ async def test_a_source_that_cannot_be_read_is_named_and_the_rest_is_checked(
     absent = tmp_path / "absent.yaml"
     absent.touch()
     lost = Discovery(prefill=DiscoveryKind.FILE, file=absent, decode=DiscoveryKind.DNS, decode_name="a..b", dns_port=80)
-    settings = Settings(nodes=(ConfiguredNode(url=node.url, role=NodeRole.DECODE),), discovery=lost)
+    settings = Settings(nodes=(ConfiguredNode(url=node.url, role=Role.DECODE),), discovery=lost)
     absent.unlink()
     report = await inspect(settings, HostEnvironment())
     assert verdicts(report) == {f"decode {node.url}": True}

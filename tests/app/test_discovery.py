@@ -11,7 +11,7 @@ from pdproxy.app.build import Proxy, proxy
 from pdproxy.app.host import HostEnvironment, ServiceAccount, Sources
 from pdproxy.errors import SettingsError
 from pdproxy.settings.model import ConfiguredNode, Discovery, Health, Settings
-from pdproxy.settings.types import DiscoveryKind, NodeRole
+from pdproxy.settings.types import DiscoveryKind, Role
 from tests.admin.asking import state_of
 from tests.app.zone import Zone
 from tests.fakes.clock import FakeClock
@@ -34,7 +34,7 @@ async def test_a_file_is_used_for_the_roles_that_name_it(tmp_path: Path) -> None
     path = tmp_path / "nodes.yaml"
     path.write_text("[{url: 'http://127.0.0.1:1', role: decode}, {url: 'http://127.0.0.1:2', role: prefill}]")
     one = Settings(
-        nodes=(ConfiguredNode(url="http://127.0.0.1:3", role=NodeRole.PREFILL),),
+        nodes=(ConfiguredNode(url="http://127.0.0.1:3", role=Role.PREFILL),),
         discovery=Discovery(decode=DiscoveryKind.FILE, file=path, file_interval=0.05),
         health=NEVER,
     )

@@ -16,7 +16,7 @@ from pdproxy.app.host import HostEnvironment
 from pdproxy.nodes import join
 from pdproxy.observe.logs import TextFormatter
 from pdproxy.settings.model import ConfiguredNode, Health, Keys, Policy, Settings
-from pdproxy.settings.types import FirstHandOver, NodeRole, Routing
+from pdproxy.settings.types import FirstHandOver, Role, Routing
 from tests.app.running_proxy import bearer, listening, plain_client
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.loopback import LoopbackNode
@@ -64,7 +64,7 @@ class Fleet:
         [name] = [name for name, node in nodes if any(leg.path == "/v1/chat/completions" for leg in node.legs())]
         return name
 
-    async def join(self, role: NodeRole) -> str:
+    async def join(self, role: Role) -> str:
         """One more node of a role, that serves when this returns."""
         name = f"{role}-{sum(each.startswith(role) for each in self.nodes)}"
         self.nodes[name] = await self.stack.enter_async_context(LoopbackNode(FakeNode(name, self.fabric)))
@@ -75,10 +75,10 @@ class Fleet:
         await self.up(name, role)
         return name
 
-    async def up(self, name: str, role: NodeRole) -> None:
+    async def up(self, name: str, role: Role) -> None:
         await until(self.client, f'pdproxy_node_up{{node="{name}",role="{role}",state="up"}} 1.0')
 
-    async def routed(self, role: NodeRole, outcome: str) -> int:
+    async def routed(self, role: Role, outcome: str) -> int:
         """The metric of legs by session."""
         text = (await self.client.get("/metrics")).text
         wanted = f'pdproxy_session_routes_total{{outcome="{outcome}",role="{role}"}} '
@@ -97,7 +97,7 @@ async def fleet(settings: Settings, key: str = "none") -> AsyncIterator[Fleet]:
     async with contextlib.AsyncExitStack() as stack:
         fabric = FakeKvTransfer()
         nodes, configured = dict[str, LoopbackNode](), list[ConfiguredNode]()
-        for role in NodeRole:
+        for role in Role:
             for index in range(3):
                 name = f"{role}-{index}"
                 nodes[name] = await stack.enter_async_context(LoopbackNode(FakeNode(name, fabric)))
@@ -108,7 +108,7 @@ async def fleet(settings: Settings, key: str = "none") -> AsyncIterator[Fleet]:
         client = await stack.enter_async_context(plain_client(url, headers=bearer(key)))
         made = Fleet(running, client, nodes, fabric, stack)
         for name in nodes:
-            await made.up(name, NodeRole(name.partition("-")[0]))
+            await made.up(name, Role(name.partition("-")[0]))
         yield made
 
 
@@ -123,7 +123,7 @@ async def test_six_turns_meet_the_same_nodes_though_another_joins() -> None:
         assert len({prefill for prefill, _ in homes.values()}) == len({decode for _, decode in homes.values()}) == 3
         for session in SESSIONS:
             assert [await made.turn(session) for _ in range(TURNS // 2 - 1)] == [homes[session]] * (TURNS // 2 - 1)
-        new = await made.join(NodeRole.PREFILL), await made.join(NodeRole.DECODE)
+        new = await made.join(Role.PREFILL), await made.join(Role.DECODE)
         moved = 0
         for session, home in homes.items():
             now = await made.turn(session)
@@ -132,7 +132,7 @@ async def test_six_turns_meet_the_same_nodes_though_another_joins() -> None:
             moved += now != home
         assert 0 < moved < len(SESSIONS), "the new nodes get their share, and no more"
         asked = len(SESSIONS) * TURNS
-        assert [await made.routed(role, "own") for role in NodeRole] == [asked, asked]
+        assert [await made.routed(role, "own") for role in Role] == [asked, asked]
 
 
 async def test_a_conversation_goes_on_elsewhere_when_its_nodes_die_and_stays_there() -> None:
@@ -151,7 +151,7 @@ async def test_requests_without_a_key_take_turns() -> None:
     async with fleet(BY_SESSION) as made:
         met = [await made.turn("x", headers={}) for _ in range(TURNS)]
         assert len({prefill for prefill, _ in met}) == 3
-        assert [await made.routed(role, "none") for role in NodeRole] == [TURNS, TURNS]
+        assert [await made.routed(role, "none") for role in Role] == [TURNS, TURNS]
 
 
 async def test_by_what_is_cached_the_session_decides_where_nothing_else_does() -> None:
@@ -193,4 +193,4 @@ async def test_by_default_a_session_is_not_looked_at() -> None:
     async with fleet(Settings(health=QUICK)) as made:
         met = [await made.turn(SESSIONS[0]) for _ in range(TURNS)]
         assert len({prefill for prefill, _ in met}) == 3
-        assert await made.routed(NodeRole.PREFILL, "own") == await made.routed(NodeRole.PREFILL, "none") == 0
+        assert await made.routed(Role.PREFILL, "own") == await made.routed(Role.PREFILL, "none") == 0

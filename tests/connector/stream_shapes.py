@@ -91,6 +91,19 @@ async def ask(
     return await client.post(STREAMS + shape.path, content=content, headers=headers)
 
 
+async def streamed(
+    server: ApiServer,
+    shape: Shape,
+    records: Sequence[str] | None = None,
+    *,
+    name: str = "first",
+    core: FakeCore | None = None,
+) -> Journaled:
+    """What a node answers, on the core that says the shape where none is given."""
+    async with server.on(core or core_for(server, shape)) as client:
+        return read((await ask(client, shape, records, name)).text)
+
+
 def nameless(events: Sequence[str], known: Sequence[str] = ()) -> list[str]:
     """Events without what is random or a time, but for what is known."""
 

@@ -11,7 +11,7 @@ import pytest
 
 from connector.replay import GROUPS_AT_ONCE
 from tests.connector.api_server import ApiServer
-from tests.connector.stream_shapes import CHAT, COMPLETIONS, Shape, ask, chat, completion, core_for, read
+from tests.connector.stream_shapes import CHAT, COMPLETIONS, Shape, ask, chat, completion, core_for, streamed
 
 THREE = Shape(COMPLETIONS, completion(n=3), ("A long one it is.", "Ab.", "Abc, and so on."))
 PLAIN = Shape(CHAT, chat(), ("A long one it is.",))
@@ -39,13 +39,11 @@ async def test_statistics_are_of_what_this_node_did(
     plain_server: ApiServer, monkeypatch: pytest.MonkeyPatch, shape: Shape, cut: int
 ) -> None:
     """No time between tokens is as long as the clock is old, and no token of another node is counted."""
-    async with plain_server.on(core_for(plain_server, shape)) as client:
-        records = read((await ask(client, shape)).text).records
+    records = (await streamed(plain_server, shape)).records
     recorder = Recorder()
     monkeypatch.setattr(plain_server.engine, "logger_manager", recorder)
     core = core_for(plain_server, shape)
-    async with plain_server.on(core) as client:
-        await ask(client, shape, records[:cut])
+    await streamed(plain_server, shape, records[:cut], core=core)
     live = len(core.added)
     assert recorder.generated == core.emitted > 0
     assert (len(recorder.first_tokens), recorder.finished) == (live, live)
@@ -56,18 +54,14 @@ async def test_choices_that_end_in_the_replay_are_not_traced(
     plain_server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's tracing wants the statistics of the step in which a request ends; a replay is no step."""
-    async with plain_server.on(core_for(plain_server, THREE)) as client:
-        records = read((await ask(client, THREE)).text).records
+    records = (await streamed(plain_server, THREE)).records
     monkeypatch.setattr(plain_server.engine.output_processor, "tracing_enabled", True)
-    async with plain_server.on(core_for(plain_server, THREE)) as client:
-        answer = await ask(client, THREE, records[:-1])
-    assert read(answer.text).all_events == ["data: [DONE]"]
+    assert (await streamed(plain_server, THREE, records[:-1])).all_events == ["data: [DONE]"]
 
 
 async def test_others_have_their_turn_while_a_long_stream_is_replayed(plain_server: ApiServer) -> None:
     shape = Shape(COMPLETIONS, completion(max_tokens=2000), ("Again and again. " * 100,))
-    async with plain_server.on(core_for(plain_server, shape)) as client:
-        records = read((await ask(client, shape)).text).records
+    records = (await streamed(plain_server, shape)).records
     turns: list[float] = []
 
     async def other() -> None:
@@ -86,8 +80,7 @@ async def test_others_have_their_turn_while_a_long_stream_is_replayed(plain_serv
 async def test_a_client_that_leaves_during_the_replay_leaves_nothing(
     plain_server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with plain_server.on(core_for(plain_server, PLAIN)) as client:
-        records = read((await ask(client, PLAIN)).text).records
+    records = (await streamed(plain_server, PLAIN)).records
 
     async def forever(*_: Any) -> None:
         await asyncio.Event().wait()
@@ -112,12 +105,10 @@ async def test_a_node_with_another_stream_interval_goes_on(
 ) -> None:
     """The groups are those of the node that began; after them, this node's interval counts from the last output."""
     monkeypatch.setattr(plain_server.engine.output_processor, "stream_interval", intervals[0])
-    async with plain_server.on(core_for(plain_server, PLAIN)) as client:
-        whole = read((await ask(client, PLAIN)).text)
+    whole = await streamed(plain_server, PLAIN)
     monkeypatch.setattr(plain_server.engine.output_processor, "stream_interval", intervals[1])
     for cut in range(1, len(whole.records) - 1):
-        async with plain_server.on(core_for(plain_server, PLAIN)) as client:
-            rest = read((await ask(client, PLAIN, whole.records[:cut])).text)
+        rest = await streamed(plain_server, PLAIN, whole.records[:cut])
         assert text_of(*whole.events[:cut], *rest.events) == text_of(*whole.events)
         if intervals[0] == intervals[1]:
             assert [len(part) for part in rest.events] == [len(part) for part in whole.events[cut:]]

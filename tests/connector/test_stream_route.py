@@ -30,16 +30,12 @@ from tests.connector.stream_shapes import (
     nameless,
     read,
     response,
+    streamed,
 )
 
 COMPLETION = Shape(COMPLETIONS, completion())
 THREE = Shape(COMPLETIONS, completion(n=3), ("A long one it is.", "Ab.", "Abc, and so on."))
 PATHS = (COMPLETIONS, CHAT, MESSAGES, RESPONSES)
-
-
-async def journal_of(server: ApiServer, shape: Shape) -> list[str]:
-    async with server.on(core_for(server, shape)) as client:
-        return read((await ask(client, shape)).text).records
 
 
 EVERY = {"stream": True, "prompt": "a", "input": "a", "max_tokens": 5, "messages": [{"role": "user", "content": "a"}]}
@@ -192,11 +188,10 @@ async def test_a_node_that_does_not_decode_has_no_streams(
 
 
 async def test_the_engine_gets_a_signed_order_for_each_choice_that_goes_on(plain_server: ApiServer) -> None:
-    records = await journal_of(plain_server, THREE)
+    records = (await streamed(plain_server, THREE)).records
     ends = next(at for at, record in enumerate(records) if '"stop"' in record)
     core = core_for(plain_server, THREE)
-    async with plain_server.on(core) as client:
-        await ask(client, THREE, records[: ends + 1])
+    await streamed(plain_server, THREE, records[: ends + 1], core=core)
     assert len(core.added) == 2
     for request in core.added:
         params = request.sampling_params.extra_args["kv_transfer_params"]
@@ -209,20 +204,18 @@ async def test_the_engine_gets_a_signed_order_for_each_choice_that_goes_on(plain
 async def test_a_ticket_goes_with_the_order(plain_server: ApiServer) -> None:
     ticket = {"do_remote_prefill": True, "remote_engine_id": "P"}
     shape = Shape(COMPLETIONS, completion(kv_transfer_params=ticket))
-    records = await journal_of(plain_server, shape)
+    records = (await streamed(plain_server, shape)).records
     core = core_for(plain_server, shape)
-    async with plain_server.on(core) as client:
-        await ask(client, shape, records[:3])
+    await streamed(plain_server, shape, records[:3], core=core)
     params = dict(core.added[0].sampling_params.extra_args["kv_transfer_params"])
     assert len(params.pop(KEY)["token_ids"]) == 3
     assert params == ticket
 
 
 async def test_a_stream_of_which_only_the_end_is_missing_needs_no_engine(plain_server: ApiServer) -> None:
-    records = await journal_of(plain_server, THREE)
+    records = (await streamed(plain_server, THREE)).records
     core = core_for(plain_server, THREE)
-    async with plain_server.on(core) as client:
-        rest = read((await ask(client, THREE, records[:-1])).text)
+    rest = await streamed(plain_server, THREE, records[:-1], core=core)
     assert rest.all_events == ["data: [DONE]"]
     assert core.added == []
 
@@ -230,11 +223,9 @@ async def test_a_stream_of_which_only_the_end_is_missing_needs_no_engine(plain_s
 async def test_a_stream_is_moved_again_and_again(plain_server: ApiServer) -> None:
     records: list[str] = []
     events: list[str] = []
-    async with plain_server.on(core_for(plain_server, THREE)) as client:
-        whole = read((await ask(client, THREE)).text)
+    whole = await streamed(plain_server, THREE)
     while not events or events[-1] != "data: [DONE]":
-        async with plain_server.on(core_for(plain_server, THREE)) as client:
-            leg = read((await ask(client, THREE, records, name=f"leg-{len(records)}")).text)
+        leg = await streamed(plain_server, THREE, records, name=f"leg-{len(records)}")
         records += leg.records[:4]
         events += [event for part in leg.events[:4] for event in part]
     assert nameless(events) == nameless(whole.all_events)

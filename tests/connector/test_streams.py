@@ -1,7 +1,8 @@
 """Streams with a journal, and streams that are continued from one, in vLLM's own API server on an engine core of ours.
 
-Every shape is cut behind each of its records. What the client then has, the events of the first leg up to the cut and
-those of a second node, must be the stream that nobody cut, byte by byte: ids and times too.
+Every shape is cut behind each of its records, in `make unit` behind every third one and the last. What the client then
+has, the events of the first leg up to the cut and those of a second node, must be the stream that nobody cut, byte by
+byte: ids and times too.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tests.connector.stream_shapes import (
     names,
     read,
     response,
+    streamed,
 )
 
 USAGE = {"stream_options": {"include_usage": True}}
@@ -92,8 +94,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"vllm.entrypoints.openai.{module}.serving.time", time)
 
 
+@pytest.mark.parametrize("apart", [3, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-async def test_a_stream_that_is_cut_anywhere_goes_on_as_if_it_had_not_been(server: ApiServer, shape: Shape) -> None:
+async def test_a_stream_that_is_cut_anywhere_goes_on_as_if_it_had_not_been(
+    server: ApiServer, shape: Shape, apart: int
+) -> None:
     async with server.on(core_for(server, shape, cached=16)) as client:
         ordinary = (await client.post(shape.path, json={"model": "tiny", "stream": True, **shape.body})).text
         answer = await ask(client, shape)
@@ -101,11 +106,10 @@ async def test_a_stream_that_is_cut_anywhere_goes_on_as_if_it_had_not_been(serve
         assert (answer.status_code, answer.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
         assert nameless(whole.all_events) == nameless(ordinary.split("\n\n")[:-1])
         assert len(whole.records) > 2
-    for cut in range(1, len(whole.records)):
+    for cut in sorted({*range(1, len(whole.records), apart), len(whole.records) - 1}):
         began = any(json.loads(record)[1] for record in whole.records[:cut])
         core = core_for(server, shape, cached=cut if began else 16)
-        async with server.on(core) as client:
-            rest = read((await ask(client, shape, whole.records[:cut], name=f"leg-{cut}")).text)
+        rest = await streamed(server, shape, whole.records[:cut], name=f"leg-{cut}", core=core)
         known = names(whole.records[:cut])
         behind = [event for part in whole.events[cut:] for event in part]
         assert nameless(rest.all_events, known) == nameless(behind, known), cut

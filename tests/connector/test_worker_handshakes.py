@@ -185,7 +185,7 @@ def test_black_holes_delay_nobody(make: MakeRank, new_node: Prefill, holes: int)
 def test_a_peer_that_stalls_or_floods_delays_nobody(
     make: MakeRank, new_node: Prefill, says: Callable[[Zmtp], bytes]
 ) -> None:
-    worker = make(probe_timeout=1.5)
+    worker = make(probe_timeout=1.1)
     with closing(Scripted(says)) as peer:
         begun = time.monotonic()
         step(worker, order("bad", peer.port, engine="bad"))
@@ -198,7 +198,7 @@ def test_a_peer_that_stalls_or_floods_delays_nobody(
 
 def test_syns_that_are_dropped_delay_nobody(make: MakeRank, new_node: Prefill) -> None:
     """A listening socket whose queue is full drops them."""
-    worker = make(probe_timeout=1.5)
+    worker = make(probe_timeout=1.1)
     with ExitStack() as stack:
         full = stack.enter_context(closing(socket.socket()))
         full.bind((HOST, 0))
@@ -226,7 +226,7 @@ def test_names_that_hang_delay_nobody(make: MakeRank, new_node: Prefill) -> None
         return made
 
     worker = make()
-    worker._verifier = Verifier(PATIENCE, metadata_timeout=1.5, peers=peers)
+    worker._verifier = Verifier(PATIENCE, metadata_timeout=1.1, peers=peers)
     for number in range(64):
         step(worker, order(f"slow-{number}", 1, engine=f"slow-{number}", host=f"slow-{number}.example"))
     assert quick_read(worker, order("honest", new_node.port, host="node.example")) is ReadOutcome.VERIFIED

@@ -16,9 +16,8 @@ SHAPES = (GroupShape(GroupKind.ATTENTION, 16), GroupShape(GroupKind.STATE, 16))
 FINGERPRINT = Fingerprint.of({"dtype": "bfloat16", "checkpoint": "content:0123", "block_sizes": "16*2"})
 EXPECTED = Expected(SHAPES, (KEY,), fingerprint=FINGERPRINT)
 PROMPT = list(range(10, 110))
-EXAMPLES = int(os.environ.get("FUZZED", "200"))
-"""Examples of a fuzz test: more than 2,000 params and tickets in all, with the paces. `make test-long` and `make fuzz`
-ask for more."""
+EXAMPLES = int(os.environ.get("FUZZED", "60"))
+"""Examples of a fuzz test in `make unit`; `make test-long` and `make fuzz` ask for 500 and more."""
 
 
 def good(**other: Any) -> Ticket:

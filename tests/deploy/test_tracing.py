@@ -99,7 +99,11 @@ def test_spans_arrive_from_what_the_image_installs(packages: Path) -> None:
     assert [kind for kind, length in received if length] == ["application/x-protobuf"], log
 
 
-@pytest.mark.parametrize("missing", NEEDED)
+@pytest.mark.parametrize(
+    "missing",
+    # Like the first: imported by this project itself.
+    [pytest.param(name, marks=pytest.mark.long if name == "opentelemetry-sdk" else ()) for name in NEEDED],
+)
 def test_a_missing_package_ends_the_start_with_a_sentence(packages: Path, missing: str) -> None:
     assert missing in pinned("proxy")
     flags = ["--port", "0", "--admin-port", "0", "--decode", f"http://{HOST}:9"]

@@ -14,6 +14,7 @@ from deploy.local.node import Node, NodeSpec, Role
 from deploy.local.paths import MODEL
 from deploy.local.stack import Proxy, ProxySpec, logs_of, pair_specs, start_nodes, start_proxy
 from deploy.local.supervise import Supervisor
+from tests.e2e.fleet import Fleet
 from tests.e2e.metrics_reader import watch
 
 REQUEST_TIMEOUT_S = 120.0
@@ -54,6 +55,13 @@ def engines(request: pytest.FixtureRequest, engine_room: Supervisor) -> dict[str
 def pair(engines: dict[str, Node]) -> Pair:
     """The shared prefill and decode nodes."""
     return Pair(engines["prefill"], engines["decode"])
+
+
+@pytest.fixture
+def whole(fleet: Fleet) -> Fleet:
+    """The file's own fleet, with every node serving."""
+    fleet.heal()
+    return fleet
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,25 @@
 """A prefill node, two decode nodes and a proxy of one's own: nodes that may be broken, and are made whole again."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import httpx
 
 from deploy.local.node import Node, NodeSpec, Role, on_free_ports, start_node
 from deploy.local.readiness import await_ready
-from deploy.local.stack import NODES_UP_WITHIN_S, PROBES, Proxy, ProxySpec, Until, await_nodes, start_nodes, start_proxy
+from deploy.local.stack import (
+    NODES_UP_WITHIN_S,
+    PROBES,
+    Proxy,
+    ProxySpec,
+    Until,
+    await_nodes,
+    logs_of,
+    start_nodes,
+    start_proxy,
+)
 from deploy.local.supervise import Supervisor
 from tests.e2e.process_faults import go_on
 
@@ -60,12 +71,15 @@ class Fleet:
         )
 
 
-def start_fleet(
-    supervisor: Supervisor, proxy: ProxySpec, decode: Sequence[str] = SLOW, more: Sequence[str] = ()
-) -> Fleet:
-    """Start everything, and wait until the proxy serves with every node. Raises what `start_nodes` raises.
+@contextmanager
+def running_fleet(
+    logs: str, settings: Mapping[str, str], decode: Sequence[str] = SLOW, more: Sequence[str] = ()
+) -> Iterator[Fleet]:
+    """While inside, everything is up, at first with every node serving. Raises what `start_nodes` raises.
 
     Args:
+        logs: the folder's name in `.run`.
+        settings: the proxy's, as environment variables.
         decode: what decode nodes get on their command line.
         more: what every node gets there.
     """
@@ -76,5 +90,7 @@ def start_fleet(
             for name, role in NAMES.items()
         )
     )
-    nodes = start_nodes(supervisor, specs, print)
-    return Fleet(supervisor, dict(zip(NAMES, nodes, strict=True)), start_proxy(supervisor, proxy, nodes, print))
+    with Supervisor(logs_of(logs)) as supervisor:
+        nodes = start_nodes(supervisor, specs, print)
+        proxy = start_proxy(supervisor, ProxySpec(more_environment=settings), nodes, print)
+        yield Fleet(supervisor, dict(zip(NAMES, nodes, strict=True)), proxy)

@@ -79,13 +79,7 @@ class QuizReasoningParser(ReasoningParser):
         return (reasoning, content or None) if end else (None, model_output)
 
     def extract_reasoning_streaming(
-        self,
-        previous_text: str,
-        current_text: str,
-        delta_text: str,
-        previous_token_ids: Sequence[int],
-        current_token_ids: Sequence[int],
-        delta_token_ids: Sequence[int],
+        self, previous_text: str, current_text: str, delta_text: str, *token_ids: Sequence[int]
     ) -> DeltaMessage | None:
         """The newest text as reasoning, up to the end."""
         reasoning, _, content = delta_text.partition(THINKING_END)
@@ -165,14 +159,7 @@ class QuizToolParser(ToolParser):
         self._reader = LineReader()
 
     def extract_tool_calls_streaming(
-        self,
-        previous_text: str,
-        current_text: str,
-        delta_text: str,
-        previous_token_ids: Sequence[int],
-        current_token_ids: Sequence[int],
-        delta_token_ids: Sequence[int],
-        request: Any,
+        self, previous_text: str, current_text: str, delta_text: str, *ids_and_request: Any
     ) -> DeltaMessage | None:
         """What the newest text adds to the content and to the calls."""
         content, calls = "", list[DeltaToolCall]()

@@ -20,12 +20,7 @@ from tests.e2e.metrics_reader import read
 from tests.e2e.process_faults import ProcessFault, go_on, inject
 from tests.e2e.stream_load import StreamLoad, reciters, start_stream_load
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.own_engines,
-    pytest.mark.timeout(900),
-    pytest.mark.asyncio(loop_scope="function"),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.timeout(900)]
 
 ENVIRONMENT = {
     "PDPROXY_HEALTH_INTERVAL": "1",

@@ -6,20 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from deploy.local.stack import ProxySpec, logs_of
-from deploy.local.supervise import Supervisor
 from tests.e2e.conftest import async_client
-from tests.e2e.fleet import Fleet, start_fleet
+from tests.e2e.fleet import Fleet, running_fleet
 from tests.e2e.metrics_reader import read
 from tests.e2e.process_faults import ProcessFault, strike
 from tests.e2e.stream_load import StreamLoad, reciters, start_stream_load
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.own_engines,
-    pytest.mark.timeout(1500),
-    pytest.mark.asyncio(loop_scope="function"),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.timeout(1500)]
 
 IMPATIENT = {
     "PDPROXY_HEALTH_INTERVAL": "1",
@@ -58,15 +51,8 @@ CASES = (
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
     """Three nodes and a proxy, for all tests here; logs lie in `.run/e2e-deaths`."""
-    with Supervisor(logs_of("e2e-deaths")) as supervisor:
-        yield start_fleet(supervisor, ProxySpec(more_environment=IMPATIENT))
-
-
-@pytest.fixture
-def whole(fleet: Fleet) -> Fleet:
-    """The same, with every node serving."""
-    fleet.heal()
-    return fleet
+    with running_fleet("e2e-deaths", IMPATIENT) as fleet:
+        yield fleet
 
 
 @pytest.mark.parametrize(("name", "moment", "fate"), CASES)

@@ -16,8 +16,8 @@ from deploy.local.stack import logs_of, start_nodes
 from deploy.local.supervise import Supervisor
 from pdproxy.app.check import inspect
 from pdproxy.app.host import HostEnvironment
+from pdproxy.settings import types
 from pdproxy.settings.model import ConfiguredNode, Settings
-from pdproxy.settings.types import NodeRole
 from tests.e2e.conftest import REQUEST_TIMEOUT_S
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.long, pytest.mark.timeout(900)]
@@ -76,7 +76,7 @@ def hits(node: Node) -> tuple[int, ...]:
 
 def told(node: Node) -> list[str]:
     """By `pdproxy check`."""
-    configured = ConfiguredNode(url=node.url, role=NodeRole.PREFILL)
+    configured = ConfiguredNode(url=node.url, role=types.Role.PREFILL)
     return list(asyncio.run(inspect(Settings(nodes=(configured,)), HostEnvironment())).caches)
 
 

@@ -13,9 +13,8 @@ import httpx
 import pytest
 
 from deploy.local.node import start_node
-from deploy.local.stack import ProxySpec, await_nodes, logs_of
-from deploy.local.supervise import Supervisor
-from tests.e2e.fleet import Fleet, start_fleet
+from deploy.local.stack import await_nodes
+from tests.e2e.fleet import Fleet, running_fleet
 from tests.e2e.metrics_reader import read
 from tests.e2e.stream_cuts import SPREAD_S, FollowedStream, LogTail, follow, keep_asking, uncut
 from tests.e2e.stream_shapes import NODE_FLAGS, shapes
@@ -34,8 +33,8 @@ UNDISTURBED_S = 3.0
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
     """Three nodes with our parsers and a proxy; logs lie in `.run/e2e-restarts`."""
-    with Supervisor(logs_of("e2e-restarts")) as supervisor:
-        yield start_fleet(supervisor, ProxySpec(), decode=(), more=NODE_FLAGS)
+    with running_fleet("e2e-restarts", {}, decode=(), more=NODE_FLAGS) as fleet:
+        yield fleet
 
 
 async def test_decode_nodes_are_restarted_one_after_another(fleet: Fleet) -> None:

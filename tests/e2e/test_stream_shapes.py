@@ -12,9 +12,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from deploy.local.stack import ProxySpec, logs_of
-from deploy.local.supervise import Supervisor
-from tests.e2e.fleet import Fleet, start_fleet
+from tests.e2e.fleet import Fleet, running_fleet
 from tests.e2e.metrics_reader import read
 from tests.e2e.stream_contents import contents_of, differences
 from tests.e2e.stream_cuts import SPREAD_S, Cut, FollowedStream, Round, cut_short, uncut
@@ -38,21 +36,14 @@ SEED = 20261123
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
     """Three nodes with our parsers and a proxy; logs lie in `.run/e2e-shapes`."""
-    with Supervisor(logs_of("e2e-shapes")) as supervisor:
-        yield start_fleet(supervisor, ProxySpec(more_environment=IMPATIENT), decode=(), more=NODE_FLAGS)
+    with running_fleet("e2e-shapes", IMPATIENT, decode=(), more=NODE_FLAGS) as fleet:
+        yield fleet
 
 
 @pytest.fixture(scope="module")
 def answers(fleet: Fleet) -> dict[str, bytes]:
     """What clients read while nothing happens, by the shape's name; each answer shows its shape."""
     return asyncio.run(uncut(fleet.proxy.url, shapes()))
-
-
-@pytest.fixture
-def whole(fleet: Fleet) -> Fleet:
-    """The same, with every node serving."""
-    fleet.heal()
-    return fleet
 
 
 async def test_one_kill_with_every_shape_under_way(whole: Fleet, answers: dict[str, bytes]) -> None:

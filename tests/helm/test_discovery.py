@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.settings.types import NodeRole
+from pdproxy.settings.types import Role
 from tests.helm.engine import Engine, Manifest, Manifests, read_values, value_files
 from tests.helm.settings import loaded, pod_of
 
 ALL = pytest.mark.parametrize("values", value_files())
-ROLES = tuple(NodeRole)
+ROLES = tuple(Role)
 
 
 def asked(values: str, kind: str) -> dict[str, object]:
@@ -17,7 +17,7 @@ def asked(values: str, kind: str) -> dict[str, object]:
     return {**read_values(value_files()[values]), "discovery": {"kind": kind}}
 
 
-def headless(manifests: Manifests, role: NodeRole) -> Manifest:
+def headless(manifests: Manifests, role: Role) -> Manifest:
     """The service of a role's HTTP servers."""
     [found] = [
         each

@@ -153,6 +153,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def settle() -> None:
-    """Enough turns of the loop for anything that could happen now to have happened."""
+    """Turns of the loop until all that could happen now has happened; a hundred where something is always ready."""
+    ready = asyncio.get_running_loop()._ready  # type: ignore[attr-defined]  # asyncio has no public way to ask
     for _ in range(100):
         await asyncio.sleep(0)
+        if not ready:
+            return

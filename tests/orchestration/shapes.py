@@ -1,6 +1,7 @@
 """Streams of all shapes, and what a client got of one with its ids and times made equal."""
 
 import re
+from functools import cache
 from typing import Any
 
 from pdproxy.orchestration.context import OrchestrationConfig
@@ -66,9 +67,18 @@ async def ask(cluster: FakeCluster, shape: str, **more: Any) -> bytes:
 
 
 async def uncut(shape: str, burst: int = 1, **more: Any) -> bytes:
-    """What the client gets of nodes that stay well, as `seen`; nothing is added for moves."""
-    cluster = FakeCluster(1, 1, config=OrchestrationConfig(migrations=0), burst=burst)
-    return seen(await ask(cluster, shape, **more))
+    """What the client gets of nodes that stay well, as `seen`; nothing is added for moves. It is asked for once."""
+    known, key = _known(), (shape, burst, repr(more))
+    if key not in known:
+        cluster = FakeCluster(1, 1, config=OrchestrationConfig(migrations=0), burst=burst)
+        known[key] = seen(await ask(cluster, shape, **more))
+    return known[key]
+
+
+@cache
+def _known() -> dict[tuple[str, int, str], bytes]:
+    """What `uncut` has got so far."""
+    return {}
 
 
 async def broken(shape: str, *faults: InjectedFault | None, **options: Any) -> tuple[bytes, FakeCluster]:

@@ -11,9 +11,9 @@ from pdproxy.settings.catalog import every_setting
 from pdproxy.settings.load import load
 from pdproxy.settings.model import ConfiguredNode, Settings
 from pdproxy.settings.sources import FlagSource, add_flags
-from pdproxy.settings.types import DiscoveryKind, NodeRole, OnPrefillFailure
+from pdproxy.settings.types import DiscoveryKind, OnPrefillFailure, Role
 
-P = {"url": "http://p:1", "role": NodeRole.PREFILL}
+P = {"url": "http://p:1", "role": Role.PREFILL}
 
 
 def flags(*words: str) -> FlagSource:
@@ -44,9 +44,9 @@ def test_without_sources_the_defaults_hold() -> None:
 def test_two_flags_are_enough() -> None:
     settings = load(flags("--prefill", "http://p:1/", "--decode", "http://d:1", "--decode", "http://d:2"))
     assert settings.nodes == (
-        ConfiguredNode(url="http://p:1", role=NodeRole.PREFILL),
-        ConfiguredNode(url="http://d:1", role=NodeRole.DECODE),
-        ConfiguredNode(url="http://d:2", role=NodeRole.DECODE),
+        ConfiguredNode(url="http://p:1", role=Role.PREFILL),
+        ConfiguredNode(url="http://d:1", role=Role.DECODE),
+        ConfiguredNode(url="http://d:2", role=Role.DECODE),
     )
 
 
@@ -63,7 +63,7 @@ def test_a_file_sets_everything(tmp_path: Path) -> None:
     settings = load(config=file(tmp_path, text))
     assert (settings.listen.host, settings.listen.port) == ("0.0.0.0", 9000)
     assert settings.nodes == (
-        ConfiguredNode(url="http://p:1", role=NodeRole.PREFILL, model="m", aliases=("lora",), weight=2.0),
+        ConfiguredNode(url="http://p:1", role=Role.PREFILL, model="m", aliases=("lora",), weight=2.0),
     )
     assert settings.deadlines.stall == 90.0
     assert settings.deadlines.connect == 5.0
@@ -167,6 +167,7 @@ def test_foreign_variables_are_ignored() -> None:
         ("nodes: [{url: 'http://a', role: decode, weight: 0}]", "weight must be a number above 0, not 0."),
         ("nodes: [{url: 'http://a/', role: decode}, {url: 'http://a', role: decode}]", "is there twice; use weight"),
         ("nodes: [{url: 'http://u:p@a', role: decode}]", "url must be an address without credentials"),
+        ("nodes: [{url: 'http://a/v1', role: decode}]", "url must be an address such as http://10.0.0.1:8000, not"),
         ("nodes: [{url: 'http://a:99999', role: decode}]", "url must be an address such as http://10.0.0.1:8000, not"),
         ("limits: {body_bytes: 2MiB, held_bytes: 1MiB}", "limits.held_bytes (1048576) is less than limits.body_bytes"),
         ("listen: {port: 1, admin_port: 1}", "listen.port and listen.admin_port are both 1"),

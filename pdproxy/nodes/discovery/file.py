@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import re
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Annotated
@@ -13,8 +12,7 @@ import yaml
 from pdproxy.clock import Clock
 from pdproxy.nodes.discovery.source import DiscoveryError, Nodes, poll
 from pdproxy.nodes.node import Node, Role
-
-_URL = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/?")
+from pdproxy.settings.types import UNSHOWN, NodeUrl
 
 
 class FileSource:
@@ -51,16 +49,10 @@ class FileSource:
         return tuple(node for node in nodes if node.role in self._roles)
 
 
-def _base_url(url: str) -> str:
-    if _URL.fullmatch(url) is None:
-        raise ValueError("must be a base address such as http://10.0.0.1:8000")
-    return url.rstrip("/")
-
-
 class _Entry(pydantic.BaseModel, extra="forbid", strict=True):
     """A node in the file."""
 
-    url: Annotated[str, pydantic.AfterValidator(_base_url)]
+    url: NodeUrl
     role: Annotated[Role, pydantic.Field(strict=False)]
     name: str = ""
     model: str = ""
@@ -101,5 +93,7 @@ def _sentence(error: pydantic.ValidationError) -> str:
         return f"node {node}: must be {{url, role}}, not {first['input']!r}"
     if first["type"] == "extra_forbidden":
         return f"node {node}: unknown field {fields[0]!r}; there are {', '.join(sorted(_Entry.model_fields))}"
+    if first["type"] == UNSHOWN:
+        return f"node {node}: {fields[0]}: must be {first['msg']}"
     given = "" if first["type"] == "missing" else f", not {first['input']!r}"
     return f"node {node}: {'.'.join(fields)}: {first['msg'].removeprefix('Value error, ')}{given}"

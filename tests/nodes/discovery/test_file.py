@@ -48,7 +48,12 @@ def test_entries_are_read_with_every_field() -> None:
         ("- {role: prefill}", "url"),
         ("- {url: 'http://x', role: both}", "role"),
         ("- {url: 'ftp://x', role: prefill}", "url"),
-        ("- {url: 'http://x/v1', role: prefill}", "url"),
+        (
+            "- {url: 'http://x/v1', role: prefill}",
+            "url: must be an address such as http://10.0.0.1:8000, not 'http://x/v1'",
+        ),
+        ("- {url: 'http://x:99999', role: prefill}", "url"),
+        ("- {url: 'http://u:p@x', role: prefill}", "node 0: url: must be an address without credentials.*fragment$"),
         ("- {url: 'http://x', role: prefill, wieght: 2}", "wieght"),
         ("- {url: 'http://x', role: prefill, weight: 0}", "weight"),
         ("- {url: 'http://x', role: prefill, weight: .nan}", "weight"),
