@@ -80,7 +80,7 @@ class TestContainer:
     def test_an_image_without_a_health_check_is_told(self, folder: Path) -> None:
         install(folder, "docker", "echo null")
         with pytest.raises(ContainerEngineError, match="no health check: build it with --format docker"):
-            find(["docker"]).await_healthy("proxy")
+            find(["docker"]).await_healthy("proxy", within=5)
 
     def test_one_that_ended_is_not_waited_for(self, folder: Path) -> None:
         install(
@@ -90,7 +90,7 @@ class TestContainer:
             "*ExitCode*) echo 3;; *Running*) echo false;; esac",
         )
         with pytest.raises(ContainerEngineError, match="proxy has ended with status 3"):
-            find(["docker"]).await_healthy("proxy")
+            find(["docker"]).await_healthy("proxy", within=5)
 
 
 class TestNames:
