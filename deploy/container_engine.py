@@ -22,7 +22,7 @@ COMPOSE: Mapping[str, tuple[str, ...]] = {
 """The first words of a compose command, by container engine."""
 
 ANSWERS_WITHIN_S = 60.0
-HEALTHY_WITHIN_S = 300.0
+HEALTHY_WITHIN_S = 600.0
 POLL_S = 1.0
 SHOWN_LINES = 40
 LOGS = RUNS / "images"

@@ -37,7 +37,7 @@ PROJECT = "pdproxy-images"
 SERVICES = ("cpu-prefill", "cpu-decode", "cpu-proxy")
 GRACE_S = 45
 """Between SIGTERM and SIGKILL, as in compose.yaml."""
-UP_WITHIN_S = 300.0
+UP_WITHIN_S = 600.0
 REQUEST_TIMEOUT_S = 120.0
 PROMPT_TOKENS = 900
 LONG_ANSWER_LINES = 60
