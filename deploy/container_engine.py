@@ -60,9 +60,9 @@ class ContainerEngine:
             subprocess.run([self.command, "logs", container], stdout=log, stderr=subprocess.STDOUT, check=False)
         return _indented(to.read_text(encoding="utf-8", errors="replace"))
 
-    def inspect(self, container: str, template: str) -> str:
-        """One of a container's properties, by its Go template. Raises ContainerEngineError."""
-        return self.ask("container", "inspect", f"--format={template}", container)
+    def inspect(self, template: str, *containers: str) -> str:
+        """What a Go template makes of the containers, a line each. Raises ContainerEngineError."""
+        return self.ask("container", "inspect", f"--format={template}", *containers)
 
     @contextmanager
     def running(self, *words: str) -> Iterator[str]:
@@ -89,14 +89,16 @@ class ContainerEngine:
                 print(f"\nthe end of {log}:\n{self.save_log(container, log)}", file=sys.stderr, flush=True)
             raise
 
-    def require_running(self, container: str) -> None:
-        """Raise ContainerEngineError where the container has ended."""
-        if self.inspect(container, "{{.State.Running}}") != "true":
-            raise ContainerEngineError(f"{container} has ended with status {self.exit_status(container)}")
+    def require_running(self, *containers: str) -> None:
+        """Raise ContainerEngineError where one of them has ended."""
+        running = self.inspect("{{.State.Running}}", *containers).splitlines()
+        ended = [container for container, state in zip(containers, running, strict=True) if state != "true"]
+        if ended:
+            raise ContainerEngineError(f"{ended[0]} has ended with status {self.exit_status(ended[0])}")
 
     def exit_status(self, container: str) -> int:
         """How it ended; 137 is what the engine killed."""
-        return int(self.inspect(container, "{{.State.ExitCode}}"))
+        return int(self.inspect("{{.State.ExitCode}}", container))
 
     def await_healthy(self, container: str, within: float = HEALTHY_WITHIN_S) -> None:
         """Wait until the health check of the container's image succeeds in it. Raises ContainerEngineError.
@@ -117,7 +119,7 @@ class ContainerEngine:
         subprocess.run([self.command, "rm", "--force", container], capture_output=True, check=False)
 
     def _health_check(self, container: str) -> list[str]:
-        found = json.loads(self.inspect(container, "{{json .Config.Healthcheck}}"))
+        found = json.loads(self.inspect("{{json .Config.Healthcheck}}", container))
         if not found:
             raise ContainerEngineError(f"the image of {container} has no health check: build it with --format docker")
         kind, *check = found["Test"]

@@ -162,7 +162,7 @@ class Composed:
             client.stream("POST", f"http://{HOST}:{self.port}/v1/chat/completions", json=asked) as response,
         ):
             require(response.status_code == httpx.codes.OK, f"{response.status_code} {response.read().decode()}")
-            route = response.headers["x-pdproxy-route"]
+            route = response.headers.get("x-pdproxy-route", "")
             require(route.startswith("disaggregated;"), f"the chat was not handed over: {route}")
             say(f"x-pdproxy-route: {route}")
             yield pieces(response.iter_lines())
@@ -184,8 +184,7 @@ def await_joined(composed: Composed, containers: Mapping[str, str]) -> None:
     """Wait until all are healthy and the proxy has taken its nodes in. Raises as `check_compose` does."""
 
     def still_alive() -> None:
-        for container in containers.values():
-            composed.engine.require_running(container)
+        composed.engine.require_running(*containers.values())
 
     await_ready(
         {"the profile": f"http://{HOST}:{composed.admin_port}/nodes"},
@@ -215,7 +214,7 @@ def check_stop(composed: Composed, containers: Mapping[str, str]) -> None:
     """All are stopped while an answer streams; it ends whole, and so do they. Raises as `check_compose` does."""
     question = recite(906, PROMPT_TOKENS, LONG_ANSWER_LINES)
     with ThreadPoolExecutor(1) as aside, composed.chat(question) as told:
-        begun = next(told)
+        begun = next(told, "")
         stopped = aside.submit(composed.compose, "stop")
         answer = begun + "".join(told)
         stopped.result()
