@@ -8,7 +8,7 @@ FUZZED ?= 2000
 CHECKED := pdproxy connector deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint unit unit-connector unit-serving unit-requests unit-rest soak e2e test-long test-upstream fuzz bench bench-plan generate lock clean
+.PHONY: help env demo images test lint unit unit-connector unit-serving unit-requests unit-rest soak e2e test-long test-upstream fuzz bench bench-plan generate lock clean
 
 help: ## show this
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -18,6 +18,9 @@ env: ## make or mend .venv (everything else does this by itself)
 
 demo: env ## start two engines and the proxy, ask a question, stay up (ONCE=1: end after the answer)
 	@exec $(RUN) -m deploy.local.demo $(if $(filter 1,$(ONCE)),--once)
+
+images: env ## build the proxy's and the CPU node's image (docker or podman), try them and compose's cpu profile (OPTIONS=--help)
+	@exec $(RUN) -m deploy.images $(OPTIONS)
 
 test: lint unit soak e2e ## everything that must pass
 
