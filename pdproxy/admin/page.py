@@ -59,6 +59,7 @@ def _state(context: AdminContext) -> dict[str, object]:
     return {
         "ready": readiness(context),
         "nodes": [status(view, pool.bars, context.caches(view.node.name)) for view in pool.nodes],
+        "advice": dataclasses.asdict(context.advice()),
         "on_the_way": len(live),
         "requests": [_request(each) for each in live.newest(SHOWN)],
         "hits": [{"way": route, **dataclasses.asdict(sums)} for route, sums in live.cache_stats.items()],
