@@ -135,6 +135,18 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         ),
         Panel("Legs in flight", "short", [(f"sum by ({BY}, node, role) (pdproxy_node_active)", f"{WHO} {{{{node}}}}")]),
         Panel(
+            "Nodes that the last hour needed, and that serve",
+            "short",
+            [
+                (f"sum by ({BY}, role) (pdproxy_nodes_needed)", f"{WHO} needed: {{{{role}}}}"),
+                (
+                    f'count by ({BY}, role) (max by ({BY}, node, role) (pdproxy_node_up{{state="up"}} == 1))',
+                    f"{WHO} there: {{{{role}}}}",
+                ),
+            ],
+            about="Needed in its busiest five minutes; a node is a whole one, so round up.",
+        ),
+        Panel(
             "KV cache in use",
             "percentunit",
             [(f"max by ({BY}, node) (vllm:kv_cache_usage_perc)", f"{WHO} {{{{node}}}}")],

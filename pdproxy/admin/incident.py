@@ -134,7 +134,7 @@ def _of_nodes(
     now: float, nodes: Sequence[NodeView], out: Sequence[NodeView], failing: collections.Counter[str], bars: Bars
 ) -> list[str]:
     there = {view.name for view in out}
-    said = [f"{view.name} is {view.state}{_ago(now, view.since)}{_because(view.reason)}." for view in out]
+    said = [f"{view.name} has been {view.state}{_ago(now, view.since)}{_because(view.reason)}." for view in out]
     known = {view.name: view.state for view in nodes}
     for name, count in failing.most_common():
         if name not in there:

@@ -53,7 +53,7 @@ def test_a_node_is_down_and_nobody_is_hit() -> None:
     nodes = [view("p0"), view("d0", State.DOWN, 190.0, "health: refused"), view("d1")]
     found = ask(nodes, seen(faults={"d0": [200.0, 195.0]}, ends={Outcome.OK: [1.0] * 50}))
     assert (found.cause, found.nodes) == (Cause.NODE, ["d0"])
-    assert found.what == ["d0 is down for 3 min (health: refused)."]
+    assert found.what == ["d0 has been down for 3 min (health: refused)."]
     assert found.since == pytest.approx(200.0)
     assert (found.hit.requests, found.hit.failed, found.hit.legs) == (50, 0, 2)
 

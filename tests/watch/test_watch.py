@@ -65,6 +65,9 @@ def test_the_live_page_has_the_dead_node_and_what_became_of_its_requests(seen: O
     assert re.fullmatch(r"(health|last fault): (refused|reset)", dead["reason"])
     assert {node["state"] for node in seen.state["nodes"] if node is not dead} == {"up"}
     assert seen.state["ready"] == "ready"
+    incident = seen.state["incident"]
+    assert (incident["cause"], incident["nodes"], incident["hit"]["failed"]) == ("node", ["decode-0"], 0)
+    assert 0 < incident["since"] < 60
     moved = [failure for failure in seen.state["failures"] if failure["step"] == "migrate"]
     assert moved
     assert {(failure["leg"], failure["node"], failure["outcome"]) for failure in moved} == {
@@ -85,6 +88,9 @@ def test_a_browser_shows_it(seen: Observed) -> None:
     assert re.search(r"prefill-0 → decode-1 .* now: ", text_of(seen.page, "requests"))
     assert text_of(seen.page, "ready") == "● ready"
     assert text_of(seen.page, "told").startswith("2 of 3 nodes are up.")
+    assert text_of(seen.page, "cause") == "✕ a node: decode-0"
+    # The requests too many, which the scenario sends on purpose, were turned away.
+    assert re.search(r"^\d+ turned away of \d+ requests in 5 minutes; \d+ legs? failed", text_of(seen.page, "hit"))
 
 
 @pytest.mark.parametrize(("title", "query", "legend"), panels())

@@ -53,8 +53,8 @@ def selectors(query: str) -> list[Selector]:
 
 
 def with_all_chosen(query: str) -> str:
-    """A panel's query as Grafana sends it while every variable stands for all, over ten minutes."""
-    return _VARIABLES.sub('".*"', query).replace("$__rate_interval", "10m")
+    """A panel's query as Grafana sends it while every variable stands for all, over an hour."""
+    return _VARIABLES.sub('".*"', query).replace("$__rate_interval", "1h")
 
 
 def grouping(query: str) -> set[str]:
