@@ -176,3 +176,9 @@ def test_every_series_of_the_alerts_is_exported(history: list[list[Sample]], sel
     assert all({matcher.label for matcher in selector.matchers} <= sample.labels.keys() for sample in found)
     bounds = [matcher.value for matcher in selector.matchers if matcher.label == "le"]
     assert all(any(sample.labels["le"] == bound for sample in found) for bound in bounds)
+
+
+def test_the_proxy_says_how_many_nodes_that_took(history: list[list[Sample]]) -> None:
+    needed = {sample.labels["role"]: sample.value for sample in Selector("pdproxy_nodes_needed", ()).of(history[-1])}
+    assert needed.keys() == {"prefill", "decode"}
+    assert 0 < needed["prefill"] < 1
