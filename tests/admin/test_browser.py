@@ -72,6 +72,7 @@ async def test_nodes_and_a_request_on_the_way_are_shown(look: Look) -> None:
     assert "req-moved" not in requests
     assert re.search(r"req-moved .*decode d0 reset stream moved on ✓ answered", text_of(page, "failures"))
     assert text_of(page, "ready") == "● ready"
+    assert text_of(page, "cause") == "◐ a node, and others took over: d0"
     assert text_of(page, "told").startswith("3 of 4 nodes are up.")
     assert re.search(r"prefill node 1 \d+ 1 ", text_of(page, "hits"))
 
