@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 
-_SELECTOR = re.compile(r"(?<![\w:$])((?:pdproxy_|vllm:)\w+|up(?=\{))(?:\{([^}]*)\})?")
+_SELECTOR = re.compile(r"(?<![\w:$])((?:pdproxy_|gen_ai_|vllm:)\w+|up(?=\{))(?:\{([^}]*)\})?")
 """One term of a query that reads series of the proxy, of a node, or whether they were scraped."""
 
 

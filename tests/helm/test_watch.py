@@ -62,7 +62,7 @@ def test_the_rules_are_those_of_the_file_about_this_release_alone(helm: Engine) 
     for mine, other in zip(ours, theirs, strict=True):
         assert {**mine, "expr": ""} == {**other, "expr": ""}
         assert re.sub(r"\{\}", "", re.sub(f"{both},?", "", mine["expr"])) == other["expr"]
-        series = re.findall(r"(?:pdproxy_|vllm:)\w+|\bup\b(?=\{)", other["expr"])
+        series = re.findall(r"(?:pdproxy_|gen_ai_|vllm:)\w+|\bup\b(?=\{)", other["expr"])
         assert mine["expr"].count(both) == len(series)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-_SELECTOR = re.compile(r"(?<![\w:$])((?:pdproxy_|vllm:)\w+|up(?=\{))(?:\{([^}]*)\})?")
+_SELECTOR = re.compile(r"(?<![\w:$])((?:pdproxy_|gen_ai_|vllm:)\w+|up(?=\{))(?:\{([^}]*)\})?")
 _VARIABLES = re.compile(r'(?<==~)"\$(?!__)\w+"')
 _MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
 _GROUPING = re.compile(r"\bby\s*\(([^)]*)\)")

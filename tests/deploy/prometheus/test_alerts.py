@@ -32,7 +32,7 @@ def each_rule(*, but: str = "") -> pytest.MarkDecorator:
 
 @each_rule(but=NOT_SCRAPED)
 def test_every_alert_has_series_that_fire_it_and_series_that_do_not(rule: dict[str, Any]) -> None:
-    metrics = set(re.findall(r"(?:pdproxy_|vllm:)\w+|\bup\b(?=\{)", rule["expr"]))
+    metrics = set(re.findall(r"(?:pdproxy_|gen_ai_|vllm:)\w+|\bup\b(?=\{)", rule["expr"]))
     cases = [case for case in CASES if case.alert == rule["alert"]]
     assert cases
     for case in cases:
