@@ -86,7 +86,7 @@ bench: env ## measure the proxy
 bench-plan: env ## what the policies make of traces, simulated; LARGE=1: 64 + 64 nodes; RIVALS=1: beside other routers
 	$(RUN) -m tests.bench.plan --docs docs $(if $(filter 1,$(RIVALS)),--rivals) $(if $(filter 1,$(LARGE)),--large)
 
-generate: env ## write what is made from the settings: their page, their schema, its copy in the chart
+generate: env ## write what is made of something else: the settings' page and schema, the dashboard, the chart's copies
 	$(RUN) -m deploy.generate
 
 # To renew: make a new environment with

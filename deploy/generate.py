@@ -1,14 +1,27 @@
-"""Write what is made from the settings' models (`make generate`): a page, a JSON schema, and its copy in the chart."""
+"""Write what is made of something else (`make generate`), with the chart's copies: Helm reads its own folder alone.
+
+Of the settings' models a page and a JSON schema, of `deploy.dashboard` the dashboard, of the alert rules those of the
+chart, which speak of its own release alone.
+"""
 
 import json
 from pathlib import Path
 
+import yaml
+
+from deploy.dashboard import dashboard
 from deploy.local.paths import ROOT
+from deploy.promql import with_matchers
 from pdproxy.settings.reference import printed, printed_schema, reference, schema
 
 PAGE = ROOT / "docs" / "settings.md"
 SCHEMA = ROOT / "docs" / "settings.schema.json"
 VALUES = ROOT / "helm" / "pdproxy" / "values.schema.json"
+CHART_FILES = ROOT / "helm" / "pdproxy" / "files"
+ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"
+BOARD = ROOT / "deploy" / "grafana" / "dashboards" / "pdproxy.json"
+OF_ONE_RELEASE = {"namespace": '="__NAMESPACE__"', "release": '="__RELEASE__"'}
+"""Conditions on labels, into which the chart's template puts the names of its release."""
 
 _KEY = '        "settings": '
 """Where the values' schema has the schema of ``proxy.settings``."""
@@ -21,9 +34,27 @@ def values_schema(text: str) -> str:
     return text[:start] + printed(schema(), indent=8) + text[start + length :]
 
 
+def rules_of_one_release(text: str) -> str:
+    """The alert rules, as they are about the series of one release."""
+    rules = yaml.safe_load(text)
+    for group in rules["groups"]:
+        for rule in group["rules"]:
+            rule["expr"] = with_matchers(rule["expr"], lambda _: OF_ONE_RELEASE)
+    note = "# Made from deploy/prometheus/alerts.yml by `make generate`.\n"
+    return note + yaml.safe_dump(rules, sort_keys=False, allow_unicode=True, width=4096)
+
+
 def generated() -> dict[Path, str]:
     """Each file, and what should be in it."""
-    return {PAGE: reference(), SCHEMA: printed_schema(), VALUES: values_schema(VALUES.read_text(encoding="utf-8"))}
+    board = dashboard()
+    return {
+        PAGE: reference(),
+        SCHEMA: printed_schema(),
+        VALUES: values_schema(VALUES.read_text(encoding="utf-8")),
+        BOARD: board,
+        CHART_FILES / "dashboard.json": board,
+        CHART_FILES / "alerts.yaml": rules_of_one_release(ALERTS.read_text(encoding="utf-8")),
+    }
 
 
 if __name__ == "__main__":

@@ -22,23 +22,36 @@ from pdproxy.observe.labels import (
     Forgotten,
     Outcome,
     Phase,
+    Proof,
     Rejection,
     SilenceOutcome,
     Task,
+    Tokens,
     WatchedSetting,
 )
 from pdproxy.observe.metrics import Metrics
 from pdproxy.request import Endpoint
-from tests.deploy.prometheus.queries import grouping, legend_labels, selectors
+from tests.deploy.prometheus.alert_cases import CASES
+from tests.deploy.prometheus.queries import grouping, legend_labels, selectors, with_all_chosen
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/metrics.md").read_text()
 ALERTS = ROOT / "deploy/prometheus/alerts.yml"
-ALERTS_TEST = ROOT / "deploy/prometheus/alerts_test.yml"
 DASHBOARD = ROOT / "deploy/grafana/dashboards/pdproxy.json"
 CONNECTOR = "pdproxy_connector_"
-OF_TARGETS = {"instance", "model_name", "engine"}
-"""Labels that every series of a node has besides the page's: vLLM's own, and Prometheus' for the scraped address."""
+OF_TARGETS = {"job", "instance", "namespace", "release"}
+"""Labels that every series has besides the page's: Prometheus gives them to what it scrapes, see prometheus.yml."""
+OF_NODES = OF_TARGETS | {"role", "node", "model_name", "engine"}
+"""Of a node's series: two more of Prometheus', and vLLM's own."""
+VLLM = {
+    "vllm:generation_tokens_total": "counter",
+    "vllm:inter_token_latency_seconds": "histogram",
+    "vllm:kv_cache_usage_perc": "gauge",
+    "vllm:num_preemptions_total": "counter",
+    "vllm:num_requests_running": "gauge",
+    "vllm:num_requests_waiting": "gauge",
+}
+"""Of vLLM's own what we ask for; tests/e2e/test_panels.py asks it of real nodes."""
 
 
 class RecordingRegistry(CollectorRegistry):
@@ -77,8 +90,15 @@ def rows() -> dict[str, tuple[str, tuple[str, ...]]]:
 
 def labels_of(series: str) -> set[str]:
     """The labels of a series, by the page; a histogram's buckets have ``le`` too."""
-    _, labels = rows()[re.sub(r"_(bucket|sum|count)$", "", series)]
-    return {*labels, *(["le"] if series.endswith("_bucket") else [])}
+    page = (
+        {} if series == "up" or series.startswith("vllm:") else rows()[re.sub(r"_(bucket|sum|count)$", "", series)][1]
+    )
+    return {*page, *(["le"] if series.endswith("_bucket") else [])}
+
+
+def of_targets(series: str) -> set[str]:
+    """The labels that a series has since it was scraped, and vLLM's."""
+    return OF_NODES if series == "up" or series.startswith((CONNECTOR, "vllm:")) else OF_TARGETS
 
 
 def test_the_page_has_every_metric_with_its_type_and_no_other() -> None:
@@ -108,18 +128,17 @@ def expressions() -> list[tuple[str, str]]:
     """Every query of the alerts and of the dashboard, with the text that shows its labels, as a legend writes them."""
     rules = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
     panels = json.loads(DASHBOARD.read_text())["panels"]
+    asked = [target for panel in panels for target in panel.get("targets", [])]
     alerts = [
         (rule["expr"], re.sub(r"\{\{ \$labels\.(\w+) \}\}", r"{{\1}}", " ".join(rule["annotations"].values())))
         for rule in rules
     ]
-    return alerts + [
-        (target["expr"], target["legendFormat"]) for panel in panels for target in panel.get("targets", [])
-    ]
+    return alerts + [(with_all_chosen(target["expr"]), target["legendFormat"]) for target in asked]
 
 
 @pytest.mark.parametrize(("expression", "legend"), expressions())
 def test_every_query_asks_for_metrics_and_labels_that_exist(expression: str, legend: str) -> None:
-    known = of_the_proxy() | of_the_connector()
+    known = of_the_proxy() | of_the_connector() | VLLM | {"up": "gauge"}
     asked = selectors(expression)
     assert asked
     for each in asked:
@@ -127,7 +146,7 @@ def test_every_query_asks_for_metrics_and_labels_that_exist(expression: str, leg
         assert base in known, each.metric
         assert each.metric == base or known[base] == "histogram"
         used = {matcher.label for matcher in each.matchers} | grouping(expression) | legend_labels(legend)
-        assert used <= labels_of(each.metric) | (OF_TARGETS if each.metric.startswith(CONNECTOR) else set())
+        assert used <= labels_of(each.metric) | of_targets(each.metric)
     if re.match(r"(sum|min|max|avg|count)\b", expression):
         assert legend_labels(legend) <= grouping(expression)
 
@@ -144,14 +163,25 @@ VALUES: Mapping[tuple[str, str], Iterable[str]] = {
     ("pdproxy_silence_probes_total", "role"): Role,
     ("pdproxy_silence_probes_total", "outcome"): SilenceOutcome,
     ("pdproxy_file_unusable", "setting"): WatchedSetting,
+    ("up", "job"): {"pdproxy", "vllm"},
+    ("up", "role"): Role,
+    ("vllm:generation_tokens_total", "role"): Role,
+    **{(f"vllm:inter_token_latency_seconds_{part}", "role"): Role for part in ("bucket", "count", "sum")},
+    ("vllm:inter_token_latency_seconds_bucket", "le"): {"0.2"},
     ("pdproxy_phase_seconds_bucket", "phase"): Phase,
+    ("pdproxy_phase_seconds_count", "phase"): Phase,
+    ("pdproxy_phase_seconds_bucket", "le"): {"10.0"},
+    ("pdproxy_known_answer_tests_total", "result"): Proof,
+    ("pdproxy_tokens_total", "kind"): Tokens,
+    ("pdproxy_connector_prompt_tokens_total", "source"): {"hit", "pulled", "loaded", "computed"},
+    ("pdproxy_connector_side_channel_refused_total", "reason"): {"unsigned", "bad_signature", "replayed"},
     ("pdproxy_kv_event_lag_seconds_bucket", "le"): {str(float(bound)) for bound in LAG},
     ("pdproxy_kv_places_forgotten_total", "reason"): Forgotten,
     ("pdproxy_planned_hit_tokens_total", "role"): Role,
     ("pdproxy_real_hit_tokens_total", "role"): Role,
     ("pdproxy_connector_key_file_changes_total", "outcome"): KeyChange,
     ("pdproxy_connector_leases_ended_total", "how"): LeaseEnd,
-    ("pdproxy_connector_reads_total", "outcome"): ReadOutcome,
+    ("pdproxy_connector_reads_total", "outcome"): {*ReadOutcome, "retried"},
     ("pdproxy_connector_refused_total", "reason"): RefusalReason,
 }
 """What labels are set to, as far as queries pick by them and the alerts' tests set them."""
@@ -165,6 +195,7 @@ def picked() -> set[tuple[str, str, str]]:
         for each in selectors(query)
         for matcher in each.matchers
         for value in matcher.value.split("|")
+        if value != ".*"
     }
 
 
@@ -175,15 +206,15 @@ def test_every_value_that_a_query_picks_is_one_that_is_set(name: str, label: str
 
 def fed() -> set[str]:
     """Every series that the tests of the alerts feed."""
-    tests = yaml.safe_load(ALERTS_TEST.read_text())["tests"]
-    return {series["series"] for test in tests for series in test["input_series"]}
+    return {series for case in CASES for each in (case.ill, case.well, *case.further.values()) for series in each}
 
 
 @pytest.mark.parametrize("series", sorted(fed()))
 def test_every_series_that_fires_an_alert_is_one_that_is_exported(series: str) -> None:
     [each] = selectors(series)
     labels = {matcher.label: matcher.value for matcher in each.matchers}
-    assert labels_of(each.metric) == labels.keys() - (OF_TARGETS if each.metric.startswith(CONNECTOR) else set())
+    given = of_targets(each.metric)
+    assert labels_of(each.metric) - given == labels.keys() - given
     for label, value in labels.items():
         if (each.metric, label) in VALUES:
             assert value in set(VALUES[each.metric, label])

@@ -16,6 +16,7 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.in_flight import InFlightRequests
 from pdproxy.orchestration.request_queue import QueueStatus
+from pdproxy.planning.demand import Advice
 from pdproxy.request import Json
 from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
 
@@ -33,6 +34,7 @@ class AdminContext:
         queue: how the queue stands.
         caches: by a node's name, how much is known of what each of its data-parallel ranks has cached, as JSON.
         events: by a node's name, whether its KV events are read.
+        advice: how many nodes the last hour needed.
         orchestration: which plans; None where there is no /debug/plan.
         on_no_decode: with PREFILL, prefill nodes alone make it ready.
     """
@@ -49,6 +51,7 @@ class AdminContext:
     queue: Callable[[], QueueStatus] = QueueStatus
     caches: Callable[[str], Sequence[Json]] = lambda _: ()
     events: Callable[[str], EventsSeen] = lambda _: EventsSeen.UNKNOWN
+    advice: Callable[[], Advice] = Advice
     orchestration: OrchestrationContext | None = None
     on_no_decode: OnNoDecode = OnNoDecode.FAIL
 

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 
 from fastapi import APIRouter, Response
 
-from pdproxy.admin.context import AdminContext, readiness
+from pdproxy.admin.context import AdminContext, Readiness, readiness
+from pdproxy.admin.incident import Incident, incident
 from pdproxy.admin.nodes import status
+from pdproxy.nodes.node import Snapshot
 from pdproxy.observe.labels import Phase
 from pdproxy.orchestration.in_flight import InFlightRequest, LegFailure, Timeline
 
@@ -59,6 +61,8 @@ def _state(context: AdminContext) -> dict[str, object]:
     return {
         "ready": readiness(context),
         "nodes": [status(view, pool.bars, context.caches(view.node.name)) for view in pool.nodes],
+        "incident": dataclasses.asdict(_incident(context, now, pool)),
+        "advice": dataclasses.asdict(context.advice()),
         "on_the_way": len(live),
         "requests": [_request(each) for each in live.newest(SHOWN)],
         "hits": [{"way": route, **dataclasses.asdict(sums)} for route, sums in live.cache_stats.items()],
@@ -66,6 +70,12 @@ def _state(context: AdminContext) -> dict[str, object]:
         "plans": dict(live.plans),
         "failures": [_failure(each, now) for each in live.failures()],
     }
+
+
+def _incident(context: AdminContext, now: float, pool: Snapshot) -> Incident:
+    ready = readiness(context)
+    not_ready = "" if ready is Readiness.READY else ready.value
+    return incident(now, pool.nodes, pool.bars, not_ready, context.live.recent)
 
 
 def _request(each: InFlightRequest) -> Mapping[str, object]:

@@ -15,6 +15,7 @@ from pdproxy.admin.context import AdminContext
 from pdproxy.app.files import FileWatcher
 from pdproxy.app.host import HostEnvironment, Secrets, Sources, transports
 from pdproxy.app.kv_events import KvEvents, kv_events
+from pdproxy.app.sizing import SizingWatch
 from pdproxy.clock import Clock, SystemClock
 from pdproxy.credential import Secret
 from pdproxy.intake.api_app import ApiApp, AsgiApp
@@ -42,6 +43,7 @@ from pdproxy.orchestration.prefix_source import CombinedSource
 from pdproxy.orchestration.request_queue import QueueLimits
 from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.orchestration.text_prefix_source import TextPrefixSource
+from pdproxy.planning.demand import Wanted
 from pdproxy.planning.policies import policy_named
 from pdproxy.planning.rates import Rates
 from pdproxy.settings.model import ConfiguredNode, Settings
@@ -89,7 +91,9 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     background_tasks = BackgroundTasks(context)
     orchestrator = Orchestrator(context, background_tasks)
     handler = _request_handler(settings, orchestrator, context, secrets)
-    operators = admin_app(_admin_context(settings, context, drainer, registry, leaving, events, secrets.admin_token))
+    sizing = SizingWatch(context, Wanted(**settings.sizing.model_dump()))
+    admin = _admin_context(settings, context, drainer, registry, leaving, events, secrets.admin_token)
+    operators = admin_app(dataclasses.replace(admin, advice=sizing.advice))
     test = KnownAnswer(context, background_tasks, headers)
     prover = Prover(pool, test, clock) if settings.health.first_hand_over is FirstHandOver.KNOWN_ANSWER else None
     prove = prover.join if prover else functools.partial(warm_up, pool, test)
@@ -102,6 +106,7 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
         watch = SilenceWatch(pool, transport, clock, outages, metrics, _silence_config(settings), headers)
         supervisor.keep(Task.SILENCE, watch.run)
     supervisor.keep(Task.FILES, files.run)
+    supervisor.keep(Task.SIZING, sizing.run)
     if prover is not None:
         supervisor.keep(Task.PROOF, prover.run)
     if events is not None:

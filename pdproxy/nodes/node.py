@@ -128,6 +128,7 @@ class NodeView:
         legs: in flight, by data-parallel rank.
         queued: tokens of their prompts that are still to be computed, by rank.
         held: what they take of the caches, by rank, as far as they are decode legs.
+        since: monotonic seconds when its state last changed; while it is out, when that began.
         name: of the node.
         footprint: of all ranks together.
         rank: the one with the fewest tokens to compute (``backlog``), and of these the fewest legs (``sequences``).
@@ -145,6 +146,7 @@ class NodeView:
     legs: tuple[int, ...] = (0,)
     queued: tuple[int, ...] = (0,)
     held: tuple[Footprint, ...] = (NO_FOOTPRINT,)
+    since: float = float("-inf")
     name: str = dataclasses.field(init=False, repr=False, compare=False)
     footprint: Footprint = dataclasses.field(init=False, repr=False, compare=False)
     rank: int = dataclasses.field(init=False, repr=False, compare=False)

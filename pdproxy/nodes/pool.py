@@ -23,6 +23,10 @@ ALL_NODES = "*"
 """Stands for all nodes of a role in the metric of barred pairs; no node can have this name."""
 
 
+_OUTAGE = {State.DOWN, State.PROBING}
+"""Between these a node goes to and fro while it is out."""
+
+
 class UnknownNode(PdproxyError):
     """No node of this name is in the pool (any more)."""
 
@@ -117,7 +121,8 @@ class Pool:
         """Take a node in as JOINING; `HealthCheck` then has it join. Raises `DuplicateNode` if the name is taken."""
         if node.name in self._entries:
             raise DuplicateNode(node.name)
-        self._entries[node.name] = entry = PoolEntry(node, CircuitBreaker(self._config), node)
+        entry = PoolEntry(node, CircuitBreaker(self._config), node, since=self._clock.now())
+        self._entries[node.name] = entry
         self._views.add(entry, self._clock.now())
         self._metrics.node_active(node.name, node.role, 0)
         self._count_state(entry)
@@ -287,6 +292,8 @@ class Pool:
             entry.trials = 0
             self._metrics.circuit_moved(entry.node.name, circuit.state)
         if entry.state() is not state:
+            if {state, entry.state()} != _OUTAGE:
+                entry.since = self._clock.now()
             self._count_state(entry)
             self._room_changed()
 

@@ -48,6 +48,7 @@ class PoolEntry:
         trials: of these, the ones that were sent to try a half-open circuit.
         misses: active health probes failed in a row.
         progressed_at: monotonic seconds when a leg last received something from the node.
+        since: monotonic seconds when its state last changed; while it is out, when that began.
         leaving: set when running streams should move elsewhere.
         idle: set while no leg is in flight.
         alarms: called when active health gives the node up.
@@ -65,6 +66,7 @@ class PoolEntry:
     misses: int = 0
     progressed_at: float = float("-inf")
     reason: str = ""
+    since: float = float("-inf")
     leaving: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     idle: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     alarms: set[Callable[[], None]] = dataclasses.field(default_factory=set)
@@ -120,7 +122,7 @@ class PoolEntry:
         if len(legs) > ranks:  # it had more of them
             legs, queued, held = legs[:ranks], queued[:ranks], held[:ranks]
         rest = tuple(legs), tuple(queued), tuple(held)
-        return NodeView(self.node, state, self.active, share, self.trials, self.reason, *rest)
+        return NodeView(self.node, state, self.active, share, self.trials, self.reason, *rest, self.since)
 
 
 class Views:

@@ -72,6 +72,7 @@ class Task(enum.StrEnum):
     EVENTS = "events"
     SILENCE = "silence"
     FILES = "files"
+    SIZING = "sizing"
 
 
 class SilenceOutcome(enum.StrEnum):

@@ -96,6 +96,7 @@ class Metrics:
         )
         self._node_active = gauge("pdproxy_node_active", "Legs in flight on a node.", ["node", "role"])
         self._node_up = gauge("pdproxy_node_up", "1 for the state a node is in, else 0.", ["node", "role", "state"])
+        self._needed = gauge("pdproxy_nodes_needed", "Nodes that the last hour needed, unrounded.", ["role"])
         self._barred = gauge(
             "pdproxy_pair_barred", "1 for nodes that failed the known-answer test.", ["prefill", "decode"]
         )
@@ -254,6 +255,10 @@ class Metrics:
             self._node_up.remove(node, role, each)
         for phase in phases:
             self._circuit.remove(node, phase)
+
+    def nodes_needed(self, role: enum.StrEnum, nodes: float) -> None:
+        """Set how many nodes of a role the last hour needed, for what went through this proxy."""
+        self._needed.labels(role).set(nodes)
 
     def pair_barred(self, prefill: str, decode: str) -> None:
         """Two nodes exchange no tickets, for they failed the known-answer test."""

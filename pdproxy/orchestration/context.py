@@ -13,6 +13,7 @@ from pdproxy.orchestration.client_errors import deadline_error
 from pdproxy.orchestration.in_flight import InFlightRequests
 from pdproxy.orchestration.prefix_source import PrefixSource
 from pdproxy.orchestration.request_queue import QueueLimits, RequestQueue
+from pdproxy.planning.demand import Decoded, Prefilled
 from pdproxy.planning.plan import LEAST_LOADED, PlanPolicy, RoutingPolicy
 from pdproxy.planning.rates import Rates
 from pdproxy.settings.types import Legs, OnNoDecode, OnPrefillFailure
@@ -163,6 +164,7 @@ class OrchestrationContext:
         tie_breaker: counts plans, so that equally loaded nodes take turns.
         queue: of all prompts; there is one for each pool.
         rates: how fast nodes are; None where the policy does not go by costs.
+        work: what nodes did lately, for whoever counts them; on the way of a request it is only written down.
         prefix_source: what nodes have cached; None where nobody knows, or the policy does not ask.
     """
 
@@ -177,6 +179,9 @@ class OrchestrationContext:
     tie_breaker: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     rates: Rates | None = None
     prefix_source: PrefixSource | None = None
+    work: collections.deque[Prefilled | Decoded] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=65536)
+    )
     queue: RequestQueue = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:

@@ -1,9 +1,13 @@
-"""Requests that are being answered, their phases, the last failures, how much caches saved, how long answers are."""
+"""Requests that are being answered, their phases, the last failures, how much caches saved, how long answers are.
+
+A few lines over 300: all of it is written down by the same few steps of a request, for the same reader.
+"""
 
 import collections
 import dataclasses
 import enum
 import itertools
+from typing import NamedTuple
 
 from pdproxy.clock import Clock
 from pdproxy.errors import Fault
@@ -17,6 +21,8 @@ from pdproxy.request import ClientRequest
 MAX_SHOWN = 65536
 """Requests in flight that are kept; the oldest are dropped first. Admission keeps their number far below."""
 MAX_FAILURES = 20
+MAX_BAD, RECENT_MINUTES = 2048, 15
+"""Failed legs, and requests that ended badly, that are kept for operators; minutes whose ends are counted."""
 FIRST_GUESS = 256
 """Tokens of an answer, before any was seen."""
 GUESS_COUNTS = 8
@@ -214,6 +220,53 @@ class LegFailure:
     request: InFlightRequest | None = None
 
 
+class LegFault(NamedTuple):
+    """A leg failed on a node at this monotonic second."""
+
+    at: float
+    node: str
+    fault: Fault
+
+
+class BadEnd(NamedTuple):
+    """A request got no complete answer, through no fault of its client's. ``key``: the name of its API key."""
+
+    at: float
+    outcome: Outcome
+    endpoint: str
+    model: str
+    key: str
+
+
+class RecentEnds:
+    """How requests ended during the last minutes, and what went wrong on nodes meanwhile.
+
+    Attributes:
+        faults, bad: oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.faults: collections.deque[LegFault] = collections.deque(maxlen=MAX_BAD)
+        self.bad: collections.deque[BadEnd] = collections.deque(maxlen=MAX_BAD)
+        self._minutes: collections.deque[tuple[int, collections.Counter[Outcome]]] = collections.deque(
+            maxlen=RECENT_MINUTES
+        )
+
+    def ended(self, request: ClientRequest, at: float, outcome: Outcome) -> None:
+        """A request ended at this monotonic second."""
+        minute = int(at // 60)
+        if not self._minutes or self._minutes[-1][0] < minute:
+            self._minutes.append((minute, collections.Counter()))
+        self._minutes[-1][1][outcome] += 1
+        if outcome in (Outcome.FAILED, Outcome.REJECTED):
+            self.bad.append(BadEnd(at, outcome, request.endpoint, request.model, request.api_key))
+
+    def counts(self, since: float) -> collections.Counter[Outcome]:
+        """How requests ended in the minutes from this monotonic second on, that minute included."""
+        minutes = (counts for minute, counts in self._minutes if minute >= since // 60)
+        return sum(minutes, collections.Counter())
+
+
 class InFlightRequests:
     """All requests in flight; every change is O(1). Clients choose ids, so requests are known by their objects.
 
@@ -221,6 +274,7 @@ class InFlightRequests:
         cache_stats: since the start, by which node computed.
         planned_hits: since the start, by the role of the node that computed.
         plans: since the start, plans by what is cached, by their reason.
+        recent: how requests ended lately.
     """
 
     def __init__(self) -> None:
@@ -230,6 +284,7 @@ class InFlightRequests:
         self.planned_hits = {role: PlannedHits() for role in Role}
         self.plans = dict.fromkeys(RouteReason, 0)
         self.output_lengths = OutputLengths()
+        self.recent = RecentEnds()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -245,11 +300,13 @@ class InFlightRequests:
         ended = self._requests.pop(id(request), None)
         if ended is not None:
             ended.outcome = outcome
+            self.recent.ended(request, ended.timeline.start + ended.timeline.took.get(Phase.TOTAL, 0.0), outcome)
 
     def failed(self, request: ClientRequest, failure: LegFailure) -> None:
         """One of the request's legs failed. A client's own mistake is no failure of ours, and is not kept."""
         if failure.fault is not Fault.CLIENT_ERROR:
             self._failures.append(dataclasses.replace(failure, request=self._requests.get(id(request))))
+            self.recent.faults.append(LegFault(failure.at, failure.node, failure.fault))
 
     def newest(self, most: int) -> list[InFlightRequest]:
         """The requests that began last, newest first."""

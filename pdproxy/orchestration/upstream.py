@@ -27,7 +27,9 @@ from pdproxy.orchestration.in_flight import Timeline
 from pdproxy.orchestration.node_picker import NodePicker
 from pdproxy.orchestration.rendezvous import PlanAgain, Rendezvous, Undelivered, WaitingLeg, can_wait, deliver_nothing
 from pdproxy.orchestration.resources import BackgroundTasks, HandOver, HeldResources, fail_if_node_down
+from pdproxy.planning.demand import Decoded, Prefilled
 from pdproxy.planning.plan_types import Plan
+from pdproxy.planning.prefix import Place
 from pdproxy.request import Json, LegForm, LocalReason, SubRequest
 from pdproxy.settings.types import Legs
 from pdproxy.transport.port import HttpResponse
@@ -190,12 +192,14 @@ class UpstreamRequest:
         self._prefill_node = node
         self.timeline.enter(Phase.PREFILL, node.name)
         tokens = self.nodes.prompt_tokens if body is asked.body else estimated_prompt_tokens(body)
-        load, headers = self.nodes.load(node, Leg.PREFILL), self.nodes.begin_leg(node)
+        load, headers, began = self.nodes.load(node, Leg.PREFILL), self.nodes.begin_leg(node), context.clock.now()
         with self.resources.prefilling(node, hand_over_id, tokens, load) as slot:
             async with fail_if_node_down(slot, self.nodes.possible):
                 answer = await prefill(context.transport, node, asked.endpoint, leg, headers, timeouts)
         self.nodes.prefilled(node, answer)
-        return HandOver(hand_over_id, node, answer, context.clock.now())
+        ended, ranks = context.clock.now(), 1 if load.rank is None else node.ranks
+        context.work.append(Prefilled(Place(node.name, load.rank or 0), ranks, self.timeline.start, began, ended))
+        return HandOver(hand_over_id, node, answer, ended)
 
     async def _decode_on(self, node: Node, body: Json, form_for: FormFor, read_answer: ReadAnswer[Result]) -> Result:
         asked, transport = self.sub_request, self._context.transport
@@ -327,6 +331,14 @@ class UpstreamRequest:
             return
         self.recomputed = record_usage(self._context, self._background_tasks, self.sub_request, self.hand_over, usage)
         self.nodes.answered(self._decode_node, usage, None if self.recomputed else self.hand_over)
+        self._record_pace(usage)
+
+    def _record_pace(self, usage: Usage) -> None:
+        """How quickly the tokens of a stream came that ran on one node from its first token to its last."""
+        shape, pool = self.sub_request.shape, self._context.pool
+        if shape.stream and usage.completion and not self.timeline.moves and self.node_name in pool:
+            streams, tokens = pool.view(self.node_name).active, usage.completion // shape.choices
+            self._context.work.append(Decoded(streams, tokens, self.timeline.so_far(Phase.DECODE)))
 
     def remaining_seconds(self) -> float:
         """Until the deadline; raises the `ClientError` 504 where it has come."""

@@ -274,6 +274,17 @@ class Otel(Section):
         return self
 
 
+class Sizing(Section):
+    """What the advice about the number of nodes goes by."""
+
+    prefill_busy: types.Number = Field(default=0.7, gt=0, le=1)
+    """Part of its time for which a prefill node may compute."""
+    cache_fill: types.Number = Field(default=0.8, gt=0, le=1)
+    """Part of its cache that a decode node's streams may fill."""
+    token_seconds: types.Seconds = Field(default=0.05, gt=0)
+    """Longest time between the tokens of a stream."""
+
+
 class Settings(BaseSettings):
     """Everything an operator decides. `load` reads it from its sources; made directly, it reads no environment."""
 
@@ -288,6 +299,7 @@ class Settings(BaseSettings):
     policy: Policy = Policy()
     events: Events = Events()
     health: Health = Health()
+    sizing: Sizing = Sizing()
     keys: Keys = Keys()
     log: Log = Log()
     otel: Otel = Otel()

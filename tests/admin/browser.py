@@ -2,13 +2,21 @@
 
 import asyncio
 import contextlib
+import itertools
+import json
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
 
+import httpx
 import uvicorn
+from websockets.asyncio.client import ClientConnection, connect
 
 from pdproxy.admin.app import admin_app
 from pdproxy.admin.context import AdminContext
@@ -57,3 +65,87 @@ async def chromium(url: str, *flags: str) -> tuple[str, str]:
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
     return out.decode(), err.decode(errors="replace")
+
+
+class Page:
+    """A page in a running Chromium, asked over its DevTools protocol.
+
+    Attributes:
+        complaints: errors of its scripts, and what its Content-Security-Policy forbade.
+    """
+
+    def __init__(self, socket: ClientConnection) -> None:
+        self._socket = socket
+        self._numbers = itertools.count(1)
+        self.complaints: list[str] = []
+
+    async def call(self, method: str, **params: Any) -> Any:
+        """A command of the protocol, and its result."""
+        number = next(self._numbers)
+        await self._socket.send(json.dumps({"id": number, "method": method, "params": params}))
+        while True:
+            message = json.loads(await self._socket.recv())
+            if message.get("id") == number:
+                assert "error" not in message, message
+                return message["result"]
+            event, said = message.get("method"), json.dumps(message.get("params"))
+            if event == "Runtime.exceptionThrown" or (event == "Log.entryAdded" and "Content Security Policy" in said):
+                self.complaints.append(said)
+
+    async def value(self, expression: str) -> Any:
+        """What JavaScript makes of an expression."""
+        found = await self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    async def until(self, expression: str) -> None:
+        """Wait until it is true."""
+        while not await self.value(expression):  # noqa: ASYNC110 - the caller bounds it
+            await asyncio.sleep(0.05)
+
+    async def show(self, url: str) -> None:
+        """Open an address."""
+        for domain in ("Runtime", "Log"):
+            await self.call(f"{domain}.enable")
+        await self.call("Page.navigate", url=url)
+
+    async def become_phone(self, width: int, height: int) -> None:
+        """Show what a phone of this size shows, in CSS pixels."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 2, "mobile": True}
+        await self.call("Emulation.setDeviceMetricsOverride", **size)
+
+
+@contextlib.contextmanager
+def running_chromium() -> Iterator[str]:
+    """A Chromium that runs while inside; the address at which it is asked for pages."""
+    assert CHROMIUM is not None
+    with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as profile:
+        command = (CHROMIUM, *_FLAGS, f"--user-data-dir={profile}", "--remote-debugging-port=0", "about:blank")
+        quiet = subprocess.DEVNULL
+        with subprocess.Popen(command, stdout=quiet, stderr=quiet, start_new_session=True) as process:
+            try:
+                yield f"http://127.0.0.1:{_port(Path(profile) / 'DevToolsActivePort', process)}"
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
+def _port(said: Path, process: "subprocess.Popen[bytes]") -> str:
+    """What Chromium writes into its profile once it listens."""
+    late = time.monotonic() + SECONDS
+    while not said.exists() or "\n" not in said.read_text():
+        assert process.poll() is None, "Chromium ended"
+        assert time.monotonic() < late, "Chromium does not listen"
+        time.sleep(0.05)
+    return said.read_text().splitlines()[0]
+
+
+@contextlib.asynccontextmanager
+async def new_page(chromium_url: str) -> AsyncIterator[Page]:
+    """An empty page, within `SECONDS`; closed at the end."""
+    async with asyncio.timeout(SECONDS), httpx.AsyncClient(base_url=chromium_url, trust_env=False) as client:
+        made = (await client.put("/json/new?about:blank")).raise_for_status().json()
+        async with connect(made["webSocketDebuggerUrl"], max_size=None, proxy=None) as socket:
+            page = Page(socket)
+            yield page
+        await client.get(f"/json/close/{made['id']}")

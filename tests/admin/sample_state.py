@@ -1,6 +1,7 @@
 """A made-up state of a busy proxy, for screenshots."""
 
 import asyncio
+import dataclasses
 import itertools
 
 from prometheus_client import CollectorRegistry
@@ -14,6 +15,7 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.observe.labels import Leg, Outcome, Phase, Prediction, RouteReason
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.in_flight import InFlightRequests, LegFailure, Route, Timeline
+from pdproxy.planning.demand import Advice, Limit
 from pdproxy.request import ClientRequest, Endpoint
 from tests.fakes.clock import FakeClock
 
@@ -40,13 +42,16 @@ class SampleState:
         self.pool = Pool(self.clock)
         self._add_nodes()
         self._failures()
+        self._hurt()
         self._requests()
         self._hits()
 
     def context(self) -> AdminContext:
         """What the page is served from."""
         drainer = Drainer(self.pool, self.clock)
-        return AdminContext(self.pool, drainer, CollectorRegistry(), asyncio.Event(), live=self.live, clock=self.clock)
+        base = AdminContext(self.pool, drainer, CollectorRegistry(), asyncio.Event(), live=self.live, clock=self.clock)
+        advice = Advice(prefill=1.6, decode=4.3, prefill_mean=0.9, decode_mean=3.2, limit=Limit.CACHE, minutes=60)
+        return dataclasses.replace(base, advice=lambda: advice)
 
     def _add_nodes(self) -> None:
         roles = [Role.PREFILL] * 2 + [Role.DECODE] * 5
@@ -90,6 +95,13 @@ class SampleState:
         return ClientRequest(
             name, endpoint, {}, (), MODEL, True, 0, self.clock.now(), self.clock.now() + 600, lambda: True
         )
+
+    def _hurt(self) -> None:
+        """Whom it hits: of a few hundred requests two, of one key."""
+        for key, outcome, count in (("alice", Outcome.FAILED, 2), ("bob", Outcome.OK, 410)):
+            request = dataclasses.replace(self._request("req-x", Endpoint.CHAT), api_key=key)
+            for _ in range(count):
+                self.live.recent.ended(request, self.clock.now(), outcome)
 
     def _failures(self) -> None:
         told = (

@@ -2,18 +2,21 @@
 
 import asyncio
 import re
+from collections.abc import Awaitable, Callable
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.admin.context import AdminContext
 from pdproxy.credential import Secret
+from pdproxy.errors import Fault
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Node, Role
-from pdproxy.observe.labels import Prediction, RouteReason
+from pdproxy.observe.labels import Outcome, Prediction, RouteReason
 from pdproxy.request import Endpoint
-from tests.admin.browser import CHROMIUM, chromium, served
+from tests.admin.browser import CHROMIUM, new_page, served
 from tests.admin.reading import text_of
+from tests.admin.sample_state import SampleState
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.orchestration.cluster import FakeCluster
 from tests.orchestration.prompts import body_for
@@ -30,16 +33,25 @@ def context_of(cluster: FakeCluster, token: str = "") -> AdminContext:
     )
 
 
-async def look(context: AdminContext) -> str:
-    """The page as it is once it has asked a few times."""
-    async with served(context) as address:
-        page, complaints = await chromium(f"{address}/ui", "--dump-dom")
-    broken = re.findall(r"CONSOLE.*(?:Uncaught|Content Security Policy).*", complaints)
-    assert not broken
-    return page
+Look = Callable[[AdminContext], Awaitable[str]]
 
 
-async def test_nodes_and_a_request_on_the_way_are_shown() -> None:
+@pytest.fixture
+def look(chromium_url: str) -> Look:
+    """The page as it is once it has asked."""
+
+    async def looked(context: AdminContext) -> str:
+        async with served(context) as address, new_page(chromium_url) as page:
+            await page.show(f"{address}/ui")
+            await page.until("['content', 'ask'].some((id) => document.getElementById(id)?.hidden === false)")
+            whole = str(await page.value("document.documentElement.outerHTML"))
+            assert not page.complaints
+        return whole
+
+    return looked
+
+
+async def test_nodes_and_a_request_on_the_way_are_shown(look: Look) -> None:
     cluster = FakeCluster(prefills=1, decodes=2)
     cluster.decodes[0].fault = InjectedFault(FaultKind.RESET, at=3, times=1)
     await cluster.ask(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=True), name="req-moved")
@@ -60,18 +72,73 @@ async def test_nodes_and_a_request_on_the_way_are_shown() -> None:
     assert "req-moved" not in requests
     assert re.search(r"req-moved .*decode d0 reset stream moved on ✓ answered", text_of(page, "failures"))
     assert text_of(page, "ready") == "● ready"
+    assert text_of(page, "cause") == "◐ a node, and others took over: d0"
     assert text_of(page, "told").startswith("3 of 4 nodes are up.")
     assert re.search(r"prefill node 1 \d+ 1 ", text_of(page, "hits"))
 
 
-async def test_the_page_asks_for_the_token() -> None:
+async def test_an_incident_is_answered_at_a_glance(look: Look) -> None:
+    """A decode node dies under a stream; the other one takes it over, and nobody notices."""
+    cluster = FakeCluster(prefills=1, decodes=2)
+    cluster.decodes[0].fault = InjectedFault(FaultKind.RESET, at=3, times=1)
+    quiet = await look(context_of(cluster))
+    assert text_of(quiet, "cause") == "● nothing is wrong"
+    assert (text_of(quiet, "since"), text_of(quiet, "hit")) == ("\u2013", "none of 0 requests in 5 minutes")
+    await cluster.ask(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=True), name="req-moved")
+    for _ in range(5):
+        cluster.pool.report("d0", Fault.RESET)
+    cluster.clock.advance(190)
+    page = await look(context_of(cluster))
+    assert text_of(page, "cause") == "✕ a node: d0"
+    assert re.fullmatch(r"\d\d:\d\d( [AP]M)?, 3 min ago", text_of(page, "since"))
+    hit = "none of 1 requests in 5 minutes; 1 leg failed, and others took over"
+    assert text_of(page, "hit") == hit
+    assert re.fullmatch(r"d0 has been (down|probing) for 3 min \(last fault: reset\)\.", text_of(page, "what"))
+
+
+async def test_whoever_is_hit_is_named(look: Look) -> None:
+    cluster = FakeCluster(prefills=1, decodes=1)
+    for key, number in (("alice", 3), ("bob", 1)):
+        for _ in range(number):
+            request = cluster.request(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=True), api_key=key)
+            cluster.context.in_flight.recent.ended(request, cluster.clock.now(), Outcome.FAILED)
+    page = await look(context_of(cluster))
+    assert text_of(page, "cause").startswith("✕ us: this proxy")
+    assert text_of(page, "hit") == "4 failed of 4 requests in 5 minutes"
+    assert text_of(page, "hit-most") == "key alice: 3, key bob: 1; model tiny: 4; /v1/chat/completions: 4"
+
+
+WIDTH, HEIGHT = 360, 740
+"""CSS pixels of a small phone."""
+TOO_WIDE = f"""[...document.body.querySelectorAll('*')].filter(e => !e.closest('thead, .skip, [aria-hidden]')
+    && e.getBoundingClientRect().right > {WIDTH + 1}).map(e => e.outerHTML.slice(0, 80))"""
+TOO_SMALL = "[...document.querySelectorAll('main *')].filter(e => parseFloat(getComputedStyle(e).fontSize) < 14).length"
+TOO_LOW = "[...document.querySelectorAll('button')].filter(e => e.offsetParent && e.offsetHeight < 44).length"
+
+
+async def test_the_page_is_readable_on_a_phone_and_nothing_moves(chromium_url: str) -> None:
+    async with served(SampleState().context()) as address, new_page(chromium_url) as page:
+        await page.become_phone(WIDTH, HEIGHT)
+        await page.show(f"{address}/ui")
+        await page.until("document.getElementById('cause')?.textContent.startsWith('✕')")
+        assert await page.value(TOO_WIDE) == []
+        assert await page.value("document.documentElement.scrollWidth") <= WIDTH
+        assert await page.value(TOO_SMALL) == await page.value(TOO_LOW) == 0
+        needed = "needed 2 prefill (1.6; 2 are up) and 5 decode (4.3; 2 are up) nodes"
+        assert needed in await page.value("document.getElementById('advice').textContent")
+        # All three answers are on the first screen.
+        assert await page.value("document.getElementById('hit-most').getBoundingClientRect().bottom") < HEIGHT
+        assert await page.value("document.getAnimations().length") == 0
+
+
+async def test_the_page_asks_for_the_token(look: Look) -> None:
     page = await look(context_of(FakeCluster(), token="s3cret"))
     assert re.search(r'<form id="ask">', page)
     assert re.search(r'<main id="content"[^>]* hidden="">', page)
     assert text_of(page, "told") == "This proxy asks for its admin token."
 
 
-async def test_plans_are_shown_once_there_are_some() -> None:
+async def test_plans_are_shown_once_there_are_some(look: Look) -> None:
     cluster = FakeCluster(prefills=1, decodes=1)
     live = cluster.context.in_flight
     for outcome in (Prediction.RIGHT, Prediction.LESS):

@@ -1,4 +1,4 @@
-"""The dashboard's and the alerts' queries for nodes, run on what real nodes export."""
+"""Every query of the dashboard and of the alerts, asked of a real proxy and of real nodes."""
 
 import json
 import secrets
@@ -11,45 +11,61 @@ import zmq
 from prometheus_client.samples import Sample
 
 from deploy.local.model.quiz import quiz
-from deploy.local.node import Node
 from deploy.local.paths import ROOT
 from deploy.local.ports import HOST
+from deploy.local.stack import Proxy
 from tests.deploy.prometheus.promtool import gives, needs_promtool, recorded, run_query_tests, shows_values
-from tests.deploy.prometheus.queries import Selector, legend_labels, samples_of, selectors
+from tests.deploy.prometheus.queries import Selector, legend_labels, samples_of, selectors, with_all_chosen
 from tests.e2e.conftest import REQUEST_TIMEOUT_S, Pair
 from tests.e2e.legs import complete, hand_over, prefill, release
 from tests.e2e.metrics_reader import watch
 
 pytestmark = pytest.mark.e2e
 
-OURS = "pdproxy_connector_"
+OF_NODES = ("pdproxy_connector_", "vllm:")
 MINUTE = 60.0
 BOARD = ROOT / "deploy/grafana/dashboards/pdproxy.json"
 ALERTS = ROOT / "deploy/prometheus/alerts.yml"
-KEY_FILE = "pdproxy_connector_key_file_changes_total"
-"""Not exported here: these nodes have no ticket keys. `tests/connector/test_ticket_keys.py` counts the looks."""
+WITH_KEYS = {"pdproxy_connector_key_file_changes_total", "pdproxy_connector_side_channel_refused_total"}
+"""Not exported here: these nodes have no ticket keys. `tests/connector` counts the looks, and the refusals."""
 SCRAPED = ROOT / "deploy/prometheus/prometheus.yml"
 
 
+QUIET = {
+    *("pdproxy_leg_faults_total", "pdproxy_steps_total", "pdproxy_local_total", "pdproxy_stream_stall_seconds_bucket"),
+    *("pdproxy_kv_event_lag_seconds_count", "pdproxy_kv_event_lag_seconds_bucket", "pdproxy_kv_places_forgotten_total"),
+}
+"""Series that have a value once something fails, or with KV events: `tests/watch` asks these panels of a real proxy
+whose legs fail and whose streams move."""
+STILL = {
+    *("vllm:kv_cache_usage_perc", "vllm:num_preemptions_total", "vllm:num_requests_running"),
+    *("vllm:num_requests_waiting", "up"),
+}
+"""Of nodes, what may stay as it is while all goes well."""
+
+
 def panels() -> list[tuple[str, str]]:
-    """Query and legend of what the dashboard asks of nodes."""
+    """Query and legend of everything that the dashboard asks."""
     asked = [target for panel in json.loads(BOARD.read_text())["panels"] for target in panel.get("targets", [])]
-    return [
-        (target["expr"].replace("$__rate_interval", "10m"), target["legendFormat"])
-        for target in asked
-        if OURS in target["expr"]
-    ]
+    return [(with_all_chosen(target["expr"]), target["legendFormat"]) for target in asked]
+
+
+def panels_of_nodes() -> list[tuple[str, str]]:
+    """Of these what is asked of nodes."""
+    return [(query, legend) for query, legend in panels() if any(name in query for name in OF_NODES)]
 
 
 def of_alerts() -> list[Selector]:
     """Every series of nodes that an alert reads."""
     rules = [rule["expr"] for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
-    asked = {each for rule in rules for each in selectors(rule) if each.metric.startswith(OURS)}
-    return sorted((each for each in asked if each.metric != KEY_FILE), key=str)
+    asked = {each for rule in rules for each in selectors(rule) if each.metric.startswith(OF_NODES)}
+    return sorted((each for each in asked if each.metric not in WITH_KEYS), key=str)
 
 
-def live(pair: Pair, seed: int) -> None:
-    """Whatever can happen on nodes, once: two turns, a ticket that nobody reads, a wrong one, and junk."""
+def live(pair: Pair, proxy: Proxy, seed: int) -> None:
+    """Whatever can happen, once: a request; on nodes two turns, a ticket that nobody reads, a wrong one, and junk."""
+    question = quiz(seed + 3, 300)
+    assert complete(proxy.url, question.prompt()).text == question.answer
     talk = quiz(seed, 1200)
     for turn in (1, 2):
         hand_over(pair.prefill.url, pair.decode.url, talk.at_turn(turn))
@@ -84,27 +100,31 @@ def _junk(pair: Pair) -> None:
         assert complete(pair.prefill.url, question.prompt()).text == question.answer
 
 
-def scrape(pair: Pair) -> list[Sample]:
-    """What both nodes export, with the labels that prometheus.yml gives them."""
-    [job] = [job for job in yaml.safe_load(SCRAPED.read_text())["scrape_configs"] if job["job_name"] == "vllm"]
-    targets = {target["labels"]["role"]: target for target in job["static_configs"]}
-    nodes: dict[str, Node] = {"prefill": pair.prefill, "decode": pair.decode}
-    assert targets.keys() == nodes.keys()
+def scrape(pair: Pair, proxy: Proxy) -> list[Sample]:
+    """What the proxy and both nodes export, with the labels that prometheus.yml gives them."""
+    jobs = {job["job_name"]: job["static_configs"] for job in yaml.safe_load(SCRAPED.read_text())["scrape_configs"]}
+    nodes = {target["labels"]["role"]: target["labels"] for target in jobs["vllm"]}
+    targets = [
+        ("pdproxy", proxy.admin_url, jobs["pdproxy"][0]["labels"]),
+        ("vllm", pair.prefill.url, nodes["prefill"]),
+        ("vllm", pair.decode.url, nodes["decode"]),
+    ]
     samples = []
-    for role, node in nodes.items():
-        page = httpx.get(f"{node.url}/metrics", timeout=REQUEST_TIMEOUT_S, trust_env=False).raise_for_status().text
-        added = {"job": "vllm", "instance": node.url, **targets[role]["labels"]}
+    for job, url, labels in targets:
+        page = httpx.get(f"{url}/metrics", timeout=REQUEST_TIMEOUT_S, trust_env=False).raise_for_status().text
+        added = {"job": job, "instance": url, **labels}
+        samples.append(Sample("up", added, 1))
         samples += [sample._replace(labels={**sample.labels, **added}) for sample in samples_of(page)]
     return samples
 
 
 @pytest.fixture(scope="module")
-def history(pair: Pair) -> list[list[Sample]]:
+def history(pair: Pair, proxy: Proxy) -> list[list[Sample]]:
     """Two scrapes; everything happened before the first, and once more before the second."""
     scrapes = []
     for turn in (0, 1):
-        live(pair, 8000 + 10 * turn)
-        scrapes.append(scrape(pair))
+        live(pair, proxy, 8000 + 10 * turn)
+        scrapes.append(scrape(pair, proxy))
     return scrapes
 
 
@@ -116,21 +136,31 @@ def grown(selector: Selector, history: list[list[Sample]]) -> dict[frozenset[tup
     return {labels: value - before.get(labels, 0) for labels, value in after.items()}
 
 
-@pytest.mark.parametrize(("query", "legend"), panels())
+@pytest.mark.parametrize(("query", "legend"), panels_of_nodes())
 def test_every_panel_of_the_nodes_reads_series_that_grow(history: list[list[Sample]], query: str, legend: str) -> None:
     for selector in selectors(query):
         found = grown(selector, history)
-        assert any(value > 0 for value in found.values())
+        assert found
+        assert selector.metric in STILL or any(value > 0 for value in found.values())
         assert all(legend_labels(legend) <= {label for label, value in labels if value} for labels in found)
 
 
 @needs_promtool
-def test_every_panel_of_the_nodes_shows_something(history: list[list[Sample]], tmp_path: Path) -> None:
+def test_every_panel_shows_something(history: list[list[Sample]], tmp_path: Path) -> None:
+    """Values of the labels that its legend shows."""
+    asked = [each for each in panels() if not any(selector.metric in QUIET for selector in selectors(each[0]))]
+    assert len(asked) >= len(panels()) - len(QUIET)
+    tests = [test for query, legend in asked for test in shows_values(query, legend_labels(legend), MINUTE)]
+    run_query_tests(tmp_path / "panels.json", recorded(history, MINUTE), tests)
+
+
+@needs_promtool
+def test_what_the_panels_of_the_nodes_show_is_more_than_nothing(history: list[list[Sample]], tmp_path: Path) -> None:
+    asked = [query for query, _ in panels_of_nodes() if not any(each.metric in STILL for each in selectors(query))]
     tests = [
         test
-        for query, legend in panels()
+        for query in asked
         for test in (
-            *shows_values(query, legend_labels(legend), MINUTE),
             gives(f"count(abs({query}) < Inf) == bool count({query})", MINUTE, "{}"),
             gives(f"count(({query}) > 0) > bool 0", MINUTE, "{}"),
         )
@@ -144,3 +174,11 @@ def test_every_series_of_the_alerts_is_exported(history: list[list[Sample]], sel
     found = Selector(selector.metric, ()).of(history[-1])
     assert any(sample.value > 0 for sample in found)
     assert all({matcher.label for matcher in selector.matchers} <= sample.labels.keys() for sample in found)
+    bounds = [matcher.value for matcher in selector.matchers if matcher.label == "le"]
+    assert all(any(sample.labels["le"] == bound for sample in found) for bound in bounds)
+
+
+def test_the_proxy_says_how_many_nodes_that_took(history: list[list[Sample]]) -> None:
+    needed = {sample.labels["role"]: sample.value for sample in Selector("pdproxy_nodes_needed", ()).of(history[-1])}
+    assert needed.keys() == {"prefill", "decode"}
+    assert 0 < needed["prefill"] < 1

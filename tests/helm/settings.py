@@ -19,6 +19,6 @@ def loaded(manifests: Manifests, there: Path) -> Settings:
     for name in ("access/node.key", "access/admin.token", "keys/api.keys"):
         (there / name).parent.mkdir(exist_ok=True)
         (there / name).write_text("word\n")
-    text: str = manifests.one("ConfigMap")["data"]["pdproxy.yaml"]
+    [text] = [each["data"]["pdproxy.yaml"] for each in manifests.of("ConfigMap") if "pdproxy.yaml" in each["data"]]
     (there / "pdproxy.yaml").write_text(text.replace("/etc/pdproxy", str(there)))
     return load(None, there / "pdproxy.yaml", {each["name"]: each["value"] for each in container["env"]})

@@ -15,6 +15,7 @@ FOREIGN = {
     "LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1",
     "ServiceMonitor": "monitoring.coreos.com/v1",
     "PodMonitor": "monitoring.coreos.com/v1",
+    "PrometheusRule": "monitoring.coreos.com/v1",
     "HTTPRoute": "gateway.networking.k8s.io/v1",
     "ScaledObject": "keda.sh/v1alpha1",
 }

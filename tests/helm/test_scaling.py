@@ -4,13 +4,14 @@ import re
 from collections.abc import Iterator
 
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
 from pdproxy.nodes.node import Role
 from pdproxy.observe.metrics import Metrics
 from tests.deploy.prometheus.queries import Selector, samples_of, selectors
 from tests.helm.conftest import Rendered
-from tests.helm.engine import CHART, Engine, Manifests
+from tests.helm.engine import CHART, Engine, Manifests, value_files
 
 SERIES = re.compile(r"\bpdproxy_[a-z_]+\b")
 OTHERS = {"pdproxy_key_file", "pdproxy_connector", "pdproxy_endpoints"}
@@ -30,6 +31,7 @@ def counted() -> CollectorRegistry:
     metrics.prefill_began("m", 900)
     for role, legs in ((Role.PREFILL, 3), (Role.DECODE, 7)):
         metrics.node_active(f"{role}-0", role, legs)
+        metrics.nodes_needed(role, legs / 4)
     return registry
 
 
@@ -43,11 +45,11 @@ def summed(query: str) -> Selector:
 def asked(manifests: Manifests) -> Iterator[tuple[str, str, dict[str, str], str]]:
     """Scaled workload, series, its labels and threshold of everything that is scaled by our metrics."""
     for each in manifests.of("ScaledObject"):
-        trigger = each["spec"]["triggers"][0]["metadata"]
-        selector = summed(trigger["query"])
-        assert {matcher.operator for matcher in selector.matchers} == {"="}
-        labels = {matcher.label: matcher.value for matcher in selector.matchers}
-        yield each["spec"]["scaleTargetRef"]["name"], selector.metric, labels, trigger["threshold"]
+        for trigger in (one["metadata"] for one in each["spec"]["triggers"]):
+            selector = summed(trigger["query"])
+            assert {matcher.operator for matcher in selector.matchers} == {"="}
+            labels = {matcher.label: matcher.value for matcher in selector.matchers}
+            yield each["spec"]["scaleTargetRef"]["name"], selector.metric, labels, trigger["threshold"]
     for each in manifests.of("HorizontalPodAutoscaler"):
         for metric in each["spec"]["metrics"]:
             if metric["type"] == "External":
@@ -71,6 +73,34 @@ def test_scales_by_series_that_there_are(helm: Engine, kind: str) -> None:
             if sample.name == series and labels.items() <= sample.labels.items()
         ]  # fmt: skip
     assert all("replicas" not in each["spec"] for each in manifests.of("StatefulSet"))
+
+
+@pytest.mark.parametrize("example", ["autoscaling-keda", "autoscaling-hpa"])
+def test_the_examples_scale_by_what_the_last_hour_needed_too(rendered: Rendered, example: str) -> None:
+    found = {
+        (workload, series, labels.get("role"), each) for workload, series, labels, each in asked(rendered(example))
+    }
+    assert found == {
+        ("demo-pdproxy-prefill", "pdproxy_prefill_pending_tokens_estimate", None, "32768"),
+        ("demo-pdproxy-prefill", "pdproxy_nodes_needed", "prefill", "1"),
+        ("demo-pdproxy-decode", "pdproxy_node_active", "decode", "64"),
+        ("demo-pdproxy-decode", "pdproxy_nodes_needed", "decode", "1"),
+    }
+
+
+@pytest.mark.parametrize("values", [name for name, path in value_files().items() if "ci/" not in str(path)])
+def test_what_is_scaled_in_hands_its_streams_over_while_it_runs(helm: Engine, rendered: Rendered, values: str) -> None:
+    pod = rendered(values).node("decode")["spec"]
+    [container] = pod["containers"]
+    lives = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    lives += next(int(word.split("=")[1]) for word in container["args"] if word.startswith("--shutdown-timeout="))
+    settings = yaml.safe_load(rendered(values).one("ConfigMap", "-pdproxy")["data"]["pdproxy.yaml"])
+    assert settings["deadlines"]["drain"] + 10 <= lives <= pod["terminationGracePeriodSeconds"]
+
+
+def test_notes_warn_of_nodes_that_end_before_their_streams_move(helm: Engine) -> None:
+    notes = helm.render({"proxy": {"drainSeconds": 75}})["pdproxy/templates/NOTES.txt"]
+    assert "WARNING: a node that is scaled in ends 75 s later" in notes
 
 
 def test_every_series_that_the_chart_names_exists() -> None:

@@ -49,7 +49,15 @@ def test_of_the_proxy_only_the_images_tag_may_change(rendered: Rendered, later: 
 @ALL
 def test_selectors_stay(rendered: Rendered, later: Engine, values: str) -> None:
     upgraded, before = later.manifests(read_values(value_files()[values])), rendered(values)
-    for kind in ("Service", "NetworkPolicy", "PodDisruptionBudget", "Deployment", "PodMonitor", "ServiceMonitor"):
+    for kind in (
+        "Service",
+        "NetworkPolicy",
+        "PodDisruptionBudget",
+        "Deployment",
+        "PodMonitor",
+        "ServiceMonitor",
+        "PrometheusRule",
+    ):
         assert [each["spec"].get("selector") for each in upgraded.of(kind)] == [
             each["spec"].get("selector") for each in before.of(kind)
         ]

@@ -144,6 +144,21 @@ def test_a_failed_trial_opens_it_again(pool: Pool, clock: FakeClock) -> None:
     assert pool.view("d1").state is State.PROBING
 
 
+def test_since_when_a_node_is_out_counts_from_when_it_went_out(pool: Pool, clock: FakeClock) -> None:
+    """Trials that fail meanwhile begin nothing anew; being up again does."""
+    began = clock.now()
+    break_it(pool)
+    clock.advance(10)
+    assert (pool.view("d1").state, pool.view("d1").since) == (State.PROBING, began)
+    with pool.acquire("d1"):
+        pool.report("d1", Fault.RESET)
+    clock.advance(20)
+    assert (pool.view("d1").state, pool.view("d1").since) == (State.PROBING, began)
+    with pool.acquire("d1"):
+        pool.report("d1", None)
+    assert (pool.view("d1").state, pool.view("d1").since) == (State.UP, began + 30)
+
+
 def test_missed_probes_count_only_in_a_row(pool: Pool, clock: FakeClock) -> None:
     for _ in range(20):
         pool.probed("d1", Fault.HEADERS_TIMEOUT, clock.now())

@@ -12,7 +12,7 @@ from prometheus_client.samples import Sample
 from tests.admin.browser import CHROMIUM
 from tests.admin.reading import text_of
 from tests.deploy.prometheus.promtool import gives, needs_promtool, recorded, run_query_tests, shows_values
-from tests.deploy.prometheus.queries import legend_labels, samples_of, selectors
+from tests.deploy.prometheus.queries import legend_labels, samples_of, selectors, with_all_chosen
 from tests.watch.scenario import Observed, observe
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -20,7 +20,7 @@ CONFIG = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
 STEP = float(CONFIG["global"]["scrape_interval"].removesuffix("s"))
 ALERTS = DEPLOY / "prometheus/alerts.yml"
 NODE_DOWN = (
-    'ALERTS{alertname="PdproxyNodeDown",alertstate="firing",severity="ticket",'
+    'ALERTS{alertname="PdproxyNodeDown",alertstate="firing",severity="ticket",namespace="compose",release="pdproxy",'
     'node="decode-0",role="decode",state="down"}'
 )
 
@@ -33,8 +33,14 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Observed:
 
 @pytest.fixture(scope="module")
 def scrapes(seen: Observed) -> list[list[Sample]]:
-    """All scrapes; Prometheus would have made one each STEP seconds."""
-    return [samples_of(page) for page in seen.scrapes]
+    """All scrapes, with the labels that prometheus.yml gives them; Prometheus would have made one each STEP seconds."""
+    [job] = [job for job in CONFIG["scrape_configs"] if job["job_name"] == "pdproxy"]
+    [target] = job["static_configs"]
+    given = {"job": "pdproxy", "instance": target["targets"][0], **target["labels"]}
+    return [
+        [Sample("up", given, 1), *(each._replace(labels={**each.labels, **given}) for each in samples_of(page))]
+        for page in seen.scrapes
+    ]
 
 
 def panels() -> list[tuple[str, str, str]]:
@@ -42,9 +48,9 @@ def panels() -> list[tuple[str, str, str]]:
     board = json.loads((DEPLOY / "grafana/dashboards/pdproxy.json").read_text())
     asked = [(panel["title"], target) for panel in board["panels"] for target in panel.get("targets", [])]
     return [
-        (title, target["expr"].replace("$__rate_interval", "10m"), target["legendFormat"])
+        (title, with_all_chosen(target["expr"]), target["legendFormat"])
         for title, target in asked
-        if "pdproxy_connector_" not in target["expr"]
+        if not re.search("pdproxy_connector_|vllm:", target["expr"])
     ]
 
 
@@ -59,6 +65,9 @@ def test_the_live_page_has_the_dead_node_and_what_became_of_its_requests(seen: O
     assert re.fullmatch(r"(health|last fault): (refused|reset)", dead["reason"])
     assert {node["state"] for node in seen.state["nodes"] if node is not dead} == {"up"}
     assert seen.state["ready"] == "ready"
+    incident = seen.state["incident"]
+    assert (incident["cause"], incident["nodes"], incident["hit"]["failed"]) == ("node", ["decode-0"], 0)
+    assert 0 < incident["since"] < 60
     moved = [failure for failure in seen.state["failures"] if failure["step"] == "migrate"]
     assert moved
     assert {(failure["leg"], failure["node"], failure["outcome"]) for failure in moved} == {
@@ -79,6 +88,9 @@ def test_a_browser_shows_it(seen: Observed) -> None:
     assert re.search(r"prefill-0 → decode-1 .* now: ", text_of(seen.page, "requests"))
     assert text_of(seen.page, "ready") == "● ready"
     assert text_of(seen.page, "told").startswith("2 of 3 nodes are up.")
+    assert text_of(seen.page, "cause") == "✕ a node: decode-0"
+    # The requests too many, which the scenario sends on purpose, were turned away.
+    assert re.search(r"^\d+ turned away of \d+ requests in 5 minutes; \d+ legs? failed", text_of(seen.page, "hit"))
 
 
 @pytest.mark.parametrize(("title", "query", "legend"), panels())

@@ -73,6 +73,16 @@
 {{- if and $v.metrics.podMonitor.enabled $v.networkPolicy.enabled (not $v.networkPolicy.scrapers) -}}
   {{- fail "metrics.podMonitor.enabled: the NetworkPolicy lets only the proxy speak HTTP to nodes; name Prometheus in networkPolicy.scrapers." -}}
 {{- end -}}
+{{- if and $v.metrics.rules.enabled (not $v.metrics.serviceMonitor.enabled) -}}
+  {{- fail "metrics.rules.enabled: no rule fires without metrics.serviceMonitor.enabled, which has Prometheus scrape the proxy and names its release." -}}
+{{- end -}}
+{{- if $v.metrics.rules.enabled -}}
+  {{- $alerts := list -}}
+  {{- range (.Files.Get "files/alerts.yaml" | fromYaml).groups -}}{{- range .rules -}}{{- $alerts = append $alerts .alert -}}{{- end -}}{{- end -}}
+  {{- range $v.metrics.rules.without -}}
+    {{- if not (has . $alerts) -}}{{- fail (printf "metrics.rules.without: there is no alert %s. There are: %s." . (join ", " $alerts)) -}}{{- end -}}
+  {{- end -}}
+{{- end -}}
 {{- if and (eq (dig "otel" "export" "off" $v.proxy.settings) "otlp") $v.networkPolicy.enabled (not $v.networkPolicy.proxyEgress) -}}
   {{- fail "proxy.settings.otel.export is otlp: the NetworkPolicy keeps the proxy from the collector; let it through in networkPolicy.proxyEgress." -}}
 {{- end -}}

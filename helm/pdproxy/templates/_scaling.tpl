@@ -1,21 +1,26 @@
-{{/* What a role is scaled by, as JSON: the series, its own labels, and how much of it a node may have. Prefill nodes go by
-     the tokens of prompts, decode nodes by streams. Takes (dict "root" $ "component" …). */}}
-{{- define "pdproxy.load" -}}
+{{/* What a role is scaled by, as a JSON list: series, their own labels, and how much of each a node may have; whichever asks
+     for most nodes wins. Prefill nodes go by the tokens of prompts, decode nodes by streams, both at once; and with
+     autoscaling.advice by what the last hour needed. Takes (dict "root" $ "component" …). */}}
+{{- define "pdproxy.loads" -}}
 {{- $autoscaling := (get .root.Values .component).autoscaling -}}
-{{- if eq .component "prefill" -}}
-{{- dict "series" "pdproxy_prefill_pending_tokens_estimate" "labels" dict "each" $autoscaling.promptTokensPerReplica | toJson -}}
-{{- else -}}
-{{- dict "series" "pdproxy_node_active" "labels" (dict "role" .component) "each" $autoscaling.streamsPerReplica | toJson -}}
+{{- $role := dict "role" .component -}}
+{{- $now := ternary
+      (dict "series" "pdproxy_prefill_pending_tokens_estimate" "labels" dict "each" $autoscaling.promptTokensPerReplica)
+      (dict "series" "pdproxy_node_active" "labels" $role "each" $autoscaling.streamsPerReplica)
+      (eq .component "prefill") -}}
+{{- $loads := list $now -}}
+{{- if $autoscaling.advice -}}
+{{- $loads = append $loads (dict "series" "pdproxy_nodes_needed" "labels" $role "each" 1) -}}
 {{- end -}}
+{{- $loads | toJson -}}
 {{- end -}}
 
-{{/* The sum of that series over all proxies. Takes (dict "root" $ "component" …). */}}
+{{/* The sum of a series over all proxies. Takes (dict "root" $ "load" …). */}}
 {{- define "pdproxy.loadQuery" -}}
-{{- $load := include "pdproxy.load" . | fromJson -}}
 {{- $admin := printf "%s-admin" (include "pdproxy.fullname" .root) -}}
 {{- $matchers := list (.root.Values.keda.matchers | default (printf "namespace=%q,service=%q" .root.Release.Namespace $admin)) -}}
-{{- range $name, $value := $load.labels -}}{{- $matchers = prepend $matchers (printf "%s=%q" $name $value) -}}{{- end -}}
-sum({{ $load.series }}{ {{- $matchers | join "," -}} })
+{{- range $name, $value := .load.labels -}}{{- $matchers = prepend $matchers (printf "%s=%q" $name $value) -}}{{- end -}}
+sum({{ .load.series }}{ {{- $matchers | join "," -}} })
 {{- end -}}
 
 {{- define "pdproxy.scaleDown" -}}

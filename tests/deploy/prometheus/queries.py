@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-_SELECTOR = re.compile(r"(pdproxy_\w+)(?:\{([^}]*)\})?")
+_SELECTOR = re.compile(r"(?<![\w:$])((?:pdproxy_|gen_ai_|vllm:)\w+|up(?=\{))(?:\{([^}]*)\})?")
+_VARIABLES = re.compile(r'(?<==~)"\$(?!__)\w+"')
 _MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
 _GROUPING = re.compile(r"\bby\s*\(([^)]*)\)")
 
@@ -44,11 +45,16 @@ class Selector:
 
 
 def selectors(query: str) -> list[Selector]:
-    """Every selector of one of our metrics in a query."""
+    """Every selector of one of our metrics, of vLLM's, or of ``up`` in a query."""
     return [
         Selector(metric, tuple(Matcher(*found) for found in _MATCHER.findall(matchers)))
         for metric, matchers in _SELECTOR.findall(query)
     ]
+
+
+def with_all_chosen(query: str) -> str:
+    """A panel's query as Grafana sends it while every variable stands for all, over an hour."""
+    return _VARIABLES.sub('".*"', query).replace("$__rate_interval", "1h")
 
 
 def grouping(query: str) -> set[str]:

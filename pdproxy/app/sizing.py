@@ -1,0 +1,44 @@
+"""Watches what is asked of nodes, and says how many of them the last hour needed: on the metrics and the live page."""
+
+from pdproxy.nodes.node import Role
+from pdproxy.orchestration.context import OrchestrationContext
+from pdproxy.planning.demand import Advice, Demand, Prefilled, Wanted
+
+EVERY = 5.0
+"""Seconds between two looks at the decode nodes."""
+
+
+class SizingWatch:
+    """Looks at the decode nodes again and again. ``wanted``: what nodes are counted for."""
+
+    def __init__(self, context: OrchestrationContext, wanted: Wanted) -> None:
+        self._context = context
+        self._wanted = wanted
+        self._demand = Demand()
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            self.look()
+            await self._context.clock.sleep(EVERY)
+
+    def look(self) -> None:
+        """What nodes did, what runs and waits now; and the advice that follows, on the metrics."""
+        context = self._context
+        while context.work:
+            done = context.work.popleft()
+            if isinstance(done, Prefilled):
+                self._demand.prefilled(done)
+            else:
+                self._demand.decoded(done)
+        decodes = [view for view in context.pool.snapshot().nodes if view.node.role is Role.DECODE]
+        caches = sum(view.node.capacity.part_taken(*view.footprint) for view in decodes if view.node.capacity)
+        waiting = context.queue.status().waiting
+        self._demand.observed(context.clock.now(), sum(view.active for view in decodes), waiting, caches)
+        advice = self.advice()
+        context.metrics.nodes_needed(Role.PREFILL, advice.prefill)
+        context.metrics.nodes_needed(Role.DECODE, advice.decode)
+
+    def advice(self) -> Advice:
+        """As of the last look."""
+        return self._demand.advice(self._context.clock.now(), self._wanted)

@@ -1,0 +1,201 @@
+"""How many prefill and decode nodes the last hour needed, from what was measured. Pure: times are given.
+
+- **Prefill**: each prompt takes a node some seconds, which are counted in the minute in which the prompt arrived,
+  however late it was computed: of an overloaded pool that shows all that was asked of it, not what it managed.
+- **Decode**: streams at once, those that waited for room included, divided by what one node is seen to carry: of its
+  cache, and of streams whose tokens still come as quickly as wanted.
+
+What counts is the busiest `WINDOW` of the hour, for nodes are there for that.
+"""
+
+import dataclasses
+import enum
+import math
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from pdproxy.planning.prefix import Place
+
+MINUTE = 60.0
+KEPT, WINDOW = 60, 5
+"""Minutes that are kept, and that the busiest time is long."""
+KEPT_OF_PACE = 0.95
+"""Of a sample's weight at each further sample of as many streams: the last twenty count."""
+LEAST_TOKENS = 8
+"""Of an answer that tells how quickly its tokens came."""
+MOST_PLACES = 65536
+
+
+class Prefilled(NamedTuple):
+    """A prefill leg went well. Monotonic seconds.
+
+    Attributes:
+        ranks: of the node, of which the place is one; 1 where vLLM chose the rank, and the whole node stands for it.
+        arrived: when the prompt came to the proxy.
+    """
+
+    place: Place
+    ranks: int
+    arrived: float
+    began: float
+    ended: float
+
+
+class Decoded(NamedTuple):
+    """A stream ended: ``streams`` with itself ran on its node then, and its ``tokens`` came in so many seconds."""
+
+    streams: int
+    tokens: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wanted:
+    """What nodes are counted for.
+
+    Attributes:
+        prefill_busy: part of its time for which a prefill node may compute; more lets prompts wait for each other.
+        cache_fill: part of its cache that a decode node may fill.
+        token_seconds: between the tokens of a stream, at most.
+    """
+
+    prefill_busy: float = 0.7
+    cache_fill: float = 0.8
+    token_seconds: float = 0.05
+
+
+class Limit(enum.StrEnum):
+    """What decode nodes run out of first."""
+
+    CACHE = "cache"
+    SPEED = "speed"
+    NOTHING = "nothing"
+    """Neither was seen to run out: one node may carry it all, as far as was measured."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Advice:
+    """Nodes that the last hour needed, unrounded: several proxies add theirs up, and round the sum up.
+
+    Attributes:
+        prefill, decode: in the busiest `WINDOW` minutes of the hour.
+        prefill_mean, decode_mean: over the minutes that were watched.
+        limit: by which decode nodes were counted.
+        streams_each: streams that a decode node carries as quickly as wanted; None where no limit was seen.
+        minutes: that were watched, at most `KEPT`.
+    """
+
+    prefill: float = 0.0
+    decode: float = 0.0
+    prefill_mean: float = 0.0
+    decode_mean: float = 0.0
+    limit: Limit = Limit.NOTHING
+    streams_each: int | None = None
+    minutes: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class _Minute:
+    """``prefill_seconds``: of prompts that arrived; sums of ``samples``: streams, and caches that they filled."""
+
+    prefill_seconds: float = 0.0
+    samples: int = 0
+    streams: float = 0.0
+    caches: float = 0.0
+
+
+class Demand:
+    """What was asked of nodes during the last hour."""
+
+    def __init__(self) -> None:
+        self._minutes: dict[int, _Minute] = {}
+        self._last_end: dict[Place, float] = {}
+        self._pace: dict[int, float] = {}
+        """Seconds between tokens, by the number of streams on the node, rounded up to a power of two."""
+
+    def prefilled(self, done: Prefilled) -> None:
+        """A prefill place computed a prompt, after those that it had begun before."""
+        place, ended = done.place, done.ended
+        since = max(done.began, self._last_end.get(place, done.began))
+        if place not in self._last_end and len(self._last_end) >= MOST_PLACES:
+            self._last_end.clear()
+        self._last_end[place] = max(ended, since)
+        self._minute(done.arrived, ended).prefill_seconds += max(0.0, ended - since) / done.ranks
+
+    def decoded(self, done: Decoded) -> None:
+        """A stream ended."""
+        if done.tokens >= LEAST_TOKENS and done.streams > 0:
+            size, pace = 1 << (done.streams - 1).bit_length(), done.seconds / done.tokens
+            known = self._pace.get(size, pace)
+            self._pace[size] = known * KEPT_OF_PACE + pace * (1 - KEPT_OF_PACE)
+
+    def observed(self, now: float, streams: int, waiting: int, caches: float) -> None:
+        """What decode nodes do at this moment.
+
+        Args:
+            streams: that run on all of them.
+            waiting: prompts that wait for room; each is taken to be like those that run.
+            caches: of one node each, that the streams fill.
+        """
+        minute = self._minute(now, now)
+        minute.samples += 1
+        minute.streams += streams + waiting
+        minute.caches += caches * (streams + waiting) / streams if streams else caches
+
+    def advice(self, now: float, wanted: Wanted) -> Advice:
+        """As of now."""
+        newest = math.floor(now / MINUTE)
+        kept = {number: minute for number, minute in self._minutes.items() if newest - KEPT < number <= newest}
+        if not kept:
+            return Advice()
+        numbers = range(min(kept), newest + 1)
+        prefill = [kept.get(n, _Minute()).prefill_seconds / MINUTE / wanted.prefill_busy for n in numbers]
+        each = streams_each(self._pace, wanted.token_seconds)
+        by_cache = [_mean(kept.get(n), "caches") / wanted.cache_fill for n in numbers]
+        by_speed = [_mean(kept.get(n), "streams") / each if each else 0.0 for n in numbers]
+        cache, speed = _busiest(by_cache), _busiest(by_speed)
+        limit = Limit.SPEED if speed > cache else Limit.CACHE if cache > 0 else Limit.NOTHING
+        decode = by_speed if limit is Limit.SPEED else by_cache
+        # The newest minute is not over: its prompts are those of a part of it.
+        whole = prefill[:-1] or prefill
+        return Advice(
+            prefill=_busiest(prefill),
+            decode=max(cache, speed),
+            prefill_mean=sum(whole) / len(whole),
+            decode_mean=sum(decode) / len(decode),
+            limit=limit,
+            streams_each=each,
+            minutes=len(numbers),
+        )
+
+    def _minute(self, when: float, now: float) -> _Minute:
+        number = math.floor(when / MINUTE)
+        if number not in self._minutes:
+            oldest = math.floor(now / MINUTE) - KEPT
+            self._minutes = {n: minute for n, minute in self._minutes.items() if n > oldest}
+        return self._minutes.setdefault(number, _Minute())
+
+
+def streams_each(pace: Mapping[int, float], token_seconds: float) -> int | None:
+    """Streams that one node carries with at most so long between tokens; None where no number was seen to be too many.
+
+    Args:
+        pace: seconds between tokens, by the number of streams on the node, as they were seen.
+
+    A node that is too slow with the fewest streams that were seen tells nothing: more nodes would not make it quicker.
+    """
+    quick = [streams for streams, seconds in pace.items() if seconds <= token_seconds]
+    slow = [streams for streams, seconds in pace.items() if seconds > token_seconds]
+    most = max((streams for streams in quick if all(streams < each for each in slow)), default=None)
+    return most if slow else None
+
+
+def _mean(minute: _Minute | None, what: str) -> float:
+    return getattr(minute, what) / minute.samples if minute is not None and minute.samples else 0.0
+
+
+def _busiest(minutes: Iterable[float]) -> float:
+    """The highest mean over `WINDOW` minutes; of fewer, over those there are."""
+    values = list(minutes)
+    windows = range(max(1, len(values) - WINDOW + 1))
+    return max(sum(values[at : at + WINDOW]) / len(values[at : at + WINDOW]) for at in windows)

@@ -1,0 +1,119 @@
+"""What the chart gives to Prometheus and Grafana: labels by release, rules about one release, the dashboard."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.prometheus.alert_cases import CASES, NAMESPACES, PROXY, firing, labelled, with_labels
+from tests.deploy.prometheus.promtool import needs_promtool, promtool
+from tests.deploy.prometheus.test_alerts import ALERTS, NOT_SCRAPED, run_tests
+from tests.helm.conftest import Rendered
+from tests.helm.engine import NAMESPACE, RELEASE, ROOT, Engine, Manifest, Refused
+
+RULES = {"metrics": {"serviceMonitor": {"enabled": True}, "rules": {"enabled": True}}}
+OURS = {"namespace": NAMESPACE, "release": RELEASE}
+LABELS_OF_TARGETS = {"job", "release", "role", "node"}
+"""Besides the namespace, which Prometheus Operator adds."""
+
+
+def relabelled(endpoint: Manifest, target: dict[str, str]) -> dict[str, str]:
+    """The labels that a target gets by an endpoint's relabelings, as Prometheus' ``replace`` makes them."""
+    made = {}
+    for rule in endpoint["relabelings"]:
+        joined = rule.get("separator", ";").join(target[name] for name in rule.get("sourceLabels", ()))
+        made[rule["targetLabel"]] = rule.get("replacement", joined)
+    return made
+
+
+def test_what_is_scraped_gets_the_labels_of_prometheus_yml(rendered: Rendered) -> None:
+    full = rendered("full-values")
+    jobs = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())["scrape_configs"]
+    elsewhere = {job["job_name"]: {*job["static_configs"][0]["labels"], "job"} - {"namespace"} for job in jobs}
+    [proxy] = full.one("ServiceMonitor")["spec"]["endpoints"]
+    assert relabelled(proxy, {}) == {"job": "pdproxy", "release": "demo"}
+    assert relabelled(proxy, {}).keys() == elsewhere["pdproxy"]
+    [node] = full.one("PodMonitor")["spec"]["podMetricsEndpoints"]
+    pod = {"__meta_kubernetes_pod_label_app_kubernetes_io_component": "decode", "__address__": "10.0.0.7:8000"}
+    made = relabelled(node, pod)
+    assert made == {"job": "vllm", "release": "demo", "role": "decode", "node": "decode-10.0.0.7:8000"}
+    assert made.keys() == elsewhere["vllm"] == LABELS_OF_TARGETS
+
+
+def rules_of(helm: Engine, folder: Path) -> Path:
+    """The chart's rules as a file that promtool reads."""
+    path = folder / "rules.json"
+    path.write_text(json.dumps(helm.manifests(RULES).one("PrometheusRule")["spec"]))
+    return path
+
+
+def rules_in(spec: Any) -> list[Any]:
+    """Every rule of a file, or of a PrometheusRule."""
+    return [rule for group in spec["groups"] for rule in group["rules"]]
+
+
+def test_the_rules_are_those_of_the_file_about_this_release_alone(helm: Engine) -> None:
+    ours = rules_in(helm.manifests(RULES).one("PrometheusRule")["spec"])
+    theirs = rules_in(yaml.safe_load(ALERTS.read_text()))
+    both = f'namespace="{NAMESPACE}",release="{RELEASE}"'
+    for mine, other in zip(ours, theirs, strict=True):
+        assert {**mine, "expr": ""} == {**other, "expr": ""}
+        assert re.sub(r"\{\}", "", re.sub(f"{both},?", "", mine["expr"])) == other["expr"]
+        series = re.findall(r"(?:pdproxy_|gen_ai_|vllm:)\w+|\bup\b(?=\{)", other["expr"])
+        assert mine["expr"].count(both) == len(series)
+
+
+def test_alerts_are_left_out_by_name(rendered: Rendered, helm: Engine) -> None:
+    rule = rendered("full-values").one("PrometheusRule")
+    assert rule["metadata"]["labels"]["release"] == "prometheus"
+    names = {each["alert"] for each in rules_in(rule["spec"])}
+    every = {each["alert"] for each in rules_in(yaml.safe_load(ALERTS.read_text()))}
+    assert every - names == {"PdproxySlowTokens"}
+    with pytest.raises(Refused, match=r"there is no alert PdproxySlow\. There are: PdproxyDown, "):
+        helm.render({"metrics": {**RULES["metrics"], "rules": {"enabled": True, "without": ["PdproxySlow"]}}})
+
+
+def test_rules_without_what_they_read_are_refused(helm: Engine) -> None:
+    with pytest.raises(Refused, match=r"no rule fires without metrics\.serviceMonitor\.enabled"):
+        helm.render({"metrics": {"rules": {"enabled": True}}})
+
+
+@needs_promtool
+def test_promtool_accepts_the_rules(helm: Engine, tmp_path: Path) -> None:
+    promtool("check", "rules", str(rules_of(helm, tmp_path)))
+
+
+@needs_promtool
+def test_a_release_alerts_for_itself_and_for_no_other(helm: Engine, tmp_path: Path) -> None:
+    """Ours and two others fail all at once."""
+    [case] = [case for case in CASES if case.alert == "PdproxyFailing"]
+    releases = [OURS, {**OURS, "namespace": NAMESPACES[1]}, {**OURS, "release": "other"}]
+    series = [row for release in releases for row in labelled(case.ill, release)]
+    alert = {"alertname": case.alert, "severity": case.severity, **OURS}
+    history = [firing(".*", case.pending), firing(".*", case.firing, [alert]), firing(".*", case.over)]
+    tests = [{"interval": case.interval, "input_series": series, "promql_expr_test": history}]
+    run_tests(tmp_path, rules_of(helm, tmp_path), tests)
+
+
+@needs_promtool
+def test_a_release_that_nobody_scrapes_is_reported_beside_one_that_is_scraped(helm: Engine, tmp_path: Path) -> None:
+    missed = {"alertname": NOT_SCRAPED, "severity": "ticket", "job": "pdproxy", **OURS}
+    history = [firing(".*", "10m"), firing(".*", "18m", [missed]), firing(".*", "25m")]
+    series = [
+        {"series": with_labels(PROXY, {**OURS, "release": "other"}), "values": "1x100"},
+        {"series": with_labels(PROXY, OURS), "values": "_x40 1x60"},
+    ]
+    tests = [{"interval": "30s", "input_series": series, "promql_expr_test": history}]
+    run_tests(tmp_path, rules_of(helm, tmp_path), tests)
+
+
+def test_the_dashboard_is_the_one_that_compose_shows(rendered: Rendered) -> None:
+    board = rendered("full-values").one("ConfigMap", "-dashboard")
+    assert board["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert board["metadata"]["annotations"] == {"grafana_folder": "Models"}
+    [(name, text)] = board["data"].items()
+    assert name == "pdproxy.json"
+    assert text.strip() == (ROOT / "deploy/grafana/dashboards/pdproxy.json").read_text().strip()
