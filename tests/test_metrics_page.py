@@ -28,6 +28,7 @@ from pdproxy.observe.labels import (
     WatchedSetting,
 )
 from pdproxy.observe.metrics import Metrics
+from pdproxy.observe.server_metrics import LABELS
 from pdproxy.request import Endpoint
 from tests.deploy.prometheus.queries import grouping, legend_labels, selectors
 
@@ -70,8 +71,9 @@ def of_the_connector() -> dict[str, str]:
 
 
 def rows() -> dict[str, tuple[str, tuple[str, ...]]]:
-    """The page's type and labels of each metric."""
-    found = re.findall(r"^\| `(pdproxy_\w+)` \| (\w+) \| ([^|]*)\|", PAGE, re.MULTILINE)
+    """The page's type and labels of each metric; those of latency it lists in one place."""
+    page = PAGE.replace("[five](#latency)", ", ".join(f"`{label}`" for label in LABELS))
+    found = re.findall(r"^\| `((?:pdproxy|gen_ai)_\w+)` \| (\w+) \| ([^|]*)\|", page, re.MULTILINE)
     return {name: (kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in found}
 
 

@@ -5,6 +5,8 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 
+from opentelemetry.trace import Tracer
+
 from pdproxy.clock import Clock
 from pdproxy.legs.calls import new_hand_over_id
 from pdproxy.nodes.pool import Pool
@@ -162,6 +164,7 @@ class OrchestrationContext:
         queue: of all prompts; there is one for each pool.
         rates: how fast nodes are; None where the policy does not go by costs.
         prefix_source: what nodes have cached; None where nobody knows, or the policy does not ask.
+        tracer: makes the spans of legs; None without tracing.
     """
 
     transport: Transport
@@ -175,6 +178,7 @@ class OrchestrationContext:
     tie_breaker: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     rates: Rates | None = None
     prefix_source: PrefixSource | None = None
+    tracer: Tracer | None = None
     queue: RequestQueue = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ Some lines over 300: every step of one prompt's way stands beside those that may
 """
 
 import asyncio
+import dataclasses
 import functools
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -20,13 +21,21 @@ from pdproxy.legs.shape import estimated_prompt_tokens
 from pdproxy.lifecycle import IllegalTransition, RequestLifecycle, RequestState, Transition
 from pdproxy.nodes.node import Node
 from pdproxy.observe.labels import Delivery, Leg, Move, Phase
+from pdproxy.observe.tracing import LegSpan
 from pdproxy.orchestration.access_log import record_tokens, record_usage
+from pdproxy.orchestration.answer_record import Route
 from pdproxy.orchestration.client_errors import final_error
 from pdproxy.orchestration.context import OrchestrationContext, remaining_seconds
 from pdproxy.orchestration.in_flight import Timeline
 from pdproxy.orchestration.node_picker import NodePicker
 from pdproxy.orchestration.rendezvous import PlanAgain, Rendezvous, Undelivered, WaitingLeg, can_wait, deliver_nothing
-from pdproxy.orchestration.resources import BackgroundTasks, HandOver, HeldResources, fail_if_node_down
+from pdproxy.orchestration.resources import (
+    BackgroundTasks,
+    HandOver,
+    HeldResources,
+    begin_leg_span,
+    fail_if_node_down,
+)
 from pdproxy.planning.plan_types import Plan
 from pdproxy.request import Json, LegForm, LocalReason, SubRequest
 from pdproxy.settings.types import Legs
@@ -93,6 +102,7 @@ class UpstreamRequest:
 
     async def _after_failed_decode(self, node: Node, fault: NodeFault, body: Json) -> Node:
         """The decode node for the next try."""
+        self.resources.leg_span.failed(fault.fault)
         step = self.nodes.failed(Leg.DECODE, node, fault, ticket_works=self._ticket_works())
         await self.resources.close_decode_leg()
         other = self._other_decode() if step is Step.SAME_TICKET else None
@@ -191,11 +201,26 @@ class UpstreamRequest:
         self.timeline.enter(Phase.PREFILL, node.name)
         tokens = self.nodes.prompt_tokens if body is asked.body else estimated_prompt_tokens(body)
         load, headers = self.nodes.load(node), self.nodes.begin_leg(node)
-        with self.resources.prefilling(node, hand_over_id, tokens, load) as slot:
-            async with fail_if_node_down(slot, self.nodes.possible):
-                answer = await prefill(context.transport, node, asked.endpoint, leg, headers, timeouts)
+        span = begin_leg_span(context, asked, Leg.PREFILL, node)
+        try:
+            with self.resources.prefilling(node, hand_over_id, tokens, load) as slot:
+                async with fail_if_node_down(slot, self.nodes.possible):
+                    with span:
+                        answer = await prefill(context.transport, node, asked.endpoint, leg, headers, timeouts)
+        except NodeFault as fault:
+            span.failed(fault.fault)
+            raise
+        else:
+            span.used(Usage(answer.prompt_tokens, None, answer.cached_tokens))
+        finally:
+            span.end()
         self.nodes.prefilled(node, answer)
         return HandOver(hand_over_id, node, answer, context.clock.now())
+
+    def _begin_decode_span(self, node: Node) -> LegSpan:
+        span = begin_leg_span(self._context, self.sub_request, Leg.DECODE, node)
+        self.resources.leg_span = span
+        return span
 
     async def _decode_on(self, node: Node, body: Json, form_for: FormFor, read_answer: ReadAnswer[Result]) -> Result:
         asked, transport = self.sub_request, self._context.transport
@@ -210,7 +235,8 @@ class UpstreamRequest:
         self.timeline.enter(Phase.HANDOVER, node.name)
         async with fail_if_node_down(self.resources.slot, self.nodes.possible):
             headers = self.nodes.begin_leg(node)
-            response = await decode(transport, node, asked.endpoint, leg, headers, timeouts, form)
+            with self._begin_decode_span(node):
+                response = await decode(transport, node, asked.endpoint, leg, headers, timeouts, form)
             self.timeline.enter(Phase.DECODE, node.name)
             result = await read_answer(self.resources.hold_response(response))
         self._first_event(node)
@@ -223,7 +249,8 @@ class UpstreamRequest:
             with rendezvous.waiting(node, interrupt) as wait:
                 leg = decode_body(asked.endpoint, body, wait.instead, form.additions)
                 headers = self.nodes.begin_leg(node)
-                response = await decode(transport, node, asked.endpoint, leg, headers, wait.timeouts, form)
+                with self._begin_decode_span(node):
+                    response = await decode(transport, node, asked.endpoint, leg, headers, wait.timeouts, form)
                 if not asked.shape.stream:  # the head of a stream says nothing: it comes before the ticket
                     self.timeline.enter(Phase.DECODE, node.name)
                 result = await read_answer(self.resources.hold_response(response))
@@ -239,6 +266,10 @@ class UpstreamRequest:
             self.end_hand_over()
         self.resources.slot.prompt_computed()
         self.nodes.first_event(node, self.hand_over)
+        if self.hand_over is not None:
+            self.resources.leg_span.note({"prefill_node": self.hand_over.node.name})
+        if not self.sub_request.index:
+            self.timeline.answer.began(Route.LOCAL if self.hand_over is None else Route.DISAGGREGATED, node.cohort)
 
     def end_hand_over(self) -> None:
         """The decode node needs it no more. Whether one that resumes a stream has read it, nothing tells: of a stream
@@ -275,6 +306,8 @@ class UpstreamRequest:
     def _count_local(self, reason: LocalReason | None) -> None:
         if reason is not None:
             self._context.metrics.planned_local(reason)
+            if self.timeline.answer.route is None and not self.sub_request.index:
+                self.timeline.answer.local_reason = reason
 
     def _acquire_decode(self, decode_node: Node) -> Node:
         """Take its slot from the plan on, so that the plans that follow see the load."""
@@ -318,13 +351,25 @@ class UpstreamRequest:
         """The decode node that was chosen last; "" before there is one."""
         return "" if self._decode_node is None else self._decode_node.name
 
-    def record_usage(self, usage: Usage) -> None:
-        """A decode leg reported its usage. That of one that resumed a stream does not tell who computed the prompt."""
+    def record_usage(self, usage: Usage, whole: Usage | None = None) -> None:
+        """A decode leg reported its usage. That of one that resumed a stream does not tell who computed the prompt.
+
+        ``whole``: that of the client's whole answer, where other legs had a part in it.
+        """
+        self.resources.leg_span.used(usage)
+        asked, answer = self.sub_request, self.timeline.answer
         if self.resumed:
-            record_tokens(self._context, usage)
+            record_tokens(self._context, asked, usage)
+            answer.used(asked.index, dataclasses.replace(usage, cached=None))
             return
-        self.recomputed = record_usage(self._context, self._background_tasks, self.sub_request, self.hand_over, usage)
+        route, shown = record_usage(self._context, self._background_tasks, asked, self.hand_over, usage)
+        self.recomputed = route is Route.RECOMPUTED
         self.nodes.answered(self._decode_node, usage, None if self.recomputed else self.hand_over)
+        answer.used(asked.index, whole or shown)
+        if self.recomputed:
+            self.resources.leg_span.note({"recomputed": True})
+            if not asked.index:
+                answer.route = route
 
     def remaining_seconds(self) -> float:
         """Until the deadline; raises the `ClientError` 504 where it has come."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-_SELECTOR = re.compile(r"(pdproxy_\w+)(?:\{([^}]*)\})?")
+_SELECTOR = re.compile(r"((?:pdproxy|gen_ai)_\w+)(?:\{([^}]*)\})?")
 _MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
 _GROUPING = re.compile(r"\bby\s*\(([^)]*)\)")
 
