@@ -15,7 +15,7 @@ RATE = "[$__rate_interval]"
 BY = "namespace, release"
 WHO = "{{namespace}}/{{release}}"
 PHASES = "pdproxy_phase_seconds_bucket"
-FIRST_TOKEN = 'pdproxy_phase_seconds_bucket{phase="first_token"}'
+FIRST_TOKEN = "gen_ai_server_time_to_first_token_seconds_bucket"
 PROMPT_TOKENS = 'pdproxy_tokens_total{kind="prompt"}'
 STALLS = "pdproxy_stream_stall_seconds"
 DECODED, DECODE_NODES = 'vllm:generation_tokens_total{role="decode"}', 'up{job="vllm",role="decode"}'

@@ -30,6 +30,7 @@ from pdproxy.observe.labels import (
     WatchedSetting,
 )
 from pdproxy.observe.metrics import Metrics
+from pdproxy.observe.server_metrics import LABELS, SECONDS
 from pdproxy.request import Endpoint
 from tests.deploy.prometheus.alert_cases import CASES
 from tests.deploy.prometheus.queries import grouping, legend_labels, selectors, with_all_chosen
@@ -83,8 +84,9 @@ def of_the_connector() -> dict[str, str]:
 
 
 def rows() -> dict[str, tuple[str, tuple[str, ...]]]:
-    """The page's type and labels of each metric."""
-    found = re.findall(r"^\| `(pdproxy_\w+)` \| (\w+) \| ([^|]*)\|", PAGE, re.MULTILINE)
+    """The page's type and labels of each metric; those of latency it lists in one place."""
+    page = PAGE.replace("[five](#latency)", ", ".join(f"`{label}`" for label in LABELS))
+    found = re.findall(r"^\| `((?:pdproxy|gen_ai)_\w+)` \| (\w+) \| ([^|]*)\|", page, re.MULTILINE)
     return {name: (kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in found}
 
 
@@ -170,7 +172,7 @@ VALUES: Mapping[tuple[str, str], Iterable[str]] = {
     ("vllm:inter_token_latency_seconds_bucket", "le"): {"0.2"},
     ("pdproxy_phase_seconds_bucket", "phase"): Phase,
     ("pdproxy_phase_seconds_count", "phase"): Phase,
-    ("pdproxy_phase_seconds_bucket", "le"): {"10.0"},
+    ("gen_ai_server_time_to_first_token_seconds_bucket", "le"): {str(float(bound)) for bound in SECONDS},
     ("pdproxy_known_answer_tests_total", "result"): Proof,
     ("pdproxy_tokens_total", "kind"): Tokens,
     ("pdproxy_connector_prompt_tokens_total", "source"): {"hit", "pulled", "loaded", "computed"},

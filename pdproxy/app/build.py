@@ -8,6 +8,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 
+from opentelemetry.trace import Tracer
 from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR, CollectorRegistry
 
 from pdproxy.admin.app import admin_app
@@ -83,11 +84,12 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     sources = Sources(settings.discovery, clock, host)
     tracing = tracing_of(settings.otel)
     h1_transport, preflight_transport = transports(settings.upstream.ca_file, clock, files)
-    transport = TracedTransport(h1_transport, tracing.tracer) if tracing else h1_transport
+    tracer = tracing.tracer if tracing else None
+    transport = TracedTransport(h1_transport, tracer) if tracer else h1_transport
     drainer = Drainer(pool, clock, settings.deadlines.drain)
     rates = Rates()
     events = kv_events(settings, pool, transport, clock, metrics, headers, rates)
-    context = _orchestration_context(settings, transport, pool, metrics, clock, events, rates)
+    context = _orchestration_context(settings, transport, pool, metrics, clock, events, rates, tracer)
     background_tasks = BackgroundTasks(context)
     orchestrator = Orchestrator(context, background_tasks)
     handler = _request_handler(settings, orchestrator, context, secrets)
@@ -115,7 +117,7 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
         supervisor.keep(Task.DISCOVERY, DiscoverySync(pool, drainer, source, settings.deadlines.drain).run)
     try:
         api = ApiApp(handler, operators)
-        yield Proxy(TracedApp(api, tracing.tracer) if tracing else api, operators, leaving, files)
+        yield Proxy(TracedApp(api, tracer), operators, leaving, files)
     finally:
         for each in (supervisor, sources, drainer, background_tasks, transport, preflight_transport):
             await each.aclose()
@@ -154,13 +156,16 @@ def _orchestration_context(
     clock: Clock,
     events: KvEvents | None,
     rates: Rates,
+    tracer: Tracer | None,
 ) -> OrchestrationContext:
     config = orchestration_config(settings)
     if settings.policy.routing not in BY_CACHE:
-        return OrchestrationContext(transport, pool, metrics, clock, config)
+        return OrchestrationContext(transport, pool, metrics, clock, config, tracer=tracer)
     estimate = TextPrefixSource(pool, clock)
     source = CombinedSource(events.source, estimate) if events else estimate
-    return OrchestrationContext(transport, pool, metrics, clock, config, rates=rates, prefix_source=source)
+    return OrchestrationContext(
+        transport, pool, metrics, clock, config, rates=rates, prefix_source=source, tracer=tracer
+    )
 
 
 def orchestration_config(settings: Settings) -> OrchestrationConfig:

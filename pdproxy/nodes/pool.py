@@ -125,6 +125,7 @@ class Pool:
         self._entries[node.name] = entry
         self._views.add(entry, self._clock.now())
         self._metrics.node_active(node.name, node.role, 0)
+        self._count_models(node)
         self._count_state(entry)
         self.changed.set()
 
@@ -137,6 +138,7 @@ class Pool:
         entry = self._entry(node.name)
         if not entry.is_going():
             entry.admit(node)
+            self._count_models(node)
             entry.misses, entry.reason = 0, ""
             entry.stay()
             self._set(entry, CircuitBreaker(self._config, changed_at=self._clock.now()), State.UP)
@@ -302,6 +304,12 @@ class Pool:
         self._metrics.node_state(node.name, node.role, entry.state())
         if node.role is Role.PREFILL and node.model:
             self._metrics.prefill_expected(node.model)
+
+    def _count_models(self, node: Node) -> None:
+        """Clients may ask decode nodes for these; what a prefill node alone serves they cannot have."""
+        if node.role is Role.DECODE:
+            for name in (node.model, *node.aliases):
+                self._metrics.model_served(name)
 
     def _pairs(self, bars: Bars) -> Iterator[tuple[str, str]]:
         """The barred pairs, by prefill and decode node; a node that is barred from all has ALL_NODES beside it."""

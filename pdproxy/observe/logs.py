@@ -1,12 +1,14 @@
 """Logs: one line a record, JSON or text, on top of the standard library's logging.
 
-Details stand in ``extra``: ``_LOG.info("client left", extra={"request_id": name})``.
+Details stand in ``extra``: ``_LOG.info("client left", extra={"request_id": name})``. A line that is written on behalf
+of a traced request has the ids of its trace and span, ``trace_id`` and ``span_id``.
 """
 
 import datetime as dt
 import logging
 from typing import TextIO
 
+from pdproxy.observe.tracing import trace_ids
 from pdproxy.request import write_json_line
 from pdproxy.settings.model import Log
 from pdproxy.settings.types import LogFormat
@@ -68,4 +70,4 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _extras(record: logging.LogRecord) -> dict[str, object]:
-    return {name: value for name, value in record.__dict__.items() if name not in _STANDARD}
+    return {name: value for name, value in record.__dict__.items() if name not in _STANDARD} | trace_ids()

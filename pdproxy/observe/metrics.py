@@ -27,11 +27,8 @@ from pdproxy.observe.labels import (
     Tokens,
     WatchedSetting,
 )
+from pdproxy.observe.server_metrics import OTHER, SECONDS, ServedModels, ServerMetrics
 from pdproxy.request import Endpoint
-
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-_OTHER = "other"
-"""The endpoint label of what is passed through: a client must not be able to make label values."""
 
 
 class Metrics:
@@ -39,14 +36,16 @@ class Metrics:
 
     Attributes:
         events: those of KV events and token ids.
+        server: latency, in the names of OpenTelemetry's conventions.
+        models: the values of the label ``model``; `model_served` adds to them.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.events = EventMetrics(registry)
+        self.events, self.server, self.models = EventMetrics(registry), ServerMetrics(registry), ServedModels()
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
-        self._requests = counter("pdproxy_requests_total", "Requests that ended.", ["endpoint", "outcome"])
+        self._requests = counter("pdproxy_requests_total", "Requests that ended.", ["endpoint", "model", "outcome"])
         self._phases = Histogram(
-            "pdproxy_phase_seconds", "Time spent in a phase.", ["phase"], buckets=_SECONDS, registry=registry
+            "pdproxy_phase_seconds", "Time spent in a phase.", ["phase"], buckets=SECONDS, registry=registry
         )
         self._faults = counter("pdproxy_leg_faults_total", "Legs that failed.", ["leg", "fault"])
         self._steps = counter("pdproxy_steps_total", "What followed a failed leg.", ["leg", "fault", "step"])
@@ -69,7 +68,7 @@ class Metrics:
             "pdproxy_stream_stall_seconds",
             "Time without bytes for the client while a stream moved to another node.",
             ["move"],
-            buckets=_SECONDS,
+            buckets=SECONDS,
             registry=registry,
         )
         self._continuable = counter(
@@ -88,7 +87,7 @@ class Metrics:
         self._queued = gauge("pdproxy_requests_queued", "Prompts that wait in the queue now.")
         self._bodies = gauge("pdproxy_body_bytes", "Bytes of request bodies that are held now.")
         self._rejected = counter("pdproxy_rejected_total", "Requests rejected before they ran.", ["reason"])
-        self._tokens = counter("pdproxy_tokens_total", "Tokens, as nodes report them.", ["kind"])
+        self._tokens = counter("pdproxy_tokens_total", "Tokens, as nodes report them.", ["kind", "model"])
         self._prefill_tokens = gauge(
             "pdproxy_prefill_pending_tokens_estimate",
             "Prompt tokens, estimated, of prefill legs that wait or run.",
@@ -128,10 +127,9 @@ class Metrics:
 
     def _begin_at_zero(self) -> None:
         """A counter that first appears at 1 has not grown, for Prometheus: the first failure would raise no alert."""
-        for endpoint, outcome in itertools.product((*Endpoint, _OTHER), Outcome):
-            self._requests.labels(endpoint, outcome)
+        self._begin_model_at_zero(OTHER)
         for counter, words in (
-            (self._migrations, Attempt), (self._releases, Attempt), (self._tokens, Tokens), (self._tasks, Task),
+            (self._migrations, Attempt), (self._releases, Attempt), (self._tasks, Task),
             (self._proofs, Proof), (self._deliveries, Delivery), (self._rejected, Rejection),
             (self._plans, RouteReason),
         ):  # fmt: skip
@@ -148,9 +146,20 @@ class Metrics:
         for role, prediction in itertools.product(("prefill", "decode"), Prediction):
             self._predictions.labels(role, prediction)
 
-    def request_ended(self, endpoint: Endpoint | None, outcome: Outcome) -> None:
+    def _begin_model_at_zero(self, model: str) -> None:
+        for endpoint, outcome in itertools.product((*Endpoint, OTHER), Outcome):
+            self._requests.labels(endpoint, model, outcome)
+        for kind in Tokens:
+            self._tokens.labels(kind, model)
+
+    def model_served(self, name: str) -> None:
+        """A node serves a model, or an adapter, by this name: its series are there from now on."""
+        if self.models.add(name):
+            self._begin_model_at_zero(name)
+
+    def request_ended(self, endpoint: Endpoint | None, model: str, outcome: Outcome) -> None:
         """Count a request that ended; ``endpoint`` is None for one that was passed through."""
-        self._request(endpoint or _OTHER, outcome).inc()
+        self._request(endpoint or OTHER, self.models.label(model), outcome).inc()
 
     def phase_took(self, phase: Phase, seconds: float) -> None:
         """Record the time that a phase took."""
@@ -219,10 +228,10 @@ class Metrics:
         """Count a request that was turned away."""
         self._rejected.labels(reason).inc()
 
-    def tokens(self, kind: Tokens, count: int) -> None:
+    def tokens(self, kind: Tokens, model: str, count: int) -> None:
         """Add tokens; counts that are not positive add nothing."""
         if count > 0:
-            self._token(kind).inc(count)
+            self._token(kind, self.models.label(model)).inc(count)
 
     def prefill_expected(self, model: str) -> None:
         """Prompts of a model may come: its series is there from now on, at 0."""

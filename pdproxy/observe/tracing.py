@@ -1,26 +1,37 @@
 """OpenTelemetry: a span for each client request and one for each call to a node, joined by ``traceparent``.
 
-Without tracing, the client's own ``traceparent`` is passed on to the nodes. With it, `TracedApp` wraps the clients'
-application, and `transport.traced.TracedTransport` the transport.
+Without tracing, the client's own ``traceparent`` is passed on to the nodes, and log lines show its trace. With it,
+`TracedApp` makes the span of a request, `leg_span` those of its legs, and `transport.traced.TracedTransport` those of
+other calls.
+
+A leg's span begins before its call and ends with the leg, which may be long after its response's head. While it is
+entered, a call through the transport is this leg's: it sends the span's ``traceparent``, and gets no span of its own.
 """
 
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any
+from contextvars import Token
+from typing import Any, Self
 
-from opentelemetry import trace
+from opentelemetry import context, trace
+from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from pdproxy import __version__
-from pdproxy.errors import SettingsError
+from pdproxy.errors import Fault, SettingsError
+from pdproxy.observe.gen_ai import ERROR_TYPE, Attributes, operation_attributes, span_name, usage_attributes
+from pdproxy.observe.labels import Leg
 from pdproxy.request import Endpoint, Headers
 from pdproxy.settings.model import Otel
 from pdproxy.settings.types import OtelExport
+from pdproxy.usage import Usage
 
 _TRACE_HEADERS = ("traceparent", "tracestate")
 """Of W3C Trace Context."""
 
 _PATHS = frozenset(Endpoint)
+_PROPAGATOR = TraceContextTextMapPropagator()
+_LEG = context.create_key("pdproxy-leg")
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -64,7 +75,7 @@ def tracing_of(otel: Otel) -> Tracing | None:
 def outward(headers: Headers, span: trace.Span) -> Headers:
     """The headers of a call to a node whose spans are to be children of ``span``."""
     carrier: dict[str, str] = {}
-    TraceContextTextMapPropagator().inject(carrier, trace.set_span_in_context(span))
+    _PROPAGATOR.inject(carrier, trace.set_span_in_context(span))
     return (*(field for field in headers if field[0] not in _TRACE_HEADERS), *carrier.items())
 
 
@@ -75,25 +86,147 @@ def note(facts: Mapping[str, str | int | float]) -> None:
         span.set_attributes({f"pdproxy.{name}": value for name, value in facts.items()})
 
 
+def note_event(name: str, facts: Mapping[str, str | int | float]) -> None:
+    """As `note`, as an event of that moment."""
+    span = trace.get_current_span()
+    if span.is_recording():
+        span.add_event(f"pdproxy.{name}", {f"pdproxy.{fact}": value for fact, value in facts.items()})
+
+
+def trace_ids() -> dict[str, str]:
+    """The ids of the current span, for a log line; empty outside of any trace."""
+    ids = trace.get_current_span().get_span_context()
+    if not ids.is_valid:
+        return {}
+    return {"trace_id": trace.format_trace_id(ids.trace_id), "span_id": trace.format_span_id(ids.span_id)}
+
+
+class LegSpan:
+    """The span of one leg. Entering it, more than once if need be, makes it the current one; `end` ends it."""
+
+    __slots__ = ("_span", "_token")
+
+    def __init__(self, span: trace.Span) -> None:
+        self._span = span
+        self._token: Token[Context] | None = None
+
+    def __enter__(self) -> Self:
+        self._token = context.attach(context.set_value(_LEG, True, trace.set_span_in_context(self._span)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        token, self._token = self._token, None
+        if token is not None:
+            context.detach(token)
+
+    def note(self, facts: Mapping[str, str | int | bool]) -> None:
+        """Further facts about the leg; their names get a prefix."""
+        self._span.set_attributes({f"pdproxy.{name}": value for name, value in facts.items()})
+
+    def used(self, usage: Usage) -> None:
+        """The tokens that the node reports of this leg."""
+        self._span.set_attributes(usage_attributes(usage))
+
+    def failed(self, fault: Fault) -> None:
+        """The leg failed."""
+        self._span.set_attribute(ERROR_TYPE, fault.value)
+        self._span.set_status(trace.StatusCode.ERROR)
+
+    def end(self) -> None:
+        """The leg is over. Idempotent."""
+        if self._span.is_recording():
+            self._span.end()
+
+
+class NoLegSpan(LegSpan):
+    """Where there is no tracing."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(trace.INVALID_SPAN)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing was entered."""
+
+    def note(self, facts: Mapping[str, str | int | bool]) -> None:
+        """Nobody is told."""
+
+    def used(self, usage: Usage) -> None:
+        """Nobody is told."""
+
+    def failed(self, fault: Fault) -> None:
+        """Nobody is told."""
+
+    def end(self) -> None:
+        """Nothing was begun."""
+
+
+NO_LEG_SPAN = NoLegSpan()
+
+
+def leg_span(
+    tracer: trace.Tracer, leg: Leg, endpoint: Endpoint, model: str, label: str, facts: Mapping[str, str | int | bool]
+) -> LegSpan:
+    """The span of a leg that begins now, under the request's span; ``label``: the model if nodes serve it, else "".
+
+    ``facts`` are told with a prefix.
+    """
+    attributes: Attributes = operation_attributes(endpoint, model) | {"pdproxy.leg": leg.value}
+    attributes |= {f"pdproxy.{name}": value for name, value in facts.items()}
+    span = tracer.start_span(span_name(endpoint, label), kind=trace.SpanKind.CLIENT, attributes=attributes)
+    return LegSpan(span)
+
+
+def current_leg_span() -> trace.Span | None:
+    """The span of the leg whose call is being made; None outside of one."""
+    return trace.get_current_span() if context.get_value(_LEG) else None
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class TracedApp:
-    """An ASGI application with a server span around each request; its parent is the client's span, if it sent one."""
+    """An ASGI application with a server span around each request; its parent is the client's span, if it sent one.
+
+    Without a tracer the client's span itself is the current one meanwhile.
+    """
 
     app: App
-    tracer: trace.Tracer
+    tracer: trace.Tracer | None
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or (self.tracer is None and not _has_trace(scope)):
             await self.app(scope, receive, send)
-            return
+        elif self.tracer is None:
+            token = context.attach(_PROPAGATOR.extract(_trace_headers(scope)))
+            try:
+                await self.app(scope, receive, send)
+            finally:
+                context.detach(token)
+        else:
+            await self._traced(self.tracer, scope, receive, send)
+
+    async def _traced(self, tracer: trace.Tracer, scope: Message, receive: Receive, send: Send) -> None:
         method, path = scope["method"], scope["path"]
-        with self.tracer.start_as_current_span(
+        with tracer.start_as_current_span(
             f"{method} {path}" if path in _PATHS else method,
-            context=TraceContextTextMapPropagator().extract(_trace_headers(scope)),
+            context=_PROPAGATOR.extract(_trace_headers(scope)),
             kind=trace.SpanKind.SERVER,
-            attributes={"http.request.method": method, "url.path": path},
+            attributes={"http.request.method": method, "url.path": path, **_server(scope)},
         ) as span:
             await self.app(scope, receive, _recording(span, send))
+
+
+def _server(scope: Message) -> dict[str, str | int]:
+    """The address that the client reached, as the server knows it."""
+    host, port = scope.get("server") or (None, None)
+    return {} if host is None else {"server.address": host, **({} if port is None else {"server.port": port})}
+
+
+def _has_trace(scope: Message) -> bool:
+    return any(name == b"traceparent" for name, _ in scope["headers"])
 
 
 def _trace_headers(scope: Message) -> dict[str, str]:

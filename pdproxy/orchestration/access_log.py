@@ -1,15 +1,20 @@
-"""What is recorded of a request at its end: its outcome, its log line, its usage."""
+"""What is recorded of a request at its end: its outcome, its log line, its span, its latency, its usage."""
 
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+
+from opentelemetry import trace
 
 from pdproxy.errors import ClientError
+from pdproxy.observe import gen_ai
 from pdproxy.observe.labels import Outcome, Phase, Tokens
+from pdproxy.observe.server_metrics import OTHER, RequestLabels
+from pdproxy.orchestration.answer_record import Route
 from pdproxy.orchestration.client_errors import REJECTED, UpstreamErrorResponse
 from pdproxy.orchestration.context import OrchestrationContext
-from pdproxy.orchestration.in_flight import Route, StreamMove, Timeline
+from pdproxy.orchestration.in_flight import Timeline
 from pdproxy.orchestration.resources import BackgroundTasks, HandOver
 from pdproxy.request import ClientRequest, SubRequest
 from pdproxy.usage import Usage
@@ -20,14 +25,34 @@ _LONGEST_MODEL = 200
 
 
 class RequestLog:
-    """Keeps a request in flight until the first call of `end`, which writes its metrics and its log line."""
+    """Keeps a request in flight until the first call of `end`, which writes its metrics and its log line, and tells the
+    span that was current when it began."""
 
     def __init__(self, context: OrchestrationContext, request: ClientRequest) -> None:
         self._context = context
         self._request = request
         self._open = True
+        self._labels = RequestLabels(request.endpoint, context.metrics.models.label(request.model), request.stream)
+        self._span = trace.get_current_span()
         self.timeline = Timeline(context.clock, context.metrics, request.arrived)
+        if self._span.is_recording():
+            self.timeline.answer.traced = True
+            self._name_span()
         context.in_flight.begin(request, self.timeline)
+
+    def begin(self, prompts: int, choices: int) -> None:
+        """So many prompts, and so many choices for each, are asked for."""
+        answer = self.timeline.answer
+        answer.prompts, answer.choices = prompts, choices
+        if answer.traced:
+            request = self._request
+            self._span.set_attributes(gen_ai.request_attributes(request.body, choices, stream=request.stream))
+
+    def first_byte(self) -> None:
+        """The first byte for the client is here."""
+        self.timeline.first_byte()
+        if self._request.stream:
+            self._context.metrics.server.first_token(self._labels, self.timeline.took[Phase.FIRST_TOKEN])
 
     def end(self, outcome: Outcome) -> None:
         """The request has ended."""
@@ -38,42 +63,61 @@ class RequestLog:
         outcome = cancelled_outcome(request.left) if outcome is Outcome.CLIENT_GONE else outcome
         timeline.end()
         self._context.in_flight.end(request, outcome)
-        self._context.metrics.request_ended(request.endpoint, outcome)
+        self._context.metrics.request_ended(request.endpoint, request.model, outcome)
+        self._record_latency(outcome)
+        logged = _LOG.isEnabledFor(logging.INFO)
+        if logged or timeline.answer.traced:
+            facts = self._facts(outcome)
+            if logged:
+                named: dict[str, object] = {"endpoint": request.endpoint.value, "model": request.model[:_LONGEST_MODEL]}
+                request_ended(_LOG, request.request_id, named | facts)
+            if timeline.answer.traced:
+                self._end_span(outcome, facts)
+
+    def _record_latency(self, outcome: Outcome) -> None:
+        took, server = self.timeline.took, self._context.metrics.server
+        server.ended(self._labels, outcome, took[Phase.TOTAL])
+        if outcome is Outcome.OK and self._request.stream and Phase.FIRST_TOKEN in took:
+            tokens = self.timeline.answer.output_tokens()
+            server.output_tokens(self._labels, tokens, took[Phase.TOTAL] - took[Phase.FIRST_TOKEN])
+
+    def _facts(self, outcome: Outcome) -> dict[str, str | int | float]:
+        """Outcome, nodes, plan, moves, and milliseconds in each phase, by names that say what they are."""
+        timeline = self.timeline
         nodes = {"prefill_node": timeline.nodes.get(Phase.PREFILL), "decode_node": timeline.nodes.get(Phase.HANDOVER)}
-        facts: dict[str, object] = {"endpoint": request.endpoint.value, "model": request.model[:_LONGEST_MODEL]}
+        facts: dict[str, str | int | float] = {"outcome": outcome.value}
         facts |= {field: node for field, node in nodes.items() if node is not None}
         facts |= {f"{role}_session": affinity.value for role, affinity in timeline.affinities.items()}
         if timeline.decision is not None:
             facts |= timeline.decision.facts()
-        facts |= move_facts(timeline.moves)
-        request_ended(_LOG, outcome, request.request_id, timeline.took, facts)
+        facts |= timeline.answer.facts()
+        return facts | {f"{phase}_ms": round(seconds * 1000, 1) for phase, seconds in timeline.took.items()}
+
+    def _name_span(self) -> None:
+        """By operation and model, and by the request's id, as the log line."""
+        request, label = self._request, self._labels.model
+        self._span.update_name(gen_ai.span_name(request.endpoint, "" if label == OTHER else label))
+        self._span.set_attributes(gen_ai.operation_attributes(request.endpoint, request.model))
+        self._span.set_attribute("pdproxy.request_id", request.request_id)
+
+    def _end_span(self, outcome: Outcome, facts: Mapping[str, str | int | float]) -> None:
+        self._span.set_attributes({f"pdproxy.{name}": value for name, value in facts.items()})
+        self._span.set_attributes(self.timeline.answer.attributes())
+        if self._request.stream and Phase.FIRST_TOKEN in self.timeline.took:
+            self._span.set_attribute(gen_ai.TIME_TO_FIRST_CHUNK, self.timeline.took[Phase.FIRST_TOKEN])
+        if outcome is not Outcome.OK:
+            self._span.set_attribute(gen_ai.ERROR_TYPE, outcome.value)
+        if outcome is Outcome.FAILED:
+            self._span.set_status(trace.StatusCode.ERROR)
 
 
-def move_facts(moves: Sequence[StreamMove]) -> dict[str, str | int | float]:
-    """Of a stream that went on at other nodes: how often, how, and its longest stall; empty for any other."""
-    if not moves:
-        return {}
-    ways = "+".join(dict.fromkeys(each.move.value for each in moves))
-    stall = max(each.stall for each in moves)
-    return {"moves": len(moves), "moved": ways, "stall_ms": round(stall * 1000, 1)}
-
-
-def request_ended(
-    logger: logging.Logger,
-    outcome: Outcome,
-    request_id: str,
-    timeline: Mapping[Phase, float],
-    facts: Mapping[str, object],
-) -> None:
+def request_ended(logger: logging.Logger, request_id: str, facts: Mapping[str, object]) -> None:
     """Log the one line of a request.
 
     Args:
-        timeline: seconds spent in each phase.
-        facts: endpoint, model, nodes. Never a body, a ticket or a key, of a client's or of its session.
+        facts: endpoint, model, outcome, nodes, times. Never a body, a ticket or a key, of a client's or of its session.
     """
-    if logger.isEnabledFor(logging.INFO):
-        spent = {f"{phase}_ms": round(seconds * 1000, 1) for phase, seconds in timeline.items()}
-        logger.info("request ended", extra={"request_id": request_id, "outcome": outcome.value, **facts, **spent})
+    logger.info("request ended", extra={"request_id": request_id, **facts})
 
 
 def outcome_of(error: BaseException, left: Callable[[], bool]) -> Outcome:
@@ -103,11 +147,12 @@ def status_outcome(status: int) -> Outcome:
     return Outcome.CLIENT_ERROR if status < 500 and status != 429 else Outcome.FAILED
 
 
-def record_tokens(context: OrchestrationContext, usage: Usage) -> None:
+def record_tokens(context: OrchestrationContext, sub_request: SubRequest, usage: Usage) -> None:
     """Put the tokens of a leg's usage on the metrics."""
-    context.metrics.tokens(Tokens.PROMPT, usage.prompt or 0)
-    context.metrics.tokens(Tokens.COMPLETION, usage.completion or 0)
-    context.metrics.tokens(Tokens.CACHED, usage.cached or 0)
+    model = sub_request.request.model
+    context.metrics.tokens(Tokens.PROMPT, model, usage.prompt or 0)
+    context.metrics.tokens(Tokens.COMPLETION, model, usage.completion or 0)
+    context.metrics.tokens(Tokens.CACHED, model, usage.cached or 0)
 
 
 def record_usage(
@@ -116,8 +161,8 @@ def record_usage(
     sub_request: SubRequest,
     hand_over: HandOver | None,
     usage: Usage,
-) -> bool:
-    """Put a decode leg's usage on the metrics; whether the node had a ticket and computed the prompt all the same.
+) -> tuple[Route, Usage]:
+    """Put a decode leg's usage on the metrics; which node computed the prompt, and the usage with what it had cached.
 
     A hand-over that was not read is released.
     """
@@ -126,14 +171,15 @@ def record_usage(
         recomputed = usage.recomputed(hand_over.node.tail_tokens)
         route = Route.RECOMPUTED if recomputed else Route.DISAGGREGATED
         cached = usage.cached if recomputed else hand_over.answer.cached_tokens
-    record_tokens(context, dataclasses.replace(usage, cached=cached))
+    shown = dataclasses.replace(usage, cached=cached)
+    record_tokens(context, sub_request, shown)
     if usage.completion:
         length = usage.completion / sub_request.shape.choices
         context.in_flight.output_lengths.seen(sub_request.request.model, length)
     context.in_flight.cache_stats[route].add(usage.prompt or 0, cached or 0)
     if hand_over is None or route is not Route.RECOMPUTED:
-        return False
+        return route, shown
     context.metrics.recomputed()
     _LOG.warning("request %s: the decode node computed the prompt again", sub_request.name)
     background_tasks.release(hand_over.node, sub_request.request.model, hand_over.hand_over_id, sub_request.headers)
-    return True
+    return route, shown

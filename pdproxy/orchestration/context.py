@@ -5,6 +5,8 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 
+from opentelemetry.trace import Tracer
+
 from pdproxy.clock import Clock
 from pdproxy.legs.calls import new_hand_over_id
 from pdproxy.nodes.pool import Pool
@@ -166,6 +168,7 @@ class OrchestrationContext:
         rates: how fast nodes are; None where the policy does not go by costs.
         work: what nodes did lately, for whoever counts them; on the way of a request it is only written down.
         prefix_source: what nodes have cached; None where nobody knows, or the policy does not ask.
+        tracer: makes the spans of legs; None without tracing.
     """
 
     transport: Transport
@@ -182,6 +185,7 @@ class OrchestrationContext:
     work: collections.deque[Prefilled | Decoded] = dataclasses.field(
         default_factory=lambda: collections.deque(maxlen=65536)
     )
+    tracer: Tracer | None = None
     queue: RequestQueue = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:

@@ -5,7 +5,6 @@ A few lines over 300: all of it is written down by the same few steps of a reque
 
 import collections
 import dataclasses
-import enum
 import itertools
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from pdproxy.failures import Step
 from pdproxy.nodes.node import Role
 from pdproxy.observe.labels import Affinity, Leg, Move, Outcome, Phase, Prediction, RouteReason
 from pdproxy.observe.metrics import Metrics
+from pdproxy.orchestration.answer_record import AnswerRecord, Route, StreamMove
 from pdproxy.planning.plan_types import Decision
 from pdproxy.request import ClientRequest
 
@@ -33,15 +33,6 @@ MOST_MODELS = 256
 _AFTER_FIRST_BYTE = frozenset({Phase.DECODE, Phase.TOTAL})
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class StreamMove:
-    """A stream went on at another node; ``stall``: seconds between its last bytes from the one and its first from the
-    other, as they were passed on to the client."""
-
-    move: Move
-    stall: float
-
-
 class Timeline:
     """The phases of one request, one after the other, from the plan on; one that is entered again adds to its time.
 
@@ -53,14 +44,14 @@ class Timeline:
         nodes: name of the node that works in a phase, where one does.
         affinities: whether the nodes of the last plan are its session's own, by role; of policies that know sessions.
         decision: of the last plan, where the policy goes by what is cached.
-        moves: of the request's stream; those of all its prompts.
+        answer: what is recorded of the answer; one for all prompts of a request.
     """
 
     __slots__ = (
-        "_clock", "_entered", "_metrics", "affinities", "began", "decision", "moves", "nodes", "now", "start", "took",
+        "_clock", "_entered", "_metrics", "affinities", "answer", "began", "decision", "nodes", "now", "start", "took",
     )  # fmt: skip
 
-    def __init__(self, clock: Clock, metrics: Metrics, arrived: float) -> None:
+    def __init__(self, clock: Clock, metrics: Metrics, arrived: float, answer: AnswerRecord | None = None) -> None:
         self._clock = clock
         self._metrics = metrics
         self.start = arrived
@@ -70,7 +61,7 @@ class Timeline:
         self.nodes: dict[Phase, str] = {}
         self.affinities: dict[Role, Affinity] = {}
         self.decision: Decision | None = None
-        self.moves: list[StreamMove] = []
+        self.answer = AnswerRecord() if answer is None else answer
 
     def enter(self, phase: Phase, node: str = "") -> None:
         """The next phase begins."""
@@ -86,22 +77,22 @@ class Timeline:
 
     def first_byte(self) -> None:
         """The first byte for the client is here; put every phase so far on the metrics."""
-        self.took[Phase.FIRST_TOKEN] = self._clock.now() - self.start
         for phase, seconds in self.took.items():
             if phase is not Phase.DECODE:
                 self._metrics.phase_took(phase, seconds)
+        self.took[Phase.FIRST_TOKEN] = self._clock.now() - self.start
 
     def moved(self, move: Move, stall: float) -> None:
         """A stream went on at another node, after so many seconds without bytes for the client."""
-        self.moves.append(StreamMove(move, stall))
+        self.answer.moves.append(StreamMove(move, stall))
         self._metrics.stalled(move, stall)
 
     def end(self) -> None:
-        """The request has ended; put the phases on the metrics that `first_byte` could not know."""
+        """The request has ended; put the phase on the metrics that `first_byte` could not know."""
         self.enter(self.now)
         self.took[Phase.TOTAL] = self._entered - self.start
-        for phase in _AFTER_FIRST_BYTE & self.took.keys():
-            self._metrics.phase_took(phase, self.took[phase])
+        if Phase.DECODE in self.took:
+            self._metrics.phase_took(Phase.DECODE, self.took[Phase.DECODE])
 
     def so_far(self, phase: Phase) -> float:
         """Seconds spent in a phase until now."""
@@ -112,17 +103,6 @@ class Timeline:
         """The value of `Server-Timing`, in milliseconds, of the phases up to the first byte."""
         phases = ((phase, seconds) for phase, seconds in self.took.items() if phase not in _AFTER_FIRST_BYTE)
         return ", ".join(f"{phase};dur={seconds * 1000:.1f}" for phase, seconds in phases)
-
-
-class Route(enum.StrEnum):
-    """Which node computed a prompt, and so whose cache its cached tokens were in."""
-
-    DISAGGREGATED = "disaggregated"
-    """A prefill node."""
-    LOCAL = "local"
-    """The decode node, without a ticket."""
-    RECOMPUTED = "recomputed"
-    """The decode node, though it had a ticket."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -66,9 +66,9 @@ class Orchestrator:
         try:
             response = await forward(self._context, request)
         except BaseException as error:
-            self._context.metrics.request_ended(None, outcome_of(error, request.left))
+            self._context.metrics.request_ended(None, request.model, outcome_of(error, request.left))
             raise
-        self._context.metrics.request_ended(None, status_outcome(response.status))
+        self._context.metrics.request_ended(None, request.model, status_outcome(response.status))
         return response
 
     async def _answer(self, request: ClientRequest, log: RequestLog) -> ProxyResponse:
@@ -76,7 +76,7 @@ class Orchestrator:
         if request.stream:
             return await self._streamed(request, log, upstreams)
         body = await _buffered_body(upstreams, self._context.config.fan_out)
-        log.timeline.first_byte()
+        log.first_byte()
         log.end(Outcome.OK)
         headers = (_JSON_HEADER, *_own_headers(request, log.timeline), *_route_headers(upstreams, log.timeline))
         return ProxyResponse(200, headers, body)
@@ -91,7 +91,7 @@ class Orchestrator:
         except BaseException:
             await stream.aclose()
             raise
-        log.timeline.first_byte()
+        log.first_byte()
         headers = (*_STREAM_HEADERS, *_own_headers(request, log.timeline), *_route_headers(upstreams, log.timeline))
         return ProxyResponse(200, headers, stream)
 
@@ -101,11 +101,13 @@ class Orchestrator:
         bodies = split(endpoint, request.body)
         upstreams = []
         for index, body in enumerate(bodies):
-            timeline = Timeline(context.clock, context.metrics, request.arrived) if index else log.timeline
-            timeline.moves = log.timeline.moves
+            timeline = log.timeline
+            if index:
+                timeline = Timeline(context.clock, context.metrics, request.arrived, log.timeline.answer)
             own_name = f"{name}-{index}" if len(bodies) > 1 else name
             sub_request = SubRequest(request, body, shape(endpoint, body), own_name, index)
             upstreams.append(UpstreamRequest(context, self._background_tasks, sub_request, timeline))
+        log.begin(len(upstreams), upstreams[0].sub_request.shape.choices)
         return upstreams
 
 
@@ -127,6 +129,7 @@ async def _buffered_answer(upstream: UpstreamRequest) -> tuple[bytes, dict[str, 
         usage = read_usage(answer.get("usage"))
         if usage is not None:
             upstream.record_usage(usage)
+        upstream.timeline.answer.was_whole(sub_request.index, answer)
     finally:
         await upstream.aclose()
     cached = None if upstream.hand_over is None or upstream.recomputed else upstream.hand_over.answer.cached_tokens

@@ -8,8 +8,7 @@ from pdproxy.errors import ClientError, NodeFault
 from pdproxy.failures import Moment, RetryOptions, Step, decide
 from pdproxy.nodes.pool import UnknownNode
 from pdproxy.observe.labels import Attempt, Leg, Move, Outcome
-from pdproxy.observe.tracing import note
-from pdproxy.orchestration.access_log import move_facts
+from pdproxy.observe.tracing import note_event
 from pdproxy.orchestration.client_errors import (
     StreamError,
     UpstreamErrorResponse,
@@ -62,6 +61,7 @@ class Relay(ResponseStream):
         """Wait for the first event; raises as `UpstreamRequest.start`."""
         self._ready = await self._start_on_node(self._sub_request.body)
         self._passed_on_at = self._context.clock.now()
+        self._upstream.timeline.answer.began_with(self._ready)
         self._context.metrics.continuable(self._continuity.obstacle(self._upstream.node))
         self.outcome = Outcome.CLIENT_GONE
 
@@ -80,8 +80,6 @@ class Relay(ResponseStream):
             self._finish(Outcome.OK)  # many clients leave as soon as they have read the end
         self._done, self._ready = True, b""
         self._record_move()
-        if moves := self._upstream.timeline.moves:
-            note(move_facts(moves))  # here, for a callback of the transport has no span
         self._record_usage()
         try:
             await self._upstream.aclose()
@@ -169,6 +167,7 @@ class Relay(ResponseStream):
 
     async def _on_fault(self, decode_stream: DecodeStream, fault: NodeFault) -> bytes:
         """The node failed in the middle of its answer."""
+        self._upstream.resources.leg_span.failed(fault.fault)
         self._upstream.nodes.record_fault(Leg.DECODE, self._upstream.node_name, fault)
         move = self._continuity.possible_move(self._upstream.node_name)
         if self._transcript.finished and (move is None or self._continuity.complete):
@@ -186,7 +185,7 @@ class Relay(ResponseStream):
 
     async def _migrate(self, move: Move) -> bytes:
         """Go on at another node from what the client has."""
-        self._node_down = False
+        self._node_down, left = False, self._upstream.node_name
         self._record_move()
         self._record_usage()
         try:
@@ -195,11 +194,13 @@ class Relay(ResponseStream):
             first_event = await self._start_on_node(body)
         except (ClientError, UpstreamErrorResponse, NotContinuable) as error:
             self._context.metrics.migrated(Attempt.FAILED)
+            note_event("move_failed", {"move": move.value, "from_node": left})
             if not self._transcript.finished:
                 return await self._fail(error)
             await self._upstream.aclose()  # what this leg held was not read
             return self._end()
         self._context.metrics.migrated(Attempt.SUCCEEDED)
+        note_event("moved", {"move": move.value, "from_node": left, "to_node": self._upstream.node_name})
         self._moved = move
         self._passed_on(first_event)
         return first_event
@@ -227,12 +228,13 @@ class Relay(ResponseStream):
         if outcome is Outcome.OK:
             self._upstream.end_hand_over()
         self._record_usage()
+        self._upstream.timeline.answer.finished(self._sub_request.index, self._transcript.finish_reasons)
 
     def _record_usage(self) -> None:
         """A leg has ended."""
         decode_stream, self._decode_stream = self._decode_stream, None
         if decode_stream is not None and decode_stream.usage is not None:
-            self._upstream.record_usage(decode_stream.usage)
+            self._upstream.record_usage(decode_stream.usage, self._transcript.usage_so_far())
 
 
 def _adds_usage(sub_request: SubRequest) -> bool:

@@ -13,6 +13,7 @@ from pdproxy.lifecycle import IllegalTransition
 from pdproxy.nodes.node import Node
 from pdproxy.nodes.pool_entry import NO_LOAD, LegLoad, Slot
 from pdproxy.observe.labels import Attempt, Leg
+from pdproxy.observe.tracing import NO_LEG_SPAN, LegSpan, leg_span
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.request import Headers, SubRequest
 from pdproxy.transport.port import HttpResponse
@@ -33,6 +34,16 @@ class HandOver:
 def node_down_fault() -> NodeFault:
     """The fault of a leg on a node that active health gave up."""
     return NodeFault(Fault.STALL, "active health gave the node up, and nothing has come from it since")
+
+
+def begin_leg_span(context: OrchestrationContext, sub_request: SubRequest, leg: Leg, node: Node) -> LegSpan:
+    """The span of a leg that begins now."""
+    if context.tracer is None:
+        return NO_LEG_SPAN
+    model = sub_request.request.model
+    facts: dict[str, str | int | bool] = {"node": node.name, "cohort": node.cohort, "prompt": sub_request.index}
+    label = model if context.metrics.models.label(model) == model else ""
+    return leg_span(context.tracer, leg, sub_request.endpoint, model, label, facts)
 
 
 Interrupt = Callable[[BaseException], None]
@@ -134,6 +145,8 @@ class HeldResources:
         self._slot: Slot | None = None
         self._response: HttpResponse | None = None
         self._unread: tuple[Node, str] | None = None
+        self.leg_span: LegSpan = NO_LEG_SPAN
+        """Of the decode leg; ended with it."""
 
     @property
     def slot(self) -> Slot:
@@ -197,6 +210,8 @@ class HeldResources:
     async def close_decode_leg(self) -> None:
         """End the decode leg: its slot first, for closing may be interrupted."""
         self._release_slot()
+        self.leg_span.end()
+        self.leg_span = NO_LEG_SPAN
         response, self._response = self._response, None
         if response is not None:
             await response.aclose()

@@ -8,6 +8,7 @@ Some lines over 300: every step of one prompt's way stands beside those that may
 """
 
 import asyncio
+import dataclasses
 import functools
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -20,13 +21,21 @@ from pdproxy.legs.shape import estimated_prompt_tokens
 from pdproxy.lifecycle import IllegalTransition, RequestLifecycle, RequestState, Transition
 from pdproxy.nodes.node import Node
 from pdproxy.observe.labels import Delivery, Leg, Move, Phase
+from pdproxy.observe.tracing import LegSpan
 from pdproxy.orchestration.access_log import record_tokens, record_usage
+from pdproxy.orchestration.answer_record import Route
 from pdproxy.orchestration.client_errors import final_error
 from pdproxy.orchestration.context import OrchestrationContext, remaining_seconds
 from pdproxy.orchestration.in_flight import Timeline
 from pdproxy.orchestration.node_picker import NodePicker
 from pdproxy.orchestration.rendezvous import PlanAgain, Rendezvous, Undelivered, WaitingLeg, can_wait, deliver_nothing
-from pdproxy.orchestration.resources import BackgroundTasks, HandOver, HeldResources, fail_if_node_down
+from pdproxy.orchestration.resources import (
+    BackgroundTasks,
+    HandOver,
+    HeldResources,
+    begin_leg_span,
+    fail_if_node_down,
+)
 from pdproxy.planning.demand import Decoded, Prefilled
 from pdproxy.planning.plan_types import Plan
 from pdproxy.planning.prefix import Place
@@ -95,6 +104,7 @@ class UpstreamRequest:
 
     async def _after_failed_decode(self, node: Node, fault: NodeFault, body: Json) -> Node:
         """The decode node for the next try."""
+        self.resources.leg_span.failed(fault.fault)
         step = self.nodes.failed(Leg.DECODE, node, fault, ticket_works=self._ticket_works())
         await self.resources.close_decode_leg()
         other = self._other_decode() if step is Step.SAME_TICKET else None
@@ -193,13 +203,28 @@ class UpstreamRequest:
         self.timeline.enter(Phase.PREFILL, node.name)
         tokens = self.nodes.prompt_tokens if body is asked.body else estimated_prompt_tokens(body)
         load, headers, began = self.nodes.load(node, Leg.PREFILL), self.nodes.begin_leg(node), context.clock.now()
-        with self.resources.prefilling(node, hand_over_id, tokens, load) as slot:
-            async with fail_if_node_down(slot, self.nodes.possible):
-                answer = await prefill(context.transport, node, asked.endpoint, leg, headers, timeouts)
+        span = begin_leg_span(context, asked, Leg.PREFILL, node)
+        try:
+            with self.resources.prefilling(node, hand_over_id, tokens, load) as slot:
+                async with fail_if_node_down(slot, self.nodes.possible):
+                    with span:
+                        answer = await prefill(context.transport, node, asked.endpoint, leg, headers, timeouts)
+        except NodeFault as fault:
+            span.failed(fault.fault)
+            raise
+        else:
+            span.used(Usage(answer.prompt_tokens, None, answer.cached_tokens))
+        finally:
+            span.end()
         self.nodes.prefilled(node, answer)
         ended, ranks = context.clock.now(), 1 if load.rank is None else node.ranks
         context.work.append(Prefilled(Place(node.name, load.rank or 0), ranks, self.timeline.start, began, ended))
         return HandOver(hand_over_id, node, answer, ended)
+
+    def _begin_decode_span(self, node: Node) -> LegSpan:
+        span = begin_leg_span(self._context, self.sub_request, Leg.DECODE, node)
+        self.resources.leg_span = span
+        return span
 
     async def _decode_on(self, node: Node, body: Json, form_for: FormFor, read_answer: ReadAnswer[Result]) -> Result:
         asked, transport = self.sub_request, self._context.transport
@@ -214,7 +239,8 @@ class UpstreamRequest:
         self.timeline.enter(Phase.HANDOVER, node.name)
         async with fail_if_node_down(self.resources.slot, self.nodes.possible):
             headers = self.nodes.begin_leg(node)
-            response = await decode(transport, node, asked.endpoint, leg, headers, timeouts, form)
+            with self._begin_decode_span(node):
+                response = await decode(transport, node, asked.endpoint, leg, headers, timeouts, form)
             self.timeline.enter(Phase.DECODE, node.name)
             result = await read_answer(self.resources.hold_response(response))
         self._first_event(node)
@@ -227,7 +253,8 @@ class UpstreamRequest:
             with rendezvous.waiting(node, interrupt) as wait:
                 leg = decode_body(asked.endpoint, body, wait.instead, form.additions)
                 headers = self.nodes.begin_leg(node)
-                response = await decode(transport, node, asked.endpoint, leg, headers, wait.timeouts, form)
+                with self._begin_decode_span(node):
+                    response = await decode(transport, node, asked.endpoint, leg, headers, wait.timeouts, form)
                 if not asked.shape.stream:  # the head of a stream says nothing: it comes before the ticket
                     self.timeline.enter(Phase.DECODE, node.name)
                 result = await read_answer(self.resources.hold_response(response))
@@ -245,6 +272,10 @@ class UpstreamRequest:
             self.end_hand_over()
         self.resources.slot.prompt_computed()
         self.nodes.first_event(node, self.hand_over)
+        if self.hand_over is not None:
+            self.resources.leg_span.note({"prefill_node": self.hand_over.node.name})
+        if not self.sub_request.index:
+            self.timeline.answer.began(Route.LOCAL if self.hand_over is None else Route.DISAGGREGATED, node.cohort)
 
     def end_hand_over(self) -> None:
         """The decode node needs it no more. Whether one that resumes a stream has read it, nothing tells: of a stream
@@ -281,6 +312,8 @@ class UpstreamRequest:
     def _count_local(self, reason: LocalReason | None) -> None:
         if reason is not None:
             self._context.metrics.planned_local(reason)
+            if self.timeline.answer.route is None and not self.sub_request.index:
+                self.timeline.answer.local_reason = reason
 
     def _acquire_decode(self, decode_node: Node) -> Node:
         """Take its slot from the plan on, so that the plans that follow see the load."""
@@ -324,19 +357,31 @@ class UpstreamRequest:
         """The decode node that was chosen last; "" before there is one."""
         return "" if self._decode_node is None else self._decode_node.name
 
-    def record_usage(self, usage: Usage) -> None:
-        """A decode leg reported its usage. That of one that resumed a stream does not tell who computed the prompt."""
+    def record_usage(self, usage: Usage, whole: Usage | None = None) -> None:
+        """A decode leg reported its usage. That of one that resumed a stream does not tell who computed the prompt.
+
+        ``whole``: that of the client's whole answer, where other legs had a part in it.
+        """
+        self.resources.leg_span.used(usage)
+        asked, answer = self.sub_request, self.timeline.answer
         if self.resumed:
-            record_tokens(self._context, usage)
+            record_tokens(self._context, asked, usage)
+            answer.used(asked.index, dataclasses.replace(usage, cached=None))
             return
-        self.recomputed = record_usage(self._context, self._background_tasks, self.sub_request, self.hand_over, usage)
+        route, shown = record_usage(self._context, self._background_tasks, asked, self.hand_over, usage)
+        self.recomputed = route is Route.RECOMPUTED
         self.nodes.answered(self._decode_node, usage, None if self.recomputed else self.hand_over)
+        answer.used(asked.index, whole or shown)
+        if self.recomputed:
+            self.resources.leg_span.note({"recomputed": True})
+            if not asked.index:
+                answer.route = route
         self._record_pace(usage)
 
     def _record_pace(self, usage: Usage) -> None:
         """How quickly the tokens of a stream came that ran on one node from its first token to its last."""
         shape, pool = self.sub_request.shape, self._context.pool
-        if shape.stream and usage.completion and not self.timeline.moves and self.node_name in pool:
+        if shape.stream and usage.completion and not self.timeline.answer.moves and self.node_name in pool:
             streams, tokens = pool.view(self.node_name).active, usage.completion // shape.choices
             self._context.work.append(Decoded(streams, tokens, self.timeline.so_far(Phase.DECODE)))
 

@@ -27,11 +27,12 @@ from pdproxy.stream.chunks import (
     rewrite_event,
 )
 from pdproxy.stream.sse import Event
-from pdproxy.usage import with_cached_tokens
+from pdproxy.usage import Usage, with_cached_tokens
 
 _ID_LISTS = re.compile(rb'("(?:prompt_)?token_ids":)\s*\[[\d,\s]*\]')
 """Cannot match inside a JSON string: its quotes would be escaped."""
-_STOPPED = re.compile(rb'"stop_reason":\s*"')
+_STOPPED = re.compile(rb'"stop_reason":\s*"([^"\\]*)')
+_FINISHED = re.compile(FINISH_REASON + rb'([^"\\]*)')
 LAST_EVENTS = frozenset({b"message_stop", b"response.completed", b"response.failed", b"response.incomplete"})
 CHUNKED = (Endpoint.COMPLETIONS, Endpoint.CHAT)
 """Endpoints whose streams consist of chunks with token ids."""
@@ -45,6 +46,7 @@ class Checkpoint(NamedTuple):
     started: bool
     ended: bool
     finishes: int
+    reasons: int
 
 
 class Transcript:
@@ -59,6 +61,8 @@ class Transcript:
         """Generated text, ids or events reached the client."""
         self.ended = False
         """The stream's own end was seen; a body that ends without it was cut."""
+        self.finish_reasons: list[str] = []
+        """Why choices ended, in the order in which they did; of a response its final status."""
         self.choices = collections.defaultdict[int, ChoiceState](functools.partial(ChoiceState, shape.held_back))
         self._not_continuable = shape.not_continuable
         self._follows = shape.continuable
@@ -76,11 +80,12 @@ class Transcript:
 
     def checkpoint(self) -> Checkpoint:
         """For `rollback`, should the next events turn out not to count: where token ids are not followed."""
-        return Checkpoint(self.started, self.ended, self._finishes)
+        return Checkpoint(self.started, self.ended, self._finishes, len(self.finish_reasons))
 
     def rollback(self, checkpoint: Checkpoint) -> None:
         """The events since then did not reach the client."""
-        self.started, self.ended, self._finishes = checkpoint
+        self.started, self.ended, self._finishes, reasons = checkpoint
+        del self.finish_reasons[reasons:]
 
     @property
     def finished(self) -> bool:
@@ -97,6 +102,12 @@ class Transcript:
     def completion_tokens(self) -> int:
         """Tokens produced so far, where their ids are followed."""
         return sum(len(choice.tokens) for choice in self.choices.values())
+
+    def usage_so_far(self) -> Usage | None:
+        """What a client is to be told of an answer that several nodes had a part in, where token ids are followed."""
+        if not self._again or self.prompt_token_ids is None:
+            return None
+        return Usage(len(self.prompt_token_ids), self.completion_tokens, self.cached_tokens)
 
     def take(self, event: Event) -> bytes:
         """What the client sees of an event; empty where nothing.
@@ -187,9 +198,13 @@ class Transcript:
         if event.name == b"error":
             raise _reported_error(data)
         self.started = True
-        self.ended = self.ended or event.name in LAST_EVENTS
-        if event.name == b"message_delta" and _STOPPED.search(data):
+        if event.name in LAST_EVENTS:
+            self.ended = True
+            if self.endpoint is Endpoint.RESPONSES:
+                self.finish_reasons = [event.name.partition(b".")[2].decode("ascii")]
+        elif event.name == b"message_delta" and (stopped := _STOPPED.search(data)):
             self._finishes = self.shape.choices
+            self.finish_reasons = [stopped.group(1).decode("utf-8", "replace")]
         return rewrite_event(self.endpoint, event, data, self.cached_tokens)
 
     def _take_chunk(self, event: Event, data: bytes) -> bytes:
@@ -202,7 +217,10 @@ class Transcript:
             chunk = Chunk(self.endpoint, parse_object(data))
             self._first = self._first or chunk
             self.started = any(choice.has_output for choice in chunk.choices)
-        self._finishes += data.count(FINISH_REASON)
+        if FINISH_REASON in data:
+            found = _FINISHED.findall(data)
+            self._finishes += len(found)
+            self.finish_reasons += [reason.decode("utf-8", "replace") for reason in found]
         return rewrite_event(self.endpoint, event, data, self.cached_tokens)
 
     def _follow(self, event: Event, chunk: Chunk) -> bytes:
@@ -234,6 +252,7 @@ class Transcript:
             if not choice.caught_up():
                 raise NotContinuable(NotContinuableReason.DIVERGED)
             self._finishes += 1
+            self.finish_reasons.append(chunk_choice.finish)
         return bool(new or chunk_choice.finish or chunk_choice.parsed or detail)
 
     def _adopted(self, chunk: Chunk, first: Chunk, visible: bool) -> bytes:

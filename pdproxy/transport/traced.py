@@ -1,4 +1,4 @@
-"""A transport that leaves a span for each call made on behalf of a traced request."""
+"""A transport that leaves a span for each call made on behalf of a traced request; a leg's call is in the leg's own."""
 
 import dataclasses
 from collections.abc import AsyncIterator
@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from opentelemetry import trace
 
 from pdproxy.errors import NodeFault
-from pdproxy.observe.tracing import outward
+from pdproxy.observe.tracing import current_leg_span, outward
 from pdproxy.response import Sink
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transport
 
@@ -20,7 +20,11 @@ class TracedTransport:
     tracer: trace.Tracer
 
     async def send(self, request: HttpRequest, timeouts: Timeouts) -> HttpResponse:
-        """As the inner transport, under a client span that lasts until the response is closed."""
+        """As the inner transport, under a client span that lasts until the response is closed; a leg's call under the
+        leg's span."""
+        leg = current_leg_span()
+        if leg is not None:
+            return await self._send_leg(leg, request, timeouts)
         if not trace.get_current_span().get_span_context().is_valid:
             return await self.inner.send(request, timeouts)
         span = self._begin(request)
@@ -37,15 +41,16 @@ class TracedTransport:
     async def aclose(self) -> None:
         await self.inner.aclose()
 
+    async def _send_leg(self, span: trace.Span, request: HttpRequest, timeouts: Timeouts) -> HttpResponse:
+        """What fails is recorded by the leg, which also ends the span."""
+        span.set_attributes(_attributes(request))
+        traced = dataclasses.replace(request, headers=outward(request.headers, span))
+        response = await self.inner.send(traced, timeouts)
+        span.set_attribute("http.response.status_code", response.status)
+        return response
+
     def _begin(self, request: HttpRequest) -> trace.Span:
-        parts = urlsplit(request.url)
-        attributes: dict[str, str | int] = {
-            "http.request.method": request.method,
-            "server.address": parts.hostname or "",
-            "server.port": parts.port or (443 if parts.scheme == "https" else 80),
-            "url.path": parts.path,
-        }
-        return self.tracer.start_span(request.method, kind=trace.SpanKind.CLIENT, attributes=attributes)
+        return self.tracer.start_span(request.method, kind=trace.SpanKind.CLIENT, attributes=_attributes(request))
 
 
 class TracedResponse:
@@ -77,6 +82,16 @@ class TracedResponse:
             await self._inner.aclose()
         finally:
             self._span.end()
+
+
+def _attributes(request: HttpRequest) -> dict[str, str | int]:
+    parts = urlsplit(request.url)
+    return {
+        "http.request.method": request.method,
+        "server.address": parts.hostname or "",
+        "server.port": parts.port or (443 if parts.scheme == "https" else 80),
+        "url.path": parts.path,
+    }
 
 
 def _record(span: trace.Span, error: BaseException) -> None:

@@ -14,7 +14,8 @@ from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.labels import Leg, Outcome, Phase, Prediction, RouteReason
 from pdproxy.observe.metrics import Metrics
-from pdproxy.orchestration.in_flight import InFlightRequests, LegFailure, Route, Timeline
+from pdproxy.orchestration.answer_record import Route
+from pdproxy.orchestration.in_flight import InFlightRequests, LegFailure, Timeline
 from pdproxy.planning.demand import Advice, Limit
 from pdproxy.request import ClientRequest, Endpoint
 from tests.fakes.clock import FakeClock

@@ -131,7 +131,7 @@ async def test_a_client_that_disconnects_in_mid_stream_leaves_nothing_behind(ser
             break
     await server.until("pdproxy_requests_active 0.0")
     await server.until('pdproxy_node_active{node="decode-0",role="decode"} 0.0')
-    await server.until('pdproxy_requests_total{endpoint="/v1/completions",outcome="client_gone"} 1.0')
+    await server.until('pdproxy_requests_total{endpoint="/v1/completions",model="m",outcome="client_gone"} 1.0')
 
 
 async def test_with_keys_requests_need_one(tmp_path: Path) -> None:

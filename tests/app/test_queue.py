@@ -38,7 +38,7 @@ async def test_a_request_waits_for_room_and_the_next_one_is_turned_away() -> Non
         assert "queue;dur=" in answered.headers["server-timing"]
         await server.until('pdproxy_phase_seconds_count{phase="queue"} 1.0')
         await server.until('pdproxy_rejected_total{reason="queue_full"} 1.0')
-        await server.until('pdproxy_requests_total{endpoint="/v1/completions",outcome="rejected"} 1.0')
+        await server.until('pdproxy_requests_total{endpoint="/v1/completions",model="m",outcome="rejected"} 1.0')
 
 
 async def test_a_client_that_leaves_the_queue_leaves_nothing_behind() -> None:
@@ -50,7 +50,7 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing_behind() -> None:
             waits.cancel()
             await server.until("pdproxy_requests_queued 0.0")
         await server.until("pdproxy_requests_active 0.0")
-        await server.until('pdproxy_requests_total{endpoint="/v1/completions",outcome="client_gone"} 2.0')
+        await server.until('pdproxy_requests_total{endpoint="/v1/completions",model="m",outcome="client_gone"} 2.0')
 
 
 async def test_a_flood_of_one_key_lets_the_other_key_in_and_an_urgent_one_goes_first(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ async def test_a_stream_ends_in_an_error_event(server: RunningProxy, path: str, 
         assert events[-2] == b"data: [DONE]"
     else:
         assert events[-2].startswith(b"event: error\ndata: ")
-    await server.until(f'pdproxy_requests_total{{endpoint="{path}",outcome="failed"}} 1.0')
+    await server.until(f'pdproxy_requests_total{{endpoint="{path}",model="m",outcome="failed"}} 1.0')
     await server.until('pdproxy_node_active{node="decode-0",role="decode"} 0.0')
 
 
@@ -97,7 +97,7 @@ async def test_a_request_without_response_yet_gets_503(server: RunningProxy, pat
     assert (b"retry-after", b"1") in call.sent[0]["headers"]
     assert json.loads(said)["error"]["code"] == "shutting_down"
     counted = "other" if path == "/v1/embeddings" else path
-    await server.until(f'pdproxy_requests_total{{endpoint="{counted}",outcome="failed"}} 1.0')
+    await server.until(f'pdproxy_requests_total{{endpoint="{counted}",model="m",outcome="failed"}} 1.0')
     await server.until('pdproxy_node_active{node="decode-0",role="decode"} 0.0')
 
 

@@ -4,13 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -18,38 +16,12 @@ import pytest
 from deploy.local.paths import ROOT
 from deploy.local.ports import HOST, free_ports
 from tests.deploy.linked import link, pinned, without
+from tests.fakes.otlp_collector import otlp_collector
 
 MAIN = "import sys; sys.path[:0] = sys.argv[1:3]; from pdproxy.__main__ import main; sys.exit(main(sys.argv[3:]))"
 WITHIN_S = 60.0
 NEEDED = ["opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk", "requests", "protobuf"]
 """The exporter imports the last two, one of them only when it is made."""
-
-
-@contextmanager
-def collector() -> Iterator[tuple[str, list[tuple[str, int]]]]:
-    """A collector's address for traces, and what received there: content type and length."""
-    received: list[tuple[str, int]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            received.append((self.headers["content-type"], len(body)))
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, *args: object) -> None:
-            """Nothing: a test's output is for its findings."""
-
-    server = ThreadingHTTPServer((HOST, 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
-        yield f"http://{HOST}:{server.server_port}/v1/traces", received
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 @contextmanager
@@ -89,14 +61,15 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_spans_arrive_from_what_the_image_installs(packages: Path) -> None:
     port, admin = free_ports(2)
     flags = ["--port", str(port), "--admin-port", str(admin), "--decode", f"http://{HOST}:9"]
-    with collector() as (address, received):
-        more = ["--otel-export", "otlp", "--otel-endpoint", address]
+    with otlp_collector() as collector:
+        more = ["--otel-export", "otlp", "--otel-endpoint", collector.url]
         with proxy(packages, *flags, *more) as child:
             ask(child, f"http://{HOST}:{port}/v1/models")
             child.send_signal(signal.SIGTERM)
             _, log = child.communicate(timeout=WITHIN_S)
     assert child.returncode == 0, log
-    assert [kind for kind, length in received if length] == ["application/x-protobuf"], log
+    assert collector.content_types == {"application/x-protobuf"}, log
+    assert "GET" in {span.name for span in collector.spans}
 
 
 @pytest.mark.parametrize(

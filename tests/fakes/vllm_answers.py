@@ -256,7 +256,7 @@ def _messages(question: ParsedRequest, cached: int, outputs: Iterator[Group]) ->
 
 
 def _responses(question: ParsedRequest, cached: int, outputs: Iterator[Group]) -> Iterator[Batch]:
-    begun = {"id": question.name, "usage": None}
+    begun = {"id": question.name, "model": question.model, "usage": None}
     yield Batch((), (_event("response.created", {"type": "response.created", "response": begun}),))
     count = 0
     for group in outputs:

@@ -332,3 +332,17 @@ def test_bars_are_in_the_snapshot_and_counted_until_a_node_leaves(pool: Pool, re
     pool.remove("p1")
     assert (gauge("p1", "d1"), gauge("p1", "*")) == (None, None)
     assert not pool.snapshot().bars
+
+
+def test_models_and_adapters_that_decode_nodes_serve_become_labels(clock: FakeClock) -> None:
+    metrics = Metrics(CollectorRegistry())
+    pool = Pool(clock, metrics=metrics)
+    for node in (Node("d1", "http://d1", Role.DECODE, "configured"), Node("p1", "http://p1", Role.PREFILL, "prefill")):
+        pool.add(node)
+    assert [metrics.models.label(name) for name in ("configured", "prefill", "found")] == [
+        "configured",
+        "other",
+        "other",
+    ]
+    pool.admit(dataclasses.replace(pool.configured("d1"), model="found", aliases=("adapter",)))
+    assert [metrics.models.label(name) for name in ("found", "adapter")] == ["found", "adapter"]

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdproxy.observe.labels import Outcome, Phase
 from pdproxy.observe.logs import JsonFormatter, TextFormatter, configure
 from pdproxy.orchestration.access_log import request_ended
 from pdproxy.settings.model import Log
@@ -89,22 +88,12 @@ def test_configured_level_and_format_hold(form: LogFormat) -> None:
 def test_a_request_leaves_its_timeline(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("pdproxy.test")
     with caplog.at_level(logging.INFO, logger.name):
-        timeline = {Phase.PREFILL: 0.0123, Phase.TOTAL: 1.0}
-        request_ended(logger, Outcome.OK, "r1", timeline, {"model": "m", "status": 200})
+        request_ended(logger, "r1", {"model": "m", "status": 200, "prefill_ms": 12.3})
     line = json.loads(JsonFormatter().format(caplog.records[0]))
     assert line["message"] == "request ended"
-    assert {name: line[name] for name in ("request_id", "outcome", "model", "status", "prefill_ms", "total_ms")} == {
+    assert {name: line[name] for name in ("request_id", "model", "status", "prefill_ms")} == {
         "request_id": "r1",
-        "outcome": "ok",
         "model": "m",
         "status": 200,
         "prefill_ms": 12.3,
-        "total_ms": 1000.0,
     }
-
-
-def test_a_request_below_the_log_level_is_not_formatted(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("pdproxy.test")
-    with caplog.at_level(logging.WARNING, logger.name):
-        request_ended(logger, Outcome.OK, "r1", {}, {})
-    assert not caplog.records

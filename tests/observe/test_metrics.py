@@ -20,6 +20,7 @@ from pdproxy.observe.labels import (
     Tokens,
 )
 from pdproxy.observe.metrics import Metrics
+from pdproxy.observe.server_metrics import MOST_MODELS, SECONDS, TOKEN_SECONDS, RequestLabels
 from pdproxy.request import Endpoint
 
 
@@ -39,8 +40,9 @@ def metrics(registry: CollectorRegistry) -> Metrics:
 
 
 def test_everything_is_counted_under_its_name(metrics: Metrics, registry: CollectorRegistry) -> None:
-    metrics.request_ended(Endpoint.CHAT, Outcome.OK)
-    metrics.request_ended(None, Outcome.FAILED)
+    metrics.model_served("m")
+    metrics.request_ended(Endpoint.CHAT, "m", Outcome.OK)
+    metrics.request_ended(None, "unheard of", Outcome.FAILED)
     metrics.phase_took(Phase.PREFILL, 0.5)
     metrics.leg_failed(Leg.PREFILL, Fault.STALL)
     metrics.step_taken(Leg.DECODE, Fault.RESET, Word.ONE)
@@ -54,7 +56,7 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
     metrics.watch_requests(lambda: active[0], lambda: 3)
     metrics.watch_bodies(lambda: 700)
     metrics.rejected(Word.ONE)
-    metrics.tokens(Tokens.CACHED, 512)
+    metrics.tokens(Tokens.CACHED, "m", 512)
     metrics.prefill_expected("idle")
     metrics.prefill_began("m", 700)
     metrics.prefill_began("m", 300)
@@ -68,8 +70,8 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
     metrics.pair_allowed("p", "other")
     metrics.proof_ended(Proof.FAILED)
     expected: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {
-        ("pdproxy_requests_total", (("endpoint", "/v1/chat/completions"), ("outcome", "ok"))): 1,
-        ("pdproxy_requests_total", (("endpoint", "other"), ("outcome", "failed"))): 1,
+        ("pdproxy_requests_total", (("endpoint", "/v1/chat/completions"), ("model", "m"), ("outcome", "ok"))): 1,
+        ("pdproxy_requests_total", (("endpoint", "other"), ("model", "other"), ("outcome", "failed"))): 1,
         ("pdproxy_phase_seconds_sum", (("phase", "prefill"),)): 0.5,
         ("pdproxy_leg_faults_total", (("leg", "prefill"), ("fault", "stall"))): 1,
         ("pdproxy_steps_total", (("leg", "decode"), ("fault", "reset"), ("step", "one"))): 1,
@@ -87,7 +89,7 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
         ("pdproxy_requests_queued", ()): 3,
         ("pdproxy_body_bytes", ()): 700,
         ("pdproxy_rejected_total", (("reason", "one"),)): 1,
-        ("pdproxy_tokens_total", (("kind", "cached"),)): 512,
+        ("pdproxy_tokens_total", (("kind", "cached"), ("model", "m"))): 512,
         ("pdproxy_prefill_pending_tokens_estimate", (("model", "idle"),)): 0,
         ("pdproxy_prefill_pending_tokens_estimate", (("model", "m"),)): 300,
         ("pdproxy_node_active", (("node", "n"), ("role", "one"))): 2,
@@ -103,13 +105,15 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
 
 
 def test_series_that_alerts_use_exist_from_the_start(metrics: Metrics, registry: CollectorRegistry) -> None:
-    assert registry.get_sample_value("pdproxy_requests_total", {"endpoint": "other", "outcome": "failed"}) == 0
-    assert registry.get_sample_value("pdproxy_requests_total", {"endpoint": "/v1/messages", "outcome": "ok"}) == 0
+    metrics.model_served("m")
+    for model, endpoint, outcome in (("other", "other", "failed"), ("m", "/v1/messages", "ok")):
+        labels = {"endpoint": endpoint, "model": model, "outcome": outcome}
+        assert registry.get_sample_value("pdproxy_requests_total", labels) == 0
+        assert registry.get_sample_value("pdproxy_tokens_total", {"kind": "cached", "model": model}) == 0
     for name, label, word in (
         ("task_failures", "task", Task.DISCOVERY),
         ("releases", "outcome", Attempt.FAILED),
         ("migrations", "outcome", Attempt.FAILED),
-        ("tokens", "kind", Tokens.CACHED),
         ("rejected", "reason", Rejection.QUEUE_FULL),
     ):
         assert registry.get_sample_value(f"pdproxy_{name}_total", {label: word}) == 0
@@ -144,5 +148,59 @@ def test_a_node_that_comes_back_is_counted_anew(metrics: Metrics, registry: Coll
 
 
 def test_tokens_never_count_backwards(metrics: Metrics, registry: CollectorRegistry) -> None:
-    metrics.tokens(Tokens.PROMPT, -5)
-    assert registry.get_sample_value("pdproxy_tokens_total", {"kind": "prompt"}) == 0
+    metrics.tokens(Tokens.PROMPT, "m", -5)
+    assert registry.get_sample_value("pdproxy_tokens_total", {"kind": "prompt", "model": "other"}) == 0
+
+
+def test_clients_make_no_label_values_and_nodes_not_too_many(metrics: Metrics, registry: CollectorRegistry) -> None:
+    for number in range(MOST_MODELS + 5):
+        metrics.model_served(f"adapter-{number}")
+    metrics.model_served("")
+    for model in ("adapter-0", f"adapter-{MOST_MODELS}", "a client's word", ""):
+        metrics.request_ended(Endpoint.CHAT, model, Outcome.OK)
+    families = list(registry.restricted_registry(["pdproxy_requests_total"]).collect())
+    counted = {sample.labels["model"]: sample.value for family in families for sample in family.samples if sample.value}
+    assert counted == {"adapter-0": 1, "other": 3}
+    assert len({sample.labels["model"] for family in families for sample in family.samples}) == MOST_MODELS + 1
+
+
+def test_latency_is_kept_by_endpoint_model_streaming_and_error(metrics: Metrics, registry: CollectorRegistry) -> None:
+    def value(name: str, **more: str) -> float | None:
+        return registry.get_sample_value(f"gen_ai_server_{name}", {**labels, **more})
+
+    labels = {
+        "gen_ai_operation_name": "chat",
+        "gen_ai_provider_name": "vllm",
+        "gen_ai_request_model": "m",
+        "gen_ai_request_stream": "true",
+        "endpoint": "/v1/messages",
+    }
+    of = RequestLabels(Endpoint.MESSAGES, "m", stream=True)
+    metrics.server.first_token(of, 0.3)
+    metrics.server.output_tokens(of, 11, 0.22)
+    metrics.server.output_tokens(of, 1, 0.0)
+    metrics.server.ended(of, Outcome.OK, 3000)
+    metrics.server.ended(of, Outcome.FAILED, 2)
+    assert (value("time_to_first_token_seconds_sum"), value("time_to_first_token_seconds_count")) == (0.3, 1)
+    assert value("time_to_first_token_seconds_bucket", le="0.35") == 1
+    assert value("time_per_output_token_seconds_sum") == pytest.approx(0.022)
+    assert value("time_per_output_token_seconds_count") == 1
+    assert value("request_duration_seconds_bucket", le="1800.0", error_type="") == 0
+    assert value("request_duration_seconds_bucket", le="3600.0", error_type="") == 1
+    assert value("request_duration_seconds_sum", error_type="failed") == 2
+
+
+CONVENTIONAL = {
+    "time_to_first_token": (
+        SECONDS,
+        (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10),
+    ),
+    "time_per_output_token": (TOKEN_SECONDS, (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)),
+}
+
+
+@pytest.mark.parametrize("name", CONVENTIONAL)
+def test_the_conventions_bounds_are_among_ours(name: str) -> None:
+    ours, theirs = CONVENTIONAL[name]
+    assert set(theirs) <= set(ours)
+    assert list(ours) == sorted(set(ours))

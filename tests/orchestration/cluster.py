@@ -137,10 +137,11 @@ class FakeCluster:
         return Got(reply.status, dict(reply.headers), await read(reply))
 
     def count(self, name: str, **labels: str) -> float:
-        """A counter's value; 0 where it was never touched. (The registry's own lookup collects all metrics.)"""
+        """A counter's value, over all series that have these labels; 0 where it was never touched. (The registry's own
+        lookup collects all metrics.)"""
         families = self.registry.restricted_registry([name]).collect()
         samples = (sample for family in families for sample in family.samples)
-        return next((each.value for each in samples if each.name == name and each.labels == labels), 0.0)
+        return sum(each.value for each in samples if each.name == name and labels.items() <= each.labels.items())
 
     async def settle(self) -> None:
         """Let releases finish, and check that nothing is held any more."""

@@ -468,11 +468,19 @@ async def test_a_moved_stream_tells_its_span() -> None:
     with provider.get_tracer("test").start_as_current_span("request"):
         await broken("hidden-reasoning", InjectedFault(FaultKind.STALL, at=2), config=OrchestrationConfig(stall=11.0))
     (span,) = spans.get_finished_spans()
-    assert dict(span.attributes or {}) == {
+    told = dict(span.attributes or {})
+    shown = {
         "pdproxy.moves": 1,
         "pdproxy.moved": "resumed",
         "pdproxy.stall_ms": pytest.approx(11_000, abs=1),
+        "pdproxy.route": "disaggregated",
+        "pdproxy.outcome": "ok",
     }
+    assert {name: told[name] for name in shown} == shown
+    (event,) = span.events
+    its = dict(event.attributes or {})
+    assert (event.name, its["pdproxy.move"], its["pdproxy.from_node"]) == ("pdproxy.moved", "resumed", "d0")
+    assert its["pdproxy.to_node"] in ("d1", "d2")
 
 
 async def test_an_unmoved_request_says_nothing_of_moves(caplog: pytest.LogCaptureFixture) -> None:

@@ -225,3 +225,33 @@ def test_streamed_usage_has_the_prefill_nodes_cached_tokens() -> None:
     usage = heard(take_all(transcript, engine.stream()))[2]
     assert usage is not None
     assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+CHAT_END = b'data: {"id":"x","choices":[{"index":0,"delta":{},"finish_reason":"length"}]}\n\n'
+STOP_REASON = b'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":"end_turn"}}\n\n'
+LAST_RESPONSE = b'event: response.incomplete\ndata: {"type":"response.incomplete","response":{}}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "raw", "reason"),
+    [
+        (Endpoint.CHAT, CHAT_END, "length"),
+        (Endpoint.MESSAGES, STOP_REASON, "end_turn"),
+        (Endpoint.RESPONSES, LAST_RESPONSE, "incomplete"),
+    ],
+)
+def test_why_an_answer_ended_is_kept_unless_its_last_events_did_not_count(
+    endpoint: Endpoint, raw: bytes, reason: str
+) -> None:
+    transcript = Transcript(endpoint, Shape(1, stream=True, not_continuable=NotContinuableReason.MESSAGES))
+    before = transcript.checkpoint()
+    transcript.take(events(raw)[0])
+    assert (transcript.finish_reasons, transcript.ended) == ([reason], endpoint is Endpoint.RESPONSES)
+    transcript.rollback(before)
+    assert (transcript.finish_reasons, transcript.finished, transcript.ended) == ([], False, False)
+
+
+def test_why_each_choice_ended_is_kept_where_token_ids_are_followed() -> None:
+    engine = Engine(("a", "b"))
+    transcript = Transcript(engine.endpoint, shape(engine))
+    assert [heard(take_all(transcript, engine.stream()))[1]] == transcript.finish_reasons

@@ -48,8 +48,11 @@ def _up(role: str, node: str, state: str) -> str:
 
 ACTIVE = 'pdproxy_requests_active{instance="proxy"}'
 OTHER_ACTIVE = 'pdproxy_requests_active{instance="other"}'
-COMPLETIONS = 'pdproxy_requests_total{endpoint="/v1/completions",outcome="%s"}'
-FIRST_TOKEN = 'pdproxy_phase_seconds_%s{phase="first_token"%s}'
+COMPLETIONS = 'pdproxy_requests_total{endpoint="/v1/completions",model="m",outcome="%s"}'
+CHAT = 'endpoint="/v1/chat/completions",gen_ai_operation_name="chat",gen_ai_provider_name="vllm"'
+FIRST_TOKEN = (
+    f'gen_ai_server_time_to_first_token_seconds_%s{{{CHAT},gen_ai_request_model="m",gen_ai_request_stream="true"%s}}'
+)
 TOKENS = 'vllm:inter_token_latency_seconds_%s{engine="0",instance="d:8000",model_name="m",role="decode"%s}'
 SILENCE = 'pdproxy_silence_probes_total{role="%s",outcome="%s"}'
 FORGOTTEN = 'pdproxy_kv_places_forgotten_total{reason="%s"}'

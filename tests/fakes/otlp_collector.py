@@ -1,0 +1,98 @@
+"""An OTLP collector for traces on loopback: it keeps the spans that are exported to it, decoded."""
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+HOST = "127.0.0.1"
+KINDS = {Span.SPAN_KIND_SERVER: "server", Span.SPAN_KIND_CLIENT: "client", Span.SPAN_KIND_INTERNAL: "internal"}
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectedSpan:
+    """One span, as it was exported; ids in hex, ``parent`` "" where it has none, times in nanoseconds."""
+
+    name: str
+    kind: str
+    trace_id: str
+    span_id: str
+    parent: str
+    attributes: dict[str, Any]
+    events: list[tuple[str, dict[str, Any]]]
+    failed: bool
+    began: int
+    ended: int
+
+
+@dataclasses.dataclass
+class Collector:
+    """What was exported so far; ``url``: where to."""
+
+    url: str
+    content_types: set[str] = dataclasses.field(default_factory=set)
+    services: set[str] = dataclasses.field(default_factory=set)
+    spans: list[CollectedSpan] = dataclasses.field(default_factory=list)
+
+    def take(self, content_type: str, body: bytes) -> None:
+        """An export; raises where it is none."""
+        self.content_types.add(content_type)
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            self.services.add(_attributes(resource.resource.attributes)["service.name"])
+            self.spans += [_span(span) for scope in resource.scope_spans for span in scope.spans]
+
+
+@contextmanager
+def otlp_collector() -> Iterator[Collector]:
+    """A collector that listens while inside."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            collector.take(self.headers["content-type"], self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            """Nothing: a test's output is for its findings."""
+
+    server = ThreadingHTTPServer((HOST, 0), Handler)
+    collector = Collector(f"http://{HOST}:{server.server_port}/v1/traces")
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield collector
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def _span(span: Span) -> CollectedSpan:
+    return CollectedSpan(
+        span.name,
+        KINDS[span.kind],
+        span.trace_id.hex(),
+        span.span_id.hex(),
+        span.parent_span_id.hex(),
+        _attributes(span.attributes),
+        [(event.name, _attributes(event.attributes)) for event in span.events],
+        span.status.code == span.status.STATUS_CODE_ERROR,
+        span.start_time_unix_nano,
+        span.end_time_unix_nano,
+    )
+
+
+def _attributes(pairs: "Any") -> dict[str, Any]:
+    return {pair.key: _value(pair.value) for pair in pairs if isinstance(pair, KeyValue)}
+
+
+def _value(value: AnyValue) -> Any:
+    kind = value.WhichOneof("value")
+    return [_value(each) for each in value.array_value.values] if kind == "array_value" else getattr(value, str(kind))
