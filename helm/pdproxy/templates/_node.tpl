@@ -2,7 +2,7 @@
 {{- define "pdproxy.node" -}}
 {{- $v := .root.Values -}}
 {{- $r := get $v .component -}}
-{{- $serves := ne .part "worker" -}}
+{{- $serves := include "pdproxy.node.serves" . -}}
 metadata:
   labels:
     {{- include "pdproxy.podLabels" (dict "root" .root "component" .component "more" $r.podLabels) | nindent 4 }}
@@ -97,12 +97,26 @@ spec:
     {{- end }}
 {{- end -}}
 
+{{/* Whether this pod has an HTTP server, "" if not: of an engine over several hosts the first has, or, where it has data-parallel
+     ranks, each has one for its own ranks. Takes what pdproxy.node takes. */}}
+{{- define "pdproxy.node.serves" -}}
+{{- if or (ne .part "worker") (gt (int (get .root.Values .component).parallel.data) 1) }}serves{{ end -}}
+{{- end -}}
+
 {{- define "pdproxy.node.args" -}}
 {{- $v := .root.Values -}}
 {{- $r := get $v .component -}}
+{{- $serves := include "pdproxy.node.serves" . -}}
+{{- $ranks := int $r.parallel.data -}}
 - {{ $v.model.name | quote }}
 - --port={{ $v.nodes.httpPort }}
-- --tensor-parallel-size={{ $r.tensorParallel }}
+- --tensor-parallel-size={{ $r.parallel.tensor }}
+{{- if gt $ranks 1 }}
+- --data-parallel-size={{ $ranks }}
+{{- end }}
+{{- if $r.parallel.expert }}
+- --enable-expert-parallel
+{{- end }}
 - --max-model-len={{ int64 $v.model.maxLength }}
 - --gpu-memory-utilization={{ $v.model.gpuMemory }}
 {{- with $v.model.blockSize }}
@@ -116,7 +130,7 @@ spec:
 {{- with $v.model.servedName }}
 - --served-model-name={{ . }}
 {{- end }}
-{{- if ne .part "worker" }}
+{{- if $serves }}
 - --shutdown-timeout={{ $v.nodes.drainSeconds }}
 {{- end }}
 - {{ printf "--kv-transfer-config=%s" (include "pdproxy.node.transfer" .) | quote }}
@@ -129,7 +143,11 @@ spec:
 - --node-rank=$(NODE_RANK)
 - --master-addr=$(LWS_LEADER_ADDRESS)
 {{- end }}
-{{- if eq .part "worker" }}
+{{- if and (ne .part "whole") (gt $ranks 1) }}
+- --data-parallel-size-local={{ div $ranks (int $r.hosts) }}
+- --data-parallel-hybrid-lb
+{{- end }}
+{{- if not $serves }}
 - --headless
 {{- end }}
 {{- range concat $v.model.extraArgs $r.extraArgs }}
@@ -174,6 +192,9 @@ spec:
   value: {{ $v.model.storage.mountPath }}
 - name: NODE_PORT
   value: {{ $v.nodes.httpPort | quote }}
+# vLLM gives up after ten minutes, where several API servers wait for engines that load.
+- name: VLLM_ENGINE_READY_TIMEOUT_S
+  value: {{ $v.nodes.startupSeconds | quote }}
 {{- if ne .part "whole" }}
 - name: VLLM_HOST_IP
   value: $(POD_IP)

@@ -60,8 +60,11 @@ dns_port: {{ .Values.nodes.httpPort }}
 {{- $r := get $root.Values $role -}}
 {{- $count := ternary (int $r.replicas) (int $r.autoscaling.maxReplicas) (eq $r.autoscaling.kind "none") -}}
 {{- $name := include "pdproxy.workload" (dict "root" $root "component" $role) -}}
+{{- $hosts := ternary (int $r.hosts) 1 (gt (int $r.parallel.data) 1) -}}
 {{- range $i := until $count }}
-- { role: {{ $role }}, url: "http://{{ $name }}-{{ $i }}.{{ $name }}.{{ $root.Release.Namespace }}.svc:{{ $root.Values.nodes.httpPort }}" }
+{{- range $host := until $hosts }}
+- { role: {{ $role }}, url: "http://{{ $name }}-{{ $i }}{{ if $host }}-{{ $host }}{{ end }}.{{ $name }}.{{ $root.Release.Namespace }}.svc:{{ $root.Values.nodes.httpPort }}" }
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
