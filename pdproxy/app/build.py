@@ -80,7 +80,7 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     pool = _pool(settings, clock, metrics)
     sources = Sources(settings.discovery, clock, host)
     tracing = tracing_of(settings.otel)
-    h1_transport, preflight_transport = transports(settings.upstream.ca_file, clock, files)
+    h1_transport, preflight_transport = transports(settings.upstream, clock, files)
     transport = TracedTransport(h1_transport, tracing.tracer) if tracing else h1_transport
     drainer = Drainer(pool, clock, settings.deadlines.drain)
     rates = Rates()

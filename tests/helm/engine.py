@@ -24,13 +24,21 @@ class Refused(Exception):
 class Engine:
     """One child process, asked in turn."""
 
-    def __init__(self, child: "subprocess.Popen[str]", chart: Path = CHART) -> None:
+    def __init__(
+        self, child: "subprocess.Popen[str]", chart: Path = CHART, release: str = RELEASE, namespace: str = NAMESPACE
+    ) -> None:
         self._child = child
         self._chart = chart
+        self._release = release
+        self._namespace = namespace
 
     def of(self, chart: Path) -> "Engine":
         """The same process, for another chart."""
         return Engine(self._child, chart)
+
+    def named(self, release: str, namespace: str) -> "Engine":
+        """The same process, for another release."""
+        return Engine(self._child, self._chart, release, namespace)
 
     def render(self, values: Mapping[str, Any], kubeconfig: str = "") -> dict[str, str]:
         """Text by template. Raises Refused."""
@@ -49,7 +57,8 @@ class Engine:
         return Manifests([found for text in texts for found in yaml.load_all(text, yaml.CSafeLoader) if found])
 
     def _ask(self, do: str, values: Mapping[str, Any], kubeconfig: str = "") -> Any:
-        question = {"do": do, "chart": str(self._chart), "values": values, "release": RELEASE, "namespace": NAMESPACE}
+        release = {"release": self._release, "namespace": self._namespace}
+        question = {"do": do, "chart": str(self._chart), "values": values, **release}
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         self._child.stdin.write(json.dumps({**question, "kubeconfig": kubeconfig}) + "\n")

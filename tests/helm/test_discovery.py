@@ -81,10 +81,12 @@ def test_looks_up_the_services_of_both_roles(helm: Engine, values: str, tmp_path
 def test_names_every_node_that_there_may_be(helm: Engine, values: str, tmp_path: Path) -> None:
     manifests = helm.manifests(asked(values, "static"))
     nodes = loaded(manifests, tmp_path).nodes
+    probe = only_container(manifests.node("decode"))["startupProbe"]["httpGet"]
+    scheme = probe["scheme"].lower()
     for role in ROLES:
         name = f"{manifests.one('Deployment')['metadata']['name']}-{role}"
         wanted = {
-            f"http://{pod}.{name}.llm.svc:8000"
+            f"{scheme}://{pod}.{name}.llm.svc:8000"
             for index in range(most_of(manifests, name))
             for pod in serving(manifests, name, index)
         }

@@ -158,7 +158,7 @@ def test_a_node_of_several_machines(rendered: Rendered) -> None:
 
 
 def test_data_parallel_ranks_over_machines_are_served_by_each(rendered: Rendered) -> None:
-    """So each machine is a node of its own to the proxy, which reaches its ranks, their events and their side channels."""
+    """Each machine is a node of its own to the proxy, which reaches its ranks, their events and their side channels."""
     group = rendered("qwen3.5-397b-a17b-dp16-ep").one("LeaderWorkerSet", "-decode")["spec"]["leaderWorkerTemplate"]
     leader, worker = (only_container(group[part]) for part in ("leaderTemplate", "workerTemplate"))
     said = arguments(group["workerTemplate"])

@@ -38,7 +38,36 @@ REFUSED = [
         "proxy: {settings: {limits: {queue: []}}}",
         "at '/proxy/settings/limits/queue': got array, want integer or string",
     ),
+    ("nameOverride: My_Name", "at '/nameOverride': value must be 'small letters, digits and - within'"),
+    ("nameOverride: -x", "at '/nameOverride': value must be 'small letters, digits and - within'"),
+    ("nameOverride: 7", "at '/nameOverride': got number, want string"),
+    (
+        "fullnameOverride: 7up",
+        "at '/fullnameOverride': value must be 'small letters, digits and - within, a letter first'",
+    ),
+    ("fullnameOverride: 'true'", "at '/fullnameOverride': 'not' failed"),
+    ("extraObjects: [{kind: ConfigMap}]", "at '/extraObjects/0': missing properties"),
+    ("model: {revision: 'a b'}", "at '/model/revision': value must be 'a commit, branch or tag, without blanks'"),
     # by what does not go together
+    ("model: {download: {enabled: true}}", "model.storage.kind is emptyDir: use claim or existingClaim"),
+    (
+        "model: {name: /models/x, storage: {kind: claim}, download: {enabled: true}}",
+        "model.name is the path /models/x, which nobody can fetch",
+    ),
+    ("nodes: {tls: {enabled: true}}", "name the secret with tls.crt, tls.key and ca.crt in nodes.tls.secret"),
+    ("nodes: {compileCache: {kind: hostPath}}", "say which one in nodes.compileCache.hostPath"),
+    (
+        "nodes: {compileCache: {mountPath: /models}}",
+        "nodes.compileCache.mountPath and model.storage.mountPath are the same",
+    ),
+    (
+        "decode: {hosts: 2, parallel: {tensor: 2}}\nnodes: {compileCache: {kind: claimPerPod}}",
+        "nodes.compileCache.kind claimPerPod does not go with decode.hosts above 1",
+    ),
+    (
+        "prefill: {resources: {claims: [{name: gpus}]}}",
+        "prefill.resources.claims names gpus, and prefill.resourceClaims does",
+    ),
     ("prefill: {extraArgs: [--block-size=256]}\ndecode: {extraArgs: [--block-size, '512']}", BLOCKS),
     ("model: {blockSize: 256}\ndecode: {extraArgs: [--block_size=512]}", BLOCKS),
     ("model: {blockSize: 528, prefixMatchUnit: 32}", "model.prefixMatchUnit (32) does not divide the block size (528)"),

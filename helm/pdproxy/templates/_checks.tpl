@@ -19,6 +19,16 @@
   {{- if and (gt (int $r.hosts) 1) (eq $v.model.storage.kind "claimPerPod") -}}
     {{- fail (printf "model.storage.kind claimPerPod does not go with %s.hosts above 1: use claim, existingClaim or hostPath." $role) -}}
   {{- end -}}
+  {{- if and (gt (int $r.hosts) 1) (eq $v.nodes.compileCache.kind "claimPerPod") -}}
+    {{- fail (printf "nodes.compileCache.kind claimPerPod does not go with %s.hosts above 1: use existingClaim or hostPath." $role) -}}
+  {{- end -}}
+  {{- $claimed := list -}}
+  {{- range $r.resourceClaims -}}{{- $claimed = append $claimed .name -}}{{- end -}}
+  {{- range $r.resources.claims -}}
+    {{- if not (has .name $claimed) -}}
+      {{- fail (printf "%s.resources.claims names %s, and %s.resourceClaims does not: the pod would be refused." $role .name $role) -}}
+    {{- end -}}
+  {{- end -}}
 {{- end -}}
 {{- $sizes := dict -}}
 {{- range $role := list "prefill" "decode" -}}
@@ -46,6 +56,25 @@
   {{- if and (eq $v.model.storage.kind $name) (not (get $v.model.storage $name)) -}}
     {{- fail (printf "model.storage.kind is %s: say which one in model.storage.%s." $name $name) -}}
   {{- end -}}
+{{- end -}}
+{{- range $name := list "hostPath" "existingClaim" -}}
+  {{- if and (eq $v.nodes.compileCache.kind $name) (not (get $v.nodes.compileCache $name)) -}}
+    {{- fail (printf "nodes.compileCache.kind is %s: say which one in nodes.compileCache.%s." $name $name) -}}
+  {{- end -}}
+{{- end -}}
+{{- if eq $v.nodes.compileCache.mountPath $v.model.storage.mountPath -}}
+  {{- fail "nodes.compileCache.mountPath and model.storage.mountPath are the same: each volume needs a place of its own." -}}
+{{- end -}}
+{{- if $v.model.download.enabled -}}
+  {{- if not (has $v.model.storage.kind (list "claim" "existingClaim")) -}}
+    {{- fail (printf "model.download.enabled: the Job fetches into a volume that all nodes mount, and model.storage.kind is %s: use claim or existingClaim." $v.model.storage.kind) -}}
+  {{- end -}}
+  {{- if hasPrefix "/" $v.model.name -}}
+    {{- fail (printf "model.download.enabled: model.name is the path %s, which nobody can fetch: give its name on the hub." $v.model.name) -}}
+  {{- end -}}
+{{- end -}}
+{{- if and $v.nodes.tls.enabled (not $v.nodes.tls.secret) -}}
+  {{- fail "nodes.tls.enabled: name the secret with tls.crt, tls.key and ca.crt in nodes.tls.secret." -}}
 {{- end -}}
 {{- range $name := list "apiKeys" "tickets" -}}
   {{- $secret := get $v $name -}}

@@ -6,8 +6,8 @@
 
 {{/* What selects a component's pods; never changes. Takes (dict "root" $ "component" …). */}}
 {{- define "pdproxy.selector" -}}
-app.kubernetes.io/name: {{ .root.Values.nameOverride | default .root.Chart.Name }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ .root.Values.nameOverride | default .root.Chart.Name | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 

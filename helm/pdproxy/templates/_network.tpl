@@ -20,7 +20,10 @@
 {{/* What the proxy asks of nodes, and hears from them. Takes the values. */}}
 {{- define "pdproxy.proxyPorts" -}}
 - { protocol: TCP, port: {{ .nodes.httpPort }} }
-{{- if .kvEvents.enabled }}
+{{- if and .kvEvents.enabled .ipv6 }}
+# Which of Linux's own ports publishers get is left to the system.
+- { protocol: TCP, port: 32768, endPort: 60999 }
+{{- else if .kvEvents.enabled }}
 {{ include "pdproxy.rankPorts" (dict "values" . "first" .kvEvents.port) }}
 {{ include "pdproxy.rankPorts" (dict "values" . "first" .kvEvents.replayPort) }}
 {{- end }}
