@@ -28,7 +28,6 @@ BOARD = ROOT / "deploy/grafana/dashboards/pdproxy.json"
 ALERTS = ROOT / "deploy/prometheus/alerts.yml"
 KEY_FILE = "pdproxy_connector_key_file_changes_total"
 """Not exported here: these nodes have no ticket keys. `tests/connector/test_ticket_keys.py` counts the looks."""
-SCRAPED = ROOT / "deploy/prometheus/prometheus.yml"
 
 
 def panels() -> list[tuple[str, str]]:
@@ -85,15 +84,12 @@ def _junk(pair: Pair) -> None:
 
 
 def scrape(pair: Pair) -> list[Sample]:
-    """What both nodes export, with the labels that prometheus.yml gives them."""
-    [job] = [job for job in yaml.safe_load(SCRAPED.read_text())["scrape_configs"] if job["job_name"] == "vllm"]
-    targets = {target["labels"]["role"]: target for target in job["static_configs"]}
+    """What both nodes export, with the labels that Prometheus gives them."""
     nodes: dict[str, Node] = {"prefill": pair.prefill, "decode": pair.decode}
-    assert targets.keys() == nodes.keys()
     samples = []
     for role, node in nodes.items():
         page = httpx.get(f"{node.url}/metrics", timeout=REQUEST_TIMEOUT_S, trust_env=False).raise_for_status().text
-        added = {"job": "vllm", "instance": node.url, **targets[role]["labels"]}
+        added = {"job": "vllm", "instance": node.url, "role": role}
         samples += [sample._replace(labels={**sample.labels, **added}) for sample in samples_of(page)]
     return samples
 
