@@ -1,5 +1,6 @@
 """Images, read line by line: a linter's rules, and what the files promise."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,7 @@ from pdproxy.settings.load import load
 from tests.deploy.building import build, installed_bytes
 from tests.deploy.dockerfile import FOLDER, IMAGES, Stage, stages
 
+NIXL = "1.5.1"
 PROXY = FOLDER / "proxy.Dockerfile"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MOST_BYTES = 60 * 1000 * 1000
@@ -88,6 +90,28 @@ def test_what_the_proxys_image_installs_is_small() -> None:
     files = [file.locate() for name in names for file in distribution(name).files or ()]
     ours = [file for package in ("pdproxy", "connector") for file in (ROOT / package).rglob("*.py")]
     assert sum(Path(str(file)).stat().st_size for file in (*files, *ours) if Path(str(file)).is_file()) <= MOST_BYTES
+
+
+@pytest.mark.parametrize("cuda", ["12.9", "13.0"])
+def test_the_gpu_node_gets_the_nixl_that_will_be_looked_for(cuda: str, tmp_path: Path) -> None:
+    """One wheel, by the CUDA that torch was built for: `import nixl` asks by the same number."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("from torch import version")
+    (tmp_path / "torch/version.py").write_text(f"cuda = {cuda!r}")
+    [line] = [line for line in stages(FOLDER / "gpu-node.Dockerfile")[-1].all("RUN") if "nixl==" in line]
+    (tmp_path / "python3").write_text(
+        f'#!/bin/sh\nif [ "$1" = -m ]; then echo "$@"; else exec {sys.executable} "$@"; fi\n'
+    )
+    (tmp_path / "python3").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(["/bin/sh", "-c", line], env=environment, capture_output=True, text=True, check=True)
+    *_, install = done.stdout.splitlines()
+    wanted = "import nixl_meta_utils, torch; print(nixl_meta_utils.detect_cuda_major())"
+    major = subprocess.run(
+        [sys.executable, "-c", wanted], env=environment, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    assert re.findall(r"(nixl\S*)==(\S+)", install) == [("nixl", NIXL), (f"nixl-cu{major}", NIXL)]
+    assert major == cuda.partition(".")[0]
 
 
 @pytest.mark.long

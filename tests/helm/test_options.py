@@ -65,7 +65,10 @@ class TestTexts:
                 "tokenSecret": {"name": TRICKY, "key": TRICKY},
                 "storage": {"kind": "existingClaim", "existingClaim": TRICKY},
             },
-            "nodes": {"tls": {"enabled": True, "secret": TRICKY}, "compileCache": {"kind": "existingClaim", "existingClaim": TRICKY}},
+            "nodes": {
+                "tls": {"enabled": True, "secret": TRICKY},
+                "compileCache": {"kind": "existingClaim", "existingClaim": TRICKY},
+            },
             "prefill": role,
             "decode": role,
             "proxy": {"priorityClassName": TRICKY},
@@ -205,7 +208,8 @@ class TestTls:
             assert (said["--ssl-certfile"], said["--ssl-keyfile"]) == (f"{place}/tls.crt", f"{place}/tls.key")
             assert "--enable-ssl-refresh" in said
             assert volume(pod, "tls")["secret"]["secretName"] == "nodes-tls"
-            assert {container[f"{kind}Probe"]["httpGet"]["scheme"] for kind in ("startup", "liveness", "readiness")} == {"HTTPS"}  # fmt: skip
+            probes = [container[f"{kind}Probe"]["httpGet"]["scheme"] for kind in ("startup", "liveness", "readiness")]
+            assert probes == ["HTTPS"] * 3
 
     @pytest.mark.parametrize("access", [True, False])
     def test_the_proxy_has_the_authority_alone_and_a_name_to_ask_for(
@@ -286,7 +290,8 @@ class TestDownload:
                 return f"/models/{name}/{revision}"
             """)
         )
-        env = {**os.environ, "PYTHONPATH": str(tmp_path), "MODEL": "org/model", "REVISION": "abc", "MARK": str(tmp_path / "a/b")}  # fmt: skip
+        given = {"MODEL": "org/model", "REVISION": "abc", "MARK": str(tmp_path / "a/b")}
+        env = {**os.environ, "PYTHONPATH": str(tmp_path), **given}
         for script, said in (
             ("fetch", "org/model is at /models/org/model/abc"),
             ("wait", "fetched: /models/org/model/abc"),
