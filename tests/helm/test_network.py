@@ -108,6 +108,24 @@ def test_the_ports_are_those_that_the_nodes_use(helm: Engine) -> None:
     assert env["UCX_TCP_PORT_RANGE"] == "7000-7099"
 
 
+def test_where_publishers_choose_their_ports_the_proxy_alone_reaches_them(helm: Engine) -> None:
+    """On IPv6: any of those that Linux gives out by itself."""
+    manifests = helm.manifests({"ipv6": True})
+    assert all(through(manifests, port) == FROM_THE_PROXY for port in (32768, 60999))
+    assert through(manifests, 32767) == through(manifests, 61000) == through(manifests, EVENTS) == set()
+    assert through(helm.manifests({"ipv6": True, "kvEvents": {"enabled": False}}), 40000) == set()
+
+
+def test_the_download_job_reaches_the_hub_and_nobody_reaches_it(helm: Engine) -> None:
+    manifests = helm.manifests({"model": {"download": {"enabled": True}, "storage": {"kind": "claim"}}})
+    job = Pod(manifests.one("Job")["spec"]["template"]["metadata"]["labels"])
+    policies, there = manifests.of("NetworkPolicy"), pods(manifests)
+    assert allowed(policies, job, ABROAD, 443)
+    assert allowed(policies, job, ABROAD, 53, "UDP")
+    assert not allowed(policies, job, there["decode"], HTTP)
+    assert not any(allowed(policies, source, job, HTTP) for source in there.values())
+
+
 def test_who_reaches_the_proxy(rendered: Rendered) -> None:
     open_to_all = rendered("default")
     there, policies = pods(open_to_all), open_to_all.of("NetworkPolicy")

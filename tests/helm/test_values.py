@@ -80,6 +80,7 @@ REFUSED = [
     ("prefill: {extraArgs: [-pp, '4']}", "the argument -pp 4: a node cannot be pipeline parallel"),
     ("model: {extraArgs: [--pipeline_parallel_size=16]}", "--pipeline_parallel_size=16: a node cannot be pipeline"),
     ("prefill: {extraArgs: [--data-parallel-size=2]}", "a parallel size: say prefill.parallel.data"),
+    ("decode: {extraArgs: [--revision, v2]}", "decode.extraArgs name a revision: say model.revision, for nodes of two"),
     ("model: {extraArgs: [-tp, '2']}", "extraArgs of prefill nodes say a parallel size: say prefill.parallel.tensor"),
     (
         "decode: {hosts: 2, parallel: {tensor: 2, data: 3}, gpus: {count: 3}}",

@@ -97,7 +97,7 @@
 {{- include "pdproxy.checks.settings" . -}}
 {{- end -}}
 
-{{/* How a role's engine is spread over its GPUs. Takes (dict "root" $ "component" …). */}}
+{{/* How a role's engine is spread over its GPUs, and what both roles must have alike. Takes (dict "root" $ "component" …). */}}
 {{- define "pdproxy.checks.parallel" -}}
 {{- $role := .component -}}
 {{- $r := get .root.Values $role -}}
@@ -105,6 +105,9 @@
 {{- $in := regexFind "(--pipeline[-_]parallel[-_]size|-pp)[= ]([2-9]|[0-9]{2,})" $words -}}
 {{- if or (gt (int ($r.parallel.pipeline | default 1)) 1) $in -}}
   {{- fail (printf "%s: a node cannot be pipeline parallel: vLLM's pull connector raises for it on hybrid models and on every decode node. Spread it by parallel.tensor or parallel.data." (ternary (printf "the argument %s" $in) (printf "%s.parallel.pipeline" $role) (ne $in ""))) -}}
+{{- end -}}
+{{- if regexMatch "(^| )--(code[-_]|tokenizer[-_])?revision[= ]" ($r.extraArgs | join " ") -}}
+  {{- fail (printf "%s.extraArgs name a revision: say model.revision, for nodes of two revisions exchange nothing." $role) -}}
 {{- end -}}
 {{- range $name, $flag := dict "tensor" "(--tensor[-_]parallel[-_]size|-tp)" "data" "(--data[-_]parallel[-_]size|-dp)" -}}
   {{- if regexMatch (printf "(^| )%s[= ]" $flag) $words -}}
