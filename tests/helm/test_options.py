@@ -1,5 +1,6 @@
 """What an operator may add or exchange: volumes, contexts, claims, certificates, weights that a Job fetches."""
 
+import json
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from tests.helm.test_nodes import arguments, variables
 from tests.helm.test_render import valid
 
 ROLES = ("prefill", "decode")
-TRICKY = "1e3"
+TRICKY = "1234"
 """A text that YAML takes for a number."""
 SPACED = "/mnt/a b, {c}: #d"
 """A path that YAML takes for other things."""
@@ -246,7 +247,8 @@ def test_where_pods_have_ipv6_addresses_alone(helm: Engine, tmp_path: Path) -> N
         pod = manifests.node(role)
         assert arguments(pod)["--host"] == "::"
         assert variables(pod)["VLLM_HOST_IP"] == "$(POD_IP)"
-        assert "tcp://*:0" in arguments(pod)["--kv-events-config"]  # vLLM binds other ports at IPv4 addresses
+        events = json.loads(arguments(pod)["--kv-events-config"])  # vLLM binds other ports at IPv4 addresses
+        assert (events["endpoint"], events["replay_endpoint"]) == ("tcp://*:0", "tcp://*:0")
     assert "--host" not in arguments(helm.manifests({}).node("decode"))
 
 
