@@ -26,7 +26,7 @@ NODES = [
     ("cpu", "cpu-decode", "kv_consumer"),
 ]
 ENVIRONMENT = {
-    "MODEL": "some/model",
+    "MODEL": "/models/some model",
     "MODEL_REVISION": "0123abc",
     "LEASE_SECONDS": "45",
     "COMPILE_CACHE": "/srv/compiled",
@@ -119,7 +119,7 @@ def test_a_gpu_node_has_what_nixl_and_ucx_need(name: str, gpus: str, port: str) 
 
 def test_variables_of_the_env_file_reach_the_services() -> None:
     services = resolved("decode", **ENVIRONMENT)
-    assert services["decode"]["command"][:3] == ["some/model", "--port", "9999"]
+    assert services["decode"]["command"][:3] == ["/models/some model", "--port", "9999"]
     assert "/srv/compiled:/compile-cache" in services["decode"]["volumes"]
     assert services["decode"]["environment"]["NODE_PORT"] == "9999"
     assert services["proxy"]["environment"]["PDPROXY_PREFILL"] == "http://p:1,http://q:2"

@@ -179,6 +179,21 @@ def test_data_parallel_attention_and_expert_parallelism_on_one_machine(rendered:
         assert only_container(manifests.node(role))["resources"]["limits"]["nvidia.com/gpu"] == 4
 
 
+def test_nodes_that_must_be_on_one_machine_do_not_wait_for_proxies_there(rendered: Rendered) -> None:
+    """A proxy may be on a machine without GPUs, where no node fits."""
+    manifests = rendered("qwen3.6-35b-a3b-dp4-ep")
+    key = "app.kubernetes.io/component"
+    for role in ("prefill", "decode"):
+        rules = manifests.node(role)["spec"]["affinity"]["podAffinity"][
+            "requiredDuringSchedulingIgnoredDuringExecution"
+        ]
+        [expression] = [each for rule in rules for each in rule["labelSelector"]["matchExpressions"]]
+        assert (expression["key"], expression["operator"]) == (key, "In")
+        assert set(expression["values"]) == {
+            manifests.node(each)["metadata"]["labels"][key] for each in ("prefill", "decode")
+        }
+
+
 @ALL
 @ROLES
 def test_engines_have_as_long_to_load_as_the_probes_give_them(rendered: Rendered, values: str, role: str) -> None:
