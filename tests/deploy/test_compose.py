@@ -64,7 +64,7 @@ def test_the_proxys_keys_are_where_the_example_says(tmp_path: Path) -> None:
     assert proxy["volumes"] == [f"{tmp_path}:/keys:ro"]
     values = dict(re.findall(r"^# (PDPROXY_\w+)=(\S+)", EXAMPLE.read_text(), re.MULTILINE))
     assert values.keys() == {name for name, value in proxy["environment"].items() if value is None}
-    for name in ("api.keys", "node.key"):
+    for name in ("api.keys", "node.key", "ca.crt"):
         (tmp_path / name).write_text("key-0123456789\n")
     [example] = re.findall(r"docs/settings.md: (\{.*\})$", EXAMPLE.read_text(), re.MULTILINE)
     (tmp_path / "pdproxy.yaml").write_text(example)
@@ -73,6 +73,7 @@ def test_the_proxys_keys_are_where_the_example_says(tmp_path: Path) -> None:
     assert settings.otel.export == "otlp"
     assert (settings.keys.file, settings.upstream.credential_file) == (tmp_path / "api.keys", tmp_path / "node.key")
     assert settings.upstream.credential == "replace"
+    assert (settings.upstream.ca_file, settings.upstream.server_name) == (tmp_path / "ca.crt", "nodes")
 
 
 @pytest.mark.parametrize(("profile", "service", "role"), NODES)

@@ -1,10 +1,15 @@
 """Images, read line by line: a linter's rules, and what the files promise."""
 
 import re
+import ssl
 import subprocess
 import sys
+import threading
 import tomllib
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -14,6 +19,7 @@ from deploy.local.paths import REQUIREMENTS, ROOT
 from pdproxy.settings.load import load
 from tests.deploy.building import build, installed_bytes
 from tests.deploy.dockerfile import FOLDER, IMAGES, Stage, stages
+from tests.fakes.certificates import identity
 
 NIXL = "1.5.1"
 PROXY = FOLDER / "proxy.Dockerfile"
@@ -138,3 +144,41 @@ def test_the_gpu_nodes_image_gets_our_wheel(tmp_path: Path) -> None:
     assert {"connector/nixl_connector.py", "pdproxy/__main__.py"} <= set(names)
     assert "pdproxy_connector = connector.config:register" in points
     assert "pdproxy_endpoints = connector.endpoints:TicketRoute" in points
+
+
+@pytest.mark.parametrize("tls", [True, False])
+def test_the_gpu_nodes_health_check_asks_as_the_node_speaks(tls: bool, tmp_path: Path) -> None:
+    """Whoever signed its certificate: it is the container that asks itself."""
+    health = stages(FOLDER / "gpu-node.Dockerfile")[-1].health()
+    for status in (200, 503):
+        with serving(status, tmp_path if tls else None) as port:
+            environment = {"NODE_PORT": str(port), **({"NODE_TLS": "1"} if tls else {})}
+            found = subprocess.run([sys.executable, *health.command[1:]], env=environment, timeout=60, check=False)
+        assert (found.returncode == 0) is (status == 200)
+
+
+@contextmanager
+def serving(status: int, certificate: Path | None) -> Iterator[int]:
+    """The port of a server that answers with this status; with a folder for its certificate, by HTTPS."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            """Nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*identity("node", "elsewhere").write(certificate))
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
