@@ -81,8 +81,11 @@ class TestTexts:
         assert arguments(manifests.node("decode"))[""] == "true: #x"
         assert arguments(manifests.node("decode"))["--served-model-name"] == "no"
 
-    def test_a_release_and_a_namespace_of_digits(self, helm: Engine, tmp_path: Path) -> None:
-        manifests = helm.named("123", "456").manifests({"metrics": MONITORS, "networkPolicy": SCRAPERS})
+    def test_a_release_and_a_namespace_of_digits(
+        self, helm: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("tests.helm.engine.NAMESPACE", "456")
+        manifests = helm.manifests({"metrics": MONITORS, "networkPolicy": SCRAPERS}, release="123")
         for manifest in manifests.all:
             if manifest["kind"] != "PodMonitor":
                 valid(manifest)
