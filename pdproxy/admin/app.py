@@ -49,7 +49,6 @@ def _add_public_routes(app: FastAPI, context: AdminContext) -> None:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(context.registry), headers={"content-type": content_type})
 
-
     @app.get("/prometheus/targets")
     async def targets() -> list[dict[str, object]]:
         """Where the nodes' own metrics are, whatever their state."""

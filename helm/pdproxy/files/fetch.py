@@ -1,6 +1,7 @@
 """Fetches a model into the cache that all nodes mount, and then leaves a mark, for which they wait."""
 
 import os
+import sys
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -16,7 +17,7 @@ def main() -> None:
     found = snapshot_download(os.environ["MODEL"], revision=revision, ignore_patterns=SKIPPED)
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.write_text(f"{found}\n", encoding="utf-8")
-    print(f"{os.environ['MODEL']} is at {found}", flush=True)
+    sys.stdout.write(f"{os.environ['MODEL']} is at {found}\n")
 
 
 main()

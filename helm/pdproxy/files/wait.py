@@ -1,6 +1,7 @@
 """Waits for the mark that the Job leaves when a model is fetched as a whole."""
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -14,9 +15,10 @@ def main() -> None:
     while not mark.exists():
         if not said or time.monotonic() - said >= SAID_EVERY:
             said = time.monotonic()
-            print(f"waiting for the download Job to fetch {os.environ['MODEL']} (its mark is {mark})", flush=True)
+            sys.stdout.write(f"waiting for the download Job to fetch {os.environ['MODEL']} (its mark is {mark})\n")
+            sys.stdout.flush()
         time.sleep(EVERY)
-    print(f"fetched: {mark.read_text(encoding='utf-8').strip()}", flush=True)
+    sys.stdout.write(f"fetched: {mark.read_text(encoding='utf-8').strip()}\n")
 
 
 main()
