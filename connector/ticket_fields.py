@@ -29,7 +29,7 @@ LONGEST_NAME = 512
 
 _PLAIN_NAME = re.compile(r"[!-+\--~]+")
 """Printable ASCII without blanks and without the comma, which separates request ids in vLLM's heartbeats."""
-_HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.:%-]{0,251}[A-Za-z0-9])?")
+_HOST = re.compile(r"(?:::)?[A-Za-z0-9](?:[A-Za-z0-9_.:%-]{0,249}[A-Za-z0-9])?(?:::)?")
 _HEX = re.compile(r"[0-9a-f]{64}")
 
 

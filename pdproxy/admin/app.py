@@ -11,7 +11,7 @@ from prometheus_client.exposition import choose_encoder
 
 from pdproxy.admin.context import AdminContext, Readiness, readiness
 from pdproxy.admin.debug import plan_route
-from pdproxy.admin.nodes import node_routes
+from pdproxy.admin.nodes import node_routes, scrape_target
 from pdproxy.admin.page import page_route, state_route
 from pdproxy.credential import Secret
 from pdproxy.errors import ClientError
@@ -48,6 +48,11 @@ def _add_public_routes(app: FastAPI, context: AdminContext) -> None:
         """The proxy's metrics, for Prometheus."""
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(context.registry), headers={"content-type": content_type})
+
+    @app.get("/prometheus/targets")
+    async def targets() -> list[dict[str, object]]:
+        """Where the nodes' own metrics are, whatever their state."""
+        return [scrape_target(view.node) for view in context.pool.snapshot().nodes]
 
 
 def require_operator(token: Secret) -> Callable[[Request], Awaitable[None]]:

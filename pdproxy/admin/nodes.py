@@ -76,6 +76,14 @@ def _barred_from(name: str, bars: Bars) -> tuple[str, ...]:
     return (f"no tickets with any node: {bars.nodes[name]}", *pairs) if name in bars.nodes else pairs
 
 
+def scrape_target(node: Node) -> dict[str, object]:
+    """Where a node's own metrics are, as Prometheus asks for it (`http_sd_configs`)."""
+    parts = urllib.parse.urlsplit(node.url)
+    path = parts.path.rstrip("/") + "/metrics"
+    labels = {"role": node.role, "node": node.name, "__scheme__": parts.scheme, "__metrics_path__": path}
+    return {"targets": [parts.netloc], "labels": labels}
+
+
 def node_routes(context: AdminContext) -> APIRouter:
     """The routes; `admin_app` guards them."""
     routes, pool = APIRouter(), context.pool

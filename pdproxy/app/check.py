@@ -66,7 +66,9 @@ async def inspect(settings: Settings, host: HostEnvironment) -> Report:
     upstream = settings.upstream
     headers = Secret(read_secret(upstream.credential_file, "upstream.credential_file")).headers
     async with (
-        contextlib.aclosing(HttpxTransport(tls(upstream.ca_file, "upstream.ca_file"))) as transport,
+        contextlib.aclosing(
+            HttpxTransport(tls(upstream.ca_file, "upstream.ca_file", upstream.server_name))
+        ) as transport,
         contextlib.aclosing(Sources(settings.discovery, SystemClock(), host)) as sources,
     ):
         listed = await asyncio.gather(*map(_list, sources.all))

@@ -17,7 +17,7 @@ from pdproxy.nodes.discovery.file import FileSource
 from pdproxy.nodes.discovery.source import Source, Template
 from pdproxy.nodes.node import Role
 from pdproxy.observe.labels import WatchedSetting
-from pdproxy.settings.model import Discovery, Settings
+from pdproxy.settings.model import Discovery, Settings, Upstream
 from pdproxy.settings.types import DiscoveryKind
 from pdproxy.transport.h1_client import H1Transport
 from pdproxy.transport.httpx_transport import HttpxTransport
@@ -163,13 +163,14 @@ def _replace(secret: Secret, path: Path | None, setting: WatchedSetting) -> None
     secret.replace(read_secret(path, setting))
 
 
-def transports(authorities: Path | None, clock: Clock, files: FileWatcher) -> tuple[H1Transport, HttpxTransport]:
+def transports(upstream: Upstream, clock: Clock, files: FileWatcher) -> tuple[H1Transport, HttpxTransport]:
     """For requests and for the preflight; both check certificates by what the file of authorities holds now."""
-    context = tls(authorities, WatchedSetting.AUTHORITIES)
+    authorities = upstream.ca_file
+    context = tls(authorities, WatchedSetting.AUTHORITIES, upstream.server_name)
     both = H1Transport(clock, context), HttpxTransport(context)
 
     def trust() -> None:
-        context = tls(authorities, WatchedSetting.AUTHORITIES)
+        context = tls(authorities, WatchedSetting.AUTHORITIES, upstream.server_name)
         for transport in both:
             transport.trust(context)
 
@@ -207,13 +208,41 @@ def renew_pair(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
         raise SettingsError(f"listen.tls_certificate, listen.tls_key: {error}.") from error
 
 
-def tls(authorities: Path | None, setting: str) -> ssl.SSLContext:
+class NamedServerContext(ssl.SSLContext):
+    """A client's TLS context that asks every server for a certificate of one name, whatever address it is reached by.
+
+    Pods have addresses that no certificate can know beforehand. asyncio and httpx both name the server here.
+    """
+
+    server_name = ""
+
+    def wrap_bio(
+        self,
+        incoming: ssl.MemoryBIO,
+        outgoing: ssl.MemoryBIO,
+        server_side: bool = False,
+        server_hostname: str | bytes | None = None,
+        session: ssl.SSLSession | None = None,
+    ) -> ssl.SSLObject:
+        """See `ssl.SSLContext.wrap_bio`."""
+        return super().wrap_bio(incoming, outgoing, server_side, self.server_name or server_hostname, session)
+
+
+def tls(authorities: Path | None, setting: str, server_name: str = "") -> ssl.SSLContext:
     """A client's TLS context with the authorities of a PEM file; None for the system's.
+
+    ``server_name``: what certificates must hold; empty is the host of each address.
 
     Raises:
         SettingsError: the file is unusable.
     """
+    context = NamedServerContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.server_name = server_name
     try:
-        return ssl.create_default_context(cafile=authorities)
+        if authorities is None:
+            context.load_default_certs()
+        else:
+            context.load_verify_locations(authorities)
     except OSError as error:
         raise SettingsError(f"{setting}: {authorities} is not usable: {error}.") from error
+    return context

@@ -22,8 +22,9 @@ class EventSource:
     """The publisher of one data-parallel rank.
 
     Attributes:
-        rank: as a place's; a lone publisher's is 0.
-        publisher: the rank that its batches name.
+        rank: as a place's: counted from 0 among those of the node, as the server itself counts (`RANK_HEADER`).
+        publisher: the rank that its batches name. Of an engine over several hosts with an HTTP server on each
+            (vLLM's `--data-parallel-hybrid-lb`), the second host's first may be 8.
         port: of its PUB socket.
         replay_port: of its ROUTER socket; None where it has none.
         topic: the first frame of its messages.
@@ -48,7 +49,8 @@ class EventSources:
 def read_sources(body: bytes, url: str) -> EventSources:
     """The publishers in the answer of the node at ``url``; none where it has none, or the answer is unusable."""
     listed = _listed(body)
-    read = [_source(rank, len(listed), fields, urlsplit(url).hostname or "") for rank, fields in listed.items()]
+    host = urlsplit(url).hostname or ""
+    read = [_source(rank, publisher, fields, host) for rank, (publisher, fields) in enumerate(listed.items())]
     found = tuple(source for source in read if isinstance(source, EventSource))
     return EventSources(found[:MOST_RANKS], tuple(why for why in read if isinstance(why, str)))
 
@@ -67,14 +69,14 @@ def _ranks(answer: dict[str, object]) -> Iterator[tuple[int, dict[str, object]]]
             yield int(name), fields
 
 
-def _source(rank: int, ranks: int, fields: dict[str, object], host: str) -> EventSource | str:
+def _source(rank: int, publisher: int, fields: dict[str, object], host: str) -> EventSource | str:
     """The source, or why there is none."""
     endpoint, replay, topic = (fields.get(name) for name in ("endpoint", "replay_endpoint", "topic"))
     port = _port(endpoint)
     if port is None:
-        return f"rank {rank} publishes at {str(endpoint)[:64]!r}, which is no TCP address with a port"
+        return f"rank {publisher} publishes at {str(endpoint)[:64]!r}, which is no TCP address with a port"
     text = topic if isinstance(topic, str) else ""
-    return EventSource(rank if ranks > 1 else 0, rank, host, port, _port(replay), text.encode("utf-8", "replace"))
+    return EventSource(rank, publisher, host, port, _port(replay), text.encode("utf-8", "replace"))
 
 
 def _port(endpoint: object) -> int | None:

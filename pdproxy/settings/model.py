@@ -125,6 +125,8 @@ class Upstream(Section):
     """File with the credential that `replace` sends and that our own health checks carry."""
     ca_file: types.OptionalFile = None
     """PEM authorities for https nodes; empty uses the system's."""
+    server_name: str = ""
+    """Name that the certificates of https nodes must hold; empty is the host in each node's address."""
 
     @model_validator(mode="after")
     def _credential(self) -> Self:

@@ -64,6 +64,27 @@ async def test_health_needs_no_nodes(client: httpx.AsyncClient) -> None:
     assert (await client.get("/health")).json() == {"status": "ok"}
 
 
+async def test_prometheus_finds_every_node_on_whichever_host(client: httpx.AsyncClient, context: AdminContext) -> None:
+    """Those that do not serve too: that they are down is what it should see."""
+    serve(context, Node("prefill-0", "http://10.0.0.1:8100", Role.PREFILL, "tiny"))
+    context.pool.add(Node("decode-0", "https://[fd00::2]:8200/behind/", Role.DECODE, "tiny"))
+    assert (await client.get("/prometheus/targets")).json() == [
+        {
+            "targets": ["10.0.0.1:8100"],
+            "labels": {"role": "prefill", "node": "prefill-0", "__scheme__": "http", "__metrics_path__": "/metrics"},
+        },
+        {
+            "targets": ["[fd00::2]:8200"],
+            "labels": {
+                "role": "decode",
+                "node": "decode-0",
+                "__scheme__": "https",
+                "__metrics_path__": "/behind/metrics",
+            },
+        },
+    ]
+
+
 async def test_ready_needs_a_decode_node(client: httpx.AsyncClient, context: AdminContext) -> None:
     assert (await client.get("/ready")).status_code == 503
     serve(context, PREFILL)

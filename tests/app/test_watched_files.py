@@ -251,7 +251,7 @@ async def test_nodes_are_checked_by_the_new_authorities(tmp_path: Path) -> None:
     mount = MountedSecret(tmp_path, ca=ours.certificate.decode())
     metrics, clock = Metrics(CollectorRegistry()), FakeClock()
     watcher = FileWatcher(clock, metrics)
-    both = transports(mount["ca"], clock, watcher)
+    both = transports(Upstream(ca_file=mount["ca"]), clock, watcher)
     go_on = asyncio.Event()
 
     async def slow(visit: Visit) -> None:
@@ -277,6 +277,30 @@ async def test_nodes_are_checked_by_the_new_authorities(tmp_path: Path) -> None:
             go_on.set()
             assert b"".join([piece async for piece in under_way]) == b"well"
             await under_way.aclose()
+    finally:
+        for transport in both:
+            await transport.aclose()
+
+
+@pytest.mark.parametrize(
+    ("in_certificate", "asked_for", "served"),
+    [("nodes", "nodes", True), ("nodes", "", False), ("nodes", "others", False), ("", "", True), ("", "nodes", False)],
+)
+async def test_nodes_at_addresses_that_no_certificate_knows_show_one_name(
+    tmp_path: Path, in_certificate: str, asked_for: str, served: bool
+) -> None:
+    """Pods; without ``server_name`` the address must be in the certificate."""
+    ours = identity("ours", in_certificate)
+    certificate, _ = ours.write(tmp_path)
+    upstream = Upstream(ca_file=certificate, server_name=asked_for)
+    both = transports(upstream, FakeClock(), FileWatcher(FakeClock(), Metrics(CollectorRegistry())))
+    try:
+        async with peer(always(b"well"), tls=serving(ours, tmp_path)) as there:
+            for transport in both:
+                if served:
+                    assert await ask(transport, post(there)) == (200, b"well")
+                else:
+                    assert await fault_of(transport, post(there)) is Fault.REFUSED
     finally:
         for transport in both:
             await transport.aclose()

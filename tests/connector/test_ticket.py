@@ -83,7 +83,9 @@ def test_only_listed_hosts_are_dialled() -> None:
     assert refused.reason is RefusalReason.HOST
 
 
-@pytest.mark.parametrize("host", ["localhost", "node-3.cluster.local", "10.1.2.3", "fd00::17", "fe80::1%eth0"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "node-3.cluster.local", "10.1.2.3", "fd00::17", "fe80::1%eth0", "::1", "fd00::"]
+)
 def test_usual_hosts_are_taken(host: str) -> None:
     assert parse(good_wire(host=host), EXPECTED) == good(host=host)
 

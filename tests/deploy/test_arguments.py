@@ -4,10 +4,11 @@ import re
 import shlex
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
-from deploy.local.paths import ROOT
+from deploy.local.paths import MODEL, ROOT
 from tests.deploy.compose import resolved
 from tests.helm.engine import Engine, Manifest, Manifests, engine, only_container, read_values, value_files
 
@@ -86,6 +87,45 @@ def test_the_command_of_a_chart_node_is_parsed(parse: Parse, helm: Engine, value
         assert options.headless is ("http" not in ports)
         assert_reuses(options)
         assert_publishes(options)
+
+
+def as_on_host(container: Manifest, rank: int) -> list[str]:
+    """The arguments on one host of an engine, for a model that is there and whose layers can be cut so often."""
+    filled = [
+        word.replace("$(NODE_RANK)", str(rank)).replace("$(LWS_LEADER_ADDRESS)", "leader") for word in container["args"]
+    ]
+    without = [word for word in filled[1:] if not word.startswith(("--kv-transfer-config", "--max-model-len"))]
+    return [str(MODEL), *without, '--hf-overrides={"num_attention_heads": 64}', "--max-model-len=4096"]
+
+
+@pytest.mark.parametrize("values", value_files())
+def test_vllm_spreads_an_engine_over_gpus_and_hosts_as_the_chart_has_them(
+    parse: Parse, helm: Engine, values: str
+) -> None:
+    """By vLLM's own code, and for a mixture of experts."""
+    arguments = pytest.importorskip("vllm").AsyncEngineArgs
+    manifests = helm.manifests(read_values(value_files()[values]))
+    for workload in manifests.of("StatefulSet") + manifests.of("LeaderWorkerSet"):
+        role, group = workload["metadata"]["name"].rpartition("-")[2], workload["spec"].get("leaderWorkerTemplate", {})
+        hosts, (tensor, data, expert) = group.get("size", 1), told(read_values(value_files()[values]), role)
+        for host in range(hosts):
+            options = parse(as_on_host(only_container(group["workerTemplate"] if host else manifests.node(role)), host))
+            options.model = options.model_tag
+            made = arguments.from_cli_args(options).create_engine_config(headless=options.headless).parallel_config
+            assert (made.tensor_parallel_size, made.data_parallel_size) == (tensor, data)
+            assert (made.enable_expert_parallel, made.pipeline_parallel_size) == (expert, 1)
+            assert (made.nnodes, made.node_rank) == (hosts, host)
+            assert hosts == 1 or made.master_addr == "leader"
+            local = data // hosts if data > 1 else 1
+            first = host * local if data > 1 else 0
+            assert (made.data_parallel_size_local, made.data_parallel_rank) == (local, first)
+            assert made.local_engines_only is (local < data), "each host's server drives its own ranks"
+
+
+def told(values: dict[str, Any], role: str) -> tuple[int, int, bool]:
+    """GPUs for each layer, data-parallel ranks, and whether experts are spread."""
+    parallel = values.get(role, {}).get("parallel", {})
+    return parallel.get("tensor", 1), parallel.get("data", 1), parallel.get("expert", False)
 
 
 def test_the_documented_command_is_parsed(parse: Parse) -> None:

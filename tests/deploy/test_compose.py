@@ -26,7 +26,10 @@ NODES = [
     ("cpu", "cpu-decode", "kv_consumer"),
 ]
 ENVIRONMENT = {
-    "MODEL": "some/model",
+    "MODEL": "/models/some model",
+    "MODEL_REVISION": "0123abc",
+    "LEASE_SECONDS": "45",
+    "COMPILE_CACHE": "/srv/compiled",
     "NODE_ADDRESS": "10.0.0.7",
     "RDMA_DEVICES": "/dev/infiniband",
     "UCX_TLS": "rc",
@@ -52,7 +55,7 @@ def test_every_profile_resolves_to_its_services(profile: str) -> None:
 @pytest.mark.parametrize(("profile", "service"), [("decode", "proxy"), ("cpu", "cpu-proxy")])
 def test_the_proxy_accepts_its_environment(profile: str, service: str) -> None:
     values = resolved(profile)[service]["environment"]
-    settings = load(environment={name: str(value) for name, value in values.items() if value is not None})
+    settings = load(environment=given(values))
     assert {node.role for node in settings.nodes} == {"prefill", "decode"}
 
 
@@ -61,7 +64,7 @@ def test_the_proxys_keys_are_where_the_example_says(tmp_path: Path) -> None:
     assert proxy["volumes"] == [f"{tmp_path}:/keys:ro"]
     values = dict(re.findall(r"^# (PDPROXY_\w+)=(\S+)", EXAMPLE.read_text(), re.MULTILINE))
     assert values.keys() == {name for name, value in proxy["environment"].items() if value is None}
-    for name in ("api.keys", "node.key"):
+    for name in ("api.keys", "node.key", "ca.crt"):
         (tmp_path / name).write_text("key-0123456789\n")
     [example] = re.findall(r"docs/settings.md: (\{.*\})$", EXAMPLE.read_text(), re.MULTILINE)
     (tmp_path / "pdproxy.yaml").write_text(example)
@@ -70,17 +73,19 @@ def test_the_proxys_keys_are_where_the_example_says(tmp_path: Path) -> None:
     assert settings.otel.export == "otlp"
     assert (settings.keys.file, settings.upstream.credential_file) == (tmp_path / "api.keys", tmp_path / "node.key")
     assert settings.upstream.credential == "replace"
+    assert (settings.upstream.ca_file, settings.upstream.server_name) == (tmp_path / "ca.crt", "nodes")
 
 
 @pytest.mark.parametrize(("profile", "service", "role"), NODES)
 def test_the_connector_accepts_a_nodes_configuration(profile: str, service: str, role: str) -> None:
     words = " ".join(resolved(profile)[service]["command"])
-    found = re.search(r"--kv-transfer-config[= ](\{.*?\})( |$)", words)
+    found = re.search(r"--kv-transfer-config[= ](\{.*?\})( --|$)", words)
     assert found is not None
     config = json.loads(found[1])
     assert config["kv_connector_module_path"] == "connector.nixl_connector"
-    made = ConnectorConfig.from_extra(config["kv_role"], config["kv_load_failure_policy"], {}, {})
-    assert made.role == role
+    extra = config.get("kv_connector_extra_config", {})
+    made = ConnectorConfig.from_extra(config["kv_role"], config["kv_load_failure_policy"], extra, {})
+    assert (made.role, made.lease_duration) == (role, 30)
 
 
 def test_gpu_nodes_can_resume_unless_the_model_has_no_states() -> None:
@@ -115,10 +120,42 @@ def test_a_gpu_node_has_what_nixl_and_ucx_need(name: str, gpus: str, port: str) 
 
 def test_variables_of_the_env_file_reach_the_services() -> None:
     services = resolved("decode", **ENVIRONMENT)
-    assert services["decode"]["command"][:3] == ["some/model", "--port", "9999"]
+    assert services["decode"]["command"][:3] == ["/models/some model", "--port", "9999"]
+    assert "/srv/compiled:/compile-cache" in services["decode"]["volumes"]
     assert services["decode"]["environment"]["NODE_PORT"] == "9999"
     assert services["proxy"]["environment"]["PDPROXY_PREFILL"] == "http://p:1,http://q:2"
     assert services["proxy"]["environment"]["PDPROXY_LISTEN_ADMIN_PORT"] == "9998"
+
+
+def test_one_lease_and_one_revision_for_all() -> None:
+    """A ticket that is tried for longer than its blocks are kept costs a failed read."""
+    prefill, services = resolved("prefill", **ENVIRONMENT)["prefill"], resolved("decode", **ENVIRONMENT)
+    decode, values = services["decode"], services["proxy"]["environment"]
+    assert float(load(environment=given(values)).policy.ticket_life) == 45.0
+    for node in (prefill, decode):
+        words = node["command"]
+        config = json.loads(words[words.index("--kv-transfer-config") + 1])
+        assert config["kv_connector_extra_config"] == {"kv_lease_duration": 45}
+        assert words[words.index("--revision") + 1] == words[words.index("--tokenizer-revision") + 1] == "0123abc"
+
+
+def given(values: dict[str, object]) -> dict[str, str]:
+    """Variables that have a value."""
+    return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def test_on_two_hosts_of_one_gpu_each_both_roles_have_it() -> None:
+    for name in ("prefill", "decode"):
+        [reserved] = resolved(name)[name]["deploy"]["resources"]["reservations"]["devices"]
+        assert reserved["device_ids"] == ["0"]
+
+
+def test_what_is_compiled_outlives_the_container() -> None:
+    for name in ("prefill", "decode"):
+        node = resolved(name)[name]
+        [place] = [volume.split(":")[1] for volume in node["volumes"] if volume.startswith("./.cache/compile:")]
+        caches = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
+        assert all(node["environment"][cache].startswith(f"{place}/") for cache in caches)
 
 
 def test_on_one_host_the_proxy_finds_both_nodes() -> None:

@@ -1,9 +1,15 @@
 """Images, read line by line: a linter's rules, and what the files promise."""
 
+import re
+import ssl
 import subprocess
 import sys
+import threading
 import tomllib
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -13,7 +19,9 @@ from deploy.local.paths import REQUIREMENTS, ROOT
 from pdproxy.settings.load import load
 from tests.deploy.building import build, installed_bytes
 from tests.deploy.dockerfile import FOLDER, IMAGES, Stage, stages
+from tests.fakes.certificates import identity
 
+NIXL = "1.5.1"
 PROXY = FOLDER / "proxy.Dockerfile"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MOST_BYTES = 60 * 1000 * 1000
@@ -90,6 +98,28 @@ def test_what_the_proxys_image_installs_is_small() -> None:
     assert sum(Path(str(file)).stat().st_size for file in (*files, *ours) if Path(str(file)).is_file()) <= MOST_BYTES
 
 
+@pytest.mark.parametrize("cuda", ["12.9", "13.0"])
+def test_the_gpu_node_gets_the_nixl_that_will_be_looked_for(cuda: str, tmp_path: Path) -> None:
+    """One wheel, by the CUDA that torch was built for: `import nixl` asks by the same number."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("from torch import version")
+    (tmp_path / "torch/version.py").write_text(f"cuda = {cuda!r}")
+    [line] = [line for line in stages(FOLDER / "gpu-node.Dockerfile")[-1].all("RUN") if "nixl==" in line]
+    (tmp_path / "python3").write_text(
+        f'#!/bin/sh\nif [ "$1" = -m ]; then echo "$@"; else exec {sys.executable} "$@"; fi\n'
+    )
+    (tmp_path / "python3").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(["/bin/sh", "-c", line], env=environment, capture_output=True, text=True, check=True)
+    *_, install = done.stdout.splitlines()
+    wanted = "import nixl_meta_utils, torch; print(nixl_meta_utils.detect_cuda_major())"
+    major = subprocess.run(
+        [sys.executable, "-c", wanted], env=environment, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    assert re.findall(r"(nixl\S*)==(\S+)", install) == [("nixl", NIXL), (f"nixl-cu{major}", NIXL)]
+    assert major == cuda.partition(".")[0]
+
+
 @pytest.mark.long
 def test_the_proxys_image_can_be_built_and_is_small(tmp_path: Path) -> None:
     """Every line of its build stage, in a clean environment; then what it is for."""
@@ -114,3 +144,41 @@ def test_the_gpu_nodes_image_gets_our_wheel(tmp_path: Path) -> None:
     assert {"connector/nixl_connector.py", "pdproxy/__main__.py"} <= set(names)
     assert "pdproxy_connector = connector.config:register" in points
     assert "pdproxy_endpoints = connector.endpoints:TicketRoute" in points
+
+
+@pytest.mark.parametrize("tls", [True, False])
+def test_the_gpu_nodes_health_check_asks_as_the_node_speaks(tls: bool, tmp_path: Path) -> None:
+    """Whoever signed its certificate: it is the container that asks itself."""
+    health = stages(FOLDER / "gpu-node.Dockerfile")[-1].health()
+    for status in (200, 503):
+        with serving(status, tmp_path if tls else None) as port:
+            environment = {"NODE_PORT": str(port), **({"NODE_TLS": "1"} if tls else {})}
+            found = subprocess.run([sys.executable, *health.command[1:]], env=environment, timeout=60, check=False)
+        assert (found.returncode == 0) is (status == 200)
+
+
+@contextmanager
+def serving(status: int, certificate: Path | None) -> Iterator[int]:
+    """The port of a server that answers with this status; with a folder for its certificate, by HTTPS."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            """Nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*identity("node", "elsewhere").write(certificate))
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

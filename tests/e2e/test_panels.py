@@ -102,10 +102,13 @@ def _junk(pair: Pair) -> None:
 
 def scrape(pair: Pair, proxy: Proxy) -> list[Sample]:
     """What the proxy and both nodes export, with the labels that prometheus.yml gives them."""
-    jobs = {job["job_name"]: job["static_configs"] for job in yaml.safe_load(SCRAPED.read_text())["scrape_configs"]}
-    nodes = {target["labels"]["role"]: target["labels"] for target in jobs["vllm"]}
+    jobs = {job["job_name"]: job for job in yaml.safe_load(SCRAPED.read_text())["scrape_configs"]}
+    given = {each["target_label"]: each["replacement"] for each in jobs["vllm"]["relabel_configs"]}
+    found = httpx.get(f"{proxy.admin_url}/prometheus/targets", timeout=REQUEST_TIMEOUT_S, trust_env=False).json()
+    told = [{name: value for name, value in each["labels"].items() if name[:2] != "__"} for each in found]
+    nodes = {labels["role"]: {**labels, **given} for labels in told}
     targets = [
-        ("pdproxy", proxy.admin_url, jobs["pdproxy"][0]["labels"]),
+        ("pdproxy", proxy.admin_url, jobs["pdproxy"]["static_configs"][0]["labels"]),
         ("vllm", pair.prefill.url, nodes["prefill"]),
         ("vllm", pair.decode.url, nodes["decode"]),
     ]

@@ -113,6 +113,12 @@ def test_a_lone_publisher_is_rank_0_whatever_it_calls_itself() -> None:
     assert (source.rank, source.publisher) == (0, 7)
 
 
+def test_ranks_of_a_later_host_are_counted_as_its_server_counts_them() -> None:
+    """Of an engine of 16 ranks over two hosts: the second host's server takes the header values 0 to 7."""
+    body = answer(r9=at(5566, 5666), r8=at(5565, 5665))
+    assert [(source.rank, source.publisher) for source in read_sources(body, "http://n:1").usable] == [(0, 8), (1, 9)]
+
+
 @pytest.mark.parametrize("endpoint", ["ipc:///tmp/x", "inproc://x", "tcp://h", "tcp://h:0", "tcp://h:70000", "", None])
 def test_what_is_no_tcp_address_is_named(endpoint: object) -> None:
     found = read_sources(answer(r2={"publisher": "zmq", "endpoint": endpoint}), "http://n:1")

@@ -16,7 +16,7 @@ def pod_of(manifests: Manifests) -> Manifest:
 def loaded(manifests: Manifests, there: Path) -> Settings:
     """The settings that the proxy would read; the mounted secrets' files lie in ``there``. Raises SettingsError."""
     container = only_container(pod_of(manifests))
-    for name in ("access/node.key", "access/admin.token", "keys/api.keys"):
+    for name in ("access/node.key", "access/admin.token", "keys/api.keys", "nodes/ca.crt"):
         (there / name).parent.mkdir(exist_ok=True)
         (there / name).write_text("word\n")
     [text] = [each["data"]["pdproxy.yaml"] for each in manifests.of("ConfigMap") if "pdproxy.yaml" in each["data"]]

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from pdproxy.settings.types import Role
-from tests.helm.engine import Engine, Manifest, Manifests, read_values, value_files
+from tests.helm.conftest import Rendered
+from tests.helm.engine import Engine, Manifest, Manifests, only_container, read_values, value_files
 from tests.helm.settings import loaded, pod_of
 
 ALL = pytest.mark.parametrize("values", value_files())
@@ -80,7 +81,48 @@ def test_looks_up_the_services_of_both_roles(helm: Engine, values: str, tmp_path
 def test_names_every_node_that_there_may_be(helm: Engine, values: str, tmp_path: Path) -> None:
     manifests = helm.manifests(asked(values, "static"))
     nodes = loaded(manifests, tmp_path).nodes
+    probe = only_container(manifests.node("decode"))["startupProbe"]["httpGet"]
+    scheme = probe["scheme"].lower()
     for role in ROLES:
         name = f"{manifests.one('Deployment')['metadata']['name']}-{role}"
-        wanted = {f"http://{name}-{index}.{name}.llm.svc:8000" for index in range(most_of(manifests, name))}
+        wanted = {
+            f"{scheme}://{pod}.{name}.llm.svc:8000"
+            for index in range(most_of(manifests, name))
+            for pod in serving(manifests, name, index)
+        }
         assert {node.url for node in nodes if node.role is role} == wanted
+
+
+def serving(manifests: Manifests, name: str, index: int) -> list[str]:
+    """The pods with HTTP servers of one engine, as StatefulSets and LeaderWorkerSets name them."""
+    groups = [each["spec"]["leaderWorkerTemplate"] for each in manifests.of("LeaderWorkerSet") if named(each, name)]
+    workers = [group["size"] - 1 for group in groups if serves(group["workerTemplate"])]
+    return [f"{name}-{index}", *(f"{name}-{index}-{worker}" for worker in range(1, sum(workers) + 1))]
+
+
+def named(manifest: Manifest, name: str) -> bool:
+    found: str = manifest["metadata"]["name"]
+    return found == name
+
+
+def serves(pod: Manifest) -> bool:
+    return any(port["name"] == "http" for port in only_container(pod)["ports"])
+
+
+@pytest.mark.parametrize(
+    ("values", "serving"), [("qwen3.5-397b-a17b-tp16", False), ("qwen3.5-397b-a17b-dp16-ep", True)]
+)
+def test_of_an_engine_over_hosts_the_service_finds_those_that_serve(
+    rendered: Rendered, values: str, serving: bool
+) -> None:
+    """By an index that the LeaderWorkerSet's controller puts on pods; its own service has not-ready pods too."""
+    manifests = rendered(values)
+    for role in ROLES:
+        [group] = [each for each in manifests.of("LeaderWorkerSet") if named(each, f"demo-pdproxy-{role}")]
+        template = group["spec"]["leaderWorkerTemplate"]
+        service = headless(manifests, role)
+        assert service["metadata"]["name"] != group["metadata"]["name"]
+        for part, index in (("leaderTemplate", "0"), ("workerTemplate", "1")):
+            labels = template[part]["metadata"]["labels"] | {"leaderworkerset.sigs.k8s.io/worker-index": index}
+            found = service["spec"]["selector"].items() <= labels.items()
+            assert found is serves(template[part]) is (serving or index == "0")

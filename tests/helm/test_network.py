@@ -12,6 +12,8 @@ from tests.helm.settings import pod_of
 HTTP, SIDE_CHANNEL, UCX_FIRST, UCX_LAST, NCCL = 8000, 5600, 20000, 20999, 29501
 EVENTS, REPLAY = 5557, 5657
 CLOSED = ["default", "qwen3.6-35b-a3b-1p1d", "qwen3.5-397b-a17b-2p4d-tp8", "full-values"]
+FROM_THE_PROXY = {("proxy", "prefill"), ("proxy", "decode")}
+BETWEEN_ROLES = {("prefill", "decode"), ("decode", "prefill")}
 STRANGER = Pod({"app": "stranger"})
 ABROAD = Pod({}, home=False, namespace={"kubernetes.io/metadata.name": "elsewhere"})
 
@@ -41,11 +43,38 @@ def test_only_the_proxy_speaks_http_to_nodes(rendered: Rendered, values: str) ->
     assert through(rendered(values), HTTP) == {("proxy", "prefill"), ("proxy", "decode")}
 
 
-@pytest.mark.parametrize("port", [EVENTS, EVENTS + 15, REPLAY, REPLAY + 15])
+@pytest.mark.parametrize("port", [EVENTS, REPLAY])
 def test_only_the_proxy_hears_what_nodes_cache(rendered: Rendered, helm: Engine, port: int) -> None:
     """Events hold the token ids of prompts."""
     assert through(rendered("default"), port) == {("proxy", "prefill"), ("proxy", "decode")}
     assert through(helm.manifests({"kvEvents": {"enabled": False}}), port) == set()
+
+
+@pytest.mark.parametrize(("values", "ranks"), [("default", 1), ("qwen3.6-35b-a3b-dp4-ep", 4)])
+def test_each_data_parallel_rank_has_its_ports_and_the_next_one_is_closed(
+    rendered: Rendered, values: str, ranks: int
+) -> None:
+    manifests = rendered(values)
+    for first, wanted in ((SIDE_CHANNEL, BETWEEN_ROLES), (EVENTS, FROM_THE_PROXY), (REPLAY, FROM_THE_PROXY)):
+        found = {port: through(manifests, port) for port in (first - 1, first, first + ranks - 1, first + ranks)}
+        assert found == {first - 1: set(), first: wanted, first + ranks - 1: wanted, first + ranks: set()}
+
+
+def test_of_two_roles_the_one_with_more_ranks_decides(helm: Engine) -> None:
+    """Whichever reads must reach all ports of the other."""
+    manifests = helm.manifests({"prefill": {"parallel": {"data": 8}, "gpus": {"count": 8}}})
+    assert through(manifests, SIDE_CHANNEL + 7) == BETWEEN_ROLES
+    assert through(manifests, SIDE_CHANNEL + 8) == set()
+
+
+@pytest.mark.parametrize(("http", "others"), [(1, [2, 65535]), (65535, [1, 65534])])
+def test_machines_of_one_node_have_all_other_ports_wherever_http_is(helm: Engine, http: int, others: list[int]) -> None:
+    group = {"hosts": 2, "parallel": {"tensor": 2}, "gpus": {"count": 1}}
+    manifests = helm.manifests({"nodes": {"httpPort": http}, "prefill": group, "decode": group})
+    assert through(manifests, http) == FROM_THE_PROXY
+    assert all(through(manifests, port) == {("prefill", "prefill"), ("decode", "decode")} for port in others)
+    for rule in (each for policy in manifests.of("NetworkPolicy") for each in policy["spec"]["ingress"]):
+        assert all(1 <= port["port"] <= port.get("endPort", port["port"]) <= 65535 for port in rule["ports"])
 
 
 @pytest.mark.parametrize("values", CLOSED[:3])
@@ -79,6 +108,24 @@ def test_the_ports_are_those_that_the_nodes_use(helm: Engine) -> None:
     assert env["UCX_TCP_PORT_RANGE"] == "7000-7099"
 
 
+def test_where_publishers_choose_their_ports_the_proxy_alone_reaches_them(helm: Engine) -> None:
+    """On IPv6: any of those that Linux gives out by itself."""
+    manifests = helm.manifests({"ipv6": True})
+    assert all(through(manifests, port) == FROM_THE_PROXY for port in (32768, 60999))
+    assert through(manifests, 32767) == through(manifests, 61000) == through(manifests, EVENTS) == set()
+    assert through(helm.manifests({"ipv6": True, "kvEvents": {"enabled": False}}), 40000) == set()
+
+
+def test_the_download_job_reaches_the_hub_and_nobody_reaches_it(helm: Engine) -> None:
+    manifests = helm.manifests({"model": {"download": {"enabled": True}, "storage": {"kind": "claim"}}})
+    job = Pod(manifests.one("Job")["spec"]["template"]["metadata"]["labels"])
+    policies, there = manifests.of("NetworkPolicy"), pods(manifests)
+    assert allowed(policies, job, ABROAD, 443)
+    assert allowed(policies, job, ABROAD, 53, "UDP")
+    assert not allowed(policies, job, there["decode"], HTTP)
+    assert not any(allowed(policies, source, job, HTTP) for source in there.values())
+
+
 def test_who_reaches_the_proxy(rendered: Rendered) -> None:
     open_to_all = rendered("default")
     there, policies = pods(open_to_all), open_to_all.of("NetworkPolicy")
@@ -103,7 +150,12 @@ def test_names_can_be_looked_up_and_weights_fetched(rendered: Rendered) -> None:
     default = rendered("default")
     there, policies = pods(default), default.of("NetworkPolicy")
     dns = Pod({"k8s-app": "kube-dns"}, home=False, namespace={"kubernetes.io/metadata.name": "kube-system"})
-    assert all(allowed(policies, there[name], dns, 53, "UDP") for name in ("proxy", "prefill", "decode"))
+    for port in (
+        53,
+        5353,
+    ):  # that of OpenShift's DNS pods: policies see where a connection ends, not what was asked for
+        for protocol in ("UDP", "TCP"):
+            assert all(allowed(policies, there[name], dns, port, protocol) for name in ("proxy", "prefill", "decode"))
     assert allowed(policies, there["decode"], ABROAD, 443)
     assert not allowed(policies, there["decode"], ABROAD, 80)
     assert not allowed(policies, there["proxy"], ABROAD, 80)

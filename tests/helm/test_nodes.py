@@ -157,6 +157,53 @@ def test_a_node_of_several_machines(rendered: Rendered) -> None:
     assert rank == "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']"
 
 
+def test_data_parallel_ranks_over_machines_are_served_by_each(rendered: Rendered) -> None:
+    """Each machine is a node of its own to the proxy, which reaches its ranks, their events and their side channels."""
+    group = rendered("qwen3.5-397b-a17b-dp16-ep").one("LeaderWorkerSet", "-decode")["spec"]["leaderWorkerTemplate"]
+    leader, worker = (only_container(group[part]) for part in ("leaderTemplate", "workerTemplate"))
+    said = arguments(group["workerTemplate"])
+    assert leader == worker
+    assert "--data-parallel-hybrid-lb" in said
+    assert "--headless" not in said
+    assert [said[f"--data-parallel-size{local}"] for local in ("", "-local")] == ["16", "8"]
+    assert worker["startupProbe"]["httpGet"]["port"] == worker["readinessProbe"]["httpGet"]["port"] == "http"
+
+
+def test_data_parallel_attention_and_expert_parallelism_on_one_machine(rendered: Rendered) -> None:
+    manifests = rendered("qwen3.6-35b-a3b-dp4-ep")
+    for role in ("prefill", "decode"):
+        said = arguments(manifests.node(role))
+        assert (said["--tensor-parallel-size"], said["--data-parallel-size"]) == ("1", "4")
+        assert "--enable-expert-parallel" in said
+        assert not any(flag.startswith("--nnodes") or "hybrid" in flag for flag in said)
+        assert only_container(manifests.node(role))["resources"]["limits"]["nvidia.com/gpu"] == 4
+
+
+def test_nodes_that_must_be_on_one_machine_do_not_wait_for_proxies_there(rendered: Rendered) -> None:
+    """A proxy may be on a machine without GPUs, where no node fits."""
+    manifests = rendered("qwen3.6-35b-a3b-dp4-ep")
+    key = "app.kubernetes.io/component"
+    for role in ("prefill", "decode"):
+        rules = manifests.node(role)["spec"]["affinity"]["podAffinity"][
+            "requiredDuringSchedulingIgnoredDuringExecution"
+        ]
+        [expression] = [each for rule in rules for each in rule["labelSelector"]["matchExpressions"]]
+        assert (expression["key"], expression["operator"]) == (key, "In")
+        assert set(expression["values"]) == {
+            manifests.node(each)["metadata"]["labels"][key] for each in ("prefill", "decode")
+        }
+
+
+@ALL
+@ROLES
+def test_engines_have_as_long_to_load_as_the_probes_give_them(rendered: Rendered, values: str, role: str) -> None:
+    """vLLM's API servers would give up after ten minutes."""
+    pod = rendered(values).node(role)
+    probe = only_container(pod)["startupProbe"]
+    allowed = probe["periodSeconds"] * probe["failureThreshold"]
+    assert 600 <= int(variables(pod)["VLLM_ENGINE_READY_TIMEOUT_S"]) <= allowed
+
+
 @pytest.mark.parametrize(
     ("storage", "volume"),
     [

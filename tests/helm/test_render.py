@@ -109,8 +109,8 @@ def test_foreign_kinds_have_what_their_projects_ask_for(rendered: Rendered) -> N
     assert all(isinstance(value, str) for value in trigger["metadata"].values())
 
 
-EIGHT = {"tensorParallel": 8, "gpus": {"count": 8}}
-UNEQUAL = "WARNING: prefill nodes have tensorParallel 8, decode nodes 1."
+EIGHT = {"parallel": {"tensor": 8}, "gpus": {"count": 8}}
+UNEQUAL = "WARNING: prefill nodes have parallel.tensor 8, decode nodes 1."
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pdproxy.settings.reference import schema
 from tests.helm.engine import CHART, Engine, Refused, read_values, value_files
 
 BLOCKS = "prefill nodes have --block-size 256, decode nodes 512: such nodes exchange nothing. Set model.blockSize"
+EIGHT_RANKS = "decode: {parallel: {data: 8}, gpus: {count: 8}}\n"
 REFUSED = [
     # by the schema
     ("proxy: {replicas: -1}", "at '/proxy/replicas': minimum: got -1, want 0"),
@@ -37,13 +38,54 @@ REFUSED = [
         "proxy: {settings: {limits: {queue: []}}}",
         "at '/proxy/settings/limits/queue': got array, want integer or string",
     ),
+    ("nameOverride: My_Name", "at '/nameOverride': value must be 'small letters, digits and - within'"),
+    ("nameOverride: -x", "at '/nameOverride': value must be 'small letters, digits and - within'"),
+    ("nameOverride: 7", "at '/nameOverride': got number, want string"),
+    (
+        "fullnameOverride: 7up",
+        "at '/fullnameOverride': value must be 'small letters, digits and - within, a letter first'",
+    ),
+    ("fullnameOverride: 'true'", "at '/fullnameOverride': 'not' failed"),
+    ("extraObjects: [{kind: ConfigMap}]", "at '/extraObjects/0': missing properties"),
+    ("model: {revision: 'a b'}", "at '/model/revision': value must be 'a commit, branch or tag, without blanks'"),
     # by what does not go together
+    ("model: {download: {enabled: true}}", "model.storage.kind is emptyDir: use claim or existingClaim"),
+    (
+        "model: {name: /models/x, storage: {kind: claim}, download: {enabled: true}}",
+        "model.name is the path /models/x, which nobody can fetch",
+    ),
+    ("nodes: {tls: {enabled: true}}", "name the secret with tls.crt, tls.key and ca.crt in nodes.tls.secret"),
+    ("nodes: {compileCache: {kind: hostPath}}", "say which one in nodes.compileCache.hostPath"),
+    (
+        "nodes: {compileCache: {mountPath: /models}}",
+        "nodes.compileCache.mountPath and model.storage.mountPath are the same",
+    ),
+    (
+        "decode: {hosts: 2, parallel: {tensor: 2}}\nnodes: {compileCache: {kind: claimPerPod}}",
+        "nodes.compileCache.kind claimPerPod does not go with decode.hosts above 1",
+    ),
+    (
+        "prefill: {resources: {claims: [{name: gpus}]}}",
+        "prefill.resources.claims names gpus, and prefill.resourceClaims does",
+    ),
     ("prefill: {extraArgs: [--block-size=256]}\ndecode: {extraArgs: [--block-size, '512']}", BLOCKS),
     ("model: {blockSize: 256}\ndecode: {extraArgs: [--block_size=512]}", BLOCKS),
     ("model: {blockSize: 528, prefixMatchUnit: 32}", "model.prefixMatchUnit (32) does not divide the block size (528)"),
     ("decode: {extraEnv: [{name: A, value: x}, {name: A, value: y}]}", "decode.extraEnv names A twice: keep one."),
     ("proxy: {extraEnv: [{name: A, value: x}, {name: A, value: x}]}", "proxy.extraEnv names A twice: keep one."),
-    ("prefill: {tensorParallel: 8}", "tensorParallel is 8, but a prefill node has 1 GPUs"),
+    ("prefill: {parallel: {tensor: 8}}", "prefill.parallel wants 8 GPUs (tensor 8 x data 1), but a prefill node has 1"),
+    ("prefill: {parallel: {tensor: 2, data: 2}, gpus: {count: 2}}", "wants 4 GPUs (tensor 2 x data 2), but a prefill"),
+    ("decode: {tensorParallel: 8}", "at '/decode/tensorParallel': value must be 'parallel.tensor, where this went'"),
+    ("decode: {parallel: {pipeline: 2}}", "decode.parallel.pipeline: a node cannot be pipeline parallel: vLLM's pull"),
+    ("prefill: {extraArgs: [-pp, '4']}", "the argument -pp 4: a node cannot be pipeline parallel"),
+    ("model: {extraArgs: [--pipeline_parallel_size=16]}", "--pipeline_parallel_size=16: a node cannot be pipeline"),
+    ("prefill: {extraArgs: [--data-parallel-size=2]}", "a parallel size: say prefill.parallel.data"),
+    ("decode: {extraArgs: [--revision, v2]}", "decode.extraArgs name a revision: say model.revision, for nodes of two"),
+    ("model: {extraArgs: [-tp, '2']}", "extraArgs of prefill nodes say a parallel size: say prefill.parallel.tensor"),
+    (
+        "decode: {hosts: 2, parallel: {tensor: 2, data: 3}, gpus: {count: 3}}",
+        "decode.parallel.data is 3 over 2 hosts: each host takes as many data-parallel ranks as the next",
+    ),
     ("decode: {autoscaling: {minReplicas: 9}}", "decode.autoscaling.minReplicas is above maxReplicas"),
     ("decode: {autoscaling: {kind: keda}}", "set keda.prometheus to the address"),
     ("decode: {autoscaling: {promptTokensPerReplica: 9}}", "decode.autoscaling.promptTokensPerReplica cannot be set"),
@@ -52,12 +94,31 @@ REFUSED = [
         "prefill: {autoscaling: {promptTokensPerReplica: 0}}",
         "at '/prefill/autoscaling/promptTokensPerReplica': minimum",
     ),
-    ("decode: {hosts: 2, tensorParallel: 2}\nmodel: {storage: {kind: claimPerPod}}", "does not go with decode.hosts"),
+    (
+        "decode: {hosts: 2, parallel: {tensor: 2}}\nmodel: {storage: {kind: claimPerPod}}",
+        "does not go with decode.hosts",
+    ),
     ("proxy: {autoscaling: {minReplicas: 20}}", "proxy.autoscaling.minReplicas is above maxReplicas"),
     ("transfer: {ucxPorts: {first: 9, last: 8}}", "transfer.ucxPorts.first must be below last"),
-    ("transfer: {sideChannelPort: 20000}", "transfer.sideChannelPort (20000) lies within transfer.ucxPorts"),
-    ("kvEvents: {replayPort: 5560}", "kvEvents.port and kvEvents.replayPort must be 16 apart at least"),
-    ("transfer: {sideChannelPort: 8000}", "transfer.sideChannelPort and nodes.httpPort are the same"),
+    (
+        "transfer: {sideChannelPort: 20000}",
+        "ucxPorts (20000 to 20999) and transfer.sideChannelPort (20000 to 20000) meet",
+    ),
+    (
+        "nodes: {httpPort: 20999}",
+        "transfer.ucxPorts (20000 to 20999) and nodes.httpPort (20999 to 20999) meet: move one",
+    ),
+    ("kvEvents: {replayPort: 5557}", "kvEvents.port (5557 to 5557) and kvEvents.replayPort (5557 to 5557) meet"),
+    (
+        EIGHT_RANKS + "kvEvents: {replayPort: 5564}",
+        "kvEvents.port (5557 to 5564) and kvEvents.replayPort (5564 to 5571)",
+    ),
+    (
+        EIGHT_RANKS + "nodes: {httpPort: 5607}",
+        "httpPort (5607 to 5607) and transfer.sideChannelPort (5600 to 5607) meet",
+    ),
+    (EIGHT_RANKS + "transfer: {sideChannelPort: 65529}", "8 data-parallel ranks take the ports 65529 to 65536"),
+    ("transfer: {sideChannelPort: 8000}", "nodes.httpPort (8000 to 8000) and transfer.sideChannelPort (8000 to 8000)"),
     ("model: {storage: {kind: existingClaim}}", "say which one in model.storage.existingClaim"),
     ("apiKeys: {keys: [key-0123], existingSecret: mine}", "apiKeys.keys and apiKeys.existingSecret are both set"),
     ("metrics: {podMonitor: {enabled: true}}", "name Prometheus in networkPolicy.scrapers"),
@@ -90,7 +151,11 @@ def test_is_refused_with_a_sentence(helm: Engine, values: str, sentence: str) ->
         "nodes: {sharedMemory: 1.5Gi}",
         "image: {proxy: {repository: 'registry.example:5000/a/pdproxy'}}",
         "apiKeys: {keys: [key-01234567 bob 8]}",
-        "decode: {gpus: {count: 4}, hosts: 2, tensorParallel: 8}",
+        "decode: {gpus: {count: 4}, hosts: 2, parallel: {tensor: 8}}",
+        "decode: {gpus: {count: 8}, hosts: 2, parallel: {tensor: 8, data: 2, pipeline: 1}}",
+        EIGHT_RANKS + "kvEvents: {replayPort: 5565}",
+        EIGHT_RANKS + "transfer: {sideChannelPort: 65528}",
+        "prefill: {extraArgs: [--pipeline-parallel-size=1]}",
         "global: {anything: 1}",
         "proxy: {settings: {otel: {export: otlp}}}\nnetworkPolicy: {enabled: false}",
         "proxy: {settings: {otel: {export: otlp}}}\nnetworkPolicy: {proxyEgress: [{ports: [{port: 4318}]}]}",

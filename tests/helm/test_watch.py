@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
+from pdproxy.admin.nodes import scrape_target
+from pdproxy.nodes.node import Node, Role
 from tests.deploy.prometheus.alert_cases import CASES, NAMESPACES, PROXY, firing, labelled, with_labels
 from tests.deploy.prometheus.promtool import needs_promtool, promtool
 from tests.deploy.prometheus.test_alerts import ALERTS, NOT_SCRAPED, run_tests
@@ -29,10 +31,20 @@ def relabelled(endpoint: Manifest, target: dict[str, str]) -> dict[str, str]:
     return made
 
 
+def labels_of(job: dict[str, Any]) -> set[str]:
+    """The labels that a job of prometheus.yml gives to what it scrapes; a proxy that is asked for nodes gives two."""
+    said = [target["labels"] for target in job.get("static_configs", [])]
+    given = {rule["target_label"] for rule in job.get("relabel_configs", [])}
+    found = scrape_target(Node("n", "http://n:1", Role.DECODE))["labels"] if "http_sd_configs" in job else {}
+    assert isinstance(found, dict)
+    told = {name for name in found if not name.startswith("__")}
+    return {"job", *given, *told, *(name for labels in said for name in labels)}
+
+
 def test_what_is_scraped_gets_the_labels_of_prometheus_yml(rendered: Rendered) -> None:
     full = rendered("full-values")
     jobs = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())["scrape_configs"]
-    elsewhere = {job["job_name"]: {*job["static_configs"][0]["labels"], "job"} - {"namespace"} for job in jobs}
+    elsewhere = {job["job_name"]: labels_of(job) - {"namespace"} for job in jobs}
     [proxy] = full.one("ServiceMonitor")["spec"]["endpoints"]
     assert relabelled(proxy, {}) == {"job": "pdproxy", "release": "demo"}
     assert relabelled(proxy, {}).keys() == elsewhere["pdproxy"]

@@ -3,10 +3,7 @@
 {{- $v := .Values -}}
 {{- range $role := list "prefill" "decode" -}}
   {{- $r := get $v $role -}}
-  {{- $all := mul (int $r.gpus.count) (int $r.hosts) -}}
-  {{- if and (gt (int $r.gpus.count) 0) (ne (int $all) (int $r.tensorParallel)) -}}
-    {{- fail (printf "%s.tensorParallel is %d, but a %s node has %d GPUs (gpus.count %d on each of %d hosts): make them equal. For more engines use replicas." $role (int $r.tensorParallel) $role (int $all) (int $r.gpus.count) (int $r.hosts)) -}}
-  {{- end -}}
+  {{- include "pdproxy.checks.parallel" (dict "root" $ "component" $role) -}}
   {{- if gt (int $r.autoscaling.minReplicas) (int $r.autoscaling.maxReplicas) -}}
     {{- fail (printf "%s.autoscaling.minReplicas is above maxReplicas." $role) -}}
   {{- end -}}
@@ -21,6 +18,16 @@
   {{- end -}}
   {{- if and (gt (int $r.hosts) 1) (eq $v.model.storage.kind "claimPerPod") -}}
     {{- fail (printf "model.storage.kind claimPerPod does not go with %s.hosts above 1: use claim, existingClaim or hostPath." $role) -}}
+  {{- end -}}
+  {{- if and (gt (int $r.hosts) 1) (eq $v.nodes.compileCache.kind "claimPerPod") -}}
+    {{- fail (printf "nodes.compileCache.kind claimPerPod does not go with %s.hosts above 1: use existingClaim or hostPath." $role) -}}
+  {{- end -}}
+  {{- $claimed := list -}}
+  {{- range $r.resourceClaims -}}{{- $claimed = append $claimed .name -}}{{- end -}}
+  {{- range $r.resources.claims -}}
+    {{- if not (has .name $claimed) -}}
+      {{- fail (printf "%s.resources.claims names %s, and %s.resourceClaims does not: the pod would be refused." $role .name $role) -}}
+    {{- end -}}
   {{- end -}}
 {{- end -}}
 {{- $sizes := dict -}}
@@ -44,25 +51,30 @@
 {{- if gt (int $v.proxy.autoscaling.minReplicas) (int $v.proxy.autoscaling.maxReplicas) -}}
   {{- fail "proxy.autoscaling.minReplicas is above maxReplicas." -}}
 {{- end -}}
-{{- $ucx := $v.transfer.ucxPorts -}}
-{{- if ge (int $ucx.first) (int $ucx.last) -}}
-  {{- fail "transfer.ucxPorts.first must be below last: each worker of a node takes ports of its own." -}}
-{{- end -}}
-{{- range $name, $port := dict "transfer.sideChannelPort" $v.transfer.sideChannelPort "nodes.httpPort" $v.nodes.httpPort -}}
-  {{- if and (ge (int $port) (int $ucx.first)) (le (int $port) (int $ucx.last)) -}}
-    {{- fail (printf "%s (%d) lies within transfer.ucxPorts (%d to %d): move one of them." $name (int $port) (int $ucx.first) (int $ucx.last)) -}}
-  {{- end -}}
-{{- end -}}
-{{- if and $v.kvEvents.enabled (lt (sub (max $v.kvEvents.port $v.kvEvents.replayPort) (min $v.kvEvents.port $v.kvEvents.replayPort) | int) 16) -}}
-  {{- fail "kvEvents.port and kvEvents.replayPort must be 16 apart at least: each data-parallel rank takes a port of its own." -}}
-{{- end -}}
-{{- if eq (int $v.transfer.sideChannelPort) (int $v.nodes.httpPort) -}}
-  {{- fail "transfer.sideChannelPort and nodes.httpPort are the same: each needs its own." -}}
-{{- end -}}
+{{- include "pdproxy.checks.ports" . -}}
 {{- range $name := list "hostPath" "existingClaim" -}}
   {{- if and (eq $v.model.storage.kind $name) (not (get $v.model.storage $name)) -}}
     {{- fail (printf "model.storage.kind is %s: say which one in model.storage.%s." $name $name) -}}
   {{- end -}}
+{{- end -}}
+{{- range $name := list "hostPath" "existingClaim" -}}
+  {{- if and (eq $v.nodes.compileCache.kind $name) (not (get $v.nodes.compileCache $name)) -}}
+    {{- fail (printf "nodes.compileCache.kind is %s: say which one in nodes.compileCache.%s." $name $name) -}}
+  {{- end -}}
+{{- end -}}
+{{- if eq $v.nodes.compileCache.mountPath $v.model.storage.mountPath -}}
+  {{- fail "nodes.compileCache.mountPath and model.storage.mountPath are the same: each volume needs a place of its own." -}}
+{{- end -}}
+{{- if $v.model.download.enabled -}}
+  {{- if not (has $v.model.storage.kind (list "claim" "existingClaim")) -}}
+    {{- fail (printf "model.download.enabled: the Job fetches into a volume that all nodes mount, and model.storage.kind is %s: use claim or existingClaim." $v.model.storage.kind) -}}
+  {{- end -}}
+  {{- if hasPrefix "/" $v.model.name -}}
+    {{- fail (printf "model.download.enabled: model.name is the path %s, which nobody can fetch: give its name on the hub." $v.model.name) -}}
+  {{- end -}}
+{{- end -}}
+{{- if and $v.nodes.tls.enabled (not $v.nodes.tls.secret) -}}
+  {{- fail "nodes.tls.enabled: name the secret with tls.crt, tls.key and ca.crt in nodes.tls.secret." -}}
 {{- end -}}
 {{- range $name := list "apiKeys" "tickets" -}}
   {{- $secret := get $v $name -}}
@@ -93,6 +105,63 @@
   {{- fail "httpRoute.enabled: name the Gateway in httpRoute.parentRefs." -}}
 {{- end -}}
 {{- include "pdproxy.checks.settings" . -}}
+{{- end -}}
+
+{{/* How a role's engine is spread over its GPUs, and what both roles must have alike. Takes (dict "root" $ "component" …). */}}
+{{- define "pdproxy.checks.parallel" -}}
+{{- $role := .component -}}
+{{- $r := get .root.Values $role -}}
+{{- $words := concat .root.Values.model.extraArgs $r.extraArgs | join " " -}}
+{{- $in := regexFind "(--pipeline[-_]parallel[-_]size|-pp)[= ]([2-9]|[0-9]{2,})" $words -}}
+{{- if or (gt (int ($r.parallel.pipeline | default 1)) 1) $in -}}
+  {{- fail (printf "%s: a node cannot be pipeline parallel: vLLM's pull connector raises for it on hybrid models and on every decode node. Spread it by parallel.tensor or parallel.data." (ternary (printf "the argument %s" $in) (printf "%s.parallel.pipeline" $role) (ne $in ""))) -}}
+{{- end -}}
+{{- if regexMatch "(^| )--(code[-_]|tokenizer[-_])?revision[= ]" ($r.extraArgs | join " ") -}}
+  {{- fail (printf "%s.extraArgs name a revision: say model.revision, for nodes of two revisions exchange nothing." $role) -}}
+{{- end -}}
+{{- range $name, $flag := dict "tensor" "(--tensor[-_]parallel[-_]size|-tp)" "data" "(--data[-_]parallel[-_]size|-dp)" -}}
+  {{- if regexMatch (printf "(^| )%s[= ]" $flag) $words -}}
+    {{- fail (printf "extraArgs of %s nodes say a parallel size: say %s.parallel.%s, which GPUs and ports follow." $role $role $name) -}}
+  {{- end -}}
+{{- end -}}
+{{- $all := mul (int $r.gpus.count) (int $r.hosts) -}}
+{{- $wanted := mul (int $r.parallel.tensor) (int $r.parallel.data) -}}
+{{- if and (gt (int $r.gpus.count) 0) (ne (int $all) (int $wanted)) -}}
+  {{- fail (printf "%s.parallel wants %d GPUs (tensor %d x data %d), but a %s node has %d (gpus.count %d on each of %d hosts): make them equal. For more engines use replicas." $role (int $wanted) (int $r.parallel.tensor) (int $r.parallel.data) $role (int $all) (int $r.gpus.count) (int $r.hosts)) -}}
+{{- end -}}
+{{- if and (gt (int $r.parallel.data) 1) (mod (int $r.parallel.data) (int $r.hosts)) -}}
+  {{- fail (printf "%s.parallel.data is %d over %d hosts: each host takes as many data-parallel ranks as the next, and a rank lies on one host." $role (int $r.parallel.data) (int $r.hosts)) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Ranges of ports that nodes listen on: none meets another, and all are ports. */}}
+{{- define "pdproxy.checks.ports" -}}
+{{- $v := .Values -}}
+{{- $ucx := $v.transfer.ucxPorts -}}
+{{- if ge (int $ucx.first) (int $ucx.last) -}}
+  {{- fail "transfer.ucxPorts.first must be below last: each worker of a node takes ports of its own." -}}
+{{- end -}}
+{{- $more := sub (int (include "pdproxy.ranks" $v)) 1 | int -}}
+{{- $ranges := list
+      (list "transfer.ucxPorts" (int $ucx.first) (int $ucx.last))
+      (list "nodes.httpPort" (int $v.nodes.httpPort) (int $v.nodes.httpPort))
+      (list "transfer.sideChannelPort" (int $v.transfer.sideChannelPort) (add (int $v.transfer.sideChannelPort) $more | int)) -}}
+{{- if $v.kvEvents.enabled -}}
+  {{- range $name := list "port" "replayPort" -}}
+    {{- $first := int (get $v.kvEvents $name) -}}
+    {{- $ranges = append $ranges (list (printf "kvEvents.%s" $name) $first (add $first $more | int)) -}}
+  {{- end -}}
+{{- end -}}
+{{- range $i, $one := $ranges -}}
+  {{- if gt (index $one 2) 65535 -}}
+    {{- fail (printf "%s: %d data-parallel ranks take the ports %d to %d, and there are none above 65535." (first $one) (add $more 1 | int) (index $one 1) (index $one 2)) -}}
+  {{- end -}}
+  {{- range $other := slice $ranges (int (add $i 1)) -}}
+    {{- if and (le (index $one 1) (index $other 2)) (le (index $other 1) (index $one 2)) -}}
+      {{- fail (printf "%s (%d to %d) and %s (%d to %d) meet: move one of them. Each data-parallel rank takes a port of its own." (first $one) (index $one 1) (index $one 2) (first $other) (index $other 1) (index $other 2)) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{/* What the chart decides itself, and where to say it instead. */}}

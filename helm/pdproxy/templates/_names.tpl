@@ -6,8 +6,8 @@
 
 {{/* What selects a component's pods; never changes. Takes (dict "root" $ "component" …). */}}
 {{- define "pdproxy.selector" -}}
-app.kubernetes.io/name: {{ .root.Values.nameOverride | default .root.Chart.Name }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ .root.Values.nameOverride | default .root.Chart.Name | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
@@ -65,10 +65,15 @@ app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
 {{/* The headless service with the HTTP servers of a role. A LeaderWorkerSet makes a service of its own name for all its
-     pods, of which only the leaders serve. */}}
+     pods, ready or not. */}}
 {{- define "pdproxy.headless" -}}
-{{- $many := gt (int (get .root.Values .component).hosts) 1 -}}
-{{ include "pdproxy.workload" . }}{{ if $many }}-leaders{{ end }}
+{{- $r := get .root.Values .component -}}
+{{ include "pdproxy.workload" . }}{{ if gt (int $r.hosts) 1 }}{{ ternary "-hosts" "-leaders" (gt (int $r.parallel.data) 1) }}{{ end }}
+{{- end -}}
+
+{{/* The most data-parallel ranks that an engine of either role has: so many ports in a row are theirs. Takes the values. */}}
+{{- define "pdproxy.ranks" -}}
+{{ max (int .prefill.parallel.data) (int .decode.parallel.data) }}
 {{- end -}}
 
 {{- define "pdproxy.kind" -}}

@@ -1,24 +1,40 @@
 {{- define "pdproxy.dns" -}}
-- ports: [{ protocol: UDP, port: 53 }, { protocol: TCP, port: 53 }]
+- ports:
+    {{- range $port := .Values.networkPolicy.dnsPorts }}
+    - { protocol: UDP, port: {{ $port }} }
+    - { protocol: TCP, port: {{ $port }} }
+    {{- end }}
+{{- end -}}
+
+{{/* As many ports from one on as there are data-parallel ranks. Takes (dict "values" … "first" …). */}}
+{{- define "pdproxy.rankPorts" -}}
+- { protocol: TCP, port: {{ int .first }}, endPort: {{ add (int .first) (int (include "pdproxy.ranks" .values)) -1 }} }
 {{- end -}}
 
 {{/* What prefill and decode nodes say to each other. */}}
 {{- define "pdproxy.transferPorts" -}}
-- { protocol: TCP, port: {{ .transfer.sideChannelPort }} }
+{{ include "pdproxy.rankPorts" (dict "values" . "first" .transfer.sideChannelPort) }}
 - { protocol: TCP, port: {{ .transfer.ucxPorts.first }}, endPort: {{ .transfer.ucxPorts.last }} }
 {{- end -}}
 
 {{/* What the proxy asks of nodes, and hears from them. Takes the values. */}}
 {{- define "pdproxy.proxyPorts" -}}
 - { protocol: TCP, port: {{ .nodes.httpPort }} }
-{{- if .kvEvents.enabled }}
-- { protocol: TCP, port: {{ .kvEvents.port }}, endPort: {{ add (int .kvEvents.port) 15 }} }
-- { protocol: TCP, port: {{ .kvEvents.replayPort }}, endPort: {{ add (int .kvEvents.replayPort) 15 }} }
+{{- if and .kvEvents.enabled .ipv6 }}
+# Which of Linux's own ports publishers get is left to the system.
+- { protocol: TCP, port: 32768, endPort: 60999 }
+{{- else if .kvEvents.enabled }}
+{{ include "pdproxy.rankPorts" (dict "values" . "first" .kvEvents.port) }}
+{{ include "pdproxy.rankPorts" (dict "values" . "first" .kvEvents.replayPort) }}
 {{- end }}
 {{- end -}}
 
 {{/* What the machines of one node say to each other: anything but HTTP. */}}
 {{- define "pdproxy.groupPorts" -}}
+{{- if gt (int .nodes.httpPort) 1 }}
 - { protocol: TCP, port: 1, endPort: {{ sub (int .nodes.httpPort) 1 }} }
+{{- end }}
+{{- if lt (int .nodes.httpPort) 65535 }}
 - { protocol: TCP, port: {{ add (int .nodes.httpPort) 1 }}, endPort: 65535 }
+{{- end }}
 {{- end -}}

@@ -2,7 +2,7 @@
 {{- define "pdproxy.node" -}}
 {{- $v := .root.Values -}}
 {{- $r := get $v .component -}}
-{{- $serves := ne .part "worker" -}}
+{{- $serves := include "pdproxy.node.serves" . -}}
 metadata:
   labels:
     {{- include "pdproxy.podLabels" (dict "root" .root "component" .component "more" $r.podLabels) | nindent 4 }}
@@ -14,6 +14,10 @@ metadata:
 spec:
   serviceAccountName: {{ include "pdproxy.fullname" .root }}-node
   automountServiceAccountToken: false
+  {{- with $v.nodes.podSecurityContext }}
+  securityContext:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   # A service called pdproxy would otherwise leave PDPROXY_* variables in every pod.
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ add (int $v.nodes.leaveSeconds) (int $v.nodes.drainSeconds) 30 }}
@@ -21,7 +25,11 @@ spec:
   imagePullSecrets:
     {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- range $field := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" }}
+  {{- with include "pdproxy.node.initContainers" . | fromYamlArray }}
+  initContainers:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- range $field := list "resourceClaims" "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" }}
   {{- with get $r $field }}
   {{ $field }}:
     {{- toYaml . | nindent 4 }}
@@ -29,7 +37,7 @@ spec:
   {{- end }}
   {{- range $field := list "runtimeClassName" "schedulerName" "priorityClassName" }}
   {{- with get $r $field }}
-  {{ $field }}: {{ . }}
+  {{ $field }}: {{ . | quote }}
   {{- end }}
   {{- end }}
   containers:
@@ -49,18 +57,18 @@ spec:
         - { name: side-channel, containerPort: {{ $v.transfer.sideChannelPort }}, protocol: TCP }
       {{- if $serves }}
       startupProbe:
-        httpGet: { path: /health, port: http }
+        httpGet: { path: /health, port: http, scheme: {{ include "pdproxy.scheme" .root | upper }} }
         periodSeconds: 10
         timeoutSeconds: 5
         failureThreshold: {{ div (add (int $v.nodes.startupSeconds) 9) 10 }}
       # A busy engine answers late: only one that has been silent for two minutes is started anew.
       livenessProbe:
-        httpGet: { path: /health, port: http }
+        httpGet: { path: /health, port: http, scheme: {{ include "pdproxy.scheme" .root | upper }} }
         periodSeconds: 10
         timeoutSeconds: 10
         failureThreshold: 12
       readinessProbe:
-        httpGet: { path: /health, port: http }
+        httpGet: { path: /health, port: http, scheme: {{ include "pdproxy.scheme" .root | upper }} }
         periodSeconds: 5
         timeoutSeconds: 5
         failureThreshold: 3
@@ -75,8 +83,12 @@ spec:
       securityContext:
         {{- include "pdproxy.node.security" . | nindent 8 }}
       volumeMounts:
-        - { name: models, mountPath: {{ $v.model.storage.mountPath }} }
+        - { name: models, mountPath: {{ $v.model.storage.mountPath | quote }} }
         - { name: shm, mountPath: /dev/shm }
+        - { name: compile-cache, mountPath: {{ $v.nodes.compileCache.mountPath | quote }}, subPath: {{ .component }} }
+        {{- if $v.nodes.tls.enabled }}
+        - { name: tls, mountPath: /etc/pdproxy/tls, readOnly: true }
+        {{- end }}
         {{- if $v.tickets.enabled }}
         - { name: tickets, mountPath: /etc/pdproxy/tickets, readOnly: true }
         {{- end }}
@@ -85,24 +97,51 @@ spec:
         {{- end }}
   volumes:
     - name: shm
-      emptyDir: { medium: Memory, sizeLimit: {{ $v.nodes.sharedMemory }} }
+      emptyDir: { medium: Memory, sizeLimit: {{ $v.nodes.sharedMemory | quote }} }
     {{- include "pdproxy.node.models" .root | nindent 4 }}
     {{- if $v.tickets.enabled }}
     # Readable to whatever user the image runs as: nobody else is in the pod.
     - name: tickets
-      secret: { secretName: {{ include "pdproxy.secret.tickets" .root }}, defaultMode: 0444 }
+      secret: { secretName: {{ include "pdproxy.secret.tickets" .root | quote }}, defaultMode: 0444 }
+    {{- end }}
+    {{- include "pdproxy.compileCache.volume" $v | nindent 4 }}
+    {{- if $v.nodes.tls.enabled }}
+    - name: tls
+      secret: { secretName: {{ $v.nodes.tls.secret | quote }}, defaultMode: 0444 }
     {{- end }}
     {{- with $r.extraVolumes }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
 {{- end -}}
 
+{{/* Whether this pod has an HTTP server, "" if not: of an engine over several hosts the first has, or, where it has data-parallel
+     ranks, each has one for its own ranks. Takes what pdproxy.node takes. */}}
+{{- define "pdproxy.node.serves" -}}
+{{- if or (ne .part "worker") (gt (int (get .root.Values .component).parallel.data) 1) }}serves{{ end -}}
+{{- end -}}
+
 {{- define "pdproxy.node.args" -}}
 {{- $v := .root.Values -}}
 {{- $r := get $v .component -}}
+{{- $serves := include "pdproxy.node.serves" . -}}
+{{- $ranks := int $r.parallel.data -}}
 - {{ $v.model.name | quote }}
 - --port={{ $v.nodes.httpPort }}
-- --tensor-parallel-size={{ $r.tensorParallel }}
+{{- if $v.ipv6 }}
+- "--host=::"
+{{- end }}
+{{- if $v.nodes.tls.enabled }}
+- --ssl-certfile=/etc/pdproxy/tls/tls.crt
+- --ssl-keyfile=/etc/pdproxy/tls/tls.key
+- --enable-ssl-refresh
+{{- end }}
+- --tensor-parallel-size={{ $r.parallel.tensor }}
+{{- if gt $ranks 1 }}
+- --data-parallel-size={{ $ranks }}
+{{- end }}
+{{- if $r.parallel.expert }}
+- --enable-expert-parallel
+{{- end }}
 - --max-model-len={{ int64 $v.model.maxLength }}
 - --gpu-memory-utilization={{ $v.model.gpuMemory }}
 {{- with $v.model.blockSize }}
@@ -113,10 +152,15 @@ spec:
 {{- end }}
 - --enable-prefix-caching
 - --enable-prompt-tokens-details
-{{- with $v.model.servedName }}
-- --served-model-name={{ . }}
+{{- with $v.model.revision }}
+- {{ printf "--revision=%s" . | quote }}
+- {{ printf "--tokenizer-revision=%s" . | quote }}
 {{- end }}
-{{- if ne .part "worker" }}
+{{- /* Offline, vLLM puts the path of the weights in the place of the model's name. */ -}}
+{{- with $v.model.servedName | default (ternary $v.model.name "" $v.model.download.enabled) }}
+- {{ printf "--served-model-name=%s" . | quote }}
+{{- end }}
+{{- if $serves }}
 - --shutdown-timeout={{ $v.nodes.drainSeconds }}
 {{- end }}
 - {{ printf "--kv-transfer-config=%s" (include "pdproxy.node.transfer" .) | quote }}
@@ -129,7 +173,11 @@ spec:
 - --node-rank=$(NODE_RANK)
 - --master-addr=$(LWS_LEADER_ADDRESS)
 {{- end }}
-{{- if eq .part "worker" }}
+{{- if and (ne .part "whole") (gt $ranks 1) }}
+- --data-parallel-size-local={{ div $ranks (int $r.hosts) }}
+- --data-parallel-hybrid-lb
+{{- end }}
+{{- if not $serves }}
 - --headless
 {{- end }}
 {{- range concat $v.model.extraArgs $r.extraArgs }}
@@ -149,13 +197,17 @@ spec:
 {{- end -}}
 
 {{- define "pdproxy.node.kvEvents" -}}
-{{- dict "enable_kv_cache_events" true "endpoint" (printf "tcp://*:%d" (int .kvEvents.port))
-      "replay_endpoint" (printf "tcp://*:%d" (int .kvEvents.replayPort)) | toJson -}}
+{{- /* vLLM binds a port of its own at IPv4 addresses alone; port 0 at VLLM_HOST_IP, whatever it is. */ -}}
+{{- $port := ternary 0 (int .kvEvents.port) .ipv6 -}}
+{{- $replay := ternary 0 (int .kvEvents.replayPort) .ipv6 -}}
+{{- dict "enable_kv_cache_events" true "endpoint" (printf "tcp://*:%d" $port)
+      "replay_endpoint" (printf "tcp://*:%d" $replay) | toJson -}}
 {{- end -}}
 
 {{/* The chart's own variables of a node. */}}
 {{- define "pdproxy.node.env" -}}
 {{- $v := .root.Values -}}
+{{- $ucx := (get $v .component).ucx -}}
 - name: POD_IP
   valueFrom: { fieldRef: { fieldPath: status.podIP } }
 - name: VLLM_NIXL_SIDE_CHANNEL_HOST
@@ -165,30 +217,40 @@ spec:
 - name: VLLM_PLUGINS
   value: pdproxy_connector,pdproxy_endpoints
 - name: UCX_TLS
-  value: {{ $v.transfer.ucxTransports | quote }}
+  value: {{ $ucx.transports | default $v.transfer.ucxTransports | quote }}
 - name: UCX_NET_DEVICES
-  value: {{ $v.transfer.ucxDevices | quote }}
+  value: {{ $ucx.devices | default $v.transfer.ucxDevices | quote }}
 - name: UCX_TCP_PORT_RANGE
   value: "{{ $v.transfer.ucxPorts.first }}-{{ $v.transfer.ucxPorts.last }}"
 - name: HF_HOME
-  value: {{ $v.model.storage.mountPath }}
+  value: {{ $v.model.storage.mountPath | quote }}
+{{- if $v.model.download.enabled }}
+- name: HF_HUB_OFFLINE
+  value: "1"
+{{- end }}
+{{ include "pdproxy.compileCache.env" $v | trim }}
 - name: NODE_PORT
   value: {{ $v.nodes.httpPort | quote }}
-{{- if ne .part "whole" }}
+# vLLM gives up after ten minutes, where several API servers wait for engines that load.
+- name: VLLM_ENGINE_READY_TIMEOUT_S
+  value: {{ $v.nodes.startupSeconds | quote }}
+{{- if or $v.ipv6 (ne .part "whole") }}
 - name: VLLM_HOST_IP
   value: $(POD_IP)
+{{- end }}
+{{- if ne .part "whole" }}
 - name: NODE_RANK
   valueFrom: { fieldRef: { fieldPath: "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']" } }
 {{- end }}
 {{- with $v.model.tokenSecret }}
 {{- if .name }}
 - name: HF_TOKEN
-  valueFrom: { secretKeyRef: { name: {{ .name }}, key: {{ .key }} } }
+  valueFrom: { secretKeyRef: { name: {{ .name | quote }}, key: {{ .key | quote }} } }
 {{- end }}
 {{- end }}
 {{- if $v.access.enabled }}
 - name: VLLM_API_KEY
-  valueFrom: { secretKeyRef: { name: {{ include "pdproxy.secret.access" .root }}, key: node.key } }
+  valueFrom: { secretKeyRef: { name: {{ include "pdproxy.secret.access" .root | quote }}, key: node.key } }
 {{- end }}
 {{- end -}}
 
@@ -214,13 +276,13 @@ spec:
 {{- with .Values.model.storage -}}
 {{- if eq .kind "emptyDir" -}}
 - name: models
-  emptyDir: { sizeLimit: {{ .size }} }
+  emptyDir: { sizeLimit: {{ .size | quote }} }
 {{- else if eq .kind "hostPath" -}}
 - name: models
-  hostPath: { path: {{ .hostPath }}, type: DirectoryOrCreate }
+  hostPath: { path: {{ .hostPath | quote }}, type: DirectoryOrCreate }
 {{- else if eq .kind "existingClaim" -}}
 - name: models
-  persistentVolumeClaim: { claimName: {{ .existingClaim }} }
+  persistentVolumeClaim: { claimName: {{ .existingClaim | quote }} }
 {{- else if eq .kind "claim" -}}
 - name: models
   persistentVolumeClaim: { claimName: {{ include "pdproxy.fullname" $ }}-models }
@@ -232,7 +294,7 @@ spec:
 accessModes:
   {{- toYaml .accessModes | nindent 2 }}
 {{- with .storageClass }}
-storageClassName: {{ . }}
+storageClassName: {{ . | quote }}
 {{- end }}
-resources: { requests: { storage: {{ .size }} } }
+resources: { requests: { storage: {{ .size | quote }} } }
 {{- end -}}

@@ -1,11 +1,15 @@
 {{/* The proxy's settings file: what the operator says, and over it what the chart decides. */}}
 {{- define "pdproxy.settings" -}}
 {{- $v := .Values -}}
-{{- $listen := dict "host" $v.proxy.listenAddress "port" 8080 "admin_host" $v.proxy.listenAddress "admin_port" 8081 -}}
+{{- $address := include "pdproxy.listenAddress" . -}}
+{{- $listen := dict "host" $address "port" 8080 "admin_host" $address "admin_port" 8081 -}}
 {{- $upstream := $v.proxy.settings.upstream | default (dict "credential" (ternary "none" "pass" $v.apiKeys.enabled)) -}}
 {{- if $v.access.enabled -}}
   {{- $_ := set $listen "admin_token_file" "/etc/pdproxy/access/admin.token" -}}
   {{- $upstream = dict "credential" "replace" "credential_file" "/etc/pdproxy/access/node.key" -}}
+{{- end -}}
+{{- if $v.nodes.tls.enabled -}}
+  {{- $upstream = merge (dict "ca_file" "/etc/pdproxy/nodes/ca.crt" "server_name" (include "pdproxy.tls.serverName" .)) $upstream -}}
 {{- end -}}
 {{- $own := dict "listen" $listen "upstream" $upstream
       "deadlines" (dict "drain" $v.proxy.drainSeconds "request" $v.proxy.requestSeconds
@@ -46,11 +50,12 @@
 {{- end }}
 {{- end }}
 {{- if eq $kind "kubernetes" }}
-namespace: {{ .Release.Namespace }}
+namespace: {{ .Release.Namespace | quote }}
 port_name: http
 {{- else }}
 dns_port: {{ .Values.nodes.httpPort }}
 {{- end }}
+scheme: {{ include "pdproxy.scheme" . }}
 {{- end -}}
 
 {{/* Every node by its stable name. Where nodes are scaled, all that there may be: the proxy takes one in when it answers. */}}
@@ -60,8 +65,11 @@ dns_port: {{ .Values.nodes.httpPort }}
 {{- $r := get $root.Values $role -}}
 {{- $count := ternary (int $r.replicas) (int $r.autoscaling.maxReplicas) (eq $r.autoscaling.kind "none") -}}
 {{- $name := include "pdproxy.workload" (dict "root" $root "component" $role) -}}
+{{- $hosts := ternary (int $r.hosts) 1 (gt (int $r.parallel.data) 1) -}}
 {{- range $i := until $count }}
-- { role: {{ $role }}, url: "http://{{ $name }}-{{ $i }}.{{ $name }}.{{ $root.Release.Namespace }}.svc:{{ $root.Values.nodes.httpPort }}" }
+{{- range $host := until $hosts }}
+- { role: {{ $role }}, url: "{{ include "pdproxy.scheme" $root }}://{{ $name }}-{{ $i }}{{ if $host }}-{{ $host }}{{ end }}.{{ $name }}.{{ $root.Release.Namespace }}.svc:{{ $root.Values.nodes.httpPort }}" }
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
