@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdproxy.errors import Fault
 from pdproxy.observe.event_metrics import EventMetrics
+from pdproxy.observe.key_metrics import KeyMetrics
 from pdproxy.observe.labels import (
     Affinity,
     Attempt,
@@ -39,10 +40,12 @@ class Metrics:
 
     Attributes:
         events: those of KV events and token ids.
+        keys: those of each API key.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.events = EventMetrics(registry)
+        self.keys = KeyMetrics(registry)
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         self._requests = counter("pdproxy_requests_total", "Requests that ended.", ["endpoint", "outcome"])
         self._phases = Histogram(
@@ -214,9 +217,10 @@ class Metrics:
         """Ask for the bytes of request bodies that are held whenever metrics are scraped."""
         self._bodies.set_function(held)
 
-    def rejected(self, reason: enum.StrEnum) -> None:
-        """Count a request that was turned away."""
+    def rejected(self, reason: enum.StrEnum, key: str) -> None:
+        """Count a request that was turned away; ``key``: the name of its API key."""
         self._rejected.labels(reason).inc()
+        self.keys.rejected(key, reason)
 
     def tokens(self, kind: Tokens, count: int) -> None:
         """Add tokens; counts that are not positive add nothing."""

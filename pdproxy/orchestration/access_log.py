@@ -39,6 +39,7 @@ class RequestLog:
         timeline.end()
         self._context.in_flight.end(request, outcome)
         self._context.metrics.request_ended(request.endpoint, outcome)
+        self._context.metrics.keys.request_ended(request.api_key, outcome)
         nodes = {"prefill_node": timeline.nodes.get(Phase.PREFILL), "decode_node": timeline.nodes.get(Phase.HANDOVER)}
         facts: dict[str, object] = {"endpoint": request.endpoint.value, "model": request.model[:_LONGEST_MODEL]}
         facts |= {field: node for field, node in nodes.items() if node is not None}
@@ -103,11 +104,14 @@ def status_outcome(status: int) -> Outcome:
     return Outcome.CLIENT_ERROR if status < 500 and status != 429 else Outcome.FAILED
 
 
-def record_tokens(context: OrchestrationContext, usage: Usage) -> None:
-    """Put the tokens of a leg's usage on the metrics."""
-    context.metrics.tokens(Tokens.PROMPT, usage.prompt or 0)
-    context.metrics.tokens(Tokens.COMPLETION, usage.completion or 0)
-    context.metrics.tokens(Tokens.CACHED, usage.cached or 0)
+def record_tokens(context: OrchestrationContext, sub_request: SubRequest, usage: Usage) -> None:
+    """Put the tokens of a leg's usage on the metrics, and on the account of its key."""
+    request, metrics = sub_request.request, context.metrics
+    prompt, completion, cached = usage.prompt or 0, usage.completion or 0, usage.cached or 0
+    for kind, tokens in ((Tokens.PROMPT, prompt), (Tokens.COMPLETION, completion), (Tokens.CACHED, cached)):
+        metrics.tokens(kind, tokens)
+        metrics.keys.tokens(request.api_key, kind, tokens)
+    request.on_usage(prompt, completion)
 
 
 def record_usage(
@@ -126,7 +130,7 @@ def record_usage(
         recomputed = usage.recomputed(hand_over.node.tail_tokens)
         route = Route.RECOMPUTED if recomputed else Route.DISAGGREGATED
         cached = usage.cached if recomputed else hand_over.answer.cached_tokens
-    record_tokens(context, dataclasses.replace(usage, cached=cached))
+    record_tokens(context, sub_request, dataclasses.replace(usage, cached=cached))
     if usage.completion:
         length = usage.completion / sub_request.shape.choices
         context.in_flight.output_lengths.seen(sub_request.request.model, length)

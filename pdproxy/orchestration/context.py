@@ -15,6 +15,7 @@ from pdproxy.orchestration.prefix_source import PrefixSource
 from pdproxy.orchestration.request_queue import QueueLimits, RequestQueue
 from pdproxy.planning.plan import LEAST_LOADED, PlanPolicy, RoutingPolicy
 from pdproxy.planning.rates import Rates
+from pdproxy.planning.shares import LimitsByKey
 from pdproxy.settings.types import Legs, OnPrefillFailure
 from pdproxy.transport.port import DeadlineHold, Timeouts, Transport
 
@@ -162,6 +163,7 @@ class OrchestrationContext:
         queue: of all prompts; there is one for each pool.
         rates: how fast nodes are; None where the policy does not go by costs.
         prefix_source: what nodes have cached; None where nobody knows, or the policy does not ask.
+        key_limits: what each API key may have.
     """
 
     transport: Transport
@@ -175,8 +177,9 @@ class OrchestrationContext:
     tie_breaker: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     rates: Rates | None = None
     prefix_source: PrefixSource | None = None
+    key_limits: LimitsByKey = dataclasses.field(default_factory=LimitsByKey)
     queue: RequestQueue = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "queue", RequestQueue(self.config.queue, self.clock, self.metrics))
+        object.__setattr__(self, "queue", RequestQueue(self.config.queue, self.clock, self.metrics, self.key_limits))
         self.pool.watch_room(self.queue.room_changed)

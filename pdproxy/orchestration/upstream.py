@@ -320,8 +320,9 @@ class UpstreamRequest:
 
     def record_usage(self, usage: Usage) -> None:
         """A decode leg reported its usage. That of one that resumed a stream does not tell who computed the prompt."""
+        self.nodes.admission.used((usage.prompt or 0) + (usage.completion or 0))
         if self.resumed:
-            record_tokens(self._context, usage)
+            record_tokens(self._context, self.sub_request, usage)
             return
         self.recomputed = record_usage(self._context, self._background_tasks, self.sub_request, self.hand_over, usage)
         self.nodes.answered(self._decode_node, usage, None if self.recomputed else self.hand_over)

@@ -8,7 +8,8 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import ClientError
 from pdproxy.observe.metrics import Metrics
-from pdproxy.orchestration.request_queue import Admission, Asked, QueueLimits, QueueStatus, RequestQueue
+from pdproxy.orchestration.admission import Admission
+from pdproxy.orchestration.request_queue import Asked, QueueLimits, QueueStatus, RequestQueue
 from tests.fakes.clock import FakeClock
 
 ASKED = Asked("key", 0, 10, deadline=1e9)
@@ -51,9 +52,9 @@ class QueueSetup:
 
     async def _run(self, name: str, asked: Asked, model: str) -> None:
         end = self.ends[name] = asyncio.Event()
-        admission = Admission(self.queue, asked)
+        admission = Admission(self.queue, self.clock, asked)
         try:
-            assert await admission.begin(lambda: self._take(name, model), lambda: model) == name
+            assert await admission.begin(lambda _: self._take(name, model), lambda: model) == name
             await end.wait()
             self.room[model] = self.room.get(model, 0) + 1
         finally:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from pdproxy.errors import ClientError
-from pdproxy.orchestration.request_queue import Admission
+from pdproxy.orchestration.admission import Admission
 from tests.orchestration.queue_setup import ASKED, QueueSetup, of, settle
 
 
@@ -23,8 +23,8 @@ async def test_the_queue_is_served_by_priority_then_arrival() -> None:
 async def test_without_pressure_the_loop_gets_no_turn() -> None:
     """A coroutine that does not wait ends at its first step."""
     setup = QueueSetup()
-    admission = Admission(setup.queue, ASKED)
-    step = admission.begin(lambda: "begun", lambda: "m")
+    admission = Admission(setup.queue, setup.clock, ASKED)
+    step = admission.begin(lambda _: "begun", lambda: "m")
     with pytest.raises(StopIteration) as ended:
         step.send(None)
     assert ended.value.value == "begun"
@@ -159,9 +159,9 @@ async def test_one_that_has_been_cancelled_is_not_begun() -> None:
 async def test_an_error_of_the_attempt_is_its_own(error: Exception) -> None:
     setup = QueueSetup()
     await setup.start("a")
-    admission = Admission(setup.queue, ASKED)
+    admission = Admission(setup.queue, setup.clock, ASKED)
 
-    def fail() -> str | None:
+    def fail(_: bool) -> str | None:
         raise error
 
     failing = asyncio.create_task(admission.begin(fail, lambda: "m"))
