@@ -22,7 +22,9 @@ class KeyMetrics:
         self._requests = counter("pdproxy_key_requests_total", "Requests of a key that ended.", ["key", "outcome"])
         self._tokens = counter("pdproxy_key_tokens_total", "Tokens of a key, as nodes report them.", ["key", "kind"])
         self._waited = counter("pdproxy_key_queue_seconds_total", "Time that prompts of a key waited.", ["key"])
-        self._rejected = counter("pdproxy_key_rejected_total", "Requests of a key that were refused.", ["key", "reason"])
+        self._rejected = counter(
+            "pdproxy_key_rejected_total", "Requests of a key that were refused.", ["key", "reason"]
+        )
         self._active = gauge("pdproxy_key_requests_active", "Prompts of a key that run now.", ["key"])
         self._queued = gauge("pdproxy_key_requests_queued", "Prompts of a key that wait now.", ["key"])
         self._labels: dict[str, str] = {}

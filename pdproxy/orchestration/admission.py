@@ -1,4 +1,4 @@
-"""One prompt on its way through the queue, until it has ended: what it takes of its key's share and of a node's time."""
+"""One prompt on its way through the queue: what it takes of its key's share, and of a node's time."""
 
 import functools
 from collections.abc import Callable

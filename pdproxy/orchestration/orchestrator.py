@@ -76,6 +76,11 @@ class Orchestrator:
         """Raise the `ClientError` 429 where a request of a key would be refused if it came now: the queue is full."""
         self._context.queue.check_room(key)
 
+    def turned_away(self, endpoint: Endpoint | None, key: str) -> None:
+        """Count a request that was refused before it came here."""
+        self._context.metrics.request_ended(endpoint, Outcome.REJECTED)
+        self._context.metrics.keys.request_ended(key, Outcome.REJECTED)
+
     def expected_tokens(self, endpoint: Endpoint, body: Json) -> tuple[int, int]:
         """About how many tokens a request's prompts have, and its answers will have."""
         model, lengths = str(body.get("model", "")), self._context.in_flight.output_lengths

@@ -36,7 +36,8 @@ PREFILL_AHEAD = 0.05
 """Seconds of work that a prefill node may have where a key that runs more than its share gives it more."""
 
 Start = Callable[[bool], bool]
-"""Begins a prompt, if there is room for it: whether it did. True: its key runs more than its share, and has less room."""
+"""Begins a prompt, if there is room for it: whether it did. It is told whether the key runs more than its share, for
+which there is less room."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -340,7 +341,9 @@ class RequestQueue:
         seconds = self._rate.seconds(self._length, self._clock.now())
         wait = UNKNOWN_WAIT if math.isinf(seconds) else min(LONGEST_WAIT, max(1, math.ceil(seconds)))
         if not self._shares.may_run(key):
-            text = f"This API key may have {self._key_limits.of(key).concurrency} requests running at once, and has them"
+            text = (
+                f"This API key may have {self._key_limits.of(key).concurrency} requests running at once, and has them"
+            )
         elif reason is Rejection.QUEUE_FULL:
             text = f"All nodes are full, and {self._length} requests wait already"
         else:

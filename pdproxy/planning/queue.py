@@ -1,11 +1,11 @@
 """Which of the requests that wait goes next, and about how long a wait is. Pure: times are passed in.
 
 A lower ``priority`` goes first, as in vLLM (0.32, v1/request.py). Within one priority each key gets a share of the
-tokens by its weight, by start-time fair queueing (Goyal, Vin, Cheng 1996): a key's next request starts, in virtual time,
-when its last one would have ended at that share, and the smallest start goes first. A key that did not wait, or that was
-passed over since it may not run more, goes on at the start that was served last: it has saved up nothing, and how much
-another key has waiting does not delay it. What a request cost is estimated when it goes, and corrected once it is known.
-Within one key requests go in order of arrival. What is past its deadline is not served any more.
+tokens by its weight, by start-time fair queueing (Goyal, Vin, Cheng 1996): a key's next request starts, in virtual
+time, when its last one would have ended at that share, and the smallest start goes first. A key that did not wait, or
+that was passed over since it may not run more, goes on at the start that was served last: it has saved up nothing, and
+how much another key has waiting does not delay it. What a request costs is estimated when it goes, and corrected once
+it is known. Within one key requests go in order of arrival. What is past its deadline is not served any more.
 """
 
 import collections

@@ -9,7 +9,7 @@ from pdproxy.settings.model import Health, Settings
 from tests.app.running_proxy import running_proxy
 
 ROOT = Path(pdproxy.__file__).parent
-MOST = 40
+MOST = 43
 QUIET = 600.0
 """Seconds between health checks, so that only the request runs while it is watched."""
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "one two three"}], "max_tokens": 4, "stream": True}

@@ -6,17 +6,19 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import ClientError, SettingsError
-from pdproxy.intake.auth import ANONYMOUS, ApiKey, ApiKeys, KeyLimits, parse_key_lines, priority_of, read_keys
+from pdproxy.intake.auth import ANONYMOUS, ApiKey, ApiKeys, OpenRequests, parse_key_lines, read_keys
+from pdproxy.intake.auth import priority_of
 from pdproxy.observe.metrics import Metrics
+from pdproxy.planning.shares import KeyLimits
 
-KEYS = ApiKeys(dict(parse_key_lines(["# ours", "", "sk-one alice 3", "sk-two  # no name"])))
+KEYS = ApiKeys(parse_key_lines(["# ours", "", "sk-one alice 3", "sk-two  # no name"]))
 
 
 @pytest.mark.parametrize(
     ("header", "value", "api_key"),
     [
-        ("authorization", "Bearer sk-one", ApiKey("alice", 3)),
-        ("authorization", "bearer  sk-one ", ApiKey("alice", 3)),
+        ("authorization", "Bearer sk-one", ApiKey("alice", KeyLimits(open=3))),
+        ("authorization", "bearer  sk-one ", ApiKey("alice", KeyLimits(open=3))),
         ("x-api-key", "sk-two", ApiKey("line-4")),
     ],
 )
@@ -54,11 +56,14 @@ def test_a_file_without_keys_is_refused(tmp_path: Path) -> None:
         read_keys(tmp_path / "absent")
 
 
-@pytest.mark.parametrize(("api_key", "key_limit"), [(ApiKey("k", 1), 0), (ApiKey("k"), 1), (ApiKey("k", 1), 9)])
+@pytest.mark.parametrize(
+    ("api_key", "key_limit"),
+    [(ApiKey("k", KeyLimits(open=1)), 0), (ApiKey("k"), 1), (ApiKey("k", KeyLimits(open=1)), 9)],
+)
 def test_a_key_has_its_own_limit(api_key: ApiKey, key_limit: int) -> None:
     registry = CollectorRegistry()
-    limits = KeyLimits(key_limit, Metrics(registry))
-    with limits.one_open(api_key), limits.one_open(ApiKey("other", 1)):
+    limits = OpenRequests(key_limit, Metrics(registry))
+    with limits.one_open(api_key), limits.one_open(ApiKey("other", KeyLimits(open=1))):
         with pytest.raises(ClientError, match="1 requests open") as caught, limits.one_open(api_key):
             pass
         assert (caught.value.status, dict(caught.value.headers)) == (429, {"retry-after": "1"})
@@ -68,7 +73,7 @@ def test_a_key_has_its_own_limit(api_key: ApiKey, key_limit: int) -> None:
 
 
 def test_who_has_no_key_has_no_limit() -> None:
-    limits = KeyLimits(1, Metrics(CollectorRegistry()))
+    limits = OpenRequests(1, Metrics(CollectorRegistry()))
     with limits.one_open(ANONYMOUS), limits.one_open(ANONYMOUS):
         pass
 
