@@ -20,7 +20,7 @@ class Admission:
         runs: it counts among those that run.
     """
 
-    __slots__ = ("_asked", "_clock", "_computing", "_queue", "_tokens", "_waiter", "runs")
+    __slots__ = ("_asked", "_clock", "_computing", "_over_share", "_queue", "_tokens", "_waiter", "runs")
 
     def __init__(self, queue: RequestQueue, clock: Clock, asked: Asked, prompt_tokens: int = 0) -> None:
         self._queue = queue
@@ -29,6 +29,7 @@ class Admission:
         self._tokens = prompt_tokens
         self._waiter: Waiter | None = None
         self._computing: str | None = None
+        self._over_share = False
         self.runs = False
 
     async def begin(self, attempt: Callable[[bool], T | None], lane: Callable[[], str]) -> T:
@@ -47,13 +48,13 @@ class Admission:
         """A node is to compute the prompt; not the one of an earlier plan any more."""
         self._drop()
         self._computing = node
-        self._queue.backlog.add(node, self._tokens, self._clock.now())
+        self._queue.backlog.add(node, self._tokens, self._clock.now(), over_share=self._over_share)
 
     def computed(self) -> None:
         """The prompt is computed: there may be room for one that waits. Idempotent."""
         node, self._computing = self._computing, None
         if node is not None:
-            self._queue.backlog.computed(node, self._tokens, self._clock.now())
+            self._queue.backlog.computed(node, self._tokens, self._clock.now(), over_share=self._over_share)
             self._queue.room_changed()
 
     def used(self, tokens: int) -> None:
@@ -71,9 +72,10 @@ class Admission:
     def _drop(self) -> None:
         node, self._computing = self._computing, None
         if node is not None:
-            self._queue.backlog.drop(node, self._tokens)
+            self._queue.backlog.drop(node, self._tokens, over_share=self._over_share)
 
     def _start(self, attempt: Callable[[bool], T | None], begun: list[T], over_share: bool) -> bool:
+        self._over_share = over_share
         result = attempt(over_share)
         if result is not None:
             begun.append(result)

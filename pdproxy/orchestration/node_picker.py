@@ -5,6 +5,7 @@ of every request.
 """
 
 import logging
+import math
 from collections.abc import Callable
 
 from pdproxy.errors import Fault, NodeFault, PdproxyError
@@ -166,17 +167,25 @@ class NodePicker:
     def plan_with_room(self, *, over_share: bool = False) -> Plan | None:
         """As `plan`; None where the decode nodes that could take the prompt have no room for it now.
 
-        ``over_share``: its key runs more than its share, and others ask. Then it leaves them some room on decode nodes,
-        and the node that computes it must be about done with the prompts that it has.
+        ``over_share``: its key runs more than its share, and others ask. Then it leaves them some room on decode nodes
+        and some of the nodes that compute prompts, and its own one must be about done with the prompts that it has.
         """
         queue, most = self._context.queue, self._context.config.decode_fill
-        chosen = self._with_room(self._checked_plan(), queue.reserve_left(most) if over_share else most)
-        if chosen is None or (over_share and self._prefill_seconds(chosen) > PREFILL_AHEAD):
+        chosen = self._with_room(self._checked_plan(), queue.without_reserve(most) if over_share else most)
+        if chosen is None or (over_share and not self._may_compute(chosen)):
             return None
         return self._recorded(chosen)
 
-    def _prefill_seconds(self, chosen: Plan) -> float:
-        return self._context.queue.backlog.seconds((chosen.prefill or chosen.decode).name)
+    def _may_compute(self, chosen: Plan) -> bool:
+        """Whether the node that would compute the prompt may be given it, of a key that runs more than its share."""
+        queue, name = self._context.queue, (chosen.prefill or chosen.decode).name
+        if queue.backlog.seconds(name, self._context.clock.now()) > PREFILL_AHEAD:
+            return False
+        snapshot = self._context.pool.snapshot()
+        places = snapshot.roster.served(self._sub_request.request.model).places
+        names = [snapshot.nodes[place].node.name for place in (places.prefills if chosen.prefill else places.decodes)]
+        taken = [each for each in names if queue.backlog.over_share(each)]
+        return name in taken or len(taken) < math.ceil(queue.without_reserve(len(names)))
 
     def _checked_plan(self) -> Plan:
         try:

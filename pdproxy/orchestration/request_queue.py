@@ -32,8 +32,9 @@ from pdproxy.request import SubRequest
 
 UNKNOWN_WAIT, LONGEST_WAIT = 5, 60
 """Seconds of Retry-After: while nothing has left the queue yet, and at most."""
-PREFILL_AHEAD = 0.05
-"""Seconds of work that a prefill node may have where a key that runs more than its share gives it more."""
+PREFILL_AHEAD = 0.025
+"""Seconds of work that a prefill node may still have where a key that runs more than its share gives it more: enough
+that it is never without, little for the prompts of others that come behind it."""
 
 Start = Callable[[bool], bool]
 """Begins a prompt, if there is room for it: whether it did. It is told whether the key runs more than its share, for
@@ -140,6 +141,7 @@ class RequestQueue:
         """By model, the one that was served last at the end."""
         self._rate = DepartureRate()
         self._scheduled = False
+        self._look_again: asyncio.TimerHandle | None = None
         self._key_limits = key_limits or LimitsByKey()
         self._shares = KeyShares(self._key_limits)
         self.backlog = PrefillBacklog()
@@ -159,8 +161,8 @@ class RequestQueue:
         known = None if math.isinf(seconds) else seconds
         return QueueStatus(self._running, self._length, dict(self._waiting), lanes, known)
 
-    def reserve_left(self, room: float) -> float:
-        """What a key that runs more than its share may take of some room."""
+    def without_reserve(self, room: float) -> float:
+        """What keys that run more than their shares may take of some room."""
         return room * (1 - self._limits.reserve)
 
     def check_room(self, key: str) -> None:
@@ -280,7 +282,18 @@ class RequestQueue:
     def _begin_all(self) -> None:
         """Begin whoever can run now."""
         self._scheduled = False
-        now, full, full_for_some = self._clock.now(), set[str](), set[str]()
+        full, full_for_some = set[str](), set[str]()
+        self._begin_while_room(full, full_for_some)
+        if full_for_some and self._look_again is None:  # no event tells that a node is about done with its prompts
+            self._look_again = asyncio.get_running_loop().call_later(PREFILL_AHEAD / 2, self._looked_again)
+
+    def _looked_again(self) -> None:
+        self._look_again = None
+        self.room_changed()
+
+    def _begin_while_room(self, full: set[str], full_for_some: set[str]) -> None:
+        """Puts in lanes that have no room, and those that have none for keys that run more than their share."""
+        now = self._clock.now()
         while self._running < self._limits.concurrency:
             lanes = [(name, lane) for name, lane in self._lanes.items() if name not in full]
             heads = [self._head(lane, now, name not in full_for_some) for name, lane in lanes]

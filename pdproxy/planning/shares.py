@@ -138,9 +138,11 @@ MOST_NODES = 1024
 
 @dataclasses.dataclass(slots=True)
 class _Backlog:
-    """Of one node: tokens that wait or are computed there; since when it works on the next prompt; its rate's sums."""
+    """Of one node: what waits or is computed there, how much of it is of keys that run more than their shares; since
+    when it works on the next prompt; its rate's sums."""
 
     prompts: int = 0
+    over_share: int = 0
     tokens: int = 0
     since: float = 0.0
     done_tokens: float = 0.0
@@ -157,8 +159,8 @@ class PrefillBacklog:
     def __init__(self) -> None:
         self._nodes: dict[str, _Backlog] = {}
 
-    def add(self, node: str, tokens: int, now: float) -> None:
-        """A prompt is given to a node."""
+    def add(self, node: str, tokens: int, now: float, *, over_share: bool = False) -> None:
+        """A prompt is given to a node; ``over_share``: its key runs more than its share."""
         work = self._nodes.get(node)
         if work is None:
             if len(self._nodes) >= MOST_NODES:  # most have left long ago
@@ -167,27 +169,35 @@ class PrefillBacklog:
         if not work.prompts:
             work.since = now
         work.prompts += 1
+        work.over_share += over_share
         work.tokens += tokens
 
-    def computed(self, node: str, tokens: int, now: float) -> None:
+    def computed(self, node: str, tokens: int, now: float, *, over_share: bool = False) -> None:
         """It is computed."""
         work = self._nodes[node]
         work.done_tokens += NEWEST_SHARE * (tokens - work.done_tokens)
         work.done_seconds += NEWEST_SHARE * (now - work.since - work.done_seconds)
         work.since = now
-        self.drop(node, tokens)
+        self.drop(node, tokens, over_share=over_share)
 
-    def drop(self, node: str, tokens: int) -> None:
+    def drop(self, node: str, tokens: int, *, over_share: bool = False) -> None:
         """It is not to be computed there any more."""
         work = self._nodes[node]
         work.prompts -= 1
+        work.over_share -= over_share
         work.tokens -= tokens
 
-    def seconds(self, node: str) -> float:
-        """How long a node needs for what it has; infinite where its speed is unknown."""
+    def seconds(self, node: str, now: float) -> float:
+        """How long a node still needs for what it has; infinite where its speed is unknown."""
         work = self._nodes.get(node)
         if work is None or not work.prompts:
             return 0.0
         if not work.done_tokens:
             return math.inf
-        return work.tokens * work.done_seconds / work.done_tokens
+        seconds = work.tokens * work.done_seconds / work.done_tokens
+        return seconds - min(now - work.since, seconds / work.prompts)
+
+    def over_share(self, node: str) -> bool:
+        """Whether a node has any prompt of a key that runs more than its share."""
+        work = self._nodes.get(node)
+        return work is not None and work.over_share > 0
