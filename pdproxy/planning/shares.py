@@ -159,6 +159,9 @@ class PrefillBacklog:
     def __init__(self) -> None:
         self._nodes: dict[str, _Backlog] = {}
 
+    def __len__(self) -> int:
+        return len(self._nodes)
+
     def add(self, node: str, tokens: int, now: float, *, over_share: bool = False) -> None:
         """A prompt is given to a node; ``over_share``: its key runs more than its share."""
         work = self._nodes.get(node)

@@ -1,7 +1,8 @@
 """A flood of one API key beside the quiet requests of others, on fake nodes that take time: how long those wait for
 their first token, with the flood and without it, in turns.
 
-``python -m tests.orchestration.flood`` prints the figures, also of a proxy without shares.
+``python -m tests.orchestration.flood`` prints the figures, also of a proxy without shares. Time is virtual: they are
+those of the proxy's decisions alone, and the same on every machine.
 """
 
 import asyncio
@@ -10,25 +11,28 @@ import dataclasses
 import itertools
 import statistics
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
 from pdproxy.errors import ClientError
 from pdproxy.nodes.capacity import Binding, Capacity
-from pdproxy.orchestration.context import OrchestrationConfig
+from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.pool import Pool
+from pdproxy.observe.metrics import Metrics
+from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
+from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.request_queue import QueueLimits
+from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.request import ClientRequest, Endpoint
 from pdproxy.response import ResponseStream
 from tests.fakes.kv_transfer import FakeKvTransfer
-from tests.fakes.timed import TimedLoopbackNode, TimedNode
+from tests.fakes.node import FakeNode
+from tests.fakes.timed import LoopClock, Pace, TimedTransport, VirtualTimeLoop
 from tests.orchestration.cluster import MODEL
-from tests.orchestration.loopback_cluster import LoopbackCluster, until
 
-TOKEN_SECONDS = 0.001
-"""Of a prompt, on a prefill node."""
-PACE = 0.05
-"""Seconds for a token of an answer."""
+PACE = Pace(prompt=0.001, token=0.02)
 PREFILLS, DECODES = 2, 2
 CAPACITY = Capacity(6000, None, 8, Binding.ATTENTION)
 """Of each decode node: room for some forty of these requests."""
@@ -52,7 +56,7 @@ class Load:
     pause: float = 0.0
 
 
-QUIET = (Load("alice", 80, 2, 1, 0.1), Load("bob", 120, 2, 1, 0.1))
+QUIET = (Load("alice", 80, 4, 1, 0.09), Load("bob", 120, 4, 1, 0.11))
 FLOODS = {
     "short prompts, long answers": Load("flood", 40, 20, 100),
     "long prompts, short answers": Load("flood", 160, 2, 100),
@@ -79,25 +83,41 @@ def quantile(values: list[float], part: float) -> float:
 
 
 class FloodSetup:
-    """A cluster, and the callers of its keys."""
+    """Nodes that take time, a proxy's parts, and the callers of its keys."""
 
-    def __init__(self, cluster: LoopbackCluster) -> None:
-        self._cluster = cluster
+    def __init__(self, reserve: float) -> None:
+        fabric, clock = FakeKvTransfer(), LoopClock()
+        roles = [(f"p{index}", Role.PREFILL) for index in range(PREFILLS)]
+        roles += [(f"d{index}", Role.DECODE) for index in range(DECODES)]
+        self.nodes = [FakeNode(name, fabric) for name, _ in roles]
+        metrics = Metrics(CollectorRegistry())
+        pool = Pool(clock, metrics=metrics)
+        for fake, (name, role) in zip(self.nodes, roles, strict=True):
+            node = Node(name, fake.url, role, MODEL, capacity=CAPACITY)
+            pool.add(node)
+            pool.admit(node)
+        config = OrchestrationConfig(queue=QueueLimits(reserve=reserve))
+        self._context = OrchestrationContext(TimedTransport(self.nodes, PACE), pool, metrics, clock, config)
+        self._background_tasks = BackgroundTasks(self._context)
+        self._orchestrator = Orchestrator(self._context, self._background_tasks)
         self._names = itertools.count()
+        self._now = clock.now
         self.answered = 0
 
     async def drained(self) -> None:
-        """Nothing runs any more."""
-        await until(lambda: not any(node.node.running for node in self._cluster.nodes))
+        """Nothing runs any more, and nothing is held."""
+        while any(node.running for node in self.nodes) or self._background_tasks:
+            await asyncio.sleep(0.1)
+        assert self._context.queue.status().running == self._context.queue.status().waiting == 0
 
     async def ask(self, load: Load) -> float:
         """One request, to its end: seconds to its first token."""
-        began = time.monotonic()
+        began = self._now()
         try:
-            response = await self._cluster.orchestrator.answer(self._request(load))
+            response = await self._orchestrator.answer(self._request(load))
         except ClientError as error:
             raise AssertionError(error.message) from error
-        first = time.monotonic() - began
+        first = self._now() - began
         assert isinstance(response.body, ResponseStream)
         try:
             async for _ in response.body:
@@ -124,8 +144,8 @@ class FloodSetup:
         return [wait for part in parts for wait in part]
 
     async def _quiet(self, load: Load, seconds: float) -> list[float]:
-        end, waits = time.monotonic() + seconds, []
-        while time.monotonic() < end:
+        end, waits = self._now() + seconds, []
+        while self._now() < end:
             waits.append(await self.ask(load))
             await asyncio.sleep(load.pause)
         return waits
@@ -135,7 +155,7 @@ class FloodSetup:
             await self.ask(load)
 
     def _request(self, load: Load) -> ClientRequest:
-        now = self._cluster.clock.now()
+        now = self._now()
         number = next(self._names)
         prompt = f"{number:04} ".ljust(load.prompt * 4, "x")
         body: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": load.answer, "stream": True}
@@ -146,35 +166,25 @@ class FloodSetup:
         )  # fmt: skip
 
 
-@contextlib.asynccontextmanager
-async def flood_setup(reserve: float) -> AsyncIterator[FloodSetup]:
-    """Everything is given back in the end."""
-    fabric = FakeKvTransfer()
-    names = [*(f"p{index}" for index in range(PREFILLS)), *(f"d{index}" for index in range(DECODES))]
-    config = OrchestrationConfig(queue=QueueLimits(reserve=reserve))
-    async with contextlib.AsyncExitStack() as stack:
-        fakes = [TimedLoopbackNode(TimedNode(name, fabric, TOKEN_SECONDS), PACE) for name in names]
-        nodes = [await stack.enter_async_context(node) for node in fakes]
-        cluster = LoopbackCluster(fabric, list(nodes), config, CAPACITY)
-        yield FloodSetup(cluster)
-        await cluster.close()
-
-
-async def measure(flood: Load, reserve: float, rounds: int, seconds: float) -> Waits:
-    """In turns without the flood and with it, so many seconds each."""
-    waits = Waits()
-    async with flood_setup(reserve) as setup:
-        await setup.quiet(seconds / 4)
-        for _ in range(rounds):
-            waits.alone += await setup.quiet(seconds)
-            before, began = setup.answered, time.monotonic()
-            async with setup.flooded(flood):
-                await asyncio.sleep(seconds / 2)
-                waits.flooded += (fewer := await setup.quiet(seconds))
-                waits.flood_answers += setup.answered - before - len(fewer)
-                waits.flood_seconds += time.monotonic() - began
-            await setup.drained()
+async def _measured(flood: Load, reserve: float, rounds: int, seconds: float) -> Waits:
+    waits, setup, now = Waits(), FloodSetup(reserve), asyncio.get_running_loop().time
+    await setup.quiet(seconds / 4)
+    for _ in range(rounds):
+        waits.alone += await setup.quiet(seconds)
+        before, began = setup.answered, now()
+        async with setup.flooded(flood):
+            await asyncio.sleep(seconds / 2)
+            waits.flooded += (fewer := await setup.quiet(seconds))
+            waits.flood_answers += setup.answered - before - len(fewer)
+            waits.flood_seconds += now() - began
+        await setup.drained()
     return waits
+
+
+def measure(flood: Load, reserve: float, rounds: int, seconds: float) -> Waits:
+    """In turns without the flood and with it, so many seconds each, which do not take that long."""
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(_measured(flood, reserve, rounds, seconds))
 
 
 def lines(flood: str, reserve: float, waits: Waits) -> Iterator[str]:
@@ -195,7 +205,7 @@ def main() -> int:
     """Print all figures."""
     for flood, load in FLOODS.items():
         for reserve in (QueueLimits().reserve, 0.5, 0.0):
-            print(*lines(flood, reserve, asyncio.run(measure(load, reserve, 3, 4.0))), sep="\n", flush=True)
+            print(*lines(flood, reserve, measure(load, reserve, 3, 10.0)), sep="\n", flush=True)
     return 0
 
 
