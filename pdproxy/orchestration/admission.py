@@ -13,23 +13,18 @@ T = TypeVar("T")
 class Admission:
     """One prompt on its way through the queue; to be ended on every exit.
 
-    Args:
-        prompt_tokens: about how many a node has to compute for it.
-
     Attributes:
         runs: it counts among those that run.
     """
 
-    __slots__ = ("_asked", "_clock", "_computing", "_over_share", "_queue", "_tokens", "_waiter", "runs")
+    __slots__ = ("_asked", "_clock", "_computing", "_queue", "_waiter", "runs")
 
-    def __init__(self, queue: RequestQueue, clock: Clock, asked: Asked, prompt_tokens: int = 0) -> None:
+    def __init__(self, queue: RequestQueue, clock: Clock, asked: Asked) -> None:
         self._queue = queue
         self._clock = clock
         self._asked = asked
-        self._tokens = prompt_tokens
         self._waiter: Waiter | None = None
         self._computing: str | None = None
-        self._over_share = False
         self.runs = False
 
     async def begin(self, attempt: Callable[[bool], T | None], lane: Callable[[], str]) -> T:
@@ -48,13 +43,13 @@ class Admission:
         """A node is to compute the prompt; not the one of an earlier plan any more."""
         self._drop()
         self._computing = node
-        self._queue.backlog.add(node, self._tokens, self._clock.now(), over_share=self._over_share)
+        self._queue.backlog.add(node, self._asked.key, self._asked.prompt, self._clock.now())
 
     def computed(self) -> None:
         """The prompt is computed: there may be room for one that waits. Idempotent."""
         node, self._computing = self._computing, None
         if node is not None:
-            self._queue.backlog.computed(node, self._tokens, self._clock.now(), over_share=self._over_share)
+            self._queue.backlog.computed(node, self._asked.key, self._asked.prompt, self._clock.now())
             self._queue.room_changed()
 
     def used(self, tokens: int) -> None:
@@ -72,10 +67,9 @@ class Admission:
     def _drop(self) -> None:
         node, self._computing = self._computing, None
         if node is not None:
-            self._queue.backlog.drop(node, self._tokens, over_share=self._over_share)
+            self._queue.backlog.drop(node, self._asked.key, self._asked.prompt)
 
     def _start(self, attempt: Callable[[bool], T | None], begun: list[T], over_share: bool) -> bool:
-        self._over_share = over_share
         result = attempt(over_share)
         if result is not None:
             begun.append(result)

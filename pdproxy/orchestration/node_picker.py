@@ -5,7 +5,6 @@ of every request.
 """
 
 import logging
-import math
 from collections.abc import Callable
 
 from pdproxy.errors import Fault, NodeFault, PdproxyError
@@ -22,7 +21,7 @@ from pdproxy.orchestration.cache_route import CacheRoute
 from pdproxy.orchestration.client_errors import final_error, no_node_error, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext, deadline_passed
 from pdproxy.orchestration.in_flight import LegFailure, Timeline
-from pdproxy.orchestration.request_queue import PREFILL_AHEAD, Asked
+from pdproxy.orchestration.request_queue import Asked
 from pdproxy.orchestration.resources import HandOver
 from pdproxy.planning.plan import choose, plan
 from pdproxy.planning.plan_types import NoNode, Plan, PlanInput, UnknownModel
@@ -118,8 +117,7 @@ class NodePicker:
         choices, longest = sub_request.shape.choices, sub_request.shape.longest
         answer = context.in_flight.output_lengths.expected(sub_request.request.model, longest)
         self._footprint = Footprint(choices * (tokens + answer), choices)
-        asked = Asked.of(sub_request, tokens + choices * answer)
-        self.admission = Admission(context.queue, context.clock, asked, tokens)
+        self.admission = Admission(context.queue, context.clock, Asked.of(sub_request, tokens, choices * answer))
         rates = context.rates
         self._cache_route = None if rates is None else CacheRoute(context, rates, sub_request, timeline, tokens)
 
@@ -179,13 +177,10 @@ class NodePicker:
     def _may_compute(self, chosen: Plan) -> bool:
         """Whether the node that would compute the prompt may be given it, of a key that runs more than its share."""
         queue, name = self._context.queue, (chosen.prefill or chosen.decode).name
-        if queue.backlog.seconds(name, self._context.clock.now()) > PREFILL_AHEAD:
-            return False
         snapshot = self._context.pool.snapshot()
         places = snapshot.roster.served(self._sub_request.request.model).places
         names = [snapshot.nodes[place].node.name for place in (places.prefills if chosen.prefill else places.decodes)]
-        taken = [each for each in names if queue.backlog.over_share(each)]
-        return name in taken or len(taken) < math.ceil(queue.without_reserve(len(names)))
+        return queue.may_compute(name, names, self._sub_request.request.api_key)
 
     def _checked_plan(self) -> Plan:
         try:

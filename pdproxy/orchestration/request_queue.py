@@ -18,7 +18,7 @@ import collections
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from pdproxy.clock import Clock
@@ -49,7 +49,7 @@ class QueueLimits:
         concurrency: prompts that run at once.
         queue: prompts that may wait.
         queue_seconds: how long one may wait.
-        reserve: the part of all room that a key which runs more than its share leaves, while others ask; 0 for none,
+        reserve: the part of all room that keys which run more than their shares leave, while others ask; 0 for none,
             and then shares count in the queue alone.
     """
 
@@ -69,6 +69,7 @@ class Asked(NamedTuple):
         deadline: monotonic seconds by which its whole request must have ended.
         later: it is not the first prompt of its request. The request has begun, so it is not refused any more: it waits
             until the request's deadline, however many wait.
+        prompt: about how many tokens a node has to compute for it.
     """
 
     key: str
@@ -76,12 +77,13 @@ class Asked(NamedTuple):
     cost: float
     deadline: float
     later: bool = False
+    prompt: int = 0
 
     @classmethod
-    def of(cls, sub_request: SubRequest, cost: float) -> "Asked":
-        """For a prompt that costs about so much."""
+    def of(cls, sub_request: SubRequest, prompt: int, answers: int) -> "Asked":
+        """For one of about so many tokens, whose answers will have so many."""
         request = sub_request.request
-        return cls(request.api_key, request.priority, cost, request.deadline, sub_request.index > 0)
+        return cls(request.api_key, request.priority, prompt + answers, request.deadline, sub_request.index > 0, prompt)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -165,6 +167,21 @@ class RequestQueue:
         """What keys that run more than their shares may take of some room."""
         return room * (1 - self._limits.reserve)
 
+    def may_compute(self, node: str, nodes: Sequence[str], key: str) -> bool:
+        """Whether one of some nodes may be given a prompt of a key that runs more than its share.
+
+        It must be about done with those that it has, and of the nodes some are left for others: a prompt is not taken
+        back once it is computed, and all that come behind it wait. A key whose prompts are longer than those of the
+        others leaves them at least one node, where there are several.
+        """
+        now, most = self._clock.now(), math.ceil(self.without_reserve(len(nodes)))
+        if self.backlog.seconds(node, now) > PREFILL_AHEAD:
+            return False
+        if most == len(nodes) > 1 and self._shares.asks_longer(key):
+            most -= 1
+        taken = [each for each in nodes if any(self._over(key, now) for key in self.backlog.keys(each))]
+        return node in taken or len(taken) < most
+
     def check_room(self, key: str) -> None:
         """Raise the `ClientError` 429 where a prompt of a key would be refused if it came now: the queue is full."""
         if self._length and self._length >= self._limits.queue and self._to_give_way(key) is None:
@@ -173,7 +190,7 @@ class RequestQueue:
     def begin_at_once(self, asked: Asked, start: Start) -> bool:
         """Where nothing waits and there is room, one more runs: whether it does."""
         now = self._clock.now()
-        self._shares.asked(asked.key, now)
+        self._shares.asked(asked.key, now, asked.prompt)
         if self._length or self._running >= self._limits.concurrency or not self._shares.may_run(asked.key):
             return False
         over = self._over(asked.key, now)

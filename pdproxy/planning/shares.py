@@ -9,9 +9,9 @@ ask, one that runs more than its share leaves a part of the room free, and gives
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
-PRESENT_SECONDS = 600.0
+PRESENT_SECONDS = 60.0
 """For so long after its last request a key counts among those that ask."""
 
 
@@ -57,6 +57,18 @@ class LimitsByKey:
         self.changes += 1
 
 
+NEWEST_PROMPT = 0.1
+"""Its part in the mean length of its key's prompts."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Asker:
+    """A key that asks: when it did last, and how long its prompts are, in tokens."""
+
+    last: float
+    prompt: float
+
+
 class KeyShares:
     """What runs of each key, and the keys that ask. Every change is O(1).
 
@@ -66,8 +78,10 @@ class KeyShares:
 
     def __init__(self, limits: LimitsByKey) -> None:
         self._limits = limits
-        self._asked = collections.OrderedDict[str, float]()
-        """When each key asked last; the one that asked longest ago is first."""
+        self._asked = collections.OrderedDict[str, _Asker]()
+        """The one that asked longest ago is first."""
+        self._prompts = 0.0
+        """The sum of their lengths, one for each key."""
         self._costs: dict[str, float] = {}
         self._running: collections.Counter[str] = collections.Counter()
         self._total = 0.0
@@ -84,13 +98,24 @@ class KeyShares:
         most = self._limits.of(key).concurrency
         return most is None or self._running[key] < most
 
-    def asked(self, key: str, now: float) -> None:
-        """A prompt of a key has come."""
-        if key in self._asked:
-            self._asked.move_to_end(key)
-        else:
+    def asked(self, key: str, now: float, prompt: int = 0) -> None:
+        """A prompt of a key has come, of about so many tokens."""
+        asker = self._asked.get(key)
+        if asker is None:
+            self._asked[key] = _Asker(now, prompt)
+            self._prompts += prompt
             self._joined += 1
-        self._asked[key] = now
+            return
+        asker.last = now
+        longer = NEWEST_PROMPT * (prompt - asker.prompt)
+        asker.prompt += longer
+        self._prompts += longer
+        self._asked.move_to_end(key)
+
+    def asks_longer(self, key: str) -> bool:
+        """Whether a key's prompts are longer than those of all keys that ask, on the mean, each key counting once."""
+        asker = self._asked.get(key)
+        return asker is not None and asker.prompt * len(self._asked) > self._prompts
 
     def began(self, key: str, cost: float) -> None:
         """A prompt of a key runs."""
@@ -118,8 +143,8 @@ class KeyShares:
         return len(self._asked) > 1 and self._costs[key] * self._all_weights() > weight * self._total
 
     def _forget_before(self, moment: float) -> None:
-        while self._asked and next(iter(self._asked.values())) < moment:
-            self._asked.popitem(last=False)
+        while self._asked and next(iter(self._asked.values())).last < moment:
+            self._prompts -= self._asked.popitem(last=False)[1].prompt
             self._joined += 1
 
     def _all_weights(self) -> float:
@@ -138,11 +163,11 @@ MOST_NODES = 1024
 
 @dataclasses.dataclass(slots=True)
 class _Backlog:
-    """Of one node: what waits or is computed there, how much of it is of keys that run more than their shares; since
-    when it works on the next prompt; its rate's sums."""
+    """Of one node: what waits or is computed there, and of which keys; since when it works on the next prompt; its
+    rate's sums."""
 
     prompts: int = 0
-    over_share: int = 0
+    keys: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     tokens: int = 0
     since: float = 0.0
     done_tokens: float = 0.0
@@ -162,8 +187,8 @@ class PrefillBacklog:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def add(self, node: str, tokens: int, now: float, *, over_share: bool = False) -> None:
-        """A prompt is given to a node; ``over_share``: its key runs more than its share."""
+    def add(self, node: str, key: str, tokens: int, now: float) -> None:
+        """A prompt of a key is given to a node."""
         work = self._nodes.get(node)
         if work is None:
             if len(self._nodes) >= MOST_NODES:  # most have left long ago
@@ -172,22 +197,24 @@ class PrefillBacklog:
         if not work.prompts:
             work.since = now
         work.prompts += 1
-        work.over_share += over_share
+        work.keys[key] += 1
         work.tokens += tokens
 
-    def computed(self, node: str, tokens: int, now: float, *, over_share: bool = False) -> None:
+    def computed(self, node: str, key: str, tokens: int, now: float) -> None:
         """It is computed."""
         work = self._nodes[node]
         work.done_tokens += NEWEST_SHARE * (tokens - work.done_tokens)
         work.done_seconds += NEWEST_SHARE * (now - work.since - work.done_seconds)
         work.since = now
-        self.drop(node, tokens, over_share=over_share)
+        self.drop(node, key, tokens)
 
-    def drop(self, node: str, tokens: int, *, over_share: bool = False) -> None:
+    def drop(self, node: str, key: str, tokens: int) -> None:
         """It is not to be computed there any more."""
         work = self._nodes[node]
         work.prompts -= 1
-        work.over_share -= over_share
+        work.keys[key] -= 1
+        if not work.keys[key]:
+            del work.keys[key]
         work.tokens -= tokens
 
     def seconds(self, node: str, now: float) -> float:
@@ -200,7 +227,7 @@ class PrefillBacklog:
         seconds = work.tokens * work.done_seconds / work.done_tokens
         return seconds - min(now - work.since, seconds / work.prompts)
 
-    def over_share(self, node: str) -> bool:
-        """Whether a node has any prompt of a key that runs more than its share."""
+    def keys(self, node: str) -> Collection[str]:
+        """The keys whose prompts a node has."""
         work = self._nodes.get(node)
-        return work is not None and work.over_share > 0
+        return () if work is None else work.keys.keys()

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import random
 import statistics
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -43,10 +44,10 @@ class Load:
     """Requests of one key.
 
     Attributes:
-        prompt: in tokens.
+        prompt: in tokens, on the mean; by up to half more or less.
         answer: in tokens.
         callers: how many ask at once, each again when it has its answer.
-        pause: seconds between an answer and a caller's next request.
+        pause: seconds between an answer and a caller's next request, on the mean (exponential).
     """
 
     key: str
@@ -56,7 +57,7 @@ class Load:
     pause: float = 0.0
 
 
-QUIET = (Load("alice", 80, 4, 1, 0.09), Load("bob", 120, 4, 1, 0.11))
+QUIET = tuple(Load(key, 100, 4, 1, 1.5) for key in ("alice", "bob", "carol"))
 FLOODS = {
     "short prompts, long answers": Load("flood", 40, 20, 100),
     "long prompts, short answers": Load("flood", 160, 2, 100),
@@ -101,13 +102,16 @@ class FloodSetup:
         self._background_tasks = BackgroundTasks(self._context)
         self._orchestrator = Orchestrator(self._context, self._background_tasks)
         self._names = itertools.count()
+        self._dice = random.Random(1)
         self._now = clock.now
         self.answered = 0
 
     async def drained(self) -> None:
         """Nothing runs any more, and nothing is held."""
-        while any(node.running for node in self.nodes) or self._background_tasks:
+        for _ in range(100):
             await asyncio.sleep(0.1)
+        assert not any(node.running for node in self.nodes)
+        assert len(self._background_tasks) == 0
         assert self._context.queue.status().running == self._context.queue.status().waiting == 0
 
     async def ask(self, load: Load) -> float:
@@ -147,7 +151,7 @@ class FloodSetup:
         end, waits = self._now() + seconds, []
         while self._now() < end:
             waits.append(await self.ask(load))
-            await asyncio.sleep(load.pause)
+            await asyncio.sleep(self._dice.expovariate(1 / load.pause))
         return waits
 
     async def _again_and_again(self, load: Load) -> None:
@@ -157,7 +161,7 @@ class FloodSetup:
     def _request(self, load: Load) -> ClientRequest:
         now = self._now()
         number = next(self._names)
-        prompt = f"{number:04} ".ljust(load.prompt * 4, "x")
+        prompt = f"{number:04} ".ljust(round(load.prompt * 4 * self._dice.uniform(0.5, 1.5)), "x")
         body: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": load.answer, "stream": True}
         body |= {"temperature": 0}
         return ClientRequest(
@@ -205,7 +209,7 @@ def main() -> int:
     """Print all figures."""
     for flood, load in FLOODS.items():
         for reserve in (QueueLimits().reserve, 0.5, 0.0):
-            print(*lines(flood, reserve, measure(load, reserve, 3, 10.0)), sep="\n", flush=True)
+            print(*lines(flood, reserve, measure(load, reserve, 3, 40.0)), sep="\n", flush=True)
     return 0
 
 

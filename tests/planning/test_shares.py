@@ -65,6 +65,24 @@ def test_a_key_that_asks_no_more_counts_no_more() -> None:
     assert shares.over("a", PRESENT_SECONDS + 0.3)
 
 
+def test_keys_whose_prompts_are_longer_than_the_others_are_known() -> None:
+    shares = KeyShares(LimitsByKey())
+    for _ in range(100):
+        shares.asked("flood", 0.0, 300)
+    assert not shares.asks_longer("flood"), "it is alone"
+    shares.asked("quiet", 0.0, 100)
+    assert (shares.asks_longer("flood"), shares.asks_longer("quiet")) == (True, False)
+    for _ in range(100):
+        shares.asked("quiet", PRESENT_SECONDS, 500)
+    assert (shares.asks_longer("flood"), shares.asks_longer("quiet")) == (False, True)
+    shares.asked("third", 2 * PRESENT_SECONDS, 900)
+    shares.began("third", 1.0)
+    assert shares.over("third", 2 * PRESENT_SECONDS)
+    assert (shares.asks_longer("flood"), shares.asks_longer("quiet"), shares.asks_longer("third")) == (
+        False, False, True,
+    )  # fmt: skip
+
+
 def test_a_keys_own_limit_counts_its_prompts() -> None:
     limits = LimitsByKey({"a": KeyLimits(concurrency=2)})
     shares = KeyShares(limits)
@@ -95,35 +113,36 @@ def test_not_all_keys_are_over_their_shares_and_nothing_is_left(prompts: list[tu
 def test_how_long_a_node_needs_is_learned_from_what_it_has_computed() -> None:
     backlog = PrefillBacklog()
     assert backlog.seconds("n", 0.0) == 0.0
-    backlog.add("n", 1000, 0.0)
+    backlog.add("n", "k", 1000, 0.0)
     assert backlog.seconds("n", 0.5) == math.inf
-    backlog.add("n", 1000, 1.0)
-    backlog.computed("n", 1000, 2.0)
+    backlog.add("n", "k", 1000, 1.0)
+    backlog.computed("n", "k", 1000, 2.0)
     assert backlog.seconds("n", 2.0) == 2.0, "a thousand tokens took it two seconds"
     assert backlog.seconds("n", 3.5) == 0.5
     assert backlog.seconds("n", 9.0) == 0.0, "late, but not before its time"
-    backlog.drop("n", 1000)
-    backlog.add("n", 500, 20.0)
-    backlog.add("n", 500, 20.0)
+    backlog.drop("n", "k", 1000)
+    backlog.add("n", "k", 500, 20.0)
+    backlog.add("n", "k", 500, 20.0)
     assert backlog.seconds("n", 20.0) == 2.0
     assert backlog.seconds("n", 30.0) == 1.0, "what comes after the one that it computes is still whole"
 
 
-def test_nodes_with_prompts_of_a_key_over_its_share_are_known() -> None:
+def test_the_keys_whose_prompts_a_node_has_are_known() -> None:
     backlog = PrefillBacklog()
-    backlog.add("n", 10, 0.0, over_share=True)
-    backlog.add("n", 10, 0.0)
-    assert backlog.over_share("n")
-    backlog.computed("n", 10, 1.0, over_share=True)
-    assert not backlog.over_share("n")
-    assert not backlog.over_share("another")
+    for key in ("a", "a", "b"):
+        backlog.add("n", key, 10, 0.0)
+    backlog.computed("n", "a", 10, 1.0)
+    assert set(backlog.keys("n")) == {"a", "b"}
+    backlog.drop("n", "a", 10)
+    assert set(backlog.keys("n")) == {"b"}
+    assert not backlog.keys("another")
 
 
 def test_nodes_that_have_left_are_forgotten() -> None:
     backlog = PrefillBacklog()
-    backlog.add("stays", 10, 0.0)
+    backlog.add("stays", "k", 10, 0.0)
     for number in range(3 * MOST_NODES):
-        backlog.add(f"n{number}", 1, 0.0)
-        backlog.computed(f"n{number}", 1, 0.0)
+        backlog.add(f"n{number}", "k", 1, 0.0)
+        backlog.computed(f"n{number}", "k", 1, 0.0)
     assert len(backlog) <= MOST_NODES
     assert backlog.seconds("stays", 0.0) == math.inf
