@@ -179,8 +179,8 @@ class RequestQueue:
             return False
         if most == len(nodes) > 1 and self._shares.asks_longer(key):
             most -= 1
-        taken = [each for each in nodes if any(self._over(key, now) for key in self.backlog.keys(each))]
-        return node in taken or len(taken) < most
+        taken = {each for each in nodes if any(self._over(key, now) for key in self.backlog.keys(each))}
+        return len(taken | {node}) <= most
 
     def check_room(self, key: str) -> None:
         """Raise the `ClientError` 429 where a prompt of a key would be refused if it came now: the queue is full."""
