@@ -134,7 +134,9 @@ class RequestHandler:
                 api_key = self.keys.api_key(context.headers)
                 stack.enter_context(self.open_requests.one_open(api_key))
                 self.orchestrator.check_room(api_key.name)
-                reservation = self.budget.reserve(api_key.name, promised_length(context.headers))
+                promised = promised_length(context.headers)
+                fits = promised <= self.config.body_bytes  # one that never will is refused for that
+                reservation = self.budget.reserve(api_key.name, promised if fits else 0)
                 charge = None if api_key.limits is NO_LIMITS else self.rates.begin(api_key)
             except ClientError as error:
                 if error.status == 429:

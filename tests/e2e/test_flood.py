@@ -57,16 +57,13 @@ class Seen:
 
     def show(self) -> None:
         """Print the figures."""
-        alone = self.waits[Moment.ALONE]
         for moment, waits in self.waits.items():
             if waits:
-                ratio, worst = self.median(moment) / self.median(Moment.ALONE), max(waits) / max(alone)
+                ratio, worst = (part(waits) / part(self.waits[Moment.ALONE]) for part in (statistics.median, max))
                 answers, seconds = self.flood[moment]
-                rate = answers / seconds if seconds else 0.0
-                print(
-                    f"{moment}: first token after {self.median(moment):.2f} s ({ratio:.2f} x), at most {max(waits):.2f} s"
-                )
-                print(f"    ({worst:.2f} x), of {len(waits)}; {rate:.1f} answers a second to the other key")
+                print(f"{moment}: first token after {statistics.median(waits):.2f} s ({ratio:.2f} x),")
+                print(f"    at most {max(waits):.2f} s ({worst:.2f} x), of {len(waits)};")
+                print(f"    {answers / seconds if seconds else 0:.1f} answers a second to the other key")
 
 
 @pytest.fixture(scope="module")

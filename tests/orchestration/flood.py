@@ -208,8 +208,8 @@ def lines(flood: str, reserve: float, waits: Waits) -> Iterator[str]:
 def main() -> int:
     """Print all figures."""
     for flood, load in FLOODS.items():
-        for reserve in (QueueLimits().reserve, 0.5, 0.0):
-            print(*lines(flood, reserve, measure(load, reserve, 3, 40.0)), sep="\n", flush=True)
+        for reserve in (QueueLimits().reserve, 0.0):
+            print(*lines(flood, reserve, measure(load, reserve, 1, 40.0 if reserve else 20.0)), sep="\n", flush=True)
     return 0
 
 
