@@ -159,7 +159,7 @@ def parse_key_lines(lines: Iterable[str]) -> dict[bytes, ApiKey]:
             if known.setdefault(limit, value) != value:
                 why = f"keys of one name have their limits together, and {limit} is another on an earlier line"
                 raise SettingsError(f"{where}: {why}. Write it on one of them, or the same on each.")
-    made = {name: ApiKey(name, KeyLimits(**known)) for name, known in limits.items()}
+    made = {name: ApiKey(name, KeyLimits(**known) if known else NO_LIMITS) for name, known in limits.items()}
     return {digest: made[name] for digest, name in names.items()}
 
 
