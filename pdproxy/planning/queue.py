@@ -91,26 +91,30 @@ class FairQueue(Generic[W]):
 
     def head(self, now: float, may_go: Callable[[str], bool] = lambda _: True) -> W | None:
         """The one that goes next, of the keys that may; None where none waits. Those that are past their deadline are
-        removed. Each key that is passed over costs O(log n)."""
-        passed = list[tuple[int, float, int, _Flow[W]]]()
-        try:
-            while self._heap:
-                _, _, token, flow = self._heap[0]
-                if token != flow.token:
-                    heapq.heappop(self._heap)
-                    continue
+        removed. Where the first key may not go, all are looked at: O(n) in the number of keys."""
+        while self._heap:
+            _, _, token, flow = self._heap[0]
+            if token != flow.token:
+                heapq.heappop(self._heap)
+                continue
+            entry: W | None = next(iter(flow.entries))
+            if entry is not None and not may_go(entry.key):
+                entry = self._first_that(may_go)
+            if entry is None or entry.deadline > now:
+                return entry
+            self.remove(entry)
+            self._expired(entry)
+        return None
+
+    def _first_that(self, may_go: Callable[[str], bool]) -> W | None:
+        first = found = None
+        for item in self._heap:
+            flow = item[3]
+            if item[2] == flow.token and (first is None or item < first):
                 entry = next(iter(flow.entries))
-                if entry.deadline <= now:
-                    self.remove(entry)
-                    self._expired(entry)
-                elif may_go(entry.key):
-                    return entry
-                else:
-                    passed.append(heapq.heappop(self._heap))
-            return None
-        finally:
-            for item in passed:
-                heapq.heappush(self._heap, item)
+                if may_go(entry.key):
+                    first, found = item, entry
+        return found
 
     def served(self, entry: W, weight: float = 1.0) -> None:
         """It goes: it waits no more, and its key's share is charged."""
