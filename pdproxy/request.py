@@ -91,6 +91,7 @@ class ClientRequest:
         left: whether the client has disconnected; a request that is cancelled while it has not was cancelled by us.
         session: a hash of the key of its session and its client's name, 64 bits; None where it names none.
         api_key: the name of the client's API key; never the key itself.
+        on_usage: called with the tokens of a prompt and of its answers, once its node has told them.
     """
 
     request_id: str
@@ -105,6 +106,7 @@ class ClientRequest:
     left: Callable[[], bool]
     session: int | None = None
     api_key: str = ""
+    on_usage: Callable[[int, int], None] = lambda _prompt, _completion: None
 
 
 class Addition(enum.StrEnum):

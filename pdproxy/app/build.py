@@ -20,8 +20,9 @@ from pdproxy.app.sizing import SizingWatch
 from pdproxy.clock import Clock, SystemClock
 from pdproxy.credential import Secret
 from pdproxy.intake.api_app import ApiApp, AsgiApp
-from pdproxy.intake.auth import KeyLimits
+from pdproxy.intake.auth import OpenRequests
 from pdproxy.intake.handler import HandlerConfig, RequestHandler
+from pdproxy.intake.rate_limits import RateLimits
 from pdproxy.intake.request_context import BodyBudget
 from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
@@ -47,6 +48,7 @@ from pdproxy.orchestration.text_prefix_source import TextPrefixSource
 from pdproxy.planning.demand import Wanted
 from pdproxy.planning.policies import policy_named
 from pdproxy.planning.rates import Rates
+from pdproxy.planning.shares import LimitsByKey
 from pdproxy.settings.model import ConfiguredNode, Settings
 from pdproxy.settings.types import BY_CACHE, FirstHandOver
 from pdproxy.transport.port import Transport
@@ -78,7 +80,7 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     for collector in (PROCESS_COLLECTOR, PLATFORM_COLLECTOR, GC_COLLECTOR):
         registry.register(collector)
     metrics = Metrics(registry)
-    secrets = Secrets(settings, files := FileWatcher(clock, metrics))
+    secrets = Secrets(settings, files := FileWatcher(clock, metrics), metrics)
     headers = secrets.credential.headers
     pool = _pool(settings, clock, metrics)
     sources = Sources(settings.discovery, clock, host)
@@ -89,7 +91,8 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     drainer = Drainer(pool, clock, settings.deadlines.drain)
     rates = Rates()
     events = kv_events(settings, pool, transport, clock, metrics, headers, rates)
-    context = _orchestration_context(settings, transport, pool, metrics, clock, events, rates, tracer)
+    limits = secrets.keys.limits
+    context = _orchestration_context(settings, transport, pool, metrics, clock, events, rates, limits, tracer)
     background_tasks = BackgroundTasks(context)
     orchestrator = Orchestrator(context, background_tasks)
     handler = _request_handler(settings, orchestrator, context, secrets)
@@ -156,15 +159,24 @@ def _orchestration_context(
     clock: Clock,
     events: KvEvents | None,
     rates: Rates,
+    limits: LimitsByKey,
     tracer: Tracer | None,
 ) -> OrchestrationContext:
     config = orchestration_config(settings)
     if settings.policy.routing not in BY_CACHE:
-        return OrchestrationContext(transport, pool, metrics, clock, config, tracer=tracer)
+        return OrchestrationContext(transport, pool, metrics, clock, config, key_limits=limits, tracer=tracer)
     estimate = TextPrefixSource(pool, clock)
     source = CombinedSource(events.source, estimate) if events else estimate
     return OrchestrationContext(
-        transport, pool, metrics, clock, config, rates=rates, prefix_source=source, tracer=tracer
+        transport,
+        pool,
+        metrics,
+        clock,
+        config,
+        rates=rates,
+        prefix_source=source,
+        key_limits=limits,
+        tracer=tracer,
     )
 
 
@@ -186,7 +198,7 @@ def orchestration_config(settings: Settings) -> OrchestrationConfig:
         local_below_tokens=policy.local_below_tokens,
         routing_policy=policy_named(policy.routing, policy.itl_budget),
         ticket_life=policy.ticket_life,
-        queue=QueueLimits(limits.concurrency, limits.queue, limits.queue_seconds),
+        queue=QueueLimits(limits.concurrency, limits.queue, limits.queue_seconds, limits.reserve),
         decode_fill=limits.decode_fill,
     )
 
@@ -195,7 +207,8 @@ def _request_handler(
     settings: Settings, orchestrator: Orchestrator, context: OrchestrationContext, secrets: Secrets
 ) -> RequestHandler:
     limits, metrics = settings.limits, context.metrics
-    key_limits, budget = KeyLimits(limits.key_concurrency, metrics), BodyBudget(limits.held_bytes, metrics)
+    open_requests, budget = OpenRequests(limits.key_concurrency, metrics), BodyBudget(limits.held_bytes, metrics)
+    rates = RateLimits(context.clock, metrics)
     config = HandlerConfig(
         body_bytes=limits.body_bytes,
         upload_seconds=settings.deadlines.stall,
@@ -204,7 +217,7 @@ def _request_handler(
         own=secrets.credential,
         routing=settings.policy.routing,
     )
-    return RequestHandler(secrets.keys, key_limits, budget, orchestrator, context.pool, context.clock, config)
+    return RequestHandler(secrets.keys, open_requests, rates, budget, orchestrator, context.pool, context.clock, config)
 
 
 def _admin_context(

@@ -17,6 +17,7 @@ from pdproxy.nodes.discovery.file import FileSource
 from pdproxy.nodes.discovery.source import Source, Template
 from pdproxy.nodes.node import Role
 from pdproxy.observe.labels import WatchedSetting
+from pdproxy.observe.metrics import Metrics
 from pdproxy.settings.model import Discovery, Settings, Upstream
 from pdproxy.settings.types import DiscoveryKind
 from pdproxy.transport.h1_client import H1Transport
@@ -148,15 +149,21 @@ class Secrets:
         SettingsError: one of these files cannot be used.
     """
 
-    def __init__(self, settings: Settings, files: FileWatcher) -> None:
+    def __init__(self, settings: Settings, files: FileWatcher, metrics: Metrics) -> None:
+        self._metrics = metrics
         self.keys, self.admin_token, self.credential = ApiKeys(), Secret(), Secret()
         path = settings.keys.file
-        files.add(WatchedSetting.KEYS, (path,), lambda: self.keys.replace(read_keys(path)))
+        files.add(WatchedSetting.KEYS, (path,), lambda: self._accept(read_keys(path)))
         for secret, setting, file in (
             (self.admin_token, WatchedSetting.ADMIN_TOKEN, settings.listen.admin_token_file),
             (self.credential, WatchedSetting.CREDENTIAL, settings.upstream.credential_file),
         ):
             files.add(setting, (file,), functools.partial(_replace, secret, file, setting))
+
+    def _accept(self, keys: ApiKeys) -> None:
+        self.keys.replace(keys)
+        for name in sorted(keys.names()):
+            self._metrics.keys.known(name)
 
 
 def _replace(secret: Secret, path: Path | None, setting: WatchedSetting) -> None:

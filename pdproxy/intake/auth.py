@@ -6,8 +6,9 @@ import hashlib
 import re
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from pdproxy.credential import read_text
 from pdproxy.errors import ClientError, SettingsError
@@ -15,32 +16,43 @@ from pdproxy.nodes.node import RANK_HEADER
 from pdproxy.observe.labels import Rejection
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.client_errors import rejected_error
+from pdproxy.planning.shares import NO_LIMITS, KeyLimits, LimitsByKey
 from pdproxy.request import HOP_BY_HOP, Headers, Json, header
 from pdproxy.settings.types import Credential
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A client's key. ``limit``: requests that keys of this name may have open at once; None: no limit of its own."""
+    """A client's key, by its name: all keys of one name have their limits together."""
 
     name: str
-    limit: int | None = None
+    limits: KeyLimits = NO_LIMITS
 
 
 ANONYMOUS = ApiKey("anonymous")
+"""Every client where no key is asked for: nothing tells them apart."""
 
 
-@dataclasses.dataclass(slots=True)
 class ApiKeys:
     """The accepted keys, by their digests; without any, every request is accepted. `replace` them while requests run:
     a request is asked for its key once, when it comes.
+
+    Attributes:
+        limits: by the keys' names.
     """
 
-    by_digest: Mapping[bytes, ApiKey] = dataclasses.field(default_factory=dict)
+    def __init__(self, by_digest: Mapping[bytes, ApiKey] | None = None) -> None:
+        self.by_digest = dict(by_digest or {})
+        self.limits = LimitsByKey({key.name: key.limits for key in self.by_digest.values()})
 
     def replace(self, keys: "ApiKeys") -> None:
-        """Accept those keys, and no others, from now on."""
+        """Accept those keys, and no others, from now on. Their limits hold at once, also for what waits."""
         self.by_digest = keys.by_digest
+        self.limits.replace(keys.limits)
+
+    def names(self) -> set[str]:
+        """Of all keys."""
+        return {key.name for key in self.by_digest.values()}
 
     def api_key(self, headers: Headers) -> ApiKey:
         """The key that a request carries.
@@ -62,8 +74,8 @@ class ApiKeys:
         return found
 
 
-class KeyLimits:
-    """How many requests of each API key are open: they run, or wait.
+class OpenRequests:
+    """How many requests of each API key are open: they are being sent, run, or wait.
 
     ``limit``: of a key that has none of its own; 0 for none.
     """
@@ -80,9 +92,9 @@ class KeyLimits:
         Raises:
             ClientError: 429: the key has as many as it may.
         """
-        limit, name = api_key.limit or (self._limit if api_key is not ANONYMOUS else 0), api_key.name
+        limit, name = api_key.limits.open or (self._limit if api_key is not ANONYMOUS else 0), api_key.name
         if limit and self._open[name] >= limit:
-            self._metrics.rejected(Rejection.KEY_LIMIT)
+            self._metrics.rejected(Rejection.KEY_LIMIT, name)
             text = f"This API key may have {limit} requests open at once."
             raise rejected_error(Rejection.KEY_LIMIT, text, 1)
         self._open[name] += 1
@@ -112,29 +124,77 @@ def read_keys(path: Path | None) -> ApiKeys:
         SettingsError: the file cannot be read, holds no key, or a line is wrong (by its number; never the key itself).
     """
     if path is None:
-        return ApiKeys({})
-    by_digest = dict(parse_key_lines(read_text(path, "keys.file").splitlines()))
-    if not by_digest:
+        return ApiKeys()
+    keys = parse_key_lines(read_text(path, "keys.file").splitlines())
+    if not keys:
         raise SettingsError(
             f"keys.file: {path} holds no key: every request would be refused. Leave the setting out to accept all."
         )
-    return ApiKeys(by_digest)
+    return ApiKeys(keys)
 
 
-def parse_key_lines(lines: Iterable[str]) -> Iterable[tuple[bytes, ApiKey]]:
-    """The digest and the key of each line.
+_FORM = "write 'key [name [limits]]', such as 'sk-… alice weight=2 concurrency=8'; what follows a '#' is a comment"
+
+
+def parse_key_lines(lines: Iterable[str]) -> dict[bytes, ApiKey]:
+    """The keys by their digests.
+
+    Limits belong to a name: they stand on one of its lines, or are the same on each.
 
     Raises:
-        SettingsError: a line with more than three words or a limit that is no positive number.
+        SettingsError: a limit is unknown, is no number that it can be, or differs from that of another line.
     """
+    names: dict[bytes, str] = {}
+    limits: dict[str, dict[str, Any]] = {}
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
-        if len(words) > 3 or (len(words) == 3 and not (words[2].isdecimal() and int(words[2]) > 0)):
-            raise SettingsError(f"keys.file, line {number}: write 'key [name [limit]]', with a limit of 1 or more.")
+        where = f"keys.file, line {number}"
         name = words[1] if len(words) > 1 else f"line-{number}"
-        yield key_digest(words[0]), ApiKey(name, int(words[2]) if len(words) == 3 else None)
+        names[key_digest(words[0])] = name
+        known = limits.setdefault(name, {})
+        for word in words[2:]:
+            limit, value = _limit(word, where)
+            if known.setdefault(limit, value) != value:
+                why = f"keys of one name have their limits together, and {limit} is another on an earlier line"
+                raise SettingsError(f"{where}: {why}. Write it on one of them, or the same on each.")
+    made = {name: ApiKey(name, KeyLimits(**known) if known else NO_LIMITS) for name, known in limits.items()}
+    return {digest: made[name] for digest, name in names.items()}
+
+
+_COUNT = re.compile(r"([0-9]{1,15})([kM]?)")
+_UNITS = {"": 1, "k": 1000, "M": 1_000_000}
+
+
+def _count(text: str) -> int | None:
+    """A whole number of 1 or more, such as 200 or 200k."""
+    match = _COUNT.fullmatch(text)
+    return (int(match[1]) * _UNITS[match[2]] or None) if match else None
+
+
+def _weight(text: str) -> float | None:
+    match = re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", text)
+    return (float(text) or None) if match else None
+
+
+_KINDS: Mapping[str, tuple[Callable[[str], float | None], str]] = {
+    field.name: (_count, "a whole number of 1 or more, such as 200 or 200k") for field in dataclasses.fields(KeyLimits)
+} | {"weight": (_weight, "a number above 0, such as 2 or 0.5")}
+
+
+def _limit(word: str, where: str) -> tuple[str, float]:
+    """The name of a limit and its value. A number alone is `open`. No word is quoted: it might be a key."""
+    limit, given, text = word.partition("=")
+    if not given:
+        limit, text = "open", word
+    if limit not in _KINDS:
+        raise SettingsError(f"{where}: there is no such limit. Limits are {', '.join(_KINDS)}; {_FORM}.")
+    parse, kind = _KINDS[limit]
+    value = parse(text)
+    if value is None:
+        raise SettingsError(f"{where}: {limit} must be {kind}; {_FORM}.")
+    return limit, value
 
 
 _USABLE = re.compile(r"[A-Za-z0-9._:-]{1,128}")

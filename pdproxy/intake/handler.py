@@ -1,27 +1,33 @@
 """What intake does for a request: authenticate, read the body, get it answered, send the answer."""
 
 import asyncio
+import contextlib
 import dataclasses
 import re
+from collections.abc import Iterator
 
 from pdproxy.clock import Clock
 from pdproxy.credential import Secret
 from pdproxy.errors import ClientError
-from pdproxy.intake.auth import ApiKey, ApiKeys, KeyLimits, headers_for_node, priority_of
+from pdproxy.intake.auth import ANONYMOUS, ApiKey, ApiKeys, OpenRequests, headers_for_node, priority_of
+from pdproxy.intake.rate_limits import RateCharge, RateLimits
 from pdproxy.intake.request_context import (
     BodyBudget,
     DisconnectWatcher,
     RequestContext,
     Reservation,
+    promised_length,
     read_body,
     send_head,
     send_whole,
+    unread,
 )
 from pdproxy.intake.session import session_of
 from pdproxy.legs.parse import check_values, parse, scrub
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.orchestrator import Orchestrator
+from pdproxy.planning.shares import NO_LIMITS
 from pdproxy.request import ClientRequest, Endpoint, Headers, Json, read_json
 from pdproxy.response import ProxyResponse
 from pdproxy.settings.types import BY_CACHE, Credential, Routing
@@ -54,11 +60,21 @@ class HandlerConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class _Admitted:
+    """A request whose body may be read; ``charge``: of its key's rates, where that has such."""
+
+    api_key: ApiKey
+    reservation: Reservation
+    charge: RateCharge | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class RequestHandler:
     """Answers one request: what `ApiApp` routes to it."""
 
     keys: ApiKeys
-    key_limits: KeyLimits
+    open_requests: OpenRequests
+    rates: RateLimits
     budget: BodyBudget
     orchestrator: Orchestrator
     pool: Pool
@@ -72,18 +88,20 @@ class RequestHandler:
             ClientError: what the client did wrong, or why it cannot be served.
             ClientGone: the client has disconnected.
         """
-        api_key = self.keys.api_key(context.headers)
         arrived = self.clock.now()
-        with self.budget.reserve() as reservation:
-            body = scrub(parse(endpoint, await self._read(context, reservation)))
+        with self._admitted(context) as admitted:
+            api_key = admitted.api_key
+            body = scrub(parse(endpoint, await self._read(context, admitted.reservation)))
             watcher = DisconnectWatcher(context.receive)
             request = self._request(context, endpoint, body, arrived, watcher, api_key)
             if self.config.routing in _BY_SESSION:
                 session = session_of(context.headers, body, api_key.name)
                 request = dataclasses.replace(request, session=session)
-            with self.key_limits.one_open(api_key):
-                async with watcher:
-                    await self._respond(context, await self.orchestrator.answer(request))
+            if admitted.charge is not None:
+                self._expect(admitted.charge, api_key, endpoint, body)
+                request = dataclasses.replace(request, on_usage=admitted.charge.used)
+            async with watcher:
+                await self._respond(context, await self.orchestrator.answer(request), admitted.charge)
 
     async def forward(self, context: RequestContext) -> None:
         """Have one node answer a request that the proxy does not understand.
@@ -91,18 +109,50 @@ class RequestHandler:
         Raises:
             ClientError, ClientGone: as `generate`.
         """
-        api_key = self.keys.api_key(context.headers)
         deadline = self.clock.now() + self.config.request_seconds
-        with self.budget.reserve() as reservation:
-            raw = await self._read(context, reservation)
+        with self._admitted(context) as admitted:
+            raw = await self._read(context, admitted.reservation)
             path = f"{context.path}?{context.query}" if context.query else context.path
             watcher = DisconnectWatcher(context.receive)
             headers = self._node_headers(context)
-            model, key = model_of(raw), api_key.name
+            model, key = model_of(raw), admitted.api_key.name
             request = ForwardRequest(context.method, path, headers, raw, model, deadline, watcher.left, key)
-            with self.key_limits.one_open(api_key):
-                async with watcher:
-                    await self._respond(context, await self.orchestrator.forward(request))
+            async with watcher:
+                await self._respond(context, await self.orchestrator.forward(request), admitted.charge)
+
+    @contextlib.contextmanager
+    def _admitted(self, context: RequestContext) -> Iterator[_Admitted]:
+        """What is decided before the body is read: by the key, its limits, the room for bodies and in the queue.
+
+        Raises:
+            ClientError: 401, 429: it is not to be read.
+        """
+        with contextlib.ExitStack() as stack:
+            api_key = ANONYMOUS
+            try:
+                api_key = self.keys.api_key(context.headers)
+                stack.enter_context(self.open_requests.one_open(api_key))
+                self.orchestrator.check_room(api_key.name)
+                promised = promised_length(context.headers)
+                fits = promised <= self.config.body_bytes  # one that never will is refused for that
+                reservation = self.budget.reserve(api_key.name, promised if fits else 0)
+                charge = None if api_key.limits is NO_LIMITS else self.rates.begin(api_key)
+            except ClientError as error:
+                if error.status == 429:
+                    self.orchestrator.turned_away(context.endpoint, api_key.name)
+                raise unread(error, context.headers) from None
+            stack.enter_context(reservation)
+            if charge is not None:
+                stack.callback(charge.settle)
+            yield _Admitted(api_key, reservation, charge)
+
+    def _expect(self, charge: RateCharge, api_key: ApiKey, endpoint: Endpoint, body: Json) -> None:
+        """The tokens of a request are known now, about; raises the `ClientError` 429 where they are not left."""
+        try:
+            charge.expect(*self.orchestrator.expected_tokens(endpoint, body))
+        except ClientError:
+            self.orchestrator.turned_away(endpoint, api_key.name)
+            raise
 
     async def _read(self, context: RequestContext, reservation: Reservation) -> bytes:
         try:
@@ -138,8 +188,12 @@ class RequestHandler:
     def _node_headers(self, context: RequestContext) -> Headers:
         return headers_for_node(context.headers, context.request_id, self.config.credential, self.config.own.word)
 
-    async def _respond(self, context: RequestContext, response: ProxyResponse) -> None:
+    async def _respond(self, context: RequestContext, response: ProxyResponse, charge: RateCharge | None) -> None:
         headers = (*response.headers, ("x-request-id", context.request_id))
+        if charge is not None:
+            headers = (*headers, *charge.headers())
+            if response.status < 400:
+                charge.answered()
         if isinstance(response.body, bytes):
             await send_whole(context.send, response.status, headers, response.body)
             return

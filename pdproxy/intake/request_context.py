@@ -43,7 +43,7 @@ async def read_body(receive: Receive, headers: Headers, limit: int, grow_to: Cal
     coding = header(headers, "content-encoding")
     if coding and coding.strip().lower() != "identity":
         raise ClientError(415, f"Send the body without content-encoding: {coding[:40]!r} is not accepted here.")
-    if int(header(headers, "content-length") or 0) > limit:
+    if promised_length(headers) > limit:
         raise _too_large(limit)
     pieces, size = [], 0
     while True:
@@ -59,6 +59,27 @@ async def read_body(receive: Receive, headers: Headers, limit: int, grow_to: Cal
             return b"".join(pieces)
 
 
+def promised_length(headers: Headers) -> int:
+    """The length of the body that a head tells; 0 where it tells none. The server has checked that it is a number."""
+    return int(header(headers, "content-length") or 0)
+
+
+SMALL_BODY = 64 * 1024
+"""Bytes: a body that is refused from its head has come by then, or is read and dropped, and its connection stays."""
+
+
+def unread(error: ClientError, headers: Headers) -> ClientError:
+    """The error for a request whose body was not read: it closes the connection, unless that body is small.
+
+    A client that waits for 100 (Continue) may send the body after all or not (RFC 9110, 10.1.1): what comes next on the
+    connection cannot be told.
+    """
+    known = header(headers, "transfer-encoding") is None and header(headers, "expect") is None
+    if (known and promised_length(headers) <= SMALL_BODY) or any(name == "connection" for name, _ in error.headers):
+        return error
+    return dataclasses.replace(error, headers=(*error.headers, ("connection", "close")))
+
+
 class BodyBudget:
     """Bounds the bytes of request bodies that are held at once, of all requests together."""
 
@@ -68,45 +89,57 @@ class BodyBudget:
         self._held = 0
         metrics.watch_bodies(lambda: self._held)
 
-    def reserve(self) -> "Reservation":
-        """For one request; empty at first."""
-        return Reservation(self)
+    def reserve(self, key: str, promised: int = 0) -> "Reservation":
+        """For one request of an API key with this name; empty at first.
 
-    def take(self, size: int) -> None:
+        ``promised``: the length that its head tells. It is not reserved, or slow clients would hold what they do not
+        send; but what has no room now is not read at all.
+
+        Raises:
+            ClientError: as `take`.
+        """
+        self._require(promised, key)
+        return Reservation(self, key)
+
+    def take(self, size: int, key: str) -> None:
         """Hold so many bytes more; a negative number gives some back.
 
         Raises:
             ClientError: 429 with Retry-After: there is no room for them.
         """
-        if self._held + size > self._limit:
+        self._require(size, key)
+        self._held += size
+
+    def _require(self, size: int, key: str) -> None:
+        if size > 0 and self._held + size > self._limit:
             text = "The requests that are here take up all the room there is for them: try again later."
             close = ("connection", "close")  # the rest of the body would otherwise be read as the next request
-            self._metrics.rejected(Rejection.BODIES_FULL)
+            self._metrics.rejected(Rejection.BODIES_FULL, key)
             raise rejected_error(Rejection.BODIES_FULL, text, 1, close)
-        self._held += size
 
 
 class Reservation:
     """The bytes that one request holds; given back at the end of the context."""
 
-    def __init__(self, budget: BodyBudget) -> None:
+    def __init__(self, budget: BodyBudget, key: str) -> None:
         self._budget = budget
+        self._key = key
         self._size = 0
 
     def grow_to(self, size: int) -> None:
-        """The body has so many bytes by now. The length that its head promises is not reserved.
+        """The body has so many bytes by now.
 
         Raises:
             ClientError: as `BodyBudget.take`.
         """
-        self._budget.take(size - self._size)
+        self._budget.take(size - self._size, self._key)
         self._size = size
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._budget.take(-self._size)
+        self._budget.take(-self._size, self._key)
         self._size = 0
 
 

@@ -22,6 +22,11 @@ class Rejection(enum.StrEnum):
     """Why a request was turned away."""
 
     KEY_LIMIT = "key_limit"
+    """Its key has as many open as it may."""
+    REQUEST_RATE = "request_rate"
+    """Its key has had as many in the last minute as it may; so with tokens, of prompts and of answers."""
+    INPUT_RATE = "input_rate"
+    OUTPUT_RATE = "output_rate"
     QUEUE_FULL = "queue_full"
     QUEUE_TIMEOUT = "queue_timeout"
     BODIES_FULL = "bodies_full"

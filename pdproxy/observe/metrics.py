@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdproxy.errors import Fault
 from pdproxy.observe.event_metrics import EventMetrics
+from pdproxy.observe.key_metrics import KeyMetrics
 from pdproxy.observe.labels import (
     Affinity,
     Attempt,
@@ -38,10 +39,12 @@ class Metrics:
         events: those of KV events and token ids.
         server: latency, in the names of OpenTelemetry's conventions.
         models: the values of the label ``model``; `model_served` adds to them.
+        keys: those of each API key.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.events, self.server, self.models = EventMetrics(registry), ServerMetrics(registry), ServedModels()
+        self.keys = KeyMetrics(registry)
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         self._requests = counter("pdproxy_requests_total", "Requests that ended.", ["endpoint", "model", "outcome"])
         self._phases = Histogram(
@@ -224,9 +227,10 @@ class Metrics:
         """Ask for the bytes of request bodies that are held whenever metrics are scraped."""
         self._bodies.set_function(held)
 
-    def rejected(self, reason: enum.StrEnum) -> None:
-        """Count a request that was turned away."""
+    def rejected(self, reason: enum.StrEnum, key: str) -> None:
+        """Count a request that was turned away; ``key``: the name of its API key."""
         self._rejected.labels(reason).inc()
+        self.keys.rejected(key, reason)
 
     def tokens(self, kind: Tokens, model: str, count: int) -> None:
         """Add tokens; counts that are not positive add nothing."""

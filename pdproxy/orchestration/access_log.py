@@ -64,6 +64,7 @@ class RequestLog:
         timeline.end()
         self._context.in_flight.end(request, outcome)
         self._context.metrics.request_ended(request.endpoint, request.model, outcome)
+        self._context.metrics.keys.request_ended(request.api_key, outcome)
         self._record_latency(outcome)
         logged = _LOG.isEnabledFor(logging.INFO)
         if logged or timeline.answer.traced:
@@ -148,11 +149,13 @@ def status_outcome(status: int) -> Outcome:
 
 
 def record_tokens(context: OrchestrationContext, sub_request: SubRequest, usage: Usage) -> None:
-    """Put the tokens of a leg's usage on the metrics."""
-    model = sub_request.request.model
-    context.metrics.tokens(Tokens.PROMPT, model, usage.prompt or 0)
-    context.metrics.tokens(Tokens.COMPLETION, model, usage.completion or 0)
-    context.metrics.tokens(Tokens.CACHED, model, usage.cached or 0)
+    """Put the tokens of a leg's usage on the metrics, and on the account of its key."""
+    request, metrics = sub_request.request, context.metrics
+    prompt, completion, cached = usage.prompt or 0, usage.completion or 0, usage.cached or 0
+    for kind, tokens in ((Tokens.PROMPT, prompt), (Tokens.COMPLETION, completion), (Tokens.CACHED, cached)):
+        metrics.tokens(kind, request.model, tokens)
+        metrics.keys.tokens(request.api_key, kind, tokens)
+    request.on_usage(prompt, completion)
 
 
 def record_usage(

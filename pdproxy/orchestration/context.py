@@ -18,6 +18,7 @@ from pdproxy.orchestration.request_queue import QueueLimits, RequestQueue
 from pdproxy.planning.demand import Decoded, Prefilled
 from pdproxy.planning.plan import LEAST_LOADED, PlanPolicy, RoutingPolicy
 from pdproxy.planning.rates import Rates
+from pdproxy.planning.shares import LimitsByKey
 from pdproxy.settings.types import Legs, OnNoDecode, OnPrefillFailure
 from pdproxy.transport.port import DeadlineHold, Timeouts, Transport
 
@@ -168,6 +169,7 @@ class OrchestrationContext:
         rates: how fast nodes are; None where the policy does not go by costs.
         work: what nodes did lately, for whoever counts them; on the way of a request it is only written down.
         prefix_source: what nodes have cached; None where nobody knows, or the policy does not ask.
+        key_limits: what each API key may have.
         tracer: makes the spans of legs; None without tracing.
     """
 
@@ -185,9 +187,10 @@ class OrchestrationContext:
     work: collections.deque[Prefilled | Decoded] = dataclasses.field(
         default_factory=lambda: collections.deque(maxlen=65536)
     )
+    key_limits: LimitsByKey = dataclasses.field(default_factory=LimitsByKey)
     tracer: Tracer | None = None
     queue: RequestQueue = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "queue", RequestQueue(self.config.queue, self.clock, self.metrics))
+        object.__setattr__(self, "queue", RequestQueue(self.config.queue, self.clock, self.metrics, self.key_limits))
         self.pool.watch_room(self.queue.room_changed)

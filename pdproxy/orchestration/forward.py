@@ -8,10 +8,11 @@ from pdproxy.failures import Blame, Moment, Step, blame
 from pdproxy.legs.calls import ANSWER_BYTES
 from pdproxy.nodes.node import Node, Role
 from pdproxy.observe.labels import Leg
+from pdproxy.orchestration.admission import Admission
 from pdproxy.orchestration.client_errors import final_error, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext, remaining_seconds
 from pdproxy.orchestration.node_picker import RetryState
-from pdproxy.orchestration.request_queue import Admission, Asked
+from pdproxy.orchestration.request_queue import Asked
 from pdproxy.planning.plan import choose
 from pdproxy.planning.plan_types import NoNode, PlanInput, UnknownModel
 from pdproxy.request import Headers
@@ -51,9 +52,9 @@ turn to run. No model has this name."""
 
 async def forward(context: OrchestrationContext, request: ForwardRequest) -> ProxyResponse:
     """The response of a decode node; raises as `Orchestrator.forward`."""
-    admission = Admission(context.queue, Asked(request.api_key, 0, 1, request.deadline))
+    admission = Admission(context.queue, context.clock, Asked(request.api_key, 0, 1, request.deadline))
     try:
-        await admission.begin(lambda: True, lambda: ANY_ROOM)
+        await admission.begin(lambda _: True, lambda: ANY_ROOM)
         return await _forward(context, request)
     finally:
         admission.end()

@@ -16,11 +16,12 @@ from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import NO_LOAD, LegLoad
 from pdproxy.observe.labels import Affinity, Leg, Move, Phase
+from pdproxy.orchestration.admission import Admission
 from pdproxy.orchestration.cache_route import CacheRoute
 from pdproxy.orchestration.client_errors import final_error, no_node_error, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext, deadline_passed
 from pdproxy.orchestration.in_flight import LegFailure, Timeline
-from pdproxy.orchestration.request_queue import Admission, Asked
+from pdproxy.orchestration.request_queue import Asked
 from pdproxy.orchestration.resources import HandOver
 from pdproxy.planning.plan import choose, plan
 from pdproxy.planning.plan_types import NoNode, Plan, PlanInput, UnknownModel
@@ -116,7 +117,7 @@ class NodePicker:
         choices, longest = sub_request.shape.choices, sub_request.shape.longest
         answer = context.in_flight.output_lengths.expected(sub_request.request.model, longest)
         self._footprint = Footprint(choices * (tokens + answer), choices)
-        self.admission = Admission(context.queue, Asked.of(sub_request, tokens))
+        self.admission = Admission(context.queue, context.clock, Asked.of(sub_request, tokens, choices * answer))
         rates = context.rates
         self._cache_route = None if rates is None else CacheRoute(context, rates, sub_request, timeline, tokens)
 
@@ -131,19 +132,23 @@ class NodePicker:
         ``acquire`` takes the decode node's slot, from the plan on, so that the plans that follow see the load.
         """
 
-        def begin() -> Plan | None:
-            chosen = self.plan_with_room()
+        def begin(over_share: bool) -> Plan | None:
+            chosen = self.plan_with_room(over_share=over_share)
             if chosen is not None:
                 self._timeline.enter(Phase.PLAN)
-                acquire(chosen.decode)
+                self._begin_plan(chosen, acquire)
             return chosen
 
         if not self.admission.runs:
             return await self.admission.begin(begin, self._wait)
         self._timeline.enter(Phase.PLAN)
         chosen = self.plan()
-        acquire(chosen.decode)
+        self._begin_plan(chosen, acquire)
         return chosen
+
+    def _begin_plan(self, chosen: Plan, acquire: Callable[[Node], object]) -> None:
+        acquire(chosen.decode)
+        self.admission.planned((chosen.prefill or chosen.decode).name)
 
     def _wait(self) -> str:
         """It has to wait; in the queue of this model: adapters and other names of one have the same."""
@@ -155,12 +160,27 @@ class NodePicker:
     def plan(self) -> Plan:
         """Which nodes now, with room if there are such; raises the `ClientError` where there are none."""
         chosen = self._checked_plan()
-        return self._recorded(self._with_room(chosen) or chosen)
+        return self._recorded(self._with_room(chosen, self._context.config.decode_fill) or chosen)
 
-    def plan_with_room(self) -> Plan | None:
-        """As `plan`; None where the decode nodes that could take the prompt have no room for it now."""
-        chosen = self._with_room(self._checked_plan())
-        return None if chosen is None else self._recorded(chosen)
+    def plan_with_room(self, *, over_share: bool = False) -> Plan | None:
+        """As `plan`; None where the decode nodes that could take the prompt have no room for it now.
+
+        ``over_share``: its key runs more than its share, and others ask. Then it leaves them some room on decode nodes
+        and some of the nodes that compute prompts, and its own one must be about done with the prompts that it has.
+        """
+        queue, most = self._context.queue, self._context.config.decode_fill
+        chosen = self._with_room(self._checked_plan(), queue.without_reserve(most) if over_share else most)
+        if chosen is None or (over_share and not self._may_compute(chosen)):
+            return None
+        return self._recorded(chosen)
+
+    def _may_compute(self, chosen: Plan) -> bool:
+        """Whether the node that would compute the prompt may be given it, of a key that runs more than its share."""
+        queue, name = self._context.queue, (chosen.prefill or chosen.decode).name
+        snapshot = self._context.pool.snapshot()
+        places = snapshot.roster.served(self._sub_request.request.model).places
+        names = [snapshot.nodes[place].node.name for place in (places.prefills if chosen.prefill else places.decodes)]
+        return queue.may_compute(name, names, self._sub_request.request.api_key)
 
     def _checked_plan(self) -> Plan:
         try:
@@ -170,9 +190,9 @@ class NodePicker:
         except NoNode as error:
             raise self._retry_state.no_node_left(error) from error
 
-    def _with_room(self, chosen: Plan) -> Plan | None:
+    def _with_room(self, chosen: Plan, most: float) -> Plan | None:
         """A plan whose decode node has room: this one, or another one that disaggregates if this one does."""
-        context, most = self._context, self._context.config.decode_fill
+        context = self._context
         if context.pool.view(chosen.decode.name).admits(self._footprint, most):
             return chosen
         like = (view for view in context.pool.snapshot().nodes if view.node.role is chosen.decode.role)
@@ -270,12 +290,14 @@ class NodePicker:
     def prefilled(self, node: Node, answer: PrefillAnswer) -> None:
         """A prefill leg went well."""
         self._fault_reporter.served(Leg.PREFILL, node.name)
+        self.admission.computed()
         if self._cache_route is not None:
             self._cache_route.prefilled(node, answer)
 
     def first_event(self, node: Node, hand_over: HandOver | None) -> None:
         """A decode leg goes well, with this ticket or without one."""
         self._fault_reporter.served(Leg.DECODE, node.name)
+        self.admission.computed()
         if self._cache_route is not None:
             self._cache_route.first_event(node, hand_over)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.legs.calls import ANSWER_BYTES, json_object
 from pdproxy.legs.parse import split
-from pdproxy.legs.shape import shape
+from pdproxy.legs.shape import estimated_prompt_tokens, shape
 from pdproxy.observe.labels import Outcome
 from pdproxy.orchestration.access_log import RequestLog, outcome_of, status_outcome
 from pdproxy.orchestration.client_errors import UpstreamErrorResponse
@@ -66,10 +66,33 @@ class Orchestrator:
         try:
             response = await forward(self._context, request)
         except BaseException as error:
-            self._context.metrics.request_ended(None, request.model, outcome_of(error, request.left))
+            self._forwarded(request, outcome_of(error, request.left))
             raise
-        self._context.metrics.request_ended(None, request.model, status_outcome(response.status))
+        self._forwarded(request, status_outcome(response.status))
         return response
+
+    def check_room(self, key: str) -> None:
+        """Raise the `ClientError` 429 where a request of a key would be refused if it came now: the queue is full."""
+        self._context.queue.check_room(key)
+
+    def turned_away(self, endpoint: Endpoint | None, key: str) -> None:
+        """Count a request that was refused before it came here, and before its model was read."""
+        self._context.metrics.request_ended(endpoint, "", Outcome.REJECTED)
+        self._context.metrics.keys.request_ended(key, Outcome.REJECTED)
+
+    def expected_tokens(self, endpoint: Endpoint, body: Json) -> tuple[int, int]:
+        """About how many tokens a request's prompts have, and its answers will have."""
+        model, lengths = str(body.get("model", "")), self._context.in_flight.output_lengths
+        prompt = answers = 0
+        for each in split(endpoint, body):
+            form = shape(endpoint, each)
+            prompt += estimated_prompt_tokens(each)
+            answers += form.choices * lengths.expected(model, form.longest)
+        return prompt, answers
+
+    def _forwarded(self, request: ForwardRequest, outcome: Outcome) -> None:
+        self._context.metrics.request_ended(None, request.model, outcome)
+        self._context.metrics.keys.request_ended(request.api_key, outcome)
 
     async def _answer(self, request: ClientRequest, log: RequestLog) -> ProxyResponse:
         upstreams = self._upstreams(request, log)

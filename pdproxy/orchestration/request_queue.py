@@ -4,19 +4,22 @@ A prompt (each of a list by itself) waits here before its first plan, holding no
 `QueueLimits.concurrency` run and a decode node has room for it. A hand-over that was begun before would keep blocks of
 a prefill node while the decode node has none. Which one goes next: `planning.queue`, apart for each model, so that full
 nodes of one model delay no other's requests. The one that goes next goes alone: a smaller one behind it does not pass,
-or a long prompt would never fit.
+or a long prompt would never fit. Passed are only prompts of a key that runs as many as it may, or more than its share
+while others ask (`planning.shares`): what is left is for the others then.
 
 Before all that waits go further plans of a prompt that runs (a leg failed, a stream moves): it is late already, and
 what it takes counts. Known-answer tests pass by the queue, and are not counted.
+
+Some lines over 300: every way into the queue and out of it stands beside the others.
 """
 
 import asyncio
 import collections
 import dataclasses
-import functools
+import enum
 import math
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from pdproxy.clock import Clock
 from pdproxy.errors import ClientError, PdproxyError
@@ -24,12 +27,18 @@ from pdproxy.observe.labels import Rejection
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.client_errors import deadline_error, rejected_error
 from pdproxy.planning.queue import DepartureRate, FairQueue, Waiting
+from pdproxy.planning.shares import KeyShares, LimitsByKey, PrefillBacklog
 from pdproxy.request import SubRequest
-
-T = TypeVar("T")
 
 UNKNOWN_WAIT, LONGEST_WAIT = 5, 60
 """Seconds of Retry-After: while nothing has left the queue yet, and at most."""
+PREFILL_AHEAD = 0.025
+"""Seconds of work that a prefill node may still have where a key that runs more than its share gives it more: enough
+that it is never without, little for the prompts of others that come behind it."""
+
+Start = Callable[[bool], bool]
+"""Begins a prompt, if there is room for it: whether it did. It is told whether the key runs more than its share, for
+which there is less room."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,11 +49,14 @@ class QueueLimits:
         concurrency: prompts that run at once.
         queue: prompts that may wait.
         queue_seconds: how long one may wait.
+        reserve: the part of all room that keys which run more than their shares leave, while others ask; 0 for none,
+            and then shares count in the queue alone.
     """
 
     concurrency: int = 1024
     queue: int = 4096
     queue_seconds: float = 600.0
+    reserve: float = 0.125
 
 
 class Asked(NamedTuple):
@@ -53,10 +65,11 @@ class Asked(NamedTuple):
     Attributes:
         key: the name of its API key.
         priority: smaller goes first.
-        cost: in prompt tokens, of its key's share.
+        cost: in tokens, of its key's share.
         deadline: monotonic seconds by which its whole request must have ended.
         later: it is not the first prompt of its request. The request has begun, so it is not refused any more: it waits
             until the request's deadline, however many wait.
+        prompt: about how many tokens a node has to compute for it.
     """
 
     key: str
@@ -64,24 +77,37 @@ class Asked(NamedTuple):
     cost: float
     deadline: float
     later: bool = False
+    prompt: int = 0
 
     @classmethod
-    def of(cls, sub_request: SubRequest, prompt_tokens: int) -> "Asked":
-        """For a prompt of about so many tokens."""
+    def of(cls, sub_request: SubRequest, prompt: int, answers: int) -> "Asked":
+        """For one of about so many tokens, whose answers will have so many."""
         request = sub_request.request
-        return cls(request.api_key, request.priority, prompt_tokens, request.deadline, sub_request.index > 0)
+        return cls(request.api_key, request.priority, prompt + answers, request.deadline, sub_request.index > 0, prompt)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Waiter(Waiting):
-    """A prompt that waits. ``turn`` is set once it runs, or ``error`` says why it will not."""
+class Waiter(Waiting):
+    """A prompt that waits, or has waited. ``turn`` is set once it runs, or ``error`` says why it will not."""
 
     lane: str
     later: bool
-    start: Callable[[], bool]
+    start: Start
     turn: asyncio.Future[None]
+    since: float
     queued: bool = False
     error: Exception | None = None
+
+
+class _Try(enum.Enum):
+    """What came of trying to begin one that waits."""
+
+    LEFT = enum.auto()
+    """It waits no more: it runs, or was refused."""
+    FULL = enum.auto()
+    """There is no room."""
+    OVER = enum.auto()
+    """There is none for a key that runs more than its share."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,21 +122,33 @@ class QueueStatus:
 
 
 class RequestQueue:
-    """Prompts that wait, in their order, and the number of those that run."""
+    """Prompts that wait, in their order, and the number of those that run.
 
-    def __init__(self, limits: QueueLimits, clock: Clock, metrics: Metrics) -> None:
+    Attributes:
+        backlog: what nodes have to compute of the prompts that run.
+    """
+
+    def __init__(
+        self, limits: QueueLimits, clock: Clock, metrics: Metrics, key_limits: LimitsByKey | None = None
+    ) -> None:
         self._limits = limits
+        self._most_over_share = limits.concurrency * (1 - limits.reserve)
         self._clock = clock
         self._metrics = metrics
         self._running = 0
         self._waiting: collections.Counter[str] = collections.Counter()
         """By key."""
         self._length = 0
-        self._lanes: dict[str, FairQueue[_Waiter]] = {}
+        self._lanes: dict[str, FairQueue[Waiter]] = {}
         """By model, the one that was served last at the end."""
         self._rate = DepartureRate()
         self._scheduled = False
+        self._look_again: asyncio.TimerHandle | None = None
+        self._key_limits = key_limits or LimitsByKey()
+        self._shares = KeyShares(self._key_limits)
+        self.backlog = PrefillBacklog()
         metrics.watch_requests(lambda: self._running, lambda: self._length)
+        metrics.keys.watch(self._shares.running, lambda key: self._waiting[key])
 
     def room_changed(self) -> None:
         """There may be room for one that waits: whoever can run now is begun in the loop's next turn. Cheap."""
@@ -125,18 +163,47 @@ class RequestQueue:
         known = None if math.isinf(seconds) else seconds
         return QueueStatus(self._running, self._length, dict(self._waiting), lanes, known)
 
-    def begin_at_once(self, start: Callable[[], bool]) -> bool:
+    def without_reserve(self, room: float) -> float:
+        """What keys that run more than their shares may take of some room."""
+        return room * (1 - self._limits.reserve)
+
+    def may_compute(self, node: str, nodes: Sequence[str], key: str) -> bool:
+        """Whether one of some nodes may be given a prompt of a key that runs more than its share.
+
+        It must be about done with those that it has, and of the nodes some are left for others: a prompt is not taken
+        back once it is computed, and all that come behind it wait. A key whose prompts are longer than those of the
+        others leaves them at least one node, where there are several.
+        """
+        now, most = self._clock.now(), math.ceil(self.without_reserve(len(nodes)))
+        if self.backlog.seconds(node, now) > PREFILL_AHEAD:
+            return False
+        if most == len(nodes) > 1 and self._shares.asks_longer(key):
+            most -= 1
+        taken = {each for each in nodes if any(self._over(key, now) for key in self.backlog.keys(each))}
+        return len(taken | {node}) <= most
+
+    def check_room(self, key: str) -> None:
+        """Raise the `ClientError` 429 where a prompt of a key would be refused if it came now: the queue is full."""
+        if self._length and self._length >= self._limits.queue and self._to_give_way(key) is None:
+            raise self._rejected(Rejection.QUEUE_FULL, key)
+
+    def begin_at_once(self, asked: Asked, start: Start) -> bool:
         """Where nothing waits and there is room, one more runs: whether it does."""
-        if self._length or self._running >= self._limits.concurrency or not start():
+        now = self._clock.now()
+        self._shares.asked(asked.key, now, asked.prompt)
+        if self._length or self._running >= self._limits.concurrency or not self._shares.may_run(asked.key):
+            return False
+        over = self._over(asked.key, now)
+        if (over and self._running >= self._most_over_share) or not start(over):
             return False
         self._running += 1
+        self._shares.began(asked.key, asked.cost)
         return True
 
-    async def wait(self, asked: Asked, lane: str, start: Callable[[], bool]) -> None:
+    async def wait(self, asked: Asked, lane: str, start: Start) -> Waiter:
         """Return once ``start`` was called in this one's turn, and there was room: then one more runs.
 
-        ``start`` is False while there is no room for it; it must not wait, and may run in any task. ``lane`` is the
-        model.
+        ``start`` must not wait, and may run in any task. ``lane`` is the model.
 
         Raises:
             ClientError: 429 with Retry-After (full, or too long); 504 where a request that has begun came to its end.
@@ -144,7 +211,7 @@ class RequestQueue:
         """
         waiter = self._enter(asked, lane, start)
         try:
-            if self._lanes[lane].head(self._clock.now()) is waiter:
+            if self._head(self._lanes[lane], waiter.since, self._over(asked.key, waiter.since)) is waiter:
                 self._try(waiter)
             await self._turn(waiter)
         finally:
@@ -153,17 +220,26 @@ class RequestQueue:
                 self.room_changed()  # it may have stood before one for which there is room
         if waiter.error is not None:
             raise waiter.error
+        return waiter
 
-    def ended(self) -> None:
+    def ended(self, asked: Asked) -> None:
         """One that ran runs no more."""
         self._running -= 1
+        self._shares.ended(asked.key, asked.cost)
         self.room_changed()
 
-    def _enter(self, asked: Asked, lane: str, start: Callable[[], bool]) -> _Waiter:
+    def correct(self, waiter: Waiter, cost: float) -> None:
+        """One that has waited has really cost so much."""
+        lane = self._lanes.get(waiter.lane)
+        if lane is not None:
+            lane.correct(waiter, cost, self._key_limits.of(waiter.key).weight)
+        waiter.cost = cost
+
+    def _enter(self, asked: Asked, lane: str, start: Start) -> Waiter:
         now = self._clock.now()
         deadline = asked.deadline if asked.later else min(asked.deadline, now + self._limits.queue_seconds)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiter = _Waiter(asked.key, asked.priority, asked.cost, deadline, lane, asked.later, start, turn)
+        waiter = Waiter(asked.key, asked.priority, asked.cost, deadline, lane, asked.later, start, turn, now)
         if self._length >= self._limits.queue and not asked.later:
             self._make_way(asked.key)
         if not self._length:
@@ -176,16 +252,22 @@ class RequestQueue:
 
     def _make_way(self, key: str) -> None:
         """The queue is full: the key that has most in it gives way to one that has less, so that none can shut it."""
-        longest, most = max(self._waiting.items(), key=lambda each: each[1], default=("", 0))
-        last = None
-        if self._waiting[key] + 1 < most:
-            last = next(filter(None, (lane.newest(longest) for lane in self._lanes.values())))
-        if last is None or last.later:
-            raise self._rejected(Rejection.QUEUE_FULL)
-        self._refuse(last, self._rejected(Rejection.QUEUE_FULL))
+        last = self._to_give_way(key)
+        if last is None:
+            raise self._rejected(Rejection.QUEUE_FULL, key)
+        self._refuse(last, self._rejected(Rejection.QUEUE_FULL, last.key))
 
-    def _leave(self, waiter: _Waiter) -> None:
+    def _to_give_way(self, key: str) -> Waiter | None:
+        """The one that leaves a full queue for another key's; None where it is the newcomer that has to."""
+        longest, most = max(self._waiting.items(), key=lambda each: each[1], default=("", 0))
+        if self._waiting[key] + 1 >= most:
+            return None
+        last = next(filter(None, (lane.newest(longest) for lane in self._lanes.values())))
+        return None if last.later else last
+
+    def _leave(self, waiter: Waiter) -> None:
         waiter.queued = False
+        self._metrics.keys.waited(waiter.key, self._clock.now() - waiter.since)
         self._length -= 1
         self._waiting[waiter.key] -= 1
         if not self._waiting[waiter.key]:
@@ -195,7 +277,7 @@ class RequestQueue:
         if not lane:
             del self._lanes[waiter.lane]
 
-    async def _turn(self, waiter: _Waiter) -> None:
+    async def _turn(self, waiter: Waiter) -> None:
         """Return when it runs or has an error."""
         if not waiter.turn.done():
             try:
@@ -206,94 +288,94 @@ class RequestQueue:
                 if waiter.queued:
                     self._expire(waiter)
 
+    def _over(self, key: str, now: float) -> bool:
+        return self._limits.reserve > 0 and self._shares.over(key, now)
+
+    def _head(self, lane: FairQueue[Waiter], now: float, all_keys: bool) -> Waiter | None:
+        """The one that goes next, of the keys that may run one more; or of those of them within their shares."""
+        may_run = self._shares.may_run
+        return lane.head(now, may_run if all_keys else lambda key: may_run(key) and not self._over(key, now))
+
     def _begin_all(self) -> None:
         """Begin whoever can run now."""
         self._scheduled = False
-        now, full = self._clock.now(), set[str]()
+        full, full_for_some = set[str](), set[str]()
+        self._begin_while_room(full, full_for_some)
+        if full_for_some and self._look_again is None:  # no event tells that a node is about done with its prompts
+            self._look_again = asyncio.get_running_loop().call_later(PREFILL_AHEAD / 2, self._looked_again)
+
+    def _looked_again(self) -> None:
+        self._look_again = None
+        self.room_changed()
+
+    def _begin_while_room(self, full: set[str], full_for_some: set[str]) -> None:
+        """Puts in lanes that have no room, and those that have none for keys that run more than their share."""
+        now = self._clock.now()
         while self._running < self._limits.concurrency:
-            heads = [each.head(now) for lane, each in list(self._lanes.items()) if lane not in full]
+            lanes = [(name, lane) for name, lane in self._lanes.items() if name not in full]
+            heads = [self._head(lane, now, name not in full_for_some) for name, lane in lanes]
             head = min(filter(None, heads), key=lambda each: each.priority, default=None)
             if head is None:
                 return
-            if not self._try(head):
-                full.add(head.lane)
+            match self._try(head):
+                case _Try.FULL:
+                    full.add(head.lane)
+                case _Try.OVER:
+                    full_for_some.add(head.lane)
 
-    def _try(self, waiter: _Waiter) -> bool:
-        """Begin the head of a lane, if there is room for it; whether it waits no more."""
+    def _try(self, waiter: Waiter) -> _Try:
+        """Begin the head of a lane, if there is room for it."""
         if waiter.turn.done():  # cancelled: its task will come to know
             self._leave(waiter)
-            return True
+            return _Try.LEFT
         if self._running >= self._limits.concurrency:
-            return False
+            return _Try.FULL
+        over = self._over(waiter.key, self._clock.now())
+        if over and self._running >= self._most_over_share:
+            return _Try.OVER
         try:
-            if not waiter.start():
-                return False
+            if not waiter.start(over):
+                return _Try.OVER if over else _Try.FULL
         except PdproxyError as error:
             self._refuse(waiter, error)
-            return True
+            return _Try.LEFT
         except Exception as error:  # a bug: its request fails, and those behind it do not wait for ever
             self._refuse(waiter, error)
             raise
+        self._begin(waiter)
+        return _Try.LEFT
+
+    def _begin(self, waiter: Waiter) -> None:
         self._running += 1
+        self._shares.began(waiter.key, waiter.cost)
         self._rate.departed(self._clock.now())
         lane = self._lanes.pop(waiter.lane)
         self._lanes[waiter.lane] = lane
-        lane.served(waiter)
+        lane.served(waiter, self._key_limits.of(waiter.key).weight)
         self._leave(waiter)
         waiter.turn.set_result(None)
-        return True
 
-    def _expire(self, waiter: _Waiter) -> None:
-        self._refuse(waiter, deadline_error() if waiter.later else self._rejected(Rejection.QUEUE_TIMEOUT))
+    def _expire(self, waiter: Waiter) -> None:
+        late = deadline_error() if waiter.later else self._rejected(Rejection.QUEUE_TIMEOUT, waiter.key)
+        self._refuse(waiter, late)
 
-    def _refuse(self, waiter: _Waiter, error: Exception) -> None:
+    def _refuse(self, waiter: Waiter, error: Exception) -> None:
         self._leave(waiter)
         self.room_changed()
         waiter.error = error
         if not waiter.turn.done():
             waiter.turn.set_result(None)
 
-    def _rejected(self, reason: Rejection) -> ClientError:
-        self._metrics.rejected(reason)
+    def _rejected(self, reason: Rejection, key: str) -> ClientError:
+        self._metrics.rejected(reason, key)
         seconds = self._rate.seconds(self._length, self._clock.now())
         wait = UNKNOWN_WAIT if math.isinf(seconds) else min(LONGEST_WAIT, max(1, math.ceil(seconds)))
-        if reason is Rejection.QUEUE_FULL:
+        if not self._shares.may_run(key):
+            text = (
+                f"This API key may have {self._key_limits.of(key).concurrency} requests running at once, and has them"
+            )
+        elif reason is Rejection.QUEUE_FULL:
             text = f"All nodes are full, and {self._length} requests wait already"
         else:
             text = "All nodes are full, and there was no room for this request in time"
         return rejected_error(reason, f"{text}: try again in {wait} s.", wait)
-
-
-class Admission:
-    """One prompt on its way through the queue; to be ended on every exit. ``runs``: it counts among those that run."""
-
-    __slots__ = ("_asked", "_queue", "runs")
-
-    def __init__(self, queue: RequestQueue, asked: Asked) -> None:
-        self._queue = queue
-        self._asked = asked
-        self.runs = False
-
-    async def begin(self, attempt: Callable[[], T | None], lane: Callable[[], str]) -> T:
-        """What ``attempt`` returns once there is room: until then that is None. Raises as `RequestQueue.wait`.
-
-        Where there is room and nothing waits, the loop gets no turn. ``lane``: its model; called if it waits.
-        """
-        begun: list[T] = []
-        start = functools.partial(self._start, attempt, begun)
-        if not self._queue.begin_at_once(start):
-            await self._queue.wait(self._asked, lane(), start)
-        return begun[0]
-
-    def end(self) -> None:
-        """It runs no more. Idempotent."""
-        if self.runs:
-            self.runs = False
-            self._queue.ended()
-
-    def _start(self, attempt: Callable[[], T | None], begun: list[T]) -> bool:
-        result = attempt()
-        if result is not None:
-            begun.append(result)
-            self.runs = True
-        return self.runs

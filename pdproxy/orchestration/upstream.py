@@ -364,6 +364,7 @@ class UpstreamRequest:
         """
         self.resources.leg_span.used(usage)
         asked, answer = self.sub_request, self.timeline.answer
+        self.nodes.admission.used((usage.prompt or 0) + (usage.completion or 0))
         if self.resumed:
             record_tokens(self._context, asked, usage)
             answer.used(asked.index, dataclasses.replace(usage, cached=None))

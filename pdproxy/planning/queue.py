@@ -1,10 +1,11 @@
 """Which of the requests that wait goes next, and about how long a wait is. Pure: times are passed in.
 
-A lower ``priority`` goes first, as in vLLM (0.32, v1/request.py). Within one priority each key gets the same share of
-the prompt tokens, by start-time fair queueing (Goyal, Vin, Cheng 1996): a key's next request starts, in virtual time,
-when its last one would have ended at that share, and the smallest start goes first. A key that did not wait begins at
-the start that was served last: it has saved up nothing, and how much another key has waiting does not delay it. Within
-one key requests go in order of arrival. What is past its deadline is not served any more.
+A lower ``priority`` goes first, as in vLLM (0.32, v1/request.py). Within one priority each key gets a share of the
+tokens by its weight, by start-time fair queueing (Goyal, Vin, Cheng 1996): a key's next request starts, in virtual
+time, when its last one would have ended at that share, and the smallest start goes first. A key that did not wait, or
+that was passed over since it may not run more, goes on at the start that was served last: it has saved up nothing, and
+how much another key has waiting does not delay it. What a request costs is estimated when it goes, and corrected once
+it is known. Within one key requests go in order of arrival. What is past its deadline is not served any more.
 """
 
 import collections
@@ -23,7 +24,7 @@ class Waiting:
     Attributes:
         key: the name of its API key.
         priority: smaller goes first.
-        cost: what it takes of its key's share: prompt tokens.
+        cost: what it takes of its key's share: tokens of its prompt, and of its answers as long as they are expected.
         deadline: monotonic seconds, after which it is not served any more.
     """
 
@@ -88,29 +89,52 @@ class FairQueue(Generic[W]):
         level.length += 1
         self._length += 1
 
-    def head(self, now: float) -> W | None:
-        """The one that goes next; None where none waits. Those that are past their deadline are removed."""
+    def head(self, now: float, may_go: Callable[[str], bool] = lambda _: True) -> W | None:
+        """The one that goes next, of the keys that may; None where none waits. Those that are past their deadline are
+        removed. Where the first key may not go, all are looked at: O(n) in the number of keys."""
         while self._heap:
             _, _, token, flow = self._heap[0]
             if token != flow.token:
                 heapq.heappop(self._heap)
                 continue
-            entry = next(iter(flow.entries))
-            if entry.deadline > now:
+            entry: W | None = next(iter(flow.entries))
+            if entry is not None and not may_go(entry.key):
+                entry = self._first_that(may_go)
+            if entry is None or entry.deadline > now:
                 return entry
             self.remove(entry)
             self._expired(entry)
         return None
 
-    def served(self, entry: W) -> None:
-        """The head goes: it waits no more, and its key's share is charged."""
+    def _first_that(self, may_go: Callable[[str], bool]) -> W | None:
+        first = found = None
+        for item in self._heap:
+            flow = item[3]
+            if item[2] == flow.token and (first is None or item < first):
+                entry = next(iter(flow.entries))
+                if may_go(entry.key):
+                    first, found = item, entry
+        return found
+
+    def served(self, entry: W, weight: float = 1.0) -> None:
+        """It goes: it waits no more, and its key's share is charged."""
         level = self._levels[entry.priority]
         flow = level.flows[entry.key]
         level.virtual_time = max(level.virtual_time, flow.start)
-        flow.start += max(1.0, entry.cost)
+        flow.start = level.virtual_time + max(1.0, entry.cost) / weight
         if len(flow.entries) > 1:
             self._put(entry.priority, flow)
         self.remove(entry)
+
+    def correct(self, entry: W, cost: float, weight: float = 1.0) -> None:
+        """One that was served has cost so much. Of no effect where nothing of its priority has waited since."""
+        level = self._levels.get(entry.priority)
+        flow = None if level is None else level.flows.get(entry.key)
+        if flow is not None:
+            flow.start += (max(1.0, cost) - max(1.0, entry.cost)) / weight
+            if flow.entries:
+                self._put(entry.priority, flow)
+                self._compact()
 
     def remove(self, entry: W) -> None:
         """It waits no more; nothing is charged. Of no effect where it does not wait."""

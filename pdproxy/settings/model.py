@@ -176,7 +176,9 @@ class Limits(Section):
     queue_seconds: types.Seconds = Field(default=600.0, ge=0)
     """Longest wait, then 429."""
     key_concurrency: types.Count = Field(default=0, ge=0)
-    """Requests of one API key that run or wait at once; 0 is no limit."""
+    """Requests of one API key that run or wait at once; 0 is no limit. More for single keys: `keys.file`."""
+    reserve: types.Number = Field(default=0.125, ge=0, le=0.9)
+    """Part of the room that an API key with more than its share leaves free while others ask; 0 is none."""
 
     @model_validator(mode="after")
     def _largest_body_fits(self) -> Self:

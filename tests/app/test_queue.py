@@ -38,7 +38,7 @@ async def test_a_request_waits_for_room_and_the_next_one_is_turned_away() -> Non
         assert "queue;dur=" in answered.headers["server-timing"]
         await server.until('pdproxy_phase_seconds_count{phase="queue"} 1.0')
         await server.until('pdproxy_rejected_total{reason="queue_full"} 1.0')
-        await server.until('pdproxy_requests_total{endpoint="/v1/completions",model="m",outcome="rejected"} 1.0')
+        await server.until('pdproxy_requests_total{endpoint="/v1/completions",model="other",outcome="rejected"} 1.0')
 
 
 async def test_a_client_that_leaves_the_queue_leaves_nothing_behind() -> None:

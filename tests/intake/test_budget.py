@@ -33,11 +33,11 @@ class BudgetSetup:
 
 def test_bytes_count_until_their_request_ends() -> None:
     setup = BudgetSetup()
-    with setup.budget.reserve() as share:
+    with setup.budget.reserve("k") as share:
         share.grow_to(4)
         share.grow_to(9)
         assert setup.held == 9
-        with setup.budget.reserve() as other:
+        with setup.budget.reserve("k") as other:
             other.grow_to(1)
             assert setup.held == 10
         assert setup.held == 9
@@ -46,7 +46,7 @@ def test_bytes_count_until_their_request_ends() -> None:
 
 def test_without_room_a_request_gets_429_and_holds_nothing_more() -> None:
     setup = BudgetSetup()
-    with setup.budget.reserve() as share, setup.budget.reserve() as late:
+    with setup.budget.reserve("k") as share, setup.budget.reserve("k") as late:
         share.grow_to(6)
         late.grow_to(2)
         with pytest.raises(ClientError) as caught:
@@ -62,7 +62,7 @@ def test_bytes_are_given_back_on_an_error() -> None:
     setup = BudgetSetup()
 
     def fail() -> None:
-        with setup.budget.reserve() as share:
+        with setup.budget.reserve("k") as share:
             share.grow_to(10)
             raise KeyError
 

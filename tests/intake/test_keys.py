@@ -6,17 +6,18 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import ClientError, SettingsError
-from pdproxy.intake.auth import ANONYMOUS, ApiKey, ApiKeys, KeyLimits, parse_key_lines, priority_of, read_keys
+from pdproxy.intake.auth import ANONYMOUS, ApiKey, ApiKeys, OpenRequests, parse_key_lines, priority_of, read_keys
 from pdproxy.observe.metrics import Metrics
+from pdproxy.planning.shares import KeyLimits
 
-KEYS = ApiKeys(dict(parse_key_lines(["# ours", "", "sk-one alice 3", "sk-two  # no name"])))
+KEYS = ApiKeys(parse_key_lines(["# ours", "", "sk-one alice 3", "sk-two  # no name"]))
 
 
 @pytest.mark.parametrize(
     ("header", "value", "api_key"),
     [
-        ("authorization", "Bearer sk-one", ApiKey("alice", 3)),
-        ("authorization", "bearer  sk-one ", ApiKey("alice", 3)),
+        ("authorization", "Bearer sk-one", ApiKey("alice", KeyLimits(open=3))),
+        ("authorization", "bearer  sk-one ", ApiKey("alice", KeyLimits(open=3))),
         ("x-api-key", "sk-two", ApiKey("line-4")),
     ],
 )
@@ -36,13 +37,59 @@ def test_without_keys_every_request_is_accepted() -> None:
     assert read_keys(None).api_key(()) is ANONYMOUS
 
 
-@pytest.mark.parametrize("line", ["secret-word a 0", "secret-word a two", "secret-word a 1 more", "secret-word a -1"])
-def test_a_wrong_line_is_named_by_number_and_never_quoted(tmp_path: Path, line: str) -> None:
+def limits_of(*lines: str) -> KeyLimits:
+    """Of the key `k`."""
+    return ApiKeys(parse_key_lines(lines)).api_key((("x-api-key", "k"),)).limits
+
+
+def test_limits_stand_after_the_name() -> None:
+    line = "k a weight=2.5 open=9 concurrency=3 requests_per_minute=60 input_tokens_per_minute=200k"
+    assert limits_of(f"{line} output_tokens_per_minute=1M  # what it may") == KeyLimits(
+        2.5, 9, 3, 60, 200_000, 1_000_000
+    )
+
+
+def test_keys_of_one_name_have_their_limits_together() -> None:
+    whole = KeyLimits(weight=2.0, open=7, concurrency=3)
+    assert limits_of("k a weight=2 7", "other a concurrency=3 weight=2.0", "third b weight=9") == whole
+    keys = ApiKeys(parse_key_lines(["k a 7", "other a"]))
+    assert keys.limits.of("a") == KeyLimits(open=7)
+    assert keys.names() == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("limits", "why"),
+    [
+        ("0", "open must be a whole number of 1 or more"),
+        ("two", "open must be"),
+        ("-1", "open must be"),
+        ("1 2", "open is another on an earlier line"),
+        ("weight=0", "weight must be a number above 0"),
+        ("weight=-1", "weight must be"),
+        ("weight=nan", "weight must be"),
+        ("weight=1e9", "weight must be"),
+        ("concurrency=", "concurrency must be"),
+        ("concurrency=1.5", "concurrency must be"),
+        ("input_tokens_per_minute=200K", "must be a whole number of 1 or more, such as 200 or 200k"),
+        ("tokens=5", "there is no such limit. Limits are weight, open, concurrency, requests_per_minute"),
+        ("concurrency=9", "concurrency is another on an earlier line"),
+    ],
+)
+def test_a_wrong_line_is_named_by_number_and_never_quoted(tmp_path: Path, limits: str, why: str) -> None:
     path = tmp_path / "keys"
-    path.write_text(f"fine\n{line}\n")
+    path.write_text(f"fine a concurrency=8\nsecret-word a {limits}\n")
     with pytest.raises(SettingsError, match="line 2") as caught:
         read_keys(path)
+    assert why in str(caught.value)
     assert "secret-word" not in str(caught.value)
+
+
+def test_other_keys_and_limits_take_the_place_of_the_ones_in_use() -> None:
+    keys = ApiKeys(parse_key_lines(["k a concurrency=1"]))
+    limits = keys.limits
+    keys.replace(ApiKeys(parse_key_lines(["k a concurrency=2", "l b"])))
+    assert limits.of("a").concurrency == 2
+    assert keys.api_key((("x-api-key", "l"),)).name == "b"
 
 
 def test_a_file_without_keys_is_refused(tmp_path: Path) -> None:
@@ -54,11 +101,14 @@ def test_a_file_without_keys_is_refused(tmp_path: Path) -> None:
         read_keys(tmp_path / "absent")
 
 
-@pytest.mark.parametrize(("api_key", "key_limit"), [(ApiKey("k", 1), 0), (ApiKey("k"), 1), (ApiKey("k", 1), 9)])
+@pytest.mark.parametrize(
+    ("api_key", "key_limit"),
+    [(ApiKey("k", KeyLimits(open=1)), 0), (ApiKey("k"), 1), (ApiKey("k", KeyLimits(open=1)), 9)],
+)
 def test_a_key_has_its_own_limit(api_key: ApiKey, key_limit: int) -> None:
     registry = CollectorRegistry()
-    limits = KeyLimits(key_limit, Metrics(registry))
-    with limits.one_open(api_key), limits.one_open(ApiKey("other", 1)):
+    limits = OpenRequests(key_limit, Metrics(registry))
+    with limits.one_open(api_key), limits.one_open(ApiKey("other", KeyLimits(open=1))):
         with pytest.raises(ClientError, match="1 requests open") as caught, limits.one_open(api_key):
             pass
         assert (caught.value.status, dict(caught.value.headers)) == (429, {"retry-after": "1"})
@@ -68,7 +118,7 @@ def test_a_key_has_its_own_limit(api_key: ApiKey, key_limit: int) -> None:
 
 
 def test_who_has_no_key_has_no_limit() -> None:
-    limits = KeyLimits(1, Metrics(CollectorRegistry()))
+    limits = OpenRequests(1, Metrics(CollectorRegistry()))
     with limits.one_open(ANONYMOUS), limits.one_open(ANONYMOUS):
         pass
 

@@ -8,8 +8,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.credential import Secret
-from pdproxy.intake.auth import KeyLimits, read_keys
+from pdproxy.intake.auth import OpenRequests, read_keys
 from pdproxy.intake.handler import HandlerConfig, RequestHandler
+from pdproxy.intake.rate_limits import RateLimits
 from pdproxy.intake.request_context import BodyBudget, Message, RequestContext, TrackedSend
 from pdproxy.observe.metrics import Metrics
 from pdproxy.request import Endpoint
@@ -54,9 +55,10 @@ class Client:
     async def ask(self, cluster: FakeCluster, sink: Sink | None) -> bytes:
         """The answer, whole."""
         metrics = Metrics(CollectorRegistry())
-        key_limits, budget = KeyLimits(0, metrics), BodyBudget(1 << 20, metrics)
+        open_requests, rates = OpenRequests(0, metrics), RateLimits(cluster.clock, metrics)
+        budget = BodyBudget(1 << 20, metrics)
         service = RequestHandler(
-            read_keys(None), key_limits, budget, cluster.orchestrator, cluster.pool, cluster.clock, RULES
+            read_keys(None), open_requests, rates, budget, cluster.orchestrator, cluster.pool, cluster.clock, RULES
         )
         context = RequestContext(
             "POST", Endpoint.CHAT.value, "", (), "r-1", self.receive, TrackedSend(self.send), Endpoint.CHAT, sink

@@ -55,7 +55,7 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
     active = [1.0]
     metrics.watch_requests(lambda: active[0], lambda: 3)
     metrics.watch_bodies(lambda: 700)
-    metrics.rejected(Word.ONE)
+    metrics.rejected(Word.ONE, "k")
     metrics.tokens(Tokens.CACHED, "m", 512)
     metrics.prefill_expected("idle")
     metrics.prefill_began("m", 700)

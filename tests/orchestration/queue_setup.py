@@ -2,13 +2,16 @@
 
 import asyncio
 import dataclasses
+from collections.abc import Mapping
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import ClientError
 from pdproxy.observe.metrics import Metrics
-from pdproxy.orchestration.request_queue import Admission, Asked, QueueLimits, QueueStatus, RequestQueue
+from pdproxy.orchestration.admission import Admission
+from pdproxy.orchestration.request_queue import Asked, QueueLimits, QueueStatus, RequestQueue
+from pdproxy.planning.shares import KeyLimits, LimitsByKey
 from tests.fakes.clock import FakeClock
 
 ASKED = Asked("key", 0, 10, deadline=1e9)
@@ -17,11 +20,21 @@ ASKED = Asked("key", 0, 10, deadline=1e9)
 class QueueSetup:
     """A queue, and prompts that run until they are told to end. ``room``: how many have room on the nodes, by model."""
 
-    def __init__(self, concurrency: int = 1, queue: int = 100, queue_seconds: float = 60.0) -> None:
+    def __init__(
+        self,
+        concurrency: int = 1,
+        queue: int = 100,
+        queue_seconds: float = 60.0,
+        reserve: float = 0.125,
+        keys: Mapping[str, KeyLimits] | None = None,
+    ) -> None:
         self.registry = CollectorRegistry()
         self.clock = FakeClock()
-        limits = QueueLimits(concurrency, queue, queue_seconds)
-        self.queue = RequestQueue(limits, self.clock, Metrics(self.registry))
+        limits = QueueLimits(concurrency, queue, queue_seconds, reserve)
+        self.keys = LimitsByKey(keys)
+        self.metrics = Metrics(self.registry)
+        self.queue = RequestQueue(limits, self.clock, self.metrics, self.keys)
+        self.admissions: dict[str, Admission] = {}
         self.room: dict[str, int] = {}
         self.entered: list[str] = []
         self.ends: dict[str, asyncio.Event] = {}
@@ -51,9 +64,9 @@ class QueueSetup:
 
     async def _run(self, name: str, asked: Asked, model: str) -> None:
         end = self.ends[name] = asyncio.Event()
-        admission = Admission(self.queue, asked)
+        admission = self.admissions[name] = Admission(self.queue, self.clock, asked)
         try:
-            assert await admission.begin(lambda: self._take(name, model), lambda: model) == name
+            assert await admission.begin(lambda _: self._take(name, model), lambda: model) == name
             await end.wait()
             self.room[model] = self.room.get(model, 0) + 1
         finally:

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from pdproxy.errors import ClientError
-from pdproxy.orchestration.request_queue import Admission
+from pdproxy.orchestration.admission import Admission
+from pdproxy.planning.shares import KeyLimits, LimitsByKey
 from tests.orchestration.queue_setup import ASKED, QueueSetup, of, settle
 
 
@@ -23,8 +24,8 @@ async def test_the_queue_is_served_by_priority_then_arrival() -> None:
 async def test_without_pressure_the_loop_gets_no_turn() -> None:
     """A coroutine that does not wait ends at its first step."""
     setup = QueueSetup()
-    admission = Admission(setup.queue, ASKED)
-    step = admission.begin(lambda: "begun", lambda: "m")
+    admission = Admission(setup.queue, setup.clock, ASKED)
+    step = admission.begin(lambda _: "begun", lambda: "m")
     with pytest.raises(StopIteration) as ended:
         step.send(None)
     assert ended.value.value == "begun"
@@ -103,6 +104,121 @@ async def test_a_flood_of_one_key_delays_another_key_by_one() -> None:
     setup.check_empty()
 
 
+async def test_a_key_runs_no_more_than_its_own_limit_and_others_pass_it() -> None:
+    setup = QueueSetup(concurrency=3, keys={"batch": KeyLimits(concurrency=1)})
+    setup.metrics.keys.known("batch")
+    for name in ("b1", "b2", "b3"):
+        await setup.start(name, of("batch"))
+    await setup.start("other", of("other"))
+    assert setup.entered == ["b1", "other"]
+    assert setup.registry.get_sample_value("pdproxy_key_requests_queued", {"key": "batch"}) == 2
+    assert setup.registry.get_sample_value("pdproxy_key_requests_active", {"key": "batch"}) == 1
+    setup.clock.advance(3.0)
+    await setup.end("b1")
+    assert setup.entered == ["b1", "other", "b2"]
+    await setup.end("b2", "b3", "other")
+    assert setup.registry.get_sample_value("pdproxy_key_queue_seconds_total", {"key": "batch"}) == 6
+    setup.check_empty()
+
+
+async def test_one_that_waits_for_its_keys_own_limit_too_long_is_told_so() -> None:
+    setup = QueueSetup(concurrency=3, queue_seconds=0.01, keys={"batch": KeyLimits(concurrency=1)})
+    await setup.start("b1", of("batch"))
+    error = await setup.rejected("b2", of("batch"))
+    assert "This API key may have 1 requests running at once" in error.message
+    await setup.end("b1")
+    setup.check_empty()
+
+
+async def test_other_limits_hold_for_what_waits() -> None:
+    setup = QueueSetup(concurrency=9, keys={"batch": KeyLimits(concurrency=1)})
+    for name in ("b1", "b2", "b3"):
+        await setup.start(name, of("batch"))
+    setup.keys.replace(LimitsByKey({"batch": KeyLimits(concurrency=2)}))
+    setup.queue.room_changed()
+    await settle()
+    assert setup.entered == ["b1", "b2"]
+    await setup.end("b1", "b2", "b3")
+
+
+async def test_weights_decide_how_often_a_key_goes() -> None:
+    setup = QueueSetup(keys={"heavy": KeyLimits(weight=3.0)})
+    await setup.start("first", of("another"))
+    for number in range(12):
+        await setup.start(f"h{number}", of("heavy"))
+        await setup.start(f"l{number}", of("light"))
+    order = ["first"]
+    while len(order) < 13:
+        await setup.end(order[-1])
+        order.append(setup.entered[-1])
+    assert sum(name.startswith("h") for name in order[1:]) == 9
+    await setup.end(order[-1])
+    while len(setup.entered) > len(order):
+        order.append(setup.entered[-1])
+        await setup.end(order[-1])
+    setup.check_empty()
+
+
+async def test_a_key_with_more_than_its_share_leaves_places_while_another_asks() -> None:
+    setup = QueueSetup(concurrency=8)
+    await setup.start("q0", of("quiet"))
+    await setup.end("q0")
+    for number in range(10):
+        await setup.start(f"f{number}", of("flood"))
+    assert len(setup.entered) == 1 + 7, "an eighth is left"
+    await setup.start("q1", of("quiet"))
+    assert setup.entered[-1] == "q1", "though others came before"
+    await setup.end("f0")
+    assert setup.entered[-1] == "q1", "that place is left now"
+    await setup.end("q1")
+    assert setup.entered[-1] == "f7"
+    await setup.end(*(f"f{number}" for number in range(1, 10)))
+    setup.check_empty()
+
+
+async def test_a_key_alone_has_all_places_and_without_a_reserve_every_key() -> None:
+    setup = QueueSetup(concurrency=8)
+    for number in range(10):
+        await setup.start(f"f{number}", of("flood"))
+    assert len(setup.entered) == 8
+    await setup.end(*(f"f{number}" for number in range(10)))
+    setup = QueueSetup(concurrency=8, reserve=0.0)
+    await setup.start("q0", of("quiet"))
+    for number in range(10):
+        await setup.start(f"f{number}", of("flood"))
+    assert len(setup.entered) == 8
+    await setup.end("q0", *(f"f{number}" for number in range(10)))
+    setup.check_empty()
+
+
+async def test_prompts_cost_what_they_took_once_that_is_known() -> None:
+    setup = QueueSetup()
+    for name in ("x", "a1", "b1", "a2", "a3", "b2", "b3"):
+        await setup.start(name, of(name[0]))
+    await setup.end("x")
+    assert setup.entered[-1] == "a1"
+    setup.admissions["a1"].used(25)
+    await setup.end("a1", "b1")
+    assert setup.entered[-1] == "b2", "a's next one has to wait for longer"
+    await setup.end("b2", "b3")
+    assert setup.entered[-2:] == ["b3", "a2"]
+    await setup.end("a2", "a3")
+    setup.check_empty()
+
+
+async def test_a_full_queue_refuses_before_anything_waits_there() -> None:
+    setup = QueueSetup(queue=2)
+    setup.queue.check_room("a")
+    for name in ("r", "a1", "a2"):
+        await setup.start(name, of("a"))
+    with pytest.raises(ClientError) as caught:
+        setup.queue.check_room("a")
+    assert (caught.value.status, caught.value.code) == (429, "queue_full")
+    setup.queue.check_room("b")  # it would take a place of the other key
+    await setup.end("r", "a1", "a2")
+    setup.check_empty()
+
+
 async def test_a_cancelled_wait_leaves_nothing_behind() -> None:
     setup = QueueSetup()
     for name in "abc":
@@ -159,9 +275,9 @@ async def test_one_that_has_been_cancelled_is_not_begun() -> None:
 async def test_an_error_of_the_attempt_is_its_own(error: Exception) -> None:
     setup = QueueSetup()
     await setup.start("a")
-    admission = Admission(setup.queue, ASKED)
+    admission = Admission(setup.queue, setup.clock, ASKED)
 
-    def fail() -> str | None:
+    def fail(_: bool) -> str | None:
         raise error
 
     failing = asyncio.create_task(admission.begin(fail, lambda: "m"))

@@ -56,6 +56,62 @@ def test_shares_are_of_tokens_not_of_requests() -> None:
     assert tokens["small"] == pytest.approx(tokens["large"], abs=100)
 
 
+def test_shares_are_by_weight() -> None:
+    queue = queue_of(*(entry(key, cost=10.0) for key in "ab" for _ in range(200)))
+    tokens = collections.Counter[str]()
+    for _ in range(100):
+        head = queue.head(0.0)
+        assert head is not None
+        queue.served(head, {"a": 3.0, "b": 1.0}[head.key])
+        tokens[head.key] += int(head.cost)
+    assert tokens["a"] == pytest.approx(3 * tokens["b"], abs=40)
+
+
+def test_a_key_that_may_not_go_is_passed_and_has_saved_up_nothing() -> None:
+    blocked, others = [entry("a") for _ in range(50)], [entry(key) for key in "bc" for _ in range(100)]
+    queue = queue_of(*blocked, *others)
+    for _ in range(100):
+        head = queue.head(0.0, lambda key: key != "a")
+        assert head is not None
+        assert head.key != "a"
+        queue.served(head)
+    assert queue.head(0.0, lambda key: False) is None
+    keys = [each.key for each in drained(queue, 30)]
+    assert keys.count("a") in (10, 11), "its share from now on"
+    assert len(queue) == 250 - 130
+
+
+def test_those_behind_one_that_is_passed_go_in_their_order() -> None:
+    urgent, first, second = entry("a", -1), entry("b"), entry("c", 1)
+    queue = queue_of(second, first, urgent)
+    assert queue.head(0.0, lambda key: key != "a") is first
+    assert queue.head(0.0, lambda key: key == "c") is second
+    assert queue.head(0.0) is urgent
+
+
+def test_what_is_past_its_deadline_is_told_though_others_are_passed() -> None:
+    told: list[Waiting] = []
+    queue: FairQueue[Waiting] = FairQueue(told.append)
+    blocked, late, good = entry("a"), entry("b", deadline=1.0), entry("c")
+    for each in (blocked, late, good):
+        queue.push(each)
+    assert queue.head(2.0, lambda key: key != "a") is good
+    assert told == [late]
+    assert queue.head(2.0) is blocked
+
+
+def test_a_key_pays_for_what_its_request_really_cost() -> None:
+    queue = queue_of(*(entry(key, cost=10.0) for key in "ab" for _ in range(50)))
+    [first, _] = drained(queue, 2)
+    assert first.key == "a"
+    queue.correct(first, 110.0)
+    keys = [each.key for each in drained(queue, 12)]
+    assert keys.count("a") in (1, 2)
+    queue.correct(entry("nobody"), 1000.0)
+    queue.correct(entry("a", priority=7), 1000.0)
+    assert len(queue) == 100 - 14
+
+
 def test_a_key_that_was_idle_has_saved_up_nothing() -> None:
     busy = [entry("busy", cost=10.0) for _ in range(100)]
     queue = queue_of(entry("idle", cost=10.0), *busy[:50])

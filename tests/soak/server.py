@@ -11,8 +11,9 @@ from pdproxy.clock import SystemClock
 from pdproxy.credential import Secret
 from pdproxy.errors import ClientError
 from pdproxy.intake.api_app import ApiApp
-from pdproxy.intake.auth import KeyLimits, read_keys
+from pdproxy.intake.auth import OpenRequests, read_keys
 from pdproxy.intake.handler import HandlerConfig, RequestHandler
+from pdproxy.intake.rate_limits import RateLimits
 from pdproxy.intake.request_context import BodyBudget, Receive, Scope, Send
 from pdproxy.observe.metrics import Metrics
 from pdproxy.server.protocol import ConnectionLimits, guarded
@@ -50,7 +51,8 @@ def _server(cluster: LoopbackCluster, metrics: Metrics) -> Server:
     rules = HandlerConfig(1 << 20, PATIENT, PATIENT, Credential.PASS, own=Secret())
     service = RequestHandler(
         read_keys(None),
-        KeyLimits(0, metrics),
+        OpenRequests(0, metrics),
+        RateLimits(SystemClock(), metrics),
         BodyBudget(ROOM, metrics),
         cluster.orchestrator,
         cluster.pool,

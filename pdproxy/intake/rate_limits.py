@@ -1,0 +1,191 @@
+"""Requests and tokens of each API key in a minute: token buckets. Times are passed in.
+
+A bucket holds what a key may have in a minute and fills up evenly. Tokens are not known beforehand: a request takes
+what its prompt and its answers are expected to have, and the difference when its node has told what they had. So a
+bucket can be in debt, and the key's next requests are refused until it is paid. A request that is larger than the
+bucket goes when that is full.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from pdproxy.clock import Clock
+from pdproxy.errors import ClientError
+from pdproxy.intake.auth import ApiKey
+from pdproxy.observe.labels import Rejection
+from pdproxy.observe.metrics import Metrics
+from pdproxy.planning.shares import KeyLimits
+from pdproxy.request import Headers
+
+
+class TokenBucket:
+    """What is left of a number per minute."""
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.per_minute = per_minute
+        self._level = float(per_minute)
+        self._at = now
+
+    def level(self, now: float) -> float:
+        """What is left; below 0 for a debt."""
+        full = float(self.per_minute)
+        self._level = min(full, self._level + (now - self._at) * full / 60)
+        self._at = now
+        return self._level
+
+    def resize(self, per_minute: int, now: float) -> None:
+        """Another number per minute, from now on. What was taken stays so."""
+        level = self.level(now) + per_minute - self.per_minute
+        self.per_minute, self._level = per_minute, min(level, per_minute)
+
+    def seconds_until(self, wanted: float, now: float) -> float:
+        """How long until so much may be taken."""
+        lacking = min(wanted, self.per_minute) - self.level(now)
+        return max(0.0, lacking * 60 / self.per_minute)
+
+    def take(self, amount: float, now: float) -> None:
+        """A negative amount gives back."""
+        self._level = self.level(now) - amount
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Kind:
+    """One of the limits: its field, why requests are refused by it, and what it counts, in the words of OpenAI."""
+
+    field: str
+    reason: Rejection
+    counts: str
+    text: str
+
+
+REQUESTS = _Kind("requests_per_minute", Rejection.REQUEST_RATE, "requests", "requests per minute")
+INPUT = _Kind("input_tokens_per_minute", Rejection.INPUT_RATE, "tokens", "input tokens per minute")
+OUTPUT = _Kind("output_tokens_per_minute", Rejection.OUTPUT_RATE, "tokens", "output tokens per minute")
+_KINDS = (REQUESTS, INPUT, OUTPUT)
+
+Buckets = dict[_Kind, TokenBucket]
+"""Of one key; those that it has limits for."""
+
+
+class RateLimits:
+    """The buckets of all keys that have such limits."""
+
+    def __init__(self, clock: Clock, metrics: Metrics) -> None:
+        self._clock = clock
+        self._metrics = metrics
+        self._buckets: dict[str, Buckets] = {}
+
+    def begin(self, api_key: ApiKey) -> "RateCharge | None":
+        """A request of a key has come; None where the key has no such limit.
+
+        Raises:
+            ClientError: 429: none could go now, however small.
+        """
+        limits = api_key.limits
+        if limits.requests_per_minute is limits.input_tokens_per_minute is limits.output_tokens_per_minute is None:
+            return None
+        charge = RateCharge(api_key.name, self._of(api_key.name, limits), self._clock, self._metrics)
+        charge.begin()
+        return charge
+
+    def _of(self, name: str, limits: KeyLimits) -> Buckets:
+        buckets, now = self._buckets.setdefault(name, {}), self._clock.now()
+        for kind in _KINDS:
+            most: int | None = getattr(limits, kind.field)
+            if most is None:
+                buckets.pop(kind, None)
+            elif kind not in buckets:
+                buckets[kind] = TokenBucket(most, now)
+            elif buckets[kind].per_minute != most:
+                buckets[kind].resize(most, now)
+        return buckets
+
+
+class RateCharge:
+    """What one request takes of its key's buckets. `settle` it, on every exit."""
+
+    def __init__(self, key: str, buckets: Buckets, clock: Clock, metrics: Metrics) -> None:
+        self._key = key
+        self._buckets = buckets
+        self._clock = clock
+        self._metrics = metrics
+        self._expected = {INPUT: 0, OUTPUT: 0}
+        self._used = {INPUT: 0, OUTPUT: 0}
+        self._answered = self._told = False
+
+    def begin(self) -> None:
+        """It has come: one request. Raises as `RateLimits.begin`."""
+        self._require({REQUESTS: 1, INPUT: 1, OUTPUT: 1})
+        self._take({REQUESTS: 1})
+
+    def expect(self, prompt: int, answers: int) -> None:
+        """It will have about so many tokens.
+
+        Raises:
+            ClientError: 429: they are not left.
+        """
+        self._require({INPUT: prompt, OUTPUT: answers})
+        self._expected = {INPUT: prompt, OUTPUT: answers}
+        self._take(self._expected)
+
+    def answered(self) -> None:
+        """It is being answered: it has cost what was expected, where nothing else is told."""
+        self._answered = True
+
+    def used(self, prompt: int, answers: int) -> None:
+        """A node has told the tokens of one of its prompts and of the answers."""
+        self._told = True
+        self._used[INPUT] += prompt
+        self._used[OUTPUT] += answers
+
+    def settle(self) -> None:
+        """It has ended: take what it cost in place of what was expected; nothing where it was not answered."""
+        if self._told or not self._answered:
+            self._take({kind: self._used[kind] - self._expected[kind] for kind in self._used})
+
+    def headers(self) -> Headers:
+        """What is left, as OpenAI's API says it; of tokens, for the limit of which the least is left."""
+        now = self._clock.now()
+        requests = [self._buckets[REQUESTS]] if REQUESTS in self._buckets else []
+        tokens = [bucket for kind, bucket in self._buckets.items() if kind is not REQUESTS]
+        tightest = sorted(tokens, key=lambda bucket: bucket.level(now) / bucket.per_minute)[:1]
+        each = (("requests", requests), ("tokens", tightest))
+        return tuple(pair for counts, buckets in each for bucket in buckets for pair in _headers(counts, bucket, now))
+
+    def _require(self, wanted: dict[_Kind, int]) -> None:
+        now = self._clock.now()
+        bounded = [(kind, self._buckets[kind]) for kind in wanted if kind in self._buckets]
+        waits = [(bucket.seconds_until(wanted[kind], now), kind) for kind, bucket in bounded]
+        seconds, kind = max(waits, key=lambda wait: wait[0], default=(0.0, REQUESTS))
+        if seconds > 0:
+            raise self._refused(kind, wanted[kind], seconds)
+
+    def _refused(self, kind: _Kind, wanted: int, seconds: float) -> ClientError:
+        self._metrics.rejected(kind.reason, self._key)
+        bucket = self._buckets[kind]
+        left, wait = max(0, math.floor(bucket.level(self._clock.now()))), math.ceil(seconds)
+        text = f"Rate limit of this API key reached on {kind.text}: limit {bucket.per_minute}, left {left}, "
+        text += f"wanted {wanted}. Try again in {wait} s."
+        headers = (("retry-after", str(wait)), *self.headers())
+        return ClientError(429, text, kind=kind.counts, code="rate_limit_exceeded", headers=headers)
+
+    def _take(self, amounts: dict[_Kind, int]) -> None:
+        now = self._clock.now()
+        for kind, amount in amounts.items():
+            if kind in self._buckets:
+                self._buckets[kind].take(amount, now)
+
+
+def _headers(counts: str, bucket: TokenBucket, now: float) -> Iterator[tuple[str, str]]:
+    yield f"x-ratelimit-limit-{counts}", str(bucket.per_minute)
+    yield f"x-ratelimit-remaining-{counts}", str(max(0, math.floor(bucket.level(now))))
+    yield f"x-ratelimit-reset-{counts}", duration(bucket.seconds_until(math.inf, now))
+
+
+def duration(seconds: float) -> str:
+    """As OpenAI's API writes it: 12ms, 6.5s, 1m30s."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(seconds, 60)
+    return (f"{minutes:.0f}m" if minutes else "") + f"{math.floor(rest * 1000) / 1000:g}s"

@@ -1,0 +1,233 @@
+"""What each API key may have, what it has running, and which keys run more than their share. Pure: times are passed in.
+
+The order in which prompts leave the queue (`planning.queue`) is fair among those that wait, but what runs on nodes
+cannot be taken back: a key that asked for everything before another one came would keep it. So while several keys
+ask, one that runs more than its share leaves a part of the room free, and gives prefill nodes little work ahead
+(`PrefillBacklog`): its next prompts wait in the queue, where those of the others pass them. A key alone has everything.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+
+PRESENT_SECONDS = 60.0
+"""For so long after its last request a key counts among those that ask."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """What keys of one name may have, all together. None: no limit.
+
+    Attributes:
+        weight: of its share, against the other keys' weights.
+        open: requests that run or wait at once; more are refused.
+        concurrency: prompts that run at once; more wait.
+        requests_per_minute: refused beyond it, as are tokens.
+        input_tokens_per_minute: of prompts.
+        output_tokens_per_minute: of answers.
+    """
+
+    weight: float = 1.0
+    open: int | None = None
+    concurrency: int | None = None
+    requests_per_minute: int | None = None
+    input_tokens_per_minute: int | None = None
+    output_tokens_per_minute: int | None = None
+
+
+NO_LIMITS = KeyLimits()
+
+
+class LimitsByKey:
+    """The limits of all keys by name; they may be replaced while requests run, and hold at once."""
+
+    def __init__(self, by_name: Mapping[str, KeyLimits] | None = None) -> None:
+        self._by_name = dict(by_name or {})
+        self.changes = 0
+        """How often they were replaced."""
+
+    def of(self, key: str) -> KeyLimits:
+        """The limits of a key."""
+        return self._by_name.get(key, NO_LIMITS)
+
+    def replace(self, limits: "LimitsByKey") -> None:
+        """From now on those hold."""
+        self._by_name = limits._by_name
+        self.changes += 1
+
+
+NEWEST_PROMPT = 0.1
+"""Its part in the mean length of its key's prompts."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Asker:
+    """A key that asks: when it did last, and how long its prompts are, in tokens."""
+
+    last: float
+    prompt: float
+
+
+class KeyShares:
+    """What runs of each key, and the keys that ask. Every change is O(1).
+
+    A key's share is its weight against the weights of all keys that have asked lately. What it runs is counted in
+    tokens, as its prompts' costs in the queue are.
+    """
+
+    def __init__(self, limits: LimitsByKey) -> None:
+        self._limits = limits
+        self._asked = collections.OrderedDict[str, _Asker]()
+        """The one that asked longest ago is first."""
+        self._prompts = 0.0
+        """The sum of their lengths, one for each key."""
+        self._costs: dict[str, float] = {}
+        self._running: collections.Counter[str] = collections.Counter()
+        self._total = 0.0
+        self._weights = (-1, -1, 0.0)
+        """Of all keys that ask, and for which changes of limits and of keys that is."""
+        self._joined = 0
+
+    def running(self, key: str) -> int:
+        """How many prompts of a key run."""
+        return self._running[key]
+
+    def may_run(self, key: str) -> bool:
+        """Whether its own limit lets one more run."""
+        most = self._limits.of(key).concurrency
+        return most is None or self._running[key] < most
+
+    def asked(self, key: str, now: float, prompt: int = 0) -> None:
+        """A prompt of a key has come, of about so many tokens."""
+        asker = self._asked.get(key)
+        if asker is None:
+            self._asked[key] = _Asker(now, prompt)
+            self._prompts += prompt
+            self._joined += 1
+            return
+        asker.last = now
+        longer = NEWEST_PROMPT * (prompt - asker.prompt)
+        asker.prompt += longer
+        self._prompts += longer
+        self._asked.move_to_end(key)
+
+    def asks_longer(self, key: str) -> bool:
+        """Whether a key's prompts are longer than those of all keys that ask, on the mean, each key counting once."""
+        asker = self._asked.get(key)
+        return asker is not None and asker.prompt * len(self._asked) > self._prompts
+
+    def began(self, key: str, cost: float) -> None:
+        """A prompt of a key runs."""
+        self._running[key] += 1
+        self._costs[key] = self._costs.get(key, 0.0) + cost
+        self._total += cost
+
+    def ended(self, key: str, cost: float) -> None:
+        """It runs no more; the same cost as it began with."""
+        self._total -= cost
+        if self._running[key] > 1:
+            self._running[key] -= 1
+            self._costs[key] -= cost
+        else:
+            del self._running[key], self._costs[key]
+        if not self._running:
+            self._total = 0.0
+
+    def over(self, key: str, now: float) -> bool:
+        """Whether a key runs more than its share of all that runs, while others ask too."""
+        if len(self._asked) < 2 or key not in self._costs:
+            return False
+        self._forget_before(now - PRESENT_SECONDS)
+        weight = self._limits.of(key).weight
+        return len(self._asked) > 1 and self._costs[key] * self._all_weights() > weight * self._total
+
+    def _forget_before(self, moment: float) -> None:
+        while self._asked and next(iter(self._asked.values())).last < moment:
+            self._prompts -= self._asked.popitem(last=False)[1].prompt
+            self._joined += 1
+
+    def _all_weights(self) -> float:
+        changes, joined, weights = self._weights
+        if (changes, joined) != (self._limits.changes, self._joined):
+            weights = sum(self._limits.of(key).weight for key in self._asked)
+            self._weights = (self._limits.changes, self._joined, weights)
+        return weights
+
+
+NEWEST_SHARE = 0.2
+"""Of the last prompt in a node's rate."""
+MOST_NODES = 1024
+"""That are remembered while they have nothing to do."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Backlog:
+    """Of one node: what waits or is computed there, and of which keys; since when it works on the next prompt; its
+    rate's sums."""
+
+    prompts: int = 0
+    keys: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    tokens: int = 0
+    since: float = 0.0
+    done_tokens: float = 0.0
+    done_seconds: float = 0.0
+
+
+class PrefillBacklog:
+    """The prompts that nodes have been given to compute and have not, and about how long that takes them.
+
+    How fast a node is, is learned from the time between two prompts that it has computed: what other proxies send it
+    makes it slower.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, _Backlog] = {}
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def add(self, node: str, key: str, tokens: int, now: float) -> None:
+        """A prompt of a key is given to a node."""
+        work = self._nodes.get(node)
+        if work is None:
+            if len(self._nodes) >= MOST_NODES:  # most have left long ago
+                self._nodes = {name: each for name, each in self._nodes.items() if each.prompts}
+            work = self._nodes[node] = _Backlog()
+        if not work.prompts:
+            work.since = now
+        work.prompts += 1
+        work.keys[key] += 1
+        work.tokens += tokens
+
+    def computed(self, node: str, key: str, tokens: int, now: float) -> None:
+        """It is computed."""
+        work = self._nodes[node]
+        work.done_tokens += NEWEST_SHARE * (tokens - work.done_tokens)
+        work.done_seconds += NEWEST_SHARE * (now - work.since - work.done_seconds)
+        work.since = now
+        self.drop(node, key, tokens)
+
+    def drop(self, node: str, key: str, tokens: int) -> None:
+        """It is not to be computed there any more."""
+        work = self._nodes[node]
+        work.prompts -= 1
+        work.keys[key] -= 1
+        if not work.keys[key]:
+            del work.keys[key]
+        work.tokens -= tokens
+
+    def seconds(self, node: str, now: float) -> float:
+        """How long a node still needs for what it has; infinite where its speed is unknown."""
+        work = self._nodes.get(node)
+        if work is None or not work.prompts:
+            return 0.0
+        if not work.done_tokens:
+            return math.inf
+        seconds = work.tokens * work.done_seconds / work.done_tokens
+        return seconds - min(now - work.since, seconds / work.prompts)
+
+    def keys(self, node: str) -> Collection[str]:
+        """The keys whose prompts a node has."""
+        work = self._nodes.get(node)
+        return () if work is None else work.keys.keys()

@@ -1,0 +1,33 @@
+"""What each API key uses, in the metrics."""
+
+from prometheus_client import CollectorRegistry
+
+from pdproxy.observe.key_metrics import MOST_KEYS, OTHER_KEYS, KeyMetrics
+from pdproxy.observe.labels import Outcome, Rejection, Tokens
+
+
+def test_a_known_key_begins_at_zero_and_is_asked_what_it_runs() -> None:
+    registry = CollectorRegistry()
+    metrics = KeyMetrics(registry)
+    metrics.known("alice")
+    assert registry.get_sample_value("pdproxy_key_requests_total", {"key": "alice", "outcome": "failed"}) == 0
+    assert registry.get_sample_value("pdproxy_key_rejected_total", {"key": "alice", "reason": "input_rate"}) == 0
+    metrics.watch(len, lambda key: 2)
+    assert registry.get_sample_value("pdproxy_key_requests_active", {"key": "alice"}) == 5
+    assert registry.get_sample_value("pdproxy_key_requests_queued", {"key": "alice"}) == 2
+
+
+def test_names_beyond_the_most_are_counted_together() -> None:
+    registry = CollectorRegistry()
+    metrics = KeyMetrics(registry)
+    for number in range(MOST_KEYS + 5):
+        metrics.tokens(f"k{number}", Tokens.PROMPT, 10)
+        metrics.tokens(f"k{number}", Tokens.PROMPT, -3)
+    metrics.rejected(f"k{MOST_KEYS}", Rejection.QUEUE_FULL)
+    metrics.request_ended(f"k{MOST_KEYS}", Outcome.OK)
+    metrics.waited(f"k{MOST_KEYS}", 1.5)
+    first, others = {"key": "k0", "kind": "prompt"}, {"key": OTHER_KEYS, "kind": "prompt"}
+    assert registry.get_sample_value("pdproxy_key_tokens_total", first) == 10
+    assert registry.get_sample_value("pdproxy_key_tokens_total", others) == 50
+    assert registry.get_sample_value("pdproxy_key_queue_seconds_total", {"key": OTHER_KEYS}) == 1.5
+    assert registry.get_sample_value("pdproxy_key_requests_total", {"key": f"k{MOST_KEYS}", "outcome": "ok"}) is None

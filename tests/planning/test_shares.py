@@ -1,0 +1,148 @@
+"""What runs of each key, which of them run more than their shares, and how much prefill nodes still have to do."""
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdproxy.planning.shares import (
+    MOST_NODES,
+    NO_LIMITS,
+    PRESENT_SECONDS,
+    KeyLimits,
+    KeyShares,
+    LimitsByKey,
+    PrefillBacklog,
+)
+
+
+def shares_of(**weights: float) -> KeyShares:
+    """Of keys that all ask at second 0."""
+    shares = KeyShares(LimitsByKey({key: KeyLimits(weight=weight) for key, weight in weights.items()}))
+    for key in weights:
+        shares.asked(key, 0.0)
+    return shares
+
+
+def test_a_key_alone_may_have_everything() -> None:
+    shares = shares_of(a=1.0)
+    shares.began("a", 1000.0)
+    assert not shares.over("a", 1.0)
+
+
+def test_a_key_that_runs_everything_is_over_its_share_as_soon_as_another_asks() -> None:
+    shares = shares_of(a=1.0, b=1.0)
+    assert not shares.over("a", 0.0), "it runs nothing"
+    shares.began("a", 10.0)
+    assert shares.over("a", 0.0)
+    shares.began("b", 10.0)
+    assert not shares.over("a", 0.0), "half is its share"
+    shares.began("a", 1.0)
+    assert shares.over("a", 0.0)
+    shares.ended("a", 10.0)
+    assert not shares.over("a", 0.0)
+
+
+def test_shares_are_by_weight_and_follow_new_weights() -> None:
+    limits = LimitsByKey({"a": KeyLimits(weight=3.0)})
+    shares = KeyShares(limits)
+    for key in "ab":
+        shares.asked(key, 0.0)
+    shares.began("a", 30.0)
+    shares.began("b", 10.0)
+    assert (shares.over("a", 0.0), shares.over("b", 0.0)) == (False, False)
+    limits.replace(LimitsByKey({"b": KeyLimits(weight=3.0)}))
+    assert (shares.over("a", 0.0), shares.over("b", 0.0)) == (True, False)
+
+
+def test_a_key_that_asks_no_more_counts_no_more() -> None:
+    shares = shares_of(a=1.0, b=1.0)
+    shares.began("a", 10.0)
+    shares.asked("a", PRESENT_SECONDS)
+    assert shares.over("a", PRESENT_SECONDS)
+    assert not shares.over("a", PRESENT_SECONDS + 0.1)
+    shares.asked("b", PRESENT_SECONDS + 0.2)
+    assert shares.over("a", PRESENT_SECONDS + 0.3)
+
+
+def test_keys_whose_prompts_are_longer_than_the_others_are_known() -> None:
+    shares = KeyShares(LimitsByKey())
+    for _ in range(100):
+        shares.asked("flood", 0.0, 300)
+    assert not shares.asks_longer("flood"), "it is alone"
+    shares.asked("quiet", 0.0, 100)
+    assert (shares.asks_longer("flood"), shares.asks_longer("quiet")) == (True, False)
+    for _ in range(100):
+        shares.asked("quiet", PRESENT_SECONDS, 500)
+    assert (shares.asks_longer("flood"), shares.asks_longer("quiet")) == (False, True)
+    shares.asked("third", 2 * PRESENT_SECONDS, 900)
+    shares.began("third", 1.0)
+    assert shares.over("third", 2 * PRESENT_SECONDS)
+    assert (shares.asks_longer("flood"), shares.asks_longer("quiet"), shares.asks_longer("third")) == (
+        False, False, True,
+    )  # fmt: skip
+
+
+def test_a_keys_own_limit_counts_its_prompts() -> None:
+    limits = LimitsByKey({"a": KeyLimits(concurrency=2)})
+    shares = KeyShares(limits)
+    for cost in (1.0, 5.0):
+        assert shares.may_run("a")
+        shares.began("a", cost)
+    assert not shares.may_run("a")
+    assert shares.may_run("b")
+    limits.replace(LimitsByKey({"a": KeyLimits(concurrency=3)}))
+    assert shares.may_run("a")
+    limits.replace(LimitsByKey())
+    assert shares.may_run("a")
+    assert limits.of("a") is NO_LIMITS
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 100)), max_size=40))
+def test_not_all_keys_are_over_their_shares_and_nothing_is_left(prompts: list[tuple[str, int]]) -> None:
+    shares = shares_of(a=1.0, b=2.0, c=5.0)
+    for key, cost in prompts:
+        shares.began(key, float(cost))
+        assert not all(shares.over(each, 0.0) for each in "abc")
+    for key, cost in prompts:
+        shares.ended(key, float(cost))
+    assert not any(shares.over(key, 0.0) or shares.running(key) for key in "abc")
+    assert not shares._costs
+
+
+def test_how_long_a_node_needs_is_learned_from_what_it_has_computed() -> None:
+    backlog = PrefillBacklog()
+    assert backlog.seconds("n", 0.0) == 0.0
+    backlog.add("n", "k", 1000, 0.0)
+    assert backlog.seconds("n", 0.5) == math.inf
+    backlog.add("n", "k", 1000, 1.0)
+    backlog.computed("n", "k", 1000, 2.0)
+    assert backlog.seconds("n", 2.0) == 2.0, "a thousand tokens took it two seconds"
+    assert backlog.seconds("n", 3.5) == 0.5
+    assert backlog.seconds("n", 9.0) == 0.0, "late, but not before its time"
+    backlog.drop("n", "k", 1000)
+    backlog.add("n", "k", 500, 20.0)
+    backlog.add("n", "k", 500, 20.0)
+    assert backlog.seconds("n", 20.0) == 2.0
+    assert backlog.seconds("n", 30.0) == 1.0, "what comes after the one that it computes is still whole"
+
+
+def test_the_keys_whose_prompts_a_node_has_are_known() -> None:
+    backlog = PrefillBacklog()
+    for key in ("a", "a", "b"):
+        backlog.add("n", key, 10, 0.0)
+    backlog.computed("n", "a", 10, 1.0)
+    assert set(backlog.keys("n")) == {"a", "b"}
+    backlog.drop("n", "a", 10)
+    assert set(backlog.keys("n")) == {"b"}
+    assert not backlog.keys("another")
+
+
+def test_nodes_that_have_left_are_forgotten() -> None:
+    backlog = PrefillBacklog()
+    backlog.add("stays", "k", 10, 0.0)
+    for number in range(3 * MOST_NODES):
+        backlog.add(f"n{number}", "k", 1, 0.0)
+        backlog.computed(f"n{number}", "k", 1, 0.0)
+    assert len(backlog) <= MOST_NODES
+    assert backlog.seconds("stays", 0.0) == math.inf
