@@ -10,8 +10,9 @@ from prometheus_client import CollectorRegistry
 from pdproxy.clock import Clock, SystemClock
 from pdproxy.credential import Secret
 from pdproxy.nodes.cache_advice import EventsSeen
+from pdproxy.nodes.cohorts import Cohorts
 from pdproxy.nodes.drain import Drainer
-from pdproxy.nodes.node import Role, Snapshot, State
+from pdproxy.nodes.node import SERVING, Role, Snapshot
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.in_flight import InFlightRequests
@@ -34,6 +35,7 @@ class AdminContext:
         caches: by a node's name, how much is known of what each of its data-parallel ranks has cached, as JSON.
         events: by a node's name, whether its KV events are read.
         orchestration: which plans; None where there is no /debug/plan.
+        proved: whether a node, by its name, passed a known-answer test; where none are made, all are.
     """
 
     pool: Pool
@@ -49,6 +51,12 @@ class AdminContext:
     caches: Callable[[str], Sequence[Json]] = lambda _: ()
     events: Callable[[str], EventsSeen] = lambda _: EventsSeen.UNKNOWN
     orchestration: OrchestrationContext | None = None
+    proved: Callable[[str], bool] = lambda _: True
+
+    @property
+    def cohorts(self) -> Cohorts:
+        """Of the pool's nodes."""
+        return Cohorts(self.pool, self.proved)
 
 
 class Readiness(enum.StrEnum):
@@ -74,5 +82,4 @@ def readiness(context: AdminContext) -> Readiness:
 
 def _serving(snapshot: Snapshot, role: Role) -> bool:
     """Whether a node of the role takes requests; a node that is being probed takes one at a time."""
-    serving = (State.UP, State.PROBING, State.TERMINATING)
-    return any(view.node.role is role and view.state in serving for view in snapshot.nodes)
+    return any(view.node.role is role and view.state in SERVING for view in snapshot.nodes)

@@ -23,6 +23,7 @@ from pdproxy.intake.handler import HandlerConfig, RequestHandler
 from pdproxy.intake.request_context import BodyBudget
 from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
+from pdproxy.nodes.cohorts import Cohorts
 from pdproxy.nodes.discovery.source import DiscoverySync
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.health_check import HealthCheck
@@ -82,17 +83,19 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     tracing = tracing_of(settings.otel)
     h1_transport, preflight_transport = transports(settings.upstream.ca_file, clock, files)
     transport = TracedTransport(h1_transport, tracing.tracer) if tracing else h1_transport
-    drainer = Drainer(pool, clock, settings.deadlines.drain)
     rates = Rates()
     events = kv_events(settings, pool, transport, clock, metrics, headers, rates)
     context = _orchestration_context(settings, transport, pool, metrics, clock, events, rates)
     background_tasks = BackgroundTasks(context)
     orchestrator = Orchestrator(context, background_tasks)
     handler = _request_handler(settings, orchestrator, context, secrets)
-    operators = admin_app(_admin_context(settings, context, drainer, registry, leaving, events, secrets.admin_token))
     test = KnownAnswer(context, background_tasks, headers)
     prover = Prover(pool, test, clock) if settings.health.first_hand_over is FirstHandOver.KNOWN_ANSWER else None
     prove = prover.join if prover else functools.partial(warm_up, pool, test)
+    proved: Callable[[str], bool] = prover.proved if prover else lambda _: True
+    drainer = Drainer(pool, clock, settings.deadlines.drain, Cohorts(pool, proved).is_needed)
+    admin_context = _admin_context(settings, context, drainer, registry, leaving, events, secrets.admin_token)
+    operators = admin_app(dataclasses.replace(admin_context, proved=proved))
     outages = OutageLog(clock)
     joiner = Joiner(pool, Preflight(preflight_transport, headers), prove, outages)
     health = HealthCheck(pool, joiner, transport, clock, headers, settings.health.interval, settings.health.timeout)
