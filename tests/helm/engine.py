@@ -32,9 +32,9 @@ class Engine:
         """The same process, for another chart."""
         return Engine(self._child, chart)
 
-    def render(self, values: Mapping[str, Any], kubeconfig: str = "") -> dict[str, str]:
+    def render(self, values: Mapping[str, Any], kubeconfig: str = "", release: str = RELEASE) -> dict[str, str]:
         """Text by template. Raises Refused."""
-        reply: dict[str, str] = self._ask("render", values, kubeconfig)
+        reply: dict[str, str] = self._ask("render", values, kubeconfig, release)
         return reply
 
     def lint(self, values: Mapping[str, Any]) -> list[str]:
@@ -42,14 +42,14 @@ class Engine:
         reply: list[str] = self._ask("lint", values)
         return reply
 
-    def manifests(self, values: Mapping[str, Any], kubeconfig: str = "") -> "Manifests":
+    def manifests(self, values: Mapping[str, Any], kubeconfig: str = "", release: str = RELEASE) -> "Manifests":
         """What would be applied. Raises Refused."""
-        files = self.render(values, kubeconfig)
+        files = self.render(values, kubeconfig, release)
         texts = [text for path, text in files.items() if path.endswith(".yaml")]
         return Manifests([found for text in texts for found in yaml.load_all(text, yaml.CSafeLoader) if found])
 
-    def _ask(self, do: str, values: Mapping[str, Any], kubeconfig: str = "") -> Any:
-        question = {"do": do, "chart": str(self._chart), "values": values, "release": RELEASE, "namespace": NAMESPACE}
+    def _ask(self, do: str, values: Mapping[str, Any], kubeconfig: str = "", release: str = RELEASE) -> Any:
+        question = {"do": do, "chart": str(self._chart), "values": values, "release": release, "namespace": NAMESPACE}
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         self._child.stdin.write(json.dumps({**question, "kubeconfig": kubeconfig}) + "\n")
@@ -77,7 +77,7 @@ class Manifests:
 
     def node(self, role: str) -> Manifest:
         """The pod of a role's nodes (of the leader, where a node has several machines)."""
-        for each in self.of("StatefulSet") + self.of("LeaderWorkerSet"):
+        for each in self.of("StatefulSet") + self.of("LeaderWorkerSet") + self.of("Deployment"):
             if each["metadata"]["name"].endswith(f"-{role}"):
                 spec = each["spec"]
                 pod: Manifest = (

@@ -83,6 +83,7 @@
   {{- fail "httpRoute.enabled: name the Gateway in httpRoute.parentRefs." -}}
 {{- end -}}
 {{- include "pdproxy.checks.settings" . -}}
+{{- include "pdproxy.checks.upgrade" . -}}
 {{- end -}}
 
 {{/* What the chart decides itself, and where to say it instead. */}}
