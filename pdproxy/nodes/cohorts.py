@@ -88,7 +88,14 @@ class Cohorts:
         follow it is on its way."""
         address, now = f"//{_bracketed(host)}:{port}", self._pool.snapshot()
         answers = [self._may_leave(view, now) for view in now.nodes if view.node.url.endswith(address)]
-        return min(answers, key=lambda answer: answer.leave, default=Answer(True, UNKNOWN_NODE))
+        return min(answers, key=lambda answer: answer.leave, default=self._may_stranger_leave(now))
+
+    def _may_stranger_leave(self, now: Snapshot) -> Answer:
+        """A proxy that has just started does not know yet who stays, nor nodes that were going away by then."""
+        joining = any(view.state is State.JOINING for view in now.nodes)
+        if joining and not self._makes_pair(_staying(now.nodes), now.bars):
+            return Answer(False, f"{UNKNOWN_NODE}, and no pair yet")
+        return Answer(True, UNKNOWN_NODE)
 
     def _may_leave(self, leaving: NodeView, now: Snapshot) -> Answer:
         node = leaving.node

@@ -10,15 +10,13 @@ Controllers (Deployment, StatefulSet), endpoint slices and the kubelet, as far a
   grace period, which began with the deletion, is over;
 - a changed secret reaches running pods as changed files.
 
-Containers are processes here: an engine is run with the arguments and variables of its pod, but for paths, addresses
-and ports. An image other than `FIRST_RELEASE` is the same code that calls its connector by the image's tag.
+Containers are processes here (`containers`).
 """
 
 import asyncio
 import base64
 import contextlib
 import itertools
-import json
 import os
 import signal
 import subprocess
@@ -31,19 +29,19 @@ from typing import Any
 
 import httpx
 
-from deploy.local.node import SERVER, NodeSpec, Role, environment
+from deploy.local.node import Role
 from deploy.local.paths import MODEL, ROOT
 from deploy.local.ports import HOST, free_ports
 from deploy.local.supervise import Part, Supervisor, inherited
 from deploy.local.watchdog import parents
+from tests.e2e.containers import Containers
 from tests.helm.engine import Manifest, Manifests, only_container
 from tests.nodes.discovery.apiserver import ApiServer
 
-FIRST_RELEASE = "0.1.0"
-MODEL_PATH = "/models/tiny-hybrid"
-MOUNTS = "/etc/pdproxy"
+ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 PROBE_S = 0.25
 """Between two probes; a kubelet takes five seconds."""
+REFUSED = "the service has no endpoints"
 PATIENCE_S = 600.0
 """For a whole change; two cores that others use take a minute to start a pair."""
 
@@ -112,6 +110,7 @@ class Cluster:
         self._supervisor = supervisor
         self._api = api
         self._mounts = mounts
+        self._containers = Containers(mounts)
         self._room = room
         self._numbers = itertools.count()
         self._services: list[Manifest] = []
@@ -138,17 +137,19 @@ class Cluster:
         return [pod for pod in self.pods if pod.workload.component == component and pod.ready and not pod.terminating]
 
     def url(self) -> str:
-        """The clients' port of a proxy, in turn."""
+        """The clients' port of a proxy, in turn. Raises ConnectError where none is ready, as a service refuses."""
         proxies = self.endpoints("proxy")
-        assert proxies, "no proxy is ready"
+        if not proxies:
+            raise httpx.ConnectError(REFUSED)
         return f"http://{HOST}:{proxies[next(self._numbers) % len(proxies)].ports['http']}"
 
     def operators(self) -> str:
-        """The operators' port of a proxy."""
-        return f"http://{HOST}:{self.endpoints('proxy')[0].ports['admin']}"
+        """The operators' port of a proxy; where none is ready, one where nobody listens."""
+        proxies = self.endpoints("proxy")
+        return f"http://{HOST}:{proxies[0].ports['admin'] if proxies else 1}"
 
     def secret(self, path: str) -> str:
-        """What pods have mounted under MOUNTS."""
+        """What pods have mounted below `containers.MOUNTS`."""
         return (self._mounts / path).read_text()
 
     # -- controllers
@@ -235,48 +236,15 @@ class Cluster:
             while sum(pod.workload.component != "proxy" for pod in self.pods) >= self._room:
                 await self._pause()
         ports = dict(zip(("http", "admin", "side-channel"), free_ports(3), strict=True))
-        make = self._proxy if workload.component == "proxy" else self._node
-        command, variables = make(workload, ports)
-        part = self._supervisor.start(f"{name}-{next(self._numbers)}", command, variables, ROOT)
+        if workload.component == "proxy":
+            started = self._containers.proxy(workload.template, self._settings[workload.name], self._api.url, ports)
+        else:
+            started = self._containers.node(workload.template, ROLES[workload.component], self.model, ports)
+        part = self._supervisor.start(f"{name}-{next(self._numbers)}", started.command, started.variables, ROOT)
         pod = Pod(name, workload, workload.template, part, ports, listed=workload.component != "proxy")
         self.pods.append(pod)
         self.note(f"{name} starts")
         pod.probing = asyncio.get_running_loop().create_task(self._probe(pod))
-
-    def _proxy(self, workload: Workload, ports: Mapping[str, int]) -> tuple[list[str], dict[str, str]]:
-        container = only_container(workload.template)
-        settings = self._mounts / f"pdproxy-{ports['http']}.yaml"
-        settings.write_text(self._settings[workload.name].replace(MOUNTS, str(self._mounts)))
-        command = [sys.executable, "-m", "pdproxy", container["args"][0], f"--config={settings}", f"--host={HOST}"]
-        command += [f"--port={ports['http']}", f"--admin-port={ports['admin']}"]
-        variables = {each["name"]: each["value"] for each in container["env"]}
-        return command, {**inherited(), **variables, "PDPROXY_DISCOVERY_API": self._api.url, "PYTHONUNBUFFERED": "1"}
-
-    def _node(self, workload: Workload, ports: Mapping[str, int]) -> tuple[list[str], dict[str, str]]:
-        container = only_container(workload.template)
-        release = container["image"].rpartition(":")[2]
-        arguments = [self._argument(word, ports, release) for word in container["args"]]
-        role = Role.PREFILL if workload.component == "prefill" else Role.DECODE
-        base = environment(NodeSpec(workload.name, role, ports["http"], ports["side-channel"]), inherited())
-        chart = {each["name"]: each["value"] for each in container["env"] if "value" in each}
-        here = {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports["side-channel"])}
-        key = {"VLLM_API_KEY": self.secret("access/node.key").strip(), "PDPROXY_TEST_RELEASE": release}
-        left_out = {"HF_HOME", "NODE_PORT", "UCX_NET_DEVICES"}  # this machine's own
-        variables = {name: value for name, value in chart.items() if name not in left_out}
-        return [sys.executable, "-m", SERVER, f"--host={HOST}", *arguments], {**base, **variables, **here, **key}
-
-    def _argument(self, word: str, ports: Mapping[str, int], release: str) -> str:
-        """One of a node's arguments, with this machine's paths and ports."""
-        name, _, value = word.partition("=")
-        if name == "--port":
-            return f"--port={ports['http']}"
-        if name == "--kv-events-config":
-            own = {"endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"}
-            return f"{name}={json.dumps({**json.loads(value), **own})}"
-        if name == "--kv-transfer-config" and release != FIRST_RELEASE:
-            value = json.dumps({**json.loads(value), "kv_connector_module_path": "tests.e2e.next_release"})
-            word = f"{name}={value}"
-        return word.replace(MOUNTS, str(self._mounts)).replace(MODEL_PATH, str(self.model))
 
     def _mount(self, release: Manifests) -> None:
         """Write what secrets and settings hold where pods read it, as the kubelet does: whole files, renamed."""

@@ -49,10 +49,10 @@ def proxy(answers: Sequence[tuple[int, object]]) -> Iterator[tuple[str, list[str
         server.server_close()
 
 
-def leave(address: str, most: float = 30, pause: float = 0) -> str:
+def leave(address: str, most: float = 30, pause: float = 0, **more: str) -> str:
     """Run it as a pod does; what it says."""
     command = [sys.executable, "-c", SCRIPT, address, "8000", str(most), str(pause)]
-    environment = {**os.environ, "POD_IP": "10.0.0.7", "no_proxy": "127.0.0.1"}
+    environment = {**os.environ, "POD_IP": "10.0.0.7", "no_proxy": "127.0.0.1", **more}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
     return done.stdout
 
@@ -86,6 +86,12 @@ def test_an_older_proxy_is_not_waited_for() -> None:
     with proxy([(404, {})]) as (address, asked):
         assert "goes: the proxy is of a version" in leave(address)
     assert len(asked) == 3
+
+
+def test_machines_of_one_node_ask_for_their_leader() -> None:
+    with proxy([GO]) as (address, asked):
+        leave(address, LWS_LEADER_ADDRESS="10.0.0.9")
+    assert set(asked) == {"/may-leave?host=10.0.0.9&port=8000"}
 
 
 def test_then_tickets_get_their_time() -> None:

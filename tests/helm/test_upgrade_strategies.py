@@ -162,7 +162,16 @@ def test_what_does_not_go_together_is_refused(helm: Engine, values: dict[str, An
 @pytest.mark.parametrize(
     ("values", "sentences"),
     [
-        ({}, ["takes no\nspare GPUs", "NOTHING IS SERVED", "(75 s) end with an error", "decode nodes compute prompts"]),
+        (
+            {},
+            [
+                "takes no\nspare GPUs",
+                "NOTHING IS SERVED",
+                "connections are refused",
+                "(75 s) end\n  with an error",
+                "decode nodes compute prompts",
+            ],
+        ),
         (
             {"decode": {"replicas": 4}, "prefill": {"replicas": 2}},
             ["Decode nodes: 3 of 4 serve", "Prefill nodes: 1 of 2 serve"],

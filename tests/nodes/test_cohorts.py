@@ -125,6 +125,14 @@ def test_who_need_not_wait(clock: FakeClock, there: list[str], coming: list[str]
     assert not fleet.stays(going)
 
 
+def test_a_proxy_that_knows_nothing_yet_lets_nobody_go(clock: FakeClock) -> None:
+    fleet = Fleet(clock, "d-a")
+    fleet.come("p-a")
+    assert not fleet.cohorts.may_leave("p-old", PORT).leave
+    fleet.serve("p-a")
+    assert fleet.cohorts.may_leave("p-old", PORT).leave
+
+
 def test_a_node_that_serves_nothing_may_go(clock: FakeClock) -> None:
     fleet = Fleet(clock, "p-old", "d-old", "p-new")
     fleet.pool.drain("p-old")

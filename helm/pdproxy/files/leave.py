@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import sys
 import time
 import urllib.error
@@ -26,8 +27,14 @@ def say(text: str) -> None:
         sys.stdout.write(line)
 
 
-def ask(url: str) -> "tuple[bool, str]":
-    """Whether it may go, and why. Raises OSError or ValueError where no proxy says so."""
+def ask(operators: str, port: str) -> "tuple[bool, str]":
+    """Whether it may go, and why. Of several machines all ask for their leader, which is the node for the proxy.
+
+    Raises OSError or ValueError where no proxy says so.
+    """
+    name = os.environ.get("LWS_LEADER_ADDRESS") or os.environ["POD_IP"]
+    host = socket.getaddrinfo(name, None)[0][4][0]
+    url = f"{operators}/may-leave?{urllib.parse.urlencode({'host': host, 'port': port})}"
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
             said = json.load(answer)
@@ -38,13 +45,13 @@ def ask(url: str) -> "tuple[bool, str]":
     return bool(said["leave"]), str(said["why"])
 
 
-def wait(url: str, most: float) -> str:
+def wait(operators: str, port: str, most: float) -> str:
     """Return why the node goes now."""
     began = heard = time.monotonic()
     agreed, told = 0, ""
     while time.monotonic() - began < most:
         try:
-            leave, why = ask(url)
+            leave, why = ask(operators, port)
             heard = time.monotonic()
         except (OSError, ValueError, KeyError, TypeError) as error:
             leave, why = False, f"no answer: {error}"
@@ -62,8 +69,7 @@ def wait(url: str, most: float) -> str:
 
 def main(operators: str, port: str, most: str, leave: str) -> None:
     """``most``, ``leave``: seconds to wait for an answer, and after it."""
-    where = urllib.parse.urlencode({"host": os.environ["POD_IP"], "port": port})
-    say(f"goes: {wait(f'{operators}/may-leave?{where}', float(most))}")
+    say(f"goes: {wait(operators, port, float(most))}")
     time.sleep(float(leave))
 
 

@@ -121,8 +121,9 @@ release is the proxy and has none; install nodes for it, and for each upgrade an
 {{- else }} takes no
 spare GPUs. Both roles begin at once, each replaces one node at a time, the last one first, and each new node loads the model:
 {{- if eq $decodes 1 }}
-- The only decode node: NOTHING IS SERVED from the moment when it goes until it has loaded again. Requests get 503 (no decode
-  node), and streams that outlast nodes.leaveSeconds and nodes.drainSeconds ({{ add (int .Values.nodes.leaveSeconds) (int .Values.nodes.drainSeconds) }} s) end with an error event.
+- The only decode node: NOTHING IS SERVED from the moment when it goes until it has loaded again. Requests get 503; then the
+  proxies are not ready, and connections are refused. Streams that outlast nodes.leaveSeconds and nodes.drainSeconds ({{ add (int .Values.nodes.leaveSeconds) (int .Values.nodes.drainSeconds) }} s) end
+  with an error event.
 {{- else }}
 - Decode nodes: {{ sub $decodes 1 }} of {{ $decodes }} serve at any time. Streams of the one that goes end there, or go on at another one.
 {{- end }}
