@@ -134,11 +134,13 @@ async def a_cluster(name: str, mounts: Path, room: int) -> AsyncIterator[Rollout
     assert not [line for line in cluster.log if line.endswith("killed")]
 
 
-async def test_a_new_image_by_surge(chart: SteadyChart, tmp_path: Path) -> None:
+async def test_new_images_by_surge(chart: SteadyChart, tmp_path: Path) -> None:
+    """Of nodes and proxy at once, as a release brings them."""
     values = base(strategy="surge")
+    upgraded = changed(changed(values, NODE_TAG, NEXT_RELEASE), PROXY_TAG, NEXT_RELEASE)
     async with a_cluster("surge", tmp_path, room=4) as it:
         await it.install(chart(values), nodes=2)
-        load = await it.change("node image by surge", [chart(changed(values, NODE_TAG, NEXT_RELEASE))], nodes=2)
+        load = await it.change("node image by surge, and proxy image", [chart(upgraded)], nodes=2)
         assert not load.failures()
         [cohort] = await it.cohorts()
         assert (f"+{NEXT_RELEASE}+" in cohort["name"], cohort["complete"]) == (True, True)
