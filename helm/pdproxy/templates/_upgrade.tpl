@@ -38,7 +38,8 @@ app.kubernetes.io/component: {{ .component }}
 {{ if eq $upgrade.strategy "inPlace" }}0{{ else }}{{ $upgrade.waitSeconds | default (include "pdproxy.progressDeadlineSeconds" .) }}{{ end }}
 {{- end -}}
 
-{{/* What a node does before SIGTERM. The vLLM image has Python, and not much else that speaks HTTP. */}}
+{{/* What a node does before SIGTERM. The vLLM image has Python, and not much else that speaks HTTP. The script is part of the
+     pods of nodes that ask: a version of the chart in which it differs replaces them. */}}
 {{- define "pdproxy.preStop" -}}
 {{- $v := .Values -}}
 {{- if ne $v.nodes.upgrade.strategy "inPlace" -}}
