@@ -109,6 +109,8 @@ class NodePicker:
         self._retry_state = RetryState(context)
         self._local = sub_request.shape.local
         self._resuming = False
+        self._cohort: str | None = None
+        """Of the node where a stream that has moved began."""
         self.no_route: frozenset[str] = frozenset()
         short = context.config.local_below_tokens > 0
         self._tokens = max_prompt_tokens(sub_request.endpoint, sub_request.body) if short else None
@@ -243,9 +245,10 @@ class NodePicker:
         self._local = self._sub_request.shape.local
         self._retry_state = RetryState(self._context, Moment.RESUMING if self._resuming else Moment.OPENING)
 
-    def leave(self, name: str, move: Move) -> None:
+    def leave(self, node: Node, move: Move) -> None:
         """The stream leaves a node. Others that failed earlier may be tried again."""
-        self._fault_reporter.excluded = frozenset({name})
+        self._fault_reporter.excluded = frozenset({node.name})
+        self._cohort = node.cohort if self._cohort is None else self._cohort
         self._resuming = move is Move.RESUMED
 
     def other_than(self, name: str, move: Move) -> bool:
@@ -328,12 +331,24 @@ class NodePicker:
         needs = PlanInput(
             self._sub_request.request.model,
             self._local,
-            self._fault_reporter.excluded | full | self._unable(),
+            self._fault_reporter.excluded | full | self._unable() | self._foreign(),
             partner=partner,
             prompt_tokens=self._tokens,
             session=self._sub_request.request.session,
         )
         return needs if self._cache_route is None else self._cache_route.informed(needs)
+
+    def _foreign(self) -> frozenset[str]:
+        """For a stream that moves: decode nodes of other cohorts, maybe of other weights, while there is one of the
+        cohort that it began in."""
+        if self._cohort is None:
+            return frozenset()
+        views = [view for view in self._context.pool.snapshot().nodes if view.node.role is Role.DECODE]
+        other = frozenset(view.name for view in views if not view.node.pairs_with(self._cohort))
+        barred = other | self._fault_reporter.excluded | self._unable()
+        model = self._sub_request.request.model
+        own = (view.takes_requests() and view.node.serves(model) for view in views if view.name not in barred)
+        return other if any(own) else frozenset()
 
     def _unable(self) -> frozenset[str]:
         """Decode nodes that cannot resume, for a leg that does."""
