@@ -189,6 +189,11 @@ class Pool:
             entry.reason = "its endpoint terminates"
         self._set(entry, entry.circuit, State.TERMINATING if serves else State.DRAINING)
 
+    def is_going(self, name: str) -> bool:
+        """Whether a node goes away, or has left."""
+        entry = self._entries.get(name)
+        return entry is None or entry.is_going()
+
     def idle(self, name: str) -> asyncio.Event:
         """Set while no leg is on the node."""
         return self._entry(name).idle

@@ -62,6 +62,9 @@ class RetryState:
     """The retries that are left to a request, each leg with its own, until it gets an answer.
 
     ``decode_moment``: whether its decode legs begin an answer or resume one.
+
+    Attributes:
+        on_going_node: the last leg that failed did so on a node that goes away.
     """
 
     def __init__(self, context: OrchestrationContext, decode_moment: Moment = Moment.OPENING) -> None:
@@ -69,6 +72,7 @@ class RetryState:
         self._decode_moment = decode_moment
         self._left = dict.fromkeys((Leg.PREFILL, Leg.DECODE, Leg.DELIVERY, Leg.FORWARD), context.config.retries)
         self._last: tuple[Leg, NodeFault] | None = None
+        self.on_going_node = False
 
     def next_step(self, leg: Leg, fault: NodeFault, *, ticket_works: bool = False) -> Step:
         """The next step after a failed leg, by the failure table."""
@@ -81,8 +85,11 @@ class RetryState:
         return step
 
     def no_node_left(self, error: NoNode) -> PdproxyError:
-        """The error where a next step finds no node: that of the last fault, if there was one."""
-        if self._last is None:
+        """The error where a next step finds no node: that of the last fault, if there was one that says something.
+
+        How a node fails that is ending says nothing: vLLM answers 500 then. There is no node, for now.
+        """
+        if self._last is None or self.on_going_node:
             return no_node_error(error)
         leg, fault = self._last
         return final_error(leg, Moment.OPENING, final_step(leg, Moment.OPENING, fault.fault), fault)
@@ -288,6 +295,7 @@ class NodePicker:
     def failed(self, leg: Leg, node: Node, fault: NodeFault, *, ticket_works: bool = False) -> Step:
         """A leg failed before its first event: record it; the next step."""
         self.record_fault(leg, node.name, fault)
+        self._retry_state.on_going_node = self._context.pool.is_going(node.name)
         step = self._retry_state.next_step(leg, fault, ticket_works=ticket_works)
         self.record_step(leg, node.name, fault, step)
         return step

@@ -336,6 +336,21 @@ async def test_terminating_nodes_serve_while_there_are_no_others() -> None:
     await cluster.settle()
 
 
+@pytest.mark.parametrize("kind", [FaultKind.STATUS, FaultKind.RESET])
+@pytest.mark.parametrize(("going", "status"), [(True, 503), (False, None)])
+async def test_how_an_ending_node_fails_is_not_the_clients_business(
+    kind: FaultKind, going: bool, status: int | None
+) -> None:
+    cluster = FakeCluster(decodes=1)
+    cluster.decodes[0].fault = InjectedFault(kind)
+    if going:
+        cluster.pool.terminate("d0")
+    reply = await cluster.ask(CHAT, body_for(CHAT, stream=False))
+    usual = {FaultKind.STATUS: 500, FaultKind.RESET: 502}
+    assert reply.status == (status or usual[kind])
+    await cluster.settle()
+
+
 async def test_a_stream_on_the_last_resort_moves_to_a_node_that_comes() -> None:
     cluster = FakeCluster()
     cluster.pool.terminate("d0")
