@@ -15,9 +15,8 @@ from pdproxy.clock import Clock
 from pdproxy.errors import Fault, PdproxyError
 from pdproxy.failures import LEG_BLAME, PROBE_BLAME, Blame
 from pdproxy.nodes.circuit_breaker import CircuitBreaker, CircuitBreakerConfig, CircuitState
-from pdproxy.nodes.cohort_traffic import CohortTraffic
 from pdproxy.nodes.node import SERVING, Bars, Node, NodeView, Role, Snapshot, State
-from pdproxy.nodes.pool_entry import NO_LOAD, LegLoad, PoolEntry, Slot, Views
+from pdproxy.nodes.pool_entry import NO_LOAD, CohortTraffic, LegLoad, PoolEntry, Slot, Views
 from pdproxy.observe.metrics import Metrics
 
 ALL_NODES = "*"

@@ -7,12 +7,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.nodes.capacity import Footprint
-from pdproxy.nodes.cohort_traffic import WINDOW
 from pdproxy.nodes.cohorts import Cohorts
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Bars, Node, Role, State
 from pdproxy.nodes.pool import Pool
-from pdproxy.nodes.pool_entry import LegLoad
+from pdproxy.nodes.pool_entry import WINDOW, LegLoad
 from pdproxy.observe.metrics import Metrics
 from pdproxy.planning.plan import PlanPolicy, plan
 from pdproxy.planning.plan_types import PlanInput
