@@ -124,6 +124,15 @@ def test_each_set_reaches_the_others_and_the_one_proxy(sets: dict[str, Manifests
     assert not allowed(policies, blue["decode"], green["decode"], SIDE_CHANNEL)
 
 
+def test_a_set_of_another_proxy_reaches_nothing(helm: Engine, sets: dict[str, Manifests]) -> None:
+    other = {"nodes": {"upgrade": {"strategy": "blueGreen", "proxy": "other-pdproxy"}}}
+    policies = [policy for manifests in sets.values() for policy in manifests.of("NetworkPolicy")]
+    stranger, blue = pods(helm.manifests(other, release="other-blue")), pods(sets["blue"])
+    proxy = Pod(pod_of(sets["proxy"])["metadata"]["labels"])
+    assert not allowed(policies, stranger["prefill"], blue["decode"], SIDE_CHANNEL)
+    assert not allowed(policies, stranger["prefill"], proxy, OPERATORS)
+
+
 def test_all_of_them_use_the_proxys_secrets(sets: dict[str, Manifests]) -> None:
     made = {each["metadata"]["name"] for each in sets["proxy"].of("Secret")}
     pod = sets["blue"].node("decode")

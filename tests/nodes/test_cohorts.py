@@ -124,6 +124,15 @@ def test_who_need_not_wait(clock: FakeClock, there: list[str], coming: list[str]
     assert not fleet.stays(going)
 
 
+def test_one_of_two_need_not_wait_while_their_partner_goes(clock: FakeClock) -> None:
+    fleet = Fleet(clock, "p-a", "p2-a", "d-a")
+    fleet.come("d-b")
+    fleet.pool.terminate("d-a")
+    assert not fleet.stays("p-a")
+    fleet.pool.remove("p2-a")
+    assert fleet.stays("p-a")
+
+
 def test_a_proxy_that_knows_nothing_yet_lets_nobody_go(clock: FakeClock) -> None:
     fleet = Fleet(clock, "d-a")
     fleet.come("p-a")
