@@ -81,6 +81,7 @@ ADVICE: Mapping[str, str] = MappingProxyType(
         "media": "start both with the same --mm-processor-kwargs, --media-io-kwargs and video pruning",
         "checkpoint": "serve the same weights on both: the same --model, --revision and --load-format; restart a node "
         "whose files were replaced",
+        "weights_label": "serve the same weights on both, with the same pdproxy_weights_label in --kv-transfer-config",
         "draft_checkpoint": "start both with the same --speculative-config, and the same weights of its draft model",
         "quantization": "start both with the same --quantization, of a checkpoint quantized in the same way",
         "dtype": "start both with the same --dtype",

@@ -52,9 +52,13 @@ LORA_SETTINGS = ("target_modules", "lora_dtype", "enable_tower_connector_lora", 
 
 
 def node_fingerprint(
-    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", boundary: ResumeBoundary
+    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", boundary: ResumeBoundary, weights_label: str = ""
 ) -> Fingerprint:
-    """Every part but those of `rank_parts`. Reads the checkpoint's files."""
+    """Every part but those of `rank_parts`. Reads the checkpoint's files.
+
+    ``weights_label``: the operator's word for the weights, which tells two apart where samples of their files would
+    not.
+    """
     return Fingerprint.of(
         {
             **model_parts(vllm_config),
@@ -62,6 +66,7 @@ def node_fingerprint(
             **cache_parts(vllm_config, kv_cache_config),
             **hand_over_parts(boundary),
             **weight_parts(vllm_config),
+            "weights_label": short(weights_label) if weights_label else NONE,
         }
     )
 

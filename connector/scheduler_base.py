@@ -84,7 +84,7 @@ class SchedulerBase(NixlPullConnectorScheduler):
         self._backoff: int | None = None
         self._untold_hashing: PrefixHashing | None = PrefixHashing.of(vllm_config, kv_cache_config)
         self.local_hits = LocalHits(kv_cache_config)
-        self._fingerprint = node_fingerprint(vllm_config, kv_cache_config, self._boundary)
+        self._fingerprint = node_fingerprint(vllm_config, kv_cache_config, self._boundary, config.weights_label)
         self._listener: Listener | None = None
         self._liveness = LivenessSocket(os.environ.get(NODE_ID, ""))
         if isinstance(config.keys, KeyFile):

@@ -8,8 +8,9 @@ in all. Files of other formats are sampled as a whole, with their size.
 It misses a change that leaves every sampled byte as it was. Training, merging an adapter or quantizing again changes
 most values of most tensors, and thousands of values are sampled; but a few rows that were edited in one large matrix
 (the embedding of an added token, say) may lie between samples, and so may what changes after the start: files that are
-replaced, or weights that are updated in a running engine. Pickled checkpoints that hold the same tensors in differently
-written files count as different.
+replaced, or weights that are updated in a running engine. Where that may be, the operator tells two states of the
+weights apart by a word of his own, `pdproxy_weights_label`, which is part of the fingerprint too. Pickled checkpoints
+that hold the same tensors in differently written files count as different.
 
 An adapter's content is its weights, sampled in the same way, and the rank, scaling and modules in its
 `adapter_config.json`. It is read at the first request with the adapter, on the engine's thread, in milliseconds; later

@@ -3,8 +3,9 @@
 import hmac
 import urllib.parse
 from collections.abc import Awaitable, Callable
+from typing import Annotated
 
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client.exposition import choose_encoder
@@ -15,11 +16,13 @@ from pdproxy.admin.nodes import node_routes, scrape_target
 from pdproxy.admin.page import page_route, state_route
 from pdproxy.credential import Secret
 from pdproxy.errors import ClientError
+from pdproxy.nodes.cohorts import Answer
 from pdproxy.nodes.pool import DuplicateNode, UnknownNode
 
 
 def admin_app(context: AdminContext) -> FastAPI:
-    """Health, readiness, metrics and the empty page for everyone on this port; nodes and requests for the operator."""
+    """Health, readiness, metrics, whether a node may go and the empty page for everyone on this port; nodes and
+    requests for the operator."""
     app = FastAPI(title="pdproxy administration", docs_url=None, redoc_url=None, openapi_url=None)
     for kind in (ClientError, UnknownNode, DuplicateNode, RequestValidationError):
         app.add_exception_handler(kind, _error_response)
@@ -42,6 +45,13 @@ def _add_public_routes(app: FastAPI, context: AdminContext) -> None:
         """Requests can be served now."""
         found = readiness(context)
         return JSONResponse({"status": found}, 200 if found is Readiness.READY else 503)
+
+    @app.get("/may-leave")
+    async def may_leave(
+        host: Annotated[str, Query(max_length=253)], port: Annotated[int, Query(ge=1, le=65535)]
+    ) -> Answer:
+        """Whether the node at this address may go, which it asks itself before it ends (docs/operating.md)."""
+        return context.cohorts.may_leave(host, port)
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:

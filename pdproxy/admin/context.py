@@ -10,8 +10,9 @@ from prometheus_client import CollectorRegistry
 from pdproxy.clock import Clock, SystemClock
 from pdproxy.credential import Secret
 from pdproxy.nodes.cache_advice import EventsSeen
+from pdproxy.nodes.cohorts import Cohorts
 from pdproxy.nodes.drain import Drainer
-from pdproxy.nodes.node import Role, Snapshot, State
+from pdproxy.nodes.node import SERVING, Role, Snapshot
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.in_flight import InFlightRequests
@@ -37,6 +38,7 @@ class AdminContext:
         advice: how many nodes the last hour needed.
         orchestration: which plans; None where there is no /debug/plan.
         on_no_decode: with PREFILL, prefill nodes alone make it ready.
+        proved: whether a node, by its name, passed a known-answer test; where none are made, all are.
     """
 
     pool: Pool
@@ -54,6 +56,12 @@ class AdminContext:
     advice: Callable[[], Advice] = Advice
     orchestration: OrchestrationContext | None = None
     on_no_decode: OnNoDecode = OnNoDecode.FAIL
+    proved: Callable[[str], bool] = lambda _: True
+
+    @property
+    def cohorts(self) -> Cohorts:
+        """Of the pool's nodes."""
+        return Cohorts(self.pool, self.proved)
 
 
 class Readiness(enum.StrEnum):
@@ -80,5 +88,4 @@ def readiness(context: AdminContext) -> Readiness:
 
 def _serving(snapshot: Snapshot, role: Role) -> bool:
     """Whether a node of the role takes requests; a node that is being probed takes one at a time."""
-    serving = (State.UP, State.PROBING, State.TERMINATING)
-    return any(view.node.role is role and view.state in serving for view in snapshot.nodes)
+    return any(view.node.role is role and view.state in SERVING for view in snapshot.nodes)

@@ -104,11 +104,12 @@ def node_routes(context: AdminContext) -> APIRouter:
 
     @routes.get("/nodes")
     async def list_nodes() -> dict[str, object]:
-        """Every node as it stands, and what waits for room on them."""
+        """Every node as it stands, their cohorts, and what waits for room on them."""
         now = pool.snapshot()
         first = first_of_cohorts(view.node for view in now.nodes)
         nodes = [with_cache(view, now.bars, first) for view in now.nodes]
-        return {"nodes": nodes, "queue": dataclasses.asdict(context.queue())}
+        cohorts = [dataclasses.asdict(cohort) for cohort in context.cohorts.report()]
+        return {"nodes": nodes, "cohorts": cohorts, "queue": dataclasses.asdict(context.queue())}
 
     @routes.post("/nodes", status_code=201)
     async def add_node(new: NewNode) -> Status:

@@ -49,7 +49,7 @@ def state_route(context: AdminContext) -> APIRouter:
 
     @routes.get("/ui/state")
     async def show_state(response: Response) -> dict[str, object]:
-        """Nodes, requests in flight, cache hits, plans and failures at this moment; times in seconds."""
+        """Nodes, cohorts, requests in flight, cache hits, plans and failures at this moment; times in seconds."""
         response.headers["cache-control"] = "no-store"
         return _state(context)
 
@@ -63,6 +63,7 @@ def _state(context: AdminContext) -> dict[str, object]:
         "nodes": [status(view, pool.bars, context.caches(view.node.name)) for view in pool.nodes],
         "incident": dataclasses.asdict(_incident(context, now, pool)),
         "advice": dataclasses.asdict(context.advice()),
+        "cohorts": [dataclasses.asdict(cohort) for cohort in context.cohorts.report()],
         "on_the_way": len(live),
         "requests": [_request(each) for each in live.newest(SHOWN)],
         "hits": [{"way": route, **dataclasses.asdict(sums)} for route, sums in live.cache_stats.items()],

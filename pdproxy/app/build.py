@@ -26,6 +26,7 @@ from pdproxy.intake.rate_limits import RateLimits
 from pdproxy.intake.request_context import BodyBudget
 from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
+from pdproxy.nodes.cohorts import Cohorts
 from pdproxy.nodes.discovery.source import DiscoverySync
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.health_check import HealthCheck
@@ -88,7 +89,6 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     h1_transport, preflight_transport = transports(settings.upstream, clock, files)
     tracer = tracing.tracer if tracing else None
     transport = TracedTransport(h1_transport, tracer) if tracer else h1_transport
-    drainer = Drainer(pool, clock, settings.deadlines.drain)
     rates = Rates()
     events = kv_events(settings, pool, transport, clock, metrics, headers, rates)
     limits = secrets.keys.limits
@@ -97,11 +97,13 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     orchestrator = Orchestrator(context, background_tasks)
     handler = _request_handler(settings, orchestrator, context, secrets)
     sizing = SizingWatch(context, Wanted(**settings.sizing.model_dump()))
-    admin = _admin_context(settings, context, drainer, registry, leaving, events, secrets.admin_token)
-    operators = admin_app(dataclasses.replace(admin, advice=sizing.advice))
     test = KnownAnswer(context, background_tasks, headers)
     prover = Prover(pool, test, clock) if settings.health.first_hand_over is FirstHandOver.KNOWN_ANSWER else None
     prove = prover.join if prover else functools.partial(warm_up, pool, test)
+    proved: Callable[[str], bool] = prover.proved if prover else lambda _: True
+    drainer = Drainer(pool, clock, settings.deadlines.drain, Cohorts(pool, proved).is_needed)
+    admin_context = _admin_context(settings, context, drainer, registry, leaving, events, secrets.admin_token)
+    operators = admin_app(dataclasses.replace(admin_context, advice=sizing.advice, proved=proved))
     outages = OutageLog(clock)
     joiner = Joiner(pool, Preflight(preflight_transport, headers), prove, outages)
     health = HealthCheck(pool, joiner, transport, clock, headers, settings.health.interval, settings.health.timeout)

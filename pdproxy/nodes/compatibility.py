@@ -43,6 +43,7 @@ ADVICE: Mapping[str, str] = MappingProxyType(
         "context": "the same --max-model-len",
         "media": "the same --mm-processor-kwargs and --media-io-kwargs",
         "checkpoint": "the same weights: --model, --revision, --load-format; restart a node whose files were replaced",
+        "weights_label": "the same weights, and the same pdproxy_weights_label in --kv-transfer-config",
         "draft_checkpoint": "the same --speculative-config and weights of its draft model",
         "quantization": "the same --quantization",
         "dtype": "the same --dtype",

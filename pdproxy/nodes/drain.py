@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import enum
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 
 from pdproxy.clock import Clock, first_of
 from pdproxy.nodes.pool import Pool, UnknownNode
@@ -23,11 +23,16 @@ class AfterDrain(enum.Enum):
 class Drainer:
     """Owns the tasks that watch over drains; `aclose` ends them.
 
-    ``grace``: seconds for streams to move elsewhere after the deadline.
+    Args:
+        grace: seconds for streams to move elsewhere after the deadline.
+        is_needed: whether a node that terminates, by its name, waits for those that follow it (`Cohorts.is_needed`).
     """
 
-    def __init__(self, pool: Pool, clock: Clock, grace: float = 30.0) -> None:
+    def __init__(
+        self, pool: Pool, clock: Clock, grace: float = 30.0, is_needed: Callable[[str], bool] = lambda _: False
+    ) -> None:
         self._pool = pool
+        self._is_needed = is_needed
         self._clock = clock
         self._grace = grace
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -78,7 +83,9 @@ class Drainer:
             self._pool.remove(name)
 
     async def _hand_over_later(self, name: str, seconds: float) -> None:
-        """Idle or not: the last resort may get requests yet."""
+        """Idle or not: the last resort may get requests yet. The time counts from when the node is needed no more."""
+        while self._is_needed(name):
+            await self._clock.sleep(1.0)
         await self._clock.sleep(seconds)
         with contextlib.suppress(UnknownNode):
             self._pool.leaving(name).set()

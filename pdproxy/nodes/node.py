@@ -43,11 +43,14 @@ class State(enum.StrEnum):
     DRAINING = "draining"
     """No new requests; running ones finish or migrate."""
     TERMINATING = "terminating"
-    """Its endpoint goes away and still serves: requests only while no other node of its role takes any."""
+    """Its endpoint goes away and still serves: requests only while no other node of its role takes any, or the others
+    make no pair and it does."""
     REFUSED = "refused"
     """The preflight found a setting that cannot work; see the reason."""
 
 
+SERVING = frozenset({State.UP, State.PROBING, State.TERMINATING})
+"""States in which a node gets requests, or may get some."""
 FEW_TOKENS = 8  # more than any model's multi-token prediction has modules
 
 
@@ -114,6 +117,14 @@ class Node:
     def pairs_with(self, cohort: str) -> bool:
         """Whether a ticket can pass between this node and a node of ``cohort``."""
         return "" in (self.cohort, cohort) or self.cohort == cohort
+
+    def is_partner(self, other: "Node") -> bool:
+        """Whether a ticket can pass between the two, as far as role and cohort say."""
+        return self.role is not other.role and self.pairs_with(other.cohort)
+
+    def replaces(self, other: "Node") -> bool:
+        """Whether it does what the other one does, for the same partners."""
+        return self.role is other.role and self.pairs_with(other.cohort)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -233,7 +244,7 @@ class Seeds:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Served:
-    """The nodes that take requests for one model; of a role that has none, those that are a last resort.
+    """The nodes that take requests for one model, and of those that are a last resort the ones that are needed.
 
     Attributes:
         places: of all of them.
@@ -291,17 +302,31 @@ class Roster:
 
     def _find(self, model: str) -> Served:
         views = [(place, view) for place, view in enumerate(self._nodes) if view.node.serves(model)]
-        roles = {view.node.role for _, view in views if view.takes_requests()}
-        here = [
-            (place, view.node)
-            for place, view in views
-            if view.takes_requests() or (view.is_last_resort() and view.node.role not in roles)
-        ]
+        serving = [view.node for _, view in views if view.takes_requests()]
+        needed = _needed(serving, [view.node for _, view in views if view.is_last_resort()])
+        here = [(place, view.node) for place, view in views if view.takes_requests() or view.name in needed]
         cohorts = sorted({node.cohort for _, node in here})
         seeds = {role: _seeds([node for _, node in here if node.role is role]) for role in Role}
         by_name = {node.name: place for place, node in here}
         groups = tuple(_places(here, cohort) for cohort in cohorts)
         return Served(_places(here), groups, tuple(cohorts), by_name, seeds)
+
+
+def _needed(serving: list[Node], going: list[Node]) -> frozenset[str]:
+    """Of the nodes that go away, the names of those without which a role, or every pair, would be missing.
+
+    During a surge the new nodes of one role serve first: until some of the other role do too, only the old ones, of
+    which one terminates already, make a pair.
+    """
+    if not going or any(one.is_partner(other) for one in serving for other in serving):
+        return frozenset()
+    roles = {node.role for node in serving}
+    return frozenset(
+        node.name
+        for node in going
+        if node.role not in roles
+        or (any(map(node.is_partner, (*serving, *going))) and not any(map(node.replaces, serving)))
+    )
 
 
 def _places(here: list[tuple[int, Node]], cohort: str | None = None) -> Places:

@@ -15,8 +15,8 @@ from pdproxy.clock import Clock
 from pdproxy.errors import Fault, PdproxyError
 from pdproxy.failures import LEG_BLAME, PROBE_BLAME, Blame
 from pdproxy.nodes.circuit_breaker import CircuitBreaker, CircuitBreakerConfig, CircuitState
-from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot, State
-from pdproxy.nodes.pool_entry import NO_LOAD, LegLoad, PoolEntry, Slot, Views
+from pdproxy.nodes.node import SERVING, Bars, Node, NodeView, Role, Snapshot, State
+from pdproxy.nodes.pool_entry import NO_LOAD, CohortTraffic, LegLoad, PoolEntry, Slot, Views
 from pdproxy.observe.metrics import Metrics
 
 ALL_NODES = "*"
@@ -49,6 +49,7 @@ class Pool:
 
     Attributes:
         bars: which nodes exchange no tickets though they are of one cohort; changed by `bar` alone.
+        traffic: requests that were sent to the decode nodes of each cohort.
         changed: set when a node was added or fell back to JOINING; `HealthCheck` clears it.
     """
 
@@ -62,6 +63,7 @@ class Pool:
         self._views = Views(self._refresh)
         self._room_watchers: list[Callable[[], None]] = []
         self.bars = Bars()
+        self.traffic = CohortTraffic(clock)
         self.changed = asyncio.Event()
 
     def __contains__(self, name: str) -> bool:
@@ -82,6 +84,9 @@ class Pool:
         """Count a leg on the node, and what it adds there, until its slot is released."""
         entry = self._entry(name)
         slot = Slot(entry, self._clock, load, self._changed, self._release)
+        if slot.takes_room:
+            self.traffic.record(entry.node.cohort)
+            self._metrics.cohort_requested(entry.node.cohort)
         entry.active += 1
         entry.trials += entry.state() is State.PROBING
         self._changed(entry)
@@ -137,8 +142,10 @@ class Pool:
         """Let the node of this name serve, with what the preflight found out about it; it starts slowly."""
         entry = self._entry(node.name)
         if not entry.is_going():
+            before = entry.node
             entry.admit(node)
             self._count_models(node)
+            self._count_cohort(before)
             entry.misses, entry.reason = 0, ""
             entry.stay()
             self._set(entry, CircuitBreaker(self._config, changed_at=self._clock.now()), State.UP)
@@ -188,6 +195,11 @@ class Pool:
             entry.reason = "its endpoint terminates"
         self._set(entry, entry.circuit, State.TERMINATING if serves else State.DRAINING)
 
+    def is_going(self, name: str) -> bool:
+        """Whether a node goes away, or has left."""
+        entry = self._entries.get(name)
+        return entry is None or entry.is_going()
+
     def idle(self, name: str) -> asyncio.Event:
         """Set while no leg is on the node."""
         return self._entry(name).idle
@@ -201,6 +213,7 @@ class Pool:
             entry.leaving.set()
             self._room_changed()
             self._metrics.node_forgotten(name, entry.node.role, State, CircuitState)
+            self._count_cohort(entry.node)
 
     def bar(self, bars: Bars) -> None:
         """From now on these pairs and nodes, and no others, exchange no tickets; earlier plans stay as they are."""
@@ -302,6 +315,7 @@ class Pool:
     def _count_state(self, entry: PoolEntry) -> None:
         node = entry.node
         self._metrics.node_state(node.name, node.role, entry.state())
+        self._count_cohort(node)
         if node.role is Role.PREFILL and node.model:
             self._metrics.prefill_expected(node.model)
 
@@ -310,6 +324,17 @@ class Pool:
         if node.role is Role.DECODE:
             for name in (node.model, *node.aliases):
                 self._metrics.model_served(name)
+
+    def _count_cohort(self, of: Node) -> None:
+        """Its nodes by role that serve; of a cohort without nodes nothing is kept."""
+        here = [entry for entry in self._entries.values() if entry.node.cohort == of.cohort]
+        if not here:
+            self.traffic.forget(of.cohort)
+            self._metrics.cohort_forgotten(of.cohort, Role)
+            return
+        for role in Role:
+            serving = sum(entry.node.role is role and entry.state() in SERVING for entry in here)
+            self._metrics.cohort_nodes(of.cohort, role, serving)
 
     def _pairs(self, bars: Bars) -> Iterator[tuple[str, str]]:
         """The barred pairs, by prefill and decode node; a node that is barred from all has ALL_NODES beside it."""

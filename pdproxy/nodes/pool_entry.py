@@ -1,8 +1,13 @@
-"""One node in the pool: its state, what runs on it, its view, the slots of its legs. Only the pool changes an entry."""
+"""One node in the pool: its state, what runs on it, its view, the slots of its legs; and how many requests the nodes of
+each cohort got lately. Only the pool changes an entry.
+
+A few lines over 300: all that a leg's beginning and end change.
+"""
 
 import asyncio
 import dataclasses
 import math
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -31,6 +36,10 @@ class LegLoad(NamedTuple):
 
 
 NO_LOAD = LegLoad()
+WINDOW = 300.0
+"""Seconds for which a request counts."""
+_STEP = 10.0
+"""Seconds that are counted together."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -276,3 +285,34 @@ class Slot:
 
     def __exit__(self, *exc: object) -> None:
         self.release()
+
+
+class CohortTraffic:
+    """Requests by cohort, of those that have nodes: the pool says when a cohort has none any more."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._steps: deque[tuple[float, Counter[str]]] = deque()
+        """When each began, in monotonic seconds, and its requests."""
+
+    def record(self, cohort: str) -> None:
+        """A request goes to a decode node of a cohort now."""
+        now = self._clock.now()
+        if not self._steps or now - self._steps[-1][0] >= _STEP:
+            self._drop_old(now)
+            self._steps.append((now, Counter()))
+        self._steps[-1][1][cohort] += 1
+
+    def forget(self, cohort: str) -> None:
+        """It has no nodes any more."""
+        for _, requests in self._steps:
+            del requests[cohort]
+
+    def recent(self) -> Counter[str]:
+        """Of the last WINDOW seconds, by cohort."""
+        self._drop_old(self._clock.now())
+        return sum((requests for _, requests in self._steps), Counter())
+
+    def _drop_old(self, now: float) -> None:
+        while self._steps and now - self._steps[0][0] > WINDOW:
+            self._steps.popleft()

@@ -71,6 +71,10 @@ class Prover:
         self._joins: dict[str, int] = {}
         self._turns = itertools.count()
 
+    def proved(self, name: str) -> bool:
+        """Whether a node passed a test since it joined."""
+        return self._evidence.proved(name)
+
     async def join(self, node: Node) -> None:
         """Prove the node, and with it partners that are not proved; what failed is barred when this returns."""
         self._joins[node.name] = next(self._turns)

@@ -99,6 +99,12 @@ class Metrics:
         self._node_active = gauge("pdproxy_node_active", "Legs in flight on a node.", ["node", "role"])
         self._node_up = gauge("pdproxy_node_up", "1 for the state a node is in, else 0.", ["node", "role", "state"])
         self._needed = gauge("pdproxy_nodes_needed", "Nodes that the last hour needed, unrounded.", ["role"])
+        self._cohort_nodes = gauge(
+            "pdproxy_cohort_nodes", "Nodes that serve, by what they exchange tickets in.", ["cohort", "role"]
+        )
+        self._cohort_requests = counter(
+            "pdproxy_cohort_requests_total", "Requests sent to decode nodes of a cohort.", ["cohort"]
+        )
         self._barred = gauge(
             "pdproxy_pair_barred", "1 for nodes that failed the known-answer test.", ["prefill", "decode"]
         )
@@ -124,6 +130,7 @@ class Metrics:
         self._session = cache(self._sessions.labels)
         self._plan = cache(self._plans.labels)
         self._token = cache(self._tokens.labels)
+        self._cohort_request = cache(self._cohort_requests.labels)
         self._pending = cache(self._prefill_tokens.labels)
         self._node = cache(self._node_active.labels)
         self._begin_at_zero()
@@ -272,6 +279,22 @@ class Metrics:
     def nodes_needed(self, role: enum.StrEnum, nodes: float) -> None:
         """Set how many nodes of a role the last hour needed, for what went through this proxy."""
         self._needed.labels(role).set(nodes)
+
+    def cohort_nodes(self, cohort: str, role: enum.StrEnum, nodes: int) -> None:
+        """Set how many nodes of a cohort serve in a role; "" is the cohort of nodes that publish nothing."""
+        self._cohort_nodes.labels(cohort, role).set(nodes)
+        self._cohort_request(cohort)
+
+    def cohort_requested(self, cohort: str) -> None:
+        """Count a request that goes to a decode node of a cohort."""
+        self._cohort_request(cohort).inc()
+
+    def cohort_forgotten(self, cohort: str, roles: type[enum.StrEnum]) -> None:
+        """Drop the series of a cohort whose last node has left; where there are none, nothing happens."""
+        for role in roles:
+            self._cohort_nodes.remove(cohort, role)
+        self._cohort_requests.remove(cohort)
+        self._cohort_request.cache_clear()
 
     def pair_barred(self, prefill: str, decode: str) -> None:
         """Two nodes exchange no tickets, for they failed the known-answer test."""

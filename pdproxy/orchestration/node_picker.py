@@ -63,6 +63,9 @@ class RetryState:
     """The retries that are left to a request, each leg with its own, until it gets an answer.
 
     ``decode_moment``: whether its decode legs begin an answer or resume one.
+
+    Attributes:
+        on_going_node: the last leg that failed did so on a node that goes away.
     """
 
     def __init__(self, context: OrchestrationContext, decode_moment: Moment = Moment.OPENING) -> None:
@@ -70,6 +73,7 @@ class RetryState:
         self._decode_moment = decode_moment
         self._left = dict.fromkeys((Leg.PREFILL, Leg.DECODE, Leg.DELIVERY, Leg.FORWARD), context.config.retries)
         self._last: tuple[Leg, NodeFault] | None = None
+        self.on_going_node = False
 
     def next_step(self, leg: Leg, fault: NodeFault, *, ticket_works: bool = False) -> Step:
         """The next step after a failed leg, by the failure table."""
@@ -82,8 +86,11 @@ class RetryState:
         return step
 
     def no_node_left(self, error: NoNode) -> PdproxyError:
-        """The error where a next step finds no node: that of the last fault, if there was one."""
-        if self._last is None:
+        """The error where a next step finds no node: that of the last fault, if there was one that says something.
+
+        How a node fails that is ending says nothing: vLLM answers 500 then. There is no node, for now.
+        """
+        if self._last is None or self.on_going_node:
             return no_node_error(error)
         leg, fault = self._last
         return final_error(leg, Moment.OPENING, final_step(leg, Moment.OPENING, fault.fault), fault)
@@ -110,6 +117,8 @@ class NodePicker:
         self._retry_state = RetryState(context)
         self._local = sub_request.shape.local
         self._resuming = False
+        self._cohort: str | None = None
+        """Of the node where a stream that has moved began."""
         self.no_route: frozenset[str] = frozenset()
         short = context.config.local_below_tokens > 0
         self._tokens = max_prompt_tokens(sub_request.endpoint, sub_request.body) if short else None
@@ -264,9 +273,10 @@ class NodePicker:
         self._local = self._sub_request.shape.local
         self._retry_state = RetryState(self._context, Moment.RESUMING if self._resuming else Moment.OPENING)
 
-    def leave(self, name: str, move: Move) -> None:
+    def leave(self, node: Node, move: Move) -> None:
         """The stream leaves a node. Others that failed earlier may be tried again."""
-        self._fault_reporter.excluded = frozenset({name})
+        self._fault_reporter.excluded = frozenset({node.name})
+        self._cohort = node.cohort if self._cohort is None else self._cohort
         self._resuming = move is Move.RESUMED
 
     def other_than(self, name: str, move: Move) -> bool:
@@ -309,6 +319,7 @@ class NodePicker:
     def failed(self, leg: Leg, node: Node, fault: NodeFault, *, ticket_works: bool = False) -> Step:
         """A leg failed before its first event: record it; the next step."""
         self.record_fault(leg, node.name, fault)
+        self._retry_state.on_going_node = self._context.pool.is_going(node.name)
         step = self._retry_state.next_step(leg, fault, ticket_works=ticket_works)
         self.record_step(leg, node.name, fault, step)
         return step
@@ -352,12 +363,24 @@ class NodePicker:
         needs = PlanInput(
             self._sub_request.request.model,
             self._local,
-            self._fault_reporter.excluded | full | self._unable(),
+            self._fault_reporter.excluded | full | self._unable() | self._foreign(),
             partner=partner,
             prompt_tokens=self._tokens,
             session=self._sub_request.request.session,
         )
         return needs if self._cache_route is None else self._cache_route.informed(needs)
+
+    def _foreign(self) -> frozenset[str]:
+        """For a stream that moves: decode nodes of other cohorts, maybe of other weights, while there is one of the
+        cohort that it began in."""
+        if self._cohort is None:
+            return frozenset()
+        views = [view for view in self._context.pool.snapshot().nodes if view.node.role is Role.DECODE]
+        other = frozenset(view.name for view in views if not view.node.pairs_with(self._cohort))
+        barred = other | self._fault_reporter.excluded | self._unable()
+        model = self._sub_request.request.model
+        own = (view.takes_requests() and view.node.serves(model) for view in views if view.name not in barred)
+        return other if any(own) else frozenset()
 
     def _unable(self) -> frozenset[str]:
         """Decode nodes that cannot resume, for a leg that does."""

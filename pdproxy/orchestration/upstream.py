@@ -326,7 +326,7 @@ class UpstreamRequest:
         self._move = move
         self._life.move(Transition.MIGRATE)
         self.resources.release_hand_over()
-        self.nodes.leave(self.node_name, move)
+        self.nodes.leave(self.node, move)
         await self._end_rendezvous()
         await self.resources.close_decode_leg()
 

@@ -16,5 +16,5 @@ async def picture(path: Path, width: int, height: int) -> None:
 
 if __name__ == "__main__":
     where, *size = sys.argv[1:]
-    across, down = map(int, size or (1100, 1250))
+    across, down = map(int, size or (1100, 1420))
     asyncio.run(picture(Path(where).absolute(), across, down))

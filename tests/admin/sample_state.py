@@ -9,9 +9,11 @@ from prometheus_client import CollectorRegistry
 from pdproxy.admin.context import AdminContext
 from pdproxy.errors import Fault
 from pdproxy.failures import Step
+from pdproxy.nodes.capacity import Footprint
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
+from pdproxy.nodes.pool_entry import LegLoad
 from pdproxy.observe.labels import Leg, Outcome, Phase, Prediction, RouteReason
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.answer_record import Route
@@ -30,6 +32,9 @@ ROUTES = (
     ("nightly-eval-0388", Endpoint.COMPLETIONS, "prefill-1", "decode-0", (0.002, 1.6, 0.12)),
     ("req-77e5d0", Endpoint.CHAT, "prefill-0", "", (0.002, 0.6)),
 )
+COHORT, UPGRADED = "0.32.0+0.1.0+9c41f07be2d8", "0.33.0+0.1.1+9c41f07be2d8"
+REQUESTS = 64
+"""For each decode node, in the last minutes."""
 PHASES = (Phase.PLAN, Phase.PREFILL, Phase.HANDOVER, Phase.DECODE)
 
 
@@ -57,9 +62,12 @@ class SampleState:
     def _add_nodes(self) -> None:
         roles = [Role.PREFILL] * 2 + [Role.DECODE] * 5
         for role, number in zip(roles, itertools.chain(range(2), range(5)), strict=True):
-            node = Node(f"{role}-{number}", f"http://{role}-{number}:8000", role, MODEL)
+            cohort = UPGRADED if number == 0 else COHORT
+            node = Node(f"{role}-{number}", f"http://{role}-{number}:8000", role, MODEL, cohort=cohort)
             self.pool.add(node)
             self.pool.admit(node)
+            for _ in range(REQUESTS * (role is Role.DECODE)):
+                self.pool.acquire(node.name, LegLoad(footprint=Footprint(1, 1))).release()
         self.clock.advance(60)
         self.pool.drain("decode-3")
         for _ in range(5):

@@ -180,6 +180,30 @@ async def test_a_node_is_listed_with_its_fingerprint_and_with_whom_it_exchanges_
     assert shown["p1"] == listed["p1"]["barred"]
 
 
+async def test_an_upgrade_is_shown_by_cohort(client: httpx.AsyncClient, context: AdminContext) -> None:
+    serve(context, *(dataclasses.replace(node, cohort="old") for node in (PREFILL, DECODE)))
+    serve(context, Node("d2", "http://d2", Role.DECODE, "tiny", cohort="new"))
+    context.pool.acquire("d2", LegLoad(footprint=Footprint(1, 1))).release()
+    shown = (await client.get("/nodes")).json()["cohorts"]
+    assert shown == (await client.get("/ui/state")).json()["cohorts"]
+    assert [(each["name"], each["complete"], each["share"]) for each in shown] == [("old", True, 0), ("new", False, 1)]
+    assert shown[0]["decode"] == {"serving": 1, "terminating": 0, "others": 0}
+
+
+async def test_a_node_asks_without_a_token_whether_it_may_go() -> None:
+    context = make_context(token="word")
+    serve(context, Node("d1", "http://10.0.0.7:8000", Role.DECODE, "tiny"))
+    async with client_of(context) as client:
+        said = await client.get("/may-leave", params={"host": "10.0.0.7", "port": 8000})
+        assert said.json() == {"leave": True, "why": "no node that could follow it is on its way"}
+        context.pool.add(Node("d2", "http://10.0.0.8:8000", Role.DECODE))
+        said = await client.get("/may-leave", params={"host": "10.0.0.7", "port": 8000})
+        assert said.json() == {"leave": False, "why": "the nodes that follow it make no pair yet: d2 (joining)"}
+        for wrong in ("host=x", "host=x&port=0", "port=8000"):
+            assert (await client.get(f"/may-leave?{wrong}")).status_code == 400
+    await context.drainer.aclose()
+
+
 async def test_a_node_is_added_and_joins(client: httpx.AsyncClient, context: AdminContext) -> None:
     answer = await client.post("/nodes", json=NEW)
     assert answer.status_code == 201

@@ -67,6 +67,7 @@ async def test_nodes_and_a_request_on_the_way_are_shown(look: Look) -> None:
     nodes, requests = text_of(page, "nodes"), text_of(page, "requests")
     assert "p0 prefill ● up" in nodes
     assert "○ joining" in nodes
+    assert "not known 1 serve, 1 more 2 serve ● complete 3 100.0 %" in text_of(page, "cohorts")
     assert "&lt;img src=x onerror=alert(1)&gt;" in nodes
     assert re.search(r"req-here · tiny · /v1/chat/completions · p0 → d\d .*decode 2\.5 s; now: decode", requests)
     assert "req-moved" not in requests

@@ -126,6 +126,15 @@ def of(block: int = 256, ranks: tuple[NixlHandshakePayload, ...] = (), **argumen
     return node_fingerprint(made, cache, resume_boundary(made, cache)).extended(rank_parts(ranks or (payload(),)))
 
 
+def test_the_operators_word_tells_weights_apart_that_samples_do_not(states_first_dimension_first: None) -> None:
+    made = config()
+    cache = groups(made, 256)
+    old, new = (node_fingerprint(made, cache, resume_boundary(made, cache), word) for word in ("2026-11", "november!"))
+    assert differing(old, new) == {"weights_label"}
+    assert dict(old.parts)["weights_label"] == "2026-11"
+    assert dict(new.parts)["weights_label"].startswith("november_:")
+
+
 def differing(one: Fingerprint, other: Fingerprint) -> set[str]:
     ours, theirs = dict(one.parts), dict(other.parts)
     return {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
@@ -151,7 +160,9 @@ def test_its_parts_are_what_the_node_runs(usual: Fingerprint) -> None:
     assert parts["state_layout"] == "DS"
     assert parts["rope"].endswith("rope_theta=10000,rope_type=default")
     assert (parts["kv_layout"], parts["attention_backend"], parts["kernel_block_size"]) == ("LBNHC", "CPU_ATTN", "256")
-    for part in ("context", "draft_checkpoint", "media", "prefix_match_unit", "quantization", "speculative"):
+    for part in (
+        "context", "draft_checkpoint", "media", "prefix_match_unit", "quantization", "speculative", "weights_label"
+    ):  # fmt: skip
         assert parts[part] == NONE
 
 

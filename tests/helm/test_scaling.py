@@ -14,7 +14,7 @@ from tests.helm.conftest import Rendered
 from tests.helm.engine import CHART, Engine, Manifests, value_files
 
 SERIES = re.compile(r"\bpdproxy_[a-z_]+\b")
-OTHERS = {"pdproxy_key_file", "pdproxy_connector", "pdproxy_endpoints"}
+OTHERS = {"pdproxy_key_file", "pdproxy_weights_label", "pdproxy_connector", "pdproxy_endpoints"}
 """The connector's settings and plugins, which look alike."""
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+from typing import Any
 
 import pytest
 import yaml
@@ -35,6 +36,22 @@ def test_no_node_restarts(rendered: Rendered, later: Engine, values: str) -> Non
     upgraded = later.manifests(read_values(value_files()[values]))
     assert workloads(upgraded) == workloads(rendered(values))
     assert len(workloads(upgraded)) == 2
+
+
+@pytest.mark.parametrize("strategy", ["inPlace", "surge", "blueGreen"])
+def test_neither_another_chart_nor_another_proxy_changes_a_byte_of_the_nodes_pods(
+    helm: Engine, later: Engine, strategy: str
+) -> None:
+    of_nodes = {"proxy": "demo-pdproxy"} if strategy == "blueGreen" else {}
+    values: dict[str, Any] = {"nodes": {"upgrade": {"strategy": strategy, **of_nodes}}}
+    before = helm.manifests(values, release="nodes")
+    for after in (
+        later.manifests(values, release="nodes"),
+        helm.manifests({**values, "image": {"proxy": {"tag": "0.9.8"}}}, release="nodes"),
+        helm.manifests({**values, "proxy": {"replicas": 9, "requestSeconds": 60}}, release="nodes"),
+    ):
+        for role in ("prefill", "decode"):
+            assert yaml.safe_dump(after.node(role)) == yaml.safe_dump(before.node(role))
 
 
 @ALL

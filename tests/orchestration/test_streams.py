@@ -4,6 +4,7 @@ A few lines over 300: short tests that share one set-up.
 """
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -49,6 +50,25 @@ async def test_a_stream_moves_when_its_node_leaves() -> None:
     assert len(cluster.decodes[1].legs()) == 1
     assert cluster.count("pdproxy_migrations_total", outcome="done") == 1
     assert cluster.pool.view("d0").reason == "", "leaving is no fault"
+    await cluster.settle()
+
+
+@pytest.mark.parametrize(("cohorts", "then"), [(("old", "new", "old"), 2), (("old", "new", "new"), 1)])
+async def test_a_stream_stays_in_its_cohort_while_that_has_a_node(cohorts: tuple[str, ...], then: int) -> None:
+    """During an upgrade the nodes of another cohort may have other weights."""
+    cluster = FakeCluster(decodes=3)
+    nodes = [dataclasses.replace(cluster.pool.view(f"d{place}").node, cohort=cohorts[place]) for place in range(3)]
+    cluster.pool.admit(nodes[0])
+    for node in nodes[1:]:
+        cluster.pool.drain(node.name)
+    reply = await _begin(cluster, CHAT)
+    seen = await _pieces(reply, 3)
+    for node in nodes[1:]:
+        cluster.pool.rejoin(node.name)
+        cluster.pool.admit(node)
+    cluster.pool.leaving("d0").set()
+    assert read_answer(CHAT, seen + await _rest(reply)).texts[0] == right(CHAT)
+    assert [bool(fake.legs()) for fake in cluster.decodes][1:] == [then == 1, then == 2]
     await cluster.settle()
 
 
@@ -313,6 +333,21 @@ async def test_terminating_nodes_serve_while_there_are_no_others() -> None:
     assert answer.texts[0] == right(CHAT)
     assert len(going.legs()) == 1, "nothing else could take the stream"
     assert cluster.count("pdproxy_migrations_total", outcome="done") == 0
+    await cluster.settle()
+
+
+@pytest.mark.parametrize("kind", [FaultKind.STATUS, FaultKind.RESET])
+@pytest.mark.parametrize(("going", "status"), [(True, 503), (False, None)])
+async def test_how_an_ending_node_fails_is_not_the_clients_business(
+    kind: FaultKind, going: bool, status: int | None
+) -> None:
+    cluster = FakeCluster(decodes=1)
+    cluster.decodes[0].fault = InjectedFault(kind)
+    if going:
+        cluster.pool.terminate("d0")
+    reply = await cluster.ask(CHAT, body_for(CHAT, stream=False))
+    usual = {FaultKind.STATUS: 500, FaultKind.RESET: 502}
+    assert reply.status == (status or usual[kind])
     await cluster.settle()
 
 

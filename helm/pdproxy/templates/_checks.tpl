@@ -105,6 +105,7 @@
   {{- fail "httpRoute.enabled: name the Gateway in httpRoute.parentRefs." -}}
 {{- end -}}
 {{- include "pdproxy.checks.settings" . -}}
+{{- include "pdproxy.checks.upgrade" . -}}
 {{- end -}}
 
 {{/* How a role's engine is spread over its GPUs, and what both roles must have alike. Takes (dict "root" $ "component" …). */}}

@@ -25,7 +25,7 @@ app.kubernetes.io/component: {{ .component }}
      Takes (dict "root" $ "component" …) and the operator's own under "more". */}}
 {{- define "pdproxy.podLabels" -}}
 {{- $labels := dict "app.kubernetes.io/part-of" "pdproxy" "app.kubernetes.io/managed-by" .root.Release.Service -}}
-{{- mergeOverwrite $labels .root.Values.commonLabels .more (include "pdproxy.selector" . | fromYaml) | toYaml -}}
+{{- mergeOverwrite $labels .root.Values.commonLabels .more (include "pdproxy.setLabel" .root | fromYaml) (include "pdproxy.selector" . | fromYaml) | toYaml -}}
 {{- end -}}
 
 {{/* A container's variables, each name once: the operator's replace the chart's. A variable of the chart that refers to a
@@ -76,8 +76,10 @@ app.kubernetes.io/component: {{ .component }}
 {{ max (int .prefill.parallel.data) (int .decode.parallel.data) }}
 {{- end -}}
 
+{{/* Takes (dict "root" $ "component" …). */}}
 {{- define "pdproxy.kind" -}}
-{{ ternary "LeaderWorkerSet" "StatefulSet" (gt (int .hosts) 1) }}
+{{- $one := ternary "Deployment" "StatefulSet" (eq .root.Values.nodes.upgrade.strategy "surge") -}}
+{{ ternary "LeaderWorkerSet" $one (gt (int (get .root.Values .component).hosts) 1) }}
 {{- end -}}
 
 {{- define "pdproxy.apiVersion" -}}

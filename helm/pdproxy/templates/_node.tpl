@@ -20,7 +20,7 @@ spec:
   {{- end }}
   # A service called pdproxy would otherwise leave PDPROXY_* variables in every pod.
   enableServiceLinks: false
-  terminationGracePeriodSeconds: {{ add (int $v.nodes.leaveSeconds) (int $v.nodes.drainSeconds) 30 }}
+  terminationGracePeriodSeconds: {{ add (include "pdproxy.waitSeconds" .root | int) (int $v.nodes.leaveSeconds) (int $v.nodes.drainSeconds) 30 }}
   {{- with $v.image.pullSecrets }}
   imagePullSecrets:
     {{- toYaml . | nindent 4 }}
@@ -73,10 +73,10 @@ spec:
         timeoutSeconds: 5
         failureThreshold: 3
       {{- end }}
-      {{- if $v.nodes.leaveSeconds }}
+      {{- with include "pdproxy.preStop" .root }}
       lifecycle:
         preStop:
-          sleep: { seconds: {{ $v.nodes.leaveSeconds }} }
+          {{- . | nindent 10 }}
       {{- end }}
       resources:
         {{- include "pdproxy.node.resources" $r | nindent 8 }}
@@ -188,6 +188,9 @@ spec:
 {{- define "pdproxy.node.transfer" -}}
 {{- $v := .root.Values -}}
 {{- $extra := dict "kv_lease_duration" $v.transfer.leaseSeconds -}}
+{{- with $v.model.weightsLabel -}}
+  {{- $_ := set $extra "pdproxy_weights_label" . -}}
+{{- end -}}
 {{- if $v.tickets.enabled -}}
   {{- $_ := set $extra "pdproxy_key_file" "/etc/pdproxy/tickets/ticket.keys" -}}
 {{- end -}}

@@ -17,7 +17,7 @@
 
 {{/* The sum of a series over all proxies. Takes (dict "root" $ "load" …). */}}
 {{- define "pdproxy.loadQuery" -}}
-{{- $admin := printf "%s-admin" (include "pdproxy.fullname" .root) -}}
+{{- $admin := printf "%s-admin" (include "pdproxy.proxyName" .root) -}}
 {{- $matchers := list (.root.Values.keda.matchers | default (printf "namespace=%q,service=%q" .root.Release.Namespace $admin)) -}}
 {{- range $name, $value := .load.labels -}}{{- $matchers = prepend $matchers (printf "%s=%q" $name $value) -}}{{- end -}}
 sum({{ .load.series }}{ {{- $matchers | join "," -}} })

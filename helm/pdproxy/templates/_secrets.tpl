@@ -6,13 +6,13 @@
 {{- end -}}
 
 {{- define "pdproxy.secret.apiKeys" -}}
-{{ .Values.apiKeys.existingSecret | default (printf "%s-api-keys" (include "pdproxy.fullname" .)) }}
+{{ .Values.apiKeys.existingSecret | default (printf "%s-api-keys" (include "pdproxy.proxyName" .)) }}
 {{- end -}}
 
 {{- define "pdproxy.secret.access" -}}
-{{ .Values.access.existingSecret | default (printf "%s-access" (include "pdproxy.fullname" .)) }}
+{{ .Values.access.existingSecret | default (printf "%s-access" (include "pdproxy.proxyName" .)) }}
 {{- end -}}
 
 {{- define "pdproxy.secret.tickets" -}}
-{{ .Values.tickets.existingSecret | default (printf "%s-tickets" (include "pdproxy.fullname" .)) }}
+{{ .Values.tickets.existingSecret | default (printf "%s-tickets" (include "pdproxy.proxyName" .)) }}
 {{- end -}}

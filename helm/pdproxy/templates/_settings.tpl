@@ -44,7 +44,7 @@
 {{- $service := include "pdproxy.headless" (dict "root" $ "component" $role) }}
 {{ $role }}: {{ $kind }}
 {{- if eq $kind "kubernetes" }}
-{{ $role }}_selector: kubernetes.io/service-name={{ $service }}
+{{ $role }}_selector: {{ if eq $.Values.nodes.upgrade.strategy "blueGreen" }}pdproxy.io/proxy={{ include "pdproxy.proxyName" $ }},app.kubernetes.io/component={{ $role }}{{ else }}kubernetes.io/service-name={{ $service }}{{ end }}
 {{- else }}
 {{ $role }}_name: {{ $service }}.{{ $.Release.Namespace }}.svc
 {{- end }}

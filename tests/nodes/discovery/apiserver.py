@@ -11,10 +11,19 @@ from typing import Any
 GONE = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
 
 
-def a_slice(name: str, *hosts: str, version: int = 0, port: int = 8000, **conditions: bool) -> dict[str, Any]:
-    """A slice with these endpoints, all in the same condition."""
+def a_slice(
+    name: str,
+    *hosts: str,
+    version: int = 0,
+    port: int = 8000,
+    labels: Mapping[str, str] | None = None,
+    **conditions: bool,
+) -> dict[str, Any]:
+    """A slice with these endpoints, all in the same condition. Without labels every selector finds it."""
     endpoints = [{"addresses": [host], "conditions": conditions or {"ready": True}} for host in hosts]
-    metadata = {"name": name, "namespace": "ai", "resourceVersion": str(version)}
+    metadata: dict[str, Any] = {"name": name, "namespace": "ai", "resourceVersion": str(version)}
+    if labels is not None:
+        metadata["labels"] = dict(labels)
     kind = {"addressType": "IPv4", "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice"}
     return {**kind, "metadata": metadata, "ports": [{"name": "http", "port": port}], "endpoints": endpoints}
 
@@ -47,7 +56,8 @@ class ApiServer:
         """Slices in one answer to a list."""
         self.token = ""
         """The only one that is not refused; "" takes any."""
-        self._history: list[tuple[int, bytes]] = []
+        self._history: list[tuple[int, bytes, Mapping[str, str] | None]] = []
+        """Each event's version, its line, and the labels of what it is about; None concerns every watch."""
         self._changed = asyncio.Condition()
         self._connections: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -76,11 +86,18 @@ class ApiServer:
     def lists(self) -> int:
         return sum("watch" not in query for query in self.asked)
 
-    async def put(self, name: str, *hosts: str, **conditions: bool) -> None:
+    async def put(
+        self,
+        name: str,
+        *hosts: str,
+        port: int = 8000,
+        labels: Mapping[str, str] | None = None,
+        **conditions: bool,
+    ) -> None:
         """A slice is made or changed."""
         self.version += 1
         sort = "MODIFIED" if name in self.slices else "ADDED"
-        self.slices[name] = a_slice(name, *hosts, version=self.version, **conditions)
+        self.slices[name] = a_slice(name, *hosts, version=self.version, port=port, labels=labels, **conditions)
         await self.send_event(sort, self.slices[name])
 
     async def delete(self, name: str) -> None:
@@ -92,12 +109,13 @@ class ApiServer:
 
     async def send_event(self, sort: str, item: Mapping[str, Any]) -> None:
         """Send an event as it is; it belongs to the present version."""
-        await self.send(json.dumps({"type": sort, "object": item}).encode() + b"\n")
+        labels = item.get("metadata", {}).get("labels")
+        await self.send(json.dumps({"type": sort, "object": item}).encode() + b"\n", labels)
 
-    async def send(self, line: bytes) -> None:
-        """Send bytes to every watch, now and (from its version on) later."""
+    async def send(self, line: bytes, labels: Mapping[str, str] | None = None) -> None:
+        """Send bytes to every watch that selects these labels, now and (from its version on) later."""
         async with self._changed:
-            self._history.append((self.version, line))
+            self._history.append((self.version, line, labels))
             self._changed.notify_all()
 
     async def end_watches(self) -> None:
@@ -160,28 +178,31 @@ class ApiServer:
         elif self.token and query["authorization"] != f"Bearer {self.token}":
             _whole(writer, 401, {"message": "Unauthorized"})
         elif "watch" not in query:
-            _whole(writer, 200, self._listed(int(query.get("continue", "0"))))
+            _whole(writer, 200, self._listed(int(query.get("continue", "0")), query))
         elif int(query["resourceVersion"]) < self.oldest:
             _whole(writer, 410, GONE)
         else:
-            await self._watch(int(query["resourceVersion"]), writer)
+            await self._watch(int(query["resourceVersion"]), query, writer)
 
-    def _listed(self, first: int) -> dict[str, Any]:
+    def _listed(self, first: int, query: Mapping[str, str]) -> dict[str, Any]:
+        found = [each for each in self.slices.values() if _selects(query, each["metadata"].get("labels"))]
         rest = first + self.page
-        metadata = {"resourceVersion": str(self.version)} | ({"continue": str(rest)} if rest < len(self.slices) else {})
-        return {"metadata": metadata, "items": list(self.slices.values())[first:rest]}
+        metadata = {"resourceVersion": str(self.version)} | ({"continue": str(rest)} if rest < len(found) else {})
+        return {"metadata": metadata, "items": found[first:rest]}
 
-    async def _watch(self, since: int, writer: asyncio.StreamWriter) -> None:
+    async def _watch(self, since: int, query: Mapping[str, str], writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n")
         await writer.drain()
-        sent = sum(version <= since for version, _ in self._history)
+        sent = sum(version <= since for version, _, _ in self._history)
         while not self._ending.is_set():
-            for _, line in self._history[sent:]:
+            for _, line, labels in self._history[sent:]:
+                sent += 1
+                if not _selects(query, labels):
+                    continue
                 # Half a line at a time: events do not come in one piece.
                 for piece in (line[: len(line) // 2], line[len(line) // 2 :]):
                     writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
                     await writer.drain()
-                sent += 1
             async with self._changed:
                 while len(self._history) <= sent and not self._ending.is_set():
                     await self._changed.wait()
@@ -203,6 +224,12 @@ async def _while_there(reader: asyncio.StreamReader) -> AsyncIterator[None]:
         waiting.cancel()
         with contextlib.suppress(asyncio.CancelledError, ConnectionError):
             await waiting
+
+
+def _selects(query: Mapping[str, str], labels: Mapping[str, str] | None) -> bool:
+    """Whether a query's label selector, of equalities alone, finds what has these labels."""
+    wanted = (pair.partition("=") for pair in query.get("labelSelector", "").split(",") if pair)
+    return labels is None or all(labels.get(name) == value for name, _, value in wanted)
 
 
 def _whole(writer: asyncio.StreamWriter, status: int, body: Mapping[str, Any]) -> None:

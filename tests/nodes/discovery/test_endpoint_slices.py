@@ -81,7 +81,7 @@ def test_an_unknown_event_means_listing_again() -> None:
         ({"ready": False, "serving": False, "terminating": False}, "gone"),
     ],
 )
-def test_what_terminates_and_serves_is_listed_apart(conditions: dict[str, bool], known: str) -> None:
+def test_what_terminates_and_serves_is_listed_apart(conditions: dict[str, Any], known: str) -> None:
     slices, address = listed("", "1", a_slice("a", "10.0.0.1", **conditions)), (("10.0.0.1", 8000),)
     assert slices.addresses() == (address if known == "ready" else ())
     assert slices.terminating() == (address if known == "terminating" else ())

@@ -1,0 +1,13 @@
+"""Our connector as another release's image has it: the same code, which calls itself by another version.
+
+A node loads this module in the place of `connector.nixl_connector`, with the version in its environment.
+"""
+
+import os
+
+from connector import nixl_connector
+from connector.nixl_connector import NixlConnector
+
+__all__ = ["NixlConnector"]
+
+nixl_connector.connector_version = lambda: os.environ["PDPROXY_TEST_RELEASE"]
