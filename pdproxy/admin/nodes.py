@@ -87,7 +87,7 @@ def _barred_from(name: str, bars: Bars) -> tuple[str, ...]:
 
 
 def node_routes(context: AdminContext) -> APIRouter:
-    """The routes; `admin_app` guards them."""
+    """The routes; `guarded_app` guards them."""
     routes, pool = APIRouter(), context.pool
 
     def with_cache(view: NodeView, bars: Bars, first: Mapping[str, Node]) -> Status:
