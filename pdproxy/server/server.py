@@ -79,7 +79,7 @@ class Server(uvicorn.Server):
             _LOG.debug("a connection ended before its first request: %s", error)
 
     def _protocol(self) -> asyncio.Protocol:
-        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[assignment,call-arg,operator]
+        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
             config=self.config, server_state=self.server_state, app_state={}
         )
         return made

@@ -11,8 +11,8 @@ Answers = Mapping[int, dict[str, Any]]
 
 COUNTED = frozenset({"active", "footprint"})
 """Fields of a node that each worker has for its own requests."""
-OF_ITS_OWN = frozenset({"caches", "prefix_cache"})
-"""Fields of what each worker has learned: small differences say nothing, and the first worker's are shown."""
+OF_ITS_OWN = frozenset({"caches", "prefix_cache", "share"})
+"""Fields that each worker has at its own time: small differences say nothing, and the first worker's are shown."""
 SHOWN = 50
 """Requests and failures of the live page that are shown one by one."""
 

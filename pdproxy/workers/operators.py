@@ -84,7 +84,7 @@ class OperatorsApp:
         """Take in what all workers show now."""
         answers = await self._ask_all(PLAIN)
         for number, answer in answers.items():
-            if answer.status == 200:
+            if answer.ok:
                 await asyncio.to_thread(self._metrics.update, number, answer.body.decode())
 
     async def _merged_metrics(self, request: OperatorRequest) -> Answer:
@@ -96,7 +96,7 @@ class OperatorsApp:
     async def _of_any_good(self, request: OperatorRequest) -> Answer:
         """Alive or ready where one worker is."""
         answers = list((await self._ask_all(request)).values())
-        answer = next((each for each in answers if each.status == 200), answers[0])
+        answer = next((each for each in answers if each.ok), answers[0])
         return dataclasses.replace(answer, headers=_JSON)
 
     async def _shown(self, request: OperatorRequest) -> Answer:
@@ -105,7 +105,7 @@ class OperatorsApp:
     async def _changed(self, request: OperatorRequest) -> Answer:
         """Told to all; an error where one of them could not do it, which says who could."""
         answers = await self._ask_all(request, all_of_them=True)
-        if all(answer.status < 300 for answer in answers.values()):
+        if all(answer.ok for answer in answers.values()):
             merged = _merged(answers, merged_node)
             self.changes.record(request, read_json(merged.body)["name"])
             return merged
@@ -137,7 +137,7 @@ class OperatorsApp:
 
 
 async def _ask(worker: Worker, request: OperatorRequest) -> Answer:
-    """Its answer; one with the status 0 where there is none."""
+    """Its answer, or that there is none."""
     try:
         return await worker.ask(request)
     except NoAnswerError as error:
@@ -163,7 +163,7 @@ async def _request(scope: Scope, receive: Receive) -> OperatorRequest:
 
 def _merged(answers: dict[int, Answer], merge: Callable[[Answers], dict[str, Any]]) -> Answer:
     """One answer; where nobody's is good, the first one."""
-    good = {number: answer for number, answer in answers.items() if answer.status < 300}
+    good = {number: answer for number, answer in answers.items() if answer.ok}
     first = next(iter((good or answers).values()))
     if not good:
         return first
@@ -177,7 +177,7 @@ def _who_failed(answers: dict[int, Answer]) -> str:
     failed = [
         f"worker {number}: {answer.status or 'no answer'} {answer.body.decode(errors='replace')[:300]}"
         for number, answer in answers.items()
-        if answer.status not in range(200, 300)
+        if not answer.ok
     ]
     return f"{len(answers) - len(failed)} of {len(answers)} workers did it. {'; '.join(failed)}. Ask again."
 

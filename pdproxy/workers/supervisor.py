@@ -53,8 +53,12 @@ class SupervisorMetrics:
         self.exits = Counter(
             "pdproxy_worker_exits_total", "Times that a worker ended by itself.", ["worker"], registry=registry
         )
+        self.connections = Counter(
+            "pdproxy_worker_connections_total", "Clients' connections given to a worker.", ["worker"], registry=registry
+        )
         for number in range(workers):
             self.exits.labels(str(number))
+            self.connections.labels(str(number))
 
 
 def supervise(settings: Settings) -> int:
@@ -178,7 +182,7 @@ class Supervisor:
                 token = read_secret(self._settings.listen.admin_token_file, WatchedSetting.ADMIN_TOKEN)
                 headers = {**request.headers, "authorization": f"Bearer {token}"}  # it may have been rotated
                 answer = await worker.ask(OperatorRequest(request.method, request.target, headers, request.body))
-                said = "" if answer.status < 300 else f"{answer.status} {answer.body.decode(errors='replace')}"
+                said = "" if answer.ok else f"{answer.status} {answer.body.decode(errors='replace')}"
             except (NoAnswerError, SettingsError) as error:
                 said = str(error)
             if said:
@@ -189,7 +193,7 @@ class Supervisor:
         end = time.monotonic() + READY_SECONDS
         while self._serving and time.monotonic() < end:
             with contextlib.suppress(NoAnswerError):
-                if (await worker.ask(OperatorRequest("GET", "/ready"))).status == 200:
+                if (await worker.ask(OperatorRequest("GET", "/ready"))).ok:
                     return
             await asyncio.sleep(0.1)
 
@@ -236,6 +240,7 @@ class Supervisor:
             worker = self._serving.pop(0)
             self._serving.append(worker)
             if worker.take(Connection.CLIENT, connection):
+                self._metrics.connections.labels(str(worker.number)).inc()
                 return True
         return False
 

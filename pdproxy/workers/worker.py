@@ -44,11 +44,16 @@ class OperatorRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """A worker's answer to it."""
+    """A worker's answer to it. ``status``: 0 where there was none."""
 
     status: int
     headers: dict[str, str]
     body: bytes
+
+    @property
+    def ok(self) -> bool:
+        """Whether it did what it was asked."""
+        return 200 <= self.status < 300
 
 
 class Worker:
