@@ -47,8 +47,6 @@ class SupervisorMetrics:
     """What the supervisor counts."""
 
     def __init__(self, registry: CollectorRegistry, workers: int) -> None:
-        registry.register(PROCESS_COLLECTOR)
-        registry.register(PLATFORM_COLLECTOR)
         self.serving = Gauge("pdproxy_workers", "Workers that get clients' connections.", registry=registry)
         self.exits = Counter(
             "pdproxy_worker_exits_total", "Times that a worker ended by itself.", ["worker"], registry=registry
@@ -98,6 +96,8 @@ class Supervisor:
         self._serving: list[Worker] = []
         """Those that get connections, the next one first."""
         registry = CollectorRegistry()
+        registry.register(PROCESS_COLLECTOR)
+        registry.register(PLATFORM_COLLECTOR)
         self._metrics = SupervisorMetrics(registry, len(workers))
         self._merged = MergedMetrics(registry)
         self._app = OperatorsApp(lambda: sorted(self._running, key=lambda worker: worker.number), self._merged)

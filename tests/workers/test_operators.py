@@ -1,6 +1,7 @@
 """The operators' port in front of workers that are played here."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, cast
 
 import httpx
@@ -31,7 +32,7 @@ class FakeWorker:
     """Answers by path; without an answer it does not run."""
 
     number: int
-    answers: dict[str, tuple[int, object]]
+    answers: Mapping[str, tuple[int, object]]
     asked: list[OperatorRequest] = dataclasses.field(default_factory=list)
 
     async def ask(self, request: OperatorRequest) -> Answer:
@@ -42,7 +43,7 @@ class FakeWorker:
         return Answer(status, {"content-type": "application/json"}, write_json(body))
 
 
-async def ask(*answers: dict[str, tuple[int, object]], method: str = "GET", path: str) -> httpx.Response:
+async def ask(*answers: Mapping[str, tuple[int, object]], method: str = "GET", path: str) -> httpx.Response:
     return await ask_workers([FakeWorker(*each) for each in enumerate(answers)], method, path)
 
 
@@ -96,7 +97,7 @@ async def test_the_pages_state_is_that_of_all() -> None:
 
 @pytest.mark.parametrize(("statuses", "status"), [((200, 503), 200), ((503, 503), 503), ((503, None), 503)])
 async def test_ready_where_one_worker_is(statuses: tuple[int | None, ...], status: int) -> None:
-    answers: list[dict[str, tuple[int, object]]] = [
+    answers: list[Mapping[str, tuple[int, object]]] = [
         {} if each is None else {"/ready": (each, {"status": str(each)})} for each in statuses
     ]
     assert (await ask(*answers, path="/ready")).status_code == status
