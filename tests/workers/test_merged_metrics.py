@@ -54,12 +54,14 @@ def test_gauges_are_merged_by_what_they_mean() -> None:
     for worker, legs, state in ((left, 2, State.UP), (right, 3, State.DOWN)):
         worker.metrics.node_active("d", Role.DECODE, legs)
         worker.metrics.node_state("d", Role.DECODE, state)
+        worker.metrics.node_state("p", Role.PREFILL, State.UP)
         worker.metrics.watch_requests(lambda: 4, lambda: 1)
     merged.update(0, left.text)
     merged.update(1, right.text)
     lines = shown(merged)
     assert 'pdproxy_node_active{node="d",role="decode"} 5.0' in lines
     assert "pdproxy_requests_active 8.0" in lines
+    assert 'pdproxy_node_up{node="p",role="prefill",state="up"} 1.0' in lines
     for state in (State.UP, State.DOWN):
         assert f'pdproxy_node_up{{node="d",role="decode",state="{state}"}} 1.0' in lines
 

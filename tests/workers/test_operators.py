@@ -144,10 +144,9 @@ async def test_other_paths_are_one_workers() -> None:
 
 
 async def test_a_worker_that_starts_again_is_told_what_still_holds() -> None:
-    app = app_of([FakeWorker(0, {path: (202, node(name)) for path, name in (
-        ("/nodes", "new"), ("/nodes/new/drain", "new"), ("/nodes/new", "new"), ("/nodes/a/drain", "a"),
-        ("/nodes/a/rejoin", "a"), ("/nodes/b", "b"),
-    )})])  # fmt: skip
+    paths = {"/nodes": "new", "/nodes/b": "b", "/nodes/new": "new"}
+    paths |= {f"/nodes/{name}/{what}": name for name in ("a", "new") for what in ("drain", "rejoin")}
+    app = app_of([FakeWorker(0, {path: (202, node(name)) for path, name in paths.items()})])
 
     async def told(*changes: tuple[str, str]) -> list[tuple[str, str]]:
         for method, path in changes:
@@ -157,6 +156,7 @@ async def test_a_worker_that_starts_again_is_told_what_still_holds() -> None:
     assert await told(("POST", "/nodes"), ("POST", "/nodes/new/drain")) == [
         ("POST", "/nodes"), ("POST", "/nodes/new/drain")
     ]  # fmt: skip
+    assert await told(("POST", "/nodes/new/rejoin")) == [("POST", "/nodes")]
     assert await told(("DELETE", "/nodes/new")) == []
     assert await told(("POST", "/nodes/a/drain")) == [("POST", "/nodes/a/drain")]
     assert await told(("POST", "/nodes/a/rejoin"), ("DELETE", "/nodes/b")) == [("DELETE", "/nodes/b")]
