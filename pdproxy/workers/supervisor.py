@@ -21,7 +21,7 @@ from pdproxy.observe.labels import WatchedSetting
 from pdproxy.observe.logs import configure
 from pdproxy.server.server import OPERATORS_GRACE, Server, address_of, bind, http_config, raise_file_limit
 from pdproxy.settings.model import Settings
-from pdproxy.workers.channel import MOST_AT_ONCE, Connection
+from pdproxy.workers.acceptor import Acceptor
 from pdproxy.workers.division import share_of
 from pdproxy.workers.merged_metrics import MergedMetrics
 from pdproxy.workers.operators import OperatorsApp
@@ -29,16 +29,12 @@ from pdproxy.workers.worker import NoAnswerError, OperatorRequest, Worker, Worke
 
 _LOG = logging.getLogger("pdproxy")
 
-BACKLOG = 2048
-"""Connections that wait to be accepted, as uvicorn has it."""
 FIRST_DELAY, LONGEST_DELAY = 0.2, 30.0
 """Seconds before a worker is started again; twice as long after each further end."""
 STABLE_SECONDS = 60.0
 """A worker that ran for as long begins with the first delay again."""
 READY_SECONDS = 15.0
 """For a worker that was started again to find its nodes, while others serve; then it gets connections anyway."""
-PAUSE_SECONDS = 0.02
-"""Before a connection is offered to the workers again that none of them took."""
 LAST_SECONDS = 15.0
 """For a worker to end, after `deadlines.shutdown`; then it is killed."""
 
@@ -93,21 +89,17 @@ class Supervisor:
         self._settings = settings
         self._workers = workers
         self._clients = clients
-        self._serving: list[Worker] = []
-        """Those that get connections, the next one first."""
         registry = CollectorRegistry()
         registry.register(PROCESS_COLLECTOR)
         registry.register(PLATFORM_COLLECTOR)
         self._metrics = SupervisorMetrics(registry, len(workers))
+        self._acceptor = Acceptor(clients, self._on_taken)
         self._merged = MergedMetrics(registry)
         self._app = OperatorsApp(lambda: sorted(self._running, key=lambda worker: worker.number), self._merged)
         self._running: set[Worker] = set()
         self._operators = Server(http_config(settings, self._app, OPERATORS_GRACE), operators)
         self._operating: asyncio.Task[None] | None = None
         self._leaving = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        self._untaken: socket.socket | None = None
-        """A connection that no worker has taken yet."""
 
     async def run(self) -> None:
         """Until a signal.
@@ -116,7 +108,7 @@ class Supervisor:
             WorkerFailedError: no worker can be started.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._leave)
+            asyncio.get_running_loop().add_signal_handler(number, self._leave)
         try:
             await _until_first(self._start(), self._leaving.wait())
             if not self._leaving.is_set():
@@ -131,8 +123,7 @@ class Supervisor:
         for failure in started:
             if isinstance(failure, BaseException):
                 raise failure
-        self._clients.setblocking(False)
-        self._clients.listen(BACKLOG)
+        self._acceptor.open()
         self._running.update(self._workers)
         for worker in self._workers:
             self._serve(worker)
@@ -191,7 +182,7 @@ class Supervisor:
     async def _until_ready(self, worker: Worker) -> None:
         """Its nodes have to join first. Without another worker, it may as well tell clients so itself."""
         end = time.monotonic() + READY_SECONDS
-        while self._serving and time.monotonic() < end:
+        while len(self._acceptor) and time.monotonic() < end:
             with contextlib.suppress(NoAnswerError):
                 if (await worker.ask(OperatorRequest("GET", "/ready"))).ok:
                     return
@@ -199,54 +190,18 @@ class Supervisor:
 
     def _serve(self, worker: Worker) -> None:
         """Give the worker connections from now on."""
-        self._serving.append(worker)
-        self._metrics.serving.set(len(self._serving))
-        self._listen()
+        self._acceptor.add(worker)
+        self._metrics.serving.set(len(self._acceptor))
 
     def _drop(self, worker: Worker) -> None:
-        """Give it no more of them. Without any worker, connections wait for one."""
+        """It has ended."""
         self._running.discard(worker)
         self._merged.retire(worker.number)
-        if worker in self._serving:
-            self._serving.remove(worker)
-        self._metrics.serving.set(len(self._serving))
-        if not self._serving:
-            self._loop.remove_reader(self._clients)
+        self._acceptor.remove(worker)
+        self._metrics.serving.set(len(self._acceptor))
 
-    def _listen(self) -> None:
-        if self._serving and not self._leaving.is_set():
-            self._loop.add_reader(self._clients, self._accept)
-
-    def _accept(self) -> None:
-        """Accept what there is. A connection that no worker takes at the moment waits, and all others behind it."""
-        for _ in range(MOST_AT_ONCE):
-            try:
-                connection = self._untaken or self._clients.accept()[0]
-            except BlockingIOError:
-                return None
-            except OSError as error:  # no descriptor is left, or the client is gone already
-                _LOG.warning("a connection could not be accepted: %s", error)
-                return self._pause()
-            if not self._hand_out(connection):
-                self._untaken = connection
-                return self._pause()
-            self._untaken = None
-            connection.close()
-        return None
-
-    def _hand_out(self, connection: socket.socket) -> bool:
-        """To each worker in turn; one that does not take it is passed over."""
-        for _ in self._workers[: len(self._serving)]:
-            worker = self._serving.pop(0)
-            self._serving.append(worker)
-            if worker.take(Connection.CLIENT, connection):
-                self._metrics.connections.labels(str(worker.number)).inc()
-                return True
-        return False
-
-    def _pause(self) -> None:
-        self._loop.remove_reader(self._clients)
-        self._loop.call_later(PAUSE_SECONDS, self._listen)
+    def _on_taken(self, worker: Worker) -> None:
+        self._metrics.connections.labels(str(worker.number)).inc()
 
     def _leave(self) -> None:
         """Begin the shutdown; at a second call the workers end at once."""
@@ -262,10 +217,7 @@ class Supervisor:
     async def _end(self) -> None:
         """No new connections; the workers' streams get their time, and operators can look until then."""
         self._leaving.set()
-        self._loop.remove_reader(self._clients)
-        self._clients.close()
-        if self._untaken is not None:
-            self._untaken.close()
+        self._acceptor.close()
         self._signal_all()
         ending = [asyncio.create_task(worker.ended()) for worker in self._workers]
         await asyncio.wait(ending, timeout=self._settings.deadlines.shutdown + LAST_SECONDS)
