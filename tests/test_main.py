@@ -77,3 +77,11 @@ def test_settings_load_neither_server_nor_web_framework() -> None:
     command = [sys.executable, "-c", "import sys, pdproxy.settings.load; print(*sys.modules)"]
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, check=True, timeout=120)
     assert {"fastapi", "starlette", "uvicorn", "opentelemetry"}.isdisjoint(done.stdout.decode().split())
+
+
+def test_serve_loads_no_web_framework_before_an_operator_asks() -> None:
+    command = [sys.executable, "-c", "import sys, pdproxy.app.run; print(*sys.modules)"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, check=True, timeout=120)
+    loaded = done.stdout.decode().split()
+    assert "uvicorn" in loaded
+    assert {"fastapi", "starlette"}.isdisjoint(loaded)

@@ -32,6 +32,7 @@ from pdproxy.observe.labels import (
 from pdproxy.observe.metrics import Metrics
 from pdproxy.observe.server_metrics import LABELS, SECONDS
 from pdproxy.request import Endpoint
+from pdproxy.workers.supervisor import SupervisorMetrics
 from tests.deploy.prometheus.alert_cases import CASES
 from tests.deploy.prometheus.queries import grouping, legend_labels, selectors, with_all_chosen
 
@@ -72,6 +73,7 @@ def of_the_proxy() -> dict[str, str]:
     """Type by name, as Prometheus sees it."""
     registry = CollectorRegistry()
     Metrics(registry)
+    SupervisorMetrics(registry, 2)
     families = list(registry.collect())
     return {family.name + ("_total" if family.type == "counter" else ""): family.type for family in families}
 

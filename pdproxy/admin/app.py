@@ -1,119 +1,90 @@
-"""The operator's HTTP application: what everyone on its port sees, who may do more, and how errors look."""
+"""The operator's HTTP application: health, readiness and metrics here, everything else in `guarded`.
 
-import hmac
-import urllib.parse
-from collections.abc import Awaitable, Callable
-from typing import Annotated
+These three are asked for all the time, and from the start on; the rest by people, perhaps never. So they are bare ASGI,
+and FastAPI, half of what there is to import, is loaded with the first request that needs it.
+"""
 
-from fastapi import Depends, FastAPI, Query, Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
 from prometheus_client.exposition import choose_encoder
 
 from pdproxy.admin.context import AdminContext, Readiness, readiness
-from pdproxy.admin.debug import plan_route
-from pdproxy.admin.nodes import node_routes, scrape_target
-from pdproxy.admin.page import page_route, state_route
-from pdproxy.credential import Secret
 from pdproxy.errors import ClientError
-from pdproxy.nodes.cohorts import Answer
-from pdproxy.nodes.pool import DuplicateNode, UnknownNode
+from pdproxy.request import write_json
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+JSON = "application/json"
 
 
-def admin_app(context: AdminContext) -> FastAPI:
-    """Health, readiness, metrics, whether a node may go and the empty page for everyone on this port; nodes and
-    requests for the operator."""
-    app = FastAPI(title="pdproxy administration", docs_url=None, redoc_url=None, openapi_url=None)
-    for kind in (ClientError, UnknownNode, DuplicateNode, RequestValidationError):
-        app.add_exception_handler(kind, _error_response)
-    _add_public_routes(app, context)
-    app.include_router(page_route())
-    planning = [] if context.orchestration is None else [plan_route(context.orchestration)]
-    for guarded in (node_routes(context), state_route(context), *planning):
-        app.include_router(guarded, dependencies=[Depends(require_operator(context.token))])
-    return app
+class AdminApp:
+    """An ASGI application: what everyone on the operators' port may see, and the guarded routes behind it."""
 
+    def __init__(self, context: AdminContext) -> None:
+        self._context = context
+        self._public = {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}
+        self._guarded: App | None = None
+        self._loading = asyncio.Lock()
 
-def _add_public_routes(app: FastAPI, context: AdminContext) -> None:
-    @app.get("/health")
-    async def health() -> dict[str, str]:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = self._public.get(scope["path"]) if scope["type"] == "http" else None
+        if answer is None:
+            await (self._guarded or await self._load())(scope, receive, send)
+        elif scope["method"] == "GET":
+            await answer(scope, send)
+        else:
+            text = f"{scope['path']} takes GET, not {scope['method'][:20]}."
+            error = ClientError(405, text, code="method_not_allowed")
+            await send_answer(send, 405, JSON, error.body(), ((b"allow", b"GET"),))
+
+    async def _load(self) -> App:
+        """The guarded routes, made in a thread: the event loop goes on meanwhile."""
+        async with self._loading:
+            if self._guarded is None:
+                self._guarded = await asyncio.to_thread(_guarded_app, self._context)
+            return self._guarded
+
+    async def _health(self, _: Scope, send: Send) -> None:
         """The process is alive."""
-        return {"status": "ok"}
+        await send_answer(send, 200, JSON, write_json({"status": "ok"}))
 
-    @app.get("/ready")
-    async def ready() -> JSONResponse:
-        """Requests can be served now."""
-        found = readiness(context)
-        return JSONResponse({"status": found}, 200 if found is Readiness.READY else 503)
+    async def _ready(self, _: Scope, send: Send) -> None:
+        """Whether requests can be served now."""
+        found = readiness(self._context)
+        await send_answer(send, 200 if found is Readiness.READY else 503, JSON, write_json({"status": found}))
 
-    @app.get("/may-leave")
-    async def may_leave(
-        host: Annotated[str, Query(max_length=253)], port: Annotated[int, Query(ge=1, le=65535)]
-    ) -> Answer:
-        """Whether the node at this address may go, which it asks itself before it ends (docs/operating.md)."""
-        return context.cohorts.may_leave(host, port)
-
-    @app.get("/metrics")
-    async def metrics(request: Request) -> Response:
+    async def _metrics(self, scope: Scope, send: Send) -> None:
         """The proxy's metrics, for Prometheus."""
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(context.registry), headers={"content-type": content_type})
-
-    @app.get("/prometheus/targets")
-    async def targets() -> list[dict[str, object]]:
-        """Where the nodes' own metrics are, whatever their state."""
-        return [scrape_target(view.node) for view in context.pool.snapshot().nodes]
+        encode, content_type = choose_encoder(accepted(scope))
+        await send_answer(send, 200, content_type, encode(self._context.registry))
 
 
-def require_operator(token: Secret) -> Callable[[Request], Awaitable[None]]:
-    """A dependency that lets only the operator through.
-
-    With a token, each request must carry it as ``Authorization: Bearer``. Without one (the port is the operator's own),
-    a web page of another origin must still not be able to change anything through the operator's browser.
-
-    Raises:
-        ClientError: 401 or 403.
-    """
-
-    async def check(request: Request) -> None:
-        if token.word and not _carries(request, token.word):
-            raise ClientError(
-                401,
-                "This needs the admin token, as 'Authorization: Bearer …'.",
-                code="admin_token_needed",
-                headers=(("www-authenticate", "Bearer"),),
-            )
-        if request.method not in ("GET", "HEAD", "OPTIONS") and _is_foreign(request):
-            raise ClientError(403, "A page of another origin may not change nodes.", code="foreign_origin")
-
-    return check
+def admin_app(context: AdminContext) -> AdminApp:
+    """Health, readiness, metrics and the open routes of `guarded` for everyone; nodes and requests for the operator."""
+    return AdminApp(context)
 
 
-def _carries(request: Request, token: str) -> bool:
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), token.encode())
+def accepted(scope: Scope) -> str:
+    """The request's ``Accept`` header, which chooses the format of metrics."""
+    return ", ".join(value.decode("latin-1") for name, value in scope["headers"] if name == b"accept")
 
 
-def _is_foreign(request: Request) -> bool:
-    origin = request.headers.get("origin")
-    return origin is not None and urllib.parse.urlsplit(origin).netloc != request.headers.get("host")
+async def send_answer(
+    send: Send, status: int, content_type: str, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()
+) -> None:
+    """Send a whole answer."""
+    length = (b"content-length", str(len(body)).encode())
+    fields = [(b"content-type", content_type.encode()), length, *headers]
+    await send({"type": "http.response.start", "status": status, "headers": fields})
+    await send({"type": "http.response.body", "body": body})
 
 
-async def _error_response(_: Request, error: Exception) -> Response:
-    shown = _client_error(error)
-    return Response(shown.body(), shown.status, {"content-type": "application/json", **dict(shown.headers)})
+def _guarded_app(context: AdminContext) -> App:
+    from pdproxy.admin.guarded import guarded_app
 
-
-def _client_error(error: Exception) -> ClientError:
-    match error:
-        case UnknownNode():
-            return ClientError(404, f"There is {error}: see GET /nodes.", code="node_not_found")
-        case DuplicateNode():
-            return ClientError(409, f"{error}: remove it first, or choose another name.", code="node_exists")
-        case RequestValidationError():
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"][1:]) or "body"
-            return ClientError(400, f"{where}: {first['msg']}.", param=where)
-        case ClientError():
-            return error
-    raise error
+    return guarded_app(context)

@@ -12,7 +12,7 @@ MOST_BYTES = 16 * 1024 * 1024
 
 
 def plan_route(context: OrchestrationContext) -> APIRouter:
-    """The route; `admin_app` guards it."""
+    """The route; `guarded_app` guards it."""
     routes = APIRouter()
 
     @routes.post("/debug/plan")

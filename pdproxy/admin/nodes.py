@@ -85,7 +85,7 @@ def scrape_target(node: Node) -> dict[str, object]:
 
 
 def node_routes(context: AdminContext) -> APIRouter:
-    """The routes; `admin_app` guards them."""
+    """The routes; `guarded_app` guards them."""
     routes, pool = APIRouter(), context.pool
 
     def with_cache(view: NodeView, bars: Bars, first: Mapping[str, Node]) -> Status:

@@ -44,7 +44,7 @@ def page_route() -> APIRouter:
 
 
 def state_route(context: AdminContext) -> APIRouter:
-    """The state that the page shows; `admin_app` guards it."""
+    """The state that the page shows; `guarded_app` guards it."""
     routes = APIRouter()
 
     @routes.get("/ui/state")

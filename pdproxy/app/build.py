@@ -19,11 +19,12 @@ from pdproxy.app.kv_events import KvEvents, kv_events
 from pdproxy.app.sizing import SizingWatch
 from pdproxy.clock import Clock, SystemClock
 from pdproxy.credential import Secret
+from pdproxy.errors import ClientError
 from pdproxy.intake.api_app import ApiApp, AsgiApp
 from pdproxy.intake.auth import OpenRequests
 from pdproxy.intake.handler import HandlerConfig, RequestHandler
 from pdproxy.intake.rate_limits import RateLimits
-from pdproxy.intake.request_context import BodyBudget
+from pdproxy.intake.request_context import BodyBudget, Receive, Scope, Send
 from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.cohorts import Cohorts
@@ -121,7 +122,7 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     for source in sources.all:
         supervisor.keep(Task.DISCOVERY, DiscoverySync(pool, drainer, source, settings.deadlines.drain).run)
     try:
-        api = ApiApp(handler, operators)
+        api = ApiApp(handler, _without_metrics(operators) if settings.listen.workers > 1 else operators)
         yield Proxy(TracedApp(api, tracer), operators, leaving, files)
     finally:
         for each in (supervisor, sources, drainer, background_tasks, transport, preflight_transport):
@@ -137,6 +138,18 @@ def nodes_of(entries: tuple[ConfiguredNode, ...]) -> list[Node]:
         Node(f"{each.role}-{next(numbers[each.role])}", each.url, each.role, each.model, each.aliases, each.weight)
         for each in entries
     ]
+
+
+def _without_metrics(operators: AsgiApp) -> AsgiApp:
+    """For the clients' port of one worker of several, whose metrics would be taken for those of the proxy."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/metrics":
+            text = "The metrics of all workers are at the operators' port; one worker's alone are not shown."
+            raise ClientError(404, text, code="metrics_elsewhere")
+        await operators(scope, receive, send)
+
+    return app
 
 
 def _pool(settings: Settings, clock: SystemClock, metrics: Metrics) -> Pool:

@@ -1,28 +1,88 @@
-"""Several uvicorn servers on one event loop, ended together."""
+"""Several uvicorn servers on one event loop, ended together; each has a port, or gets connections from elsewhere."""
 
 import asyncio
 import contextlib
 import logging
+import math
+import resource
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from typing import Any
 
 import uvicorn
 
 from pdproxy.errors import SettingsError
+from pdproxy.server.protocol import ConnectionLimits, guarded
+from pdproxy.settings.model import Settings
 
 _LOG = logging.getLogger("pdproxy.server")
 
+HEAD_SECONDS = 30.0
+"""For a request's head: what a slow mobile client may need, and no more."""
 LAST_WORDS_SECONDS = 5.0
 """For clients to take the error that their request ends with at the end of the grace."""
 
 
-class Server(uvicorn.Server):
-    """A uvicorn server on a bound socket, without signal handlers: `serve` has them."""
+MAX_OPEN_FILES = 1 << 20
+OPERATORS_GRACE = 2.0
+"""Seconds for an operator's request to end, once those of clients have."""
 
-    def __init__(self, config: uvicorn.Config, bound: socket.socket) -> None:
+Message = MutableMapping[str, Any]
+AsgiApp = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
+
+
+def http_config(settings: Settings, app: AsgiApp, grace: float, **tls: object) -> uvicorn.Config:
+    """Of a port, with the limits of the settings. ``grace``: seconds for running requests to end."""
+    limits = ConnectionLimits(settings.limits.header_bytes, HEAD_SECONDS, settings.deadlines.stall)
+    return uvicorn.Config(
+        app,
+        http=guarded(limits),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,  # the client's address is not used
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=math.ceil(grace),
+        **tls,  # type: ignore[arg-type]
+    )
+
+
+class Server(uvicorn.Server):
+    """A uvicorn server without signal handlers: `serve` has them.
+
+    ``bound``: the socket that it is to listen on; None where it serves only what it is given (`adopt`).
+    """
+
+    def __init__(self, config: uvicorn.Config, bound: socket.socket | None) -> None:
         super().__init__(config)
         self.bound = bound
+
+    async def run_port(self) -> None:
+        """Serve until `should_exit`."""
+        await self.serve(sockets=[] if self.bound is None else [self.bound])
+
+    async def adopt(self, connection: socket.socket) -> None:
+        """Serve a connection that was accepted elsewhere, as if it had been accepted here; closes it."""
+        if not self.config.loaded:
+            self.config.load()
+        loop = asyncio.get_running_loop()
+        if self.should_exit:
+            connection.close()
+            return
+        try:
+            await loop.connect_accepted_socket(self._protocol, connection, ssl=self.config.ssl)
+        except OSError as error:  # TLS errors are such, too
+            connection.close()
+            _LOG.debug("a connection ended before its first request: %s", error)
+
+    def _protocol(self) -> asyncio.Protocol:
+        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state={}
+        )
+        return made
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -39,8 +99,13 @@ class Server(uvicorn.Server):
     @property
     def address(self) -> str:
         """``host:port`` as bound."""
-        host, port = self.bound.getsockname()[:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return "" if self.bound is None else address_of(self.bound)
+
+
+def address_of(bound: socket.socket) -> str:
+    """``host:port`` of a bound socket."""
+    host, port = bound.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def bind(host: str, port: int, setting: str) -> socket.socket:
@@ -90,6 +155,16 @@ def leave(clients: Server, operators: Server, leaving: asyncio.Event) -> None:
 
 async def _run(port: Server, other: Server, leaving: asyncio.Event) -> None:
     """When one port has ended, for whatever reason, the other one has to."""
-    await port.serve(sockets=[port.bound])
+    await port.run_port()
     leaving.set()
     other.should_exit = True
+
+
+def raise_file_limit() -> None:
+    """Raise the limit of open files: a stream takes up to three sockets, and 1,024 is the usual limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= most:
+        return
+    with contextlib.suppress(OSError, ValueError):  # a kernel with a lower limit of its own: then it stays
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -12,7 +12,12 @@ from pdproxy.settings.types import OneOf, Quantity, Takes
 
 PREFIX = "PDPROXY_"
 
-SHORT = {"listen.host": "--host", "listen.port": "--port", "listen.admin_port": "--admin-port"}
+SHORT = {
+    "listen.host": "--host",
+    "listen.port": "--port",
+    "listen.admin_port": "--admin-port",
+    "listen.workers": "--workers",
+}
 """Shorter flags for what is set most often."""
 
 

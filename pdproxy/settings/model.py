@@ -35,6 +35,8 @@ class Listen(Section):
     """Port for health, metrics and node administration; 0 picks a free one."""
     admin_token_file: types.OptionalFile = None
     """File with the token that changing nodes asks for; without it none is asked for."""
+    workers: types.Count = Field(default=1, ge=1, le=64)
+    """Processes that serve clients: one for each core to be used. `limits` are divided among them."""
     tls_certificate: types.OptionalFile = None
     """PEM certificate chain for the clients' port."""
     tls_key: types.OptionalFile = None

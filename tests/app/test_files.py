@@ -6,7 +6,7 @@ from pathlib import Path
 
 SCRIPT = """
 import resource
-from pdproxy.app.run import raise_file_limit
+from pdproxy.server.server import raise_file_limit
 
 for soft, hard in {limits}:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

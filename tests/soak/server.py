@@ -33,9 +33,9 @@ async def serving(cluster: LoopbackCluster) -> AsyncIterator[Caller]:
     """A client of a server that must have nothing left in the end."""
     registry = CollectorRegistry()
     server = _server(cluster, Metrics(registry))
-    serving = asyncio.create_task(server.serve(sockets=[server.bound]))
+    serving = asyncio.create_task(server.run_port())
     try:
-        with contextlib.closing(Caller(server.bound.getsockname()[1])) as caller:
+        with contextlib.closing(Caller(int(server.address.rpartition(":")[2]))) as caller:
             yield caller
     finally:
         server.should_exit = True

@@ -1,0 +1,1 @@
+"""``listen.workers`` above 1: processes behind one port that share nothing, and the process that supervises them."""
