@@ -183,8 +183,8 @@ async def test_connections_are_split_evenly_and_metrics_are_those_of_all(proxy: 
     before = [await proxy.value(each) for each in given]
     assert await asyncio.gather(*(complete(proxy) for _ in range(20))) == [200] * 20
     assert [await proxy.value(each) - old for each, old in zip(given, before, strict=True)] == [10, 10]
-    assert await proxy.value('pdproxy_requests_total{endpoint="/v1/completions",outcome="ok"}') == 20
-    assert await proxy.value('pdproxy_phase_seconds_count{phase="total"}') == 20
+    assert await proxy.value('pdproxy_requests_total{endpoint="/v1/completions",model="other",outcome="ok"}') == 20
+    assert await proxy.value('pdproxy_phase_seconds_count{phase="decode"}') == 20
 
 
 async def test_metrics_of_one_worker_are_not_shown(proxy: Supervised) -> None:
@@ -217,14 +217,14 @@ async def test_a_worker_that_dies_takes_its_own_streams_only_and_comes_back(prox
     async with plain_client(proxy.operators) as client:
         added = {"url": "http://127.0.0.1:9", "role": "decode", "name": "extra"}
         assert (await client.post("/nodes", json=added)).status_code == 201
-    counted = await proxy.value('pdproxy_phase_seconds_count{phase="total"}')
+    counted = await proxy.value('pdproxy_phase_seconds_count{phase="decode"}')
     running = await streams(proxy, 8)
     os.kill(proxy.workers()[0], signal.SIGKILL)
     assert sorted([await stream.task for stream in running]) == [False] * 4 + [True] * 4
     assert set(await asyncio.gather(*(complete(proxy) for _ in range(4)))) == {200}
     await proxy.until_up(2)
     assert await proxy.value('pdproxy_worker_exits_total{worker="0"}') == 1
-    assert await proxy.value('pdproxy_phase_seconds_count{phase="total"}') >= counted + 8
+    assert await proxy.value('pdproxy_phase_seconds_count{phase="decode"}') >= counted + 8
     (extra,) = [node for node in (await proxy.get("/nodes")).json()["nodes"] if node["name"] == "extra"]
     assert "unknown_to" not in extra
     assert set(await asyncio.gather(*(complete(proxy) for _ in range(4)))) == {200}

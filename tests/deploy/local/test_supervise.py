@@ -36,8 +36,9 @@ folder = pathlib.Path(tempfile.gettempdir())
 (folder / "file").write_text("left")
 socket.socket(socket.AF_UNIX).bind(str(folder / str(uuid.uuid4())))
 here = pathlib.Path(sys.argv[1])
-(here / "fresh").write_text(str(folder))
-(here / "fresh").rename(here / sys.argv[2])
+fresh = here / (sys.argv[2] + ".fresh")  # of its own: several parts write here at once
+fresh.write_text(str(folder))
+fresh.rename(here / sys.argv[2])
 time.sleep(float(sys.argv[3]))
 """
 
