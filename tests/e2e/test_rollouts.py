@@ -224,6 +224,13 @@ async def test_in_place(chart: SteadyChart, tmp_path: Path) -> None:
         assert load.failures(), "the notes say that nothing is served meanwhile"
         assert all(each.failure.startswith("503: ") or REFUSED in each.failure for each in load.failures())
 
+        values = changed(changed(values, "prefill.replicas", 2), "proxy.settings.policy.on_no_decode", "prefill")
+        load = await it.change("a second prefill node, which may serve whole requests", [chart(values)], nodes=3)
+        assert not load.failures()
+        values = changed(values, NODE_TAG, NEXT_RELEASE)
+        load = await it.change("node image in place, one decode node, two prefill nodes", [chart(values)], nodes=3)
+        assert not load.failures()
+
 
 @pytest.mark.long
 async def test_blue_and_green(chart: SteadyChart, tmp_path: Path) -> None:

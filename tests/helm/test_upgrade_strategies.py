@@ -187,6 +187,14 @@ def test_what_does_not_go_together_is_refused(helm: Engine, values: dict[str, An
             ["Decode nodes: 3 of 4 serve", "Prefill nodes: 1 of 2 serve"],
         ),
         (
+            {"prefill": {"replicas": 2}, "proxy": {"settings": {"policy": {"on_no_decode": "prefill"}}}},
+            ["prefill nodes serve whole requests until it has loaded again"],
+        ),
+        (
+            {"proxy": {"settings": {"policy": {"on_no_decode": "prefill"}}}},  # its only prefill node goes as well
+            ["NOTHING IS SERVED"],
+        ),
+        (
             {**SURGE, "prefill": {"gpus": {"count": 4}, "parallel": {"tensor": 4}}},
             ["takes 5 spare GPUs", "1 more nodes of each role", "2400 s at most"],
         ),

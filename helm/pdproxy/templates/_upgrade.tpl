@@ -97,6 +97,11 @@ sleep: { seconds: {{ $v.nodes.leaveSeconds }} }
 {{ ternary (int $r.replicas) (int $r.autoscaling.maxReplicas) (eq $r.autoscaling.kind "none") }}
 {{- end -}}
 
+{{/* "yes" where prefill nodes serve whole requests while there is no decode node. */}}
+{{- define "pdproxy.servesWithoutDecode" -}}
+{{ if eq (dig "policy" "on_no_decode" "fail" (.Values.proxy.settings | default dict)) "prefill" }}yes{{ end }}
+{{- end -}}
+
 {{/* For the notes: what an upgrade of the nodes takes, and what it costs. */}}
 {{- define "pdproxy.upgradeNotes" -}}
 {{- $upgrade := .Values.nodes.upgrade -}}
@@ -124,7 +129,10 @@ release is the proxy and has none; install nodes for it, and for each upgrade an
   helm -n {{ .Release.Namespace }} install {{ .Release.Name }}-blue CHART -f VALUES --set nodes.upgrade.strategy=blueGreen --set nodes.upgrade.proxy={{ include "pdproxy.fullname" . }}
 {{- else }} takes no
 spare GPUs. Both roles begin at once, each replaces one node at a time, the last one first, and each new node loads the model:
-{{- if eq $decodes 1 }}
+{{- if and (eq $decodes 1) (gt $prefills 1) (include "pdproxy.servesWithoutDecode" .) }}
+- The only decode node: prefill nodes serve whole requests until it has loaded again (policy.on_no_decode), and go on with its
+  streams; those and prompts slow each other down.
+{{- else if eq $decodes 1 }}
 - The only decode node: NOTHING IS SERVED from the moment when it goes until it has loaded again. Requests get 503; then the
   proxies are not ready, and connections are refused. Streams that outlast nodes.leaveSeconds and nodes.drainSeconds ({{ add (int .Values.nodes.leaveSeconds) (int .Values.nodes.drainSeconds) }} s) end
   with an error event.
