@@ -41,7 +41,7 @@ WITH_VLLM := $(filter-out $(NEED_NO_VLLM),$(wildcard tests/connector/test_*.py))
 NOT_UNIT := tests/soak tests/watch tests/e2e
 # What needs no vLLM, in three processes: with the other half four for two cores, for many tests wait. Workers of pytest-xdist
 # cost more: each lists all tests, and starts what a session shares. What a list does not name runs in unit-rest.
-# vLLM's half waits least: it has the plans too, which never wait.
+# Those that wait most go first, the others fill the gaps: vLLM's half waits least, and has the plans too, which never wait.
 PLANNING := tests/planning
 SERVING := tests/app tests/server tests/transport
 REQUESTS := tests/orchestration tests/nodes $(NEED_NO_VLLM)
@@ -53,16 +53,16 @@ unit: env ## tests without engines (a minute on two cores)
 	@$(MAKE) --no-print-directory -j4 unit-connector unit-serving unit-requests unit-rest
 
 unit-serving:
-	@nice -n 5 env $(UNIT) $(SERVING)
+	@$(UNIT) $(SERVING)
 
 unit-requests:
 	@nice -n 5 env $(UNIT) $(REQUESTS)
 
 unit-rest:
-	@nice -n 5 env $(UNIT) $(addprefix --ignore=,$(WITH_VLLM) $(PLANNING) $(SERVING) $(REQUESTS) $(NOT_UNIT))
+	@$(UNIT) $(addprefix --ignore=,$(WITH_VLLM) $(PLANNING) $(SERVING) $(REQUESTS) $(NOT_UNIT))
 
 unit-connector:
-	@$(UNIT) $(WITH_VLLM) $(PLANNING)
+	@nice -n 5 env $(UNIT) $(WITH_VLLM) $(PLANNING)
 
 soak: env ## mixed load on fake nodes under random kills, and with KV events that are wrong; what an operator sees of it (two minutes; 15 in test-long)
 	SOAK_SECONDS=120 $(RUN) -m pytest tests/soak tests/watch

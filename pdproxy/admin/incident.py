@@ -176,8 +176,8 @@ def _hit(
         rejected=outcomes[Outcome.REJECTED],
         legs=len(faults),
         keys=_most(end.key for end in bad if end.key),
-        models=_most(end.model for end in bad),
-        endpoints=_most(end.endpoint for end in bad),
+        models=_most(end.model for end in bad if end.model),
+        endpoints=_most(end.endpoint for end in bad if end.endpoint),
     )
 
 

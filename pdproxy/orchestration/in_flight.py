@@ -209,7 +209,10 @@ class LegFault(NamedTuple):
 
 
 class BadEnd(NamedTuple):
-    """A request got no complete answer, through no fault of its client's. ``key``: the name of its API key."""
+    """A request got no complete answer, through no fault of its client's.
+
+    ``endpoint`` and ``model`` are "" where that was not known yet; ``key`` is the name of its API key.
+    """
 
     at: float
     outcome: Outcome
@@ -234,12 +237,20 @@ class RecentEnds:
 
     def ended(self, request: ClientRequest, at: float, outcome: Outcome) -> None:
         """A request ended at this monotonic second."""
+        self._count(at, outcome)
+        if outcome in (Outcome.FAILED, Outcome.REJECTED):
+            self.bad.append(BadEnd(at, outcome, request.endpoint, request.model, request.api_key))
+
+    def turned_away(self, at: float, endpoint: str, key: str) -> None:
+        """A request was refused at this monotonic second, before its body was read or its tokens were left."""
+        self._count(at, Outcome.REJECTED)
+        self.bad.append(BadEnd(at, Outcome.REJECTED, endpoint, "", key))
+
+    def _count(self, at: float, outcome: Outcome) -> None:
         minute = int(at // 60)
         if not self._minutes or self._minutes[-1][0] < minute:
             self._minutes.append((minute, collections.Counter()))
         self._minutes[-1][1][outcome] += 1
-        if outcome in (Outcome.FAILED, Outcome.REJECTED):
-            self.bad.append(BadEnd(at, outcome, request.endpoint, request.model, request.api_key))
 
     def counts(self, since: float) -> collections.Counter[Outcome]:
         """How requests ended in the minutes from this monotonic second on, that minute included."""

@@ -79,6 +79,7 @@ class Orchestrator:
         """Count a request that was refused before it came here, and before its model was read."""
         self._context.metrics.request_ended(endpoint, "", Outcome.REJECTED)
         self._context.metrics.keys.request_ended(key, Outcome.REJECTED)
+        self._context.in_flight.recent.turned_away(self._context.clock.now(), endpoint or "", key)
 
     def expected_tokens(self, endpoint: Endpoint, body: Json) -> tuple[int, int]:
         """About how many tokens a request's prompts have, and its answers will have."""

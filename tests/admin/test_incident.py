@@ -131,6 +131,15 @@ def test_who_is_hit_most() -> None:
     assert hit.endpoints == [("/v1/chat/completions", 11)]
 
 
+def test_who_was_turned_away_before_the_request_was_read_is_hit_too() -> None:
+    recent = RecentEnds()
+    recent.turned_away(NOW - 3, Endpoint.CHAT, "alice")
+    recent.turned_away(NOW - 2, "", "alice")
+    hit = ask(recent=recent).hit
+    assert (hit.requests, hit.rejected, hit.keys, hit.models) == (2, 2, [("alice", 2)], [])
+    assert hit.endpoints == [("/v1/chat/completions", 1)]
+
+
 def test_a_flood_of_bad_ends_stays_bounded() -> None:
     recent = RecentEnds()
     for _ in range(10_000):
