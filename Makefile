@@ -39,18 +39,22 @@ WITH_VLLM := $(filter-out $(NEED_NO_VLLM),$(wildcard tests/connector/test_*.py))
 	tests/seeds tests/upstream tests/deploy/test_arguments.py tests/deploy/test_block_sizes.py \
 	tests/events/test_vllm_publisher.py
 NOT_UNIT := tests/soak tests/watch tests/e2e
-# What needs no vLLM, in three processes: with the other half four for two cores, for many tests wait. Workers of pytest-xdist
+# What needs no vLLM, in four processes: with the other half five for two cores, for many tests wait. Workers of pytest-xdist
 # cost more: each lists all tests, and starts what a session shares. What a list does not name runs in unit-rest.
 # Those that wait most go first, the others fill the gaps: vLLM's half waits least, and has the plans too, which never wait.
 PLANNING := tests/planning
-SERVING := tests/app tests/server tests/transport
+APP := tests/app
+SERVING := tests/server tests/transport tests/workers
 REQUESTS := tests/orchestration tests/nodes $(NEED_NO_VLLM)
 # Bytecode is kept whatever the environment says: to compile the tests takes three seconds. One thread of torch, for a
 # second one that spins beside it takes two more.
 UNIT = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not e2e and not long"
 
 unit: env ## tests without engines (a minute on two cores)
-	@$(MAKE) --no-print-directory -j4 unit-connector unit-serving unit-requests unit-rest
+	@$(MAKE) --no-print-directory -j5 unit-connector unit-app unit-serving unit-requests unit-rest
+
+unit-app:
+	@$(UNIT) $(APP)
 
 unit-serving:
 	@$(UNIT) $(SERVING)
@@ -59,7 +63,7 @@ unit-requests:
 	@nice -n 5 env $(UNIT) $(REQUESTS)
 
 unit-rest:
-	@$(UNIT) $(addprefix --ignore=,$(WITH_VLLM) $(PLANNING) $(SERVING) $(REQUESTS) $(NOT_UNIT))
+	@$(UNIT) $(addprefix --ignore=,$(WITH_VLLM) $(PLANNING) $(APP) $(SERVING) $(REQUESTS) $(NOT_UNIT))
 
 unit-connector:
 	@nice -n 5 env $(UNIT) $(WITH_VLLM) $(PLANNING)
