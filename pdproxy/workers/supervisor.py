@@ -88,7 +88,7 @@ class Supervisor:
     ) -> None:
         self._settings = settings
         self._workers = workers
-        self._clients = clients
+        self._clients, self._operators_socket = clients, operators
         registry = CollectorRegistry()
         registry.register(PROCESS_COLLECTOR)
         registry.register(PLATFORM_COLLECTOR)
@@ -127,6 +127,7 @@ class Supervisor:
         self._running.update(self._workers)
         for worker in self._workers:
             self._serve(worker)
+        self._operators_socket.listen()  # what connects from now on waits until it is served, and is not refused
         addresses = address_of(self._clients), self._operators.address
         _LOG.info("clients: %s, operators: %s, workers: %d", *addresses, len(self._workers))
 
