@@ -11,6 +11,7 @@ import zmq
 from prometheus_client.samples import Sample
 
 from deploy.local.model.quiz import quiz
+from deploy.local.node import SERVED_NAME
 from deploy.local.paths import ROOT
 from deploy.local.ports import HOST
 from deploy.local.stack import Proxy
@@ -63,15 +64,23 @@ def of_alerts() -> list[Selector]:
 
 
 def live(pair: Pair, proxy: Proxy, seed: int) -> None:
-    """Whatever can happen, once: a request; on nodes two turns, a ticket that nobody reads, a wrong one, and junk."""
+    """Whatever can happen, once: a request, and one that is streamed; on nodes two turns, a ticket that nobody reads, a
+    wrong one, and junk."""
     question = quiz(seed + 3, 300)
     assert complete(proxy.url, question.prompt()).text == question.answer
+    _streamed(proxy, seed + 4)
     talk = quiz(seed, 1200)
     for turn in (1, 2):
         hand_over(pair.prefill.url, pair.decode.url, talk.at_turn(turn))
     _unread(pair, seed + 1)
     _refused(pair, seed + 2)
     _junk(pair)
+
+
+def _streamed(proxy: Proxy, seed: int) -> None:
+    body = {"model": SERVED_NAME, "prompt": quiz(seed, 300).prompt(), "max_tokens": 8, "temperature": 0, "stream": True}
+    got = httpx.post(f"{proxy.url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT_S, trust_env=False)
+    assert got.raise_for_status().text.endswith("data: [DONE]\n\n")
 
 
 def _unread(pair: Pair, seed: int) -> None:
