@@ -78,6 +78,7 @@ class Rollouts:
             finally:
                 watch.cancel()
             await asyncio.sleep(AFTER_S)
+        await load.forgive_the_model()
         new = sorted(pod.workload.name for pod in self.cluster.pods if id(pod) not in before)
         self.table.append(f"{name}: {load.summary()}; new pods: {', '.join(new) or 'none'}")
         print("\n" + "\n".join(["", self.table[-1], *self.cluster.log[begun:]]))
