@@ -1,4 +1,7 @@
-"""What an operator may add or exchange: volumes, contexts, claims, certificates, weights that a Job fetches."""
+"""What an operator may add or exchange: volumes, contexts, claims, certificates, weights that a Job fetches.
+
+Over 300 lines: many tests of a few lines, one for each option.
+"""
 
 import json
 import os
