@@ -77,6 +77,8 @@ class Fault(enum.StrEnum):
     """A 2xx whose body is not what the endpoint promises."""
     NO_TICKET = "no_ticket"
     """A good prefill answer without kv_transfer_params."""
+    ABORTED = "aborted"
+    """A 200 whose answer the node gave up, as vLLM does with what arrives while it shuts down (`finish_reasons`)."""
     ERROR_EVENT = "error_event"
     """An error other than a 4xx that the node reported inside a 200 stream."""
 

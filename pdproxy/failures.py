@@ -43,8 +43,9 @@ class Step(enum.StrEnum):
     LEASE_END = "lease_end"
 
 
-NO_RETRY_USED = frozenset({Fault.REFUSED, Fault.NO_ROUTE})
-"""Faults that use no retry up: nothing of the request reached the engine, and no node is tried twice in one way."""
+NO_RETRY_USED = frozenset({Fault.REFUSED, Fault.NO_ROUTE, Fault.ABORTED})
+"""Faults that use no retry up: nothing of the request reached the engine, or the engine is going and gave it up, as it
+does with all. No node is tried twice in one way."""
 
 RELEASE_RETRIES = 1
 """How often one release may be tried again."""
@@ -135,6 +136,7 @@ FAILURE_TABLE: Mapping[tuple[Leg, Moment, Fault], FailureRow] = {
     (Leg.PREFILL, Moment.OPENING, Fault.SERVER_ERROR): FailureRow(_PREFILL_ANSWERED, "prefill_headers"),
     (Leg.PREFILL, Moment.OPENING, Fault.INVALID_BODY): FailureRow(_PREFILL, "stall"),
     (Leg.PREFILL, Moment.OPENING, Fault.NO_TICKET): FailureRow(_PREFILL, "stall"),
+    (Leg.PREFILL, Moment.OPENING, Fault.ABORTED): FailureRow(_PREFILL, "stall", 503),
     (Leg.PREFILL, Moment.OPENING, Fault.ERROR_EVENT): FailureRow(_PREFILL, "stall"),
     (Leg.DECODE, Moment.OPENING, Fault.REFUSED): FailureRow(_DECODE, "connect", 503),
     (Leg.DECODE, Moment.OPENING, Fault.RESET): FailureRow(_DECODE, "decode_headers"),
@@ -146,6 +148,7 @@ FAILURE_TABLE: Mapping[tuple[Leg, Moment, Fault], FailureRow] = {
     (Leg.DECODE, Moment.OPENING, Fault.SERVER_ERROR): FailureRow(_DECODE_ANSWERED, "decode_headers"),
     (Leg.DECODE, Moment.OPENING, Fault.INVALID_BODY): FailureRow(_DECODE, "stall"),
     (Leg.DECODE, Moment.OPENING, Fault.NO_TICKET): FailureRow(_DECODE, "stall"),
+    (Leg.DECODE, Moment.OPENING, Fault.ABORTED): FailureRow(_DECODE, "stall", 503),
     (Leg.DECODE, Moment.OPENING, Fault.ERROR_EVENT): FailureRow(_DECODE, "stall"),
     **{(Leg.DECODE, Moment.RESUMING, fault): FailureRow(_RESUME, _DECODE_DEADLINES[fault]) for fault in Fault},
     **{(Leg.DECODE, Moment.STREAMING, fault): FailureRow(_STREAM, "stall") for fault in Fault},
@@ -176,6 +179,8 @@ class Blame(enum.StrEnum):
     """Whether a fault counts against the node that it happened on."""
 
     YES = "yes"
+    AT_ONCE = "at once"
+    """The node says that it is going: nothing more is sent to it while its circuit is open."""
     NO = "no"
     IF_ANOTHER_SERVED = "once another node has served the request"
     """The request itself may have caused it."""
@@ -194,9 +199,10 @@ LEG_BLAME = {
     Fault.SERVER_ERROR: Blame.IF_ANOTHER_SERVED,
     Fault.INVALID_BODY: Blame.YES,
     Fault.NO_TICKET: Blame.NO,
+    Fault.ABORTED: Blame.AT_ONCE,
     Fault.ERROR_EVENT: Blame.IF_ANOTHER_SERVED,
 }
-"""Of prefill and decode legs: `health.failures` in a row open the node's circuit."""
+"""Of prefill and decode legs: `health.failures` in a row open the node's circuit, and one that counts at once."""
 
 DELIVERY_BLAME = dict.fromkeys(Fault, Blame.NO) | {
     Fault.REFUSED: Blame.YES,
@@ -210,6 +216,7 @@ PROBE_BLAME = LEG_BLAME | {
     Fault.HEADERS_TIMEOUT: Blame.IF_SILENT,
     Fault.STALL: Blame.IF_SILENT,
     Fault.SERVER_ERROR: Blame.YES,
+    Fault.ABORTED: Blame.NO,
     Fault.ERROR_EVENT: Blame.NO,
 }
 """Of health probes: `health.failures` in a row, and the node is given up. BUSY is the proxy's own lack of sockets."""
@@ -312,7 +319,12 @@ The first step that is still possible is taken:
 - *migrate*: while `migrations` are left and the stream can go on exactly. Where it is resumed by its journal, the new
   leg has the rows of the moment *resuming*.
 - *at the endpoint itself*: always; the stream then has no journal.
-- A node that could not be reached at all uses no retry up: where `retries` is not 0, every node is tried.
+- A node that could not be reached at all, or gave the request up (*aborted*), uses no retry up: where `retries` is not
+  0, every node is tried.
+- *aborted* is an answer of status 200 that the engine gave up: vLLM's finish reason `abort`. So it answers what arrives
+  while it shuts down; of its answers on `/v1/messages` the reason to stop is missing, and those on `/v1/responses` are
+  `completed` without an output token. An answer of `/v1/responses` in one piece, or a stream without a journal, that is
+  aborted after its first token cannot be told from a whole one.
 - A step that finds no node left gives way to the last one of its row.
 
 No step leads to a pair of nodes that failed the known-answer test (`pdproxy_pair_barred`): as if one of them were not

@@ -91,7 +91,7 @@ def test_for_every_fault_it_is_known_whether_it_counts_against_a_node() -> None:
     assert Blame.IF_SILENT not in LEG_BLAME.values()
     assert Blame.IF_ANOTHER_SERVED not in PROBE_BLAME.values()
     assert {blame(Leg.RELEASE, fault) for fault in Fault} == {Blame.NO}
-    assert {blame(Leg.FORWARD, fault) for fault in Fault} == {Blame.YES, Blame.NO}
+    assert {blame(Leg.FORWARD, fault) for fault in Fault} == {Blame.YES, Blame.AT_ONCE, Blame.NO}
 
 
 def test_every_reason_against_continuing_is_documented() -> None:

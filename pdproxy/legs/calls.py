@@ -5,6 +5,7 @@ import dataclasses
 import secrets
 
 from pdproxy.errors import Fault, NodeFault
+from pdproxy.finish_reasons import is_aborted
 from pdproxy.legs.rewrite import delivery_body, release_body, resume_body
 from pdproxy.nodes.node import Node
 from pdproxy.request import Endpoint, Headers, Json, LegForm, StreamRoute, header, read_json, write_json
@@ -55,13 +56,14 @@ async def prefill(
         NodeFault: any fault; NO_TICKET where the answer is good and carries no ticket.
     """
     response = await _post(transport, node, endpoint, body, headers, timeouts)
-    return read_prefill(await read_answer(await raise_for_status(response)))
+    return read_prefill(endpoint, await read_answer(await raise_for_status(response)))
 
 
-def read_prefill(answer: Json) -> PrefillAnswer:
-    """The ticket in a prefill leg's answer; without one, a NO_TICKET fault."""
+def read_prefill(endpoint: Endpoint, answer: Json) -> PrefillAnswer:
+    """The ticket in a prefill leg's answer; without one, a NO_TICKET fault, or ABORTED."""
     params = answer.get("kv_transfer_params")
     if not isinstance(params, dict) or not params:
+        raise_if_aborted(endpoint, answer)
         raise NodeFault(Fault.NO_TICKET, "the prefill answer carries no kv_transfer_params")
     ticket = {key: value for key, value in params.items() if key != _CACHED_HINT}
     hint, usage = params.get(_CACHED_HINT), read_usage(answer.get("usage"))
@@ -205,6 +207,12 @@ async def read_answer(response: HttpResponse, limit: int = ANSWER_BYTES) -> dict
         return json_object(await read_to_end(response, limit))
     finally:
         await response.aclose()
+
+
+def raise_if_aborted(endpoint: Endpoint, answer: Json) -> None:
+    """Raise the ABORTED fault for an answer in one piece that its node gave up."""
+    if is_aborted(endpoint, answer):
+        raise NodeFault(Fault.ABORTED, "the node gave the answer up")
 
 
 def json_object(raw: bytes) -> dict[str, object]:

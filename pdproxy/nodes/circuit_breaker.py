@@ -61,6 +61,10 @@ class CircuitBreaker:
             return self.opened(now)
         return dataclasses.replace(self, failures=self.failures + 1)
 
+    def gave_up(self, now: float) -> "CircuitBreaker":
+        """The node says that it is going. Of no effect while open."""
+        return self if self.state is CircuitState.OPEN else self.opened(now)
+
     def succeeded(self, now: float) -> "CircuitBreaker":
         """A leg succeeded. Of no effect while open: it may have begun long before."""
         if self.state is CircuitState.HALF_OPEN:

@@ -109,7 +109,8 @@ class Pool:
             self._set(entry, self._refresh(entry, now).circuit.succeeded(now))
             return
         entry.reason = f"last fault: {fault}"
-        self._set(entry, self._refresh(entry, now).circuit.failed(now))
+        circuit = self._refresh(entry, now).circuit
+        self._set(entry, circuit.gave_up(now) if LEG_BLAME[fault] is Blame.AT_ONCE else circuit.failed(now))
 
     def watch_room(self, changed: Callable[[], None]) -> None:
         """Call ``changed`` whenever a decode leg has ended, or other nodes than before take requests. It must be cheap,

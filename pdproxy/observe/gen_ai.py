@@ -98,16 +98,6 @@ def id_and_model(first_events: bytes) -> tuple[str, str]:
     return _first(_ID, first_events), _first(_MODEL, first_events)
 
 
-def whole_finish_reasons(answer: Json) -> list[str]:
-    """Why the choices of an answer in one piece ended: finish reasons, Anthropic's stop reason, a response's status."""
-    choices = answer.get("choices")
-    if isinstance(choices, list):
-        reasons = [choice.get("finish_reason") for choice in choices if isinstance(choice, dict)]
-    else:
-        reasons = [answer.get("stop_reason", answer.get("status"))]
-    return [reason for reason in reasons if isinstance(reason, str)]
-
-
 def _number(value: object) -> int | float | None:
     fits = isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST <= value < _LARGEST
     return value if fits and isinstance(value, int | float) else None

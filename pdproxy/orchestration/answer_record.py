@@ -4,6 +4,7 @@ import dataclasses
 import enum
 from collections.abc import Sequence
 
+from pdproxy.finish_reasons import whole_reasons
 from pdproxy.observe import gen_ai
 from pdproxy.observe.labels import Move
 from pdproxy.request import Json, LocalReason
@@ -71,7 +72,7 @@ class AnswerRecord:
     def was_whole(self, prompt: int, answer: Json) -> None:
         """A prompt's answer came in one piece."""
         if self.traced:
-            self.finished(prompt, gen_ai.whole_finish_reasons(answer))
+            self.finished(prompt, whole_reasons(answer))
             self._named(str(answer.get("id", "")), str(answer.get("model", "")))
 
     def began_with(self, first_events: bytes) -> None:

@@ -5,9 +5,10 @@ import re
 from collections.abc import AsyncIterator, Callable
 
 from pdproxy.errors import Fault, NodeFault
+from pdproxy.finish_reasons import FINISH_REASON
 from pdproxy.response import Sink
 from pdproxy.stream.choice_state import NotContinuable
-from pdproxy.stream.chunks import DONE, FINISH_REASON, parse_object
+from pdproxy.stream.chunks import DONE, parse_object
 from pdproxy.stream.sse import Event, SseParser
 from pdproxy.stream.transcript import CHUNKED, Transcript
 from pdproxy.transport.port import HttpResponse

@@ -99,7 +99,7 @@ def _record_fault(context: OrchestrationContext, node: Node, fault: NodeFault, r
     """Count a fault; one that the request's own deadline made is a 504, and does not count against the node."""
     context.metrics.leg_failed(Leg.FORWARD, fault.fault)
     remaining_seconds(context.clock, request.deadline)
-    if blame(Leg.FORWARD, fault.fault) is Blame.YES:
+    if blame(Leg.FORWARD, fault.fault) is not Blame.NO:
         context.pool.report(node.name, fault.fault)
 
 

@@ -25,7 +25,15 @@ from collections.abc import Iterator
 
 from pdproxy.credential import OwnHeaders, no_headers
 from pdproxy.errors import Fault, NodeFault, PdproxyError
-from pdproxy.legs.calls import NOTHING_HELD, decode, json_object, outgoing_body, prefill, read_answer
+from pdproxy.legs.calls import (
+    NOTHING_HELD,
+    decode,
+    json_object,
+    outgoing_body,
+    prefill,
+    raise_if_aborted,
+    read_answer,
+)
 from pdproxy.legs.rewrite import decode_body, prefill_body
 from pdproxy.nodes.node import Node
 from pdproxy.nodes.preflight import exchange
@@ -204,9 +212,10 @@ class KnownAnswer:
     async def _decode(self, pair: _Pair, body: Json, ticket: Json | None) -> Json:
         leg = decode_body(Endpoint.COMPLETIONS, body, ticket, frozenset())
         transport, timeouts = self._context.transport, self._timeouts(pair)
-        return await read_answer(
-            await decode(transport, pair.decode, Endpoint.COMPLETIONS, leg, self._headers(), timeouts)
-        )
+        response = await decode(transport, pair.decode, Endpoint.COMPLETIONS, leg, self._headers(), timeouts)
+        answer = await read_answer(response)
+        raise_if_aborted(Endpoint.COMPLETIONS, answer)
+        return answer
 
     def _timeouts(self, pair: _Pair) -> Timeouts:
         left = pair.deadline - self._context.clock.now()

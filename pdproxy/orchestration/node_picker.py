@@ -46,7 +46,7 @@ class FaultReporter:
         self.excluded |= {name}
         if blame(leg, fault) is Blame.IF_ANOTHER_SERVED:
             self._unreported.append((leg, name))
-        elif blame(leg, fault) is Blame.YES:
+        elif blame(leg, fault) is not Blame.NO:
             self._pool.report(name, fault)
 
     def served(self, leg: Leg, name: str) -> None:

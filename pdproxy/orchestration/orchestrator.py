@@ -4,7 +4,7 @@ import functools
 from collections.abc import Sequence
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.legs.calls import ANSWER_BYTES, json_object
+from pdproxy.legs.calls import ANSWER_BYTES, json_object, raise_if_aborted
 from pdproxy.legs.parse import split
 from pdproxy.legs.shape import estimated_prompt_tokens, shape
 from pdproxy.observe.labels import Outcome
@@ -166,6 +166,7 @@ async def _read(endpoint: Endpoint, response: HttpResponse) -> tuple[bytes, dict
     answer, field = json_object(raw), _OUTPUT_FIELD.get(endpoint, "choices")
     if not isinstance(answer.get(field), list):
         raise NodeFault(Fault.INVALID_BODY, f"the answer has no {field}")
+    raise_if_aborted(endpoint, answer)
     return raw, answer
 
 

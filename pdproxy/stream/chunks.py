@@ -13,8 +13,6 @@ Kind = TypeVar("Kind")
 DONE = b"[DONE]"
 """The data of the last event of completions and chat."""
 DONE_EVENT = b"data: [DONE]\n\n"
-FINISH_REASON = b'"finish_reason":"'
-"""Begins the finish reason of a choice; null is written without the second quote."""
 HEAD = ("id", "object", "created", "model")
 """What every event of an answer repeats."""
 PARSED = {

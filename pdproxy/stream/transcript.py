@@ -11,13 +11,13 @@ import re
 from typing import NamedTuple
 
 from pdproxy.errors import Fault, NodeFault
+from pdproxy.finish_reasons import ABORT, ABORTED, FINISH_REASON, chunk_reasons, is_aborted, message_stop_reason
 from pdproxy.request import Addition, Continuation, Endpoint, LegForm, NotContinuableReason, Shape, StreamRoute
 from pdproxy.stream.choice_state import ChoiceState, NotContinuable
 from pdproxy.stream.chunks import (
     DONE,
     DONE_EVENT,
     FINAL_EVENTS,
-    FINISH_REASON,
     TICKET,
     Chunk,
     ChunkChoice,
@@ -31,8 +31,6 @@ from pdproxy.usage import Usage, with_cached_tokens
 
 _ID_LISTS = re.compile(rb'("(?:prompt_)?token_ids":)\s*\[[\d,\s]*\]')
 """Cannot match inside a JSON string: its quotes would be escaped."""
-_STOPPED = re.compile(rb'"stop_reason":\s*"([^"\\]*)')
-_FINISHED = re.compile(FINISH_REASON + rb'([^"\\]*)')
 LAST_EVENTS = frozenset({b"message_stop", b"response.completed", b"response.failed", b"response.incomplete"})
 CHUNKED = (Endpoint.COMPLETIONS, Endpoint.CHAT)
 """Endpoints whose streams consist of chunks with token ids."""
@@ -114,7 +112,8 @@ class Transcript:
 
         Raises:
             NodeFault: an error that the node reports, its JSON in ``body``, its code in ``status``: CLIENT_ERROR for a
-                4xx, else ERROR_EVENT. INVALID_BODY where an event that must be read is no JSON object.
+                4xx, else ERROR_EVENT. ABORTED where it gives the answer up. INVALID_BODY where an event that must be
+                read is no JSON object.
             NotContinuable: a continuation is not what the client already has.
         """
         if event.data is None:
@@ -122,6 +121,8 @@ class Transcript:
         if self.endpoint not in CHUNKED:
             return self._take_named(event, event.data)
         if event.data == DONE:
+            if not self._finishes:
+                raise _aborted()
             self.ended = True
             return event.raw
         if event.data.startswith(b'{"error"') or event.name == b"error":
@@ -197,30 +198,41 @@ class Transcript:
     def _take_named(self, event: Event, data: bytes) -> bytes:
         if event.name == b"error":
             raise _reported_error(data)
+        if self._is_aborted(event, data):
+            raise _aborted()
         self.started = True
         if event.name in LAST_EVENTS:
             self.ended = True
             if self.endpoint is Endpoint.RESPONSES:
                 self.finish_reasons = [event.name.partition(b".")[2].decode("ascii")]
-        elif event.name == b"message_delta" and (stopped := _STOPPED.search(data)):
+        elif event.name == b"message_delta" and (reason := message_stop_reason(data)):
             self._finishes = self.shape.choices
-            self.finish_reasons = [stopped.group(1).decode("utf-8", "replace")]
+            self.finish_reasons = [reason]
         return rewrite_event(self.endpoint, event, data, self.cached_tokens)
+
+    def _is_aborted(self, event: Event, data: bytes) -> bool:
+        if self.endpoint is Endpoint.MESSAGES:
+            return event.name == b"message_delta" and message_stop_reason(data) == ABORT
+        if event.name != b"response.completed":
+            return False
+        response = parse_object(data).get("response")
+        return isinstance(response, dict) and is_aborted(self.endpoint, response)
 
     def _take_chunk(self, event: Event, data: bytes) -> bytes:
         seen = self.take_fast_path(event.raw)
         if seen is not None:
             return seen
+        if ABORTED in data:
+            raise _aborted()
         if self._again or self._follows:
             return self._follow(event, Chunk(self.endpoint, parse_object(data)))
         if not self.started:
             chunk = Chunk(self.endpoint, parse_object(data))
             self._first = self._first or chunk
             self.started = any(choice.has_output for choice in chunk.choices)
-        if FINISH_REASON in data:
-            found = _FINISHED.findall(data)
-            self._finishes += len(found)
-            self.finish_reasons += [reason.decode("utf-8", "replace") for reason in found]
+        if reasons := chunk_reasons(data):
+            self._finishes += len(reasons)
+            self.finish_reasons += reasons
         return rewrite_event(self.endpoint, event, data, self.cached_tokens)
 
     def _follow(self, event: Event, chunk: Chunk) -> bytes:
@@ -275,6 +287,10 @@ class Transcript:
         if final and self.cached_tokens is not None:
             usage = with_cached_tokens(self.endpoint, usage, self.cached_tokens)
         return usage
+
+
+def _aborted() -> NodeFault:
+    return NodeFault(Fault.ABORTED, "the node gave the answer up")
 
 
 def _reported_error(data: bytes) -> NodeFault:

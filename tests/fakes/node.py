@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.fakes.fake_model import tokenize
-from tests.fakes.faults import FaultKind, InjectedFault
+from tests.fakes.faults import FaultKind, InjectedFault, aborted_answer, aborted_events, error_events
 from tests.fakes.journal import STREAMS_PATH, Record, comment, journaled, records_of
 from tests.fakes.kv_transfer import FakeKvTransfer, HeldTicket
 from tests.fakes.prompt_cache import PromptCache
-from tests.fakes.vllm_answers import ParsedRequest, answer, error, error_events, events
+from tests.fakes.vllm_answers import ParsedRequest, answer, error, events
 from tests.fakes.waiting import TICKETS_PATH, Params, WaitingRequest, WaitingRoom
 
 UNREADABLE = 10**6
@@ -260,6 +260,12 @@ def _cut_off(script: Script, fault: InjectedFault, path: str) -> Script:
             reported = error_events(path.removeprefix(STREAMS_PATH), fault.status, "engine died")
             record = (comment([len(reported), []]),) if path.startswith(STREAMS_PATH) else ()
             return dataclasses.replace(script, pieces=(*kept, *reported, *record))
+        case FaultKind.ABORT if script.headers == EVENTS:
+            return dataclasses.replace(
+                script, pieces=(*kept, *aborted_events(path.removeprefix(STREAMS_PATH), len(kept)))
+            )
+        case FaultKind.ABORT:
+            return dataclasses.replace(script, pieces=(aborted_answer(b"".join(script.pieces)),))
         case FaultKind.SHORT:
             return dataclasses.replace(script, pieces=kept)
         case _:

@@ -95,13 +95,6 @@ def error(status: int, message: str, kind: str = "FakeError") -> bytes:
     return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}}).encode()
 
 
-def error_events(path: str, status: int, message: str) -> tuple[bytes, ...]:
-    """How a node ends a stream that failed."""
-    if path in ("/v1/messages", "/v1/responses"):
-        return (b"event: error\ndata: " + error(status, message) + b"\n\n",)
-    return (b"data: " + error(status, message) + b"\n\n", b"data: [DONE]\n\n")
-
-
 def answer(question: ParsedRequest, cached: int, ticket: dict[str, Any] | None) -> bytes:
     """A whole answer."""
     choices, completion = [], 0
@@ -195,7 +188,7 @@ def _chunks(question: ParsedRequest, cached: int, outputs: Iterator[Group]) -> I
         yield Batch(group, (*opening, *_steps(question, group, cached, counts)))
         opening = ()
     usage = {**question.head(), "choices": [], "usage": question.tally(cached, sum(counts)), **FINGERPRINT}
-    yield Batch((), (*opening, *([_data(usage)] if question.usage else []), b"data: [DONE]\n\n"))
+    yield Batch((), (*opening, *([data_event(usage)] if question.usage else []), b"data: [DONE]\n\n"))
 
 
 def _roles(question: ParsedRequest, cached: int) -> Iterator[bytes]:
@@ -206,14 +199,14 @@ def _roles(question: ParsedRequest, cached: int) -> Iterator[bytes]:
             opening["usage"] = question.tally(cached, 0)
         if question.ids:
             opening["prompt_token_ids"] = question.prompt
-        yield _data(opening)
+        yield data_event(opening)
 
 
 def _steps(question: ParsedRequest, group: Group, cached: int, counts: list[int]) -> Iterator[bytes]:
     for index, step in group:
         first, counts[index] = counts[index] == 0, counts[index] + len(step.tokens)
         if not question.hides_reasoning or counts[index] > REASONING or step.finish:
-            yield _data(_chunk(question, question.head(), index, step, first, cached, counts[index]))
+            yield data_event(_chunk(question, question.head(), index, step, first, cached, counts[index]))
 
 
 def _chunk(
@@ -241,39 +234,43 @@ def _messages(question: ParsedRequest, cached: int, outputs: Iterator[Group]) ->
     begun = {"input_tokens": len(question.prompt), "output_tokens": 0}
     message = {"id": question.name, "type": "message", "role": "assistant", "content": [], "model": question.model}
     start = {"type": "message_start", "message": {**message, "usage": begun}}
-    opening: tuple[bytes, ...] = (_event("message_start", start),)
+    opening: tuple[bytes, ...] = (named_event("message_start", start),)
     count = 0
     for group in outputs:
         ((_, step),) = group
         count += len(step.tokens)
         delta = {"type": "text_delta", "text": step.text}
-        event = _event("content_block_delta", {"type": "content_block_delta", "index": 0, "delta": delta})
+        event = named_event("content_block_delta", {"type": "content_block_delta", "index": 0, "delta": delta})
         yield Batch(group, (*opening, event))
         opening = ()
     usage = question.tally_messages(cached, count)
     stopped = {"type": "message_delta", "delta": {"stop_reason": "max_tokens"}, "usage": usage}
-    yield Batch((), (*opening, _event("message_delta", stopped), _event("message_stop", {"type": "message_stop"})))
+    yield Batch(
+        (), (*opening, named_event("message_delta", stopped), named_event("message_stop", {"type": "message_stop"}))
+    )
 
 
 def _responses(question: ParsedRequest, cached: int, outputs: Iterator[Group]) -> Iterator[Batch]:
     begun = {"id": question.name, "model": question.model, "usage": None}
-    yield Batch((), (_event("response.created", {"type": "response.created", "response": begun}),))
+    yield Batch((), (named_event("response.created", {"type": "response.created", "response": begun}),))
     count = 0
     for group in outputs:
         ((_, step),) = group
         count += len(step.tokens)
         delta = {"type": "response.output_text.delta", "delta": step.text}
-        yield Batch(group, (_event("response.output_text.delta", delta),))
+        yield Batch(group, (named_event("response.output_text.delta", delta),))
     ended = {**begun, "usage": question.tally_responses(cached, count)}
-    yield Batch((), (_event("response.completed", {"type": "response.completed", "response": ended}),))
+    yield Batch((), (named_event("response.completed", {"type": "response.completed", "response": ended}),))
 
 
-def _data(value: Mapping[str, Any]) -> bytes:
+def data_event(value: Mapping[str, Any]) -> bytes:
+    """An event of one data line, as vLLM writes JSON."""
     return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-def _event(name: str, value: Mapping[str, Any]) -> bytes:
-    return b"event: " + name.encode() + b"\n" + _data(value)
+def named_event(name: str, value: Mapping[str, Any]) -> bytes:
+    """One with a name."""
+    return b"event: " + name.encode() + b"\n" + data_event(value)
 
 
 def _prompt(path: str, body: Mapping[str, Any]) -> list[int]:

@@ -200,4 +200,6 @@ async def test_a_failed_release_is_a_fault() -> None:
 
 def test_the_decode_node_does_not_get_what_the_prefill_node_had_cached() -> None:
     params = {"do_remote_prefill": True, "remote_prefill_cached_tokens": 7, "x": [1]}
-    assert read_prefill({"kv_transfer_params": params}) == PrefillAnswer({"do_remote_prefill": True, "x": [1]}, 7)
+    assert read_prefill(Endpoint.CHAT, {"kv_transfer_params": params}) == PrefillAnswer(
+        {"do_remote_prefill": True, "x": [1]}, 7
+    )

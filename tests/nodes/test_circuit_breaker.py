@@ -37,6 +37,13 @@ def test_while_open_requests_from_before_change_nothing() -> None:
     assert circuit.failed(101) == circuit
 
 
+def test_a_node_that_says_that_it_is_going_opens_it_at_once_and_only_once() -> None:
+    circuit = CircuitBreaker(RULES).gave_up(100)
+    assert circuit.state is CircuitState.OPEN
+    assert circuit.gave_up(101) == circuit, "it began before"
+    assert circuit.at(110).state is CircuitState.HALF_OPEN
+
+
 def test_a_good_trial_closes_it_and_starts_slowly() -> None:
     circuit = opened(100).at(110).succeeded(111)
     assert circuit.state is CircuitState.CLOSED

@@ -2,6 +2,7 @@
 
 from opentelemetry.semconv._incubating.attributes import error_attributes, gen_ai_attributes
 
+from pdproxy.finish_reasons import whole_reasons
 from pdproxy.observe import gen_ai
 from pdproxy.request import Endpoint
 from pdproxy.usage import Usage
@@ -56,6 +57,6 @@ def test_id_and_model_are_found_in_the_first_events() -> None:
 
 def test_an_answer_in_one_piece_tells_why_it_ended() -> None:
     chat = {"choices": [{"finish_reason": "stop"}, {"finish_reason": None}, {"finish_reason": "length"}]}
-    assert gen_ai.whole_finish_reasons(chat) == ["stop", "length"]
-    assert gen_ai.whole_finish_reasons({"stop_reason": "max_tokens"}) == ["max_tokens"]
-    assert gen_ai.whole_finish_reasons({"status": "completed"}) == ["completed"]
+    assert whole_reasons(chat) == ["stop", "length"]
+    assert whole_reasons({"stop_reason": "max_tokens"}) == ["max_tokens"]
+    assert whole_reasons({"status": "completed"}) == ["completed"]

@@ -141,6 +141,7 @@ async def test_a_decode_node_that_computes_all_the_same_proves_nothing() -> None
         InjectedFault(FaultKind.STALL, at=0),
         InjectedFault(FaultKind.STATUS, status=500),
         InjectedFault(FaultKind.GARBAGE, at=0),
+        InjectedFault(FaultKind.ABORT),
         InjectedFault(FaultKind.NO_TICKET),
     ],
 )

@@ -36,13 +36,15 @@ OPENING = {
     "503": InjectedFault(FaultKind.STATUS, status=503, headers=RETRY_AFTER),
     "garbage": InjectedFault(FaultKind.GARBAGE, at=0),
     "short": InjectedFault(FaultKind.SHORT, at=0),
+    "aborted": InjectedFault(FaultKind.ABORT, at=0),
 }
 PREFILL = {**OPENING, "no-ticket": InjectedFault(FaultKind.NO_TICKET)}
 ERRORS = {"refused": 503, "reset-before-head": 502, "reset-after-head": 502, "hang": 504, "stall-after-head": 504,
-          "400": 400, "429": 429, "500": 500, "503": 503, "garbage": 502, "short": 502, "no-ticket": 502}  # fmt: skip
+          "400": 400, "429": 429, "500": 500, "503": 503, "garbage": 502, "short": 502, "aborted": 503,
+          "no-ticket": 502}  # fmt: skip
 FAULTS = {"refused": "refused", "reset-before-head": "reset", "reset-after-head": "reset", "hang": "headers_timeout",
           "stall-after-head": "stall", "400": "client_error", "429": "busy", "500": "server_error", "503": "busy",
-          "garbage": "invalid_body", "no-ticket": "no_ticket"}  # fmt: skip
+          "garbage": "invalid_body", "aborted": "aborted", "no-ticket": "no_ticket"}  # fmt: skip
 UNCOUNTED = ("400", "429", "503", "no-ticket")
 """What never counts against a node."""
 
@@ -163,7 +165,14 @@ def _check_counted(cell: Cell, cluster: FakeCluster, name: str, *, served: bool)
     assert (cluster.pool.view(name).reason == "") is uncounted
 
 
-STREAMING = (FaultKind.RESET, FaultKind.STALL, FaultKind.ERROR_EVENT, FaultKind.SHORT, FaultKind.GARBAGE)
+STREAMING = (
+    FaultKind.RESET,
+    FaultKind.STALL,
+    FaultKind.ERROR_EVENT,
+    FaultKind.ABORT,
+    FaultKind.SHORT,
+    FaultKind.GARBAGE,
+)
 CHUNKED = (Endpoint.COMPLETIONS, Endpoint.CHAT)
 
 

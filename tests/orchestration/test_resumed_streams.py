@@ -22,15 +22,14 @@ from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.request import Endpoint
 from pdproxy.settings.types import Legs
 from pdproxy.stream import journal
-from tests.fakes.faults import FaultKind, InjectedFault
+from tests.fakes.faults import FaultKind, InjectedFault, error_events
 from tests.fakes.node import FakeNode, Script
-from tests.fakes.vllm_answers import error_events
 from tests.orchestration.answers import read_answer
 from tests.orchestration.cluster import FakeCluster, read
 from tests.orchestration.shapes import CHAT, COMPLETIONS, SHAPES, ask, broken, seen, uncut
 from tests.tables import spread
 
-KINDS = (FaultKind.RESET, FaultKind.STALL, FaultKind.ERROR_EVENT, FaultKind.SHORT, FaultKind.GARBAGE)
+KINDS = (FaultKind.RESET, FaultKind.STALL, FaultKind.ERROR_EVENT, FaultKind.ABORT, FaultKind.SHORT, FaultKind.GARBAGE)
 CUTS = (1, 2, 4, 7, 8, 10)
 ROUTE = "/v1/pdproxy/streams"
 OVER = InjectedFault(FaultKind.RESET, at=3)

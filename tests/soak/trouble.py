@@ -16,6 +16,7 @@ FAULT_KINDS = (
     FaultKind.GARBAGE,
     FaultKind.NO_TICKET,
     FaultKind.ERROR_EVENT,
+    FaultKind.ABORT,
     FaultKind.SHORT,
     FaultKind.STALL,
     FaultKind.HANG,
