@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from deploy.local.node import SERVED_NAME
 from deploy.local.paths import MODEL
-from deploy.local.supervise import inherited
+from deploy.local.supervise import Supervisor, inherited
 from tests.bench.engines.environment import GUIDELLM_VENV
 from tests.bench.engines.loads import Load, Question, Shape, rows
 from tests.bench.rounds import BenchError
@@ -72,22 +72,15 @@ def scenario(url: str, load: Load, folder: Path) -> dict[str, Any]:
 def _run(command: Sequence[str], load: Load, folder: Path) -> None:
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
     small = {"GUIDELLM__MAX_WORKER_PROCESSES": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-    log = folder / "guidellm.log"
-    with log.open("wb") as output:
+    environment = {**inherited(), **offline, **small}
+    with Supervisor(folder) as supervisor:  # which ends the tool's own processes too, whatever happens
+        part = supervisor.start("guidellm", [*command, "--disable-console-interactive"], environment, folder)
         try:
-            subprocess.run(
-                [*command, "--disable-console-interactive"],
-                cwd=folder,
-                env={**inherited(), **offline, **small},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=START_SECONDS + load.seconds,
-                check=True,
-            )
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            said = log.read_text(encoding="utf-8", errors="replace")[-2000:]
-            raise BenchError(f"guidellm failed ({error}); the end of {log}:\n{said}") from error
+            code = part.process.wait(START_SECONDS + load.seconds)
+        except subprocess.TimeoutExpired as error:
+            raise BenchError(f"guidellm did not end in time; the end of {part.log}:\n{part.last_lines()}") from error
+    if code != 0:
+        raise BenchError(f"guidellm ended with code {code}; the end of {part.log}:\n{part.last_lines()}")
 
 
 def answers(report: Mapping[str, Any], asked: Sequence[Question]) -> list[Answer]:
