@@ -5,11 +5,13 @@ Status 1 where a request failed, an answer was wrong that the model gives right,
 
 import argparse
 import http.client
+import itertools
 import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -24,7 +26,7 @@ from tests.bench.engines import guidellm, legs, report
 from tests.bench.engines.environment import make_guidellm
 from tests.bench.engines.figures import Round, percentile
 from tests.bench.engines.legs import Connection
-from tests.bench.engines.loads import LOADS, SEEDS_PER_RUN, Load, questions
+from tests.bench.engines.loads import LOADS, Load, questions
 from tests.bench.engines.results import Results, machine
 from tests.bench.engines.targets import BEHIND_PROXIES, TARGETS, WARM_RUN, Targets, start, warm
 from tests.bench.peers import make_environment
@@ -32,6 +34,8 @@ from tests.bench.rounds import BenchError
 
 FOLDER = RUNS / "engines"
 KEPT = FOLDER / "results.json"
+FIRST_TOKENS_SEED = 10**7
+"""Far from the seeds of any run."""
 COUNTED_WITHIN_S = 3.0
 """A node tells of a read a moment after the answer."""
 FAILURES = (BenchError, BootstrapError, PortTakenError, PartEndedError, NotReadyError, NodeRefusedError, Stopped)
@@ -76,21 +80,22 @@ def _run(asked: argparse.Namespace) -> Results:
 
 def _rounds(targets: Targets, loads: Sequence[Load], rounds: int) -> Iterator[Round]:
     """Each round asks every target with every load, another target first each time."""
-    run = WARM_RUN
+    runs = itertools.count(WARM_RUN + 1)
     for number in range(rounds):
         for load in loads:
             for place in range(len(TARGETS)):
-                run += 1
-                yield _round(targets, load, TARGETS[(number + place) % len(TARGETS)], number, run)
+                target = TARGETS[(number + place) % len(TARGETS)]
+                attempt = partial(_round, targets, load, target, number, runs)
+                yield guidellm.until_reported(attempt, lambda line: print(f"  {line}", flush=True))
 
 
-def _round(targets: Targets, load: Load, target: str, number: int, run: int) -> Round:
-    asked, before = questions(load, run), targets.verified()
+def _round(targets: Targets, load: Load, target: str, number: int, runs: Iterator[int]) -> Round:
+    asked, before = questions(load, next(runs)), targets.verified()
     folder = FOLDER / f"{number}-{load.name}-{target.replace(' ', '-')}"
     try:
         answers = guidellm.ask(targets.urls[target], load, asked, folder)
     except BenchError as error:
-        raise BenchError(f"{target}, {load.name}, round {number + 1}: {error}") from error
+        raise type(error)(f"{target}, {load.name}, round {number + 1}: {error}") from error
     wanted = len(asked) if target in BEHIND_PROXIES else 0
     return Round(load.name, target, number, answers, _counted(targets, before, wanted), len(asked))
 
@@ -115,7 +120,6 @@ def _told(found: Round) -> str:
 def _first_tokens(targets: Targets, turns: int, rounds: int) -> dict[str, list[float]]:
     """So many turns for each round."""
     print(f"first tokens, one at a time: {turns * rounds} turns …", flush=True)
-    seed = SEEDS_PER_RUN * (WARM_RUN + 1 + rounds * len(LOADS) * len(TARGETS))
     with ExitStack() as stack:
 
         def connect(url: str) -> Connection:
@@ -123,7 +127,7 @@ def _first_tokens(targets: Targets, turns: int, rounds: int) -> dict[str, list[f
 
         ways = {legs.DIRECT: legs.by_hand(connect(targets.prefill.url), connect(targets.decode.url))}
         ways |= {name: legs.through(connect(targets.urls[name])) for name in BEHIND_PROXIES}
-        return legs.compare(ways, turns * rounds, seed)
+        return legs.compare(ways, turns * rounds, FIRST_TOKENS_SEED)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -132,8 +132,7 @@ def losses(results: Results) -> Iterator[str]:
 
 def behind(metric: Metric, found: Estimate) -> bool:
     """Whether a ratio is on the wrong side of 1 with all of its interval; not where there is no interval."""
-    if math.isnan(found.spread):
-        return False
+    # what is not a number is neither more nor less than 1
     return found.value + found.spread < 1 if metric.more_is_better else found.value - found.spread > 1
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench.engines.guidellm import answers, scenario
+from tests.bench.engines.guidellm import TRIES, LostReportError, answers, scenario, until_reported
 from tests.bench.engines.loads import LOADS, MIXED, ONE, Question, Shape, questions, rows
 from tests.bench.rounds import BenchError
 
@@ -75,7 +75,7 @@ def _has_no_text(report: dict[str, Any]) -> None:
     ("spoil", "said"),
     [
         (_fails, "1 failed: ReadError: the connection was lost"),
-        (_is_missing, "2 of 3 requests were answered"),
+        (_is_missing, "tells of 2 of 3 requests, and of no failure"),
         (_is_cut, "63 tokens instead of 64"),
         (_has_no_text, "first token after None ms"),
     ],
@@ -85,8 +85,9 @@ def test_a_request_that_failed_leaves_no_figures(
 ) -> None:
     wanted = asked(report)
     spoil(report)
-    with pytest.raises(BenchError, match=said):
+    with pytest.raises(BenchError, match=said) as found:
         answers(report, wanted)
+    assert isinstance(found.value, LostReportError) is (spoil is _is_missing)
 
 
 def test_the_tool_is_told_everything_that_is_to_be_equal(tmp_path: Path) -> None:
@@ -115,3 +116,23 @@ def test_a_smaller_load_has_all_shapes() -> None:
     small = MIXED.sized(0.01)
     assert {each.shape for each in questions(small, 1)[small.first :]} == set(MIXED.shapes)
     assert MIXED.sized(1.0) == MIXED
+
+
+def test_only_a_lost_report_is_tried_again() -> None:
+    said = list[str]()
+    failures: list[BenchError] = [LostReportError("one is missing"), LostReportError("another one")]
+
+    def attempt() -> str:
+        if failures:
+            raise failures.pop(0)
+        return "answers"
+
+    assert until_reported(attempt, said.append) == "answers"
+    assert [line.partition(";")[0] for line in said] == ["one is missing", "another one"]
+    failures[:] = [LostReportError("lost")] * TRIES
+    with pytest.raises(LostReportError):
+        until_reported(attempt, said.append)
+    failures[:] = [BenchError("a request failed")]
+    with pytest.raises(BenchError, match="a request failed"):
+        until_reported(attempt, said.append)
+    assert len(said) == 2 + TRIES - 1
