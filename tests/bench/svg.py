@@ -44,7 +44,8 @@ def _group(name: str, group: Sequence[Bar], colours: Mapping[str, str], mark: fl
         shape = f'x="{LABELS}" y="{y}" width="{width:.1f}" height="{ROW - 4}" fill="{colours[bar.label]}"'
         drawn.append(f'<text x="{LABELS - 6}" y="{y + 11}" text-anchor="end">{escape(bar.label)}</text>')
         low, high = (LABELS + max(0.0, bar.value + sign * bar.spread) / most * room for sign in (-1, 1))
-        drawn.append(f'<rect {shape}/><text x="{high + 5:.1f}" y="{y + 11}">{bar.value:.3g}</text>')
+        told = f"{bar.value:.3g}" if bar.value < 1000 else f"{bar.value:.0f}"
+        drawn.append(f'<rect {shape}/><text x="{high + 5:.1f}" y="{y + 11}">{told}</text>')
         if bar.spread:
             drawn.append(f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{y + 7}" y2="{y + 7}" stroke="#222"/>')
     if mark is not None:

@@ -24,7 +24,7 @@ class Estimate(NamedTuple):
     spread: float
 
     def __str__(self) -> str:
-        digits = max(0, 2 - math.floor(math.log10(abs(self.value)))) if self.value else 2
+        digits = min(2, max(0, 2 - math.floor(math.log10(abs(self.value))))) if self.value else 2
         around = "" if math.isnan(self.spread) else f" ± {self.spread:.{digits}f}"
         return f"{self.value:.{digits}f}{around}"
 

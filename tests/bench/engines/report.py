@@ -42,6 +42,15 @@ class Case(NamedTuple):
         return f"{self.load.title}: {self.shape.name}" if len(self.load.shapes) > 1 else self.load.title
 
 
+class Ratio(NamedTuple):
+    """How many times another target's figure pdproxy's is."""
+
+    case: Case
+    metric: Metric
+    other: str
+    found: Estimate
+
+
 def cases(results: Results) -> list[Case]:
     """In the order of the rounds."""
     names = dict.fromkeys(each.load for each in results.rounds)
@@ -111,23 +120,32 @@ def _added(firsts: Mapping[str, Sequence[float]]) -> str:
 
 
 def _losses(results: Results) -> str:
-    lost = list(losses(results))
-    if not lost:
-        return "**Where pdproxy is behind** beyond the intervals: in none of these cells."
-    return "\n".join(["**Where pdproxy is behind**, beyond the intervals:\n", *(f"- {each}" for each in lost)])
+    all_of_them = list(_to_others(results))
+    lost = [f"{case.title}, {metric.name}: {found} times {other}" for case, metric, other, found in losses(results)]
+    open_ = sum(not behind(metric, found) and not ahead(metric, found) for _, metric, _, found in all_of_them)
+    told = (
+        f"**Where pdproxy is behind**: in {len(lost)} of {len(all_of_them)} ratios to the other two with all of the "
+        f"interval; {open_} have 1 within the interval, and decide nothing."
+    )
+    return "\n".join([told, "", *(f"- {each}" for each in lost)]).rstrip()
 
 
-def losses(results: Results) -> Iterator[str]:
+def losses(results: Results) -> list[Ratio]:
     """The cells in which pdproxy is worse, and whose interval says so."""
+    return [each for each in _to_others(results) if behind(each.metric, each.found)]
+
+
+def _to_others(results: Results) -> Iterator[Ratio]:
+    """All ratios of pdproxy's figures to another target's."""
     for case in cases(results):
-        for other in (ROUTER, AGGREGATED):
-            worse = [
-                f"{metric.name} {found} times"
-                for metric in _of(results, case, PDPROXY)[0]
-                if behind(metric, found := _ratio(results, case, (PDPROXY, other), metric))
-            ]
-            if worse:
-                yield f"{case.title}, beside {other}: {'; '.join(worse)}"
+        for metric in _of(results, case, PDPROXY)[0]:
+            for other in (ROUTER, AGGREGATED):
+                yield Ratio(case, metric, other, _ratio(results, case, (PDPROXY, other), metric))
+
+
+def ahead(metric: Metric, found: Estimate) -> bool:
+    """Whether a ratio is on the right side of 1 with all of its interval; not where there is no interval."""
+    return behind(metric._replace(more_is_better=not metric.more_is_better), found)
 
 
 def behind(metric: Metric, found: Estimate) -> bool:

@@ -19,7 +19,7 @@ from tests.bench.engines.figures import (
 from tests.bench.engines.guidellm import Answer
 from tests.bench.engines.legs import DIRECT
 from tests.bench.engines.loads import LONG, MIXED, ONE, SHORT, USUAL
-from tests.bench.engines.report import BEGIN, END, behind, losses, plots, text, write
+from tests.bench.engines.report import BEGIN, END, ahead, behind, losses, plots, text, write
 from tests.bench.engines.results import Results
 from tests.bench.engines.targets import AGGREGATED, PDPROXY, ROUTER
 
@@ -69,6 +69,7 @@ def test_a_figure_says_as_many_digits_as_it_has() -> None:
     assert str(Estimate(53.19, 2.04)) == "53.2 ± 2.0"
     assert str(Estimate(1037.2, 51.3)) == "1037 ± 51"
     assert str(Estimate(0.0, math.nan)) == "0.00"
+    assert str(Estimate(0.123, 0.456)) == "0.12 ± 0.46"
 
 
 def test_the_figures_of_a_run() -> None:
@@ -98,15 +99,22 @@ def test_ratios_are_made_round_by_round() -> None:
 
 
 def test_what_is_worse_is_said() -> None:
-    first = next(losses(made()))
-    assert first.startswith("One request at a time, beside vllm-router: first token, p50 1.2")
-    assert list(losses(made(slower=lambda target, _: 1 / SLOWER[target]))) == []
-    assert "in none of these cells" in text(made(slower=lambda target, _: 1 / SLOWER[target]))
+    told = text(made())
+    assert "- One request at a time, between tokens, p50: 1.25 ± 0.00 times vllm-router\n" in told
+    assert "- One request at a time, between tokens, p50: 1.50 ± 0.00 times one engine\n" in told
+    assert "in 36 of 42 ratios to the other two with all of the interval; 6 have 1 within the interval" in told
+    assert losses(made(slower=lambda target, _: 1 / SLOWER[target])) == []
+    assert "in 0 of 42 ratios" in text(made(slower=lambda target, _: 1 / SLOWER[target]))
+
+
+def test_without_intervals_nothing_is_decided() -> None:
+    assert "in 0 of 42 ratios to the other two with all of the interval; 42 have" in text(made(rounds=1))
 
 
 def test_only_an_interval_that_leaves_1_out_is_a_loss() -> None:
     less, more = Metric("first token, p50", "ms"), Metric("throughput", "tokens/s", more_is_better=True)
     assert [behind(less, each) for each in (Estimate(1.1, 0.2), Estimate(1.3, 0.2), Estimate(0.7, 0.2))] == [0, 1, 0]
+    assert [ahead(less, each) for each in (Estimate(0.9, 0.2), Estimate(1.3, 0.2), Estimate(0.7, 0.2))] == [0, 0, 1]
     assert [behind(more, each) for each in (Estimate(0.9, 0.2), Estimate(1.3, 0.2), Estimate(0.7, 0.2))] == [0, 0, 1]
     assert not behind(less, Estimate(9.0, math.nan))
 
