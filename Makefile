@@ -8,7 +8,7 @@ FUZZED ?= 2000
 CHECKED := pdproxy connector deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo images test lint unit unit-connector unit-serving unit-requests unit-rest soak e2e test-long test-upstream fuzz bench bench-plan generate lock clean
+.PHONY: help env demo images test lint unit unit-connector unit-serving unit-requests unit-rest soak e2e test-long test-upstream fuzz bench bench-engines bench-plan generate lock clean
 
 help: ## show this
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -86,6 +86,9 @@ fuzz: env ## property tests with FUZZED examples each (default 2000)
 
 bench: env ## measure the proxy
 	$(RUN) -m tests.bench
+
+bench-engines: env ## real engines asked by guidellm: alone, behind pdproxy, behind another router (15 minutes; ROUNDS=3: 10); WRITE=1: into docs
+	$(RUN) -m tests.bench.engines $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(filter 1,$(WRITE)),--docs docs)
 
 bench-plan: env ## what the policies make of traces, simulated; LARGE=1: 64 + 64 nodes; RIVALS=1: beside other routers
 	$(RUN) -m tests.bench.plan --docs docs $(if $(filter 1,$(RIVALS)),--rivals) $(if $(filter 1,$(LARGE)),--large)

@@ -10,10 +10,11 @@ STYLE = "text{font:12px sans-serif;fill:#222}.title{font-size:15px;font-weight:b
 
 
 class Bar(NamedTuple):
-    """One bar of a group."""
+    """One bar of a group. ``spread``: half the width of its interval, drawn as a line; 0: none."""
 
     label: str
     value: float
+    spread: float = 0.0
 
 
 def bars(title: str, groups: Mapping[str, Sequence[Bar]], marks: Mapping[str, float]) -> str:
@@ -35,14 +36,18 @@ def bars(title: str, groups: Mapping[str, Sequence[Bar]], marks: Mapping[str, fl
 
 
 def _group(name: str, group: Sequence[Bar], colours: Mapping[str, str], mark: float | None, top: int) -> list[str]:
-    most = max((bar.value for bar in group), default=0.0) or 1.0
+    most = max((bar.value + bar.spread for bar in group), default=0.0) or 1.0
     room = WIDTH - LABELS - 70
     drawn = [f'<text class="group" x="8" y="{top + 16}">{escape(name)}</text>']
     for place, bar in enumerate(group):
         y, width = top + 22 + ROW * place, bar.value / most * room
         shape = f'x="{LABELS}" y="{y}" width="{width:.1f}" height="{ROW - 4}" fill="{colours[bar.label]}"'
         drawn.append(f'<text x="{LABELS - 6}" y="{y + 11}" text-anchor="end">{escape(bar.label)}</text>')
-        drawn.append(f'<rect {shape}/><text x="{LABELS + width + 5:.1f}" y="{y + 11}">{bar.value:.3g}</text>')
+        low, high = (LABELS + max(0.0, bar.value + sign * bar.spread) / most * room for sign in (-1, 1))
+        told = f"{bar.value:.3g}" if bar.value < 1000 else f"{bar.value:.0f}"
+        drawn.append(f'<rect {shape}/><text x="{high + 5:.1f}" y="{y + 11}">{told}</text>')
+        if bar.spread:
+            drawn.append(f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{y + 7}" y2="{y + 7}" stroke="#222"/>')
     if mark is not None:
         x, begin, end = LABELS + mark / most * room, top + 20, top + 20 + ROW * len(group)
         drawn.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{begin}" y2="{end}" stroke="#d00" stroke-dasharray="4 2"/>')

@@ -68,10 +68,11 @@ def test_recorded_traces_are_simulated(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_chart_is_well_formed_and_shows_every_bar() -> None:
-    groups = {"a & b": [Bar("x<y", 2.0), Bar("z", 1.0)], "c": [Bar("z", 0.0)]}
+    groups = {"a & b": [Bar("x<y", 2000.0), Bar("z", 1000.0)], "c": [Bar("z", 0.0)]}
     drawn = ET.fromstring(bars("T", groups, {"c": 0.5, "a & b": 0.5}))
     rects = drawn.findall("{http://www.w3.org/2000/svg}rect")
     assert len(rects) == 1 + 3
     assert float(rects[1].attrib["width"]) == 2 * float(rects[2].attrib["width"])
     assert rects[2].attrib["fill"] == rects[3].attrib["fill"]
     assert len(drawn.findall("{http://www.w3.org/2000/svg}line")) == 2
+    assert [text.text for text in drawn.findall("{http://www.w3.org/2000/svg}text")].count("2000") == 1
