@@ -69,8 +69,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--again", type=list_of_steps, help="steps to run again though they held")
     parser.add_argument("--folder", type=Path, help="where results and logs go (default: .run/gpu-MODEL)")
     parser.add_argument("--prefill-gpu", metavar="GPU", help="the prefill node's (default: 0)")
-    parser.add_argument("--decode-gpus", type=list_of_gpus, metavar="GPU,…",
-                        help="one for each decode node; nodes may share one (default: 1; 1,1 for two small ones)")  # fmt: skip
+    parser.add_argument(
+        "--decode-gpus",
+        type=list_of_gpus,
+        metavar="GPU,…",
+        help="one for each decode node; nodes may share one (default: 1; 1,1 for two small ones)",
+    )
     parser.add_argument("--max-model-len", type=int, metavar="TOKENS", help="(default: 32768)")
     parser.add_argument("--gpu-memory", type=float, metavar="SHARE", help="of each GPU's memory (default: 0.9)")
     parser.add_argument("--streams", type=int, metavar="N", help="under each kill (default: 16)")
@@ -91,13 +95,24 @@ def options_of(asked: argparse.Namespace) -> Options:
     if not asked.cpu and not asked.model:
         raise RunError("name a model (--model NAME --revision COMMIT), or try the dry run: --cpu")
     options = on_cpu(folder) if asked.cpu else on_gpus(folder, asked.model, asked.revision)
-    names = ("prefill_gpu", "decode_gpus", "max_model_len", "gpu_memory", "streams", "lengths", "concurrencies",
-             "output_tokens", "ready_seconds")  # fmt: skip
+    names = (
+        "prefill_gpu",
+        "decode_gpus",
+        "max_model_len",
+        "gpu_memory",
+        "streams",
+        "lengths",
+        "concurrencies",
+        "output_tokens",
+        "ready_seconds",
+    )
     options = with_changes(options, {name: getattr(asked, name) for name in names})
     longest = max(options.lengths) + options.output_tokens
     if longest > options.max_model_len:
-        raise RunError(f"a prompt of {max(options.lengths)} tokens and {options.output_tokens} more do not fit "
-                       f"--max-model-len {options.max_model_len}")  # fmt: skip
+        raise RunError(
+            f"a prompt of {max(options.lengths)} tokens and {options.output_tokens} more do not fit "
+            f"--max-model-len {options.max_model_len}"
+        )
     return options
 
 

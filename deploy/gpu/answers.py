@@ -83,11 +83,15 @@ def moved(grown: Counts, asked: int, *, states: bool) -> list[Check]:
         f"{grown['verified']:g} of {asked} reads verified, {grown['reads'] - grown['verified']:g} came to nothing"
     )
     checks = [
-        Check("every prompt was handed over", grown["verified"] >= asked and grown["reads"] == grown["verified"],
-              read_well, WHY),
+        Check(
+            "every prompt was handed over",
+            grown["verified"] >= asked and grown["reads"] == grown["verified"],
+            read_well,
+            WHY,
+        ),
         Check("no prompt was computed twice", alone == 0, f"{alone:g} of {asked} computed on the decode node", WHY),
         Check("attention blocks moved", grown["attention"] > 0, f"{grown['attention']:g} blocks pulled", WHY),
-    ]  # fmt: skip
+    ]
     if not states:
         return [*checks, Check("mamba states moved", True, "this model has none: attention layers alone")]
     return [*checks, Check("mamba states moved", grown["state"] > 0, f"{grown['state']:g} blocks pulled", WHY)]

@@ -1,6 +1,6 @@
 """One archive of all that a run left, for somebody else to read: without keys, tokens and passwords.
 
-Files of known kinds alone are taken, each line of them searched for what is secret; the finished archive is searched again.
+Files of known kinds alone are taken, and searched for what is secret; the finished archive is searched again.
 """
 
 import io
@@ -30,7 +30,7 @@ MOST_BYTES = 256 << 20
 
 
 def secrets_of(environment: Mapping[str, str]) -> dict[str, bytes]:
-    """What in an environment is secret, by the variable's name: keys by their names, files of keys, passwords in addresses."""
+    """What is secret in an environment, by the variable's name: keys, files of keys, passwords in addresses."""
     found: dict[str, bytes] = {}
     for name, value in environment.items():
         if SECRET_NAME.search(name):

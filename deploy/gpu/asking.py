@@ -1,7 +1,7 @@
 """Questions with known answers: asked of one engine, and compared with what comes by way of the proxy.
 
-A long list of names and numbers, whose last lines are to be recited: the tiny model was trained on it, and any other
-model copies well. What counts is not that an answer is right, but that it is the same: a lost state or block changes it.
+A long list of names and numbers, whose last lines are to be recited: the tiny model was trained on it, and others copy
+well. What counts is not that an answer is right, but that it is the same: a lost state or block changes it.
 """
 
 import json

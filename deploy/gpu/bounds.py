@@ -20,7 +20,7 @@ class OverdueError(Exception):
 
 @contextmanager
 def bounded(seconds: float) -> Iterator[None]:
-    """Raise OverdueError inside when it is not left within so many seconds. For the main thread, where signals arrive."""
+    """Raise OverdueError inside when it is not left within so many seconds. For the main thread: it uses a signal."""
 
     def alarm(_number: int, _frame: FrameType | None) -> None:
         raise OverdueError(f"it was not over after {seconds:,.0f} s")

@@ -1,7 +1,7 @@
 """Figures: time to first token, time between tokens, throughput; and of hand-overs, bytes and seconds.
 
-The load is closed: so many clients at once, each of which asks again when it has its answer, of fixed length. Every prompt
-is new, so that no cache answers. In the mixed load every other prompt is of the greatest length: what prefills do to
+The load is closed: so many clients at once, each of which asks again when it has its answer, of fixed length. Every
+prompt is new, so that no cache answers. In the mixed load every other prompt is of the greatest length: what prefills do to
 running streams shows in the time between tokens.
 """
 
@@ -21,7 +21,7 @@ from deploy.gpu.fleet import Fleet
 from deploy.gpu.metrics import Snapshot
 from deploy.gpu.options import Options, RunError
 from deploy.gpu.results import Check
-from deploy.gpu.streams import PATIENCE_S, Load, Stream, body, follow
+from deploy.gpu.streams import PATIENCE_S, Load, Stream, body, client_of_many, follow
 
 ROUNDS = 3
 """Requests of each client of a load; the first is not counted, for what is compiled then."""
@@ -71,8 +71,8 @@ class Figures:
 
 @dataclass(frozen=True)
 class HandOvers:
-    """Of one load. `megabytes`: pulled for each request; `seconds`: means, by phase or histogram; `rate`: GB/s while NIXL
-    transferred."""
+    """Of one load. `…_megabytes`: pulled for each request; `milliseconds`: means, by phase or histogram; `rate`: GB/s
+    while NIXL transferred."""
 
     prompts: str
     concurrency: int
@@ -115,7 +115,7 @@ async def load(system: str, url: str, options: Options, cell: Cell, seed: int, *
     made, began = Load([]), time.monotonic()
     async with (
         asyncio.timeout(PATIENCE_S),
-        httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S, limits=httpx.Limits(max_connections=None)) as client,
+        client_of_many() as client,
         asyncio.TaskGroup() as group,
     ):
         for one in range(cell.concurrency):
@@ -171,8 +171,12 @@ def checked(figures: Mapping[str, Any]) -> Iterator[Check]:
         "requests came", failed == 0, f"{failed} of {failed + asked} failed", "logs/: the proxy's names each fault"
     )
     verified, other = (sum(row[name] for row in figures["hand_overs"]) for name in ("verified", "other_ends"))
-    yield Check("hand-overs while measured", verified > 0 and other == 0, f"{verified:g} reads verified, {other:g} came to "
-                "nothing", "the figures are not of hand-overs alone: docs/metrics.md, 'Reads'")  # fmt: skip
+    yield Check(
+        "hand-overs while measured",
+        verified > 0 and other == 0,
+        f"{verified:g} reads verified, {other:g} came to nothing",
+        "the figures are not of hand-overs alone: docs/metrics.md, 'Reads'",
+    )
 
 
 def hand_overs(cell: Cell, before: Mapping[str, Snapshot], after: Mapping[str, Snapshot]) -> HandOvers:

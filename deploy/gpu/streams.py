@@ -90,12 +90,15 @@ def body(model: str, prompt: str, max_tokens: int, **more: object) -> dict[str, 
 async def running(url: str, streams: list[Stream], bodies: Sequence[dict[str, Any]]) -> AsyncIterator[Load]:
     """Send all at once; when the block is left, wait for their ends. Raises TimeoutError after PATIENCE_S."""
     load = Load(streams)
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S, limits=limits) as client:
-        async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
-            for stream, each in zip(streams, bodies, strict=True):
-                group.create_task(follow(client, url, load, stream, each))
-            yield load
+    async with asyncio.timeout(PATIENCE_S), client_of_many() as client, asyncio.TaskGroup() as group:
+        for stream, each in zip(streams, bodies, strict=True):
+            group.create_task(follow(client, url, load, stream, each))
+        yield load
+
+
+def client_of_many() -> httpx.AsyncClient:
+    """An HTTP client without a limit for connections."""
+    return httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S, limits=httpx.Limits(max_connections=None))
 
 
 async def follow(client: httpx.AsyncClient, url: str, load: Load, stream: Stream, asked: dict[str, Any]) -> None:

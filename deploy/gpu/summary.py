@@ -15,17 +15,27 @@ DRY_RUN = (
 )
 LIMITS = (
     "Closed load from one Python process on the nodes' own machine; few requests a cell, so that p99 is nearly the "
-    "slowest. `alone` is one engine on one GPU, `P/D` has a GPU for the prefill node and one or more for decode nodes: compare "
-    "throughput for each GPU. Gaps are between pieces of a stream."
+    "slowest. `alone` is one engine on one GPU, `P/D` has a GPU for the prefill node and one or more for decode nodes: "
+    "compare throughput for each GPU. Gaps are between pieces of a stream."
 )
 FIGURES = (
-    ("first_p50", "first token p50 ms"), ("first_p90", "p90"), ("first_p99", "p99"), ("gap_p50", "gap p50 ms"),
-    ("gap_p99", "p99"), ("output_rate", "tokens/s"), ("request_rate", "requests/s"),
-)  # fmt: skip
+    ("first_p50", "first token p50 ms"),
+    ("first_p90", "p90"),
+    ("first_p99", "p99"),
+    ("gap_p50", "gap p50 ms"),
+    ("gap_p99", "p99"),
+    ("output_rate", "tokens/s"),
+    ("request_rate", "requests/s"),
+)
 HAND_OVERS = (
-    ("prompts", "prompt tokens"), ("concurrency", "at once"), ("verified", "reads"), ("other_ends", "came to nothing"),
-    ("attention_megabytes", "MB attention"), ("state_megabytes", "MB states"), ("rate", "GB/s"),
-)  # fmt: skip
+    ("prompts", "prompt tokens"),
+    ("concurrency", "at once"),
+    ("verified", "reads"),
+    ("other_ends", "came to nothing"),
+    ("attention_megabytes", "MB attention"),
+    ("state_megabytes", "MB states"),
+    ("rate", "GB/s"),
+)
 
 
 def write(options: Options, versions: Mapping[str, str], results: Results) -> str:
@@ -56,8 +66,10 @@ def section(result: StepResult) -> str:
     lines = [f"## {result.step}: {'holds' if result.good else 'FAILED'} ({result.seconds:.0f} s, {result.at})"]
     if result.broken:
         lines.append(f"Not finished: {result.broken}")
-    rows = [(each.name, "yes" if each.holds else "**no**", each.detail, "" if each.holds else each.advice)
-            for each in result.checks]  # fmt: skip
+    rows = [
+        (each.name, "yes" if each.holds else "**no**", each.detail, "" if each.holds else each.advice)
+        for each in result.checks
+    ]
     return "\n\n".join([*lines, *([table(("check", "holds", "seen", "what to do"), rows)] if rows else [])])
 
 
@@ -70,11 +82,20 @@ def measured(results: Results) -> Iterator[str]:
     columns = ("prompt tokens", "at once", "system", "requests", "failed", *(title for _, title in FIGURES))
     loads = [row["prompts"] for row in figures]
     order = sorted(figures, key=lambda row: (loads.index(row["prompts"]), row["concurrency"]))
-    yield table(columns, [
-        (f"{row['prompts']} ({row['prompt_tokens']:,.0f})", row["concurrency"], row["system"], row["requests"],
-         row["failed"], *(row[name] for name, _ in FIGURES))
-        for row in order
-    ])  # fmt: skip
+    yield table(
+        columns,
+        [
+            (
+                f"{row['prompts']} ({row['prompt_tokens']:,.0f})",
+                row["concurrency"],
+                row["system"],
+                row["requests"],
+                row["failed"],
+                *(row[name] for name, _ in FIGURES),
+            )
+            for row in order
+        ],
+    )
     yield from ratios(figures)
     handed = _of(results[Step.MEASURE], "hand_overs") if Step.MEASURE in results else []
     if handed:
@@ -92,12 +113,18 @@ def measured(results: Results) -> Iterator[str]:
 def ratios(figures: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Of each load that both systems had: P/D over one engine."""
     alone = {(row["prompts"], row["concurrency"]): row for row in figures if row["system"] == "alone"}
-    pairs = [(row, alone[key]) for row in figures if row["system"] != "alone"
-             if (key := (row["prompts"], row["concurrency"])) in alone]  # fmt: skip
+    pairs = [
+        (row, alone[key])
+        for row in figures
+        if row["system"] != "alone"
+        if (key := (row["prompts"], row["concurrency"])) in alone
+    ]
     if pairs:
         yield "P/D as a multiple of one engine:"
-        rows = [(ours["prompts"], ours["concurrency"], *(_ratio(ours[name], one[name]) for name, _ in FIGURES))
-                for ours, one in pairs]  # fmt: skip
+        rows = [
+            (ours["prompts"], ours["concurrency"], *(_ratio(ours[name], one[name]) for name, _ in FIGURES))
+            for ours, one in pairs
+        ]
         yield table(("prompt tokens", "at once", *(title.removesuffix(" ms") for _, title in FIGURES)), rows)
 
 
