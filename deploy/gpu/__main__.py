@@ -22,7 +22,8 @@ from deploy.gpu.options import (
     with_changes,
 )
 from deploy.gpu.results import Step
-from deploy.gpu.run import WHAT, Run, bound
+from deploy.gpu.run import Run
+from deploy.gpu.steps import WHAT, bound
 from deploy.local.ports import PortTakenError
 from deploy.local.stack import proxy_command
 from deploy.local.supervise import Stopped, inherited, stop_signals

@@ -15,7 +15,7 @@ from deploy.gpu.options import RunError
 
 TAKEN = frozenset({".log", ".json", ".prom", ".txt", ".md"})
 """Kinds of files that are taken; links never are."""
-SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|AUTH", re.IGNORECASE)
+SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|AUTH(?!OR)", re.IGNORECASE)
 SHORTEST = 8
 """Characters of a secret that is searched for: a shorter one would be found in every number."""
 LOOKS_SECRET = (

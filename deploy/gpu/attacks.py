@@ -62,11 +62,13 @@ def learn_answers(url: str, options: Options) -> list[Known]:
 
 def forgeries(ticket: Params, others: Params) -> Iterator[Forgery]:
     """Wrong tickets made of a good one, and another prompt's. Nodes have a key here, so every change is a forgery."""
-    yield Forgery("another prompt's ticket", others, ("digest", "number"))
+    yield Forgery("of another prompt", others, ("digest", "number"))
     yield Forgery("signed by somebody else", _ours(ticket, signature=secrets.token_hex(32)), ("bad_signature",))
     yield Forgery("not signed", _ours(ticket, signature=None), ("unsigned",))
-    yield Forgery("blocks of another request", {**ticket, "remote_request_id": "cmpl-another-0"}, ("bad_signature",))
-    yield Forgery("sent to another host", {**ticket, "remote_host": "192.0.2.1"}, ("bad_signature",))
+    yield Forgery(
+        "with the blocks of another request", {**ticket, "remote_request_id": "cmpl-another-0"}, ("bad_signature",)
+    )
+    yield Forgery("with the address of another host", {**ticket, "remote_host": "192.0.2.1"}, ("bad_signature",))
     yield Forgery("for more readers", _ours(ticket, readers=1000), ("bad_signature",))
     yield Forgery(
         "without our part", {name: each for name, each in ticket.items() if name != "pdproxy"}, ("missing_field",)
@@ -121,7 +123,7 @@ def replayed(scene: Scene, known: Known) -> Check:
     read_once = verified.reaches(1, TOLD_WITHIN_S)
     again = scene.answers_right(known, ticket)
     reads = verified.grown()
-    detail = f"{reads:g} reads for two uses, {_answer(right=first and again)}"
+    detail = f"blocks read {reads:g} times for two uses, {_answer(right=first and again)}"
     return Check("a ticket used twice", first and again and read_once and reads == 1, detail, SERIOUS)
 
 

@@ -76,7 +76,7 @@ class Fleet:
         for batch in batches(list(self.launches.values())):
             for launch in batch:
                 self._start(launch)
-            self._await_answers(self.say)
+            self._await_answers([launch.spec.name for launch in batch])
 
     def start_proxy(self, settings: Mapping[str, str]) -> None:
         """Start the proxy and wait until every node serves. Raises as `start_nodes` does, and NodeRefusedError."""
@@ -97,11 +97,11 @@ class Fleet:
         for name, node in list(self.nodes.items()):
             if name in ended:
                 self.supervisor.stop(node.part)
-                self.say(f"  starting {name} again …")
+                self.say(f"starting {name} again …")
                 self._start(self.launches[name])
             else:
                 send(descendants(node.part.process.pid), signal.SIGCONT)
-        self._await_answers(self.say if ended else _say_nothing)
+        self._await_answers(ended)
         self.await_joined(self.say if ended else _say_nothing)
 
     def await_joined(self, say: Say) -> None:
@@ -147,12 +147,12 @@ class Fleet:
         part = self.supervisor.start(f"{name}.{self.starts[name]}", launch.command, variables, ROOT)
         self.nodes[name] = Node(launch.spec, part)
 
-    def _await_answers(self, say: Say) -> None:
+    def _await_answers(self, names: Sequence[str]) -> None:
         await_ready(
-            {f"{name} node": f"{node.url}/health" for name, node in self.nodes.items()},
+            {f"{name} node": f"{node.url}/health" for name, node in self.nodes.items() if name in names},
             within=self.options.ready_seconds,
             still_alive=self.supervisor.require_all_alive,
-            say=say,
+            say=self.say,
         )
 
 

@@ -20,6 +20,8 @@ ALONE = "alone"
 TAKEN = ("UCX_TLS", "UCX_NET_DEVICES", "RESUME_ARGS", "COMPILE_CACHE")
 """Of compose's variables, those that say how nodes run on this machine: taken from the environment, where they are set;
 PREFILL_ARGS and DECODE_ARGS too."""
+TELLING = {"UCX_LOG_LEVEL": "info"}
+"""Has UCX say which transports and devices it uses."""
 PROXY_SETTINGS: Mapping[str, str] = {
     # A node that comes back is taken in within seconds, so that a run does not wait for it.
     "PDPROXY_HEALTH_INTERVAL": "1",
@@ -75,7 +77,8 @@ def _launch(options: Options, spec: NodeSpec, gpu: str, key: str) -> Launch:
 def _on_cpu(options: Options, spec: NodeSpec, key: str) -> Launch:
     lease = {} if spec.role is Role.PLAIN else {"kv_lease_duration": options.lease_seconds}
     keys = {KEYS_VARIABLE: key} if key else {}
-    whole = replace(spec, max_model_len=options.max_model_len, connector_config=lease, more_environment=keys)
+    more = {**TELLING, **keys}
+    whole = replace(spec, max_model_len=options.max_model_len, connector_config=lease, more_environment=more)
     return Launch(whole, tuple(command(whole)), environment(whole, {}))
 
 
@@ -97,7 +100,7 @@ def _on_gpu(options: Options, spec: NodeSpec, gpu: str, key: str) -> Launch:
             **({KEYS_VARIABLE: key} if key else {}),
         },
     )
-    return Launch(spec, (*serve(), *node.arguments, "--host", HOST), node.environment)
+    return Launch(spec, (*serve(), *node.arguments, "--host", HOST), {**TELLING, **node.environment})
 
 
 def serve() -> Sequence[str]:

@@ -1,8 +1,8 @@
 """Figures: time to first token, time between tokens, throughput; and of hand-overs, bytes and seconds.
 
 The load is closed: so many clients at once, each of which asks again when it has its answer, of fixed length. Every
-prompt is new, so that no cache answers. In the mixed load every other prompt is of the greatest length: what prefills do to
-running streams shows in the time between tokens.
+prompt is new, so that no cache answers. In the mixed load every other prompt is of the greatest length: what prefills
+do to running streams shows in the time between tokens.
 """
 
 import asyncio

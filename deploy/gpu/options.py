@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
+from deploy.gpu.results import Step, load
 from deploy.local.node import SERVED_NAME
 from deploy.local.paths import MODEL, RUNS
 
@@ -85,10 +86,14 @@ def on_gpus(folder: Path | None, model: str, revision: str) -> Options:
 
 
 def remember(options: Options) -> None:
-    """Write the options down, or compare them with those of the run that is resumed here. Raises RunError."""
+    """Write the options down, or compare them with those of the run that is resumed here. Raises RunError.
+
+    Until `alone` holds there is nothing to resume, and options may change.
+    """
+    alone = load(options.folder, Step.ALONE)
     path = options.folder / SETTINGS_FILE
     told = json.loads(json.dumps({**asdict(options), "folder": ""}))
-    if path.exists():
+    if path.exists() and alone is not None and alone.good:
         before = json.loads(path.read_text(encoding="utf-8"))
         changed = sorted(name for name in told if before.get(name) != told[name])
         if changed:

@@ -19,7 +19,8 @@ VLLM_VERSIONS = ("0.32.", "0.33.")
 NIXL_VERSION = "1.5.1"
 PLUGINS = (("vllm.general_plugins", "pdproxy_connector"), ("vllm.endpoint_plugins", "pdproxy_endpoints"))
 QUERY = ("index", "name", "memory.total", "memory.free", "driver_version", "compute_cap")
-GPU_TRANSPORTS = ("cuda_copy", "cuda_ipc")
+GPU_TRANSPORTS = ("cuda_copy",)
+"""What must be there; without cuda_ipc reads between two GPUs of a host go through its memory."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SHARED_MEMORY = 1 << 30
 AGENT = "from nixl._api import nixl_agent; nixl_agent('preflight')"
@@ -97,7 +98,7 @@ def check_packages(options: Options) -> Iterator[Check]:
         "vLLM",
         engine.startswith(VLLM_VERSIONS),
         f"{package} {engine or 'is not installed'}",
-        f"install {quantity([f'{each}x' for each in VLLM_VERSIONS])}, the versions that the connector knows",
+        f"install {' or '.join(f'{each}x' for each in VLLM_VERSIONS)}, the versions that the connector knows",
     )
     nixl = installed("nixl")
     yield Check("NIXL", nixl == NIXL_VERSION, f"nixl {nixl or 'is not installed'}", INSTALL)

