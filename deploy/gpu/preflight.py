@@ -25,6 +25,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 SHARED_MEMORY = 1 << 30
 AGENT = "from nixl._api import nixl_agent; nixl_agent('preflight')"
 CUDA = "import torch; print(torch.version.cuda or 'none', torch.cuda.device_count())"
+PROXY = "import pdproxy.app.run, pdproxy.admin.nodes; print('all')"
 INSTALL = f"pip install nixl=={NIXL_VERSION} && pip install --no-deps . (docs/install.md)"
 
 
@@ -74,6 +75,7 @@ def said(command: Sequence[str], **variables: str) -> str:
 def check_machine(options: Options) -> Iterator[Check]:
     """Everything, what costs least first."""
     yield from check_packages(options)
+    yield check_proxy(said([sys.executable, "-W", "ignore", "-c", PROXY]))
     yield check_model(options)
     yield from check_limits()
     transports = transports_of(said([sys.executable, "-c", AGENT], UCX_TLS="which,tcp"))
@@ -106,6 +108,12 @@ def check_packages(options: Options) -> Iterator[Check]:
     lacking = [name for group, name in PLUGINS if (group, name) not in found]
     ours = f"pdproxy {installed('pdproxy') or 'is not installed'}"
     yield Check("our plugins", not lacking, f"{ours}, lacking: {', '.join(lacking)}" if lacking else ours, INSTALL)
+
+
+def check_proxy(output: str) -> Check:
+    """Whether the proxy has the packages that it needs; vLLM brings most of them."""
+    last = output.strip().rpartition("\n")[2]
+    return Check("the proxy's packages", last == "all", last, "pip install . (with its dependencies, and vLLM there)")
 
 
 def check_model(options: Options) -> Check:

@@ -69,8 +69,11 @@ class Run:
         for step in steps:
             if step not in todo:
                 self.say(f"{step}: held before; not run again (--again {step})")
+        with_pair = [step for step in todo if step in OF_THE_PAIR]
         if self._before_the_pair(todo):
-            self._pair([step for step in todo if step in OF_THE_PAIR])
+            self._pair(with_pair)
+        else:
+            self._not_run(with_pair)
         if Step.COLLECT in todo:
             self._attempt(Step.COLLECT, self._collect)
         results = self.results()
@@ -136,9 +139,13 @@ class Run:
                 if started:
                     self._attempt(step, self._checks(step, started[0]))
                 else:
-                    self.say(f"{step}: not run, for not all is up. Begin with the message above, and the end of logs/")
+                    self._not_run([step])
             if started and not start.good:
                 self.say("the nodes did not go together from the start: begin with that")
+
+    def _not_run(self, steps: Sequence[Step]) -> None:
+        for step in steps:
+            self.say(f"{step}: not run, for what it needs is not there; begin with what failed above")
 
     def _start(self, stack: ExitStack, started: list[Fleet]) -> Iterator[Check]:
         fleet = stack.enter_context(running_pair(self.options, self.key, self._logs(), self._say_within))

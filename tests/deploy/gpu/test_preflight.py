@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 
 from deploy.gpu.options import Options, on_gpus
-from deploy.gpu.preflight import check_gpus, check_model, check_packages, check_transports, gpus_of, said, transports_of
+from deploy.gpu.preflight import (
+    check_gpus,
+    check_model,
+    check_packages,
+    check_proxy,
+    check_transports,
+    gpus_of,
+    said,
+    transports_of,
+)
 from deploy.gpu.results import Check
 
 LISTING = """0, NVIDIA H100 80GB HBM3, 81559, 81008, 575.57.08, 9.0
@@ -104,6 +113,13 @@ def test_packages_are_asked_for_by_version(options: Options, monkeypatch: pytest
     checks = list(check_packages(options))
     assert {"vLLM", "NIXL"} <= set(failing(checks))
     assert "nixl is not installed" in " ".join(check.line() for check in checks)
+
+
+def test_a_proxy_that_lacks_a_package_is_told_which() -> None:
+    check = check_proxy("Traceback …\nModuleNotFoundError: No module named 'dns'\n")
+    assert "No module named 'dns'" in check.line()
+    assert failing([check])
+    assert check_proxy("all\n").holds
 
 
 def test_a_command_that_cannot_run_says_so() -> None:

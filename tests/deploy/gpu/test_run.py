@@ -216,7 +216,7 @@ class TestCourse:
         summary = (book.options.folder / "summary.md").read_text()
         assert "| lost | **no** | badly | look |" in summary
         assert "A dry run on CPUs" in summary
-        assert "Not run: preflight, start, attacks, kills, measure." in summary
+        assert "Not run: preflight, attacks, kills, measure." in summary
 
 
 def test_the_ways_that_ucx_takes_are_found_in_logs(tmp_path: Path) -> None:
