@@ -40,11 +40,7 @@ def run(work: Coroutine[Any, Any, Result]) -> Result:
     thread = Thread(target=loop.run_forever, name="load")
     thread.start()
     try:
-        future = asyncio.run_coroutine_threadsafe(work, loop)
-        try:
-            return future.result()
-        finally:
-            future.cancel()  # nothing, where it is over
+        return asyncio.run_coroutine_threadsafe(work, loop).result()
     finally:
         asyncio.run_coroutine_threadsafe(_end_others(), loop).result(ENDS_WITHIN_S)
         loop.call_soon_threadsafe(loop.stop)

@@ -70,6 +70,7 @@ def test_a_plain_node_is_the_same_without_hand_overs(options: Options) -> None:
     one, [prefill, _] = alone(options), pair(options, "k" * 16)
     assert "--kv-transfer-config" not in one.command
     assert not any(word.startswith("--kv-events") for word in one.command)
+    assert not any("kv_connector" in word for word in one.command)
     assert KEYS_VARIABLE not in one.environment
     changed = {"--port", option(one, "--port"), option(prefill, "--port")}
     assert set(one.command) - changed == set(plain(prefill.command)) - changed
