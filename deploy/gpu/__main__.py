@@ -108,11 +108,12 @@ def options_of(asked: argparse.Namespace) -> Options:
         "ready_seconds",
     )
     options = with_changes(options, {name: getattr(asked, name) for name in names})
-    longest = max(options.lengths) + options.output_tokens
+    # In the tiny model's tokens; others take up to twice as many for the same names and numbers.
+    longest = max(options.lengths) * (2 if options.machine is Machine.GPU else 1) + options.output_tokens
     if longest > options.max_model_len:
         raise RunError(
-            f"a prompt of {max(options.lengths)} tokens and {options.output_tokens} more do not fit "
-            f"--max-model-len {options.max_model_len}"
+            f"prompts of {max(options.lengths)} tokens (up to twice as many for another model than the tiny one) and "
+            f"{options.output_tokens} more do not fit --max-model-len {options.max_model_len}"
         )
     return options
 

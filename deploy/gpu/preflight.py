@@ -6,7 +6,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -25,6 +25,8 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 SHARED_MEMORY = 1 << 30
 AGENT = "from nixl._api import nixl_agent; nixl_agent('preflight')"
 CUDA = "import torch; print(torch.version.cuda or 'none', torch.cuda.device_count())"
+NOT_FOR_A_RUN = ("CONFIG", "PREFILL", "DECODE", "DISCOVERY", "KEYS", "LISTEN", "UPSTREAM")
+"""Settings of the proxy, after PDPROXY_, that lead it elsewhere or have it ask for keys that a run has not."""
 PROXY = "import pdproxy.app.run, pdproxy.admin.nodes; print('all')"
 INSTALL = f"pip install nixl=={NIXL_VERSION} && pip install --no-deps . (docs/install.md)"
 
@@ -76,6 +78,7 @@ def check_machine(options: Options) -> Iterator[Check]:
     """Everything, what costs least first."""
     yield from check_packages(options)
     yield check_proxy(said([sys.executable, "-W", "ignore", "-c", PROXY]))
+    yield check_environment(os.environ)
     yield check_model(options)
     yield from check_limits()
     transports = transports_of(said([sys.executable, "-c", AGENT], UCX_TLS="which,tcp"))
@@ -114,6 +117,13 @@ def check_proxy(output: str) -> Check:
     """Whether the proxy has the packages that it needs; vLLM brings most of them."""
     last = output.strip().rpartition("\n")[2]
     return Check("the proxy's packages", last == "all", last, "pip install . (with its dependencies, and vLLM there)")
+
+
+def check_environment(environ: Mapping[str, str]) -> Check:
+    """Whether what is set here leaves the proxy to the run."""
+    unfit = sorted(name for name in environ if name.startswith(tuple(f"PDPROXY_{each}" for each in NOT_FOR_A_RUN)))
+    advice = f"unset {quantity(unfit)}: a run has nodes, ports and keys of its own"
+    return Check("the environment", not unfit, ", ".join(unfit) or "sets nothing that a run must set itself", advice)
 
 
 def check_model(options: Options) -> Check:

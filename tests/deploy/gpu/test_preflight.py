@@ -7,6 +7,7 @@ import pytest
 
 from deploy.gpu.options import Options, on_gpus
 from deploy.gpu.preflight import (
+    check_environment,
     check_gpus,
     check_model,
     check_packages,
@@ -120,6 +121,13 @@ def test_a_proxy_that_lacks_a_package_is_told_which() -> None:
     assert "No module named 'dns'" in check.line()
     assert failing([check])
     assert check_proxy("all\n").holds
+
+
+def test_settings_that_lead_the_proxy_elsewhere_are_found() -> None:
+    assert check_environment({"PDPROXY_LOG_LEVEL": "debug", "HF_TOKEN": "x", "PDPROXY_POLICY_LEGS": "together"}).holds
+    check = check_environment({"PDPROXY_KEYS_FILE": "/k", "PDPROXY_LISTEN_PORT": "1"})
+    assert failing([check])
+    assert "unset PDPROXY_KEYS_FILE and PDPROXY_LISTEN_PORT" in check.line()
 
 
 def test_a_command_that_cannot_run_says_so() -> None:
