@@ -78,6 +78,11 @@ class NodeSpec:
     more_arguments: tuple[str, ...] = ()
     more_environment: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def url(self) -> str:
+        """Its address, once it has a port."""
+        return f"http://{HOST}:{self.port}"
+
 
 @dataclass(frozen=True)
 class Node:
@@ -88,7 +93,7 @@ class Node:
 
     @property
     def url(self) -> str:
-        return f"http://{HOST}:{self.spec.port}"
+        return self.spec.url
 
 
 def kv_transfer_config(spec: NodeSpec) -> dict[str, object]:

@@ -74,12 +74,12 @@ def pair_specs() -> list[NodeSpec]:
     return [NodeSpec("prefill", Role.PREFILL, 0, 0), NodeSpec("decode", Role.DECODE, 0, 0)]
 
 
-def proxy_command(port: int, admin_port: int, nodes: Sequence[Node], more: Sequence[str]) -> list[str]:
+def proxy_command(port: int, admin_port: int, nodes: Sequence[NodeSpec], more: Sequence[str]) -> list[str]:
     flags = {Role.PREFILL: "--prefill", Role.DECODE: "--decode", Role.PLAIN: "--decode"}
     line = [sys.executable, "-m", "pdproxy", "serve", "--host", HOST, "--port", str(port)]
     line += ["--admin-port", str(admin_port)]
     for node in nodes:
-        line += [flags[node.spec.role], node.url]
+        line += [flags[node.role], node.url]
     return [*line, *more]
 
 
@@ -105,7 +105,7 @@ def start_proxy(supervisor: Supervisor, spec: ProxySpec, nodes: Sequence[Node], 
     for number, purpose in ((port, "clients' HTTP of the proxy"), (admin_port, "operators' HTTP of the proxy")):
         require_free(number, purpose, "choose another one, or end whatever listens there")
     environment = {**inherited(), "PYTHONUNBUFFERED": "1", **spec.more_environment}
-    command = proxy_command(port, admin_port, nodes, spec.more_arguments)
+    command = proxy_command(port, admin_port, [node.spec for node in nodes], spec.more_arguments)
     proxy = Proxy(port, admin_port, supervisor.start("proxy", command, environment, ROOT))
     await_proxy(supervisor, proxy.admin_url, spec.until, say)
     return proxy

@@ -1,13 +1,16 @@
-"""vLLM's own parser takes the command lines of nodes that compose.yaml, the chart and docs/install.md have."""
+"""vLLM's own parser takes the command lines of nodes that compose.yaml, the chart, docs and the run-book have."""
 
 import re
 import shlex
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deploy.gpu.launch import alone, pair
+from deploy.gpu.options import on_gpus
 from deploy.local.paths import MODEL, ROOT
 from tests.deploy.compose import resolved
 from tests.helm.engine import Engine, Manifest, Manifests, engine, only_container, read_values, value_files
@@ -133,3 +136,16 @@ def test_the_documented_command_is_parsed(parse: Parse) -> None:
     options = parse(shlex.split(command.replace("\\\n", " ")))
     assert options.kv_transfer_config.kv_role == "kv_producer"
     assert_reuses(options)
+
+
+def test_the_commands_of_the_run_book_are_parsed(parse: Parse, tmp_path: Path) -> None:
+    options = on_gpus(tmp_path, "org/model", "a" * 40)
+    prefill, decode, plain = (parse(list(launch.command[2:])) for launch in [*pair(options, "k" * 16), alone(options)])
+    for node, role in ((prefill, "kv_producer"), (decode, "kv_consumer")):
+        assert node.kv_transfer_config.kv_role == role
+        assert_publishes(node)
+    assert plain.kv_transfer_config is None
+    assert plain.kv_events_config is None
+    assert {node.revision for node in (prefill, decode, plain)} == {"a" * 40}
+    for node in (prefill, decode, plain):
+        assert_reuses(node)

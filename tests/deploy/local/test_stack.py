@@ -1,18 +1,9 @@
 """The proxy's command line with its nodes."""
 
-import subprocess
-from pathlib import Path
-
 import pytest
 
-from deploy.local.node import Node, NodeSpec, Role
+from deploy.local.node import NodeSpec, Role
 from deploy.local.stack import pair_specs, proxy_command
-from deploy.local.supervise import Part
-
-
-def started(spec: NodeSpec, folder: Path) -> Node:
-    with subprocess.Popen(["true"]) as process:
-        return Node(spec, Part(spec.name, folder / "log", process))
 
 
 def test_a_pair_is_one_node_of_each_role() -> None:
@@ -27,8 +18,8 @@ def test_a_pair_is_one_node_of_each_role() -> None:
     ],
     ids=["pair", "one plain engine"],
 )
-def test_each_node_is_named_by_its_role(tmp_path: Path, roles: tuple[Role, ...], flags: list[str]) -> None:
-    nodes = [started(NodeSpec(f"n{i}", role, 8000 + i, 0), tmp_path) for i, role in enumerate(roles, 1)]
+def test_each_node_is_named_by_its_role(roles: tuple[Role, ...], flags: list[str]) -> None:
+    nodes = [NodeSpec(f"n{i}", role, 8000 + i, 0) for i, role in enumerate(roles, 1)]
     line = proxy_command(8000, 8100, nodes, ["--log-level", "debug"])
     listen = ["--host", "127.0.0.1", "--port", "8000", "--admin-port", "8100"]
     assert line[1:] == ["-m", "pdproxy", "serve", *listen, *flags, "--log-level", "debug"]
