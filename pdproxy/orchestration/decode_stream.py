@@ -33,11 +33,11 @@ class UsageEventFilter:
         return bool(self._held)
 
     def is_usage_event(self, data: bytes) -> bool:
-        return _USAGE_EVENT in data
+        return data.find(_USAGE_EVENT) >= 0
 
     def feed(self, data: bytes, seen: bytes) -> bytes:
         """What the client may see now; ``seen`` is what it shall see of the event that has this data."""
-        if FINISH_REASON in data:
+        if data.find(FINISH_REASON) >= 0:
             self._held += seen
             return b""
         return self.flush() + seen if self._held else seen
@@ -161,7 +161,7 @@ class DecodeStream:
             return b""
         if not self.has_data_event:
             self._tail = self._ticket_tail()
-        if b'"usage":{' in event.data:
+        if event.data.find(b'"usage":{') >= 0:
             self._note_usage(event.data)
             if self._usage_filter is not None and self._usage_filter.is_usage_event(event.data):
                 return self._usage_filter.on_usage_event(event.data)

@@ -2,7 +2,7 @@
 
 Completions and chat are followed token by token, unless their journal is kept; of messages and responses, and of
 streams with a journal, only the end and errors are noticed. Bytes are passed on untouched where nothing has to be taken
-out or corrected.
+out or corrected. Why ``find`` and not ``in``: see `chunks`.
 """
 
 import collections
@@ -21,6 +21,7 @@ from pdproxy.stream.chunks import (
     TICKET,
     Chunk,
     ChunkChoice,
+    EventFrame,
     data_event,
     fast_path,
     parse_object,
@@ -69,6 +70,8 @@ class Transcript:
         self._strips = Addition.TOKEN_IDS in shape.additions
         self._finishes = 0
         self._first: Chunk | None = None
+        self._frame: EventFrame | None = None
+        """Of the last event that the fast path read by its pattern."""
         self._again = False
         """A second node's stream is being appended."""
 
@@ -134,9 +137,19 @@ class Transcript:
             return None
         if not self._strips:
             return raw if not self._follows and self._unremarkable(raw) else None
+        frame = self._frame
+        token = None if frame is None else frame.read(raw)
+        if frame is None or token is None:
+            return self._take_by_pattern(raw)
+        text, token_id, text_to = token
+        self.choices[frame.choice].append(text, [token_id])
+        return raw[:text_to] + frame.rest
+
+    def _take_by_pattern(self, raw: bytes) -> bytes | None:
         event = fast_path(raw)
         if event is None:
             return None
+        self._frame = EventFrame.of(raw, event)
         # Never diverges: that needs a continuation, which is excluded above.
         self.choices[event.choice].append(event.text, event.token_ids)
         return raw[: event.ids_from] + b"null" + raw[event.ids_to :]
@@ -147,11 +160,11 @@ class Transcript:
         No pattern can match inside a JSON string: quotes are escaped there, and line ends too.
         """
         end = len(raw) - 2
-        if b'"usage":' in raw or TICKET in raw or not raw.endswith(b"}\n\n") or b"\r" in raw:
+        if raw.find(b'"usage":') >= 0 or raw.find(TICKET) >= 0 or not raw.endswith(b"}\n\n") or raw.find(b"\r") >= 0:
             return False
         line = raw.find(b"\n")
         if self.endpoint in CHUNKED:
-            return line == end and raw.startswith(b'data: {"id":') and FINISH_REASON not in raw
+            return line == end and raw.startswith(b'data: {"id":') and raw.find(FINISH_REASON) < 0
         if not raw.startswith(b"event: ") or raw[7:line] in _LOOKED_AT:
             return False
         return raw.startswith(b"\ndata: {", line) and raw.find(b"\n", line + 1) == end
@@ -217,7 +230,7 @@ class Transcript:
             chunk = Chunk(self.endpoint, parse_object(data))
             self._first = self._first or chunk
             self.started = any(choice.has_output for choice in chunk.choices)
-        if FINISH_REASON in data:
+        if data.find(FINISH_REASON) >= 0:
             found = _FINISHED.findall(data)
             self._finishes += len(found)
             self.finish_reasons += [reason.decode("utf-8", "replace") for reason in found]
