@@ -30,6 +30,7 @@ PARSED = {
 TICKETS = ("kv_transfer_params", "ec_transfer_params")
 TICKET = b'_transfer_params":{'
 """Is in an event that has one."""
+_IDS_KEY, _ID_LIST = b'token_ids":', re.compile(rb"\s*+\[[\d,\s]*+\]")
 FINAL_EVENTS = frozenset({b"message_delta", b"response.completed", b"response.incomplete", b"response.failed"})
 
 
@@ -86,6 +87,21 @@ def _rewrite_payload(
         return {**payload, "response": rewrite_answer(endpoint, inner, cached_tokens if final_event else None)}
     final_chunk = payload.get("choices") == [] or final_event
     return rewrite_answer(endpoint, payload, cached_tokens if final_chunk else None)
+
+
+def without_ids(event: bytes) -> bytes:
+    """An event with null in the place of token ids, those of the prompt too.
+
+    The key cannot stand inside a JSON string: its quotes would be escaped.
+    """
+    kept, start = [], 0
+    while (key := event.find(_IDS_KEY, start)) >= 0:
+        end = key + len(_IDS_KEY)
+        kept.append(event[start:end])
+        ids = _ID_LIST.match(event, end) if event.endswith((b'"', b'"prompt_'), 0, key) else None
+        start = end if ids is None else ids.end()
+        kept.append(b"" if ids is None else b"null")
+    return b"".join((*kept, event[start:])) if kept else event
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

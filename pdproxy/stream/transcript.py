@@ -26,12 +26,11 @@ from pdproxy.stream.chunks import (
     fast_path,
     parse_object,
     rewrite_event,
+    without_ids,
 )
 from pdproxy.stream.sse import Event
 from pdproxy.usage import Usage, with_cached_tokens
 
-_ID_LISTS = re.compile(rb'("(?:prompt_)?token_ids":)\s*\[[\d,\s]*\]')
-"""Cannot match inside a JSON string: its quotes would be escaped."""
 _STOPPED = re.compile(rb'"stop_reason":\s*"([^"\\]*)')
 _FINISHED = re.compile(FINISH_REASON + rb'([^"\\]*)')
 LAST_EVENTS = frozenset({b"message_stop", b"response.completed", b"response.failed", b"response.incomplete"})
@@ -246,7 +245,7 @@ class Transcript:
         if chunk.empty and self._strips:
             return b""  # sent only because of the ids that we asked for
         seen = rewrite_event(self.endpoint, event, event.data or b"", self.cached_tokens)
-        return _ID_LISTS.sub(rb"\1null", seen) if self._strips else seen
+        return without_ids(seen) if self._strips else seen
 
     def _follow_choice(self, chunk_choice: ChunkChoice) -> bool:
         """Take one choice of a chunk; whether anything of it is new to the client."""
