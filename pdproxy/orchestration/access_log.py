@@ -10,7 +10,7 @@ from opentelemetry import trace
 from pdproxy.errors import ClientError
 from pdproxy.observe import gen_ai
 from pdproxy.observe.labels import Outcome, Phase, Tokens
-from pdproxy.observe.server_metrics import OTHER, RequestLabels
+from pdproxy.observe.request_metrics import OTHER, RequestLabels
 from pdproxy.orchestration.answer_record import Route
 from pdproxy.orchestration.client_errors import REJECTED, UpstreamErrorResponse
 from pdproxy.orchestration.context import OrchestrationContext

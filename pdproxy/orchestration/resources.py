@@ -1,11 +1,17 @@
-"""What a request holds on nodes, and how it is given back on every exit."""
+"""What a request holds on nodes and in the queue, and how it is given back on every exit.
+
+Some lines over 300: whoever asks whether anything is left behind finds all of it here.
+"""
 
 import asyncio
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
+from pdproxy.clock import Clock
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.failures import RELEASE_RETRIES, Moment, RetryOptions, Step, decide
 from pdproxy.legs.calls import NOTHING_HELD, PrefillAnswer, release
@@ -15,10 +21,12 @@ from pdproxy.nodes.pool_entry import NO_LOAD, LegLoad, Slot
 from pdproxy.observe.labels import Attempt, Leg
 from pdproxy.observe.tracing import NO_LEG_SPAN, LegSpan, leg_span
 from pdproxy.orchestration.context import OrchestrationContext
+from pdproxy.orchestration.request_queue import Asked, RequestQueue, Waiter
 from pdproxy.request import Headers, SubRequest
 from pdproxy.transport.port import HttpResponse
 
 _LOG = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -242,3 +250,70 @@ class HeldResources:
         if self._slot is not None:
             self._slot.release()
             self._slot = None
+
+
+class Admission:
+    """One prompt on its way through the queue; to be ended on every exit.
+
+    Attributes:
+        runs: it counts among those that run.
+    """
+
+    __slots__ = ("_asked", "_clock", "_computing", "_queue", "_waiter", "runs")
+
+    def __init__(self, queue: RequestQueue, clock: Clock, asked: Asked) -> None:
+        self._queue = queue
+        self._clock = clock
+        self._asked = asked
+        self._waiter: Waiter | None = None
+        self._computing: str | None = None
+        self.runs = False
+
+    async def begin(self, attempt: Callable[[bool], T | None], lane: Callable[[], str]) -> T:
+        """What ``attempt`` returns once there is room: until then that is None. Raises as `RequestQueue.wait`.
+
+        Where there is room and nothing waits, the loop gets no turn. ``attempt`` is told whether the key runs more than
+        its share, and has less room. ``lane``: its model; called if it waits.
+        """
+        begun: list[T] = []
+        start = functools.partial(self._start, attempt, begun)
+        if not self._queue.begin_at_once(self._asked, start):
+            self._waiter = await self._queue.wait(self._asked, lane(), start)
+        return begun[0]
+
+    def planned(self, node: str) -> None:
+        """A node is to compute the prompt; not the one of an earlier plan any more."""
+        self._drop()
+        self._computing = node
+        self._queue.backlog.add(node, self._asked.key, self._asked.prompt, self._clock.now())
+
+    def computed(self) -> None:
+        """The prompt is computed: there may be room for one that waits. Idempotent."""
+        node, self._computing = self._computing, None
+        if node is not None:
+            self._queue.backlog.computed(node, self._asked.key, self._asked.prompt, self._clock.now())
+            self._queue.room_changed()
+
+    def used(self, tokens: int) -> None:
+        """It has cost so many tokens, of prompt and answers. One that did not wait was not charged at all."""
+        if self._waiter is not None:
+            self._queue.correct(self._waiter, tokens)
+
+    def end(self) -> None:
+        """It runs no more. Idempotent."""
+        self._drop()
+        if self.runs:
+            self.runs = False
+            self._queue.ended(self._asked)
+
+    def _drop(self) -> None:
+        node, self._computing = self._computing, None
+        if node is not None:
+            self._queue.backlog.drop(node, self._asked.key, self._asked.prompt)
+
+    def _start(self, attempt: Callable[[bool], T | None], begun: list[T], over_share: bool) -> bool:
+        result = attempt(over_share)
+        if result is not None:
+            begun.append(result)
+            self.runs = True
+        return self.runs
