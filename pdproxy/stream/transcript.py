@@ -74,10 +74,11 @@ class Transcript:
         self._again = False
         """A second node's stream is being appended."""
 
-    def begin_leg(self, form: LegForm) -> None:
-        """The next events are the answer to a leg of this form: by that they have token ids to follow, or not."""
+    def begin_leg(self, form: LegForm, *, may_move: bool = True) -> None:
+        """The next events are the answer to a leg of this form: by that they have token ids to follow, or not. Those
+        that the client asked for itself are followed where the stream may move."""
         self._strips = Addition.TOKEN_IDS in form.additions
-        asked = self.shape.continuable and Addition.TOKEN_IDS in self.shape.asked
+        asked = may_move and self.shape.continuable and Addition.TOKEN_IDS in self.shape.asked
         self._follows = self._strips or (asked and form.route is StreamRoute.ENDPOINT)
 
     def checkpoint(self) -> Checkpoint:
