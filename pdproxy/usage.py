@@ -57,9 +57,9 @@ def read_usage_event(data: bytes) -> Usage | None:
     Completions and chat may report it with every event, so these are not parsed for it. The patterns cannot match
     inside a JSON string, for its quotes are escaped.
     """
-    if b'"prompt_tokens":' in data:
+    if data.find(b'"prompt_tokens":') >= 0:
         return Usage(_last(_PROMPT_TOKENS, data), _last(_COMPLETION_TOKENS, data), _last(_CACHED_TOKENS, data))
-    if b'"output_tokens":' not in data:
+    if data.find(b'"output_tokens":') < 0:
         return None
     try:
         event = read_json(data)

@@ -30,7 +30,7 @@ from pdproxy.observe.labels import (
     WatchedSetting,
 )
 from pdproxy.observe.metrics import Metrics
-from pdproxy.observe.server_metrics import LABELS, SECONDS
+from pdproxy.observe.request_metrics import LABELS, SECONDS
 from pdproxy.request import Endpoint
 from pdproxy.workers.supervisor import SupervisorMetrics
 from tests.deploy.prometheus.alert_cases import CASES

@@ -92,7 +92,7 @@ class CircuitBreaker:
 
     def share(self, now: float) -> float:
         """The part of the node's weight that may be used now, SMALLEST_SHARE to 1."""
-        if self.state is not CircuitState.CLOSED or self.config.slow_start <= 0:
+        if self.state is not CircuitState.CLOSED or now - self.changed_at >= self.config.slow_start:
             return 1.0
         return max(SMALLEST_SHARE, self._steps(now) / STEPS)
 
@@ -100,9 +100,12 @@ class CircuitBreaker:
         """Until then at least, state and share stay what they are, if nothing happens; in monotonic seconds."""
         if self.state is CircuitState.OPEN:
             return self.changed_at + self.cool_down() - _ROUNDING
-        if self.state is not CircuitState.CLOSED or self.config.slow_start <= 0 or self._steps(now) == STEPS:
+        if self.state is not CircuitState.CLOSED or now - self.changed_at >= self.config.slow_start:
             return math.inf
-        next_step = (self._steps(now) + 1 - 2 * _ROUNDING) * self.config.slow_start / STEPS
+        steps = self._steps(now)
+        if steps == STEPS:
+            return math.inf
+        next_step = (steps + 1 - 2 * _ROUNDING) * self.config.slow_start / STEPS
         return self.changed_at + next_step - _ROUNDING
 
     def _steps(self, now: float) -> int:

@@ -199,8 +199,9 @@ class Views:
         if moved or view.node is not before.node:
             self._roster = None
         until = entry.circuit.constant_until(now)
-        self._constant_until.pop(name, None)
-        if until != math.inf:
+        if until == math.inf:
+            self._constant_until.pop(name, None)
+        else:
             self._constant_until[name] = until
             self._next_change = min(self._next_change, until)
 

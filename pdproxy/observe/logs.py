@@ -5,6 +5,7 @@ of a traced request has the ids of its trace and span, ``trace_id`` and ``span_i
 """
 
 import datetime as dt
+import functools
 import logging
 from typing import TextIO
 
@@ -65,8 +66,14 @@ def configure(log: Log, stream: TextIO) -> logging.Handler:
 
 
 def _time(record: logging.LogRecord) -> str:
-    moment = dt.datetime.fromtimestamp(record.created, dt.UTC)
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    second, part = divmod(record.created, 1)
+    return f"{_second(second)}.{int(part * 1000):03d}Z"
+
+
+@functools.lru_cache(maxsize=1)
+def _second(second: float) -> str:
+    """Without its fraction: the records of one second have that in common."""
+    return dt.datetime.fromtimestamp(second, dt.UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def _extras(record: logging.LogRecord) -> dict[str, object]:

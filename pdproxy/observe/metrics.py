@@ -12,7 +12,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdproxy.errors import Fault
 from pdproxy.observe.event_metrics import EventMetrics
-from pdproxy.observe.key_metrics import KeyMetrics
 from pdproxy.observe.labels import (
     Affinity,
     Attempt,
@@ -31,7 +30,7 @@ from pdproxy.observe.labels import (
     Tokens,
     WatchedSetting,
 )
-from pdproxy.observe.server_metrics import OTHER, SECONDS, ServedModels, ServerMetrics
+from pdproxy.observe.request_metrics import OTHER, SECONDS, KeyMetrics, ServedModels, ServerMetrics
 from pdproxy.request import Endpoint
 
 

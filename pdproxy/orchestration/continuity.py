@@ -69,7 +69,7 @@ class Continuity:
             case _:
                 self.form = self._first_form(node)
                 self.journal = Journal() if self.form.route is StreamRoute.JOURNALED else None
-        self.transcript.begin_leg(self.form)
+        self.transcript.begin_leg(self.form, may_move=self.left > 0 or self._move is Move.CONTINUED)
         return self.form
 
     def _first_form(self, node: Node) -> LegForm:

@@ -1,6 +1,5 @@
 """Reads the stream of one decode leg: bytes from the node in, bytes for the client out."""
 
-import functools
 import re
 from collections.abc import AsyncIterator, Callable
 
@@ -34,11 +33,11 @@ class UsageEventFilter:
         return bool(self._held)
 
     def is_usage_event(self, data: bytes) -> bool:
-        return _USAGE_EVENT in data
+        return data.find(_USAGE_EVENT) >= 0
 
     def feed(self, data: bytes, seen: bytes) -> bytes:
         """What the client may see now; ``seen`` is what it shall see of the event that has this data."""
-        if FINISH_REASON in data:
+        if data.find(FINISH_REASON) >= 0:
             self._held += seen
             return b""
         return self.flush() + seen if self._held else seen
@@ -122,18 +121,24 @@ class DecodeStream:
         self.ended = True
         return b""
 
-    async def pipe_to(self, sink: Sink) -> None:
-        """Write what the client sees of each piece, maybe nothing, until one needs `read_next`: error or end."""
-        if self.has_begun and self._pending_error is None and not self.ended:
-            await self._response.pipe_to(functools.partial(self._write_piece, sink))
+    async def pipe_to(self, sink: Sink, passed_on: Sink) -> None:
+        """Write what the client sees of each piece, until one needs `read_next`: error or end.
 
-    def _write_piece(self, sink: Sink, piece: bytes) -> bool:
-        try:
-            seen = self._client_bytes(piece)
-        except NodeFault as fault:
-            self._pending_error = fault
-            return False
-        return sink(seen) and self._pending_error is None
+        ``passed_on`` is called with each, which may be empty, once it is written; False: leave the next to `read_next`.
+        All of it runs within the callback that read the piece from the node's socket.
+        """
+
+        def write(piece: bytes) -> bool:
+            try:
+                seen = self._client_bytes(piece)
+            except NodeFault as fault:
+                self._pending_error = fault
+                return False
+            written = not seen or sink(seen)
+            return passed_on(seen) and written and self._pending_error is None
+
+        if self.has_begun and self._pending_error is None and not self.ended:
+            await self._response.pipe_to(write)
 
     def _check_rest(self) -> None:
         """Raise the error that the node may have reported in what was not passed on, at the end of the body."""
@@ -162,7 +167,7 @@ class DecodeStream:
             return b""
         if not self.has_data_event:
             self._tail = self._ticket_tail()
-        if b'"usage":{' in event.data:
+        if event.data.find(b'"usage":{') >= 0:
             self._note_usage(event.data)
             if self._usage_filter is not None and self._usage_filter.is_usage_event(event.data):
                 return self._usage_filter.on_usage_event(event.data)

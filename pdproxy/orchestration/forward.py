@@ -8,11 +8,11 @@ from pdproxy.failures import Blame, Moment, Step, blame
 from pdproxy.legs.calls import ANSWER_BYTES
 from pdproxy.nodes.node import Node, Role
 from pdproxy.observe.labels import Leg
-from pdproxy.orchestration.admission import Admission
 from pdproxy.orchestration.client_errors import final_error, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext, remaining_seconds
 from pdproxy.orchestration.node_picker import RetryState
 from pdproxy.orchestration.request_queue import Asked
+from pdproxy.orchestration.resources import Admission
 from pdproxy.planning.plan import choose
 from pdproxy.planning.plan_types import NoNode, PlanInput, UnknownModel
 from pdproxy.request import Headers

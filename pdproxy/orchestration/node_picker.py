@@ -16,13 +16,12 @@ from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import NO_LOAD, LegLoad
 from pdproxy.observe.labels import Affinity, Leg, Move, Phase
-from pdproxy.orchestration.admission import Admission
 from pdproxy.orchestration.cache_route import CacheRoute
 from pdproxy.orchestration.client_errors import final_error, no_node_error, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext, deadline_passed
 from pdproxy.orchestration.in_flight import LegFailure, Timeline
 from pdproxy.orchestration.request_queue import Asked
-from pdproxy.orchestration.resources import HandOver
+from pdproxy.orchestration.resources import Admission, HandOver
 from pdproxy.planning.plan import choose, plan
 from pdproxy.planning.plan_types import NoNode, Plan, PlanInput, UnknownModel
 from pdproxy.request import Headers, LocalReason, SubRequest

@@ -1,7 +1,6 @@
 """A streamed answer: passed on as it comes, moved to another node when its node fails, and always ended properly."""
 
 import asyncio
-import functools
 from collections.abc import Callable
 
 from pdproxy.errors import ClientError, NodeFault
@@ -49,7 +48,7 @@ class Relay(ResponseStream):
         self._leaving = asyncio.Event()
         self._node_down = False
         self._done = False
-        self._progress_at = 0.0
+        self._progress_due = 0.0
         self._passed_on_at = 0.0
         self._ticket_tail: int | None = None
         self._moved: Move | None = None
@@ -68,11 +67,7 @@ class Relay(ResponseStream):
     async def pipe_to(self, sink: Sink) -> None:
         """See `ResponseStream`. Returns where the node leaves, fails or ends its answer: the next read decides."""
         if self._decode_stream is not None and not self._ready and not self._leaving.is_set():
-            await self._decode_stream.pipe_to(functools.partial(self._write_piece, sink))
-
-    def _write_piece(self, sink: Sink, piece: bytes) -> bool:
-        self._passed_on(piece)
-        return (not piece or sink(piece)) and not self._leaving.is_set()
+            await self._decode_stream.pipe_to(sink, self._passed_on)
 
     async def aclose(self) -> None:
         """End the legs, release what they hold. Idempotent."""
@@ -155,15 +150,17 @@ class Relay(ResponseStream):
         move = None if self._continuity.complete else self._continuity.possible_move(name)
         return None if move is None or not self._upstream.nodes.other_than(name, move) else move
 
-    def _passed_on(self, piece: bytes) -> None:
-        """Something came from the node, and this of it goes to the client."""
+    def _passed_on(self, piece: bytes) -> bool:
+        """Something came from the node, and this of it goes to the client; whether the stream stays on the node."""
         now = self._context.clock.now()
         if piece:
-            self._record_move()
+            if self._moved is not None:
+                self._record_move()
             self._passed_on_at = now
-        if now >= self._progress_at + PROGRESS_SECONDS:
-            self._progress_at = now
+        if now >= self._progress_due:
+            self._progress_due = now + PROGRESS_SECONDS
             self._upstream.resources.progress()
+        return not self._leaving.is_set()
 
     async def _on_fault(self, decode_stream: DecodeStream, fault: NodeFault) -> bytes:
         """The node failed in the middle of its answer."""

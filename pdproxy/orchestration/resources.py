@@ -1,11 +1,17 @@
-"""What a request holds on nodes, and how it is given back on every exit."""
+"""What a request holds on nodes and in the queue, and how it is given back on every exit.
+
+Some lines over 300: whoever asks whether anything is left behind finds all of it here.
+"""
 
 import asyncio
 import dataclasses
+import functools
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
 
+from pdproxy.clock import Clock
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.failures import RELEASE_RETRIES, Moment, RetryOptions, Step, decide
 from pdproxy.legs.calls import NOTHING_HELD, PrefillAnswer, release
@@ -15,10 +21,12 @@ from pdproxy.nodes.pool_entry import NO_LOAD, LegLoad, Slot
 from pdproxy.observe.labels import Attempt, Leg
 from pdproxy.observe.tracing import NO_LEG_SPAN, LegSpan, leg_span
 from pdproxy.orchestration.context import OrchestrationContext
+from pdproxy.orchestration.request_queue import Asked, RequestQueue, Waiter
 from pdproxy.request import Headers, SubRequest
 from pdproxy.transport.port import HttpResponse
 
 _LOG = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,32 +58,49 @@ Interrupt = Callable[[BaseException], None]
 """Ends the wait for a leg's answer: the error is raised there. The first one counts."""
 
 
-@asynccontextmanager
-async def fail_if_node_down(slot: Slot, alternative_exists: Callable[[], bool]) -> AsyncIterator[Interrupt]:
+class LegWait:
     """Wait inside for a leg's answer: a STALL fault, as soon as active health has given its node up.
 
-    Where no alternative exists the leg waits on, for the node may come back. What is yielded ends it with an error.
+    Where no alternative exists the leg waits on, for the node may come back. What entering gives ends it with an error.
+    It works as `asyncio.timeout` does, by cancelling the task and taking that back, and costs a third of one.
     """
-    now = asyncio.get_running_loop().time
-    scope = asyncio.timeout(None)
-    errors: list[BaseException] = []
 
-    def interrupt(error: BaseException) -> None:
-        if not scope.expired():
-            errors.append(error)
-            scope.reschedule(now())
+    __slots__ = ("_alternative_exists", "_cancelled", "_cancelling", "_error", "_handle", "_slot", "_task")
 
-    try:
-        async with scope:
-            slot.on_node_down(lambda: interrupt(node_down_fault()) if alternative_exists() else None)
-            try:
-                yield interrupt
-            finally:
-                slot.on_node_down(None)
-    except TimeoutError as error:
-        if not scope.expired():
-            raise
-        raise errors[0] from error
+    def __init__(self, slot: Slot, alternative_exists: Callable[[], bool]) -> None:
+        self._slot = slot
+        self._alternative_exists = alternative_exists
+        self._error: BaseException | None = None
+        self._handle: asyncio.Handle | None = None
+        self._cancelled = False
+
+    def __enter__(self) -> Interrupt:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._cancelling = task, task.cancelling()
+        self._slot.on_node_down(self._on_node_down)
+        return self._interrupt
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        self._slot.on_node_down(None)
+        if self._handle is None:
+            return
+        self._handle.cancel()  # where the wait ended first
+        ours = self._cancelled and self._task.uncancel() <= self._cancelling
+        if ours and kind is asyncio.CancelledError and self._error is not None:
+            raise self._error from error
+
+    def _on_node_down(self) -> None:
+        if self._alternative_exists():
+            self._interrupt(node_down_fault())
+
+    def _interrupt(self, error: BaseException) -> None:
+        if self._handle is None:  # later, for the task itself may be calling
+            self._error, self._handle = error, asyncio.get_running_loop().call_soon(self._cancel)
+
+    def _cancel(self) -> None:
+        self._cancelled = True
+        self._task.cancel()
 
 
 class BackgroundTasks:
@@ -225,3 +250,70 @@ class HeldResources:
         if self._slot is not None:
             self._slot.release()
             self._slot = None
+
+
+class Admission:
+    """One prompt on its way through the queue; to be ended on every exit.
+
+    Attributes:
+        runs: it counts among those that run.
+    """
+
+    __slots__ = ("_asked", "_clock", "_computing", "_queue", "_waiter", "runs")
+
+    def __init__(self, queue: RequestQueue, clock: Clock, asked: Asked) -> None:
+        self._queue = queue
+        self._clock = clock
+        self._asked = asked
+        self._waiter: Waiter | None = None
+        self._computing: str | None = None
+        self.runs = False
+
+    async def begin(self, attempt: Callable[[bool], T | None], lane: Callable[[], str]) -> T:
+        """What ``attempt`` returns once there is room: until then that is None. Raises as `RequestQueue.wait`.
+
+        Where there is room and nothing waits, the loop gets no turn. ``attempt`` is told whether the key runs more than
+        its share, and has less room. ``lane``: its model; called if it waits.
+        """
+        begun: list[T] = []
+        start = functools.partial(self._start, attempt, begun)
+        if not self._queue.begin_at_once(self._asked, start):
+            self._waiter = await self._queue.wait(self._asked, lane(), start)
+        return begun[0]
+
+    def planned(self, node: str) -> None:
+        """A node is to compute the prompt; not the one of an earlier plan any more."""
+        self._drop()
+        self._computing = node
+        self._queue.backlog.add(node, self._asked.key, self._asked.prompt, self._clock.now())
+
+    def computed(self) -> None:
+        """The prompt is computed: there may be room for one that waits. Idempotent."""
+        node, self._computing = self._computing, None
+        if node is not None:
+            self._queue.backlog.computed(node, self._asked.key, self._asked.prompt, self._clock.now())
+            self._queue.room_changed()
+
+    def used(self, tokens: int) -> None:
+        """It has cost so many tokens, of prompt and answers. One that did not wait was not charged at all."""
+        if self._waiter is not None:
+            self._queue.correct(self._waiter, tokens)
+
+    def end(self) -> None:
+        """It runs no more. Idempotent."""
+        self._drop()
+        if self.runs:
+            self.runs = False
+            self._queue.ended(self._asked)
+
+    def _drop(self) -> None:
+        node, self._computing = self._computing, None
+        if node is not None:
+            self._queue.backlog.drop(node, self._asked.key, self._asked.prompt)
+
+    def _start(self, attempt: Callable[[bool], T | None], begun: list[T], over_share: bool) -> bool:
+        result = attempt(over_share)
+        if result is not None:
+            begun.append(result)
+            self.runs = True
+        return self.runs

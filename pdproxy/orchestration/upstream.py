@@ -33,8 +33,8 @@ from pdproxy.orchestration.resources import (
     BackgroundTasks,
     HandOver,
     HeldResources,
+    LegWait,
     begin_leg_span,
-    fail_if_node_down,
 )
 from pdproxy.planning.demand import Decoded, Prefilled
 from pdproxy.planning.plan_types import Plan
@@ -205,10 +205,9 @@ class UpstreamRequest:
         load, headers, began = self.nodes.load(node, Leg.PREFILL), self.nodes.begin_leg(node), context.clock.now()
         span = begin_leg_span(context, asked, Leg.PREFILL, node)
         try:
-            with self.resources.prefilling(node, hand_over_id, tokens, load) as slot:
-                async with fail_if_node_down(slot, self.nodes.possible):
-                    with span:
-                        answer = await prefill(context.transport, node, asked.endpoint, leg, headers, timeouts)
+            held = self.resources.prefilling(node, hand_over_id, tokens, load)
+            with held as slot, LegWait(slot, self.nodes.possible), span:
+                answer = await prefill(context.transport, node, asked.endpoint, leg, headers, timeouts)
         except NodeFault as fault:
             span.failed(fault.fault)
             raise
@@ -237,7 +236,7 @@ class UpstreamRequest:
         leg = decode_body(asked.endpoint, body, ticket, form.additions)
         timeouts = self._context.config.decode_timeouts(self.remaining_seconds())
         self.timeline.enter(Phase.HANDOVER, node.name)
-        async with fail_if_node_down(self.resources.slot, self.nodes.possible):
+        with LegWait(self.resources.slot, self.nodes.possible):
             headers = self.nodes.begin_leg(node)
             with self._begin_decode_span(node):
                 response = await decode(transport, node, asked.endpoint, leg, headers, timeouts, form)
@@ -249,15 +248,15 @@ class UpstreamRequest:
     async def _decode_waiting(self, node: Node, body: Json, form: LegForm, read_answer: ReadAnswer[Result]) -> Result:
         rendezvous, asked, transport = self._rendezvous, self.sub_request, self._context.transport
         assert rendezvous is not None
-        async with fail_if_node_down(self.resources.slot, self.nodes.possible) as interrupt:
-            with rendezvous.waiting(node, interrupt) as wait:
-                leg = decode_body(asked.endpoint, body, wait.instead, form.additions)
-                headers = self.nodes.begin_leg(node)
-                with self._begin_decode_span(node):
-                    response = await decode(transport, node, asked.endpoint, leg, headers, wait.timeouts, form)
-                if not asked.shape.stream:  # the head of a stream says nothing: it comes before the ticket
-                    self.timeline.enter(Phase.DECODE, node.name)
-                result = await read_answer(self.resources.hold_response(response))
+        leg_wait = LegWait(self.resources.slot, self.nodes.possible)
+        with leg_wait as interrupt, rendezvous.waiting(node, interrupt) as wait:
+            leg = decode_body(asked.endpoint, body, wait.instead, form.additions)
+            headers = self.nodes.begin_leg(node)
+            with self._begin_decode_span(node):
+                response = await decode(transport, node, asked.endpoint, leg, headers, wait.timeouts, form)
+            if not asked.shape.stream:  # the head of a stream says nothing: it comes before the ticket
+                self.timeline.enter(Phase.DECODE, node.name)
+            result = await read_answer(self.resources.hold_response(response))
         self.timeline.enter(Phase.DECODE, node.name)
         if not rendezvous.prefilled:
             await self._forgo_ticket(wait)

@@ -24,7 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from pdproxy.errors import ClientError, PdproxyError
 from pdproxy.response import SINK_EXTENSION
-from pdproxy.server.response_writer import ResponseWriter, direct_write, unchunked
+from pdproxy.server.response_writer import ResponseWriter, unchunked
 
 FRAMING = (b"content-length", b"transfer-encoding")
 
@@ -150,7 +150,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if version == "1.0":
             unchunked(self.cycle)
         else:
-            self.scope["extensions"] = {SINK_EXTENSION: {"sink": direct_write(self.cycle, self._writer)}}
+            self.scope["extensions"] = {SINK_EXTENSION: {"sink": self._writer.sink_of(self.cycle)}}
         self._state, self._framing_bytes = ReceiveState.BODY, 0
 
     def on_body(self, body: bytes) -> None:

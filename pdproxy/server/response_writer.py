@@ -46,11 +46,24 @@ class ResponseWriter(asyncio.Transport):
             self._loop.call_soon(self._flush)
         self._unwritten.append(bytes(data))
 
-    def write_now(self, data: bytes) -> None:
-        """Write at once."""
-        if self._unwritten:
-            self._flush()
-        self._inner.write(data)
+    def sink_of(self, cycle: RequestResponseCycle) -> Sink:
+        """The sink of one response, in place of ASGI's ``send``; see `pdproxy.response.SINK_EXTENSION`.
+
+        Writes chunks as uvicorn does, each at once.
+        """
+        inner = self._inner
+
+        def write(piece: bytes) -> bool:
+            if cycle.disconnected:
+                return False
+            if cycle.response_complete or not cycle.chunked_encoding:
+                raise RuntimeError("only pieces of a body whose length is not known go this way, after its head")
+            if self._unwritten:
+                self._flush()
+            inner.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            return not cycle.flow.write_paused
+
+        return write
 
     def get_write_buffer_size(self) -> int:
         """Bytes that are not written yet."""
@@ -118,23 +131,6 @@ class ResponseWriter(asyncio.Transport):
             self._inner.abort()
         else:
             self._check_later()
-
-
-def direct_write(cycle: RequestResponseCycle, writer: ResponseWriter) -> Sink:
-    """The sink of one response, in place of ASGI's ``send``; see `pdproxy.response.SINK_EXTENSION`.
-
-    Writes chunks as uvicorn does.
-    """
-
-    def write(piece: bytes) -> bool:
-        if cycle.disconnected:
-            return False
-        if cycle.response_complete or not cycle.chunked_encoding:
-            raise RuntimeError("only pieces of a body whose length is not known go this way, after its head")
-        writer.write_now(b"%x\r\n%b\r\n" % (len(piece), piece))
-        return not cycle.flow.write_paused
-
-    return write
 
 
 class UnchunkedCycle(RequestResponseCycle):

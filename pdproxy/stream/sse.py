@@ -40,7 +40,7 @@ class SseParser:
         if not self.rest and _is_one_data_line(piece):
             return [Event(piece, b"", piece[6:-2])]
         block = self.rest + piece
-        ends = _ends_lf(block) if b"\r" not in block else _ends_any(block)
+        ends = _ends_lf(block) if block.find(b"\r") < 0 else _ends_any(block)
         events = [_event(block[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
         self.rest = block[ends[-1] :] if ends else block
         if len(self.rest) > EVENT_BYTES:
@@ -77,7 +77,7 @@ def _is_one_data_line(block: bytes) -> bool:
         block.startswith(b"data: ")
         and block.find(b"\n") == len(block) - 2
         and block[-1:] == b"\n"
-        and b"\r" not in block
+        and block.find(b"\r") < 0  # `in` would cost five times as much: see `chunks`
     )
 
 

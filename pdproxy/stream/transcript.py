@@ -2,7 +2,7 @@
 
 Completions and chat are followed token by token, unless their journal is kept; of messages and responses, and of
 streams with a journal, only the end and errors are noticed. Bytes are passed on untouched where nothing has to be taken
-out or corrected.
+out or corrected. Why ``find`` and not ``in``: see `chunks`.
 """
 
 import collections
@@ -21,16 +21,16 @@ from pdproxy.stream.chunks import (
     TICKET,
     Chunk,
     ChunkChoice,
+    EventFrame,
     data_event,
     fast_path,
     parse_object,
     rewrite_event,
+    without_ids,
 )
 from pdproxy.stream.sse import Event
 from pdproxy.usage import Usage, with_cached_tokens
 
-_ID_LISTS = re.compile(rb'("(?:prompt_)?token_ids":)\s*\[[\d,\s]*\]')
-"""Cannot match inside a JSON string: its quotes would be escaped."""
 LAST_EVENTS = frozenset({b"message_stop", b"response.completed", b"response.failed", b"response.incomplete"})
 CHUNKED = (Endpoint.COMPLETIONS, Endpoint.CHAT)
 """Endpoints whose streams consist of chunks with token ids."""
@@ -67,13 +67,16 @@ class Transcript:
         self._strips = Addition.TOKEN_IDS in shape.additions
         self._finishes = 0
         self._first: Chunk | None = None
+        self._frame: EventFrame | None = None
+        """Of the last event that the fast path read by its pattern."""
         self._again = False
         """A second node's stream is being appended."""
 
-    def begin_leg(self, form: LegForm) -> None:
-        """The next events are the answer to a leg of this form: by that they have token ids to follow, or not."""
+    def begin_leg(self, form: LegForm, *, may_move: bool = True) -> None:
+        """The next events are the answer to a leg of this form: by that they have token ids to follow, or not. Those
+        that the client asked for itself are followed where the stream may move."""
         self._strips = Addition.TOKEN_IDS in form.additions
-        asked = self.shape.continuable and Addition.TOKEN_IDS in self.shape.asked
+        asked = may_move and self.shape.continuable and Addition.TOKEN_IDS in self.shape.asked
         self._follows = self._strips or (asked and form.route is StreamRoute.ENDPOINT)
 
     def checkpoint(self) -> Checkpoint:
@@ -135,9 +138,19 @@ class Transcript:
             return None
         if not self._strips:
             return raw if not self._follows and self._unremarkable(raw) else None
+        frame = self._frame
+        token = None if frame is None else frame.read(raw)
+        if frame is None or token is None:
+            return self._take_by_pattern(raw)
+        text, token_id, text_to = token
+        self.choices[frame.choice].append(text, [token_id])
+        return raw[:text_to] + frame.rest
+
+    def _take_by_pattern(self, raw: bytes) -> bytes | None:
         event = fast_path(raw)
         if event is None:
             return None
+        self._frame = EventFrame.of(raw, event)
         # Never diverges: that needs a continuation, which is excluded above.
         self.choices[event.choice].append(event.text, event.token_ids)
         return raw[: event.ids_from] + b"null" + raw[event.ids_to :]
@@ -148,11 +161,11 @@ class Transcript:
         No pattern can match inside a JSON string: quotes are escaped there, and line ends too.
         """
         end = len(raw) - 2
-        if b'"usage":' in raw or TICKET in raw or not raw.endswith(b"}\n\n") or b"\r" in raw:
+        if raw.find(b'"usage":') >= 0 or raw.find(TICKET) >= 0 or not raw.endswith(b"}\n\n") or raw.find(b"\r") >= 0:
             return False
         line = raw.find(b"\n")
         if self.endpoint in CHUNKED:
-            return line == end and raw.startswith(b'data: {"id":') and FINISH_REASON not in raw
+            return line == end and raw.startswith(b'data: {"id":') and raw.find(FINISH_REASON) < 0
         if not raw.startswith(b"event: ") or raw[7:line] in _LOOKED_AT:
             return False
         return raw.startswith(b"\ndata: {", line) and raw.find(b"\n", line + 1) == end
@@ -222,7 +235,7 @@ class Transcript:
         seen = self.take_fast_path(event.raw)
         if seen is not None:
             return seen
-        if ABORTED in data:
+        if data.find(ABORTED) >= 0:
             raise _aborted()
         if self._again or self._follows:
             return self._follow(event, Chunk(self.endpoint, parse_object(data)))
@@ -245,7 +258,7 @@ class Transcript:
         if chunk.empty and self._strips:
             return b""  # sent only because of the ids that we asked for
         seen = rewrite_event(self.endpoint, event, event.data or b"", self.cached_tokens)
-        return _ID_LISTS.sub(rb"\1null", seen) if self._strips else seen
+        return without_ids(seen) if self._strips else seen
 
     def _follow_choice(self, chunk_choice: ChunkChoice) -> bool:
         """Take one choice of a chunk; whether anything of it is new to the client."""

@@ -34,6 +34,7 @@ TICKET = {
     "remote_prefill_cached_tokens": 0,
 }
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+INFO = b'pdproxy_connector_info{rendezvous="true",resume="true"} 1.0\n'
 BACKLOG = 1024
 """Connections that may wait to be accepted: all of a round's, on a machine that is busy elsewhere."""
 Writes = tuple[bytes, ...]
@@ -79,20 +80,20 @@ class Book:
     def look_up(self, path: str, raw: bytes) -> Played:
         """The answer to a request."""
         if path == "/metrics":
-            return _at_once(200, b'pdproxy_connector_info{rendezvous="true",resume="true"} 1.0\n')
+            return at_once(200, INFO)
         if path == "/v1/models":
-            return _at_once(200, json.dumps({"object": "list", "data": [{"id": MODEL, "object": "model"}]}).encode())
+            return at_once(200, json.dumps({"object": "list", "data": [{"id": MODEL, "object": "model"}]}).encode())
         if path == "/version":
-            return _at_once(200, b'{"version":"0.32.0"}')
-        return self._generate(path, json.loads(raw)) if raw else _at_once(200, b"")
+            return at_once(200, b'{"version":"0.32.0"}')
+        return self._generate(path, json.loads(raw)) if raw else at_once(200, b"")
 
     def _generate(self, path: str, asked: dict[str, Any]) -> Played:
         params = asked.get("kv_transfer_params") or {}
         prefill, waits = params.get("do_remote_decode") is True, params.get("pdproxy_wait")
         if not prefill and waits is None and params.get("remote_engine_id") != TICKET["remote_engine_id"]:
-            return _at_once(400, error(400, "the bench wants every prompt to be prefilled elsewhere"))
+            return at_once(400, error(400, "the bench wants every prompt to be prefilled elsewhere"))
         if asked.get("max_tokens") == TOKENS and prompt_of(path.removeprefix(STREAMS_PATH), asked) != [PROMPT]:
-            return _at_once(400, error(400, "the prompt has changed on its way"))
+            return at_once(400, error(400, "the prompt has changed on its way"))
         endpoint = path.removeprefix(STREAMS_PATH)
         question = ParsedRequest.of(endpoint, asked, 1)
         key = (path, prefill, question.count, question.stream, question.usage, question.ids)
@@ -127,7 +128,8 @@ def _chunked(pieces: Iterable[bytes]) -> list[bytes]:
     return [*(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces), b"0\r\n\r\n"]
 
 
-def _at_once(status: int, content: bytes) -> Played:
+def at_once(status: int, content: bytes) -> Played:
+    """An answer without a generation."""
     return Played(_whole(status, content))
 
 
@@ -156,12 +158,12 @@ class WaitingRoom:
         """The answer to a delivery; what waits for the ticket begins."""
         asked = json.loads(raw)
         if asked["kv_transfer_params"].get("remote_engine_id") != TICKET["remote_engine_id"]:
-            return _at_once(400, error(400, "the ticket has changed on its way"))
+            return at_once(400, error(400, "the ticket has changed on its way"))
         if asked["id"] in self._waiting:
             self._pacer.play(*self._waiting.pop(asked["id"]))
         else:
             self._early.add(asked["id"])
-        return _at_once(202, b"{}")
+        return at_once(202, b"{}")
 
 
 class Connection(asyncio.Protocol):

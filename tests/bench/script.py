@@ -7,7 +7,7 @@ from typing import Any
 from tests.fakes.vllm_answers import ParsedRequest
 
 TOKENS = 32
-MODEL = "bench"
+MODEL, KEY = "bench", "bench-key"
 PROMPT = " ".join(f"word{number}" for number in range(250))
 
 
@@ -37,8 +37,9 @@ def body(line: Line) -> dict[str, Any]:
 def request(line: Line) -> bytes:
     """The same as HTTP/1.1."""
     sent = json.dumps(body(line)).encode()
-    head = f"POST {line.path} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: {len(sent)}"
-    return head.encode() + b"\r\n\r\n" + sent
+    head = f"POST {line.path} HTTP/1.1\r\nhost: bench\r\nauthorization: Bearer {KEY}\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(sent)}\r\n\r\n"
+    return head.encode() + sent
 
 
 def prompt_of(path: str, asked: dict[str, Any]) -> object:

@@ -2,8 +2,8 @@
 
 from prometheus_client import CollectorRegistry
 
-from pdproxy.observe.key_metrics import MOST_KEYS, OTHER_KEYS, KeyMetrics
 from pdproxy.observe.labels import Outcome, Rejection, Tokens
+from pdproxy.observe.request_metrics import MOST_KEYS, OTHER_KEYS, KeyMetrics
 
 
 def test_a_known_key_begins_at_zero_and_is_asked_what_it_runs() -> None:

@@ -20,7 +20,7 @@ from pdproxy.observe.labels import (
     Tokens,
 )
 from pdproxy.observe.metrics import Metrics
-from pdproxy.observe.server_metrics import MOST_MODELS, SECONDS, TOKEN_SECONDS, RequestLabels
+from pdproxy.observe.request_metrics import MOST_MODELS, SECONDS, TOKEN_SECONDS, RequestLabels
 from pdproxy.request import Endpoint
 
 

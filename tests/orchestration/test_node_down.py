@@ -7,7 +7,8 @@ import pytest
 
 from pdproxy.errors import Fault
 from pdproxy.nodes.pool import Pool
-from pdproxy.orchestration.resources import fail_if_node_down
+from pdproxy.nodes.pool_entry import Slot
+from pdproxy.orchestration.resources import LegWait, node_down_fault
 from pdproxy.request import ClientRequest, Endpoint
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.orchestration.answers import read_answer
@@ -100,7 +101,7 @@ async def test_without_an_alternative_the_leg_waits_on() -> None:
         answer = asyncio.Event()
 
         async def wait() -> str:
-            async with fail_if_node_down(slot, lambda: False):
+            with LegWait(slot, lambda: False):
                 await answer.wait()
             return "here"
 
@@ -114,11 +115,47 @@ async def test_without_an_alternative_the_leg_waits_on() -> None:
         await cluster.close()
 
 
+async def _interrupted_twice(slot: Slot) -> None:
+    with LegWait(slot, lambda: True) as interrupt:
+        interrupt(RuntimeError("first"))
+        interrupt(RuntimeError("second"))
+        await asyncio.sleep(PATIENT)
+
+
+async def test_a_wait_that_ends_with_the_interruption_is_not_interrupted_later() -> None:
+    async with loopback_cluster(prefills=1, decodes=1) as cluster:
+        task = asyncio.current_task()
+        assert task is not None
+        with cluster.pool.acquire("d0") as slot:
+            with LegWait(slot, lambda: True) as interrupt:
+                interrupt(node_down_fault())
+            await asyncio.sleep(0)
+            with pytest.raises(RuntimeError, match="first"):
+                await _interrupted_twice(slot)
+        assert task.cancelling() == 0
+        await cluster.close()
+
+
+async def test_a_task_that_is_cancelled_as_well_stays_cancelled() -> None:
+    async with loopback_cluster(prefills=1, decodes=1) as cluster:
+
+        async def wait() -> None:
+            with cluster.pool.acquire("d0") as slot, LegWait(slot, lambda: True) as interrupt:
+                interrupt(node_down_fault())
+                waiting.cancel()
+                await asyncio.sleep(PATIENT)
+
+        waiting = asyncio.create_task(wait())
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert waiting.cancelled()
+        await cluster.close()
+
+
 async def test_a_timeout_raised_inside_is_not_a_node_down_fault() -> None:
     async with loopback_cluster(prefills=1, decodes=1) as cluster:
-        with cluster.pool.acquire("d0") as slot, pytest.raises(TimeoutError):
-            async with fail_if_node_down(slot, lambda: True):
-                raise TimeoutError
+        with cluster.pool.acquire("d0") as slot, pytest.raises(TimeoutError), LegWait(slot, lambda: True):
+            raise TimeoutError
         await cluster.close()
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pdproxy.request import Endpoint
-from pdproxy.stream.chunks import fast_path
+from pdproxy.stream.chunks import EventFrame, fast_path
 from tests.stream.engine import Engine, events
 
 TEXTS = ["a", "", "é", "\n", '"', "\\", '","token_ids":[9]}]}', "😀", "\u2028", "\ud83d"]
@@ -68,3 +68,49 @@ def test_the_fast_path_reads_any_number_of_token_ids(ids: str, meant: list[int])
     said = fast_path(data)
     assert said is not None
     assert (said.token_ids, data[said.ids_from : said.ids_to]) == (meant, ids.encode())
+
+
+FIRST = (HEAD + '"text":"a",' + COMPLETION.replace("[1,22]", "[7]")).encode()
+
+
+def frame() -> EventFrame:
+    read = fast_path(FIRST)
+    assert read is not None
+    return EventFrame.of(FIRST, read)
+
+
+@pytest.mark.parametrize("ascii_only", [True, False])
+@pytest.mark.parametrize("text", [*TEXTS, " two words", '"', "a\\"])
+def test_a_frame_reads_what_the_pattern_reads_or_nothing(text: str, ascii_only: bool) -> None:
+    quoted = json.dumps(text, ensure_ascii=ascii_only).encode("utf-8", "ignore")
+    data = HEAD.encode() + b'"text":' + quoted + b"," + COMPLETION.replace("[1,22]", "[99]").encode()
+    said, known = frame().read(data), fast_path(data)
+    assert known is not None
+    if said is None:
+        assert b"\\" in quoted or not text.isprintable()
+    else:
+        assert said == (known.text, known.token_ids[0], known.text_to - 1)
+        assert data[: said[2]] + frame().rest == data.replace(b"[99]", b"null")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        FIRST.replace(b'"1"', b'"2"'),
+        FIRST.replace(b'"index":3', b'"index":4'),
+        FIRST.replace(b"[7]", b"[7,8]"),
+        FIRST.replace(b"[7]", b"[]"),
+        FIRST.replace(b"[7]", b"[" + b"7" * 5000 + b"]"),
+        FIRST.replace(b'"finish_reason":null', b'"finish_reason":"stop"'),
+        FIRST.replace(b'"a"', b'"\xff"'),
+        FIRST.replace(b'"a"', b'"a""'),
+        FIRST[:-1],
+        FIRST + b"\n",
+        FIRST + FIRST,
+        FIRST[: len(FIRST) // 2],
+        b"",
+    ],
+)
+def test_a_frame_leaves_other_events_alone(data: bytes) -> None:
+    assert frame().read(FIRST) == ("a", 7, FIRST.index(b'"a"') + 2)
+    assert frame().read(data) is None

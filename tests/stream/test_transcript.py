@@ -8,7 +8,7 @@ import random
 import pytest
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.request import Addition, Continuation, Endpoint, NotContinuableReason, Shape
+from pdproxy.request import Addition, Continuation, Endpoint, LegForm, NotContinuableReason, Shape
 from pdproxy.stream.choice_state import NotContinuable
 from pdproxy.stream.transcript import Transcript
 from tests.stream.engine import Engine, events, heard
@@ -255,3 +255,15 @@ def test_why_each_choice_ended_is_kept_where_token_ids_are_followed() -> None:
     engine = Engine(("a", "b"))
     transcript = Transcript(engine.endpoint, shape(engine))
     assert [heard(take_all(transcript, engine.stream()))[1]] == transcript.finish_reasons
+
+
+@pytest.mark.parametrize("endpoint", CHUNKED)
+def test_ids_that_the_client_asked_for_are_followed_only_where_the_stream_may_move(endpoint: Endpoint) -> None:
+    engine = Engine(("a", " b", " c"), endpoint=endpoint)
+    stream = engine.stream()
+    for may_move in (True, False):
+        transcript = Transcript(endpoint, shape(engine, asked=ASKED_IDS))
+        transcript.begin_leg(LegForm(), may_move=may_move)
+        assert take_all(transcript, stream) == b"".join(stream)
+        assert (transcript.finished, transcript.ended) == (True, True)
+        assert bool(transcript.completion_tokens) is may_move
