@@ -32,7 +32,9 @@ _STOPPED = re.compile(rb'"stop_reason":\s*(?:"([^"\\]*)|null)')
 
 def chunk_reasons(data: bytes) -> list[str]:
     """The finish reasons in an event of completions or chat."""
-    return [reason.decode("utf-8", "replace") for reason in _FINISHED.findall(data)] if data.find(FINISH_REASON) >= 0 else []
+    if data.find(FINISH_REASON) < 0:
+        return []
+    return [reason.decode("utf-8", "replace") for reason in _FINISHED.findall(data)]
 
 
 def message_stop_reason(data: bytes) -> str | None:

@@ -7,7 +7,6 @@ out or corrected. Why ``find`` and not ``in``: see `chunks`.
 
 import collections
 import functools
-import re
 from typing import NamedTuple
 
 from pdproxy.errors import Fault, NodeFault
