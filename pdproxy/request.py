@@ -9,12 +9,12 @@ import dataclasses
 import enum
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
 
-from pdproxy.unparsed import json_of
+from pdproxy.unparsed import IdList, json_of
 
 Json: TypeAlias = Mapping[str, object]
 _READ = msgspec.json.Decoder().decode
@@ -286,6 +286,6 @@ class Continuation:
         forced: the text that a sampled continuation must begin with; a greedy one does so by itself.
     """
 
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int] | IdList
     produced_token_ids: tuple[int, ...]
     forced: str = ""

@@ -1,6 +1,7 @@
 """Fields of a client's body that are too long for the event loop to parse: their JSON goes to the nodes as it came."""
 
 from array import array
+from collections.abc import Sequence
 
 import msgspec
 
@@ -46,3 +47,22 @@ def json_of(value: object) -> msgspec.Raw:
     if isinstance(value, LargeValue):
         return value.raw
     raise TypeError(f"{type(value).__name__} is no JSON value")
+
+
+class IdList:
+    """The token ids of a long prompt as a node tells them: JSON without brackets, of which nothing is parsed."""
+
+    __slots__ = ("_count", "_joined")
+
+    def __init__(self, joined: bytes) -> None:
+        self._joined = joined
+        self._count = joined.count(b",") + 1
+
+    def __len__(self) -> int:
+        return self._count
+
+    def followed_by(self, ids: Sequence[int]) -> LargeValue:
+        """The prompt that goes on with these ids."""
+        more = msgspec.json.encode(ids)[1:-1]
+        raw = msgspec.Raw(b"[%b]" % b",".join(filter(None, (self._joined, more))))
+        return LargeValue(raw, array("I"), ids=len(self) + len(ids))

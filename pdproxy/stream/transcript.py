@@ -8,6 +8,7 @@ out or corrected.
 import collections
 import functools
 import re
+from array import array
 from typing import NamedTuple
 
 from pdproxy.errors import Fault, NodeFault
@@ -21,12 +22,14 @@ from pdproxy.stream.chunks import (
     TICKET,
     Chunk,
     ChunkChoice,
+    cut_prompt_token_ids,
     data_event,
     fast_path,
     parse_object,
     rewrite_event,
 )
 from pdproxy.stream.sse import Event
+from pdproxy.unparsed import IdList
 from pdproxy.usage import Usage, with_cached_tokens
 
 _ID_LISTS = re.compile(rb'("(?:prompt_)?token_ids":)\s*\[[\d,\s]*\]')
@@ -56,7 +59,7 @@ class Transcript:
         self.endpoint = endpoint
         self.shape = shape
         self.cached_tokens = cached_tokens
-        self.prompt_token_ids: tuple[int, ...] | None = None
+        self.prompt_token_ids: array[int] | IdList | None = None
         self.started = False
         """Generated text, ids or events reached the client."""
         self.ended = False
@@ -212,10 +215,10 @@ class Transcript:
         if seen is not None:
             return seen
         if self._again or self._follows:
-            return self._follow(event, Chunk(self.endpoint, parse_object(data)))
+            return self._follow_event(event, data)
         if not self.started:
-            chunk = Chunk(self.endpoint, parse_object(data))
-            self._first = self._first or chunk
+            chunk = Chunk(self.endpoint, parse_object(cut_prompt_token_ids(data)[0]))
+            self._first = self._first or chunk.head()
             self.started = any(choice.has_output for choice in chunk.choices)
         if FINISH_REASON in data:
             found = _FINISHED.findall(data)
@@ -223,10 +226,19 @@ class Transcript:
             self.finish_reasons += [reason.decode("utf-8", "replace") for reason in found]
         return rewrite_event(self.endpoint, event, data, self.cached_tokens)
 
+    def _follow_event(self, event: Event, data: bytes) -> bytes:
+        short, ids = cut_prompt_token_ids(data)
+        if ids is not None and self.prompt_token_ids is None:
+            self.prompt_token_ids = ids
+        if ids is not None and self._strips:
+            event = Event(b"data: %b\n\n" % short, event.name, short)
+        return self._follow(event, Chunk(self.endpoint, parse_object(short)))
+
     def _follow(self, event: Event, chunk: Chunk) -> bytes:
-        self._first = self._first or chunk
-        if chunk.prompt_token_ids is not None and self.prompt_token_ids is None:
-            self.prompt_token_ids = chunk.prompt_token_ids
+        self._first = self._first or chunk.head()
+        ids = chunk.take_prompt_token_ids()
+        if self.prompt_token_ids is None:
+            self.prompt_token_ids = ids
         visible = [self._follow_choice(choice) for choice in chunk.choices]
         if self._again:
             return self._adopted(chunk, self._first, any(visible))
