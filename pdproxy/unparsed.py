@@ -46,6 +46,8 @@ def json_of(value: object) -> msgspec.Raw:
     """For JSON encoders: what a value that they do not know is written as; raises TypeError for other kinds."""
     if isinstance(value, LargeValue):
         return value.raw
+    if isinstance(value, msgspec.Raw):
+        return value
     raise TypeError(f"{type(value).__name__} is no JSON value")
 
 

@@ -1,4 +1,4 @@
-"""A client's body that is too long to be parsed at once: read in steps between which other requests have their turn.
+"""Bodies that are too long to be parsed at once: read in steps between which other requests have their turn.
 
 The time that JSON takes goes by its length and, more, by the objects that are made of it: 8 MB of messages or a
 million token ids are 50 ms and more, in which no other stream moves; a thread would not help, for a parser in C keeps
@@ -39,6 +39,8 @@ _LONG = ("prompt", "messages", "input")
 _DEPTH = 5
 """How deep texts lie in messages: message, content, part, text. Each level is gone through once more, so that a bound
 is needed: what lies deeper is not looked at."""
+_ANSWER_DEPTH = 3
+"""Of an answer: its fields, its choices, and the fields of those."""
 _ID_CHARACTERS = b"0123456789, \n\r\t"
 
 Result = TypeVar("Result")
@@ -66,6 +68,39 @@ async def in_turns(steps: Steps[Result]) -> Result:
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
         await asyncio.sleep(0)
+
+
+def partly(raw: bytes) -> Steps[object]:
+    """A JSON value whose long parts are left as they are, below the fields of the items of its lists.
+
+    Raises:
+        ValueError: it is no JSON.
+        RecursionError: it is nested too deeply.
+    """
+    try:
+        return (yield from _partly(msgspec.Raw(raw.strip()), _ANSWER_DEPTH))
+    except msgspec.MsgspecError:
+        return read_json(raw)
+
+
+def _partly(raw: msgspec.Raw, depth: int) -> Steps[object]:
+    begin = bytes(memoryview(raw)[:1])
+    yield
+    if len(raw) <= SMALL:
+        return read_json(bytes(raw))
+    if depth and begin == b"{":
+        fields = dict[str, object]()
+        for name, value in _FIELDS(raw).items():
+            fields[name] = yield from _partly(value, depth - 1)
+        return fields
+    if depth and begin == b"[":
+        values = list[object]()
+        for batch in _batches(_ITEMS(raw)):
+            alone = len(batch) == 1
+            values += [(yield from _partly(batch[0], depth - 1))] if alone else _parsed(batch)
+            yield
+        return values
+    return raw
 
 
 def _large_object(raw: bytes) -> Steps[dict[str, object]]:

@@ -5,15 +5,19 @@ import json
 import time
 from typing import Any
 
+import msgspec
 import pytest
 
-from pdproxy.errors import ClientError
+from pdproxy.errors import ClientError, Fault, NodeFault
+from pdproxy.legs.calls import outlined_object
 from pdproxy.legs.large import LARGE, read_object
 from pdproxy.legs.parse import parse, scrub, split
 from pdproxy.legs.prompt_text import MOST_IDS, prompt_ids, prompt_parts
 from pdproxy.legs.rewrite import decode_body, prefill_body
 from pdproxy.legs.shape import estimated_prompt_tokens, max_prompt_tokens, shape
+from pdproxy.orchestration.fanout import merge_answers
 from pdproxy.request import Endpoint, write_json
+from pdproxy.stream.chunks import choices_of
 from pdproxy.unparsed import LargeValue
 
 LINE = 'She said: "no", and\nwent on to über-long texts, \\o/ дальше. '
@@ -157,3 +161,30 @@ async def test_others_have_their_turn_while_a_long_body_is_read() -> None:
     await read_object(Endpoint.CHAT, raw)
     watching.cancel()
     assert longest < at_once / 3
+
+
+LOGPROBS = {"tokens": ["a"] * LARGE, "token_logprobs": [-0.5] * LARGE}
+CHOICE = {"index": 0, "text": "a", "logprobs": LOGPROBS, "finish_reason": "length"}
+ANSWER = {"id": "x", "choices": [CHOICE], "usage": {"prompt_tokens": 3}, "kv_transfer_params": None}
+
+
+async def test_of_a_long_answer_the_long_parts_stay_unparsed() -> None:
+    answer = await outlined_object(json.dumps(ANSWER).encode())
+    assert answer["usage"] == ANSWER["usage"]
+    (choice,) = choices_of(answer)
+    assert (choice["finish_reason"], choice["text"]) == ("length", "a")
+    assert isinstance(choice["logprobs"], msgspec.Raw)
+    assert json.loads(write_json(answer)) == ANSWER
+
+
+async def test_long_answers_of_several_prompts_become_one() -> None:
+    answers = [await outlined_object(json.dumps(ANSWER).encode()) for _ in range(2)]
+    merged = json.loads(write_json(merge_answers(answers)))
+    assert merged["choices"] == [{**CHOICE, "index": index} for index in range(2)]
+
+
+@pytest.mark.parametrize("raw", [b'{"a":"%b"' % (b"a" * LARGE), b'["%b"]' % (b"a" * LARGE), b"[" * LARGE])
+async def test_a_long_answer_that_is_no_object_is_a_fault(raw: bytes) -> None:
+    with pytest.raises(NodeFault) as error:
+        await outlined_object(raw)
+    assert error.value.fault is Fault.INVALID_BODY
