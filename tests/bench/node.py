@@ -1,4 +1,4 @@
-"""A mock vLLM node in a process of its own: `python -m tests.bench.node PORT STEP_MS`.
+"""A mock vLLM node in a process of its own: `python -m tests.bench.node PORT STEP_MS [ADDRESSES]`.
 
 It answers a handful of different requests from memory, and paces its answers as an engine does: all streams that run
 get their next token in the same step. A decode request without a good ticket, or with another prompt, is refused; one
@@ -201,14 +201,19 @@ class Connection(asyncio.Protocol):
             self._pacer.play(self._transport, played.steps)
 
 
-async def serve(port: int, step: float) -> None:
-    """Until the process ends."""
+def addresses(count: int) -> list[str]:
+    """So many of this machine's own, 127.0.0.1 first."""
+    return [f"127.0.{number // 250}.{number % 250 + 1}" for number in range(count)]
+
+
+async def serve(port: int, step: float, count: int) -> None:
+    """Until the process ends; the same at each of so many addresses."""
     book, pacer = Book(), Pacer(step)
     room = WaitingRoom(pacer)
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Connection(book, pacer, room), "127.0.0.1", port, backlog=BACKLOG)
+    server = await loop.create_server(lambda: Connection(book, pacer, room), addresses(count), port, backlog=BACKLOG)
     await server.serve_forever()
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(int(sys.argv[1]), float(sys.argv[2]) / 1000))
+    uvloop.run(serve(int(sys.argv[1]), float(sys.argv[2]) / 1000, int(next(iter(sys.argv[3:]), "1"))))
