@@ -36,6 +36,8 @@ TICKET = {
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 BACKLOG = 1024
 """Connections that may wait to be accepted: all of a round's, on a machine that is busy elsewhere."""
+HELD_TOKENS = 1000
+"""Of a stream that says no more after its first token."""
 Writes = tuple[bytes, ...]
 
 
@@ -62,10 +64,11 @@ class Pacer:
         self._playing.append((transport, list(reversed(steps))))
 
     def _step(self) -> None:
-        for transport, steps in self._playing:
+        here = [play for play in self._playing if not play[0].is_closing()]  # to write to one that is closed raises
+        for transport, steps in here:
             for piece in steps.pop():
                 transport.write(piece)
-        self._playing = [play for play in self._playing if play[1] and not play[0].is_closing()]
+        self._playing = [play for play in here if play[1]]
         if self._playing:
             asyncio.get_running_loop().call_later(self._seconds, self._step)
 
@@ -111,6 +114,8 @@ def _played(question: ParsedRequest, prefill: bool) -> Played:
     pieces = _chunked(events(question, cached))
     first = len(pieces) - question.count - 1 - 1 - question.usage
     last = first + question.count
+    if question.count == HELD_TOKENS:
+        return Played(HEAD, (tuple(pieces[: first + 1]),))
     middle = [(piece,) for piece in pieces[first + 1 : last - 1]]
     return Played(HEAD, (tuple(pieces[: first + 1]), *middle, tuple(pieces[last - 1 :])))
 

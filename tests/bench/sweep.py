@@ -5,17 +5,19 @@ nothing: memory of each), hang-ups (memory after clients that leave, cycle by cy
 process, the kernel's part of it included; memory is its resident set. Nodes are fakes, in processes of their own.
 """
 
+import argparse
 import asyncio
 import contextlib
 import os
 import resource
-import sys
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.bench.blocked import BODIES, MB, MeteredProxy, Nodes, metered_proxy, request, running_proxy
 from tests.bench.load import load
+from tests.bench.node import HELD_TOKENS
 from tests.bench.script import Line
 
 PROMPTS = (MB // 8, MB // 2, 2 * MB, 8 * MB)
@@ -23,12 +25,17 @@ STREAMS = (1, 8, 64, 256, 512)
 REQUESTS = 1024
 NODES = (1, 50, 500)
 """Of each role."""
-IDLE, LEAVERS, CYCLES = 10_000, 2_000, 12
 AT_ONCE = 64
 """Streams that are being opened."""
-HELD_MS = 30_000
-"""Between two steps of nodes whose streams are idle: all that are there get their first token with the first one."""
 ROOMY = ("--limits-concurrency", "20000")
+
+
+class Size(NamedTuple):
+    """How many streams are idle; how many leave in one of how many cycles."""
+
+    idle: int
+    leavers: int
+    cycles: int
 
 
 class Row(NamedTuple):
@@ -67,19 +74,19 @@ def show(row: Row) -> Row:
     return row
 
 
-async def prompts() -> Table:
+async def prompts(_: Size) -> Table:
     """CPU time by the prompt's length and kind."""
     rows = []
     async with metered_proxy() as proxy:
         for kind, make in BODIES.items():
-            for size in PROMPTS:
-                found = await proxy.measure(request(make(size)), 3)
-                figures = (f"{found.longest:.1f}", f"{found.total:.1f}", f"{found.total * MB / size:.1f}")
-                rows.append(show(Row(f"{kind}, {size / MB:g} MB", figures)))
+            for length in PROMPTS:
+                found = await proxy.measure(request(make(length)), 3)
+                figures = (f"{found.longest:.1f}", f"{found.total:.1f}", f"{found.total * MB / length:.1f}")
+                rows.append(show(Row(f"{kind}, {length / MB:g} MB", figures)))
     return Table("prompt", ("longest callback, ms", "all callbacks, ms", "ms for each MB"), rows)
 
 
-async def concurrency() -> Table:
+async def concurrency(_: Size) -> Table:
     """CPU time of a request by how many run at once."""
     rows = []
     async with running_proxy("pdproxy", Nodes(decode_ms=20.0)) as proxy:
@@ -91,7 +98,7 @@ async def concurrency() -> Table:
     return Table("streams at once", ("ms of CPU a request",), rows)
 
 
-async def nodes() -> Table:
+async def nodes(_: Size) -> Table:
     """CPU time of a request, and of a second without one, by the number of nodes."""
     rows = []
     for each in NODES:
@@ -140,7 +147,7 @@ class Idler(asyncio.Protocol):
             self.begun.set_exception(exc or ConnectionResetError("the stream ended before it began"))
 
 
-_HELD = request({"prompt": "Say nothing."})
+_HELD = request({"prompt": "Say nothing.", "max_tokens": HELD_TOKENS})
 
 
 @contextlib.asynccontextmanager
@@ -162,12 +169,12 @@ async def held(proxy: MeteredProxy, streams: int) -> AsyncIterator[None]:
             idler.transport.abort()
 
 
-async def idle() -> Table:
+async def idle(size: Size) -> Table:
     """Memory of a stream that has begun and says nothing."""
     most = (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 1000) // 2
     rows = []
-    for streams in (1000, min(IDLE, most)):
-        async with running_proxy("pdproxy", Nodes(decode_ms=HELD_MS), *ROOMY) as proxy:
+    for streams in sorted({min(each, most) for each in (size.idle // 10, size.idle)}):
+        async with running_proxy("pdproxy", Nodes(), *ROOMY) as proxy:
             before = resident(proxy.process.pid)
             async with held(proxy, streams):
                 await asyncio.sleep(2)
@@ -176,31 +183,44 @@ async def idle() -> Table:
     return Table("idle streams", ("KB of memory each",), rows)
 
 
-async def hang_ups() -> Table:
+async def hang_ups(size: Size) -> Table:
     """Memory after each cycle of streams whose clients leave."""
     rows = []
-    async with running_proxy("pdproxy", Nodes(decode_ms=2000), *ROOMY) as proxy:
-        for cycle in range(CYCLES):
-            async with held(proxy, LEAVERS):
+    async with running_proxy("pdproxy", Nodes(), *ROOMY) as proxy:
+        for cycle in range(size.cycles):
+            async with held(proxy, size.leavers):
                 top = resident(proxy.process.pid) / MB
             await asyncio.sleep(3)
             left = resident(proxy.process.pid) / MB
             rows.append(show(Row(f"{cycle + 1}", (f"{top:.1f}", f"{left:.1f}"))))
-    return Table("cycle of hang-ups", (f"memory with {LEAVERS} streams, MB", "after they left, MB"), rows)
+    return Table("cycle of hang-ups", (f"memory with {size.leavers} streams, MB", "after they left, MB"), rows)
 
 
-PARTS: Mapping[str, Callable[[], Awaitable[Table]]] = {
+PARTS: Mapping[str, Callable[[Size], Awaitable[Table]]] = {
     "prompts": prompts, "concurrency": concurrency, "nodes": nodes, "idle": idle, "hang-ups": hang_ups,
 }  # fmt: skip
 
 
-async def main(words: Sequence[str]) -> None:
+async def main(asked: argparse.Namespace) -> None:
+    """A signal ends it with all that it has started."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     tables = []
-    for name in words or PARTS:
+    for name in asked.parts or PARTS:
         print(f"{name} …", flush=True)
-        tables.append(await PARTS[name]())
+        tables.append(await PARTS[name](Size(asked.idle, asked.leavers, asked.cycles)))
     print("\n" + "\n\n".join(map(str, tables)))
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--idle", type=int, default=10_000, help="idle streams (default %(default)s)")
+    parser.add_argument("--leavers", type=int, default=2_000, help="streams of a cycle (default %(default)s)")
+    parser.add_argument("--cycles", type=int, default=12, help="of hang-ups (default %(default)s)")
+    return parser
+
+
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1:]))
+    asyncio.run(main(_parser().parse_args()))
