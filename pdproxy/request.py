@@ -9,14 +9,16 @@ import dataclasses
 import enum
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
 
+from pdproxy.unparsed import IdList, json_of
+
 Json: TypeAlias = Mapping[str, object]
 _READ = msgspec.json.Decoder().decode
-_WRITE = msgspec.json.Encoder().encode
+_WRITE = msgspec.json.Encoder(enc_hook=json_of).encode
 _WRITE_ALL = msgspec.json.Encoder(enc_hook=str).encode
 _PRINTABLE = re.compile(rb"[ -~]*").fullmatch
 
@@ -51,7 +53,8 @@ def write_json(value: object) -> bytes:
     try:
         return _WRITE(value)
     except UnicodeEncodeError:
-        return json.dumps(value, separators=(",", ":")).encode("ascii")
+        text = json.dumps(value, separators=(",", ":"), default=lambda each: json.loads(bytes(json_of(each))))
+        return text.encode("ascii")
 
 
 def write_json_line(value: object) -> str:
@@ -283,6 +286,6 @@ class Continuation:
         forced: the text that a sampled continuation must begin with; a greedy one does so by itself.
     """
 
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int] | IdList
     produced_token_ids: tuple[int, ...]
     forced: str = ""

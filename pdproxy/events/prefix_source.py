@@ -67,7 +67,10 @@ class EventPrefixSource:
         candidates = self._candidates(sub_request)
         if candidates is None or _is_short(sub_request.body, candidates.schemes):
             return None
-        worth = self._rates.role(Work.PREFILL).seconds(estimated_prompt_tokens(sub_request.body))
+        estimated = estimated_prompt_tokens(sub_request.body)
+        if estimated > 2 * MOST_TOKENS:
+            return None
+        worth = self._rates.role(Work.PREFILL).seconds(estimated)
         ids = await self._token_ids.of(sub_request.endpoint, sub_request.body, candidates.render, worth)
         if ids is None or len(ids) > MOST_TOKENS:
             return None

@@ -5,6 +5,7 @@ takes what decides the ids of a completion or a chat: prompt or messages, tools,
 generating endpoints know (truncation, media, responses, messages) is not asked about.
 """
 
+import asyncio
 import hashlib
 import math
 from array import array
@@ -17,6 +18,7 @@ from pdproxy.clock import Clock
 from pdproxy.credential import OwnHeaders, no_headers
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.legs.calls import outgoing_body
+from pdproxy.legs.large import LARGE
 from pdproxy.legs.shape import has_media
 from pdproxy.nodes.node import Node
 from pdproxy.nodes.preflight import exchange
@@ -24,6 +26,7 @@ from pdproxy.observe.event_metrics import EventMetrics
 from pdproxy.observe.labels import IdsOutcome
 from pdproxy.request import Endpoint, Json
 from pdproxy.transport.port import HttpRequest, Timeouts, Transport
+from pdproxy.unparsed import LargeValue, outline_of
 
 MOST_AT_ONCE = 64
 """Prompts that may be asked about at once."""
@@ -61,6 +64,9 @@ def given_ids(body: Json) -> Sequence[int] | None:
     own = body.get("kv_transfer_params")
     ids = own.get("prompt_token_ids") if isinstance(own, dict) else None
     ids = body.get("prompt") if ids is None else ids
+    if isinstance(ids, LargeValue):
+        known = ids.outline
+        return known if isinstance(known, array) and len(known) == ids.ids else None
     return ids if isinstance(ids, list) and ids and all(type(each) is int for each in ids) else None
 
 
@@ -70,7 +76,8 @@ def tokenize_body(endpoint: Endpoint, body: Json) -> Json | None:
         return None
     prompt = body.get("prompt")
     if endpoint is Endpoint.COMPLETIONS:
-        plain = isinstance(prompt, str) and not body.get("suffix") and body.get("prompt_embeds") is None
+        text = isinstance(outline_of(prompt), str)
+        plain = text and not body.get("suffix") and body.get("prompt_embeds") is None
         kept = {name: body[name] for name in ("model", "add_special_tokens") if body.get(name) is not None}
         return {**kept, "prompt": prompt} if plain else None
     if endpoint is not Endpoint.CHAT:
@@ -87,6 +94,13 @@ def _template_arguments(body: Json) -> dict[str, object]:
     if "reasoning_effort" in added and "enable_thinking" not in arguments:
         added["enable_thinking"] = added["reasoning_effort"] != "none"
     return arguments | added
+
+
+async def _digest(asked: bytes) -> bytes:
+    """That of a long question comes from a thread: hashing, unlike parsing, lets others run meanwhile."""
+    if len(asked) <= LARGE:
+        return hashlib.blake2b(asked, digest_size=16).digest()
+    return await asyncio.to_thread(lambda: hashlib.blake2b(asked, digest_size=16).digest())
 
 
 class TokenIds:
@@ -128,7 +142,7 @@ class TokenIds:
             self._metrics.token_ids(IdsOutcome.UNSUITABLE)
             return None
         asked = outgoing_body(question)
-        key = hashlib.blake2b(asked, digest_size=16).digest()
+        key = await _digest(asked)
         kept = self._kept.get(key)
         if kept is not None:
             self._kept.move_to_end(key)

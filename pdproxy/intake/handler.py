@@ -6,6 +6,8 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
+import msgspec
+
 from pdproxy.clock import Clock
 from pdproxy.credential import Secret
 from pdproxy.errors import ClientError
@@ -23,7 +25,8 @@ from pdproxy.intake.request_context import (
     unread,
 )
 from pdproxy.intake.session import session_of
-from pdproxy.legs.parse import check_values, parse, scrub
+from pdproxy.legs.large import read_object
+from pdproxy.legs.parse import check_values, scrub
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.orchestrator import Orchestrator
@@ -36,6 +39,13 @@ _IN_FORM = re.compile(rb'name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n--
 """The ``model`` field of a multipart form, such as audio comes in."""
 
 
+class _Named(msgspec.Struct):
+    """What is read of a body that goes to one node: nothing else of it is made an object."""
+
+    model: object = None
+
+
+_MODEL = msgspec.json.Decoder(_Named).decode
 _BY_SESSION = BY_CACHE | {Routing.SESSION}
 
 
@@ -91,7 +101,7 @@ class RequestHandler:
         arrived = self.clock.now()
         with self._admitted(context) as admitted:
             api_key = admitted.api_key
-            body = scrub(parse(endpoint, await self._read(context, admitted.reservation)))
+            body = scrub(await read_object(endpoint, await self._read(context, admitted.reservation)))
             watcher = DisconnectWatcher(context.receive)
             request = self._request(context, endpoint, body, arrived, watcher, api_key)
             if self.config.routing in _BY_SESSION:
@@ -229,10 +239,13 @@ def model_of(raw: bytes) -> str:
         ClientError: 413 for a body of too many values.
     """
     check_values(raw)
-    try:
-        body = read_json(raw)
-    except (ValueError, RecursionError):
-        field = _IN_FORM.search(raw)
-        return field.group(1).decode("utf-8", "replace") if field else ""
-    model = body.get("model") if isinstance(body, dict) else None
-    return model if isinstance(model, str) else ""
+    if not raw.startswith(b"--"):
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            model = _MODEL(raw).model
+            return model if isinstance(model, str) else ""
+        with contextlib.suppress(ValueError, RecursionError):
+            body = read_json(raw)
+            model = body.get("model") if isinstance(body, dict) else None
+            return model if isinstance(model, str) else ""
+    field = _IN_FORM.search(raw)
+    return field.group(1).decode("utf-8", "replace") if field else ""

@@ -6,6 +6,7 @@ import secrets
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.finish_reasons import is_aborted
+from pdproxy.legs.large import LARGE, in_turns, partly
 from pdproxy.legs.rewrite import delivery_body, release_body, resume_body
 from pdproxy.nodes.node import Node
 from pdproxy.request import Endpoint, Headers, Json, LegForm, StreamRoute, header, read_json, write_json
@@ -218,9 +219,26 @@ def raise_if_aborted(endpoint: Endpoint, answer: Json) -> None:
 def json_object(raw: bytes) -> dict[str, object]:
     """A JSON object; anything else is an INVALID_BODY fault."""
     try:
-        value = read_json(raw)
+        return _checked_object(read_json(raw))
     except (ValueError, RecursionError) as error:
-        raise NodeFault(Fault.INVALID_BODY, f"the answer is not JSON: {error}") from error
+        raise _not_json(error) from error
+
+
+async def outlined_object(raw: bytes) -> dict[str, object]:
+    """As `json_object`, but long parts of a long answer are left unparsed (`legs.large.partly`)."""
+    if len(raw) <= LARGE:
+        return json_object(raw)
+    try:
+        return _checked_object(await in_turns(partly(raw)))
+    except (ValueError, RecursionError) as error:
+        raise _not_json(error) from error
+
+
+def _not_json(error: Exception) -> NodeFault:
+    return NodeFault(Fault.INVALID_BODY, f"the answer is not JSON: {error}")
+
+
+def _checked_object(value: object) -> dict[str, object]:
     if not isinstance(value, dict):
         raise NodeFault(Fault.INVALID_BODY, f"the answer is a JSON {type(value).__name__}, not an object")
     return value

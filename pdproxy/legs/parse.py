@@ -5,6 +5,7 @@ from typing import TypeGuard
 
 from pdproxy.errors import ClientError
 from pdproxy.request import Endpoint, Json, read_json
+from pdproxy.unparsed import LargeValue
 
 TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens")
 FORBIDDEN = frozenset({"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"})
@@ -22,12 +23,19 @@ second with so many values, for ten seconds with as many as fit into 64 MiB."""
 
 
 def parse(endpoint: Endpoint, raw: bytes) -> dict[str, object]:
-    """The JSON object in ``raw``, its fields that the proxy relies on checked.
+    """The JSON object in ``raw``, its fields that the proxy relies on checked; for long bodies see `legs.large`.
 
     Raises:
         ClientError: 400, with the field at fault in ``param``; 413 for too many values.
     """
-    body = _object(raw)
+    check_values(raw)
+    body = read_object(raw)
+    check(endpoint, body)
+    return body
+
+
+def check(endpoint: Endpoint, body: dict[str, object]) -> None:
+    """Check the fields that the proxy relies on; raises as `parse`."""
     model = body.get("model")
     if not isinstance(model, str) or not model:
         raise _bad("model", "`model` must be the name of a model; GET /v1/models lists them.")
@@ -35,7 +43,6 @@ def parse(endpoint: Endpoint, raw: bytes) -> dict[str, object]:
     _check_prompts(endpoint, body)
     if endpoint is Endpoint.RESPONSES:
         _check_stateless(body)
-    return body
 
 
 def scrub(body: dict[str, object]) -> dict[str, object]:
@@ -61,22 +68,32 @@ def _without(value: object) -> object:
 
 def check_values(raw: bytes) -> None:
     """Refuse a body with 413 whose parsing would block the event loop for too long."""
-    if len(raw) > MOST_VALUES and raw.count(b",") > MOST_VALUES:
+    if len(raw) > MOST_VALUES:
+        check_commas(raw.count(b","))
+
+
+def check_commas(commas: int) -> None:
+    """As `check_values`, by the number of commas in a body."""
+    if commas > MOST_VALUES:
         why = f"The body holds more than the {MOST_VALUES} values that are served in one request: send several."
         raise ClientError(413, why, code="request_too_large")
 
 
-def _object(raw: bytes) -> dict[str, object]:
-    check_values(raw)
+def read_object(raw: bytes) -> dict[str, object]:
+    """The JSON object in ``raw``; a `ClientError` 400 where there is none."""
     try:
         body = read_json(raw, parse_constant=_no_constant)
-    except RecursionError as error:
-        raise _bad(None, "The body is nested too deeply.") from error
-    except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, integers of thousands of digits
-        raise _bad(None, f"The body is not valid JSON: {error}.") from error
+    except (RecursionError, ValueError) as error:
+        raise bad_json(error) from error
     if not isinstance(body, dict):
         raise _bad(None, 'The body must be a JSON object, such as {"model": …}.')
     return body
+
+
+def bad_json(error: RecursionError | ValueError) -> ClientError:
+    """For JSONDecodeError, UnicodeDecodeError, integers of thousands of digits, and what is nested too deeply."""
+    deep = isinstance(error, RecursionError)
+    return _bad(None, "The body is nested too deeply." if deep else f"The body is not valid JSON: {error}.")
 
 
 def _no_constant(name: str) -> object:
@@ -108,11 +125,22 @@ def _check_prompts(endpoint: Endpoint, body: dict[str, object]) -> None:
     prompt = body.get("prompt")
     if endpoint is not Endpoint.COMPLETIONS or not isinstance(prompt, list):
         return
-    kinds = {type(item) for item in prompt}
+    kinds = set(map(_kind, prompt))
     if len(kinds) > 1 or not kinds <= {int, str, list}:
-        raise _bad("prompt", "`prompt` must be a string, a list of strings, token ids, or a list of lists of them.")
+        raise invalid_prompt()
     if kinds != {int} and len(prompt) > MAX_PROMPTS:
         raise _bad("prompt", f"`prompt` holds {len(prompt)} prompts; at most {MAX_PROMPTS} are served in one request.")
+
+
+def _kind(item: object) -> type:
+    if isinstance(item, LargeValue):
+        return list if item.ids else str
+    return type(item)
+
+
+def invalid_prompt() -> ClientError:
+    """The error for a prompt of no known kind."""
+    return _bad("prompt", "`prompt` must be a string, a list of strings, token ids, or a list of lists of them.")
 
 
 def _check_stateless(body: dict[str, object]) -> None:

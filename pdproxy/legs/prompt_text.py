@@ -5,12 +5,17 @@ which is all that `planning.text_index` needs.
 """
 
 import itertools
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 
 from pdproxy.request import Endpoint, Json
+from pdproxy.unparsed import outline_of
 
 MOST_BYTES = 512 * 1024
 """Of a prompt's text that are looked at."""
+MOST_PARTS = 8192
+MOST_IDS = 256 * 1024
+"""Of a prompt's token ids that are looked at."""
 _WHOLE = 4096
 """Characters of a text outside of a message's own: of longer ones, such as images, the length and both ends count."""
 _END = 64
@@ -28,18 +33,18 @@ def prompt_salt(endpoint: Endpoint, model: str, body: Json) -> str:
 
 
 def prompt_ids(body: Json) -> Sequence[int]:
-    """The token ids that a client sent as its prompt; none where it sent text."""
-    prompt = body.get("prompt")
-    return prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], int) else ()
+    """The token ids that a client sent as its prompt, `MOST_IDS` at most of a large one; none where it sent text."""
+    prompt = outline_of(body.get("prompt"))
+    return prompt if isinstance(prompt, list | array) and len(prompt) and isinstance(prompt[0], int) else ()
 
 
 def prompt_parts(body: Json) -> list[bytes]:
     """Tools, system prompt and messages, in the order in which templates render them; a completion's prompt is one.
 
-    The parts together are at most `MOST_BYTES` long.
+    There are at most `MOST_PARTS`, together at most `MOST_BYTES` long.
     """
     parts, left = list[bytes](), MOST_BYTES
-    for part in _parts(body):
+    for part in itertools.islice(_parts(body), MOST_PARTS):
         parts.append(part[:left])
         left -= len(part)
         if left <= 0:
@@ -48,7 +53,7 @@ def prompt_parts(body: Json) -> list[bytes]:
 
 
 def _parts(body: Json) -> Iterator[bytes]:
-    prompt = body.get("prompt")
+    prompt = outline_of(body.get("prompt"))
     if isinstance(prompt, str):
         yield _bytes(prompt)
         return
@@ -56,7 +61,7 @@ def _parts(body: Json) -> Iterator[bytes]:
         if body.get(key):
             yield _bytes("\0".join((key, *_content_texts(body[key]))))
     for key in ("messages", "input"):
-        value = body.get(key)
+        value = outline_of(body.get(key))
         for message in value if isinstance(value, list) else [value] if value else ():
             yield _bytes(_plain(message) or "\0".join(_message_texts(message)))
 
@@ -92,13 +97,18 @@ def _flat(value: object) -> Iterator[str]:
     while left:
         match left.pop():
             case str(text):
-                yield text if len(text) <= _WHOLE else f"{len(text)}{text[:_END]}{text[-_END:]}"
+                yield text if len(text) <= _WHOLE else abridged(text, text, len(text))
             case list(items):
                 left += reversed(items)
             case Mapping() as fields:
                 left += reversed(list(itertools.chain.from_iterable(fields.items())))
             case other:
                 yield str(other)
+
+
+def abridged(begin: str, end: str, length: int) -> str:
+    """What stands for a long text, such as an image: its length and both ends."""
+    return f"{length}{begin[:_END]}{end[-_END:]}"
 
 
 def _bytes(text: str) -> bytes:

@@ -6,6 +6,7 @@ before, during and after the leg. It must be unguessable, and each leg gets a ne
 
 from pdproxy.legs.shape import COMPLETIONS_DEFAULT_TOKENS
 from pdproxy.request import Addition, Continuation, Endpoint, Json
+from pdproxy.unparsed import IdList, LargeValue
 
 DROPPED = frozenset(
     {
@@ -122,8 +123,8 @@ def continuation_body(endpoint: Endpoint, body: Json, continuation: Continuation
     if endpoint not in (Endpoint.COMPLETIONS, Endpoint.CHAT):
         raise ValueError(f"a stream of {endpoint} cannot be continued")
     rest = dict(body)
-    ids = [*continuation.prompt_token_ids, *continuation.produced_token_ids]
-    _put_prompt(endpoint, rest, ids)
+    prompt, produced = continuation.prompt_token_ids, continuation.produced_token_ids
+    _put_prompt(endpoint, rest, prompt.followed_by(produced) if isinstance(prompt, IdList) else [*prompt, *produced])
     _spend(endpoint, rest, len(continuation.produced_token_ids))
     if continuation.forced:
         rest["structured_outputs"] = {"regex": beginning_with(continuation.forced)}
@@ -142,7 +143,7 @@ def _literal(character: str) -> str:
     return f"\\u{ord(character):04x}" if ord(character) < 32 else character
 
 
-def _put_prompt(endpoint: Endpoint, rest: dict[str, object], ids: list[int]) -> None:
+def _put_prompt(endpoint: Endpoint, rest: dict[str, object], ids: list[int] | LargeValue) -> None:
     # The ids are what truncation and FIM rendering made; neither may happen twice.
     for key in ("truncate_prompt_tokens", "truncation_side", "suffix", "return_prompt_text"):
         rest.pop(key, None)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from pdproxy.request import Addition, Endpoint, Json, LocalReason, NotContinuableReason, Shape
+from pdproxy.unparsed import LargeValue
 
 MEDIA = frozenset(
     {"image", "image_url", "image_embeds", "input_image", "audio_url", "input_audio", "audio_embeds", "video_url"}
@@ -31,7 +32,7 @@ COMPLETIONS_DEFAULT_TOKENS = 16
 """What vLLM's completions endpoint allows where ``max_tokens`` is missing or null."""
 _PROMPT_FIELDS = ("prompt", "messages", "input", "system", "instructions", "tools")
 """The fields that a prompt is rendered from."""
-_NO_TEXT = MEDIA | {"source", "file", "file_data"}
+NO_TEXT = MEDIA | {"source", "file", "file_data"}
 """Fields that hold media: their length has nothing to do with their number of tokens."""
 
 
@@ -62,6 +63,8 @@ def max_prompt_tokens(endpoint: Endpoint, body: Json) -> int | None:
     prompt = body.get("prompt")
     if isinstance(prompt, str):
         return _utf8_length(prompt) + 1
+    if isinstance(prompt, LargeValue):
+        return prompt.ids or len(prompt.raw)
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
         return len(prompt)
     return None
@@ -71,10 +74,16 @@ def estimated_prompt_tokens(body: Json) -> int:
     """About how many tokens the prompt has: token ids are counted, text goes by its length, media count nothing."""
     own = body.get("kv_transfer_params")
     ids = own.get("prompt_token_ids") if isinstance(own, dict) else body.get("prompt")
+    if isinstance(ids, LargeValue) and ids.ids:
+        return ids.ids
     if isinstance(ids, list) and ids and isinstance(ids[0], int):
         return len(ids)
-    length = sum(map(_utf8_length, _texts([body.get(key) for key in _PROMPT_FIELDS])))
-    return -(-length // BYTES_PER_TOKEN)
+    return -(-sum(text_length(body.get(key)) for key in _PROMPT_FIELDS) // BYTES_PER_TOKEN)
+
+
+def text_length(value: object) -> int:
+    """Of all texts within, but for media, in UTF-8."""
+    return value.text_bytes if isinstance(value, LargeValue) else sum(map(_utf8_length, _texts(value)))
 
 
 def _utf8_length(text: str) -> int:
@@ -91,7 +100,7 @@ def _texts(value: object) -> Iterator[str]:
             case list(items):
                 left += items
             case dict(fields):
-                left += [inner for key, inner in fields.items() if key not in _NO_TEXT]
+                left += [inner for key, inner in fields.items() if key not in NO_TEXT]
 
 
 def stops(body: Json) -> tuple[str, ...]:
@@ -201,10 +210,13 @@ def _chat(body: Json) -> NotContinuableReason | None:
 def has_media(body: Json) -> bool:
     """Whether a chat's messages hold anything but text."""
     messages = body.get("messages")
-    return isinstance(messages, list) and any(map(_is_media_message, messages))
+    if isinstance(messages, LargeValue):
+        return messages.media
+    return isinstance(messages, list) and any(map(is_media_message, messages))
 
 
-def _is_media_message(message: object) -> bool:
+def is_media_message(message: object) -> bool:
+    """Whether a message holds anything but text."""
     content = message.get("content") if isinstance(message, dict) else None
     return isinstance(content, list) and any(not _is_text(part) for part in content)
 

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Sequence
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.legs.calls import ANSWER_BYTES, json_object, raise_if_aborted
+from pdproxy.legs.calls import ANSWER_BYTES, outlined_object, raise_if_aborted
 from pdproxy.legs.parse import split
 from pdproxy.legs.shape import estimated_prompt_tokens, shape
 from pdproxy.observe.labels import Outcome
@@ -163,7 +163,7 @@ async def _buffered_answer(upstream: UpstreamRequest) -> tuple[bytes, dict[str, 
 
 async def _read(endpoint: Endpoint, response: HttpResponse) -> tuple[bytes, dict[str, object]]:
     raw = await read_to_end(response, ANSWER_BYTES)
-    answer, field = json_object(raw), _OUTPUT_FIELD.get(endpoint, "choices")
+    answer, field = await outlined_object(raw), _OUTPUT_FIELD.get(endpoint, "choices")
     if not isinstance(answer.get(field), list):
         raise NodeFault(Fault.INVALID_BODY, f"the answer has no {field}")
     raise_if_aborted(endpoint, answer)

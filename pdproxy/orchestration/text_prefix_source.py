@@ -4,7 +4,7 @@ import dataclasses
 import weakref
 
 from pdproxy.clock import Clock
-from pdproxy.legs.prompt_text import MOST_BYTES, prompt_ids, prompt_parts, prompt_salt
+from pdproxy.legs.prompt_text import MOST_BYTES, MOST_IDS, prompt_ids, prompt_parts, prompt_salt
 from pdproxy.legs.shape import estimated_prompt_tokens
 from pdproxy.nodes.node import Node
 from pdproxy.nodes.pool import Pool
@@ -85,7 +85,7 @@ class TextPrefixSource:
         return asked
 
     def _tokens(self, chain: Chain, sub_request: SubRequest) -> int:
-        cut = not chain.in_tokens and chain.ends[-1] >= MOST_BYTES
+        cut = chain.ends[-1] >= (MOST_IDS if chain.in_tokens else MOST_BYTES)
         return estimated_prompt_tokens(sub_request.body) if cut else self._index.tokens(chain)
 
 

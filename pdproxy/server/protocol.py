@@ -20,6 +20,7 @@ import typing
 from collections.abc import Sequence
 
 import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pdproxy.errors import ClientError, PdproxyError
@@ -83,13 +84,40 @@ class ReceiveState(enum.Enum):
     BODY = "body"
 
 
+class WriteFlow(FlowControl):
+    """uvicorn's, with an event only while the client does not keep up: an event has 700 bytes."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.read_paused = self.write_paused = False
+        self._resumed: asyncio.Event | None = None
+
+    async def drain(self) -> None:
+        if self._resumed is not None:
+            await self._resumed.wait()
+
+    def pause_writing(self) -> None:
+        if not self.write_paused:
+            self.write_paused, self._resumed = True, asyncio.Event()
+
+    def resume_writing(self) -> None:
+        resumed, self._resumed, self.write_paused = self._resumed, None, False
+        if resumed is not None:
+            resumed.set()
+
+
 class GuardedProtocol(HttpToolsProtocol):
     """One client connection. `guarded` makes a subclass with the limits."""
+
+    __slots__ = ("_framing_bytes", "_refused", "_reparsing", "_state", "_timer", "_writer")
+    """In the dict of the instance they would be more keys than can share one table: a kilobyte for each connection."""
 
     limits: typing.ClassVar[ConnectionLimits]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = WriteFlow(transport)
+        self.pipeline = ()  # type: ignore[assignment]  # nothing is pipelined, and an empty deque has 700 bytes
         self._writer = self.transport = ResponseWriter(transport, self._is_sending, self.limits.stall_seconds)
         self._state = ReceiveState.BETWEEN
         self._framing_bytes = 0
@@ -261,4 +289,4 @@ class GuardedProtocol(HttpToolsProtocol):
 
 def guarded(limits: ConnectionLimits) -> type[GuardedProtocol]:
     """The protocol class with these limits: uvicorn takes a class, not an instance."""
-    return type("BoundProtocol", (GuardedProtocol,), {"limits": limits})
+    return type("BoundProtocol", (GuardedProtocol,), {"__slots__": (), "limits": limits})

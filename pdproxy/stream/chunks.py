@@ -6,11 +6,13 @@ first, and writes the error that it is none, which costs five times as much as t
 
 import dataclasses
 import re
-from typing import NamedTuple, TypeVar
+from array import array
+from typing import Any, NamedTuple, TypeVar
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Endpoint, Json, NotContinuableReason, read_json, write_json
 from pdproxy.stream.sse import Event
+from pdproxy.unparsed import IdList
 from pdproxy.usage import with_cached_tokens
 
 Kind = TypeVar("Kind")
@@ -29,6 +31,9 @@ TICKETS = ("kv_transfer_params", "ec_transfer_params")
 TICKET = b'_transfer_params":{'
 """Is in an event that has one."""
 _IDS_KEY, _ID_LIST = b'token_ids":', re.compile(rb"\s*+\[[\d,\s]*+\]")
+LONG_DATA = 64 * 1024
+"""Bytes from which on parsing an event would delay others: only the ids of its prompt make it so long."""
+_PROMPT_IDS = b'"prompt_token_ids":['
 FINAL_EVENTS = frozenset({b"message_delta", b"response.completed", b"response.incomplete", b"response.failed"})
 
 
@@ -41,6 +46,18 @@ def parse_object(data: bytes) -> dict[str, object]:
     if not isinstance(value, dict):
         raise NodeFault(Fault.INVALID_BODY, "an event of the stream is not a JSON object")
     return value
+
+
+def cut_prompt_token_ids(data: bytes) -> tuple[bytes, IdList | None]:
+    """An event's data without the ids of a long prompt, null in their place, and these; None of a short prompt.
+
+    What is looked for cannot stand inside a JSON string, where quotes are escaped.
+    """
+    begin = data.find(_PROMPT_IDS) + len(_PROMPT_IDS) if len(data) > LONG_DATA else len(_PROMPT_IDS) - 1
+    end = data.find(b"]", begin)
+    if begin < len(_PROMPT_IDS) or end - begin < LONG_DATA or data[begin:end].translate(None, b"0123456789,"):
+        return data, None
+    return data[: begin - 1] + b"null" + data[end + 1 :], IdList(data[begin:end])
 
 
 def choices_of(payload: Json) -> list[dict[str, object]]:
@@ -173,15 +190,27 @@ class Chunk:
     """The payload of one data event of completions or chat. Changing it changes what `encode` gives."""
 
     def __init__(self, endpoint: Endpoint, payload: dict[str, object]) -> None:
+        self._endpoint = endpoint
         self.payload = payload
         self.choices = [ChunkChoice.read(endpoint, raw) for raw in choices_of(payload)]
 
-    @property
-    def prompt_token_ids(self) -> tuple[int, ...] | None:
-        """Chat has them beside the choices, completions inside."""
+    def take_prompt_token_ids(self) -> "array[int] | None":
+        """Chat has them beside the choices, completions inside. They are not in this chunk from then on: of a first
+        one something is kept as long as its stream lasts."""
         holders = (self.payload, *(choice.raw for choice in self.choices))
-        found = (holder.get("prompt_token_ids") for holder in holders)
-        return next((tuple(ids) for ids in found if isinstance(ids, list)), None)
+        found = next((holder for holder in holders if isinstance(holder.get("prompt_token_ids"), list)), None)
+        if found is None:
+            return None
+        ids: Any = found["prompt_token_ids"]
+        found["prompt_token_ids"] = None
+        try:
+            return array("I", ids)
+        except (TypeError, OverflowError):
+            return None
+
+    def head(self) -> "Chunk":
+        """What every event of its answer repeats."""
+        return Chunk(self._endpoint, {key: value for key, value in self.payload.items() if key in HEAD})
 
     @property
     def empty(self) -> bool:

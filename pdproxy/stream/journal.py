@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import NotContinuableReason
-from pdproxy.stream.sse import EVENT_BYTES
+from pdproxy.stream.sse import EVENT_BYTES, LONG_REST
 
 MOST_BYTES = 4 * 1024 * 1024
 """How much of one stream's journal is kept: a record of one token takes about 20 bytes."""
@@ -43,21 +43,31 @@ class RecordSplitter:
 
     def __init__(self) -> None:
         self.rest = b""
-        """What no record has committed yet."""
+        """What no record has committed yet; of a long event only its beginning."""
+        self._more: list[bytes] = []
+        self._size = 0
 
     def feed(self, piece: bytes) -> list[Batch]:
         """What ``piece`` completes; a `NodeFault` where more than `EVENT_BYTES` wait for a record."""
         if not self.rest and (batch := _one_batch(piece)) is not None:
             return [batch]
-        block = self.rest + piece
+        if len(self.rest) > LONG_REST and b"\n" not in piece:  # nothing ends here: see `SseParser`
+            self._more.append(piece)
+            self._check_size(self._size + len(piece))
+            return []
+        block = b"".join((self.rest, *self._more, piece))
         batches, at = [], 0
         while (found := _first_batch(block, at)) is not None:
             batch, at = found
             batches.append(batch)
-        self.rest = block[at:]
-        if len(self.rest) > EVENT_BYTES:
-            raise NodeFault(Fault.INVALID_BODY, "the events of the stream have no record")
+        self.rest, self._more = block[at:], []
+        self._check_size(len(self.rest))
         return batches
+
+    def _check_size(self, size: int) -> None:
+        self._size = size
+        if size > EVENT_BYTES:
+            raise NodeFault(Fault.INVALID_BODY, "the events of the stream have no record")
 
 
 def _one_batch(piece: bytes) -> Batch | None:

@@ -11,6 +11,7 @@ from pdproxy.errors import Fault, NodeFault
 
 EVENT_BYTES = 16 * 1024 * 1024
 """The longest event that is buffered; log-probabilities of a long prompt fit."""
+LONG_REST = 64 * 1024
 _LINE = re.compile(rb"\r\n|\r|\n")
 
 
@@ -33,19 +34,41 @@ class SseParser:
 
     def __init__(self) -> None:
         self.rest = b""
-        """What came after the last whole event; not empty at the end of a body means that it was cut."""
+        """What came after the last whole event; not empty at the end of a body means that it was cut. Of a long event
+        only its beginning."""
+        self._more: list[bytes] = []
+        self._size = 0
 
     def feed(self, piece: bytes) -> list[Event]:
         """The events that ``piece`` completes; a `NodeFault` where one grows beyond `EVENT_BYTES`."""
         if not self.rest and _is_one_data_line(piece):
             return [Event(piece, b"", piece[6:-2])]
-        block = self.rest + piece
+        if len(self.rest) > LONG_REST and not _may_end(self._more[-1] if self._more else self.rest, piece):
+            self._wait(piece)
+            return []
+        block = b"".join((self.rest, *self._more, piece))
         ends = _ends_lf(block) if block.find(b"\r") < 0 else _ends_any(block)
         events = [_event(block[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
         self.rest = block[ends[-1] :] if ends else block
-        if len(self.rest) > EVENT_BYTES:
-            raise NodeFault(Fault.INVALID_BODY, "an event of the stream has no end")
+        self._more = []
+        self._size = len(self.rest)
+        self._check_size()
         return events
+
+    def _wait(self, piece: bytes) -> None:
+        """Joined with each piece anew, a long event would take a time that grows with the square of its length."""
+        self._more.append(piece)
+        self._size += len(piece)
+        self._check_size()
+
+    def _check_size(self) -> None:
+        if self._size > EVENT_BYTES:
+            raise NodeFault(Fault.INVALID_BODY, "an event of the stream has no end")
+
+
+def _may_end(before: bytes, piece: bytes) -> bool:
+    """Whether an event may end in, or just before, this piece."""
+    return b"\n" in piece or b"\r" in piece or before.endswith(b"\r")
 
 
 def _ends_lf(block: bytes) -> list[int]:

@@ -7,6 +7,7 @@ out or corrected. Why ``find`` and not ``in``: see `chunks`.
 
 import collections
 import functools
+from array import array
 from typing import NamedTuple
 
 from pdproxy.errors import Fault, NodeFault
@@ -21,6 +22,7 @@ from pdproxy.stream.chunks import (
     Chunk,
     ChunkChoice,
     EventFrame,
+    cut_prompt_token_ids,
     data_event,
     fast_path,
     parse_object,
@@ -28,6 +30,7 @@ from pdproxy.stream.chunks import (
     without_ids,
 )
 from pdproxy.stream.sse import Event
+from pdproxy.unparsed import IdList
 from pdproxy.usage import Usage, with_cached_tokens
 
 LAST_EVENTS = frozenset({b"message_stop", b"response.completed", b"response.failed", b"response.incomplete"})
@@ -53,7 +56,7 @@ class Transcript:
         self.endpoint = endpoint
         self.shape = shape
         self.cached_tokens = cached_tokens
-        self.prompt_token_ids: tuple[int, ...] | None = None
+        self.prompt_token_ids: array[int] | IdList | None = None
         self.started = False
         """Generated text, ids or events reached the client."""
         self.ended = False
@@ -237,20 +240,29 @@ class Transcript:
         if data.find(ABORTED) >= 0:
             raise _aborted()
         if self._again or self._follows:
-            return self._follow(event, Chunk(self.endpoint, parse_object(data)))
+            return self._follow_event(event, data)
         if not self.started:
-            chunk = Chunk(self.endpoint, parse_object(data))
-            self._first = self._first or chunk
+            chunk = Chunk(self.endpoint, parse_object(cut_prompt_token_ids(data)[0]))
+            self._first = self._first or chunk.head()
             self.started = any(choice.has_output for choice in chunk.choices)
         if reasons := chunk_reasons(data):
             self._finishes += len(reasons)
             self.finish_reasons += reasons
         return rewrite_event(self.endpoint, event, data, self.cached_tokens)
 
+    def _follow_event(self, event: Event, data: bytes) -> bytes:
+        short, ids = cut_prompt_token_ids(data)
+        if ids is not None and self.prompt_token_ids is None:
+            self.prompt_token_ids = ids
+        if ids is not None and self._strips:
+            event = Event(b"data: %b\n\n" % short, event.name, short)
+        return self._follow(event, Chunk(self.endpoint, parse_object(short)))
+
     def _follow(self, event: Event, chunk: Chunk) -> bytes:
-        self._first = self._first or chunk
-        if chunk.prompt_token_ids is not None and self.prompt_token_ids is None:
-            self.prompt_token_ids = chunk.prompt_token_ids
+        self._first = self._first or chunk.head()
+        ids = chunk.take_prompt_token_ids()
+        if self.prompt_token_ids is None:
+            self.prompt_token_ids = ids
         visible = [self._follow_choice(choice) for choice in chunk.choices]
         if self._again:
             return self._adopted(chunk, self._first, any(visible))

@@ -1,4 +1,4 @@
-"""A mock vLLM node in a process of its own: `python -m tests.bench.node PORT STEP_MS`.
+"""A mock vLLM node in a process of its own: `python -m tests.bench.node PORT STEP_MS [ADDRESSES]`.
 
 It answers a handful of different requests from memory, and paces its answers as an engine does: all streams that run
 get their next token in the same step. A decode request without a good ticket, or with another prompt, is refused; one
@@ -37,6 +37,8 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntr
 INFO = b'pdproxy_connector_info{rendezvous="true",resume="true"} 1.0\n'
 BACKLOG = 1024
 """Connections that may wait to be accepted: all of a round's, on a machine that is busy elsewhere."""
+HELD_TOKENS = 1000
+"""Of a stream that says no more after its first token."""
 Writes = tuple[bytes, ...]
 
 
@@ -63,10 +65,11 @@ class Pacer:
         self._playing.append((transport, list(reversed(steps))))
 
     def _step(self) -> None:
-        for transport, steps in self._playing:
+        here = [play for play in self._playing if not play[0].is_closing()]  # to write to one that is closed raises
+        for transport, steps in here:
             for piece in steps.pop():
                 transport.write(piece)
-        self._playing = [play for play in self._playing if play[1] and not play[0].is_closing()]
+        self._playing = [play for play in here if play[1]]
         if self._playing:
             asyncio.get_running_loop().call_later(self._seconds, self._step)
 
@@ -112,6 +115,8 @@ def _played(question: ParsedRequest, prefill: bool) -> Played:
     pieces = _chunked(events(question, cached))
     first = len(pieces) - question.count - 1 - 1 - question.usage
     last = first + question.count
+    if question.count == HELD_TOKENS:
+        return Played(HEAD, (tuple(pieces[: first + 1]),))
     middle = [(piece,) for piece in pieces[first + 1 : last - 1]]
     return Played(HEAD, (tuple(pieces[: first + 1]), *middle, tuple(pieces[last - 1 :])))
 
@@ -203,14 +208,19 @@ class Connection(asyncio.Protocol):
             self._pacer.play(self._transport, played.steps)
 
 
-async def serve(port: int, step: float) -> None:
-    """Until the process ends."""
+def addresses(count: int) -> list[str]:
+    """So many of this machine's own, 127.0.0.1 first."""
+    return [f"127.0.{number // 250}.{number % 250 + 1}" for number in range(count)]
+
+
+async def serve(port: int, step: float, count: int) -> None:
+    """Until the process ends; the same at each of so many addresses."""
     book, pacer = Book(), Pacer(step)
     room = WaitingRoom(pacer)
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Connection(book, pacer, room), "127.0.0.1", port, backlog=BACKLOG)
+    server = await loop.create_server(lambda: Connection(book, pacer, room), addresses(count), port, backlog=BACKLOG)
     await server.serve_forever()
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(int(sys.argv[1]), float(sys.argv[2]) / 1000))
+    uvloop.run(serve(int(sys.argv[1]), float(sys.argv[2]) / 1000, int(next(iter(sys.argv[3:]), "1"))))

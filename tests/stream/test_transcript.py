@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import random
+from array import array
 
 import pytest
 
@@ -86,7 +87,7 @@ def test_a_sampled_stream_without_held_text_is_free() -> None:
     engine = Engine(("ab", "cd", "ef"))
     transcript = Transcript(engine.endpoint, shape(engine, greedy=False))
     take_all(transcript, engine.stream()[:2])
-    assert transcript.continuation() == Continuation((7, 8, 9), (100, 101))
+    assert transcript.continuation() == Continuation(array("I", (7, 8, 9)), (100, 101))
 
 
 @pytest.mark.parametrize("endpoint", CHUNKED)

@@ -1,0 +1,97 @@
+"""Events of megabytes: no piece of one costs more than another, and the ids of a long prompt are not parsed."""
+
+import json
+import time
+from collections.abc import Callable
+
+import pytest
+
+from pdproxy.errors import NodeFault
+from pdproxy.legs.rewrite import continuation_body
+from pdproxy.legs.shape import estimated_prompt_tokens
+from pdproxy.request import Addition, Endpoint, LegForm, Shape, write_json
+from pdproxy.stream.journal import RecordSplitter
+from pdproxy.stream.sse import EVENT_BYTES, Event, SseParser
+from pdproxy.stream.transcript import Transcript
+from pdproxy.unparsed import IdList
+
+LONG = 300_000
+"""Bytes; beyond what is joined with each piece."""
+ENDS = [b"\n\n", b"\r\r", b"\r\n\r\n", b"\n\r\n", b"\r\n\n"]
+IDS = [number % 150_000 for number in range(40_000)]
+
+
+def opening(endpoint: Endpoint, **choice: object) -> Event:
+    """The first event of a node that was asked for token ids."""
+    said: dict[str, object] = {"text": "a"} if endpoint is Endpoint.COMPLETIONS else {"delta": {"content": "a"}}
+    inner = {"index": 0, **said, "logprobs": None, "finish_reason": None, **choice}
+    outer: dict[str, object] = {"id": "x", "object": "o", "created": 1, "model": "m", "choices": [inner]}
+    (inner if endpoint is Endpoint.COMPLETIONS else outer)["prompt_token_ids"] = IDS
+    inner["token_ids"] = [7]
+    (event,) = SseParser().feed(b"data: %b\n\n" % json.dumps(outer, separators=(",", ":")).encode())
+    return event
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("size", [LONG // 3 + 1, 100_000, LONG + 7, LONG + 8, LONG + 9])
+def test_any_split_of_a_long_event_gives_the_same_events(end: bytes, size: int) -> None:
+    body = b"data: " + b"x" * LONG + end + b"data: short\n\n"
+    pieces = [body[at : at + size] for at in range(0, len(body), size)]
+    parser = SseParser()
+    found = [event for piece in pieces for event in parser.feed(piece)]
+    assert [event.data for event in found] == [b"x" * LONG, b"short"]
+    assert b"".join(event.raw for event in found) == body
+
+
+@pytest.mark.parametrize("size", [1000, 70_000, LONG])
+def test_any_split_of_a_long_event_gives_the_same_record(size: int) -> None:
+    event = b"data: " + b"x" * LONG + b"\n\n"
+    body = event + b": pdproxy [1,[]]\n\n"
+    splitter = RecordSplitter()
+    found = [each for at in range(0, len(body), size) for each in splitter.feed(body[at : at + size])]
+    assert found == [(event, b"[1,[]]")]
+    assert splitter.rest == b""
+
+
+@pytest.mark.parametrize("make", [SseParser, RecordSplitter])
+def test_the_time_that_a_long_event_takes_does_not_grow_with_its_square(
+    make: Callable[[], SseParser | RecordSplitter],
+) -> None:
+    parser, piece = make(), b"x" * 4096
+    began = time.thread_time()
+    for _ in range(EVENT_BYTES // len(piece)):
+        parser.feed(piece)
+    assert time.thread_time() - began < 1.0  # joined with each piece: 8 s and more
+    with pytest.raises(NodeFault):
+        parser.feed(piece)
+
+
+@pytest.mark.parametrize("endpoint", [Endpoint.COMPLETIONS, Endpoint.CHAT])
+def test_the_ids_of_a_long_prompt_are_kept_unparsed_and_sent_on(endpoint: Endpoint) -> None:
+    transcript = Transcript(endpoint, Shape(1, stream=True))
+    transcript.begin_leg(LegForm(additions=frozenset({Addition.TOKEN_IDS})))
+    seen = json.loads(transcript.take(opening(endpoint)).removeprefix(b"data: "))
+    assert {seen.get("prompt_token_ids"), seen["choices"][0].get("prompt_token_ids")} == {None}
+    assert isinstance(transcript.prompt_token_ids, IdList)
+    body = continuation_body(endpoint, {"messages": []}, transcript.continuation())
+    sent = json.loads(write_json(body))
+    ids = sent["prompt"] if endpoint is Endpoint.COMPLETIONS else sent["kv_transfer_params"]["prompt_token_ids"]
+    assert ids == [*IDS, 7]
+    assert estimated_prompt_tokens(body) == len(ids)
+
+
+def test_a_client_that_asked_for_them_gets_the_ids_of_a_long_prompt() -> None:
+    transcript = Transcript(Endpoint.CHAT, Shape(1, stream=True, asked=frozenset({Addition.TOKEN_IDS})))
+    transcript.begin_leg(LegForm())
+    event = opening(Endpoint.CHAT)
+    assert transcript.take(event) == event.raw
+    assert isinstance(transcript.prompt_token_ids, IdList)
+
+
+def test_a_text_that_looks_like_ids_stays() -> None:
+    transcript = Transcript(Endpoint.COMPLETIONS, Shape(1, stream=True))
+    transcript.begin_leg(LegForm(additions=frozenset({Addition.TOKEN_IDS})))
+    text = '"prompt_token_ids":[' + "1," * LONG + "1]"
+    seen = transcript.take(opening(Endpoint.COMPLETIONS, text=text))
+    assert json.loads(seen.removeprefix(b"data: "))["choices"][0]["text"] == text
+    assert transcript.continuation().produced_token_ids == (7,)
