@@ -99,6 +99,12 @@ class Server(uvicorn.Server):
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._wait_tasks_to_complete(), LAST_WORDS_SECONDS)
 
+    def cut(self) -> None:
+        """Wait for no request any more: close all connections. From Python 3.12 on, a server ends after the last one."""
+        self.force_exit = True
+        for connection in tuple(self.server_state.connections):
+            connection.transport.abort()
+
     @property
     def address(self) -> str:
         """``host:port`` as bound."""
@@ -151,7 +157,9 @@ def leave(clients: Server, operators: Server, leaving: asyncio.Event) -> None:
     """Begin the shutdown; a second call ends at once."""
     if leaving.is_set():
         _LOG.warning("ending at once: running requests are cut")
-        clients.force_exit = operators.force_exit = operators.should_exit = True
+        operators.should_exit = True
+        for server in (clients, operators):
+            server.cut()
     leaving.set()
     clients.should_exit = True
 
