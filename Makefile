@@ -84,8 +84,8 @@ test-upstream: env ## vLLM's own connector tests with our classes in the place o
 fuzz: env ## property tests with FUZZED examples each (default 2000)
 	FUZZED=$(FUZZED) $(RUN) -m pytest -m "hypothesis and not e2e and not long" --durations=5
 
-bench: env ## measure the proxy
-	$(RUN) -m tests.bench
+bench: env ## measure the proxy beside vllm-router and smg (ten minutes; PYTHONS="PATH …": the interpreters that run it)
+	$(RUN) -m tests.bench $(addprefix --python ,$(PYTHONS))
 
 bench-plan: env ## what the policies make of traces, simulated; LARGE=1: 64 + 64 nodes; RIVALS=1: beside other routers
 	$(RUN) -m tests.bench.plan --docs docs $(if $(filter 1,$(RIVALS)),--rivals) $(if $(filter 1,$(LARGE)),--large)
