@@ -31,7 +31,8 @@ def seconds():
     return time.process_time() - began
 
 args = sysconfig.get_config_var("CONFIG_ARGS") or ""
-print(json.dumps([platform.python_version(), args, 1000 * min(seconds() for _ in range(7))]))
+print(json.dumps([platform.python_version(), args, 1000 * min(seconds() for _ in range(7)),
+                  "deb_system" in sysconfig.get_scheme_names()]))
 """
 
 
@@ -42,12 +43,14 @@ class Interpreter(NamedTuple):
         python: its executable.
         arguments: of ``configure``, when it was built.
         milliseconds: CPU time of a small program, the least of some runs.
+        debian: whether it is a build of Debian's, whose arguments do not say how it is optimised.
     """
 
     python: Path
     version: str
     arguments: tuple[str, ...]
     milliseconds: float
+    debian: bool = False
 
     @property
     def optimised(self) -> bool:
@@ -61,8 +64,9 @@ class Interpreter(NamedTuple):
 
     def describe(self) -> str:
         """A line for people."""
-        flags = f"PGO {_yes(self.optimised)}, LTO {_yes(self.linked)}"
-        return f"Python {self.version}; configured with {flags}; a loop took {self.milliseconds:.1f} ms"
+        told = f"configured with PGO {_yes(self.optimised)}, LTO {_yes(self.linked)}"
+        how = "a build of Debian's, whose flags do not tell PGO and LTO" if self.debian else told
+        return f"Python {self.version}; {how}; a loop took {self.milliseconds:.1f} ms"
 
 
 def _yes(flag: bool) -> str:
@@ -77,8 +81,8 @@ def interpreter(python: Path) -> Interpreter:
     """
     command = [str(python), "-I", "-S", "-c", _ASK]
     run_first_that_works([[str(python), "-I", "-S", "-c", "pass"]])
-    version, arguments, milliseconds = json.loads(subprocess.check_output(command, text=True))
-    return Interpreter(python, version, tuple(shlex.split(arguments)), milliseconds)
+    version, arguments, milliseconds, debian = json.loads(subprocess.check_output(command, text=True))
+    return Interpreter(python, version, tuple(shlex.split(arguments)), milliseconds, debian)
 
 
 def environment(python: Path, packages: tuple[str, ...] = ()) -> Path:

@@ -74,7 +74,7 @@ def start(
         part = supervisor.start(peer.name.replace(" ", "-"), peer.command(around), environment, ROOT)
         up.append(Running(peer, around, part))
     for running in up:
-        _await_ready(supervisor, running, ready_seconds)
+        await_ready(supervisor, running, ready_seconds)
     return up
 
 
@@ -133,7 +133,12 @@ def _printed_by(module: str, *words: str) -> Any:
     return json.loads(done.stdout)
 
 
-def _await_ready(supervisor: Supervisor, peer: Running, seconds: float) -> None:
+def await_ready(supervisor: Supervisor, peer: Running, seconds: float, line: Line = Line.COMPLETIONS) -> None:
+    """Tell a proxy of its nodes where it has to be told, and ask until it answers rightly.
+
+    Raises:
+        BenchError: it did not within the seconds.
+    """
     until, joined = time.monotonic() + seconds, False
     while True:
         supervisor.require_all_alive()
@@ -141,7 +146,7 @@ def _await_ready(supervisor: Supervisor, peer: Running, seconds: float) -> None:
             if not joined:
                 peer.peer.joins(peer.ports)
             joined = True
-            loaded = _load(peer.port, Line.COMPLETIONS, 1, 1)
+            loaded = _load(peer.port, line, 1, 1)
             reason = "; ".join(loaded.flaws)
         except (BenchError, OSError) as error:
             loaded, reason = Loaded(), str(error)
