@@ -8,7 +8,7 @@ FUZZED ?= 2000
 CHECKED := pdproxy connector deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo images test lint unit unit-connector unit-serving unit-requests unit-rest soak e2e test-long test-upstream fuzz bench bench-plan generate lock clean
+.PHONY: help env demo images test lint unit unit-connector unit-serving unit-requests unit-rest soak e2e test-long test-python test-upstream fuzz bench bench-plan generate lock clean
 
 help: ## show this
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -77,6 +77,9 @@ e2e: env ## tests with real engines (minutes)
 test-long: env ## the tests that take minutes each
 	$(RUN) -m pytest -m long
 	FUZZED=500 $(RUN) -m pytest -m "hypothesis and not e2e and not long"
+
+test-python: env ## the proxy's own tests with another Python (PYTHONS=PATH), such as its image's
+	$(RUN) -m tests.other_python $(PYTHONS)
 
 test-upstream: env ## vLLM's own connector tests with our classes in the place of vLLM's (five minutes)
 	$(RUN) -m tests.upstream
