@@ -7,6 +7,7 @@ import pytest
 
 from deploy.local.bootstrap import BootstrapError
 from tests.bench.interpreters import Interpreter, interpreter
+from tests.other_python import PACKAGES, TESTED, pins
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,11 @@ def test_a_python_is_asked_about_itself() -> None:
     found = interpreter(Path(sys.executable))
     assert found.version == sys.version.split()[0]
     assert 0.0 < found.milliseconds < 10_000.0
+
+
+def test_the_tests_of_another_python_have_all_packages_pinned_once_and_are_there() -> None:
+    assert [pin.partition("==")[0] for pin in pins()] == sorted(PACKAGES)
+    assert all((Path(__file__).parents[1] / each).is_dir() for each in TESTED)
 
 
 def test_what_is_no_python_is_an_error(tmp_path: Path) -> None:
