@@ -100,7 +100,7 @@ class Server(uvicorn.Server):
             await asyncio.wait_for(self._wait_tasks_to_complete(), LAST_WORDS_SECONDS)
 
     def cut(self) -> None:
-        """Wait for no request any more, and close all connections: from Python 3.12 on, a server ends after the last."""
+        """Wait for no request any more, and cut all connections: from Python 3.12 on, a server ends after the last."""
         self.force_exit = True
         for connection in tuple(self.server_state.connections):
             connection.transport.abort()
