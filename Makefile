@@ -8,7 +8,7 @@ FUZZED ?= 2000
 CHECKED := pdproxy connector deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo images test lint unit unit-connector unit-serving unit-requests unit-rest soak e2e test-long test-upstream fuzz bench bench-engines bench-plan generate lock clean
+.PHONY: help env demo images test lint unit unit-connector unit-serving unit-requests unit-rest soak e2e test-long test-python test-upstream fuzz bench bench-engines bench-plan generate lock clean
 
 help: ## show this
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -78,14 +78,17 @@ test-long: env ## the tests that take minutes each
 	$(RUN) -m pytest -m long
 	FUZZED=500 $(RUN) -m pytest -m "hypothesis and not e2e and not long"
 
+test-python: env ## the proxy's own tests with another Python (PYTHONS=PATH), such as its image's
+	$(RUN) -m tests.other_python $(PYTHONS)
+
 test-upstream: env ## vLLM's own connector tests with our classes in the place of vLLM's (five minutes)
 	$(RUN) -m tests.upstream
 
 fuzz: env ## property tests with FUZZED examples each (default 2000)
 	FUZZED=$(FUZZED) $(RUN) -m pytest -m "hypothesis and not e2e and not long" --durations=5
 
-bench: env ## measure the proxy
-	$(RUN) -m tests.bench
+bench: env ## measure the proxy beside vllm-router and smg (ten minutes; PYTHONS="PATH …": the interpreters that run it)
+	$(RUN) -m tests.bench $(addprefix --python ,$(PYTHONS))
 
 bench-engines: env ## real engines asked by guidellm: alone, behind pdproxy, behind another router (15 minutes; ROUNDS=3: 10); WRITE=1: into docs
 	$(RUN) -m tests.bench.engines $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(filter 1,$(WRITE)),--docs docs)

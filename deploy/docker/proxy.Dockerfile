@@ -1,6 +1,7 @@
 # The proxy: slim, non-root, fine with a read-only root file system, no torch.
 #   docker build -f deploy/docker/proxy.Dockerfile -t pdproxy .
-FROM python:3.11-slim-bookworm AS build
+# Its Python is built with a profile of how it runs: a quarter fewer instructions (docs/benchmarks.md).
+FROM python:3.13-slim-trixie AS build
 WORKDIR /src
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv --without-pip /opt/pdproxy
@@ -12,11 +13,11 @@ COPY pdproxy pdproxy
 COPY connector connector
 RUN pip --python /opt/pdproxy/bin/python install --no-deps .
 
-FROM python:3.11-slim-bookworm
+FROM python:3.13-slim-trixie
 LABEL org.opencontainers.image.title="pdproxy" \
       org.opencontainers.image.description="Prefill/decode proxy for hybrid models on vLLM" \
       org.opencontainers.image.version="0.1.0" \
-      org.opencontainers.image.base.name="docker.io/library/python:3.11-slim-bookworm" \
+      org.opencontainers.image.base.name="docker.io/library/python:3.13-slim-trixie" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /opt/pdproxy /opt/pdproxy
 ENV PATH=/opt/pdproxy/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \

@@ -1,7 +1,9 @@
 """What the proxy reads from its host: discovery sources, secrets and TLS files."""
 
+import asyncio
 import dataclasses
 import functools
+import importlib
 import ssl
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,10 +22,11 @@ from pdproxy.observe.metrics import Metrics
 from pdproxy.settings.model import Discovery, Settings, Upstream
 from pdproxy.settings.types import DiscoveryKind
 from pdproxy.transport.h1_client import H1Transport
-from pdproxy.transport.httpx_transport import HttpxTransport
+from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
 
 if TYPE_CHECKING:
     from pdproxy.nodes.discovery.kubernetes import Api, KubernetesSource
+    from pdproxy.transport.httpx_transport import HttpxTransport
 
 
 class ServiceAccount:
@@ -171,11 +174,47 @@ def _replace(secret: Secret, path: Path | None, setting: WatchedSetting) -> None
     secret.replace(read_secret(path, setting))
 
 
-def transports(upstream: Upstream, clock: Clock, files: FileWatcher) -> tuple[H1Transport, HttpxTransport]:
+class PreflightTransport:
+    """An `HttpxTransport` that is made for the first request: httpx takes a tenth of the start, before which no port is
+    open. See `port.Transport`.
+    """
+
+    def __init__(self, ssl_context: ssl.SSLContext) -> None:
+        self._ssl_context = ssl_context
+        self._made: HttpxTransport | None = None
+        self._making = asyncio.Lock()
+
+    def trust(self, ssl_context: ssl.SSLContext) -> None:
+        """Check the certificates of https nodes by this from now on."""
+        self._ssl_context = ssl_context
+        if self._made is not None:
+            self._made.trust(ssl_context)
+
+    async def send(self, request: HttpRequest, timeouts: Timeouts) -> HttpResponse:
+        """See `HttpxTransport.send`."""
+        return await (self._made or await self._make()).send(request, timeouts)
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        if self._made is not None:
+            await self._made.aclose()
+
+    async def _make(self) -> "HttpxTransport":
+        """In a thread: the event loop goes on meanwhile."""
+        async with self._making:
+            if self._made is None:
+                await asyncio.to_thread(importlib.import_module, "pdproxy.transport.httpx_transport")
+                from pdproxy.transport.httpx_transport import HttpxTransport
+
+                self._made = HttpxTransport(self._ssl_context)
+            return self._made
+
+
+def transports(upstream: Upstream, clock: Clock, files: FileWatcher) -> tuple[H1Transport, PreflightTransport]:
     """For requests and for the preflight; both check certificates by what the file of authorities holds now."""
     authorities = upstream.ca_file
     context = tls(authorities, WatchedSetting.AUTHORITIES, upstream.server_name)
-    both = H1Transport(clock, context), HttpxTransport(context)
+    both = H1Transport(clock, context), PreflightTransport(context)
 
     def trust() -> None:
         context = tls(authorities, WatchedSetting.AUTHORITIES, upstream.server_name)
@@ -219,10 +258,13 @@ def renew_pair(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
 class NamedServerContext(ssl.SSLContext):
     """A client's TLS context that asks every server for a certificate of one name, whatever address it is reached by.
 
-    Pods have addresses that no certificate can know beforehand. asyncio and httpx both name the server here.
+    Pods have addresses that no certificate can know beforehand. asyncio and httpx both name the server here. The
+    system's authorities, where they are wanted, are loaded for the first connection: that takes a twentieth of the
+    start, and most nodes speak plain HTTP.
     """
 
     server_name = ""
+    wants_default_certs = False
 
     def wrap_bio(
         self,
@@ -233,6 +275,9 @@ class NamedServerContext(ssl.SSLContext):
         session: ssl.SSLSession | None = None,
     ) -> ssl.SSLObject:
         """See `ssl.SSLContext.wrap_bio`."""
+        if self.wants_default_certs:
+            self.load_default_certs()
+            self.wants_default_certs = False
         return super().wrap_bio(incoming, outgoing, server_side, self.server_name or server_hostname, session)
 
 
@@ -246,11 +291,11 @@ def tls(authorities: Path | None, setting: str, server_name: str = "") -> ssl.SS
     """
     context = NamedServerContext(ssl.PROTOCOL_TLS_CLIENT)
     context.server_name = server_name
+    if authorities is None:
+        context.wants_default_certs = True
+        return context
     try:
-        if authorities is None:
-            context.load_default_certs()
-        else:
-            context.load_verify_locations(authorities)
+        context.load_verify_locations(authorities)
     except OSError as error:
         raise SettingsError(f"{setting}: {authorities} is not usable: {error}.") from error
     return context

@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import gc
 import logging
 import os
 import sys
@@ -15,14 +14,11 @@ from pdproxy.app.host import HostEnvironment, check_pair, renew_pair
 from pdproxy.errors import SettingsError
 from pdproxy.observe.labels import WatchedSetting
 from pdproxy.observe.logs import configure
-from pdproxy.server.server import OPERATORS_GRACE, Server, bind, http_config, raise_file_limit
+from pdproxy.server.server import OPERATORS_GRACE, Server, bind, http_config, raise_file_limit, tune_collector
 from pdproxy.server.server import serve as serve_ports
 from pdproxy.settings.model import Settings
 
 _LOG = logging.getLogger("pdproxy")
-
-GC_THRESHOLD = 10_000
-"""New objects between two collections: a request makes hundreds, and nearly all are freed without the collector."""
 
 
 def serve(settings: Settings) -> int:
@@ -45,13 +41,6 @@ async def _serve(settings: Settings) -> None:
         _LOG.info("clients: %s, operators: %s", clients.address, operators.address)
         await serve_ports(clients, operators, running.leaving)
         _LOG.info("ended")
-
-
-def tune_collector() -> None:
-    """What was built by now lives as long as the process: the collector need not scan it again (`make bench`)."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(GC_THRESHOLD)
 
 
 def _ports(settings: Settings, running: Proxy) -> tuple[Server, Server]:

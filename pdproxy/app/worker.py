@@ -4,6 +4,11 @@ It is a proxy as `run.serve` starts it, but for its ports: its settings, and the
 come from the supervisor. When that is gone, it ends as at a SIGTERM.
 """
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # for the imports, as in `pdproxy.__main__`
+
 import asyncio
 import functools
 import logging
@@ -15,11 +20,11 @@ from uvicorn.loops.auto import auto_loop_factory
 
 from pdproxy.app.build import proxy
 from pdproxy.app.host import HostEnvironment, check_pair
-from pdproxy.app.run import clients_config, operators_config, tune_collector
+from pdproxy.app.run import clients_config, operators_config
 from pdproxy.errors import SettingsError
 from pdproxy.observe.logs import configure
 from pdproxy.request import read_json
-from pdproxy.server.server import Server, leave, raise_file_limit
+from pdproxy.server.server import Server, leave, raise_file_limit, tune_collector
 from pdproxy.server.server import serve as serve_ports
 from pdproxy.settings.model import Settings
 from pdproxy.workers.channel import Connection, Inbox

@@ -10,8 +10,6 @@ import logging
 import urllib.parse
 from collections.abc import Awaitable, Callable
 
-import yaml
-
 from pdproxy import __version__
 from pdproxy.errors import ClientError
 from pdproxy.intake.auth import request_id
@@ -131,6 +129,8 @@ class ApiApp:
 @functools.cache
 def openapi_document() -> bytes:
     """The OpenAPI document, JSON."""
+    import yaml  # not before somebody asks: the start is shorter without
+
     text = importlib.resources.files("pdproxy.intake").joinpath("openapi.yaml").read_text(encoding="utf-8")
     document = yaml.safe_load(text)
     document["info"]["version"] = __version__

@@ -1,12 +1,17 @@
 """Every setting with its names in the file, in the environment and on the command line, from the models."""
 
+import ast
 import dataclasses
 import difflib
+import functools
+import inspect
+import itertools
 from collections.abc import Mapping
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from pdproxy.settings import model
 from pdproxy.settings.model import ConfiguredNode, Settings
 from pdproxy.settings.types import OneOf, Quantity, Takes
 
@@ -45,12 +50,34 @@ class Setting:
         return "--" + self.key.replace(".", "-").replace("_", "-")
 
     @property
+    def description(self) -> str:
+        """What it is for: the text below its field."""
+        kind = sections()[self.section] if self.section else ConfiguredNode
+        return descriptions()[kind.__name__, self.name]
+
+    @property
     def takes(self) -> str:
         """What it takes, in words: "a number of seconds above 0"."""
         if isinstance(self.field.annotation, type) and issubclass(self.field.annotation, OneOf):
             return "one of " + ", ".join(self.field.annotation)
         words = next((each.words for each in self.field.metadata if isinstance(each, Takes)), "")
         return words or _number(self.field)
+
+
+@functools.cache
+def descriptions() -> Mapping[tuple[str, str], str]:
+    """The texts below the fields, by class and field, from the source of the models.
+
+    pydantic can do this itself, whenever a model's class is made: that took a twentieth of the proxy's start.
+    """
+    found: dict[tuple[str, str], str] = {}
+    for kind in ast.parse(inspect.getsource(model)).body:
+        if isinstance(kind, ast.ClassDef):
+            for field, text in itertools.pairwise(kind.body):
+                match field, text:
+                    case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str() as said)):
+                        found[kind.name, name] = inspect.cleandoc(said)
+    return found
 
 
 def sections() -> dict[str, type[BaseModel]]:

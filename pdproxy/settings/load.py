@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 from pdproxy.errors import SettingsError
 from pdproxy.settings.catalog import did_you_mean, every_setting, node_settings, sections
 from pdproxy.settings.model import Settings
-from pdproxy.settings.sources import CONFIG, EnvironmentSource, FlagSource, Location, SettingsSource, YamlSource
+from pdproxy.settings.sources import CONFIG, EnvironmentSource, FlagSource, Location, SettingsSource
 from pdproxy.settings.types import UNSHOWN
 
 
@@ -31,7 +31,7 @@ def load(
     """
     variables = environment or {}
     path = config or (Path(variables[CONFIG]) if variables.get(CONFIG) else None)
-    by_precedence = (flags, EnvironmentSource(variables), YamlSource(path) if path else None)
+    by_precedence = (flags, EnvironmentSource(variables), _file(path) if path else None)
     sources = tuple(source for source in by_precedence if source is not None)
     faults = [fault for source in sources for fault in source.faults]
     try:
@@ -41,6 +41,12 @@ def load(
     if faults:
         raise SettingsError("\n".join(dict.fromkeys(faults)))
     return settings
+
+
+def _file(path: Path) -> SettingsSource:
+    from pdproxy.settings.yaml_file import YamlSource
+
+    return YamlSource(path)
 
 
 def _message(error: ErrorDetails, sources: Sequence[SettingsSource]) -> str:

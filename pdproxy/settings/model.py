@@ -15,11 +15,9 @@ from pdproxy.settings import types
 
 
 class Section(BaseModel):
-    """The configuration that all sections share."""
+    """The configuration that all sections share. The text below a field describes it: see `catalog`."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", str_strip_whitespace=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", str_strip_whitespace=True, allow_inf_nan=False)
 
 
 class Listen(Section):

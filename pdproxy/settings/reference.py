@@ -32,6 +32,10 @@ def schema() -> dict[str, Any]:
     for each in properties.values():
         each["type"] = [each["type"], "null"]  # as of `keys:` with nothing below it
         del each["default"]
+    for setting in every_setting():
+        _describe(properties[setting.section]["properties"], setting)
+    for setting in node_settings():
+        _describe(properties["nodes"]["items"]["properties"], setting)
     description = "Settings of pdproxy, by section: docs/settings.md."
     return {"description": description, "type": "object", "properties": properties, "additionalProperties": False}
 
@@ -51,6 +55,11 @@ def printed(value: Any, indent: int = 0) -> str:
     return "{\n" + inner + "\n" + " " * indent + "}"
 
 
+def _describe(properties: dict[str, Any], setting: Setting) -> None:
+    described = {**properties[setting.name], "description": setting.description}
+    properties[setting.name] = dict(sorted(described.items()))  # as pydantic has them
+
+
 def _inlined(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
     """A schema with its references resolved, and without titles, which only repeat names."""
     if "$ref" in node:
@@ -67,7 +76,7 @@ def _table(rows: tuple[Setting, ...]) -> str:
     lines = ["| setting | takes | default | what it does |", "|---|---|---|---|"]
     for row in rows:
         short = f" (`{SHORT[row.key]}`)" if row.key in SHORT else ""
-        lines.append(f"| `{row.name}`{short} | {row.takes} | {_default(row)} | {row.field.description} |")
+        lines.append(f"| `{row.name}`{short} | {row.takes} | {_default(row)} | {row.description} |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,17 +1,15 @@
-"""Where settings come from: a YAML file, the environment, the command line. Each can name the place of a value.
+"""Where settings come from: the environment, the command line, and `yaml_file`. Each can name the place of a value.
 
-The file is parsed here rather than by pydantic-settings' own source, which takes a file that is missing for an empty
-one, forgets the first of two equal keys, and knows no line numbers. Flags are argparse's: pydantic-settings' own have
-dots in their names, take JSON for whole sections, and show Python's types in their help.
+Flags are argparse's: pydantic-settings' own have dots in their names, take JSON for whole sections, and show Python's
+types in their help.
 """
 
 import argparse
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-import yaml
 from pydantic_settings import EnvSettingsSource, InitSettingsSource
 
 from pdproxy.errors import SettingsError
@@ -34,33 +32,6 @@ _FOREIGN = re.compile(
     re.DOTALL,
 )
 """A variable with its value that begins with our prefix and is none of the proxy's settings."""
-
-
-class YamlSource(InitSettingsSource):
-    """A YAML file.
-
-    Attributes:
-        faults: a sentence for each section that is no mapping.
-
-    Raises:
-        SettingsError: it cannot be read, is not YAML, or holds no mapping.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        values, self._root = _parsed(path)
-        values = {} if values is None else values
-        if not isinstance(values, dict):
-            raise SettingsError(f"the file {path}: the file must map names to values, not be {values!r}.")
-        values = {name: value for name, value in values.items() if value is not None}
-        odd = [name for name in sections() if not isinstance(values.get(name, {}), dict)]
-        self.faults = [f"{self.place((n,))}: {n} must map names to values, not be {values.pop(n)!r}." for n in odd]
-        super().__init__(Settings, values)
-
-    def place(self, location: Location) -> str:
-        """Such as ``the file a.yaml, line 3, nodes[0]``."""
-        node = f", nodes[{location[1]}]" if location[0] == "nodes" and len(location) > 1 else ""
-        return f"the file {self._path}, line {_line(self._root, location)}{node}"
 
 
 class EnvironmentSource(EnvSettingsSource):
@@ -108,11 +79,26 @@ class FlagSource(InitSettingsSource):
         return _node_origin(location, self._nodes) or "--" + "-".join(map(str, location)).replace("_", "-")
 
 
-SettingsSource: TypeAlias = YamlSource | EnvironmentSource | FlagSource
+class SettingsSource(Protocol):
+    """A source of settings."""
+
+    @property
+    def faults(self) -> Sequence[str]:
+        """A sentence for each part of it that cannot be used at all."""
+
+    def __call__(self) -> dict[str, Any]:
+        """The values that it gives, by section."""
+
+    def place(self, location: Location) -> str:
+        """Where a value stands, in words."""
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Give a command's parser a flag for every setting."""
+def add_flags(parser: argparse.ArgumentParser, words: Sequence[str] = ()) -> None:
+    """Give a command's parser a flag for every setting.
+
+    ``words``: the command line. Only where it asks for help are the descriptions read, which takes a while.
+    """
+    helps = not {"-h", "--help"}.isdisjoint(words)
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with settings.")
     for role in Role:
         parser.add_argument(
@@ -121,8 +107,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     groups = {name: parser.add_argument_group(name, kind.__doc__) for name, kind in sections().items()}
     for each in every_setting():
         names = [each.flag, SHORT[each.key]] if each.key in SHORT else [each.flag]
-        text = f"{each.field.description} Takes {each.takes}."
-        groups[each.section].add_argument(*names, dest=each.key, metavar="VALUE", help=text.replace("%", "%%"))
+        text = f"{each.description} Takes {each.takes}.".replace("%", "%%") if helps else None
+        groups[each.section].add_argument(*names, dest=each.key, metavar="VALUE", help=text)
 
 
 def refuse_unknown(unknown: Sequence[str]) -> None:
@@ -157,42 +143,3 @@ def _node_origin(location: Location, nodes: Sequence[tuple[str, object]]) -> str
         return ""
     position = location[1] if len(location) > 1 else None
     return nodes[position][0] if isinstance(position, int) else " and ".join(dict.fromkeys(name for name, _ in nodes))
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML whose keys are all texts, and in which a key that stands twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        twice = next((key for key in keys if keys.count(key) > 1), None)
-        if twice is not None:
-            raise yaml.constructor.ConstructorError(None, None, f"{twice!r} is there twice", node.start_mark)
-        return {str(key): value for key, value in super().construct_mapping(node, deep).items()}
-
-
-def _parsed(path: Path) -> tuple[object, yaml.Node | None]:
-    """The contents of a file, and the syntax tree that they were made from."""
-    try:
-        loader = _Loader(path.read_text(encoding="utf-8"))
-        root = loader.get_single_node()
-        return (None if root is None else loader.construct_document(root)), root
-    except OSError as error:
-        raise SettingsError(f"the file {path} cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise SettingsError(f"the file {path} is not YAML: {error}") from error
-
-
-def _line(node: yaml.Node | None, location: Location) -> int:
-    """The line of a value, or of the deepest key on the way to it that the file has."""
-    line = 1
-    for step in location:
-        if isinstance(node, yaml.SequenceNode) and isinstance(step, int):
-            node = node.value[step]
-            line = node.start_mark.line + 1
-        elif isinstance(node, yaml.MappingNode):
-            found = [(key, value) for key, value in node.value if key.value == step]
-            if not found:
-                break
-            key, node = found[-1]
-            line = key.start_mark.line + 1
-    return line

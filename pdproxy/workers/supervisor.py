@@ -19,7 +19,15 @@ from pdproxy.credential import read_secret
 from pdproxy.errors import SettingsError
 from pdproxy.observe.labels import WatchedSetting
 from pdproxy.observe.logs import configure
-from pdproxy.server.server import OPERATORS_GRACE, Server, address_of, bind, http_config, raise_file_limit
+from pdproxy.server.server import (
+    OPERATORS_GRACE,
+    Server,
+    address_of,
+    bind,
+    http_config,
+    raise_file_limit,
+    tune_collector,
+)
 from pdproxy.settings.model import Settings
 from pdproxy.workers.acceptor import Acceptor
 from pdproxy.workers.division import share_of
@@ -127,6 +135,7 @@ class Supervisor:
         self._running.update(self._workers)
         for worker in self._workers:
             self._serve(worker)
+        tune_collector()
         self._operators_socket.listen()  # what connects from now on waits until it is served, and is not refused
         addresses = address_of(self._clients), self._operators.address
         _LOG.info("clients: %s, operators: %s, workers: %d", *addresses, len(self._workers))

@@ -15,8 +15,9 @@ from pdproxy.app.build import Proxy, proxy
 from pdproxy.app.host import HostEnvironment
 from pdproxy.nodes import join
 from pdproxy.observe.logs import TextFormatter
-from pdproxy.settings.model import ConfiguredNode, Health, Keys, Policy, Settings
+from pdproxy.settings.model import ConfiguredNode, Health, Keys, Listen, Policy, Settings
 from pdproxy.settings.types import FirstHandOver, Role, Routing
+from pdproxy.workers.division import share_of
 from tests.app.running_proxy import bearer, listening, plain_client
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.loopback import LoopbackNode
@@ -133,6 +134,37 @@ async def test_six_turns_meet_the_same_nodes_though_another_joins() -> None:
         assert 0 < moved < len(SESSIONS), "the new nodes get their share, and no more"
         asked = len(SESSIONS) * TURNS
         assert [await made.routed(role, "own") for role in Role] == [asked, asked]
+
+
+@contextlib.asynccontextmanager
+async def worker_beside(made: Fleet, settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
+    """A second worker in front of the same nodes, which knows nothing of the first; a client of it."""
+    urls = {name: node.url for name, node in made.nodes.items()}
+    nodes = tuple(ConfiguredNode(url=url, role=Role(name.partition("-")[0]), model="m") for name, url in urls.items())
+    two = settings.model_copy(update={"nodes": nodes, "listen": Listen(workers=2)})
+    async with (
+        proxy(share_of(two, 1), HostEnvironment()) as running,
+        listening(running, two) as url,
+        plain_client(url) as client,
+    ):
+        transport = httpx.ASGITransport(app=running.operators)
+        async with httpx.AsyncClient(transport=transport, base_url="http://operators") as operators:
+            for name in made.nodes:
+                role = name.partition("-")[0]
+                await until(operators, f'pdproxy_node_up{{node="{name}",role="{role}",state="up"}} 1.0')
+        yield client
+
+
+async def test_workers_choose_alike_without_talking() -> None:
+    """A conversation meets the same nodes over connections to different workers."""
+    async with fleet(BY_SESSION) as made, worker_beside(made, BY_SESSION) as other:
+        homes: dict[str, Nodes] = {}
+        for _ in range(4):
+            made.client, other = other, made.client
+            for session in SESSIONS:
+                met = await made.turn(session)
+                assert met == homes.setdefault(session, met)
+        assert len({prefill for prefill, _ in homes.values()}) > 1
 
 
 async def test_a_conversation_goes_on_elsewhere_when_its_nodes_die_and_stays_there() -> None:

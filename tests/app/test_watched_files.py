@@ -248,6 +248,26 @@ def trusting(whom: Identity) -> ssl.SSLContext:
     return ssl.create_default_context(cadata=whom.certificate.decode())
 
 
+async def test_without_a_file_nodes_are_checked_by_the_systems_authorities(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which are read when the first connection is made."""
+    ours = identity("ours")
+    certificate, _ = ours.write(tmp_path)
+    both = transports(Upstream(), FakeClock(), FileWatcher(FakeClock(), Metrics(CollectorRegistry())))
+    try:
+        async with peer(always(b"well"), tls=serving(ours, tmp_path)) as there:
+            for wary in transports(Upstream(), FakeClock(), FileWatcher(FakeClock(), Metrics(CollectorRegistry()))):
+                assert await fault_of(wary, post(there)) is Fault.REFUSED
+                await wary.aclose()
+            monkeypatch.setenv("SSL_CERT_FILE", str(certificate))  # OpenSSL's own name for it
+            for transport in both:
+                assert await ask(transport, post(there)) == (200, b"well")
+    finally:
+        for transport in both:
+            await transport.aclose()
+
+
 async def test_nodes_are_checked_by_the_new_authorities(tmp_path: Path) -> None:
     """By new connections: the open one of a stream under way stays."""
     ours, other = identity("ours"), identity("other")

@@ -33,6 +33,8 @@ TICKET = {
     "transfer_mode": "pull",
     "remote_prefill_cached_tokens": 0,
 }
+TRACES_PATH = "/v1/traces"
+"""Where spans go: as a collector it throws them away."""
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 INFO = b'pdproxy_connector_info{rendezvous="true",resume="true"} 1.0\n'
 BACKLOG = 1024
@@ -86,6 +88,8 @@ class Book:
             return at_once(200, INFO)
         if path == "/v1/models":
             return at_once(200, json.dumps({"object": "list", "data": [{"id": MODEL, "object": "model"}]}).encode())
+        if path == TRACES_PATH:
+            return at_once(200, b"")
         if path == "/version":
             return at_once(200, b'{"version":"0.32.0"}')
         return self._generate(path, json.loads(raw)) if raw else at_once(200, b"")

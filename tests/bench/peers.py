@@ -1,14 +1,25 @@
-"""The proxies that are compared: how each is started, and the other router's own environment."""
+"""The proxies that are compared: how each is started, and the other routers' own environments.
 
-from collections.abc import Callable
+production-stack's router is not among them: no package registry has it, and nothing else is fetched here.
+"""
+
+import json
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from deploy.local.bootstrap import STAMP, Plan, make_empty, pip, run_first_that_works
 from deploy.local.paths import REQUIREMENTS, ROOT, RUNS, VENV
+from pdproxy.nodes.node import Role
+from tests.bench.node import TRACES_PATH
+from tests.bench.script import KEY, MODEL
 
 PINS = REQUIREMENTS / "bench.txt"
 BENCH_VENV = RUNS / "bench-venv"
+SMG_VENV = RUNS / "smg-venv"
+SMG = "smg==1.13.0"
+KEYS = RUNS / "bench" / "keys"
 
 
 class Ports(NamedTuple):
@@ -21,10 +32,42 @@ class Ports(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """A proxy."""
+    """A proxy. ``joins`` is called once it listens, and tells it of its nodes; raises OSError while it does not."""
 
     name: str
     command: Callable[[Ports], list[str]]
+    joins: Callable[[Ports], None] = lambda ports: None
+
+
+def pdproxy(name: str, python: Path, *flags: str) -> Peer:
+    """This project's, run by a Python, with two decode nodes: without a second one no stream could go on elsewhere."""
+
+    def command(ports: Ports) -> list[str]:
+        # The one decode node by two names.
+        return [*_pdproxy(ports, python), "--decode", f"http://localhost:{ports.decode}", *flags]
+
+    return Peer(name, command)
+
+
+def variants(python: Path, suffix: str = "") -> list[Peer]:
+    """pdproxy as it is compared with others: without what they have not, as it comes, and with everything.
+
+    Everything: records of streams to go on from, legs together, plans by what is cached, accounting by keys, tracing.
+    """
+    KEYS.parent.mkdir(parents=True, exist_ok=True)
+    KEYS.write_text(f"{KEY} bench\n", encoding="utf-8")
+    plans = ["--policy-legs", "together", "--policy-routing", "hybrid"]
+    counts = ["--keys-file", str(KEYS), "--otel-export", "otlp"]
+
+    def everything(ports: Ports) -> list[str]:
+        collector = ["--otel-endpoint", f"http://127.0.0.1:{ports.prefill}{TRACES_PATH}"]
+        return [*pdproxy("", python, *plans, *counts).command(ports), *collector]
+
+    return [
+        pdproxy(f"pdproxy{suffix}, migration off", python, "--policy-migrations", "0"),
+        pdproxy(f"pdproxy{suffix}, as it comes", python),
+        Peer(f"pdproxy{suffix}, everything on", everything),
+    ]
 
 
 def _together(ports: Ports) -> list[str]:
@@ -36,17 +79,42 @@ def _journaled(ports: Ports) -> list[str]:
     return [*_pdproxy(ports), "--decode", f"http://localhost:{ports.decode}"]
 
 
-def _pdproxy(ports: Ports) -> list[str]:
+def _pdproxy(ports: Ports, python: Path = VENV / "bin" / "python") -> list[str]:
     listen = ["--host", "127.0.0.1", "--port", f"{ports.clients}", "--admin-port", f"{ports.operators}"]
     patience = ["--deadlines-connect", "60", "--health-timeout", "60"]  # a starved machine is no node that failed
     simple = ["--health-first-hand-over", "warm_up"]  # the nodes here know no log-probabilities
-    return [str(VENV / "bin" / "python"), "-m", "pdproxy", "serve", *_nodes(ports), *listen, *patience, *simple]
+    return [str(python), "-m", "pdproxy", "serve", *_nodes(ports), *listen, *patience, *simple]
 
 
 def _vllm_router(ports: Ports) -> list[str]:
     listen = ["--host", "127.0.0.1", "--port", f"{ports.clients}", "--prometheus-port", f"{ports.operators}"]
     mode = ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", "round_robin"]
     return [str(BENCH_VENV / "bin" / "vllm-router"), *mode, *_nodes(ports), *listen]
+
+
+def smg_command(ports: Ports, policy: str) -> list[str]:
+    """How the SGLang project's gateway is started; its nodes come later (`smg_workers`)."""
+    listen = ["--host", "127.0.0.1", "--port", f"{ports.clients}", "--prometheus-port", f"{ports.operators}"]
+    mode = ["--enable-igw", "--pd-disaggregation", "--backend", "vllm", "--policy", policy]
+    quiet = ["--prometheus-host", "127.0.0.1", "--disable-tokenizer-autoload", "--log-level", "warn"]
+    return [str(SMG_VENV / "bin" / "smg"), "launch", *mode, *listen, *quiet]
+
+
+def smg_workers(clients: int, model: str, nodes: Mapping[Role, Sequence[str]]) -> None:
+    """Tell the gateway of its nodes, by role. Raises OSError where it does not listen."""
+    for role, urls in nodes.items():
+        for url in urls:
+            worker = {"url": url, "worker_type": role, "runtime_type": "vllm", "model_id": model}
+            body = json.dumps({**worker, "labels": {"kv_connector": "NixlConnector"}}).encode()
+            asked = urllib.request.Request(f"http://127.0.0.1:{clients}/workers", body, method="POST")
+            asked.add_header("content-type", "application/json")
+            with urllib.request.urlopen(asked, timeout=10) as answer:
+                answer.read()
+
+
+def _join_smg(ports: Ports) -> None:
+    numbers = {Role.PREFILL: ports.prefill, Role.DECODE: ports.decode}
+    smg_workers(ports.clients, MODEL, {role: [f"http://127.0.0.1:{port}"] for role, port in numbers.items()})
 
 
 def _nodes(ports: Ports) -> list[str]:
@@ -57,6 +125,7 @@ PDPROXY = Peer("pdproxy", _pdproxy)
 JOURNALED = Peer("pdproxy-journaled", _journaled)
 TOGETHER = Peer("pdproxy-together", _together)
 VLLM_ROUTER = Peer("vllm-router", _vllm_router)
+SMG_ROUTER = Peer("smg", lambda ports: smg_command(ports, "round_robin"), _join_smg)
 
 
 def make_environment(venv: Path = BENCH_VENV) -> None:
@@ -73,3 +142,18 @@ def make_environment(venv: Path = BENCH_VENV) -> None:
     make_empty(plan)
     run_first_that_works([pip(plan, "--no-deps", "-r", str(PINS))])
     stamp.write_text(pins, encoding="utf-8")
+
+
+def make_smg_environment() -> None:
+    """Install the gateway, once.
+
+    Raises:
+        BootstrapError: it cannot be installed; the message has pip's output.
+    """
+    plan, stamp = Plan(ROOT, SMG_VENV), SMG_VENV / STAMP
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == SMG:
+        return
+    print(f"making {SMG_VENV} for smg (once) …", flush=True)
+    make_empty(plan)
+    run_first_that_works([pip(plan, SMG)])
+    stamp.write_text(SMG, encoding="utf-8")

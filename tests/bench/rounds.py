@@ -1,18 +1,21 @@
 """Rounds of load, the peers in turn: what else the machine does meets all of them alike."""
 
+import contextlib
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from deploy.local.paths import ROOT, VENV
 from deploy.local.ports import free_ports
 from deploy.local.supervise import Part, Supervisor, inherited
-from tests.bench.cpu import seconds_of_tree
+from tests.bench.cpu import processes, seconds_of_tree
+from tests.bench.latency import Timed
 from tests.bench.load import Loaded
 from tests.bench.peers import Peer, Ports
+from tests.bench.perf import InstructionCount, counting, is_allowed
 from tests.bench.report import Figure
 from tests.bench.script import Line
 
@@ -41,11 +44,19 @@ class Effort(NamedTuple):
 
 
 class Running(NamedTuple):
-    """A peer that is up."""
+    """A peer that is up, and the ports around it."""
 
-    name: str
-    port: int
+    peer: Peer
+    ports: Ports
     part: Part
+
+    @property
+    def name(self) -> str:
+        return self.peer.name
+
+    @property
+    def port(self) -> int:
+        return self.ports.clients
 
 
 def start(
@@ -59,29 +70,46 @@ def start(
         supervisor.start(f"node-{name}", command, environment, ROOT)
     up = []
     for peer, clients, operators in zip(peers, ports[0::2], ports[1::2], strict=True):
-        command = peer.command(Ports(clients, operators, prefill, decode))
-        up.append(Running(peer.name, clients, supervisor.start(peer.name, command, environment, ROOT)))
+        around = Ports(clients, operators, prefill, decode)
+        part = supervisor.start(peer.name.replace(" ", "-"), peer.command(around), environment, ROOT)
+        up.append(Running(peer, around, part))
     for running in up:
-        _await_ready(supervisor, running, ready_seconds)
+        await_ready(supervisor, running, ready_seconds)
     return up
 
 
 def measure(running: Sequence[Running], lines: Sequence[Line], effort: Effort) -> Iterator[Figure]:
-    """Each line's rounds; before them one that does not count."""
+    """Each line's rounds, each begun by another peer; before them one that does not count."""
+    counts = is_allowed()
     for line in lines:
         for peer in running:
             ask(peer, line, effort.streams, effort.streams)
-        for _ in range(effort.rounds):
-            for peer in running:
-                yield _round(peer, line, effort)
+        for number in range(effort.rounds):
+            for place in range(len(running)):
+                yield _round(running[(number + place) % len(running)], line, effort, counts)
 
 
-def _round(peer: Running, line: Line, effort: Effort) -> Figure:
-    before = seconds_of_tree(peer.part.process.pid)
-    loaded = ask(peer, line, effort.requests, effort.streams)
-    time.sleep(SETTLE_SECONDS)
-    used = seconds_of_tree(peer.part.process.pid) - before
-    return Figure(line, peer.name, 1000 * used / effort.requests, loaded.pieces / effort.requests)
+def _round(peer: Running, line: Line, effort: Effort, counts: bool) -> Figure:
+    root, requests = peer.part.process.pid, effort.requests
+    before = seconds_of_tree(root)
+    with counting(processes(root)) if counts else contextlib.nullcontext(InstructionCount()) as instructions:
+        loaded = ask(peer, line, requests, effort.streams)
+        time.sleep(SETTLE_SECONDS)
+    used = 1000 * (seconds_of_tree(root) - before) / requests
+    million = None if instructions.value is None else instructions.value / requests / 1e6
+    return Figure(line, peer.name, used, loaded.pieces / requests, million)
+
+
+def one_at_a_time(running: Sequence[Running], line: Line, requests: int) -> dict[str, Timed]:
+    """Of the two legs called directly (``direct``), and of each peer, by its name.
+
+    Raises:
+        BenchError: an answer was wrong.
+    """
+    ports = running[0].ports
+    words = [line, requests, ports.prefill, ports.decode, *(peer.port for peer in running)]
+    timed = [Timed(**each) for each in _printed_by("tests.bench.latency", *map(str, words))]
+    return dict(zip(["direct", *(peer.name for peer in running)], timed, strict=True))
 
 
 def ask(peer: Running, line: Line, requests: int, streams: int) -> Loaded:
@@ -94,21 +122,33 @@ def ask(peer: Running, line: Line, requests: int, streams: int) -> Loaded:
 
 
 def _load(port: int, line: Line, requests: int, streams: int) -> Loaded:
-    command = [sys.executable, "-m", "tests.bench.load", f"{port}", line, f"{requests}", f"{streams}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return Loaded(**_printed_by("tests.bench.load", f"{port}", line, f"{requests}", f"{streams}"))
+
+
+def _printed_by(module: str, *words: str) -> Any:
+    """What a load generator prints as JSON."""
+    done = subprocess.run([sys.executable, "-m", module, *words], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise BenchError(f"the load generator failed:\n{done.stderr[-2000:]}")
-    return Loaded(**json.loads(done.stdout))
+    return json.loads(done.stdout)
 
 
-def _await_ready(supervisor: Supervisor, peer: Running, seconds: float) -> None:
-    until = time.monotonic() + seconds
+def await_ready(supervisor: Supervisor, peer: Running, seconds: float, line: Line = Line.COMPLETIONS) -> None:
+    """Tell a proxy of its nodes where it has to be told, and ask until it answers rightly.
+
+    Raises:
+        BenchError: it did not within the seconds.
+    """
+    until, joined = time.monotonic() + seconds, False
     while True:
         supervisor.require_all_alive()
         try:
-            loaded = _load(peer.port, Line.COMPLETIONS, 1, 1)
+            if not joined:
+                peer.peer.joins(peer.ports)
+            joined = True
+            loaded = _load(peer.port, line, 1, 1)
             reason = "; ".join(loaded.flaws)
-        except BenchError as error:
+        except (BenchError, OSError) as error:
             loaded, reason = Loaded(), str(error)
         if loaded.complete == 1:
             return

@@ -9,15 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from deploy.local.bootstrap import STAMP, Plan, make_empty, pip, run_first_that_works
-from deploy.local.paths import ROOT, RUNS, VENV
+from deploy.local.paths import RUNS, VENV
 from pdproxy.nodes.node import Role
-from tests.bench.peers import BENCH_VENV, make_environment
+from tests.bench.peers import BENCH_VENV, Ports, make_environment, make_smg_environment, smg_command, smg_workers
 from tests.bench.simulate import MODEL
 from tests.bench.traces import VOCABULARY
-
-SMG_VENV = RUNS / "smg-venv"
-SMG = "smg==1.13.0"
 
 
 class Front(NamedTuple):
@@ -94,21 +90,11 @@ def smg(policy: str) -> Router:
 
 
 def _smg(front: Front, policy: str) -> list[str]:
-    listen = ["--host", "127.0.0.1", "--port", f"{front.clients}", "--prometheus-port", f"{front.operators}"]
-    mode = ["--enable-igw", "--pd-disaggregation", "--backend", "vllm", "--policy", policy]
-    quiet = ["--prometheus-host", "127.0.0.1", "--disable-tokenizer-autoload", "--log-level", "warn"]
-    return [str(SMG_VENV / "bin" / "smg"), "launch", *mode, *listen, *quiet]
+    return smg_command(Ports(front.clients, front.operators, 0, 0), policy)
 
 
 def _smg_workers(front: Front) -> None:
-    for role, urls in front.nodes.items():
-        for url in urls:
-            worker = {"url": url, "worker_type": role, "runtime_type": "vllm", "model_id": MODEL}
-            body = json.dumps({**worker, "labels": {"kv_connector": "NixlConnector"}}).encode()
-            asked = urllib.request.Request(f"http://127.0.0.1:{front.clients}/workers", body, method="POST")
-            asked.add_header("content-type", "application/json")
-            with urllib.request.urlopen(asked, timeout=10) as answer:
-                answer.read()
+    smg_workers(front.clients, MODEL, front.nodes)
 
 
 def _nodes(front: Front) -> list[str]:
@@ -122,13 +108,7 @@ def make_environments() -> None:
         BootstrapError: one cannot be installed; the message has pip's output.
     """
     make_environment()
-    plan, stamp = Plan(ROOT, SMG_VENV), SMG_VENV / STAMP
-    if stamp.exists() and stamp.read_text(encoding="utf-8") == SMG:
-        return
-    print(f"making {SMG_VENV} for smg (once) …", flush=True)
-    make_empty(plan)
-    run_first_that_works([pip(plan, SMG)])
-    stamp.write_text(SMG, encoding="utf-8")
+    make_smg_environment()
 
 
 RIVALS = (

@@ -15,7 +15,7 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.observe.labels import Known
 from pdproxy.planning.prefix import Place
 from tests.events.feeds import QUICK, Caches
-from tests.events.publisher import Publisher, publishing, stored, until
+from tests.events.publisher import Publisher, publishing, removed, stored, until
 from tests.nodes.fake_pool import FakeNodeInfo, FakePoolTransport
 
 HASHING = Hashing("sha256_cbor", 16, 16, bytes(32))
@@ -74,6 +74,14 @@ class Cluster:
 async def following() -> AsyncIterator[Cluster]:
     """A cluster whose events are followed meanwhile; nothing is left running."""
     before = asyncio.all_tasks()
+    async with worker() as cluster:
+        yield cluster
+    assert asyncio.all_tasks() <= before
+
+
+@contextlib.asynccontextmanager
+async def worker() -> AsyncIterator[Cluster]:
+    """One of several that follow events."""
     cluster = Cluster()
     subscriber = EventSubscriber(
         cluster.pool, cluster.transport, cluster.caches, cluster.clock, cluster.caches.metrics, waits=QUICK
@@ -85,7 +93,6 @@ async def following() -> AsyncIterator[Cluster]:
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
-    assert asyncio.all_tasks() <= before
 
 
 async def test_every_rank_of_every_node_is_a_place() -> None:
@@ -105,6 +112,20 @@ async def test_every_rank_of_every_node_is_a_place() -> None:
         await until(lambda: [cluster.caches.blocks(place) for place in places] == [1, 2, 3, 4])
         assert cluster.caches.count("prefix_index_places", known="all") == 4
         assert cluster.caches.count("prefix_index_blocks") == 10
+
+
+async def test_workers_that_follow_one_node_know_the_same_of_it_whenever_they_came() -> None:
+    """They share nothing, and plan alike because each follows all nodes (`listen.workers`)."""
+    async with publishing() as publisher, contextlib.AsyncExitStack() as stack:
+        workers = []
+        for hashes in ((1, 2, 3), (4, 5)):
+            workers.append(one := await stack.enter_async_context(worker()))
+            one.tells("a", publisher)
+            one.join("a")
+            publisher.publish(stored(*hashes))
+            await one.until_known("a", Known.ALL)
+        publisher.publish(removed(2))
+        await until(lambda: [each.caches.blocks(Place("a")) for each in workers] == [4, 4])
 
 
 async def test_a_node_that_leaves_is_forgotten_and_one_that_joins_again_is_known_again() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pdproxy.settings.catalog import every_setting, sections
-from pdproxy.settings.sources import YamlSource
 from pdproxy.settings.types import Credential
+from pdproxy.settings.yaml_file import YamlSource
 from tests.helm.conftest import Rendered
 from tests.helm.engine import CHART, Engine, Refused, only_container, value_files
 from tests.helm.settings import loaded, pod_of

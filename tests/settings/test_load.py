@@ -92,9 +92,8 @@ def test_every_setting_has_a_variable_and_a_flag_of_its_own() -> None:
     assert len(every) > 30
     assert len({each.variable for each in every}) == len({each.flag for each in every}) == len(every)
     for each in every:
-        assert each.field.description is not None
-        assert each.field.description.endswith(".")
-        assert each.field.description[0].isupper()
+        assert each.description.endswith(".")
+        assert each.description[0].isupper()
 
 
 def test_short_flags() -> None:

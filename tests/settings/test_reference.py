@@ -36,7 +36,7 @@ def test_the_schema_describes_every_setting() -> None:
     properties = schema()["properties"]
     for each in every_setting():
         described = properties[each.section]["properties"][each.name]
-        assert described["description"] == each.field.description
+        assert described["description"] == each.description
     assert properties["nodes"]["items"]["properties"].keys() == {each.name for each in node_settings()}
     assert jsonschema_rs.meta.is_valid(json.loads(printed_schema()))
 
