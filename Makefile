@@ -94,7 +94,8 @@ bench-engines: env ## real engines asked by guidellm: alone, behind pdproxy, beh
 	$(RUN) -m tests.bench.engines $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(filter 1,$(WRITE)),--docs docs)
 
 bench-plan: env ## what the policies make of traces, simulated; LARGE=1: 64 + 64 nodes; RIVALS=1: beside other routers
-	$(RUN) -m tests.bench.plan --docs docs $(if $(filter 1,$(RIVALS)),--rivals) $(if $(filter 1,$(LARGE)),--large)
+	$(RUN) -m tests.bench.plan $(if $(TRACES)$(ONLY),,--docs docs) $(if $(filter 1,$(RIVALS)),--rivals) $(if $(filter 1,$(LARGE)),--large) \
+		$(if $(TRACES),--traces $(TRACES)) $(if $(ONLY),--only $(ONLY))
 
 generate: env ## write what is made of something else: the settings' page and schema, the dashboard, the chart's copies
 	$(RUN) -m deploy.generate

@@ -19,6 +19,7 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.observe.labels import Known
 from pdproxy.planning.block_hashes import PLAIN, PromptExtras
 from pdproxy.planning.plan_types import Plan
+from pdproxy.planning.prefill_leg import covered_tokens
 from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
 from pdproxy.planning.prefix_index import PrefixIndex
 from pdproxy.planning.rates import Rates, Work
@@ -139,18 +140,6 @@ async def _hashes(scheme: SchemeIndex, ids: Sequence[int], extras: PromptExtras)
     if len(ids) < LONG_PROMPT:
         return scheme.hasher.hashes(ids, extras)
     return await asyncio.to_thread(scheme.hasher.hashes, ids, extras)
-
-
-def covered_tokens(node: Node, tokens: int) -> int:
-    """How many of a prompt's tokens a prefill leg computes on a node: as far as a hand-over of it goes.
-
-    That is up to the last boundary of `--prefix-match-unit` before the prompt's last token, a unit less with EAGLE and
-    MTP (the connector's `resume_boundary`); without a unit all but the last one.
-    """
-    unit = node.prefix_match_unit
-    drop = unit if node.hashing is not None and node.hashing.drops_unit else 0
-    boundary = (tokens - 1) // unit * unit - drop if unit else 0
-    return boundary if boundary > 0 else tokens - 1
 
 
 def _look_up(

@@ -6,11 +6,12 @@ import weakref
 from pdproxy.clock import Clock
 from pdproxy.legs.prompt_text import MOST_BYTES, MOST_IDS, prompt_ids, prompt_parts, prompt_salt
 from pdproxy.legs.shape import estimated_prompt_tokens
-from pdproxy.nodes.node import Node
+from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.prefix_source import RealHit
 from pdproxy.planning.cost import may_keep_states
 from pdproxy.planning.plan_types import Plan
+from pdproxy.planning.prefill_leg import covered_tokens
 from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
 from pdproxy.planning.text_index import Chain, Keeps, TextIndex, chain_of_completion, chain_of_ids, chain_of_text
 from pdproxy.request import SubRequest
@@ -105,12 +106,13 @@ def _block(node: Node) -> int:
 def _in_blocks(node: Node, hit: Hit, tokens: int) -> Hit | None:
     """A hit in whole blocks of its node, which computes the last token in any case; None where none is left.
 
-    A node without state groups resumes wherever its attention blocks end.
+    A node without state groups resumes wherever its attention blocks end; others at a state, which is kept at the last
+    boundary before the last token that was computed. Of a prefill leg that is earlier than the prompt's.
     """
-    block = _block(node)
-    attention = min(hit.attention, tokens - 1) // block * block
+    block, prefills = _block(node), node.role is Role.PREFILL
+    leg, earlier = (covered_tokens(node, each) if prefills and each else each for each in (tokens, hit.resume))
+    attention = min(hit.attention, leg - 1) // block * block
     if attention <= 0:
         return None
-    # A state is kept at the last boundary before a prompt's last token.
-    resume = min(max(hit.resume - 1, 0) // block * block, attention)
+    resume = min(max(earlier - 1, 0) // block * block, attention)
     return Hit(attention, resume if may_keep_states(node) else attention)

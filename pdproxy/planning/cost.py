@@ -150,14 +150,19 @@ class LocalPrice:
         ]
 
     def quote(self, view: NodeView, rank: int, hit: Hit) -> Quote:
-        fixed = self.rates.pace(Work.LOCAL, view.name).fixed
-        seconds = self.stall(view, rank, hit) + fixed + load_seconds(view, rank)
+        pace = self.rates.pace(Work.LOCAL, view.name)
+        seconds = pace.seconds(view.queued[rank] + self.tokens - self.usable(hit)) + load_seconds(view, rank)
         return Quote(seconds / view.room, seconds, view, rank, hit)
 
     def stall(self, view: NodeView, rank: int, hit: Hit) -> float:
-        """Seconds for which the streams there get no token, all prompts counted that are to be computed there."""
+        """Seconds for which the streams there get no token: the longer of what is to be computed already, and this.
+
+        vLLM gives each stream a token in every step, and takes what came meanwhile into the next one: between what is
+        computed now and this prompt they get one. Where the two still meet in one step, it is twice as long at most.
+        To count both would turn away prompts for which a prefill place then computes all that it lacks.
+        """
         per_token = self.rates.pace(Work.LOCAL, view.name).per_token
-        return per_token * (view.queued[rank] + self.tokens - self.usable(hit))
+        return per_token * max(view.queued[rank], self.tokens - self.usable(hit))
 
     def again(self, hit: Hit) -> float:
         """Seconds that a prefill place will need later for what this place computes now."""

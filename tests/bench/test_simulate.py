@@ -93,6 +93,14 @@ def test_without_states_decode_nodes_compute_little_that_prefill_nodes_compute_a
     assert hybrid.mean <= prefix.mean
 
 
+def test_without_states_busy_decode_nodes_do_not_turn_away_what_only_they_have() -> None:
+    """Of a prompt that another one on its decode node turned away, a prefill node computes turns that it never saw."""
+    trace, dense = chat(Chat(200, systems=12, within=60.0), 1, "chat-busy"), Fleet(shape=CacheShape(state_groups=0))
+    hybrid, prefix = run(Routing.HYBRID, trace, dense), run(Routing.PREFIX, trace, dense)
+    assert hybrid.share <= 1.06 * prefix.share
+    assert hybrid.percentile(0.99) <= prefix.percentile(0.99)
+
+
 def test_a_first_token_comes_after_all_that_it_takes() -> None:
     """Alone on idle nodes: the prompt is computed and read, and then there is a step."""
     fleet = Fleet(1, 1, prefill_rate=1000.0, overhead=0.5, transfer_rate=2000.0, hand_over=0.25, step=0.125)

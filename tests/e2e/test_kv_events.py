@@ -22,7 +22,6 @@ from deploy.local.stack import ProxySpec, await_nodes, logs_of, start_nodes, sta
 from deploy.local.supervise import Supervisor
 from pdproxy.clock import SystemClock
 from pdproxy.events.places import PlaceCaches
-from pdproxy.events.prefix_source import covered_tokens
 from pdproxy.events.subscriber import EventSubscriber
 from pdproxy.events.token_ids import TokenIds
 from pdproxy.nodes.node import Node as ProxyNode
@@ -31,6 +30,7 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import Preflight
 from pdproxy.observe.labels import Known
 from pdproxy.observe.metrics import Metrics
+from pdproxy.planning.prefill_leg import covered_tokens
 from pdproxy.planning.prefix import Hit, Place
 from pdproxy.request import Endpoint
 from pdproxy.transport.h1_client import H1Transport

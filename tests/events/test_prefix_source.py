@@ -10,15 +10,17 @@ import pytest
 
 from pdproxy.errors import Fault
 from pdproxy.events.places import scheme_of
-from pdproxy.events.prefix_source import EXPECTED_SECONDS, EventPrefixSource, covered_tokens
+from pdproxy.events.prefix_source import EXPECTED_SECONDS, EventPrefixSource
 from pdproxy.events.token_ids import TokenIds
 from pdproxy.events.wire import NumberedBatch
 from pdproxy.legs.shape import shape
+from pdproxy.nodes.capacity import Binding, Capacity
 from pdproxy.nodes.hashing import Hashing
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.planning.block_hashes import PromptExtras, PromptHasher
 from pdproxy.planning.plan_types import Plan
+from pdproxy.planning.prefill_leg import covered_tokens
 from pdproxy.planning.prefix import Hit, HitSource, Place
 from pdproxy.planning.rates import Rates, Work
 from pdproxy.request import ClientRequest, Endpoint, SubRequest
@@ -246,6 +248,11 @@ def test_a_hand_over_ends_at_a_boundary(tokens: int, unit: int, drops: bool, cov
     hashing = dataclasses.replace(HASHING, drops_unit=drops)
     node = Node("p", "http://p", Role.PREFILL, prefix_match_unit=unit, hashing=hashing)
     assert covered_tokens(node, tokens) == covered
+
+
+def test_a_prefill_leg_of_attention_alone_computes_the_whole_prompt() -> None:
+    node = Node("p", "http://p", Role.PREFILL, capacity=Capacity(100, None, 1, Binding.ATTENTION))
+    assert covered_tokens(node, 49) == 49
 
 
 async def test_a_long_prompt_is_looked_up_like_a_short_one() -> None:

@@ -4,7 +4,14 @@ from typing import Any
 
 import pytest
 
+from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.pool import Pool
+from pdproxy.orchestration.text_prefix_source import TextPrefixSource
+from pdproxy.planning.plan_types import Plan
+from pdproxy.planning.prefix import Hit, Place
 from pdproxy.request import Endpoint
+from tests.events.test_prefix_source import request
+from tests.fakes.clock import FakeClock
 from tests.orchestration.test_cache_route import CachingCluster
 
 WORDS = [f"word{number} " for number in range(600)]
@@ -37,3 +44,22 @@ async def test_a_message_is_not_resumed_where_a_shorter_one_ended() -> None:
         got = await cluster.ask(Endpoint.CHAT, body, name=f"r-{number}")
         assert got.headers["x-pdproxy-route"].startswith("disaggregated")
     await cluster.settle()
+
+
+@pytest.mark.parametrize(("unit", "prefill", "decode"), [(16, Hit(640, 624), Hit(640, 640)), (0, Hit(512, 512), None)])
+async def test_a_prefill_leg_ends_before_the_prompt_and_keeps_its_state_earlier(
+    unit: int, prefill: Hit, decode: Hit | None
+) -> None:
+    """Of 650 tokens a leg computes 640, and keeps the state after 624; the decode node keeps the one after 640."""
+    clock = FakeClock()
+    pool = Pool(clock)
+    for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
+        pool.add(Node(name, f"http://{name}", role, "tiny", block_size=256, prefix_match_unit=unit))
+        pool.admit(pool.view(name).node)
+    source = TextPrefixSource(pool, clock)
+    first, second = request(tuple(range(650))), request(tuple(range(800)))
+    source.routed(first, Plan(pool.view("p").node, pool.view("d").node))
+    found = await source.look_up(second)
+    assert found is not None
+    assert found.hits[Place("p")] == prefill
+    assert decode is None or found.hits[Place("d")] == decode

@@ -287,6 +287,13 @@ def test_streams_are_not_held_up_for_longer_than_the_budget_whatever_it_saves() 
     assert make(*views, hits=hits, policy=patient).local is LocalReason.CACHED
 
 
+def test_what_a_decode_node_computes_already_does_not_count_against_the_budget_once_more() -> None:
+    """Streams get a token between two prompts: 500 tokens take 63 ms, and both together more than the budget."""
+    hits = {"d1": (TOKENS - 500, TOKENS - 500)}
+    assert names(make(view("p1"), view("d1", 500), hits=hits)) == (None, "d1")
+    assert make(view("p1"), view("d1", 900), hits=hits).prefill is not None
+
+
 def test_a_rank_that_is_no_longer_there_is_no_hit() -> None:
     made = make(view("p1"), view("d1"), hits={"p1/9": (3584, 3584)})
     assert reason(made) is RouteReason.NOTHING_CACHED

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from pdproxy.nodes.capacity import Binding, Capacity
+from pdproxy.nodes.node import Node, Role
 from pdproxy.planning.block_hashes import PromptExtras, PromptHasher
+from pdproxy.planning.prefill_leg import covered_tokens
 from pdproxy.planning.prefix import Hit
 from pdproxy.planning.prefix_index import PrefixIndex
 from tests.connector.harness import BLOCK, ONE_BEHIND, at_pace, make_node, take_ticket
@@ -103,3 +106,21 @@ def test_what_is_expected_of_a_prompt_is_what_comes(name: str) -> None:
         for later in (prompt, [*prompt, 1], [*prompt, *engine.text(40)]):
             found = expecting.look_up(hasher.hashes(later) or (), len(later), 0.0).get(engine.place, NOTHING)
             assert found == engine.finds(None, later), (tokens, len(later))
+
+
+@pytest.mark.parametrize("name", ["attention", "hybrid, unit"])
+@pytest.mark.parametrize("tokens", [65, 66, 68, 69])
+def test_what_a_prefill_leg_leaves_for_a_longer_prompt_is_where_the_leg_ended(name: str, tokens: int) -> None:
+    """Of 69 tokens a leg of a hybrid model computes 68 in units of 4, and keeps the state after 64."""
+    model = MODELS[name]
+    states = 1 if len(model.groups) > 1 else None
+    unit = model.unit if states else 0
+    capacity = Capacity(1000, states, 1, Binding.ATTENTION)
+    leg = covered_tokens(Node("p", "http://p", Role.PREFILL, prefix_match_unit=unit, capacity=capacity), tokens)
+    engine = Engine(model, PrefixIndex(model.scheme), seed=2)
+    prompt = engine.text(tokens)
+    take_ticket(engine.node, prompt, "p-0")
+    expected = engine.events.index.after_prefill(leg)
+    assert engine.finds(None, [*prompt, *engine.text(40)]).resume == (expected.resume if states else expected.attention)
+    if states is None:
+        assert engine.finds(None, prompt).resume == (leg - 1) // BLOCK * BLOCK
