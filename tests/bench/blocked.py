@@ -124,6 +124,7 @@ async def running_proxy(module: str, nodes: Nodes, *flags: str) -> AsyncIterator
     async with contextlib.AsyncExitStack() as stack:
         for port, step in ((prefill, nodes.prefill_ms), (decode, nodes.decode_ms)):
             await stack.enter_async_context(_process("tests.bench.node", f"{port}", f"{step}", f"{nodes.each}"))
+            await _listens(port)  # or the proxy's first probe fails, and the next one is ten seconds later
         words = PDPROXY.command(Ports(clients, operators, prefill, decode))[3:]
         for address in addresses(nodes.each)[1:]:
             words += ["--prefill", f"http://{address}:{prefill}", "--decode", f"http://{address}:{decode}"]
@@ -138,6 +139,16 @@ async def running_proxy(module: str, nodes: Nodes, *flags: str) -> AsyncIterator
 def metered_proxy(*flags: str) -> contextlib.AbstractAsyncContextManager[MeteredProxy]:
     """One before a prefill node and a decode node."""
     return running_proxy("tests.bench.metered", Nodes(), *flags)
+
+
+async def _listens(port: int) -> None:
+    async with asyncio.timeout(SOON):
+        while True:
+            with contextlib.suppress(OSError):
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.close()
+                return
+            await asyncio.sleep(0.05)
 
 
 async def _is_ready(proxy: MeteredProxy) -> bool:

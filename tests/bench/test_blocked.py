@@ -5,7 +5,7 @@ import pytest
 from tests.bench.blocked import BODIES, MB, metered_proxy, request
 
 MOST = 30.0
-"""Milliseconds of CPU time for the longest callback. On a machine with nothing else to do it is 7 to 11; to parse such
+"""Milliseconds of CPU time for the longest callback. On a machine with nothing else to do it is 7 to 15; to parse such
 a body and look at its parts at once takes 45 to 100."""
 
 
