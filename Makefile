@@ -38,7 +38,9 @@ NEED_NO_VLLM := $(wildcard $(patsubst %,tests/connector/test_%.py,adapters check
 WITH_VLLM := $(filter-out $(NEED_NO_VLLM),$(wildcard tests/connector/test_*.py)) tests/connector/tiers tests/vllm_compat \
 	tests/seeds tests/upstream tests/deploy/test_arguments.py tests/deploy/test_block_sizes.py \
 	tests/events/test_vllm_publisher.py
-NOT_UNIT := tests/soak tests/watch tests/e2e
+# What measures how long others wait needs cores of its own: it runs with the soak, one after another.
+MEASURED := tests/bench/test_blocked.py tests/bench/test_stalls.py
+NOT_UNIT := tests/soak tests/watch tests/e2e $(MEASURED)
 # What needs no vLLM, in four processes: with the other half five for two cores, for many tests wait. Workers of pytest-xdist
 # cost more: each lists all tests, and starts what a session shares. What a list does not name runs in unit-rest.
 # Those that wait most go first, the others fill the gaps: vLLM's half waits least, and has the plans too, which never wait.
@@ -69,7 +71,7 @@ unit-connector:
 	@nice -n 5 env $(UNIT) $(WITH_VLLM) $(PLANNING)
 
 soak: env ## mixed load on fake nodes under random kills, and with KV events that are wrong; what an operator sees of it (two minutes; 15 in test-long)
-	SOAK_SECONDS=120 $(RUN) -m pytest tests/soak tests/watch
+	SOAK_SECONDS=120 $(RUN) -m pytest tests/soak tests/watch $(MEASURED)
 
 e2e: env ## tests with real engines (minutes)
 	$(RUN) -m pytest -m "e2e and not long"
