@@ -9,7 +9,8 @@ import asyncio
 import itertools
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -35,6 +36,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.timeout(600)
 
 SHUTDOWN_S = 60
 """Longer than the streams take; the node ends with the last of them."""
+SETTINGS = {"PDPROXY_POLICY_RETRIES": "1", "PDPROXY_HEALTH_FAILURES": "1000"}
+"""The node's 500s do not open its circuit, so that requests go on to meet its empty answers, of which one does."""
+LONG_TOKENS = 3000
+"""Generated for a stream that keeps the node from ending while it is asked."""
 QUESTIONS = 2 * len(Way)
 """While the node stops."""
 
@@ -43,7 +48,7 @@ QUESTIONS = 2 * len(Way)
 def fleet() -> Iterator[Fleet]:
     """Three nodes and a proxy; logs lie in `.run/e2e-undrained`."""
     decode = (*SLOW, "--shutdown-timeout", str(SHUTDOWN_S))
-    with running_fleet("e2e-undrained", {"PDPROXY_POLICY_RETRIES": "1"}, decode=decode) as fleet:
+    with running_fleet("e2e-undrained", SETTINGS, decode=decode) as fleet:
         yield fleet
 
 
@@ -55,14 +60,15 @@ async def test_requests_that_come_while_a_node_stops_are_served_elsewhere(whole:
         right = await of_ids(alone, ids)
     async with start_stream_load(whole.proxy.url, streams) as running, async_client(whole.proxy.url) as client:
         await running.until(lambda now: now.begun() > 0)
-        os.kill(min(descendants(node.part.process.pid)), signal.SIGTERM)
-        await until_it_gives_up(node.url, ids)
-        streamed = await fault_of_stream(node.url, ids)
-        by_ids = [await of_ids(client, ids) for _ in range(3)]
-        questions = [
-            (way, quiz(seed, 300)) for seed, way in enumerate(itertools.islice(itertools.cycle(Way), QUESTIONS))
-        ]
-        told = await asyncio.gather(*(answer(client, way, question) for way, question in questions))
+        async with generating(node.url, ids):
+            os.kill(min(descendants(node.part.process.pid)), signal.SIGTERM)
+            await until_it_gives_up(node.url, ids)
+            streamed = await fault_of_stream(node.url, ids)
+            by_ids = [await of_ids(client, ids) for _ in range(3)]
+            questions = [
+                (way, quiz(seed, 300)) for seed, way in enumerate(itertools.islice(itertools.cycle(Way), QUESTIONS))
+            ]
+            told = await asyncio.gather(*(answer(client, way, question) for way, question in questions))
     print(f"\n{sum(stream.right for stream in streams)} of {len(streams)} streams right")
     assert by_ids == [right] * len(by_ids)
     assert told == [question.answer for _, question in questions]
@@ -81,6 +87,19 @@ async def prompt_ids(url: str) -> list[int]:
 async def of_ids(client: AsyncOpenAI, ids: list[int]) -> str:
     whole = await client.completions.create(model=SERVED_NAME, prompt=ids, temperature=0, max_tokens=8)
     return whole.choices[0].text
+
+
+@asynccontextmanager
+async def generating(url: str, ids: list[int]) -> AsyncIterator[None]:
+    """While inside, the node has something to end before it stops: a stream of our own."""
+    body = {"model": SERVED_NAME, "prompt": ids, "max_tokens": LONG_TOKENS, "ignore_eos": True, "stream": True}
+    async with (
+        httpx.AsyncClient(base_url=url, trust_env=False, timeout=SHUTDOWN_S) as node,
+        node.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        pieces = answer.aiter_bytes()  # held: a generator that is collected closes the connection
+        await anext(pieces)
+        yield
 
 
 async def until_it_gives_up(url: str, ids: list[int]) -> None:
