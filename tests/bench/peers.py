@@ -56,7 +56,8 @@ def variants(python: Path, suffix: str = "") -> list[Peer]:
     """
     KEYS.parent.mkdir(parents=True, exist_ok=True)
     KEYS.write_text(f"{KEY} bench\n", encoding="utf-8")
-    plans = ["--policy-legs", "together", "--policy-routing", "hybrid"]
+    # The mock nodes refuse a prompt without a ticket: no decode node may compute one.
+    plans = ["--policy-legs", "together", "--policy-routing", "hybrid", "--policy-itl-budget", "0"]
     counts = ["--keys-file", str(KEYS), "--otel-export", "otlp"]
 
     def everything(ports: Ports) -> list[str]:
