@@ -18,8 +18,8 @@ from pdproxy.nodes.node import Node, NodeView, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.labels import Known
 from pdproxy.planning.block_hashes import PLAIN, PromptExtras
+from pdproxy.planning.cost import covered_tokens
 from pdproxy.planning.plan_types import Plan
-from pdproxy.planning.prefill_leg import covered_tokens
 from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
 from pdproxy.planning.prefix_index import PrefixIndex
 from pdproxy.planning.rates import Rates, Work

@@ -9,9 +9,8 @@ from pdproxy.legs.shape import estimated_prompt_tokens
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.prefix_source import RealHit
-from pdproxy.planning.cost import may_keep_states
+from pdproxy.planning.cost import covered_tokens, may_keep_states
 from pdproxy.planning.plan_types import Plan
-from pdproxy.planning.prefill_leg import covered_tokens
 from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
 from pdproxy.planning.text_index import Chain, Keeps, TextIndex, chain_of_completion, chain_of_ids, chain_of_text
 from pdproxy.request import SubRequest

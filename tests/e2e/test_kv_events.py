@@ -30,7 +30,7 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import Preflight
 from pdproxy.observe.labels import Known
 from pdproxy.observe.metrics import Metrics
-from pdproxy.planning.prefill_leg import covered_tokens
+from pdproxy.planning.cost import covered_tokens
 from pdproxy.planning.prefix import Hit, Place
 from pdproxy.request import Endpoint
 from pdproxy.transport.h1_client import H1Transport

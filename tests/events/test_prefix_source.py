@@ -19,8 +19,8 @@ from pdproxy.nodes.hashing import Hashing
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.planning.block_hashes import PromptExtras, PromptHasher
+from pdproxy.planning.cost import covered_tokens
 from pdproxy.planning.plan_types import Plan
-from pdproxy.planning.prefill_leg import covered_tokens
 from pdproxy.planning.prefix import Hit, HitSource, Place
 from pdproxy.planning.rates import Rates, Work
 from pdproxy.request import ClientRequest, Endpoint, SubRequest

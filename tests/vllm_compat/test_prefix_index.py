@@ -10,7 +10,7 @@ import pytest
 from pdproxy.nodes.capacity import Binding, Capacity
 from pdproxy.nodes.node import Node, Role
 from pdproxy.planning.block_hashes import PromptExtras, PromptHasher
-from pdproxy.planning.prefill_leg import covered_tokens
+from pdproxy.planning.cost import covered_tokens
 from pdproxy.planning.prefix import Hit
 from pdproxy.planning.prefix_index import PrefixIndex
 from tests.connector.harness import BLOCK, ONE_BEHIND, at_pace, make_node, take_ticket
