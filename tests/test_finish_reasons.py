@@ -51,6 +51,8 @@ def test_the_reasons_of_events() -> None:
 
 
 def test_the_reasons_of_whole_answers() -> None:
+    chat = {"choices": [{"finish_reason": "stop"}, {"finish_reason": None}, {"finish_reason": "length"}]}
+    assert whole_reasons(chat) == ["stop", "length"]
     assert whole_reasons(ABORTED[Endpoint.COMPLETIONS][0]) == ["stop", "abort"]
     assert whole_reasons({"stop_reason": "max_tokens"}) == ["max_tokens"]
     assert whole_reasons({"status": "completed"}) == ["completed"]

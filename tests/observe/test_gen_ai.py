@@ -2,7 +2,6 @@
 
 from opentelemetry.semconv._incubating.attributes import error_attributes, gen_ai_attributes
 
-from pdproxy.finish_reasons import whole_reasons
 from pdproxy.observe import gen_ai
 from pdproxy.request import Endpoint
 from pdproxy.usage import Usage
@@ -53,10 +52,3 @@ def test_id_and_model_are_found_in_the_first_events() -> None:
     created = b'event: response.created\ndata: {"response": {"id": "resp_1", "object": "response", "model": "m"}}\n\n'
     assert gen_ai.id_and_model(created) == ("resp_1", "m")
     assert gen_ai.id_and_model(b'data: {"text":"\\"id\\":\\"x\\""}\n\n') == ("", "")
-
-
-def test_an_answer_in_one_piece_tells_why_it_ended() -> None:
-    chat = {"choices": [{"finish_reason": "stop"}, {"finish_reason": None}, {"finish_reason": "length"}]}
-    assert whole_reasons(chat) == ["stop", "length"]
-    assert whole_reasons({"stop_reason": "max_tokens"}) == ["max_tokens"]
-    assert whole_reasons({"status": "completed"}) == ["completed"]
