@@ -11,6 +11,7 @@ import zmq
 import zmq.asyncio
 
 from deploy.local.ports import free_ports
+from pdproxy.nodes.node_info import read_node_capacity
 from tests.bench.hybrid_cache import CacheShape
 from tests.bench.kv_events import Publisher, hash_ids
 from tests.bench.outcome import Outcome
@@ -96,6 +97,15 @@ async def test_proxies_find_what_they_ask_for(site: Site, client: httpx.AsyncCli
     assert (await client.post(f"{url}/tokenize", json=chat)).json()["tokens"] == IDS
     assert 'vllm:num_requests_running{model_name="m",engine="0"} 0.0' in (await client.get(f"{url}/metrics")).text
     assert (await client.get(f"{url}/nothing")).status_code == 404
+
+
+async def test_no_proxy_holds_back_what_the_nodes_take_at_once(site: Site, client: httpx.AsyncClient) -> None:
+    """They admit whatever comes: their caches bound what is kept, not what runs."""
+    metrics = (await client.get(f"{site.urls()['decode-0']}/metrics")).content
+    room, cache = read_node_capacity(metrics), site.fleet.shape.capacity
+    assert room is not None
+    assert room.part_taken(1000 * cache.tokens, 1000 * (cache.sequences or 1)) < 0.01
+    assert (room.sequences is None) == (cache.sequences is None)
 
 
 async def test_events_go_out_as_vllm_sends_them_and_can_be_had_again(site: Site, client: httpx.AsyncClient) -> None:
