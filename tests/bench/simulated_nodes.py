@@ -220,7 +220,7 @@ class SimulatedServer:
 
 
 def _capacity(shape: CacheShape) -> Iterator[str]:
-    """Of the connector's metrics: room for all that comes, for these nodes let no request wait for room; and the unit at
+    """Of the connector's metrics: room for all that comes, for these nodes let no request wait for it; and the unit at
     which hand-overs end."""
     name = "pdproxy_connector_capacity"
     yield f"{name}_tokens {ROOM}.0"
