@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from deploy.local.node import NodeSpec, Role
 from deploy.local.paths import MODEL
 
@@ -98,8 +100,10 @@ def relabel_digits(weights: Weights) -> None:
         weights[name] = rows
 
 
+OTHER_STATE_TYPE = "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float16"
+"""Not what vLLM 0.32 makes of "auto": float32 on a CPU with AVX-512 BF16 (`platforms/cpu.py`), else the model's."""
 STATE_TYPE = Oddity(
-    "state type", "state_dtypes", "--mamba-ssm-cache-dtype", (*BLOCK_256, "--mamba-ssm-cache-dtype", "bfloat16")
+    "state type", "state_dtypes", "--mamba-ssm-cache-dtype", (*BLOCK_256, "--mamba-ssm-cache-dtype", OTHER_STATE_TYPE)
 )
 ODDITIES = (
     STATE_TYPE,
