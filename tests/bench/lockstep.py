@@ -16,7 +16,7 @@ from deploy.local.paths import ROOT, RUNS
 from deploy.local.ports import free_ports
 from deploy.local.supervise import Part, Supervisor, inherited
 from tests.bench.load import Client, Loaded, Plan
-from tests.bench.node import BACKLOG, INFO, Book, Connection, Pacer, Played, WaitingRoom, Writes, at_once
+from tests.bench.node import BACKLOG, Book, Connection, Pacer, WaitingRoom, Writes
 from tests.bench.peers import Peer, Ports
 from tests.bench.rounds import BenchError
 from tests.bench.script import Line, expected, request
@@ -24,10 +24,6 @@ from tests.bench.script import Line, expected, request
 PATIENCE = 300.0
 """Seconds for a start, for requests, and for an end: a proxy runs some fifty times slower here."""
 WHILE = 1.0
-CAPACITY = b"""pdproxy_connector_capacity_tokens 10000000.0
-pdproxy_connector_capacity_sequences{limit="max_model_len"} 10000.0
-pdproxy_connector_capacity_binding{group="attention"} 1.0
-"""
 _TOTAL = re.compile(r"I\s+refs:\s+([\d,]+)")
 
 
@@ -68,15 +64,6 @@ class LockstepClient(Client):
         self._lockstep.advance()
 
 
-class JoiningBook(Book):
-    """The answers of nodes that tell what their caches hold, and so join at once."""
-
-    def look_up(self, path: str, raw: bytes) -> Played:
-        """As `Book`, and a capacity."""
-        played = super().look_up(path, raw)
-        return at_once(200, INFO + CAPACITY) if path == "/metrics" else played
-
-
 class Counted(NamedTuple):
     """Of a whole process: its instructions, the pieces in which answers came, and the seconds that these took."""
 
@@ -113,7 +100,7 @@ async def counted(peer: Peer, line: Line, requests: int, idle: float = 0.0) -> C
 
 
 async def _node(lockstep: Lockstep, port: int) -> asyncio.Server:
-    book, room = JoiningBook(), WaitingRoom(lockstep)
+    book, room = Book(), WaitingRoom(lockstep)
     loop = asyncio.get_running_loop()
     return await loop.create_server(lambda: Connection(book, lockstep, room), "127.0.0.1", port, backlog=BACKLOG)
 

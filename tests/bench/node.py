@@ -36,13 +36,13 @@ TICKET = {
 TRACES_PATH = "/v1/traces"
 """Where spans go: as a collector it throws them away."""
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
-INFO = b"""\
-pdproxy_connector_info{rendezvous="true",resume="true"} 1.0
+ROOM_FOR_ALL = b"""\
 pdproxy_connector_capacity_tokens 1000000000.0
 pdproxy_connector_capacity_sequences{limit="max_model_len"} 1000000.0
 pdproxy_connector_capacity_binding{group="attention"} 1.0
 """
-"""Of a node that holds whatever comes. Without a capacity a proxy waits some seconds for it before it takes a node."""
+"""Of a node that admits whatever comes. Without a capacity a proxy waits some seconds for it before it takes a node."""
+INFO = b'pdproxy_connector_info{rendezvous="true",resume="true"} 1.0\n' + ROOM_FOR_ALL
 BACKLOG = 1024
 """Connections that may wait to be accepted: all of a round's, on a machine that is busy elsewhere."""
 HELD_TOKENS = 1000

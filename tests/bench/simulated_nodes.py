@@ -13,18 +13,15 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
-from pdproxy.nodes.capacity import Binding
 from pdproxy.nodes.node import Role
 from tests.bench.hybrid_cache import CacheShape, HashedPrompt, HybridCache
 from tests.bench.kv_events import ROOT, Publisher, hash_ids, on_the_wire
+from tests.bench.node import ROOM_FOR_ALL
 from tests.bench.simulate import MODEL, Fleet
 from tests.fakes.vllm_answers import ParsedRequest, answer, events
 
 BURST = 10
 """Tokens in an event of a stream: one for each token would cost the two cores more than all else."""
-
-ROOM = 1_000_000_000
-"""Tokens, and sequences, that a node says it has room for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -222,11 +219,8 @@ class SimulatedServer:
 def _capacity(shape: CacheShape) -> Iterator[str]:
     """Of the connector's metrics: room for all that comes, for these nodes let no request wait for it; and the unit at
     which hand-overs end."""
-    name = "pdproxy_connector_capacity"
-    yield f"{name}_tokens {ROOM}.0"
-    yield f'{name}_sequences{{limit="max_model_len"}} {ROOM}.0'
+    yield from ROOM_FOR_ALL.decode().splitlines()
     if shape.state_groups:
-        yield f'{name}_sequences{{limit="state"}} {ROOM}.0'
-    yield f'{name}_binding{{group="{Binding.ATTENTION}"}} 1.0'
+        yield 'pdproxy_connector_capacity_sequences{limit="state"} 1000000000.0'
     if shape.unit:
         yield f'pdproxy_connector_fingerprint{{part="prefix_match_unit",value="{shape.unit}"}} 1.0'
