@@ -2,8 +2,9 @@
 
 import random
 import socket
+from collections.abc import Iterator
 from contextlib import ExitStack
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 HOST = "127.0.0.1"
@@ -35,10 +36,8 @@ def free_ports(count: int) -> list[int]:
     None that the system itself gives away: an engine needs a minute until it binds its port, and by then any outgoing
     connection might have it. Raises PortTakenError where there are not so many.
     """
-    candidates = list(range(LOWEST, end_of_ours()))
-    random.SystemRandom().shuffle(candidates)
     with ExitStack() as held:
-        ports = islice((port for port in candidates if _hold(held, port)), count)
+        ports = islice((port for port in _from_anywhere(end_of_ours()) if _hold(held, port)), count)
         found = list(ports)
     if len(found) < count:
         raise PortTakenError(f"there are no {count} free ports from {LOWEST} on")
@@ -47,9 +46,7 @@ def free_ports(count: int) -> list[int]:
 
 def free_row(count: int) -> list[int]:
     """The same for ports in a row, as data-parallel ranks take them. Raises PortTakenError where there is no row."""
-    starts = list(range(LOWEST, end_of_ours() - count))
-    random.SystemRandom().shuffle(starts)
-    for start in starts:
+    for start in _from_anywhere(end_of_ours() - count):
         row = list(range(start, start + count))
         with ExitStack() as held:
             if all(_hold(held, port) for port in row):
@@ -64,6 +61,12 @@ def end_of_ours() -> int:
     except FileNotFoundError:
         begin = USUAL_BEGIN
     return max(begin, LOWEST + FEWEST)
+
+
+def _from_anywhere(end: int) -> Iterator[int]:
+    """All ports from LOWEST to `end`, from one that chance names: two that look at once should not meet."""
+    first = random.SystemRandom().randrange(LOWEST, end)
+    return chain(range(first, end), range(LOWEST, first))
 
 
 def _hold(held: ExitStack, port: int) -> bool:

@@ -34,16 +34,11 @@ from connector.messages import (
 )
 from connector.side_channel import NEEDS_KEY, NO_SUCH_RANK, Listener
 from connector.zmtp import Zmtp
+from deploy.local.ports import free_ports
 
 HOST = "127.0.0.1"
 PATIENCE = 30.0
 KEYS = (b"first key of sixteen", b"second key of sixteen")
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 def verify(engine_id: str, request_id: str, nonce: str) -> Verdict:
@@ -327,7 +322,7 @@ def test_a_port_in_use_fails_at_once_with_a_sentence(side: Side) -> None:
 
 def test_a_host_that_is_not_here_fails_with_a_sentence() -> None:
     with pytest.raises(SideChannelError, match="cannot listen"):
-        Listener("192.0.2.1", free_port(), {}, verify, Counters()).start()
+        Listener("192.0.2.1", free_ports(1)[0], {}, verify, Counters()).start()
 
 
 def test_stop_gives_the_port_back(side: Side) -> None:

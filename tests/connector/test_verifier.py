@@ -16,6 +16,7 @@ from connector.counters import Counters
 from connector.messages import MOST_QUESTIONS, Question, QuestionBatch, Reply, Verdict, read_request
 from connector.side_channel import Listener
 from connector.verifier import OpenExchanges, ReadVerdict, Verifier
+from deploy.local.ports import free_ports
 
 HOST = "127.0.0.1"
 PATIENCE = 30.0
@@ -89,12 +90,6 @@ def test_long_exchanges_are_cut_and_no_question_is_lost(count: int) -> None:
     assert len(exchanges.overdue(1)[0]) == count
 
 
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
-
-
 def collect(verifier: Verifier, count: int) -> dict[str, Verdict | None]:
     found: list[ReadVerdict] = []
     deadline = time.monotonic() + PATIENCE
@@ -108,7 +103,7 @@ def collect(verifier: Verifier, count: int) -> dict[str, Verdict | None]:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    number = free_port()
+    number = free_ports(1)[0]
     listener = Listener(HOST, number, {}, verify, Counters())
     listener.start()
     yield number
@@ -136,7 +131,7 @@ def test_verdicts_may_be_waited_for_or_polled(port: int) -> None:
 
 
 def test_a_refused_connection_is_noticed_at_once_delays_no_other_and_is_tried_again_later(port: int) -> None:
-    dead = free_port()
+    dead = free_ports(1)[0]
     with closing(Verifier(timeout=100 * PATIENCE)) as verifier:
         verifier.ask({(HOST, dead): [question("lost")], (HOST, port): [question("fine")]})
         assert collect(verifier, 2) == {"lost": None, "fine": Verdict.HELD}

@@ -20,6 +20,7 @@ from connector.messages import ReadDone, Verdict, parse_notif
 from connector.metadata import ConnectorMetadata, ReadEnd, WorkerReport
 from connector.verifier import ReadVerdict, Verifier
 from connector.worker import IDLE_VERDICT_WAIT, IDLE_WAIT, ConnectorWorker
+from deploy.local.ports import free_ports
 from tests.connector.rank import PEER, read_step
 from tests.connector.worker import (
     BLOCK_BYTES,
@@ -29,7 +30,6 @@ from tests.connector.worker import (
     Prefill,
     agent,
     counts,
-    free_port,
     report,
     step,
     until_received,
@@ -152,7 +152,7 @@ def test_a_ticket_that_vllm_cannot_pair_fails_its_request_alone(make: MakeRank, 
 def test_a_port_without_a_listener_fails_the_read(make: MakeRank) -> None:
     worker = make()
     assert until_received(
-        worker, read_step("r", NONCE, free_port(), local=[3], remote=[7], engine="gone")
+        worker, read_step("r", NONCE, free_ports(1)[0], local=[3], remote=[7], engine="gone")
     ).failed_recving == {"r"}
     assert report(worker).reads_ended["r"].outcome is ReadOutcome.PEER_UNREACHABLE
 
@@ -296,7 +296,7 @@ def test_a_silent_node_is_asked_until_it_wakes(
 
 def test_a_node_that_stays_silent_is_given_up_by_the_time_its_lease_is_over(make: MakeRank) -> None:
     worker = make(lease_duration=0.2)
-    reported = until_returned(worker, read_step("r", NONCE, free_port(), local=[], remote=[7], engine="gone"))
+    reported = until_returned(worker, read_step("r", NONCE, free_ports(1)[0], local=[], remote=[7], engine="gone"))
     assert reported.returned == {NONCE: 1}
     assert agent(worker).sent == []
     assert counts(worker) == {("tickets_returned", "unreachable"): 1}

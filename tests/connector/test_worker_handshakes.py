@@ -28,6 +28,7 @@ from connector.peers import Peers, Resolver, SocketAddress
 from connector.verifier import Verifier
 from connector.worker import ConnectorWorker
 from connector.zmtp import Zmtp
+from deploy.local.ports import free_ports
 from tests.connector.rank import HOST, PEER, read_step
 from tests.connector.worker import (
     NEW,
@@ -36,7 +37,6 @@ from tests.connector.worker import (
     Prefill,
     agent,
     counts,
-    free_port,
     handshakes,
     report,
     step,
@@ -336,7 +336,7 @@ def test_an_engine_that_restarts_elsewhere_with_its_id_is_read(make: MakeRank, n
     worker = make()
     read(worker, order("r", new_node.port))
     new_node.listener.stop()
-    new_node.restart(port=free_port())
+    new_node.restart(port=free_ports(1)[0])
     assert read(worker, order("s", new_node.port)) is ReadOutcome.VERIFIED
     assert handshakes(worker) == [NEW, NEW]
 

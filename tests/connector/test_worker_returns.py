@@ -14,6 +14,7 @@ from connector.counters import ReadOutcome
 from connector.messages import ReadDone, Verdict, parse_notif
 from connector.metadata import ConnectorMetadata
 from connector.worker import ConnectorWorker
+from deploy.local.ports import free_ports
 from tests.connector.rank import PEER, read_step
 from tests.connector.worker import (
     NEW,
@@ -22,7 +23,6 @@ from tests.connector.worker import (
     Prefill,
     agent,
     counts,
-    free_port,
     handshakes,
     report,
     step,
@@ -92,7 +92,7 @@ def test_a_ticket_of_a_node_that_moved_goes_back_to_where_it_is_now(make: MakeRa
     worker = make()
     assert read(worker, "first", NONCES[1], new_node.port) is ReadOutcome.VERIFIED
     new_node.listener.stop()
-    new_node.restart(port=free_port())
+    new_node.restart(port=free_ports(1)[0])
     agent(worker).sent.clear()
     step(worker, return_step("r", NONCES[0], new_node.port))
     assert agent(worker).sent == []

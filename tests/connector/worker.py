@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable
-from contextlib import closing
 from typing import TypeVar
 
 import msgspec
@@ -17,6 +15,7 @@ from connector.messages import Verdict
 from connector.metadata import ConnectorMetadata, WorkerReport
 from connector.side_channel import Listener
 from connector.worker import ConnectorWorker
+from deploy.local.ports import free_ports
 from tests.connector.rank import BLOCK_TOKENS, COMPATIBLE, HOST, PEER, Agent
 
 PATIENCE = 30.0
@@ -25,12 +24,6 @@ NEW = "new"
 """An engine with which no handshake was made."""
 BLOCK_BYTES = 16 * 1 * 8 * 2 * 2
 """Tokens, heads, head size, bytes of bfloat16, key and value."""
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 def payload(engine_id: str, compatibility_hash: str) -> bytes:
@@ -56,7 +49,7 @@ class Prefill:
     """A prefill node's side channel. `verdict`: its answer to every question; `asked`: the questions so far."""
 
     def __init__(self, engine_id: str = PEER, *, compatible: bool = True, keys: tuple[bytes, ...] = ()) -> None:
-        self.port = free_port()
+        self.port = free_ports(1)[0]
         self.verdict = Verdict.HELD
         self.asked: list[tuple[str, str, str]] = []
         self._engine_id, self._keys = engine_id, keys

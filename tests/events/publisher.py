@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from deploy.local.ports import free_ports
 from pdproxy.events.sources import EventSource
 
 HOST = "127.0.0.1"
@@ -131,6 +132,12 @@ class Publisher:
         """End both sockets."""
         self._publish.close()
         self._replay.close()
+
+
+def kept_ports() -> tuple[int, int]:
+    """For a publisher that comes back at its ports: meanwhile the system gives them to no other test's socket."""
+    publish, replay = free_ports(2)
+    return publish, replay
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.observe.labels import Known
 from pdproxy.planning.prefix import Place
 from tests.events.feeds import QUICK, Caches
-from tests.events.publisher import Publisher, publishing, removed, stored, until
+from tests.events.publisher import Publisher, kept_ports, publishing, removed, stored, until
 from tests.nodes.fake_pool import FakeNodeInfo, FakePoolTransport
 
 HASHING = Hashing("sha256_cbor", 16, 16, bytes(32))
@@ -182,7 +182,7 @@ async def test_a_publisher_out_of_reach_is_told_of_once_and_what_was_known_is_fo
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with following() as cluster:
-        async with publishing() as publisher:
+        async with publishing(kept_ports()) as publisher:
             cluster.tells("a", publisher)
             cluster.join("a")
             publisher.publish(stored(1))

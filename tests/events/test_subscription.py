@@ -9,7 +9,7 @@ from pdproxy.errors import Fault, NodeFault
 from pdproxy.events.subscription import Waits
 from pdproxy.observe.labels import Known
 from tests.events.feeds import PLACE, QUICK, Caches, feed_of, subscribed
-from tests.events.publisher import publishing, removed, stored, until
+from tests.events.publisher import kept_ports, publishing, removed, stored, until
 
 PATIENT = Waits(connect=2.0, replay=2.0, first_check=60.0, check=60.0)
 """Silence is never taken for a loss."""
@@ -127,7 +127,7 @@ async def test_an_engine_that_was_restarted_at_the_same_port_has_nothing_of_what
     """Even if it has published as many batches by now: the last one is not the one that was taken last. And even if the
     clock of its host was set back."""
     caches = Caches()
-    async with publishing() as old, subscribed(caches, old.source, PATIENT) as running:
+    async with publishing(kept_ports()) as old, subscribed(caches, old.source, PATIENT) as running:
         await until(lambda: old.subscribers == 1)
         old.publish(stored(1, 2, 3))
         old.publish(stored(4))
