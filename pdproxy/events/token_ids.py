@@ -18,7 +18,7 @@ from pdproxy.clock import Clock
 from pdproxy.credential import OwnHeaders, no_headers
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.legs.calls import outgoing_body
-from pdproxy.legs.large import LARGE
+from pdproxy.legs.parse import LARGE
 from pdproxy.legs.shape import has_media
 from pdproxy.nodes.node import Node
 from pdproxy.nodes.preflight import exchange

@@ -25,8 +25,8 @@ from pdproxy.intake.request_context import (
     unread,
 )
 from pdproxy.intake.session import session_of
-from pdproxy.legs.large import read_object
-from pdproxy.legs.parse import check_values, scrub
+from pdproxy.legs.large import parse_in_steps
+from pdproxy.legs.parse import LARGE, check_values, parse, scrub
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.orchestrator import Orchestrator
@@ -101,7 +101,8 @@ class RequestHandler:
         arrived = self.clock.now()
         with self._admitted(context) as admitted:
             api_key = admitted.api_key
-            body = scrub(await read_object(endpoint, await self._read(context, admitted.reservation)))
+            raw = await self._read(context, admitted.reservation)
+            body = scrub(parse(endpoint, raw) if len(raw) <= LARGE else await parse_in_steps(endpoint, raw))
             watcher = DisconnectWatcher(context.receive)
             request = self._request(context, endpoint, body, arrived, watcher, api_key)
             if self.config.routing in _BY_SESSION:

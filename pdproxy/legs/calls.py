@@ -6,7 +6,8 @@ import secrets
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.finish_reasons import is_aborted
-from pdproxy.legs.large import LARGE, in_turns, partly
+from pdproxy.legs.large import in_turns, partly
+from pdproxy.legs.parse import LARGE
 from pdproxy.legs.rewrite import delivery_body, release_body, resume_body
 from pdproxy.nodes.node import Node
 from pdproxy.request import Endpoint, Headers, Json, LegForm, StreamRoute, header, read_json, write_json

@@ -25,8 +25,6 @@ from pdproxy.legs.shape import NO_TEXT, is_media_message, text_length
 from pdproxy.request import Endpoint, read_json
 from pdproxy.unparsed import LargeValue
 
-LARGE = 128 * 1024
-"""Bytes from which a body is read in steps; below, parsing it whole takes less than the steps would."""
 SMALL = 32 * 1024
 """Bytes up to which a part of a large body is parsed."""
 STEP_BYTES, STEP_ITEMS = 256 * 1024, 256
@@ -49,14 +47,12 @@ Result = TypeVar("Result")
 Steps: TypeAlias = Generator[None, None, Result]
 
 
-async def read_object(endpoint: Endpoint, raw: bytes) -> dict[str, object]:
-    """As `parse.parse`; of a body of more than `LARGE` bytes, long prompts are `LargeValue`.
+async def parse_in_steps(endpoint: Endpoint, raw: bytes) -> dict[str, object]:
+    """As `parse.parse`, of which long prompts are `LargeValue`: for a body of more than `LARGE` bytes.
 
     Raises:
         ClientError: as `parse.parse`.
     """
-    if len(raw) <= LARGE:
-        return parse.parse(endpoint, raw)
     body = await in_turns(_large_object(raw))
     check(endpoint, body)
     return body

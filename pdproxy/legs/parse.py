@@ -17,13 +17,15 @@ EMBEDS = frozenset({"prompt_embeds"})
 MAX_PROMPTS = 1024
 """As vLLM's VLLM_MAX_COMPLETION_PROMPTS: split prompts would pass the node's own check one by one."""
 
+LARGE = 128 * 1024
+"""Bytes above which a body is read in steps (`legs.large`); below, parsing it whole takes less than the steps would."""
 MOST_VALUES = 2_000_000
 """Values that a JSON body may hold. Parsing blocks the event loop: for no time with long texts and images, for half a
 second with so many values, for ten seconds with as many as fit into 64 MiB."""
 
 
 def parse(endpoint: Endpoint, raw: bytes) -> dict[str, object]:
-    """The JSON object in ``raw``, its fields that the proxy relies on checked; for long bodies see `legs.large`.
+    """The JSON object in ``raw``, its fields that the proxy relies on checked. Of over `LARGE` bytes: `legs.large`.
 
     Raises:
         ClientError: 400, with the field at fault in ``param``; 413 for too many values.

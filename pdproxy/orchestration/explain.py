@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterable
 
 from pdproxy.errors import ClientError
-from pdproxy.legs.large import read_object
-from pdproxy.legs.parse import scrub, split
+from pdproxy.legs.large import parse_in_steps
+from pdproxy.legs.parse import LARGE, parse, scrub, split
 from pdproxy.legs.shape import estimated_prompt_tokens, max_prompt_tokens, shape
 from pdproxy.nodes.node import Role, Snapshot
 from pdproxy.orchestration.client_errors import no_node_error, unknown_model_error
@@ -25,7 +25,8 @@ async def explain(context: OrchestrationContext, endpoint: Endpoint, raw: bytes)
     Raises:
         ClientError: what is wrong with the body, or why there is no plan.
     """
-    sub_request = _sub_request(context, endpoint, scrub(await read_object(endpoint, raw)))
+    parsed = parse(endpoint, raw) if len(raw) <= LARGE else await parse_in_steps(endpoint, raw)
+    sub_request = _sub_request(context, endpoint, scrub(parsed))
     source = context.prefix_source
     prefix = None if source is None else await source.look_up(sub_request)
     body, model = sub_request.body, sub_request.request.model

@@ -10,8 +10,8 @@ import pytest
 
 from pdproxy.errors import ClientError, Fault, NodeFault
 from pdproxy.legs.calls import outlined_object
-from pdproxy.legs.large import LARGE, read_object
-from pdproxy.legs.parse import parse, scrub, split
+from pdproxy.legs.large import parse_in_steps
+from pdproxy.legs.parse import LARGE, parse, scrub, split
 from pdproxy.legs.prompt_text import MOST_IDS, prompt_ids, prompt_parts
 from pdproxy.legs.rewrite import decode_body, prefill_body
 from pdproxy.legs.shape import estimated_prompt_tokens, max_prompt_tokens, shape
@@ -39,7 +39,7 @@ CHATS: dict[str, list[Any]] = {
 async def read(endpoint: Endpoint, body: dict[str, Any], *, ascii_only: bool = False) -> dict[str, object]:
     raw = json.dumps({"model": "m", **body}, ensure_ascii=ascii_only, separators=(",", ":")).encode()
     assert len(raw) > LARGE
-    return scrub(await read_object(endpoint, raw))
+    return scrub(await parse_in_steps(endpoint, raw))
 
 
 @pytest.mark.parametrize("messages", CHATS.values(), ids=CHATS)
@@ -119,7 +119,7 @@ async def test_a_long_prompt_of_no_known_kind_is_refused(prompt: list[Any]) -> N
 )
 async def test_a_long_body_that_is_no_json_is_refused(raw: bytes, text: str) -> None:
     with pytest.raises(ClientError, match=text) as error:
-        await read_object(Endpoint.COMPLETIONS, raw)
+        await parse_in_steps(Endpoint.COMPLETIONS, raw)
     assert error.value.status == 400
 
 
@@ -136,9 +136,9 @@ async def test_what_may_not_be_sent_is_left_out_of_a_long_body_too() -> None:
     assert json.loads(write_json(large)) == {"model": "m", "prompt": TEXT, "vllm_xargs": {}}
 
 
-def test_a_short_body_is_parsed_as_ever() -> None:
+def test_a_short_body_is_the_same_when_it_is_read_in_steps() -> None:
     raw = b'{"model":"m","prompt":[1,2]}'
-    assert asyncio.run(read_object(Endpoint.COMPLETIONS, raw)) == parse(Endpoint.COMPLETIONS, raw)
+    assert asyncio.run(parse_in_steps(Endpoint.COMPLETIONS, raw)) == parse(Endpoint.COMPLETIONS, raw)
 
 
 async def test_others_have_their_turn_while_a_long_body_is_read() -> None:
@@ -158,7 +158,7 @@ async def test_others_have_their_turn_while_a_long_body_is_read() -> None:
     shape(Endpoint.CHAT, body), estimated_prompt_tokens(body)
     at_once = time.thread_time() - began
     watching = asyncio.create_task(watch())
-    await read_object(Endpoint.CHAT, raw)
+    await parse_in_steps(Endpoint.CHAT, raw)
     watching.cancel()
     assert longest < at_once / 3
 
