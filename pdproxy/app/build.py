@@ -20,11 +20,10 @@ from pdproxy.app.sizing import SizingWatch
 from pdproxy.clock import Clock, SystemClock
 from pdproxy.credential import Secret
 from pdproxy.errors import ClientError
-from pdproxy.intake.api_app import ApiApp, AsgiApp
 from pdproxy.intake.auth import OpenRequests
-from pdproxy.intake.handler import HandlerConfig, RequestHandler
+from pdproxy.intake.handler import ApiApp, HandlerConfig, RequestHandler
 from pdproxy.intake.rate_limits import RateLimits
-from pdproxy.intake.request_context import BodyBudget, Receive, Scope, Send
+from pdproxy.intake.request_context import AsgiApp, BodyBudget, Receive, Scope, Send
 from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.cohorts import Cohorts

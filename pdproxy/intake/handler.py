@@ -1,23 +1,33 @@
-"""What intake does for a request: authenticate, read the body, get it answered, send the answer."""
+"""What intake does for a request: find out what it asks for, authenticate, read the body, have it answered, send that.
+
+Written against bare ASGI: this is the hot path, where a framework's routing would cost more than our own work.
+"""
 
 import asyncio
 import contextlib
 import dataclasses
-import re
+import logging
 from collections.abc import Iterator
-
-import msgspec
 
 from pdproxy.clock import Clock
 from pdproxy.credential import Secret
 from pdproxy.errors import ClientError
-from pdproxy.intake.auth import ANONYMOUS, ApiKey, ApiKeys, OpenRequests, headers_for_node, priority_of
+from pdproxy.intake import routes
+from pdproxy.intake.auth import ANONYMOUS, ApiKey, ApiKeys, OpenRequests, headers_for_node, priority_of, request_id
 from pdproxy.intake.rate_limits import RateCharge, RateLimits
 from pdproxy.intake.request_context import (
+    JSON_HEADER,
+    AsgiApp,
     BodyBudget,
+    ClientGone,
     DisconnectWatcher,
+    Receive,
     RequestContext,
     Reservation,
+    Scope,
+    Send,
+    TrackedSend,
+    headers_of,
     promised_length,
     read_body,
     send_head,
@@ -26,26 +36,17 @@ from pdproxy.intake.request_context import (
 )
 from pdproxy.intake.session import session_of
 from pdproxy.legs.large import parse_in_steps
-from pdproxy.legs.parse import LARGE, check_values, parse, scrub
+from pdproxy.legs.parse import LARGE, model_of, parse, scrub
 from pdproxy.nodes.pool import Pool
+from pdproxy.orchestration.client_errors import shutting_down_error
 from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.planning.shares import NO_LIMITS
-from pdproxy.request import ClientRequest, Endpoint, Headers, Json, read_json
-from pdproxy.response import ProxyResponse
+from pdproxy.request import ClientRequest, Endpoint, Headers, Json
+from pdproxy.response import SINK_EXTENSION, ProxyResponse
 from pdproxy.settings.types import BY_CACHE, Credential, Routing
 
-_IN_FORM = re.compile(rb'name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n--')
-"""The ``model`` field of a multipart form, such as audio comes in."""
-
-
-class _Named(msgspec.Struct):
-    """What is read of a body that goes to one node: nothing else of it is made an object."""
-
-    model: object = None
-
-
-_MODEL = msgspec.json.Decoder(_Named).decode
+_LOG = logging.getLogger("pdproxy.intake")
 _BY_SESSION = BY_CACHE | {Routing.SESSION}
 
 
@@ -222,31 +223,71 @@ class RequestHandler:
             await response.body.aclose()
 
 
-def shutting_down_error() -> ClientError:
-    """The error for a request that still runs at the end of a shutdown's grace period."""
-    return ClientError(
-        503,
-        "This server is shutting down, and the answer was not complete in time: ask again.",
-        kind="service_unavailable",
-        code="shutting_down",
-        headers=(("retry-after", "1"),),
-    )
+class ApiApp:
+    """Routes requests by path and method.
 
-
-def model_of(raw: bytes) -> str:
-    """The ``model`` of a JSON body or a form; "" where there is none.
-
-    Raises:
-        ClientError: 413 for a body of too many values.
+    ``operator``: the ASGI application that answers /health, /ready and /metrics.
     """
-    check_values(raw)
-    if not raw.startswith(b"--"):
-        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            model = _MODEL(raw).model
-            return model if isinstance(model, str) else ""
-        with contextlib.suppress(ValueError, RecursionError):
-            body = read_json(raw)
-            model = body.get("model") if isinstance(body, dict) else None
-            return model if isinstance(model, str) else ""
-    field = _IN_FORM.search(raw)
-    return field.group(1).decode("utf-8", "replace") if field else ""
+
+    def __init__(self, handler: RequestHandler, operator: AsgiApp) -> None:
+        self._handler = handler
+        self._operator = operator
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise ClientError(404, f"Only HTTP is served here, not {scope['type']}.")
+        headers, path = headers_of(scope), scope["path"]
+        name = request_id(headers)
+        context = RequestContext(
+            method=scope["method"],
+            path=path,
+            query=scope["query_string"].decode("latin-1"),
+            headers=headers,
+            request_id=name,
+            receive=receive,
+            send=TrackedSend(send),
+            endpoint=routes.GENERATING.get(path),
+            sink=scope.get("extensions", {}).get(SINK_EXTENSION, {}).get("sink"),
+        )
+        try:
+            await self._dispatch(context, scope)
+        except ClientGone:
+            _LOG.info("client left", extra={"request_id": name})
+        except ClientError as error:
+            await context.refuse(error)
+        except asyncio.CancelledError:  # The server's time is up; this is the top of the task: it ends with its answer.
+            _LOG.warning("cut short by the shutdown", extra={"request_id": name})
+            await context.refuse(shutting_down_error())
+        except Exception:
+            _LOG.exception("unexpected failure", extra={"request_id": name})
+            text = f"The proxy failed on this request; its log says more under {name}."
+            await context.refuse(ClientError(500, text, kind="server_error", code="internal_error"))
+            raise
+
+    async def _dispatch(self, context: RequestContext, scope: Scope) -> None:
+        path = context.path
+        method = "GET" if context.method == "HEAD" else context.method  # the server leaves the body out
+        if method == "POST" and context.endpoint is not None:
+            await self._handler.generate(context, context.endpoint)
+        elif method == "POST" and path in routes.FORWARDED:
+            await self._handler.forward(context)
+        elif method == "GET" and path in routes.OPERATOR:
+            await self._operate(context, scope)
+        elif method == "GET" and (body := self._document(context)) is not None:
+            await send_whole(context.send, 200, (JSON_HEADER,), body)
+        else:
+            raise routes.unknown_path(context.method, path)
+
+    async def _operate(self, context: RequestContext, scope: Scope) -> None:
+        if context.path == "/metrics":
+            self._handler.keys.api_key(context.headers)
+        await self._operator({**scope, "method": "GET"}, context.receive, context.send)
+
+    def _document(self, context: RequestContext) -> bytes | None:
+        """What the proxy answers by itself; None for any other path."""
+        if context.path == routes.OPENAPI:
+            return routes.openapi_document()
+        if not routes.is_of_models(context.path):
+            return None
+        self._handler.keys.api_key(context.headers)
+        return routes.models_document(context.path, self._handler.pool.snapshot())

@@ -1,7 +1,14 @@
-"""A request's bytes to bodies that may be planned: well-formed, without what a client may not send, one per prompt."""
+"""A request's bytes to bodies that may be planned: well-formed, without what a client may not send, one per prompt.
 
+Of a request that goes to one node as it is only the model is read.
+"""
+
+import contextlib
+import re
 from collections.abc import Callable, Mapping
 from typing import TypeGuard
+
+import msgspec
 
 from pdproxy.errors import ClientError
 from pdproxy.request import Endpoint, Json, read_json
@@ -166,3 +173,35 @@ def split(endpoint: Endpoint, body: Json) -> tuple[dict[str, object], ...]:
     if endpoint is not Endpoint.COMPLETIONS or not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int):
         return (dict(body),)
     return tuple({**body, "prompt": each} for each in prompt)
+
+
+_IN_FORM = re.compile(rb'name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n--')
+"""The ``model`` field of a multipart form, such as audio comes in."""
+
+
+class _Named(msgspec.Struct):
+    """What is read of a body that goes to one node: nothing else of it is made an object."""
+
+    model: object = None
+
+
+_MODEL = msgspec.json.Decoder(_Named).decode
+
+
+def model_of(raw: bytes) -> str:
+    """The ``model`` of a JSON body or a form; "" where there is none.
+
+    Raises:
+        ClientError: 413 for a body of too many values.
+    """
+    check_values(raw)
+    if not raw.startswith(b"--"):
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            model = _MODEL(raw).model
+            return model if isinstance(model, str) else ""
+        with contextlib.suppress(ValueError, RecursionError):
+            body = read_json(raw)
+            model = body.get("model") if isinstance(body, dict) else None
+            return model if isinstance(model, str) else ""
+    field = _IN_FORM.search(raw)
+    return field.group(1).decode("utf-8", "replace") if field else ""

@@ -41,6 +41,17 @@ def deadline_error() -> ClientError:
     return ClientError(504, "The request took longer than its deadline allows.", kind="timeout_error", code="deadline")
 
 
+def shutting_down_error() -> ClientError:
+    """The error for a request that still runs at the end of a shutdown's grace period."""
+    return ClientError(
+        503,
+        "This server is shutting down, and the answer was not complete in time: ask again.",
+        kind="service_unavailable",
+        code="shutting_down",
+        headers=(("retry-after", "1"),),
+    )
+
+
 REJECTED = "rate_limit_error"
 """The kind of our own 429s."""
 

@@ -11,7 +11,6 @@ import httpx
 import pytest
 
 from pdproxy import __version__
-from pdproxy.intake.handler import model_of
 from pdproxy.observe.labels import Task
 from pdproxy.request import Endpoint
 from pdproxy.settings.model import Health, Keys, Limits, Settings
@@ -170,17 +169,6 @@ async def test_other_methods_get_405_with_the_right_one(server: RunningProxy) ->
         got = await server.client.request(method, "/v1/completions")
         assert (got.status_code, got.headers["allow"]) == (405, "POST")
     assert (await server.client.post("/health")).headers["allow"] == "GET, HEAD"
-
-
-def test_what_is_nested_too_deeply_names_no_model() -> None:
-    assert model_of(b"[" * 100_000) == ""
-
-
-def test_a_form_names_its_model() -> None:
-    data = {"temperature": "0", "model": "whisper-é"}
-    form = httpx.Request("POST", "http://x", data=data, files={"file": ("a.wav", b'RIFF\r\n\r\nname="model"')})
-    assert model_of(form.read()) == "whisper-é"
-    assert model_of(httpx.Request("POST", "http://x", files={"file": b"RIFF"}).read()) == ""
 
 
 async def test_a_too_long_body_with_expect_gets_no_100(server: RunningProxy) -> None:

@@ -1,11 +1,12 @@
-"""Which bodies are accepted, and what is removed from them."""
+"""Which bodies are accepted, what is removed from them, and which model one names that is not looked into."""
 
 import json
 
+import httpx
 import pytest
 
 from pdproxy.errors import ClientError
-from pdproxy.legs.parse import parse, scrub
+from pdproxy.legs.parse import model_of, parse, scrub
 from pdproxy.request import Endpoint
 
 
@@ -94,3 +95,14 @@ def test_the_number_of_values_in_a_body_is_bounded() -> None:
     assert (caught.value.status, caught.value.code) == (413, "request_too_large")
     long = {"model": "m", "prompt": "words, " * 500_000}
     assert parse(Endpoint.COMPLETIONS, json.dumps(long).encode()) == long
+
+
+def test_what_is_nested_too_deeply_names_no_model() -> None:
+    assert model_of(b"[" * 100_000) == ""
+
+
+def test_a_form_names_its_model() -> None:
+    data = {"temperature": "0", "model": "whisper-é"}
+    form = httpx.Request("POST", "http://x", data=data, files={"file": ("a.wav", b'RIFF\r\n\r\nname="model"')})
+    assert model_of(form.read()) == "whisper-é"
+    assert model_of(httpx.Request("POST", "http://x", files={"file": b"RIFF"}).read()) == ""

@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import uvicorn
 
-from pdproxy.intake.api_app import AsgiApp
-from pdproxy.intake.request_context import JSON_HEADER, Receive, Scope, Send, headers_of, read_body, send_whole
+from pdproxy.intake.request_context import JSON_HEADER, AsgiApp, Receive, Scope, Send, headers_of, read_body, send_whole
 from pdproxy.server.protocol import ConnectionLimits, guarded
 from pdproxy.server.server import bind
 from tests.fakes.quick_server import QuickServer

@@ -10,9 +10,8 @@ from prometheus_client import CollectorRegistry
 from pdproxy.clock import SystemClock
 from pdproxy.credential import Secret
 from pdproxy.errors import ClientError
-from pdproxy.intake.api_app import ApiApp
 from pdproxy.intake.auth import OpenRequests, read_keys
-from pdproxy.intake.handler import HandlerConfig, RequestHandler
+from pdproxy.intake.handler import ApiApp, HandlerConfig, RequestHandler
 from pdproxy.intake.rate_limits import RateLimits
 from pdproxy.intake.request_context import BodyBudget, Receive, Scope, Send
 from pdproxy.observe.metrics import Metrics
