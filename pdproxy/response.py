@@ -1,9 +1,8 @@
 """A response for the client as a value, and the sink that takes its pieces the moment they arrive."""
 
-import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Self
+from typing import Protocol
 
 from pdproxy.request import Headers
 
@@ -21,41 +20,24 @@ It returns False where the client does not keep up or has gone: then ASGI's own 
 """
 
 
-class ResponseStream(abc.ABC):
+class ResponseStream(Protocol):
     """A body that arrives in pieces; each piece may go to the client as it is.
 
-    Iteration never raises because of a node: what goes wrong after the first byte arrives as an error event followed by
-    a clean end. The holder must `aclose` the stream on every exit; iterating to the end, or leaving the iteration by an
-    exception, does so by itself.
+    The holder must `aclose` it on every exit. Nothing is raised because of a node: what goes wrong after the first byte
+    arrives as an error event followed by a clean end.
     """
 
-    def __init__(self) -> None:
-        self._ready = b""
-        """What goes out next."""
+    async def read(self) -> bytes:
+        """The next bytes; none when the body is complete: then nothing is held any more."""
+        ...
 
-    def __aiter__(self) -> Self:
-        return self
+    async def pipe_to(self, sink: Sink) -> None:
+        """Between two reads: write to ``sink`` what arrives, as long as no piece needs a decision; maybe nothing."""
+        ...
 
-    async def __anext__(self) -> bytes:
-        try:
-            while not self._ready:
-                self._ready = await self._advance()
-        except BaseException:
-            await self.aclose()
-            raise
-        ready, self._ready = self._ready, b""
-        return ready
-
-    async def pipe_to(self, sink: Sink) -> None:  # noqa: B027  # a stream that cannot do it leaves all to iteration
-        """Between two pieces: write to ``sink`` what arrives, as long as no piece needs a decision."""
-
-    @abc.abstractmethod
-    async def _advance(self) -> bytes:
-        """The next bytes, which may be none; `StopAsyncIteration` when the body is complete."""
-
-    @abc.abstractmethod
     async def aclose(self) -> None:
         """End the legs and release what they hold. Idempotent; never raises."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -211,7 +211,7 @@ class RequestHandler:
             return
         try:
             await send_head(context.send, response.status, headers)
-            async for piece in response.body:
+            while piece := await response.body.read():
                 await context.send({"type": "http.response.body", "body": piece, "more_body": True})
                 if context.sink is not None:
                     await response.body.pipe_to(context.sink)

@@ -14,7 +14,7 @@ from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.relay import Relay
 from pdproxy.orchestration.upstream import UpstreamRequest
 from pdproxy.request import Endpoint, Json
-from pdproxy.response import ResponseStream
+from pdproxy.response import Sink
 from pdproxy.stream.chunks import DONE, DONE_EVENT, HEAD, choices_of, data_event, parse_object
 from pdproxy.stream.sse import SseParser
 from pdproxy.usage import sum_usage
@@ -95,8 +95,8 @@ _Piece = tuple[int, bytes | Outcome | Exception | None]
 """The number of a prompt with bytes of its stream, with how that ended, or with what it raised."""
 
 
-class FanOut(ResponseStream):
-    """Runs a `Relay` for each prompt and merges their streams. The holder must `aclose` it, on every exit."""
+class FanOut:
+    """A `ResponseStream`: runs a `Relay` for each prompt and merges their streams."""
 
     def __init__(
         self,
@@ -104,7 +104,6 @@ class FanOut(ResponseStream):
         upstreams: Sequence[UpstreamRequest],
         on_finished: Callable[[Outcome], None],
     ) -> None:
-        super().__init__()
         self._relays = [Relay(context, upstream, _ignore_outcome) for upstream in upstreams]
         self._merge = StreamMerge(upstreams[0].sub_request.shape.choices)
         self._gate = asyncio.Semaphore(context.config.fan_out)
@@ -113,6 +112,8 @@ class FanOut(ResponseStream):
         self._tasks: list[asyncio.Task[None]] = []
         self._running = len(upstreams)
         self._started = False
+        self._ready = b""
+        """What goes out next."""
         self.outcome: Outcome | None = None
         """How it ended; None while it goes on."""
 
@@ -123,6 +124,18 @@ class FanOut(ResponseStream):
         while not self._ready and self.outcome is None:
             self._ready = self._take(await self._queue.get())
         self._started = True
+
+    async def read(self) -> bytes:
+        """See `ResponseStream`."""
+        while not self._ready and self.outcome is None:
+            self._ready = await self._advance()
+        ready, self._ready = self._ready, b""
+        if not ready:
+            await self.aclose()
+        return ready
+
+    async def pipe_to(self, sink: Sink) -> None:
+        """See `ResponseStream`: every piece is merged with others, so all is left to reading."""
 
     async def aclose(self) -> None:
         """End every stream. Idempotent."""
@@ -136,8 +149,6 @@ class FanOut(ResponseStream):
                 self._on_finished(self.outcome)
 
     async def _advance(self) -> bytes:
-        if self.outcome is not None:
-            raise StopAsyncIteration
         try:
             return self._take(await self._queue.get())
         except (ClientError, UpstreamErrorResponse) as error:
@@ -170,7 +181,7 @@ class FanOut(ResponseStream):
         async with self._gate:
             try:
                 await relay.start()
-                async for data in relay:
+                while data := await relay.read():
                     await self._queue.put((index, data))
                 await self._queue.put((index, relay.outcome))
             except Exception as error:  # a bug too: the reader of the queue must not wait for ever

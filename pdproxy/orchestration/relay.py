@@ -21,7 +21,7 @@ from pdproxy.orchestration.journaled_stream import JournaledStream
 from pdproxy.orchestration.resources import node_down_fault
 from pdproxy.orchestration.upstream import UpstreamRequest
 from pdproxy.request import Addition, Endpoint, Json, SubRequest
-from pdproxy.response import ResponseStream, Sink
+from pdproxy.response import Sink
 from pdproxy.stream.choice_state import NotContinuable
 from pdproxy.transport.port import HttpResponse
 
@@ -29,13 +29,12 @@ PROGRESS_SECONDS = 0.1
 """How often a stream's progress is reported to active health, which knows of silence with this precision."""
 
 
-class Relay(ResponseStream):
-    """The stream of one prompt, once `start` has returned. The holder must `aclose` it, which closes ``upstream``."""
+class Relay:
+    """The `ResponseStream` of one prompt, once `start` has returned. To `aclose` it closes ``upstream``."""
 
     def __init__(
         self, context: OrchestrationContext, upstream: UpstreamRequest, on_finished: Callable[[Outcome], None]
     ) -> None:
-        super().__init__()
         self._context = context
         self._upstream = upstream
         self._sub_request = upstream.sub_request
@@ -45,6 +44,8 @@ class Relay(ResponseStream):
         self._continuity = Continuity(upstream.sub_request, context.config.migrations, upstream.nodes, usage)
         self._transcript = self._continuity.transcript
         self._decode_stream: DecodeStream | None = None
+        self._ready = b""
+        """What goes out next."""
         self._leaving = asyncio.Event()
         self._node_down = False
         self._done = False
@@ -63,6 +64,15 @@ class Relay(ResponseStream):
         self._upstream.timeline.answer.began_with(self._ready)
         self._context.metrics.continuable(self._continuity.obstacle(self._upstream.node))
         self.outcome = Outcome.CLIENT_GONE
+
+    async def read(self) -> bytes:
+        """See `ResponseStream`."""
+        while not self._ready and not self._done:
+            self._ready = await self._advance()
+        ready, self._ready = self._ready, b""
+        if not ready:
+            await self.aclose()
+        return ready
 
     async def pipe_to(self, sink: Sink) -> None:
         """See `ResponseStream`. Returns where the node leaves, fails or ends its answer: the next read decides."""
@@ -120,8 +130,6 @@ class Relay(ResponseStream):
             return removed
 
     async def _advance(self) -> bytes:
-        if self._done:
-            raise StopAsyncIteration
         decode_stream = self._decode_stream
         if decode_stream is None or decode_stream.ended:
             self._finish(Outcome.OK)

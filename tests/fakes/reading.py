@@ -1,11 +1,18 @@
 """Reads a response stream as the server does: one piece, then pieces that are there without waiting, and so on."""
 
 import sys
+from collections.abc import AsyncIterator
 
 from pdproxy.response import ResponseStream
 
 AT_ONCE = 3
 """Pieces that are taken at once before the next await, as with a client that reads in bursts."""
+
+
+async def pieces_of(stream: ResponseStream) -> AsyncIterator[bytes]:
+    """One piece after the other, without a sink."""
+    while piece := await stream.read():
+        yield piece
 
 
 async def follow(stream: ResponseStream, most: int = sys.maxsize) -> list[bytes]:
@@ -17,7 +24,7 @@ async def follow(stream: ResponseStream, most: int = sys.maxsize) -> list[bytes]
         return len(pieces) % (AT_ONCE + 1) != 0 and len(pieces) <= most
 
     try:
-        async for piece in stream:
+        async for piece in pieces_of(stream):
             if take(piece):
                 await stream.pipe_to(take)
             if len(pieces) > most:

@@ -27,7 +27,6 @@ from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.request_queue import QueueLimits
 from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.request import ClientRequest, Endpoint
-from pdproxy.response import ResponseStream
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.node import FakeNode
 from tests.fakes.timed import LoopClock, Pace, TimedTransport, VirtualTimeLoop
@@ -122,9 +121,9 @@ class FloodSetup:
         except ClientError as error:
             raise AssertionError(error.message) from error
         first = self._now() - began
-        assert isinstance(response.body, ResponseStream)
+        assert not isinstance(response.body, bytes)
         try:
-            async for _ in response.body:
+            while await response.body.read():
                 pass
         finally:
             await response.body.aclose()

@@ -20,6 +20,7 @@ from pdproxy.request import Endpoint
 from pdproxy.response import ResponseStream
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.fakes.node import FakeNode
+from tests.fakes.reading import pieces_of
 from tests.orchestration.answers import read_answer
 from tests.orchestration.cluster import MODEL, FakeCluster, read
 from tests.orchestration.prompts import body_for, right
@@ -45,7 +46,7 @@ class Streams:
 
         async def begin() -> ResponseStream:
             body = (await self.cluster.orchestrator.answer(request)).body
-            assert isinstance(body, ResponseStream)
+            assert not isinstance(body, bytes)
             self.begun.append(name)
             return body
 
@@ -61,7 +62,7 @@ class Streams:
         """Each must be right."""
         for name in names:
             stream = await self.tasks[name]
-            answer = read_answer(COMPLETIONS, b"".join([piece async for piece in stream]))
+            answer = read_answer(COMPLETIONS, b"".join([piece async for piece in pieces_of(stream)]))
             assert (answer.texts[0], answer.error) == (right(COMPLETIONS), None)
             await stream.aclose()
             await settled()

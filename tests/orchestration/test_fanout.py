@@ -10,6 +10,7 @@ from pdproxy.orchestration.fanout import gather_bounded
 from pdproxy.request import Endpoint
 from tests.fakes.fake_model import generate, tokenize
 from tests.fakes.faults import FaultKind, InjectedFault
+from tests.fakes.reading import pieces_of
 from tests.orchestration.answers import read_answer
 from tests.orchestration.cluster import FakeCluster
 
@@ -68,7 +69,7 @@ async def test_a_prompt_that_is_refused_later_ends_the_stream_with_an_error_even
     for node in cluster.prefills:
         node.fault = InjectedFault(FaultKind.STATUS, status=400)
     assert not isinstance(reply.body, bytes)
-    answer = read_answer(COMPLETIONS, b"".join([piece async for piece in reply.body]))
+    answer = read_answer(COMPLETIONS, b"".join([piece async for piece in pieces_of(reply.body)]))
     assert answer.error is not None
     assert answer.ended
     assert cluster.count("pdproxy_requests_total", endpoint=COMPLETIONS, outcome="failed") == 1

@@ -7,7 +7,6 @@ import pytest
 from pdproxy.observe.labels import Move
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.request import Endpoint
-from pdproxy.response import ResponseStream
 from pdproxy.settings.types import Legs, OnNoDecode
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.fakes.node import FakeNode
@@ -82,7 +81,7 @@ async def test_its_caches_are_seen_to_fill() -> None:
     cluster = cluster_of(decodes=0)
     reply = await cluster.orchestrator.answer(cluster.request(CHAT, body_for(CHAT, stream=True)))
     assert sum(view.footprint.sequences for view in cluster.pool.snapshot().nodes) == 1
-    assert isinstance(reply.body, ResponseStream)
+    assert not isinstance(reply.body, bytes)
     await reply.body.aclose()
     await cluster.settle()
 

@@ -11,6 +11,7 @@ from pdproxy.nodes.pool_entry import Slot
 from pdproxy.orchestration.resources import LegWait, node_down_fault
 from pdproxy.request import ClientRequest, Endpoint
 from tests.fakes.faults import FaultKind, InjectedFault
+from tests.fakes.reading import pieces_of
 from tests.orchestration.answers import read_answer
 from tests.orchestration.cluster import MODEL, FakeCluster, read
 from tests.orchestration.loopback_cluster import PATIENT, LoopbackCluster, loopback_cluster, until
@@ -167,7 +168,7 @@ async def test_a_stream_that_lacks_only_its_end_does_not_move(more: dict[str, An
     stream = (await cluster.orchestrator.answer(request)).body
     assert not isinstance(stream, bytes)
     seen = b""
-    async for piece in stream:
+    async for piece in pieces_of(stream):
         seen += piece
         if FINISHED in seen:
             cluster.pool.leaving("d0").set()

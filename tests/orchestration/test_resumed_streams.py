@@ -324,7 +324,7 @@ async def _pieces(cluster: FakeCluster, shape: str, count: int) -> tuple[Any, by
     endpoint, body = SHAPES[shape]
     reply = await cluster.orchestrator.answer(cluster.request(endpoint, body))
     assert not isinstance(reply.body, bytes)
-    return reply, b"".join([await anext(reply.body) for _ in range(count)])
+    return reply, b"".join([await reply.body.read() for _ in range(count)])
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -85,6 +85,6 @@ async def test_the_client_leaves() -> None:
     async with loopback_cluster() as cluster:
         reply = await cluster.orchestrator.answer(_request(Endpoint.CHAT, stream=True, tokens=5000))
         assert not isinstance(reply.body, bytes)
-        await anext(reply.body)
+        await reply.body.read()
         await reply.body.aclose()
         await cluster.close()

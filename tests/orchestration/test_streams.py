@@ -5,15 +5,15 @@ A few lines over 300: short tests that share one set-up.
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.request import Endpoint
-from pdproxy.response import ProxyResponse
+from pdproxy.response import ProxyResponse, ResponseStream
 from tests.fakes.faults import FaultKind, InjectedFault
+from tests.fakes.reading import pieces_of
 from tests.orchestration.answers import read_answer
 from tests.orchestration.cluster import FakeCluster
 from tests.orchestration.prompts import body_for, right
@@ -26,18 +26,17 @@ async def _begin(cluster: FakeCluster, endpoint: Endpoint, **more: Any) -> Proxy
 
 
 async def _pieces(reply: ProxyResponse, count: int) -> bytes:
-    stream: AsyncIterator[bytes] = aiter_of(reply)
-    return b"".join([await anext(stream) for _ in range(count)])
+    return b"".join([await stream_of(reply).read() for _ in range(count)])
 
 
-def aiter_of(reply: ProxyResponse) -> AsyncIterator[bytes]:
+def stream_of(reply: ProxyResponse) -> ResponseStream:
     """The stream of a reply that is one."""
     assert not isinstance(reply.body, bytes)
     return reply.body
 
 
 async def _rest(reply: ProxyResponse) -> bytes:
-    return b"".join([piece async for piece in aiter_of(reply)])
+    return b"".join([piece async for piece in pieces_of(stream_of(reply))])
 
 
 async def test_a_stream_moves_when_its_node_leaves() -> None:
