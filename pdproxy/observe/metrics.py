@@ -32,6 +32,7 @@ from pdproxy.observe.labels import (
 )
 from pdproxy.observe.request_metrics import OTHER, SECONDS, KeyMetrics, ServedModels, ServerMetrics
 from pdproxy.request import Endpoint
+from pdproxy.usage import Usage
 
 
 class Metrics:
@@ -241,10 +242,14 @@ class Metrics:
         self._rejected.labels(reason).inc()
         self.keys.rejected(key, reason)
 
-    def tokens(self, kind: Tokens, model: str, count: int) -> None:
-        """Add tokens; counts that are not positive add nothing."""
-        if count > 0:
-            self._token(kind, self.models.label(model)).inc(count)
+    def used(self, model: str, key: str, usage: Usage) -> None:
+        """Add the tokens of a leg, as its node reports them, to those of its model and of its API key; counts that are
+        not positive add nothing."""
+        prompt, completion, cached = usage.prompt or 0, usage.completion or 0, usage.cached or 0
+        for kind, count in ((Tokens.PROMPT, prompt), (Tokens.COMPLETION, completion), (Tokens.CACHED, cached)):
+            if count > 0:
+                self._token(kind, self.models.label(model)).inc(count)
+            self.keys.tokens(key, kind, count)
 
     def prefill_expected(self, model: str) -> None:
         """Prompts of a model may come: its series is there from now on, at 0."""

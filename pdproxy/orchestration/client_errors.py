@@ -1,8 +1,12 @@
-"""The errors that clients see: their messages, and how each endpoint writes them. No internal address is in them."""
+"""The errors that clients see: their messages, how each endpoint writes them, and the outcome of a request that ends
+with one. No internal address is in them."""
+
+import asyncio
+from collections.abc import Callable
 
 from pdproxy.errors import ClientError, Fault, NodeFault, PdproxyError
 from pdproxy.failures import FAILURE_TABLE, Moment, Step
-from pdproxy.observe.labels import Leg, Rejection
+from pdproxy.observe.labels import Leg, Outcome, Rejection
 from pdproxy.planning.plan_types import NoNode, UnknownModel
 from pdproxy.request import Endpoint, Headers, header, write_json
 from pdproxy.response import ProxyResponse
@@ -132,6 +136,33 @@ ANTHROPIC_ERRORS = {
     529: "overloaded_error",
 }
 """Anthropic's error types by status, from its API reference."""
+
+
+def outcome_of(error: BaseException, left: Callable[[], bool]) -> Outcome:
+    """How a request ended that raised an error."""
+    match error:
+        case ClientError(status=429, kind=kind) if kind == REJECTED:
+            return Outcome.REJECTED
+        case ClientError(status=status):
+            return status_outcome(status)
+        case UpstreamErrorResponse(response=response):
+            return status_outcome(response.status)
+        case asyncio.CancelledError():
+            return cancelled_outcome(left)
+        case _:
+            return Outcome.FAILED
+
+
+def cancelled_outcome(left: Callable[[], bool]) -> Outcome:
+    """The outcome of a cancelled request: its client has left, or we gave it up at the end of a shutdown."""
+    return Outcome.CLIENT_GONE if left() else Outcome.FAILED
+
+
+def status_outcome(status: int) -> Outcome:
+    """The outcome of a request that was answered with this status."""
+    if status < 400:
+        return Outcome.OK
+    return Outcome.CLIENT_ERROR if status < 500 and status != 429 else Outcome.FAILED
 
 
 def _upstream_error(status: int, message: str, headers: Headers) -> ClientError:

@@ -17,6 +17,7 @@ from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.answer_record import AnswerRecord, Route, StreamMove
 from pdproxy.planning.plan_types import Decision
 from pdproxy.request import ClientRequest
+from pdproxy.usage import Usage
 
 MAX_SHOWN = 65536
 """Requests in flight that are kept; the oldest are dropped first. Admission keeps their number far below."""
@@ -292,6 +293,12 @@ class InFlightRequests:
         if ended is not None:
             ended.outcome = outcome
             self.recent.ended(request, ended.timeline.start + ended.timeline.took.get(Phase.TOTAL, 0.0), outcome)
+
+    def answered(self, model: str, route: Route, usage: Usage, choices: int) -> None:
+        """A prompt was answered: so many tokens, in so many choices."""
+        if usage.completion:
+            self.output_lengths.seen(model, usage.completion / choices)
+        self.cache_stats[route].add(usage.prompt or 0, usage.cached or 0)
 
     def failed(self, request: ClientRequest, failure: LegFailure) -> None:
         """One of the request's legs failed. A client's own mistake is no failure of ours, and is not kept."""

@@ -1,15 +1,20 @@
-"""Answers client requests with the nodes of the pool: the entry from intake, buffered answers, response headers."""
+"""Answers client requests with the nodes of the pool: the entry from intake, buffered answers, response headers, and
+what is recorded of a request at its end: its outcome, its log line, its span, its latency."""
 
 import functools
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
+
+from opentelemetry import trace
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.legs.calls import ANSWER_BYTES, outlined_object, raise_if_aborted
 from pdproxy.legs.parse import split
 from pdproxy.legs.shape import estimated_prompt_tokens, shape
-from pdproxy.observe.labels import Outcome
-from pdproxy.orchestration.access_log import RequestLog, outcome_of, status_outcome
-from pdproxy.orchestration.client_errors import UpstreamErrorResponse
+from pdproxy.observe import gen_ai
+from pdproxy.observe.labels import Outcome, Phase
+from pdproxy.observe.request_metrics import OTHER, RequestLabels
+from pdproxy.orchestration.client_errors import UpstreamErrorResponse, cancelled_outcome, outcome_of, status_outcome
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.fanout import FanOut, gather_bounded, merge_answers
 from pdproxy.orchestration.forward import ForwardRequest, forward
@@ -23,10 +28,106 @@ from pdproxy.stream.chunks import rewrite_answer
 from pdproxy.transport.port import HttpResponse, read_to_end
 from pdproxy.usage import read_usage
 
+_LOG = logging.getLogger("pdproxy.orchestration.access_log")
+"""By this name operators find the log lines of requests."""
+_LONGEST_MODEL = 200
+"""Characters of a model's name that a log line shows: a client can send any."""
 _JSON_HEADER = ("content-type", "application/json")
 _STREAM_HEADERS = (("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache"))
 _OUTPUT_FIELD = {Endpoint.MESSAGES: "content", Endpoint.RESPONSES: "output"}
 """The list that every answer must have, where it is not ``choices``."""
+
+
+class RequestLog:
+    """Keeps a request in flight until the first call of `end`, which writes its metrics and its log line, and tells the
+    span that was current when it began."""
+
+    def __init__(self, context: OrchestrationContext, request: ClientRequest) -> None:
+        self._context = context
+        self._request = request
+        self._open = True
+        self._labels = RequestLabels(request.endpoint, context.metrics.models.label(request.model), request.stream)
+        self._span = trace.get_current_span()
+        self.timeline = Timeline(context.clock, context.metrics, request.arrived)
+        if self._span.is_recording():
+            self.timeline.answer.traced = True
+            self._name_span()
+        context.in_flight.begin(request, self.timeline)
+
+    def begin(self, prompts: int, choices: int) -> None:
+        """So many prompts, and so many choices for each, are asked for."""
+        answer = self.timeline.answer
+        answer.prompts, answer.choices = prompts, choices
+        if answer.traced:
+            request = self._request
+            self._span.set_attributes(gen_ai.request_attributes(request.body, choices, stream=request.stream))
+
+    def first_byte(self) -> None:
+        """The first byte for the client is here."""
+        self.timeline.first_byte()
+        if self._request.stream:
+            self._context.metrics.server.first_token(self._labels, self.timeline.took[Phase.FIRST_TOKEN])
+
+    def end(self, outcome: Outcome) -> None:
+        """The request has ended."""
+        if not self._open:
+            return
+        self._open = False
+        request, timeline = self._request, self.timeline
+        outcome = cancelled_outcome(request.left) if outcome is Outcome.CLIENT_GONE else outcome
+        timeline.end()
+        self._context.in_flight.end(request, outcome)
+        self._context.metrics.request_ended(request.endpoint, request.model, outcome)
+        self._context.metrics.keys.request_ended(request.api_key, outcome)
+        self._record_latency(outcome)
+        logged = _LOG.isEnabledFor(logging.INFO)
+        if logged or timeline.answer.traced:
+            facts = self._facts(outcome)
+            if logged:
+                named: dict[str, object] = {"endpoint": request.endpoint.value, "model": request.model[:_LONGEST_MODEL]}
+                _LOG.info("request ended", extra={"request_id": request.request_id, **named, **facts})
+            if timeline.answer.traced:
+                self._end_span(outcome, facts)
+
+    def _record_latency(self, outcome: Outcome) -> None:
+        took, server = self.timeline.took, self._context.metrics.server
+        server.ended(self._labels, outcome, took[Phase.TOTAL])
+        if outcome is Outcome.OK and self._request.stream and Phase.FIRST_TOKEN in took:
+            tokens = self.timeline.answer.output_tokens()
+            server.output_tokens(self._labels, tokens, took[Phase.TOTAL] - took[Phase.FIRST_TOKEN])
+
+    def _facts(self, outcome: Outcome) -> dict[str, str | int | float]:
+        """Outcome, nodes, plan, moves, and milliseconds in each phase, by names that say what they are.
+
+        Never a body, a ticket or a key, of a client's or of its session.
+        """
+        timeline = self.timeline
+        nodes = {"prefill_node": timeline.nodes.get(Phase.PREFILL), "decode_node": timeline.nodes.get(Phase.HANDOVER)}
+        facts: dict[str, str | int | float] = {"outcome": outcome.value}
+        facts |= {field: node for field, node in nodes.items() if node is not None}
+        facts |= {f"{role}_session": affinity.value for role, affinity in timeline.affinities.items()}
+        if timeline.decision is not None:
+            facts |= timeline.decision.facts()
+        facts |= timeline.answer.facts()
+        # To tenths; with a number of digits `round` takes five times as long.
+        return facts | {f"{phase}_ms": round(seconds * 10_000) / 10 for phase, seconds in timeline.took.items()}
+
+    def _name_span(self) -> None:
+        """By operation and model, and by the request's id, as the log line."""
+        request, label = self._request, self._labels.model
+        self._span.update_name(gen_ai.span_name(request.endpoint, "" if label == OTHER else label))
+        self._span.set_attributes(gen_ai.operation_attributes(request.endpoint, request.model))
+        self._span.set_attribute("pdproxy.request_id", request.request_id)
+
+    def _end_span(self, outcome: Outcome, facts: Mapping[str, str | int | float]) -> None:
+        self._span.set_attributes({f"pdproxy.{name}": value for name, value in facts.items()})
+        self._span.set_attributes(self.timeline.answer.attributes())
+        if self._request.stream and Phase.FIRST_TOKEN in self.timeline.took:
+            self._span.set_attribute(gen_ai.TIME_TO_FIRST_CHUNK, self.timeline.took[Phase.FIRST_TOKEN])
+        if outcome is not Outcome.OK:
+            self._span.set_attribute(gen_ai.ERROR_TYPE, outcome.value)
+        if outcome is Outcome.FAILED:
+            self._span.set_status(trace.StatusCode.ERROR)
 
 
 class Orchestrator:

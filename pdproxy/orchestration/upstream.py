@@ -10,6 +10,7 @@ Some lines over 300: every step of one prompt's way stands beside those that may
 import asyncio
 import dataclasses
 import functools
+import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -22,7 +23,6 @@ from pdproxy.lifecycle import IllegalTransition, RequestLifecycle, RequestState,
 from pdproxy.nodes.node import Node
 from pdproxy.observe.labels import Delivery, Leg, Move, Phase
 from pdproxy.observe.tracing import LegSpan
-from pdproxy.orchestration.access_log import record_tokens, record_usage
 from pdproxy.orchestration.answer_record import Route
 from pdproxy.orchestration.client_errors import final_error
 from pdproxy.orchestration.context import OrchestrationContext, remaining_seconds
@@ -44,6 +44,7 @@ from pdproxy.settings.types import Legs
 from pdproxy.transport.port import HttpResponse
 from pdproxy.usage import Usage
 
+_LOG = logging.getLogger(__name__)
 Result = TypeVar("Result")
 ReadAnswer = Callable[[HttpResponse], Awaitable[Result]]
 FormFor = Callable[[Node], LegForm]
@@ -365,18 +366,44 @@ class UpstreamRequest:
         asked, answer = self.sub_request, self.timeline.answer
         self.nodes.admission.used((usage.prompt or 0) + (usage.completion or 0))
         if self.resumed:
-            record_tokens(self._context, asked, usage)
+            self._count_tokens(usage)
             answer.used(asked.index, dataclasses.replace(usage, cached=None))
             return
-        route, shown = record_usage(self._context, self._background_tasks, asked, self.hand_over, usage)
+        route, cached = self._computed(usage)
+        shown = dataclasses.replace(usage, cached=cached)
+        self._count_tokens(shown)
+        self._context.in_flight.answered(asked.request.model, route, shown, asked.shape.choices)
         self.recomputed = route is Route.RECOMPUTED
         self.nodes.answered(self._decode_node, usage, None if self.recomputed else self.hand_over)
         answer.used(asked.index, whole or shown)
         if self.recomputed:
-            self.resources.leg_span.note({"recomputed": True})
-            if not asked.index:
-                answer.route = route
+            self._record_recomputed()
         self._record_pace(usage)
+
+    def _computed(self, usage: Usage) -> tuple[Route, int | None]:
+        """Which node computed the prompt, and how many of its tokens that node had cached."""
+        if self.hand_over is None:
+            return Route.LOCAL, usage.cached
+        if usage.recomputed(self.hand_over.node.tail_tokens):
+            return Route.RECOMPUTED, usage.cached
+        return Route.DISAGGREGATED, self.hand_over.answer.cached_tokens
+
+    def _count_tokens(self, usage: Usage) -> None:
+        """Put them on the metrics, on the account of the key, and on what is left of its rates."""
+        request = self.sub_request.request
+        self._context.metrics.used(request.model, request.api_key, usage)
+        request.on_usage(usage.prompt or 0, usage.completion or 0)
+
+    def _record_recomputed(self) -> None:
+        """The decode node computed the prompt again; what it has not read is released."""
+        asked, hand_over = self.sub_request, self.hand_over
+        self._context.metrics.recomputed()
+        _LOG.warning("request %s: the decode node computed the prompt again", asked.name)
+        self.resources.leg_span.note({"recomputed": True})
+        if not asked.index:
+            self.timeline.answer.route = Route.RECOMPUTED
+        if hand_over is not None:
+            self._background_tasks.release(hand_over.node, asked.request.model, hand_over.hand_over_id, asked.headers)
 
     def _record_pace(self, usage: Usage) -> None:
         """How quickly the tokens of a stream came that ran on one node from its first token to its last."""

@@ -9,7 +9,7 @@ from pdproxy.settings.model import Health, Settings
 from tests.app.running_proxy import running_proxy
 
 ROOT = Path(pdproxy.__file__).parent
-MOST = 42
+MOST = 41
 """40 until requests had spans, latency by model, an account of their key, a queue and a record of their answer."""
 QUIET = 600.0
 """Seconds between health checks, so that only the request runs while it is watched."""

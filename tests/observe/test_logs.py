@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 
 from pdproxy.observe.logs import JsonFormatter, TextFormatter, configure
-from pdproxy.orchestration.access_log import request_ended
 from pdproxy.settings.model import Log
 from pdproxy.settings.types import LogFormat, LogLevel
 
@@ -88,7 +87,8 @@ def test_configured_level_and_format_hold(form: LogFormat) -> None:
 def test_a_request_leaves_its_timeline(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("pdproxy.test")
     with caplog.at_level(logging.INFO, logger.name):
-        request_ended(logger, "r1", {"model": "m", "status": 200, "prefill_ms": 12.3})
+        facts = {"request_id": "r1", "model": "m", "status": 200, "prefill_ms": 12.3}
+        logger.info("request ended", extra=facts)
     line = json.loads(JsonFormatter().format(caplog.records[0]))
     assert line["message"] == "request ended"
     assert {name: line[name] for name in ("request_id", "model", "status", "prefill_ms")} == {

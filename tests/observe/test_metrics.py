@@ -17,11 +17,11 @@ from pdproxy.observe.labels import (
     Rejection,
     SilenceOutcome,
     Task,
-    Tokens,
 )
 from pdproxy.observe.metrics import Metrics
 from pdproxy.observe.request_metrics import MOST_MODELS, SECONDS, TOKEN_SECONDS, RequestLabels
 from pdproxy.request import Endpoint
+from pdproxy.usage import Usage
 
 
 class Word(enum.StrEnum):
@@ -56,7 +56,7 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
     metrics.watch_requests(lambda: active[0], lambda: 3)
     metrics.watch_bodies(lambda: 700)
     metrics.rejected(Word.ONE, "k")
-    metrics.tokens(Tokens.CACHED, "m", 512)
+    metrics.used("m", "k", Usage(None, None, 512))
     metrics.prefill_expected("idle")
     metrics.prefill_began("m", 700)
     metrics.prefill_began("m", 300)
@@ -148,7 +148,7 @@ def test_a_node_that_comes_back_is_counted_anew(metrics: Metrics, registry: Coll
 
 
 def test_tokens_never_count_backwards(metrics: Metrics, registry: CollectorRegistry) -> None:
-    metrics.tokens(Tokens.PROMPT, "m", -5)
+    metrics.used("m", "k", Usage(-5, -1, None))
     assert registry.get_sample_value("pdproxy_tokens_total", {"kind": "prompt", "model": "other"}) == 0
 
 
