@@ -19,9 +19,8 @@ from pdproxy.app.host import HostEnvironment, Sources, tls
 from pdproxy.clock import SystemClock
 from pdproxy.credential import Secret, read_secret
 from pdproxy.errors import NodeFault
-from pdproxy.nodes.capacity import Capacity
 from pdproxy.nodes.discovery.source import DiscoveryError, Source
-from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.node import Capacity, Node, Role
 from pdproxy.nodes.node_info import NodeInfo
 from pdproxy.nodes.preflight import CheckRow, Preflight, cause, check_nodes, is_unreachable, symptom
 from pdproxy.settings.model import Settings

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 from pdproxy.nodes.cache_reuse import Reuse, block_sizes, reuse, state_groups
-from pdproxy.nodes.capacity import Binding
-from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.node import Binding, Node, Role
 
 USUAL_UNIT = 16
 """Tokens: divides every block size that vLLM chooses on a GPU."""

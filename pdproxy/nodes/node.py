@@ -1,7 +1,8 @@
-"""Nodes, their states, and the snapshot of them that plans are made from. Pure values.
+"""Nodes, what their caches hold and requests take of these, their states, and the snapshot that plans are made from.
+Pure values.
 
-A few lines over 300: a node, its view and the snapshot of all views are one thing in three sizes, and every plan uses
-all three.
+Over 300 lines: a node, its view and the snapshot of all views are one thing in three sizes, and every plan uses all
+three.
 """
 
 import dataclasses
@@ -9,9 +10,9 @@ import enum
 import hashlib
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 from pdproxy.nodes.cache_settings import CacheSettings
-from pdproxy.nodes.capacity import NO_FOOTPRINT, Capacity, Footprint
 from pdproxy.nodes.hashing import Hashing
 from pdproxy.request import Headers
 from pdproxy.settings import types
@@ -52,6 +53,62 @@ class State(enum.StrEnum):
 SERVING = frozenset({State.UP, State.PROBING, State.TERMINATING})
 """States in which a node gets requests, or may get some."""
 FEW_TOKENS = 8  # more than any model's multi-token prediction has modules
+
+
+class Binding(enum.StrEnum):
+    """What runs out first with sequences of the greatest length."""
+
+    ATTENTION = "attention"
+    STATE = "state"
+    NOTHING = "nothing"
+
+
+class Footprint(NamedTuple):
+    """What requests take of a node's caches, as far as a proxy can tell.
+
+    Attributes:
+        tokens: of prompts and answers.
+        sequences: each answer is one.
+    """
+
+    tokens: int = 0
+    sequences: int = 0
+
+
+NO_FOOTPRINT = Footprint()
+"""Of a leg whose blocks are counted elsewhere, or that has none."""
+
+
+FULL, OVERFLOW = 0.9, 3000.0
+"""The part of a cache that may be held before more counts, and what a whole cache more weighs, in sequences."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the caches of all engines behind one address hold.
+
+    A load of t tokens in n sequences fits while t / tokens + n / sequences <= 1, but for the last block of each.
+
+    Attributes:
+        tokens: of attention capacity.
+        sequences: that the state groups allow; None where there are none.
+        longest: sequences of the greatest length that run together.
+        binding: what runs out first with these.
+    """
+
+    tokens: int
+    sequences: int | None
+    longest: int
+    binding: Binding
+
+    def part_taken(self, tokens: int, sequences: int) -> float:
+        """The part of it that such a load takes; above 1 where it does not fit."""
+        return tokens / self.tokens + (sequences / self.sequences if self.sequences else 0.0)
+
+    def crowd(self, held: Footprint, legs: int, ranks: int) -> float:
+        """What the legs of one of its ranks weigh, in sequences: one each, and more where the cache is nearly full."""
+        fill = self.part_taken(*held) * ranks
+        return legs + max(0.0, fill - FULL) * OVERFLOW
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

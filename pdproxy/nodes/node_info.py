@@ -9,9 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from pdproxy.nodes.cache_settings import CacheSettings, read_cache_settings
-from pdproxy.nodes.capacity import Binding, Capacity
 from pdproxy.nodes.hashing import Hashing, connector_hashing, stock_hashing
-from pdproxy.nodes.node import Node
+from pdproxy.nodes.node import Binding, Capacity, Node
 from pdproxy.request import read_json
 
 INFO_METRIC = "pdproxy_connector_info"

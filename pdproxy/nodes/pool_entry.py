@@ -12,9 +12,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pdproxy.clock import Clock
-from pdproxy.nodes.capacity import NO_FOOTPRINT, Footprint
 from pdproxy.nodes.circuit_breaker import CircuitBreaker, CircuitState
-from pdproxy.nodes.node import Bars, Node, NodeView, Roster, Snapshot, State
+from pdproxy.nodes.node import NO_FOOTPRINT, Bars, Footprint, Node, NodeView, Roster, Snapshot, State
 
 _STATE_BY_CIRCUIT = {
     CircuitState.CLOSED: State.UP, CircuitState.OPEN: State.DOWN, CircuitState.HALF_OPEN: State.PROBING

@@ -11,8 +11,7 @@ from pdproxy.errors import Fault, NodeFault, PdproxyError
 from pdproxy.failures import NO_RETRY_USED, Blame, Moment, RetryOptions, Step, blame, decide, final_step
 from pdproxy.legs.calls import PrefillAnswer
 from pdproxy.legs.shape import estimated_prompt_tokens, max_prompt_tokens
-from pdproxy.nodes.capacity import Footprint
-from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.node import Footprint, Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import NO_LOAD, LegLoad
 from pdproxy.observe.labels import Affinity, Leg, Move, Phase

@@ -9,9 +9,8 @@ from prometheus_client import CollectorRegistry
 from pdproxy.admin.context import AdminContext
 from pdproxy.errors import Fault
 from pdproxy.failures import Step
-from pdproxy.nodes.capacity import Footprint
 from pdproxy.nodes.drain import Drainer
-from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.node import Footprint, Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import LegLoad
 from pdproxy.observe.labels import Leg, Outcome, Phase, Prediction, RouteReason

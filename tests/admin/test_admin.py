@@ -15,9 +15,8 @@ from pdproxy.admin.app import admin_app
 from pdproxy.admin.context import AdminContext, Readiness, readiness
 from pdproxy.credential import Secret
 from pdproxy.nodes.cache_advice import EventsSeen
-from pdproxy.nodes.capacity import Binding, Capacity, Footprint
 from pdproxy.nodes.drain import Drainer
-from pdproxy.nodes.node import Bars, Node, Role, State
+from pdproxy.nodes.node import Bars, Binding, Capacity, Footprint, Node, Role, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import LegLoad
 from pdproxy.observe.metrics import Metrics

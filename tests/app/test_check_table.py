@@ -2,9 +2,8 @@
 
 from pdproxy.app.check import passed, table
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.nodes.capacity import Binding, Capacity
 from pdproxy.nodes.compatibility import Compatibility, Incompatibility
-from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.node import Binding, Capacity, Node, Role
 from pdproxy.nodes.node_info import ModelCard, NodeInfo
 from pdproxy.nodes.preflight import CheckRow
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from pdproxy.app.sizing import EVERY, SizingWatch
-from pdproxy.nodes.capacity import Binding, Capacity
+from pdproxy.nodes.node import Binding, Capacity
 from pdproxy.planning.demand import Limit, Wanted
 from pdproxy.request import Endpoint
 from pdproxy.settings.types import Legs

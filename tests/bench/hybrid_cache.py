@@ -21,7 +21,7 @@ import enum
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from pdproxy.nodes.capacity import Binding, Capacity
+from pdproxy.nodes.node import Binding, Capacity
 from pdproxy.planning.prefix import Hit
 
 

@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from pdproxy.clock import SystemClock
-from pdproxy.nodes.capacity import Footprint
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
-from pdproxy.nodes.node import Node, Role, hash64
+from pdproxy.nodes.node import Footprint, Node, Role, hash64
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import NO_LOAD, LegLoad, Slot
 from pdproxy.planning.plan import PlanPolicy, plan

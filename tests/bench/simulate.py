@@ -11,9 +11,8 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pdproxy.nodes.capacity import NO_FOOTPRINT, Footprint
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
-from pdproxy.nodes.node import Node, Role, hash64
+from pdproxy.nodes.node import NO_FOOTPRINT, Footprint, Node, Role, hash64
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import LegLoad, Slot
 from pdproxy.planning.plan import PlanPolicy, plan

@@ -14,9 +14,8 @@ from pdproxy.events.prefix_source import EXPECTED_SECONDS, EventPrefixSource
 from pdproxy.events.token_ids import TokenIds
 from pdproxy.events.wire import NumberedBatch
 from pdproxy.legs.shape import shape
-from pdproxy.nodes.capacity import Binding, Capacity
 from pdproxy.nodes.hashing import Hashing
-from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.node import Binding, Capacity, Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.planning.block_hashes import PromptExtras, PromptHasher
 from pdproxy.planning.cost import covered_tokens

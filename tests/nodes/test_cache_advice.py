@@ -8,9 +8,8 @@ import pytest
 
 from pdproxy.nodes.cache_advice import CacheReport, EventsSeen, cache_report, first_of_cohorts
 from pdproxy.nodes.cache_settings import EVERY_BLOCK, CacheSettings, read_cache_settings
-from pdproxy.nodes.capacity import Binding, Capacity
 from pdproxy.nodes.hashing import Hashing
-from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.node import Binding, Capacity, Node, Role
 
 ROOT = bytes(32)
 HASHING = Hashing("sha256_cbor", 16, 1056, ROOT, states=True)

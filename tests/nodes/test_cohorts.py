@@ -6,10 +6,9 @@ import dataclasses
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdproxy.nodes.capacity import Footprint
 from pdproxy.nodes.cohorts import Cohorts
 from pdproxy.nodes.drain import Drainer
-from pdproxy.nodes.node import Bars, Node, Role, State
+from pdproxy.nodes.node import Bars, Footprint, Node, Role, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import WINDOW, LegLoad
 from pdproxy.observe.metrics import Metrics

@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from pdproxy.nodes.capacity import Binding, Capacity
 from pdproxy.nodes.hashing import Hashing
-from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.node import Binding, Capacity, Node, Role
 from pdproxy.nodes.node_info import (
     ModelCard,
     NodeInfo,

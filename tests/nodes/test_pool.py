@@ -10,9 +10,8 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import Fault
 from pdproxy.failures import LEG_BLAME, Blame
-from pdproxy.nodes.capacity import Footprint
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
-from pdproxy.nodes.node import Bars, Node, Role, State
+from pdproxy.nodes.node import Bars, Footprint, Node, Role, State
 from pdproxy.nodes.pool import DuplicateNode, Pool, UnknownNode
 from pdproxy.nodes.pool_entry import LegLoad
 from pdproxy.observe.metrics import Metrics

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.errors import Fault
-from pdproxy.nodes.capacity import Footprint
-from pdproxy.nodes.node import Node, Role, State
+from pdproxy.nodes.node import Footprint, Node, Role, State
 from pdproxy.nodes.pool import Pool, UnknownNode
 from pdproxy.nodes.pool_entry import LegLoad, Slot
 from tests.fakes.clock import FakeClock

@@ -9,8 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import ClientError
-from pdproxy.nodes.capacity import NO_FOOTPRINT, Capacity
-from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.node import NO_FOOTPRINT, Capacity, Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext

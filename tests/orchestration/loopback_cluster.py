@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from prometheus_client import CollectorRegistry
 
 from pdproxy.clock import SystemClock
-from pdproxy.nodes.capacity import NO_FOOTPRINT, Capacity
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
-from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.node import NO_FOOTPRINT, Capacity, Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.nodes.capacity import Binding, Capacity
-from pdproxy.nodes.node import Bars, Role
+from pdproxy.nodes.node import Bars, Binding, Capacity, Role
 from pdproxy.nodes.pool_entry import LegLoad
 from pdproxy.observe.labels import RouteReason
 from pdproxy.orchestration.context import OrchestrationConfig

@@ -10,8 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from pdproxy.errors import ClientError, Fault
-from pdproxy.nodes.capacity import Binding, Capacity, Footprint
-from pdproxy.nodes.node import Role
+from pdproxy.nodes.node import Binding, Capacity, Footprint, Role
 from pdproxy.nodes.pool_entry import LegLoad
 from pdproxy.observe.labels import Leg
 from pdproxy.orchestration.context import OrchestrationConfig

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.nodes.capacity import Binding, Capacity, Footprint
-from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot, State
+from pdproxy.nodes.node import Bars, Binding, Capacity, Footprint, Node, NodeView, Role, Snapshot, State
 from pdproxy.observe.labels import RouteReason
 from pdproxy.planning.cache_aware import best_allowed_pair
 from pdproxy.planning.cost import NO_HIT, Quote

@@ -17,8 +17,8 @@ from pdproxy.events.prefix_source import EventPrefixSource
 from pdproxy.events.subscriber import EventSubscriber
 from pdproxy.events.subscription import Waits
 from pdproxy.events.token_ids import TokenIds
-from pdproxy.nodes.capacity import Binding, Capacity
 from pdproxy.nodes.hashing import Hashing
+from pdproxy.nodes.node import Binding, Capacity
 from pdproxy.observe.labels import Known, Prediction, Task
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext

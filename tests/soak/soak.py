@@ -20,8 +20,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 from pdproxy.errors import ClientError
-from pdproxy.nodes.capacity import Binding, Capacity
 from pdproxy.nodes.join import OutageLog
+from pdproxy.nodes.node import Binding, Capacity
 from pdproxy.nodes.silence import SilenceConfig, SilenceWatch
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.orchestration.fanout import FanOut

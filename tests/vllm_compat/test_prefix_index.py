@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdproxy.nodes.capacity import Binding, Capacity
-from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.node import Binding, Capacity, Node, Role
 from pdproxy.planning.block_hashes import PromptExtras, PromptHasher
 from pdproxy.planning.cost import covered_tokens
 from pdproxy.planning.prefix import Hit

@@ -21,7 +21,7 @@ from connector.tiers.stats import (
     SelectionSnapshot,
     SelectionStats,
 )
-from pdproxy.nodes.capacity import Binding, Capacity
+from pdproxy.nodes.node import Binding, Capacity
 from pdproxy.nodes.node_info import read_labels, read_node_capacity
 from tests.connector.harness import BLOCK, make_node, prompt, take_ticket
 from tests.connector.tiers.harness import loaded, make_several, multi_config, pull, shelve, tier
