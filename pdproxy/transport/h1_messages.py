@@ -138,6 +138,11 @@ class ResponseParser:
         self.reusable = False
         return self.ended
 
+    def close(self) -> None:
+        """Nothing more is fed. The parser goes: it refers to this object. Idempotent."""
+        if hasattr(self, "_parser"):
+            del self._parser
+
     def take(self) -> bytes:
         """All of the body that is here and was not taken yet."""
         pieces, self._pieces, self.pending = self._pieces, [], 0
