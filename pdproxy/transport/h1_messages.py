@@ -167,7 +167,8 @@ class ResponseParser:
         if codings not in ([], ["chunked"]):
             raise ProtocolError(f"transfer coding {', '.join(codings)!r}, which is not supported here")
         self.status, self.headers, self.has_head = status, tuple(self._fields), True
-        framed = bool(codings) or any(name == "content-length" for name, _ in self._fields)
+        self._fields = []
+        framed = bool(codings) or any(name == "content-length" for name, _ in self.headers)
         self._ends_with_connection = not framed and status not in _BODILESS
         self.ended = self._bodiless  # the parser cannot know; the connection is not used again
 
