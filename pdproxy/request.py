@@ -121,6 +121,12 @@ class Addition(enum.StrEnum):
     """The final usage event."""
 
 
+NO_ADDITIONS = frozenset[Addition]()
+ONLY_TOKEN_IDS = frozenset({Addition.TOKEN_IDS})
+ONLY_USAGE = frozenset({Addition.USAGE})
+"""Streams share these: a set of one's own has 200 bytes, and an empty one too."""
+
+
 class LocalReason(enum.StrEnum):
     """Why a request is computed on one node alone: every value of ``pdproxy_local_total{reason}``."""
 
@@ -210,7 +216,7 @@ class Shape:
     local: LocalReason | None = None
     not_continuable: NotContinuableReason | None = None
     not_resumable: NotContinuableReason | None = None
-    asked: frozenset[Addition] = frozenset()
+    asked: frozenset[Addition] = NO_ADDITIONS
     held_back: int = 0
     greedy: bool = False
     longest: int | None = None
@@ -223,8 +229,8 @@ class Shape:
     @property
     def additions(self) -> frozenset[Addition]:
         """What the decode leg asks for beyond what the client asked for."""
-        wanted = frozenset({Addition.TOKEN_IDS}) if self.stream and self.continuable else frozenset()
-        return wanted - self.asked
+        wanted = self.stream and self.continuable and Addition.TOKEN_IDS not in self.asked
+        return ONLY_TOKEN_IDS if wanted else NO_ADDITIONS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -237,7 +243,7 @@ class LegForm:
     """
 
     route: StreamRoute = StreamRoute.ENDPOINT
-    additions: frozenset[Addition] = frozenset()
+    additions: frozenset[Addition] = NO_ADDITIONS
     records: bytes = b""
 
 

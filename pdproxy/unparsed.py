@@ -54,14 +54,14 @@ def json_of(value: object) -> msgspec.Raw:
 class IdList:
     """The token ids of a long prompt as a node tells them: JSON without brackets, of which nothing is parsed."""
 
-    __slots__ = ("_count", "_joined")
+    __slots__ = ("_joined",)
 
-    def __init__(self, joined: bytes) -> None:
+    def __init__(self, joined: memoryview) -> None:
         self._joined = joined
-        self._count = joined.count(b",") + 1
 
     def __len__(self) -> int:
-        return self._count
+        """Counted when it is asked: of the streams of long prompts, few ever move."""
+        return bytes(self._joined).count(b",") + 1
 
     def followed_by(self, ids: Sequence[int]) -> LargeValue:
         """The prompt that goes on with these ids."""

@@ -1,12 +1,11 @@
 """API keys and their limits, request ids, priorities, and which headers of a client go on to a node."""
 
-import contextlib
 import dataclasses
 import hashlib
 import re
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +84,8 @@ class OpenRequests:
         self._metrics = metrics
         self._open: Counter[str] = Counter()
 
-    @contextlib.contextmanager
-    def one_open(self, api_key: ApiKey) -> Iterator[None]:
-        """One request more is open while inside.
+    def one_open(self, api_key: ApiKey) -> "OpenRequest":
+        """One request more is open, until the end of its context.
 
         Raises:
             ClientError: 429: the key has as many as it may.
@@ -98,12 +96,25 @@ class OpenRequests:
             text = f"This API key may have {limit} requests open at once."
             raise rejected_error(Rejection.KEY_LIMIT, text, 1)
         self._open[name] += 1
-        try:
-            yield
-        finally:
-            self._open[name] -= 1
-            if not self._open[name]:
-                del self._open[name]
+        return OpenRequest(self._open, name)
+
+
+class OpenRequest:
+    """A request that counts as open until the end of its context."""
+
+    __slots__ = ("_name", "_open")
+
+    def __init__(self, of_keys: Counter[str], name: str) -> None:
+        self._open = of_keys
+        self._name = name
+
+    def __enter__(self) -> None:
+        """It was counted when it was made."""
+
+    def __exit__(self, *_: object) -> None:
+        self._open[self._name] -= 1
+        if not self._open[self._name]:
+            del self._open[self._name]
 
 
 def presented_key(headers: Headers) -> str:

@@ -4,16 +4,24 @@ Written against bare ASGI: this is the hot path, where a framework's routing wou
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator
+from typing import Self
 
 from pdproxy.clock import Clock
 from pdproxy.credential import Secret
 from pdproxy.errors import ClientError
 from pdproxy.intake import routes
-from pdproxy.intake.auth import ANONYMOUS, ApiKey, ApiKeys, OpenRequests, headers_for_node, priority_of, request_id
+from pdproxy.intake.auth import (
+    ANONYMOUS,
+    ApiKey,
+    ApiKeys,
+    OpenRequest,
+    OpenRequests,
+    headers_for_node,
+    priority_of,
+    request_id,
+)
 from pdproxy.intake.rate_limits import RateCharge, RateLimits
 from pdproxy.intake.request_context import (
     JSON_HEADER,
@@ -72,11 +80,23 @@ class HandlerConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Admitted:
-    """A request whose body may be read; ``charge``: of its key's rates, where that has such."""
+    """A request whose body may be read; ``charge``: of its key's rates, where that has such.
+
+    A context, which ends with the request. It is one object and not a stack, for there is one for each idle stream.
+    """
 
     api_key: ApiKey
+    counted: OpenRequest
     reservation: Reservation
     charge: RateCharge | None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self.counted, self.reservation:
+            if self.charge is not None:
+                self.charge.settle()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,31 +152,32 @@ class RequestHandler:
             async with watcher:
                 await self._respond(context, await self.orchestrator.forward(request), admitted.charge)
 
-    @contextlib.contextmanager
-    def _admitted(self, context: RequestContext) -> Iterator[_Admitted]:
+    def _admitted(self, context: RequestContext) -> _Admitted:
         """What is decided before the body is read: by the key, its limits, the room for bodies and in the queue.
 
         Raises:
             ClientError: 401, 429: it is not to be read.
         """
-        with contextlib.ExitStack() as stack:
-            api_key = ANONYMOUS
-            try:
-                api_key = self.keys.api_key(context.headers)
-                stack.enter_context(self.open_requests.one_open(api_key))
-                self.orchestrator.check_room(api_key.name)
-                promised = promised_length(context.headers)
-                fits = promised <= self.config.body_bytes  # one that never will is refused for that
-                reservation = self.budget.reserve(api_key.name, promised if fits else 0)
-                charge = None if api_key.limits is NO_LIMITS else self.rates.begin(api_key)
-            except ClientError as error:
-                if error.status == 429:
-                    self.orchestrator.turned_away(context.endpoint, api_key.name)
-                raise unread(error, context.headers) from None
-            stack.enter_context(reservation)
-            if charge is not None:
-                stack.callback(charge.settle)
-            yield _Admitted(api_key, reservation, charge)
+        api_key = ANONYMOUS
+        try:
+            api_key = self.keys.api_key(context.headers)
+            return self._counted(context, api_key, self.open_requests.one_open(api_key))
+        except ClientError as error:
+            if error.status == 429:
+                self.orchestrator.turned_away(context.endpoint, api_key.name)
+            raise unread(error, context.headers) from None
+
+    def _counted(self, context: RequestContext, api_key: ApiKey, counted: OpenRequest) -> _Admitted:
+        try:
+            self.orchestrator.check_room(api_key.name)
+            promised = promised_length(context.headers)
+            fits = promised <= self.config.body_bytes  # one that never will is refused for that
+            reservation = self.budget.reserve(api_key.name, promised if fits else 0)
+            charge = None if api_key.limits is NO_LIMITS else self.rates.begin(api_key)
+            return _Admitted(api_key, counted, reservation, charge)
+        except BaseException as error:
+            counted.__exit__(type(error), error, error.__traceback__)
+            raise
 
     def _expect(self, charge: RateCharge, api_key: ApiKey, endpoint: Endpoint, body: Json) -> None:
         """The tokens of a request are known now, about; raises the `ClientError` 429 where they are not left."""

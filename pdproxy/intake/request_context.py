@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import io
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, Self
 
@@ -46,18 +47,23 @@ async def read_body(receive: Receive, headers: Headers, limit: int, grow_to: Cal
         raise ClientError(415, f"Send the body without content-encoding: {coding[:40]!r} is not accepted here.")
     if promised_length(headers) > limit:
         raise _too_large(limit)
-    pieces, size = [], 0
+    body, size = None, 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
-        pieces.append(message.get("body", b""))
-        size += len(pieces[-1])
+        piece: bytes = message.get("body", b"")
+        size += len(piece)
         if size > limit:
             raise _too_large(limit)
         grow_to(size)
-        if not message.get("more_body", False):
-            return b"".join(pieces)
+        more = message.get("more_body", False)
+        if body is None and not more:
+            return piece
+        body = body or io.BytesIO()  # to join megabytes at the end would keep all others from the event loop
+        body.write(piece)
+        if not more:
+            return body.getvalue()
 
 
 def promised_length(headers: Headers) -> int:

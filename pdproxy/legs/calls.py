@@ -164,6 +164,8 @@ async def _post_raw(
     own = ("content-type", "accept", "accept-encoding")
     kept = tuple((name, value) for name, value in headers if name not in own)
     leg_headers = (*kept, ("content-type", "application/json"), ("accept-encoding", "identity"))
+    if len(body) > LARGE:
+        await asyncio.sleep(0)  # to write it as JSON took some milliseconds, and to send it takes some more
     return await transport.send(HttpRequest("POST", node.url + path, leg_headers, body), timeouts)
 
 

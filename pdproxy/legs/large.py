@@ -129,6 +129,7 @@ def _large(name: str, raw: msgspec.Raw) -> Steps[object]:
     if begin == b'"':
         outliner = Outliner()
         text = yield from outliner.text(raw)
+        yield
         return LargeValue(raw, text, text_bytes=outliner.text_bytes)
     if begin != b"[":
         return read_json(bytes(raw))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from pdproxy.request import Addition, Endpoint, Json, LocalReason, NotContinuableReason, Shape
+from pdproxy.request import NO_ADDITIONS, Addition, Endpoint, Json, LocalReason, NotContinuableReason, Shape
 from pdproxy.unparsed import LargeValue
 
 MEDIA = frozenset(
@@ -229,7 +229,7 @@ def _asked(body: Json) -> frozenset[Addition]:
     options = body.get("stream_options")
     usage = isinstance(options, dict) and bool(options.get("include_usage"))
     wishes = {Addition.TOKEN_IDS: bool(body.get("return_token_ids")), Addition.USAGE: usage}
-    return frozenset(addition for addition, asked in wishes.items() if asked)
+    return frozenset(addition for addition, asked in wishes.items() if asked) or NO_ADDITIONS
 
 
 def _max_tokens(body: Json) -> int | None:

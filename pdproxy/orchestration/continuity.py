@@ -16,7 +16,7 @@ from pdproxy.legs.rewrite import continuation_body
 from pdproxy.nodes.node import Node
 from pdproxy.observe.labels import Move
 from pdproxy.orchestration.node_picker import NodePicker
-from pdproxy.request import Addition, Json, LegForm, NotContinuableReason, Shape, StreamRoute, SubRequest
+from pdproxy.request import NO_ADDITIONS, Addition, Json, LegForm, NotContinuableReason, Shape, StreamRoute, SubRequest
 from pdproxy.stream.choice_state import NotContinuable
 from pdproxy.stream.journal import Journal
 from pdproxy.stream.transcript import Transcript
@@ -77,7 +77,8 @@ class Continuity:
         elsewhere = functools.partial(nodes.resumes_elsewhere, node.name)
         if nodes.resumes(node) and choose_route(shape, node, self.left, elsewhere) is StreamRoute.JOURNALED:
             return LegForm(StreamRoute.JOURNALED, self._usage)
-        return LegForm(additions=(shape.additions if self.left else frozenset()) | self._usage)
+        additions = shape.additions if self.left else NO_ADDITIONS
+        return LegForm(additions=additions | self._usage if additions else self._usage)
 
     def obstacle(self, node: Node) -> NotContinuableReason | None:
         """Why the stream could not go on elsewhere, as far as its shape and the node of its leg decide that."""

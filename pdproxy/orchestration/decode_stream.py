@@ -7,7 +7,7 @@ from pdproxy.errors import Fault, NodeFault
 from pdproxy.finish_reasons import FINISH_REASON
 from pdproxy.response import Sink
 from pdproxy.stream.choice_state import NotContinuable
-from pdproxy.stream.chunks import DONE, parse_object
+from pdproxy.stream.chunks import DONE, parse_object, short_event_of
 from pdproxy.stream.sse import Event, SseParser
 from pdproxy.stream.transcript import CHUNKED, Transcript
 from pdproxy.transport.port import HttpResponse
@@ -78,7 +78,7 @@ class DecodeStream:
         self._ticket_tail = ticket_tail
         self._tail: int | None = None
         self._usage_filter = usage_filter
-        self._parser = SseParser()
+        self._parser = SseParser(short_event_of)
         self._at_event_boundary = False
         """No part of an event, and nothing held back, precedes the next piece."""
         self._pending_error: NodeFault | NotContinuable | None = None

@@ -28,6 +28,7 @@ from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
 from pdproxy.usage import Usage
 
 _LOG = logging.getLogger(__name__)
+_NO_NAMES = frozenset[str]()
 
 
 class FaultReporter:
@@ -36,7 +37,7 @@ class FaultReporter:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._unreported: list[tuple[Leg, str]] = []
-        self.excluded: frozenset[str] = frozenset()
+        self.excluded = _NO_NAMES
         """Nodes that are not planned for this request again: those that failed it, and one that its stream leaves."""
 
     def failed(self, leg: Leg, name: str, fault: Fault) -> None:
@@ -117,7 +118,7 @@ class NodePicker:
         self._resuming = False
         self._cohort: str | None = None
         """Of the node where a stream that has moved began."""
-        self.no_route: frozenset[str] = frozenset()
+        self.no_route = _NO_NAMES
         short = context.config.local_below_tokens > 0
         self._tokens = max_prompt_tokens(sub_request.endpoint, sub_request.body) if short else None
         self.prompt_tokens = tokens = estimated_prompt_tokens(sub_request.body)

@@ -20,7 +20,7 @@ from pdproxy.orchestration.decode_stream import DecodeStream, UsageEventFilter
 from pdproxy.orchestration.journaled_stream import JournaledStream
 from pdproxy.orchestration.resources import node_down_fault
 from pdproxy.orchestration.upstream import UpstreamRequest
-from pdproxy.request import Addition, Endpoint, Json, SubRequest
+from pdproxy.request import NO_ADDITIONS, ONLY_USAGE, Endpoint, Json, SubRequest
 from pdproxy.response import Sink
 from pdproxy.stream.choice_state import NotContinuable
 from pdproxy.transport.port import HttpResponse
@@ -40,7 +40,7 @@ class Relay:
         self._sub_request = upstream.sub_request
         self._on_finished = on_finished
         self._adds_usage = _adds_usage(upstream.sub_request)
-        usage = frozenset({Addition.USAGE}) if self._adds_usage else frozenset[Addition]()
+        usage = ONLY_USAGE if self._adds_usage else NO_ADDITIONS
         self._continuity = Continuity(upstream.sub_request, context.config.migrations, upstream.nodes, usage)
         self._transcript = self._continuity.transcript
         self._decode_stream: DecodeStream | None = None

@@ -175,6 +175,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._refused:
             raise RefusedHeadError  # Ends the parsing: the application must not get this request.
         super().on_headers_complete()
+        self.cycle.message_event._waiters = []  # type: ignore[assignment]  # nobody waits yet; a deque has 600 bytes
         if version == "1.0":
             unchunked(self.cycle)
         else:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Endpoint, Json, NotContinuableReason, read_json, write_json
-from pdproxy.stream.sse import Event
+from pdproxy.stream.sse import Event, event_of
 from pdproxy.unparsed import IdList
 from pdproxy.usage import with_cached_tokens
 
@@ -50,16 +50,21 @@ def parse_object(data: bytes) -> dict[str, object]:
     return value
 
 
-def cut_prompt_token_ids(data: bytes) -> tuple[bytes, IdList | None]:
-    """An event's data without the ids of a long prompt, null in their place, and these; None of a short prompt.
+def short_event_of(raw: bytes) -> Event:
+    """One whole event, read, with the ids of a long prompt beside its data, and null in their place.
 
-    What is looked for cannot stand inside a JSON string, where quotes are escaped.
+    To copy some megabytes, or to search them, takes milliseconds each time, in which no other stream moves: so this
+    comes first. What is looked for cannot stand inside a JSON string, where quotes are escaped.
     """
-    begin = data.find(_PROMPT_IDS) + len(_PROMPT_IDS) if len(data) > LONG_DATA else len(_PROMPT_IDS) - 1
-    end = data.find(b"]", begin)
-    if begin < len(_PROMPT_IDS) or end - begin < LONG_DATA or data[begin:end].translate(None, b"0123456789,"):
-        return data, None
-    return data[: begin - 1] + b"null" + data[end + 1 :], IdList(data[begin:end])
+    begin = raw.find(_PROMPT_IDS) + len(_PROMPT_IDS) if len(raw) > LONG_DATA else 0
+    end = raw.find(b"]", begin)
+    if begin < len(_PROMPT_IDS) or end - begin < LONG_DATA:
+        return event_of(raw)
+    ids = memoryview(raw)[begin:end]
+    if any(bytes(ids[at : at + LONG_DATA]).translate(None, b"0123456789,") for at in range(0, len(ids), LONG_DATA)):
+        return event_of(raw)
+    short = event_of(raw[: begin - 1] + b"null" + raw[end + 1 :])
+    return Event(raw, short.name, short.data, IdList(ids))
 
 
 def choices_of(payload: Json) -> list[dict[str, object]]:
@@ -90,7 +95,8 @@ def rewrite_event(endpoint: Endpoint, event: Event, data: bytes, cached_tokens: 
     has_usage = cached_tokens is not None and data.find(b'"usage":') >= 0 and data.find(b'"usage":null') < 0
     if not has_usage and data.find(TICKET) < 0:
         return event.raw
-    payload = parse_object(data)
+    whole = data if event.prompt_ids is None else event_of(event.raw).data or b""
+    payload = parse_object(whole)
     seen = _rewrite_payload(endpoint, event, payload, cached_tokens)
     return event.raw if seen == payload else data_event(seen, event.name)
 

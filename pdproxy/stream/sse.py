@@ -4,10 +4,13 @@ The grammar is WHATWG HTML's "server-sent events": lines end in LF, CRLF or CR, 
 that begins with a colon is a comment.
 """
 
+import io
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 from pdproxy.errors import Fault, NodeFault
+from pdproxy.unparsed import IdList
 
 EVENT_BYTES = 16 * 1024 * 1024
 """The longest event that is buffered; log-probabilities of a long prompt fit."""
@@ -21,45 +24,62 @@ class Event(NamedTuple):
     Attributes:
         raw: the bytes as they came, the empty line at their end included.
         name: the ``event`` field.
-        data: the ``data`` lines joined by LF; None where there are none (a comment, a keep-alive).
+        data: the ``data`` lines joined by LF; None where there are none (a comment, a keep-alive). Without the ids of a
+            long prompt, where these are beside it: see `chunks.short_event_of`.
+        prompt_ids: what of the data stands beside it.
     """
 
     raw: bytes
     name: bytes = b""
     data: bytes | None = None
+    prompt_ids: IdList | None = None
 
 
 class SseParser:
-    """Frames a body that arrives in pieces."""
+    """Frames a body that arrives in pieces; ``read`` reads each event of which more is to be known than its bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[bytes], Event] | None = None) -> None:
         self.rest = b""
         """What came after the last whole event; not empty at the end of a body means that it was cut. Of a long event
         only its beginning."""
-        self._more: list[bytes] = []
+        self._read = read or event_of
+        self._long: io.BytesIO | None = None
+        """A long event so far. It grows in place: to join its pieces takes milliseconds where they are megabytes."""
+        self._last = b""
+        """Its last piece."""
         self._size = 0
 
     def feed(self, piece: bytes) -> list[Event]:
         """The events that ``piece`` completes; a `NodeFault` where one grows beyond `EVENT_BYTES`."""
         if not self.rest and _is_one_data_line(piece):
-            return [Event(piece, b"", piece[6:-2])]
-        if len(self.rest) > LONG_REST and not _may_end(self._more[-1] if self._more else self.rest, piece):
+            return [Event(piece, b"", piece[6:-2]) if len(piece) <= LONG_REST else self._read(piece)]
+        if len(self.rest) > LONG_REST and not _may_end(self._last or self.rest, piece):
             self._wait(piece)
             return []
-        block = b"".join((self.rest, *self._more, piece))
+        block = self._joined(piece)
         ends = _ends_lf(block) if block.find(b"\r") < 0 else _ends_any(block)
-        events = [_event(block[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+        events = [self._read(block[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
         self.rest = block[ends[-1] :] if ends else block
-        self._more = []
         self._size = len(self.rest)
         self._check_size()
         return events
 
     def _wait(self, piece: bytes) -> None:
         """Joined with each piece anew, a long event would take a time that grows with the square of its length."""
-        self._more.append(piece)
+        if self._long is None:
+            self._long = io.BytesIO()
+            self._long.write(self.rest)
+        self._long.write(piece)
+        self._last = piece
         self._size += len(piece)
         self._check_size()
+
+    def _joined(self, piece: bytes) -> bytes:
+        long, self._long, self._last = self._long, None, b""
+        if long is None:
+            return self.rest + piece if self.rest else piece
+        long.write(piece)
+        return long.getvalue()
 
     def _check_size(self) -> None:
         if self._size > EVENT_BYTES:
@@ -74,10 +94,12 @@ def _may_end(before: bytes, piece: bytes) -> bool:
 def _ends_lf(block: bytes) -> list[int]:
     """Where events end, in a block whose lines end in LF alone, as vLLM writes them."""
     ends: list[int] = []
-    at = block.find(b"\n\n")
+    at = block.find(b"\n")  # one character is found a hundred times faster than two
     while at >= 0:
-        ends.append(at + 2)
-        at = block.find(b"\n\n", at + 2)
+        is_end = block.startswith(b"\n", at + 1)
+        if is_end:
+            ends.append(at + 2)
+        at = block.find(b"\n", at + 1 + is_end)
     return ends
 
 
@@ -104,7 +126,8 @@ def _is_one_data_line(block: bytes) -> bool:
     )
 
 
-def _event(raw: bytes) -> Event:
+def event_of(raw: bytes) -> Event:
+    """One whole event, read."""
     if _is_one_data_line(raw):
         return Event(raw, b"", raw[6:-2])
     name, lines = b"", []

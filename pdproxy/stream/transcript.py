@@ -22,7 +22,6 @@ from pdproxy.stream.chunks import (
     Chunk,
     ChunkChoice,
     EventFrame,
-    cut_prompt_token_ids,
     data_event,
     fast_path,
     parse_object,
@@ -113,7 +112,7 @@ class Transcript:
         return Usage(len(self.prompt_token_ids), self.completion_tokens, self.cached_tokens)
 
     def take(self, event: Event) -> bytes:
-        """What the client sees of an event; empty where nothing.
+        """What the client sees of an event, read by `chunks.short_event_of`; empty where nothing.
 
         Raises:
             NodeFault: an error that the node reports, its JSON in ``body``, its code in ``status``: CLIENT_ERROR for a
@@ -242,7 +241,7 @@ class Transcript:
         if self._again or self._follows:
             return self._follow_event(event, data)
         if not self.started:
-            chunk = Chunk(self.endpoint, parse_object(cut_prompt_token_ids(data)[0]))
+            chunk = Chunk(self.endpoint, parse_object(data))
             self._first = self._first or chunk.head()
             self.started = any(choice.has_output for choice in chunk.choices)
         if reasons := chunk_reasons(data):
@@ -251,12 +250,12 @@ class Transcript:
         return rewrite_event(self.endpoint, event, data, self.cached_tokens)
 
     def _follow_event(self, event: Event, data: bytes) -> bytes:
-        short, ids = cut_prompt_token_ids(data)
-        if ids is not None and self.prompt_token_ids is None:
-            self.prompt_token_ids = ids
-        if ids is not None and self._strips:
-            event = Event(b"data: %b\n\n" % short, event.name, short)
-        return self._follow(event, Chunk(self.endpoint, parse_object(short)))
+        if event.prompt_ids is not None:
+            if self.prompt_token_ids is None:
+                self.prompt_token_ids = event.prompt_ids
+            if self._strips:
+                event = Event(b"data: %b\n\n" % data, event.name, data)
+        return self._follow(event, Chunk(self.endpoint, parse_object(data)))
 
     def _follow(self, event: Event, chunk: Chunk) -> bytes:
         self._first = self._first or chunk.head()

@@ -52,6 +52,11 @@ class Watchdog:
         self._due = None
         self._cancel_timer()
 
+    def close(self) -> None:
+        """`stop` for good: ``on_timeout`` is not called again, nor referred to."""
+        self.stop()
+        self._on_timeout = _nothing
+
     def _set_timer(self, due: float) -> None:
         self._cancel_timer()
         self._timer, self._fires_at = self._loop.call_at(due, self._fire), due
@@ -69,6 +74,10 @@ class Watchdog:
             self._set_timer(self._due)
         else:
             self._on_timeout()
+
+
+def _nothing() -> None:
+    """In the place of a callback that is not called any more."""
 
 
 _FULL = 256 * 1024
@@ -273,8 +282,15 @@ class H1Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
-        self._watchdog.stop()
         if self._busy and not self.answer.ended and (exc is not None or not self.answer.feed_eof()):
             self._failure = self._failure or while_exchanging(exc, self._where)
+        self._drop_cycles()
         self._wake()
         self._on_lost(self)
+
+    def _drop_cycles(self) -> None:
+        """Drop what refers back here, so that a closed connection is freed at once, and not some thousand of them
+        together when the collector comes by: each client that leaves in mid-stream closes one."""
+        self._watchdog.close()
+        self.answer.close()
+        self._transport = None

@@ -138,6 +138,11 @@ class ResponseParser:
         self.reusable = False
         return self.ended
 
+    def close(self) -> None:
+        """Nothing more is fed. The parser goes: it refers to this object. Idempotent."""
+        if hasattr(self, "_parser"):
+            del self._parser
+
     def take(self) -> bytes:
         """All of the body that is here and was not taken yet."""
         pieces, self._pieces, self.pending = self._pieces, [], 0
@@ -162,7 +167,8 @@ class ResponseParser:
         if codings not in ([], ["chunked"]):
             raise ProtocolError(f"transfer coding {', '.join(codings)!r}, which is not supported here")
         self.status, self.headers, self.has_head = status, tuple(self._fields), True
-        framed = bool(codings) or any(name == "content-length" for name, _ in self._fields)
+        self._fields = []
+        framed = bool(codings) or any(name == "content-length" for name, _ in self.headers)
         self._ends_with_connection = not framed and status not in _BODILESS
         self.ended = self._bodiless  # the parser cannot know; the connection is not used again
 

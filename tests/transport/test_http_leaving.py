@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import gc
 
 import pytest
 from opentelemetry import trace
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.transport.h1_client import H1Transport
+from pdproxy.transport.h1_connection import H1Connection
 from pdproxy.transport.port import read_to_end
 from pdproxy.transport.traced import TracedTransport
 from tests.transport.asking import CHUNKED, PATIENT, ask, post
@@ -116,3 +118,20 @@ async def test_closing_the_transport_ends_what_is_under_way(transport: H1Transpo
             await read_to_end(response, 1)
         await response.aclose()
         await there.all_gone()
+
+
+async def test_a_closed_connection_is_freed_without_the_collector(transport: H1Transport) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        async with peer(saying(CHUNKED, b"5\r\nhello\r\n")) as there:
+            for _ in range(3):
+                response = await transport.send(post(there), PATIENT)
+                assert await anext(aiter(response)) == b"hello"
+                await response.aclose()
+            del response
+            await there.all_gone()
+        await asyncio.sleep(0.01)
+        assert [each for each in gc.get_objects() if type(each) is H1Connection] == []
+    finally:
+        gc.enable()

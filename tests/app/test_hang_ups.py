@@ -1,0 +1,60 @@
+"""Clients that leave in the middle of their streams: nothing of those stays, and nothing waits for the collector."""
+
+import asyncio
+import gc
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from pdproxy.settings.model import Settings
+from tests.app.running_proxy import SOON, RunningProxy, running_proxy
+from tests.fakes.faults import FaultKind, InjectedFault
+
+STREAM = {"model": "m", "prompt": "one two", "max_tokens": 5, "stream": True}
+FIRST, MORE = 5, 25
+PACKAGES = ("pdproxy.", "uvicorn.", "httptools.")
+REMEMBERED = ("Place", "Prefilled")
+"""For some seconds, to count how many nodes are needed."""
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[RunningProxy]:
+    async with running_proxy(Settings()) as running:
+        running.decode.fault = InjectedFault(FaultKind.STALL, at=2)
+        yield running
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+async def hang_up(server: RunningProxy, times: int) -> None:
+    """One stream after the other is left after its first piece."""
+    for _ in range(times):
+        async with server.client.stream("POST", "/v1/completions", json=STREAM) as response:
+            assert response.status_code == 200
+            await anext(response.aiter_raw())
+    async with asyncio.timeout(SOON):
+        while server.decode.running or server.prefill.running:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+
+
+def ours() -> Counter[str]:
+    """Objects that there are, by the names of their classes: those of this proxy and of its server."""
+    kinds = (type(each) for each in gc.get_objects())
+    return Counter(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds if kind.__module__.startswith(PACKAGES))
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_no_object_of_a_stream_outlives_its_client(server: RunningProxy) -> None:
+    await hang_up(server, FIRST)
+    before = ours()
+    await hang_up(server, MORE)
+    grown = {name: count for name, count in (ours() - before).items() if not name.endswith(REMEMBERED)}
+    assert max(grown.values(), default=0) < MORE // 2, grown
