@@ -83,6 +83,16 @@ class BlockHolders:
                 unknown += not self._change(place, bit, block, at, -1)
         return unknown
 
+    def drop(self, bit: int, hashes: Iterable[int]) -> None:
+        """All copies of those of these that the place holds."""
+        place = self._places.get(bit)
+        if place is None:
+            return
+        for block in hashes:
+            if self.masks.get(block, 0) & bit:
+                place.odd.pop(block, None)
+                self._unmark(place, bit, block)
+
     def forget(self, bit: int) -> None:
         """The place holds nothing, and its groups are unknown."""
         place = self._places.pop(bit, None)

@@ -25,7 +25,7 @@ from pdproxy.planning.recent_work import RecentWork
 COPY_SHARE = 1.0
 """Of the cost to compute once more what a place lacks and another has. With 0 a shared prefix spreads at the first
 queue, with more than 1 it stays where prompts wait longer than the copy would have cost."""
-LATER_PROMPTS = 30.0
+LATER_PROMPTS = 55.0
 """Which follow a prompt to its place: each takes what is usual, and makes others wait, or waits, where the place is
 busy."""
 WAITING = 2.0

@@ -131,8 +131,10 @@ class PrefixIndex:
     def expect(self, place: Place, hashes: Sequence[int], hit: Hit, until: float) -> None:
         """A prompt with these hashes was sent there: until that time the place counts as having so much of it.
 
-        `hit`: see `after_prefill`; with `resume` 0 for a place that will keep no state. Nothing takes an expectation
-        back but time and `forget`.
+        That is said of what it has not yet, and until its own events say that it has: what it then removes is gone,
+        and so is what it had and removes before it computes the prompt.
+
+        `hit`: see `after_prefill`; with `resume` 0 for a place that will keep no state.
         """
         record, unit = self._record(place), self.scheme.unit
         ends = {
@@ -145,6 +147,8 @@ class PrefixIndex:
             GroupKind.STATE: tuple(hashes[end - 1] for end in ends & {hit.resume // unit}),
         }
         for kind, each in expected.items():
+            held = self._held[kind].masks
+            expected[kind] = each = tuple(block for block in each if not held.get(block, 0) & record.bit)
             self._expected[kind].join(record.bit, 0)
             self._expected[kind].add(record.bit, 0, each)
         heapq.heappush(self._expectations, _Expectation(until, next(self._numbers), place, record, expected))
@@ -190,6 +194,9 @@ class PrefixIndex:
         if event.kind is GroupKind.ATTENTION and event.tokens not in (self.scheme.block_size, self.scheme.unit):
             self.counts.unfit_blocks += len(event.hashes)
         holders.add(record.bit, event.group, event.hashes)
+        if self._expected[event.kind].masks:
+            there = (block for block in event.hashes if holders.masks.get(block, 0) & record.bit)
+            self._expected[event.kind].drop(record.bit, there)
         if holders.blocks(record.bit) > self._most_blocks or len(record.kinds) > _MOST_GROUPS:
             self.counts.overflows += 1
             self.forget(place)

@@ -1,32 +1,41 @@
 """A trace on simulated nodes, in one process on a clock that is set; pool, plans and policies are the proxy's own.
 
 The nodes are arithmetic. A prefill node computes one prompt after the other, at a rate, from where its caches let it
-resume. A decode node reads what it has not cached, at a rate, and gives a token in each step; a prompt that it computes
-itself stops its streams for as long. The planner is told exactly what is cached where, with all that was sent before.
+resume when its turn comes: what waits before it may evict what it would have found. A decode node reads what it has not
+cached, at a rate, and gives a token in each step; a prompt that it computes itself stops its streams for as long. The
+planner is told what is cached by the proxy's own index, from the events of the caches, which come without delay.
 """
 
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
+from pdproxy.events.prefix_source import EXPECTED_SECONDS
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.node import NO_FOOTPRINT, Footprint, Node, Role, hash64
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import LegLoad, Slot
+from pdproxy.planning.block_hashes import HashAlgorithm, HashScheme
+from pdproxy.planning.cache_events import BlocksRemoved, BlocksStored, GroupKind
 from pdproxy.planning.plan import PlanPolicy, plan
 from pdproxy.planning.plan_types import Decision, Plan, PlanInput
 from pdproxy.planning.policies import policy_named
-from pdproxy.planning.prefix import HitSource, Place, PromptHits
+from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
+from pdproxy.planning.prefix_index import PrefixIndex
 from pdproxy.planning.rates import Rates, Work
 from pdproxy.settings.types import Routing
-from tests.bench.hybrid_cache import CacheShape, HashedPrompt, HybridCache
+from tests.bench.hybrid_cache import CacheEvent, CacheShape, HashedPrompt, HybridCache, Kind, Removed
+from tests.bench.kv_events import ROOT
 from tests.bench.outcome import Outcome
 from tests.bench.traces import Trace, hashed
 from tests.fakes.clock import FakeClock
 
 MODEL = "m"
+LEAST_WAIT = 1e-6
+"""Seconds: a prompt whose turn comes at this very moment looks again a little later."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,29 +65,45 @@ class Fleet:
 
 
 class SimulatedNode:
-    """Caches, and until when it computes."""
+    """Caches, what waits to be computed, and until when it computes.
 
-    def __init__(self, fleet: Fleet) -> None:
+    Attributes:
+        told: what the caches say of themselves goes there.
+    """
+
+    def __init__(self, fleet: Fleet, told: Callable[[CacheEvent], None]) -> None:
         self.cache = HybridCache(fleet.shape)
+        self.told = told
+        self.queue: deque[HashedPrompt] = deque()
+        """In turn; the first is being computed."""
         self.free_at = 0.0
         self.stalled = 0.0
         """Seconds that its streams had to wait for prompts until now."""
         self._fleet = fleet
 
-    def compute(self, prompt: HashedPrompt, now: float) -> int:
-        """Take a prompt in at the end of the queue; how many of its tokens are computed. It is done at ``free_at``."""
+    def compute(self, prompt: HashedPrompt, clock: FakeClock) -> Generator[float, None, int]:
+        """Wait for the prompt's turn and compute it: how many of its tokens were. Yields the seconds to wait."""
+        self.queue.append(prompt)
+        while self.queue[0] is not prompt or self.free_at > clock.now():
+            yield max(LEAST_WAIT, self.free_at - clock.now())
         computed = self.cache.compute(prompt)
-        self.cache.take_events()
-        self._busy(self._fleet.overhead + computed / self._fleet.prefill_rate, now)
+        self._busy(self._fleet.overhead + computed / self._fleet.prefill_rate, clock.now())
+        yield self.free_at - clock.now()
+        self.queue.popleft()
+        self._tell()
         return computed
 
     def pull(self, prompt: HashedPrompt, now: float) -> tuple[int, int, float]:
         """Read a ticket: tokens moved, tokens computed here, and the seconds until it is done."""
         pulled = self.cache.pull(prompt)
-        self.cache.take_events()
+        self._tell()
         self._busy(pulled.computed / self._fleet.prefill_rate, now)
         seconds = self._fleet.hand_over + pulled.moved / self._fleet.transfer_rate
         return pulled.moved, pulled.computed, seconds + self.free_at - now
+
+    def _tell(self) -> None:
+        for event in self.cache.take_events():
+            self.told(event)
 
     def _busy(self, seconds: float, now: float) -> None:
         self.free_at = max(now, self.free_at) + seconds
@@ -92,7 +117,8 @@ class Simulation:
         self.fleet = fleet
         self.clock = FakeClock()
         self.pool = Pool(self.clock, CircuitBreakerConfig(slow_start=0))
-        self.nodes = {name: SimulatedNode(fleet) for name in fleet.roles()}
+        self.index = PrefixIndex(_scheme(fleet.shape))
+        self.nodes = {name: SimulatedNode(fleet, self._telling(Place(name))) for name in fleet.roles()}
         self._policy = PlanPolicy(routing=policy_named(routing))
         self._turns = itertools.count()
         self._rates = Rates()
@@ -124,11 +150,9 @@ class Simulation:
         return self._outcome
 
     def hits(self, prompt: HashedPrompt) -> PromptHits:
-        """What every place has cached of a prompt, what is in its queue included."""
-        found = {Place(name): node.cache.hit(prompt) for name, node in self.nodes.items()}
-        return PromptHits(
-            prompt.tokens, HitSource.EVENTS, {place: hit for place, hit in found.items() if hit.attention}
-        )
+        """What is known of every place's caches for a prompt, with what was just sent there."""
+        found = self.index.look_up(prompt.hashes, prompt.tokens, self.clock.now())
+        return PromptHits(prompt.tokens, HitSource.EVENTS, found)
 
     def _request(self, trace: Trace, number: int) -> Iterator[float]:
         """One request from its arrival to its last token; yields the seconds until it goes on."""
@@ -136,11 +160,24 @@ class Simulation:
         prompt, arrived = hashed(request.prompt, self.fleet.shape.step), self.clock.now()
         session = None if request.session is None else hash64(f"session {request.session}")
         chosen = self._plan(prompt, session, self.hits(prompt))
+        self._expect(chosen, prompt)
         with self._slot(chosen.decode, chosen, prompt, request.output) as slot:
             yield from self._first_token(chosen, prompt, slot)
             yield self.fleet.step
             self._outcome.answered(prompt.tokens, self.clock.now() - arrived)
             yield from self._stream(self.nodes[chosen.decode.name], request.output - 1)
+
+    def _expect(self, chosen: Plan, prompt: HashedPrompt) -> None:
+        """As `EventPrefixSource.routed` does."""
+        hit, until = self.index.after_prefill(prompt.tokens), self.clock.now() + EXPECTED_SECONDS
+        if chosen.prefill is not None:
+            self.index.expect(Place(chosen.prefill.name), prompt.hashes, hit, until)
+        keeps_state = chosen.prefill is None or self.fleet.shape.unit > 0
+        kept = hit if keeps_state else Hit(hit.attention, 0)
+        self.index.expect(Place(chosen.decode.name), prompt.hashes, kept, until)
+
+    def _telling(self, place: Place) -> Callable[[CacheEvent], None]:
+        return lambda event: self.index.apply(place, _as_read(event, self.fleet.shape))
 
     def _first_token(self, chosen: Plan, prompt: HashedPrompt, slot: Slot) -> Iterator[float]:
         """The prompt is computed, by either node, and handed over."""
@@ -158,13 +195,12 @@ class Simulation:
 
     def _compute(self, node: Node, work: Work, prompt: HashedPrompt, decision: Decision | None) -> Iterator[float]:
         """Until the node is done with it, what waits there before it included."""
-        began, simulated = self.clock.now(), self.nodes[node.name]
-        computed = simulated.compute(prompt, began)
+        began = self.clock.now()
+        computed = yield from self.nodes[node.name].compute(prompt, self.clock)
         self._outcome.computed[node.name] += computed
         if decision is not None:
             self._outcome.planned += decision.tokens - decision.computed
             self._outcome.resumed += prompt.tokens - computed
-        yield simulated.free_at - began
         self._rates.computed(work, Place(node.name), computed, began, self.clock.now())
 
     def _slot(self, node: Node, chosen: Plan, prompt: HashedPrompt, output: int) -> Slot:
@@ -192,3 +228,16 @@ class Simulation:
 def _published(shape: CacheShape) -> dict[str, Any]:
     """What a preflight would find out about such a node."""
     return {"capacity": shape.capacity, "block_size": shape.block_size, "prefix_match_unit": shape.unit}
+
+
+def _scheme(shape: CacheShape) -> HashScheme:
+    return HashScheme(HashAlgorithm.SHA256_CBOR, shape.step, shape.block_size, ROOT, states=shape.state_groups > 0)
+
+
+def _as_read(event: CacheEvent, shape: CacheShape) -> BlocksStored | BlocksRemoved:
+    """An event as the proxy reads it; one state group stands for all, which hold the same."""
+    kind = GroupKind.STATE if event.kind is Kind.STATE else GroupKind.ATTENTION
+    group = list(GroupKind).index(kind)
+    if isinstance(event, Removed):
+        return BlocksRemoved(group, (event.hash,))
+    return BlocksStored(group, kind, event.hashes, shape.step)

@@ -9,6 +9,7 @@ from tests.bench.bounds import greedy, least_computed
 from tests.bench.generators import Agents, Chat, Documents, Single, agents, chat, documents, single
 from tests.bench.hybrid_cache import CacheShape
 from tests.bench.outcome import Outcome
+from tests.bench.recorded import rescaled
 from tests.bench.simulate import Fleet, Simulation
 from tests.bench.traces import Request, Segment, Trace, without_sessions
 
@@ -83,6 +84,24 @@ def test_agents_with_one_system_prompt_do_not_gather_on_one_node(seed: int) -> N
     hybrid = run(Routing.HYBRID, agents(seed=seed))
     assert hybrid.mean <= 0.3
     assert hybrid.percentile(0.99) <= 1.2
+
+
+def test_what_a_node_evicted_is_not_taken_to_be_there_because_it_was_sent_there() -> None:
+    """A seed at which nine conversations were on a node that can keep eight, each renewing what was expected of its
+    node before that was given up: prompts planned for 1,000 tokens were computed whole, and 12 % of all tokens."""
+    twice = Fleet(prefill_rate=16_000.0, overhead=0.005, transfer_rate=400_000.0, hand_over=0.005, step=0.01)
+    hybrid = run(Routing.HYBRID, rescaled(agents(seed=1), 2.0), twice)
+    assert hybrid.share <= 0.105
+    assert hybrid.percentile(0.99) <= 0.6
+
+
+def test_what_waits_on_a_node_finds_there_what_is_left_when_its_turn_comes() -> None:
+    """The second of two prompts whose caches exclude each other, and then the first once more."""
+    fleet = Fleet(1, 1, CacheShape(blocks=10), prefill_rate=1000.0, overhead=0.0)
+    names = (1, 2, 1)
+    trace = Trace("t", tuple(Request(at * 0.1, None, None, (Segment(n, 1500),), 1) for at, n in enumerate(names)))
+    outcome = run(Routing.HYBRID, trace, fleet)
+    assert outcome.computed["prefill-0"] == 3 * 1500
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -15,6 +15,7 @@ from tests.bench.hybrid_cache import HashedPrompt
 
 VOCABULARY = 4096
 """Token ids are less than it."""
+_LOW = (1 << 64) - 1
 
 
 class Segment(NamedTuple):
@@ -93,7 +94,7 @@ def hashed(prompt: Prompt, step: int) -> HashedPrompt:
     """
     tokens, found, parent = length(prompt), list[int](), 0
     for pieces in itertools.islice(_steps(prompt, step), tokens // step):
-        parent = hash((parent, pieces))
+        parent = hash((parent, pieces)) & _LOW
         found.append(parent)
     return HashedPrompt(tokens, found)
 

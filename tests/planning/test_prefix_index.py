@@ -222,6 +222,48 @@ def test_it_adds_to_what_is_there_and_takes_nothing_of_it_along() -> None:
     assert hit(index, now=8.0) == Hit(12, 6)
 
 
+def test_what_the_place_stored_as_expected_and_then_removed_is_gone() -> None:
+    index = index_with(stored(ATTENTION, []), stored(STATE, []))
+    index.expect(P, PROMPT, Hit(18, 12), until=30.0)
+    index.apply(P, stored(ATTENTION, blocks(3)))
+    index.apply(P, stored(STATE, [ends_at(12)]))
+    assert hit(index, now=1.0) == Hit(18, 12)
+    index.apply(P, BlocksRemoved(1, (ends_at(12),)))
+    assert hit(index, now=1.0) == Hit(18, 0)
+    index.apply(P, BlocksRemoved(0, blocks(3)[1:]))
+    assert hit(index, now=1.0) == Hit(6, 0)
+
+
+def test_what_the_place_had_is_gone_once_it_is_removed_though_a_prompt_with_it_was_sent() -> None:
+    """A prompt that waits for its turn holds nothing: what is evicted before it is computed anew."""
+    index = index_with(stored(ATTENTION, blocks(3)), stored(STATE, [ends_at(12)]))
+    index.expect(P, PROMPT, Hit(24, 12), until=30.0)
+    assert hit(index, now=1.0) == Hit(24, 12)
+    index.apply(P, BlocksRemoved(1, (ends_at(12),)))
+    index.apply(P, BlocksRemoved(0, blocks(3)[1:]))
+    assert hit(index, now=1.0) == Hit(6, 0)
+
+
+def test_what_is_expected_of_several_groups_counts_until_all_of_them_have_it() -> None:
+    index = index_with(stored(ATTENTION, [], 0), stored(ATTENTION, [], 2), stored(STATE, []))
+    index.expect(P, PROMPT, Hit(12, 0), until=30.0)
+    index.apply(P, stored(ATTENTION, blocks(2), 0))
+    assert hit(index, now=1.0) == Hit(12, 0)
+    index.apply(P, stored(ATTENTION, blocks(2), 2))
+    index.apply(P, BlocksRemoved(2, blocks(2)[1:]))
+    assert hit(index, now=1.0) == Hit(6, 0)
+
+
+def test_what_two_prompts_are_expected_to_bring_ends_with_one_event() -> None:
+    index = index_with(stored(ATTENTION, []), stored(STATE, []))
+    index.expect(P, PROMPT, Hit(12, 0), until=30.0)
+    index.expect(P, PROMPT, Hit(18, 0), until=31.0)
+    index.apply(P, stored(ATTENTION, blocks(2)))
+    index.apply(P, BlocksRemoved(0, blocks(2)[1:]))
+    assert hit(index, now=1.0) == Hit(6, 0)
+    assert hit(index, now=40.0) == Hit(6, 0)
+
+
 def test_of_a_place_never_heard_of_it_is_all_that_is_known() -> None:
     index = PrefixIndex(scheme())
     index.expect(P, PROMPT, Hit(18, 0), until=5.0)
