@@ -4,8 +4,8 @@ A prompt (each of a list by itself) waits here before its first plan, holding no
 `QueueLimits.concurrency` run and a decode node has room for it. A hand-over that was begun before would keep blocks of
 a prefill node while the decode node has none. Which one goes next: `planning.queue`, apart for each model, so that full
 nodes of one model delay no other's requests. The one that goes next goes alone: a smaller one behind it does not pass,
-or a long prompt would never fit. Passed are only prompts of a key that runs as many as it may, or more than its share
-while others ask (`planning.shares`): what is left is for the others then.
+or a long prompt would never fit. Passed are only prompts of a key that runs as many as it may, or has its share while
+others ask (`planning.shares`): what is left is for the others then.
 
 Before all that waits go further plans of a prompt that runs (a leg failed, a stream moves): it is late already, and
 what it takes counts. Known-answer tests pass by the queue, and are not counted.
