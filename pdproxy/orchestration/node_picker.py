@@ -23,6 +23,7 @@ from pdproxy.orchestration.request_queue import Asked
 from pdproxy.orchestration.resources import Admission, HandOver
 from pdproxy.planning.plan import choose, plan
 from pdproxy.planning.plan_types import NoNode, Plan, PlanInput, UnknownModel
+from pdproxy.planning.shares import Standing
 from pdproxy.request import Headers, LocalReason, SubRequest
 from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
 from pdproxy.usage import Usage
@@ -140,8 +141,8 @@ class NodePicker:
         ``acquire`` takes the decode node's slot, from the plan on, so that the plans that follow see the load.
         """
 
-        def begin(over_share: bool) -> Plan | None:
-            chosen = self.plan_with_room(over_share=over_share)
+        def begin(standing: Standing) -> Plan | None:
+            chosen = self.plan_with_room(standing)
             if chosen is not None:
                 self._timeline.enter(Phase.PLAN)
                 self._begin_plan(chosen, acquire)
@@ -170,25 +171,30 @@ class NodePicker:
         chosen = self._checked_plan()
         return self._recorded(self._with_room(chosen, self._context.config.decode_fill) or chosen)
 
-    def plan_with_room(self, *, over_share: bool = False) -> Plan | None:
+    def plan_with_room(self, standing: Standing = Standing.WITHIN) -> Plan | None:
         """As `plan`; None where the decode nodes that could take the prompt have no room for it now.
 
-        ``over_share``: its key runs more than its share, and others ask. Then it leaves them some room on decode nodes
-        and some of the nodes that compute prompts, and its own one must be about done with the prompts that it has.
+        By its key's ``standing`` there may be less room: the node that would compute the prompt must be about done with
+        those that it has, and a key over its share leaves others some room on decode nodes and some nodes that compute.
         """
         queue, most = self._context.queue, self._context.config.decode_fill
-        chosen = self._with_room(self._checked_plan(), queue.without_reserve(most) if over_share else most)
-        if chosen is None or (over_share and not self._may_compute(chosen)):
+        over = standing is Standing.OVER
+        chosen = self._with_room(self._checked_plan(), queue.without_reserve(most) if over else most)
+        if chosen is None or (standing and not self._may_compute(chosen, standing)):
             return None
         return self._recorded(chosen)
 
-    def _may_compute(self, chosen: Plan) -> bool:
-        """Whether the node that would compute the prompt may be given it, of a key that runs more than its share."""
+    def _may_compute(self, chosen: Plan, standing: Standing) -> bool:
+        """Whether the node that would compute the prompt may be given it, of a key whose share is used up."""
         queue, name = self._context.queue, (chosen.prefill or chosen.decode).name
+        if not queue.about_done(name, self.prompt_tokens):
+            return False
+        if standing is not Standing.OVER:
+            return True
         snapshot = self._context.pool.snapshot()
         places = snapshot.roster.served(self._sub_request.request.model).places
         names = [snapshot.nodes[place].node.name for place in (places.prefills if chosen.prefill else places.decodes)]
-        return queue.may_compute(name, names, self._sub_request.request.api_key)
+        return queue.leaves_nodes(name, names, self._sub_request.request.api_key)
 
     def _checked_plan(self) -> Plan:
         try:

@@ -4,8 +4,8 @@ A prompt (each of a list by itself) waits here before its first plan, holding no
 `QueueLimits.concurrency` run and a decode node has room for it. A hand-over that was begun before would keep blocks of
 a prefill node while the decode node has none. Which one goes next: `planning.queue`, apart for each model, so that full
 nodes of one model delay no other's requests. The one that goes next goes alone: a smaller one behind it does not pass,
-or a long prompt would never fit. Passed are only prompts of a key that runs as many as it may, or more than its share
-while others ask (`planning.shares`): what is left is for the others then.
+or a long prompt would never fit. Passed are only prompts of a key that runs as many as it may, or has its share while
+others ask (`planning.shares`): what is left is for the others then.
 
 Before all that waits go further plans of a prompt that runs (a leg failed, a stream moves): it is late already, and
 what it takes counts. Known-answer tests pass by the queue, and are not counted.
@@ -16,7 +16,6 @@ Some lines over 300: every way into the queue and out of it stands beside the ot
 import asyncio
 import collections
 import dataclasses
-import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -27,18 +26,21 @@ from pdproxy.observe.labels import Rejection
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.client_errors import deadline_error, rejected_error
 from pdproxy.planning.queue import DepartureRate, FairQueue, Waiting
-from pdproxy.planning.shares import KeyShares, LimitsByKey, PrefillBacklog
+from pdproxy.planning.shares import KeyShares, LimitsByKey, PrefillBacklog, Standing
 from pdproxy.request import SubRequest
 
 UNKNOWN_WAIT, LONGEST_WAIT = 5, 60
 """Seconds of Retry-After: while nothing has left the queue yet, and at most."""
-PREFILL_AHEAD = 0.025
-"""Seconds of work that a prefill node may still have where a key that runs more than its share gives it more: enough
-that it is never without, little for the prompts of others that come behind it."""
+LEAST_AHEAD, MOST_AHEAD = 0.01, 0.025
+"""Seconds of work that a prefill node may still have where a key whose share is used up gives it more. In between it is
+a tenth of what the node needs for the prompt: enough that it is hardly ever without, and little: a prompt of another
+key that comes while two are there waits for both."""
+AHEAD_SHARE = 0.1
+CLOSE = 0.001
+"""Seconds: so much too early is not too early."""
 
-Start = Callable[[bool], bool]
-"""Begins a prompt, if there is room for it: whether it did. It is told whether the key runs more than its share, for
-which there is less room."""
+Start = Callable[[Standing], bool]
+"""Begins a prompt, if there is room for it: whether it did. It is told how its key stands: there may be less room."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,17 +101,6 @@ class Waiter(Waiting):
     error: Exception | None = None
 
 
-class _Try(enum.Enum):
-    """What came of trying to begin one that waits."""
-
-    LEFT = enum.auto()
-    """It waits no more: it runs, or was refused."""
-    FULL = enum.auto()
-    """There is no room."""
-    OVER = enum.auto()
-    """There is none for a key that runs more than its share."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueueStatus:
     """For operators: how many prompts run and wait, and in how many seconds these will have left; None for unknown."""
@@ -144,6 +135,8 @@ class RequestQueue:
         self._rate = DepartureRate()
         self._scheduled = False
         self._look_again: asyncio.TimerHandle | None = None
+        self._soonest = math.inf
+        """When a node is about done, of those that were found too busy."""
         self._key_limits = key_limits or LimitsByKey()
         self._shares = KeyShares(self._key_limits)
         self.backlog = PrefillBacklog()
@@ -167,19 +160,29 @@ class RequestQueue:
         """What keys that run more than their shares may take of some room."""
         return room * (1 - self._limits.reserve)
 
-    def may_compute(self, node: str, nodes: Sequence[str], key: str) -> bool:
-        """Whether one of some nodes may be given a prompt of a key that runs more than its share.
+    def about_done(self, node: str, tokens: int) -> bool:
+        """Whether a node may be given a prompt of so many tokens, of a key whose share is used up.
 
-        It must be about done with those that it has, and of the nodes some are left for others: a prompt is not taken
-        back once it is computed, and all that come behind it wait. A key whose prompts are longer than those of the
-        others leaves them at least one node, where there are several.
+        It must be about done with those that it has: a prompt is not taken back once it is there, and all that come
+        behind it wait.
+        """
+        ahead = min(max(LEAST_AHEAD, AHEAD_SHARE * self.backlog.takes(node, tokens)), MOST_AHEAD)
+        now = self._clock.now()
+        early = self.backlog.seconds(node, now) - ahead
+        if early > CLOSE:
+            self._soonest = min(self._soonest, now + early)
+        return early <= CLOSE
+
+    def leaves_nodes(self, node: str, nodes: Sequence[str], key: str) -> bool:
+        """Whether one of some nodes may be given a prompt of a key that runs more than its share: enough are left then.
+
+        A key whose prompts are longer than those of the others leaves them at least one node, where there are several.
         """
         now, most = self._clock.now(), math.ceil(self.without_reserve(len(nodes)))
-        if self.backlog.seconds(node, now) > PREFILL_AHEAD:
-            return False
         if most == len(nodes) > 1 and self._shares.asks_longer(key):
             most -= 1
-        taken = {each for each in nodes if any(self._over(key, now) for key in self.backlog.keys(each))}
+        over = Standing.OVER
+        taken = {each for each in nodes if any(self._standing(key, now) is over for key in self.backlog.keys(each))}
         return len(taken | {node}) <= most
 
     def check_room(self, key: str) -> None:
@@ -193,8 +196,8 @@ class RequestQueue:
         self._shares.asked(asked.key, now, asked.prompt)
         if self._length or self._running >= self._limits.concurrency or not self._shares.may_run(asked.key):
             return False
-        over = self._over(asked.key, now)
-        if (over and self._running >= self._most_over_share) or not start(over):
+        standing = self._standing(asked.key, now)
+        if (standing is Standing.OVER and self._running >= self._most_over_share) or not start(standing):
             return False
         self._running += 1
         self._shares.began(asked.key, asked.cost)
@@ -211,8 +214,9 @@ class RequestQueue:
         """
         waiter = self._enter(asked, lane, start)
         try:
-            if self._head(self._lanes[lane], waiter.since, self._over(asked.key, waiter.since)) is waiter:
+            if self._head(self._lanes[lane], waiter.since, self._refused_beside(waiter)) is waiter:
                 self._try(waiter)
+                self._look_again_in_time()
             await self._turn(waiter)
         finally:
             if waiter.queued:
@@ -288,62 +292,79 @@ class RequestQueue:
                 if waiter.queued:
                     self._expire(waiter)
 
-    def _over(self, key: str, now: float) -> bool:
-        return self._limits.reserve > 0 and self._shares.over(key, now)
+    def _standing(self, key: str, now: float) -> Standing:
+        return self._shares.standing(key, now) if self._limits.reserve > 0 else Standing.WITHIN
 
-    def _head(self, lane: FairQueue[Waiter], now: float, all_keys: bool) -> Waiter | None:
-        """The one that goes next, of the keys that may run one more; or of those of them within their shares."""
+    def _refused_beside(self, waiter: Waiter) -> Standing | None:
+        """It is tried though keys that stand worse may go first: they wait, since there is no room for them."""
+        standing = self._standing(waiter.key, waiter.since)
+        return None if standing is Standing.OVER else Standing(standing + 1)
+
+    def _head(self, lane: FairQueue[Waiter], now: float, refused: Standing | None) -> Waiter | None:
+        """The one that goes next, of the keys that may run one more, and stand better than one that was refused."""
         may_run = self._shares.may_run
-        return lane.head(now, may_run if all_keys else lambda key: may_run(key) and not self._over(key, now))
+        if refused is None:
+            return lane.head(now, may_run)
+        return lane.head(now, lambda key: may_run(key) and self._standing(key, now) < refused)
 
     def _begin_all(self) -> None:
         """Begin whoever can run now."""
         self._scheduled = False
-        full, full_for_some = set[str](), set[str]()
-        self._begin_while_room(full, full_for_some)
-        if full_for_some and self._look_again is None:  # no event tells that a node is about done with its prompts
-            self._look_again = asyncio.get_running_loop().call_later(PREFILL_AHEAD / 2, self._looked_again)
+        self._soonest = math.inf
+        self._begin_while_room()
+        self._look_again_in_time()
+
+    def _look_again_in_time(self) -> None:
+        """No event tells that a node is about done with its prompts."""
+        if not self._length or math.isinf(self._soonest):
+            return
+        loop = asyncio.get_running_loop()
+        when = loop.time() + max(self._soonest - self._clock.now(), CLOSE)
+        if self._look_again is not None:
+            if self._look_again.when() <= when:
+                return
+            self._look_again.cancel()
+        self._look_again = loop.call_at(when, self._looked_again)
 
     def _looked_again(self) -> None:
         self._look_again = None
         self.room_changed()
 
-    def _begin_while_room(self, full: set[str], full_for_some: set[str]) -> None:
-        """Puts in lanes that have no room, and those that have none for keys that run more than their share."""
+    def _begin_while_room(self) -> None:
+        refused: dict[str, Standing] = {}
+        """By lane: there is no room for keys that stand so, or worse."""
         now = self._clock.now()
         while self._running < self._limits.concurrency:
-            lanes = [(name, lane) for name, lane in self._lanes.items() if name not in full]
-            heads = [self._head(lane, now, name not in full_for_some) for name, lane in lanes]
+            lanes = [(lane, refused.get(name)) for name, lane in self._lanes.items()]
+            heads = [self._head(lane, now, worst) for lane, worst in lanes if worst is not Standing.WITHIN]
             head = min(filter(None, heads), key=lambda each: each.priority, default=None)
             if head is None:
                 return
-            match self._try(head):
-                case _Try.FULL:
-                    full.add(head.lane)
-                case _Try.OVER:
-                    full_for_some.add(head.lane)
+            standing = self._try(head)
+            if standing is not None:
+                refused[head.lane] = standing
 
-    def _try(self, waiter: Waiter) -> _Try:
-        """Begin the head of a lane, if there is room for it."""
+    def _try(self, waiter: Waiter) -> Standing | None:
+        """Begin the head of a lane, or refuse it; how its key stands where there is no room for such."""
         if waiter.turn.done():  # cancelled: its task will come to know
             self._leave(waiter)
-            return _Try.LEFT
+            return None
         if self._running >= self._limits.concurrency:
-            return _Try.FULL
-        over = self._over(waiter.key, self._clock.now())
-        if over and self._running >= self._most_over_share:
-            return _Try.OVER
+            return Standing.WITHIN
+        standing = self._standing(waiter.key, self._clock.now())
+        if standing is Standing.OVER and self._running >= self._most_over_share:
+            return standing
         try:
-            if not waiter.start(over):
-                return _Try.OVER if over else _Try.FULL
+            if not waiter.start(standing):
+                return standing
         except PdproxyError as error:
             self._refuse(waiter, error)
-            return _Try.LEFT
+            return None
         except Exception as error:  # a bug: its request fails, and those behind it do not wait for ever
             self._refuse(waiter, error)
             raise
         self._begin(waiter)
-        return _Try.LEFT
+        return None
 
     def _begin(self, waiter: Waiter) -> None:
         self._running += 1

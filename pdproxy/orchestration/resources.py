@@ -22,6 +22,7 @@ from pdproxy.observe.labels import Attempt, Leg
 from pdproxy.observe.tracing import NO_LEG_SPAN, LegSpan, leg_span
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.request_queue import Asked, RequestQueue, Waiter
+from pdproxy.planning.shares import Standing
 from pdproxy.request import Headers, SubRequest
 from pdproxy.transport.port import HttpResponse
 
@@ -269,11 +270,11 @@ class Admission:
         self._computing: str | None = None
         self.runs = False
 
-    async def begin(self, attempt: Callable[[bool], T | None], lane: Callable[[], str]) -> T:
+    async def begin(self, attempt: Callable[[Standing], T | None], lane: Callable[[], str]) -> T:
         """What ``attempt`` returns once there is room: until then that is None. Raises as `RequestQueue.wait`.
 
-        Where there is room and nothing waits, the loop gets no turn. ``attempt`` is told whether the key runs more than
-        its share, and has less room. ``lane``: its model; called if it waits.
+        Where there is room and nothing waits, the loop gets no turn. ``attempt`` is told how its key
+        stands: there may be less room. ``lane``: its model; called if it waits.
         """
         begun: list[T] = []
         start = functools.partial(self._start, attempt, begun)
@@ -311,8 +312,8 @@ class Admission:
         if node is not None:
             self._queue.backlog.drop(node, self._asked.key, self._asked.prompt)
 
-    def _start(self, attempt: Callable[[bool], T | None], begun: list[T], over_share: bool) -> bool:
-        result = attempt(over_share)
+    def _start(self, attempt: Callable[[Standing], T | None], begun: list[T], standing: Standing) -> bool:
+        result = attempt(standing)
         if result is not None:
             begun.append(result)
             self.runs = True

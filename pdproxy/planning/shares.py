@@ -2,12 +2,14 @@
 
 The order in which prompts leave the queue (`planning.queue`) is fair among those that wait, but what runs on nodes
 cannot be taken back: a key that asked for everything before another one came would keep it. So while several keys
-ask, one that runs more than its share leaves a part of the room free, and gives prefill nodes little work ahead
-(`PrefillBacklog`): its next prompts wait in the queue, where those of the others pass them. A key alone has everything.
+ask, one that runs more than its share leaves a part of the room free, and one that would with its next prompt gives
+prefill nodes little work ahead (`PrefillBacklog`): its next prompts wait in the queue, where those of the others pass
+them. A key alone has everything.
 """
 
 import collections
 import dataclasses
+import enum
 import math
 from collections.abc import Collection, Mapping
 
@@ -67,6 +69,17 @@ class _Asker:
 
     last: float
     prompt: float
+
+
+class Standing(enum.IntEnum):
+    """How what a key runs compares with its share. The greater, the less it may begin."""
+
+    WITHIN = 0
+    """One more prompt of its usual size is within its share too, or nobody else asks, or it runs nothing."""
+    FULL = 1
+    """It runs at most its share, and one more would be more than that."""
+    OVER = 2
+    """It runs more than its share."""
 
 
 class KeyShares:
@@ -134,13 +147,18 @@ class KeyShares:
         if not self._running:
             self._total = 0.0
 
-    def over(self, key: str, now: float) -> bool:
-        """Whether a key runs more than its share of all that runs, while others ask too."""
+    def standing(self, key: str, now: float) -> Standing:
+        """How what a key runs compares with its share of all that runs."""
         if len(self._asked) < 2 or key not in self._costs:
-            return False
+            return Standing.WITHIN
         self._forget_before(now - PRESENT_SECONDS)
-        weight = self._limits.of(key).weight
-        return len(self._asked) > 1 and self._costs[key] * self._all_weights() > weight * self._total
+        if len(self._asked) < 2:
+            return Standing.WITHIN
+        cost, weight, weights = self._costs[key], self._limits.of(key).weight, self._all_weights()
+        if cost * weights > weight * self._total:
+            return Standing.OVER
+        one = cost / self._running[key]
+        return Standing.FULL if (cost + one) * weights > weight * (self._total + one) else Standing.WITHIN
 
     def _forget_before(self, moment: float) -> None:
         while self._asked and next(iter(self._asked.values())).last < moment:
@@ -164,7 +182,7 @@ MOST_NODES = 1024
 @dataclasses.dataclass(slots=True)
 class _Backlog:
     """Of one node: what waits or is computed there, and of which keys; since when it works on the next prompt; its
-    rate's sums."""
+    rate's sums, and by how many seconds prompts take more or less than by that, on the mean."""
 
     prompts: int = 0
     keys: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -172,6 +190,7 @@ class _Backlog:
     since: float = 0.0
     done_tokens: float = 0.0
     done_seconds: float = 0.0
+    deviation: float = 0.0
 
 
 class PrefillBacklog:
@@ -203,6 +222,9 @@ class PrefillBacklog:
     def computed(self, node: str, key: str, tokens: int, now: float) -> None:
         """It is computed."""
         work = self._nodes[node]
+        if work.done_tokens:
+            off = abs(now - work.since - self.takes(node, tokens))
+            work.deviation += NEWEST_SHARE * (off - work.deviation)
         work.done_tokens += NEWEST_SHARE * (tokens - work.done_tokens)
         work.done_seconds += NEWEST_SHARE * (now - work.since - work.done_seconds)
         work.since = now
@@ -217,15 +239,24 @@ class PrefillBacklog:
             del work.keys[key]
         work.tokens -= tokens
 
+    def takes(self, node: str, tokens: int) -> float:
+        """How long a node needs for so many tokens; 0 where its speed is unknown."""
+        work = self._nodes.get(node)
+        return tokens * work.done_seconds / work.done_tokens if work is not None and work.done_tokens else 0.0
+
     def seconds(self, node: str, now: float) -> float:
-        """How long a node still needs for what it has; infinite where its speed is unknown."""
+        """How long a node still needs for what it has; infinite where its speed is unknown.
+
+        Rather too long than too short: it counts by how much the node's prompts deviate. A prompt that comes to an idle
+        node takes longer than the next ones, which have made their way there meanwhile.
+        """
         work = self._nodes.get(node)
         if work is None or not work.prompts:
             return 0.0
         if not work.done_tokens:
             return math.inf
         seconds = work.tokens * work.done_seconds / work.done_tokens
-        return seconds - min(now - work.since, seconds / work.prompts)
+        return seconds + work.deviation - min(now - work.since, seconds / work.prompts + work.deviation)
 
     def keys(self, node: str) -> Collection[str]:
         """The keys whose prompts a node has."""

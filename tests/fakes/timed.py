@@ -3,6 +3,7 @@ is, the same happens at the same times."""
 
 import asyncio
 import dataclasses
+import itertools
 import selectors
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -59,12 +60,45 @@ class Pace:
     """How fast nodes are.
 
     Attributes:
-        prompt: seconds for each 4 bytes of a prompt; a prefill node computes one prompt after the other.
+        prompt: seconds for each 4 bytes of a prompt; a prefill node computes them in steps.
         token: seconds between two tokens of an answer; a decode node generates any number of answers side by side.
+        step: a step takes the prompt that came first, and of those that wait as many more as have 4 times so many bytes
+            with it. They all end with the step.
+        leg: seconds until a prompt has come to its prefill node's engine, and again for its answer.
     """
 
     prompt: float
     token: float
+    step: int = 0
+    leg: float = 0.0
+
+
+class _PrefillEngine:
+    """It computes prompts in the order in which they come, as vLLM does where it is not told otherwise."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._waiting: dict[object, float] = {}
+        """Tokens of the prompts that are not computed, in order."""
+        self._busy = asyncio.Lock()
+
+    async def compute(self, tokens: float) -> None:
+        """Return when a prompt is computed."""
+        prompt = object()
+        self._waiting[prompt] = tokens
+        try:
+            async with self._busy:
+                if prompt in self._waiting:  # else it was part of a step
+                    step = self._step()
+                    await asyncio.sleep(self._pace.prompt * sum(self._waiting[each] for each in step))
+                    for each in step:
+                        self._waiting.pop(each, None)
+        finally:
+            self._waiting.pop(prompt, None)
+
+    def _step(self) -> list[object]:
+        sums = zip(self._waiting, itertools.accumulate(self._waiting.values()), strict=True)
+        return [prompt for index, (prompt, tokens) in enumerate(sums) if not index or tokens <= self._pace.step]
 
 
 class TimedTransport(MemoryTransport):
@@ -73,7 +107,7 @@ class TimedTransport(MemoryTransport):
     def __init__(self, nodes: list[FakeNode], pace: Pace) -> None:
         super().__init__(nodes, FakeClock())
         self._pace = pace
-        self._engines = {node.url: asyncio.Lock() for node in nodes}
+        self._engines = {node.url: _PrefillEngine(pace) for node in nodes}
 
     async def send(self, request: HttpRequest, timeouts: Timeouts) -> HttpResponse:
         """See the port. A prefill leg's head comes with its answer."""
@@ -83,8 +117,9 @@ class TimedTransport(MemoryTransport):
         if not _is_prefill(body):
             return _PacedResponse(response, self._pace.token)
         try:
-            async with self._engines[node.url]:
-                await asyncio.sleep(self._pace.prompt * len(str(body["prompt"])) / 4)
+            await asyncio.sleep(self._pace.leg)
+            await self._engines[node.url].compute(len(str(body["prompt"])) / 4)
+            await asyncio.sleep(self._pace.leg)
         except BaseException:
             await response.aclose()
             raise

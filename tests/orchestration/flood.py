@@ -31,8 +31,6 @@ from tests.fakes.node import FakeNode
 from tests.fakes.timed import LoopClock, Pace, TimedTransport, VirtualTimeLoop
 from tests.orchestration.cluster import MODEL
 
-PACE = Pace(prompt=0.001, token=0.02)
-PREFILLS, DECODES = 2, 2
 CAPACITY = Capacity(6000, None, 8, Binding.ATTENTION)
 """Of each decode node: room for some forty of these requests."""
 
@@ -55,10 +53,42 @@ class Load:
     pause: float = 0.0
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scene:
+    """Nodes, and the requests to them.
+
+    Attributes:
+        prefills, decodes: how many nodes of each role.
+        pace: how fast they are.
+        quiet: the load of each quiet key.
+        flood: that of the key that floods.
+    """
+
+    prefills: int
+    decodes: int
+    pace: Pace
+    quiet: tuple[Load, ...]
+    flood: Load
+
+
 QUIET = tuple(Load(key, 100, 4, 1, 1.5) for key in ("alice", "bob", "carol"))
-FLOODS = {
-    "short prompts, long answers": Load("flood", 40, 20, 100),
-    "long prompts, short answers": Load("flood", 160, 2, 100),
+PACE = Pace(prompt=0.001, token=0.02)
+SHORTER = Scene(2, 2, PACE, QUIET, Load("flood", 40, 20, 100))
+LONGER = Scene(2, 2, PACE, QUIET, Load("flood", 160, 2, 100))
+LIKE_ENGINES = Scene(
+    1,
+    1,
+    Pace(prompt=0.0006, token=0.02, step=204, leg=0.005),
+    (Load("alice", 100, 3, 1, 0.005),),
+    Load("flood", 100, 3, 24),
+)
+"""As in `tests/e2e/test_flood.py`: a node of each role, whose steps have room for two prompts, and one quiet caller."""
+ONE_CALLER = dataclasses.replace(LIKE_ENGINES, flood=dataclasses.replace(LIKE_ENGINES.flood, callers=1))
+SCENES = {
+    "short prompts, long answers": SHORTER,
+    "long prompts, short answers": LONGER,
+    "one prefill node, equal prompts": LIKE_ENGINES,
+    "one prefill node, equal prompts, a flood of one caller": ONE_CALLER,
 }
 
 
@@ -84,10 +114,11 @@ def quantile(values: list[float], part: float) -> float:
 class FloodSetup:
     """Nodes that take time, a proxy's parts, and the callers of its keys."""
 
-    def __init__(self, reserve: float) -> None:
+    def __init__(self, scene: Scene, reserve: float) -> None:
+        self._scene = scene
         fabric, clock = FakeKvTransfer(), LoopClock()
-        roles = [(f"p{index}", Role.PREFILL) for index in range(PREFILLS)]
-        roles += [(f"d{index}", Role.DECODE) for index in range(DECODES)]
+        roles = [(f"p{index}", Role.PREFILL) for index in range(scene.prefills)]
+        roles += [(f"d{index}", Role.DECODE) for index in range(scene.decodes)]
         self.nodes = [FakeNode(name, fabric) for name, _ in roles]
         metrics = Metrics(CollectorRegistry())
         pool = Pool(clock, metrics=metrics)
@@ -96,7 +127,7 @@ class FloodSetup:
             pool.add(node)
             pool.admit(node)
         config = OrchestrationConfig(queue=QueueLimits(reserve=reserve))
-        self._context = OrchestrationContext(TimedTransport(self.nodes, PACE), pool, metrics, clock, config)
+        self._context = OrchestrationContext(TimedTransport(self.nodes, scene.pace), pool, metrics, clock, config)
         self._background_tasks = BackgroundTasks(self._context)
         self._orchestrator = Orchestrator(self._context, self._background_tasks)
         self._names = itertools.count()
@@ -130,8 +161,9 @@ class FloodSetup:
         return first
 
     @contextlib.asynccontextmanager
-    async def flooded(self, load: Load) -> AsyncIterator[None]:
-        """While inside, all callers of a load ask; at its end those that wait leave."""
+    async def flooded(self) -> AsyncIterator[None]:
+        """While inside, all callers of the flood ask; at its end those that wait leave."""
+        load = self._scene.flood
         tasks = [asyncio.create_task(self._again_and_again(load)) for _ in range(load.callers)]
         try:
             yield
@@ -142,7 +174,7 @@ class FloodSetup:
 
     async def quiet(self, seconds: float) -> list[float]:
         """What the quiet keys see for so long."""
-        parts = await asyncio.gather(*(self._quiet(load, seconds) for load in QUIET))
+        parts = await asyncio.gather(*(self._quiet(load, seconds) for load in self._scene.quiet))
         return [wait for part in parts for wait in part]
 
     async def _quiet(self, load: Load, seconds: float) -> list[float]:
@@ -168,13 +200,13 @@ class FloodSetup:
         )  # fmt: skip
 
 
-async def _measured(flood: Load, reserve: float, rounds: int, seconds: float) -> Waits:
-    waits, setup, now = Waits(), FloodSetup(reserve), asyncio.get_running_loop().time
+async def _measured(scene: Scene, reserve: float, rounds: int, seconds: float) -> Waits:
+    waits, setup, now = Waits(), FloodSetup(scene, reserve), asyncio.get_running_loop().time
     await setup.quiet(seconds / 4)
     for _ in range(rounds):
         waits.alone += await setup.quiet(seconds)
         before, began = setup.answered, now()
-        async with setup.flooded(flood):
+        async with setup.flooded():
             await asyncio.sleep(seconds / 2)
             waits.flooded += (fewer := await setup.quiet(seconds))
             waits.flood_answers += setup.answered - before - len(fewer)
@@ -183,15 +215,15 @@ async def _measured(flood: Load, reserve: float, rounds: int, seconds: float) ->
     return waits
 
 
-def measure(flood: Load, reserve: float, rounds: int, seconds: float) -> Waits:
+def measure(scene: Scene, reserve: float, rounds: int, seconds: float) -> Waits:
     """In turns without the flood and with it, so many seconds each, which do not take that long."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        return runner.run(_measured(flood, reserve, rounds, seconds))
+        return runner.run(_measured(scene, reserve, rounds, seconds))
 
 
-def lines(flood: str, reserve: float, waits: Waits) -> Iterator[str]:
+def lines(scene: str, reserve: float, waits: Waits) -> Iterator[str]:
     """The figures, for people."""
-    yield f"{flood}; limits.reserve = {reserve:g}:"
+    yield f"{scene}; limits.reserve = {reserve:g}:"
     for name, part in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
         alone, flooded = quantile(waits.alone, part) * 1000, quantile(waits.flooded, part) * 1000
         ratio = waits.ratio(part)
@@ -205,9 +237,9 @@ def lines(flood: str, reserve: float, waits: Waits) -> Iterator[str]:
 
 def main() -> int:
     """Print all figures."""
-    for flood, load in FLOODS.items():
+    for name, scene in SCENES.items():
         for reserve in (QueueLimits().reserve, 0.0):
-            print(*lines(flood, reserve, measure(load, reserve, 1, 40.0 if reserve else 20.0)), sep="\n", flush=True)
+            print(*lines(name, reserve, measure(scene, reserve, 1, 40.0 if reserve else 20.0)), sep="\n", flush=True)
     return 0
 
 

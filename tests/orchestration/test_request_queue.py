@@ -6,7 +6,7 @@ import pytest
 
 from pdproxy.errors import ClientError
 from pdproxy.orchestration.resources import Admission
-from pdproxy.planning.shares import KeyLimits, LimitsByKey
+from pdproxy.planning.shares import KeyLimits, LimitsByKey, Standing
 from tests.orchestration.queue_setup import ASKED, QueueSetup, of, settle
 
 
@@ -277,7 +277,7 @@ async def test_an_error_of_the_attempt_is_its_own(error: Exception) -> None:
     await setup.start("a")
     admission = Admission(setup.queue, setup.clock, ASKED)
 
-    def fail(_: bool) -> str | None:
+    def fail(_: Standing) -> str | None:
         raise error
 
     failing = asyncio.create_task(admission.begin(fail, lambda: "m"))

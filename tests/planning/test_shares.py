@@ -13,6 +13,7 @@ from pdproxy.planning.shares import (
     KeyShares,
     LimitsByKey,
     PrefillBacklog,
+    Standing,
 )
 
 
@@ -24,23 +25,39 @@ def shares_of(**weights: float) -> KeyShares:
     return shares
 
 
+def over(shares: KeyShares, key: str, now: float) -> bool:
+    return shares.standing(key, now) is Standing.OVER
+
+
 def test_a_key_alone_may_have_everything() -> None:
     shares = shares_of(a=1.0)
     shares.began("a", 1000.0)
-    assert not shares.over("a", 1.0)
+    assert not over(shares, "a", 1.0)
 
 
 def test_a_key_that_runs_everything_is_over_its_share_as_soon_as_another_asks() -> None:
     shares = shares_of(a=1.0, b=1.0)
-    assert not shares.over("a", 0.0), "it runs nothing"
+    assert not over(shares, "a", 0.0), "it runs nothing"
     shares.began("a", 10.0)
-    assert shares.over("a", 0.0)
+    assert over(shares, "a", 0.0)
     shares.began("b", 10.0)
-    assert not shares.over("a", 0.0), "half is its share"
+    assert not over(shares, "a", 0.0), "half is its share"
     shares.began("a", 1.0)
-    assert shares.over("a", 0.0)
+    assert over(shares, "a", 0.0)
     shares.ended("a", 10.0)
-    assert not shares.over("a", 0.0)
+    assert not over(shares, "a", 0.0)
+
+
+def test_a_share_is_used_up_where_one_more_prompt_would_be_more_than_that() -> None:
+    shares = shares_of(a=1.0, b=1.0)
+    shares.began("b", 12.0)
+    assert shares.standing("a", 0.0) is Standing.WITHIN, "it runs nothing"
+    shares.began("a", 10.0)
+    assert shares.standing("a", 0.0) is Standing.FULL
+    shares.began("b", 12.0)
+    assert shares.standing("a", 0.0) is Standing.WITHIN
+    assert shares.standing("b", 0.0) is Standing.OVER
+    assert shares.standing("a", PRESENT_SECONDS + 0.1) is Standing.WITHIN, "nobody asks any more"
 
 
 def test_shares_are_by_weight_and_follow_new_weights() -> None:
@@ -50,19 +67,19 @@ def test_shares_are_by_weight_and_follow_new_weights() -> None:
         shares.asked(key, 0.0)
     shares.began("a", 30.0)
     shares.began("b", 10.0)
-    assert (shares.over("a", 0.0), shares.over("b", 0.0)) == (False, False)
+    assert (over(shares, "a", 0.0), over(shares, "b", 0.0)) == (False, False)
     limits.replace(LimitsByKey({"b": KeyLimits(weight=3.0)}))
-    assert (shares.over("a", 0.0), shares.over("b", 0.0)) == (True, False)
+    assert (over(shares, "a", 0.0), over(shares, "b", 0.0)) == (True, False)
 
 
 def test_a_key_that_asks_no_more_counts_no_more() -> None:
     shares = shares_of(a=1.0, b=1.0)
     shares.began("a", 10.0)
     shares.asked("a", PRESENT_SECONDS)
-    assert shares.over("a", PRESENT_SECONDS)
-    assert not shares.over("a", PRESENT_SECONDS + 0.1)
+    assert over(shares, "a", PRESENT_SECONDS)
+    assert not over(shares, "a", PRESENT_SECONDS + 0.1)
     shares.asked("b", PRESENT_SECONDS + 0.2)
-    assert shares.over("a", PRESENT_SECONDS + 0.3)
+    assert over(shares, "a", PRESENT_SECONDS + 0.3)
 
 
 def test_keys_whose_prompts_are_longer_than_the_others_are_known() -> None:
@@ -77,7 +94,7 @@ def test_keys_whose_prompts_are_longer_than_the_others_are_known() -> None:
     assert (shares.asks_longer("flood"), shares.asks_longer("quiet")) == (False, True)
     shares.asked("third", 2 * PRESENT_SECONDS, 900)
     shares.began("third", 1.0)
-    assert shares.over("third", 2 * PRESENT_SECONDS)
+    assert over(shares, "third", 2 * PRESENT_SECONDS)
     assert (shares.asks_longer("flood"), shares.asks_longer("quiet"), shares.asks_longer("third")) == (
         False, False, True,
     )  # fmt: skip
@@ -103,10 +120,10 @@ def test_not_all_keys_are_over_their_shares_and_nothing_is_left(prompts: list[tu
     shares = shares_of(a=1.0, b=2.0, c=5.0)
     for key, cost in prompts:
         shares.began(key, float(cost))
-        assert not all(shares.over(each, 0.0) for each in "abc")
+        assert not all(over(shares, each, 0.0) for each in "abc")
     for key, cost in prompts:
         shares.ended(key, float(cost))
-    assert not any(shares.over(key, 0.0) or shares.running(key) for key in "abc")
+    assert not any(over(shares, key, 0.0) or shares.running(key) for key in "abc")
     assert not shares._costs
 
 
@@ -125,6 +142,27 @@ def test_how_long_a_node_needs_is_learned_from_what_it_has_computed() -> None:
     backlog.add("n", "k", 500, 20.0)
     assert backlog.seconds("n", 20.0) == 2.0
     assert backlog.seconds("n", 30.0) == 1.0, "what comes after the one that it computes is still whole"
+
+
+def test_a_node_whose_prompts_take_now_more_now_less_is_not_about_done_too_early() -> None:
+    backlog, now = PrefillBacklog(), 0.0
+    for number in range(100):
+        backlog.add("n", "k", 100, now)
+        now += 3.0 if number % 2 else 1.0
+        backlog.computed("n", "k", 100, now)
+    backlog.add("n", "k", 100, now)
+    assert 2.8 < backlog.seconds("n", now) < 3.4, "two on the mean, and one more or less"
+    assert 0.8 < backlog.seconds("n", now + 2.0) < 1.4
+    assert backlog.seconds("n", now + 4.0) == 0.0
+
+
+def test_how_long_a_prompt_takes_a_node_is_known_once_it_has_computed_one() -> None:
+    backlog = PrefillBacklog()
+    assert backlog.takes("n", 100) == 0.0
+    backlog.add("n", "k", 1000, 0.0)
+    assert backlog.takes("n", 100) == 0.0
+    backlog.computed("n", "k", 1000, 2.0)
+    assert backlog.takes("n", 500) == 1.0
 
 
 def test_the_keys_whose_prompts_a_node_has_are_known() -> None:
