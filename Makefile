@@ -43,15 +43,15 @@ MEASURED := tests/bench/test_blocked.py tests/bench/test_stalls.py
 NOT_UNIT := tests/soak tests/watch tests/e2e $(MEASURED)
 # What needs no vLLM, in four processes: with the other half five for two cores, for many tests wait. Workers of pytest-xdist
 # cost more: each lists all tests, and starts what a session shares. What a list does not name runs in unit-rest.
-# Those that wait most go first, the others fill the gaps. The plans never wait, and go with those that need least of a core.
-APP := tests/app
+# Those that wait most go first, the others fill the gaps: plans and charts never wait, and go with those that need least CPU.
+APP := tests/app tests/helm
 SERVING := tests/server tests/transport tests/workers tests/planning
 REQUESTS := tests/orchestration tests/nodes $(NEED_NO_VLLM)
 # Bytecode is kept whatever the environment says: to compile the tests takes three seconds. One thread of torch, for a
 # second one that spins beside it takes two more.
 UNIT = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not e2e and not long"
 
-unit: env ## tests without engines (a minute on two cores)
+unit: env ## tests without engines (a minute and a half on two cores)
 	@$(MAKE) --no-print-directory -j5 unit-connector unit-app unit-serving unit-requests unit-rest
 
 unit-app:
