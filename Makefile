@@ -43,16 +43,15 @@ MEASURED := tests/bench/test_blocked.py tests/bench/test_stalls.py
 NOT_UNIT := tests/soak tests/watch tests/e2e $(MEASURED)
 # What needs no vLLM, in four processes: with the other half five for two cores, for many tests wait. Workers of pytest-xdist
 # cost more: each lists all tests, and starts what a session shares. What a list does not name runs in unit-rest.
-# Those that wait most go first, the others fill the gaps: vLLM's half waits least, and has the plans too, which never wait.
-PLANNING := tests/planning
-APP := tests/app
-SERVING := tests/server tests/transport tests/workers
+# Those that wait most go first, the others fill the gaps: plans and charts never wait, and go with those that need least CPU.
+APP := tests/app tests/helm
+SERVING := tests/server tests/transport tests/workers tests/planning
 REQUESTS := tests/orchestration tests/nodes $(NEED_NO_VLLM)
 # Bytecode is kept whatever the environment says: to compile the tests takes three seconds. One thread of torch, for a
 # second one that spins beside it takes two more.
 UNIT = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not e2e and not long"
 
-unit: env ## tests without engines (a minute on two cores)
+unit: env ## tests without engines (a minute and a half on two cores)
 	@$(MAKE) --no-print-directory -j5 unit-connector unit-app unit-serving unit-requests unit-rest
 
 unit-app:
@@ -65,10 +64,10 @@ unit-requests:
 	@nice -n 5 env $(UNIT) $(REQUESTS)
 
 unit-rest:
-	@$(UNIT) $(addprefix --ignore=,$(WITH_VLLM) $(PLANNING) $(APP) $(SERVING) $(REQUESTS) $(NOT_UNIT))
+	@$(UNIT) $(addprefix --ignore=,$(WITH_VLLM) $(APP) $(SERVING) $(REQUESTS) $(NOT_UNIT))
 
 unit-connector:
-	@nice -n 5 env $(UNIT) $(WITH_VLLM) $(PLANNING)
+	@nice -n 5 env $(UNIT) $(WITH_VLLM)
 
 soak: env ## mixed load on fake nodes under random kills, and with KV events that are wrong; what an operator sees of it (two minutes; 15 in test-long)
 	SOAK_SECONDS=120 $(RUN) -m pytest tests/soak tests/watch $(MEASURED)

@@ -6,6 +6,7 @@ again; where none could be started, the supervisor ends with the worker's error.
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import signal
 import socket
@@ -182,7 +183,7 @@ class Supervisor:
             try:
                 token = read_secret(self._settings.listen.admin_token_file, WatchedSetting.ADMIN_TOKEN)
                 headers = {**request.headers, "authorization": f"Bearer {token}"}  # it may have been rotated
-                answer = await worker.ask(OperatorRequest(request.method, request.target, headers, request.body))
+                answer = await worker.ask_again(dataclasses.replace(request, headers=headers))
                 said = "" if answer.ok else f"{answer.status} {answer.body.decode(errors='replace')}"
             except (NoAnswerError, SettingsError) as error:
                 said = str(error)

@@ -7,6 +7,7 @@ import http.client
 import signal
 import socket
 import sys
+import time
 
 from pdproxy.errors import PdproxyError
 from pdproxy.settings.model import Settings
@@ -16,6 +17,8 @@ START_SECONDS = 120.0
 """For a worker to start; more than the slowest machine needs."""
 ANSWER_SECONDS = 5.0
 """For a worker to answer an operator's request."""
+CHANGE_SECONDS = 60.0
+"""For a worker that has just started, and may be slow still, to answer one that it must not miss."""
 _LONGEST_ERROR = 1 << 16
 
 
@@ -132,6 +135,26 @@ class Worker:
             return await asyncio.to_thread(_exchange, ours, request)
         except (OSError, http.client.HTTPException) as error:
             raise NoAnswerError(f"worker {self.number} did not answer: {error!r}") from error
+
+    async def ask_again(self, request: OperatorRequest) -> Answer:
+        """Send a request that this worker must not miss, again while it runs and gives no answer.
+
+        Raises:
+            NoAnswerError: it has ended, or answered none within CHANGE_SECONDS.
+        """
+        end = time.monotonic() + CHANGE_SECONDS
+        while True:
+            try:
+                return await self.ask(request)
+            except NoAnswerError:
+                if not self.runs or time.monotonic() > end:
+                    raise
+            await asyncio.sleep(0.1)
+
+    @property
+    def runs(self) -> bool:
+        """Whether its process was started and has not ended."""
+        return self._process is not None and self._process.returncode is None
 
     async def _first_words(self, process: asyncio.subprocess.Process) -> str:
         """Hand the settings over. "" once it is ready, else its error; " " where it ended without a word."""

@@ -113,8 +113,8 @@ async def fleet(settings: Settings, key: str = "none") -> AsyncIterator[Fleet]:
         yield made
 
 
-QUICK = Health(interval=0.1, first_hand_over=FirstHandOver.WARM_UP)
-"""So that seven nodes join in a moment."""
+QUICK = Health(interval=0.1, slow_start=0, first_hand_over=FirstHandOver.WARM_UP)
+"""So that seven nodes join in a moment, and have equal shares however far apart they did."""
 BY_SESSION = Settings(policy=Policy(routing=Routing.SESSION), health=QUICK)
 
 

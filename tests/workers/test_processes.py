@@ -226,7 +226,7 @@ async def test_a_worker_that_dies_takes_its_own_streams_only_and_comes_back(prox
     assert await proxy.value('pdproxy_worker_exits_total{worker="0"}') == 1
     assert await proxy.value('pdproxy_phase_seconds_count{phase="decode"}') >= counted + 8
     (extra,) = [node for node in (await proxy.get("/nodes")).json()["nodes"] if node["name"] == "extra"]
-    assert "unknown_to" not in extra
+    assert "unknown_to" not in extra, "".join(proxy.log)
     assert set(await asyncio.gather(*(complete(proxy) for _ in range(4)))) == {200}
     assert any("worker 0 was killed by SIGKILL" in line for line in proxy.log)
 
