@@ -61,6 +61,8 @@ def tracing_of(otel: Otel) -> Tracing | None:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+        from pdproxy.observe.spans import tracer_of
+
         exporter = OTLPSpanExporter(endpoint=otel.endpoint)  # imports its HTTP client
     except ImportError as error:
         raise SettingsError(
@@ -68,15 +70,19 @@ def tracing_of(otel: Otel) -> Tracing | None:
             "pip install 'pdproxy[otel]', or set otel.export to off."
         ) from error
     provider = TracerProvider(resource=Resource.create({"service.name": otel.service}))
-    provider.add_span_processor(BatchSpanProcessor(exporter))
-    return Tracing(provider.get_tracer("pdproxy", __version__), provider.shutdown)
+    processor = BatchSpanProcessor(exporter)
+    provider.add_span_processor(processor)  # which ends it
+    return Tracing(tracer_of(provider, processor, "pdproxy", __version__), provider.shutdown)
 
 
 def outward(headers: Headers, span: trace.Span) -> Headers:
     """The headers of a call to a node whose spans are to be children of ``span``."""
-    carrier: dict[str, str] = {}
-    _PROPAGATOR.inject(carrier, trace.set_span_in_context(span))
-    return (*(field for field in headers if field[0] not in _TRACE_HEADERS), *carrier.items())
+    ids = span.get_span_context()
+    kept = [field for field in headers if field[0] not in _TRACE_HEADERS]
+    if not ids.is_valid:
+        return tuple(kept)
+    kept.append(("traceparent", f"00-{ids.trace_id:032x}-{ids.span_id:016x}-{ids.trace_flags:02x}"))
+    return (*kept, ("tracestate", ids.trace_state.to_header())) if ids.trace_state else tuple(kept)
 
 
 def note(facts: Mapping[str, str | int | float]) -> None:
@@ -210,12 +216,13 @@ class TracedApp:
 
     async def _traced(self, tracer: trace.Tracer, scope: Message, receive: Receive, send: Send) -> None:
         method, path = scope["method"], scope["path"]
-        with tracer.start_as_current_span(
+        span = tracer.start_span(
             f"{method} {path}" if path in _PATHS else method,
             context=_PROPAGATOR.extract(_trace_headers(scope)),
             kind=trace.SpanKind.SERVER,
             attributes={"http.request.method": method, "url.path": path, **_server(scope)},
-        ) as span:
+        )
+        with trace.use_span(span, end_on_exit=True):
             await self.app(scope, receive, _recording(span, send))
 
 
