@@ -80,8 +80,7 @@ def header(headers: Headers, name: str) -> str | None:
     return next((value for key, value in headers if key == name), None)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ClientRequest:
+class ClientRequest(msgspec.Struct, frozen=True):
     """One request to a generating endpoint.
 
     Attributes:
@@ -189,8 +188,7 @@ class StreamRoute(enum.StrEnum):
     events of a stream: from it another such node resumes the stream."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(msgspec.Struct, frozen=True):
     """What a body of one prompt asks for.
 
     Attributes:
@@ -227,8 +225,7 @@ class Shape:
         return wanted - self.asked
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LegForm:
+class LegForm(msgspec.Struct, frozen=True):
     """How a decode leg asks for its answer.
 
     Attributes:
@@ -241,8 +238,7 @@ class LegForm:
     records: bytes = b""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True)
-class SubRequest:
+class SubRequest(msgspec.Struct, frozen=True, weakref=True):
     """One prompt of a client's request.
 
     Attributes:

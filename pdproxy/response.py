@@ -1,9 +1,10 @@
 """A response for the client as a value, and the sink that takes its pieces the moment they arrive."""
 
 import abc
-import dataclasses
 from collections.abc import Callable
 from typing import Self
+
+import msgspec
 
 from pdproxy.request import Headers
 
@@ -58,8 +59,7 @@ class ResponseStream(abc.ABC):
         """End the legs and release what they hold. Idempotent; never raises."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ProxyResponse:
+class ProxyResponse(msgspec.Struct, frozen=True):
     """A response for the client; ``headers`` have lower-case names and no `content-length`."""
 
     status: int

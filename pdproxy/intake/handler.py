@@ -69,8 +69,7 @@ class HandlerConfig:
     routing: Routing = Routing.LEAST_LOADED
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Admitted:
+class _Admitted(msgspec.Struct, frozen=True):
     """A request whose body may be read; ``charge``: of its key's rates, where that has such."""
 
     api_key: ApiKey
@@ -106,10 +105,10 @@ class RequestHandler:
             request = self._request(context, endpoint, body, arrived, watcher, api_key)
             if self.config.routing in _BY_SESSION:
                 session = session_of(context.headers, body, api_key.name)
-                request = dataclasses.replace(request, session=session)
+                request = msgspec.structs.replace(request, session=session)
             if admitted.charge is not None:
                 self._expect(admitted.charge, api_key, endpoint, body)
-                request = dataclasses.replace(request, on_usage=admitted.charge.used)
+                request = msgspec.structs.replace(request, on_usage=admitted.charge.used)
             async with watcher:
                 await self._respond(context, await self.orchestrator.answer(request), admitted.charge)
 

@@ -5,6 +5,8 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, Self
 
+import msgspec
+
 from pdproxy.errors import ClientError
 from pdproxy.observe.labels import Rejection
 from pdproxy.observe.metrics import Metrics
@@ -176,8 +178,7 @@ class TrackedSend:
         await self._send(message)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RequestContext:
+class RequestContext(msgspec.Struct, frozen=True):
     """A request's head, and the two halves of its connection.
 
     Attributes:

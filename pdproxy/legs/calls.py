@@ -1,8 +1,9 @@
 """The HTTP calls to nodes: the prefill leg, the decode leg, the delivery of a ticket, the release of a hand-over."""
 
 import asyncio
-import dataclasses
 import secrets
+
+import msgspec
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.finish_reasons import is_aborted
@@ -39,8 +40,7 @@ def new_hand_over_id() -> str:
     return secrets.token_hex(16)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PrefillAnswer:
+class PrefillAnswer(msgspec.Struct, frozen=True):
     """The ticket for the decode leg; where the prefill node tells, how many of how many prompt tokens were cached."""
 
     ticket: Json

@@ -1,7 +1,6 @@
 """What is recorded of a request at its end: its outcome, its log line, its span, its latency, its usage."""
 
 import asyncio
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 
@@ -175,7 +174,7 @@ def record_usage(
         recomputed = usage.recomputed(hand_over.node.tail_tokens)
         route = Route.RECOMPUTED if recomputed else Route.DISAGGREGATED
         cached = usage.cached if recomputed else hand_over.answer.cached_tokens
-    shown = dataclasses.replace(usage, cached=cached)
+    shown = Usage(usage.prompt, usage.completion, cached)
     record_tokens(context, sub_request, shown)
     if usage.completion:
         length = usage.completion / sub_request.shape.choices

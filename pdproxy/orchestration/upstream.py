@@ -8,10 +8,11 @@ Some lines over 300: every step of one prompt's way stands beside those that may
 """
 
 import asyncio
-import dataclasses
 import functools
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
+
+import msgspec
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.failures import Moment, Step
@@ -366,7 +367,7 @@ class UpstreamRequest:
         self.nodes.admission.used((usage.prompt or 0) + (usage.completion or 0))
         if self.resumed:
             record_tokens(self._context, asked, usage)
-            answer.used(asked.index, dataclasses.replace(usage, cached=None))
+            answer.used(asked.index, msgspec.structs.replace(usage, cached=None))
             return
         route, shown = record_usage(self._context, self._background_tasks, asked, self.hand_over, usage)
         self.recomputed = route is Route.RECOMPUTED
