@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable
 from functools import cache, partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import Fault
 from pdproxy.observe.event_metrics import EventMetrics
@@ -31,6 +31,7 @@ from pdproxy.observe.labels import (
     WatchedSetting,
 )
 from pdproxy.observe.request_metrics import OTHER, SECONDS, KeyMetrics, ServedModels, ServerMetrics
+from pdproxy.observe.series import Counter, Gauge, Histogram
 from pdproxy.request import Endpoint
 
 

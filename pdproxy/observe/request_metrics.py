@@ -10,10 +10,11 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 
 from pdproxy.observe.gen_ai import OPERATIONS, VLLM
 from pdproxy.observe.labels import Outcome, Rejection, Tokens
+from pdproxy.observe.series import Counter, Gauge, Histogram
 from pdproxy.request import Endpoint
 
 SECONDS = (
