@@ -77,7 +77,10 @@ class Endpoint(enum.StrEnum):
 
 def header(headers: Headers, name: str) -> str | None:
     """The first value of a header, by its lower-case name."""
-    return next((value for key, value in headers if key == name), None)
+    for key, value in headers:
+        if key == name:
+            return value
+    return None
 
 
 class ClientRequest(msgspec.Struct, frozen=True):
@@ -268,8 +271,10 @@ class SubRequest(msgspec.Struct, frozen=True, weakref=True):
     @property
     def headers(self) -> Headers:
         """What both legs send: the client's headers, and the request id by which node logs can be matched."""
-        kept = tuple((name, value) for name, value in self.request.headers if name != "x-request-id")
-        return (*kept, ("x-request-id", self.name))
+        own = ("x-request-id", self.name)
+        if own in self.request.headers:  # a lone prompt has the request's name
+            return self.request.headers
+        return (*[field for field in self.request.headers if field[0] != "x-request-id"], own)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import re
-import uuid
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -211,8 +211,8 @@ _NOT_PASSED_ON = HOP_BY_HOP | {
 
 def request_id(headers: Headers) -> str:
     """The client's ``x-request-id`` where it can go into logs and headers as it is, else a new one."""
-    theirs = header(headers, "x-request-id") or ""
-    return theirs if _USABLE.fullmatch(theirs) else f"req-{uuid.uuid4().hex}"
+    theirs = header(headers, "x-request-id")
+    return theirs if theirs and _USABLE.fullmatch(theirs) else f"req-{secrets.token_hex(16)}"
 
 
 PRIORITY_HEADER = "x-vllm-priority"
@@ -224,8 +224,8 @@ def priority_of(headers: Headers, body: Json) -> int:
 
     Both go on to the nodes, which heed them with ``--scheduling-policy priority`` and ignore them without (0.32).
     """
-    theirs = (header(headers, PRIORITY_HEADER) or "").strip()
-    if _WHOLE_NUMBER.fullmatch(theirs):
+    theirs = header(headers, PRIORITY_HEADER)
+    if theirs and _WHOLE_NUMBER.fullmatch(theirs.strip()):
         return int(theirs)
     priority = body.get("priority")
     return priority if isinstance(priority, int) else 0
@@ -233,8 +233,10 @@ def priority_of(headers: Headers, body: Json) -> int:
 
 def headers_for_node(headers: Headers, request_id: str, credential: Credential, own: str) -> Headers:
     """What a node gets of the client's headers, with the request's id; ``own`` is the operator's credential."""
-    dropped = _NOT_PASSED_ON | {token.strip().lower() for token in (header(headers, "connection") or "").split(",")}
-    passed = tuple(pair for pair in headers if pair[0] not in dropped and not pair[0].startswith("x-pdproxy-"))
+    dropped, connection = _NOT_PASSED_ON, header(headers, "connection")
+    if connection:
+        dropped = dropped | {token.strip().lower() for token in connection.split(",")}
+    passed = [pair for pair in headers if pair[0] not in dropped and not pair[0].startswith("x-pdproxy-")]
     fixed = (("x-request-id", request_id), ("content-type", header(headers, "content-type") or "application/json"))
     return (*passed, *fixed, *_credential(headers, credential, own))
 

@@ -24,6 +24,9 @@ TICKETS_PATH = "/v1/pdproxy/tickets"
 STREAMS_PATH = "/v1/pdproxy/streams"
 """Before the path of an endpoint: the same endpoint, its streams with a journal."""
 _ACCEPTED = 202
+_OF_THE_LEG = frozenset({"content-type", "accept", "accept-encoding"})
+"""Headers of a client that say nothing of a leg's own body and answer."""
+_LEG_HEADERS = (("content-type", "application/json"), ("accept-encoding", "identity"))
 _NOT_RESUMABLE = b'"NotResumableError"'
 """The type of the error with which that route leaves a stream to the endpoint itself."""
 
@@ -160,9 +163,8 @@ async def _post(
 async def _post_raw(
     transport: Transport, node: Node, path: str, body: bytes, headers: Headers, timeouts: Timeouts
 ) -> HttpResponse:
-    own = ("content-type", "accept", "accept-encoding")
-    kept = tuple((name, value) for name, value in headers if name not in own)
-    leg_headers = (*kept, ("content-type", "application/json"), ("accept-encoding", "identity"))
+    kept = [field for field in headers if field[0] not in _OF_THE_LEG]
+    leg_headers = (*kept, *_LEG_HEADERS)
     return await transport.send(HttpRequest("POST", node.url + path, leg_headers, body), timeouts)
 
 
