@@ -1,12 +1,11 @@
 """API keys and their limits, request ids, priorities, and which headers of a client go on to a node."""
 
-import contextlib
 import dataclasses
 import hashlib
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,25 +84,24 @@ class OpenRequests:
         self._metrics = metrics
         self._open: Counter[str] = Counter()
 
-    @contextlib.contextmanager
-    def one_open(self, api_key: ApiKey) -> Iterator[None]:
-        """One request more is open while inside.
-
-        Raises:
-            ClientError: 429: the key has as many as it may.
-        """
+    def check(self, api_key: ApiKey) -> None:
+        """Raise the `ClientError` 429 where a key has as many open as it may."""
         limit, name = api_key.limits.open or (self._limit if api_key is not ANONYMOUS else 0), api_key.name
         if limit and self._open[name] >= limit:
             self._metrics.rejected(Rejection.KEY_LIMIT, name)
             text = f"This API key may have {limit} requests open at once."
             raise rejected_error(Rejection.KEY_LIMIT, text, 1)
+
+    def begin(self, name: str) -> None:
+        """One request more of a key is open, until `end`."""
         self._open[name] += 1
-        try:
-            yield
-        finally:
+
+    def end(self, name: str) -> None:
+        """It is open no more."""
+        if self._open[name] > 1:
             self._open[name] -= 1
-            if not self._open[name]:
-                del self._open[name]
+        else:
+            del self._open[name]
 
 
 def presented_key(headers: Headers) -> str:

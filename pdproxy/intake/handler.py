@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator
+from typing import Self
 
 import msgspec
 
@@ -69,12 +69,31 @@ class HandlerConfig:
     routing: Routing = Routing.LEAST_LOADED
 
 
-class _Admitted(msgspec.Struct, frozen=True):
-    """A request whose body may be read; ``charge``: of its key's rates, where that has such."""
+class _Admitted:
+    """A request whose body may be read; it is open, and holds what it holds, until the end of the context.
 
-    api_key: ApiKey
-    reservation: Reservation
-    charge: RateCharge | None
+    ``charge``: of its key's rates, where that has such.
+    """
+
+    __slots__ = ("_open_requests", "api_key", "charge", "reservation")
+
+    def __init__(
+        self, api_key: ApiKey, reservation: Reservation, charge: RateCharge | None, open_requests: OpenRequests
+    ) -> None:
+        self.api_key = api_key
+        self.reservation = reservation
+        self.charge = charge
+        self._open_requests = open_requests
+
+    def __enter__(self) -> Self:
+        self._open_requests.begin(self.api_key.name)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open_requests.end(self.api_key.name)
+        self.reservation.close()
+        if self.charge is not None:
+            self.charge.settle()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,31 +148,26 @@ class RequestHandler:
             async with watcher:
                 await self._respond(context, await self.orchestrator.forward(request), admitted.charge)
 
-    @contextlib.contextmanager
-    def _admitted(self, context: RequestContext) -> Iterator[_Admitted]:
+    def _admitted(self, context: RequestContext) -> "_Admitted":
         """What is decided before the body is read: by the key, its limits, the room for bodies and in the queue.
 
         Raises:
             ClientError: 401, 429: it is not to be read.
         """
-        with contextlib.ExitStack() as stack:
-            api_key = ANONYMOUS
-            try:
-                api_key = self.keys.api_key(context.headers)
-                stack.enter_context(self.open_requests.one_open(api_key))
-                self.orchestrator.check_room(api_key.name)
-                promised = promised_length(context.headers)
-                fits = promised <= self.config.body_bytes  # one that never will is refused for that
-                reservation = self.budget.reserve(api_key.name, promised if fits else 0)
-                charge = None if api_key.limits is NO_LIMITS else self.rates.begin(api_key)
-            except ClientError as error:
-                if error.status == 429:
-                    self.orchestrator.turned_away(context.endpoint, api_key.name)
-                raise unread(error, context.headers) from None
-            stack.enter_context(reservation)
-            if charge is not None:
-                stack.callback(charge.settle)
-            yield _Admitted(api_key, reservation, charge)
+        api_key = ANONYMOUS
+        try:
+            api_key = self.keys.api_key(context.headers)
+            self.open_requests.check(api_key)
+            self.orchestrator.check_room(api_key.name)
+            promised = promised_length(context.headers)
+            fits = promised <= self.config.body_bytes  # one that never will is refused for that
+            reservation = self.budget.reserve(api_key.name, promised if fits else 0)
+            charge = None if api_key.limits is NO_LIMITS else self.rates.begin(api_key)
+        except ClientError as error:
+            if error.status == 429:
+                self.orchestrator.turned_away(context.endpoint, api_key.name)
+            raise unread(error, context.headers) from None
+        return _Admitted(api_key, reservation, charge, self.open_requests)
 
     def _expect(self, charge: RateCharge, api_key: ApiKey, endpoint: Endpoint, body: Json) -> None:
         """The tokens of a request are known now, about; raises the `ClientError` 429 where they are not left."""

@@ -121,7 +121,7 @@ class BodyBudget:
 
 
 class Reservation:
-    """The bytes that one request holds; given back at the end of the context."""
+    """The bytes that one request holds, until `close`."""
 
     def __init__(self, budget: BodyBudget, key: str) -> None:
         self._budget = budget
@@ -137,10 +137,8 @@ class Reservation:
         self._budget.take(size - self._size, self._key)
         self._size = size
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """It holds none any more. Idempotent."""
         self._budget.take(-self._size, self._key)
         self._size = 0
 
