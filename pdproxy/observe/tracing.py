@@ -10,7 +10,7 @@ entered, a call through the transport is this leg's: it sends the span's ``trace
 
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from contextvars import Token
+from contextvars import ContextVar, Token
 from typing import Any, Self
 
 from opentelemetry import context, trace
@@ -31,7 +31,7 @@ _TRACE_HEADERS = ("traceparent", "tracestate")
 
 _PATHS = frozenset(Endpoint)
 _PROPAGATOR = TraceContextTextMapPropagator()
-_LEG = context.create_key("pdproxy-leg")
+_LEG: ContextVar[trace.Span | None] = ContextVar("pdproxy-leg", default=None)
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -110,20 +110,21 @@ def trace_ids() -> dict[str, str]:
 class LegSpan:
     """The span of one leg. Entering it, more than once if need be, makes it the current one; `end` ends it."""
 
-    __slots__ = ("_span", "_token")
+    __slots__ = ("_span", "_tokens")
 
     def __init__(self, span: trace.Span) -> None:
         self._span = span
-        self._token: Token[Context] | None = None
+        self._tokens: tuple[Token[Context], Token[trace.Span | None]] | None = None
 
     def __enter__(self) -> Self:
-        self._token = context.attach(context.set_value(_LEG, True, trace.set_span_in_context(self._span)))
+        self._tokens = context.attach(trace.set_span_in_context(self._span)), _LEG.set(self._span)
         return self
 
     def __exit__(self, *_: object) -> None:
-        token, self._token = self._token, None
-        if token is not None:
-            context.detach(token)
+        tokens, self._tokens = self._tokens, None
+        if tokens is not None:
+            context.detach(tokens[0])
+            _LEG.reset(tokens[1])
 
     def note(self, facts: Mapping[str, str | int | bool]) -> None:
         """Further facts about the leg; their names get a prefix."""
@@ -189,7 +190,7 @@ def leg_span(
 
 def current_leg_span() -> trace.Span | None:
     """The span of the leg whose call is being made; None outside of one."""
-    return trace.get_current_span() if context.get_value(_LEG) else None
+    return _LEG.get()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
