@@ -30,8 +30,16 @@ from pdproxy.observe.labels import (
     Tokens,
     WatchedSetting,
 )
-from pdproxy.observe.request_metrics import OTHER, SECONDS, KeyMetrics, ServedModels, ServerMetrics
-from pdproxy.observe.series import Counter, Gauge, Histogram
+from pdproxy.observe.request_metrics import (
+    OTHER,
+    SECONDS,
+    Counter,
+    Gauge,
+    Histogram,
+    KeyMetrics,
+    ServedModels,
+    ServerMetrics,
+)
 from pdproxy.request import Endpoint
 
 
