@@ -77,11 +77,13 @@ class Endpoint(enum.StrEnum):
 
 def header(headers: Headers, name: str) -> str | None:
     """The first value of a header, by its lower-case name."""
-    return next((value for key, value in headers if key == name), None)
+    for key, value in headers:
+        if key == name:
+            return value
+    return None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ClientRequest:
+class ClientRequest(msgspec.Struct, frozen=True):
     """One request to a generating endpoint.
 
     Attributes:
@@ -195,8 +197,7 @@ class StreamRoute(enum.StrEnum):
     events of a stream: from it another such node resumes the stream."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(msgspec.Struct, frozen=True):
     """What a body of one prompt asks for.
 
     Attributes:
@@ -233,8 +234,7 @@ class Shape:
         return ONLY_TOKEN_IDS if wanted else NO_ADDITIONS
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LegForm:
+class LegForm(msgspec.Struct, frozen=True):
     """How a decode leg asks for its answer.
 
     Attributes:
@@ -247,8 +247,7 @@ class LegForm:
     records: bytes = b""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True)
-class SubRequest:
+class SubRequest(msgspec.Struct, frozen=True, weakref=True):
     """One prompt of a client's request.
 
     Attributes:
@@ -278,8 +277,10 @@ class SubRequest:
     @property
     def headers(self) -> Headers:
         """What both legs send: the client's headers, and the request id by which node logs can be matched."""
-        kept = tuple((name, value) for name, value in self.request.headers if name != "x-request-id")
-        return (*kept, ("x-request-id", self.name))
+        own = ("x-request-id", self.name)
+        if own in self.request.headers:  # a lone prompt has the request's name
+            return self.request.headers
+        return (*[field for field in self.request.headers if field[0] != "x-request-id"], own)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """A response for the client as a value, and the sink that takes its pieces the moment they arrive."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Protocol
+
+import msgspec
 
 from pdproxy.request import Headers
 
@@ -40,8 +41,7 @@ class ResponseStream(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ProxyResponse:
+class ProxyResponse(msgspec.Struct, frozen=True):
     """A response for the client; ``headers`` have lower-case names and no `content-length`."""
 
     status: int

@@ -8,9 +8,10 @@ responses always have ``input_tokens_details.cached_tokens``.
 hand-over's end count as cached; if not, only what its own cache held.
 """
 
-import dataclasses
 import re
 from collections.abc import Sequence
+
+import msgspec
 
 from pdproxy.request import Endpoint, Json, read_json
 
@@ -19,8 +20,7 @@ _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
 _CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d+)')
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True):
     """Usage as a node reported it, in tokens; None for what it left out."""
 
     prompt: int | None

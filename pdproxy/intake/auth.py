@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import re
-import uuid
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -84,37 +84,24 @@ class OpenRequests:
         self._metrics = metrics
         self._open: Counter[str] = Counter()
 
-    def one_open(self, api_key: ApiKey) -> "OpenRequest":
-        """One request more is open, until the end of its context.
-
-        Raises:
-            ClientError: 429: the key has as many as it may.
-        """
+    def check(self, api_key: ApiKey) -> None:
+        """Raise the `ClientError` 429 where a key has as many open as it may."""
         limit, name = api_key.limits.open or (self._limit if api_key is not ANONYMOUS else 0), api_key.name
         if limit and self._open[name] >= limit:
             self._metrics.rejected(Rejection.KEY_LIMIT, name)
             text = f"This API key may have {limit} requests open at once."
             raise rejected_error(Rejection.KEY_LIMIT, text, 1)
+
+    def begin(self, name: str) -> None:
+        """One request more of a key is open, until `end`."""
         self._open[name] += 1
-        return OpenRequest(self._open, name)
 
-
-class OpenRequest:
-    """A request that counts as open until the end of its context."""
-
-    __slots__ = ("_name", "_open")
-
-    def __init__(self, of_keys: Counter[str], name: str) -> None:
-        self._open = of_keys
-        self._name = name
-
-    def __enter__(self) -> None:
-        """It was counted when it was made."""
-
-    def __exit__(self, *_: object) -> None:
-        self._open[self._name] -= 1
-        if not self._open[self._name]:
-            del self._open[self._name]
+    def end(self, name: str) -> None:
+        """It is open no more."""
+        if self._open[name] > 1:
+            self._open[name] -= 1
+        else:
+            del self._open[name]
 
 
 def presented_key(headers: Headers) -> str:
@@ -222,8 +209,8 @@ _NOT_PASSED_ON = HOP_BY_HOP | {
 
 def request_id(headers: Headers) -> str:
     """The client's ``x-request-id`` where it can go into logs and headers as it is, else a new one."""
-    theirs = header(headers, "x-request-id") or ""
-    return theirs if _USABLE.fullmatch(theirs) else f"req-{uuid.uuid4().hex}"
+    theirs = header(headers, "x-request-id")
+    return theirs if theirs and _USABLE.fullmatch(theirs) else f"req-{secrets.token_hex(16)}"
 
 
 PRIORITY_HEADER = "x-vllm-priority"
@@ -235,8 +222,8 @@ def priority_of(headers: Headers, body: Json) -> int:
 
     Both go on to the nodes, which heed them with ``--scheduling-policy priority`` and ignore them without (0.32).
     """
-    theirs = (header(headers, PRIORITY_HEADER) or "").strip()
-    if _WHOLE_NUMBER.fullmatch(theirs):
+    theirs = header(headers, PRIORITY_HEADER)
+    if theirs and _WHOLE_NUMBER.fullmatch(theirs.strip()):
         return int(theirs)
     priority = body.get("priority")
     return priority if isinstance(priority, int) else 0
@@ -244,8 +231,10 @@ def priority_of(headers: Headers, body: Json) -> int:
 
 def headers_for_node(headers: Headers, request_id: str, credential: Credential, own: str) -> Headers:
     """What a node gets of the client's headers, with the request's id; ``own`` is the operator's credential."""
-    dropped = _NOT_PASSED_ON | {token.strip().lower() for token in (header(headers, "connection") or "").split(",")}
-    passed = tuple(pair for pair in headers if pair[0] not in dropped and not pair[0].startswith("x-pdproxy-"))
+    dropped, connection = _NOT_PASSED_ON, header(headers, "connection")
+    if connection:
+        dropped = dropped | {token.strip().lower() for token in connection.split(",")}
+    passed = [pair for pair in headers if pair[0] not in dropped and not pair[0].startswith("x-pdproxy-")]
     fixed = (("x-request-id", request_id), ("content-type", header(headers, "content-type") or "application/json"))
     return (*passed, *fixed, *_credential(headers, credential, own))
 

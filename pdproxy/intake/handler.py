@@ -8,6 +8,8 @@ import dataclasses
 import logging
 from typing import Self
 
+import msgspec
+
 from pdproxy.clock import Clock
 from pdproxy.credential import Secret
 from pdproxy.errors import ClientError
@@ -16,7 +18,6 @@ from pdproxy.intake.auth import (
     ANONYMOUS,
     ApiKey,
     ApiKeys,
-    OpenRequest,
     OpenRequests,
     headers_for_node,
     priority_of,
@@ -78,25 +79,31 @@ class HandlerConfig:
     routing: Routing = Routing.LEAST_LOADED
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class _Admitted:
-    """A request whose body may be read; ``charge``: of its key's rates, where that has such.
+    """A request whose body may be read; it is open, and holds what it holds, until the end of the context.
 
-    A context, which ends with the request. It is one object and not a stack, for there is one for each idle stream.
+    ``charge``: of its key's rates, where that has such.
     """
 
-    api_key: ApiKey
-    counted: OpenRequest
-    reservation: Reservation
-    charge: RateCharge | None
+    __slots__ = ("_open_requests", "api_key", "charge", "reservation")
+
+    def __init__(
+        self, api_key: ApiKey, reservation: Reservation, charge: RateCharge | None, open_requests: OpenRequests
+    ) -> None:
+        self.api_key = api_key
+        self.reservation = reservation
+        self.charge = charge
+        self._open_requests = open_requests
 
     def __enter__(self) -> Self:
+        self._open_requests.begin(self.api_key.name)
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self.counted, self.reservation:
-            if self.charge is not None:
-                self.charge.settle()
+        self._open_requests.end(self.api_key.name)
+        self.reservation.close()
+        if self.charge is not None:
+            self.charge.settle()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,10 +135,10 @@ class RequestHandler:
             request = self._request(context, endpoint, body, arrived, watcher, api_key)
             if self.config.routing in _BY_SESSION:
                 session = session_of(context.headers, body, api_key.name)
-                request = dataclasses.replace(request, session=session)
+                request = msgspec.structs.replace(request, session=session)
             if admitted.charge is not None:
                 self._expect(admitted.charge, api_key, endpoint, body)
-                request = dataclasses.replace(request, on_usage=admitted.charge.used)
+                request = msgspec.structs.replace(request, on_usage=admitted.charge.used)
             async with watcher:
                 await self._respond(context, await self.orchestrator.answer(request), admitted.charge)
 
@@ -161,23 +168,17 @@ class RequestHandler:
         api_key = ANONYMOUS
         try:
             api_key = self.keys.api_key(context.headers)
-            return self._counted(context, api_key, self.open_requests.one_open(api_key))
-        except ClientError as error:
-            if error.status == 429:
-                self.orchestrator.turned_away(context.endpoint, api_key.name)
-            raise unread(error, context.headers) from None
-
-    def _counted(self, context: RequestContext, api_key: ApiKey, counted: OpenRequest) -> _Admitted:
-        try:
+            self.open_requests.check(api_key)
             self.orchestrator.check_room(api_key.name)
             promised = promised_length(context.headers)
             fits = promised <= self.config.body_bytes  # one that never will is refused for that
             reservation = self.budget.reserve(api_key.name, promised if fits else 0)
             charge = None if api_key.limits is NO_LIMITS else self.rates.begin(api_key)
-            return _Admitted(api_key, counted, reservation, charge)
-        except BaseException as error:
-            counted.__exit__(type(error), error, error.__traceback__)
-            raise
+        except ClientError as error:
+            if error.status == 429:
+                self.orchestrator.turned_away(context.endpoint, api_key.name)
+            raise unread(error, context.headers) from None
+        return _Admitted(api_key, reservation, charge, self.open_requests)
 
     def _expect(self, charge: RateCharge, api_key: ApiKey, endpoint: Endpoint, body: Json) -> None:
         """The tokens of a request are known now, about; raises the `ClientError` 429 where they are not left."""

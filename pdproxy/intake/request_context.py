@@ -6,6 +6,8 @@ import io
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, Self
 
+import msgspec
+
 from pdproxy.errors import ClientError
 from pdproxy.observe.labels import Rejection
 from pdproxy.observe.metrics import Metrics
@@ -126,7 +128,7 @@ class BodyBudget:
 
 
 class Reservation:
-    """The bytes that one request holds; given back at the end of the context."""
+    """The bytes that one request holds, until `close`."""
 
     def __init__(self, budget: BodyBudget, key: str) -> None:
         self._budget = budget
@@ -142,10 +144,8 @@ class Reservation:
         self._budget.take(size - self._size, self._key)
         self._size = size
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """It holds none any more. Idempotent."""
         self._budget.take(-self._size, self._key)
         self._size = 0
 
@@ -183,8 +183,7 @@ class TrackedSend:
         await self._send(message)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RequestContext:
+class RequestContext(msgspec.Struct, frozen=True):
     """A request's head, and the two halves of its connection.
 
     Attributes:

@@ -1,8 +1,9 @@
 """The HTTP calls to nodes: the prefill leg, the decode leg, the delivery of a ticket, the release of a hand-over."""
 
 import asyncio
-import dataclasses
 import secrets
+
+import msgspec
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.finish_reasons import is_aborted
@@ -24,6 +25,9 @@ TICKETS_PATH = "/v1/pdproxy/tickets"
 STREAMS_PATH = "/v1/pdproxy/streams"
 """Before the path of an endpoint: the same endpoint, its streams with a journal."""
 _ACCEPTED = 202
+_OF_THE_LEG = frozenset({"content-type", "accept", "accept-encoding"})
+"""Headers of a client that say nothing of a leg's own body and answer."""
+_LEG_HEADERS = (("content-type", "application/json"), ("accept-encoding", "identity"))
 _NOT_RESUMABLE = b'"NotResumableError"'
 """The type of the error with which that route leaves a stream to the endpoint itself."""
 
@@ -40,8 +44,7 @@ def new_hand_over_id() -> str:
     return secrets.token_hex(16)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PrefillAnswer:
+class PrefillAnswer(msgspec.Struct, frozen=True):
     """The ticket for the decode leg; where the prefill node tells, how many of how many prompt tokens were cached."""
 
     ticket: Json
@@ -161,9 +164,8 @@ async def _post(
 async def _post_raw(
     transport: Transport, node: Node, path: str, body: bytes, headers: Headers, timeouts: Timeouts
 ) -> HttpResponse:
-    own = ("content-type", "accept", "accept-encoding")
-    kept = tuple((name, value) for name, value in headers if name not in own)
-    leg_headers = (*kept, ("content-type", "application/json"), ("accept-encoding", "identity"))
+    kept = [field for field in headers if field[0] not in _OF_THE_LEG]
+    leg_headers = (*kept, *_LEG_HEADERS)
     if len(body) > LARGE:
         await asyncio.sleep(0)  # to write it as JSON took some milliseconds, and to send it takes some more
     return await transport.send(HttpRequest("POST", node.url + path, leg_headers, body), timeouts)

@@ -20,6 +20,7 @@ OUTPUT_RULES = {
     "echo": NotContinuableReason.ECHO,
     "use_beam_search": NotContinuableReason.BEAM_SEARCH,
 }
+_RULING = frozenset({*OUTPUT_PENALTIES, *OUTPUT_RULES})
 MOST_READERS = 1024
 """How many reads of one hand-over a prefill node's connector grants."""
 CLIENT_TOOLS = "function"
@@ -39,7 +40,7 @@ NO_TEXT = MEDIA | {"source", "file", "file_data"}
 def shape(endpoint: Endpoint, body: Json) -> Shape:
     """The shape of a scrubbed body of one prompt."""
     choices, most = body.get("n"), _max_tokens(body)
-    held = max((len(text) for text in stops(body)), default=1) - 1
+    held = max(map(len, stops(body)), default=1) - 1 if "stop" in body else 0
     return Shape(
         choices=choices if isinstance(choices, int) else 1,
         stream=body.get("stream") is True,
@@ -78,16 +79,18 @@ def estimated_prompt_tokens(body: Json) -> int:
         return ids.ids
     if isinstance(ids, list) and ids and isinstance(ids[0], int):
         return len(ids)
-    return -(-sum(text_length(body.get(key)) for key in _PROMPT_FIELDS) // BYTES_PER_TOKEN)
+    return -(-sum([text_length(body[key]) for key in _PROMPT_FIELDS if key in body]) // BYTES_PER_TOKEN)
 
 
 def text_length(value: object) -> int:
     """Of all texts within, but for media, in UTF-8."""
+    if isinstance(value, str):
+        return _utf8_length(value)
     return value.text_bytes if isinstance(value, LargeValue) else sum(map(_utf8_length, _texts(value)))
 
 
 def _utf8_length(text: str) -> int:
-    return len(text.encode("utf-8", "surrogatepass"))
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -167,10 +170,14 @@ def _not_continuable(endpoint: Endpoint, body: Json) -> NotContinuableReason | N
         return NotContinuableReason[endpoint.name]
     if body.get("n") not in (None, 1):
         return NotContinuableReason.CHOICES
+    rule = None if _RULING.isdisjoint(body) else _output_rule(body)
+    return rule or _format(body) or (_chat(body) if endpoint is Endpoint.CHAT else None)
+
+
+def _output_rule(body: Json) -> NotContinuableReason | None:
     if any(body.get(key) for key in OUTPUT_PENALTIES):
         return NotContinuableReason.PENALTIES
-    rule = next((reason for key, reason in OUTPUT_RULES.items() if _is_set(body.get(key))), None)
-    return rule or _format(body) or (_chat(body) if endpoint is Endpoint.CHAT else None)
+    return next((reason for key, reason in OUTPUT_RULES.items() if _is_set(body.get(key))), None)
 
 
 def _not_resumable(endpoint: Endpoint, body: Json) -> NotContinuableReason | None:
@@ -226,12 +233,17 @@ def _is_text(part: object) -> bool:
 
 
 def _asked(body: Json) -> frozenset[Addition]:
-    options = body.get("stream_options")
-    usage = isinstance(options, dict) and bool(options.get("include_usage"))
-    wishes = {Addition.TOKEN_IDS: bool(body.get("return_token_ids")), Addition.USAGE: usage}
-    return frozenset(addition for addition, asked in wishes.items() if asked) or NO_ADDITIONS
+    options, asked = body.get("stream_options"), set[Addition]()
+    if isinstance(options, dict) and options.get("include_usage"):
+        asked.add(Addition.USAGE)
+    if body.get("return_token_ids"):
+        asked.add(Addition.TOKEN_IDS)
+    return frozenset(asked) or NO_ADDITIONS
 
 
 def _max_tokens(body: Json) -> int | None:
-    named = (body.get(key) for key in ("max_completion_tokens", "max_output_tokens", "max_tokens"))
-    return next((value for value in named if isinstance(value, int) and not isinstance(value, bool)), None)
+    for key in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
+        value = body.get(key)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None

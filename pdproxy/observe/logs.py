@@ -39,7 +39,7 @@ class TextFormatter(logging.Formatter):
     """``time LEVEL logger: message key=value …``; a traceback follows on lines of its own."""
 
     def format(self, record: logging.LogRecord) -> str:
-        extras = "".join(f" {name}={value}" for name, value in _extras(record).items())
+        extras = "".join([f" {name}={value}" for name, value in _extras(record).items()])
         text = f"{record.name}: {record.getMessage()}{extras}"
         if not text.isprintable():
             text = text.translate(_ESCAPES)
@@ -77,4 +77,6 @@ def _second(second: float) -> str:
 
 
 def _extras(record: logging.LogRecord) -> dict[str, object]:
-    return {name: value for name, value in record.__dict__.items() if name not in _STANDARD} | trace_ids()
+    extras = {name: value for name, value in record.__dict__.items() if name not in _STANDARD}
+    extras.update(trace_ids())
+    return extras

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable
 from functools import cache, partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import Fault
 from pdproxy.observe.event_metrics import EventMetrics
@@ -30,7 +30,16 @@ from pdproxy.observe.labels import (
     Tokens,
     WatchedSetting,
 )
-from pdproxy.observe.request_metrics import OTHER, SECONDS, KeyMetrics, ServedModels, ServerMetrics
+from pdproxy.observe.request_metrics import (
+    OTHER,
+    SECONDS,
+    Counter,
+    Gauge,
+    Histogram,
+    KeyMetrics,
+    ServedModels,
+    ServerMetrics,
+)
 from pdproxy.request import Endpoint
 from pdproxy.usage import Usage
 

@@ -10,7 +10,7 @@ entered, a call through the transport is this leg's: it sends the span's ``trace
 
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from contextvars import Token
+from contextvars import ContextVar, Token
 from typing import Any, Self
 
 from opentelemetry import context, trace
@@ -31,7 +31,7 @@ _TRACE_HEADERS = ("traceparent", "tracestate")
 
 _PATHS = frozenset(Endpoint)
 _PROPAGATOR = TraceContextTextMapPropagator()
-_LEG = context.create_key("pdproxy-leg")
+_LEG: ContextVar[trace.Span | None] = ContextVar("pdproxy-leg", default=None)
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -61,6 +61,8 @@ def tracing_of(otel: Otel) -> Tracing | None:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+        from pdproxy.observe.spans import tracer_of
+
         exporter = OTLPSpanExporter(endpoint=otel.endpoint)  # imports its HTTP client
     except ImportError as error:
         raise SettingsError(
@@ -68,15 +70,19 @@ def tracing_of(otel: Otel) -> Tracing | None:
             "pip install 'pdproxy[otel]', or set otel.export to off."
         ) from error
     provider = TracerProvider(resource=Resource.create({"service.name": otel.service}))
-    provider.add_span_processor(BatchSpanProcessor(exporter))
-    return Tracing(provider.get_tracer("pdproxy", __version__), provider.shutdown)
+    processor = BatchSpanProcessor(exporter)
+    provider.add_span_processor(processor)  # which ends it
+    return Tracing(tracer_of(provider, processor, "pdproxy", __version__), provider.shutdown)
 
 
 def outward(headers: Headers, span: trace.Span) -> Headers:
     """The headers of a call to a node whose spans are to be children of ``span``."""
-    carrier: dict[str, str] = {}
-    _PROPAGATOR.inject(carrier, trace.set_span_in_context(span))
-    return (*(field for field in headers if field[0] not in _TRACE_HEADERS), *carrier.items())
+    ids = span.get_span_context()
+    kept = [field for field in headers if field[0] not in _TRACE_HEADERS]
+    if not ids.is_valid:
+        return tuple(kept)
+    kept.append(("traceparent", f"00-{ids.trace_id:032x}-{ids.span_id:016x}-{ids.trace_flags:02x}"))
+    return (*kept, ("tracestate", ids.trace_state.to_header())) if ids.trace_state else tuple(kept)
 
 
 def note(facts: Mapping[str, str | int | float]) -> None:
@@ -104,20 +110,21 @@ def trace_ids() -> dict[str, str]:
 class LegSpan:
     """The span of one leg. Entering it, more than once if need be, makes it the current one; `end` ends it."""
 
-    __slots__ = ("_span", "_token")
+    __slots__ = ("_span", "_tokens")
 
     def __init__(self, span: trace.Span) -> None:
         self._span = span
-        self._token: Token[Context] | None = None
+        self._tokens: tuple[Token[Context], Token[trace.Span | None]] | None = None
 
     def __enter__(self) -> Self:
-        self._token = context.attach(context.set_value(_LEG, True, trace.set_span_in_context(self._span)))
+        self._tokens = context.attach(trace.set_span_in_context(self._span)), _LEG.set(self._span)
         return self
 
     def __exit__(self, *_: object) -> None:
-        token, self._token = self._token, None
-        if token is not None:
-            context.detach(token)
+        tokens, self._tokens = self._tokens, None
+        if tokens is not None:
+            context.detach(tokens[0])
+            _LEG.reset(tokens[1])
 
     def note(self, facts: Mapping[str, str | int | bool]) -> None:
         """Further facts about the leg; their names get a prefix."""
@@ -183,7 +190,7 @@ def leg_span(
 
 def current_leg_span() -> trace.Span | None:
     """The span of the leg whose call is being made; None outside of one."""
-    return trace.get_current_span() if context.get_value(_LEG) else None
+    return _LEG.get()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -210,12 +217,13 @@ class TracedApp:
 
     async def _traced(self, tracer: trace.Tracer, scope: Message, receive: Receive, send: Send) -> None:
         method, path = scope["method"], scope["path"]
-        with tracer.start_as_current_span(
+        span = tracer.start_span(
             f"{method} {path}" if path in _PATHS else method,
             context=_PROPAGATOR.extract(_trace_headers(scope)),
             kind=trace.SpanKind.SERVER,
             attributes={"http.request.method": method, "url.path": path, **_server(scope)},
-        ) as span:
+        )
+        with trace.use_span(span, end_on_exit=True):
             await self.app(scope, receive, _recording(span, send))
 
 

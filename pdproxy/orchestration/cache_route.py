@@ -1,6 +1,6 @@
 """One prompt's way under a policy that goes by what is cached: what its plan is told, and what is learned from it."""
 
-import dataclasses
+import msgspec
 
 from pdproxy.legs.calls import PrefillAnswer
 from pdproxy.nodes.node import RANK_HEADER, Node, Role
@@ -55,7 +55,7 @@ class CacheRoute:
     def informed(self, needs: PlanInput) -> PlanInput:
         """With what is known of the prompt and the nodes. vLLM heeds no rank of a leg for responses."""
         names_rank = self._sub_request.endpoint is not Endpoint.RESPONSES
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             needs, prefix=self._prefix, tokens=self._estimated, rates=self._rates, names_rank=names_rank
         )
 

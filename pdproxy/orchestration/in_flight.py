@@ -102,8 +102,8 @@ class Timeline:
 
     def header(self) -> str:
         """The value of `Server-Timing`, in milliseconds, of the phases up to the first byte."""
-        phases = ((phase, seconds) for phase, seconds in self.took.items() if phase not in _AFTER_FIRST_BYTE)
-        return ", ".join(f"{phase};dur={seconds * 1000:.1f}" for phase, seconds in phases)
+        phases = [(phase, seconds) for phase, seconds in self.took.items() if phase not in _AFTER_FIRST_BYTE]
+        return ", ".join([f"{phase};dur={seconds * 1000:.1f}" for phase, seconds in phases])
 
 
 @dataclasses.dataclass(slots=True)

@@ -23,6 +23,8 @@ import itertools
 import logging
 from collections.abc import Iterator
 
+import msgspec
+
 from pdproxy.credential import OwnHeaders, no_headers
 from pdproxy.errors import Fault, NodeFault, PdproxyError
 from pdproxy.legs.calls import (
@@ -221,7 +223,7 @@ class KnownAnswer:
         left = pair.deadline - self._context.clock.now()
         if left <= 0:
             raise Unanswered(f"{pair.prefill.name} and {pair.decode.name} took more than {BUDGET:g} s")
-        return dataclasses.replace(CALL_TIMEOUTS, whole=min(CALL_TIMEOUTS.whole, left))
+        return msgspec.structs.replace(CALL_TIMEOUTS, whole=min(CALL_TIMEOUTS.whole, left))
 
 
 def _body(pair: _Pair, prompt: list[int], tokens: int, salt: str) -> Json:

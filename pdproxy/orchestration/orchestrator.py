@@ -30,6 +30,8 @@ from pdproxy.usage import read_usage
 
 _LOG = logging.getLogger("pdproxy.orchestration.access_log")
 """By this name operators find the log lines of requests."""
+_NODES = (("prefill_node", Phase.PREFILL), ("decode_node", Phase.HANDOVER))
+_MILLISECONDS = {phase: f"{phase}_ms" for phase in Phase}
 _LONGEST_MODEL = 200
 """Characters of a model's name that a log line shows: a client can send any."""
 _JSON_HEADER = ("content-type", "application/json")
@@ -84,10 +86,16 @@ class RequestLog:
         if logged or timeline.answer.traced:
             facts = self._facts(outcome)
             if logged:
-                named: dict[str, object] = {"endpoint": request.endpoint.value, "model": request.model[:_LONGEST_MODEL]}
-                _LOG.info("request ended", extra={"request_id": request.request_id, **named, **facts})
+                self._write_line(facts)
             if timeline.answer.traced:
                 self._end_span(outcome, facts)
+
+    def _write_line(self, facts: Mapping[str, object]) -> None:
+        """As `Logger.info` does with ``extra``, but for its check of each name: these are the proxy's own."""
+        request, record = self._request, _LOG.makeRecord(_LOG.name, logging.INFO, "", 0, "request ended", (), None)
+        record.__dict__ |= {"request_id": request.request_id, "endpoint": request.endpoint.value, **facts}
+        record.__dict__["model"] = request.model[:_LONGEST_MODEL]
+        _LOG.handle(record)
 
     def _record_latency(self, outcome: Outcome) -> None:
         took, server = self.timeline.took, self._context.metrics.server
@@ -102,15 +110,19 @@ class RequestLog:
         Never a body, a ticket or a key, of a client's or of its session.
         """
         timeline = self.timeline
-        nodes = {"prefill_node": timeline.nodes.get(Phase.PREFILL), "decode_node": timeline.nodes.get(Phase.HANDOVER)}
         facts: dict[str, str | int | float] = {"outcome": outcome.value}
-        facts |= {field: node for field, node in nodes.items() if node is not None}
-        facts |= {f"{role}_session": affinity.value for role, affinity in timeline.affinities.items()}
+        for field, phase in _NODES:
+            if phase in timeline.nodes:
+                facts[field] = timeline.nodes[phase]
+        for role, affinity in timeline.affinities.items():
+            facts[f"{role}_session"] = affinity.value
         if timeline.decision is not None:
             facts |= timeline.decision.facts()
         facts |= timeline.answer.facts()
-        # To tenths; with a number of digits `round` takes five times as long.
-        return facts | {f"{phase}_ms": round(seconds * 10_000) / 10 for phase, seconds in timeline.took.items()}
+        for phase, seconds in timeline.took.items():
+            # To tenths; with a number of digits `round` takes five times as long.
+            facts[_MILLISECONDS[phase]] = round(seconds * 10_000) / 10
+        return facts
 
     def _name_span(self) -> None:
         """By operation and model, and by the request's id, as the log line."""

@@ -4,12 +4,13 @@ Some lines over 300: whoever asks whether anything is left behind finds all of i
 """
 
 import asyncio
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
+
+import msgspec
 
 from pdproxy.clock import Clock
 from pdproxy.errors import Fault, NodeFault
@@ -30,8 +31,7 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class HandOver:
+class HandOver(msgspec.Struct, frozen=True):
     """A prompt that prefill node ``node`` has computed for a decode node to read; ``issued_at`` monotonic seconds."""
 
     hand_over_id: str

@@ -8,11 +8,12 @@ Some lines over 300: every step of one prompt's way stands beside those that may
 """
 
 import asyncio
-import dataclasses
 import functools
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
+
+import msgspec
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.failures import Moment, Step
@@ -367,10 +368,10 @@ class UpstreamRequest:
         self.nodes.admission.used((usage.prompt or 0) + (usage.completion or 0))
         if self.resumed:
             self._count_tokens(usage)
-            answer.used(asked.index, dataclasses.replace(usage, cached=None))
+            answer.used(asked.index, msgspec.structs.replace(usage, cached=None))
             return
         route, cached = self._computed(usage)
-        shown = dataclasses.replace(usage, cached=cached)
+        shown = msgspec.structs.replace(usage, cached=cached)
         self._count_tokens(shown)
         self._context.in_flight.answered(asked.request.model, route, shown, asked.shape.choices)
         self.recomputed = route is Route.RECOMPUTED

@@ -1,7 +1,8 @@
 """What a plan is made for, what it says, and why there may be none: values."""
 
-import dataclasses
 import enum
+
+import msgspec
 
 from pdproxy.errors import PdproxyError
 from pdproxy.nodes.node import Node
@@ -43,8 +44,7 @@ class UnknownModel(PdproxyError):
         self.known = known
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PlanInput:
+class PlanInput(msgspec.Struct, frozen=True):
     """What a plan depends on, of one request.
 
     Attributes:
@@ -72,8 +72,7 @@ class PlanInput:
     names_rank: bool = True
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """Why a plan by what is cached is as it is; tokens of the prompt, seconds as expected.
 
     Attributes:
@@ -113,8 +112,7 @@ class Decision:
         }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """Where a request goes. ``prefill`` is None when the decode node computes everything; ``local`` says why.
 
     The affinities say whether the two are its session's own; None where the policy knows no sessions. The ranks are
@@ -132,8 +130,7 @@ class Plan:
     decision: Decision | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True):
     """One node that a policy chose; ``affinity``, ``rank`` and ``decision`` as in `Plan`."""
 
     node: Node

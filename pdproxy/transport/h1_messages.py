@@ -54,7 +54,7 @@ def target_of(url: str) -> Target:
 
 def fields_of(request: HttpRequest, target: Target) -> Headers:
     """The header fields of a request, ours first, without those of a caller that belong to one connection."""
-    end_to_end = (field for field in request.headers if field[0] not in _OURS)
+    end_to_end = [field for field in request.headers if field[0] not in _OURS]
     fields = [("host", target.host), ("accept-encoding", "identity"), *end_to_end]
     if request.body or request.method not in ("GET", "HEAD"):
         fields.append(("content-length", str(len(request.body))))

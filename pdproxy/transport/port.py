@@ -4,10 +4,11 @@ Every failure is a `NodeFault`: REFUSED before the request was sent, or BUSY whe
 and STALL after; HEADERS_TIMEOUT in between. Status codes are not failures here: `legs` judges them.
 """
 
-import dataclasses
 import math
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
+
+import msgspec
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Headers
@@ -38,8 +39,7 @@ class DeadlineHold:
             on_release()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Timeouts:
+class Timeouts(msgspec.Struct, frozen=True):
     """How long each phase of one exchange may take, in seconds.
 
     Attributes:
@@ -65,8 +65,7 @@ class Timeouts:
         return self.stall if self.first is None else self.first
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class HttpRequest:
+class HttpRequest(msgspec.Struct, frozen=True):
     """One request to a node. ``url`` is absolute; ``headers`` without host, content-length and hop-by-hop ones."""
 
     method: str

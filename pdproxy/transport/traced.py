@@ -1,7 +1,8 @@
 """A transport that leaves a span for each call made on behalf of a traced request; a leg's call is in the leg's own."""
 
 import dataclasses
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncIterator, Mapping
 from urllib.parse import urlsplit
 
 from opentelemetry import trace
@@ -29,8 +30,7 @@ class TracedTransport:
             return await self.inner.send(request, timeouts)
         span = self._begin(request)
         try:
-            traced = dataclasses.replace(request, headers=outward(request.headers, span))
-            response = await self.inner.send(traced, timeouts)
+            response = await self.inner.send(_traced(request, span), timeouts)
         except BaseException as error:
             _record(span, error)
             span.end()
@@ -43,14 +43,14 @@ class TracedTransport:
 
     async def _send_leg(self, span: trace.Span, request: HttpRequest, timeouts: Timeouts) -> HttpResponse:
         """What fails is recorded by the leg, which also ends the span."""
-        span.set_attributes(_attributes(request))
-        traced = dataclasses.replace(request, headers=outward(request.headers, span))
-        response = await self.inner.send(traced, timeouts)
+        span.set_attributes(_attributes(request.method, request.url))
+        response = await self.inner.send(_traced(request, span), timeouts)
         span.set_attribute("http.response.status_code", response.status)
         return response
 
     def _begin(self, request: HttpRequest) -> trace.Span:
-        return self.tracer.start_span(request.method, kind=trace.SpanKind.CLIENT, attributes=_attributes(request))
+        attributes = _attributes(request.method, request.url)
+        return self.tracer.start_span(request.method, kind=trace.SpanKind.CLIENT, attributes=attributes)
 
 
 class TracedResponse:
@@ -84,10 +84,15 @@ class TracedResponse:
             self._span.end()
 
 
-def _attributes(request: HttpRequest) -> dict[str, str | int]:
-    parts = urlsplit(request.url)
+def _traced(request: HttpRequest, span: trace.Span) -> HttpRequest:
+    return HttpRequest(request.method, request.url, outward(request.headers, span), request.body)
+
+
+@functools.lru_cache(maxsize=512)  # nearly all requests go to a few addresses
+def _attributes(method: str, url: str) -> Mapping[str, str | int]:
+    parts = urlsplit(url)
     return {
-        "http.request.method": request.method,
+        "http.request.method": method,
         "server.address": parts.hostname or "",
         "server.port": parts.port or (443 if parts.scheme == "https" else 80),
         "url.path": parts.path,

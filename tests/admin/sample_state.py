@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import itertools
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from pdproxy.admin.context import AdminContext
@@ -107,7 +108,7 @@ class SampleState:
     def _hurt(self) -> None:
         """Whom it hits: of a few hundred requests two, of one key."""
         for key, outcome, count in (("alice", Outcome.FAILED, 2), ("bob", Outcome.OK, 410)):
-            request = dataclasses.replace(self._request("req-x", Endpoint.CHAT), api_key=key)
+            request = msgspec.structs.replace(self._request("req-x", Endpoint.CHAT), api_key=key)
             for _ in range(count):
                 self.live.recent.ended(request, self.clock.now(), outcome)
 

@@ -1,4 +1,4 @@
-"""What each feature costs: ``python -m tests.bench.feature_cost``; needs valgrind, and takes some ten minutes.
+"""What each feature costs: ``python -m tests.bench.feature_cost``; needs valgrind, and takes a quarter of an hour.
 
 Each row is a proxy with one feature beside one that has none of them; instructions of one request, one request after
 another (`lockstep`). The first row is a proxy without any settings.

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -33,11 +34,11 @@ class BudgetSetup:
 
 def test_bytes_count_until_their_request_ends() -> None:
     setup = BudgetSetup()
-    with setup.budget.reserve("k") as share:
+    with closing(setup.budget.reserve("k")) as share:
         share.grow_to(4)
         share.grow_to(9)
         assert setup.held == 9
-        with setup.budget.reserve("k") as other:
+        with closing(setup.budget.reserve("k")) as other:
             other.grow_to(1)
             assert setup.held == 10
         assert setup.held == 9
@@ -46,7 +47,7 @@ def test_bytes_count_until_their_request_ends() -> None:
 
 def test_without_room_a_request_gets_429_and_holds_nothing_more() -> None:
     setup = BudgetSetup()
-    with setup.budget.reserve("k") as share, setup.budget.reserve("k") as late:
+    with closing(setup.budget.reserve("k")) as share, closing(setup.budget.reserve("k")) as late:
         share.grow_to(6)
         late.grow_to(2)
         with pytest.raises(ClientError) as caught:
@@ -62,7 +63,7 @@ def test_bytes_are_given_back_on_an_error() -> None:
     setup = BudgetSetup()
 
     def fail() -> None:
-        with setup.budget.reserve("k") as share:
+        with closing(setup.budget.reserve("k")) as share:
             share.grow_to(10)
             raise KeyError
 

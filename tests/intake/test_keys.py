@@ -1,5 +1,7 @@
 """API keys."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -101,6 +103,15 @@ def test_a_file_without_keys_is_refused(tmp_path: Path) -> None:
         read_keys(tmp_path / "absent")
 
 
+@contextmanager
+def one_open(limits: OpenRequests, api_key: ApiKey) -> Iterator[None]:
+    """A request of a key is open while inside."""
+    limits.check(api_key)
+    limits.begin(api_key.name)
+    yield
+    limits.end(api_key.name)
+
+
 @pytest.mark.parametrize(
     ("api_key", "key_limit"),
     [(ApiKey("k", KeyLimits(open=1)), 0), (ApiKey("k"), 1), (ApiKey("k", KeyLimits(open=1)), 9)],
@@ -108,18 +119,18 @@ def test_a_file_without_keys_is_refused(tmp_path: Path) -> None:
 def test_a_key_has_its_own_limit(api_key: ApiKey, key_limit: int) -> None:
     registry = CollectorRegistry()
     limits = OpenRequests(key_limit, Metrics(registry))
-    with limits.one_open(api_key), limits.one_open(ApiKey("other", KeyLimits(open=1))):
-        with pytest.raises(ClientError, match="1 requests open") as caught, limits.one_open(api_key):
+    with one_open(limits, api_key), one_open(limits, ApiKey("other", KeyLimits(open=1))):
+        with pytest.raises(ClientError, match="1 requests open") as caught, one_open(limits, api_key):
             pass
         assert (caught.value.status, dict(caught.value.headers)) == (429, {"retry-after": "1"})
         assert registry.get_sample_value("pdproxy_rejected_total", {"reason": "key_limit"}) == 1
-    with limits.one_open(api_key):
+    with one_open(limits, api_key):
         pass
 
 
 def test_who_has_no_key_has_no_limit() -> None:
     limits = OpenRequests(1, Metrics(CollectorRegistry()))
-    with limits.one_open(ANONYMOUS), limits.one_open(ANONYMOUS):
+    with one_open(limits, ANONYMOUS), one_open(limits, ANONYMOUS):
         pass
 
 

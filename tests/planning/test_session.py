@@ -4,6 +4,7 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -222,7 +223,7 @@ def test_a_ticket_that_is_tried_again_stays_with_the_session(key: int) -> None:
     needs = PlanInput("m", session=key, partner=views[0].node)
     assert choose(Snapshot(tuple(views)), Role.DECODE, needs, POLICY, 0).name == own
     without = [each for each in views if each.node.name != own]
-    needs = dataclasses.replace(needs, excluded=frozenset({own}))
+    needs = msgspec.structs.replace(needs, excluded=frozenset({own}))
     found = choose(Snapshot(tuple(views)), Role.DECODE, needs, POLICY, 0).name
     assert found == names(made(without, key))[1]
 

@@ -6,6 +6,7 @@ import json
 import random
 from array import array
 
+import msgspec
 import pytest
 
 from pdproxy.errors import Fault, NodeFault
@@ -136,7 +137,7 @@ def test_offsets_of_log_probabilities_count_on() -> None:
 def test_what_cannot_be_continued_has_a_reason(
     engine: Engine, own: NotContinuableReason | None, greedy: bool, reason: str
 ) -> None:
-    request = dataclasses.replace(shape(engine, greedy=greedy), not_continuable=own)
+    request = msgspec.structs.replace(shape(engine, greedy=greedy), not_continuable=own)
     transcript = Transcript(engine.endpoint, request)
     take_all(transcript, engine.stream()[:2])
     with pytest.raises(NotContinuable) as caught:
