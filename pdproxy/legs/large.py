@@ -5,7 +5,8 @@ million token ids are 50 ms and more, in which no other stream moves; a thread w
 the interpreter's lock. So the fields that prompts are made of stay as they are (`LargeValue`). What is made of them is
 what plans need: how long they are, whether they hold media, and how they begin.
 
-One call in C is not divided: to find where a body's fields end takes about a millisecond for each megabyte.
+To find where messages or token ids end is one call in C, which is not divided: it takes about a millisecond for each
+megabyte. Of a long text it is done in steps, too (`large_fields`).
 
 A few lines over 300: requests and answers are taken apart by the same steps.
 """
@@ -13,12 +14,12 @@ A few lines over 300: requests and answers are taken apart by the same steps.
 import asyncio
 import contextlib
 from array import array
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import TypeAlias, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from pdproxy.legs import parse
+from pdproxy.legs.large_fields import Result, Steps, fields_of
 from pdproxy.legs.parse import bad_json, check, check_commas, invalid_prompt
 from pdproxy.legs.prompt_text import MOST_BYTES, MOST_IDS, MOST_PARTS, abridged
 from pdproxy.legs.shape import NO_TEXT, is_media_message, text_length
@@ -42,9 +43,6 @@ is needed: what lies deeper is not looked at."""
 _ANSWER_DEPTH = 3
 """Of an answer: its fields, its choices, and the fields of those."""
 _ID_CHARACTERS = b"0123456789, \n\r\t"
-
-Result = TypeVar("Result")
-Steps: TypeAlias = Generator[None, None, Result]
 
 
 async def parse_in_steps(endpoint: Endpoint, raw: bytes) -> dict[str, object]:
@@ -108,7 +106,7 @@ def _large_object(raw: bytes) -> Steps[dict[str, object]]:
         yield
     check_commas(commas)
     try:
-        return (yield from _fields(_FIELDS(raw)))
+        return (yield from _fields((yield from fields_of(raw))))
     except msgspec.MsgspecError:  # the standard library reads more, and says better what is wrong
         return parse.read_object(raw)
     except (RecursionError, ValueError) as error:
