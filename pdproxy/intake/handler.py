@@ -1,7 +1,7 @@
 """What intake does for a request: find out what it asks for, authenticate, read the body, have it answered, send that.
 
-Written against bare ASGI: this is the hot path, where a framework's routing would cost more than our own work. Some lines over 300: who
-follows a request through intake reads one file.
+Written against bare ASGI: this is the hot path, where a framework's routing would cost more than our own work.
+Some lines over 300: who follows a request through intake reads one file.
 """
 
 import asyncio
