@@ -56,7 +56,9 @@ async def chromium(url: str, *flags: str) -> tuple[str, str]:
     with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as profile:
         command = (CHROMIUM, *_FLAGS, f"--user-data-dir={profile}", "--virtual-time-budget=6000", *flags, url)
         pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, start_new_session=True)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=pipe, stderr=pipe, env=_files_in(profile), start_new_session=True
+        )
         try:
             async with asyncio.timeout(SECONDS):
                 out, err = await process.communicate()
@@ -65,6 +67,11 @@ async def chromium(url: str, *flags: str) -> tuple[str, str]:
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
     return out.decode(), err.decode(errors="replace")
+
+
+def _files_in(profile: str) -> dict[str, str]:
+    """Its environment: killed as it is, it would leave its temporary folders behind."""
+    return {**os.environ, "TMPDIR": profile}
 
 
 class Page:
@@ -122,7 +129,9 @@ def running_chromium() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as profile:
         command = (CHROMIUM, *_FLAGS, f"--user-data-dir={profile}", "--remote-debugging-port=0", "about:blank")
         quiet = subprocess.DEVNULL
-        with subprocess.Popen(command, stdout=quiet, stderr=quiet, start_new_session=True) as process:
+        with subprocess.Popen(
+            command, stdout=quiet, stderr=quiet, env=_files_in(profile), start_new_session=True
+        ) as process:
             try:
                 yield f"http://127.0.0.1:{_port(Path(profile) / 'DevToolsActivePort', process)}"
             finally:
