@@ -160,11 +160,7 @@ class WaitingRequests:
         if not first:
             return ()
         self._keep_direct(wait, _Direct(ticket, now + KEEP))
-        waiting = tuple(self._by_wait.get(wait, {}).values())
-        reads = [(each, self._take_direct(wait, each.request, now - each.since)) for each in waiting]
-        for each, read in reads:
-            if read is not None:
-                self._remove(each)
+        reads = [(each, self._end_directly(each, now)) for each in tuple(self._by_wait.get(wait, {}).values())]
         return tuple((each.request, read) for each, read in reads if read is not None)
 
     def must_wait(self, request_id: str, now: float) -> bool:
@@ -200,6 +196,17 @@ class WaitingRequests:
         self._miss(waiting.wait)
         self.counters.ticket_wait_ended(how, now - waiting.since)
         return True
+
+    def _end_directly(self, waiting: _Waiting, now: float) -> ReadTicket | None:
+        """The mark is ours: no ticket fits a request that has it from its client."""
+        request, marked = waiting.request, waiting.request.skip_reading_prefix_cache
+        request.skip_reading_prefix_cache = False
+        read = self._take_direct(waiting.wait, request, now - waiting.since)
+        if read is None:
+            request.skip_reading_prefix_cache = marked
+        else:
+            self._remove(waiting)
+        return read
 
     def _take_direct(self, wait: str, request: Any, waited: float) -> ReadTicket | None:
         direct = self._direct.get(wait)

@@ -328,6 +328,28 @@ def test_a_ticket_that_comes_directly_is_read_at_once(prefill: Node, node: Node)
     assert is_quiet(node)
 
 
+def test_a_direct_ticket_counts_between_steps_too(prefill: Node, node: Node) -> None:
+    """When vLLM asks for the stats of the step: the request is marked as one that is not looked up then."""
+    request = node.add("d", prompt(100), ORDER)
+    node.step()
+    assert request.skip_reading_prefix_cache
+    send(node, take_ticket(prefill, prompt(100)))
+    node.scheduler.connector.get_kv_connector_stats()
+    assert not request.skip_reading_prefix_cache
+    node.step()
+    assert request.status is READING
+
+
+def test_one_for_another_prompt_leaves_the_request_waiting_as_before(prefill: Node, node: Node) -> None:
+    request = node.add("d", prompt(100, seed=1), ORDER)
+    node.step()
+    send(node, take_ticket(prefill, prompt(100)))
+    node.scheduler.connector.get_kv_connector_stats()
+    assert request.skip_reading_prefix_cache
+    node.step()
+    assert (request.status, len(node.side._waiting)) == (RequestStatus.WAITING, 1)
+
+
 def test_its_own_cache_counts_with_a_ticket_that_comes_directly(prefill: Node, node: Node) -> None:
     node.add("before", prompt(200), max_tokens=1)
     node.run_out("before")
