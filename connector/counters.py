@@ -14,9 +14,10 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from connector.leases import LeaseEnd
-from connector.messages import QuestionRefusal
+from connector.messages import QuestionRefusal, TicketSend
 from connector.tcp_server import CloseReason
 from connector.ticket_fields import RefusalReason
+from connector.transfer_params import DeliveryWay
 
 if TYPE_CHECKING:
     from connector.kv_groups import Capacity, Group
@@ -91,6 +92,8 @@ COUNTERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "leases_ended": {"how": tuple(LeaseEnd)},
     "unused_tickets": {},
     "ticket_waits": {"outcome": tuple(WaitEnd)},
+    "ticket_deliveries": {"way": tuple(DeliveryWay), "effect": ("first", "none")},
+    "tickets_sent": {"outcome": tuple(TicketSend)},
     "tickets_returned": {"outcome": ("sent", "not_held", "unreachable")},
     "resumed_requests": {},
     "resumed_tokens": {},
@@ -118,6 +121,7 @@ GAUGES: Mapping[str, tuple[str, ...]] = {
     "fingerprint": ("part", "value"),
     "hashing": ("algorithm", "unit", "block_size", "drops_unit", "states", "root"),
     "waiting_requests": (),
+    "ticket_address": ("address",),
 }
 """Every gauge with the names of its labels."""
 
@@ -195,6 +199,19 @@ class Counters:
         """So many requests wait for their ticket now."""
         with self._lock:
             self._gauges["waiting_requests", ()] = number
+
+    def ticket_delivered(self, way: DeliveryWay, *, first: bool) -> None:
+        """A ticket for a wait came, or word that there is none; `first`: before any other, so that it had an effect."""
+        self._add("ticket_deliveries", (way, "first" if first else "none"), 1)
+
+    def ticket_sent(self, outcome: TicketSend) -> None:
+        """A ticket was sent directly to one rank of a decode node, or was not."""
+        self._add("tickets_sent", (outcome,), 1)
+
+    def ticket_address(self, address: str) -> None:
+        """Where this engine takes tickets directly; once."""
+        with self._lock:
+            self._gauges["ticket_address", (address,)] = 1
 
     def ticket_returned(self, outcome: str) -> None:
         """One rank gave a ticket back without a read, or failed to."""

@@ -24,7 +24,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from connector.messages import ReadDone, Verdict
+from connector.messages import Verdict
+from connector.notifs import ReadDone
 from connector.transfer_params import MOST_READERS
 
 REMEMBERED_FOR = 600.0

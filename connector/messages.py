@@ -8,42 +8,40 @@ Side channel. All messages are msgpack arrays in one frame:
     its reply          [number, incarnation, "", payload]                         the payload as binary
     question batch     [ASK, number, [[engine id, request id, nonce], ...]]       an empty list is a ping
     its reply          [number, incarnation, "", [verdict, ...]]                  in the questions' order
-    refusal of either  [number, incarnation, reason, []]
+    ticket             [TICKET, number, [id of a wait, ticket]]                   its map in msgpack, as binary
+    its reply          [number, incarnation, "", []]                              the scheduler gets it
+    refusal of these   [number, incarnation, reason, []]
 
+Tickets go the other way than all else: there the prefill node asks, and the decode node replies.
 `incarnation` names one run of a prefill node: memory that was registered in another run is gone.
 
 Signatures. Where there are ticket keys a second frame holds the message's MAC. On every connection each side sends a
 fresh random *challenge* before the first message (a property of ZMTP's READY command). The MAC is an HMAC-SHA256 over
-both challenges, the message's direction, and its bytes, which hold a number; the prefill node takes only numbers that
+both challenges, the message's direction, and its bytes, which hold a number; who is asked takes only numbers that
 grow. What a captured message is worth to an attacker:
     on another connection, to this node or another        nothing: the challenges differ
     on the same connection, injected into it              nothing: its number was used
     sent back to its sender                               nothing: the direction differs
 So a replay needs no clock to be refused. Nothing is encrypted: an observer of the packets sees ids, verdicts and the
-metadata of the handshake, and can delay or cut the connection.
-The first key signs, as with tickets; every key is tried, each in constant time. The prefill node replies with the key
+metadata of the handshake, and tickets, and can delay or cut the connection.
+The first key signs, as with tickets; every key is tried, each in constant time. A reply is signed with the key
 that signed the question, so that keys can be changed one node after the other.
-
-NIXL notifs. vLLM's decode side ends a read with `<request id>:<readers>`, where `readers` is the number of its ranks
-that send this prefill rank the same; its request id is the alias in our tickets. Ours puts the read's nonce behind it,
-`<alias>#<nonce>:<readers>`; a notif without one (a decode node that runs vLLM's own connector) counts as the nonce
-`NO_NONCE`. Heartbeats are vLLM's: `HB:<alias>,<alias>...`.
 """
 
 from __future__ import annotations
 
 import hmac
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 HANDSHAKE = b"get_meta_msg"
 ASK = b"pdproxy_held"
 META = b"pdproxy_meta"
+TICKET = b"pdproxy_ticket"
 MOST_QUESTIONS = 128
 LONGEST_MESSAGE_NAME = 1024
 LONGEST_QUESTION = 256 * 1024
@@ -52,23 +50,19 @@ LONGEST_REPLY = 4 * 1024 * 1024
 """Bytes of a reply's message. The metadata of one worker grows with its cache tensors, some hundred bytes each."""
 CHALLENGE_BYTES = 16
 PROPERTY = b"x-pdproxy-challenge"
-NO_NONCE = ""
-LONGEST_DONE = 1024
-LONGEST_HEARTBEAT = 4 * 1024 * 1024
-MOST_NOTIF_READERS = 4096
 
 _Name = Annotated[str, msgspec.Meta(max_length=LONGEST_MESSAGE_NAME)]
 _Items = Annotated[list[tuple[_Name, _Name, _Name]], msgspec.Meta(max_length=MOST_QUESTIONS)]
 _REQUEST = msgspec.msgpack.Decoder(tuple[bytes, int, msgspec.Raw])
 _QUESTIONS = msgspec.msgpack.Decoder(_Items)
 _RANK = msgspec.msgpack.Decoder(tuple[_Name, int, int])
+_SENT = msgspec.msgpack.Decoder(tuple[_Name, bytes])
+_TICKET = msgspec.msgpack.Decoder(dict[str, Any])
 _NUMBER = msgspec.msgpack.Decoder(int)
 _REPLY = msgspec.msgpack.Decoder(tuple[int, _Name, _Name, list[str] | bytes])
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, ValueError)
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError)
 _DOMAIN = b"pdproxy side channel\n"
 _QUESTION, _REPLY_DIRECTION = b"q", b"a"
-_HEARTBEAT = b"HB:"
-_DONE = re.compile(r"(?P<alias>[^\x00-\x1f]+?)(?:#(?P<nonce>[0-9A-Za-z_-]{8,64}))?:(?P<readers>[0-9]{1,4})")
 
 
 class Verdict(StrEnum):
@@ -94,6 +88,21 @@ class QuestionRefusal(StrEnum):
     REPLAYED = "replayed"
     ANOTHER_ENGINE = "another_engine"
     NO_SUCH_RANK = "no_such_rank"
+    NOT_TAKEN = "not_taken"
+    """A ticket, by a node that does not decode, has too many, or finds something wrong with it."""
+
+
+class TicketSend(StrEnum):
+    """What came of sending a ticket directly. Its request gets it by the proxy, too."""
+
+    TAKEN = "taken"
+    REFUSED = "refused"
+    UNREACHABLE = "unreachable"
+    """No connection, or no answer in time."""
+    BAD_ADDRESS = "bad_address"
+    """Not an address that a node with one of our keys has signed, or not an allowed host."""
+    NOT_SENT = "not_sent"
+    """Too long; or there is too much to send; or the address was not reached lately."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,16 +141,29 @@ class QuestionBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class SentTicket:
+    """A ticket for the requests that wait under the id `wait`, as `encode_ticket` makes it. None of it is checked."""
+
+    number: int
+    wait: str
+    ticket: bytes
+
+
+SideRequest = Handshake | MetadataQuestion | QuestionBatch | SentTicket
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
-    """`body`: verdicts to a batch, a payload to a metadata question, the reason of a refusal to either."""
+    """`body`: verdicts to a batch, a payload to a metadata question, nothing to a ticket; to each the reason of a
+    refusal."""
 
     number: int
     incarnation: str
     body: tuple[Verdict, ...] | bytes | str
 
 
-def read_request(message: bytes) -> Handshake | MetadataQuestion | QuestionBatch | None:
-    """A message of a decode node; None for anything else. Never raises."""
+def read_request(message: bytes) -> SideRequest | None:
+    """A message that asks for a reply; None for anything else. Never raises."""
     try:
         kind, number, rest = _REQUEST.decode(message)
         if kind == HANDSHAKE:
@@ -150,6 +172,8 @@ def read_request(message: bytes) -> Handshake | MetadataQuestion | QuestionBatch
             return MetadataQuestion(number, *_RANK.decode(rest))
         if kind == ASK:
             return QuestionBatch(number, tuple(Question(*item) for item in _QUESTIONS.decode(rest)))
+        if kind == TICKET:
+            return SentTicket(number, *_SENT.decode(rest))
     except _UNREADABLE:
         return None
     return None
@@ -164,6 +188,24 @@ def write_batch(number: int, questions: Sequence[Question]) -> bytes:
 def write_metadata_question(question: MetadataQuestion) -> bytes:
     """The bytes of a metadata question."""
     return msgspec.msgpack.encode((META, question.number, (question.engine_id, question.pp_rank, question.tp_rank)))
+
+
+def encode_ticket(ticket: Mapping[str, Any]) -> bytes:
+    """A ticket's map as bytes."""
+    return msgspec.msgpack.encode(ticket)
+
+
+def decode_ticket(encoded: bytes) -> dict[str, Any] | None:
+    """The map; None for anything else. Never raises."""
+    try:
+        return _TICKET.decode(encoded)
+    except _UNREADABLE:
+        return None
+
+
+def write_ticket(sent: SentTicket) -> bytes:
+    """The message with a ticket."""
+    return msgspec.msgpack.encode((TICKET, sent.number, (sent.wait, sent.ticket)))
 
 
 def write_reply(number: int, incarnation: str, body: Sequence[Verdict] | bytes | str) -> bytes:
@@ -195,7 +237,7 @@ def write_refusal(sentence: str) -> bytes:
 
 
 class QuestionSigner:
-    """The decode node's end of one connection."""
+    """The end of one connection that asks."""
 
     def __init__(self, keys: Sequence[bytes], theirs: bytes, ours: bytes) -> None:
         self._keys = keys
@@ -213,7 +255,7 @@ class QuestionSigner:
 
 
 class ReplySigner:
-    """The prefill node's end of one connection."""
+    """The end of one connection that replies."""
 
     def __init__(self, keys: Sequence[bytes], ours: bytes, theirs: bytes) -> None:
         self._keys = keys
@@ -240,58 +282,3 @@ def _find(keys: Sequence[bytes], challenges: bytes, direction: bytes, message: b
     known = tuple(keys)  # of a file they may be others at the next look
     made = [hmac.compare_digest(_mac(key, challenges, direction, message), mac) for key in known]
     return known[made.index(True)] if any(made) else None
-
-
-@dataclass(frozen=True, slots=True)
-class ReadDone:
-    """One rank has read all of a request's blocks. `alias`: what the ticket calls the request (see `leases.Aliases`).
-
-    `readers`: how many ranks send this rank such a notif, 1 to `MOST_NOTIF_READERS`.
-    """
-
-    alias: str
-    nonce: str
-    readers: int
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """The leases of these aliases are prolonged."""
-
-    aliases: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Junk:
-    """Bytes that are no notif."""
-
-    size: int
-
-
-Notif = ReadDone | Heartbeat | Junk
-
-
-def with_nonce(alias: str, nonce: str) -> str:
-    """The alias as our notifs carry it; vLLM's own code then appends `:<readers>`."""
-    return f"{alias}#{nonce}"
-
-
-def nonce_of(tag: str) -> str:
-    """The nonce in what `with_nonce` made."""
-    return tag.rpartition("#")[2]
-
-
-def parse_notif(message: bytes) -> Notif:
-    """The notif in `message`. Never raises: anything else is Junk."""
-    try:
-        if message.startswith(_HEARTBEAT):
-            if len(message) > LONGEST_HEARTBEAT:
-                return Junk(len(message))
-            return Heartbeat(tuple(message[len(_HEARTBEAT) :].decode().split(",")))
-        text = message.decode() if len(message) <= LONGEST_DONE else ""
-    except UnicodeDecodeError:
-        return Junk(len(message))
-    found = _DONE.fullmatch(text)
-    if found is None or not 1 <= int(found["readers"]) <= MOST_NOTIF_READERS:
-        return Junk(len(message))
-    return ReadDone(found["alias"], found["nonce"] or NO_NONCE, int(found["readers"]))

@@ -15,7 +15,8 @@ Scheduler process: `scheduler.ConnectorScheduler`, on the engine's thread, one p
     request end ─ request_finished_all_groups ──► `prefill_tickets` issues the signed `ticket` and opens a lease.
     set_xfer_handshake_metadata ──► completes the `node_fingerprint`, which goes into tickets and decides which are
         accepted; starts `side_channel.Listener` in the place of vLLM's. Its thread answers decode nodes' questions by
-        `ConnectorScheduler.verify(engine id, alias, nonce)`.
+        `ConnectorScheduler.verify(engine id, alias, nonce)`, and puts prefill nodes' tickets into an inbox.
+    get_kv_connector_stats, at the end of every step ──► `direct_tickets`: what is in the inbox ends waits.
 
 Worker process: `worker.ConnectorWorker`, a subclass of vLLM's pull worker, one per rank:
 
@@ -37,6 +38,8 @@ On the wire (HTTP), all under `kv_transfer_params`:
     resumed       {"pdproxy_resume": ...} beside any of these, or alone: `resume_order`; made by the node itself
     waiting       {"pdproxy_wait": {"id": ID, "seconds": S}}: the decode leg that is sent before there is a ticket. The
                   ticket follows by `endpoints`' route, under the same id
+    sent directly {"pdproxy_send_ticket": {"id": ID, "addresses": [...]}} in the prefill leg: where the ticket is waited
+                  for, in the words of that node's metric (`direct_tickets`)
 On the wire between nodes (the side channel): `messages`, over `zmtp` frames, served by `tcp_server`.
 
 Bounds. Blocks whose proxy was killed are freed `kv_lease_duration` (30 s unless set) after their prefill ended; a
@@ -136,8 +139,10 @@ class NixlConnector(NixlPullConnector):
         return None if self.connector_worker is None else self.connector_worker.build_connector_worker_meta()
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
-        """This process's stats since the last call."""
+        """This process's stats since the last call. In the scheduler's process vLLM asks for them at the end of every
+        step, whatever came of it: the one moment before the next is planned at which it calls each time."""
         if self.connector_scheduler is not None:
+            self.connector_scheduler.settle_waits()
             return drained(self.connector_scheduler.counters)
         return None if self.connector_worker is None else self.connector_worker.get_kv_connector_stats()
 

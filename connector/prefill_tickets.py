@@ -19,7 +19,7 @@ from connector.counters import Counters
 from connector.fingerprint import Fingerprint
 from connector.leases import MOST_REMEMBERED, REMEMBERED_FOR, Aliases, LeaseTable
 from connector.ticket import Ticket, wire
-from connector.transfer_params import IssueTicket
+from connector.transfer_params import IssueTicket, Waiter
 
 
 @dataclass(slots=True)
@@ -113,7 +113,8 @@ class LeaseOrders:
 class TicketIssuer:
     """Every prefill leg that asked for a ticket, from its arrival until its blocks are free.
 
-    `make_alias` returns an unguessable name of at least 16 letters, digits, `-` and `_`.
+    `make_alias` returns an unguessable name of at least 16 letters, digits, `-` and `_`. `send` gets each ticket for
+    which a request waits already.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class TicketIssuer:
         make_alias: Callable[[], str],
         now: Callable[[], float],
         wall: Callable[[], float],
+        send: Callable[[Waiter, Mapping[str, Any]], None],
     ) -> None:
         self._leases = leases
         self._hand_overs = hand_overs
@@ -136,6 +138,7 @@ class TicketIssuer:
         self._make_alias = make_alias
         self._now = now
         self._wall = wall
+        self._send = send
         self.fingerprint = Fingerprint()
         """This node's; it goes into every ticket."""
         self._aliases = Aliases()
@@ -143,6 +146,7 @@ class TicketIssuer:
         self._retired: set[str] = set()
         self._dropped: set[str] = set()
         self._readers: dict[str, int] = {}
+        self._waiters: dict[str, Waiter] = {}
         self._new_leases: dict[str, int] = {}
         self._releases: set[str] = set()
 
@@ -151,6 +155,8 @@ class TicketIssuer:
         if action.hand_over is not None and self._hand_overs.add(action.hand_over, request_id):
             return False
         self._readers[request_id] = action.readers
+        if action.waiter is not None:
+            self._waiters[request_id] = action.waiter
         # The workers get the alias with the step that first computes the request, or before.
         alias = self._make_alias()
         self._aliases.bind(alias, request_id)
@@ -192,7 +198,10 @@ class TicketIssuer:
             digest=digest,
             fingerprint=self.fingerprint,
         )
-        return wire(ticket, self._keys)
+        made, waiter = wire(ticket, self._keys), self._waiters.pop(request_id, None)
+        if waiter is not None:
+            self._send(waiter, made)
+        return made
 
     def drop(self, request_id: str) -> None:
         """The request ended without a ticket; nothing is held."""
@@ -201,6 +210,7 @@ class TicketIssuer:
 
     def _forget(self, request_id: str) -> None:
         self._readers.pop(request_id, None)
+        self._waiters.pop(request_id, None)
         self._hand_overs.remove(request_id)
         alias = self._aliases.alias(request_id)
         if alias is not None:

@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
-from connector.config import SECRET_VARIABLE, SHORTEST_KEY, ConfigError
+from connector.config import SECRET_VARIABLE, SHORTEST_KEY, ConfigError, set_node_secret
 from connector.ticket_fields import Refusal, RefusalReason
 
 KEY = "pdproxy_resume"
@@ -42,6 +42,14 @@ def node_secret(environ: Mapping[str, str]) -> bytes:
             "pdproxy_connector, which sets it: without it no stream can be resumed on this node."
         )
     return secret
+
+
+def engine_secret(environ: Mapping[str, str]) -> bytes:
+    """The same for an engine. One that inherited none makes one that nobody knows, and refuses all orders. Raises
+    ConfigError for one that is too short."""
+    own = dict(environ)
+    set_node_secret(own)
+    return node_secret(own)
 
 
 def sign(secret: bytes, request_id: str, token_ids: Sequence[int]) -> dict[str, Any]:

@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 
-from connector.config import ConnectorConfig, set_node_secret
+from connector.config import ConnectorConfig
 from connector.counters import WaitEnd
 from connector.decode_reads import PromptTokens, Quarantine, ReadTracker, TicketToReturn, TokenAccounting
+from connector.direct_tickets import TicketInbox
 from connector.fingerprint import Fingerprint
 from connector.kv_groups import count_blocks, group_shapes
 from connector.metadata import ConnectorMetadata, WorkerReport
 from connector.node_fingerprint import lora_settings
 from connector.prefill_tickets import HandOvers, TicketIssuer
-from connector.resume_order import node_secret
+from connector.resume_order import engine_secret
 from connector.resumed_requests import ResumedRequests, ResumeLimits
 from connector.scheduler_base import SchedulerBase
 from connector.ticket import Expected, Ticket
@@ -76,6 +77,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
             make_alias=lambda: secrets.token_urlsafe(ALIAS_BYTES),
             now=time.monotonic,
             wall=time.time,
+            send=self._sender.send,
         )
         self.quarantine = Quarantine()
         self._reads = ReadTracker(
@@ -85,7 +87,9 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         self._adapters = Adapters(lora_settings(vllm_config))
         self._token_accounting = TokenAccounting(self.counters)
         self._waiting = WaitingRequests(config.waiting_requests, config.longest_ticket_wait, self._fit, self.counters)
-        self.resumed = ResumedRequests(_node_secret(), ResumeLimits.of(vllm_config), self.counters)
+        if config.role.decodes:
+            self._inbox = TicketInbox(self._read_direct, config.waiting_requests)
+        self.resumed = ResumedRequests(engine_secret(os.environ), ResumeLimits.of(vllm_config), self.counters)
 
     def set_fingerprint(self, fingerprint: Fingerprint) -> None:
         """Issue tickets with this fingerprint, and accept only those that have the same."""
@@ -129,6 +133,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
             case ReleaseHandOver(hand_over):
                 self._tickets.release(hand_over)
             case AwaitTicket():
+                self.settle_waits()
                 began = self._waiting.begin(request, action, time.monotonic())
                 return began.params() if isinstance(began, AwaitTicket) else self._begin(request, began)
             case DeliverTicket(_, ticket):
@@ -146,6 +151,17 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         for number in range(delivered.too_late):
             if isinstance(ticket, Ticket):
                 self._return_ticket(self._unread(stand_in, ticket, number))
+
+    def _read_direct(self, raw: Any) -> Ticket | Refusal:
+        """In the side channel's thread."""
+        return self._validator.delivered(raw)
+
+    def settle_waits(self) -> None:
+        """Requests whose ticket has come from its prefill node directly wait no more. Called between steps, and where a
+        step is planned, when vLLM has asked for all that wait."""
+        for wait, ticket in () if self._inbox is None else self._inbox.take():
+            for request, action in self._waiting.deliver_directly(wait, ticket, time.monotonic()):
+                self._take(request, action)
 
     def _unread(self, stand_in: "Request", ticket: Ticket, number: int) -> TicketToReturn:
         request = copy(stand_in)
@@ -211,6 +227,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         meta.reads = self._reads.pop_orders(meta.reqs_to_recv)
         meta.idle = scheduler_output.total_num_scheduled_tokens == 0
         self.resumed.tell_workers(scheduler_output)
+        self.settle_waits()
         self._waiting.on_step_planned()
         meta.rest = self._waiting.rest(time.monotonic())
         return meta
@@ -281,11 +298,3 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         once for its capacity, while blocks are in quarantine, until every order is carried out. `worker` spaces it."""
         unfinished = self.counters.has_undrained_gauges() or self.quarantine or self._reads.has_pending_orders
         return bool(unfinished) or bool(super().has_pending_push_work())
-
-
-def _node_secret() -> bytes:
-    """This node's, for resume orders. An engine that inherited none makes one that nobody knows, and refuses them all.
-    Raises ConfigError for one that is too short."""
-    environ = dict(os.environ)
-    set_node_secret(environ)
-    return node_secret(environ)

@@ -1,4 +1,5 @@
-"""The prefill node's side channel: answers vLLM's handshake and our questions after a read, on one TCP address.
+"""A node's side channel: answers vLLM's handshake and our questions after a read, on one TCP address. On a decode node
+it takes tickets that prefill nodes send (`direct_tickets`).
 
 It runs in the scheduler's process, since the lease table is there, in a thread of its own. vLLM's own listener ends
 at the first packet that it cannot read, and hangs the start when its port is taken; this one counts the packet and
@@ -30,6 +31,8 @@ from connector.messages import (
     QuestionBatch,
     QuestionRefusal,
     ReplySigner,
+    SentTicket,
+    SideRequest,
     Verdict,
     read_request,
     write_clock,
@@ -41,6 +44,9 @@ from connector.zmtp import Zmtp
 
 VerifyRead = Callable[[str, str, str], Verdict]
 """(engine id, request id, nonce) → verdict; called in the listener's thread."""
+
+TakeTicket = Callable[[str, bytes], bool]
+"""(id of a wait, ticket as bytes) → whether it was taken; called in the listener's thread."""
 
 LOOPBACK = "127.0.0.1"
 NEEDS_KEY = (
@@ -54,7 +60,8 @@ class Listener:
     """Answers on `host:port` from `start` to `stop`; port 0 takes a free one, see `port`.
 
     `payloads`: by (pipeline rank, tensor rank), the msgpack of vLLM's `NixlHandshakePayload` of each worker of
-    `engine_id`. `keys`: ticket keys, which may change; without any, every question is answered.
+    `engine_id`. `keys`: ticket keys, which may change; without any, every question is answered. `take_ticket`: None on
+    a node that takes none.
     """
 
     def __init__(
@@ -67,9 +74,11 @@ class Listener:
         *,
         engine_id: str = "",
         keys: Sequence[bytes] = (),
+        take_ticket: TakeTicket | None = None,
         limits: Limits | None = None,
     ) -> None:
         self.host, self.port = host, port
+        self._take_ticket = take_ticket
         self.incarnation = secrets.token_hex(8)
         self._payloads = dict(payloads)
         self._verify = verify
@@ -106,7 +115,7 @@ class Listener:
         """Count a message that is none of ours."""
         self._counters.junk("side_channel")
 
-    def reply(self, request: Handshake | MetadataQuestion | QuestionBatch) -> Sequence[bytes]:
+    def reply(self, request: SideRequest) -> Sequence[bytes]:
         """The frames that answer a request that may be answered."""
         match request:
             case QuestionBatch(number, questions):
@@ -114,6 +123,9 @@ class Listener:
                 return [write_reply(number, self.incarnation, verdicts)]
             case MetadataQuestion(number, engine_id, pp_rank, tp_rank):
                 return [write_reply(number, self.incarnation, self._metadata(engine_id, pp_rank, tp_rank))]
+            case SentTicket(number, wait, ticket):
+                taken = self._take_ticket is not None and self._take_ticket(wait, ticket)
+                return [write_reply(number, self.incarnation, () if taken else QuestionRefusal.NOT_TAKEN.value)]
             case Handshake(pp_rank, tp_rank):
                 payload = self._payloads.get((pp_rank, tp_rank))
                 # vLLM's decode side estimates the clocks' offset from this: it must be the scheduler process's clock.
@@ -150,9 +162,7 @@ class _Connection:
             self._listener.count_refusal(refusal)
             self._send(self._refuse(request, refusal))
 
-    def _check(
-        self, request: Handshake | MetadataQuestion | QuestionBatch, frames: Sequence[bytes]
-    ) -> QuestionRefusal | None:
+    def _check(self, request: SideRequest, frames: Sequence[bytes]) -> QuestionRefusal | None:
         """Why the request is not answered; None for one that is signed and new."""
         if len(frames) == 2:
             return QuestionRefusal.UNSIGNED
@@ -168,7 +178,7 @@ class _Connection:
             self._signer = ReplySigner(self._keys, self._challenge, (self.zmtp.peer or {}).get(PROPERTY, b""))
         return self._signer
 
-    def _refuse(self, request: Handshake | MetadataQuestion | QuestionBatch, refusal: QuestionRefusal) -> list[bytes]:
+    def _refuse(self, request: SideRequest, refusal: QuestionRefusal) -> list[bytes]:
         if isinstance(request, Handshake):
             return [write_refusal(NEEDS_KEY), write_clock(time.perf_counter())]
         return [write_reply(request.number, self._listener.incarnation, refusal.value)]

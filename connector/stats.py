@@ -35,6 +35,8 @@ HELP: Mapping[str, str] = {
     "leases_ended": "Leases that ended on this prefill node, by how.",
     "unused_tickets": "Good tickets that left nothing to pull.",
     "ticket_waits": "Waits of requests for their ticket, by how they ended.",
+    "ticket_deliveries": "Tickets for waiting requests that came, by way, and by whether that had an effect.",
+    "tickets_sent": "Tickets that this prefill node sent directly to decode nodes, by what came of it.",
     "tickets_returned": "Tickets given back without a read, by how that ended, counted on each rank.",
     "resumed_requests": "Requests that went on after the output tokens of another node.",
     "resumed_tokens": "Output tokens of another node that they went on after.",
@@ -53,6 +55,7 @@ HELP: Mapping[str, str] = {
     "fingerprint": "What the bytes of this node's KV cache depend on, by part, and their digest (part all). Always 1.",
     "hashing": "How the prefix cache hashes prompts: algorithm, tokens per hash and per block, first parent. Always 1.",
     "waiting_requests": "Requests that wait for their ticket. They hold no blocks.",
+    "ticket_address": "Where this engine takes tickets that prefill nodes send directly. Always 1.",
 }
 
 PREFIX = "pdproxy_connector_"

@@ -18,6 +18,7 @@ is checked against the very prompt that waits.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from connector.config import Role
@@ -28,8 +29,11 @@ HAND_OVER = "pdproxy_hand_over"
 READERS = "pdproxy_readers"
 RELEASE = "pdproxy_release"
 WAIT = "pdproxy_wait"
+SEND_TICKET = "pdproxy_send_ticket"
 DELIVER = "pdproxy_deliver"
 MOST_READERS = 1024
+MOST_ADDRESSES = 64
+LONGEST_ADDRESS = 512
 
 _ID = re.compile(r"[A-Za-z0-9_-]{16,128}")
 
@@ -40,11 +44,21 @@ class ComputeLocally:
 
 
 @dataclass(frozen=True, slots=True)
+class Waiter:
+    """Where requests wait for a ticket that is to be made: under which id, and the addresses that their node, or each
+    of its data-parallel ranks, publishes. Nothing of the addresses is checked (`direct_tickets.read_address`)."""
+
+    wait: str
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class IssueTicket:
-    """Compute the prompt and answer with a ticket for `readers` reads."""
+    """Compute the prompt and answer with a ticket for `readers` reads. `waiter`: who gets it directly, too."""
 
     hand_over: str | None
     readers: int
+    waiter: Waiter | None = None
 
     def params(self) -> dict[str, Any]:
         """The clean params for vLLM's prefill side."""
@@ -86,6 +100,14 @@ class DeliverTicket:
 
     wait: str
     ticket: Ticket | Refusal | None
+
+
+class DeliveryWay(StrEnum):
+    """Which way a ticket came to a decode node. The metric's `effect` says whether it was the first for its wait."""
+
+    DIRECT = "direct"
+    """From the prefill node."""
+    PROXY = "proxy"
 
 
 class ValidatedParams(dict[str, Any]):
@@ -151,7 +173,7 @@ class ParamsValidator:
             return Refusal(RefusalReason.BAD_FIELD, f"{HAND_OVER} is not 16 to 128 letters, digits, - or _")
         if type(readers) is not int or not 1 <= readers <= MOST_READERS:
             return Refusal(RefusalReason.BAD_FIELD, f"{READERS} is not a whole number from 1 to {MOST_READERS}")
-        return IssueTicket(hand_over, readers)
+        return IssueTicket(hand_over, readers, _waiter(raw.get(SEND_TICKET)))
 
     def _decode(self, raw: dict[Any, Any], facts: RequestFacts) -> Action:
         if not self.role.decodes:
@@ -200,11 +222,11 @@ class ParamsValidator:
             return Refusal(RefusalReason.UNSUITABLE_REQUEST, "tickets are delivered by the node's own route alone")
         if not isinstance(order, dict) or not is_id(order.get("id")):
             return Refusal(RefusalReason.BAD_FIELD, f"{DELIVER} has no id of 16 to 128 letters, digits, - or _")
-        return DeliverTicket(order["id"], self._delivered(order.get("ticket")))
+        ticket = order.get("ticket")
+        return DeliverTicket(order["id"], None if ticket is None else self.delivered(ticket))
 
-    def _delivered(self, raw: Any) -> Ticket | Refusal | None:
-        if raw is None:
-            return None
+    def delivered(self, raw: Any) -> Ticket | Refusal:
+        """A ticket that was delivered apart from its request. Never raises, whatever `raw` is."""
         if not isinstance(raw, dict):
             return Refusal(RefusalReason.NOT_AN_OBJECT, "what was delivered is not an object")
         if raw.get("do_remote_prefill") is not True or raw.get("do_remote_decode"):
@@ -217,6 +239,18 @@ class ParamsValidator:
         if not is_id(hand_over):
             return Refusal(RefusalReason.BAD_FIELD, f"{RELEASE} is not a hand-over id")
         return ReleaseHandOver(hand_over)
+
+
+def _waiter(raw: Any) -> Waiter | None:
+    """None for what makes no sense: the ticket reaches its request by the proxy, too."""
+    if not isinstance(raw, dict) or not is_id(raw.get("id")):
+        return None
+    addresses = raw.get("addresses")
+    if not isinstance(addresses, list | tuple) or not 0 < len(addresses) <= MOST_ADDRESSES:
+        return None
+    if not all(isinstance(each, str) and len(each) <= LONGEST_ADDRESS for each in addresses):
+        return None
+    return Waiter(raw["id"], tuple(addresses))
 
 
 def is_delivery(raw: Any) -> bool:

@@ -26,8 +26,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 from connector.counters import Counters, ReadOutcome
 from connector.kv_groups import group_sizes, read_size
 from connector.leases import Aliases, LeaseReads
-from connector.messages import Heartbeat, Question, ReadDone, Verdict, nonce_of, parse_notif, with_nonce
+from connector.messages import Question, Verdict
 from connector.metadata import ConnectorMetadata, ReadEnd, ReadOrder, WorkerReport
+from connector.notifs import Heartbeat, ReadDone, nonce_of, parse_notif, with_nonce
 from connector.peer_engines import MayRead, NotYet
 from connector.pending_reads import PendingReads, ReturnOutcome, TicketReturn, TicketReturns
 from connector.stats import ConnectorStats

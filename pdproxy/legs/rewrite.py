@@ -4,6 +4,8 @@ A hand-over id is what the proxy calls a prefill leg: with it the node can be as
 before, during and after the leg. It must be unguessable, and each leg gets a new one.
 """
 
+from collections.abc import Sequence
+
 from pdproxy.legs.shape import COMPLETIONS_DEFAULT_TOKENS
 from pdproxy.request import Addition, Continuation, Endpoint, Json
 from pdproxy.unparsed import IdList, LargeValue
@@ -35,10 +37,12 @@ ONE_TOKEN = {
 }
 
 
-def prefill_body(endpoint: Endpoint, body: Json, hand_over_id: str, readers: int) -> dict[str, object]:
+def prefill_body(
+    endpoint: Endpoint, body: Json, hand_over_id: str, readers: int, send_ticket: Json | None = None
+) -> dict[str, object]:
     """Ask for exactly one token and for a ticket that so many ``readers`` (``n``) will use.
 
-    ``body`` is scrubbed and of one prompt, or what `continuation_body` made.
+    ``body`` is scrubbed and of one prompt, or what `continuation_body` made. ``send_ticket``: what `sent_to` made.
     """
     leg = {key: value for key, value in body.items() if key not in DROPPED}
     if "n" in leg:
@@ -46,7 +50,8 @@ def prefill_body(endpoint: Endpoint, body: Json, hand_over_id: str, readers: int
     if endpoint is Endpoint.RESPONSES:
         leg["store"] = False
     leg.update(dict.fromkeys(ONE_TOKEN[endpoint], 1))
-    leg["kv_transfer_params"] = _prefill_params(body, hand_over_id, readers)
+    params = _prefill_params(body, hand_over_id, readers)
+    leg["kv_transfer_params"] = params if send_ticket is None else {**params, "pdproxy_send_ticket": send_ticket}
     return leg
 
 
@@ -102,6 +107,11 @@ def waiting(wait_id: str, seconds: float) -> dict[str, object]:
     ``wait_id`` must be unguessable, and new for each leg. After so many seconds the node computes the prompt by itself.
     """
     return {"pdproxy_wait": {"id": wait_id, "seconds": seconds}}
+
+
+def sent_to(wait_id: str, addresses: Sequence[str]) -> dict[str, object]:
+    """For `prefill_body`: the node sends the ticket itself, too, to the engines that publish these addresses."""
+    return {"id": wait_id, "addresses": list(addresses)}
 
 
 def delivery_body(wait_id: str, ticket: Json | None) -> dict[str, object]:

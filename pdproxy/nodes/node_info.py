@@ -19,6 +19,8 @@ FINGERPRINT_METRIC = "pdproxy_connector_fingerprint"
 """The gauge with one series for each part of the fingerprint, its value as a label."""
 HASHING_METRIC = "pdproxy_connector_hashing"
 """The gauge whose labels say how the connector's engine hashes prompts."""
+TICKET_ADDRESS_METRIC = "pdproxy_connector_ticket_address"
+"""The gauge whose label says where an engine takes tickets directly."""
 STOCK_CACHE_METRIC = "vllm:cache_config_info"
 """vLLM's own gauge, whose labels are the settings of its cache."""
 CAPACITY_METRICS = "pdproxy_connector_capacity_"
@@ -57,6 +59,7 @@ class NodeInfo:
         fingerprint: value by part (such as `checkpoint`), with the digest of all as the part `WHOLE`.
         hashing: how its prefix cache hashes prompts.
         cache: how its prefix cache is set up.
+        ticket_addresses: where its engines take tickets directly.
     """
 
     node: Node
@@ -68,6 +71,7 @@ class NodeInfo:
     fingerprint: Mapping[str, str] = dataclasses.field(default_factory=_empty)
     hashing: Hashing | None = None
     cache: CacheSettings | None = None
+    ticket_addresses: tuple[str, ...] = ()
 
     def joined(self) -> Node:
         """The node with what was found filled in. What was configured wins."""
@@ -87,6 +91,7 @@ class NodeInfo:
             prefix_match_unit=int(unit) if unit.isdecimal() else 0,
             can_wait=self.labels.get("rendezvous") == "true",
             can_resume=self.labels.get("resume") == "true",
+            ticket_addresses=self.ticket_addresses,
             hashing=self.hashing,
             cache=self.cache,
         )
@@ -117,7 +122,8 @@ def read_node_info(node: Node, models: bytes, version: bytes, metrics: bytes) ->
     fingerprint = read_fingerprint(metrics)
     card, hashing = read_model_card(models), read_hashing(metrics)
     cache = read_cache_settings(labels, _labels(metrics, STOCK_CACHE_METRIC))
-    return NodeInfo(node, card, read_version(version), labels, capacity, ranks, fingerprint, hashing, cache)
+    found = read_version(version), labels, capacity, ranks, fingerprint, hashing, cache, read_ticket_addresses(metrics)
+    return NodeInfo(node, card, *found)
 
 
 def read_model_card(body: bytes) -> ModelCard:
@@ -170,6 +176,12 @@ def read_hashing(body: bytes) -> Hashing | None:
     ours = {connector_hashing(sample.labels) for sample in _samples(body, HASHING_METRIC + "{")}
     found = ours or {stock_hashing(sample.labels) for sample in _samples(body, STOCK_CACHE_METRIC + "{")}
     return found.pop() if len(found) == 1 else None
+
+
+def read_ticket_addresses(body: bytes) -> tuple[str, ...]:
+    """Where the engines of a node take tickets directly, by a ``/metrics`` answer. Prefill nodes read them."""
+    named = (sample.labels.get("address", "") for sample in _samples(body, TICKET_ADDRESS_METRIC + "{"))
+    return tuple(dict.fromkeys(address for address in named if address))
 
 
 def read_ranks(body: bytes) -> int:

@@ -5,8 +5,9 @@
     the request's task     decode leg ─────────── waits ───────────────── first event
     a task of its own      prefill leg(s) ── ticket ── delivery ─┘
 
-The decode leg may move to another node while its ticket is made, and either task may fail at any moment. What follows
-then is `upstream`'s business; this is how the two meet.
+Where the decode node says where it takes tickets, the prefill node sends it there, too: the delivery then mostly comes
+second, and changes nothing. The decode leg may move to another node while its ticket is made, and either task may fail
+at any moment. What follows then is `upstream`'s business; this is how the two meet.
 """
 
 import asyncio
@@ -14,9 +15,10 @@ import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable, Iterator
 
+from pdproxy.clock import first_of
 from pdproxy.errors import NodeFault, PdproxyError
 from pdproxy.legs.calls import deliver_ticket
-from pdproxy.legs.rewrite import waiting
+from pdproxy.legs.rewrite import sent_to, waiting
 from pdproxy.nodes.node import Node
 from pdproxy.observe.labels import Delivery, Leg, Phase
 from pdproxy.orchestration.context import OrchestrationContext, remaining_seconds
@@ -24,6 +26,10 @@ from pdproxy.orchestration.in_flight import Timeline
 from pdproxy.orchestration.resources import HandOver, Interrupt
 from pdproxy.request import Endpoint, Json, SubRequest
 from pdproxy.transport.port import DeadlineHold, Timeouts
+
+ANSWER_SECONDS = 0.1
+"""A first event may overtake the answer of the prefill leg whose ticket it had from the prefill node. Waited for at
+most so long: a node that did not wait, and is ahead of a prefill that is under way, is not made slower by more."""
 
 
 def can_wait(context: OrchestrationContext, sub_request: SubRequest, node: Node) -> bool:
@@ -93,10 +99,12 @@ class Rendezvous:
     The holder must `aclose` it, on every exit.
 
     Args:
+        node: where the first decode leg goes.
         prefill: the hand-over, or None where the decode node is to compute. What it raises interrupts the decode leg.
 
     Attributes:
         prefilled: there is a ticket, or none is to come.
+        told: a leg that waited was told so.
     """
 
     def __init__(
@@ -104,6 +112,7 @@ class Rendezvous:
         context: OrchestrationContext,
         sub_request: SubRequest,
         timeline: Timeline,
+        node: Node,
         prefill: Callable[[], Awaitable[HandOver | None]],
     ) -> None:
         self._context = context
@@ -111,7 +120,9 @@ class Rendezvous:
         self._timeline = timeline
         self._prefill = prefill
         self._leg: WaitingLeg | None = None
-        self.prefilled = False
+        self._next: tuple[Node, str] | None = (node, context.new_hand_over_id())
+        self._prefill_ended = asyncio.Event()
+        self.prefilled = self.told = False
         self._task = asyncio.get_running_loop().create_task(self._run())
         self._task.add_done_callback(self._interrupt_leg)
 
@@ -127,7 +138,7 @@ class Rendezvous:
         The node is let to wait for as long as the request may last: a prefill that is slow, or that is tried again,
         must not make it compute the prompt too.
         """
-        context, hold, wait_id = self._context, DeadlineHold(), self._context.new_hand_over_id()
+        context, hold, wait_id = self._context, DeadlineHold(), self._take_wait_id(node)
         seconds = self._remaining_seconds()
         timeouts = context.config.waiting_timeouts(seconds, hold)
         give_back = context.waiting_places.take(node.name, self._sub_request.shape.choices)
@@ -140,6 +151,26 @@ class Rendezvous:
             self._leg = None
             leg.end_wait()
 
+    def send_ticket(self) -> Json | None:
+        """Where the ticket of a prefill leg that begins now is waited for: by the leg that waits, or is about to. None
+        for several choices: their first event does not say that all have read."""
+        if self._sub_request.shape.choices > 1:
+            return None
+        node, wait_id = (self._leg.node, self._leg.wait_id) if self._leg is not None else self._next or (None, "")
+        return sent_to(wait_id, node.ticket_addresses) if node is not None and node.ticket_addresses else None
+
+    def _take_wait_id(self, node: Node) -> str:
+        """That of the first leg is known before it goes out, for the prefill leg names it."""
+        known, self._next = self._next, None
+        return known[1] if known is not None and known[0].name == node.name else self._context.new_hand_over_id()
+
+    async def prefill_ended(self, leg: WaitingLeg) -> None:
+        """After a first event: return when there is a ticket, none is to come, or it takes too long; at once where the
+        leg cannot have had one."""
+        direct = leg.node.ticket_addresses and self._sub_request.shape.choices == 1
+        if direct and not self._prefill_ended.is_set():
+            await first_of(self._prefill_ended.wait(), self._context.clock.sleep(ANSWER_SECONDS))
+
     async def result(self) -> None:
         """Return when there is a ticket or none is to come; raises what ``prefill`` raised, and `Undelivered`."""
         await self._task
@@ -151,8 +182,11 @@ class Rendezvous:
             await asyncio.wait((self._task,))
 
     async def _run(self) -> None:
-        hand_over = await self._prefill()
-        self.prefilled = True
+        try:
+            hand_over = await self._prefill()
+            self.prefilled = True
+        finally:
+            self._prefill_ended.set()
         told: WaitingLeg | None = None
         while (leg := self._leg) is not None and leg is not told:
             try:
@@ -160,6 +194,8 @@ class Rendezvous:
             except NodeFault as fault:
                 if leg is self._leg:
                     raise Undelivered(leg.node, fault) from fault
+            else:
+                self.told = True
             leg.end_wait()
             told = leg
 

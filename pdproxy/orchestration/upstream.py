@@ -170,7 +170,7 @@ class UpstreamRequest:
     async def _begin_rendezvous(self, chosen: Plan, body: Json) -> Node:
         self._life.move(Transition.TOGETHER)
         prefill_beside = functools.partial(self._prefill_beside, chosen, body)
-        self._rendezvous = Rendezvous(self._context, self.sub_request, self.timeline, prefill_beside)
+        self._rendezvous = Rendezvous(self._context, self.sub_request, self.timeline, chosen.decode, prefill_beside)
         await asyncio.sleep(0)  # the prefill leg goes out first
         return chosen.decode
 
@@ -199,7 +199,8 @@ class UpstreamRequest:
     async def _prefill(self, node: Node, body: Json) -> HandOver:
         asked, context = self.sub_request, self._context
         hand_over_id = context.new_hand_over_id()
-        leg = prefill_body(asked.endpoint, body, hand_over_id, asked.shape.choices)
+        send_ticket = None if self._rendezvous is None else self._rendezvous.send_ticket()
+        leg = prefill_body(asked.endpoint, body, hand_over_id, asked.shape.choices, send_ticket)
         timeouts = context.config.prefill_timeouts(self.remaining_seconds())
         self._prefill_node = node
         self.timeline.enter(Phase.PREFILL, node.name)
@@ -259,10 +260,11 @@ class UpstreamRequest:
             if not asked.shape.stream:  # the head of a stream says nothing: it comes before the ticket
                 self.timeline.enter(Phase.DECODE, node.name)
             result = await read_answer(self.resources.hold_response(response))
+        await rendezvous.prefill_ended(wait)
         self.timeline.enter(Phase.DECODE, node.name)
         if not rendezvous.prefilled:
             await self._forgo_ticket(wait)
-        elif rendezvous.pending:  # the node may have begun without its ticket; to release what was read does no harm
+        elif not rendezvous.told:  # the node may have begun without its ticket; to release what was read does no harm
             self.resources.release_hand_over()
         self._first_event(node)
         return result

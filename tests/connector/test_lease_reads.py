@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connector.leases import MOST_NONCES, LeaseEnd, LeaseReads, LeaseTable
-from connector.messages import NO_NONCE, ReadDone, Verdict
+from connector.messages import Verdict
+from connector.notifs import NO_NONCE, ReadDone
 from connector.transfer_params import MOST_READERS
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.messages import (
+from connector.notifs import (
     LONGEST_DONE,
     MOST_NOTIF_READERS,
     NO_NONCE,

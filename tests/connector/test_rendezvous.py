@@ -8,6 +8,9 @@ import pytest
 from vllm.v1.request import Request, RequestStatus
 
 from connector.counters import ReadOutcome
+from connector.direct_tickets import write_address
+from connector.messages import encode_ticket
+from connector.side_channel import Listener
 from tests.connector.harness import Node, lost, make_node, prompt, received, take_ticket
 
 pytestmark = pytest.mark.usefixtures("every_pace")
@@ -294,3 +297,155 @@ def test_prompt_logprobs_are_computed_here_at_once(node: Node) -> None:
     node.step()
     assert node.counts("refused") == {"unsuitable_request": 1}
     assert waits(node) == {}
+
+
+# ---- a ticket that the prefill node sends itself
+
+
+def send(node: Node, ticket: Any, wait: str = ID) -> bool:
+    """As the side channel's thread does it."""
+    assert node.side._inbox is not None
+    return node.side._inbox.put(wait, encode_ticket(ticket))
+
+
+def test_a_ticket_that_comes_directly_is_read_at_once(prefill: Node, node: Node) -> None:
+    free = node.free_blocks
+    request = node.add("d", prompt(100), ORDER)
+    node.step()
+    ticket = take_ticket(prefill, prompt(100))
+    assert send(node, ticket)
+    node.step()
+    assert not node.side._waiting.must_wait("d", time.monotonic())
+    node.step()
+    assert request.status is READING
+    deliver(node, ticket)
+    node.step(received(node, "d"))
+    assert len(node.run_out("d")) == 4
+    assert (waits(node), node.counts("prompt_tokens")) == ({"ticket": 1}, {"pulled": 99, "computed": 1})
+    assert node.counts("ticket_deliveries") == {"direct/first": 1, "proxy/none": 1}
+    assert [name for meta in node.metas for name in meta.reads] == ["d"]
+    assert node.free_blocks == free
+    assert is_quiet(node)
+
+
+def test_a_direct_ticket_counts_between_steps_too(prefill: Node, node: Node) -> None:
+    """When vLLM asks for the stats of the step: the request is marked as one that is not looked up then."""
+    request = node.add("d", prompt(100), ORDER)
+    node.step()
+    assert request.skip_reading_prefix_cache
+    send(node, take_ticket(prefill, prompt(100)))
+    node.scheduler.connector.get_kv_connector_stats()
+    assert not request.skip_reading_prefix_cache
+    node.step()
+    assert request.status is READING
+
+
+def test_one_for_another_prompt_leaves_the_request_waiting_as_before(prefill: Node, node: Node) -> None:
+    request = node.add("d", prompt(100, seed=1), ORDER)
+    node.step()
+    send(node, take_ticket(prefill, prompt(100)))
+    node.scheduler.connector.get_kv_connector_stats()
+    assert request.skip_reading_prefix_cache
+    node.step()
+    assert (request.status, len(node.side._waiting)) == (RequestStatus.WAITING, 1)
+
+
+def test_its_own_cache_counts_with_a_ticket_that_comes_directly(prefill: Node, node: Node) -> None:
+    node.add("before", prompt(200), max_tokens=1)
+    node.run_out("before")
+    node.add("d", prompt(200), ORDER)
+    node.step()
+    send(node, take_ticket(prefill, prompt(200)))
+    for _ in range(2):
+        node.step()
+    assert [meta.reads["d"].hit_tokens for meta in node.metas if "d" in meta.reads] == [192]
+
+
+def test_a_direct_ticket_may_come_before_the_request(prefill: Node, node: Node) -> None:
+    send(node, take_ticket(prefill, prompt(100)))
+    request = node.add("d", prompt(100), ORDER)
+    node.step()
+    assert request.status is READING
+
+
+def test_a_direct_ticket_for_nobody_has_no_consequence(prefill: Node, node: Node) -> None:
+    """It may be another node's by now: only the proxy's delivery gives it back."""
+    node.add("d", prompt(100), ORDER)
+    node.step()
+    node.abort("d")
+    ticket = take_ticket(prefill, prompt(100))
+    send(node, ticket)
+    node.step()
+    assert all(not meta.reqs_to_recv for meta in node.metas)
+    deliver(node, ticket)
+    node.step()
+    assert len(node.metas[-1].reqs_to_recv) == 1
+    assert is_quiet(node)
+
+
+def test_a_second_prefill_s_ticket_is_given_back(prefill: Node, node: Node) -> None:
+    """The answer with the first one was lost on its way to the proxy."""
+    node.add("d", prompt(100), ORDER)
+    node.step()
+    send(node, take_ticket(prefill, prompt(100)))
+    node.step()
+    second = take_ticket(prefill, prompt(100), request_id="p-1")
+    deliver(node, second)
+    node.step()
+    returned = [
+        meta.remote.request_id
+        for each in node.metas
+        for meta in each.reqs_to_recv.values()
+        if meta.remote and not any(meta.local_block_ids)
+    ]
+    assert returned == [second["remote_request_id"]]
+
+
+@pytest.mark.parametrize("change", [{"remote_block_ids": [[1]]}, {"pdproxy": None}, {"do_remote_prefill": False}])
+def test_a_bad_direct_ticket_is_not_taken(prefill: Node, node: Node, change: dict[str, Any]) -> None:
+    request = node.add("d", prompt(100), ORDER)
+    assert not send(node, {**take_ticket(prefill, prompt(100)), **change})
+    node.step()
+    assert request.status is RequestStatus.WAITING
+    assert (waits(node), node.counts("refused")) == ({}, {})
+
+
+def test_a_prefill_node_sends_its_ticket_where_the_leg_says(prefill: Node, node: Node) -> None:
+    inbox = node.side._inbox
+    assert inbox is not None
+    listener = Listener("127.0.0.1", 0, {}, node.side.verify, node.side.counters, take_ticket=inbox.put)
+    listener.start()
+    try:
+        address = write_address("127.0.0.1", listener.port, ())
+        request = node.add("d", prompt(100), ORDER)
+        ticket = take_ticket(prefill, prompt(100), pdproxy_send_ticket={"id": ID, "addresses": [address]})
+        deadline = time.monotonic() + 30
+        while request.status is not READING:
+            assert time.monotonic() < deadline
+            node.step()
+        [order] = [meta.reqs_to_recv["d"] for meta in node.metas if "d" in meta.reqs_to_recv]
+        assert order.remote.request_id == ticket["remote_request_id"]
+        while not (sent := prefill.counts("tickets_sent")):
+            assert time.monotonic() < deadline
+        assert sent == {"taken": 1}
+    finally:
+        prefill.side.shutdown()
+        listener.stop()
+
+
+@pytest.mark.parametrize(
+    "waiter", ["there", {}, {"id": "short"}, {"id": ID}, {"id": ID, "addresses": [1]}, {"id": ID, "addresses": ["?"]}]
+)
+def test_a_waiter_that_makes_no_sense_gets_no_ticket_and_the_leg_does(prefill: Node, waiter: Any) -> None:
+    assert take_ticket(prefill, prompt(100), pdproxy_send_ticket=waiter)["do_remote_prefill"]
+    prefill.side.shutdown()
+
+
+def test_nothing_is_sent_for_a_leg_without_a_ticket(prefill: Node) -> None:
+    params = {"do_remote_decode": True, "pdproxy_send_ticket": {"id": ID, "addresses": ["5600 127.0.0.1"]}}
+    prefill.add("p", prompt(100), params)
+    prefill.step()
+    prefill.abort("p")
+    prefill.step()
+    assert prefill.side._tickets._waiters == {}
+    assert prefill.counts("tickets_sent") == {}

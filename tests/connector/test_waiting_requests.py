@@ -12,7 +12,7 @@ from connector.counters import Counters, WaitEnd
 from connector.ticket import Ticket
 from connector.ticket_fields import Refusal, RefusalReason
 from connector.transfer_params import AwaitTicket, ComputeLocally, DeliverTicket, ReadTicket
-from connector.waiting_requests import KEEP, MOST_REST, Delivered, WaitingRequests
+from connector.waiting_requests import KEEP, MOST_BLOCKS, MOST_REST, Delivered, WaitingRequests
 from tests.connector.tickets import good
 
 ID = "wait-0123456789abcdef"
@@ -257,3 +257,90 @@ def test_every_wait_ends_once_and_all_that_is_kept_is_bounded(events: list[tuple
         assert len(waits) <= 3
         assert waits.remembered <= 6
         assert seen.total() + len(waits) == begun
+
+
+# ---- a ticket that the prefill node sends itself
+
+AGAIN = good(request_id="cmpl-2-0")
+"""Of a second prefill of the same prompt."""
+
+
+def ways(waits: WaitingRequests) -> dict[tuple[str, ...], int]:
+    """Deliveries by way and effect, since the last call."""
+    counts = waits.counters.drain().counts
+    return {tuple(labels): count for name, labels, count in counts if name == "ticket_deliveries"}
+
+
+def test_a_direct_ticket_settles_the_wait_and_the_proxy_s_changes_nothing() -> None:
+    waits, one = table(), request()
+    waits.begin(one, order(), now=0)
+    assert waits.deliver_directly(ID, good(), now=1) == ((one, READ),)
+    assert not waits.must_wait("r", now=1)
+    assert waits.deliver(TICKET, now=1) == Delivered()
+    assert waits.deliver_directly(ID, good(), now=1) == ()
+    assert ways(waits) == {("direct", "first"): 1, ("proxy", "none"): 1, ("direct", "none"): 1}
+
+
+def test_a_direct_ticket_that_comes_second_changes_nothing() -> None:
+    waits, one = table(), request()
+    waits.begin(one, order(), now=0)
+    waits.deliver(TICKET, now=1)
+    assert waits.deliver_directly(ID, AGAIN, now=1) == ()
+    assert waits.begin(request("r-1"), order(), now=2) == READ
+    assert ways(waits) == {("proxy", "first"): 1, ("direct", "none"): 1}
+
+
+def test_a_direct_ticket_may_overtake_its_requests() -> None:
+    waits = table()
+    assert waits.deliver_directly(ID, good(), now=0) == ()
+    assert waits.begin(request("0"), order(), now=1) == READ
+    waits.deliver(TICKET, now=1)
+    assert waits.begin(request("1"), order(), now=2) == READ
+    assert ends(waits) == {"ticket": 2}
+
+
+def test_a_direct_ticket_that_does_not_fit_leaves_the_request_waiting() -> None:
+    waits, other = table(), request(prompt="another")
+    waits.begin(other, order(), now=0)
+    assert waits.deliver_directly(ID, good(), now=1) == ()
+    assert waits.must_wait("r", now=1)
+    late = request("r-1", "another")
+    assert waits.begin(late, order(), now=1) == order()
+    assert ends(waits) == {}
+    assert waits.deliver(NONE, now=2).requests == ((other, ComputeLocally()), (late, ComputeLocally()))
+
+
+def test_a_direct_ticket_that_is_too_late_is_left_to_the_proxy_s_delivery() -> None:
+    """Which alone gives it back: the wait may have moved to another node, and the ticket with it."""
+    waits = table()
+    waits.begin(request(), order(), now=0)
+    waits.end("r", WaitEnd.GONE, now=1)
+    assert waits.deliver_directly(ID, good(), now=2) == ()
+    assert waits.deliver(TICKET, now=2) == Delivered(too_late=1)
+
+
+def test_another_ticket_for_those_that_have_one_is_given_back_once_for_each() -> None:
+    waits, both = table(), [request("0"), request("1")]
+    waits.begin(both[0], order(), now=0)
+    waits.deliver_directly(ID, good(), now=1)
+    waits.begin(both[1], order(), now=1)
+    assert waits.deliver(DeliverTicket(ID, AGAIN), now=2) == Delivered(too_late=2)
+    assert waits.deliver(DeliverTicket(ID, AGAIN), now=2) == Delivered()
+    assert waits.begin(request("2"), order(), now=3) == ReadTicket(AGAIN)
+
+
+def test_direct_tickets_are_kept_no_longer_and_no_more_than_the_proxy_s() -> None:
+    waits = table(most=2)
+    for number in range(5):
+        waits.deliver_directly(f"wait-{number}-0123456789", good(), now=number)
+    assert waits.remembered == 2
+    waits.deliver_directly(ID, good(), now=KEEP + 5)
+    assert waits.remembered == 1
+
+
+def test_direct_tickets_are_bounded_by_their_blocks() -> None:
+    waits = table(most=100)
+    long = good(block_ids=(tuple(range(MOST_BLOCKS // 2)),))
+    for number in range(5):
+        waits.deliver_directly(f"wait-{number}-0123456789", long, now=0)
+    assert waits.remembered == 2

@@ -16,8 +16,9 @@ pytest.importorskip("vllm")
 
 from connector import pending_reads
 from connector.counters import ReadOutcome
-from connector.messages import ReadDone, Verdict, parse_notif
+from connector.messages import Verdict
 from connector.metadata import ConnectorMetadata, ReadEnd, WorkerReport
+from connector.notifs import ReadDone, parse_notif
 from connector.verifier import ReadVerdict, Verifier
 from connector.worker import IDLE_VERDICT_WAIT, IDLE_WAIT, ConnectorWorker
 from deploy.local.ports import free_ports

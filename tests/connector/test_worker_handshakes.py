@@ -22,8 +22,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import Heartbeat
 
 from connector import peer_engines
 from connector.counters import ReadOutcome
-from connector.messages import ReadDone, Verdict, parse_notif
+from connector.messages import Verdict
 from connector.metadata import ConnectorMetadata, ReadEnd
+from connector.notifs import ReadDone, parse_notif
 from connector.peers import Peers, Resolver, SocketAddress
 from connector.verifier import Verifier
 from connector.worker import ConnectorWorker

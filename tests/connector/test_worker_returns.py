@@ -11,8 +11,9 @@ pytest.importorskip("vllm")
 
 from connector import pending_reads
 from connector.counters import ReadOutcome
-from connector.messages import ReadDone, Verdict, parse_notif
+from connector.messages import Verdict
 from connector.metadata import ConnectorMetadata
+from connector.notifs import ReadDone, parse_notif
 from connector.worker import ConnectorWorker
 from deploy.local.ports import free_ports
 from tests.connector.rank import PEER, read_step

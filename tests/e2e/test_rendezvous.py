@@ -1,5 +1,7 @@
 """A decode leg that is sent before its ticket waits without holding anything, and reads as soon as it has it."""
 
+import re
+
 import httpx
 import pytest
 
@@ -14,6 +16,15 @@ pytestmark = pytest.mark.e2e
 
 USAGE = "vllm:kv_cache_usage_perc"
 WAIT = "a-wait-of-these-tests"
+
+
+EFFECTS = (("direct", "first"), ("proxy", "none"))
+
+
+def addresses(url: str) -> list[str]:
+    """Where a node's engines take tickets."""
+    exposition = httpx.get(f"{url}/metrics", timeout=REQUEST_TIMEOUT_S, trust_env=False).text
+    return re.findall(r'pdproxy_connector_ticket_address{.*address="([^"]*)"', exposition)
 
 
 def ended(url: str, how: str) -> Watch:
@@ -138,6 +149,35 @@ def test_what_is_no_delivery_is_refused_in_openai_s_shape(pair: Pair, body: obje
 
 def test_a_prefill_node_takes_no_deliveries(pair: Pair) -> None:
     assert deliver(pair.prefill.url, WAIT, None).status_code == 404
+
+
+def test_the_prefill_node_sends_its_ticket_itself(pair: Pair) -> None:
+    question, (take, give) = quiz(3180, LENGTH), (pair.decode.url, pair.prefill.url)
+    first, none = (watch(take, "ticket_deliveries", way=way, effect=effect) for way, effect in EFFECTS)
+    sent_there, verified = watch(give, "tickets_sent", outcome="taken"), watch(take, "reads", outcome="verified")
+    [address] = addresses(take)
+    with sent(take, question.prompt()) as [leg]:
+        to = {"id": leg.wait, "addresses": [address]}
+        ticket = prefill(give, question.prompt(), pdproxy_send_ticket=to)
+        assert leg.done().text == question.answer
+        leg.deliver(ticket)
+    for url in (take, give):
+        complete(url, "?", 1)  # an idle engine tells what it counted with its next step
+    for each in (first, none, sent_there, verified):
+        each.reaches(1)
+    assert read(take, WAITING) == 0
+    for node in (pair.prefill, pair.decode):
+        until(node.url, USAGE, 0)
+
+
+def test_a_prefill_node_that_cannot_send_it_gives_the_ticket_all_the_same(pair: Pair) -> None:
+    question, refused = quiz(3190, LENGTH), watch(pair.prefill.url, "tickets_sent", outcome="bad_address")
+    with sent(pair.decode.url, question.prompt()) as [leg]:
+        to = {"id": leg.wait, "addresses": ["no address"]}
+        leg.deliver(prefill(pair.prefill.url, question.prompt(), pdproxy_send_ticket=to))
+        assert leg.done().text == question.answer
+    complete(pair.prefill.url, "?", 1)
+    refused.reaches(1)
 
 
 def test_a_client_cannot_deliver_by_a_request_of_its_own(pair: Pair) -> None:

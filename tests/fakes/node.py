@@ -61,6 +61,8 @@ class FakeNode:
 
     can_wait = True
     """Whether it lets requests wait for their tickets."""
+    takes_tickets = False
+    """Whether it says where its engine takes tickets of prefill nodes directly."""
     can_resume = False
     """Whether it has the route of streams that can be resumed."""
     stores_responses = False
@@ -83,7 +85,10 @@ class FakeNode:
         """What it has cached of prompts, where that is to count."""
         self.resumes = False
         """As a decode node with ``--prefix-match-unit``: it keeps a state at the end of a prompt that it took over."""
+        self.sends_late = False
+        """What it sends directly comes so late that it does not count."""
         self.waiting = WaitingRoom(fabric)
+        fabric.rooms[f"engine of {name}"] = self.waiting
         self.seen: list[Seen] = []
         self.recomputed = 0
         self.running = 0
@@ -92,6 +97,11 @@ class FakeNode:
         self.stepping = asyncio.Event()
         """Cleared while its engine is in a long step; its API server answers all the same. Of loopback nodes."""
         self.stepping.set()
+
+    @property
+    def ticket_addresses(self) -> tuple[str, ...]:
+        """As `Node` has them."""
+        return (f"engine of {self.name}",) if self.takes_tickets else ()
 
     @property
     def url(self) -> str:
@@ -195,6 +205,10 @@ class FakeNode:
         cached = 1 if self.cache is None else self.cache.compute(question.prompt)
         ticket = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self.name,
                   "remote_request_id": hand_over, "remote_prefill_cached_tokens": cached}  # fmt: skip
+        to: Mapping[str, Any] = params.get("pdproxy_send_ticket", {})
+        for address in () if self.sends_late else to.get("addresses", ()):
+            mine = {name: value for name, value in ticket.items() if name != "remote_prefill_cached_tokens"}
+            self.fabric.rooms[address].take(to["id"], mine)
         return Script(200, JSON, (answer(question, cached, ticket),), computed=True)
 
     def _attend(self, question: ParsedRequest, params: Mapping[str, Any]) -> tuple[int, int]:

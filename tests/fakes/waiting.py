@@ -66,6 +66,7 @@ class WaitingRoom:
     """All that wait on one node, by their ids.
 
     Attributes:
+        taken: ids of all tickets that prefill nodes sent themselves.
         most: more than that do not wait, and are computed at once.
         deliveries: every well-formed delivery, in order.
     """
@@ -73,6 +74,9 @@ class WaitingRoom:
     def __init__(self, fabric: FakeKvTransfer) -> None:
         self._fabric = fabric
         self._waiting: dict[str, WaitingRequest] = {}
+        self._direct: dict[str, Params] = {}
+        self._took: dict[str, Params] = {}
+        """Directly sent tickets that came first: what another delivery brings is given back."""
         self._early: dict[str, Params | None] = {}
         self._earlier: dict[str, Params | None] = {}
         self._missed: set[str] = set()
@@ -80,6 +84,7 @@ class WaitingRoom:
         self._missed_earlier: set[str] = set()
         self._seen: set[str] = set()
         self.most = 1024
+        self.taken: list[str] = []
         self.deliveries: list[tuple[str, Params | None]] = []
 
     def __len__(self) -> int:
@@ -88,6 +93,8 @@ class WaitingRoom:
     def clear(self) -> None:
         """The process died."""
         self._waiting.clear()
+        self._direct.clear()
+        self._took.clear()
         for kept in (self._early, self._earlier):
             kept.clear()
         for missed in (self._missed, self._missed_earlier):
@@ -96,6 +103,9 @@ class WaitingRoom:
     def forget(self) -> None:
         """Drop what only tests look at, and what nobody came for since the call before: a soak has no end of it."""
         self.deliveries.clear()
+        self.taken.clear()
+        self._direct.clear()
+        self._took.clear()
         self._seen.clear()
         self._earlier, self._early = self._early, {}
         self._missed_earlier, self._missed = self._missed, set()
@@ -117,6 +127,9 @@ class WaitingRoom:
         waiting = WaitingRequest(seconds, answer, lambda: self._leave(wait_id, waiting))
         if wait_id in self._early or wait_id in self._earlier:
             waiting.tell(self._early.pop(wait_id) if wait_id in self._early else self._earlier.pop(wait_id))
+        elif wait_id in self._direct:
+            waiting.tell(self._direct[wait_id])
+            self._took[wait_id] = self._direct[wait_id]
         elif len(self._waiting) >= self.most:
             self._missed.add(wait_id)
             waiting.tell(None)
@@ -132,13 +145,25 @@ class WaitingRoom:
             self._fabric.wrong.append(f"a delivery is {body}")
             return 400
         self.deliveries.append((body["id"], params))
-        if body["id"] in self._waiting:
+        took = self._took.get(body["id"])
+        if took and params and took["remote_request_id"] != params["remote_request_id"]:
+            self._fabric.free(str(params["remote_request_id"]))
+        elif body["id"] in self._waiting:
             self._waiting[body["id"]].tell(params)
         elif body["id"] in self._missed | self._missed_earlier:
             self._fabric.free(str((params or {}).get("remote_request_id")))
         else:
             self._early[body["id"]] = params
         return 202
+
+    def take(self, wait_id: str, params: Params) -> None:
+        """A prefill node sent it. Has no effect but for a request that waits, or is still to come."""
+        self.taken.append(wait_id)
+        if wait_id in self._waiting:
+            self._took[wait_id] = params
+            self._waiting[wait_id].tell(params)
+        elif wait_id not in self._missed | self._missed_earlier | self._early.keys() | self._earlier.keys():
+            self._direct[wait_id] = params
 
     def _check(self, wait_id: str, seconds: float, params: Params, *, streams_responses: bool) -> None:
         if _ID.fullmatch(wait_id) is None or seconds <= 0 or wait_id in self._seen:

@@ -93,7 +93,14 @@ class FakeCluster:
     def join(self, fake: FakeNode, role: Role, capacity: Capacity | None = None) -> None:
         """A node joins, and serves."""
         node = Node(
-            fake.name, fake.url, role, MODEL, can_wait=fake.can_wait, can_resume=fake.can_resume, capacity=capacity
+            fake.name,
+            fake.url,
+            role,
+            MODEL,
+            can_wait=fake.can_wait,
+            ticket_addresses=fake.ticket_addresses,
+            can_resume=fake.can_resume,
+            capacity=capacity,
         )
         self.pool.add(node)
         self.pool.admit(node)

@@ -27,8 +27,9 @@ from connector import nixl_connector, scheduler, worker, worker_base
 from connector.config import ConnectorConfig, Role, from_vllm
 from connector.fingerprint import Fingerprint
 from connector.kv_groups import NO_CAPACITY, ReadSize
-from connector.messages import Question, Verdict, nonce_of
+from connector.messages import Question, Verdict
 from connector.metadata import ConnectorMetadata, ReadOrder
+from connector.notifs import nonce_of
 from connector.peer_engines import EngineMetadata, MayRead, MetadataRequest, PeerEngines
 from connector.peers import Address
 from connector.pending_reads import TicketReturn
