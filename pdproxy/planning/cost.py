@@ -25,9 +25,10 @@ from pdproxy.planning.recent_work import RecentWork
 COPY_SHARE = 1.0
 """Of the cost to compute once more what a place lacks and another has. With 0 a shared prefix spreads at the first
 queue, with more than 1 it stays where prompts wait longer than the copy would have cost."""
-LATER_PROMPTS = 55.0
+LATER_PROMPTS, AGAINST_COPIES = 30.0, 55.0
 """Which follow a prompt to its place: each takes what is usual, and makes others wait, or waits, where the place is
-busy."""
+busy. More where the copy of a prefix is charged, too, which keeps conversations where they are: a place whose cache
+overflows loses states, and with each one all that its prompt has cached there."""
 WAITING = 2.0
 """How many others wait for a prompt, on a place that is always busy; for the seconds that it takes."""
 COMPUTED_AGAIN = 1.0
@@ -126,7 +127,8 @@ class PrefillPrice:
 
     def _if_busy(self, own: float) -> float:
         """What it costs others and later prompts that a place is always busy which computes for ``own`` seconds."""
-        return WAITING * own + LATER_PROMPTS * self.work.usual
+        later = AGAINST_COPIES if self.copy_share * self.deepest else LATER_PROMPTS
+        return WAITING * own + later * self.work.usual
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
