@@ -2,10 +2,12 @@
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,7 @@ class Engine:
         """What would be applied. Raises Refused."""
         files = self.render(values, kubeconfig, release)
         texts = [text for path, text in files.items() if path.endswith(".yaml")]
-        return Manifests([found for text in texts for found in yaml.load_all(text, yaml.CSafeLoader) if found])
+        return Manifests([found for text in texts for found in pickle.loads(_parsed(text))])
 
     def _ask(self, do: str, values: Mapping[str, Any], kubeconfig: str = "", release: str = RELEASE) -> Any:
         question = {"do": do, "chart": str(self._chart), "values": values, "release": release, "namespace": NAMESPACE}
@@ -59,6 +61,13 @@ class Engine:
         if "error" in reply:
             raise Refused(reply["error"])
         return reply["reply"]
+
+
+@cache
+def _parsed(text: str) -> bytes:
+    """The objects in a rendered file, pickled: many values render the same file, each caller gets objects of its own,
+    and to unpickle takes far less than to parse."""
+    return pickle.dumps([found for found in yaml.load_all(text, yaml.CSafeLoader) if found])
 
 
 class Manifests:
