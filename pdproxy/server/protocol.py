@@ -21,11 +21,11 @@ from collections.abc import Sequence
 
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pdproxy.errors import ClientError, PdproxyError
-from pdproxy.response import SINK_EXTENSION
-from pdproxy.server.response_writer import ResponseWriter, unchunked
+from pdproxy.response import EXCHANGE_EXTENSION
+from pdproxy.server.response_writer import ClientExchange, ResponseWriter, UnchunkedExchange
 
 FRAMING = (b"content-length", b"transfer-encoding")
 
@@ -109,7 +109,7 @@ class WriteFlow(FlowControl):
 class GuardedProtocol(HttpToolsProtocol):
     """One client connection. `guarded` makes a subclass with the limits."""
 
-    __slots__ = ("_framing_bytes", "_refused", "_reparsing", "_state", "_timer", "_writer")
+    __slots__ = ("_exchange", "_framing_bytes", "_refused", "_reparsing", "_state", "_timer", "_writer")
     """In the dict of the instance they would be more keys than can share one table: a kilobyte for each connection."""
 
     limits: typing.ClassVar[ConnectionLimits]
@@ -119,6 +119,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self.flow = WriteFlow(transport)
         self.pipeline = ()  # type: ignore[assignment]  # nothing is pipelined, and an empty deque has 700 bytes
         self._writer = self.transport = ResponseWriter(transport, self._is_sending, self.limits.stall_seconds)
+        self._exchange: ClientExchange | None = None
+        """The last request's: `cycle`, by its class."""
         self._state = ReceiveState.BETWEEN
         self._framing_bytes = 0
         """Bytes since the last complete head or piece of a body."""
@@ -130,8 +132,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._unset_keepalive_if_required()
         self._writer.on_lost()
-        self._withdraw_sink()
+        self._withdraw_exchange()
         super().connection_lost(exc)
+        if self._exchange is not None and self._exchange.disconnected:
+            self._exchange.left()
 
     def data_received(self, data: bytes) -> None:
         if self._refused or self.transport.is_closing():
@@ -176,10 +180,9 @@ class GuardedProtocol(HttpToolsProtocol):
             raise RefusedHeadError  # Ends the parsing: the application must not get this request.
         super().on_headers_complete()
         self.cycle.message_event._waiters = []  # type: ignore[assignment]  # nobody waits yet; a deque has 600 bytes
-        if version == "1.0":
-            unchunked(self.cycle)
-        else:
-            self.scope["extensions"] = {SINK_EXTENSION: {"sink": self._writer.sink_of(self.cycle)}}
+        kind = UnchunkedExchange if version == "1.0" else ClientExchange
+        self._exchange = kind.begin(self.cycle, self._writer)
+        self.scope["extensions"] = {EXCHANGE_EXTENSION: {"exchange": self._exchange}}
         self._state, self._framing_bytes = ReceiveState.BODY, 0
 
     def on_body(self, body: bytes) -> None:
@@ -199,7 +202,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._withdraw_sink()
+        self._withdraw_exchange()
         if self._state is ReceiveState.BODY and not self.transport.is_closing():
             self._start_timer(self.transport.close)
 
@@ -240,8 +243,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
-    def _withdraw_sink(self) -> None:
-        """The sink refers to the protocol, which refers to the scope: a cycle for the garbage collector."""
+    def _withdraw_exchange(self) -> None:
+        """It refers to the scope, which refers to it: a cycle for the garbage collector."""
         if self.cycle is not None:
             self.scope["extensions"] = {}
 
@@ -251,7 +254,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _responding(self) -> bool:
         """Whether a request has come as a whole, and its response is not out yet."""
-        cycle: RequestResponseCycle | None = self.cycle
+        cycle = self._exchange
         return cycle is not None and not cycle.more_body and not cycle.response_complete
 
     def _on_timeout(self) -> None:
@@ -277,7 +280,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._responding():
             self.cycle.keep_alive = False
             return
-        cycle: RequestResponseCycle | None = self.cycle
+        cycle = self._exchange
         if cycle is None or cycle.response_complete or not cycle.response_started:
             body = ClientError(status, message, code=code).body()
             head = f"HTTP/1.1 {status} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
@@ -286,6 +289,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if cycle is not None:
             cycle.disconnected = True  # for the application, though the client may still read
             cycle.message_event.set()
+            cycle.left()
 
 
 def guarded(limits: ConnectionLimits) -> type[GuardedProtocol]:

@@ -47,10 +47,7 @@ class ResponseWriter(asyncio.Transport):
         self._unwritten.append(bytes(data))
 
     def sink_of(self, cycle: RequestResponseCycle) -> Sink:
-        """The sink of one response, in place of ASGI's ``send``; see `pdproxy.response.SINK_EXTENSION`.
-
-        Writes chunks as uvicorn does, each at once.
-        """
+        """The sink of one response; see `pdproxy.response.Exchange`. Writes chunks as uvicorn does, each at once."""
         inner = self._inner
 
         def write(piece: bytes) -> bool:
@@ -133,13 +130,61 @@ class ResponseWriter(asyncio.Transport):
             self._check_later()
 
 
-class UnchunkedCycle(RequestResponseCycle):
-    """A response that, where its length is not known, ends with the connection: HTTP/1.0 has no chunks (RFC 9112, 6.3).
+class ClientExchange(RequestResponseCycle):
+    """uvicorn's exchange of one request and its response; also the `pdproxy.response.Exchange` for the application.
 
-    uvicorn would send chunks, and has no option for the class of an exchange: `unchunked` changes it.
+    uvicorn has no option for the class of an exchange: `begin` changes it.
     """
 
+    _writer: ResponseWriter
+    _on_left: Callable[[], None] | None = None
+
+    @classmethod
+    def begin(cls, cycle: RequestResponseCycle, writer: ResponseWriter) -> "ClientExchange":
+        """Make one of uvicorn's."""
+        cycle.__class__ = cls
+        assert isinstance(cycle, cls)
+        cycle._writer = writer
+        return cycle
+
+    @property
+    def sink(self) -> Sink | None:
+        return self._writer.sink_of(self)
+
+    def take_body(self) -> bytes | None:
+        if self.more_body or self.disconnected or self.waiting_for_100_continue:
+            return None
+        self.flow.resume_reading()
+        self.message_event.clear()
+        body, self.body = bytes(self.body), bytearray()
+        return body
+
+    def watch(self, on_left: Callable[[], None] | None) -> None:
+        self._on_left = on_left
+        if self.disconnected and on_left is not None:
+            asyncio.get_running_loop().call_soon(self.left)
+
+    def left(self) -> None:
+        """The client has disconnected, or has sent what ends its connection."""
+        on_left, self._on_left = self._on_left, None
+        if on_left is not None:
+            on_left()
+
+
+class UnchunkedExchange(ClientExchange):
+    """A response that, where its length is not known, ends with the connection: HTTP/1.0 has no chunks (RFC 9112, 6.3),
+    nor 100 (Continue)."""
+
     open_ended = False
+
+    @classmethod
+    def begin(cls, cycle: RequestResponseCycle, writer: ResponseWriter) -> "ClientExchange":
+        cycle.waiting_for_100_continue = False
+        return super().begin(cycle, writer)
+
+    @property
+    def sink(self) -> Sink | None:
+        return None
 
     async def send(self, message: ASGISendEvent) -> None:
         """uvicorn's checks that a body has its announced length: where there is none, each piece announces its own."""
@@ -150,9 +195,3 @@ class UnchunkedCycle(RequestResponseCycle):
         elif self.open_ended and message["type"] == "http.response.body":
             self.expected_content_length = len(message.get("body", b""))
         await super().send(message)
-
-
-def unchunked(cycle: RequestResponseCycle) -> None:
-    """Respond without chunks, and without 100 (Continue), which HTTP/1.0 does not have either."""
-    cycle.__class__ = UnchunkedCycle
-    cycle.waiting_for_100_continue = False
