@@ -30,7 +30,7 @@ class ClientGone(Exception):
 
 def headers_of(scope: Scope) -> Headers:
     """The request's headers, names in lower case."""
-    return tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
+    return tuple([(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]])
 
 
 async def read_body(receive: Receive, headers: Headers, limit: int, grow_to: Callable[[int], None]) -> bytes:
