@@ -80,6 +80,11 @@ class Pool:
         self._entry(name)
         return self._views.one(name, self._clock.now())
 
+    def active(self, name: str) -> int:
+        """How many legs are on a node; 0 where it has left."""
+        entry = self._entries.get(name)
+        return 0 if entry is None else entry.active
+
     def acquire(self, name: str, load: LegLoad = NO_LOAD) -> Slot:
         """Count a leg on the node, and what it adds there, until its slot is released."""
         entry = self._entry(name)

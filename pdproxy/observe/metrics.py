@@ -253,11 +253,11 @@ class Metrics:
     def used(self, model: str, key: str, usage: Usage) -> None:
         """Add the tokens of a leg, as its node reports them, to those of its model and of its API key; counts that are
         not positive add nothing."""
-        prompt, completion, cached = usage.prompt or 0, usage.completion or 0, usage.cached or 0
+        label, prompt, completion, cached = self.models.label(model), usage.prompt, usage.completion, usage.cached
         for kind, count in ((Tokens.PROMPT, prompt), (Tokens.COMPLETION, completion), (Tokens.CACHED, cached)):
-            if count > 0:
-                self._token(kind, self.models.label(model)).inc(count)
-            self.keys.tokens(key, kind, count)
+            if count is not None and count > 0:
+                self._token(kind, label).inc(count)
+                self.keys.tokens(key, kind, count)
 
     def prefill_expected(self, model: str) -> None:
         """Prompts of a model may come: its series is there from now on, at 0."""

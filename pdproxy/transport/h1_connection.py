@@ -134,9 +134,9 @@ class H1Connection(asyncio.Protocol):
         if self._hold is not None:
             self._hold.observe(functools.partial(self._on_hold_released, self._hold))
         self._watchdog.latest = due
-        self._failure = None if not self.lost else while_exchanging(None, self._where)
-        self._busy = True
-        if self._transport is None or self.lost:
+        self._busy, lost = True, self.lost
+        self._failure = while_exchanging(None, self._where) if lost else None
+        if self._transport is None or lost:
             return
         if len(body) <= _ONE_WRITE:
             self._transport.write(head + body)
