@@ -1,4 +1,5 @@
-"""A response for the client as a value, and the sink that takes its pieces the moment they arrive."""
+"""A response for the client as a value, the sink that takes its pieces the moment they arrive, and what else our server
+offers beside ASGI."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -14,11 +15,29 @@ Most pieces of a stream need none: passed on within the callback that read them 
 task switch. What a sink raises is a bug: it ends the exchange that the piece came from.
 """
 
-SINK_EXTENSION = "pdproxy.http.sink"
-"""The ASGI extension in which the server offers, as ``sink``, a `Sink` for a response whose head has been sent.
+EXCHANGE_EXTENSION = "pdproxy.http.exchange"
+"""The ASGI extension in which our server offers an `Exchange`, as ``exchange``."""
 
-It returns False where the client does not keep up or has gone: then ASGI's own ``send`` knows how to wait.
-"""
+
+class Exchange(Protocol):
+    """A request and its response: what a task of its own, a timer or a turn of the loop would have to find out.
+
+    Attributes:
+        sink: for pieces of a response whose head has been sent, in place of ASGI's ``send``; None where the client's
+            HTTP has no chunks. It returns False where the client does not keep up or has gone: then ``send`` knows
+            how to wait.
+    """
+
+    @property
+    def sink(self) -> Sink | None: ...
+
+    def take_body(self) -> bytes | None:
+        """The request's body if it is here as a whole; None: ASGI's ``receive`` has it, piece by piece."""
+        ...
+
+    def watch(self, on_left: Callable[[], None] | None) -> None:
+        """Call ``on_left`` when the client disconnects before it has its response, maybe soon; None ends that."""
+        ...
 
 
 class ResponseStream(Protocol):

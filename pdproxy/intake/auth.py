@@ -2,9 +2,8 @@
 
 import dataclasses
 import hashlib
+import os
 import re
-import secrets
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -82,19 +81,19 @@ class OpenRequests:
     def __init__(self, limit: int, metrics: Metrics) -> None:
         self._limit = limit
         self._metrics = metrics
-        self._open: Counter[str] = Counter()
+        self._open: dict[str, int] = {}
 
     def check(self, api_key: ApiKey) -> None:
         """Raise the `ClientError` 429 where a key has as many open as it may."""
         limit, name = api_key.limits.open or (self._limit if api_key is not ANONYMOUS else 0), api_key.name
-        if limit and self._open[name] >= limit:
+        if limit and self._open.get(name, 0) >= limit:
             self._metrics.rejected(Rejection.KEY_LIMIT, name)
             text = f"This API key may have {limit} requests open at once."
             raise rejected_error(Rejection.KEY_LIMIT, text, 1)
 
     def begin(self, name: str) -> None:
         """One request more of a key is open, until `end`."""
-        self._open[name] += 1
+        self._open[name] = self._open.get(name, 0) + 1
 
     def end(self, name: str) -> None:
         """It is open no more."""
@@ -210,7 +209,7 @@ _NOT_PASSED_ON = HOP_BY_HOP | {
 def request_id(headers: Headers) -> str:
     """The client's ``x-request-id`` where it can go into logs and headers as it is, else a new one."""
     theirs = header(headers, "x-request-id")
-    return theirs if theirs and _USABLE.fullmatch(theirs) else f"req-{secrets.token_hex(16)}"
+    return theirs if theirs and _USABLE.fullmatch(theirs) else f"req-{os.urandom(16).hex()}"
 
 
 PRIORITY_HEADER = "x-vllm-priority"

@@ -1,6 +1,7 @@
 """What intake does for a request: find out what it asks for, authenticate, read the body, have it answered, send that.
 
-Written against bare ASGI: this is the hot path, where a framework's routing would cost more than our own work.
+Written against bare ASGI and what our own server offers beside it (`Exchange`): this is the hot path, where a
+framework's routing would cost more than our own work.
 Some lines over 300: who follows a request through intake reads one file.
 """
 
@@ -29,6 +30,7 @@ from pdproxy.intake.request_context import (
     Scope,
     Send,
     TrackedSend,
+    accept_body,
     headers_of,
     promised_length,
     read_body,
@@ -45,7 +47,7 @@ from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.planning.shares import NO_LIMITS
 from pdproxy.request import ClientRequest, Endpoint, Headers, Json
-from pdproxy.response import SINK_EXTENSION, ProxyResponse
+from pdproxy.response import EXCHANGE_EXTENSION, ProxyResponse
 from pdproxy.settings.types import BY_CACHE, Credential, Routing
 
 _LOG = logging.getLogger("pdproxy.intake")
@@ -124,7 +126,7 @@ class RequestHandler:
             api_key = admitted.api_key
             raw = await self._read(context, admitted.reservation)
             body = scrub(parse(endpoint, raw) if len(raw) <= LARGE else await parse_in_steps(endpoint, raw))
-            watcher = DisconnectWatcher(context.receive)
+            watcher = DisconnectWatcher(context.exchange)
             request = self._request(context, endpoint, body, arrived, watcher, api_key)
             if self.config.routing in _BY_SESSION:
                 session = session_of(context.headers, body, api_key.name)
@@ -132,7 +134,7 @@ class RequestHandler:
             if admitted.charge is not None:
                 self._expect(admitted.charge, api_key, endpoint, body)
                 request = msgspec.structs.replace(request, on_usage=admitted.charge.used)
-            async with watcher:
+            with watcher:
                 await self._respond(context, await self.orchestrator.answer(request), admitted.charge)
 
     async def forward(self, context: RequestContext) -> None:
@@ -145,11 +147,11 @@ class RequestHandler:
         with self._admitted(context) as admitted:
             raw = await self._read(context, admitted.reservation)
             path = f"{context.path}?{context.query}" if context.query else context.path
-            watcher = DisconnectWatcher(context.receive)
+            watcher = DisconnectWatcher(context.exchange)
             headers = self._node_headers(context)
             model, key = model_of(raw), admitted.api_key.name
             request = ForwardRequest(context.method, path, headers, raw, model, deadline, watcher.left, key)
-            async with watcher:
+            with watcher:
                 await self._respond(context, await self.orchestrator.forward(request), admitted.charge)
 
     def _admitted(self, context: RequestContext) -> _Admitted:
@@ -182,9 +184,12 @@ class RequestHandler:
             raise
 
     async def _read(self, context: RequestContext, reservation: Reservation) -> bytes:
+        most, whole = self.config.body_bytes, context.exchange.take_body()
+        if whole is not None:
+            return accept_body(whole, context.headers, most, reservation.grow_to)
         try:
             async with asyncio.timeout(self.config.upload_seconds):
-                return await read_body(context.receive, context.headers, self.config.body_bytes, reservation.grow_to)
+                return await read_body(context.receive, context.headers, most, reservation.grow_to)
         except TimeoutError:
             text = f"The body did not arrive within {self.config.upload_seconds:g} s."
             raise ClientError(408, text, code="upload_timeout", headers=(("connection", "close"),)) from None
@@ -224,12 +229,13 @@ class RequestHandler:
         if isinstance(response.body, bytes):
             await send_whole(context.send, response.status, headers, response.body)
             return
+        sink = context.exchange.sink
         try:
             await send_head(context.send, response.status, headers)
             while piece := await response.body.read():
                 await context.send({"type": "http.response.body", "body": piece, "more_body": True})
-                if context.sink is not None:
-                    await response.body.pipe_to(context.sink)
+                if sink is not None:
+                    await response.body.pipe_to(sink)
             await context.send({"type": "http.response.body", "body": b""})
         except asyncio.CancelledError:
             await context.break_off(shutting_down_error())  # goes nowhere where the client has disconnected
@@ -261,8 +267,8 @@ class ApiApp:
             request_id=name,
             receive=receive,
             send=TrackedSend(send),
+            exchange=scope["extensions"][EXCHANGE_EXTENSION]["exchange"],
             endpoint=routes.GENERATING.get(path),
-            sink=scope.get("extensions", {}).get(SINK_EXTENSION, {}).get("sink"),
         )
         try:
             await self._dispatch(context, scope)

@@ -49,7 +49,7 @@ class TokenBucket:
         self._level = self.level(now) - amount
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)  # equal is the same: keys of dicts, hashed by identity
 class _Kind:
     """One of the limits: its field, why requests are refused by it, and what it counts, in the words of OpenAI."""
 

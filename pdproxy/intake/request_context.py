@@ -13,7 +13,7 @@ from pdproxy.observe.labels import Rejection
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.client_errors import error_body, error_event, rejected_error
 from pdproxy.request import Endpoint, Headers, header
-from pdproxy.response import Sink
+from pdproxy.response import Exchange
 
 JSON_HEADER = ("content-type", "application/json")
 
@@ -30,7 +30,7 @@ class ClientGone(Exception):
 
 def headers_of(scope: Scope) -> Headers:
     """The request's headers, names in lower case."""
-    return tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
+    return tuple([(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]])
 
 
 async def read_body(receive: Receive, headers: Headers, limit: int, grow_to: Callable[[int], None]) -> bytes:
@@ -44,11 +44,7 @@ async def read_body(receive: Receive, headers: Headers, limit: int, grow_to: Cal
         ClientError: 413 when it is longer than ``limit``; 415 when it is compressed: it could grow past any limit.
         ClientGone: the client left while sending.
     """
-    coding = header(headers, "content-encoding")
-    if coding and coding.strip().lower() != "identity":
-        raise ClientError(415, f"Send the body without content-encoding: {coding[:40]!r} is not accepted here.")
-    if promised_length(headers) > limit:
-        raise _too_large(limit)
+    _check_head(headers, limit)
     body, size = None, 0
     while True:
         message = await receive()
@@ -66,6 +62,23 @@ async def read_body(receive: Receive, headers: Headers, limit: int, grow_to: Cal
         body.write(piece)
         if not more:
             return body.getvalue()
+
+
+def accept_body(body: bytes, headers: Headers, limit: int, grow_to: Callable[[int], None]) -> bytes:
+    """As `read_body`, for one that is here as a whole."""
+    _check_head(headers, limit)
+    if len(body) > limit:
+        raise _too_large(limit)
+    grow_to(len(body))
+    return body
+
+
+def _check_head(headers: Headers, limit: int) -> None:
+    coding = header(headers, "content-encoding")
+    if coding and coding.strip().lower() != "identity":
+        raise ClientError(415, f"Send the body without content-encoding: {coding[:40]!r} is not accepted here.")
+    if promised_length(headers) > limit:
+        raise _too_large(limit)
 
 
 def promised_length(headers: Headers) -> int:
@@ -189,7 +202,7 @@ class RequestContext(msgspec.Struct, frozen=True):
     Attributes:
         request_id: for logs and the response.
         endpoint: whose API errors follow; None for a path that is not a generating endpoint.
-        sink: takes pieces of the response's body without waiting; None where the server has none.
+        exchange: what the server offers of it beside ``receive`` and ``send``.
     """
 
     method: str
@@ -199,8 +212,8 @@ class RequestContext(msgspec.Struct, frozen=True):
     request_id: str
     receive: Receive
     send: TrackedSend
+    exchange: Exchange
     endpoint: Endpoint | None = None
-    sink: Sink | None = None
 
     async def refuse(self, error: ClientError) -> None:
         """Send an error in the shape of the endpoint's API.
@@ -221,36 +234,32 @@ class RequestContext(msgspec.Struct, frozen=True):
 class DisconnectWatcher:
     """Cancels the task it was entered in when the client leaves.
 
-    An async context manager, entered after the body was read. A cancellation that the client caused is raised as
-    `ClientGone`; any other stays what it is.
+    A context manager, entered after the body was read. A cancellation that the client caused is raised as `ClientGone`;
+    any other stays what it is.
     """
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
         self._gone = False
-        self._watch: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[object] | None = None
 
     def left(self) -> bool:
         """Whether the client has disconnected."""
         return self._gone
 
-    async def __aenter__(self) -> Self:
-        task = asyncio.current_task()
-        assert task is not None
-        self._watch = asyncio.create_task(self._cancel_on_disconnect(task), name="disconnect watcher")
+    def __enter__(self) -> Self:
+        self._task = asyncio.current_task()
+        self._exchange.watch(self._on_left)
         return self
 
-    async def _cancel_on_disconnect(self, task: asyncio.Task[object]) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self._gone = True
-        task.cancel()
+    def _on_left(self) -> None:
+        if self._task is not None:
+            self._gone = True
+            self._task.cancel()
 
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        assert self._watch is not None
-        self._watch.cancel()
-        if self._gone and kind is asyncio.CancelledError:
-            task = asyncio.current_task()
-            # A shutdown may have cancelled the task as well: then the cancellation stays.
-            if task is not None and task.uncancel() == 0:
-                raise ClientGone from None
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        task, self._task = self._task, None
+        self._exchange.watch(None)
+        # A shutdown may have cancelled the task as well: then the cancellation stays.
+        if self._gone and kind is asyncio.CancelledError and task is not None and task.uncancel() == 0:
+            raise ClientGone from None

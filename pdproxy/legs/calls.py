@@ -1,7 +1,7 @@
 """The HTTP calls to nodes: the prefill leg, the decode leg, the delivery of a ticket, the release of a hand-over."""
 
 import asyncio
-import secrets
+import os
 
 import msgspec
 
@@ -41,7 +41,7 @@ whether it used the ticket. The connector does not look at it, and no signature 
 
 def new_hand_over_id() -> str:
     """A new id of a hand-over, or of a leg that waits: 128 bits of the system's randomness, in hex."""
-    return secrets.token_hex(16)
+    return os.urandom(16).hex()
 
 
 class PrefillAnswer(msgspec.Struct, frozen=True):

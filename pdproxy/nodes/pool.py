@@ -80,6 +80,11 @@ class Pool:
         self._entry(name)
         return self._views.one(name, self._clock.now())
 
+    def active(self, name: str) -> int:
+        """How many legs are on a node; 0 where it has left."""
+        entry = self._entries.get(name)
+        return 0 if entry is None else entry.active
+
     def acquire(self, name: str, load: LegLoad = NO_LOAD) -> Slot:
         """Count a leg on the node, and what it adds there, until its slot is released."""
         entry = self._entry(name)
@@ -88,10 +93,10 @@ class Pool:
             self.traffic.record(entry.node.cohort)
             self._metrics.cohort_requested(entry.node.cohort)
         entry.active += 1
-        entry.trials += entry.state() is State.PROBING
+        entry.trials += slot.trial
         self._changed(entry)
-        entry.idle.clear()
-        self._metrics.node_active(name, entry.node.role, entry.active)
+        if entry.active == 1:
+            entry.idle.clear()
         return slot
 
     def report(self, name: str, fault: Fault | None) -> None:
@@ -106,7 +111,9 @@ class Pool:
         now = self._clock.now()
         if fault is None:
             entry.progressed_at = now
-            self._set(entry, self._refresh(entry, now).circuit.succeeded(now))
+            before = self._refresh(entry, now).circuit
+            if (circuit := before.succeeded(now)) is not before:
+                self._set(entry, circuit)
             return
         entry.reason = f"last fault: {fault}"
         circuit = self._refresh(entry, now).circuit
@@ -130,7 +137,7 @@ class Pool:
         entry = PoolEntry(node, CircuitBreaker(self._config), node, since=self._clock.now())
         self._entries[node.name] = entry
         self._views.add(entry, self._clock.now())
-        self._metrics.node_active(node.name, node.role, 0)
+        self._metrics.watch_node(node.name, node.role, lambda: entry.active)
         self._count_models(node)
         self._count_state(entry)
         self.changed.set()
@@ -274,8 +281,6 @@ class Pool:
         self._changed(entry)
         if entry.active == 0:
             entry.idle.set()
-        if self._entries.get(entry.node.name) is entry:
-            self._metrics.node_active(entry.node.name, entry.node.role, entry.active)
         if slot.takes_room:
             self._room_changed()
 

@@ -194,7 +194,8 @@ class Views:
     def _renew_one(self, name: str, entry: PoolEntry, now: float) -> None:
         before, view = self._views[name], entry.view(now)
         self._views[name] = view
-        moved = view.state is not before.state or view.takes_requests() is not before.takes_requests()
+        # A trial decides whether a node that is on trial takes requests.
+        moved = view.state is not before.state or bool(view.trials) is not bool(before.trials)
         if moved or view.node is not before.node:
             self._roster = None
         until = entry.circuit.constant_until(now)

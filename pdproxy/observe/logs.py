@@ -47,6 +47,19 @@ class TextFormatter(logging.Formatter):
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
+class LineHandler(logging.StreamHandler[TextIO]):
+    """logging's, without filters and in half as many calls: each request writes a line."""
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        assert self.lock is not None
+        with self.lock:
+            self.emit(record)
+        return True
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+
 def configure(log: Log, stream: TextIO) -> logging.Handler:
     """Send the proxy's records, and warnings of the libraries, to a stream; returns the handler, for tests to remove.
 
@@ -56,7 +69,7 @@ def configure(log: Log, stream: TextIO) -> logging.Handler:
     # names are those of Python's logging HOWTO, under "Optimization".
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None
-    handler = logging.StreamHandler(stream)
+    handler = LineHandler(stream)
     handler.setFormatter(JsonFormatter() if log.format is LogFormat.JSON else TextFormatter())
     root = logging.getLogger()
     root.addHandler(handler)

@@ -144,7 +144,6 @@ class Metrics:
         self._token = cache(self._tokens.labels)
         self._cohort_request = cache(self._cohort_requests.labels)
         self._pending = cache(self._prefill_tokens.labels)
-        self._node = cache(self._node_active.labels)
         self._begin_at_zero()
 
     def _begin_at_zero(self) -> None:
@@ -254,11 +253,11 @@ class Metrics:
     def used(self, model: str, key: str, usage: Usage) -> None:
         """Add the tokens of a leg, as its node reports them, to those of its model and of its API key; counts that are
         not positive add nothing."""
-        prompt, completion, cached = usage.prompt or 0, usage.completion or 0, usage.cached or 0
+        label, prompt, completion, cached = self.models.label(model), usage.prompt, usage.completion, usage.cached
         for kind, count in ((Tokens.PROMPT, prompt), (Tokens.COMPLETION, completion), (Tokens.CACHED, cached)):
-            if count > 0:
-                self._token(kind, self.models.label(model)).inc(count)
-            self.keys.tokens(key, kind, count)
+            if count is not None and count > 0:
+                self._token(kind, label).inc(count)
+                self.keys.tokens(key, kind, count)
 
     def prefill_expected(self, model: str) -> None:
         """Prompts of a model may come: its series is there from now on, at 0."""
@@ -272,9 +271,9 @@ class Metrics:
         """It waits and runs no more; the same numbers as it began with."""
         self._pending(model).dec(tokens)
 
-    def node_active(self, node: str, role: enum.StrEnum, legs: int) -> None:
-        """Set how many legs run on a node."""
-        self._node(node, role).set(legs)
+    def watch_node(self, node: str, role: enum.StrEnum, legs: Callable[[], float]) -> None:
+        """Ask for the number of legs on a node whenever metrics are scraped."""
+        self._node_active.labels(node, role).set_function(legs)
 
     def node_state(self, node: str, role: enum.StrEnum, state: enum.StrEnum) -> None:
         """Set the one state that a node is in; the other states of the same enumeration become 0."""
@@ -286,7 +285,6 @@ class Metrics:
     ) -> None:
         """Drop the series of a node that was removed: those of its states and of its circuit's phases too."""
         self._node_active.remove(node, role)
-        self._node.cache_clear()
         for each in states:
             self._node_up.remove(node, role, each)
         for phase in phases:

@@ -104,9 +104,9 @@ class AnswerRecord:
         """For a log line and a span: flat, and by names that say what they are."""
         facts = _move_facts(self.moves)
         if self.route is not None:
-            facts["route"] = self.route.value
+            facts["route"] = f"{self.route}"
         if self.local_reason is not None:
-            facts["local_reason"] = self.local_reason.value
+            facts["local_reason"] = f"{self.local_reason}"
         return facts
 
     def attributes(self) -> gen_ai.Attributes:

@@ -128,12 +128,16 @@ class DecodeStream:
         All of it runs within the callback that read the piece from the node's socket.
         """
 
+        take_fast_path = self._fast_path()
+
         def write(piece: bytes) -> bool:
-            try:
-                seen = self._client_bytes(piece)
-            except NodeFault as fault:
-                self._pending_error = fault
-                return False
+            seen = take_fast_path(piece) if self._at_event_boundary else None
+            if seen is None:
+                try:
+                    seen = self._client_bytes(piece)
+                except NodeFault as fault:
+                    self._pending_error = fault
+                    return False
             written = not seen or sink(seen)
             return passed_on(seen) and written and self._pending_error is None
 
@@ -146,6 +150,10 @@ class DecodeStream:
     def flush(self) -> bytes:
         """What was held back for a usage event that did not come."""
         return b"" if self._usage_filter is None else self._usage_filter.flush()
+
+    def _fast_path(self) -> Callable[[bytes], bytes | None]:
+        """What the client sees of most pieces, at an event's boundary; None for one that `_client_bytes` must read."""
+        return self._transcript.take_fast_path
 
     def _client_bytes(self, piece: bytes) -> bytes:
         if self._at_event_boundary:

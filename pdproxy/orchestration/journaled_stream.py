@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from pdproxy.orchestration.decode_stream import DecodeStream, UsageEventFilter
-from pdproxy.stream.journal import Batch, Journal, RecordSplitter
+from pdproxy.stream.journal import Batch, Journal, RecordSplitter, one_batch
 from pdproxy.stream.transcript import Transcript
 from pdproxy.transport.port import HttpResponse
 
@@ -26,6 +26,20 @@ class JournaledStream(DecodeStream):
         super().__init__(response, transcript, ticket_tail, usage_filter)
         self._journal = journal
         self._splitter = RecordSplitter()
+
+    def _fast_path(self) -> Callable[[bytes], bytes | None]:
+        take_fast_path, splitter, journal = self._transcript.take_fast_path, self._splitter, self._journal
+
+        def take(piece: bytes) -> bytes | None:
+            batch = None if splitter.rest or self._pending_error is not None else one_batch(piece)
+            if batch is None or not batch.record:
+                return None
+            seen = take_fast_path(batch.events)
+            if seen is not None:
+                journal.append(batch)
+            return seen
+
+        return take
 
     def _client_bytes(self, piece: bytes) -> bytes:
         batches = self._splitter.feed(piece)

@@ -52,6 +52,8 @@ class FaultReporter:
     def served(self, leg: Leg, name: str) -> None:
         """A leg went well: earlier faults of the same leg on other nodes count now; after a decode leg, all do."""
         self._pool.report(name, None)
+        if not self._unreported:
+            return
         counting = [earlier for earlier in self._unreported if leg in (Leg.DECODE, earlier[0])]
         for earlier in counting:
             self._unreported.remove(earlier)
@@ -71,17 +73,19 @@ class RetryState:
     def __init__(self, context: OrchestrationContext, decode_moment: Moment = Moment.OPENING) -> None:
         self._context = context
         self._decode_moment = decode_moment
-        self._left = dict.fromkeys((Leg.PREFILL, Leg.DECODE, Leg.DELIVERY, Leg.FORWARD), context.config.retries)
+        self._used: dict[Leg, int] = {}
         self._last: tuple[Leg, NodeFault] | None = None
         self.on_going_node = False
 
     def next_step(self, leg: Leg, fault: NodeFault, *, ticket_works: bool = False) -> Step:
         """The next step after a failed leg, by the failure table."""
         self._last = (leg, fault)
-        options = RetryOptions(self._context.config.on_prefill_failure, self._left[leg], ticket_works=ticket_works)
+        used = self._used.get(leg, 0)
+        config = self._context.config
+        options = RetryOptions(config.on_prefill_failure, config.retries - used, ticket_works=ticket_works)
         moment = self._decode_moment if leg is Leg.DECODE else Moment.OPENING
         step = decide(leg, moment, fault.fault, options)
-        self._left[leg] -= fault.fault not in NO_RETRY_USED
+        self._used[leg] = used + (fault.fault not in NO_RETRY_USED)
         self._context.metrics.step_taken(leg, fault.fault, step)
         return step
 

@@ -5,6 +5,7 @@ A line over 300: the record begins and ends where the request does."""
 
 import functools
 import logging
+import time
 from collections.abc import Mapping, Sequence
 
 from opentelemetry import trace
@@ -32,6 +33,7 @@ from pdproxy.usage import read_usage
 
 _LOG = logging.getLogger("pdproxy.orchestration.access_log")
 """By this name operators find the log lines of requests."""
+_LINE = logging.LogRecord(_LOG.name, logging.INFO, "", 0, "request ended", (), None).__dict__
 _NODES = (("prefill_node", Phase.PREFILL), ("decode_node", Phase.HANDOVER))
 _MILLISECONDS = {phase: f"{phase}_ms" for phase in Phase}
 _LONGEST_MODEL = 200
@@ -93,10 +95,11 @@ class RequestLog:
                 self._end_span(outcome, facts)
 
     def _write_line(self, facts: Mapping[str, object]) -> None:
-        """As `Logger.info` does with ``extra``, but for its check of each name: these are the proxy's own."""
-        request, record = self._request, _LOG.makeRecord(_LOG.name, logging.INFO, "", 0, "request ended", (), None)
-        record.__dict__ |= {"request_id": request.request_id, "endpoint": request.endpoint.value, **facts}
-        record.__dict__["model"] = request.model[:_LONGEST_MODEL]
+        """As `Logger.info` does with ``extra``, but what all lines have in common is found once, and names are not
+        checked: these are the proxy's own."""
+        request, record = self._request, object.__new__(logging.LogRecord)
+        own = {"created": time.time(), "request_id": request.request_id, "endpoint": f"{request.endpoint}"}
+        record.__dict__ = {**_LINE, **own, **facts, "model": request.model[:_LONGEST_MODEL]}
         _LOG.handle(record)
 
     def _record_latency(self, outcome: Outcome) -> None:
@@ -112,7 +115,7 @@ class RequestLog:
         Never a body, a ticket or a key, of a client's or of its session.
         """
         timeline = self.timeline
-        facts: dict[str, str | int | float] = {"outcome": outcome.value}
+        facts: dict[str, str | int | float] = {"outcome": f"{outcome}"}
         for field, phase in _NODES:
             if phase in timeline.nodes:
                 facts[field] = timeline.nodes[phase]

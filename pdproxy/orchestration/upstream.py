@@ -410,9 +410,9 @@ class UpstreamRequest:
 
     def _record_pace(self, usage: Usage) -> None:
         """How quickly the tokens of a stream came that ran on one node from its first token to its last."""
-        shape, pool = self.sub_request.shape, self._context.pool
-        if shape.stream and usage.completion and not self.timeline.answer.moves and self.node_name in pool:
-            streams, tokens = pool.view(self.node_name).active, usage.completion // shape.choices
+        shape, streams = self.sub_request.shape, self._context.pool.active(self.node_name)
+        if shape.stream and usage.completion and not self.timeline.answer.moves and streams:
+            tokens = usage.completion // shape.choices
             self._context.work.append(Decoded(streams, tokens, self.timeline.so_far(Phase.DECODE)))
 
     def remaining_seconds(self) -> float:

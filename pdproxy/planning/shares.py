@@ -96,7 +96,7 @@ class KeyShares:
         self._prompts = 0.0
         """The sum of their lengths, one for each key."""
         self._costs: dict[str, float] = {}
-        self._running: collections.Counter[str] = collections.Counter()
+        self._running: dict[str, int] = {}
         self._total = 0.0
         self._weights = (-1, -1, 0.0)
         """Of all keys that ask, and for which changes of limits and of keys that is."""
@@ -104,12 +104,12 @@ class KeyShares:
 
     def running(self, key: str) -> int:
         """How many prompts of a key run."""
-        return self._running[key]
+        return self._running.get(key, 0)
 
     def may_run(self, key: str) -> bool:
         """Whether its own limit lets one more run."""
         most = self._limits.of(key).concurrency
-        return most is None or self._running[key] < most
+        return most is None or self.running(key) < most
 
     def asked(self, key: str, now: float, prompt: int = 0) -> None:
         """A prompt of a key has come, of about so many tokens."""
@@ -132,7 +132,7 @@ class KeyShares:
 
     def began(self, key: str, cost: float) -> None:
         """A prompt of a key runs."""
-        self._running[key] += 1
+        self._running[key] = self._running.get(key, 0) + 1
         self._costs[key] = self._costs.get(key, 0.0) + cost
         self._total += cost
 

@@ -18,14 +18,15 @@ import dataclasses
 import enum
 import typing
 from collections.abc import Sequence
+from itertools import chain
 
 import httptools
-from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pdproxy.errors import ClientError, PdproxyError
-from pdproxy.response import SINK_EXTENSION
-from pdproxy.server.response_writer import ResponseWriter, unchunked
+from pdproxy.response import EXCHANGE_EXTENSION
+from pdproxy.server.response_writer import ClientExchange, ResponseWriter, UnchunkedExchange, WriteFlow
 
 FRAMING = (b"content-length", b"transfer-encoding")
 
@@ -84,32 +85,10 @@ class ReceiveState(enum.Enum):
     BODY = "body"
 
 
-class WriteFlow(FlowControl):
-    """uvicorn's, with an event only while the client does not keep up: an event has 700 bytes."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self.read_paused = self.write_paused = False
-        self._resumed: asyncio.Event | None = None
-
-    async def drain(self) -> None:
-        if self._resumed is not None:
-            await self._resumed.wait()
-
-    def pause_writing(self) -> None:
-        if not self.write_paused:
-            self.write_paused, self._resumed = True, asyncio.Event()
-
-    def resume_writing(self) -> None:
-        resumed, self._resumed, self.write_paused = self._resumed, None, False
-        if resumed is not None:
-            resumed.set()
-
-
 class GuardedProtocol(HttpToolsProtocol):
     """One client connection. `guarded` makes a subclass with the limits."""
 
-    __slots__ = ("_framing_bytes", "_refused", "_reparsing", "_state", "_timer", "_writer")
+    __slots__ = ("_exchange", "_framing_bytes", "_refused", "_reparsing", "_state", "_timer", "_writer")
     """In the dict of the instance they would be more keys than can share one table: a kilobyte for each connection."""
 
     limits: typing.ClassVar[ConnectionLimits]
@@ -119,8 +98,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self.flow = WriteFlow(transport)
         self.pipeline = ()  # type: ignore[assignment]  # nothing is pipelined, and an empty deque has 700 bytes
         self._writer = self.transport = ResponseWriter(transport, self._is_sending, self.limits.stall_seconds)
-        self._state = ReceiveState.BETWEEN
-        self._framing_bytes = 0
+        self._exchange: ClientExchange | None = None
+        """The last request's: `cycle`, by its class."""
+        self._state, self._framing_bytes = ReceiveState.BETWEEN, 0
         """Bytes since the last complete head or piece of a body."""
         self._refused = self._reparsing = False
         self._timer: asyncio.TimerHandle | None = None
@@ -130,17 +110,21 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._unset_keepalive_if_required()
         self._writer.on_lost()
-        self._withdraw_sink()
+        self._withdraw_exchange()
         super().connection_lost(exc)
+        if self._exchange is not None and self._exchange.disconnected:
+            self._exchange.left()
 
     def data_received(self, data: bytes) -> None:
         if self._refused or self.transport.is_closing():
             return
         self._unset_keepalive_if_required()
         self._framing_bytes += len(data)
-        if self._state is ReceiveState.BETWEEN and self._timer is None:
-            self._start_timer(self._on_timeout)
+        before = self._exchange
         self._parse(data)
+        is_head = self._state is ReceiveState.HEAD or (self._exchange is before and self._state is ReceiveState.BETWEEN)
+        if is_head and self._timer is None and not self._refused:
+            self._start_timer(self._on_timeout)
         # The piece that ends the head may hold a body as well: only a head that is still open has outgrown its limit.
         if self._framing_bytes > self.limits.head_bytes:
             self._refuse_size()
@@ -150,8 +134,6 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         super().on_message_begin()
         self._state = ReceiveState.HEAD
-        if self._timer is None:
-            self._start_timer(self._on_timeout)
 
     def on_url(self, url: bytes) -> None:
         if not self._reparsing:
@@ -159,14 +141,17 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._state is ReceiveState.HEAD:
-            super().on_header(name, value)
+            name = name.lower()
+            self.headers.append((name, value))
+            if name == b"expect" and value.lower() == b"100-continue":
+                self.expect_100_continue = True
 
     def on_headers_complete(self) -> None:
         if self._reparsing:
             return
         self._stop_timer()
-        version = self.parser.get_http_version()
-        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self.limits.head_bytes:
+        version, most = self.parser.get_http_version(), self.limits.head_bytes
+        if self._framing_bytes > most and len(self.url) + sum(map(len, chain(*self.headers))) > most:
             self._refuse_size()
         elif wrong := ambiguous(self.parser.get_method(), version, self.headers):
             self._refuse(400, wrong, "invalid_http")
@@ -176,22 +161,27 @@ class GuardedProtocol(HttpToolsProtocol):
             raise RefusedHeadError  # Ends the parsing: the application must not get this request.
         super().on_headers_complete()
         self.cycle.message_event._waiters = []  # type: ignore[assignment]  # nobody waits yet; a deque has 600 bytes
-        if version == "1.0":
-            unchunked(self.cycle)
-        else:
-            self.scope["extensions"] = {SINK_EXTENSION: {"sink": self._writer.sink_of(self.cycle)}}
+        kind = UnchunkedExchange if version == "1.0" else ClientExchange
+        self._exchange = kind.begin(self.cycle, self._writer)
+        self.scope["extensions"] = {EXCHANGE_EXTENSION: {"exchange": self._exchange}}
         self._state, self._framing_bytes = ReceiveState.BODY, 0
 
     def on_body(self, body: bytes) -> None:
         self._framing_bytes = 0
-        super().on_body(body)
+        if not self.cycle.response_complete:
+            self.cycle.body += body
+            if len(self.cycle.body) > HIGH_WATER_LIMIT:
+                self.flow.pause_reading()
+            self.cycle.message_event.set()
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return  # httptools sees no body where the head has an upgrade
         self._state, self._framing_bytes = ReceiveState.BETWEEN, 0
-        super().on_message_complete()
-        if self.cycle.response_complete:
+        if not self.cycle.response_complete:
+            self.cycle.more_body = False
+            self.cycle.message_event.set()
+        else:
             self._stop_timer()
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -199,7 +189,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._withdraw_sink()
+        self._withdraw_exchange()
         if self._state is ReceiveState.BODY and not self.transport.is_closing():
             self._start_timer(self.transport.close)
 
@@ -240,8 +230,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
-    def _withdraw_sink(self) -> None:
-        """The sink refers to the protocol, which refers to the scope: a cycle for the garbage collector."""
+    def _withdraw_exchange(self) -> None:
+        """It refers to the scope, which refers to it: a cycle for the garbage collector."""
         if self.cycle is not None:
             self.scope["extensions"] = {}
 
@@ -251,7 +241,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _responding(self) -> bool:
         """Whether a request has come as a whole, and its response is not out yet."""
-        cycle: RequestResponseCycle | None = self.cycle
+        cycle = self._exchange
         return cycle is not None and not cycle.more_body and not cycle.response_complete
 
     def _on_timeout(self) -> None:
@@ -277,7 +267,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._responding():
             self.cycle.keep_alive = False
             return
-        cycle: RequestResponseCycle | None = self.cycle
+        cycle = self._exchange
         if cycle is None or cycle.response_complete or not cycle.response_started:
             body = ClientError(status, message, code=code).body()
             head = f"HTTP/1.1 {status} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
@@ -286,6 +276,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if cycle is not None:
             cycle.disconnected = True  # for the application, though the client may still read
             cycle.message_event.set()
+            cycle.left()
 
 
 def guarded(limits: ConnectionLimits) -> type[GuardedProtocol]:

@@ -8,7 +8,8 @@ import asyncio
 from collections.abc import Callable
 
 from uvicorn._types import ASGISendEvent
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from pdproxy.response import Sink
 
@@ -16,6 +17,11 @@ MIN_PROGRESS_BYTES = 64 * 1024
 """Bytes that a client must read within its time limit, or all of a shorter response."""
 LINGER_SECONDS = 10.0
 """Seconds that a client has to notice that nothing more comes."""
+
+_OF_CONNECTION = frozenset({b"connection", b"transfer-encoding"})
+_BODILESS = frozenset({204, 304})
+_CONTROLS = bytes(range(9)) + bytes(range(10, 32)) + b"\x7f"
+"""Bytes that no field may have; two of them end it."""
 
 
 class ResponseWriter(asyncio.Transport):
@@ -43,14 +49,15 @@ class ResponseWriter(asyncio.Transport):
         One system call less is worth more than the turn: the client's machine is woken once.
         """
         if not self._unwritten:
-            self._loop.call_soon(self._flush)
+            self._loop.call_soon(self.flush)
         self._unwritten.append(bytes(data))
 
-    def sink_of(self, cycle: RequestResponseCycle) -> Sink:
-        """The sink of one response, in place of ASGI's ``send``; see `pdproxy.response.SINK_EXTENSION`.
+    def hold(self, head: bytes) -> None:
+        """Write together with the body that comes next, and `flush`."""
+        self._unwritten.append(head)
 
-        Writes chunks as uvicorn does, each at once.
-        """
+    def sink_of(self, cycle: RequestResponseCycle) -> Sink:
+        """The sink of one response; see `pdproxy.response.Exchange`. Writes chunks as uvicorn does, each at once."""
         inner = self._inner
 
         def write(piece: bytes) -> bool:
@@ -59,7 +66,7 @@ class ResponseWriter(asyncio.Transport):
             if cycle.response_complete or not cycle.chunked_encoding:
                 raise RuntimeError("only pieces of a body whose length is not known go this way, after its head")
             if self._unwritten:
-                self._flush()
+                self.flush()
             inner.write(b"%x\r\n%b\r\n" % (len(piece), piece))
             return not cycle.flow.write_paused
 
@@ -78,7 +85,7 @@ class ResponseWriter(asyncio.Transport):
         if self.is_closing():
             return
         self._ending = True
-        self._flush()
+        self.flush()
         self._stop_timer()
         if self._is_sending() and self._inner.can_write_eof():
             self._inner.write_eof()
@@ -108,7 +115,8 @@ class ResponseWriter(asyncio.Transport):
         self._unwritten.clear()
         self._is_sending = lambda: False
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write what waits."""
         unwritten, self._unwritten = self._unwritten, []
         if unwritten:
             self._inner.write(unwritten[0] if len(unwritten) == 1 else b"".join(unwritten))
@@ -133,13 +141,112 @@ class ResponseWriter(asyncio.Transport):
             self._check_later()
 
 
-class UnchunkedCycle(RequestResponseCycle):
-    """A response that, where its length is not known, ends with the connection: HTTP/1.0 has no chunks (RFC 9112, 6.3).
+class WriteFlow(FlowControl):
+    """uvicorn's, with an event only while the client does not keep up: an event has 700 bytes."""
 
-    uvicorn would send chunks, and has no option for the class of an exchange: `unchunked` changes it.
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.read_paused = self.write_paused = False
+        self._resumed: asyncio.Event | None = None
+
+    async def drain(self) -> None:
+        if self._resumed is not None:
+            await self._resumed.wait()
+
+    def pause_writing(self) -> None:
+        if not self.write_paused:
+            self.write_paused, self._resumed = True, asyncio.Event()
+
+    def resume_writing(self) -> None:
+        resumed, self._resumed, self.write_paused = self._resumed, None, False
+        if resumed is not None:
+            resumed.set()
+
+
+class ClientExchange(RequestResponseCycle):
+    """uvicorn's exchange of one request and its response; also the `pdproxy.response.Exchange` for the application.
+
+    uvicorn has no option for the class of an exchange: `begin` changes it.
     """
 
-    open_ended = False
+    has_chunks = True
+    _writer: ResponseWriter
+    _on_left: Callable[[], None] | None = None
+
+    @classmethod
+    def begin(cls, cycle: RequestResponseCycle, writer: ResponseWriter) -> "ClientExchange":
+        """Make one of uvicorn's."""
+        cycle.__class__ = cls
+        assert isinstance(cycle, cls)
+        cycle._writer = writer
+        return cycle
+
+    @property
+    def sink(self) -> Sink | None:
+        return self._writer.sink_of(self) if self.has_chunks else None
+
+    def take_body(self) -> bytes | None:
+        if self.more_body or self.disconnected or self.waiting_for_100_continue:
+            return None
+        self.flow.resume_reading()
+        self.message_event.clear()
+        body, self.body = bytes(self.body), bytearray()
+        return body
+
+    def watch(self, on_left: Callable[[], None] | None) -> None:
+        self._on_left = on_left
+        if self.disconnected and on_left is not None:
+            asyncio.get_running_loop().call_soon(self.left)
+
+    async def send(self, message: ASGISendEvent) -> None:
+        """uvicorn's, which looks at each field of a head by itself, and would write head and body apart."""
+        if message["type"] == "http.response.start" and self._begin(message["status"], [*message.get("headers", ())]):
+            return
+        await super().send(message)
+        if self.response_complete:
+            self._writer.flush()
+
+    def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> bool:
+        """Write the head; not one that says itself how it is framed, or that has a field that is none."""
+        if self.response_started or self.disconnected or self.flow.write_paused or not self.has_chunks:
+            return False
+        length = None
+        for name, value in headers:
+            if name == b"content-length":
+                length = int(value)
+            elif name in _OF_CONNECTION:
+                return False
+        fields = self.default_headers + headers
+        head = b"".join([b"%b: %b\r\n" % field for field in fields])
+        if len(head) - len(head.translate(None, _CONTROLS)) != len(b"\r\n") * len(fields):
+            return False
+        self.response_started, self.waiting_for_100_continue = True, False
+        if length is not None:
+            self.chunked_encoding, self.expected_content_length = False, length
+        elif self.scope["method"] != "HEAD" and status not in _BODILESS:
+            self.chunked_encoding = True
+            head += b"transfer-encoding: chunked\r\n"
+        head = b"%b%b%b\r\n" % (STATUS_LINE[status], head, b"" if self.keep_alive else b"connection: close\r\n")
+        (self._writer.write if length is None else self._writer.hold)(head)
+        return True
+
+    def left(self) -> None:
+        """The client has disconnected, or has sent what ends its connection."""
+        on_left, self._on_left = self._on_left, None
+        if on_left is not None:
+            on_left()
+
+
+class UnchunkedExchange(ClientExchange):
+    """A response that, where its length is not known, ends with the connection: HTTP/1.0 has no chunks (RFC 9112, 6.3),
+    nor 100 (Continue)."""
+
+    has_chunks = open_ended = False
+
+    @classmethod
+    def begin(cls, cycle: RequestResponseCycle, writer: ResponseWriter) -> "ClientExchange":
+        cycle.waiting_for_100_continue = False
+        return super().begin(cycle, writer)
 
     async def send(self, message: ASGISendEvent) -> None:
         """uvicorn's checks that a body has its announced length: where there is none, each piece announces its own."""
@@ -150,9 +257,3 @@ class UnchunkedCycle(RequestResponseCycle):
         elif self.open_ended and message["type"] == "http.response.body":
             self.expected_content_length = len(message.get("body", b""))
         await super().send(message)
-
-
-def unchunked(cycle: RequestResponseCycle) -> None:
-    """Respond without chunks, and without 100 (Continue), which HTTP/1.0 does not have either."""
-    cycle.__class__ = UnchunkedCycle
-    cycle.waiting_for_100_continue = False

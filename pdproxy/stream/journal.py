@@ -49,7 +49,7 @@ class RecordSplitter:
 
     def feed(self, piece: bytes) -> list[Batch]:
         """What ``piece`` completes; a `NodeFault` where more than `EVENT_BYTES` wait for a record."""
-        if not self.rest and (batch := _one_batch(piece)) is not None:
+        if not self.rest and (batch := one_batch(piece)) is not None:
             return [batch]
         if len(self.rest) > LONG_REST and b"\n" not in piece:  # nothing ends here: see `SseParser`
             self._more.append(piece)
@@ -70,7 +70,7 @@ class RecordSplitter:
             raise NodeFault(Fault.INVALID_BODY, "the events of the stream have no record")
 
 
-def _one_batch(piece: bytes) -> Batch | None:
+def one_batch(piece: bytes) -> Batch | None:
     """What nearly every piece is: events and their record, and nothing else."""
     marker = piece.find(_NEXT_RECORD)
     if marker < 0 or piece.find(_BLOCK_END, marker + 2) != len(piece) - 2 or piece.startswith(b":"):

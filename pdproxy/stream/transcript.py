@@ -8,6 +8,7 @@ out or corrected. Why ``find`` and not ``in``: see `chunks`. Over 300 lines: eve
 import collections
 import functools
 from array import array
+from collections.abc import Callable
 from typing import NamedTuple
 
 from pdproxy.errors import Fault, NodeFault
@@ -133,12 +134,14 @@ class Transcript:
             raise _reported_error(event.data)
         return self._take_chunk(event, event.data)
 
-    def take_fast_path(self, raw: bytes) -> bytes | None:
-        """As `take`, if these bytes are one event that needs no parser; else None, and nothing has changed."""
+    @property
+    def take_fast_path(self) -> Callable[[bytes], bytes | None]:
+        """As `take`, of this leg's bytes if they are one event that needs no parser; else None, and nothing changes."""
+        return self._take_without_ids if self._strips else self._take_unchanged
+
+    def _take_without_ids(self, raw: bytes) -> bytes | None:
         if not self.started or self._again or self.ended:
             return None
-        if not self._strips:
-            return raw if not self._follows and self._unremarkable(raw) else None
         frame = self._frame
         token = None if frame is None else frame.read(raw)
         if frame is None or token is None:
@@ -156,20 +159,22 @@ class Transcript:
         self.choices[event.choice].append(event.text, event.token_ids)
         return raw[: event.ids_from] + b"null" + raw[event.ids_to :]
 
-    def _unremarkable(self, raw: bytes) -> bool:
-        """Whether these bytes are one event that goes on as it is, and changes nothing here.
+    def _take_unchanged(self, raw: bytes) -> bytes | None:
+        """One event that goes on as it is, and changes nothing here.
 
         No pattern can match inside a JSON string: quotes are escaped there, and line ends too.
         """
-        end = len(raw) - 2
+        if not self.started or self._again or self.ended or self._follows:
+            return None
         if raw.find(b'"usage":') >= 0 or raw.find(TICKET) >= 0 or not raw.endswith(b"}\n\n") or raw.find(b"\r") >= 0:
-            return False
-        line = raw.find(b"\n")
+            return None
+        line, end = raw.find(b"\n"), len(raw) - 2
         if self.endpoint in CHUNKED:
-            return line == end and raw.startswith(b'data: {"id":') and raw.find(FINISH_REASON) < 0
-        if not raw.startswith(b"event: ") or raw[7:line] in _LOOKED_AT:
-            return False
-        return raw.startswith(b"\ndata: {", line) and raw.find(b"\n", line + 1) == end
+            plain = line == end and raw.startswith(b'data: {"id":') and raw.find(FINISH_REASON) < 0
+        else:
+            named = raw.startswith(b"event: ") and raw[7:line] not in _LOOKED_AT
+            plain = named and raw.startswith(b"\ndata: {", line) and raw.find(b"\n", line + 1) == end
+        return raw if plain else None
 
     def continuation(self) -> Continuation:
         """The point from which the stream can be continued.

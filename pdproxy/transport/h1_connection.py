@@ -134,9 +134,9 @@ class H1Connection(asyncio.Protocol):
         if self._hold is not None:
             self._hold.observe(functools.partial(self._on_hold_released, self._hold))
         self._watchdog.latest = due
-        self._failure = None if not self.lost else while_exchanging(None, self._where)
-        self._busy = True
-        if self._transport is None or self.lost:
+        self._busy, lost = True, self.lost
+        self._failure = while_exchanging(None, self._where) if lost else None
+        if self._transport is None or lost:
             return
         if len(body) <= _ONE_WRITE:
             self._transport.write(head + body)
@@ -238,19 +238,6 @@ class H1Connection(asyncio.Protocol):
             self._transport.resume_reading()
         self._paused = False
 
-    def _hand_on(self, sink: Sink) -> None:
-        """Pass a piece to the sink; end the wait of `pipe_to` where the sink wants no more."""
-        try:
-            more = sink(self.answer.take())
-        except BaseException as bug:  # raised in `pipe_to` as well: the event loop only logs it
-            self._wake(bug)
-            raise
-        if more:
-            self._watchdog.watch(self._timeouts[1])
-        else:
-            self._sink = None
-            self._wake()
-
     # What asyncio calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -267,7 +254,16 @@ class H1Connection(asyncio.Protocol):
             self._fail(while_exchanging(error, self._where))
             return
         if self._sink is not None and self.answer.pending and not self.answer.ended:
-            self._hand_on(self._sink)
+            try:
+                more = self._sink(self.answer.take())
+            except BaseException as bug:  # raised in `pipe_to` as well: the event loop only logs it
+                self._wake(bug)
+                raise
+            if more:
+                self._watchdog.watch(self._timeouts[1])
+            else:  # ends the wait of `pipe_to`
+                self._sink = None
+                self._wake()
             return
         if self.answer.pending > _FULL and self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()

@@ -2,13 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 
 from pdproxy.intake.request_context import Message
-from pdproxy.response import SINK_EXTENSION
+from pdproxy.response import EXCHANGE_EXTENSION, Sink
 from pdproxy.settings.model import Limits, Settings
 from tests.app.running_proxy import SOON, RunningProxy, running_proxy
 from tests.fakes.faults import FaultKind, InjectedFault
@@ -32,7 +32,7 @@ class Call:
         self._incoming = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
         self.sent: list[Message] = []
         self.began = asyncio.Event()
-        straight = {SINK_EXTENSION: {"sink": self._sink}}
+        straight = {EXCHANGE_EXTENSION: {"exchange": self}}
         scope = {
             "type": "http", "method": "POST", "path": path, "query_string": b"", "headers": [], "extensions": straight
         }  # fmt: skip
@@ -48,7 +48,17 @@ class Call:
         if message.get("body"):
             self.began.set()
 
-    def _sink(self, piece: bytes) -> bool:
+    @property
+    def sink(self) -> Sink:
+        return self._take
+
+    def take_body(self) -> bytes | None:
+        return None
+
+    def watch(self, on_left: Callable[[], None] | None) -> None:
+        """This client stays."""
+
+    def _take(self, piece: bytes) -> bool:
         self.sent.append({"type": "http.response.body", "body": piece, "more_body": True})
         return True
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,11 +31,13 @@ class Client:
     Args:
         body: the request's.
         breath: pieces after which the client has to be waited for.
+        chunks: its HTTP has them, so there is a sink.
     """
 
-    def __init__(self, body: dict[str, Any], breath: int) -> None:
+    def __init__(self, body: dict[str, Any], breath: int, *, chunks: bool = True) -> None:
         self._asked: list[Message] = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
         self._breath = breath
+        self.sink: Sink | None = self._take if chunks else None
         self.pieces: list[bytes] = []
         self.sent = self.straight = 0
 
@@ -47,12 +50,18 @@ class Client:
         self.sent += 1
         self.pieces.append(message.get("body", b""))
 
-    def sink(self, piece: bytes) -> bool:
+    def _take(self, piece: bytes) -> bool:
         self.straight += 1
         self.pieces.append(piece)
         return self.straight % self._breath != 0
 
-    async def ask(self, cluster: FakeCluster, sink: Sink | None) -> bytes:
+    def take_body(self) -> bytes | None:
+        return None
+
+    def watch(self, on_left: Callable[[], None] | None) -> None:
+        """This client stays."""
+
+    async def ask(self, cluster: FakeCluster) -> bytes:
         """The answer, whole."""
         metrics = Metrics(CollectorRegistry())
         open_requests, rates = OpenRequests(0, metrics), RateLimits(cluster.clock, metrics)
@@ -61,7 +70,7 @@ class Client:
             read_keys(None), open_requests, rates, budget, cluster.orchestrator, cluster.pool, cluster.clock, RULES
         )
         context = RequestContext(
-            "POST", Endpoint.CHAT.value, "", (), "r-1", self.receive, TrackedSend(self.send), Endpoint.CHAT, sink
+            "POST", Endpoint.CHAT.value, "", (), "r-1", self.receive, TrackedSend(self.send), self, Endpoint.CHAT
         )
         await service.generate(context, Endpoint.CHAT)
         return b"".join(self.pieces)
@@ -71,10 +80,10 @@ class Client:
 async def test_the_response_is_the_same_with_and_without_sink(breath: int) -> None:
     body = {"model": MODEL, **body_for(Endpoint.CHAT, stream=True, tokens=TOKENS)}
     cluster = FakeCluster()
-    at_once, in_turn = Client(body, breath), Client(body, breath)
-    whole = await at_once.ask(cluster, at_once.sink)
+    at_once, in_turn = Client(body, breath), Client(body, breath, chunks=False)
+    whole = await at_once.ask(cluster)
     assert read_answer(Endpoint.CHAT, whole).texts[0] == right(Endpoint.CHAT, TOKENS)
-    told = read_answer(Endpoint.CHAT, await in_turn.ask(cluster, None))
+    told = read_answer(Endpoint.CHAT, await in_turn.ask(cluster))
     assert (told.texts[0], told.ended) == (right(Endpoint.CHAT, TOKENS), True)
     assert (in_turn.straight, at_once.straight > 0) == (0, True)
     await cluster.settle()
@@ -84,6 +93,6 @@ async def test_almost_every_piece_goes_to_the_sink() -> None:
     """The cost of a stream hangs on it: `make bench`."""
     body = {"model": MODEL, **body_for(Endpoint.CHAT, stream=True, tokens=TOKENS)}
     client = Client(body, breath=1000)
-    await client.ask(FakeCluster(), client.sink)
+    await client.ask(FakeCluster())
     assert client.straight > TOKENS - 4
     assert client.sent < 8

@@ -61,7 +61,7 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
     metrics.prefill_began("m", 700)
     metrics.prefill_began("m", 300)
     metrics.prefill_ended("m", 700)
-    metrics.node_active("n", Word.ONE, 2)
+    metrics.watch_node("n", Word.ONE, lambda: 2)
     metrics.circuit_moved("n", Word.TWO)
     metrics.task_failed(Task.HEALTH)
     metrics.silence_probed(Role.DECODE, SilenceOutcome.GIVEN_UP)
@@ -140,10 +140,10 @@ def test_a_node_that_comes_back_is_counted_anew(metrics: Metrics, registry: Coll
     def active() -> float | None:
         return registry.get_sample_value("pdproxy_node_active", {"node": "n", "role": "one"})
 
-    metrics.node_active("n", Word.ONE, 3)
+    metrics.watch_node("n", Word.ONE, lambda: 3)
     metrics.node_forgotten("n", Word.ONE, Word, Word)
     assert active() is None
-    metrics.node_active("n", Word.ONE, 1)
+    metrics.watch_node("n", Word.ONE, lambda: 1)
     assert active() == 1
 
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from pdproxy.intake.request_context import Receive, Scope, Send, send_head, send_whole
-from pdproxy.response import SINK_EXTENSION, Sink
+from pdproxy.response import EXCHANGE_EXTENSION, Exchange, Sink
 from pdproxy.server.protocol import ConnectionLimits
 from tests.server.raw import SOON, post, say, serving, whole_body
 
@@ -15,10 +15,17 @@ MOST = 200
 """Pieces of that size: far more than the buffers of two sockets hold."""
 
 
-def sink_of(scope: Scope) -> Sink:
+def exchange_of(scope: Scope) -> Exchange:
     """What the server offers."""
-    found: Sink = scope["extensions"][SINK_EXTENSION]["sink"]
+    found: Exchange = scope["extensions"][EXCHANGE_EXTENSION]["exchange"]
     return found
+
+
+def sink_of(scope: Scope) -> Sink:
+    """Of a client whose HTTP has chunks."""
+    sink = exchange_of(scope).sink
+    assert sink is not None
+    return sink
 
 
 class Mixed:
@@ -133,8 +140,66 @@ async def test_the_sink_refuses_bodies_of_known_length(known: bool) -> None:
 async def test_http_1_0_has_no_sink() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await whole_body(scope, receive)
-        await send_whole(send, 200, (), repr(scope.get("extensions", {})).encode())
+        await send_whole(send, 200, (), repr(exchange_of(scope).sink).encode())
 
     async with serving(LIMITS, app) as port:
         _, body = await say(port, b"POST / HTTP/1.0\r\ncontent-length: 0\r\n\r\n")
-    assert body == b"{}"
+    assert body == b"None"
+
+
+async def test_a_body_that_has_come_with_its_head_is_there_at_once() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        body = exchange_of(scope).take_body()
+        await send_whole(send, 200, (), b"in pieces" if body is None else body)
+
+    async with serving(LIMITS, app) as port:
+        assert (await say(port, post("content-length: 5", "connection: close") + b"whole"))[1] == b"whole"
+        assert (await say(port, post("content-length: 5", "connection: close"), b"later"))[1] == b"in pieces"
+        waits = post("content-length: 5", "connection: close", "expect: 100-continue") + b"asked"
+        assert (await say(port, waits))[1] == b"in pieces"
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["while it is watched", "before"])
+async def test_a_client_that_leaves_is_told_of_once(late: bool) -> None:
+    told: asyncio.Queue[str] = asyncio.Queue()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        exchange.take_body()
+        if late:
+            assert (await receive())["type"] == "http.disconnect"
+        exchange.watch(lambda: told.put_nowait("left"))
+        await asyncio.sleep(0.2)
+
+    async with serving(LIMITS, app) as port, asyncio.timeout(SOON):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post("content-length: 0"))
+        await asyncio.sleep(0.05)
+        writer.transport.abort()
+        assert await told.get() == "left"
+        await asyncio.sleep(0.05)
+        assert told.empty()
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["it has its response", "nobody watches any more"])
+async def test_a_client_that_leaves_after_that_is_not_told_of(ends: bool) -> None:
+    told: list[str] = []
+    over = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        exchange.watch(lambda: told.append("left"))
+        if ends:
+            await send_whole(send, 200, (), b"yes")
+        else:
+            exchange.watch(None)
+        over.set()
+        await asyncio.sleep(0.1)
+
+    async with serving(LIMITS, app) as port, asyncio.timeout(SOON):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post("content-length: 0"))
+        await over.wait()
+        writer.transport.abort()
+        await asyncio.sleep(0.15)
+    assert not told

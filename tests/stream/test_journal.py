@@ -131,6 +131,8 @@ SLOW = (
     b'data: {"error":{}}\n\n',
     b"data: [DONE]\n\n",
     event("a", "some"),
+    event("a").replace(b'"a"', b'"\r"'),
+    event("a").replace(b'"a"', b'"\n"'),
     KEEP_ALIVE,
 )
 
