@@ -85,7 +85,7 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     headers = secrets.credential.headers
     pool = _pool(settings, clock, metrics)
     sources = Sources(settings.discovery, clock, host)
-    tracing = tracing_of(settings.otel)
+    tracing = tracing_of(settings.otel, metrics.spans)
     h1_transport, preflight_transport = transports(settings.upstream, clock, files)
     tracer = tracing.tracer if tracing else None
     transport = TracedTransport(h1_transport, tracer) if tracer else h1_transport

@@ -5,6 +5,7 @@ The conventions are in development. These are the names of opentelemetry-semanti
 the installed package. They stand here because the proxy runs without that package where tracing is off.
 """
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -59,16 +60,26 @@ _MODEL = re.compile(rb'"model":\s*"([^"\\]{1,200})"')
 Attributes = dict[str, str | bool | int | float | Sequence[str]]
 
 
+class CommonAttributes(Attributes):
+    """Attributes that many spans have in common. They are written once for all of these, so they never change, and no
+    span gets another value for one of their names."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]  # one object is one key
+
+
 def span_name(endpoint: Endpoint, model: str) -> str:
     """Operation and model; ``model`` is one that nodes serve, "" for any other, so that clients make no span names."""
     return f"{OPERATIONS[endpoint]} {model}" if model else OPERATIONS[endpoint]
 
 
-def operation_attributes(endpoint: Endpoint, model: str) -> Attributes:
-    """What the spans of a request and of its legs have in common; ``model`` as the client named it. Half a surrogate
-    pair in it, which JSON can hold and OTLP cannot, would keep a whole batch of spans from being exported."""
-    named = model[:_LONGEST_MODEL].encode("utf-8", "replace").decode("utf-8")
-    return {OPERATION: OPERATIONS[endpoint], PROVIDER: VLLM, REQUEST_MODEL: named}
+def operation_attributes(endpoint: Endpoint, model: str) -> CommonAttributes:
+    """What the spans of a request and of its legs have in common; ``model`` as the client named it."""
+    return _operation_attributes(endpoint, model[:_LONGEST_MODEL])
+
+
+@functools.lru_cache(maxsize=512)
+def _operation_attributes(endpoint: Endpoint, model: str) -> CommonAttributes:
+    return CommonAttributes({OPERATION: OPERATIONS[endpoint], PROVIDER: VLLM, REQUEST_MODEL: model})
 
 
 def request_attributes(body: Json, choices: int, *, stream: bool) -> Attributes:
@@ -80,9 +91,10 @@ def request_attributes(body: Json, choices: int, *, stream: bool) -> Attributes:
     if limit is not None:
         found[MAX_TOKENS] = int(limit)
     for field, (name, kind) in SAMPLING.items():
-        value = _number(body.get(field))
-        if value is not None and (kind is float or isinstance(value, int)):
-            found[name] = kind(value)
+        if field in body:
+            number = _number(body[field])
+            if number is not None and (kind is float or isinstance(number, int)):
+                found[name] = kind(number)
     return found
 
 
@@ -99,8 +111,9 @@ def id_and_model(first_events: bytes) -> tuple[str, str]:
 
 
 def _number(value: object) -> int | float | None:
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST <= value < _LARGEST
-    return value if fits and isinstance(value, int | float) else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return value if -_LARGEST <= value < _LARGEST else None
 
 
 def _first(pattern: re.Pattern[bytes], data: bytes) -> str:

@@ -263,3 +263,14 @@ class Prediction(enum.StrEnum):
     LESS = "less"
     """It has evicted it, restarted, or never had it."""
     MORE = "more"
+
+
+class SpanOutcome(enum.StrEnum):
+    """What became of a span that was recorded."""
+
+    SENT = "sent"
+    """The collector took it."""
+    FAILED = "failed"
+    """The collector did not take it."""
+    DROPPED = "dropped"
+    """Too many waited to be sent."""

@@ -26,6 +26,7 @@ from pdproxy.observe.labels import (
     Rejection,
     RouteReason,
     SilenceOutcome,
+    SpanOutcome,
     Task,
     Tokens,
     WatchedSetting,
@@ -134,6 +135,7 @@ class Metrics:
             "1 while what a file holds cannot be used, and what it held before is.",
             ["setting"],
         )
+        self._spans = counter("pdproxy_spans_total", "Spans that were recorded.", ["outcome"])
         # Finding a series by its labels costs more than counting: those of the hot path are found once.
         self._request = cache(self._requests.labels)
         self._phase = cache(self._phases.labels)
@@ -152,7 +154,7 @@ class Metrics:
         for counter, words in (
             (self._migrations, Attempt), (self._releases, Attempt), (self._tasks, Task),
             (self._proofs, Proof), (self._deliveries, Delivery), (self._rejected, Rejection),
-            (self._plans, RouteReason),
+            (self._plans, RouteReason), (self._spans, SpanOutcome),
         ):  # fmt: skip
             for word in words:
                 counter.labels(word)
@@ -344,3 +346,7 @@ class Metrics:
         """The files of a setting hold something else than before, which is used or not."""
         self._file_unusable.labels(setting).set(outcome is FileChange.REFUSED)
         self._file_changes.labels(setting, outcome).inc()
+
+    def spans(self, outcome: SpanOutcome, number: int) -> None:
+        """Count what became of spans; from whichever thread sends them."""
+        self._spans.labels(outcome).inc(number)

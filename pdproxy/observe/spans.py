@@ -1,42 +1,40 @@
-"""Spans as opentelemetry-sdk records them, in a fraction of its time.
+"""Spans, as they are recorded while a request runs; one that has ended goes to a `Recorder`.
 
-The SDK checks and locks for each attribute, for it does not know who sets it; the proxy's are of its own making, set in
-one thread, and of types that OTLP has. Which requests are traced, how spans are queued and exported stays the SDK's.
+The SDK checks, copies and locks for each attribute, for it does not know who sets it; the proxy's are of its own
+making, set in one thread, and of types that OTLP has. Which requests are traced is for the SDK's sampler to say.
 Imported only where tracing is on: elsewhere the SDK need not be there.
 """
 
 import dataclasses
+import itertools
+import random
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import Event, SpanLimits, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.sampling import Decision
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.sdk.trace import SpanLimits
+from opentelemetry.sdk.trace.sampling import Decision, Sampler
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.util.types import Attributes, AttributeValue
 
-_UNSET = Status()
+from pdproxy.observe.gen_ai import CommonAttributes
+
+UNSET = Status()
+"""Of a span that nothing was said of."""
 _RANDOM = 0x02
 """The flag of W3C Trace Context, level 2, that an id of a trace is random."""
 
 
-class HashedResource(Resource):
-    """A resource whose hash is computed once. An exporter asks for it with each span, and the SDK's own writes all of
-    its attributes as JSON to answer."""
+class SpanEvent(NamedTuple):
+    """What happened at a moment, in nanoseconds since 1970."""
 
-    def __init__(self, resource: Resource) -> None:
-        super().__init__(resource.attributes, resource.schema_url)
-        self._hash = super().__hash__()
-
-    def __hash__(self) -> int:
-        return self._hash
+    name: str
+    attributes: Mapping[str, AttributeValue]
+    timestamp: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,22 +42,19 @@ class Recorder:
     """What all spans of a process have in common.
 
     Attributes:
-        longest: characters of a text that a span tells; None for any number.
+        ended: gets each recorded span, once, when it ends.
+        limits: how many attributes and events a span may have, and how long a text may be.
     """
 
-    provider: TracerProvider
-    processor: BatchSpanProcessor
-    resource: HashedResource
-    scope: InstrumentationScope
-    longest: int | None
+    sampler: Sampler
+    ended: Callable[["RecordedSpan"], None]
+    limits: SpanLimits = dataclasses.field(default_factory=SpanLimits)
 
 
 class RecordedSpan(trace.Span):
-    """A span that is exported once it ends; later changes are ignored. It has the attributes of the SDK's
-    `ReadableSpan`, which exporters read."""
+    """A span that is told to its recorder when it ends; later changes are ignored."""
 
-    links = ()
-    dropped_attributes = dropped_events = dropped_links = 0
+    dropped_attributes = dropped_events = 0
 
     def __init__(
         self,
@@ -68,20 +63,20 @@ class RecordedSpan(trace.Span):
         kind: SpanKind,
         context: SpanContext,
         parent: SpanContext | None,
-        attributes: dict[str, AttributeValue],
+        attributes: Mapping[str, AttributeValue],
     ) -> None:
         self._recorder = recorder
         self.name = name
         self.kind = kind
         self.context = context
         self.parent = parent
-        self.attributes = attributes
-        self.events: list[Event] = []
-        self.status = _UNSET
+        self.common: list[CommonAttributes] = []
+        self.attributes: dict[str, AttributeValue] = {}
+        self.events: list[SpanEvent] = []
+        self.status = UNSET
         self.start_time = time.time_ns()
         self.end_time: int | None = None
-        self.resource = recorder.resource
-        self.instrumentation_scope = recorder.scope
+        self.set_attributes(attributes)
 
     def get_span_context(self) -> SpanContext:
         return self.context
@@ -91,13 +86,16 @@ class RecordedSpan(trace.Span):
 
     def end(self, end_time: int | None = None) -> None:
         if self.end_time is None:
-            self._shorten(self._recorder.longest)
+            self._keep_limits(self._recorder.limits)
             self.end_time = end_time or time.time_ns()
-            self._recorder.processor.on_end(self)  # type: ignore[arg-type]  # it reads what a ReadableSpan has
+            self._recorder.ended(self)
 
     def set_attributes(self, attributes: Mapping[str, AttributeValue]) -> None:
         if self.end_time is None:
-            self.attributes.update(attributes)
+            if type(attributes) is CommonAttributes:
+                self.common.append(attributes)
+            else:
+                self.attributes.update(attributes)
 
     def set_attribute(self, key: str, value: AttributeValue) -> None:
         if self.end_time is None:
@@ -105,7 +103,7 @@ class RecordedSpan(trace.Span):
 
     def add_event(self, name: str, attributes: Attributes = None, timestamp: int | None = None) -> None:
         if self.end_time is None:
-            self.events.append(Event(name, dict(attributes or {}), timestamp))
+            self.events.append(SpanEvent(name, dict(attributes or {}), timestamp or time.time_ns()))
 
     def update_name(self, name: str) -> None:
         if self.end_time is None:
@@ -130,22 +128,37 @@ class RecordedSpan(trace.Span):
         }
         self.add_event("exception", facts | dict(attributes or {}), timestamp)
 
-    def _shorten(self, longest: int | None) -> None:
+    def _keep_limits(self, limits: SpanLimits) -> None:
+        """As the SDK does: of too many the first ones go, and texts are cut, but not those of events."""
+        most, longest = limits.max_span_attributes, limits.max_span_attribute_length
+        number = len(self.attributes)
+        for common in self.common:
+            number += len(common)
+        if longest is not None or (most is not None and number > most):
+            first, self.common = self.common, []
+            self.attributes = dict(itertools.chain(*[each.items() for each in first], self.attributes.items()))
+        if most is not None and len(self.attributes) > most:
+            self.dropped_attributes = len(self.attributes) - most
+            self.attributes = dict(itertools.islice(self.attributes.items(), self.dropped_attributes, None))
         if longest is not None:
-            for name, value in self.attributes.items():
-                self.attributes[name] = value[:longest] if isinstance(value, str) else value
+            self.attributes = {name: _cut(value, longest) for name, value in self.attributes.items()}
+        if limits.max_events is not None and len(self.events) > limits.max_events:
+            self.dropped_events = len(self.events) - limits.max_events
+            del self.events[: self.dropped_events]
+
+
+def _cut(value: AttributeValue, longest: int) -> AttributeValue:
+    if isinstance(value, str):
+        return value[:longest]
+    return [_cut(each, longest) for each in value] if isinstance(value, Sequence) else value
 
 
 class RecordingTracer(trace.Tracer):
-    """Makes `RecordedSpan`s of the requests that the provider's sampler chooses."""
+    """Makes the spans of the requests that the sampler chooses. It is asked once for each request: the spans below are
+    recorded where that of the request is."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._new_trace_id = recorder.provider.id_generator.generate_trace_id
-        self._new_span_id = recorder.provider.id_generator.generate_span_id
-        self._sample = recorder.provider.sampler.should_sample
-        is_random = getattr(recorder.provider.id_generator, "is_trace_id_random", None)  # older SDKs do not tell
-        self._random = _RANDOM if is_random is not None and is_random() else 0
 
     def start_span(
         self,
@@ -158,20 +171,18 @@ class RecordingTracer(trace.Tracer):
         record_exception: bool = True,  # noqa: ARG002 - `trace.use_span` does both
         set_status_on_exception: bool = True,  # noqa: ARG002
     ) -> trace.Span:
-        found = trace.get_current_span(context).get_span_context()
-        parent = found if found.is_valid else None
-        trace_id = self._new_trace_id() if parent is None else parent.trace_id
-        sampled = self._sample(context, trace_id, name, kind, attributes, ())
-        random = self._random if parent is None else parent.trace_flags & _RANDOM
-        flags = TraceFlags(
-            (TraceFlags.SAMPLED if sampled.decision is Decision.RECORD_AND_SAMPLE else TraceFlags.DEFAULT) | random
-        )
-        own = SpanContext(
-            trace_id, self._new_span_id(), is_remote=False, trace_flags=flags, trace_state=sampled.trace_state
-        )
-        if sampled.decision is Decision.DROP:
+        parent = trace.get_current_span(context).get_span_context()
+        trace_id, _, is_remote, flags, above, is_valid = parent
+        state: trace.TraceState | None = above
+        if is_remote or not is_valid:
+            trace_id, random_flag = (trace_id, flags & _RANDOM) if is_valid else (random.getrandbits(128) or 1, _RANDOM)
+            sampled = self._recorder.sampler.should_sample(context, trace_id, name, kind, attributes, ())
+            flag = TraceFlags.SAMPLED if sampled.decision is Decision.RECORD_AND_SAMPLE else TraceFlags.DEFAULT
+            flags, state = TraceFlags(flag | random_flag), sampled.trace_state
+        own = SpanContext(trace_id, random.getrandbits(64) or 1, is_remote=False, trace_flags=flags, trace_state=state)
+        if not flags & TraceFlags.SAMPLED:
             return trace.NonRecordingSpan(own)
-        return RecordedSpan(self._recorder, name, kind, own, parent, dict(sampled.attributes or {}))
+        return RecordedSpan(self._recorder, name, kind, own, parent if is_valid else None, attributes or {})
 
     @contextmanager
     def start_as_current_span(  # type: ignore[override]  # the API's own kind of context manager is private
@@ -179,14 +190,3 @@ class RecordingTracer(trace.Tracer):
     ) -> Iterator[trace.Span]:
         with trace.use_span(self.start_span(name, *args, **options), end_on_exit=True) as span:
             yield span
-
-
-def tracer_of(provider: TracerProvider, processor: BatchSpanProcessor, name: str, version: str) -> trace.Tracer:
-    """A tracer whose spans go to ``processor``; the provider's own where it is disabled by the SDK's variables."""
-    own = provider.get_tracer(name, version)
-    if isinstance(own, trace.NoOpTracer):
-        return own
-    limits, scope = SpanLimits(), InstrumentationScope(name, version)
-    return RecordingTracer(
-        Recorder(provider, processor, HashedResource(provider.resource), scope, limits.max_span_attribute_length)
-    )

@@ -9,6 +9,7 @@ entered, a call through the transport is this leg's: it sends the span's ``trace
 """
 
 import dataclasses
+import functools
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextvars import ContextVar, Token
 from typing import Any, Self
@@ -17,10 +18,9 @@ from opentelemetry import context, trace
 from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from pdproxy import __version__
 from pdproxy.errors import Fault, SettingsError
-from pdproxy.observe.gen_ai import ERROR_TYPE, Attributes, operation_attributes, span_name, usage_attributes
-from pdproxy.observe.labels import Leg
+from pdproxy.observe.gen_ai import ERROR_TYPE, CommonAttributes, operation_attributes, span_name, usage_attributes
+from pdproxy.observe.labels import Leg, SpanOutcome
 from pdproxy.request import Endpoint, Headers
 from pdproxy.settings.model import Otel
 from pdproxy.settings.types import OtelExport
@@ -30,6 +30,7 @@ _TRACE_HEADERS = ("traceparent", "tracestate")
 """Of W3C Trace Context."""
 
 _PATHS = frozenset(Endpoint)
+_NO_CONTEXT = Context()
 _PROPAGATOR = TraceContextTextMapPropagator()
 _LEG: ContextVar[trace.Span | None] = ContextVar("pdproxy-leg", default=None)
 
@@ -47,32 +48,23 @@ class Tracing:
     close: Callable[[], None]
 
 
-def tracing_of(otel: Otel) -> Tracing | None:
-    """Tracing as the settings want it; None where they want none.
+def tracing_of(otel: Otel, count: Callable[[SpanOutcome, int], None]) -> Tracing | None:
+    """Tracing as the settings want it; None where they want none. ``count``: told what becomes of spans.
 
     Raises:
-        SettingsError: it is wanted, and the packages for it are not there.
+        SettingsError: it is wanted, and the packages for it are not there, or a variable for it cannot be used.
     """
     if otel.export is OtelExport.OFF:
         return None
     try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-        from pdproxy.observe.spans import tracer_of
-
-        exporter = OTLPSpanExporter(endpoint=otel.endpoint)  # imports its HTTP client
+        from pdproxy.observe.span_export import exporting
     except ImportError as error:
         raise SettingsError(
             f"otel.export is otlp, which needs packages that are not installed here ({error}): "
             "pip install 'pdproxy[otel]', or set otel.export to off."
         ) from error
-    provider = TracerProvider(resource=Resource.create({"service.name": otel.service}))
-    processor = BatchSpanProcessor(exporter)
-    provider.add_span_processor(processor)  # which ends it
-    return Tracing(tracer_of(provider, processor, "pdproxy", __version__), provider.shutdown)
+    tracer, close = exporting(otel.endpoint, otel.service, count)
+    return Tracing(tracer, close)
 
 
 def outward(headers: Headers, span: trace.Span) -> Headers:
@@ -108,23 +100,22 @@ def trace_ids() -> dict[str, str]:
 
 
 class LegSpan:
-    """The span of one leg. Entering it, more than once if need be, makes it the current one; `end` ends it."""
+    """The span of one leg. Inside of it, which may be entered more than once, calls are this leg's; `end` ends it."""
 
-    __slots__ = ("_span", "_tokens")
+    __slots__ = ("_span", "_token")
 
     def __init__(self, span: trace.Span) -> None:
         self._span = span
-        self._tokens: tuple[Token[Context], Token[trace.Span | None]] | None = None
+        self._token: Token[trace.Span | None] | None = None
 
     def __enter__(self) -> Self:
-        self._tokens = context.attach(trace.set_span_in_context(self._span)), _LEG.set(self._span)
+        self._token = _LEG.set(self._span)
         return self
 
     def __exit__(self, *_: object) -> None:
-        tokens, self._tokens = self._tokens, None
-        if tokens is not None:
-            context.detach(tokens[0])
-            _LEG.reset(tokens[1])
+        token, self._token = self._token, None
+        if token is not None:
+            _LEG.reset(token)
 
     def note(self, facts: Mapping[str, str | int | bool]) -> None:
         """Further facts about the leg; their names get a prefix."""
@@ -182,10 +173,17 @@ def leg_span(
 
     ``facts`` are told with a prefix.
     """
-    attributes: Attributes = operation_attributes(endpoint, model) | {"pdproxy.leg": leg.value}
-    attributes |= {f"pdproxy.{name}": value for name, value in facts.items()}
+    attributes = _leg_attributes(leg, operation_attributes(endpoint, model), tuple(facts.items()))
     span = tracer.start_span(span_name(endpoint, label), kind=trace.SpanKind.CLIENT, attributes=attributes)
     return LegSpan(span)
+
+
+@functools.lru_cache(maxsize=512)
+def _leg_attributes(
+    leg: Leg, operation: CommonAttributes, facts: tuple[tuple[str, str | int | bool], ...]
+) -> CommonAttributes:
+    own = {f"pdproxy.{name}": value for name, value in facts}
+    return CommonAttributes(operation | {"pdproxy.leg": leg.value} | own)
 
 
 def current_leg_span() -> trace.Span | None:
@@ -219,12 +217,20 @@ class TracedApp:
         method, path = scope["method"], scope["path"]
         span = tracer.start_span(
             f"{method} {path}" if path in _PATHS else method,
-            context=_PROPAGATOR.extract(_trace_headers(scope)),
+            context=_PROPAGATOR.extract(_trace_headers(scope)) if _has_trace(scope) else _NO_CONTEXT,
             kind=trace.SpanKind.SERVER,
             attributes={"http.request.method": method, "url.path": path, **_server(scope)},
         )
-        with trace.use_span(span, end_on_exit=True):
+        token = context.attach(trace.set_span_in_context(span))
+        try:  # as `trace.use_span`, in half its time
             await self.app(scope, receive, _recording(span, send))
+        except Exception as error:
+            span.record_exception(error)
+            span.set_status(trace.StatusCode.ERROR, f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            context.detach(token)
+            span.end()
 
 
 def _server(scope: Message) -> dict[str, str | int]:
@@ -234,7 +240,8 @@ def _server(scope: Message) -> dict[str, str | int]:
 
 
 def _has_trace(scope: Message) -> bool:
-    return any(name == b"traceparent" for name, _ in scope["headers"])
+    names = [name for name, _ in scope["headers"]]
+    return b"traceparent" in names
 
 
 def _trace_headers(scope: Message) -> dict[str, str]:
@@ -243,11 +250,11 @@ def _trace_headers(scope: Message) -> dict[str, str]:
 
 
 def _recording(span: trace.Span, send: Send) -> Send:
-    async def recording(message: Message) -> None:
+    def recording(message: Message) -> Awaitable[None]:
         if message["type"] == "http.response.start":
             span.set_attribute("http.response.status_code", message["status"])
             if message["status"] >= 500:
                 span.set_status(trace.StatusCode.ERROR)
-        await send(message)
+        return send(message)  # what it returns is awaited by the caller: a stream sends for each of its tokens
 
     return recording

@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
 from opentelemetry import trace
 
 from pdproxy.errors import NodeFault
+from pdproxy.observe.gen_ai import CommonAttributes
 from pdproxy.observe.tracing import current_leg_span, outward
 from pdproxy.response import Sink
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transport
@@ -89,14 +90,16 @@ def _traced(request: HttpRequest, span: trace.Span) -> HttpRequest:
 
 
 @functools.lru_cache(maxsize=512)  # nearly all requests go to a few addresses
-def _attributes(method: str, url: str) -> Mapping[str, str | int]:
+def _attributes(method: str, url: str) -> CommonAttributes:
     parts = urlsplit(url)
-    return {
-        "http.request.method": method,
-        "server.address": parts.hostname or "",
-        "server.port": parts.port or (443 if parts.scheme == "https" else 80),
-        "url.path": parts.path,
-    }
+    return CommonAttributes(
+        {
+            "http.request.method": method,
+            "server.address": parts.hostname or "",
+            "server.port": parts.port or (443 if parts.scheme == "https" else 80),
+            "url.path": parts.path,
+        }
+    )
 
 
 def _record(span: trace.Span, error: BaseException) -> None:

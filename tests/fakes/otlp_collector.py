@@ -37,14 +37,18 @@ class Collector:
 
     url: str
     content_types: set[str] = dataclasses.field(default_factory=set)
-    services: set[str] = dataclasses.field(default_factory=set)
+    resources: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     spans: list[CollectedSpan] = dataclasses.field(default_factory=list)
+
+    @property
+    def services(self) -> set[str]:
+        return {resource["service.name"] for resource in self.resources}
 
     def take(self, content_type: str, body: bytes) -> None:
         """An export; raises where it is none."""
         self.content_types.add(content_type)
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-            self.services.add(_attributes(resource.resource.attributes)["service.name"])
+            self.resources.append(_attributes(resource.resource.attributes))
             self.spans += [_span(span) for scope in resource.scope_spans for span in scope.spans]
 
 
@@ -90,7 +94,9 @@ def _span(span: Span) -> CollectedSpan:
 
 
 def _attributes(pairs: "Any") -> dict[str, Any]:
-    return {pair.key: _value(pair.value) for pair in pairs if isinstance(pair, KeyValue)}
+    found = {pair.key: _value(pair.value) for pair in pairs if isinstance(pair, KeyValue)}
+    assert len(found) == len(pairs), "an attribute stands there twice"
+    return found
 
 
 def _value(value: AnyValue) -> Any:

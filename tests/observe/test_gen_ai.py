@@ -36,9 +36,9 @@ def test_a_body_is_told_as_far_as_it_is_well_formed() -> None:
     }
 
 
-def test_a_models_name_is_cut_and_can_be_encoded() -> None:
-    told = gen_ai.operation_attributes(Endpoint.CHAT, "m\ud800" + "x" * 500)["gen_ai.request.model"]
-    assert told == "m?" + "x" * 198
+def test_a_models_name_is_cut() -> None:
+    told = gen_ai.operation_attributes(Endpoint.CHAT, "m" + "x" * 500)["gen_ai.request.model"]
+    assert told == "m" + "x" * 199
 
 
 def test_what_is_not_known_is_not_told() -> None:
