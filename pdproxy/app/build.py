@@ -42,7 +42,7 @@ from pdproxy.observe.tracing import TracedApp, tracing_of
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
 from pdproxy.orchestration.known_answer import KnownAnswer
 from pdproxy.orchestration.orchestrator import Orchestrator
-from pdproxy.orchestration.prefix_source import CombinedSource
+from pdproxy.orchestration.prefix_source import CombinedSource, PrefixSource
 from pdproxy.orchestration.request_queue import QueueLimits
 from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.orchestration.text_prefix_source import TextPrefixSource
@@ -90,9 +90,11 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     tracer = tracing.tracer if tracing else None
     transport = TracedTransport(h1_transport, tracer) if tracer else h1_transport
     rates = Rates()
-    events = kv_events(settings, pool, transport, clock, metrics, headers, rates)
+    texts = TextPrefixSource(pool, clock)
+    events = kv_events(settings, pool, transport, clock, metrics, headers, rates, texts)
+    prefixes = CombinedSource(events.source, texts) if events else texts
     limits = secrets.keys.limits
-    context = _orchestration_context(settings, transport, pool, metrics, clock, events, rates, limits, tracer)
+    context = _orchestration_context(settings, transport, pool, metrics, clock, prefixes, rates, limits, tracer)
     background_tasks = BackgroundTasks(context)
     orchestrator = Orchestrator(context, background_tasks)
     handler = _request_handler(settings, orchestrator, context, secrets)
@@ -124,7 +126,8 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
         api = ApiApp(handler, _without_metrics(operators) if settings.listen.workers > 1 else operators)
         yield Proxy(TracedApp(api, tracer), operators, leaving, files)
     finally:
-        for each in (supervisor, sources, drainer, background_tasks, transport, preflight_transport):
+        behind = (events.source,) if events else ()
+        for each in (supervisor, sources, drainer, background_tasks, *behind, transport, preflight_transport):
             await each.aclose()
         if tracing:
             await asyncio.to_thread(tracing.close)
@@ -171,7 +174,7 @@ def _orchestration_context(
     pool: Pool,
     metrics: Metrics,
     clock: Clock,
-    events: KvEvents | None,
+    source: PrefixSource,
     rates: Rates,
     limits: LimitsByKey,
     tracer: Tracer | None,
@@ -179,8 +182,6 @@ def _orchestration_context(
     config = orchestration_config(settings)
     if settings.policy.routing not in BY_CACHE:
         return OrchestrationContext(transport, pool, metrics, clock, config, key_limits=limits, tracer=tracer)
-    estimate = TextPrefixSource(pool, clock)
-    source = CombinedSource(events.source, estimate) if events else estimate
     return OrchestrationContext(
         transport,
         pool,

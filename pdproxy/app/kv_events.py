@@ -19,6 +19,7 @@ from pdproxy.transport.port import Transport
 if TYPE_CHECKING:
     from pdproxy.events.places import PlaceCaches
     from pdproxy.events.prefix_source import EventPrefixSource
+    from pdproxy.events.prompt_hashes import TextMemory
     from pdproxy.events.subscriber import EventSubscriber
 
 
@@ -50,12 +51,14 @@ def kv_events(
     metrics: Metrics,
     headers: OwnHeaders,
     rates: Rates,
+    texts: "TextMemory",
 ) -> KvEvents | None:
     """All of it; None where the settings do not ask for it. ``headers``: of the proxy's own requests to nodes."""
     if not _wanted(settings):
         return None
     from pdproxy.events.places import PlaceCaches
     from pdproxy.events.prefix_source import EventPrefixSource
+    from pdproxy.events.prompt_hashes import HashFinder
     from pdproxy.events.subscriber import EventSubscriber
     from pdproxy.events.token_ids import TokenIds
 
@@ -63,7 +66,7 @@ def kv_events(
     token_ids = TokenIds(transport, clock, metrics.events, settings.events.token_ids_seconds, headers)
     return KvEvents(
         EventSubscriber(pool, transport, caches, clock, metrics.events, headers),
-        EventPrefixSource(pool, caches, token_ids, clock, rates),
+        EventPrefixSource(pool, caches, HashFinder(texts, token_ids, rates), clock, metrics.events),
         caches,
     )
 

@@ -1,36 +1,31 @@
 """What places have cached of a request's prompt, from their KV events: an `ExactSource` of the orchestration.
 
-A look-up may take a call to a node, for the prompt's token ids. So it is not made where nothing can come of it: of a
-prompt that is shorter than a block, where there is one place of each role, where no place's events are read, or where
-such calls take longer than to compute the whole prompt: no plan can save more than that.
+A look-up needs the prompt's hashes (`prompt_hashes`). It is not made where nothing can come of it: of a prompt that is
+shorter than a block, where there is one place of each role, or where no place's events are read.
 """
 
 import asyncio
 import dataclasses
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 
 from pdproxy.clock import Clock
 from pdproxy.events.places import PlaceCaches, SchemeIndex
-from pdproxy.events.token_ids import TokenIds
+from pdproxy.events.prompt_hashes import MOST_TOKENS, HashFinder, Ids, PromptHashes
+from pdproxy.events.token_ids import Waits
 from pdproxy.legs.shape import BYTES_PER_TOKEN, estimated_prompt_tokens
 from pdproxy.nodes.node import Node, NodeView, Role
 from pdproxy.nodes.pool import Pool
-from pdproxy.observe.labels import Known
-from pdproxy.planning.block_hashes import PLAIN, PromptExtras
+from pdproxy.observe.event_metrics import EventMetrics
+from pdproxy.observe.labels import Known, LookUp
 from pdproxy.planning.cost import covered_tokens
 from pdproxy.planning.plan_types import Plan
 from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
 from pdproxy.planning.prefix_index import PrefixIndex
-from pdproxy.planning.rates import Rates, Work
 from pdproxy.request import Json, SubRequest
 
 EXPECTED_SECONDS = 30.0
 """For how long what was routed to a place counts as cached there, unless its events say so before."""
-MOST_TOKENS = 1 << 18
-"""Longer prompts are not looked up."""
-LONG_PROMPT = 4096
-"""Tokens from which on a prompt is hashed in a thread: that takes milliseconds, in which streams would stand still."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,57 +37,111 @@ class _Candidates:
     schemes: tuple[SchemeIndex, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class _Prompt:
-    """A prompt that was looked up: its hashes by each scheme."""
+    """A prompt that was looked up. ``plan``: where it was routed to last."""
 
-    tokens: int
-    hashes: tuple[tuple[SchemeIndex, Sequence[int]], ...]
+    found: PromptHashes
     asked: "weakref.ref[SubRequest]"
+    plan: Plan | None = None
 
 
 class EventPrefixSource:
-    """Looks prompts up in the index that `EventSubscriber` keeps."""
+    """Looks prompts up in the index that `EventSubscriber` keeps. No task outlives `aclose`."""
 
-    def __init__(self, pool: Pool, caches: PlaceCaches, token_ids: TokenIds, clock: Clock, rates: Rates) -> None:
+    def __init__(
+        self, pool: Pool, caches: PlaceCaches, finder: HashFinder, clock: Clock, metrics: EventMetrics
+    ) -> None:
         self._pool = pool
         self._caches = caches
-        self._token_ids = token_ids
+        self._finder = finder
         self._clock = clock
-        self._rates = rates
+        self._metrics = metrics
         self._prompts: dict[int, _Prompt] = {}
         """By the identity of a sub-request, while that lives."""
+        self._running: set[asyncio.Task[None]] = set()
 
     async def look_up(self, sub_request: SubRequest) -> PromptHits | None:
         """What is cached of the prompt; None where nothing is known, or it is not worth its cost. Never raises."""
         candidates = self._candidates(sub_request)
         if candidates is None or _is_short(sub_request.body, candidates.schemes):
             return None
-        estimated = estimated_prompt_tokens(sub_request.body)
-        if estimated > 2 * MOST_TOKENS:
+        if estimated_prompt_tokens(sub_request.body) > 2 * MOST_TOKENS:
             return None
-        worth = self._rates.role(Work.PREFILL).seconds(estimated)
-        ids = await self._token_ids.of(sub_request.endpoint, sub_request.body, candidates.render, worth)
-        if ids is None or len(ids) > MOST_TOKENS:
-            return None
-        extras = _extras(sub_request.body)
-        hashed = [(scheme, await _hashes(scheme, ids, extras)) for scheme in candidates.schemes]
-        known = tuple((scheme, hashes) for scheme, hashes in hashed if hashes is not None)
-        if not known:
-            return None
+        found = await self._find(sub_request, candidates)
         key = id(sub_request)
         over = weakref.ref(sub_request, lambda _: self._prompts.pop(key, None))
-        self._prompts[key] = _Prompt(len(ids), known, over)
-        hits: dict[Place, Hit] = {}
-        for scheme, hashes in known:
-            hits.update(_look_up(scheme.index, hashes, len(ids), candidates.prefills, self._clock.now()))
-        return PromptHits(len(ids), HitSource.EVENTS, hits)
+        self._prompts[key] = _Prompt(found, over)
+        if not found.hashes:
+            return None
+        return PromptHits(found.tokens, HitSource.EVENTS, self._hits(found, candidates))
 
     def routed(self, sub_request: SubRequest, plan: Plan) -> None:
         """The request goes there: its places count as having the prompt, until their events say so, or for a while."""
         prompt = self._prompts.get(id(sub_request))
         if prompt is None:
             return
+        prompt.plan = plan
+        self._expect_prompt(prompt.found, plan)
+        if prompt.found.ids is Ids.WANTED:
+            prompt.found = dataclasses.replace(prompt.found, ids=Ids.NONE)
+            self._run(self._ask_behind(sub_request, prompt))
+
+    async def aclose(self) -> None:
+        """End what nobody waits for."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    def reads(self, node: str) -> bool:
+        """Whether what this node has cached is known from its events, in part at least."""
+        return any(feed.known is not Known.NOTHING for feed in self._caches.of_node(node))
+
+    async def _find(self, sub_request: SubRequest, candidates: _Candidates) -> PromptHashes:
+        """What is known of the prompt's hashes, or all of them where it pays to wait for a node that tells them."""
+        found = await self._finder.known(sub_request, candidates.schemes)
+        if not self._finder.pays(found):
+            by = LookUp.KNOWN if found.known else LookUp.NOTHING
+            self._metrics.looked_up(LookUp.GIVEN if found.ids is Ids.GIVEN else by)
+            return found
+        self._metrics.looked_up(LookUp.ASKED)
+        exact = await self._finder.ask(sub_request, candidates.schemes, candidates.render, Waits.PLAN)
+        if exact is None:
+            return dataclasses.replace(found, ids=Ids.NONE)
+        self._learn(found, exact, candidates)
+        return exact
+
+    async def _ask_behind(self, sub_request: SubRequest, prompt: _Prompt) -> None:
+        """All of the prompt's hashes, while the request is under way: for those that go on from it."""
+        await asyncio.sleep(0)  # the legs go out first
+        candidates = self._candidates(sub_request)
+        if candidates is None:
+            return
+        exact = await self._finder.ask(sub_request, candidates.schemes, candidates.render, Waits.NOTHING)
+        if exact is None or prompt.plan is None:
+            return
+        self._learn(prompt.found, exact, candidates, prompt.plan.prefill or prompt.plan.decode)
+        prompt.found = exact
+        self._expect_prompt(exact, prompt.plan)
+
+    def _learn(
+        self, before: PromptHashes, exact: PromptHashes, candidates: _Candidates, computing: Node | None = None
+    ) -> None:
+        """Whether a place had more than was known; not of the node that computes the prompt meanwhile."""
+        known, cached = (self._hits(each, candidates).items() for each in (before, exact))
+        best = max((hit.resume for _, hit in known), default=0)
+        more = (hit.resume - best for place, hit in cached if computing is None or place.node != computing.name)
+        self._finder.was_cached(before, exact.tokens, max(0, *more, 0))
+
+    def _hits(self, prompt: PromptHashes, candidates: _Candidates) -> dict[Place, Hit]:
+        hits = dict[Place, Hit]()
+        for scheme in candidates.schemes:
+            hashes = prompt.hashes.get(scheme.index.scheme)
+            if hashes is not None:
+                hits |= _look_up(scheme.index, hashes, prompt.tokens, candidates.prefills, self._clock.now())
+        return hits
+
+    def _expect_prompt(self, prompt: PromptHashes, plan: Plan) -> None:
         if plan.prefill is not None:
             covered = covered_tokens(plan.prefill, prompt.tokens)
             self._expect(prompt, plan.prefill, plan.prefill_rank, covered, state=True)
@@ -100,21 +149,24 @@ class EventPrefixSource:
         keeps_state = plan.prefill is None or plan.decode.prefix_match_unit > 0
         self._expect(prompt, plan.decode, plan.decode_rank, prompt.tokens, state=keeps_state)
 
-    def reads(self, node: str) -> bool:
-        """Whether what this node has cached is known from its events, in part at least."""
-        return any(feed.known is not Known.NOTHING for feed in self._caches.of_node(node))
-
-    def _expect(self, prompt: _Prompt, node: Node, rank: int | None, tokens: int, *, state: bool) -> None:
+    def _expect(self, prompt: PromptHashes, node: Node, rank: int | None, tokens: int, *, state: bool) -> None:
         scheme = self._caches.scheme(node.hashing)
-        hashes = next((hashes for each, hashes in prompt.hashes if each is scheme), None)
+        hashes = None if scheme is None else prompt.hashes.get(scheme.index.scheme)
         if rank is None and node.ranks > 1:
             return  # vLLM chooses
         place = Place(node.name, rank or 0)
         if scheme is None or hashes is None or not self._caches.has(place):
             return
-        hit = scheme.index.after_prefill(tokens)
+        hit, block = scheme.index.after_prefill(tokens), scheme.index.scheme.block_size
+        if not prompt.exact:  # of a prefix its whole blocks are known, and no state is kept there
+            hit, state = Hit(min(hit.attention, prompt.known) // block * block, 0), False
         until = self._clock.now() + EXPECTED_SECONDS
         scheme.index.expect(place, hashes, hit if state else Hit(hit.attention, 0), until)
+
+    def _run(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
 
     def _candidates(self, sub_request: SubRequest) -> _Candidates | None:
         """None where there is nothing to choose, nothing is known, or the model is an adapter, or may be."""
@@ -134,12 +186,6 @@ class EventPrefixSource:
         """The scheme of a node of which anything is known."""
         feeds = self._caches.of_node(view.node.name)
         return next((feed.scheme for feed in feeds if feed.known is not Known.NOTHING), None)
-
-
-async def _hashes(scheme: SchemeIndex, ids: Sequence[int], extras: PromptExtras) -> Sequence[int] | None:
-    if len(ids) < LONG_PROMPT:
-        return scheme.hasher.hashes(ids, extras)
-    return await asyncio.to_thread(scheme.hasher.hashes, ids, extras)
 
 
 def _look_up(
@@ -162,8 +208,3 @@ def _is_short(body: Json, schemes: Sequence[SchemeIndex]) -> bool:
     """Whether the prompt surely has not a block's tokens, but for what a template adds: a token is a byte at least."""
     longest = estimated_prompt_tokens(body) * BYTES_PER_TOKEN
     return longest < min(scheme.index.scheme.block_size for scheme in schemes)
-
-
-def _extras(body: Json) -> PromptExtras:
-    salt = body.get("cache_salt")
-    return PromptExtras(salt=salt) if isinstance(salt, str) and salt else PLAIN

@@ -1,15 +1,12 @@
-"""The token ids of a prompt, as a node will have them: from the request, from an equal one before, or from a node.
+"""The token ids of a prompt, as a node will have them: from the request, or from a node.
 
 They serve hashing alone. A node renders a prompt at ``POST /tokenize`` (vLLM 0.32, `entrypoints/serve/tokenize`), which
 takes what decides the ids of a completion or a chat: prompt or messages, tools, the template's arguments. What only the
 generating endpoints know (truncation, media, responses, messages) is not asked about.
 """
 
-import asyncio
-import hashlib
-import math
+import enum
 from array import array
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import msgspec
@@ -18,7 +15,6 @@ from pdproxy.clock import Clock
 from pdproxy.credential import OwnHeaders, no_headers
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.legs.calls import outgoing_body
-from pdproxy.legs.parse import LARGE
 from pdproxy.legs.shape import has_media
 from pdproxy.nodes.node import Node
 from pdproxy.nodes.preflight import exchange
@@ -29,13 +25,11 @@ from pdproxy.transport.port import HttpRequest, Timeouts, Transport
 from pdproxy.unparsed import LargeValue, outline_of
 
 MOST_AT_ONCE = 64
-"""Prompts that may be asked about at once."""
-KEPT_TOKENS = 1 << 20
-"""Token ids that are kept, all prompts together: 4 bytes each."""
+"""Prompts that may be asked about at once; half of them where no request waits for it."""
+BEHIND_SECONDS = 1.0
+"""What a node may take where no request waits for it."""
 KEPT_OF_SECONDS = 0.9
 """Of the weight of what nodes took to render a prompt, at each further one: the last ten count."""
-KEPT_WHEN_NOT_ASKED = 0.98
-"""Of what nodes are thought to take, each time that this is why none is asked: so they are asked again in the end."""
 SHUT_SECONDS = 60.0
 """For how long a node that cannot render prompts is not asked."""
 _LATE = frozenset({Fault.HEADERS_TIMEOUT, Fault.STALL})
@@ -96,15 +90,17 @@ def _template_arguments(body: Json) -> dict[str, object]:
     return arguments | added
 
 
-async def _digest(asked: bytes) -> bytes:
-    """That of a long question comes from a thread: hashing, unlike parsing, lets others run meanwhile."""
-    if len(asked) <= LARGE:
-        return hashlib.blake2b(asked, digest_size=16).digest()
-    return await asyncio.to_thread(lambda: hashlib.blake2b(asked, digest_size=16).digest())
+class Waits(enum.Enum):
+    """What waits for a prompt's token ids."""
+
+    PLAN = enum.auto()
+    """The request's plan."""
+    NOTHING = enum.auto()
+    """Nothing: the request is under way."""
 
 
 class TokenIds:
-    """Finds the token ids of prompts. ``seconds``: what a node may take; ``headers``: of each request to one."""
+    """Has nodes render prompts. ``seconds``: what one may take before a plan; ``headers``: of each request to one."""
 
     def __init__(
         self,
@@ -117,67 +113,50 @@ class TokenIds:
         self._transport = transport
         self._clock = clock
         self._metrics = metrics
-        self._timeouts = Timeouts(connect=seconds, headers=seconds, stall=seconds, whole=seconds)
+        self._seconds = {Waits.PLAN: seconds, Waits.NOTHING: max(seconds, BEHIND_SECONDS)}
         self._headers = headers
-        self._kept: OrderedDict[bytes, array[int]] = OrderedDict()
-        self._kept_tokens = 0
         self._asking = 0
         self._takes = 0.0
         """Seconds that nodes take to render a prompt."""
         self._shut_until: dict[str, float] = {}
         self._read = msgspec.json.Decoder(_Rendered).decode
 
-    async def of(self, endpoint: Endpoint, body: Json, node: Node, worth: float = math.inf) -> Sequence[int] | None:
-        """The ids of a request's prompt; None where they cannot be had in time. ``node`` is asked if need be.
+    def pays(self, saved: float) -> bool:
+        """Whether a plan should wait for ids that are expected to save its request so many seconds."""
+        return self._takes < saved and self._takes < self._seconds[Waits.PLAN]
 
-        Args:
-            worth: seconds that they can save the request at most: where a node takes as long, none is asked.
-        """
-        ids = given_ids(body)
-        if ids is not None:
-            self._metrics.token_ids(IdsOutcome.GIVEN)
-            return ids
-        question = tokenize_body(endpoint, body)
-        if question is None:
-            self._metrics.token_ids(IdsOutcome.UNSUITABLE)
-            return None
-        asked = outgoing_body(question)
-        key = await _digest(asked)
-        kept = self._kept.get(key)
-        if kept is not None:
-            self._kept.move_to_end(key)
-            self._metrics.token_ids(IdsOutcome.KEPT)
-            return kept
-        if worth <= self._takes:
-            self._takes *= KEPT_WHEN_NOT_ASKED
-            self._metrics.token_ids(IdsOutcome.NOT_WORTH)
-            return None
-        return await self._fetch(node, asked, key)
-
-    async def _fetch(self, node: Node, asked: bytes, key: bytes) -> Sequence[int] | None:
-        now = self._clock.now()
-        if self._asking >= MOST_AT_ONCE or self._shut_until.get(node.name, now) > now:
+    async def of(self, question: Json, node: Node, waits: Waits = Waits.PLAN) -> Sequence[int] | None:
+        """The ids of a prompt; None where they cannot be had in time. ``question``: see `tokenize_body`."""
+        now, most = self._clock.now(), MOST_AT_ONCE if waits is Waits.PLAN else MOST_AT_ONCE // 2
+        if self._asking >= most or self._shut_until.get(node.name, now) > now:
             self._metrics.token_ids(IdsOutcome.BUSY)
             return None
         self._asking += 1
         try:
-            ids = await self._ask(node, asked)
+            ids = await self._ask(node, outgoing_body(question), self._seconds[waits])
         except NodeFault as fault:
-            self._metrics.token_ids(IdsOutcome.LATE if fault.fault in _LATE else IdsOutcome.FAILED)
+            late = fault.fault in _LATE
+            self._metrics.token_ids(IdsOutcome.LATE if late else IdsOutcome.FAILED)
+            if late:
+                self._took(self._seconds[waits])
             return None
         finally:
             self._asking -= 1
         took = self._clock.now() - now
-        self._takes = took if self._takes == 0 else self._takes * KEPT_OF_SECONDS + took * (1 - KEPT_OF_SECONDS)
+        self._took(took)
         self._metrics.token_ids(IdsOutcome.FETCHED)
         self._metrics.token_ids_took(took)
-        self._keep(key, ids)
         return ids
 
-    async def _ask(self, node: Node, asked: bytes) -> "array[int]":
+    def _took(self, seconds: float) -> None:
+        known, kept = self._takes, KEPT_OF_SECONDS
+        self._takes = seconds if known == 0 else known * kept + seconds * (1 - kept)
+
+    async def _ask(self, node: Node, asked: bytes, seconds: float) -> "array[int]":
         headers = (*self._headers(), ("content-type", "application/json"), ("accept-encoding", "identity"))
         request = HttpRequest("POST", f"{node.url}/tokenize", headers, asked)
-        status, answer = await exchange(self._transport, request, self._timeouts)
+        timeouts = Timeouts(connect=seconds, headers=seconds, stall=seconds, whole=seconds)
+        status, answer = await exchange(self._transport, request, timeouts)
         if status in (404, 405, 501):
             self._shut_until[node.name] = self._clock.now() + SHUT_SECONDS
         if status != 200:
@@ -189,12 +168,3 @@ class TokenIds:
         if not ids:
             raise NodeFault(Fault.INVALID_BODY, "/tokenize answers that the prompt has no tokens")
         return ids
-
-    def _keep(self, key: bytes, ids: "array[int]") -> None:
-        if key in self._kept:
-            return
-        self._kept[key] = ids
-        self._kept_tokens += len(ids)
-        while self._kept_tokens > KEPT_TOKENS:
-            _, oldest = self._kept.popitem(last=False)
-            self._kept_tokens -= len(oldest)

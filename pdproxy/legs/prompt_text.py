@@ -22,6 +22,7 @@ _END = 64
 _RENDERING = (
     "cache_salt", "chat_template", "chat_template_kwargs", "documents", "mm_processor_kwargs", "add_generation_prompt",
     "continue_final_message", "add_special_tokens", "reasoning", "reasoning_effort", "truncate_prompt_tokens", "suffix",
+    "prompt_embeds",
 )  # fmt: skip
 """Fields that change what nodes make of the same messages, or keep their caches apart."""
 

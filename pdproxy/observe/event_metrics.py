@@ -7,7 +7,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from pdproxy.observe.labels import BatchOutcome, CacheEventKind, Forgotten, IdsOutcome, Known, Replay
+from pdproxy.observe.labels import BatchOutcome, CacheEventKind, Forgotten, IdsOutcome, Known, LookUp, Replay
 
 LAG = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
 """Upper bounds of the buckets, in seconds; an alert picks one of them."""
@@ -36,13 +36,16 @@ class EventMetrics:
         self._places = Gauge(
             "pdproxy_prefix_index_places", "Places, by how much is known of them.", ["known"], registry=registry
         )
-        self._ids = counter("pdproxy_token_ids_total", "Prompts whose token ids were asked for.", ["outcome"])
+        self._lookups = counter(
+            "pdproxy_prompt_lookups_total", "Prompts looked up in what KV events say, by what of them.", ["by"]
+        )
+        self._ids = counter("pdproxy_token_ids_total", "Prompts whose token ids nodes were asked for.", ["outcome"])
         self._ids_seconds = histogram(
             "pdproxy_token_ids_seconds", "Time that a node took for a prompt's token ids.", buckets=_FETCH
         )
         for family, words in (
             (self._batches, BatchOutcome), (self._events, CacheEventKind), (self._replays, Replay),
-            (self._forgotten, Forgotten), (self._places, Known), (self._ids, IdsOutcome),
+            (self._forgotten, Forgotten), (self._places, Known), (self._lookups, LookUp), (self._ids, IdsOutcome),
         ):  # fmt: skip
             for word in words:
                 family.labels(word)
@@ -80,8 +83,12 @@ class EventMetrics:
         """Count that a place was forgotten."""
         self._forgotten.labels(reason).inc()
 
+    def looked_up(self, by: LookUp) -> None:
+        """Count a prompt that was looked up."""
+        self._lookups.labels(by).inc()
+
     def token_ids(self, outcome: IdsOutcome) -> None:
-        """Count what came of asking for a prompt's token ids."""
+        """Count what came of asking a node for a prompt's token ids."""
         self._ids.labels(outcome).inc()
 
     def token_ids_took(self, seconds: float) -> None:

@@ -218,24 +218,30 @@ class Known(enum.StrEnum):
     NOTHING = "nothing"
 
 
-class IdsOutcome(enum.StrEnum):
-    """What came of asking for a prompt's token ids."""
+class LookUp(enum.StrEnum):
+    """By what a prompt was looked up in what nodes' KV events say."""
 
     GIVEN = "given"
-    """The request has them."""
-    KEPT = "kept"
-    """An equal prompt's were kept."""
+    """The token ids that the request has."""
+    KNOWN = "known"
+    """Those of an earlier prompt that begins with the same text."""
+    ASKED = "asked"
+    """A node was asked for the prompt's, before the plan."""
+    NOTHING = "nothing"
+    """Nothing: its text is new, and to ask a node would not have paid, or a node would not render it as it renders the
+    request: media, truncation, other endpoints."""
+
+
+class IdsOutcome(enum.StrEnum):
+    """What came of asking a node for a prompt's token ids, before its plan or behind it."""
+
     FETCHED = "fetched"
-    """A node rendered the prompt."""
+    """The node rendered the prompt."""
     LATE = "late"
-    """The node did not answer in time."""
+    """It did not answer in time."""
     FAILED = "failed"
     BUSY = "busy"
-    """Too many were being asked for."""
-    NOT_WORTH = "not_worth"
-    """To ask a node takes longer than to compute the whole prompt would."""
-    UNSUITABLE = "unsuitable"
-    """A node would not render it as it renders the request: media, truncation, other endpoints."""
+    """Too many were being asked for, or the node cannot render prompts."""
 
 
 class RouteReason(enum.StrEnum):

@@ -5,14 +5,16 @@ import weakref
 
 from pdproxy.clock import Clock
 from pdproxy.legs.prompt_text import MOST_BYTES, MOST_IDS, prompt_ids, prompt_parts, prompt_salt
-from pdproxy.legs.shape import estimated_prompt_tokens
+from pdproxy.legs.shape import BYTES_PER_TOKEN, estimated_prompt_tokens
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.prefix_source import RealHit
 from pdproxy.planning.cost import covered_tokens, may_keep_states
 from pdproxy.planning.plan_types import Plan
 from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
-from pdproxy.planning.text_index import Chain, Keeps, TextIndex, chain_of_completion, chain_of_ids, chain_of_text
+from pdproxy.planning.renderings import HashesByScheme, KnownPrefix, Rendering
+from pdproxy.planning.text_chain import Chain, chain_of_completion, chain_of_ids, chain_of_text
+from pdproxy.planning.text_index import Keeps, TextIndex
 from pdproxy.request import SubRequest
 
 UNKNOWN_BLOCK = 16
@@ -29,7 +31,7 @@ class _Asked:
 
 
 class TextPrefixSource:
-    """A `PrefixSource` over a `TextIndex`; nothing here waits."""
+    """A `PrefixSource` over a `TextIndex`, and the memory of an `EventPrefixSource`; nothing here waits."""
 
     def __init__(self, pool: Pool, clock: Clock, index: TextIndex | None = None) -> None:
         self._pool = pool
@@ -71,6 +73,22 @@ class TextPrefixSource:
         elif real.cached > asked.expected + block:
             self._index.cached_more(asked.chain, real.place, real.cached, self._clock.now())
 
+    def known(self, sub_request: SubRequest) -> KnownPrefix:
+        """What prompts that were tokenized tell of this one."""
+        chain = self._ask(sub_request).chain
+        known = self._index.known(chain)
+        if known.whole or not self._is_cut(chain):
+            return known
+        return dataclasses.replace(known, prompt=max(self._tokens(chain, sub_request), known.tokens + 1))
+
+    def tokenized(self, sub_request: SubRequest, tokens: int, hashes: HashesByScheme) -> None:
+        """A node tokenized the prompt."""
+        chain = self._ask(sub_request).chain
+        if chain.hashes:
+            whole = BYTES_PER_TOKEN * estimated_prompt_tokens(sub_request.body)
+            text = max(whole, chain.ends[-1] + 1) if self._is_cut(chain) else chain.ends[-1]
+            self._index.tokenized(chain, Rendering(tokens, text, hashes))
+
     def _sent(self, chain: Chain, node: Node, rank: int | None, keeps: Keeps, now: float) -> None:
         if rank is None and node.ranks > 1:
             return  # vLLM chooses, and does not say which
@@ -85,8 +103,11 @@ class TextPrefixSource:
         return asked
 
     def _tokens(self, chain: Chain, sub_request: SubRequest) -> int:
-        cut = chain.ends[-1] >= (MOST_IDS if chain.in_tokens else MOST_BYTES)
-        return estimated_prompt_tokens(sub_request.body) if cut else self._index.tokens(chain)
+        return estimated_prompt_tokens(sub_request.body) if self._is_cut(chain) else self._index.tokens(chain)
+
+    def _is_cut(self, chain: Chain) -> bool:
+        """Whether the prompt is longer than what is looked at."""
+        return bool(chain.ends) and chain.ends[-1] >= (MOST_IDS if chain.in_tokens else MOST_BYTES)
 
 
 def _chain(sub_request: SubRequest) -> Chain:

@@ -43,7 +43,7 @@ class PromptHits:
     """What is cached of one prompt, and where.
 
     Attributes:
-        tokens: in the prompt; an estimate where the source is `HitSource.APPROXIMATION`.
+        tokens: in the prompt; an estimate where its token ids are not known.
         hits: places that have none of it are left out.
     """
 

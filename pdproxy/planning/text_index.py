@@ -1,13 +1,16 @@
 """What places may have cached, by what was sent to them: for nodes that publish no KV events. Pure: times are given.
 
-A prompt is a chain of *marks*: one after each `CHUNK` bytes of a part of its text, and one at each part's end, each a
-hash of all that comes before it. A place that was sent a prompt is taken to have the attention blocks up to each of its
-marks. It has states, as vLLM 0.32 keeps them, where a prompt ended, and where a prompt parts from what the place met
-before, from the second one on. A completion's prompt, text or ids, has no mark where one that it goes on from ended:
-`TextIndex.refined` puts one there.
+A prompt is a chain of marks (`text_chain`). A place that was sent a prompt is taken to have the attention blocks up to
+each of its marks. It has states, as vLLM 0.32 keeps them, where a prompt ended, and where a prompt parts from what the
+place met before, from the second one on. A completion's prompt, text or ids, has no mark where one that it goes on from
+ended: `TextIndex.refined` puts one there.
 
 It is an approximation. Nodes evict, restart, and are sent prompts by others; tokens are estimated from bytes. What
 nodes say they had cached corrects it. Two texts of equal hash would only send a prompt to a node that has nothing.
+
+For nodes that publish KV events it remembers the block hashes of prompts that were tokenized: of a prompt that goes on
+from such a one they are known without its token ids. Where two of them part, comparing their hashes tells how many
+tokens lie before; elsewhere within a prompt that is estimated, with less rather than more.
 """
 
 import bisect
@@ -15,14 +18,12 @@ import collections
 import dataclasses
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 from pdproxy.planning.prefix import Hit, Place
+from pdproxy.planning.renderings import KnownPrefix, Rendering, Renderings
+from pdproxy.planning.text_chain import Chain
 
-CHUNK = 512
-"""Bytes between two marks of one part."""
-IDS = 128
-"""Token ids between two marks, where the client sent ids."""
 MOST_MARKS = 100_000
 """Kept of all prompts; those that were not met for longest are forgotten first. About 50 MB."""
 LIFE = 900.0
@@ -31,68 +32,13 @@ BYTES_PER_TOKEN = 4.0
 """Before a model has answered."""
 MOST_TAILS = 4
 """Lengths that are remembered of the pieces with which prompts ended after one mark; the last ones."""
+SURE = 0.9
+"""Of the tokens that a text within a prompt is estimated to have, those that it surely has."""
+MOST_ENDING = 64
+"""Tokens at a prompt's end that may not be there any more in a prompt that goes on from it, as of a template that asks
+for an answer in other words than it shows one. What differs by more was not rendered as before."""
 _KEPT = 0.98
 """Of an answer's weight in the number of bytes to a token, at each further answer."""
-
-
-Piece = bytes | tuple[int, ...]
-"""Of a prompt: text, or token ids."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Chain:
-    """A prompt's marks.
-
-    Attributes:
-        model: as clients name it.
-        hashes: of everything up to each mark.
-        ends: where each mark is: bytes from the beginning, or tokens.
-        pieces: what is between each mark and the one before it; none once `TextIndex.refined` has looked at them.
-        tail: of a completion's prompt whose last piece is shorter than others: the hash of the mark before that piece,
-            and its length. Of a chat there is none: a template puts something between a message's end and the answer.
-        in_tokens: the client sent token ids, so that ``ends`` are tokens.
-    """
-
-    model: str
-    hashes: tuple[int, ...]
-    ends: tuple[int, ...]
-    pieces: tuple[Piece, ...] = ()
-    tail: tuple[int, int] | None = None
-    in_tokens: bool = False
-
-
-def chain_of_text(model: str, salt: str, parts: Sequence[bytes]) -> Chain:
-    """The marks of a text in parts, each of which a later prompt has whole or not at all."""
-    pieces = [piece for part in parts for piece in _pieces(part)]
-    return dataclasses.replace(_chain(model, salt, pieces, CHUNK), tail=None)
-
-
-def chain_of_completion(model: str, salt: str, prompt: bytes) -> Chain:
-    """The marks of a text from whose end later ones may go on."""
-    return _chain(model, salt, _pieces(prompt), CHUNK)
-
-
-def _pieces(text: bytes) -> list[bytes]:
-    return [text[begin : begin + CHUNK] for begin in range(0, len(text) or 1, CHUNK)]
-
-
-def chain_of_ids(model: str, salt: str, ids: Sequence[int]) -> Chain:
-    """The marks of token ids."""
-    pieces = [tuple(ids[begin : begin + IDS]) for begin in range(0, len(ids), IDS)]
-    return dataclasses.replace(_chain(model, salt, pieces, IDS), in_tokens=True)
-
-
-def _chain(model: str, salt: str, pieces: Sequence[Piece], size: int) -> Chain:
-    """``size``: of a piece that does not end its part."""
-    before, last, end = 0, hash(salt), 0
-    hashes, ends = list[int](), list[int]()
-    for piece in pieces:
-        before, last, end = last, hash((last, piece)), end + len(piece)
-        hashes.append(last)
-        ends.append(end)
-    ends_within = len(pieces) > 1 and len(pieces[-1]) < size
-    tail = (before, len(pieces[-1])) if ends_within else None
-    return Chain(model, tuple(hashes), tuple(ends), tuple(pieces), tail)
 
 
 class Keeps(enum.Enum):
@@ -111,20 +57,26 @@ class _Mark:
     """Where a mark was met; monotonic seconds.
 
     ``tokens``: up to here, where a node counted them; 0 for unknown. ``tails``: lengths of the last pieces of prompts
-    that ended before a next mark.
+    that ended before a next mark. ``rendered``: the last mark of the prompt through here that was tokenized last; None
+    for none. ``shared``: tokens that those have in common which part here; None where none was compared.
     """
 
     met: dict[Place, float]
     states: dict[Place, float] | None = None
     tokens: int = 0
     tails: tuple[int, ...] = ()
+    rendered: int | None = None
+    shared: int | None = None
 
 
 class TextIndex:
-    """The marks of all prompts that were sent somewhere."""
+    """The marks of all prompts that were sent somewhere, or tokenized."""
 
-    def __init__(self, most_marks: int = MOST_MARKS, life: float = LIFE) -> None:
+    def __init__(self, most_marks: int = MOST_MARKS, life: float = LIFE, renderings: Renderings | None = None) -> None:
         self._most_marks = most_marks
+        self._renderings = Renderings() if renderings is None else renderings
+        self._endings = collections.defaultdict[str, int](int)
+        """Tokens at the end of each model's prompts that were seen to be missing in those that go on from them."""
         self._life = life
         self._marks: collections.OrderedDict[int, _Mark] = collections.OrderedDict()
         self._sizes = collections.defaultdict[str, list[float]](lambda: [BYTES_PER_TOKEN, 1.0])
@@ -177,19 +129,13 @@ class TextIndex:
     def sent(self, chain: Chain, place: Place, keeps: Keeps, now: float) -> None:
         """The prompt goes to a place."""
         before = self._met(chain, place, now)
-        for value in reversed(chain.hashes):  # so that what is forgotten first is a chain's end, not its beginning
-            mark = self._marks.get(value)
-            if mark is None:
-                mark = self._marks[value] = _Mark({})
+        for mark in self._touched(chain):
             mark.met[place] = now
-            self._marks.move_to_end(value)
-        self._end_within(chain)
         if keeps is Keeps.ALL and 0 < before < len(chain.hashes):
             self._keep_state(chain, before, place, now)
         if keeps is not Keeps.NONE:
             self._keep_state(chain, len(chain.hashes), place, now)
-        while len(self._marks) > self._most_marks:
-            self._marks.popitem(last=False)
+        self._forget()
 
     def counted(self, chain: Chain, tokens: int) -> None:
         """A node counted the tokens of the whole prompt."""
@@ -200,6 +146,34 @@ class TextIndex:
             mark.tokens = tokens
         sums = self._sizes[chain.model]
         sums[:] = sums[0] * _KEPT + chain.ends[-1], sums[1] * _KEPT + tokens
+
+    def known(self, chain: Chain) -> KnownPrefix:
+        """What the hashes of prompts that were tokenized tell of this one."""
+        last = self._known(chain)
+        prompt, met = self.tokens(chain), self.tokens(chain, last)
+        end, rendering = self._last_rendered(chain)
+        if rendering is None:
+            return KnownPrefix(prompt, met)
+        if end == len(chain.hashes) and self._ends_here(chain, end, rendering):
+            return KnownPrefix(rendering.tokens, rendering.tokens, rendering.tokens, rendering)
+        tokens, counted = self._counted_shared(chain, end, rendering), self.tokens(chain, end)
+        if tokens is None:
+            tokens = self._estimated_shared(chain, end, rendering)
+        else:
+            met += tokens - counted
+        return KnownPrefix(max(prompt, tokens + 1), max(met, tokens), tokens, rendering)
+
+    def tokenized(self, chain: Chain, rendering: Rendering) -> None:
+        """A node tokenized the whole prompt."""
+        end, before = self._last_rendered(chain)
+        if before is not None:
+            self._compare(chain, end, before, rendering)
+        for at, mark in zip(range(len(chain.hashes), 0, -1), self._touched(chain), strict=True):
+            mark.rendered = chain.hashes[-1]
+            mark.shared = None if at > end else mark.shared
+        self._renderings.keep(chain.hashes[-1], rendering)
+        self.counted(chain, rendering.tokens)
+        self._forget()
 
     def cached_less(self, chain: Chain, place: Place) -> None:
         """The place had less than its states promised: they are gone, but for the one at the end of this prompt."""
@@ -214,6 +188,61 @@ class TextIndex:
         end = bisect.bisect_right(ends, cached, key=lambda each: self.tokens(chain, each))
         if end:
             self._keep_state(chain, end, place, now)
+
+    def _last_rendered(self, chain: Chain) -> tuple[int, Rendering | None]:
+        """The last of its marks that a prompt went through whose rendering is kept, and that rendering."""
+        for end in range(self._known(chain), 0, -1):
+            rendered = self._marks[chain.hashes[end - 1]].rendered
+            rendering = None if rendered is None else self._renderings.get(rendered)
+            if rendering is not None:
+                return end, rendering
+        return 0, None
+
+    def _ends_here(self, chain: Chain, end: int, rendering: Rendering) -> bool:
+        """Whether the prompt of a mark's rendering ends at that mark."""
+        value = chain.hashes[end - 1]
+        return self._marks[value].rendered == value and rendering.text == chain.ends[end - 1]
+
+    def _counted_shared(self, chain: Chain, end: int, rendering: Rendering) -> int | None:
+        """How many tokens of a mark's rendering a prompt has that parts from it there; None where none did yet."""
+        shared = self._marks[chain.hashes[end - 1]].shared
+        if shared is None and self._ends_here(chain, end, rendering):
+            return max(0, rendering.tokens - self._endings[chain.model])
+        return shared
+
+    def _estimated_shared(self, chain: Chain, end: int, rendering: Rendering) -> int:
+        """The same by the length of the text between two marks where it is known, or the prompt's ends."""
+        marks = ((self._marks[chain.hashes[at - 1]].shared, chain.ends[at - 1]) for at in range(end - 1, 0, -1))
+        tokens, begin = next(((shared, at) for shared, at in marks if shared is not None), (0, 0))
+        part = (chain.ends[end - 1] - begin) / max(1, rendering.text - begin)
+        return tokens + int(SURE * part * max(0, rendering.tokens - tokens))
+
+    def _compare(self, chain: Chain, end: int, before: Rendering, now: Rendering) -> None:
+        """Two prompts part at a mark: what they have in common is shared there, and no mark before shares more."""
+        common, value = before.common(now), chain.hashes[end - 1]
+        if self._ends_here(chain, end, before):
+            missing = before.tokens - common - before.unit + 1
+            if 0 < missing <= MOST_ENDING:
+                self._endings[chain.model] = max(missing, self._endings[chain.model])
+            self._renderings.drop(value)  # its marks are all this prompt's
+        for at in range(1, end):
+            mark = self._marks[chain.hashes[at - 1]]
+            mark.shared = None if mark.shared is None else min(mark.shared, common)
+        self._marks[value].shared = common
+
+    def _touched(self, chain: Chain) -> Iterator[_Mark]:
+        """All marks of a prompt, the last first: what is forgotten first is then a chain's end, not its beginning."""
+        for value in reversed(chain.hashes):
+            mark = self._marks.get(value)
+            if mark is None:
+                mark = self._marks[value] = _Mark({})
+            self._marks.move_to_end(value)
+            yield mark
+        self._end_within(chain)
+
+    def _forget(self) -> None:
+        while len(self._marks) > self._most_marks:
+            self._marks.popitem(last=False)
 
     def _end_within(self, chain: Chain) -> None:
         """Remember where a prompt ends between two marks, for the one that goes on from there."""

@@ -219,7 +219,7 @@ class Events(Section):
     read: types.ReadEvents = types.ReadEvents.AUTO
     """Whether they are read; `auto`: where `policy.routing` is prefix or hybrid, and nodes publish them."""
     token_ids_seconds: types.Seconds = Field(default=0.05, gt=0, le=60)
-    """For a node to tell a prompt's token ids; later, the request goes on without."""
+    """For a node to tell a prompt's token ids where the plan waits for them; later, the request goes on without."""
 
 
 class Health(Section):

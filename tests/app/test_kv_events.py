@@ -10,6 +10,7 @@ from pdproxy.credential import no_headers
 from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
+from pdproxy.orchestration.text_prefix_source import TextPrefixSource
 from pdproxy.planning.prefix import Place
 from pdproxy.planning.rates import Rates
 from pdproxy.settings.load import load
@@ -21,9 +22,9 @@ from tests.nodes.fake_pool import FakePoolTransport
 def built(**variables: str) -> KvEvents | None:
     settings = load(environment={"PDPROXY_DECODE": "http://d:1", **variables})
     clock = FakeClock()
-    return kv_events(
-        settings, Pool(clock), FakePoolTransport(), clock, Metrics(CollectorRegistry()), no_headers, Rates()
-    )
+    pool, metrics = Pool(clock), Metrics(CollectorRegistry())
+    texts = TextPrefixSource(pool, clock)
+    return kv_events(settings, pool, FakePoolTransport(), clock, metrics, no_headers, Rates(), texts)
 
 
 @pytest.mark.parametrize(

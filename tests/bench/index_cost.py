@@ -11,12 +11,16 @@ import itertools
 import random
 import time
 import tracemalloc
+from array import array
 from collections.abc import Callable, Iterable
 
 from pdproxy.planning.block_hashes import HashAlgorithm, HashScheme, PromptHasher, root_hash
 from pdproxy.planning.cache_events import BlocksRemoved, BlocksStored, CacheEvent, GroupKind
 from pdproxy.planning.prefix import Place
 from pdproxy.planning.prefix_index import PrefixIndex
+from pdproxy.planning.renderings import Rendering, Renderings
+from pdproxy.planning.text_chain import CHUNK, chain_of_completion, chain_of_text
+from pdproxy.planning.text_index import MOST_MARKS, TextIndex
 
 PLACES, BLOCKS, BLOCK = 100, 10_000, 64
 """Places, attention blocks of each, tokens of a block."""
@@ -135,8 +139,42 @@ def report_look_ups(index: PrefixIndex, rng: random.Random, title: str) -> None:
     report("all have all")
 
 
+def report_texts(rng: random.Random) -> None:
+    """Conversations of ten turns, of which the last prompt has 10,000 tokens of four bytes."""
+    uniform = scheme(256, 16)
+    parts = [rng.randbytes(4 * PROMPT // 10) for _ in range(10)]
+    hashes = array("Q", (rng.getrandbits(64) for _ in range(PROMPT // 16)))
+    index = TextIndex()
+    for turn in range(1, 10):
+        tokens = turn * PROMPT // 10
+        chain = chain_of_text("m", "", parts[:turn])
+        index.tokenized(chain, Rendering(tokens, chain.ends[-1], {uniform: hashes[: tokens // 16]}))
+    chain = chain_of_text("m", "", parts)
+    cut, known = best(lambda: chain_of_text("m", "", parts)), best(lambda: index.known(chain))
+    whole = Rendering(PROMPT, chain.ends[-1], {uniform: hashes})
+    kept = best(lambda: index.tokenized(chain, whole), runs=1)
+    print(f"by its text, {PROMPT} tokens: {cut:.1f} us to cut it, {known:.1f} us to find, {kept:.1f} us to remember")
+
+
+def report_memory_of_texts(rng: random.Random) -> None:
+    """Of prompts with nothing in common, 10,000 tokens each, until the oldest are forgotten."""
+    gc.collect()
+    tracemalloc.start()
+    uniform, renderings = scheme(256, 16), Renderings()
+    index = TextIndex(renderings=renderings)
+    for _ in range(MOST_MARKS * CHUNK // (4 * PROMPT) * 2):
+        chain = chain_of_completion("m", "", rng.randbytes(4 * PROMPT))
+        hashes = array("Q", (rng.getrandbits(64) for _ in range(PROMPT // 16)))
+        index.tokenized(chain, Rendering(PROMPT, chain.ends[-1], {uniform: hashes}))
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    print(f"{len(index)} marks of texts, {len(renderings)} prompts of {PROMPT} tokens, 16 a hash: {size / 1e6:.0f} MB")
+
+
 def main() -> None:
     rng = random.Random(1)
+    report_texts(rng)
+    report_memory_of_texts(rng)
     report_hashing(rng)
     index = report_memory(rng)
     report_events(index, rng)

@@ -7,6 +7,7 @@ halfway. Over 300 lines: the engines, their counts and the comparison belong tog
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import random
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -21,9 +22,9 @@ from deploy.local.node import SERVED_NAME, Node, NodeSpec, Role, start_node
 from deploy.local.stack import ProxySpec, await_nodes, logs_of, start_nodes, start_proxy
 from deploy.local.supervise import Supervisor
 from pdproxy.clock import SystemClock
-from pdproxy.events.places import PlaceCaches
+from pdproxy.events.places import PlaceCaches, SchemeIndex
 from pdproxy.events.subscriber import EventSubscriber
-from pdproxy.events.token_ids import TokenIds
+from pdproxy.events.token_ids import TokenIds, tokenize_body
 from pdproxy.nodes.node import Node as ProxyNode
 from pdproxy.nodes.node import Role as ProxyRole
 from pdproxy.nodes.pool import Pool
@@ -32,6 +33,9 @@ from pdproxy.observe.labels import Known
 from pdproxy.observe.metrics import Metrics
 from pdproxy.planning.cost import covered_tokens
 from pdproxy.planning.prefix import Hit, Place
+from pdproxy.planning.renderings import HashesByScheme, Rendering
+from pdproxy.planning.text_chain import chain_of_completion
+from pdproxy.planning.text_index import TextIndex
 from pdproxy.request import Endpoint
 from pdproxy.transport.h1_client import H1Transport
 from tests.e2e.conftest import REQUEST_TIMEOUT_S
@@ -82,6 +86,7 @@ class Observer:
         self.pool = Pool(self.clock, metrics=self.metrics)
         self.caches = PlaceCaches(self.clock, self.metrics.events)
         self.ids = TokenIds(self.transport, self.clock, self.metrics.events, REQUEST_TIMEOUT_S)
+        self.texts = TextIndex()
         self.subscriber = EventSubscriber(self.pool, self.transport, self.caches, self.clock, self.metrics.events)
 
     async def join(self, name: str, url: str) -> None:
@@ -119,17 +124,27 @@ class Observer:
             await asyncio.sleep(QUIET_S)
 
     async def tokens(self, prompt: str) -> list[int]:
-        ids = await self.ids.of(Endpoint.COMPLETIONS, {"model": SERVED_NAME, "prompt": prompt}, self.node("prefill"))
+        ids = await self.ids.of({"model": SERVED_NAME, "prompt": prompt}, self.node("prefill"))
         assert ids is not None
         return list(ids)
 
-    def hit(self, name: str, ids: list[int], tokens: int) -> Hit:
-        """What a node has of a prompt's first tokens."""
-        scheme = self.caches.scheme(self.node(name).hashing)
-        assert scheme is not None
+    def hashes(self, ids: list[int]) -> HashesByScheme:
+        """A prompt's, by the scheme of all nodes."""
+        scheme = self.scheme()
         hashes = scheme.hasher.hashes(ids)
         assert hashes is not None
-        return scheme.index.look_up(hashes, tokens, self.clock.now()).get(Place(name), Hit(0, 0))
+        return {scheme.index.scheme: hashes}
+
+    def hit(self, name: str, hashes: HashesByScheme, tokens: int) -> Hit:
+        """What a node has of a prompt's first tokens."""
+        index = self.scheme().index
+        return index.look_up(hashes[index.scheme], tokens, self.clock.now()).get(Place(name), Hit(0, 0))
+
+    def scheme(self) -> SchemeIndex:
+        """That of all nodes."""
+        scheme = self.caches.scheme(self.node("prefill").hashing)
+        assert scheme is not None
+        return scheme
 
 
 @contextlib.asynccontextmanager
@@ -202,26 +217,35 @@ async def in_thread(*call: Any) -> Any:
 
 
 async def turn(fleet: Fleet, observer: Observer, agreement: Agreement, prompt: str, handed: bool, decode: str) -> None:
-    """One turn, each leg compared with what was planned for it."""
+    """One turn, each leg compared with what was planned for it by the prompt's ids, and by its text."""
     ids = await observer.tokens(prompt)
-    about = f"{len(ids)} tokens on {decode}"
+    hashes, about = observer.hashes(ids), f"{len(ids)} tokens on {decode}"
+    chain = observer.texts.refined(chain_of_completion(SERVED_NAME, "", prompt.encode()))
+    known = observer.texts.known(chain)
+    first = known.rendering.hashes if known.rendering else dict.fromkeys(hashes, ())
+    by_text = {scheme: each[: known.tokens // scheme.unit] for scheme, each in first.items()}
     ticket: Params | None = None
     if handed:
         await observer.quiet()
         covered = covered_tokens(observer.node("prefill"), len(ids))
-        planned = observer.hit("prefill", ids, covered)
+        planned, planned_by_text = (observer.hit("prefill", each, covered) for each in (hashes, by_text))
         leg = await in_thread(complete, fleet.nodes["prefill"].url, prompt, 1, TO_HAND_OVER)
         agreement.compare("R of prefill nodes", planned.resume, leg.cached, about)
+        if known.tokens:
+            agreement.compare("R of prefill nodes by text", planned_by_text.resume, leg.cached, about)
         ticket = leg.ticket
         assert ticket is not None
         ticket.pop("remote_prefill_cached_tokens", None)
     await observer.quiet()
-    planned = observer.hit(decode, ids, len(ids))
+    planned, planned_by_text = (observer.hit(decode, each, len(ids)) for each in (hashes, by_text))
     url = fleet.nodes[decode].url
     hit, all_tokens = watch(url, "prompt_tokens", source="hit"), watch(url, "prompt_tokens")
     answer = await in_thread(complete, url, prompt, 8, ticket)
     if ticket is None:
         agreement.compare("R of decode nodes", planned.resume, answer.cached, about)
+        if known.tokens:
+            agreement.compare("R of decode nodes by text", planned_by_text.resume, answer.cached, about)
+    observer.texts.tokenized(chain, Rendering(len(ids), len(prompt.encode()), hashes))
     await in_thread(all_tokens.reaches, len(ids))
     if ticket is not None:
         node = observer.node(decode)
@@ -305,7 +329,12 @@ async def test_a_proxy_that_plans_by_what_is_cached_sends_a_conversation_where_i
     reused = sum([await in_thread(each.grown) for each in hits])
     print(f"\n{reused:g} tokens were hit on decode nodes, of about 10,800 that later turns share with the first")
     assert reused >= 0.9 * 12 * 768
-    assert await in_thread(lambda: counted("pdproxy_token_ids_total", outcome="fetched")) >= 18
+    known, asked = [
+        await in_thread(functools.partial(counted, "pdproxy_prompt_lookups_total", by=by)) for by in ("known", "asked")
+    ]
+    print(f"{known:g} prompts were looked up by their text, for {asked:g} a node was asked before the plan")
+    assert known + asked == 18
+    assert known >= 12
     assert await in_thread(lambda: counted("pdproxy_kv_event_batches_total", outcome="applied")) > 0
     fleet.room.stop(proxy.part)
 
@@ -336,7 +365,9 @@ async def test_token_ids_are_those_that_the_node_makes_of_the_request(fleet: Fle
     async with observing(fleet.nodes) as observer:
         for name, (endpoint, body) in BODIES.items():
             asked = {"model": SERVED_NAME, **body}
-            ids = await observer.ids.of(endpoint, asked, observer.node("prefill"))
+            question = tokenize_body(endpoint, asked)
+            assert question is not None, name
+            ids = await observer.ids.of(question, observer.node("prefill"))
             assert ids is not None, name
             assert list(ids) == await in_thread(first_token_ids, url, endpoint, body), name
 

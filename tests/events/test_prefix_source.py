@@ -11,12 +11,14 @@ import pytest
 from pdproxy.errors import Fault
 from pdproxy.events.places import scheme_of
 from pdproxy.events.prefix_source import EXPECTED_SECONDS, EventPrefixSource
+from pdproxy.events.prompt_hashes import HashFinder
 from pdproxy.events.token_ids import TokenIds
 from pdproxy.events.wire import NumberedBatch
 from pdproxy.legs.shape import shape
 from pdproxy.nodes.hashing import Hashing
 from pdproxy.nodes.node import Binding, Capacity, Node, Role
 from pdproxy.nodes.pool import Pool
+from pdproxy.orchestration.text_prefix_source import TextPrefixSource
 from pdproxy.planning.block_hashes import PromptExtras, PromptHasher
 from pdproxy.planning.cost import covered_tokens
 from pdproxy.planning.plan_types import Plan
@@ -58,7 +60,9 @@ class World:
             self.pool.admit(node)
         ids = TokenIds(transport, self.caches.clock, self.caches.metrics, 0.05)
         self.rates = Rates()
-        self.source = EventPrefixSource(self.pool, self.caches, ids, self.caches.clock, self.rates)
+        self.texts = TextPrefixSource(self.pool, self.caches.clock)
+        finder = HashFinder(self.texts, ids, self.rates)
+        self.source = EventPrefixSource(self.pool, self.caches, finder, self.caches.clock, self.caches.metrics)
         self._sequence = dict.fromkeys(self.infos, 0)
 
     def tell(self, name: str, *events: dict[str, Any], rank: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""A prompt's token ids: from the request, from an equal prompt before, or from a node; never waited for in vain."""
+"""A prompt's token ids: from the request, or from a node; never waited for in vain."""
 
 import asyncio
 import json
@@ -8,8 +8,15 @@ from typing import Any
 import pytest
 
 from pdproxy.errors import Fault
-from pdproxy.events import token_ids
-from pdproxy.events.token_ids import MOST_AT_ONCE, SHUT_SECONDS, TokenIds, tokenize_body
+from pdproxy.events.token_ids import (
+    BEHIND_SECONDS,
+    MOST_AT_ONCE,
+    SHUT_SECONDS,
+    TokenIds,
+    Waits,
+    given_ids,
+    tokenize_body,
+)
 from pdproxy.nodes.node import Role
 from pdproxy.request import Endpoint
 from tests.events.feeds import Caches
@@ -33,27 +40,25 @@ class Asked:
     def answers(self, *ids: int) -> None:
         self.info.paths[PATH] = 200, json.dumps({"count": len(ids), "tokens": ids, "token_strs": None}).encode()
 
-    async def of(self, body: dict[str, Any], endpoint: Endpoint = Endpoint.COMPLETIONS) -> Sequence[int] | None:
-        ids = await self.token_ids.of(endpoint, body, self.node)
+    async def of(self, body: dict[str, Any], waits: Waits = Waits.PLAN) -> Sequence[int] | None:
+        ids = await self.token_ids.of(body, self.node, waits)
         return None if ids is None else list(ids)
 
     def count(self, outcome: str) -> float:
         return self.caches.count("token_ids_total", outcome=outcome)
 
 
-async def test_a_text_is_rendered_by_the_node_once() -> None:
+async def test_a_text_is_rendered_by_the_node() -> None:
     asked = Asked()
-    assert [await asked.of(TEXT) for _ in range(3)] == [[1, 2, 3]] * 3
+    assert await asked.of(TEXT) == [1, 2, 3]
     assert asked.info.asked == [(PATH, TEXT)]
-    assert (asked.count("fetched"), asked.count("kept")) == (1, 2)
+    assert asked.count("fetched") == 1
 
 
-async def test_ids_that_the_request_has_are_taken_as_they_are() -> None:
-    asked = Asked()
-    assert await asked.of({"prompt": [7, 8]}) == [7, 8]
-    continued = {"messages": [], "kv_transfer_params": {"prompt_token_ids": [5, 6]}}
-    assert await asked.of(continued, Endpoint.CHAT) == [5, 6]
-    assert asked.info.asked == []
+def test_ids_that_the_request_has_are_taken_as_they_are() -> None:
+    assert given_ids({"prompt": [7, 8]}) == [7, 8]
+    assert given_ids({"messages": [], "kv_transfer_params": {"prompt_token_ids": [5, 6]}}) == [5, 6]
+    assert given_ids(TEXT) is None
 
 
 async def test_a_chat_is_rendered_with_all_that_decides_its_ids() -> None:
@@ -93,11 +98,8 @@ def test_thinking_is_the_clients_own_choice_where_it_made_one() -> None:
         (Endpoint.MESSAGES, {"messages": [{"role": "user", "content": "a"}]}),
     ],
 )
-async def test_what_a_node_would_render_otherwise_is_not_asked_for(endpoint: Endpoint, body: dict[str, Any]) -> None:
-    asked = Asked()
-    assert await asked.of(body, endpoint) is None
-    assert asked.info.asked == []
-    assert asked.count("unsuitable") == 1
+def test_what_a_node_would_render_otherwise_is_not_asked_for(endpoint: Endpoint, body: dict[str, Any]) -> None:
+    assert tokenize_body(endpoint, body) is None
 
 
 @pytest.mark.parametrize(
@@ -133,52 +135,44 @@ async def test_a_node_that_cannot_render_is_left_in_peace_for_a_while() -> None:
     assert await asked.of(TEXT) == [4]
 
 
-async def test_only_so_many_are_asked_for_at_once() -> None:
+@pytest.mark.parametrize(("waits", "most"), [(Waits.PLAN, MOST_AT_ONCE), (Waits.NOTHING, MOST_AT_ONCE // 2)])
+async def test_only_so_many_are_asked_for_at_once(waits: Waits, most: int) -> None:
     asked = Asked()
     asked.info.held.clear()
-    asking = [asyncio.create_task(asked.of({"prompt": str(number)})) for number in range(MOST_AT_ONCE)]
+    asking = [asyncio.create_task(asked.of({"prompt": str(number)}, waits)) for number in range(most)]
     await settle()
-    assert await asked.of(TEXT) is None
+    assert await asked.of(TEXT, waits) is None
     assert asked.count("busy") == 1
     asked.info.held.set()
-    assert await asyncio.gather(*asking) == [[1, 2, 3]] * MOST_AT_ONCE
-    assert await asked.of(TEXT) == [1, 2, 3]
-
-
-async def test_what_is_kept_is_bounded_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_ids, "KEPT_TOKENS", 7)
-    asked = Asked()
-    for prompt in ("a", "b", "a", "c"):  # three ids each: of the three prompts two fit, and "a" was used after "b"
-        await asked.of({"prompt": prompt})
-    assert [body["prompt"] for _, body in asked.info.asked] == ["a", "b", "c"]
-    await asked.of({"prompt": "a"})
-    await asked.of({"prompt": "b"})
-    assert [body["prompt"] for _, body in asked.info.asked] == ["a", "b", "c", "b"]
+    assert await asyncio.gather(*asking) == [[1, 2, 3]] * most
+    assert await asked.of(TEXT, waits) == [1, 2, 3]
 
 
 async def slow(asked: Asked, seconds: float) -> None:
-    """A node takes so long for a prompt that was not seen before."""
+    """A node takes so long for a prompt."""
     asked.info.held.clear()
-    waiting = asyncio.create_task(asked.of({"model": "tiny", "prompt": f"takes {seconds}"}))
+    waiting = asyncio.create_task(asked.of(TEXT))
     await settle()
     asked.caches.clock.advance(seconds)
     asked.info.held.set()
     assert await waiting == [1, 2, 3]
 
 
-async def test_no_node_is_asked_where_it_takes_longer_than_ids_can_save() -> None:
+async def test_it_pays_to_wait_where_ids_save_more_than_nodes_take() -> None:
     asked = Asked()
+    assert asked.token_ids.pays(0.001)
     await slow(asked, 0.02)
-    assert await asked.token_ids.of(Endpoint.COMPLETIONS, TEXT, asked.node, 0.01) is None
-    assert asked.count("not_worth") == 1
-    assert await asked.token_ids.of(Endpoint.COMPLETIONS, TEXT, asked.node, 0.03) is not None
-    assert await asked.token_ids.of(Endpoint.COMPLETIONS, TEXT, asked.node, 0.0) is not None, "these are kept"
+    assert not asked.token_ids.pays(0.01)
+    assert asked.token_ids.pays(0.03)
 
 
-async def test_one_slow_answer_is_not_believed_for_ever() -> None:
+async def test_it_does_not_pay_to_wait_for_nodes_that_take_longer_than_they_may() -> None:
+    """Which shows where nothing waits for them: a node has more time there."""
     asked = Asked()
-    await slow(asked, 0.04)
-    for _ in range(100):
-        if await asked.token_ids.of(Endpoint.COMPLETIONS, TEXT, asked.node, 0.01) is not None:
-            break
-    assert 0 < asked.count("not_worth") < 100
+    asked.info.paths[PATH] = Fault.HEADERS_TIMEOUT
+    assert await asked.of(TEXT, Waits.NOTHING) is None
+    assert not asked.token_ids.pays(10 * BEHIND_SECONDS)
+    asked.answers(4)
+    for _ in range(40):
+        await asked.of(TEXT, Waits.NOTHING)
+    assert asked.token_ids.pays(0.05), "one slow answer is not believed for ever"

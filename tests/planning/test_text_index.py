@@ -5,16 +5,8 @@ import time
 import pytest
 
 from pdproxy.planning.prefix import Hit, Place
-from pdproxy.planning.text_index import (
-    CHUNK,
-    MOST_TAILS,
-    Chain,
-    Keeps,
-    TextIndex,
-    chain_of_completion,
-    chain_of_ids,
-    chain_of_text,
-)
+from pdproxy.planning.text_chain import CHUNK, Chain, chain_of_completion, chain_of_ids, chain_of_text
+from pdproxy.planning.text_index import MOST_TAILS, Keeps, TextIndex
 
 P0, P1, D0 = Place("p0"), Place("p1"), Place("d0")
 SYSTEM = b"be kind. " * 200

@@ -14,6 +14,7 @@ from prometheus_client import Counter
 from pdproxy.app.build import TaskSupervisor
 from pdproxy.events.places import PlaceCaches
 from pdproxy.events.prefix_source import EventPrefixSource
+from pdproxy.events.prompt_hashes import HashFinder
 from pdproxy.events.subscriber import EventSubscriber
 from pdproxy.events.subscription import Waits
 from pdproxy.events.token_ids import TokenIds
@@ -27,6 +28,7 @@ from pdproxy.orchestration.text_prefix_source import TextPrefixSource
 from pdproxy.planning.policies import policy_named
 from pdproxy.planning.prefix_index import PrefixIndex
 from pdproxy.planning.rates import Rates
+from pdproxy.planning.renderings import Renderings
 from pdproxy.planning.text_index import TextIndex
 from pdproxy.settings.types import Routing
 from tests.fakes.kv_transfer import FakeKvTransfer
@@ -84,8 +86,10 @@ class CachedCluster(LoopbackCluster):
             self.pool, self.transport, self.caches, self.clock, metrics.events, waits=WAITS
         )
         rates = Rates()
-        exact = EventPrefixSource(self.pool, self.caches, token_ids, self.clock, rates)
-        source = CombinedSource(exact, TextPrefixSource(self.pool, self.clock, TextIndex(most_marks=1000)))
+        texts = TextPrefixSource(self.pool, self.clock, TextIndex(1000, renderings=Renderings(20_000)))
+        finder = HashFinder(texts, token_ids, rates)
+        self._exact = EventPrefixSource(self.pool, self.caches, finder, self.clock, metrics.events)
+        source = CombinedSource(self._exact, texts)
         return OrchestrationContext(
             self.transport, self.pool, metrics, self.clock, config, rates=rates, prefix_source=source
         )
@@ -112,6 +116,7 @@ class CachedCluster(LoopbackCluster):
         for task in tasks:
             task.cancel()
         await self.supervisor.aclose()
+        await self._exact.aclose()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(result, Exception):
                 raise result

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from pdproxy.nodes.node import Role
-from pdproxy.observe.labels import BatchOutcome, Forgotten, IdsOutcome, Move, Replay, SilenceOutcome
+from pdproxy.observe.labels import BatchOutcome, Forgotten, IdsOutcome, LookUp, Move, Replay, SilenceOutcome
 from tests.soak.soak import Scenario, soak
 from tests.soak.tally import Tally
 
@@ -78,7 +78,9 @@ def show(scenario: Scenario, tally: Tally) -> None:
             "pdproxy_real_hit_tokens_total",
             "soak_hits_total",
         ]
-        shown += [f"pdproxy_{name}_total" for name in ("token_ids", "kv_event_batches", "kv_event_replays")]
+        shown += [
+            f"pdproxy_{name}_total" for name in ("prompt_lookups", "token_ids", "kv_event_batches", "kv_event_replays")
+        ]
         shown += ["pdproxy_kv_places_forgotten_total"]
     for name in shown:
         values = tally.by(name)
@@ -114,7 +116,8 @@ def check_that_events_counted(tally: Tally) -> None:
     assert tally.by("pdproxy_kv_event_replays_total").keys() >= {Replay.COMPLETE, Replay.RESTARTED}
     assert tally.by("pdproxy_kv_places_forgotten_total").keys() >= {Forgotten.GAP, Forgotten.JUNK, Forgotten.RESTART}
     outcomes = tally.by("pdproxy_token_ids_total").keys()
-    assert outcomes >= {IdsOutcome.KEPT, IdsOutcome.FETCHED, IdsOutcome.FAILED}
+    assert outcomes >= {IdsOutcome.FETCHED, IdsOutcome.FAILED}
+    assert tally.by("pdproxy_prompt_lookups_total").keys() >= {LookUp.KNOWN, LookUp.ASKED}
     assert IdsOutcome.BUSY not in outcomes, "fewer are asked at once than may be"
 
 

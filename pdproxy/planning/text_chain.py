@@ -1,0 +1,73 @@
+"""Prompts cut into pieces, so that what two of them begin with is found without comparing texts. Pure.
+
+A prompt is a chain of *marks*: one after each `CHUNK` bytes of a part of its text, and one at each part's end, each a
+hash of all that comes before it.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+CHUNK = 512
+"""Bytes between two marks of one part."""
+IDS = 128
+"""Token ids between two marks, where the client sent ids."""
+
+
+Piece = bytes | tuple[int, ...]
+"""Of a prompt: text, or token ids."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chain:
+    """A prompt's marks.
+
+    Attributes:
+        model: as clients name it.
+        hashes: of everything up to each mark.
+        ends: where each mark is: bytes from the beginning, or tokens.
+        pieces: what is between each mark and the one before it; none once `TextIndex.refined` has looked at them.
+        tail: of a completion's prompt whose last piece is shorter than others: the hash of the mark before that piece,
+            and its length. Of a chat there is none: a template puts something between a message's end and the answer.
+        in_tokens: the client sent token ids, so that ``ends`` are tokens.
+    """
+
+    model: str
+    hashes: tuple[int, ...]
+    ends: tuple[int, ...]
+    pieces: tuple[Piece, ...] = ()
+    tail: tuple[int, int] | None = None
+    in_tokens: bool = False
+
+
+def chain_of_text(model: str, salt: str, parts: Sequence[bytes]) -> Chain:
+    """The marks of a text in parts, each of which a later prompt has whole or not at all."""
+    pieces = [piece for part in parts for piece in _pieces(part)]
+    return dataclasses.replace(_chain(model, salt, pieces, CHUNK), tail=None)
+
+
+def chain_of_completion(model: str, salt: str, prompt: bytes) -> Chain:
+    """The marks of a text from whose end later ones may go on."""
+    return _chain(model, salt, _pieces(prompt), CHUNK)
+
+
+def _pieces(text: bytes) -> list[bytes]:
+    return [text[begin : begin + CHUNK] for begin in range(0, len(text) or 1, CHUNK)]
+
+
+def chain_of_ids(model: str, salt: str, ids: Sequence[int]) -> Chain:
+    """The marks of token ids."""
+    pieces = [tuple(ids[begin : begin + IDS]) for begin in range(0, len(ids), IDS)]
+    return dataclasses.replace(_chain(model, salt, pieces, IDS), in_tokens=True)
+
+
+def _chain(model: str, salt: str, pieces: Sequence[Piece], size: int) -> Chain:
+    """``size``: of a piece that does not end its part."""
+    before, last, end = 0, hash(salt), 0
+    hashes, ends = list[int](), list[int]()
+    for piece in pieces:
+        before, last, end = last, hash((last, piece)), end + len(piece)
+        hashes.append(last)
+        ends.append(end)
+    ends_within = len(pieces) > 1 and len(pieces[-1]) < size
+    tail = (before, len(pieces[-1])) if ends_within else None
+    return Chain(model, tuple(hashes), tuple(ends), tuple(pieces), tail)
