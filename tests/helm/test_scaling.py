@@ -30,7 +30,7 @@ def counted() -> CollectorRegistry:
     metrics = Metrics(registry)
     metrics.prefill_began("m", 900)
     for role, legs in ((Role.PREFILL, 3), (Role.DECODE, 7)):
-        metrics.node_active(f"{role}-0", role, legs)
+        metrics.watch_node(f"{role}-0", role, lambda legs=legs: legs)
         metrics.nodes_needed(role, legs / 4)
     return registry
 

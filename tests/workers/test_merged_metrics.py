@@ -52,7 +52,7 @@ def test_counters_and_histograms_are_summed() -> None:
 def test_gauges_are_merged_by_what_they_mean() -> None:
     left, right, merged = FakeWorker(), FakeWorker(), MergedMetrics(CollectorRegistry())
     for worker, legs, state in ((left, 2, State.UP), (right, 3, State.DOWN)):
-        worker.metrics.node_active("d", Role.DECODE, legs)
+        worker.metrics.watch_node("d", Role.DECODE, lambda legs=legs: legs)
         worker.metrics.node_state("d", Role.DECODE, state)
         worker.metrics.node_state("p", Role.PREFILL, State.UP)
         worker.metrics.watch_requests(lambda: 4, lambda: 1)
@@ -69,9 +69,9 @@ def test_gauges_are_merged_by_what_they_mean() -> None:
 def test_what_a_worker_counted_stays_when_it_ends_and_what_it_measured_goes() -> None:
     left, right, merged = FakeWorker(), FakeWorker(), MergedMetrics(CollectorRegistry())
     left.requests(2)
-    left.metrics.node_active("d", Role.DECODE, 2)
+    left.metrics.watch_node("d", Role.DECODE, lambda: 2)
     right.requests(3)
-    right.metrics.node_active("d", Role.DECODE, 1)
+    right.metrics.watch_node("d", Role.DECODE, lambda: 1)
     merged.update(0, left.text)
     merged.update(1, right.text)
     merged.retire(0)
