@@ -89,22 +89,24 @@ class EventPrefixSource:
         return PromptHits(len(ids), HitSource.EVENTS, hits)
 
     def routed(self, sub_request: SubRequest, plan: Plan) -> None:
-        """The request goes there: its places count as having the prompt, until their events say so, or for a while."""
+        """The request goes there: the place that computes it counts as having the prompt, until its events say so, or
+        for a while. A decode place that gets a ticket has nothing of it until it has read that: a prompt which it were
+        to compute meanwhile, as it could from a prefix that is expected there, would be computed whole.
+        """
         prompt = self._prompts.get(id(sub_request))
         if prompt is None:
             return
         if plan.prefill is not None:
             covered = covered_tokens(plan.prefill, prompt.tokens)
-            self._expect(prompt, plan.prefill, plan.prefill_rank, covered, state=True)
-        # A decode node keeps the state that it pulled where hand-overs end at a boundary that it can name.
-        keeps_state = plan.prefill is None or plan.decode.prefix_match_unit > 0
-        self._expect(prompt, plan.decode, plan.decode_rank, prompt.tokens, state=keeps_state)
+            self._expect(prompt, plan.prefill, plan.prefill_rank, covered)
+        else:
+            self._expect(prompt, plan.decode, plan.decode_rank, prompt.tokens)
 
     def reads(self, node: str) -> bool:
         """Whether what this node has cached is known from its events, in part at least."""
         return any(feed.known is not Known.NOTHING for feed in self._caches.of_node(node))
 
-    def _expect(self, prompt: _Prompt, node: Node, rank: int | None, tokens: int, *, state: bool) -> None:
+    def _expect(self, prompt: _Prompt, node: Node, rank: int | None, tokens: int) -> None:
         scheme = self._caches.scheme(node.hashing)
         hashes = next((hashes for each, hashes in prompt.hashes if each is scheme), None)
         if rank is None and node.ranks > 1:
@@ -112,9 +114,8 @@ class EventPrefixSource:
         place = Place(node.name, rank or 0)
         if scheme is None or hashes is None or not self._caches.has(place):
             return
-        hit = scheme.index.after_prefill(tokens)
         until = self._clock.now() + EXPECTED_SECONDS
-        scheme.index.expect(place, hashes, hit if state else Hit(hit.attention, 0), until)
+        scheme.index.expect(place, hashes, scheme.index.after_prefill(tokens), until)
 
     def _candidates(self, sub_request: SubRequest) -> _Candidates | None:
         """None where there is nothing to choose, nothing is known, or the model is an adapter, or may be."""
