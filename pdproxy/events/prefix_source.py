@@ -77,7 +77,10 @@ class EventPrefixSource:
         return PromptHits(found.tokens, HitSource.EVENTS, self._hits(found, candidates))
 
     def routed(self, sub_request: SubRequest, plan: Plan) -> None:
-        """The request goes there: its places count as having the prompt, until their events say so, or for a while."""
+        """The request goes there: the place that computes it counts as having the prompt, until its events say so, or
+        for a while. A decode place that gets a ticket has nothing of it until it has read that: a prompt which it were
+        to compute meanwhile, as it could from a prefix that is expected there, would be computed whole.
+        """
         prompt = self._prompts.get(id(sub_request))
         if prompt is None:
             return
@@ -144,12 +147,11 @@ class EventPrefixSource:
     def _expect_prompt(self, prompt: PromptHashes, plan: Plan) -> None:
         if plan.prefill is not None:
             covered = covered_tokens(plan.prefill, prompt.tokens)
-            self._expect(prompt, plan.prefill, plan.prefill_rank, covered, state=True)
-        # A decode node keeps the state that it pulled where hand-overs end at a boundary that it can name.
-        keeps_state = plan.prefill is None or plan.decode.prefix_match_unit > 0
-        self._expect(prompt, plan.decode, plan.decode_rank, prompt.tokens, state=keeps_state)
+            self._expect(prompt, plan.prefill, plan.prefill_rank, covered)
+        else:
+            self._expect(prompt, plan.decode, plan.decode_rank, prompt.tokens)
 
-    def _expect(self, prompt: PromptHashes, node: Node, rank: int | None, tokens: int, *, state: bool) -> None:
+    def _expect(self, prompt: PromptHashes, node: Node, rank: int | None, tokens: int) -> None:
         scheme = self._caches.scheme(node.hashing)
         hashes = None if scheme is None else prompt.hashes.get(scheme.index.scheme)
         if rank is None and node.ranks > 1:
@@ -159,9 +161,9 @@ class EventPrefixSource:
             return
         hit, block = scheme.index.after_prefill(tokens), scheme.index.scheme.block_size
         if not prompt.exact:  # of a prefix its whole blocks are known, and no state is kept there
-            hit, state = Hit(min(hit.attention, prompt.known) // block * block, 0), False
+            hit = Hit(min(hit.attention, prompt.known) // block * block, 0)
         until = self._clock.now() + EXPECTED_SECONDS
-        scheme.index.expect(place, hashes, hit if state else Hit(hit.attention, 0), until)
+        scheme.index.expect(place, hashes, hit, until)
 
     def _run(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

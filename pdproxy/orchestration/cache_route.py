@@ -110,7 +110,7 @@ class CacheRoute:
             return  # the whole answer came with it
         if hand_over is not None:
             lacking = max(0, self._tokens - plan.decision.decode.attention)
-            self._rates.took(Work.HAND_OVER, node.name, lacking, now - hand_over.issued_at)
+            self._rates.taken_over(place, lacking, hand_over.issued_at, now)
             if plan.decision.decode.resume:
                 self._rates.passed_over(Work.LOCAL, node.name)
         elif plan.prefill is None:

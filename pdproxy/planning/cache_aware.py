@@ -6,6 +6,7 @@ their load alone. Places that cost nearly the same are chosen by the request's s
 """
 
 import dataclasses
+import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -25,6 +26,9 @@ FEW = 8
 """Of places that cost nearly the same, how many are compared by what they did lately."""
 SESSION_SHARE = 0.5
 """Of a prompt, what its session's own place is taken to have cached where nothing is known."""
+FIRST_TURN = 0.75
+"""Of `CacheAware.itl_budget`, for the first turn that a decode place computes where a prefill place could resume as
+far: the next turn is about as long, and where that one is over the budget, a prefill place computes both."""
 _SCORE = operator.attrgetter("score")
 
 
@@ -60,10 +64,15 @@ class CacheAware:
             return None
         prefill, decode = pairs[0] if len(pairs) == 1 else min(pairs, key=_together)
         alone = market.alone()
-        if alone is not None and alone.seconds + market.local.again(alone.hit) < prefill.seconds + decode.seconds:
+        if alone is not None and alone.seconds + market.again(alone, prefill) < prefill.seconds + decode.seconds:
             return None, market.choice(alone, market.decision(RouteReason.RESUMES, alone))
         decision = market.decision(market.reason(prefill, Role.PREFILL), prefill, decode)
         return market.choice(prefill, None), market.choice(decode, decision)
+
+
+def _near(score: float) -> float:
+    """The most that costs as much as this."""
+    return score + max(NEAR_SECONDS, NEAR_SHARE * score)
 
 
 def _together(pair: tuple[Quote, Quote]) -> float:
@@ -117,12 +126,33 @@ class Market:
 
     def alone(self) -> Quote | None:
         """The decode place that resumes by itself and computes the rest soonest, within the budget for its streams."""
-        budget, price = self._policy.itl_budget, self.local
-        if budget <= 0:
+        if self._policy.itl_budget <= 0:
             return None
+        price = self.local
         resuming = [price.quote(*each) for each in self.hits(Role.DECODE) if each[2].resume > 0]
-        allowed = (quote for quote in resuming if price.stall(quote.view, quote.rank, quote.hit) <= budget)
+        allowed = (quote for quote in resuming if price.stall(quote.view, quote.rank, quote.hit) <= self._budget(quote))
         return min(allowed, key=_SCORE, default=None)
+
+    def _budget(self, alone: Quote) -> float:
+        """Less where all that is cached is on a prefill place too, which then will not have what is computed now."""
+        whole = self._policy.itl_budget
+        return whole if self._only_there(alone) else FIRST_TURN * whole
+
+    def _only_there(self, alone: Quote) -> int:
+        """How many tokens a decode place has that no prefill place has."""
+        return max(0, self._policy.usable(alone.hit) - self.furthest(Role.PREFILL))
+
+    def again(self, alone: Quote, prefill: Quote) -> float:
+        """Seconds that prefill places will need later where a decode place computes the prompt alone now.
+
+        That is for what this prefill place would compute now, so that a move to a place which is less busy is not
+        thought to be saved when it is put off; without what only the decode place has, which is lacking either way.
+        """
+        return self.prefill.own_seconds(self.tokens - self._policy.usable(prefill.hit) - self._only_there(alone))
+
+    def furthest(self, role: Role) -> int:
+        """The most tokens of which a place of that role need not compute any."""
+        return max((self._policy.usable(hit) for _, _, hit in self.hits(role)), default=0)
 
     def all_quotes(self, price: Price, views: Sequence[NodeView], hits: "Sequence[_PlaceHit]") -> list[Quote]:
         """Of the places that have something cached, and of the lightest rank of each other node."""
@@ -137,13 +167,16 @@ class Market:
         needs = self._candidates.needs
         if needs.prefix is None and needs.session is not None:
             hits = self._guessed(views, needs.session)
-        scores, quotes = price.fresh(views), [price.quote(*each) for each in hits]
-        lowest = min(scores)
-        least = min([lowest, *(quote.score for quote in quotes)])
-        most = least + max(NEAR_SECONDS, NEAR_SHARE * least)
-        near = [quote for quote in quotes if quote.score <= most]
+        quotes = [price.quote(*each) for each in hits]
+        least = min(map(_SCORE, quotes), default=math.inf)
+        fresh: Sequence[NodeView] = ()
+        if _near(least) >= price.least_fresh(self._candidates.heaviest(views[0].node.role)):
+            scores = price.fresh(views)
+            least = min(least, *scores)
+            most = _near(least)
+            fresh = [view for view, score in zip(views, scores, strict=True) if score <= most]
+        near = [quote for quote in quotes if quote.score <= _near(least)]
         known = {quote.view.name for quote in near}
-        fresh = [view for view, score in zip(views, scores, strict=True) if score <= most] if lowest <= most else []
         fresh = [view for view in fresh if view.name not in known] if known else fresh
         index = self._which([*(quote.view for quote in near), *fresh], turn)
         return near[index] if index < len(near) else self._fresh_quote(price, fresh[index - len(near)])
@@ -175,8 +208,8 @@ class Market:
         if needs.prefix is None:
             guessed = needs.session is not None and chosen.hit.attention > 0
             return RouteReason.SESSION if guessed else RouteReason.NOTHING_CACHED
-        own, cached = usable(chosen.hit), max((usable(hit) for _, _, hit in self.hits(role)), default=0)
-        if own < cached:
+        own = usable(chosen.hit)
+        if own < self.furthest(role):
             return RouteReason.LOAD
         if own:
             return RouteReason.CACHED

@@ -31,9 +31,6 @@ busy. More where the copy of a prefix is charged, too, which keeps conversations
 overflows loses states, and with each one all that its prompt has cached there."""
 WAITING = 2.0
 """How many others wait for a prompt, on a place that is always busy; for the seconds that it takes."""
-COMPUTED_AGAIN = 1.0
-"""Of what a decode place computes: what a prefill place computes once more, when the conversation comes back to one
-since no decode place may compute its next turn. With 0 a model of plain attention computes a seventh more of chats."""
 SEQUENCE_SECONDS = 0.01
 """What each sequence on a decode node adds to an answer: 200 steps, each 0.05 ms longer."""
 NO_HIT = Hit(0, 0)
@@ -75,6 +72,9 @@ class Price(Protocol):
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
         """The scores of nodes that have cached nothing of it, each on its lightest rank. Fast: there are many."""
 
+    def least_fresh(self, heaviest: float) -> float:
+        """A bound below all of these scores; ``heaviest``: the weight of the node that has most. Fast, too."""
+
     def quote(self, view: NodeView, rank: int, hit: Hit) -> Quote:
         """The cost of one place."""
 
@@ -104,8 +104,8 @@ class PrefillPrice:
 
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
         role, of = self.rates.role(Work.PREFILL), self.rates.factors(Work.PREFILL).get
-        own, fixed, per_token = self.tokens + self.copy_share * self.deepest, role.fixed, role.per_token
-        own_seconds, busy = fixed + per_token * own, self.work.busy.get
+        fixed, per_token = role.fixed, role.per_token
+        own_seconds, busy = self._fresh_seconds(), self.work.busy.get
         if_busy = self._if_busy(fixed + per_token * self.tokens) * self.work.weight
         return [
             (
@@ -125,6 +125,16 @@ class PrefillPrice:
         waits = self.work.share(view.name) * self._if_busy(own)
         return Quote((seconds + copies + waits) / view.room, seconds, view, rank, hit)
 
+    def least_fresh(self, heaviest: float) -> float:
+        return self._fresh_seconds() * self.rates.least_factor(Work.PREFILL) / heaviest
+
+    def own_seconds(self, tokens: int) -> float:
+        """What so many tokens of a prompt take that is computed anyway."""
+        return self.rates.role(Work.PREFILL).per_token * tokens
+
+    def _fresh_seconds(self) -> float:
+        return self.rates.role(Work.PREFILL).seconds(self.tokens + self.copy_share * self.deepest)
+
     def _if_busy(self, own: float) -> float:
         """What it costs others and later prompts that a place is always busy which computes for ``own`` seconds."""
         later = AGAINST_COPIES if self.copy_share * self.deepest else LATER_PROMPTS
@@ -142,6 +152,10 @@ class HandOverPrice:
         own, each = self.rates.role(Work.HAND_OVER).seconds(self.tokens), SEQUENCE_SECONDS
         of = self.rates.factors(Work.HAND_OVER).get
         return [(of(view.name, 1.0) * own + view.crowd * each + each) / view.room for view in views]
+
+    def least_fresh(self, heaviest: float) -> float:
+        least = self.rates.least_factor(Work.HAND_OVER)
+        return (self.rates.role(Work.HAND_OVER).seconds(self.tokens) * least + SEQUENCE_SECONDS) / heaviest
 
     def quote(self, view: NodeView, rank: int, hit: Hit) -> Quote:
         factor = self.rates.factors(Work.HAND_OVER).get(view.name, 1.0)
@@ -166,6 +180,10 @@ class LocalPrice:
             for view in views
         ]
 
+    def least_fresh(self, heaviest: float) -> float:
+        least = self.rates.least_factor(Work.LOCAL)
+        return (self.rates.role(Work.LOCAL).seconds(self.tokens) * least + SEQUENCE_SECONDS) / heaviest
+
     def quote(self, view: NodeView, rank: int, hit: Hit) -> Quote:
         pace = self.rates.pace(Work.LOCAL, view.name)
         seconds = pace.seconds(view.queued[rank] + self.tokens - self.usable(hit)) + load_seconds(view, rank)
@@ -180,10 +198,6 @@ class LocalPrice:
         """
         per_token = self.rates.pace(Work.LOCAL, view.name).per_token
         return per_token * max(view.queued[rank], self.tokens - self.usable(hit))
-
-    def again(self, hit: Hit) -> float:
-        """Seconds that a prefill place will need later for what this place computes now."""
-        return COMPUTED_AGAIN * self.rates.role(Work.PREFILL).per_token * (self.tokens - self.usable(hit))
 
 
 def load_seconds(view: NodeView, rank: int) -> float:

@@ -40,6 +40,11 @@ class Candidates:
         """What these are hashed by, in the same order."""
         return self._served.seeds[role]
 
+    def heaviest(self, role: Role) -> float:
+        """The greatest weight of these; 1 where there are none."""
+        weights, places = self.seeds(role).weights, self._served.places.of(role)
+        return max(weights) if weights else self._nodes[places[0]].node.weight if places else 1.0
+
     def open(self, role: Role) -> list[NodeView]:
         """Those that may get it, in the order of joining."""
         return self._open(self._served.places.of(role))
@@ -78,8 +83,7 @@ class Candidates:
         return list(filter(self.may_take, views)) if restricted else views
 
     def _at(self, places: tuple[int, ...]) -> list[NodeView]:
-        nodes = self._nodes
-        return [nodes[place] for place in places]
+        return list(map(self._nodes.__getitem__, places))
 
     def partners(self, prefill: Node, decodes: list[NodeView]) -> list[NodeView]:
         """Those of the decode nodes that may read from a prefill node."""

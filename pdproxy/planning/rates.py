@@ -146,6 +146,10 @@ class Rates:
         """How many times as long as the role each node takes that has samples, by its name."""
         return self._factors[work]
 
+    def least_factor(self, work: Work) -> float:
+        """Of the quickest node."""
+        return min(1.0, min(self._factors[work].values(), default=1.0))
+
     def pace(self, work: Work, node: str) -> Pace:
         """Of one node."""
         pace, factor = self._lines[work].pace, self._factors[work].get(node, 1.0)
@@ -163,6 +167,11 @@ class Rates:
         if work is Work.PREFILL:
             self.prefill_work.add(place.node, seconds / ranks, ended)
         self.took(work, place.node, tokens, seconds)
+
+    def taken_over(self, place: Place, tokens: int, began: float, ended: float) -> None:
+        """A decode place read so many tokens. What it computed meanwhile is no part of that. Monotonic seconds."""
+        since = max(began, self._last_end.get(place, began))
+        self.took(Work.HAND_OVER, place.node, tokens, max(0.0, ended - since))
 
     def took(self, work: Work, node: str, tokens: int, seconds: float) -> None:
         """A work of so many tokens took so many seconds."""

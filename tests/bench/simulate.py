@@ -23,7 +23,7 @@ from pdproxy.planning.cache_events import BlocksRemoved, BlocksStored, GroupKind
 from pdproxy.planning.plan import PlanPolicy, plan
 from pdproxy.planning.plan_types import Decision, Plan, PlanInput
 from pdproxy.planning.policies import policy_named
-from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
+from pdproxy.planning.prefix import HitSource, Place, PromptHits
 from pdproxy.planning.prefix_index import PrefixIndex
 from pdproxy.planning.rates import Rates, Work
 from pdproxy.settings.types import Routing
@@ -170,11 +170,8 @@ class Simulation:
     def _expect(self, chosen: Plan, prompt: HashedPrompt) -> None:
         """As `EventPrefixSource.routed` does."""
         hit, until = self.index.after_prefill(prompt.tokens), self.clock.now() + EXPECTED_SECONDS
-        if chosen.prefill is not None:
-            self.index.expect(Place(chosen.prefill.name), prompt.hashes, hit, until)
-        keeps_state = chosen.prefill is None or self.fleet.shape.unit > 0
-        kept = hit if keeps_state else Hit(hit.attention, 0)
-        self.index.expect(Place(chosen.decode.name), prompt.hashes, kept, until)
+        computing = chosen.prefill or chosen.decode
+        self.index.expect(Place(computing.name), prompt.hashes, hit, until)
 
     def _telling(self, place: Place) -> Callable[[CacheEvent], None]:
         return lambda event: self.index.apply(place, _as_read(event, self.fleet.shape))
@@ -187,11 +184,12 @@ class Simulation:
             return
         with self._slot(chosen.prefill, chosen, prompt, 0):
             yield from self._compute(chosen.prefill, Work.PREFILL, prompt, chosen.decision)
-        moved, computed, seconds = self.nodes[chosen.decode.name].pull(prompt, self.clock.now())
+        began = self.clock.now()
+        moved, computed, seconds = self.nodes[chosen.decode.name].pull(prompt, began)
         self._outcome.computed[chosen.decode.name] += computed
         self._outcome.moved += moved
         yield seconds
-        self._rates.took(Work.HAND_OVER, chosen.decode.name, moved, seconds + self.fleet.step)
+        self._rates.taken_over(Place(chosen.decode.name), moved, began, self.clock.now() + self.fleet.step)
 
     def _compute(self, node: Node, work: Work, prompt: HashedPrompt, decision: Decision | None) -> Iterator[float]:
         """Until the node is done with it, what waits there before it included."""

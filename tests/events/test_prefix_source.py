@@ -180,26 +180,37 @@ async def test_what_was_routed_counts_at_once_and_not_for_ever() -> None:
     world.source.routed(first, Plan(world.node("p1"), world.node("d0")))
     found = await world.source.look_up(request(name="next"))
     assert found is not None
-    # The prefill node keeps a state at the last boundary before the end; a decode node without a unit keeps none.
-    assert dict(found.hits) == {Place("p1"): Hit(36, 36), Place("d0"): Hit(36, 0)}
+    assert dict(found.hits) == {Place("p1"): Hit(36, 36)}
     world.caches.clock.advance(EXPECTED_SECONDS)
     later = await world.source.look_up(request(name="later"))
     assert later is not None
     assert dict(later.hits) == {}
 
 
-async def test_a_decode_node_keeps_a_state_where_hand_overs_end_at_a_boundary_or_it_computes_alone() -> None:
+async def test_a_decode_node_that_computes_alone_keeps_a_state() -> None:
     world = World()
     for name in world.infos:
         world.tell(name, stored(1, group=ATTENTION), stored(1, group=STATE, kind="mamba"))
-    resumes = dataclasses.replace(world.node("d0"), prefix_match_unit=4)
-    for number, plan in enumerate((Plan(world.node("p1"), resumes), Plan(None, world.node("d0")))):
-        asked = request(tuple(range(100 * number, 100 * number + 40)))
-        assert await world.source.look_up(asked) is not None
-        world.source.routed(asked, plan)
-        found = await world.source.look_up(asked)
-        assert found is not None
-        assert found.hits[Place("d0")] == Hit(36, 36)
+    asked = request()
+    assert await world.source.look_up(asked) is not None
+    world.source.routed(asked, Plan(None, world.node("d0")))
+    found = await world.source.look_up(asked)
+    assert found is not None
+    assert found.hits[Place("d0")] == Hit(36, 36)
+
+
+@pytest.mark.parametrize("unit", [0, 4])
+async def test_a_decode_node_has_nothing_of_a_ticket_that_it_has_not_read(unit: int) -> None:
+    """It could be planned to compute another prompt from there at once, and would compute that one whole."""
+    world = World()
+    for name in world.infos:
+        world.tell(name, stored(1, group=ATTENTION), stored(1, group=STATE, kind="mamba"))
+    decode, asked = dataclasses.replace(world.node("d0"), prefix_match_unit=unit), request()
+    assert await world.source.look_up(asked) is not None
+    world.source.routed(asked, Plan(world.node("p1"), decode))
+    found = await world.source.look_up(asked)
+    assert found is not None
+    assert Place("d0") not in found.hits
 
 
 async def test_a_rank_that_vllm_chooses_is_not_guessed() -> None:
@@ -208,7 +219,8 @@ async def test_a_rank_that_vllm_chooses_is_not_guessed() -> None:
         world.tell(name, stored(1), rank=0)
     asked = request()
     assert await world.source.look_up(asked) is not None
-    world.source.routed(asked, Plan(world.node("p1"), world.node("d0"), decode_rank=0))
+    for plan in (Plan(world.node("p1"), world.node("d0")), Plan(None, world.node("d0"), decode_rank=0)):
+        world.source.routed(asked, plan)
     found = await world.source.look_up(asked)
     assert found is not None
     assert set(found.hits) == {Place("d0", 0)}
