@@ -153,8 +153,8 @@ async def test_a_hand_over_is_shorter_when_legs_go_out_together(bench: Bench, le
     cells = await measure(bench, length, at_once)
     for way, cell in cells.items():
         told = [f"{1000 * each:.1f} ms" for each in cell.medians()]
-        print(f"{length} tokens, {at_once} at once, {way}: hand-over {told[0]}, of it {told[1]} with the ticket, ", end="")
-        print(f"of that {told[2]} after the read; first token {told[3]} (medians)")
+        print(f"{length} tokens, {at_once} at once, {way}: hand-over {told[0]}, of it {told[1]} ", end="")
+        print(f"with the ticket, of that {told[2]} after the read; first token {told[3]} (medians)")
     together, in_turn = cells[Way.TOGETHER].medians(), cells[Way.IN_TURN].medians()
     ratio, first = together[0] / in_turn[0], together[3] / in_turn[3]
     with_ticket, after_read = in_turn[1] / in_turn[0], in_turn[2] / in_turn[0]
