@@ -14,7 +14,7 @@ import threading
 from collections.abc import Sized
 from typing import Protocol
 
-WAITING_REST = 0.005
+WAITING_REST = 0.01
 """Seconds, while requests wait for their ticket, or blocks to be read. What ends no rest is noticed so late: the end of
 such a read, a client that is gone."""
 LEFTOVERS_REST = 0.025
