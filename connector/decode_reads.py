@@ -181,12 +181,7 @@ class ReadTracker:
     """
 
     def __init__(
-        self,
-        counters: Counters,
-        quarantine: Quarantine,
-        ranks: int,
-        retries: int,
-        make_nonce: Callable[[], str],
+        self, counters: Counters, quarantine: Quarantine, ranks: int, retries: int, make_nonce: Callable[[], str]
     ) -> None:
         self._counters = counters
         self._quarantine = quarantine
@@ -203,6 +198,11 @@ class ReadTracker:
     def has_pending_orders(self) -> bool:
         """Whether orders wait for the next step, or a rank has not yet returned a ticket that it was ordered to."""
         return bool(self._orders or self._returning)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a read is ordered or running."""
+        return any(read.nonce for read in self._reads.values())
 
     def accept(self, request: Any, ticket: Ticket) -> None:
         """The request has a valid ticket."""

@@ -78,11 +78,15 @@ def _mac(key: bytes, place: str) -> str:
 
 
 class TicketInbox:
-    """Tickets for waits, from the side channel's thread to the engine's. `parse` says whether one is good."""
+    """Tickets for waits, from the side channel's thread to the engine's. `parse` says whether one is good; `on_arrival`
+    is called when there is one to take."""
 
-    def __init__(self, parse: Callable[[Any], Ticket | Refusal], most: int) -> None:
+    def __init__(
+        self, parse: Callable[[Any], Ticket | Refusal], most: int, on_arrival: Callable[[], None] = lambda: None
+    ) -> None:
         self._parse = parse
         self._most = most
+        self._on_arrival = on_arrival
         self._lock = threading.Lock()
         self._tickets: deque[tuple[str, Ticket]] = deque()
         self._blocks = 0
@@ -99,6 +103,7 @@ class TicketInbox:
                 return False
             self._tickets.append((wait, ticket))
             self._blocks += blocks
+        self._on_arrival()
         return True
 
     def take(self) -> Sequence[tuple[str, Ticket]]:

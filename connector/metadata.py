@@ -43,7 +43,6 @@ class ConnectorMetadata(NixlConnectorMetadata):
         the request is computed, so before a ticket can name the alias.
     retired: prefill side: request ids whose alias is no longer valid. A worker that does not know one does nothing.
     idle: the step computes nothing: a worker may wait in it without delaying a token.
-    rest: decode side: for so many seconds it may, while requests wait for their ticket; 0 where none does.
     """
 
     reads: Mapping[str, ReadOrder] = MappingProxyType({})
@@ -52,7 +51,6 @@ class ConnectorMetadata(NixlConnectorMetadata):
     aliases: Mapping[str, str] = MappingProxyType({})
     retired: frozenset[str] = frozenset()
     idle: bool = False
-    rest: float = 0.0
 
     @classmethod
     def extending(cls, stock: NixlConnectorMetadata) -> "ConnectorMetadata":

@@ -72,7 +72,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vllm.config import VllmConfig
+    from vllm.v1.core.sched.interface import SchedulerInterface
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.core import EngineCore
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -113,10 +116,12 @@ class NixlConnector(NixlPullConnector):
         config = following(from_vllm(vllm_config.kv_transfer_config, os.environ))
         if role == KVConnectorRole.SCHEDULER:
             from vllm.v1.core.sched.scheduler import Scheduler
+            from vllm.v1.engine.core import EngineCore
 
             from connector.scheduler import ConnectorScheduler
 
             wrap_add_request(Scheduler)
+            wrap_preprocessing(EngineCore)
             self.connector_scheduler = ConnectorScheduler(vllm_config, self.engine_id, kv_cache_config, config)
         else:
             from connector.worker import ConnectorWorker
@@ -142,6 +147,7 @@ class NixlConnector(NixlPullConnector):
         """This process's stats since the last call. In the scheduler's process vLLM asks for them at the end of every
         step, whatever came of it: the one moment before the next is planned at which it calls each time."""
         if self.connector_scheduler is not None:
+            self.connector_scheduler.rest.take()
             self.connector_scheduler.settle_waits()
             return drained(self.connector_scheduler.counters)
         return None if self.connector_worker is None else self.connector_worker.get_kv_connector_stats()
@@ -202,6 +208,25 @@ def wrap_add_request(scheduler_class: type[Any]) -> None:
     scheduler_class.add_request = add_request
 
 
+def wrap_preprocessing(engine_class: type[Any]) -> None:
+    """Wrap `preprocess_add_request` of vLLM's engine, which its input thread calls with each request: one that arrives,
+    a delivery too, ends the rest of the engine's own thread (`idle_rest`). vLLM has no hook in that thread. A second
+    call changes nothing."""
+    stock = engine_class.preprocess_add_request
+    if hasattr(stock, _WRAPPED):
+        return
+
+    @functools.wraps(stock)
+    def preprocess_add_request(self: EngineCore, request: EngineCoreRequest) -> tuple[Request, int]:
+        preprocessed: tuple[Request, int] = stock(self, request)
+        for side in _our_sides(self.scheduler):
+            side.rest.end()
+        return preprocessed
+
+    setattr(preprocess_add_request, _WRAPPED, True)
+    engine_class.preprocess_add_request = preprocess_add_request
+
+
 def _is_in_use(scheduler: Scheduler, request: Request) -> bool:
     """Whether a running request has this id. A session's next input rightly has it: it continues the first request."""
     running = scheduler.requests.get(request.request_id)
@@ -214,9 +239,9 @@ def _drop_duplicate(scheduler: Scheduler, request: Request) -> None:
         side.counters.duplicate_request()
 
 
-def _our_sides(scheduler: Scheduler) -> list[ConnectorScheduler]:
+def _our_sides(scheduler: SchedulerInterface) -> list[ConnectorScheduler]:
     """Our connector's scheduler side; with several connectors on the node, that of each of them that is ours."""
-    connector = scheduler.connector
+    connector = scheduler.get_kv_connector()
     every = (each for each in getattr(connector, "sub_connectors", (connector,)) if isinstance(each, NixlConnector))
     return [each.connector_scheduler for each in every if each.connector_scheduler is not None]
 

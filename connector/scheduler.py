@@ -19,6 +19,7 @@ from connector.counters import WaitEnd
 from connector.decode_reads import PromptTokens, Quarantine, ReadTracker, TicketToReturn, TokenAccounting
 from connector.direct_tickets import TicketInbox
 from connector.fingerprint import Fingerprint
+from connector.idle_rest import IdleRest
 from connector.kv_groups import count_blocks, group_shapes
 from connector.metadata import ConnectorMetadata, WorkerReport
 from connector.node_fingerprint import lora_settings
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-
 log = logging.getLogger("vllm.pdproxy.scheduler")
 _REFUSED = "Request %s: kv_transfer_params refused (%s): %s. Computing locally."
 
@@ -65,8 +65,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         self, vllm_config: "VllmConfig", engine_id: str, kv_cache_config: "KVCacheConfig", config: ConnectorConfig
     ) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config, config)
-        self._transfer_groups = kv_cache_config.transfer_group_ids
-        self._shapes = group_shapes(kv_cache_config)
+        self._transfer_groups, self._shapes = kv_cache_config.transfer_group_ids, group_shapes(kv_cache_config)
         self._validator = ParamsValidator(config.role, Expected(self._shapes, config.keys, config.allowed_hosts))
         self._tickets = TicketIssuer(
             leases=self._leases,
@@ -87,8 +86,10 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         self._adapters = Adapters(lora_settings(vllm_config))
         self._token_accounting = TokenAccounting(self.counters)
         self._waiting = WaitingRequests(config.waiting_requests, config.longest_ticket_wait, self._fit, self.counters)
+        at_once = vllm_config.max_concurrent_batches
+        self.rest = IdleRest(at_once, self._waiting, self._leases, self._reads, self.quarantine)
         if config.role.decodes:
-            self._inbox = TicketInbox(self._read_direct, config.waiting_requests)
+            self._inbox = TicketInbox(self._read_direct, config.waiting_requests, self.rest.end)
         self.resumed = ResumedRequests(engine_secret(os.environ), ResumeLimits.of(vllm_config), self.counters)
 
     def set_fingerprint(self, fingerprint: Fingerprint) -> None:
@@ -225,11 +226,11 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         meta.aliases, meta.retired = orders.aliases, orders.retired
         meta.reqs_not_processed |= orders.dropped
         meta.reads = self._reads.pop_orders(meta.reqs_to_recv)
-        meta.idle = scheduler_output.total_num_scheduled_tokens == 0
+        meta.idle = not self._keeps_step and scheduler_output.total_num_scheduled_tokens == 0
         self.resumed.tell_workers(scheduler_output)
         self.settle_waits()
         self._waiting.on_step_planned()
-        meta.rest = self._waiting.rest(time.monotonic())
+        self.rest.on_step_planned(computes=not meta.idle)
         return meta
 
     # ---- a step is done
@@ -270,14 +271,13 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Answer a prefill leg with a ticket and keep its blocks; of every other request nothing is held."""
         request_id = request.request_id
-        params = request.kv_transfer_params or {}
         if request.num_output_tokens > 0:
             # The end of a load that ran within a step is not reported in any other way.
             self._token_accounting.on_loaded(request_id, request.num_computed_tokens)
         self._token_accounting.forget(request_id)
         self._waiting.end(request_id, WaitEnd.GONE, time.monotonic())
         self.resumed.on_request_finished(request_id)
-        if not params.get("do_remote_decode"):
+        if not (request.kv_transfer_params or {}).get("do_remote_decode"):
             held, answer = super().request_finished(request, block_ids)
             self._reads.on_request_finished(request)
             return held, answer

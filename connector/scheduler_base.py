@@ -78,6 +78,9 @@ class SchedulerBase(NixlPullConnectorScheduler):
         self._engine_id = engine_id
         parallel = vllm_config.parallel_config
         self._ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        # Data-parallel engines of a mixture of experts step together (those of other models are told that they are
+        # one): whoever waits delays the others' tokens.
+        self._keeps_step = parallel.data_parallel_size > 1
         self.counters = Counters()
         self.counters.capacity(node_capacity(vllm_config, kv_cache_config))
         self._leases = LeaseTable(ranks=self._ranks)

@@ -41,7 +41,9 @@ PROM_METRICS = f"{V1}.metrics:KVConnectorPromMetrics"
 RUNNER = "vllm.v1.worker.cpu_model_runner:CPUModelRunner"
 CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
 SCHEDULING = "vllm.v1.core.sched.scheduler:Scheduler"
+ENGINE = "vllm.v1.engine.core:EngineCore"
 REQUEST = "vllm.v1.request:Request"
+SCHEDULING_INTERFACE = "vllm.v1.core.sched.interface:SchedulerInterface"
 GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
 STRUCTURED = "vllm.v1.structured_output.request:StructuredOutputRequest"
 SAMPLER = "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler"
@@ -88,6 +90,7 @@ HAND_OVERS = Contract(
             "_engines_with_inflight_transfers": "self",
             "_get_new_notifs": "self",
             "_nixl_handshake": "self host port remote_tp_size expected_engine_id ...",
+            "_pop_done_transfers": "self transfers",
             "_read_blocks_for_req": "self req_id meta",
             "get_kv_connector_stats": "self",
             "get_transfer_results": "self",
@@ -107,11 +110,12 @@ HAND_OVERS = Contract(
             "_cleanup_remote_engine": "self engine_id log_eviction=",
             "_handle_heartbeat": "self payload",
             "_log_failure": "self failure_type req_id msg= error= meta=",
-            "_pop_done_transfers": "self transfers",
         },
         "vllm.v1.core.kv_cache_manager:KVCacheBlocks": {"get_unhashed_block_ids_all_groups": "self"},
         REQUEST: {"append_output_token_ids": "self token_ids"},
         GRAMMARS: {"accept_tokens": "self request new_token_ids"},
+        SCHEDULING_INTERFACE: {"get_kv_connector": "self"},
+        ENGINE: {"preprocess_add_request": "self request"},
     },
     attributes={
         CONNECTOR: ("connector_scheduler", "connector_worker", "engine_id"),
@@ -167,6 +171,7 @@ HAND_OVERS = Contract(
             "kv_transfer_config",
             "load_config",
             "lora_config",
+            "max_concurrent_batches",
             "model_config",
             "num_speculative_tokens",
             "parallel_config",
@@ -178,7 +183,8 @@ HAND_OVERS = Contract(
         "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("blocks",),
         "vllm.v1.core.sched.output:NewRequestData": ("prefill_token_ids", "req_id"),
         "vllm.v1.core.sched.output:SchedulerOutput": ("scheduled_new_reqs", "total_num_scheduled_tokens"),
-        SCHEDULING: ("connector", "requests", "structured_output_manager"),
+        SCHEDULING: ("requests", "structured_output_manager"),
+        ENGINE: ("scheduler",),
         "vllm.v1.kv_cache_interface:AttentionSpec": (
             "dtype",
             "head_size",

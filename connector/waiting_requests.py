@@ -36,10 +36,6 @@ KEEP = 30.0
 MOST_BLOCKS = 1 << 20
 """In all tickets that came directly and are kept: without keys anybody who reaches the side channel can send some."""
 
-MOST_REST, REST_SHARE = 0.005, 0.02
-"""While requests wait, a step that computes nothing takes 5 ms at most, and at most a fiftieth of what the newest has
-waited: by itself vLLM asks for them every millisecond, which takes a third of a core. A ticket is noticed after it."""
-
 Settled = ReadTicket | Refusal | ComputeLocally
 """What a request does that waits no longer."""
 _ENDS = {ReadTicket: WaitEnd.TICKET, Refusal: WaitEnd.REFUSED, ComputeLocally: WaitEnd.NO_TICKET}
@@ -181,11 +177,6 @@ class WaitingRequests:
             if request_id in self._waiting:
                 self._waiting[request_id].request.skip_reading_prefix_cache = True
         self._asked.clear()
-
-    def rest(self, now: float) -> float:
-        """Seconds that a step may take in which nothing is computed; 0 where no request waits."""
-        newest = next(reversed(self._waiting.values()), None)
-        return 0.0 if newest is None else min(MOST_REST, REST_SHARE * max(0.0, now - newest.since))
 
     def end(self, request_id: str, how: WaitEnd, now: float) -> bool:
         """End a wait without a ticket, if there is one; whether there was."""

@@ -5,6 +5,7 @@ What is overridden, and why:
     _read_blocks_for_req   a ticket that vLLM's own code cannot pair fails its request, not the engine
     _get_new_notifs        junk and forged notifs end nothing; what they name are aliases
     get_transfer_results   a read that has completed waits for its verdict; one that hangs is given up
+    _pop_done_transfers    a step that computes nothing waits a moment for the end of a read
     _engines_with_inflight_transfers               a given-up read's engine stays registered while its transfer is live
     __init__, shutdown, _nixl_handshake            see `worker_base`
 vLLM's descriptor building is left alone.
@@ -45,11 +46,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.pdproxy.worker")
 
-IDLE_VERDICT_WAIT = 0.002
-"""Seconds. vLLM's engine sleeps for 1 ms after a step with nothing to compute; a verdict mostly takes half of one."""
-IDLE_WAIT = 0.025
-"""Seconds that a step with nothing to compute takes while this rank waits for nothing but the end of transfers that it
-gave up, or for prefill nodes to take tickets back: it would else be run again every millisecond, for minutes."""
+IDLE_READ_WAIT, IDLE_VERDICT_WAIT, IDLE_POLL = 0.003, 0.004, 0.0002
+"""Seconds that a step with nothing to compute waits at most for the end of a read, and then for its verdict; between
+two looks at the read. The next step would see them more than 1 ms later: so long vLLM's engine sleeps."""
 
 
 class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
@@ -71,11 +70,11 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
         self._aliases = Aliases()
         self._returns = TicketReturns(config.lease_duration)
         self._report = WorkerReport()
-        self._idle, self._rest = False, 0.0
+        self._idle = False
 
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
         """Begin the reads, leases and releases of this step."""
-        self._idle, self._rest = metadata.idle, metadata.rest
+        self._idle = metadata.idle
         for alias, request_id in metadata.aliases.items():
             self._aliases.bind(alias, request_id)
         orders, metadata.reqs_to_recv = metadata.reqs_to_recv, {}
@@ -106,7 +105,8 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
         self._verifier.ask(self._pending_reads.on_completed(completed, now))
         self._verifier.ask(self._pending_reads.probes(now))
         results.finished_recving &= results.failed_recving
-        for answer in self._verifier.verdicts(self._wait_seconds()):
+        waits = self._idle and self._pending_reads.awaits_verdict()
+        for answer in self._verifier.verdicts(IDLE_VERDICT_WAIT if waits else 0.0):
             self._on_verdict(answer, results, time.monotonic())
         self._verifier.ask(self._pending_reads.repeat_questions())
         self._report.reads_seen.update(self._lease_reads.pop_report())
@@ -159,6 +159,16 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
             self._sources[req_id].incarnation = self._peer_engines.incarnation(meta.remote.engine_id)
             self._pending_reads.on_posted(req_id, time.monotonic())
 
+    def _pop_done_transfers(self, transfers: dict[str, list[int]]) -> tuple[set[str], set[str]]:
+        """vLLM's; of reads in a step that computes nothing, again and again for a moment, until one has ended."""
+        until = time.monotonic() + (IDLE_READ_WAIT if self._idle and transfers is self._recving_transfers else 0.0)
+        done, failed = super()._pop_done_transfers(transfers)
+        while transfers and not done and time.monotonic() < until:
+            time.sleep(IDLE_POLL)
+            done, more_failed = super()._pop_done_transfers(transfers)
+            failed |= more_failed
+        return done, failed
+
     def _give_up_overdue(self) -> None:
         for late in self._pending_reads.overdue(time.monotonic()):
             log.warning("Giving up on the read for %s: overdue, or its prefill node is silent.", late.request_id)
@@ -202,14 +212,6 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
             results.failed_recving.add(read.request_id)
         self._end_read(read.request_id, end)
 
-    def _wait_seconds(self) -> float:
-        """How long this step waits for a verdict, or rests; not at all where it delays a token."""
-        if not self._idle:
-            return 0.0
-        if len(self._pending_reads):
-            return IDLE_VERDICT_WAIT if self._pending_reads.awaits_verdict() else 0.0
-        return self._rest or (IDLE_WAIT if self._stalled or len(self._returns) else 0.0)
-
     def _end_read(self, request_id: str, end: ReadEnd) -> None:
         self._sources.pop(request_id, None)
         self._report.reads_ended[request_id] = end
@@ -221,9 +223,7 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
 
     def _give_back(self, now: float) -> None:
         for ticket in self._returns.overdue(now):
-            log.warning(
-                "A ticket of %s was not given back: %s:%d is silent.", ticket.question.engine_id, *ticket.address
-            )
+            log.warning("Ticket of %s not given back: %s:%d is silent.", ticket.question.engine_id, *ticket.address)
             self._end_return(ticket.nonce, ReturnOutcome.UNREACHABLE)
         for ticket in self._returns.due(now):
             if not self._send_notif(ticket):

@@ -253,6 +253,14 @@ def test_the_inbox_is_bounded_by_number_and_by_blocks(monkeypatch: pytest.Monkey
     assert many.put(ID, encoded)
 
 
+def test_who_is_to_take_a_ticket_is_told_when_it_is_there() -> None:
+    arrived: list[int] = []
+    inbox = TicketInbox(lambda raw: parse(raw, EXPECTED), 1, lambda: arrived.append(len(inbox.take())))
+    assert inbox.put(ID, encode_ticket(good_wire()))
+    assert not inbox.put(ID, b"no ticket")
+    assert arrived == [1]
+
+
 @given(st.binary(max_size=200))
 def test_no_bytes_raise(data: bytes) -> None:
     inbox = TicketInbox(lambda raw: parse(raw, EXPECTED), 2)

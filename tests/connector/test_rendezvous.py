@@ -1,5 +1,6 @@
 """A decode node on vLLM's real scheduler: requests that wait for their ticket."""
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -7,13 +8,14 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request, RequestStatus
 
+from connector import idle_rest
 from connector.counters import ReadOutcome
 from connector.direct_tickets import write_address
 from connector.messages import encode_ticket
 from connector.side_channel import Listener
 from tests.connector.harness import Node, lost, make_node, prompt, received, take_ticket
 
-pytestmark = pytest.mark.usefixtures("every_pace")
+pytestmark = [pytest.mark.usefixtures("every_pace"), pytest.mark.timeout(60)]
 
 ID = "wait-0123456789abcdef"
 ORDER = {"pdproxy_wait": {"id": ID, "seconds": 60}, "prompt_token_ids": [1, 2]}
@@ -326,6 +328,32 @@ def test_a_ticket_that_comes_directly_is_read_at_once(prefill: Node, node: Node)
     assert [name for meta in node.metas for name in meta.reads] == ["d"]
     assert node.free_blocks == free
     assert is_quiet(node)
+
+
+def test_a_direct_ticket_ends_the_rest_of_an_idle_engine(
+    prefill: Node, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, ticket = node.add("d", prompt(100), ORDER), take_ticket(prefill, prompt(100))
+    for _ in range(3):
+        node.step()
+    monkeypatch.setattr(idle_rest, "WAITING_REST", 60.0)
+    arrives = threading.Timer(0.05, send, (node, ticket))
+    arrives.start()
+    node.step()
+    arrives.join()
+    assert not len(node.side._waiting)
+    for _ in range(2):
+        node.step()
+    assert request.status is READING
+
+
+def test_an_engine_that_keeps_step_with_others_waits_for_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle_rest, "WAITING_REST", 60.0)
+    node.side._keeps_step = True
+    node.add("d", prompt(100), ORDER)
+    for _ in range(4):
+        node.step()
+    assert not any(meta.idle for meta in node.metas)
 
 
 def test_a_direct_ticket_counts_between_steps_too(prefill: Node, node: Node) -> None:

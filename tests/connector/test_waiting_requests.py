@@ -12,7 +12,7 @@ from connector.counters import Counters, WaitEnd
 from connector.ticket import Ticket
 from connector.ticket_fields import Refusal, RefusalReason
 from connector.transfer_params import AwaitTicket, ComputeLocally, DeliverTicket, ReadTicket
-from connector.waiting_requests import KEEP, MOST_BLOCKS, MOST_REST, Delivered, WaitingRequests
+from connector.waiting_requests import KEEP, MOST_BLOCKS, Delivered, WaitingRequests
 from tests.connector.tickets import good
 
 ID = "wait-0123456789abcdef"
@@ -216,19 +216,6 @@ def test_it_is_told_how_long_each_waited() -> None:
     waits.deliver(TICKET, now=3.5)
     waits.begin(request("second sample"), order(), now=4)
     assert waits.counters.drain().seconds == [("ticket_wait_seconds", 2.5), ("ticket_wait_seconds", 0.0)]
-
-
-def test_an_idle_step_rests_for_a_part_of_the_newest_wait() -> None:
-    waits = table()
-    assert waits.rest(now=0) == 0
-    waits.begin(request("first"), order(), now=0)
-    assert waits.rest(now=0) == 0
-    assert waits.rest(now=0.1) == pytest.approx(0.002)
-    assert waits.rest(now=9) == MOST_REST
-    waits.begin(request("second"), order(), now=9)
-    assert waits.rest(now=9) == 0
-    waits.deliver(TICKET, now=9)
-    assert waits.rest(now=10) == 0
 
 
 IDS = [f"{ID}-{number}" for number in range(6)]

@@ -20,7 +20,7 @@ from connector.messages import Verdict
 from connector.metadata import ConnectorMetadata, ReadEnd, WorkerReport
 from connector.notifs import ReadDone, parse_notif
 from connector.verifier import ReadVerdict, Verifier
-from connector.worker import IDLE_VERDICT_WAIT, IDLE_WAIT, ConnectorWorker
+from connector.worker import IDLE_READ_WAIT, IDLE_VERDICT_WAIT, ConnectorWorker
 from deploy.local.ports import free_ports
 from tests.connector.rank import PEER, read_step
 from tests.connector.worker import (
@@ -33,6 +33,7 @@ from tests.connector.worker import (
     counts,
     report,
     step,
+    until,
     until_received,
 )
 
@@ -315,41 +316,39 @@ def test_how_a_transfer_that_was_given_up_ended_is_reported(make: MakeRank, pref
     assert reported.broken == ({NONCE: 1} if end == "ERR" else {})
 
 
-def test_an_idle_rank_rests_while_it_only_waits_for_what_it_gave_up(make: MakeRank, prefill: Prefill) -> None:
-    worker = make(read_deadline=0.05)
-    idle = ConnectorMetadata()
-    idle.idle = True
-    assert worker._wait_seconds() == 0.0
-    until_received(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7]))
-    began = time.monotonic()
-    step(worker, idle)
-    assert time.monotonic() - began >= 0.9 * IDLE_WAIT
-    step(worker, read_step("s", "f" * 16, prefill.port, local=[4], remote=[7]))
-    worker._idle = True
-    assert worker._wait_seconds() == 0.0, "a read is under way"
-    agent(worker).end(0)
-    agent(worker).end(1)
-    until_received(worker)
-    assert worker._wait_seconds() == 0.0
+def idle_step() -> ConnectorMetadata:
+    metadata = ConnectorMetadata()
+    metadata.idle = True
+    return metadata
 
 
-def test_an_idle_rank_rests_as_it_is_told_while_requests_wait_for_their_ticket(
-    make: MakeRank, prefill: Prefill
+def test_a_step_that_computes_nothing_waits_for_the_end_of_a_read(
+    make: MakeRank, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker, rest = make(read_deadline=0.05), ConnectorMetadata()
-    rest.idle, rest.rest = True, 0.002
-    step(worker, rest)
-    assert worker._wait_seconds() == 0.002
-    rest.idle = False
-    step(worker, rest)
-    assert worker._wait_seconds() == 0.0, "a token is computed"
-    until_received(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7]))
-    rest.idle = True
-    step(worker, rest)
-    assert worker._wait_seconds() == 0.002, "also while the end of a transfer that was given up is awaited"
+    monkeypatch.setattr("connector.worker.IDLE_READ_WAIT", PATIENCE)
+    monkeypatch.setattr("connector.worker.IDLE_VERDICT_WAIT", PATIENCE)
+    worker = make()
+    step(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7]))
+    until(lambda: step(worker), lambda _: bool(worker._recving_transfers))
+    ends = threading.Timer(0.05, agent(worker).end, (0,))
+    ends.start()
+    assert step(worker, idle_step()).finished_recving == {"r"}
+    ends.join()
     step(worker, read_step("s", "f" * 16, prefill.port, local=[4], remote=[7]))
-    worker._idle = True
-    assert worker._wait_seconds() == 0.0, "a read is under way"
-    agent(worker).end(0)
-    agent(worker).end(1)
+    began = time.monotonic()
+    assert not step(worker).finished_recving, "a step that computes does not wait"
+    assert time.monotonic() - began < PATIENCE / 2
+
+
+def test_an_idle_step_waits_for_a_read_for_a_moment_only(make: MakeRank, prefill: Prefill) -> None:
+    worker = make(read_deadline=0.05)
+    step(worker, read_step("r", NONCE, prefill.port, local=[3], remote=[7]))
+    until(lambda: step(worker), lambda _: bool(worker._recving_transfers))
+    began = time.monotonic()
+    assert not step(worker, idle_step()).finished_recving
+    assert IDLE_READ_WAIT <= time.monotonic() - began < PATIENCE / 2
     until_received(worker)
+    step(worker, idle_step())
+    assert worker._stalled, "nor is the end of a transfer that was given up waited for"
+    agent(worker).end(0)
+    step(worker)

@@ -54,11 +54,18 @@ class Bench:
 @dataclass
 class Cell:
     """Seconds of each request of one way: hand-over; its part from the moment in which the decode node's scheduler has
-    the ticket, which is the same however the ticket got there; and from the request's start to its first token."""
+    the ticket, which is the same however the ticket got there; the part of that after the read, which is a step of
+    vLLM's and the way of its output; and from the request's start to its first token."""
 
     hand_over: list[float] = field(default_factory=list)
     with_ticket: list[float] = field(default_factory=list)
+    after_read: list[float] = field(default_factory=list)
     first_token: list[float] = field(default_factory=list)
+
+    def medians(self) -> list[float]:
+        """Of the four, in this order."""
+        parts = (self.hand_over, self.with_ticket, self.after_read, self.first_token)
+        return [statistics.median(each) for each in parts]
 
 
 @pytest.fixture(scope="module")
@@ -127,12 +134,13 @@ async def measure(bench: Bench, length: int, at_once: int) -> dict[Way, Cell]:
 
 
 def _note(cell: Cell, asked: list[Asked], times: Path) -> None:
-    ended, reads = noted(times, Moment.ENDED), noted(times, Moment.READS)
+    ended, reads, have_read = (noted(times, moment) for moment in (Moment.ENDED, Moment.READS, Moment.HAS_READ))
     for one in asked:
-        [had_ticket] = _of(one, reads)
+        [had_ticket], [had_read] = _of(one, reads), _of(one, have_read)
         prefilled = min(_of(one, ended))  # the decode leg ends, too
         cell.hand_over.append(one.first - prefilled)
         cell.with_ticket.append(one.first - had_ticket)
+        cell.after_read.append(one.first - had_read)
         cell.first_token.append(one.first - one.began)
 
 
@@ -144,12 +152,12 @@ def _of(one: Asked, moments: dict[str, float]) -> list[float]:
 async def test_a_hand_over_is_shorter_when_legs_go_out_together(bench: Bench, length: int, at_once: int) -> None:
     cells = await measure(bench, length, at_once)
     for way, cell in cells.items():
-        parts = (cell.hand_over, cell.with_ticket, cell.first_token)
-        told = [f"{1000 * statistics.median(each):.1f} ms" for each in parts]
+        told = [f"{1000 * each:.1f} ms" for each in cell.medians()]
         print(f"{length} tokens, {at_once} at once, {way}: hand-over {told[0]}, of it {told[1]} ", end="")
-        print(f"on the decode node with the ticket; first token {told[2]} (medians)")
-    together, in_turn = cells[Way.TOGETHER], cells[Way.IN_TURN]
-    ratio = statistics.median(together.hand_over) / statistics.median(in_turn.hand_over)
-    first = statistics.median(together.first_token) / statistics.median(in_turn.first_token)
-    print(f"{length} tokens, {at_once} at once: hand-over {ratio:.2f} x, first token {first:.2f} x")
+        print(f"with the ticket, of that {told[2]} after the read; first token {told[3]} (medians)")
+    together, in_turn = cells[Way.TOGETHER].medians(), cells[Way.IN_TURN].medians()
+    ratio, first = together[0] / in_turn[0], together[3] / in_turn[3]
+    with_ticket, after_read = in_turn[1] / in_turn[0], in_turn[2] / in_turn[0]
+    print(f"{length} tokens, {at_once} at once: hand-over {ratio:.2f} x, first token {first:.2f} x; ", end="")
+    print(f"of the hand-over in turn {with_ticket:.2f} lies after the ticket, {after_read:.2f} after the read")
     assert ratio < 1

@@ -1,4 +1,5 @@
-"""What requests that wait for their ticket cost: an idle node's CPU, and the speed of those that run beside them.
+"""What requests that wait for their ticket cost: an idle node's CPU, and the speed of those that run beside them; and
+what blocks cost that wait to be read.
 
 `python -m pytest -s -m long tests/e2e/test_waiting_costs.py` prints the figures.
 """
@@ -14,11 +15,14 @@ import pytest
 from deploy.local.model.quiz import quiz
 from deploy.local.node import SERVED_NAME, Node
 from tests.e2e.conftest import REQUEST_TIMEOUT_S, Pair
+from tests.e2e.legs import prefill, release
+from tests.e2e.metrics_reader import read
 from tests.e2e.test_given_up_reads import cores_used
 from tests.e2e.waiting import WAITING, sent, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
+USAGE = "vllm:kv_cache_usage_perc"
 SAMPLES, SECONDS = 5, 4.0
 WAITERS = 8
 TOKENS = 2100
@@ -53,6 +57,17 @@ def test_an_idle_node_hardly_works_while_one_waits(pair: Pair) -> None:
         leg.deliver(None)
     print(f"\nan idle decode node takes {idle:.3f} cores, one on which a request waits {waits:.3f}")
     assert waits < MOST_CORES
+
+
+def test_an_idle_node_hardly_works_while_it_keeps_blocks(pair: Pair) -> None:
+    give, hand_over = pair.prefill.url, "waiting-costs-hand-over"
+    prefill(give, quiz(3315, TOKENS).prompt(), pdproxy_hand_over=hand_over)
+    keeps = cores(pair.prefill)
+    print(f"\na prefill node that keeps blocks until they are read takes {keeps:.3f} cores")
+    assert read(give, USAGE) > 0, "the lease has ended meanwhile"
+    release(give, hand_over)
+    until(give, USAGE, 0)
+    assert keeps < MOST_CORES
 
 
 def test_others_are_as_fast_while_eight_wait(pair: Pair) -> None:

@@ -1,8 +1,9 @@
-"""Our connector, which writes down when a request's prefill was done, and when its decode node had the ticket: nodes
-load this module in the place of `connector.nixl_connector`.
+"""Our connector, which writes down when a request's prefill was done, when its decode node had the ticket, and when it
+had read: nodes load this module in the place of `connector.nixl_connector`.
 
 A prefill is done when vLLM's scheduler ends its request, right after the forward pass that computed its last token. The
-decode node has the ticket when its scheduler allocates the blocks to read into.
+decode node has the ticket when its scheduler allocates the blocks to read into, and has read when that scheduler is
+told so: the read is verified, and vLLM computes with the next step.
 """
 
 import os
@@ -17,13 +18,14 @@ from deploy.local.node import NodeSpec
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 TIMES = "PDPROXY_TEST_TIMES"
 
 
 def timed(spec: NodeSpec, times: Path) -> NodeSpec:
-    """The same node, which appends a line to this file for each request that ends, and for each that reads."""
+    """The same node, which appends a line to this file for each request that ends, that reads, or that has read."""
     return replace(
         spec,
         connector_module=__name__,
@@ -36,6 +38,7 @@ class Moment(StrEnum):
 
     ENDED = "ended"
     READS = "reads"
+    HAS_READ = "has_read"
 
 
 def noted(times: Path, moment: Moment) -> dict[str, float]:
@@ -66,3 +69,9 @@ class NixlConnector(Plain):
         if num_external_tokens:
             _note(Moment.READS, request.request_id)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """Note the time for reads that were verified, then as always."""
+        for request_id in (connector_output.finished_recving or set()) - connector_output.failed_recving:
+            _note(Moment.HAS_READ, request_id)
+        super().update_connector_output(connector_output)
