@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import yaml
@@ -30,7 +31,7 @@ def counted() -> CollectorRegistry:
     metrics = Metrics(registry)
     metrics.prefill_began("m", 900)
     for role, legs in ((Role.PREFILL, 3), (Role.DECODE, 7)):
-        metrics.watch_node(f"{role}-0", role, lambda legs=legs: legs)
+        metrics.watch_node(f"{role}-0", role, partial(float, legs))
         metrics.nodes_needed(role, legs / 4)
     return registry
 

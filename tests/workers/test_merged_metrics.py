@@ -1,5 +1,7 @@
 """Metrics of several workers as one proxy's."""
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, generate_latest
 
 from pdproxy.nodes.node import Role, State
@@ -52,7 +54,7 @@ def test_counters_and_histograms_are_summed() -> None:
 def test_gauges_are_merged_by_what_they_mean() -> None:
     left, right, merged = FakeWorker(), FakeWorker(), MergedMetrics(CollectorRegistry())
     for worker, legs, state in ((left, 2, State.UP), (right, 3, State.DOWN)):
-        worker.metrics.watch_node("d", Role.DECODE, lambda legs=legs: legs)
+        worker.metrics.watch_node("d", Role.DECODE, partial(float, legs))
         worker.metrics.node_state("d", Role.DECODE, state)
         worker.metrics.node_state("p", Role.PREFILL, State.UP)
         worker.metrics.watch_requests(lambda: 4, lambda: 1)
