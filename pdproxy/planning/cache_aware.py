@@ -26,7 +26,7 @@ FEW = 8
 """Of places that cost nearly the same, how many are compared by what they did lately."""
 SESSION_SHARE = 0.5
 """Of a prompt, what its session's own place is taken to have cached where nothing is known."""
-FIRST_TURN = 0.75
+FIRST_TURN = 0.6
 """Of `CacheAware.itl_budget`, for the first turn that a decode place computes where a prefill place could resume as
 far: the next turn is about as long, and where that one is over the budget, a prefill place computes both."""
 _SCORE = operator.attrgetter("score")
