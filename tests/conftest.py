@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # A loaded machine is slow without being wrong, and CI is to see the same examples every time: few of them, for
 # `make test-long` and `make fuzz` try hundreds and thousands of others.
 UNHURRIED = (HealthCheck.too_slow,)
-settings.register_profile("default", deadline=None, derandomize=True, max_examples=40, suppress_health_check=UNHURRIED)
+settings.register_profile("default", deadline=None, derandomize=True, max_examples=20, suppress_health_check=UNHURRIED)
 settings.register_profile(
     "fuzz",
     deadline=None,

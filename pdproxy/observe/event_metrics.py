@@ -5,9 +5,10 @@ from collections import Counter as Totals
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 
 from pdproxy.observe.labels import BatchOutcome, CacheEventKind, Forgotten, IdsOutcome, Known, LookUp, Replay
+from pdproxy.observe.request_metrics import Counter, Gauge, Histogram
 
 LAG = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
 """Upper bounds of the buckets, in seconds; an alert picks one of them."""
@@ -47,8 +48,7 @@ class EventMetrics:
             (self._batches, BatchOutcome), (self._events, CacheEventKind), (self._replays, Replay),
             (self._forgotten, Forgotten), (self._places, Known), (self._lookups, LookUp), (self._ids, IdsOutcome),
         ):  # fmt: skip
-            for word in words:
-                family.labels(word)
+            family.begin(words)
 
     def watch_index(self, blocks: Callable[[], int], places: Callable[[Known], int]) -> None:
         """Ask for the number of known blocks, and of places, whenever metrics are scraped."""

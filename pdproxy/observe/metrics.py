@@ -4,7 +4,6 @@ Some lines over 300: one method for each thing that is counted, and none of them
 """
 
 import enum
-import itertools
 from collections.abc import Callable
 from functools import cache, partial
 
@@ -149,31 +148,24 @@ class Metrics:
         self._begin_at_zero()
 
     def _begin_at_zero(self) -> None:
-        """A counter that first appears at 1 has not grown, for Prometheus: the first failure would raise no alert."""
         self._begin_model_at_zero(OTHER)
         for counter, words in (
             (self._migrations, Attempt), (self._releases, Attempt), (self._tasks, Task),
             (self._proofs, Proof), (self._deliveries, Delivery), (self._rejected, Rejection),
             (self._plans, RouteReason), (self._spans, SpanOutcome),
         ):  # fmt: skip
-            for word in words:
-                counter.labels(word)
-        for move in Move:
-            self._stalls.labels(move)
-        for role, affinity in itertools.product(("prefill", "decode"), Affinity):
-            self._sessions.labels(role, affinity)
-        for role, hits in itertools.product(("prefill", "decode"), (self._planned_hits, self._real_hits)):
-            hits.labels(role)
-        for role, silence in itertools.product(("prefill", "decode"), SilenceOutcome):
-            self._silences.labels(role, silence)
-        for role, prediction in itertools.product(("prefill", "decode"), Prediction):
-            self._predictions.labels(role, prediction)
+            counter.begin(words)
+        self._stalls.begin(Move)
+        roles = ("prefill", "decode")
+        self._sessions.begin(roles, Affinity)
+        self._planned_hits.begin(roles)
+        self._real_hits.begin(roles)
+        self._silences.begin(roles, SilenceOutcome)
+        self._predictions.begin(roles, Prediction)
 
     def _begin_model_at_zero(self, model: str) -> None:
-        for endpoint, outcome in itertools.product((*Endpoint, OTHER), Outcome):
-            self._requests.labels(endpoint, model, outcome)
-        for kind in Tokens:
-            self._tokens.labels(kind, model)
+        self._requests.begin((*Endpoint, OTHER), (model,), Outcome)
+        self._tokens.begin(Tokens, (model,))
 
     def model_served(self, name: str) -> None:
         """A node serves a model, or an adapter, by this name: its series are there from now on."""

@@ -7,12 +7,15 @@ are one operation, ``chat``. Keys are told apart by their names, never by the ke
 
 import bisect
 import enum
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import NamedTuple
 
 import prometheus_client
 from prometheus_client import CollectorRegistry
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.metrics_core import Metric
 
 from pdproxy.observe.gen_ai import OPERATIONS, VLLM
 from pdproxy.observe.labels import Outcome, Rejection, Tokens
@@ -35,7 +38,28 @@ MOST_MODELS = 256
 """Names that become label values, of models and adapters together: series are never dropped again."""
 
 
-class Counter(prometheus_client.Counter):
+class FromZero(MetricWrapperBase):
+    """A family whose series are exported at 0 before anything is counted.
+
+    A counter that first appears at 1 has not grown, for Prometheus: the first failure would raise no alert.
+    """
+
+    _to_begin: tuple[tuple[Iterable[str], ...], ...] = ()
+
+    def begin(self, *axes: Iterable[str]) -> None:
+        """Every combination of these label values is there from now on. A series is made when it first counts or is
+        exported: of hundreds most never count."""
+        self._to_begin += (axes,)
+
+    def collect(self) -> Iterable[Metric]:
+        begun, self._to_begin = self._to_begin, ()
+        for axes in begun:
+            for values in itertools.product(*axes):
+                self.labels(*values)
+        return super().collect()
+
+
+class Counter(FromZero, prometheus_client.Counter):
     """prometheus_client's, which counts in a quarter of the time; so are `Gauge` and `Histogram`.
 
     Its own ask at each step whether the series has its labels, look for a histogram's bucket one by one, and take a
@@ -50,7 +74,7 @@ class Counter(prometheus_client.Counter):
             self._value._value += amount
 
 
-class Gauge(prometheus_client.Gauge):
+class Gauge(FromZero, prometheus_client.Gauge):
     """A gauge."""
 
     def inc(self, amount: float = 1) -> None:
@@ -63,7 +87,7 @@ class Gauge(prometheus_client.Gauge):
         self._value.set(float(value))
 
 
-class Histogram(prometheus_client.Histogram):
+class Histogram(FromZero, prometheus_client.Histogram):
     """A histogram."""
 
     def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
@@ -203,17 +227,12 @@ class KeyMetrics:
         return self._begin(key) if label is None else label
 
     def _begin(self, key: str) -> str:
-        """A counter that first appears at 1 has not grown, for Prometheus."""
         if len(self._labels) >= MOST_KEYS:
             return OTHER_KEYS
         self._labels[key] = key
-        for outcome in Outcome:
-            self._requests.labels(key, outcome)
-        for kind in Tokens:
-            self._tokens.labels(key, kind)
-        for reason in Rejection:
-            self._rejected.labels(key, reason)
-        self._waited.labels(key)
+        for counter, words in ((self._requests, Outcome), (self._tokens, Tokens), (self._rejected, Rejection)):
+            counter.begin((key,), words)
+        self._waited.begin((key,))
         self._active.labels(key).set_function(lambda: self._running(key))
         self._queued.labels(key).set_function(lambda: self._waiting(key))
         return key

@@ -61,6 +61,7 @@ async def running_proxy(settings: Settings, key: str = "none", prefill_dialect: 
             plain_client(url, headers=bearer(key)) as client,
         ):
             made = RunningProxy(client, prefill, decode, running)
+            await made.until('"ready"', "/ready")  # a tenth of what metrics cost
             for role in Role:
                 await made.until(f'pdproxy_node_up{{node="{role}-0",role="{role}",state="up"}} 1.0')
             yield made

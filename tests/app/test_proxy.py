@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from pdproxy import __version__
 from pdproxy.observe.labels import Task
@@ -18,6 +19,7 @@ from pdproxy.settings.types import FirstHandOver
 from tests.app.running_proxy import SOON, RunningProxy, bearer, running_proxy
 from tests.fakes.faults import FaultKind, InjectedFault
 
+SETTINGS = Settings(limits=Limits(body_bytes=2000))
 ASK: dict[str, Any] = {"model": "m", "prompt": "one two three four", "max_tokens": 4}
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "one two three"}], "max_tokens": 4}
 
@@ -25,8 +27,18 @@ CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "
 @pytest.fixture
 async def server() -> AsyncIterator[RunningProxy]:
     """A proxy that lets everybody in."""
-    async with running_proxy(Settings(limits=Limits(body_bytes=2000))) as made:
+    async with running_proxy(SETTINGS) as made:
         yield made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared() -> AsyncIterator[RunningProxy]:
+    """The same, one for all requests that leave it as it was."""
+    async with running_proxy(SETTINGS) as made:
+        yield made
+
+
+ON_SHARED_LOOP = pytest.mark.asyncio(loop_scope="module")
 
 
 def message(response: httpx.Response) -> str:
@@ -82,23 +94,26 @@ async def test_an_answer_goes_through_both_nodes(server: RunningProxy, path: str
         ("GET", "/v1/responses/resp_1", b"", 404, "not kept"),
     ],
 )
+@ON_SHARED_LOOP
 async def test_errors_name_what_is_wrong(
-    server: RunningProxy, method: str, path: str, content: bytes, status: int, words: str
+    shared: RunningProxy, method: str, path: str, content: bytes, status: int, words: str
 ) -> None:
-    got = await server.client.request(method, path, content=content)
+    got = await shared.client.request(method, path, content=content)
     assert got.status_code == status
     assert words in message(got)
     assert got.headers["x-request-id"].startswith("req-")
 
 
-async def test_a_compressed_body_is_refused(server: RunningProxy) -> None:
-    got = await server.client.post("/v1/completions", content=b"x", headers={"content-encoding": "gzip"})
+@ON_SHARED_LOOP
+async def test_a_compressed_body_is_refused(shared: RunningProxy) -> None:
+    got = await shared.client.post("/v1/completions", content=b"x", headers={"content-encoding": "gzip"})
     assert got.status_code == 415
     assert "content-encoding" in message(got)
 
 
-async def test_messages_get_errors_in_their_own_shape(server: RunningProxy) -> None:
-    got = await server.client.post("/v1/messages", json={"model": "nobody", "messages": [], "max_tokens": 3})
+@ON_SHARED_LOOP
+async def test_messages_get_errors_in_their_own_shape(shared: RunningProxy) -> None:
+    got = await shared.client.post("/v1/messages", json={"model": "nobody", "messages": [], "max_tokens": 3})
     assert got.json()["type"] == "error"
     assert got.status_code in (400, 404)
 
@@ -117,8 +132,9 @@ async def test_the_other_pages(server: RunningProxy) -> None:
     assert (await server.client.get("/ready")).status_code == 503
 
 
-async def test_other_endpoints_pass_through(server: RunningProxy) -> None:
-    got = await server.client.post("/v1/embeddings?x=1", json={"model": "m", "input": "hello"})
+@ON_SHARED_LOOP
+async def test_other_endpoints_pass_through(shared: RunningProxy) -> None:
+    got = await shared.client.post("/v1/embeddings?x=1", json={"model": "m", "input": "hello"})
     assert got.status_code == 200
     assert got.json()["path"] == "/v1/embeddings?x=1"
 
@@ -158,17 +174,19 @@ async def test_a_client_that_reads_to_the_end_has_not_disconnected(
 
 
 @pytest.mark.parametrize("page", ["/health", "/ready", "/metrics", "/v1/models", "/v1/models/m", "/openapi.json"])
-async def test_head_is_get_without_the_body(server: RunningProxy, page: str) -> None:
-    got = await server.client.head(page)
+@ON_SHARED_LOOP
+async def test_head_is_get_without_the_body(shared: RunningProxy, page: str) -> None:
+    got = await shared.client.head(page)
     assert (got.status_code, got.content) == (200, b"")
     assert int(got.headers["content-length"]) > 2
 
 
-async def test_other_methods_get_405_with_the_right_one(server: RunningProxy) -> None:
+@ON_SHARED_LOOP
+async def test_other_methods_get_405_with_the_right_one(shared: RunningProxy) -> None:
     for method in ("OPTIONS", "HEAD", "PUT"):
-        got = await server.client.request(method, "/v1/completions")
+        got = await shared.client.request(method, "/v1/completions")
         assert (got.status_code, got.headers["allow"]) == (405, "POST")
-    assert (await server.client.post("/health")).headers["allow"] == "GET, HEAD"
+    assert (await shared.client.post("/health")).headers["allow"] == "GET, HEAD"
 
 
 async def test_a_too_long_body_with_expect_gets_no_100(server: RunningProxy) -> None:

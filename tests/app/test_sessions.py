@@ -87,8 +87,8 @@ class Fleet:
         return int(float(line.removeprefix(wanted)))
 
 
-async def until(client: httpx.AsyncClient, text: str) -> None:
-    while text not in (await client.get("/metrics")).text:  # noqa: ASYNC110
+async def until(client: httpx.AsyncClient, text: str, path: str = "/metrics") -> None:
+    while text not in (await client.get(path)).text:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
 
 
@@ -108,6 +108,7 @@ async def fleet(settings: Settings, key: str = "none") -> AsyncIterator[Fleet]:
         url = await stack.enter_async_context(listening(running, settings))
         client = await stack.enter_async_context(plain_client(url, headers=bearer(key)))
         made = Fleet(running, client, nodes, fabric, stack)
+        await until(client, '"ready"', "/ready")
         for name in nodes:
             await made.up(name, Role(name.partition("-")[0]))
         yield made

@@ -12,6 +12,7 @@ from tests.bench.outcome import Outcome
 from tests.bench.recorded import rescaled
 from tests.bench.simulate import Fleet, Simulation
 from tests.bench.traces import Request, Segment, Trace, without_sessions
+from tests.tables import spread
 
 SMALL = {
     "chat": chat(Chat(conversations=12, turns=4)),
@@ -21,21 +22,20 @@ SMALL = {
     "none": single(Single(0, 20, 900)),
 }
 SHAPES = [CacheShape(), CacheShape(unit=64), CacheShape(blocks=50), CacheShape(state_groups=0)]
+SEEDS = [1, pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)]
 
 
 def run(routing: Routing, trace: Trace, fleet: Fleet = Fleet()) -> Outcome:  # noqa: B008 - a frozen value
     return Simulation(routing, fleet).run(trace)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("trace", SMALL.values(), ids=SMALL)
-def test_nothing_beats_the_bound(trace: Trace, shape: CacheShape) -> None:
-    least = least_computed(trace, shape)
-    assert least <= greedy(trace, shape, 3)
-    for routing in Routing:
-        outcome = run(routing, trace, Fleet(shape=shape))
-        assert least <= outcome.computed.total()
-        assert len(outcome.first_tokens) == len(trace.requests)
+@pytest.mark.parametrize(("trace", "shape", "routing"), spread(SMALL, SHAPES, Routing))
+def test_nothing_beats_the_bound(trace: str, shape: CacheShape, routing: Routing) -> None:
+    least = least_computed(SMALL[trace], shape)
+    assert least <= greedy(SMALL[trace], shape, 3)
+    outcome = run(routing, SMALL[trace], Fleet(shape=shape))
+    assert least <= outcome.computed.total()
+    assert len(outcome.first_tokens) == len(SMALL[trace].requests)
 
 
 def test_the_bound_counts_a_block_that_ends_a_prompt_as_computed_by_it() -> None:
@@ -62,7 +62,7 @@ def test_a_simulation_can_be_repeated(routing: Routing) -> None:
     assert {(view.active, view.backlog) for view in one.pool.snapshot().nodes} == {(0, 0)}
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_sessions_reach_the_node_that_has_their_prefix(seed: int) -> None:
     """A little more than half of the tokens are computed, and less is waited."""
     trace = chat(seed=seed)
@@ -71,13 +71,13 @@ def test_sessions_reach_the_node_that_has_their_prefix(seed: int) -> None:
     assert by_session.mean <= 0.85 * by_load.mean
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_cached_is_found_without_sessions(seed: int) -> None:
     trace = chat(seed=seed)
     assert run(Routing.HYBRID, without_sessions(trace)).share <= 0.95 * run(Routing.SESSION, trace).share
 
 
-@pytest.mark.parametrize("seed", [1, 2, 9])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long), 9])
 def test_agents_with_one_system_prompt_do_not_gather_on_one_node(seed: int) -> None:
     """Seeds at which a prompt in a hundred waited for two seconds and more where only the queue of the moment counted:
     eight conversations of each kind were on one of three nodes, whose cache then lost their states."""
@@ -104,7 +104,7 @@ def test_what_waits_on_a_node_finds_there_what_is_left_when_its_turn_comes() -> 
     assert outcome.computed["prefill-0"] == 3 * 1500
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_without_states_decode_nodes_compute_little_that_prefill_nodes_compute_again(seed: int) -> None:
     trace, dense = chat(seed=seed), Fleet(shape=CacheShape(state_groups=0))
     hybrid, prefix = run(Routing.HYBRID, trace, dense), run(Routing.PREFIX, trace, dense)

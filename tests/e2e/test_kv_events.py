@@ -44,7 +44,7 @@ from tests.e2e.metrics_reader import PATIENCE_S, read, watch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.timeout(900)]
 
-CONVERSATIONS = 48
+CONVERSATIONS = [24, pytest.param(48, marks=pytest.mark.long)]
 AT_ONCE = 6
 """Conversations that take turns with each other."""
 SHARED = 3
@@ -272,17 +272,18 @@ async def mixed(fleet: Fleet, observer: Observer, agreement: Agreement, seeds: r
     return turns
 
 
-async def test_planned_hits_are_what_the_nodes_count(fleet: Fleet) -> None:
+@pytest.mark.parametrize("conversations", CONVERSATIONS)
+async def test_planned_hits_are_what_the_nodes_count(fleet: Fleet, conversations: int) -> None:
     agreement = Agreement()
     async with observing(fleet.nodes) as observer:
-        turns = await mixed(fleet, observer, agreement, range(9000, 9000 + CONVERSATIONS // 2))
+        turns = await mixed(fleet, observer, agreement, range(9000, 9000 + conversations // 2))
         before = fleet.nodes["decode-1"]
         fleet.room.stop(before.part)
         fleet.nodes["decode-1"] = again = start_node(fleet.room, before.spec)
         await in_thread(await_nodes, fleet.room, [again], print)
         await observer.join("decode-1", again.url)
         await observer.until_known(*fleet.nodes)
-        turns += await mixed(fleet, observer, agreement, range(9500, 9500 + CONVERSATIONS // 2))
+        turns += await mixed(fleet, observer, agreement, range(9500, 9500 + conversations // 2))
         removed, gaps = observer.count("kv_events_total", kind="removed"), observer.count("kv_event_gaps_total")
     print(f"\n{turns} turns, {removed:g} evictions, {gaps:g} gaps; planned and counted are equal in", end=" ")
     print(", ".join(f"{agreement.equal[what]} of {asked} {what}" for what, asked in agreement.asked.items()), end="")

@@ -38,9 +38,9 @@ class Moment(enum.StrEnum):
 
 CASES = (
     ("decode-0", Moment.STREAMING, ProcessFault.KILLED),
-    ("decode-0", Moment.STREAMING, ProcessFault.STOPPED),
     ("prefill", Moment.OPENING, ProcessFault.KILLED),
     ("prefill", Moment.STREAMING, ProcessFault.STOPPED),
+    pytest.param("decode-0", Moment.STREAMING, ProcessFault.STOPPED, marks=pytest.mark.long),
     pytest.param("decode-0", Moment.OPENING, ProcessFault.KILLED, marks=pytest.mark.long),
     pytest.param("decode-0", Moment.OPENING, ProcessFault.STOPPED, marks=pytest.mark.long),
     pytest.param("prefill", Moment.OPENING, ProcessFault.STOPPED, marks=pytest.mark.long),

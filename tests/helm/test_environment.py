@@ -1,7 +1,7 @@
 """A container's variables: each name once, for a list with a name twice cannot be applied on the server's side."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
@@ -47,13 +47,35 @@ def test_every_name_is_there_once(rendered: Rendered, values: str) -> None:
         assert variables(container)
 
 
-@pytest.mark.parametrize("values", ["default", "full-values"])
-def test_ones_own_replaces_the_charts_whatever_it_is(helm: Engine, values: str) -> None:
-    plain = [variables(each) for _, each in containers(helm.manifests(with_variables(values, [])))]
-    for name in sorted({name for known in plain for name in known}):
-        replaced = helm.manifests(with_variables(values, [{"name": name, "value": "mine"}]))
-        for known, (_, container) in zip(plain, containers(replaced), strict=True):
-            assert variables(container) == {**known, name: "mine"}
+def replaces(helm: Engine, values: str, names: Collection[str]) -> None:
+    """One's own variables take the place of the chart's, which keeps the others as they are."""
+    plain = containers(helm.manifests(with_variables(values, [])))
+    own = containers(helm.manifests(with_variables(values, [{"name": name, "value": "mine"} for name in names])))
+    for (_, before), (_, after) in zip(plain, own, strict=True):
+        assert variables(after) == {**variables(before), **dict.fromkeys(names, "mine")}
+
+
+def names_in(helm: Engine, values: str) -> list[str]:
+    """Of all the chart's variables."""
+    found = containers(helm.manifests(with_variables(values, [])))
+    return sorted({name for _, container in found for name in variables(container)})
+
+
+REPLACED = pytest.mark.parametrize("values", ["default", "full-values"])
+
+
+@REPLACED
+@pytest.mark.parametrize("first", [0, 1])
+def test_ones_own_replaces_the_charts_whatever_it_is(helm: Engine, values: str, first: int) -> None:
+    """Every second one at once: each is replaced, and left, beside others that are left, and replaced."""
+    replaces(helm, values, names_in(helm, values)[first::2])
+
+
+@pytest.mark.long
+@REPLACED
+def test_ones_own_replaces_one_alone(helm: Engine, values: str) -> None:
+    for name in names_in(helm, values):
+        replaces(helm, values, [name])
 
 
 def test_one_may_refer_to_the_charts_and_the_charts_to_ones_own(helm: Engine) -> None:

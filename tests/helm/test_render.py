@@ -7,6 +7,7 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
+from kubernetes_validate import utils
 
 from tests.helm.conftest import Rendered
 from tests.helm.engine import Engine, Manifest, read_values, value_files
@@ -22,6 +23,8 @@ FOREIGN = {
 """Kinds of other projects: Kubernetes has no schema for them."""
 
 ALL = pytest.mark.parametrize("values", value_files())
+utils.schema_contents = functools.cache(utils.schema_contents)
+"""It would parse the definitions that all kinds share, two megabytes, for each object."""
 
 
 @functools.cache

@@ -13,16 +13,17 @@ SHORT, LONG = (
 )
 
 
-@pytest.mark.parametrize("scene", [SHORT, LONG], ids=["short", "long"])
-def test_others_wait_at_most_half_as_long_again(scene: Scene) -> None:
-    waits = measure(scene, QueueLimits().reserve, rounds=1, seconds=15.0)
+@pytest.mark.parametrize(("scene", "seconds"), [(SHORT, 10.0), (LONG, 15.0)], ids=["short", "long"])
+def test_others_wait_at_most_half_as_long_again(scene: Scene, seconds: float) -> None:
+    waits = measure(scene, QueueLimits().reserve, rounds=1, seconds=seconds)
     assert waits.ratio(0.5) <= 1.5
     assert waits.ratio(0.9) <= 1.5
     assert waits.flood_answers / waits.flood_seconds > 5, "it does not starve either"
 
 
-def test_before_a_single_node_others_wait_for_one_prompt_of_the_flood() -> None:
-    waits = measure(LIKE_ENGINES, QueueLimits().reserve, rounds=1, seconds=20.0)
+@pytest.mark.parametrize("seconds", [5.0, pytest.param(20.0, marks=pytest.mark.long)])
+def test_before_a_single_node_others_wait_for_one_prompt_of_the_flood(seconds: float) -> None:
+    waits = measure(LIKE_ENGINES, QueueLimits().reserve, rounds=1, seconds=seconds)
     assert waits.ratio(0.5) <= 1.4
     assert waits.ratio(0.9) <= 1.4
     assert waits.flood_answers / waits.flood_seconds > 12, "it has what the other one leaves"

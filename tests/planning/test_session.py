@@ -97,7 +97,7 @@ def test_a_node_that_leaves_moves_its_own_sessions_alone(views: list[NodeView], 
     assert all(one == other or one == gone.node.name for one, other in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize("nodes", [2, 5, 20])
+@pytest.mark.parametrize("nodes", [2, pytest.param(5, marks=pytest.mark.long), 20])
 def test_one_node_more_moves_its_share_of_the_sessions(nodes: int) -> None:
     smaller, larger = fleet(nodes - 1, nodes - 1), fleet(nodes, nodes)
     moved = collections.Counter[int]()
