@@ -278,6 +278,30 @@ def test_a_decode_node_computes_nothing_where_that_is_dearer(
     assert make(*views, hits=hits).prefill is not None
 
 
+def test_a_move_to_another_prefill_node_is_not_put_off() -> None:
+    """The next turn would have to be moved too, and is longer: the place that has it all is busy."""
+    hits = {"p1": (3600, 3600), "p2": (2560, 2560), "d1": (3600, 3600)}
+    assert names(make(view("p1", 1500), view("p2", 1500), view("d1"), hits=hits)) == (None, "d1")
+    assert names(make(view("p1", 9000), view("p2"), view("d1"), hits=hits))[0] == "p2"
+
+
+@pytest.mark.parametrize(("tokens", "first"), [(450, None), (600, "p1")])
+def test_the_first_turn_that_a_decode_node_computes_has_a_part_of_the_budget(tokens: int, first: str | None) -> None:
+    cached, views = TOKENS - tokens, (view("p1", 4000), view("d1"))
+    assert names(make(*views, hits={"p1": (cached, cached), "d1": (cached, cached)}))[0] == first
+    assert names(make(*views, hits={"p1": (2000, 2000), "d1": (cached, cached)}))[0] is None
+
+
+@pytest.mark.parametrize("weight", [1.0, 8.0])
+def test_a_node_that_has_nothing_is_compared_where_it_is_quick_or_heavy_enough(weight: float) -> None:
+    rates = Rates()
+    for _ in range(30 if weight == 1 else 0):
+        rates.took(Work.PREFILL, "p1", 2000, 1.6)
+        rates.took(Work.PREFILL, "p2", 2000, 0.05)
+    views = (view("p1"), view("p2", weight=weight), view("d1"))
+    assert names(make(*views, hits={"p1": (2560, 2560)}, policy=PREFIX, rates=rates))[0] == "p2"
+
+
 def test_streams_are_not_held_up_for_longer_than_the_budget_whatever_it_saves() -> None:
     views = (view("p1", 50_000), view("d1"))
     hits = {"d1": (2000, 2000)}

@@ -115,6 +115,15 @@ def test_the_time_for_which_a_prompt_waits_for_another_is_not_its_own() -> None:
     assert rates.pace(Work.PREFILL, "p0").seconds(4000) == pytest.approx(1.0, rel=0.1)
 
 
+def test_what_a_decode_node_computes_itself_is_no_part_of_how_long_it_reads() -> None:
+    rates, place = Rates(), Place("d0")
+    for second in range(40):
+        rates.taken_over(Place("d1"), 1000, second, second + 0.04)
+        rates.computed(Work.LOCAL, place, 2000, second, second + 0.25)
+        rates.taken_over(place, 1000, second + 0.1, second + 0.29)
+    assert rates.factors(Work.HAND_OVER)["d0"] == pytest.approx(1.0, abs=0.1)
+
+
 def test_nodes_that_left_are_forgotten_in_the_end() -> None:
     rates = Rates()
     for number in range(MOST_NODES + 1):
