@@ -8,7 +8,7 @@ FUZZED ?= 2000
 CHECKED := pdproxy connector deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo images test lint unit unit-connector unit-serving unit-requests unit-rest soak e2e test-long test-python test-upstream fuzz bench bench-engines bench-plan generate lock clean
+.PHONY: help env demo images test lint unit unit-app unit-connector unit-serving unit-requests unit-tickets unit-rest soak e2e test-long test-python test-upstream fuzz bench bench-engines bench-plan generate lock clean
 
 help: ## show this
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -41,38 +41,43 @@ WITH_VLLM := $(filter-out $(NEED_NO_VLLM),$(wildcard tests/connector/test_*.py))
 # What measures how long others wait needs cores of its own: it runs with the soak, one after another.
 MEASURED := tests/bench/test_blocked.py tests/bench/test_stalls.py
 NOT_UNIT := tests/soak tests/watch tests/e2e $(MEASURED)
-# What needs no vLLM, in four processes: with the other half five for two cores, for many tests wait. Workers of pytest-xdist
+# What needs no vLLM, in five processes: with the other half six for two cores, for many tests wait. Workers of pytest-xdist
 # cost more: each lists all tests, and starts what a session shares. What a list does not name runs in unit-rest.
-# Those that wait most go first, the others fill the gaps: plans and charts never wait, and go with those that need least CPU.
+# Those that never wait, plans and charts, go with those that need least CPU.
 APP := tests/app tests/helm
 SERVING := tests/server tests/transport tests/workers tests/planning
-REQUESTS := tests/orchestration tests/nodes $(NEED_NO_VLLM)
+REQUESTS := tests/orchestration tests/nodes
 # Bytecode is kept whatever the environment says: to compile the tests takes three seconds. One thread of torch, for a
 # second one that spins beside it takes two more.
-UNIT = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not e2e and not long"
+UNIT = env PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not e2e and not long"
+# The longest process goes first.
+AFTER := nice -n 5
 
 unit: env ## tests without engines (a minute and a half on two cores)
-	@$(MAKE) --no-print-directory -j5 unit-connector unit-app unit-serving unit-requests unit-rest
+	@$(MAKE) --no-print-directory -j6 unit-connector unit-tickets unit-requests unit-app unit-serving unit-rest
 
 unit-app:
-	@$(UNIT) $(APP)
+	@$(AFTER) $(UNIT) $(APP)
 
 unit-serving:
-	@$(UNIT) $(SERVING)
+	@$(AFTER) $(UNIT) $(SERVING)
 
 unit-requests:
-	@nice -n 5 env $(UNIT) $(REQUESTS)
+	@$(AFTER) $(UNIT) $(REQUESTS)
+
+unit-tickets:
+	@$(AFTER) $(UNIT) $(NEED_NO_VLLM)
 
 unit-rest:
-	@$(UNIT) $(addprefix --ignore=,$(WITH_VLLM) $(APP) $(SERVING) $(REQUESTS) $(NOT_UNIT))
+	@$(AFTER) $(UNIT) $(addprefix --ignore=,$(WITH_VLLM) $(APP) $(SERVING) $(REQUESTS) $(NEED_NO_VLLM) $(NOT_UNIT))
 
 unit-connector:
-	@nice -n 5 env $(UNIT) $(WITH_VLLM)
+	@$(UNIT) $(WITH_VLLM)
 
 soak: env ## mixed load on fake nodes under random kills, and with KV events that are wrong; what an operator sees of it (two minutes; 15 in test-long)
 	SOAK_SECONDS=120 $(RUN) -m pytest tests/soak tests/watch $(MEASURED)
 
-e2e: env ## tests with real engines (minutes)
+e2e: env ## tests with real engines (twenty minutes)
 	$(RUN) -m pytest -m "e2e and not long"
 
 test-long: env ## the tests that take minutes each
