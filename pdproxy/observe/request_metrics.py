@@ -63,8 +63,9 @@ class Counter(FromZero, prometheus_client.Counter):
     """prometheus_client's, which counts in a quarter of the time; so are `Gauge` and `Histogram`.
 
     Its own ask at each step whether the series has its labels, look for a histogram's bucket one by one, and take a
-    lock; a request takes some twenty such steps, and all of them are made on the event loop. What is exported is the
-    same. One without its labels cannot count: AttributeError.
+    lock; a request takes some twenty such steps. A series is counted by one thread alone: the event loop's, but for
+    spans that were sent or given up, which the exporter's counts. What is exported is the same. One without its labels
+    cannot count: AttributeError.
     """
 
     def inc(self, amount: float = 1, exemplar: dict[str, str] | None = None) -> None:

@@ -83,10 +83,7 @@ async def test_a_turn_of_a_known_conversation_is_planned_exactly_and_at_once_tho
     world.no_node_answers()
     found = at_once(world.both.look_up(request(text(SECOND))))
     assert found is not None
-    assert (found.source, dict(found.hits)) == (
-        HitSource.EVENTS,
-        {Place("p1"): Hit(196, 196), Place("d0"): Hit(196, 0)},
-    )
+    assert (found.source, dict(found.hits)) == (HitSource.EVENTS, {Place("p1"): Hit(196, 196)})
     assert found.tokens == pytest.approx(SECOND, rel=0.1)
     assert (world.looked_up("known"), world.looked_up("asked")) == (1, 1)
 
