@@ -151,7 +151,7 @@ async def test_others_have_their_turn_while_a_long_body_is_read() -> None:
             await asyncio.sleep(0)
             longest, began = max(longest, time.thread_time() - began), time.thread_time()
 
-    body = {"model": "m", "messages": [{"role": "user", "content": LINE}] * 40_000}
+    body = {"model": "m", "messages": [{"role": "user", "content": LINE}] * 120_000}
     raw = json.dumps(body).encode()
     began = time.thread_time()
     parse(Endpoint.CHAT, raw)

@@ -42,7 +42,7 @@ def calls_of_a_plan(nodes: int) -> int:
 
 
 def test_a_plan_of_many_nodes_calls_no_more_functions_than_one_of_few() -> None:
-    few, many = calls_of_a_plan(50), calls_of_a_plan(400)
+    few, many = calls_of_a_plan(100), calls_of_a_plan(800)
     assert few == many
     assert many <= MOST_CALLS
 
