@@ -221,16 +221,8 @@ class TracedApp:
             kind=trace.SpanKind.SERVER,
             attributes={"http.request.method": method, "url.path": path, **_server(scope)},
         )
-        token = context.attach(trace.set_span_in_context(span))
-        try:  # as `trace.use_span`, in half its time
+        with trace.use_span(span, end_on_exit=True):
             await self.app(scope, receive, _recording(span, send))
-        except Exception as error:
-            span.record_exception(error)
-            span.set_status(trace.StatusCode.ERROR, f"{type(error).__name__}: {error}")
-            raise
-        finally:
-            context.detach(token)
-            span.end()
 
 
 def _server(scope: Message) -> dict[str, str | int]:
