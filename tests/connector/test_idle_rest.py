@@ -100,6 +100,13 @@ def test_it_does_not_rest_while_a_read_is_under_way_nor_when_one_has_just_ended(
 
 
 @pytest.mark.usefixtures("long")
+def test_it_does_not_rest_where_a_read_has_just_begun() -> None:
+    engine = idle(Engine())
+    engine.reads.under_way = True
+    assert engine.step() < WAITING_REST / 2
+
+
+@pytest.mark.usefixtures("long")
 def test_what_arrives_ends_the_rest() -> None:
     engine = idle(Engine())
     timer = threading.Timer(0.05, engine.rest.end)
