@@ -3,7 +3,8 @@ IS_3_11 := import sys; sys.exit(sys.version_info[:2] != (3, 11))
 PYTHON ?= $(or $(shell for p in python3.11 python3; do $$p -c '$(IS_3_11)' 2>/dev/null && echo $$p && break; done),python3)
 VENV := .venv
 RUN := $(VENV)/bin/python
-BOOT := $(PYTHON) deploy/local/bootstrap.py
+# Of several Pythons the fastest, unless PYTHON says which.
+BOOT := $(PYTHON) deploy/local/bootstrap.py $(if $(filter file,$(origin PYTHON)),--fastest)
 FUZZED ?= 2000
 CHECKED := pdproxy connector deploy tests
 

@@ -12,7 +12,10 @@ from deploy.local.bootstrap import (
     BootstrapError,
     Plan,
     check_python,
+    fastest,
     locked_command,
+    loop_time,
+    pythons_on,
     run_first_that_works,
     torch_commands,
 )
@@ -76,6 +79,40 @@ def test_a_wrong_python_is_named_with_a_way_out(version: tuple[int, ...]) -> Non
 def test_another_system_is_turned_away() -> None:
     with pytest.raises(BootstrapError, match="run on Linux; this is darwin"):
         check_python((3, 11, 9), "darwin")
+
+
+@pytest.mark.parametrize(
+    ("times", "best"),
+    [
+        ({"asked": 1.0, "a": 0.9, "b": 0.7, "c": 0.8}, "b"),
+        ({"asked": 1.0, "a": 0.9}, "asked"),
+        ({"asked": 1.0, "a": None}, "asked"),
+        ({"asked": None, "a": 2.0}, "a"),
+        ({"asked": None}, "asked"),
+    ],
+)
+def test_a_python_that_is_clearly_faster_is_taken(times: dict[str, float | None], best: str) -> None:
+    assert fastest("asked", [name for name in times if name != "asked"], times.__getitem__) == best
+
+
+def test_pythons_are_found_on_the_path_once_each(tmp_path: Path) -> None:
+    one, two, link, empty = (tmp_path / name for name in ("one", "two", "link", "empty"))
+    for folder in (one, two, link, empty):
+        folder.mkdir()
+    for folder in (one, two):
+        (folder / "python3.11").touch(0o755)
+    (two / "python3.12").touch(0o755)
+    (link / "python3.11").symlink_to(one / "python3.11")
+    assert pythons_on(f"{one}:{empty}::{two}:{link}") == [str(one / "python3.11"), str(two / "python3.11")]
+
+
+def test_only_a_python_that_can_hold_the_environment_is_timed(tmp_path: Path) -> None:
+    unusable = tmp_path / "python3.11"
+    unusable.write_text("#!/bin/sh\nexit 1\n")
+    unusable.chmod(0o755)
+    assert loop_time(str(unusable)) is None
+    seconds = loop_time(sys.executable)
+    assert seconds is None or 0 < seconds < 10  # None: without headers
 
 
 def test_torch_is_looked_for_where_pip_is_configured_first(plan: Plan) -> None:
