@@ -128,7 +128,10 @@ class EventSubscriber:
                 caught_up.set()
                 text = "node %s: KV events of %d ranks are read%s"
                 _LOG.info(text, node.name, len(events), " again" if failures else "")
-        except* NodeFault as faults:
+        except ExceptionGroup as group:  # not `except*`: Python 3.11.2 wraps once more what is raised there
+            faults, others = group.split(NodeFault)
+            if faults is None or others is not None:
+                raise
             raise _first(faults) from None
 
     def _subscription(self, node: Node, scheme: HashScheme, source: EventSource) -> Subscription:
@@ -149,7 +152,7 @@ def _failed(task: asyncio.Task[None]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
 
 
-def _first(faults: BaseExceptionGroup[NodeFault]) -> NodeFault:
+def _first(faults: ExceptionGroup[NodeFault]) -> NodeFault:
     """Any of them: all ranks of a node tell the same."""
     first = faults.exceptions[0]
     return first if isinstance(first, NodeFault) else _first(first)

@@ -14,9 +14,10 @@ PIECE = 256 * 1024
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _ONE = msgspec.json.Decoder(msgspec.Raw).decode
 _TO_TEXT = re.compile(
-    rb'\s*+\{\s*+(?:"[^"\\]{0,100}+"\s*+:\s*+(?:"[^"\\]{0,1000}+"|[-+.\w]{1,100}+)\s*+,\s*+){0,50}+"(prompt|input)"\s*+:\s*+"'
+    rb'\s*+\{\s*+(?:"[^"\\]{0,100}+"\s*+:\s*+(?:"[^"\\]{0,1000}+"|[-+.\w]{1,100}+)\s*+,\s*+){0,50}"(prompt|input)"\s*+:\s*+"'
 )
-"""From a body's beginning to the inside of its long text, where nothing but short texts and numbers precedes it."""
+"""From a body's beginning to the inside of its long text, where nothing but short texts and numbers precedes it. The
+repetition of whole fields is not possessive (`{0,50}+`): Python 3.11.2 finds nothing with that."""
 _REST_OF_TEXT = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+"')
 
 
