@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 # A loaded machine is slow without being wrong, and CI is to see the same examples every time: few of them, for
 # `make test-long` and `make fuzz` try hundreds and thousands of others.
+FOREIGN_LOGGERS = frozenset({"torch", "transformers", "huggingface_hub", "opentelemetry"})
 UNHURRIED = (HealthCheck.too_slow,)
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=20, suppress_health_check=UNHURRIED)
 settings.register_profile(
@@ -43,14 +44,17 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
         gc.freeze()
         gc.set_threshold(10_000)
-        let_torch_propagate()
+        forget_foreign_loggers()
 
 
-def let_torch_propagate() -> None:
-    """Have torch's ninety loggers propagate: to each that does not, pytest adds its handlers thrice for every test."""
-    for name, logger in logging.root.manager.loggerDict.items():
-        if name.startswith("torch") and isinstance(logger, logging.Logger):
-            logger.propagate = True
+def forget_foreign_loggers() -> None:
+    """Take the loggers of torch and others off the list of all; whoever has one goes on with it.
+
+    Thrice for every test pytest goes through that list, and adds its handlers to those that do not propagate.
+    """
+    listed = logging.root.manager.loggerDict
+    for name in [name for name in listed if name.partition(".")[0] in FOREIGN_LOGGERS]:
+        del listed[name]
 
 
 # Warnings that the engine's own imports raise are not ours to mend; everything else stays an error.
