@@ -129,8 +129,10 @@ class PoolEntry:
         legs, queued, held = self.legs, self.queued, self.held
         if len(legs) > ranks:  # it had more of them
             legs, queued, held = legs[:ranks], queued[:ranks], held[:ranks]
-        rest = tuple(legs), tuple(queued), tuple(held)
-        return NodeView(self.node, state, self.active, share, self.trials, self.reason, *rest, self.since)
+        return NodeView(
+            self.node, state, self.active, share, self.trials, self.reason, tuple(legs), tuple(queued), tuple(held),
+            self.since,
+        )  # fmt: skip
 
 
 class Views:

@@ -1,7 +1,8 @@
 """What would be planned for a request, and why: nothing is sent, held or counted."""
 
-import dataclasses
 from collections.abc import Iterable
+
+import msgspec
 
 from pdproxy.errors import ClientError
 from pdproxy.legs.large import parse_in_steps
@@ -82,7 +83,7 @@ def _shown(quotes: Iterable[Quote]) -> list[dict[str, object]]:
         {
             "node": quote.view.node.name,
             "rank": quote.rank,
-            **dataclasses.asdict(quote.hit),
+            **msgspec.structs.asdict(quote.hit),
             "queued_tokens": quote.view.queued[quote.rank],
             "legs": quote.view.legs[quote.rank],
             "seconds": round(quote.seconds, 4),

@@ -9,6 +9,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from pdproxy.nodes.node import Bars, NodeView, Role
 from pdproxy.observe.labels import RouteReason
@@ -17,7 +18,6 @@ from pdproxy.planning.plan import Candidates
 from pdproxy.planning.plan_types import Choice, Decision
 from pdproxy.planning.prefix import Hit, HitSource, Place
 from pdproxy.planning.rates import Rates
-from pdproxy.planning.recent_work import RecentWork
 from pdproxy.planning.session import own_index
 
 NEAR_SECONDS, NEAR_SHARE = 0.002, 0.05
@@ -83,35 +83,38 @@ class Market:
     """What the places of one request ask for it.
 
     Attributes:
+        candidates: the nodes that may get it.
         tokens: in its prompt.
         prefill: the price of prefill places.
         hand_over: of decode places that get a ticket.
-        local: of decode places that compute.
     """
 
     def __init__(self, policy: CacheAware, candidates: Candidates) -> None:
         needs = candidates.needs
         prefix, rates = needs.prefix, needs.rates or Rates()
         self._policy = policy
-        self._candidates = candidates
+        self.candidates = candidates
         self._rates = rates
-        hits = _by_node(candidates, {} if prefix is None else prefix.hits)
-        self._hits = {role: [hit for hit in hits if hit[0].node.role is role] for role in Role}
+        self._hits = _by_role(candidates, prefix.hits) if prefix is not None and prefix.hits else _NOTHING_CACHED
         self.tokens = needs.tokens if prefix is None else prefix.tokens
         stateful = [hit.attention for view, _, hit in self._hits[Role.PREFILL] if may_keep_states(view.node)]
         deepest = max(stateful, default=0)
-        work = rates.prefill_work if self._hits[Role.PREFILL] else RecentWork()
+        work = rates.prefill_work if self._hits[Role.PREFILL] else None
         self.prefill = PrefillPrice(self.tokens, rates, policy.usable, deepest, policy.copy_share, work)
         self.hand_over = HandOverPrice(self.tokens, rates)
-        self.local = LocalPrice(self.tokens, rates, policy.usable)
 
-    def hits(self, role: Role) -> "list[_PlaceHit]":
+    @property
+    def local(self) -> LocalPrice:
+        """The price of decode places that compute; made anew each time, for few plans ask for it."""
+        return LocalPrice(self.tokens, self._rates, self._policy.usable)
+
+    def hits(self, role: Role) -> "Sequence[_PlaceHit]":
         """What places of a role have cached."""
         return self._hits[role]
 
     def pairs(self, turn: int) -> "Iterable[tuple[Quote, Quote] | None]":
         """The best pair of each cohort."""
-        candidates = self._candidates
+        candidates = self.candidates
         prefill_hits, decode_hits = self._hits[Role.PREFILL], self._hits[Role.DECODE]
         only = len(candidates.cohort_names) == 1
         for cohort, (prefills, decodes) in zip(candidates.cohort_names, candidates.by_cohort(), strict=True):
@@ -164,13 +167,13 @@ class Market:
         """The cheapest; of nearly equal ones the session's own, or each in its turn."""
         if not views:
             return None
-        needs = self._candidates.needs
+        needs = self.candidates.needs
         if needs.prefix is None and needs.session is not None:
             hits = self._guessed(views, needs.session)
         quotes = [price.quote(*each) for each in hits]
         least = min(map(_SCORE, quotes), default=math.inf)
         fresh: Sequence[NodeView] = ()
-        if _near(least) >= price.least_fresh(self._candidates.heaviest(views[0].node.role)):
+        if not quotes or _near(least) >= price.least_fresh(views, self.candidates.heaviest(views[0].node.role)):
             scores = price.fresh(views)
             least = min(least, *scores)
             most = _near(least)
@@ -184,7 +187,7 @@ class Market:
     def _which(self, views: Sequence[NodeView], turn: int) -> int:
         """The session's own, where what is cached is an estimate: all turns are at one place then, and proxies find the
         same one. Else, of a few from the turn's on, the one that did least lately: what is cached there draws more."""
-        needs = self._candidates.needs
+        needs = self.candidates.needs
         if needs.session is not None and (needs.prefix is None or needs.prefix.source is HitSource.APPROXIMATION):
             return own_index(views, needs.session)
         recent, few = self._rates.recent, [(turn + step) % len(views) for step in range(min(FEW, len(views)))]
@@ -204,7 +207,7 @@ class Market:
 
     def reason(self, chosen: Quote, role: Role) -> RouteReason:
         """Why this place computes the prompt."""
-        usable, needs = self._policy.usable, self._candidates.needs
+        usable, needs = self._policy.usable, self.candidates.needs
         if needs.prefix is None:
             guessed = needs.session is not None and chosen.hit.attention > 0
             return RouteReason.SESSION if guessed else RouteReason.NOTHING_CACHED
@@ -227,23 +230,31 @@ class Market:
     def choice(self, quote: Quote, decision: Decision | None) -> Choice:
         """A place as a policy's choice; its rank is named where there are several."""
         node = quote.view.node
-        several = node.ranks > 1 and self._candidates.needs.names_rank
+        several = node.ranks > 1 and self.candidates.needs.names_rank
         return Choice(node, None, quote.rank if several else None, decision)
 
 
 _PlaceHit = tuple[NodeView, int, Hit]
 
 
-def _of_cohort(hits: list[_PlaceHit], cohort: str) -> list[_PlaceHit]:
+_NOTHING_CACHED: Mapping[Role, Sequence[_PlaceHit]] = MappingProxyType(dict.fromkeys(Role, ()))
+
+
+def _of_cohort(hits: Sequence[_PlaceHit], cohort: str) -> list[_PlaceHit]:
     return [hit for hit in hits if hit[0].node.cohort in ("", cohort)]
 
 
-def _by_node(candidates: Candidates, hits: Mapping[Place, Hit]) -> list[_PlaceHit]:
+def _by_role(candidates: Candidates, hits: Mapping[Place, Hit]) -> Mapping[Role, Sequence[_PlaceHit]]:
     """What of the hits is on places that may get the request. A leg that cannot name a rank meets any of its node's."""
     if not candidates.needs.names_rank:
         hits = _mean_over_ranks(candidates, hits)
-    found = ((candidates.named(place.node), place.rank, hit) for place, hit in hits.items())
-    return [(view, rank, hit) for view, rank, hit in found if view is not None and rank < view.node.ranks]
+    found: dict[Role, list[_PlaceHit]] = {Role.PREFILL: [], Role.DECODE: []}
+    named = candidates.named
+    for (name, rank), hit in hits.items():
+        view = named(name)
+        if view is not None and rank < view.node.ranks:
+            found[view.node.role].append((view, rank, hit))
+    return found
 
 
 def _mean_over_ranks(candidates: Candidates, hits: Mapping[Place, Hit]) -> Mapping[Place, Hit]:

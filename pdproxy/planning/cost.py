@@ -13,8 +13,9 @@ there come back to it, and wait for this prompt; and this prompt's own later one
 theirs. Without that, conversations gather where their system prompt is, beside idle nodes.
 """
 
-import dataclasses
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from pdproxy.nodes.node import Node, NodeView
@@ -34,6 +35,8 @@ WAITING = 2.0
 SEQUENCE_SECONDS = 0.01
 """What each sequence on a decode node adds to an answer: 200 steps, each 0.05 ms longer."""
 NO_HIT = Hit(0, 0)
+_NOT_BUSY: Mapping[str, float] = MappingProxyType({})
+_CROWD = operator.attrgetter("crowd")
 
 
 def may_keep_states(node: Node) -> bool:
@@ -72,8 +75,9 @@ class Price(Protocol):
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
         """The scores of nodes that have cached nothing of it, each on its lightest rank. Fast: there are many."""
 
-    def least_fresh(self, heaviest: float) -> float:
-        """A bound below all of these scores; ``heaviest``: the weight of the node that has most. Fast, too."""
+    def least_fresh(self, views: Sequence[NodeView], heaviest: float, /) -> float:
+        """A bound below all of these scores, also as rounded; ``heaviest``: the weight of the node that has most.
+        Faster than to find them."""
 
     def quote(self, view: NodeView, rank: int, hit: Hit) -> Quote:
         """The cost of one place."""
@@ -83,30 +87,40 @@ Usable = Callable[[Hit], int]
 """How many of a hit's tokens a place that computes the prompt need not compute."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class PrefillPrice:
     """Of a prefill node: what waits there, and what the prompt's uncached tokens take.
 
-    Attributes:
+    Args:
         tokens: in the prompt.
         usable: as its type says.
         deepest: the longest prefix of which any place has the attention blocks; 0 where there are no states to keep.
         copy_share: `COPY_SHARE`, or 0.
-        work: how busy places were lately; none of it for a prompt that no place has cached, which goes by queues alone.
+        work: how busy places were lately; None for a prompt that no place has cached, which goes by queues alone.
     """
 
-    tokens: int
-    rates: Rates
-    usable: Usable
-    deepest: int
-    copy_share: float
-    work: RecentWork
+    __slots__ = (
+        "_busy", "_copy_share", "_deepest", "_factor", "_fresh_seconds", "_later", "_rates", "_role", "_tokens",
+        "_usable", "_weight",
+    )  # fmt: skip
+
+    def __init__(
+        self, tokens: int, rates: Rates, usable: Usable, deepest: int, copy_share: float, work: RecentWork | None
+    ) -> None:
+        self._tokens, self._usable = tokens, usable
+        self._deepest, self._copy_share = deepest, copy_share
+        self._rates = rates
+        self._role, self._factor = rates.role(Work.PREFILL), rates.factors(Work.PREFILL).get
+        self._fresh_seconds = self._role.seconds(tokens + copy_share * deepest)
+        self._busy, self._weight, usual = _NOT_BUSY.get, 0.0, 0.0
+        if work is not None:
+            self._busy, self._weight, usual = work.busy.get, work.weight, work.usual
+        self._later = (AGAINST_COPIES if copy_share * deepest else LATER_PROMPTS) * usual
+        """What it costs later prompts that a place is always busy."""
 
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
-        role, of = self.rates.role(Work.PREFILL), self.rates.factors(Work.PREFILL).get
-        fixed, per_token = role.fixed, role.per_token
-        own_seconds, busy = self._fresh_seconds(), self.work.busy.get
-        if_busy = self._if_busy(fixed + per_token * self.tokens) * self.work.weight
+        fixed, per_token, of = self._role.fixed, self._role.per_token, self._factor
+        own_seconds, busy = self._fresh_seconds, self._busy
+        if_busy = (WAITING * (fixed + per_token * self._tokens) + self._later) * self._weight
         return [
             (
                 (view.backlog * per_token + view.sequences * fixed + own_seconds) * of(name := view.name, 1.0)
@@ -117,76 +131,69 @@ class PrefillPrice:
         ]
 
     def quote(self, view: NodeView, rank: int, hit: Hit) -> Quote:
-        role, factor = self.rates.role(Work.PREFILL), self.rates.factors(Work.PREFILL).get(view.name, 1.0)
-        tokens = view.queued[rank] + self.tokens - self.usable(hit)
-        seconds = ((view.legs[rank] + 1) * role.fixed + tokens * role.per_token) * factor
-        copies = self.copy_share * max(0, self.deepest - hit.attention) * role.per_token * factor
-        own = role.fixed + (self.tokens - self.usable(hit)) * role.per_token
-        waits = self.work.share(view.name) * self._if_busy(own)
+        fixed, per_token, name = self._role.fixed, self._role.per_token, view.name
+        factor, own = self._factor(name, 1.0), self._tokens - self._usable(hit)
+        seconds = ((view.legs[rank] + 1) * fixed + (view.queued[rank] + own) * per_token) * factor
+        lacking = self._deepest - hit.attention
+        copies = self._copy_share * lacking * per_token * factor if lacking > 0 else 0.0
+        if_busy = WAITING * (fixed + own * per_token) + self._later
+        waits = self._busy(name, 0.0) * self._weight * if_busy
         return Quote((seconds + copies + waits) / view.room, seconds, view, rank, hit)
 
-    def least_fresh(self, heaviest: float) -> float:
-        return self._fresh_seconds() * self.rates.least_factor(Work.PREFILL) / heaviest
+    def least_fresh(self, _: Sequence[NodeView], heaviest: float) -> float:
+        return self._fresh_seconds * self._rates.least_factor(Work.PREFILL) / heaviest
 
     def own_seconds(self, tokens: int) -> float:
         """What so many tokens of a prompt take that is computed anyway."""
-        return self.rates.role(Work.PREFILL).per_token * tokens
-
-    def _fresh_seconds(self) -> float:
-        return self.rates.role(Work.PREFILL).seconds(self.tokens + self.copy_share * self.deepest)
-
-    def _if_busy(self, own: float) -> float:
-        """What it costs others and later prompts that a place is always busy which computes for ``own`` seconds."""
-        later = AGAINST_COPIES if self.copy_share * self.deepest else LATER_PROMPTS
-        return WAITING * own + later * self.work.usual
+        return self._role.per_token * tokens
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class HandOverPrice:
     """Of a decode node with a ticket: the attention blocks that it lacks and one state are moved; and its load."""
 
-    tokens: int
-    rates: Rates
+    __slots__ = ("_factor", "_rates", "_role", "_tokens")
+
+    def __init__(self, tokens: int, rates: Rates) -> None:
+        self._tokens, self._rates = tokens, rates
+        self._role, self._factor = rates.role(Work.HAND_OVER), rates.factors(Work.HAND_OVER).get
 
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
-        own, each = self.rates.role(Work.HAND_OVER).seconds(self.tokens), SEQUENCE_SECONDS
-        of = self.rates.factors(Work.HAND_OVER).get
+        own, each, of = self._role.seconds(self._tokens), SEQUENCE_SECONDS, self._factor
         return [(of(view.name, 1.0) * own + view.crowd * each + each) / view.room for view in views]
 
-    def least_fresh(self, heaviest: float) -> float:
-        least = self.rates.least_factor(Work.HAND_OVER)
-        return (self.rates.role(Work.HAND_OVER).seconds(self.tokens) * least + SEQUENCE_SECONDS) / heaviest
+    def least_fresh(self, views: Sequence[NodeView], heaviest: float) -> float:
+        own = self._role.seconds(self._tokens) * self._rates.least_factor(Work.HAND_OVER)
+        return (own + _least_crowd(views) * SEQUENCE_SECONDS + SEQUENCE_SECONDS) / heaviest
 
     def quote(self, view: NodeView, rank: int, hit: Hit) -> Quote:
-        factor = self.rates.factors(Work.HAND_OVER).get(view.name, 1.0)
-        moved = self.rates.role(Work.HAND_OVER).seconds(self.tokens - hit.attention)
-        seconds = moved * factor + load_seconds(view, rank)
+        moved = self._role.seconds(self._tokens - hit.attention)
+        seconds = moved * self._factor(view.name, 1.0) + load_seconds(view, rank)
         return Quote(seconds / view.room, seconds, view, rank, hit)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class LocalPrice:
     """Of a decode node that computes the prompt itself: what waits there, its uncached tokens, the node's load."""
 
-    tokens: int
-    rates: Rates
-    usable: Usable
+    __slots__ = ("_rates", "_tokens", "_usable")
+
+    def __init__(self, tokens: int, rates: Rates, usable: Usable) -> None:
+        self._tokens, self._rates, self._usable = tokens, rates, usable
 
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
-        role, of, each = self.rates.role(Work.LOCAL), self.rates.factors(Work.LOCAL).get, SEQUENCE_SECONDS
-        own, per_token = role.seconds(self.tokens), role.per_token
+        role, of, each = self._rates.role(Work.LOCAL), self._rates.factors(Work.LOCAL).get, SEQUENCE_SECONDS
+        own, per_token = role.seconds(self._tokens), role.per_token
         return [
             ((view.backlog * per_token + own) * of(view.name, 1.0) + view.crowd * each + each) / view.room
             for view in views
         ]
 
-    def least_fresh(self, heaviest: float) -> float:
-        least = self.rates.least_factor(Work.LOCAL)
-        return (self.rates.role(Work.LOCAL).seconds(self.tokens) * least + SEQUENCE_SECONDS) / heaviest
+    def least_fresh(self, views: Sequence[NodeView], heaviest: float) -> float:
+        own = self._rates.role(Work.LOCAL).seconds(self._tokens) * self._rates.least_factor(Work.LOCAL)
+        return (own + _least_crowd(views) * SEQUENCE_SECONDS + SEQUENCE_SECONDS) / heaviest
 
     def quote(self, view: NodeView, rank: int, hit: Hit) -> Quote:
-        pace = self.rates.pace(Work.LOCAL, view.name)
-        seconds = pace.seconds(view.queued[rank] + self.tokens - self.usable(hit)) + load_seconds(view, rank)
+        pace = self._rates.pace(Work.LOCAL, view.name)
+        seconds = pace.seconds(view.queued[rank] + self._tokens - self._usable(hit)) + load_seconds(view, rank)
         return Quote(seconds / view.room, seconds, view, rank, hit)
 
     def stall(self, view: NodeView, rank: int, hit: Hit) -> float:
@@ -196,10 +203,14 @@ class LocalPrice:
         computed now and this prompt they get one. Where the two still meet in one step, it is twice as long at most.
         To count both would turn away prompts for which a prefill place then computes all that it lacks.
         """
-        per_token = self.rates.pace(Work.LOCAL, view.name).per_token
-        return per_token * max(view.queued[rank], self.tokens - self.usable(hit))
+        per_token = self._rates.pace(Work.LOCAL, view.name).per_token
+        return per_token * max(view.queued[rank], self._tokens - self._usable(hit))
 
 
 def load_seconds(view: NodeView, rank: int) -> float:
     """What a further answer costs for the load of a decode node's rank."""
     return (view.crowd_of(rank) + 1) * SEQUENCE_SECONDS
+
+
+def _least_crowd(views: Sequence[NodeView]) -> float:
+    return min(map(_CROWD, views), default=0.0)

@@ -9,7 +9,7 @@ import operator
 from collections.abc import Sequence
 from typing import Protocol
 
-from pdproxy.nodes.node import Bars, Node, NodeView, Role, Seeds, Snapshot
+from pdproxy.nodes.node import Bars, Node, NodeView, Places, Role, Seeds, Snapshot
 from pdproxy.planning.allowed_pairs import lightest_allowed_pair
 from pdproxy.planning.plan_types import Choice, NoNode, NoNodeReason, Plan, PlanInput, UnknownModel
 from pdproxy.request import LocalReason
@@ -34,7 +34,7 @@ class Candidates:
 
     def serving(self, role: Role) -> list[NodeView]:
         """The nodes of a role that take requests for the model, those included that must not get this one."""
-        return self._at(self._served.places.of(role))
+        return self._served.places.views(role, self._nodes)
 
     def seeds(self, role: Role) -> Seeds:
         """What these are hashed by, in the same order."""
@@ -47,7 +47,7 @@ class Candidates:
 
     def open(self, role: Role) -> list[NodeView]:
         """Those that may get it, in the order of joining."""
-        return self._open(self._served.places.of(role))
+        return self._open(self._served.places, role)
 
     def may_take(self, view: NodeView) -> bool:
         """Whether one that serves the model may get this request."""
@@ -56,7 +56,7 @@ class Candidates:
 
     def by_cohort(self) -> list[tuple[list[NodeView], list[NodeView]]]:
         """The prefill and the decode nodes of each cohort; bars are not looked at."""
-        return [(self._open(places.prefills), self._open(places.decodes)) for places in self._served.cohorts]
+        return [(self._open(places, Role.PREFILL), self._open(places, Role.DECODE)) for places in self._served.cohorts]
 
     @property
     def cohort_names(self) -> tuple[str, ...]:
@@ -77,13 +77,10 @@ class Candidates:
         """`allow`, for two nodes of whichever role."""
         return self.allow(node, partner) if node.role is Role.PREFILL else self.allow(partner, node)
 
-    def _open(self, places: tuple[int, ...]) -> list[NodeView]:
-        views = self._at(places)
+    def _open(self, places: Places, role: Role) -> list[NodeView]:
+        views = places.views(role, self._nodes)
         restricted = self.needs.excluded or self.needs.partner is not None
         return list(filter(self.may_take, views)) if restricted else views
-
-    def _at(self, places: tuple[int, ...]) -> list[NodeView]:
-        return list(map(self._nodes.__getitem__, places))
 
     def partners(self, prefill: Node, decodes: list[NodeView]) -> list[NodeView]:
         """Those of the decode nodes that may read from a prefill node."""

@@ -1,9 +1,10 @@
 """What places have cached of one prompt: values that plans are made from. Pure."""
 
-import dataclasses
 import enum
 from collections.abc import Mapping
 from typing import NamedTuple
+
+import msgspec
 
 
 class Place(NamedTuple):
@@ -13,8 +14,7 @@ class Place(NamedTuple):
     rank: int = 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Hit:
+class Hit(msgspec.Struct, frozen=True):
     """How many of a prompt's first tokens a place has cached; 0 <= resume <= attention < the prompt's tokens.
 
     Attributes:
@@ -38,8 +38,7 @@ class HitSource(enum.StrEnum):
     """What this proxy sent where: nodes may have evicted it, and others may have sent more."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PromptHits:
+class PromptHits(msgspec.Struct, frozen=True):
     """What is cached of one prompt, and where.
 
     Attributes:

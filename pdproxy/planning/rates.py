@@ -9,10 +9,11 @@ slow ones, what was learned of it weighs less while others are chosen: a node th
 in a hundred.
 """
 
-import dataclasses
 import enum
 from collections.abc import Mapping
 from types import MappingProxyType
+
+import msgspec
 
 from pdproxy.planning.prefix import Place
 from pdproxy.planning.recent_work import RecentWork
@@ -30,8 +31,7 @@ class Work(enum.StrEnum):
     event of its stream."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Pace:
+class Pace(msgspec.Struct, frozen=True):
     """Seconds that a work takes: ``fixed`` whatever its size, and ``per_token`` for each token."""
 
     fixed: float
@@ -73,37 +73,42 @@ class _Line:
 
     def __init__(self, start: Pace) -> None:
         self._start = start
-        self._sums: tuple[float, ...] = (0.0,) * 5
+        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+        """Of weights, and of x, y, xx and xy: x are tokens, y are seconds."""
         self.pace = start
 
     def add(self, tokens: float, seconds: float) -> None:
-        new = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
-        self._sums = tuple(old * KEPT_OF_ROLE + more for old, more in zip(self._sums, new, strict=True))
+        weight, x, y, xx, xy = self._sums
+        kept = KEPT_OF_ROLE
+        self._sums = (
+            weight * kept + 1.0, x * kept + tokens, y * kept + seconds,
+            xx * kept + tokens * tokens, xy * kept + tokens * seconds,
+        )  # fmt: skip
         self._fit()
 
     def passed_over(self) -> None:
-        self._sums = tuple(old * KEPT_WHEN_PASSED_OVER for old in self._sums)
+        weight, x, y, xx, xy = self._sums
+        kept = KEPT_WHEN_PASSED_OVER
+        self._sums = (weight * kept, x * kept, y * kept, xx * kept, xy * kept)
         self._fit()
 
     def _fit(self) -> None:
-        weight, x, y, xx, xy = map(sum, zip(self._sums, self._points(), strict=True))
+        """Through the samples and the two points: what a token takes if ``START`` says right what is fixed decides the
+        far one."""
+        weight, x, y, xx, xy = self._sums
+        fixed, far_xx = self._start.fixed, WEIGHT_FAR * FAR * FAR
+        per_token = (xy - fixed * x + far_xx * self._start.per_token) / (xx + far_xx)
+        far = fixed + FAR * min(max(per_token, LEAST_PER_TOKEN), MOST_PER_TOKEN)
+        weight += WEIGHT_AT_0 + WEIGHT_FAR
+        x += WEIGHT_FAR * FAR
+        y += WEIGHT_AT_0 * fixed + WEIGHT_FAR * far
+        xx += far_xx
+        xy += WEIGHT_FAR * FAR * far
         slope = min(max((weight * xy - x * y) / (weight * xx - x * x), LEAST_PER_TOKEN), MOST_PER_TOKEN)
         self.pace = Pace(min(max((y - slope * x) / weight, LEAST_FIXED), MOST_FIXED), slope)
 
-    def _points(self) -> tuple[float, ...]:
-        """The sums of the two points: what a token takes if ``START`` says right what is fixed decides the far one."""
-        _, x, _, xx, xy = self._sums
-        fixed, weight = self._start.fixed, WEIGHT_FAR * FAR * FAR
-        per_token = (xy - fixed * x + weight * self._start.per_token) / (xx + weight)
-        far = fixed + FAR * min(max(per_token, LEAST_PER_TOKEN), MOST_PER_TOKEN)
-        return (
-            WEIGHT_AT_0 + WEIGHT_FAR, WEIGHT_FAR * FAR, WEIGHT_AT_0 * fixed + WEIGHT_FAR * far,
-            weight, WEIGHT_FAR * FAR * far,
-        )  # fmt: skip
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Samples:
+class _Samples(msgspec.Struct, frozen=True):
     """Of a node: the seconds that its samples took, that the role's line said, and that it said of the last one."""
 
     took: float = 0.0

@@ -4,8 +4,9 @@ A prompt is a chain of *marks*: one after each `CHUNK` bytes of a part of its te
 hash of all that comes before it.
 """
 
-import dataclasses
 from collections.abc import Sequence
+
+import msgspec
 
 CHUNK = 512
 """Bytes between two marks of one part."""
@@ -17,8 +18,7 @@ Piece = bytes | tuple[int, ...]
 """Of a prompt: text, or token ids."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Chain:
+class Chain(msgspec.Struct, frozen=True):
     """A prompt's marks.
 
     Attributes:
@@ -42,7 +42,7 @@ class Chain:
 def chain_of_text(model: str, salt: str, parts: Sequence[bytes]) -> Chain:
     """The marks of a text in parts, each of which a later prompt has whole or not at all."""
     pieces = [piece for part in parts for piece in _pieces(part)]
-    return dataclasses.replace(_chain(model, salt, pieces, CHUNK), tail=None)
+    return msgspec.structs.replace(_chain(model, salt, pieces, CHUNK), tail=None)
 
 
 def chain_of_completion(model: str, salt: str, prompt: bytes) -> Chain:
@@ -57,7 +57,7 @@ def _pieces(text: bytes) -> list[bytes]:
 def chain_of_ids(model: str, salt: str, ids: Sequence[int]) -> Chain:
     """The marks of token ids."""
     pieces = [tuple(ids[begin : begin + IDS]) for begin in range(0, len(ids), IDS)]
-    return dataclasses.replace(_chain(model, salt, pieces, IDS), in_tokens=True)
+    return msgspec.structs.replace(_chain(model, salt, pieces, IDS), in_tokens=True)
 
 
 def _chain(model: str, salt: str, pieces: Sequence[Piece], size: int) -> Chain:

@@ -20,6 +20,8 @@ import enum
 import math
 from collections.abc import Iterator
 
+import msgspec
+
 from pdproxy.planning.prefix import Hit, Place
 from pdproxy.planning.renderings import KnownPrefix, Rendering, Renderings
 from pdproxy.planning.text_chain import Chain
@@ -102,13 +104,13 @@ class TextIndex:
         at = self._known(chain)
         mark = self._marks.get(chain.hashes[at - 1]) if 0 < at < len(chain.hashes) else None
         if mark is None or not mark.tails:
-            return dataclasses.replace(chain, pieces=())
+            return msgspec.structs.replace(chain, pieces=())
         before, end, piece = chain.hashes[at - 1], chain.ends[at - 1], chain.pieces[at]
         found = ((end + length, hash((before, piece[:length]))) for length in sorted(mark.tails) if length < len(piece))
         more = [(end, value) for end, value in found if value in self._marks]
         hashes = (*chain.hashes[:at], *(value for _, value in more), *chain.hashes[at:])
         ends = (*chain.ends[:at], *(end for end, _ in more), *chain.ends[at:])
-        return dataclasses.replace(chain, hashes=hashes, ends=ends, pieces=())
+        return msgspec.structs.replace(chain, hashes=hashes, ends=ends, pieces=())
 
     def look_up(self, chain: Chain, now: float) -> dict[Place, Hit]:
         """How many tokens of the prompt each place may have cached; not yet cut to blocks."""

@@ -172,6 +172,8 @@ class ClientExchange(RequestResponseCycle):
     has_chunks = True
     _writer: ResponseWriter
     _on_left: Callable[[], None] | None = None
+    _head_waits = False
+    """For the body's first piece: the two are written at once then, and not in the loop's next turn."""
 
     @classmethod
     def begin(cls, cycle: RequestResponseCycle, writer: ResponseWriter) -> "ClientExchange":
@@ -202,8 +204,9 @@ class ClientExchange(RequestResponseCycle):
         """uvicorn's, which looks at each field of a head by itself, and would write head and body apart."""
         if message["type"] == "http.response.start" and self._begin(message["status"], [*message.get("headers", ())]):
             return
+        first, self._head_waits = self._head_waits, False
         await super().send(message)
-        if self.response_complete:
+        if first or self.response_complete:
             self._writer.flush()
 
     def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> bool:
@@ -220,7 +223,7 @@ class ClientExchange(RequestResponseCycle):
         head = b"".join([b"%b: %b\r\n" % field for field in fields])
         if len(head) - len(head.translate(None, _CONTROLS)) != len(b"\r\n") * len(fields):
             return False
-        self.response_started, self.waiting_for_100_continue = True, False
+        self.response_started, self._head_waits, self.waiting_for_100_continue = True, True, False
         if length is not None:
             self.chunked_encoding, self.expected_content_length = False, length
         elif self.scope["method"] != "HEAD" and status not in _BODILESS:

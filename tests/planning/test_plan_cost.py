@@ -1,17 +1,23 @@
 """What a plan costs does not grow with the nodes, but for the interpreter's own loops; and it stays the same plan."""
 
+import math
+import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdproxy.nodes.node import Bars, Node, NodeView, Role, State
+from pdproxy.nodes.node import Bars, Binding, Capacity, Footprint, Node, NodeView, Role, Snapshot, State
 from pdproxy.planning.allowed_pairs import lightest_allowed_pair
-from pdproxy.planning.plan import PlanPolicy
+from pdproxy.planning.cache_aware import CacheAware, Market
+from pdproxy.planning.cost import COPY_SHARE, Price
+from pdproxy.planning.plan import Candidates, PlanPolicy
 from pdproxy.planning.plan_types import PlanInput
+from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
+from pdproxy.planning.rates import Rates, Work
 from tests.bench.plan_cost import pool_of, requests
 
 MOST_CALLS = 120
@@ -85,3 +91,49 @@ def test_bars_do_not_make_a_plan_try_all_pairs(barred: int) -> None:
     bars = Bars({(f"p{index}", "d0"): "" for index in range(barred)})
     entered = calls(lambda: lightest_allowed_pair(prefills, decodes, bars, 7) and None)
     assert entered < 10 * len(prefills), "of 90,000 pairs"
+
+
+class Unbounded:
+    """A price that says nothing of what nodes ask at least which have cached nothing: all of them are priced."""
+
+    def __init__(self, price: Price) -> None:
+        self.fresh, self.quote = price.fresh, price.quote
+
+    def least_fresh(self, views: Sequence[NodeView], heaviest: float) -> float:
+        """Less than any."""
+        return -math.inf
+
+
+def loaded(name: str, role: Role, draw: st.DrawFn) -> NodeView:
+    """A node with legs, tokens that wait, and slow start."""
+    legs, capacity = draw(st.integers(2, 4)), draw(st.sampled_from([None, Capacity(1000, 8, 4, Binding.STATE)]))
+    node = Node(name, f"http://{name}", role, "m", weight=draw(st.sampled_from([1.0, 1.0, 0.3])), capacity=capacity)
+    queued, held = draw(st.integers(0, 4000)), Footprint(draw(st.integers(0, 1200)), legs)
+    share = draw(st.sampled_from([1.0, 1.0, 0.3]))
+    return NodeView(node, State.UP, legs, share, legs=(legs,), queued=(queued,), held=(held,))
+
+
+@st.composite
+def markets(draw: st.DrawFn) -> Market:
+    """A prompt of which some nodes have a part, before nodes of different pace."""
+    views = [loaded(f"{role}{index}", role, draw) for role in Role for index in range(draw(st.integers(1, 6)))]
+    rates, tokens = Rates(), draw(st.integers(1, 4000))
+    names, seconds = st.sampled_from([view.name for view in views]), st.floats(0.001, 0.1)
+    for name, work, took in draw(st.lists(st.tuples(names, st.sampled_from(Work), seconds), max_size=8)):
+        rates.computed(work, Place(name), tokens, 1.0, 1.0 + took)
+    cached = draw(st.dictionaries(names, st.integers(1, tokens), max_size=4))
+    hits = {Place(name): Hit(part, draw(st.integers(0, part))) for name, part in cached.items()}
+    needs = PlanInput("m", prefix=PromptHits(tokens, HitSource.EVENTS, hits), rates=rates)
+    policy = CacheAware(operator.attrgetter("resume"), draw(st.sampled_from([0.0, COPY_SHARE])))
+    return Market(policy, Candidates(Snapshot(tuple(views)), needs))
+
+
+@settings(max_examples=200)  # few of them have nodes that cost nearly the same
+@given(markets(), st.integers(0, 20))
+def test_nodes_that_are_not_priced_could_not_have_been_chosen(market: Market, turn: int) -> None:
+    prices: list[tuple[Price, Role]] = [
+        (market.prefill, Role.PREFILL), (market.hand_over, Role.DECODE), (market.local, Role.DECODE)
+    ]  # fmt: skip
+    for price, role in prices:
+        views, hits = market.candidates.open(role), market.hits(role)
+        assert market.best(price, views, hits, turn) == market.best(Unbounded(price), views, hits, turn)

@@ -1,6 +1,7 @@
 """The sink for pieces of a response: in order, framed, and no faster than the client reads."""
 
 import asyncio
+import socket
 
 import pytest
 
@@ -203,3 +204,24 @@ async def test_a_client_that_leaves_after_that_is_not_told_of(ends: bool) -> Non
         writer.transport.abort()
         await asyncio.sleep(0.15)
     assert not told
+
+
+async def test_the_first_piece_of_a_stream_waits_for_no_turn_of_the_loop() -> None:
+    got = asyncio.get_running_loop().create_future()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await whole_body(scope, receive)
+        await send_head(send, 200, ())
+        await send({"type": "http.response.body", "body": b"one", "more_body": True})
+        try:
+            got.set_result(client.recv(1000))  # blocks the loop: nothing can be written meanwhile
+        except TimeoutError:
+            got.set_result(b"")
+        await send({"type": "http.response.body", "body": b""})
+
+    async with serving(LIMITS, app) as port, asyncio.timeout(SOON):
+        with socket.create_connection(("127.0.0.1", port), timeout=1.0) as client:
+            client.sendall(post("content-length: 0"))
+            head, _, body = (await got).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200")
+    assert body == b"3\r\none\r\n"
