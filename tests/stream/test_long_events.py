@@ -85,7 +85,8 @@ def test_the_ids_of_a_very_long_prompt_are_looked_through_only_once() -> None:
     ids = b"123456," * 1_200_000 + b"1"
     body = b'data: {"id":"x","choices":[{"index":0,"text":"a","prompt_token_ids":[%b],"token_ids":[7]}]}\n\n' % ids
     pieces = [body[at : at + 65_536] for at in range(0, len(body), 65_536)]
-    assert min(_seconds_of_the_last(pieces) for _ in range(3)) < 0.01  # searched as any event is: 0.02
+    # Searched as any event is, no try is below 0.02. A busy machine stretches CPU time, too, now and then.
+    assert any(_seconds_of_the_last(pieces) < 0.01 for _ in range(10))
 
 
 def _seconds_of_the_last(pieces: list[bytes]) -> float:
