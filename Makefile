@@ -78,8 +78,9 @@ unit-connector:
 soak: env ## mixed load on fake nodes under random kills, and with KV events that are wrong; what an operator sees of it (two minutes; 15 in test-long)
 	SOAK_SECONDS=120 $(RUN) -m pytest tests/soak tests/watch $(MEASURED)
 
+# Bytecode is kept, as by the unit tests: otherwise every engine compiles the connector anew.
 e2e: env ## tests with real engines (twenty minutes)
-	$(RUN) -m pytest -m "e2e and not long"
+	env PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -m "e2e and not long"
 
 test-long: env ## the tests that take minutes each
 	$(RUN) -m pytest -m long
