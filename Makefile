@@ -54,7 +54,7 @@ UNIT = env PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not e
 # The longest process goes first.
 AFTER := nice -n 5
 
-unit: env ## tests without engines (a minute and a half on two cores)
+unit: env ## tests without engines (70 to 90 seconds on two cores)
 	@$(MAKE) --no-print-directory -j6 unit-connector unit-tickets unit-requests unit-app unit-serving unit-rest
 
 unit-app:
@@ -79,7 +79,7 @@ soak: env ## mixed load on fake nodes under random kills, and with KV events tha
 	SOAK_SECONDS=120 $(RUN) -m pytest tests/soak tests/watch $(MEASURED)
 
 # Bytecode is kept, as by the unit tests: otherwise every engine compiles the connector anew.
-e2e: env ## tests with real engines (twenty minutes)
+e2e: env ## tests with real engines (15 to 25 minutes)
 	env PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -m "e2e and not long"
 
 test-long: env ## the tests that take minutes each
