@@ -1,7 +1,8 @@
 """Reads a response stream as the server does: one piece, then pieces that are there without waiting, and so on."""
 
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from pdproxy.response import ResponseStream
 
@@ -9,7 +10,7 @@ AT_ONCE = 3
 """Pieces that are taken at once before the next await, as with a client that reads in bursts."""
 
 
-async def pieces_of(stream: ResponseStream) -> AsyncIterator[bytes]:
+async def pieces_of(stream: ResponseStream) -> AsyncGenerator[bytes, None]:
     """One piece after the other, without a sink."""
     while piece := await stream.read():
         yield piece
@@ -24,11 +25,12 @@ async def follow(stream: ResponseStream, most: int = sys.maxsize) -> list[bytes]
         return len(pieces) % (AT_ONCE + 1) != 0 and len(pieces) <= most
 
     try:
-        async for piece in pieces_of(stream):
-            if take(piece):
-                await stream.pipe_to(take)
-            if len(pieces) > most:
-                break
+        async with aclosing(pieces_of(stream)) as read:  # else the loop may, in a task of its own
+            async for piece in read:
+                if take(piece):
+                    await stream.pipe_to(take)
+                if len(pieces) > most:
+                    break
     finally:
         await stream.aclose()
     return pieces
