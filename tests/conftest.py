@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from tests.vllm_compat.our_use import Touches
     from tests.vllm_compat.vllm_source import Library, Shape
 
+FOREIGN_LOGGERS = frozenset({"torch", "transformers", "huggingface_hub", "opentelemetry"})
 # A loaded machine is slow without being wrong, and CI is to see the same examples every time: few of them, for
 # `make test-long` and `make fuzz` try hundreds and thousands of others.
-FOREIGN_LOGGERS = frozenset({"torch", "transformers", "huggingface_hub", "opentelemetry"})
 UNHURRIED = (HealthCheck.too_slow,)
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=20, suppress_health_check=UNHURRIED)
 settings.register_profile(
