@@ -25,7 +25,7 @@ async def follow(stream: ResponseStream, most: int = sys.maxsize) -> list[bytes]
         return len(pieces) % (AT_ONCE + 1) != 0 and len(pieces) <= most
 
     try:
-        async with aclosing(pieces_of(stream)) as read:  # else the loop may, in a task of its own
+        async with aclosing(pieces_of(stream)) as read:  # left open, the loop would close it later
             async for piece in read:
                 if take(piece):
                     await stream.pipe_to(take)
