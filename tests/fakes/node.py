@@ -1,4 +1,7 @@
-"""A fake vLLM node without sockets: what it answers is a script of pieces; `memory` and `loopback` carry it."""
+"""A fake vLLM node without sockets: what it answers is a script of pieces; `memory` and `loopback` carry it.
+
+Some lines over 300: one node, with all its answers.
+"""
 
 import asyncio
 import dataclasses
