@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tests.vllm_compat.vllm_source import Library, Shape
 
 FOREIGN_LOGGERS = frozenset({"torch", "transformers", "huggingface_hub", "opentelemetry"})
+OUR_LOGGERS = "vllm.pdproxy"
 # A loaded machine is slow without being wrong, and CI is to see the same examples every time: few of them, for
 # `make test-long` and `make fuzz` try hundreds and thousands of others.
 UNHURRIED = (HealthCheck.too_slow,)
@@ -48,13 +49,14 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def forget_foreign_loggers() -> None:
-    """Take the loggers of torch and others off the list of all; whoever has one goes on with it.
+    """Take the loggers of torch, of vLLM's modules and others off the list of all; whoever has one goes on with it.
 
     Thrice for every test pytest goes through that list, and adds its handlers to those that do not propagate.
     """
     listed = logging.root.manager.loggerDict
-    for name in [name for name in listed if name.partition(".")[0] in FOREIGN_LOGGERS]:
-        del listed[name]
+    for name in [name for name in listed if name.partition(".")[0] in FOREIGN_LOGGERS or name.startswith("vllm.")]:
+        if not name.startswith(OUR_LOGGERS):
+            del listed[name]
 
 
 # Warnings that the engine's own imports raise are not ours to mend; everything else stays an error.

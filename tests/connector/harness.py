@@ -10,8 +10,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from copy import deepcopy
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ from connector.weights import WeightsSource, checkpoint_text
 
 MODEL = Path(__file__).parents[2] / "deploy" / "local" / "model" / "tiny-hybrid"
 BLOCK = 16
+MODEL_PARTS = node_fingerprint._model_parts
 
 
 def attention() -> KVCacheSpec:
@@ -118,6 +119,7 @@ def make_scheduler(config: VllmConfig, kv_cache: KVCacheConfig) -> Scheduler:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nixl_connector, "require_fit", lambda contract: check_vllm())
         patch.setattr(node_fingerprint, "checkpoint_text", _checkpoint_text)
+        patch.setattr(node_fingerprint, "_model_parts", _model_parts)
         scheduler = pace.scheduler(
             vllm_config=config,
             kv_cache_config=kv_cache,
@@ -265,9 +267,14 @@ def _config(
     role: str, groups: Sequence[KVCacheSpec], engine_id: str, num_blocks: int, extra: Mapping[str, Any]
 ) -> VllmConfig:
     modes = [spec.mamba_cache_mode for spec in groups if isinstance(spec, MambaSpec)]
-    cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True, mamba_cache_mode=modes[0] if modes else "none")
-    cache.num_gpu_blocks = num_blocks
-    transfer = KVTransferConfig(
+    config = _copied(_template(role, modes[0] if modes else "none"))
+    config.cache_config.num_gpu_blocks = num_blocks
+    config.kv_transfer_config = _transfer(role, engine_id, extra)
+    return config
+
+
+def _transfer(role: str, engine_id: str, extra: Mapping[str, Any]) -> KVTransferConfig:
+    return KVTransferConfig(
         kv_connector="NixlConnector",
         kv_connector_module_path="connector.nixl_connector",
         kv_role=role,
@@ -275,9 +282,14 @@ def _config(
         kv_load_failure_policy="recompute",
         kv_connector_extra_config=dict(extra),
     )
+
+
+@cache
+def _template(role: str, mode: str) -> VllmConfig:
+    """What vLLM makes of a node's settings; once for each kind of node, for that takes a third of a node's time."""
     return VllmConfig(
-        model_config=deepcopy(_model()),
-        cache_config=cache,
+        model_config=copy(_model()),
+        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True, mamba_cache_mode=mode),
         scheduler_config=SchedulerConfig(
             max_num_seqs=32,
             max_num_batched_tokens=4096,
@@ -288,14 +300,34 @@ def _config(
         ),
         parallel_config=ParallelConfig(worker_cls=CPU_WORKER),
         device_config=DeviceConfig("cpu"),
-        kv_transfer_config=transfer,
+        kv_transfer_config=_transfer(role, "template", {}),
     )
+
+
+def _copied(config: VllmConfig) -> VllmConfig:
+    """With parts of its own, which the engine writes to; what is in those, as the model's `config.json`, is shared."""
+    made = copy(config)
+    for name in (each.name for each in fields(VllmConfig)):
+        part = getattr(config, name)
+        if is_dataclass(part):
+            setattr(made, name, copy(part))
+    return made
 
 
 @cache
 def _checkpoint_text(source: WeightsSource) -> str:
     """The fingerprint's part, once for each model: reading its weights takes half of a node's time."""
     return checkpoint_text(source)
+
+
+def _model_parts(model: ModelConfig) -> dict[str, str]:
+    """The fingerprint's part of the model that every node here has, once; of any other as the node makes it."""
+    return _own_model_parts() if model.hf_config is _model().hf_config else MODEL_PARTS(model)
+
+
+@cache
+def _own_model_parts() -> dict[str, str]:
+    return MODEL_PARTS(_model())
 
 
 @cache
