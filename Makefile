@@ -80,7 +80,7 @@ soak: env ## mixed load on fake nodes under random kills, and with KV events tha
 
 # Bytecode is kept, as by the unit tests: otherwise every engine compiles the connector anew.
 e2e: env ## tests with real engines (25 minutes)
-	env PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -m "e2e and not long"
+	env PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -m "e2e and not long" --durations=20
 
 test-long: env ## the tests that take minutes each
 	$(RUN) -m pytest -m long

