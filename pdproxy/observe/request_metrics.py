@@ -10,7 +10,7 @@ import enum
 import itertools
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import prometheus_client
 from prometheus_client import CollectorRegistry
@@ -50,6 +50,25 @@ class FromZero(MetricWrapperBase):
         """Every combination of these label values is there from now on. A series is made when it first counts or is
         exported: of hundreds most never count."""
         self._to_begin += (axes,)
+
+    def labels(self, *labelvalues: object, **labelkwargs: object) -> Self:
+        """The series of these label values. prometheus_client's own takes a lock to find one, and checks all names
+        again to make one; where anything is unusual, it is asked."""
+        series: dict[tuple[object, ...], Self] = self.__dict__.get("_metrics", {})
+        if (found := series.get(labelvalues)) is not None:
+            return found
+        if labelkwargs or self._labelvalues or len(labelvalues) != len(self._labelnames) or not labelvalues:
+            return super().labels(*labelvalues, **labelkwargs)
+        values = tuple(map(str, labelvalues))
+        return series.setdefault(values, self._child(values))
+
+    def _child(self, values: tuple[str, ...]) -> Self:
+        """A new series: its family, with these label values."""
+        child = object.__new__(type(self))
+        child.__dict__.update(self.__dict__, _labelvalues=values)
+        del child._metrics, child._lock
+        child._metric_init()  # type: ignore[no-untyped-call]
+        return child
 
     def collect(self) -> Iterable[Metric]:
         begun, self._to_begin = self._to_begin, ()
