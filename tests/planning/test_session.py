@@ -32,8 +32,12 @@ def fleet(prefills: int, decodes: int) -> list[NodeView]:
 
 
 def made(views: Sequence[NodeView], key: int | None, bars: Bars | None = None, excluded: str = "") -> Plan:
-    needs = PlanInput("m", session=key, excluded=frozenset(excluded.split()))
-    return plan(Snapshot(tuple(views), bars or Bars()), needs, POLICY, 0)
+    return planned(Snapshot(tuple(views), bars or Bars()), key, excluded)
+
+
+def planned(nodes: Snapshot, key: int | None, excluded: str = "") -> Plan:
+    """Where thousands of keys meet the same nodes, those are sorted once, as a pool does."""
+    return plan(nodes, PlanInput("m", session=key, excluded=frozenset(excluded.split())), POLICY, 0)
 
 
 def names(chosen: Plan) -> tuple[str, str]:
@@ -99,10 +103,10 @@ def test_a_node_that_leaves_moves_its_own_sessions_alone(views: list[NodeView], 
 
 @pytest.mark.parametrize("nodes", [2, pytest.param(5, marks=pytest.mark.long), 20])
 def test_one_node_more_moves_its_share_of_the_sessions(nodes: int) -> None:
-    smaller, larger = fleet(nodes - 1, nodes - 1), fleet(nodes, nodes)
+    smaller, larger = (Snapshot(tuple(fleet(number, number))) for number in (nodes - 1, nodes))
     moved = collections.Counter[int]()
     for key in KEYS:
-        pairs = zip(names(made(smaller, key)), names(made(larger, key)), strict=True)
+        pairs = zip(names(planned(smaller, key)), names(planned(larger, key)), strict=True)
         moved.update(place for place, (before, after) in enumerate(pairs) if before != after)
     for place in (0, 1):
         assert moved[place] / len(KEYS) == pytest.approx(1 / nodes, rel=0.25)
@@ -110,14 +114,15 @@ def test_one_node_more_moves_its_share_of_the_sessions(nodes: int) -> None:
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0, 1.0), (1.0, 2.0, 0.5, 4.0)])
 def test_sessions_are_shared_out_by_weight(weights: tuple[float, ...]) -> None:
-    views = [view(f"p{index}", weight=weight) for index, weight in enumerate(weights)] + fleet(0, 2)
-    got = collections.Counter(names(made(views, key))[0] for key in KEYS)
+    nodes = Snapshot((*(view(f"p{index}", weight=weight) for index, weight in enumerate(weights)), *fleet(0, 2)))
+    got = collections.Counter(names(planned(nodes, key))[0] for key in KEYS)
     for index, weight in enumerate(weights):
         assert got[f"p{index}"] / len(KEYS) == pytest.approx(weight / sum(weights), abs=0.03)
 
 
 def test_which_prefill_node_a_session_has_says_nothing_of_its_decode_node() -> None:
-    pairs = collections.Counter(names(made(fleet(3, 3), key)) for key in KEYS)
+    nodes = Snapshot(tuple(fleet(3, 3)))
+    pairs = collections.Counter(names(planned(nodes, key)) for key in KEYS)
     assert len(pairs) == 9
     assert min(pairs.values()) > len(KEYS) / 9 * 0.8
 
