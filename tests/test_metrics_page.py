@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,7 @@ class RecordingRegistry(CollectorRegistry):
         self.registered.append(collector)
 
 
+@cache
 def of_the_proxy() -> dict[str, str]:
     """Type by name, as Prometheus sees it."""
     registry = CollectorRegistry()

@@ -1,6 +1,7 @@
 """A small engine that streams as vLLM 0.32 does: fixed tokens, text that lags behind them, stop strings."""
 
 import dataclasses
+import functools
 import json
 
 from pdproxy.request import Endpoint
@@ -34,6 +35,10 @@ class Engine:
 
     def stream(self, produced: int = 0, name: str = "one") -> list[bytes]:
         """The events of a run whose prompt already holds ``produced`` of the tokens."""
+        return list(_streamed(self, produced, name))
+
+    def run(self, produced: int, name: str) -> list[bytes]:
+        """The same, written anew."""
         chat = self.endpoint is Endpoint.CHAT
         prompt = [*self.prompt, *range(100, 100 + produced)]
         events = [self._event(name, {"delta": {"role": "assistant", "content": ""}}, prompt=prompt)] if chat else []
@@ -91,6 +96,12 @@ class Engine:
 
     def _data(self, payload: dict[str, object]) -> bytes:
         return b"data: " + json.dumps(payload, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+
+
+@functools.cache
+def _streamed(engine: Engine, produced: int, name: str) -> tuple[bytes, ...]:
+    """Kept, since a stream that is cut everywhere is asked for thousands of times."""
+    return tuple(engine.run(produced, name))
 
 
 def events(raw: bytes) -> list[Event]:
