@@ -47,13 +47,16 @@ CountSpans = Callable[[SpanOutcome, int], None]
 
 
 class Collector(NamedTuple):
-    """Where spans go; ``seconds``: for one batch, tries and pauses together."""
+    """Where spans go; ``seconds``: for one batch, tries and pauses together.
+
+    ``tls`` is None where it is not asked for: to read the system's authorities takes a twentieth of the start.
+    """
 
     url: str
     headers: Mapping[str, str]
     compression: str
     seconds: float
-    tls: ssl.SSLContext
+    tls: ssl.SSLContext | None
 
     @classmethod
     def read(cls, url: str, environment: Mapping[str, str]) -> "Collector":
@@ -73,8 +76,9 @@ class Collector(NamedTuple):
             raise SettingsError(f"OTEL_EXPORTER_OTLP_COMPRESSION is {compression!r}: none, gzip and deflate are known.")
         if compression != "none":
             headers["content-encoding"] = compression
-        files = (variable(name) for name in ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY"))
-        return cls(url, headers, compression, _seconds(variable("TIMEOUT", "10")), _tls(*files))
+        files = [variable(name) for name in ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY")]
+        tls = _tls(*files) if any(files) or not url.startswith("http://") else None
+        return cls(url, headers, compression, _seconds(variable("TIMEOUT", "10")), tls)
 
 
 def _seconds(text: str) -> float:

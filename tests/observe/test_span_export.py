@@ -2,6 +2,7 @@
 
 import functools
 import gzip
+import ssl
 import threading
 import time
 import zlib
@@ -226,3 +227,10 @@ def test_a_limit_that_is_none_is_named(name: str, value: str) -> None:
 def test_a_variable_that_cannot_be_used_is_named(name: str, value: str) -> None:
     with pytest.raises(SettingsError, match="OTEL_EXPORTER_OTLP_"):
         Collector.read(f"http://{HOST}:9/v1/traces", {name: value})
+
+
+def test_the_systems_authorities_are_read_where_a_collector_speaks_tls() -> None:
+    assert Collector.read("http://collector:4318/v1/traces", {}).tls is None
+    tls = Collector.read("https://collector:4318/v1/traces", {}).tls
+    assert tls is not None
+    assert tls.verify_mode is ssl.CERT_REQUIRED
