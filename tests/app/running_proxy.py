@@ -38,8 +38,21 @@ class RunningProxy:
     async def until(self, text: str, path: str = "/metrics") -> None:
         """Wait until a page of the proxy holds a text."""
         async with asyncio.timeout(SOON):
-            while text not in (await self.client.get(path)).text:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+            await until(self.client, text, path=path)
+
+
+async def until(client: httpx.AsyncClient, *texts: str, path: str = "/metrics") -> None:
+    """Wait until a page of the proxy holds these texts."""
+    while True:
+        page = (await client.get(path)).text
+        if all(text in page for text in texts):
+            return
+        await asyncio.sleep(0.02)
+
+
+def up(name: str, role: Role) -> str:
+    """The metric of a node that is up."""
+    return f'pdproxy_node_up{{node="{name}",role="{role}",state="up"}} 1.0'
 
 
 @contextlib.asynccontextmanager
@@ -62,8 +75,8 @@ async def running_proxy(settings: Settings, key: str = "none", prefill_dialect: 
         ):
             made = RunningProxy(client, prefill, decode, running)
             await made.until('"ready"', "/ready")  # a tenth of what metrics cost
-            for role in Role:
-                await made.until(f'pdproxy_node_up{{node="{role}-0",role="{role}",state="up"}} 1.0')
+            async with asyncio.timeout(SOON):
+                await until(client, *(up(f"{role}-0", role) for role in Role))
             yield made
 
 

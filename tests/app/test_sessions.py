@@ -1,6 +1,5 @@
 """Conversations through the whole proxy with the policy `session`, in front of fake nodes on loopback."""
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
@@ -18,7 +17,7 @@ from pdproxy.observe.logs import TextFormatter
 from pdproxy.settings.model import ConfiguredNode, Health, Keys, Listen, Policy, Settings
 from pdproxy.settings.types import FirstHandOver, Role, Routing
 from pdproxy.workers.division import share_of
-from tests.app.running_proxy import bearer, listening, plain_client
+from tests.app.running_proxy import bearer, listening, plain_client, until, up
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.loopback import LoopbackNode
 from tests.fakes.node import FakeNode
@@ -73,11 +72,8 @@ class Fleet:
         transport = httpx.ASGITransport(app=self.running.operators)
         async with httpx.AsyncClient(transport=transport, base_url="http://operators") as operators:
             assert (await operators.post("/nodes", json=new)).status_code == 201
-        await self.up(name, role)
+        await until(self.client, is_up(name))
         return name
-
-    async def up(self, name: str, role: Role) -> None:
-        await until(self.client, f'pdproxy_node_up{{node="{name}",role="{role}",state="up"}} 1.0')
 
     async def routed(self, role: Role, outcome: str) -> int:
         """The metric of legs by session."""
@@ -87,9 +83,9 @@ class Fleet:
         return int(float(line.removeprefix(wanted)))
 
 
-async def until(client: httpx.AsyncClient, text: str, path: str = "/metrics") -> None:
-    while text not in (await client.get(path)).text:  # noqa: ASYNC110
-        await asyncio.sleep(0.02)
+def is_up(name: str) -> str:
+    """The metric of a node that is named by its role."""
+    return up(name, Role(name.partition("-")[0]))
 
 
 @contextlib.asynccontextmanager
@@ -108,9 +104,8 @@ async def fleet(settings: Settings, key: str = "none") -> AsyncIterator[Fleet]:
         url = await stack.enter_async_context(listening(running, settings))
         client = await stack.enter_async_context(plain_client(url, headers=bearer(key)))
         made = Fleet(running, client, nodes, fabric, stack)
-        await until(client, '"ready"', "/ready")
-        for name in nodes:
-            await made.up(name, Role(name.partition("-")[0]))
+        await until(client, '"ready"', path="/ready")
+        await until(client, *map(is_up, nodes))
         yield made
 
 
@@ -150,9 +145,7 @@ async def worker_beside(made: Fleet, settings: Settings) -> AsyncIterator[httpx.
     ):
         transport = httpx.ASGITransport(app=running.operators)
         async with httpx.AsyncClient(transport=transport, base_url="http://operators") as operators:
-            for name in made.nodes:
-                role = name.partition("-")[0]
-                await until(operators, f'pdproxy_node_up{{node="{name}",role="{role}",state="up"}} 1.0')
+            await until(operators, *map(is_up, made.nodes))
         yield client
 
 
