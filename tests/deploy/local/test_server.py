@@ -24,23 +24,24 @@ def in_child(wanted: int) -> bool:
 
 def test_a_port_that_listens_after_the_fork_is_the_server_s_alone() -> None:
     """vLLM has bound it when the engine is forked. It is refused once the server is gone, whatever the engine does."""
-    reader, writer = os.pipe()
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        address = server.getsockname()
-        child = os.fork()
-        if not child:
-            os.close(writer)
-            part_from_server()
-            os.read(reader, 1)
-            os._exit(0)
-        server.listen()
-        socket.create_connection(address).close()
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(address)
-    os.close(writer)
-    os.close(reader)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", 0))
+            address = server.getsockname()
+            child = os.fork()
+            if not child:
+                part_from_server()
+                theirs.send(b"parted")
+                theirs.recv(1)
+                os._exit(0)
+            server.listen()
+            socket.create_connection(address).close()
+            assert ours.recv(6) == b"parted"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+        ours.send(b"?")
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_nothing_else_is_lost() -> None:
