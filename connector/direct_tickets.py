@@ -5,9 +5,8 @@
     prefill node    `TicketSender`: sends the ticket there when the prefill has ended, in a thread of its own
     decode node     `TicketInbox`: from the side channel's thread to the engine's, which settles the wait
 
-Nothing depends on it. What is lost, late, refused or sent to the wrong node costs some milliseconds at most: the proxy
-delivers the same ticket, a moment later where the prefill node's answer says that it has sent it, and the first one
-counts (`waiting_requests`).
+Nothing depends on it. What is lost, late, refused or sent to the wrong node has no consequence: the proxy delivers the
+same ticket, and the first one counts (`waiting_requests`).
 
 A prefill node connects to no address that anybody makes up. With ticket keys an address is signed by the node that
 listens there: who asks for a prefill can have the node connect to decode nodes with the same keys alone. Without keys
@@ -22,8 +21,7 @@ import queue
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -43,9 +41,6 @@ SHUT_SECONDS = 10.0
 MOST_SHUT = 1024
 MOST_QUEUED = 1024
 """Tickets that wait for the thread."""
-HAND_SECONDS = 0.001
-"""For so long at most the engine's thread waits until the ticket is on its way. Without that the other thread would get
-Python's lock only when the engine's next waits for something, which was 1.1 to 1.6 ms later."""
 LONGEST_TICKET = LONGEST_QUESTION - 4096
 MOST_INBOX_BLOCKS = 1 << 20
 """Of the tickets that wait for the engine's thread, in all."""
@@ -120,17 +115,8 @@ class TicketInbox:
         return taken
 
 
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """A ticket for the wait of this id, encoded, and where to send it."""
-
-    wait: str
-    ticket: bytes
-    addresses: tuple[Address, ...]
-
-
 class TicketSender:
-    """The thread. `send` and `close` are for one other thread, the engine's, and wait for nobody's answer.
+    """The thread. `send` and `close` are for one other thread, the engine's, and do not wait for anybody's answer.
 
     `keys`, `hosts`: as `read_address` takes them; the keys may change.
     """
@@ -148,41 +134,24 @@ class TicketSender:
         self._make_peers = peers or (lambda: Peers(keys, time.monotonic))
         self._peers: Peers | None = None
         self._thread: threading.Thread | None = None
-        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
-        self._handed = threading.Event()
+        self._orders: queue.SimpleQueue[tuple[Waiter, bytes] | None] = queue.SimpleQueue()
         self._numbers = count(1)
         self._open: OrderedDict[int, tuple[Address, float]] = OrderedDict()
         self._shut: OrderedDict[Address, float] = OrderedDict()
 
-    def send(self, waiter: Waiter, ticket: Mapping[str, Any]) -> bool:
-        """Have a ticket sent to each address; whether there is one to which it goes. The thread starts with the first
-        ticket. It is encoded here: vLLM puts a field of its own into such a map as soon as it has it."""
-        encoded = encode_ticket(ticket)
-        addresses = tuple(self._open_addresses(waiter, len(encoded)))
-        if not addresses:
-            return False
-        self._handed.clear()
-        self._orders.put(_Order(waiter.wait, encoded, addresses))
+    def send(self, waiter: Waiter, ticket: Mapping[str, Any]) -> None:
+        """Have a ticket sent to each address; the thread starts with the first one. It is encoded here: vLLM puts a
+        field of its own into this very map as soon as it has it."""
+        if self._orders.qsize() >= MOST_QUEUED:
+            self._counters.ticket_sent(TicketSend.NOT_SENT)
+            return
+        self._orders.put((waiter, encode_ticket(ticket)))
         if self._peers is None:
             self._peers = self._make_peers()
             run = threading.Thread(target=self._run, args=(self._peers,), name="pdproxy_ticket_sender", daemon=True)
             run.start()
             self._thread = run
         self._peers.wake()
-        self._handed.wait(HAND_SECONDS)
-        return True
-
-    def _open_addresses(self, waiter: Waiter, size: int) -> Iterator[Address]:
-        """Where a ticket of so many bytes may be sent to; the others are counted."""
-        now, no_room = time.monotonic(), size > LONGEST_TICKET or self._orders.qsize() >= MOST_QUEUED
-        for written in waiter.addresses:
-            address = read_address(written, self._keys, self._hosts)
-            if address is None:
-                self._counters.ticket_sent(TicketSend.BAD_ADDRESS)
-            elif no_room or self._shut.get(address, now) > now:
-                self._counters.ticket_sent(TicketSend.NOT_SENT)
-            else:
-                yield address
 
     def close(self) -> None:
         """End the thread and close its sockets. May be called twice."""
@@ -205,16 +174,21 @@ class TicketSender:
             order = self._orders.get_nowait()
             if order is None:
                 return False
-            self._send_one(peers, order)
-            self._handed.set()
+            self._send_one(peers, *order)
         return True
 
-    def _send_one(self, peers: Peers, order: _Order) -> None:
-        due = time.monotonic() + REPLY_SECONDS
-        for address in order.addresses:
-            number = next(self._numbers)
-            self._open[number] = (address, due)
-            peers.send(address, write_ticket(SentTicket(number, order.wait, order.ticket)))
+    def _send_one(self, peers: Peers, waiter: Waiter, encoded: bytes) -> None:
+        now = time.monotonic()
+        for written in waiter.addresses:
+            address = read_address(written, self._keys, self._hosts)
+            if address is None:
+                self._counters.ticket_sent(TicketSend.BAD_ADDRESS)
+            elif len(encoded) > LONGEST_TICKET or self._shut.get(address, now) > now:
+                self._counters.ticket_sent(TicketSend.NOT_SENT)
+            else:
+                number = next(self._numbers)
+                self._open[number] = (address, now + REPLY_SECONDS)
+                peers.send(address, write_ticket(SentTicket(number, waiter.wait, encoded)))
 
     def _on_replies(self, peers: Peers) -> None:
         for address, reply in peers.received():

@@ -19,7 +19,7 @@ from connector.counters import Counters
 from connector.fingerprint import Fingerprint
 from connector.leases import MOST_REMEMBERED, REMEMBERED_FOR, Aliases, LeaseTable
 from connector.ticket import Ticket, wire
-from connector.transfer_params import SENT_TICKET, IssueTicket, Waiter
+from connector.transfer_params import IssueTicket, Waiter
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class TicketIssuer:
     """Every prefill leg that asked for a ticket, from its arrival until its blocks are free.
 
     `make_alias` returns an unguessable name of at least 16 letters, digits, `-` and `_`. `send` gets each ticket for
-    which a request waits already, and says whether it is under way there.
+    which a request waits already.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class TicketIssuer:
         make_alias: Callable[[], str],
         now: Callable[[], float],
         wall: Callable[[], float],
-        send: Callable[[Waiter, Mapping[str, Any]], bool],
+        send: Callable[[Waiter, Mapping[str, Any]], None],
     ) -> None:
         self._leases = leases
         self._hand_overs = hand_overs
@@ -199,7 +199,9 @@ class TicketIssuer:
             fingerprint=self.fingerprint,
         )
         made, waiter = wire(ticket, self._keys), self._waiters.pop(request_id, None)
-        return {**made, SENT_TICKET: True} if waiter is not None and self._send(waiter, made) else made
+        if waiter is not None:
+            self._send(waiter, made)
+        return made
 
     def drop(self, request_id: str) -> None:
         """The request ended without a ticket; nothing is held."""

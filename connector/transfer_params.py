@@ -30,8 +30,6 @@ READERS = "pdproxy_readers"
 RELEASE = "pdproxy_release"
 WAIT = "pdproxy_wait"
 SEND_TICKET = "pdproxy_send_ticket"
-SENT_TICKET = "pdproxy_sent_ticket"
-"""Beside a ticket: it is under way to the request that waits, too. The proxy takes it off."""
 DELIVER = "pdproxy_deliver"
 MOST_READERS = 1024
 MOST_ADDRESSES = 64

@@ -348,8 +348,7 @@ ticket to the decode leg. The table stays the same, and no leg disturbs the othe
 - A decode leg fails before it has its ticket: the one to come counts as one that works. The other decode node waits for
   it too, or gets it with the request where it cannot. Where no step is left the prefill leg is ended, and released.
 - A delivery fails: the decode leg is closed, and the request goes out anew with its ticket in it. A node that answers a
-  delivery with a 4xx is not made to wait for a minute. One that is late, since the prefill node had sent the ticket
-  itself, fails nothing: the hand-over is released.
+  delivery with a 4xx is not made to wait for a minute.
 - A decode node answers before it has its ticket: the answer is good; the prefill leg is ended, and released.
 - `decode_headers` counts from the delivery.
 """

@@ -37,8 +37,6 @@ _CACHED_HINT = "remote_prefill_cached_tokens"
 """vLLM's scheduler adds it to the ticket, and a decode node that gets it reports it as its own ``cached_tokens``
 (0.32, v1/engine/output_processor.py). Without it the decode node reports what it did not have to compute, which shows
 whether it used the ticket. The connector does not look at it, and no signature covers it."""
-_SENT = "pdproxy_sent_ticket"
-_BESIDE_THE_TICKET = frozenset({_CACHED_HINT, _SENT})
 
 
 def new_hand_over_id() -> str:
@@ -47,15 +45,11 @@ def new_hand_over_id() -> str:
 
 
 class PrefillAnswer(msgspec.Struct, frozen=True):
-    """The ticket for the decode leg; where the prefill node tells, how many of how many prompt tokens were cached.
-
-    ``sent``: the prefill node has sent the ticket to the decode leg that waits for it, too, as it was asked to.
-    """
+    """The ticket for the decode leg; where the prefill node tells, how many of how many prompt tokens were cached."""
 
     ticket: Json
     cached_tokens: int | None = None
     prompt_tokens: int | None = None
-    sent: bool = False
 
 
 async def prefill(
@@ -76,10 +70,12 @@ def read_prefill(endpoint: Endpoint, answer: Json) -> PrefillAnswer:
     if not isinstance(params, dict) or not params:
         raise_if_aborted(endpoint, answer)
         raise NodeFault(Fault.NO_TICKET, "the prefill answer carries no kv_transfer_params")
-    ticket = {key: value for key, value in params.items() if key not in _BESIDE_THE_TICKET}
+    ticket = {key: value for key, value in params.items() if key != _CACHED_HINT}
     hint, usage = params.get(_CACHED_HINT), read_usage(answer.get("usage"))
-    cached = hint if isinstance(hint, int) else None if usage is None else usage.cached
-    return PrefillAnswer(ticket, cached, None if usage is None else usage.prompt, params.get(_SENT) is True)
+    prompt = None if usage is None else usage.prompt
+    if isinstance(hint, int):
+        return PrefillAnswer(ticket, hint, prompt)
+    return PrefillAnswer(ticket, None if usage is None else usage.cached, prompt)
 
 
 async def decode(

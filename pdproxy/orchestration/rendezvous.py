@@ -5,11 +5,9 @@
     the request's task     decode leg ─────────── waits ───────────────── first event
     a task of its own      prefill leg(s) ── ticket ── delivery ─┘
 
-Where the decode node says where it takes tickets, the prefill node sends it there, too. The delivery is then held back
-until the first event, or for a moment: it would mostly come second and change nothing, and takes both nodes' and the
-proxy's time just when the decode node begins to read. It is not left out, for it has a second ticket given back. The
-decode leg may move to another node while its ticket is made, and either task may fail at any moment. What follows then
-is `upstream`'s business; this is how the two meet.
+Where the decode node says where it takes tickets, the prefill node sends it there, too: the delivery then mostly comes
+second, and changes nothing. The decode leg may move to another node while its ticket is made, and either task may fail
+at any moment. What follows then is `upstream`'s business; this is how the two meet.
 """
 
 import asyncio
@@ -32,9 +30,6 @@ from pdproxy.transport.port import DeadlineHold, Timeouts
 ANSWER_SECONDS = 0.1
 """A first event may overtake the answer of the prefill leg whose ticket it had from the prefill node. Waited for at
 most so long: a node that did not wait, and is ahead of a prefill that is under way, is not made slower by more."""
-HOLD_SECONDS = 0.025
-"""For so long at most a delivery is held back, which is what a ticket costs that was lost on its direct way: half of a
-hand-over on two cores without a GPU, and little beside a prefill that is worth handing over."""
 
 
 def can_wait(context: OrchestrationContext, sub_request: SubRequest, node: Node) -> bool:
@@ -60,7 +55,6 @@ class WaitingLeg:
         give_back: its place among those that wait on the node; may be called twice.
         interrupt: ends the leg with an error.
         instead: what stands in its body in the place of the ticket.
-        ended: it waits no more.
     """
 
     node: Node
@@ -70,11 +64,9 @@ class WaitingLeg:
     give_back: Callable[[], None]
     interrupt: Interrupt
     instead: Json
-    ended: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     def end_wait(self) -> None:
         """It waits no more. Idempotent."""
-        self.ended.set()
         self.hold.release()
         self.give_back()
 
@@ -92,18 +84,13 @@ class PlanAgain(PdproxyError):
     """No prefill node that is left can hand over to the decode node that waits, but other nodes can to each other."""
 
 
-async def deliver_late(
-    context: OrchestrationContext, sub_request: SubRequest, leg: WaitingLeg, ticket: Json | None
-) -> bool:
-    """Tell a node that has begun to answer its ticket, which it gives back where it has not read it. None: no ticket
-    will come, and should it wait all the same, it computes now. Whether it was told."""
+async def deliver_nothing(context: OrchestrationContext, sub_request: SubRequest, leg: WaitingLeg) -> None:
+    """Tell a node that has begun to answer that no ticket will come: should it wait all the same, it computes now."""
     timeouts = context.config.delivery_timeouts(context.config.release)
     try:
-        await deliver_ticket(context.transport, leg.node, leg.wait_id, ticket, sub_request.headers, timeouts)
+        await deliver_ticket(context.transport, leg.node, leg.wait_id, None, sub_request.headers, timeouts)
     except NodeFault as fault:
         context.metrics.leg_failed(Leg.DELIVERY, fault.fault)
-        return False
-    return True
 
 
 class Rendezvous:
@@ -134,8 +121,6 @@ class Rendezvous:
         self._prefill = prefill
         self._leg: WaitingLeg | None = None
         self._next: tuple[Node, str] | None = (node, context.new_hand_over_id())
-        self._named_wait = ""
-        self._sent = False
         self._prefill_ended = asyncio.Event()
         self.prefilled = self.told = False
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -172,12 +157,7 @@ class Rendezvous:
         if self._sub_request.shape.choices > 1:
             return None
         node, wait_id = (self._leg.node, self._leg.wait_id) if self._leg is not None else self._next or (None, "")
-        self._named_wait = wait_id
         return sent_to(wait_id, node.ticket_addresses) if node is not None and node.ticket_addresses else None
-
-    def was_sent_to(self, leg: WaitingLeg) -> bool:
-        """Whether the prefill node has sent the ticket to this leg itself."""
-        return self._sent and leg.wait_id == self._named_wait
 
     def _take_wait_id(self, node: Node) -> str:
         """That of the first leg is known before it goes out, for the prefill leg names it."""
@@ -207,8 +187,6 @@ class Rendezvous:
             self.prefilled = True
         finally:
             self._prefill_ended.set()
-        self._sent = hand_over is not None and hand_over.answer.sent
-        await self._hold_back()
         told: WaitingLeg | None = None
         while (leg := self._leg) is not None and leg is not told:
             try:
@@ -220,12 +198,6 @@ class Rendezvous:
                 self.told = True
             leg.end_wait()
             told = leg
-
-    async def _hold_back(self) -> None:
-        leg = self._leg
-        if leg is not None and self.was_sent_to(leg):
-            self._timeline.enter(Phase.HANDOVER, leg.node.name)
-            await first_of(leg.ended.wait(), self._context.clock.sleep(HOLD_SECONDS))
 
     async def _deliver(self, leg: WaitingLeg, hand_over: HandOver | None) -> None:
         context, headers = self._context, self._sub_request.headers

@@ -109,7 +109,7 @@ class BackgroundTasks:
 
     def __init__(self, context: OrchestrationContext) -> None:
         self._context = context
-        self._running: set[asyncio.Task[object]] = set()
+        self._running: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         return len(self._running)
@@ -118,7 +118,7 @@ class BackgroundTasks:
         """Have a hand-over freed on its prefill node. Returns at once and never raises, also while being cancelled."""
         self.run(self._release(node, model, hand_over_id, headers))
 
-    def run(self, work: Coroutine[None, None, object]) -> None:
+    def run(self, work: Coroutine[None, None, None]) -> None:
         """Do some work that is bounded by itself. Returns at once."""
         task = asyncio.get_running_loop().create_task(work)
         self._running.add(task)

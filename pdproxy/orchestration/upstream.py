@@ -29,7 +29,7 @@ from pdproxy.orchestration.client_errors import final_error
 from pdproxy.orchestration.context import OrchestrationContext, remaining_seconds
 from pdproxy.orchestration.in_flight import Timeline
 from pdproxy.orchestration.node_picker import NodePicker
-from pdproxy.orchestration.rendezvous import PlanAgain, Rendezvous, Undelivered, WaitingLeg, can_wait, deliver_late
+from pdproxy.orchestration.rendezvous import PlanAgain, Rendezvous, Undelivered, WaitingLeg, can_wait, deliver_nothing
 from pdproxy.orchestration.resources import (
     BackgroundTasks,
     HandOver,
@@ -264,8 +264,6 @@ class UpstreamRequest:
         self.timeline.enter(Phase.DECODE, node.name)
         if not rendezvous.prefilled:
             await self._forgo_ticket(wait)
-        elif self.hand_over is not None and rendezvous.was_sent_to(wait) and not rendezvous.told:
-            self._background_tasks.run(self._deliver_late(wait, self.hand_over))
         elif not rendezvous.told:  # the node may have begun without its ticket; to release what was read does no harm
             self.resources.release_hand_over()
         self._first_event(node)
@@ -290,19 +288,11 @@ class UpstreamRequest:
         else:
             self.resources.forget_hand_over()
 
-    async def _deliver_late(self, leg: WaitingLeg, hand_over: HandOver) -> None:
-        """The node has begun, with the ticket that it was sent or without: then it gives the ticket back."""
-        context, asked = self._context, self.sub_request
-        delivered = await deliver_late(context, asked, leg, hand_over.answer.ticket)
-        context.metrics.delivered(Delivery.TICKET if delivered else Delivery.FAILED)
-        if not delivered:
-            self._background_tasks.release(hand_over.node, asked.request.model, hand_over.hand_over_id, asked.headers)
-
     async def _forgo_ticket(self, leg: WaitingLeg) -> None:
         """The decode node did not wait to the end."""
         await self._end_rendezvous()
         self.resources.release_hand_over()
-        self._background_tasks.run(deliver_late(self._context, self.sub_request, leg, None))
+        self._background_tasks.run(deliver_nothing(self._context, self.sub_request, leg))
         self._context.metrics.delivered(Delivery.UNNEEDED)
         self._count_local(LocalReason.UNDELIVERED)
 

@@ -89,7 +89,6 @@ class FakeNode:
         self.resumes = False
         """As a decode node with ``--prefix-match-unit``: it keeps a state at the end of a prompt that it took over."""
         self.sends_late = False
-        self.loses_tickets = False
         """What it sends directly comes so late that it does not count."""
         self.waiting = WaitingRoom(fabric)
         fabric.rooms[f"engine of {name}"] = self.waiting
@@ -212,9 +211,7 @@ class FakeNode:
         to: Mapping[str, Any] = params.get("pdproxy_send_ticket", {})
         for address in () if self.sends_late else to.get("addresses", ()):
             mine = {name: value for name, value in ticket.items() if name != "remote_prefill_cached_tokens"}
-            ticket["pdproxy_sent_ticket"] = True
-            if not self.loses_tickets:
-                self.fabric.rooms[address].take(to["id"], mine)
+            self.fabric.rooms[address].take(to["id"], mine)
         return Script(200, JSON, (answer(question, cached, ticket),), computed=True)
 
     def _attend(self, question: ParsedRequest, params: Mapping[str, Any]) -> tuple[int, int]:
