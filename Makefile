@@ -9,7 +9,7 @@ FUZZED ?= 2000
 CHECKED := pdproxy connector deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo images test lint unit unit-app unit-connector unit-serving unit-requests unit-tickets unit-rest soak e2e test-long test-python test-upstream fuzz bench bench-engines bench-plan generate lock clean
+.PHONY: help env demo images test lint unit chart unit-app unit-connector unit-serving unit-requests unit-tickets unit-rest soak e2e test-long test-python test-upstream fuzz bench bench-engines bench-plan generate lock clean
 
 help: ## show this
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -23,7 +23,7 @@ demo: env ## start two engines and the proxy, ask a question, stay up (ONCE=1: e
 images: env ## build the proxy's and the CPU node's image (docker or podman), try them and compose's cpu profile (OPTIONS=--help)
 	@exec $(RUN) -m deploy.images $(OPTIONS)
 
-test: lint unit soak e2e ## everything that must pass
+test: lint unit chart soak e2e ## everything that must pass
 
 lint: env ## format, style, types, import contracts
 	$(VENV)/bin/ruff format --check .
@@ -31,22 +31,26 @@ lint: env ## format, style, types, import contracts
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
+# What measures how long others wait, or what an attack costs, or works whole processes hard, needs cores of its own: it
+# runs with the soak, one after another.
+MEASURED := tests/bench/test_blocked.py tests/bench/test_stalls.py tests/connector/test_side_channel_attacks.py \
+	tests/workers/test_processes.py
 # What imports vLLM runs apart, in one process: loading it takes eight seconds of CPU, and listing the tests four more. Of
 # the connector's tests those that need no vLLM are in the other half; a new file is taken to need it.
 NEED_NO_VLLM := $(wildcard $(patsubst %,tests/connector/test_%.py,adapters checkpoint config counters fingerprint \
 	hand_overs journal lease_reads leases liveness message_signatures metadata_requests model_settings notifs peer_engines peers \
-	prompt_digest resolver resume_order side_channel side_channel_attacks ticket transfer_params verifier waiting_requests zmtp))
-WITH_VLLM := $(filter-out $(NEED_NO_VLLM),$(wildcard tests/connector/test_*.py)) tests/connector/tiers tests/vllm_compat \
+	prompt_digest resolver resume_order side_channel ticket transfer_params verifier waiting_requests zmtp))
+WITH_VLLM := $(filter-out $(NEED_NO_VLLM) $(MEASURED),$(wildcard tests/connector/test_*.py)) tests/connector/tiers tests/vllm_compat \
 	tests/seeds tests/upstream tests/deploy/test_arguments.py tests/deploy/test_block_sizes.py \
 	tests/events/test_vllm_publisher.py
-# What measures how long others wait needs cores of its own: it runs with the soak, one after another.
-MEASURED := tests/bench/test_blocked.py tests/bench/test_stalls.py
-NOT_UNIT := tests/soak tests/watch tests/e2e $(MEASURED)
+# The chart is asked of Helm itself, in a process of its own: who works on the proxy need not wait for it.
+CHART := tests/helm
+NOT_UNIT := tests/soak tests/watch tests/e2e $(CHART) $(MEASURED)
 # What needs no vLLM, in five processes: with the other half six for two cores, for many tests wait. Workers of pytest-xdist
 # cost more: each lists all tests, and starts what a session shares. What a list does not name runs in unit-rest.
-# Those that never wait, plans and charts, go with those that need least CPU.
-APP := tests/app tests/helm
-SERVING := tests/server tests/transport tests/workers tests/planning
+# Those that never wait, plans, go with those that need least CPU.
+APP := tests/app tests/workers
+SERVING := tests/server tests/transport tests/planning
 REQUESTS := tests/orchestration tests/nodes
 # Bytecode is kept whatever the environment says: to compile the tests takes three seconds. One thread of torch, for a
 # second one that spins beside it takes two more.
@@ -54,11 +58,11 @@ UNIT = env PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not e
 # The longest process goes first.
 AFTER := nice -n 5
 
-unit: env ## tests without engines (70 to 90 seconds on two cores)
+unit: env ## tests without engines (a minute on two cores, more where others use them)
 	@$(MAKE) --no-print-directory -j6 unit-connector unit-tickets unit-requests unit-app unit-serving unit-rest
 
 unit-app:
-	@$(AFTER) $(UNIT) $(APP)
+	@$(AFTER) $(UNIT) $(APP) $(addprefix --ignore=,$(MEASURED))
 
 unit-serving:
 	@$(AFTER) $(UNIT) $(SERVING)
@@ -75,11 +79,14 @@ unit-rest:
 unit-connector:
 	@$(UNIT) $(WITH_VLLM)
 
-soak: env ## mixed load on fake nodes under random kills, and with KV events that are wrong; what an operator sees of it (two minutes; 15 in test-long)
+chart: env ## tests of the Helm chart (15 seconds)
+	@$(UNIT) $(CHART)
+
+soak: env ## mixed load on fake nodes under random kills, and with KV events that are wrong; attacks, workers, what an operator sees (three minutes; 15 in test-long)
 	SOAK_SECONDS=120 $(RUN) -m pytest tests/soak tests/watch $(MEASURED)
 
 # Bytecode is kept, as by the unit tests: otherwise every engine compiles the connector anew.
-e2e: env ## tests with real engines (25 minutes)
+e2e: env ## tests with real engines (20 minutes)
 	env PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -m "e2e and not long" --durations=20
 
 test-long: env ## the tests that take minutes each
