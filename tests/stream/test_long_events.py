@@ -85,20 +85,25 @@ def test_the_ids_of_a_very_long_prompt_are_looked_through_only_once() -> None:
     ids = b"123456," * 1_200_000 + b"1"
     body = b'data: {"id":"x","choices":[{"index":0,"text":"a","prompt_token_ids":[%b],"token_ids":[7]}]}\n\n' % ids
     pieces = [body[at : at + 65_536] for at in range(0, len(body), 65_536)]
-    # Searched as any event is, no try is below 0.02. A busy machine stretches CPU time, too, now and then.
-    assert any(_seconds_of_the_last(pieces) < 0.01 for _ in range(10))
+    # Of what it takes as any event is, parsed: 0.07; looked through some times more: 0.2. Both in one moment: a busy
+    # machine stretches CPU time, too.
+    tries = ((_seconds_of_the_last(pieces), _seconds_of_the_last(pieces, parsed=True)) for _ in range(10))
+    assert any(ours < 0.1 * parsed for ours, parsed in tries)
 
 
-def _seconds_of_the_last(pieces: list[bytes]) -> float:
+def _seconds_of_the_last(pieces: list[bytes], *, parsed: bool = False) -> float:
     """CPU time of the piece that completes a first event."""
-    parser, transcript = SseParser(short_event_of), Transcript(Endpoint.COMPLETIONS, Shape(1, stream=True))
+    parser = SseParser() if parsed else SseParser(short_event_of)
+    transcript = Transcript(Endpoint.COMPLETIONS, Shape(1, stream=True))
     transcript.begin_leg(LegForm(additions=frozenset({Addition.TOKEN_IDS})))
     for piece in pieces[:-1]:
         assert parser.feed(piece) == []
     began = time.thread_time()
     (event,) = parser.feed(pieces[-1])
-    assert b"null" in transcript.take(event)
-    return time.thread_time() - began
+    seen = transcript.take(event)
+    seconds = time.thread_time() - began
+    assert parsed or b"null" in seen
+    return seconds
 
 
 def test_a_client_that_asked_for_them_gets_the_ids_of_a_long_prompt() -> None:
