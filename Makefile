@@ -86,7 +86,7 @@ soak: env ## mixed load on fake nodes under random kills, and with KV events tha
 	SOAK_SECONDS=120 $(RUN) -m pytest tests/soak tests/watch $(MEASURED)
 
 # Bytecode is kept, as by the unit tests: otherwise every engine compiles the connector anew.
-e2e: env ## tests with real engines (20 minutes)
+e2e: env ## tests with real engines (20 to 23 minutes)
 	env PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -m "e2e and not long" --durations=20
 
 test-long: env ## the tests that take minutes each
