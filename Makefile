@@ -48,7 +48,7 @@ CHART := tests/helm
 NOT_UNIT := tests/soak tests/watch tests/e2e $(CHART) $(MEASURED)
 # What needs no vLLM, in five processes: with the other half six for two cores, for many tests wait. Workers of pytest-xdist
 # cost more: each lists all tests, and starts what a session shares. What a list does not name runs in unit-rest.
-# Those that never wait, plans, go with those that need least CPU.
+# Plans, which never wait, go with those that need least CPU.
 APP := tests/app tests/workers
 SERVING := tests/server tests/transport tests/planning
 REQUESTS := tests/orchestration tests/nodes
