@@ -57,7 +57,7 @@ class _File:
     """One module of ours."""
 
     def __init__(self, tree: ast.Module) -> None:
-        self._tree = tree
+        self._nodes = list(ast.walk(tree))
         self._names = dict(_vllm_names(tree))
 
     def imported(self) -> Iterator[Touch]:
@@ -76,27 +76,29 @@ class _File:
                 yield Touch(owner, chain[1:2])
 
     def read(self) -> Iterator[Touch]:
-        for function in ast.walk(self._tree):
-            if isinstance(function, Function):
-                given = dict(self._given(function))
+        for function in self._nodes:
+            if isinstance(function, Function) and (given := self._given(function)):
                 for root, *chain in _chains(function, given):
                     if not chain[0].startswith("__"):
                         yield Touch(given[root], tuple(chain))
 
     def _subclasses(self) -> Iterator[tuple[str, ast.ClassDef]]:
-        for node in ast.walk(self._tree):
+        for node in self._nodes:
             if isinstance(node, ast.ClassDef):
                 for base in node.bases:
                     if isinstance(base, ast.Name) and base.id in self._names:
                         yield self._names[base.id], node
 
-    def _given(self, function: Function) -> Iterator[tuple[str, str]]:
+    def _given(self, function: Function) -> dict[str, str]:
         """Parameters that are annotated with a class of vLLM's, and that `isinstance` does not turn into another."""
-        told_apart = {ast.unparse(call.args[0]) for call in ast.walk(function) if _is_isinstance(call)}
-        for argument in [*function.args.args, *function.args.kwonlyargs]:
-            name = _class_name(argument.annotation)
-            if name in self._names and argument.arg not in told_apart:
-                yield argument.arg, self._names[name]
+        arguments = [*function.args.args, *function.args.kwonlyargs]
+        given = {
+            each.arg: self._names[name] for each in arguments if (name := _class_name(each.annotation)) in self._names
+        }
+        if given:
+            for told_apart in {ast.unparse(call.args[0]) for call in ast.walk(function) if _is_isinstance(call)}:
+                given.pop(told_apart, None)
+        return given
 
 
 def parameters(function: Function) -> tuple[str, ...]:
