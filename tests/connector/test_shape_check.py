@@ -32,6 +32,9 @@ from tests.vllm_compat.check import seams
 from tests.vllm_compat.our_use import Touches
 from tests.vllm_compat.vllm_source import Shape
 
+# vLLM's source is parsed once a process, which takes it seconds.
+pytestmark = pytest.mark.together("vLLM's source")
+
 Drift = Callable[[pytest.MonkeyPatch], None]
 
 

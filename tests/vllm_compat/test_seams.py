@@ -14,6 +14,9 @@ from tests.vllm_compat.contract_facts import facts_of, unfit
 from tests.vllm_compat.our_use import Touch, Touches, touches
 from tests.vllm_compat.vllm_source import Library, Shape
 
+# vLLM's source is parsed once a process, which takes it seconds.
+pytestmark = pytest.mark.together("vLLM's source")
+
 CONTRACTS = Path(__file__).parent / "versions"
 
 
