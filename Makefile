@@ -9,7 +9,7 @@ FUZZED ?= 2000
 CHECKED := pdproxy connector deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo images test lint unit chart unit-app unit-connector unit-serving unit-requests unit-tickets unit-rest soak e2e test-long test-python test-upstream fuzz bench bench-engines bench-plan generate lock clean
+.PHONY: help env demo images test lint unit around unit-connector unit-proxy soak e2e test-long test-python test-upstream fuzz bench bench-engines bench-plan generate lock clean
 
 help: ## show this
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -23,7 +23,7 @@ demo: env ## start two engines and the proxy, ask a question, stay up (ONCE=1: e
 images: env ## build the proxy's and the CPU node's image (docker or podman), try them and compose's cpu profile (OPTIONS=--help)
 	@exec $(RUN) -m deploy.images $(OPTIONS)
 
-test: lint unit chart soak e2e ## everything that must pass
+test: lint unit around soak e2e ## everything that must pass
 
 lint: env ## format, style, types, import contracts
 	$(VENV)/bin/ruff format --check .
@@ -31,56 +31,40 @@ lint: env ## format, style, types, import contracts
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-# What measures how long others wait, or what an attack costs, or works whole processes hard, needs cores of its own: it
+# What measures how long others wait, or what something costs, or works whole processes hard, needs cores of its own: it
 # runs with the soak, one after another.
-MEASURED := tests/bench/test_blocked.py tests/bench/test_stalls.py tests/connector/test_side_channel_attacks.py \
+MEASURED := tests/bench/test_blocked.py tests/bench/test_stalls.py tests/bench/test_sweep.py \
+	tests/connector/test_low_cpu_agent.py tests/connector/test_side_channel_attacks.py tests/orchestration/test_flood.py \
 	tests/workers/test_processes.py
-# What imports vLLM runs apart, in one process: loading it takes eight seconds of CPU, and listing the tests four more. Of
-# the connector's tests those that need no vLLM are in the other half; a new file is taken to need it.
+# What imports vLLM runs apart: loading it takes eight seconds of CPU. Of the connector's tests those that need no vLLM
+# are in the other half; a new file is taken to need it.
 NEED_NO_VLLM := $(wildcard $(patsubst %,tests/connector/test_%.py,adapters checkpoint config counters fingerprint \
 	hand_overs journal lease_reads leases liveness message_signatures metadata_requests model_settings notifs peer_engines peers \
 	prompt_digest resolver resume_order side_channel ticket transfer_params verifier waiting_requests zmtp))
 WITH_VLLM := $(filter-out $(NEED_NO_VLLM) $(MEASURED),$(wildcard tests/connector/test_*.py)) tests/connector/tiers tests/vllm_compat \
-	tests/seeds tests/upstream tests/deploy/test_arguments.py tests/deploy/test_block_sizes.py \
-	tests/events/test_vllm_publisher.py
-# The chart is asked of Helm itself, in a process of its own: who works on the proxy need not wait for it.
-CHART := tests/helm
-NOT_UNIT := tests/soak tests/watch tests/e2e $(CHART) $(MEASURED)
-# What needs no vLLM, in five processes: with the other half six for two cores, for many tests wait. Workers of pytest-xdist
-# cost more: each lists all tests, and starts what a session shares. What a list does not name runs in unit-rest.
-# Plans, which never wait, go with those that need least CPU.
-APP := tests/app tests/workers
-SERVING := tests/server tests/transport tests/planning
-REQUESTS := tests/orchestration tests/nodes
+	tests/seeds tests/upstream tests/events/test_vllm_publisher.py
+# Neither the proxy nor the connector, but what stands around them: who works on those two need not wait for it.
+AROUND := tests/helm tests/deploy tests/bench tests/test_forked_workers.py
+NOT_UNIT := tests/soak tests/watch tests/e2e $(AROUND) $(MEASURED)
 # Bytecode is kept whatever the environment says: to compile the tests takes three seconds. One thread of torch, for a
 # second one that spins beside it takes two more.
 UNIT = env PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not e2e and not long"
-# The longest process goes first.
-AFTER := nice -n 5
+# Workers that share what was imported; more of them than cores, for many tests wait. Those that wait longest go first.
+WORKERS = -p tests.forked_workers --workers
+WAIT_LONGEST := tests/server tests/app
+WITHOUT_VLLM = $(filter-out $(WAIT_LONGEST) $(WITH_VLLM) $(NOT_UNIT) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py))
 
-unit: env ## tests without engines (a minute on two cores, more where others use them)
-	@$(MAKE) --no-print-directory -j6 unit-connector unit-tickets unit-requests unit-app unit-serving unit-rest
+unit: env ## tests of proxy and connector without engines (50 seconds on two cores, more where others use them)
+	@$(MAKE) --no-print-directory -j2 unit-connector unit-proxy
 
-unit-app:
-	@$(AFTER) $(UNIT) $(APP) $(addprefix --ignore=,$(MEASURED))
-
-unit-serving:
-	@$(AFTER) $(UNIT) $(SERVING)
-
-unit-requests:
-	@$(AFTER) $(UNIT) $(REQUESTS)
-
-unit-tickets:
-	@$(AFTER) $(UNIT) $(NEED_NO_VLLM)
-
-unit-rest:
-	@$(AFTER) $(UNIT) $(addprefix --ignore=,$(WITH_VLLM) $(APP) $(SERVING) $(REQUESTS) $(NEED_NO_VLLM) $(NOT_UNIT))
+unit-proxy:
+	@nice -n 5 $(UNIT) $(WORKERS) 5 $(addprefix --ignore=,$(WITH_VLLM) $(MEASURED)) $(WAIT_LONGEST) $(WITHOUT_VLLM)
 
 unit-connector:
-	@$(UNIT) $(WITH_VLLM)
+	@$(UNIT) $(WORKERS) 3 $(WITH_VLLM)
 
-chart: env ## tests of the Helm chart (15 seconds)
-	@$(UNIT) $(CHART)
+around: env ## tests of what stands around: chart, compose, images, launcher, bench (half a minute)
+	@$(UNIT) $(WORKERS) 3 $(addprefix --ignore=,$(MEASURED)) $(AROUND)
 
 soak: env ## mixed load on fake nodes under random kills, and with KV events that are wrong; attacks, workers, what an operator sees (three minutes; 15 in test-long)
 	SOAK_SECONDS=120 $(RUN) -m pytest tests/soak tests/watch $(MEASURED)
