@@ -34,8 +34,8 @@ lint: env ## format, style, types, import contracts
 # What measures how long others wait, or what something costs, or works whole processes hard, needs cores of its own: it
 # runs with the soak, one after another.
 MEASURED := tests/bench/test_blocked.py tests/bench/test_stalls.py tests/bench/test_sweep.py \
-	tests/connector/test_low_cpu_agent.py tests/connector/test_side_channel_attacks.py tests/orchestration/test_flood.py \
-	tests/workers/test_processes.py
+	tests/connector/test_low_cpu_agent.py tests/connector/test_side_channel_attacks.py tests/legs/test_blocked.py \
+	tests/orchestration/test_flood.py tests/planning/test_plan_cost.py tests/workers/test_processes.py
 # What imports vLLM runs apart: loading it takes eight seconds of CPU. Of the connector's tests those that need no vLLM
 # are in the other half; a new file is taken to need it.
 NEED_NO_VLLM := $(wildcard $(patsubst %,tests/connector/test_%.py,adapters checkpoint config counters fingerprint \
@@ -54,7 +54,7 @@ WORKERS = -p tests.forked_workers --workers
 WAIT_LONGEST := tests/server tests/app
 WITHOUT_VLLM = $(filter-out $(WAIT_LONGEST) $(WITH_VLLM) $(NOT_UNIT) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py))
 
-unit: env ## tests of proxy and connector without engines (50 seconds on two cores, more where others use them)
+unit: env ## tests of proxy and connector without engines (a minute on two cores, more where others use them)
 	@$(MAKE) --no-print-directory -j2 unit-connector unit-proxy
 
 unit-proxy:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from typing import Any
 
 import msgspec
@@ -139,28 +138,6 @@ async def test_what_may_not_be_sent_is_left_out_of_a_long_body_too() -> None:
 def test_a_short_body_is_the_same_when_it_is_read_in_steps() -> None:
     raw = b'{"model":"m","prompt":[1,2]}'
     assert asyncio.run(parse_in_steps(Endpoint.COMPLETIONS, raw)) == parse(Endpoint.COMPLETIONS, raw)
-
-
-async def test_others_have_their_turn_while_a_long_body_is_read() -> None:
-    longest = 0.0
-
-    async def watch() -> None:
-        nonlocal longest
-        began = time.thread_time()
-        while True:
-            await asyncio.sleep(0)
-            longest, began = max(longest, time.thread_time() - began), time.thread_time()
-
-    body = {"model": "m", "messages": [{"role": "user", "content": LINE}] * 120_000}
-    raw = json.dumps(body).encode()
-    began = time.thread_time()
-    parse(Endpoint.CHAT, raw)
-    shape(Endpoint.CHAT, body), estimated_prompt_tokens(body)
-    at_once = time.thread_time() - began
-    watching = asyncio.create_task(watch())
-    await parse_in_steps(Endpoint.CHAT, raw)
-    watching.cancel()
-    assert longest < at_once / 3
 
 
 LOGPROBS = {"tokens": ["a"] * LARGE, "token_logprobs": [-0.5] * LARGE}

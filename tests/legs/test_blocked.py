@@ -1,0 +1,33 @@
+"""How long others wait while a long body is read; it measures, and so runs with the soak."""
+
+import asyncio
+import json
+import time
+
+from pdproxy.legs.large import parse_in_steps
+from pdproxy.legs.parse import parse
+from pdproxy.legs.shape import estimated_prompt_tokens, shape
+from pdproxy.request import Endpoint
+from tests.legs.test_large import LINE
+
+
+async def test_others_have_their_turn_while_a_long_body_is_read() -> None:
+    longest = 0.0
+
+    async def watch() -> None:
+        nonlocal longest
+        began = time.thread_time()
+        while True:
+            await asyncio.sleep(0)
+            longest, began = max(longest, time.thread_time() - began), time.thread_time()
+
+    body = {"model": "m", "messages": [{"role": "user", "content": LINE}] * 120_000}
+    raw = json.dumps(body).encode()
+    began = time.thread_time()
+    parse(Endpoint.CHAT, raw)
+    shape(Endpoint.CHAT, body), estimated_prompt_tokens(body)
+    at_once = time.thread_time() - began
+    watching = asyncio.create_task(watch())
+    await parse_in_steps(Endpoint.CHAT, raw)
+    watching.cancel()
+    assert longest < at_once / 3
