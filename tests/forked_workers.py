@@ -18,7 +18,8 @@ import pytest
 from _pytest.capture import CaptureManager
 
 INDEX = struct.Struct("<H")
-Module = list[pytest.Item]
+Group = list[pytest.Item]
+"""The tests of one module, or of all that have the same mark ``together``: one worker runs them."""
 Reports = dict[str, list[dict[str, Any]]]
 """By the test's name, as pytest serialises them."""
 
@@ -38,10 +39,10 @@ def pytest_runtestloop(session: pytest.Session) -> object:
 
 @dataclass
 class Worker:
-    """A forked process. ``module``: what it runs now; ``failed``: whether a test of it has failed."""
+    """A forked process. ``group``: what it runs now; ``failed``: whether a test of it has failed."""
 
     pid: int
-    module: Module | None = None
+    group: Group | None = None
     failed: bool = False
 
 
@@ -50,82 +51,82 @@ class Run:
 
     def __init__(self, session: pytest.Session) -> None:
         self._session = session
-        self._modules = by_module(session.items)
+        self._groups = by_group(session.items)
         self._queue, queued = os.pipe()
         # All indices fit into the pipe, and each is read from it by whoever comes first.
-        os.write(queued, b"".join(map(INDEX.pack, range(len(self._modules)))))
+        os.write(queued, b"".join(map(INDEX.pack, range(len(self._groups)))))
         os.close(queued)
         self._workers: dict[Connection, Worker] = {}
         self._lost: list[str] = []
 
     def in_workers(self, count: int) -> bool:
-        """Fork the workers and report what they find. In a worker this returns when no module is left to take."""
+        """Fork the workers and report what they find. In a worker this returns when no group is left to take."""
         self._session.config.get_terminal_writer().flush()
         for _ in range(count):
-            reports, sent = Pipe(duplex=False)
+            receiver, sender = Pipe(duplex=False)
             if not (pid := os.fork()):
-                self._work(sent)
+                self._work(sender)
                 return True
-            sent.close()
-            self._workers[reports] = Worker(pid)
+            sender.close()
+            self._workers[receiver] = Worker(pid)
         while self._workers:
-            for reports in cast(list[Connection], wait(list(self._workers))):
-                self._receive(reports)
+            for receiver in cast(list[Connection], wait(list(self._workers))):
+                self._receive(receiver)
         os.close(self._queue)
         if self._lost:
             pytest.exit("; ".join(self._lost), pytest.ExitCode.INTERNAL_ERROR)
         return True
 
-    def _work(self, sent: Connection) -> None:
+    def _work(self, sender: Connection) -> None:
         be_a_worker(self._session.config)
         while taken := os.read(self._queue, INDEX.size):
             (index,) = INDEX.unpack(taken)
-            sent.send(index)
-            sent.send(run_module(self._session, self._modules[index]))
-        sent.close()
+            sender.send(index)
+            sender.send(run_group(self._session, self._groups[index]))
+        sender.close()
 
-    def _receive(self, reports: Connection) -> None:
-        """A worker says which module it takes, then what came of it; at last it ends."""
-        worker = self._workers[reports]
+    def _receive(self, receiver: Connection) -> None:
+        """A worker says which group it takes, then what came of it; at last it ends."""
+        worker = self._workers[receiver]
         try:
-            message = reports.recv()
+            message = receiver.recv()
         except EOFError:
-            self._ended(self._workers.pop(reports))
-            reports.close()
+            self._ended(self._workers.pop(receiver))
+            receiver.close()
             return
         if isinstance(message, int):
-            worker.module = self._modules[message]
+            worker.group = self._groups[message]
         else:
             self._report(worker, message)
 
     def _report(self, worker: Worker, found: Reports) -> None:
         hook = self._session.config.hook
-        for item in worker.module or ():
+        for item in worker.group or ():
             hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
             for data in found[item.nodeid]:
                 report = hook.pytest_report_from_serializable(config=self._session.config, data=data)
                 hook.pytest_runtest_logreport(report=report)
                 worker.failed |= report.failed
             hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        worker.module = None
+        worker.group = None
 
     def _ended(self, worker: Worker) -> None:
         """Where a worker died, or failed after its tests, the session fails with it. Its own words are on stderr."""
         _, status = os.waitpid(worker.pid, 0)
         code = os.waitstatus_to_exitcode(status)
         expected = pytest.ExitCode.TESTS_FAILED if worker.failed else pytest.ExitCode.OK
-        if worker.module or code != expected:
-            where = f"in {worker.module[0].location[0]}" if worker.module else "after its tests"
+        if worker.group or code != expected:
+            where = f"in {worker.group[0].location[0]}" if worker.group else "after its tests"
             self._lost.append(f"a worker ended with status {code} {where}")
 
 
-def by_module(items: Iterable[pytest.Item]) -> list[Module]:
-    """The tests of each module, and of those that are marked to run together."""
-    modules: dict[object, Module] = {}
+def by_group(items: Iterable[pytest.Item]) -> list[Group]:
+    """In the order of their first tests."""
+    groups: dict[object, Group] = {}
     for item in items:
         mark = item.get_closest_marker("together")
-        modules.setdefault(mark.args if mark else item.path, []).append(item)
-    return list(modules.values())
+        groups.setdefault(mark.args if mark else item.path, []).append(item)
+    return list(groups.values())
 
 
 def be_a_worker(config: pytest.Config) -> None:
@@ -149,12 +150,12 @@ class _Reported:
         self.found.setdefault(report.nodeid, []).append(data)
 
 
-def run_module(session: pytest.Session, module: Module) -> Reports:
+def run_group(session: pytest.Session, group: Group) -> Reports:
     """Run the tests and end all fixtures but those of the session."""
     reported = _Reported(session.config)
     session.config.pluginmanager.register(reported)
     try:
-        for item, following in zip(module, [*module[1:], session], strict=True):
+        for item, following in zip(group, [*group[1:], session], strict=True):
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
     finally:
         session.config.pluginmanager.unregister(reported)

@@ -11,7 +11,7 @@ import pytest
 from deploy.local.paths import ROOT
 
 CONFTEST = """
-import os, time, pytest
+import os, pytest
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "together(name): one process")
@@ -76,18 +76,7 @@ class Suite:
             (self._folder / f"{name}.py").write_text(text)
 
     def run(self, *options: str) -> subprocess.CompletedProcess[str]:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "tests.forked_workers",
-            "-c",
-            os.devnull,
-            "--rootdir",
-            ".",
-            ".",
-        ]
+        command = [sys.executable, *"-m pytest -p tests.forked_workers --rootdir . -c".split(), os.devnull, "."]
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         return subprocess.run(
             [*command, *options], cwd=self._folder, env=environ, capture_output=True, text=True, check=False, timeout=60
