@@ -9,7 +9,7 @@ FUZZED ?= 2000
 CHECKED := pdproxy connector deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo images test lint unit around unit-connector unit-proxy soak e2e test-long test-python test-upstream fuzz bench bench-engines bench-plan generate lock clean
+.PHONY: help env demo images test lint unit tooling unit-connector unit-proxy soak e2e test-long test-python test-upstream fuzz bench bench-engines bench-plan generate lock clean
 
 help: ## show this
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -23,7 +23,7 @@ demo: env ## start two engines and the proxy, ask a question, stay up (ONCE=1: e
 images: env ## build the proxy's and the CPU node's image (docker or podman), try them and compose's cpu profile (OPTIONS=--help)
 	@exec $(RUN) -m deploy.images $(OPTIONS)
 
-test: lint unit around soak e2e ## everything that must pass
+test: lint unit tooling soak e2e ## everything that must pass
 
 lint: env ## format, style, types, import contracts
 	$(VENV)/bin/ruff format --check .
@@ -43,9 +43,9 @@ NEED_NO_VLLM := $(wildcard $(patsubst %,tests/connector/test_%.py,adapters check
 	prompt_digest resolver resume_order side_channel ticket transfer_params verifier waiting_requests zmtp))
 WITH_VLLM := $(filter-out $(NEED_NO_VLLM) $(MEASURED),$(wildcard tests/connector/test_*.py)) tests/connector/tiers tests/vllm_compat \
 	tests/seeds tests/upstream tests/events/test_vllm_publisher.py
-# Neither the proxy nor the connector, but what stands around them: who works on those two need not wait for it.
-AROUND := tests/helm tests/deploy tests/bench tests/test_forked_workers.py
-NOT_UNIT := tests/soak tests/watch tests/e2e $(AROUND) $(MEASURED)
+# Neither the proxy nor the connector: who works on those two need not wait for it.
+TOOLING := tests/helm tests/deploy tests/bench tests/test_forked_workers.py
+NOT_UNIT := tests/soak tests/watch tests/e2e $(TOOLING) $(MEASURED)
 # Bytecode is kept whatever the environment says: to compile the tests takes three seconds. One thread of torch, for a
 # second one that spins beside it takes two more.
 UNIT = env PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not e2e and not long"
@@ -63,8 +63,8 @@ unit-proxy:
 unit-connector:
 	@$(UNIT) $(WORKERS) 3 $(WITH_VLLM)
 
-around: env ## tests of what stands around: chart, compose, images, launcher, bench (half a minute)
-	@$(UNIT) $(WORKERS) 3 $(addprefix --ignore=,$(MEASURED)) $(AROUND)
+tooling: env ## tests of chart, compose, images, launcher, bench (half a minute)
+	@$(UNIT) $(WORKERS) 3 $(addprefix --ignore=,$(MEASURED)) $(TOOLING)
 
 soak: env ## mixed load on fake nodes under random kills, and with KV events that are wrong; attacks, workers, what an operator sees (three minutes; 15 in test-long)
 	SOAK_SECONDS=120 $(RUN) -m pytest tests/soak tests/watch $(MEASURED)
