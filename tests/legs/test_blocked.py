@@ -8,7 +8,8 @@ from pdproxy.legs.large import parse_in_steps
 from pdproxy.legs.parse import parse
 from pdproxy.legs.shape import estimated_prompt_tokens, shape
 from pdproxy.request import Endpoint
-from tests.legs.test_large import LINE
+
+LINE = 'She said: "no", and\nwent on to über-long texts, \\o/ дальше. '
 
 
 async def test_others_have_their_turn_while_a_long_body_is_read() -> None:
