@@ -76,7 +76,7 @@ class Suite:
             (self._folder / f"{name}.py").write_text(text)
 
     def run(self, *options: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, *"-m pytest -p tests.forked_workers --rootdir . -c".split(), os.devnull, "."]
+        command = [sys.executable, "-m", "pytest", "-p", "tests.forked_workers", "--rootdir=.", "-c", os.devnull, "."]
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         return subprocess.run(
             [*command, *options], cwd=self._folder, env=environ, capture_output=True, text=True, check=False, timeout=60
