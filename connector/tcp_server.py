@@ -11,7 +11,6 @@
 So a new peer always gets in, and an honest peer with few connections keeps them while another holds all the rest.
 A peer is an IPv4 address or the /64 network of an IPv6 address, which one host may have to itself. Peers that have
 authenticated themselves (`ConnectionHandler.trusted`) are closed only after all others.
-Over 300 lines: each bound needs the others' counts.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 vLLM promises none of it: hooks change their parameters between releases, and so do tuples and messages that only its
 own classes exchange. `shape_check` compares it with the running vLLM when a node starts. `tests.vllm_compat` lists what
 the package touches, and a test holds that everything on that list is described here.
-
-Over 300 lines, for it is one list.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Every panel groups by `namespace` and `release`, so that no release hides behind another, and reads only what the
 variables on top of the page pick. Names of metrics that several panels share stand at the top.
-
-Over 300 lines: one table of panels.
 """
 
 import json

@@ -1,6 +1,6 @@
 """The failure table: what follows when a leg fails. Pure; the only place that decides a retry.
 
-``python -m pdproxy.failures`` prints it for docs/failures.md. Longer than 300 lines: the table, and the page around it.
+``python -m pdproxy.failures`` prints it for docs/failures.md.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What the proxy reads from its host: discovery sources, secrets and TLS files. Over 300 lines by a list of imports."""
+"""What the proxy reads from its host: discovery sources, secrets and TLS files."""
 
 import asyncio
 import dataclasses

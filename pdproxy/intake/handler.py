@@ -2,7 +2,6 @@
 
 Written against bare ASGI and what our own server offers beside it (`Exchange`): this is the hot path, where a
 framework's routing would cost more than our own work.
-Some lines over 300: who follows a request through intake reads one file.
 """
 
 import asyncio

@@ -7,8 +7,6 @@ what plans need: how long they are, whether they hold media, and how they begin.
 
 To find where messages or token ids end is one call in C, which is not divided: it takes about a millisecond for each
 megabyte. Of a long text it is done in steps, too (`large_fields`).
-
-A few lines over 300: requests and answers are taken apart by the same steps.
 """
 
 import asyncio

@@ -1,8 +1,5 @@
 """Nodes, what their caches hold and requests take of these, their states, and the snapshot that plans are made from.
 Pure values.
-
-Over 300 lines: a node, its view and the snapshot of all views are one thing in three sizes, and every plan uses all
-three.
 """
 
 import dataclasses

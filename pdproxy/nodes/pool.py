@@ -1,8 +1,6 @@
 """The nodes that this proxy knows: which serve, what runs on each, and how they behave.
 
 No I/O: `health_check` and `join` do that and report here. Everything is synchronous and runs on one event loop.
-
-A few lines over 300: every method changes the same entries, and announces it in the same way.
 """
 
 import asyncio

@@ -1,7 +1,5 @@
 """One node in the pool: its state, what runs on it, its view, the slots of its legs; and how many requests the nodes of
 each cohort got lately. Only the pool changes an entry.
-
-A few lines over 300: all that a leg's beginning and end change.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""What the proxy counts, on an injected registry, by typed methods: no label string is written at a call site.
-
-Some lines over 300: one method for each thing that is counted, and none of them is more than its name says.
-"""
+"""What the proxy counts, on an injected registry, by typed methods: no label string is written at a call site."""
 
 import enum
 from collections.abc import Callable

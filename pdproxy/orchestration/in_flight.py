@@ -1,7 +1,4 @@
-"""Requests that are being answered, their phases, the last failures, how much caches saved, how long answers are.
-
-A few lines over 300: all of it is written down by the same few steps of a request, for the same reader.
-"""
+"""Requests that are being answered, their phases, the last failures, how much caches saved, how long answers are."""
 
 import collections
 import dataclasses

@@ -1,8 +1,4 @@
-"""Which nodes one prompt goes to: plans, excluded nodes, faults that count against nodes, retries that are left.
-
-Some lines over 300: each of these decides by what the others recorded, and apart they would be one file more on the way
-of every request.
-"""
+"""Which nodes one prompt goes to: plans, excluded nodes, faults that count against nodes, retries that are left."""
 
 import logging
 from collections.abc import Callable

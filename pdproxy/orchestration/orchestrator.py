@@ -1,7 +1,5 @@
 """Answers client requests with the nodes of the pool: the entry from intake, buffered answers, response headers, and
-what is recorded of a request at its end: its outcome, its log line, its span, its latency.
-
-A line over 300: the record begins and ends where the request does."""
+what is recorded of a request at its end: its outcome, its log line, its span, its latency."""
 
 import functools
 import logging

@@ -9,8 +9,6 @@ others ask (`planning.shares`): what is left is for the others then.
 
 Before all that waits go further plans of a prompt that runs (a leg failed, a stream moves): it is late already, and
 what it takes counts. Known-answer tests pass by the queue, and are not counted.
-
-Some lines over 300: every way into the queue and out of it stands beside the others.
 """
 
 import asyncio

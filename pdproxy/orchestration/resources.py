@@ -1,7 +1,4 @@
-"""What a request holds on nodes and in the queue, and how it is given back on every exit.
-
-Some lines over 300: whoever asks whether anything is left behind finds all of it here.
-"""
+"""What a request holds on nodes and in the queue, and how it is given back on every exit."""
 
 import asyncio
 import functools

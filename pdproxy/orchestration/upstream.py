@@ -3,8 +3,6 @@
 Where the decode node can wait for its ticket both legs go out at once, and `Rendezvous` brings them together; elsewhere
 one follows the other. Everything that it holds meanwhile is in `HeldResources`: `aclose` gives it back, whenever it is
 called.
-
-Some lines over 300: every step of one prompt's way stands beside those that may follow it.
 """
 
 import asyncio

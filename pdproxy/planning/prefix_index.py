@@ -17,8 +17,6 @@ a decode node publishes no state group's events while it only reads what others 
 Sliding windows are asked for whole (`cache_events.group_kind`). A node that reports its cache hits again as if they
 were new blocks (`kv_cache_report_mode: full` in a request's `vllm_xargs`, which the proxy takes out of clients'
 bodies) is believed to hold more than it does.
-
-Some lines over 300: what is expected of a place and what its events say end each other.
 """
 
 import dataclasses

@@ -2,8 +2,6 @@
 
 Times are seconds, sizes are bytes. A model that exists is valid: each field by its type, and those that must go
 together by the validators here.
-
-A few lines over 300: half of them are the descriptions that docs and schema are made from.
 """
 
 from typing import Any, Self

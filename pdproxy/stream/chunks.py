@@ -1,7 +1,5 @@
 """Events of a node's stream: read by a JSON parser or without one, and rewritten for the client.
 
-A few lines over 300: what is read without a parser must mean the same as what is read with one, and stands beside it.
-
 ``find`` and not ``in`` looks for something in each event's bytes: CPython takes what stands left of ``in`` for a number
 first, and writes the error that it is none, which costs five times as much as the search.
 """

@@ -2,7 +2,7 @@
 
 Completions and chat are followed token by token, unless their journal is kept; of messages and responses, and of
 streams with a journal, only the end and errors are noticed. Bytes are passed on untouched where nothing has to be taken
-out or corrected. Why ``find`` and not ``in``: see `chunks`. Over 300 lines: every event changes one state.
+out or corrected. Why ``find`` and not ``in``: see `chunks`.
 """
 
 import collections

@@ -1,7 +1,4 @@
-"""The operator's HTTP application.
-
-Over 300 lines: many tests of a few lines, one for each route.
-"""
+"""The operator's HTTP application."""
 
 import asyncio
 import dataclasses

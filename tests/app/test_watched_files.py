@@ -1,7 +1,4 @@
-"""Keys, tokens and certificates change while the proxy runs.
-
-Over 300 lines: one table of files, and what follows a change of each.
-"""
+"""Keys, tokens and certificates change while the proxy runs."""
 
 import asyncio
 import contextlib

@@ -2,8 +2,6 @@
 
 The model is the repository's tiny hybrid one, of which only the config is read; its cache groups are made here, with
 blocks of 16 tokens, so that small prompts fill them.
-
-Over 300 lines: one node, its cache, its workers and its paces, which every test of the scheduler's side uses together.
 """
 
 from collections import Counter, deque

@@ -1,7 +1,4 @@
-"""A decode node on vLLM's real scheduler: tickets accepted and refused, reads retried and given up.
-
-Over 300 lines: all of it is one ticket's way through one scheduler, with the same two nodes.
-"""
+"""A decode node on vLLM's real scheduler: tickets accepted and refused, reads retried and given up."""
 
 from typing import Any
 

@@ -2,7 +2,7 @@
 
 The configurations are what vLLM makes of command-line arguments; the groups' shapes and types are computed by vLLM's
 own functions for the tiny model. Speculative tokens, layouts, FP8 caches and quantization are differences that a node
-on a CPU cannot start with: they are held here. Over 300 lines: one case for each flag.
+on a CPU cannot start with: they are held here.
 """
 
 from collections.abc import Iterator, Mapping

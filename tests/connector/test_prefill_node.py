@@ -1,7 +1,4 @@
-"""A prefill node on vLLM's real scheduler: tickets, leases and releases.
-
-Over 300 lines: a ticket, its lease and its release are one life, and are tested on the same node.
-"""
+"""A prefill node on vLLM's real scheduler: tickets, leases and releases."""
 
 import json
 from typing import Any

@@ -1,7 +1,4 @@
-"""A decode node on vLLM's real scheduler: requests that wait for their ticket.
-
-Over 300 lines: every end that such a wait can have, on one pair of nodes.
-"""
+"""A decode node on vLLM's real scheduler: requests that wait for their ticket."""
 
 import threading
 import time

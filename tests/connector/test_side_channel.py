@@ -1,7 +1,4 @@
-"""The side channel over real sockets: it answers, survives junk, and says so when its port is taken.
-
-Over 300 lines: a third of it is the two ends, which every test here needs.
-"""
+"""The side channel over real sockets: it answers, survives junk, and says so when its port is taken."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the journal's route answers where there is no stream to journal, and how a stream ends that breaks.
-
-A few lines over 300: short tests that share one set-up.
-"""
+"""What the journal's route answers where there is no stream to journal, and how a stream ends that breaks."""
 
 from __future__ import annotations
 

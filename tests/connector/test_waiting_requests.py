@@ -1,7 +1,4 @@
-"""The table of waiting requests: what a delivery finds, whatever came first; and nothing is kept for ever.
-
-Some lines over 300: one table, in every order of events.
-"""
+"""The table of waiting requests: what a delivery finds, whatever came first; and nothing is kept for ever."""
 
 from collections import Counter
 from types import SimpleNamespace

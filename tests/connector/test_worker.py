@@ -1,7 +1,4 @@
-"""A rank's reads over vLLM's own worker code, a small NIXL agent, and a real side channel.
-
-Over 300 lines: one rank's reads from their order to their verdict.
-"""
+"""A rank's reads over vLLM's own worker code, a small NIXL agent, and a real side channel."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""First reads over vLLM's own handshake code and real sockets: no address delays another, whatever answers there.
-
-Over 300 lines: the peers that stall, flood, restart and move are played here, and share the steps of a read.
-"""
+"""First reads over vLLM's own handshake code and real sockets: no address delays another, whatever answers there."""
 
 from __future__ import annotations
 

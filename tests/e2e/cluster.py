@@ -11,8 +11,6 @@ Controllers (Deployment, StatefulSet), endpoint slices and the kubelet, as far a
 - a changed secret reaches running pods as changed files.
 
 Containers are processes here (`containers`).
-
-Over 300 lines: controllers, endpoints and the kubelet change the same pods.
 """
 
 import asyncio

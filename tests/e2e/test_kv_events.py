@@ -1,7 +1,7 @@
 """What the index says of real nodes' caches, from their KV events, is what the nodes then count.
 
 Conversations of random turns, mixed, on caches so small that they overflow; one of two decode nodes is restarted
-halfway. Over 300 lines: the engines, their counts and the comparison belong together.
+halfway.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""A fake vLLM node without sockets: what it answers is a script of pieces; `memory` and `loopback` carry it.
-
-Some lines over 300: one node, with all its answers.
-"""
+"""A fake vLLM node without sockets: what it answers is a script of pieces; `memory` and `loopback` carry it."""
 
 import asyncio
 import dataclasses

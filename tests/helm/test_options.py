@@ -1,7 +1,4 @@
-"""What an operator may add or exchange: volumes, contexts, claims, certificates, weights that a Job fetches.
-
-Over 300 lines: many tests of a few lines, one for each option.
-"""
+"""What an operator may add or exchange: volumes, contexts, claims, certificates, weights that a Job fetches."""
 
 import json
 import os

@@ -1,7 +1,4 @@
-"""Membership, load, circuits and bars of a pool.
-
-A few lines over 300: short tests that share one set-up.
-"""
+"""Membership, load, circuits and bars of a pool."""
 
 import dataclasses
 

@@ -1,7 +1,4 @@
-"""Nodes whose legs are silent: which of them are probed, and which are given up at once.
-
-A few lines over 300: short tests that share one set-up.
-"""
+"""Nodes whose legs are silent: which of them are probed, and which are given up at once."""
 
 import asyncio
 import dataclasses

@@ -1,7 +1,4 @@
-"""Requests under the policies that go by what is cached, on fake nodes that keep states as those of a hybrid model.
-
-Over 300 lines: one cluster that keeps states, and each thing that is planned, counted or learned of it.
-"""
+"""Requests under the policies that go by what is cached, on fake nodes that keep states as those of a hybrid model."""
 
 import asyncio
 import collections

@@ -1,7 +1,4 @@
-"""Prompts are begun while the decode nodes have room for them, and wait in the proxy meanwhile.
-
-Over 300 lines: a few lines more, for one set of streams and all that may happen to those that wait.
-"""
+"""Prompts are begun while the decode nodes have room for them, and wait in the proxy meanwhile."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,4 @@
-"""Both legs at once: what goes over the wire, and everything that can go wrong between them.
-
-Over 300 lines: one table of what may happen to either leg while the other is under way.
-"""
+"""Both legs at once: what goes over the wire, and everything that can go wrong between them."""
 
 import asyncio
 import logging

@@ -1,6 +1,6 @@
 """Streams of nodes that write journals: wherever they break, the client gets the bytes of an unbroken one.
 
-Longer than 300 lines: many tests of a few lines, all of one cluster. `make test-long` has the whole table.
+`make test-long` has the whole table.
 """
 
 import asyncio

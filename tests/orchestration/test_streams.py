@@ -1,7 +1,4 @@
-"""Streams besides faults: drains, deadlines, sampling, errors that are the client's own.
-
-A few lines over 300: short tests that share one set-up.
-"""
+"""Streams besides faults: drains, deadlines, sampling, errors that are the client's own."""
 
 import asyncio
 import dataclasses

@@ -1,7 +1,4 @@
-"""Plans by what is cached: `prefix` and `hybrid`.
-
-Over 300 lines: one maker of plans, and a case for each thing that a price depends on.
-"""
+"""Plans by what is cached: `prefix` and `hybrid`."""
 
 import collections
 from collections.abc import Mapping

@@ -1,7 +1,6 @@
 """The prefix index against a plain model of what places said, and what it does when events are not as they should be.
 
 That it finds what vLLM finds is shown in `tests/vllm_compat/test_prefix_index.py`.
-Some lines over 300: one index.
 """
 
 import dataclasses

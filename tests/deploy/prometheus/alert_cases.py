@@ -3,8 +3,6 @@
 Values are in promtool's notation: `0+1x20` is 0, 1, 2, … 20; `3x5` is six times 3; `_x4` is nothing, four times, and
 at `stale` the series is gone. They stand `Case.interval` apart. `promtool_tests` puts `namespace` and `release` in, and
 sets releases side by side.
-
-Over 300 lines: one table, with an entry for each alert.
 """
 
 import re
