@@ -73,10 +73,10 @@ class RecordingRegistry(CollectorRegistry):
 @cache
 def of_the_proxy() -> dict[str, str]:
     """Type by name, as Prometheus sees it."""
-    registry = CollectorRegistry()
-    Metrics(registry)
-    SupervisorMetrics(registry, 2)
-    families = list(registry.collect())
+    one, several = CollectorRegistry(), CollectorRegistry()
+    Metrics(one)
+    SupervisorMetrics(several, 2)
+    families = [*one.collect(), *several.collect()]
     return {family.name + ("_total" if family.type == "counter" else ""): family.type for family in families}
 
 

@@ -5,21 +5,13 @@ and FastAPI, half of what there is to import, is loaded with the first request t
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
 
 from prometheus_client.exposition import choose_encoder
 
 from pdproxy.admin.context import AdminContext, Readiness, readiness
+from pdproxy.admin.guard import JSON, App, Receive, Scope, Send, send_answer
 from pdproxy.errors import ClientError
 from pdproxy.request import write_json
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-JSON = "application/json"
 
 
 class AdminApp:
@@ -72,16 +64,6 @@ def admin_app(context: AdminContext) -> AdminApp:
 def accepted(scope: Scope) -> str:
     """The request's ``Accept`` header, which chooses the format of metrics."""
     return ", ".join(value.decode("latin-1") for name, value in scope["headers"] if name == b"accept")
-
-
-async def send_answer(
-    send: Send, status: int, content_type: str, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()
-) -> None:
-    """Send a whole answer."""
-    length = (b"content-length", str(len(body)).encode())
-    fields = [(b"content-type", content_type.encode()), length, *headers]
-    await send({"type": "http.response.start", "status": status, "headers": fields})
-    await send({"type": "http.response.body", "body": body})
 
 
 def _guarded_app(context: AdminContext) -> App:

@@ -13,17 +13,18 @@ from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTO
 
 from pdproxy.admin.app import admin_app
 from pdproxy.admin.context import AdminContext
+from pdproxy.admin.guard import GuardedPort, RefusalLog
 from pdproxy.app.files import FileWatcher
 from pdproxy.app.host import HostEnvironment, Secrets, Sources, transports
 from pdproxy.app.kv_events import KvEvents, kv_events
 from pdproxy.app.sizing import SizingWatch
 from pdproxy.clock import Clock, SystemClock
 from pdproxy.credential import Secret
-from pdproxy.errors import ClientError
 from pdproxy.intake.auth import OpenRequests
 from pdproxy.intake.handler import ApiApp, HandlerConfig, RequestHandler
 from pdproxy.intake.rate_limits import RateLimits
-from pdproxy.intake.request_context import AsgiApp, BodyBudget, Receive, Scope, Send
+from pdproxy.intake.request_context import AsgiApp, BodyBudget
+from pdproxy.intake.routes import shown_to_clients
 from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.cohorts import Cohorts
@@ -105,7 +106,8 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     proved: Callable[[str], bool] = prover.proved if prover else lambda _: True
     drainer = Drainer(pool, clock, settings.deadlines.drain, Cohorts(pool, proved).is_needed)
     admin_context = _admin_context(settings, context, drainer, registry, leaving, events, secrets.admin_token)
-    operators = admin_app(dataclasses.replace(admin_context, advice=sizing.advice, proved=proved))
+    admin = admin_app(dataclasses.replace(admin_context, advice=sizing.advice, proved=proved))
+    operators = GuardedPort(admin, settings.listen, RefusalLog(clock, metrics.operator_refused))
     outages = OutageLog(clock)
     joiner = Joiner(pool, Preflight(preflight_transport, headers), prove, outages)
     health = HealthCheck(pool, joiner, transport, clock, headers, settings.health.interval, settings.health.timeout)
@@ -123,7 +125,7 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     for source in sources.all:
         supervisor.keep(Task.DISCOVERY, DiscoverySync(pool, drainer, source, settings.deadlines.drain).run)
     try:
-        api = ApiApp(handler, _without_metrics(operators) if settings.listen.workers > 1 else operators)
+        api = ApiApp(handler, admin, shown_to_clients(settings.listen.metrics))
         yield Proxy(TracedApp(api, tracer), operators, leaving, files)
     finally:
         behind = (events.source,) if events else ()
@@ -140,18 +142,6 @@ def nodes_of(entries: tuple[ConfiguredNode, ...]) -> list[Node]:
         Node(f"{each.role}-{next(numbers[each.role])}", each.url, each.role, each.model, each.aliases, each.weight)
         for each in entries
     ]
-
-
-def _without_metrics(operators: AsgiApp) -> AsgiApp:
-    """For the clients' port of one worker of several, whose metrics would be taken for those of the proxy."""
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] == "/metrics":
-            text = "The metrics of all workers are at the operators' port; one worker's alone are not shown."
-            raise ClientError(404, text, code="metrics_elsewhere")
-        await operators(scope, receive, send)
-
-    return app
 
 
 def _pool(settings: Settings, clock: SystemClock, metrics: Metrics) -> Pool:

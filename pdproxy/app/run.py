@@ -9,6 +9,7 @@ import sys
 import uvicorn
 from uvicorn.loops.auto import auto_loop_factory
 
+from pdproxy.admin.guard import open_port_warning
 from pdproxy.app.build import Proxy, proxy
 from pdproxy.app.host import HostEnvironment, check_pair, renew_pair
 from pdproxy.errors import SettingsError
@@ -39,6 +40,8 @@ async def _serve(settings: Settings) -> None:
         clients, operators = _ports(settings, running)
         tune_collector()
         _LOG.info("clients: %s, operators: %s", clients.address, operators.address)
+        if warning := open_port_warning(settings.listen):
+            _LOG.warning(warning)
         await serve_ports(clients, operators, running.leaving)
         _LOG.info("ended")
 

@@ -154,14 +154,16 @@ class RequestHandler:
                 await self._respond(context, await self.orchestrator.forward(request), admitted.charge)
 
     def _admitted(self, context: RequestContext) -> _Admitted:
-        """What is decided before the body is read: by the key, its limits, the room for bodies and in the queue.
+        """What is decided before the body is read: by the key, its limits, the body's type, the room for bodies and in
+        the queue.
 
         Raises:
-            ClientError: 401, 429: it is not to be read.
+            ClientError: 400, 401, 429: it is not to be read.
         """
         api_key = ANONYMOUS
         try:
             api_key = self.keys.api_key(context.headers)
+            routes.check_media_type(context.path, context.headers)
             self.open_requests.check(api_key)
             self.orchestrator.check_room(api_key.name)
             promised = promised_length(context.headers)
@@ -246,12 +248,13 @@ class RequestHandler:
 class ApiApp:
     """Routes requests by path and method.
 
-    ``operator``: the ASGI application that answers /health, /ready and /metrics.
+    ``operator``: the ASGI application that answers the paths ``shown`` of the operators' ones.
     """
 
-    def __init__(self, handler: RequestHandler, operator: AsgiApp) -> None:
+    def __init__(self, handler: RequestHandler, operator: AsgiApp, shown: frozenset[str]) -> None:
         self._handler = handler
         self._operator = operator
+        self._shown = shown
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -291,15 +294,15 @@ class ApiApp:
             await self._handler.generate(context, context.endpoint)
         elif method == "POST" and path in routes.FORWARDED:
             await self._handler.forward(context)
-        elif method == "GET" and path in routes.OPERATOR:
+        elif method == "GET" and path in self._shown:
             await self._operate(context, scope)
         elif method == "GET" and (body := self._document(context)) is not None:
             await send_whole(context.send, 200, (JSON_HEADER,), body)
         else:
-            raise routes.unknown_path(context.method, path)
+            raise routes.unknown_path(context.method, path, self._shown)
 
     async def _operate(self, context: RequestContext, scope: Scope) -> None:
-        if context.path == "/metrics":
+        if context.path == routes.METRICS:
             self._handler.keys.api_key(context.headers)
         await self._operator({**scope, "method": "GET"}, context.receive, context.send)
 

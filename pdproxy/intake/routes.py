@@ -7,7 +7,8 @@ import urllib.parse
 from pdproxy import __version__
 from pdproxy.errors import ClientError
 from pdproxy.nodes.node import Role, Snapshot, State
-from pdproxy.request import Endpoint, Json, write_json
+from pdproxy.request import Endpoint, Headers, Json, header, write_json
+from pdproxy.settings.types import MetricsPort
 
 GENERATING = {endpoint.value: endpoint for endpoint in Endpoint}
 """The endpoints whose requests the proxy understands."""
@@ -19,8 +20,19 @@ FORWARDED = frozenset(
 """What one node answers by itself. A list, for a node has further endpoints that are its operator's alone
 (``/reset_prefix_cache``, ``/sleep``, ``/v1/load_lora_adapter``, …)."""
 
-OPERATOR = frozenset(["/health", "/ready", "/metrics"])
-"""What the clients' port shows of the operators'."""
+AUDIO = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
+"""Of these the bodies are forms with a file."""
+
+METRICS = "/metrics"
+_FOR_BALANCERS = frozenset({"/health", "/ready"})
+
+
+def shown_to_clients(metrics: MetricsPort) -> frozenset[str]:
+    """The operators' paths that the clients' port has too: what load balancers ask for, and metrics where the settings
+    say so. All others (nodes, plans, the live page) are at the operators' port alone.
+    """
+    return _FOR_BALANCERS | {METRICS} if metrics is MetricsPort.BOTH else _FOR_BALANCERS
+
 
 OPENAPI = "/openapi.json"
 _MODELS = "/v1/models"
@@ -62,11 +74,30 @@ def model_cards(snapshot: Snapshot) -> dict[str, Json]:
     return {name: {"id": name, "object": "model", "created": 0, "owned_by": "pdproxy"} for name in names}
 
 
-def unknown_path(method: str, path: str) -> ClientError:
-    """The error for a path or method that is not served here."""
+def check_media_type(path: str, headers: Headers) -> None:
+    """Check that a request's body is declared as JSON, as vLLM does (0.32, `validate_json_request`).
+
+    A web page can post any other type to another origin without asking first (a preflight, which is refused here).
+
+    Raises:
+        ClientError: 400, vLLM's status.
+    """
+    media_type = (header(headers, "content-type") or "").lower().partition(";")[0]
+    if media_type == "application/json" or (path in AUDIO and media_type == "multipart/form-data"):
+        return
+    allowed = "'multipart/form-data'" if path in AUDIO else "'application/json'"
+    text = f"Unsupported Media Type: Only {allowed} is allowed: say so in the header Content-Type."
+    raise ClientError(400, text, code="unsupported_media_type")
+
+
+def unknown_path(method: str, path: str, shown: frozenset[str]) -> ClientError:
+    """The error for a path or method that is not served here; ``shown``: the operators' paths that are."""
     if path in GENERATING or path in FORWARDED:
         return _wrong_method(method, path, "POST")
-    if path == _MODELS or path in OPERATOR:
+    if path == METRICS and path not in shown:
+        text = "Metrics are served at the operators' port (listen.admin_port); listen.metrics: both has them here too."
+        return ClientError(404, text, code="metrics_elsewhere")
+    if path == _MODELS or path in shown:
         return _wrong_method(method, path, "GET, HEAD")
     if path.startswith(f"{Endpoint.RESPONSES}/"):
         text = "Responses are not kept here: send 'store': false and the whole conversation with each request."

@@ -32,6 +32,17 @@ class Rejection(enum.StrEnum):
     BODIES_FULL = "bodies_full"
 
 
+class OperatorRefusal(enum.StrEnum):
+    """Why the operators' port refused a request, whatever it asked for."""
+
+    UNKNOWN_HOST = "unknown_host"
+    """Its Host header names neither an address nor a name of the settings."""
+    FOREIGN_ORIGIN = "foreign_origin"
+    """A web page of another origin would change something."""
+    NO_TOKEN_SET = "no_token_set"
+    """It would change something, the port is no loopback address, and the settings name no token."""
+
+
 class Phase(enum.StrEnum):
     """The parts of a request's time."""
 

@@ -15,6 +15,7 @@ from pdproxy.observe.labels import (
     FileChange,
     Leg,
     Move,
+    OperatorRefusal,
     Outcome,
     Phase,
     Prediction,
@@ -39,6 +40,15 @@ from pdproxy.observe.request_metrics import (
 )
 from pdproxy.request import Endpoint
 from pdproxy.usage import Usage
+
+
+def operator_refusals(registry: CollectorRegistry) -> Counter:
+    """The counter of requests that the operators' port refused, which a supervisor of several workers has too."""
+    made = Counter(
+        "pdproxy_operator_refusals_total", "Requests that the operators' port refused.", ["reason"], registry=registry
+    )
+    made.begin(OperatorRefusal)
+    return made
 
 
 class Metrics:
@@ -99,6 +109,7 @@ class Metrics:
         self._queued = gauge("pdproxy_requests_queued", "Prompts that wait in the queue now.")
         self._bodies = gauge("pdproxy_body_bytes", "Bytes of request bodies that are held now.")
         self._rejected = counter("pdproxy_rejected_total", "Requests rejected before they ran.", ["reason"])
+        self._operator_refusals = operator_refusals(registry)
         self._tokens = counter("pdproxy_tokens_total", "Tokens, as nodes report them.", ["kind", "model"])
         self._prefill_tokens = gauge(
             "pdproxy_prefill_pending_tokens_estimate",
@@ -240,6 +251,10 @@ class Metrics:
         """Count a request that was turned away; ``key``: the name of its API key."""
         self._rejected.labels(reason).inc()
         self.keys.rejected(key, reason)
+
+    def operator_refused(self, reason: OperatorRefusal) -> None:
+        """Count a request that the operators' port refused."""
+        self._operator_refusals.labels(reason).inc()
 
     def used(self, model: str, key: str, usage: Usage) -> None:
         """Add the tokens of a leg, as its node reports them, to those of its model and of its API key; counts that are

@@ -16,6 +16,7 @@ stop reading in order to queue it, and so not notice that the client disconnects
 import asyncio
 import dataclasses
 import enum
+import re
 import typing
 from collections.abc import Sequence
 from itertools import chain
@@ -150,6 +151,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._reparsing:
             return
         self._stop_timer()
+        if not self.url.startswith(b"/"):
+            self._take_authority()
         version, most = self.parser.get_http_version(), self.limits.head_bytes
         if self._framing_bytes > most and len(self.url) + sum(map(len, chain(*self.headers))) > most:
             self._refuse_size()
@@ -220,6 +223,11 @@ class GuardedProtocol(HttpToolsProtocol):
         self._reparsing = False
         if rest:
             self._parse(rest)
+
+    def _take_authority(self) -> None:
+        """A target that is a whole address tells the host, and `Host` is to be ignored (RFC 9112, 3.2.2)."""
+        authority = re.split(rb"[/?#]", self.url.partition(b"://")[2], maxsplit=1)[0]
+        self.headers[:] = [(name, authority if name == b"host" else value) for name, value in self.headers]
 
     def _start_timer(self, on_timeout: typing.Callable[[], None]) -> None:
         self._stop_timer()

@@ -56,7 +56,8 @@ def _message(error: ErrorDetails, sources: Sequence[SettingsSource]) -> str:
         return str(error["ctx"]["error"])  # of a section as a whole, which several sources may have filled
     setting = location[:-1] if kind == "missing" else location[: 3 if location[0] == "nodes" else 2]
     source, value = _origin(setting, sources)
-    return f"{source.place(location)}: {_complaint(error, value)}"
+    place = source.place(location if location[0] == "nodes" else location[:2])  # of a list, not of what is in it
+    return f"{place}: {_complaint(error, value)}"
 
 
 def _origin(location: Location, sources: Sequence[SettingsSource]) -> tuple[SettingsSource, Any]:

@@ -26,11 +26,15 @@ class Listen(Section):
     port: types.Port = 8080
     """Port that clients connect to; 0 picks a free one."""
     admin_host: types.Host = "127.0.0.1"
-    """Address of the operators' port."""
+    """Address of the operators' port; at any but a loopback address, changing nodes needs `admin_token_file`."""
     admin_port: types.Port = 8081
     """Port for health, metrics and node administration; 0 picks a free one."""
     admin_token_file: types.OptionalFile = None
-    """File with the token that changing nodes asks for; without it none is asked for."""
+    """File with the token that `/nodes`, `/ui` and `/debug/plan` ask for; without it none is asked for."""
+    admin_names: types.HostNames = ()
+    """Names by which operators reach their port, besides addresses and localhost; other names are refused."""
+    metrics: types.MetricsPort = types.MetricsPort.OPERATORS
+    """Which ports serve `/metrics`; at the clients' port it asks for an API key, where there are keys."""
     workers: types.Count = Field(default=1, ge=1, le=64)
     """Processes that serve clients: one for each core to be used. `limits` are divided among them."""
     tls_certificate: types.OptionalFile = None
@@ -39,13 +43,18 @@ class Listen(Section):
     """PEM private key that belongs to the certificate."""
 
     @model_validator(mode="after")
-    def _ports_and_pair(self) -> Self:
+    def _what_goes_together(self) -> Self:
         if self.port and self.port == self.admin_port:
             raise ValueError(
                 f"listen.port and listen.admin_port are both {self.port}: clients and operators need a port each."
             )
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("listen.tls_certificate and listen.tls_key go together: set both, or neither.")
+        if self.metrics is types.MetricsPort.BOTH and self.workers > 1:
+            raise ValueError(
+                "listen.metrics is both and listen.workers is above 1: the clients' port would show the metrics of"
+                " one worker as if they were all. Leave listen.metrics at operators."
+            )
         return self
 
 
@@ -290,7 +299,9 @@ class Sizing(Section):
 class Settings(BaseSettings):
     """Everything an operator decides. `load` reads it from its sources; made directly, it reads no environment."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", case_sensitive=True)
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", case_sensitive=True, enable_decoding=False
+    )  # not decoded: a list in a variable has commas, and is no JSON
 
     listen: Listen = Listen()
     nodes: tuple[ConfiguredNode, ...] = ()

@@ -118,6 +118,13 @@ class LogFormat(OneOf):
     TEXT = "text"
 
 
+class MetricsPort(OneOf):
+    """Which ports serve ``/metrics``."""
+
+    OPERATORS = "operators"
+    BOTH = "both"
+
+
 class OtelExport(OneOf):
     """Where spans go."""
 
@@ -229,6 +236,13 @@ def node_url(text: str) -> str:
     return text.rstrip("/")
 
 
+def host_name(text: str) -> str:
+    """Check a name by which a machine is reached, without a port. Raises ValueError."""
+    if _HOST_NAME.fullmatch(text) is None:
+        raise ValueError("no host name")
+    return text
+
+
 def _refuse_credentials(text: str) -> None:
     _, _, rest = text.rpartition("://")
     if "@" in rest.partition("/")[0] or "?" in text or "#" in text:
@@ -250,6 +264,8 @@ def _split(value: object) -> object:
 _ADDRESS = Takes("an address such as http://10.0.0.1:8000")
 _NODE_URL = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?/?")
 
+_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?)*\.?")
+
 Number = Annotated[float, Quantity()]
 Count = Annotated[int, Quantity()]
 Tokens = Annotated[int, Quantity("tokens")]
@@ -262,6 +278,12 @@ Texts = Annotated[
     BeforeValidator(_split),
     WithJsonSchema({"type": ["array", "string"], "items": {"type": "string"}}),
     Takes("a list of texts"),
+]
+HostNames = Annotated[
+    tuple[Annotated[str, AfterValidator(host_name)], ...],
+    BeforeValidator(_split),
+    WithJsonSchema({"type": ["array", "string"], "items": {"type": "string", "pattern": f"^{_HOST_NAME.pattern}$"}}),
+    Takes("a list of names such as x.example"),
 ]
 Host = Annotated[str, MinLen(1), Takes("an address such as 127.0.0.1")]
 Address = Annotated[

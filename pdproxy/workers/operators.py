@@ -1,6 +1,6 @@
 """The operators' port in front of several workers: what they answer, merged; what they are told, told to all.
 
-Who may ask what is checked by the workers, which all get the operator's headers.
+The supervisor's port checks `Host` and `Origin` (`admin.guard`); workers check the operator's token.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-PASSED_ON = (b"authorization", b"content-type", b"host", b"origin")
+PASSED_ON = (b"authorization", b"content-type")
 """Headers by which the workers decide."""
 MOST_BYTES = 16 * 1024 * 1024
 """Of a body; a worker takes no more for ``/debug/plan``."""

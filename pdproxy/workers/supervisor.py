@@ -16,10 +16,13 @@ from collections.abc import Coroutine, Sequence
 
 from prometheus_client import PLATFORM_COLLECTOR, PROCESS_COLLECTOR, CollectorRegistry, Counter, Gauge
 
+from pdproxy.admin.guard import GuardedPort, RefusalLog, open_port_warning
+from pdproxy.clock import SystemClock
 from pdproxy.credential import read_secret
 from pdproxy.errors import SettingsError
-from pdproxy.observe.labels import WatchedSetting
+from pdproxy.observe.labels import OperatorRefusal, WatchedSetting
 from pdproxy.observe.logs import configure
+from pdproxy.observe.metrics import operator_refusals
 from pdproxy.server.server import (
     OPERATORS_GRACE,
     Server,
@@ -59,9 +62,14 @@ class SupervisorMetrics:
         self.connections = Counter(
             "pdproxy_worker_connections_total", "Clients' connections given to a worker.", ["worker"], registry=registry
         )
+        self._refusals = operator_refusals(registry)
         for number in range(workers):
             self.exits.labels(str(number))
             self.connections.labels(str(number))
+
+    def operator_refused(self, reason: OperatorRefusal) -> None:
+        """Count a request that the operators' port refused: workers get none of these."""
+        self._refusals.labels(reason).inc()
 
 
 def supervise(settings: Settings) -> int:
@@ -106,7 +114,8 @@ class Supervisor:
         self._merged = MergedMetrics(registry)
         self._app = OperatorsApp(lambda: sorted(self._running, key=lambda worker: worker.number), self._merged)
         self._running: set[Worker] = set()
-        self._operators = Server(http_config(settings, self._app, OPERATORS_GRACE), operators)
+        guarded = GuardedPort(self._app, settings.listen, RefusalLog(SystemClock(), self._metrics.operator_refused))
+        self._operators = Server(http_config(settings, guarded, OPERATORS_GRACE), operators)
         self._operating: asyncio.Task[None] | None = None
         self._leaving = asyncio.Event()
 
@@ -140,6 +149,8 @@ class Supervisor:
         self._operators_socket.listen()  # what connects from now on waits until it is served, and is not refused
         addresses = address_of(self._clients), self._operators.address
         _LOG.info("clients: %s, operators: %s, workers: %d", *addresses, len(self._workers))
+        if warning := open_port_warning(self._settings.listen):
+            _LOG.warning(warning)
 
     async def _run_operators(self) -> None:
         """Shielded: the port stays open until the last worker has ended."""

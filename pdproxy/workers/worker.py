@@ -187,7 +187,7 @@ class _Connection(http.client.HTTPConnection):
     """HTTP over a connected socket."""
 
     def __init__(self, connected: socket.socket) -> None:
-        super().__init__("worker")
+        super().__init__("localhost")
         connected.settimeout(ANSWER_SECONDS)
         self.sock = connected
 

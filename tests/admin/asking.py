@@ -7,5 +7,5 @@ import httpx
 
 async def state_of(app: Any) -> Any:
     """What the live page would be told now."""
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
         return (await client.get("/ui/state")).json()

@@ -20,7 +20,9 @@ from websockets.asyncio.client import ClientConnection, connect
 
 from pdproxy.admin.app import admin_app
 from pdproxy.admin.context import AdminContext
+from pdproxy.admin.guard import GuardedPort, RefusalLog
 from pdproxy.server.server import Server, bind
+from pdproxy.settings.model import Listen
 
 CHROMIUM = shutil.which("chromium")
 SECONDS = 300
@@ -34,9 +36,10 @@ _FLAGS = (
 
 @contextlib.asynccontextmanager
 async def served(context: AdminContext) -> AsyncIterator[str]:
-    """The operators' application on a free port; its address."""
+    """The operators' port, on a free one; its address."""
     bound = bind("127.0.0.1", 0, "here")
-    config = uvicorn.Config(admin_app(context), log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=1)
+    app = GuardedPort(admin_app(context), Listen(), RefusalLog(context.clock, lambda _: None))
+    config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=1)
     port = Server(config, bound)
     serving = asyncio.create_task(port.serve(sockets=[bound]))
     try:
@@ -100,8 +103,8 @@ class Page:
                 self.complaints.append(said)
 
     async def value(self, expression: str) -> Any:
-        """What JavaScript makes of an expression."""
-        found = await self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        """What JavaScript makes of an expression; of a promise, what it is kept with."""
+        found = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
@@ -123,11 +126,11 @@ class Page:
 
 
 @contextlib.contextmanager
-def running_chromium() -> Iterator[str]:
+def running_chromium(*flags: str) -> Iterator[str]:
     """A Chromium that runs while inside; the address at which it is asked for pages."""
     assert CHROMIUM is not None
     with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as profile:
-        command = (CHROMIUM, *_FLAGS, f"--user-data-dir={profile}", "--remote-debugging-port=0", "about:blank")
+        command = (CHROMIUM, *_FLAGS, f"--user-data-dir={profile}", "--remote-debugging-port=0", *flags, "about:blank")
         quiet = subprocess.DEVNULL
         with subprocess.Popen(
             command, stdout=quiet, stderr=quiet, env=_files_in(profile), start_new_session=True

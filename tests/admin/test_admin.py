@@ -281,14 +281,6 @@ async def test_with_a_token_nodes_are_the_operators_alone() -> None:
         assert (await client.get("/health")).status_code == 200
 
 
-async def test_a_web_page_of_another_origin_changes_nothing(client: httpx.AsyncClient, context: AdminContext) -> None:
-    serve(context, DECODE)
-    foreign = await client.post("/nodes/d1/drain", headers={"origin": "http://evil.example"})
-    assert foreign.status_code == 403
-    assert context.pool.view("d1").state is State.UP
-    assert (await client.post("/nodes/d1/drain", headers={"origin": "http://admin"})).status_code == 202
-
-
 async def test_a_plan_is_explained_to_the_operator_alone(context: AdminContext) -> None:
     transport = MemoryTransport([], FakeClock())
     planning = OrchestrationContext(

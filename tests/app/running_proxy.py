@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import httpx
 import uvicorn
@@ -28,17 +29,18 @@ SOON = 60.0
 
 @dataclass(frozen=True)
 class RunningProxy:
-    """A running proxy, its two nodes, and a client."""
+    """A running proxy, its two nodes, a client, and an operator (whose port is none: the application itself)."""
 
     client: httpx.AsyncClient
+    operator: httpx.AsyncClient
     prefill: FakeNode
     decode: FakeNode
     running: Proxy
 
     async def until(self, text: str, path: str = "/metrics") -> None:
-        """Wait until a page of the proxy holds a text."""
+        """Wait until a page of the operators' port holds a text."""
         async with asyncio.timeout(SOON):
-            await until(self.client, text, path=path)
+            await until(self.operator, text, path=path)
 
 
 async def until(client: httpx.AsyncClient, *texts: str, path: str = "/metrics") -> None:
@@ -72,12 +74,19 @@ async def running_proxy(settings: Settings, key: str = "none", prefill_dialect: 
             proxy(settings.model_copy(update={"nodes": nodes, "upstream": upstream}), HostEnvironment()) as running,
             listening(running, settings) as url,
             plain_client(url, headers=bearer(key)) as client,
+            operator_of(running) as operator,
         ):
-            made = RunningProxy(client, prefill, decode, running)
+            made = RunningProxy(client, operator, prefill, decode, running)
             await made.until('"ready"', "/ready")  # a tenth of what metrics cost
             async with asyncio.timeout(SOON):
-                await until(client, *(up(f"{role}-0", role) for role in Role))
+                await until(operator, *(up(f"{role}-0", role) for role in Role))
             yield made
+
+
+def operator_of(running: Proxy) -> httpx.AsyncClient:
+    """A client of the operators' application, in memory."""
+    transport = httpx.ASGITransport(app=cast(Any, running.operators))
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 
 
 def plain_client(url: str, headers: Mapping[str, str] | None = None) -> httpx.AsyncClient:

@@ -31,7 +31,7 @@ async def test_a_plan_says_why_in_header_log_and_metrics(caplog: pytest.LogCaptu
         first = await ask(running)
         await running.until('pdproxy_real_hit_tokens_total{role="prefill"} 1.0')
         again = await ask(running)
-        metrics = (await running.client.get("/metrics")).text
+        metrics = (await running.operator.get("/metrics")).text
     assert first.headers["x-pdproxy-route"].startswith("disaggregated; reason=nothing_cached; cached=0/")
     # A decode node that is seen to be quicker than the first prefill was computes by itself.
     assert again.headers["x-pdproxy-route"].split("; ")[1] in ("reason=cached", "reason=resumes")
@@ -44,21 +44,17 @@ async def test_a_plan_says_why_in_header_log_and_metrics(caplog: pytest.LogCaptu
 async def test_a_prefill_node_is_the_last_resort_of_this_policy_too() -> None:
     policy = SETTINGS.policy.model_copy(update={"on_no_decode": OnNoDecode.PREFILL})
     async with running_proxy(SETTINGS.model_copy(update={"policy": policy})) as running:
-        transport = httpx.ASGITransport(app=running.running.operators)
-        async with httpx.AsyncClient(transport=transport, base_url="http://operators") as operators:
-            await operators.delete("/nodes/decode-0")
+        await running.operator.delete("/nodes/decode-0")
         assert (await running.client.get("/ready")).status_code == 200
         answered = [await ask(running) for _ in range(2)]
-        metrics = (await running.client.get("/metrics")).text
+        metrics = (await running.operator.get("/metrics")).text
     assert [each.headers["x-pdproxy-route"].split(";")[0] for each in answered] == ["local", "local"]
     assert 'pdproxy_local_total{reason="no_decode"} 2.0' in metrics
 
 
 async def test_the_operator_may_ask_for_a_plan() -> None:
     async with running_proxy(SETTINGS) as running:
-        transport = httpx.ASGITransport(app=running.running.operators)
-        async with httpx.AsyncClient(transport=transport, base_url="http://operators") as operators:
-            shown = (await operators.post("/debug/plan", json=CHAT)).json()
+        shown = (await running.operator.post("/debug/plan", json=CHAT)).json()
     assert shown["route_reason"] == "nothing_cached"
     assert shown["source"] == "approximation"
     assert set(shown["candidates"]) == {"prefill", "decode", "decode_alone"}

@@ -43,12 +43,14 @@ async def held(server: RunningProxy, key: str) -> AsyncIterator[None]:
         yield
 
 
+HEAD = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
 async def refused_from_its_head(server: RunningProxy, key: str, promised: int = LARGE, more: str = "") -> bytes:
     """What comes for a head alone, up to the end of the connection."""
     url = server.client.base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: {promised}\r\n"
-    writer.write(f"{head}{more}\r\n".encode())
+    writer.write(f"{HEAD}authorization: Bearer {key}\r\ncontent-length: {promised}\r\n{more}\r\n".encode())
     try:
         async with asyncio.timeout(SOON):
             return await reader.read()
@@ -77,7 +79,7 @@ async def test_a_key_with_rates_is_told_what_is_left_and_refused_when_it_is_used
         await server.until('pdproxy_key_requests_total{key="plain",outcome="ok"} 2.0')
         tokens = 2 * used["completion_tokens"]
         await server.until(f'pdproxy_key_tokens_total{{key="plain",kind="completion"}} {float(tokens)}')
-        assert "sk-" not in (await server.client.get("/metrics")).text
+        assert "sk-" not in (await server.operator.get("/metrics")).text
 
 
 async def test_a_key_runs_as_many_as_it_may_and_its_next_one_waits(tmp_path: Path) -> None:
@@ -127,7 +129,7 @@ async def test_a_small_body_that_is_refused_leaves_its_connection_open(tmp_path:
     async with limited_proxy(tmp_path) as server, held(server, "sk-open"):
         url = server.client.base_url
         reader, writer = await asyncio.open_connection(url.host, url.port)
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-open\r\ncontent-length: 5\r\n\r\n"
+        head = f"{HEAD}authorization: Bearer sk-open\r\ncontent-length: 5\r\n\r\n".encode()
         try:
             async with asyncio.timeout(SOON):
                 for _ in range(2):

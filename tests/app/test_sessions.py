@@ -10,14 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
-from pdproxy.app.build import Proxy, proxy
+from pdproxy.app.build import proxy
 from pdproxy.app.host import HostEnvironment
 from pdproxy.nodes import join
 from pdproxy.observe.logs import TextFormatter
 from pdproxy.settings.model import ConfiguredNode, Health, Keys, Listen, Policy, Settings
 from pdproxy.settings.types import FirstHandOver, Role, Routing
 from pdproxy.workers.division import share_of
-from tests.app.running_proxy import bearer, listening, plain_client, until, up
+from tests.app.running_proxy import bearer, listening, operator_of, plain_client, until, up
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.loopback import LoopbackNode
 from tests.fakes.node import FakeNode
@@ -36,10 +36,10 @@ def nodes_join_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Fleet:
-    """A running proxy, its nodes by name, and a client."""
+    """A running proxy, its nodes by name, a client and an operator."""
 
-    running: Proxy
     client: httpx.AsyncClient
+    operator: httpx.AsyncClient
     nodes: dict[str, LoopbackNode]
     fabric: FakeKvTransfer
     stack: contextlib.AsyncExitStack
@@ -69,15 +69,13 @@ class Fleet:
         name = f"{role}-{sum(each.startswith(role) for each in self.nodes)}"
         self.nodes[name] = await self.stack.enter_async_context(LoopbackNode(FakeNode(name, self.fabric)))
         new = {"name": name, "url": self.nodes[name].url, "role": role.value, "model": "m"}
-        transport = httpx.ASGITransport(app=self.running.operators)
-        async with httpx.AsyncClient(transport=transport, base_url="http://operators") as operators:
-            assert (await operators.post("/nodes", json=new)).status_code == 201
-        await until(self.client, is_up(name))
+        assert (await self.operator.post("/nodes", json=new)).status_code == 201
+        await until(self.operator, is_up(name))
         return name
 
     async def routed(self, role: Role, outcome: str) -> int:
         """The metric of legs by session."""
-        text = (await self.client.get("/metrics")).text
+        text = (await self.operator.get("/metrics")).text
         wanted = f'pdproxy_session_routes_total{{outcome="{outcome}",role="{role}"}} '
         [line] = [line for line in text.splitlines() if line.startswith(wanted)]
         return int(float(line.removeprefix(wanted)))
@@ -103,9 +101,10 @@ async def fleet(settings: Settings, key: str = "none") -> AsyncIterator[Fleet]:
         running = await stack.enter_async_context(proxy(settings, HostEnvironment()))
         url = await stack.enter_async_context(listening(running, settings))
         client = await stack.enter_async_context(plain_client(url, headers=bearer(key)))
-        made = Fleet(running, client, nodes, fabric, stack)
-        await until(client, '"ready"', path="/ready")
-        await until(client, *map(is_up, nodes))
+        operator = await stack.enter_async_context(operator_of(running))
+        await until(operator, '"ready"', path="/ready")
+        await until(operator, *map(is_up, nodes))
+        made = Fleet(client, operator, nodes, fabric, stack)
         yield made
 
 
@@ -142,10 +141,9 @@ async def worker_beside(made: Fleet, settings: Settings) -> AsyncIterator[httpx.
         proxy(share_of(two, 1), HostEnvironment()) as running,
         listening(running, two) as url,
         plain_client(url) as client,
+        operator_of(running) as operator,
     ):
-        transport = httpx.ASGITransport(app=running.operators)
-        async with httpx.AsyncClient(transport=transport, base_url="http://operators") as operators:
-            await until(operators, *map(is_up, made.nodes))
+        await until(operator, *map(is_up, made.nodes))
         yield client
 
 
@@ -208,7 +206,7 @@ async def test_the_log_says_how_a_session_was_routed_and_never_its_key(caplog: p
     caplog.set_level(logging.DEBUG, "pdproxy")
     async with fleet(BY_SESSION) as made:
         await made.turn(SESSIONS[0])
-        exported = (await made.client.get("/metrics")).text
+        exported = (await made.operator.get("/metrics")).text
     [line] = [vars(record) for record in caplog.records if record.name == "pdproxy.orchestration.access_log"][-1:]
     assert (line["prefill_session"], line["decode_session"]) == ("own", "own")
     logged = "\n".join(TextFormatter().format(record) for record in caplog.records)

@@ -25,6 +25,9 @@ async def server() -> AsyncIterator[RunningProxy]:
         yield running
 
 
+JSON = (b"content-type", b"application/json")
+
+
 class Call:
     """One request, spoken to the application as a server does; the server cancels what is not over in time."""
 
@@ -33,9 +36,8 @@ class Call:
         self.sent: list[Message] = []
         self.began = asyncio.Event()
         straight = {EXCHANGE_EXTENSION: {"exchange": self}}
-        scope = {
-            "type": "http", "method": "POST", "path": path, "query_string": b"", "headers": [], "extensions": straight
-        }  # fmt: skip
+        head = {"method": "POST", "path": path, "query_string": b"", "headers": [JSON]}
+        scope = {"type": "http", **head, "extensions": straight}
         self.task = asyncio.ensure_future(server.running.clients(scope, self._receive, self._send))
 
     async def _receive(self) -> Message:

@@ -7,7 +7,6 @@ import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -165,10 +164,10 @@ async def test_the_nodes_credential_and_the_admin_token_change(tmp_path: Path) -
     mount = MountedSecret(tmp_path, node="node-old", admin="admin-old")
     upstream = Upstream(credential=Credential.REPLACE, credential_file=mount["node"])
     settings = Settings(listen=Listen(admin_token_file=mount["admin"]), upstream=upstream, health=Health(interval=0.05))
-    async with running_proxy(settings) as server, operator(server) as client:
+    async with running_proxy(settings) as server:
 
         async def nodes(token: str) -> int:
-            return (await client.get("/nodes", headers=bearer(token))).status_code
+            return (await server.operator.get("/nodes", headers=bearer(token))).status_code
 
         assert (await asked(server, "any"), credential_seen(server)) == (200, "Bearer node-old")
         assert (await nodes("admin-old"), await nodes("admin-new")) == (200, 401)
@@ -179,12 +178,6 @@ async def test_the_nodes_credential_and_the_admin_token_change(tmp_path: Path) -
         async with asyncio.timeout(SOON):
             while credential_seen(server, "/health") != "Bearer node-new":  # noqa: ASYNC110 - the health check comes
                 await asyncio.sleep(0.01)
-
-
-def operator(server: RunningProxy) -> httpx.AsyncClient:
-    """A client of the operators' application."""
-    transport = httpx.ASGITransport(server.running.operators)
-    return httpx.AsyncClient(transport=transport, base_url="http://proxy", trust_env=False)
 
 
 def credential_seen(server: RunningProxy, path: str = "/v1/completions") -> str:

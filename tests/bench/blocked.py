@@ -76,8 +76,8 @@ def request(body: Mapping[str, Any], *, stream: bool = True) -> bytes:
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     whole = {"model": MODEL, "max_tokens": TOKENS, "temperature": 0, "stream": stream, **body}
     sent = json.dumps(whole, separators=(",", ":")).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: bench\r\nconnection: close\r\ncontent-length: {len(sent)}\r\n\r\n"
-    return head.encode() + sent
+    head = f"POST {path} HTTP/1.1\r\nhost: bench\r\nconnection: close\r\ncontent-length: {len(sent)}\r\n"
+    return f"{head}content-type: application/json\r\n\r\n".encode() + sent
 
 
 class MeteredProxy:

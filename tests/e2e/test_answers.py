@@ -1,7 +1,6 @@
 """Answers through the proxy and two nodes are a single engine's answers."""
 
 import asyncio
-import json
 
 import httpx
 import pytest
@@ -102,7 +101,7 @@ async def test_a_client_cannot_bring_its_own_ticket(proxy: Proxy, place: str) ->
     question = quiz(65, 700)
     body = {"model": SERVED_NAME, "prompt": question.prompt(), "max_tokens": 8, "temperature": 0, **smuggled}
     async with httpx.AsyncClient(trust_env=False, timeout=REQUEST_TIMEOUT_S) as http:
-        got = await http.post(f"{proxy.url}/v1/completions", content=json.dumps(body))
+        got = await http.post(f"{proxy.url}/v1/completions", json=body)
     assert got.status_code == 200
     assert got.json()["choices"][0]["text"] == question.answer
     assert "kv_transfer_params" not in got.text or got.json().get("kv_transfer_params") is None

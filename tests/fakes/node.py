@@ -15,6 +15,8 @@ from tests.fakes.vllm_answers import ParsedRequest, answer, error, events
 from tests.fakes.waiting import TICKETS_PATH, Params, WaitingRequest, WaitingRoom
 
 UNREADABLE = 10**6
+FORM = b"--"
+"""What a body in parts (multipart/form-data) begins with."""
 JSON = (("content-type", "application/json"),)
 EVENTS = (("content-type", "text/event-stream; charset=utf-8"),)
 METRICS = """\
@@ -124,7 +126,7 @@ class FakeNode:
 
     def respond(self, path: str, raw: bytes, headers: tuple[tuple[str, str], ...] = ()) -> Script:
         """The script for one request."""
-        body: Mapping[str, Any] = json.loads(raw) if raw else {}
+        body: Mapping[str, Any] = json.loads(raw) if raw and not raw.startswith(FORM) else {}
         self.seen.append(Seen(path, body, headers))
         if path == TICKETS_PATH:
             return self._take_delivery(raw)

@@ -79,7 +79,7 @@ def _ask(words: int) -> dict[str, Any]:
 async def _held(server: RunningProxy, least: int) -> None:
     async with asyncio.timeout(SOON):
         while True:
-            page = (await server.client.get("/metrics")).text
+            page = (await server.operator.get("/metrics")).text
             if int(float(page.partition("\npdproxy_body_bytes ")[2].split()[0])) >= least:
                 return
             await asyncio.sleep(0.02)

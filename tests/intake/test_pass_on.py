@@ -24,6 +24,8 @@ from tests.orchestration.prompts import body_for, right
 TOKENS = 20
 RULES = HandlerConfig(1 << 20, 60.0, 3600.0, Credential.PASS, own=Secret())
 
+JSON = (("content-type", "application/json"),)
+
 
 class Client:
     """Both halves of an ASGI connection; what comes is kept in its order.
@@ -70,7 +72,7 @@ class Client:
             read_keys(None), open_requests, rates, budget, cluster.orchestrator, cluster.pool, cluster.clock, RULES
         )
         context = RequestContext(
-            "POST", Endpoint.CHAT.value, "", (), "r-1", self.receive, TrackedSend(self.send), self, Endpoint.CHAT
+            "POST", Endpoint.CHAT.value, "", JSON, "r-1", self.receive, TrackedSend(self.send), self, Endpoint.CHAT
         )
         await service.generate(context, Endpoint.CHAT)
         return b"".join(self.pieces)

@@ -67,6 +67,30 @@ async def test_ambiguous_requests_are_refused(port: int, head: bytes) -> None:
     assert json.loads(body)["error"]["code"] == "invalid_http"
 
 
+async def host_back(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the request's host and path."""
+    hosts = [value for name, value in headers_of(scope) if name == "host"]
+    await send_whole(send, 200, (JSON_HEADER,), json.dumps([hosts, scope["path"]]).encode())
+
+
+@pytest.mark.parametrize(
+    ("target", "host", "path"),
+    [
+        ("/a?b=http://c/d", "x", "/a"),
+        ("//evil/a", "x", "//evil/a"),
+        ("http://evil:81/a", "evil:81", "/a"),
+        ("HTTP://[::1]/a?b", "[::1]", "/a"),
+        ("http://evil/a?b=http://x/", "evil", "/a"),
+        ("http://x@evil/a", "x@evil", "/a"),
+    ],
+)
+async def test_the_host_of_a_target_that_is_a_whole_address_counts(target: str, host: str, path: str) -> None:
+    """RFC 9112, 3.2.2: else a check of `Host` would be about another request."""
+    async with serving(LIMITS, host_back) as port:
+        _, body = await say(port, f"GET {target} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+    assert json.loads(body) == [[host], path]
+
+
 async def test_http_1_0_and_chunk_extensions_are_understood(port: int) -> None:
     assert await say(port, b"POST / HTTP/1.0\r\ncontent-length: 5\r\n\r\nhello") == (200, b"hello")
     chunks = b'3;a=b;c="d"\r\nhel\r\n2\r\nlo\r\n0;last\r\n\r\n'

@@ -96,6 +96,13 @@ def test_every_setting_has_a_variable_and_a_flag_of_its_own() -> None:
         assert each.description[0].isupper()
 
 
+def test_a_list_in_a_variable_or_a_flag_has_commas() -> None:
+    environment = {"PDPROXY_LISTEN_ADMIN_NAMES": "a.example, b.example,"}
+    assert load(environment=environment).listen.admin_names == ("a.example", "b.example")
+    assert load(flags("--listen-admin-names", "c"), environment=environment).listen.admin_names == ("c",)
+    assert load(environment={"PDPROXY_LISTEN_ADMIN_NAMES": ""}).listen.admin_names == ()
+
+
 def test_short_flags() -> None:
     listen = load(flags("--host", "::1", "--port", "0", "--admin-port", "0")).listen
     assert (listen.host, listen.port, listen.admin_port) == ("::1", 0, 0)
@@ -123,6 +130,10 @@ def test_short_flags() -> None:
         (
             {"PDPROXY_PREFILL": "p:1"},
             "PDPROXY_PREFILL: url must be an address such as http://10.0.0.1:8000, not 'p:1'.",
+        ),
+        (
+            {"PDPROXY_LISTEN_ADMIN_NAMES": "a:1"},
+            "PDPROXY_LISTEN_ADMIN_NAMES: listen.admin_names must be a list of names such as x.example, not 'a:1'.",
         ),
         ({"PDPROXY_CONFIG": "/nowhere"}, "the file /nowhere cannot be read: No such file or directory."),
     ],
@@ -170,6 +181,11 @@ def test_foreign_variables_are_ignored() -> None:
         ("nodes: [{url: 'http://a:99999', role: decode}]", "url must be an address such as http://10.0.0.1:8000, not"),
         ("limits: {body_bytes: 2MiB, held_bytes: 1MiB}", "limits.held_bytes (1048576) is less than limits.body_bytes"),
         ("listen: {port: 1, admin_port: 1}", "listen.port and listen.admin_port are both 1"),
+        ("listen: {metrics: both, workers: 2}", "would show the metrics of one worker as if they were all"),
+        ("listen: {metrics: clients}", "listen.metrics must be one of operators, both, not 'clients'."),
+        ("listen: {admin_names: ['a:1']}", "listen.admin_names must be a list of names such as x.example, not"),
+        ("listen: {admin_names: 'http://a'}", "listen.admin_names must be a list of names such as"),
+        ("listen: {admin_names: ['*.example.com']}", "listen.admin_names must be a list of names such as"),
         (f"listen: {{tls_key: {__file__}}}", "listen.tls_certificate and listen.tls_key go together"),
         ("policy: {migrations: 101}", "policy.migrations must be a whole number from 0 to 100, not 101."),
         ("policy: {migrations: -1}", "policy.migrations must be a whole number from 0 to 100, not -1."),

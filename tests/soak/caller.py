@@ -16,8 +16,8 @@ class Caller:
         """Status and body of the answer."""
         reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection("127.0.0.1", self._port)
         try:
-            head = f"POST {path} HTTP/1.1\r\nhost: x\r\nx-request-id: {name}\r\ncontent-length: {len(body)}\r\n\r\n"
-            writer.write(head.encode() + body)
+            head = f"POST {path} HTTP/1.1\r\nhost: x\r\nx-request-id: {name}\r\ncontent-length: {len(body)}\r\n"
+            writer.write(f"{head}content-type: application/json\r\n\r\n".encode() + body)
             answer = await _answer(reader)
         except BaseException:
             writer.transport.abort()

@@ -59,7 +59,7 @@ def _server(cluster: LoopbackCluster, metrics: Metrics) -> Server:
         rules,
     )
     config = uvicorn.Config(
-        ApiApp(service, _no_operators),
+        ApiApp(service, _no_operators, frozenset()),
         http=guarded(LIMITS),
         ws="none",
         lifespan="off",

@@ -100,7 +100,7 @@ async def _odd_requests(client: httpx.AsyncClient) -> None:
     """Requests that the load does not send: one that a single node computes, an invalid one, too many at a time."""
     body = {"model": MODEL, "prompt": WORDS, "max_tokens": TOKENS, "stream": True}
     alone = await client.post("/v1/completions", json={**body, "prompt": [7]})
-    wrong = await client.post("/v1/completions", content=b"{")
+    wrong = await client.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
     crowd = await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(MOST_REQUESTS + 10)))
     assert (alone.status_code, wrong.status_code) == (200, 400)
     assert {each.status_code for each in crowd} == {200, 429}

@@ -161,16 +161,14 @@ async def test_without_any_worker_it_is_not_alive() -> None:
 
 async def test_a_drain_reaches_all_workers_with_the_operators_headers() -> None:
     workers = [FakeWorker(number, {"/nodes/a/drain": (202, node("a", state="draining"))}) for number in (0, 1)]
-    headers = {"authorization": "Bearer word", "origin": "http://admin", "cookie": "no"}
+    headers = {"authorization": "Bearer word", "origin": "http://localhost", "cookie": "no"}
     answer = await ask_workers(workers, "POST", "/nodes/a/drain?seconds=3", headers=headers)
     assert (answer.status_code, answer.json()["state"]) == (202, "draining")
     for worker in workers:
         (asked,) = worker.asked
         assert (asked.method, asked.target) == ("POST", "/nodes/a/drain?seconds=3")
         assert asked.headers["authorization"] == "Bearer word"
-        assert asked.headers["origin"] == "http://admin"
-        assert asked.headers["host"] == "admin"
-        assert "cookie" not in asked.headers
+        assert not {"cookie", "host", "origin"} & asked.headers.keys(), "the supervisor has looked at these"
 
 
 async def test_an_answer_that_one_worker_does_not_give_says_which() -> None:

@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 from pdproxy.server.server import bind
+from tests.admin.attack import got_through, on_operators, send
 from tests.app.running_proxy import SOON, plain_client
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.loopback import LoopbackNode
@@ -191,6 +192,16 @@ async def test_metrics_of_one_worker_are_not_shown(proxy: Supervised) -> None:
     async with plain_client(proxy.clients) as client:
         assert (await client.get("/metrics")).json()["error"]["code"] == "metrics_elsewhere"
         assert (await client.get("/ready")).json() == {"status": "ready"}
+
+
+async def test_no_attack_of_a_web_page_gets_through(proxy: Supervised) -> None:
+    """Each is refused by the supervisor, which counts it once; the workers hear of none."""
+    attacks = list(on_operators(int(proxy.operators.rpartition(":")[2])))
+    before = await proxy.value('pdproxy_operator_refusals_total{reason="unknown_host"}')
+    assert [attack for attack in attacks if got_through(send(proxy.operators, attack))] == []
+    after = await proxy.value('pdproxy_operator_refusals_total{reason="unknown_host"}')
+    assert 0 < after - before <= len(attacks)
+    assert [node["state"] for node in (await proxy.get("/nodes")).json()["nodes"]] == ["up", "up"]
 
 
 async def test_the_page_and_its_state_are_at_one_address(proxy: Supervised) -> None:
