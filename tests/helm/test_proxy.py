@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from pdproxy.admin.guard import KnownHosts, open_port_warning
 from pdproxy.settings.catalog import every_setting, sections
 from pdproxy.settings.types import Credential
 from pdproxy.settings.yaml_file import YamlSource
 from tests.helm.conftest import Rendered
-from tests.helm.engine import CHART, Engine, Refused, only_container, value_files
+from tests.helm.engine import CHART, NAMESPACE, Engine, Refused, only_container, value_files
 from tests.helm.settings import loaded, pod_of
 
 ALL = pytest.mark.parametrize("values", value_files())
@@ -30,6 +31,62 @@ def test_the_proxy_accepts_its_settings(rendered: Rendered, values: str, tmp_pat
         if path.startswith(str(tmp_path)):
             inside = "/etc/pdproxy" + path.removeprefix(str(tmp_path))
             assert any(inside.startswith(mount["mountPath"] + "/") for mount in container["volumeMounts"])
+
+
+@ALL
+def test_whoever_asks_at_the_operators_port_names_it_as_it_is_known(
+    rendered: Rendered, values: str, tmp_path: Path
+) -> None:
+    """Nodes that are to go, the test pod, the kubelet and Prometheus (by the pod's address), a port-forward."""
+    manifests = rendered(values)
+    known = KnownHosts(loaded(manifests, tmp_path).listen)
+    [service] = [
+        each["metadata"]["name"] for each in manifests.of("Service") if each["metadata"]["name"].endswith("-admin")
+    ]
+    [smoke] = [e["value"] for e in only_container(manifests.one("Pod"))["env"] if e["name"] == "OPERATORS"]
+    names = [
+        service,
+        f"{service}.{NAMESPACE}",
+        f"{service}.{NAMESPACE}.svc",
+        f"{service}.{NAMESPACE}.svc.cluster.local",
+    ]
+    for host in (*(f"{name}:8081" for name in names), smoke.removeprefix("http://"), "10.0.0.1:8081", "localhost:8081"):
+        assert host in known, host
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        asked = only_container(pod_of(manifests))[probe]["httpGet"]
+        assert not {"host", "httpHeaders"} & asked.keys(), "it is asked by the pod's address"
+    assert ("admin.example.com" in known) is (values == "full-values")
+    assert f"{service}.evil.example" not in known
+
+
+@pytest.mark.parametrize("strategy", ["surge", "blueGreen"])
+def test_nodes_that_are_to_go_name_the_operators_port_as_it_is_known(
+    helm: Engine, tmp_path: Path, strategy: str
+) -> None:
+    upgrade = {"strategy": strategy}
+    known = KnownHosts(loaded(helm.manifests({}), tmp_path).listen)
+    nodes = {"nodes": {"upgrade": upgrade | ({"proxy": "demo-pdproxy"} if strategy == "blueGreen" else {})}}
+    release = "demo" if strategy == "surge" else "blue"
+    for role in ("prefill", "decode"):
+        pre_stop = only_container(helm.manifests(nodes, release=release).node(role))["lifecycle"]["preStop"]["exec"]
+        [url] = [word for word in pre_stop["command"] if word.startswith("http://")]
+        assert url.removeprefix("http://") in known
+
+
+@pytest.mark.parametrize("name", ["admin.example.com:8081", "http://admin", "*.example.com"])
+def test_a_name_of_the_operators_port_is_a_name(helm: Engine, name: str) -> None:
+    with pytest.raises(Refused, match="adminNames"):
+        helm.manifests({"proxy": {"adminNames": [name]}})
+
+
+@pytest.mark.parametrize("access", [True, False])
+def test_without_a_token_nodes_cannot_be_changed_and_the_notes_say_so(
+    helm: Engine, tmp_path: Path, access: bool
+) -> None:
+    values = {"access": {"enabled": access}}
+    assert (open_port_warning(loaded(helm.manifests(values), tmp_path).listen) == "") is access
+    notes = helm.render(values)["pdproxy/templates/NOTES.txt"]
+    assert ("nobody can change nodes" in notes) is not access
 
 
 @ALL

@@ -137,4 +137,4 @@ def test_notes_warn_of_what_is_open(helm: Engine) -> None:
     assert "WARNING" not in safe
     assert "Authorization: Bearer" in safe
     bare = helm.render(read_values(value_files()["minimal-values"]))["pdproxy/templates/NOTES.txt"]
-    assert bare.count("WARNING") == 3
+    assert bare.count("WARNING") == 4

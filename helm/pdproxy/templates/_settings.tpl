@@ -2,7 +2,8 @@
 {{- define "pdproxy.settings" -}}
 {{- $v := .Values -}}
 {{- $address := include "pdproxy.listenAddress" . -}}
-{{- $listen := dict "host" $address "port" 8080 "admin_host" $address "admin_port" 8081 -}}
+{{- $listen := dict "host" $address "port" 8080 "admin_host" $address "admin_port" 8081
+      "admin_names" (concat (include "pdproxy.adminNames" . | fromYamlArray) $v.proxy.adminNames) -}}
 {{- $upstream := $v.proxy.settings.upstream | default (dict "credential" (ternary "none" "pass" $v.apiKeys.enabled)) -}}
 {{- if $v.access.enabled -}}
   {{- $_ := set $listen "admin_token_file" "/etc/pdproxy/access/admin.token" -}}
@@ -26,6 +27,13 @@
   {{- $_ := set $own "discovery" (fromYaml (include "pdproxy.discovery" .)) -}}
 {{- end -}}
 {{- toYaml (mergeOverwrite (deepCopy $v.proxy.settings) $own) -}}
+{{- end -}}
+
+{{/* The names of the service of the operators' port, as a YAML list: others are refused. Probes and scrapes ask by address. */}}
+{{- define "pdproxy.adminNames" -}}
+{{- $service := printf "%s-admin" (include "pdproxy.fullname" .) -}}
+{{- $in := printf "%s.%s" $service .Release.Namespace -}}
+{{ list $service $in (printf "%s.svc" $in) (printf "%s.svc.cluster.local" $in) | toYaml }}
 {{- end -}}
 
 {{/* Seconds for running requests when a proxy ends: as long as the longest may last, unless something else is said. */}}
