@@ -5,6 +5,7 @@ container's log.
 """
 
 import argparse
+import functools
 import os
 import sys
 import time
@@ -34,6 +35,8 @@ DOCKERFILES = {PROXY: "deploy/docker/proxy.Dockerfile", NODE: "deploy/docker/cpu
 HARDENED = ("--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges")
 """As Kubernetes' `restricted` level has it, and a root file system that cannot be written besides."""
 PROJECT = "pdproxy-images"
+TOKEN_FILE = "/access/admin.token"
+"""Where compose.yaml has the token of the operators' port."""
 SERVICES = ("cpu-prefill", "cpu-decode", "cpu-proxy")
 GRACE_S = 45
 """Between SIGTERM and SIGKILL, as in compose.yaml."""
@@ -144,14 +147,14 @@ class Composed:
     @contextmanager
     def up(self) -> Iterator[Mapping[str, str]]:
         """Start it and give the containers by their services; remove it afterwards. Raises ContainerEngineError."""
-        self.compose("down")  # left by a run that was killed
+        self.compose("down", "--volumes")  # left by a run that was killed
         try:
             self.compose("up", "--detach", "--no-build")
             containers = {service: self.container(service) for service in SERVICES}
             with self.engine.logs_kept(containers):
                 yield containers
         finally:
-            self.compose("down")
+            self.compose("down", "--volumes")
 
     @contextmanager
     def chat(self, question: Quiz) -> Iterator[Iterator[str]]:
@@ -183,12 +186,14 @@ def check_compose(engine: ContainerEngine) -> None:
 def await_joined(composed: Composed, containers: Mapping[str, str]) -> None:
     """Wait until all are healthy and the proxy has taken its nodes in. Raises as `check_compose` does."""
 
+    token = composed.engine.ask("exec", containers["cpu-proxy"], "cat", TOKEN_FILE).strip()
+
     def still_alive() -> None:
         composed.engine.require_running(*containers.values())
 
     await_ready(
         {"the profile": f"http://{HOST}:{composed.admin_port}/nodes"},
-        within=UP_WITHIN_S, still_alive=still_alive, say=say, probe=all_joined,
+        within=UP_WITHIN_S, still_alive=still_alive, say=say, probe=functools.partial(all_joined, token=token),
     )  # fmt: skip
     for container in containers.values():
         composed.engine.await_healthy(container)

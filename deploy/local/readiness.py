@@ -19,11 +19,12 @@ class NotReadyError(Exception):
     """Something did not come up in time."""
 
 
-def fetch(url: str) -> bytes | None:
+def fetch(url: str, headers: Mapping[str, str] | None = None) -> bytes | None:
     """Return the body of a GET that gave 200, else None. Goes straight there, whatever proxy the environment names."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(url, timeout=PROBE_TIMEOUT_S) as response:
+        asked = urllib.request.Request(url, headers=dict(headers or {}))
+        with opener.open(asked, timeout=PROBE_TIMEOUT_S) as response:
             body: bytes = response.read()
             return body if response.status == HTTPStatus.OK else None
     except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError):

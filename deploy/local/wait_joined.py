@@ -36,7 +36,10 @@ def all_up(nodes: Sequence[Standing]) -> bool:
     return bool(nodes) and all(node.state == UP for node in nodes)
 
 
-def all_joined(url: str) -> bool:
-    """Whether `GET url` (the proxy's `/nodes`) says that all nodes serve. Raises NodeRefusedError."""
-    body = fetch(url)
+def all_joined(url: str, token: str = "") -> bool:
+    """Whether `GET url` (the proxy's `/nodes`) says that all nodes serve; `token`: that of its operators' port.
+
+    Raises NodeRefusedError.
+    """
+    body = fetch(url, {"authorization": f"Bearer {token}"} if token else {})
     return body is not None and all_up(parse(body))

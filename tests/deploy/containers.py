@@ -17,7 +17,8 @@ from tests.deploy.dockerfile import Health, seconds, stages
 class Container:
     """One container. `grace` in seconds, from SIGTERM on.
 
-    `after`: those that are started before it, and stopped after it; `waits`: those of them that must be healthy first.
+    `after`: those that are started before it, and stopped after it; `waits`: those of them that must be healthy first;
+    `ended`: those that must have ended well before it starts.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Container:
     health: Health
     after: frozenset[str]
     waits: frozenset[str]
+    ended: frozenset[str]
     grace: float
     published: Mapping[str, str]
     """Its ports that the host offers, by their number on the host."""
@@ -35,14 +37,18 @@ def container(name: str, service: Service, base: Mapping[str, str]) -> Container
     """A service's container; `base` is the environment of the base image."""
     image = stages(ROOT / service["build"]["dockerfile"])[-1]
     needs = service.get("depends_on", {})
+    ended = frozenset(
+        other for other, needed in needs.items() if needed["condition"] == "service_completed_successfully"
+    )
     given = {name: str(value) for name, value in service.get("environment", {}).items() if value is not None}
     return Container(
         name,
-        (*image.listed("ENTRYPOINT"), *(service.get("command") or image.listed("CMD"))),
+        (*(service.get("entrypoint") or image.listed("ENTRYPOINT")), *(service.get("command") or image.listed("CMD"))),
         {**image.environment(base), **given},
         image.health(),
-        frozenset(needs),
-        frozenset(other for other, needed in needs.items() if needed["condition"] != "service_started"),
+        frozenset(needs) - ended,
+        frozenset(other for other, needed in needs.items() if needed["condition"] == "service_healthy"),
+        ended,
         seconds(service["stop_grace_period"]),
         dict(port.split(":")[-2:] for port in service.get("ports", [])),
     )

@@ -2,12 +2,16 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from connector.config import ConnectorConfig
 from deploy.local.paths import ROOT
+from pdproxy.admin.guard import KnownHosts
+from pdproxy.credential import read_secret
 from pdproxy.settings.load import load
 from tests.deploy.compose import COMPOSE, EXAMPLE, resolved
 from tests.deploy.containers import container
@@ -15,8 +19,8 @@ from tests.deploy.dockerfile import FOLDER, stages
 
 PROFILES = {
     "prefill": {"prefill"},
-    "decode": {"decode", "proxy"},
-    "cpu": {"cpu-prefill", "cpu-decode", "cpu-proxy"},
+    "decode": {"admin-token", "decode", "proxy"},
+    "cpu": {"admin-token", "cpu-prefill", "cpu-decode", "cpu-proxy"},
     "watch": {"prometheus", "grafana"},
 }
 NODES = [
@@ -53,15 +57,52 @@ def test_every_profile_resolves_to_its_services(profile: str) -> None:
 
 
 @pytest.mark.parametrize(("profile", "service"), [("decode", "proxy"), ("cpu", "cpu-proxy")])
-def test_the_proxy_accepts_its_environment(profile: str, service: str) -> None:
-    values = resolved(profile)[service]["environment"]
-    settings = load(environment=given(values))
+def test_the_proxy_accepts_its_environment(profile: str, service: str, tmp_path: Path) -> None:
+    values = resolved(profile, ADMIN_NAMES="admin.example")[service]["environment"]
+    make_token(tmp_path)
+    settings = load(environment=with_token(values, tmp_path))
     assert {node.role for node in settings.nodes} == {"prefill", "decode"}
+    assert all(name in KnownHosts(settings.listen) for name in ("admin.example", "127.0.0.1:8081"))
+    assert ("cpu-proxy:8081" in KnownHosts(settings.listen)) is (profile == "cpu")
+
+
+def make_token(folder: Path) -> str:
+    """What the container makes that runs before the proxy, in this folder; then the token."""
+    made = container("admin-token", resolved("decode")["admin-token"], {})
+    python, *words = (word.replace("/access", str(folder)) for word in made.command)
+    subprocess.run([sys.executable, *words], check=True)
+    assert python == "python"
+    return read_secret(folder / "admin.token", "listen.admin_token_file")
+
+
+def with_token(values: dict[str, object], folder: Path) -> dict[str, str]:
+    """The environment of the proxy's container, with the volume of the token here."""
+    return {name: value.replace("/access/", f"{folder}/") for name, value in given(values).items()}
+
+
+def test_the_token_of_operators_is_made_once_and_differs_everywhere(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        folder.mkdir()
+    token = make_token(one)
+    assert len(token) > 40
+    assert make_token(one) == token != make_token(other)
+    assert (one / "admin.token").stat().st_mode & 0o004, "the proxy's user is another one"
+    assert [path.name for path in one.iterdir()] == ["admin.token"]
+
+
+@pytest.mark.parametrize(("profile", "service"), [("decode", "proxy"), ("cpu", "cpu-proxy")])
+def test_the_proxy_starts_once_its_token_is_there(profile: str, service: str) -> None:
+    services = resolved(profile)
+    assert container(service, services[service], {}).ended == {"admin-token"}
+    assert "access:/access:ro" in services[service]["volumes"]
+    assert services["admin-token"]["volumes"] == ["access:/access"]
+    assert (services["admin-token"]["restart"], services["admin-token"]["network_mode"]) == ("no", "none")
 
 
 def test_the_proxys_keys_are_where_the_example_says(tmp_path: Path) -> None:
     proxy = resolved("decode", KEY_FILES=str(tmp_path))["proxy"]
-    assert proxy["volumes"] == [f"{tmp_path}:/keys:ro"]
+    assert f"{tmp_path}:/keys:ro" in proxy["volumes"]
     values = dict(re.findall(r"^# (PDPROXY_\w+)=(\S+)", EXAMPLE.read_text(), re.MULTILINE))
     assert values.keys() == {name for name, value in proxy["environment"].items() if value is None}
     for name in ("api.keys", "node.key", "ca.crt"):
@@ -127,11 +168,12 @@ def test_variables_of_the_env_file_reach_the_services() -> None:
     assert services["proxy"]["environment"]["PDPROXY_LISTEN_ADMIN_PORT"] == "9998"
 
 
-def test_one_lease_and_one_revision_for_all() -> None:
+def test_one_lease_and_one_revision_for_all(tmp_path: Path) -> None:
     """A ticket that is tried for longer than its blocks are kept costs a failed read."""
     prefill, services = resolved("prefill", **ENVIRONMENT)["prefill"], resolved("decode", **ENVIRONMENT)
     decode, values = services["decode"], services["proxy"]["environment"]
-    assert float(load(environment=given(values)).policy.ticket_life) == 45.0
+    make_token(tmp_path)
+    assert float(load(environment=with_token(values, tmp_path)).policy.ticket_life) == 45.0
     for node in (prefill, decode):
         words = node["command"]
         config = json.loads(words[words.index("--kv-transfer-config") + 1])

@@ -3,7 +3,9 @@
 Exchanged is only what containers would give: addresses, ports of one's own, and the places of files in the images.
 """
 
+import functools
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,8 +18,10 @@ from deploy.local.client import body, pieces
 from deploy.local.model.quiz import Quiz
 from deploy.local.paths import VENV
 from deploy.local.ports import HOST, free_ports
-from deploy.local.stack import Until, await_proxy
+from deploy.local.readiness import await_ready
+from deploy.local.stack import PROXY_UP_WITHIN_S
 from deploy.local.supervise import Part, Supervisor
+from deploy.local.wait_joined import all_joined
 from tests.deploy.compose import Service, resolved
 from tests.deploy.containers import Container, Moved, container, copied
 from tests.deploy.dockerfile import FOLDER
@@ -25,6 +29,7 @@ from tests.e2e.conftest import REQUEST_TIMEOUT_S
 
 NODES = ("cpu-prefill", "cpu-decode")
 PROXY = "cpu-proxy"
+TOKEN_FILE = "/access/admin.token"
 BASE = {"PATH": "/usr/local/bin:/usr/bin:/bin"}
 """The environment of the base images."""
 LOOK_EVERY_S = 1.0
@@ -63,13 +68,16 @@ def start(supervisor: Supervisor, folder: Path, nodes: Path = VENV, proxy: Path 
     containers = [
         _node(name, services, ports[name], {"/opt/pdproxy": str(nodes), "/tmp": str(folder)}) for name in NODES
     ]
-    containers.append(_proxy(services, ports, {"/opt/pdproxy": str(proxy)}))
+    token = _make_token(services, folder)
+    containers.append(_proxy(services, ports, {"/opt/pdproxy": str(proxy), TOKEN_FILE: str(folder / "admin.token")}))
     running = {one.name: Running(one, part) for one, part in _in_turn(supervisor, containers, folder)}
     order = tuple(_await_health(supervisor, [each.container for each in running.values()]))
     urls = {name: f"http://{HOST}:{ports[name]}" for name in (*NODES, PROXY)}
     composed = Composed(running, order, urls, f"http://{HOST}:{ports['operators']}")
     # A healthy proxy is one that lives: its nodes join a moment after they are healthy.
-    await_proxy(supervisor, composed.admin_url, Until.JOINED, print)
+    joined = functools.partial(all_joined, token=token)
+    url, alive = f"{composed.admin_url}/nodes", supervisor.require_all_alive
+    await_ready({"proxy": url}, within=PROXY_UP_WITHIN_S, still_alive=alive, say=print, probe=joined)
     return composed
 
 
@@ -132,6 +140,14 @@ def _proxy(services: Mapping[str, Service], ports: Mapping[str, int], places: Ma
     texts |= {"0.0.0.0": HOST, clients: str(ports[PROXY]), operators: str(ports["operators"]), **places}
     moved = Moved(texts).of(one)
     return replace(moved, environment={**moved.environment, "PDPROXY_LISTEN_PORT": str(ports[PROXY])})
+
+
+def _make_token(services: Mapping[str, Service], folder: Path) -> str:
+    """Run the container that makes the operators' token, to its end; the token."""
+    _, *words = container("admin-token", services["admin-token"], BASE).command
+    made = folder / "admin.token"
+    subprocess.run([sys.executable, *(word.replace(TOKEN_FILE, str(made)) for word in words)], check=True)
+    return made.read_text()
 
 
 def _await_health(supervisor: Supervisor, containers: list[Container]) -> Iterator[str]:
