@@ -82,7 +82,10 @@ def check_media_type(path: str, headers: Headers) -> None:
     Raises:
         ClientError: 400, vLLM's status.
     """
-    media_type = (header(headers, "content-type") or "").lower().partition(";")[0]
+    declared = header(headers, "content-type") or ""
+    if declared == "application/json":
+        return
+    media_type = declared.lower().partition(";")[0]
     if media_type == "application/json" or (path in AUDIO and media_type == "multipart/form-data"):
         return
     allowed = "'multipart/form-data'" if path in AUDIO else "'application/json'"
