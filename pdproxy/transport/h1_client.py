@@ -6,13 +6,16 @@ the like, and tests compare the two.
 """
 
 import asyncio
+import logging
 import select
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Literal
 
+import msgspec
+
 from pdproxy.clock import Clock
-from pdproxy.errors import Fault, NodeFault
+from pdproxy.errors import NodeFault
 from pdproxy.request import Headers
 from pdproxy.response import Sink
 from pdproxy.transport.faults import CONNECTING, while_connecting
@@ -20,9 +23,12 @@ from pdproxy.transport.h1_connection import H1Connection
 from pdproxy.transport.h1_messages import Origin, Target, request_head, target_of
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
 
+_LOG = logging.getLogger(__name__)
+
 KEEP = 4.0
 """Seconds that a connection may idle: less than the 5 s after which a vLLM server closes it
-(VLLM_HTTP_TIMEOUT_KEEP_ALIVE), so that a request seldom meets a connection that is being closed."""
+(VLLM_HTTP_TIMEOUT_KEEP_ALIVE), so that a request seldom meets a connection that is being closed. One that does is sent
+again (`H1Transport.send`)."""
 _MOST = 256
 """Idle connections kept for one origin."""
 
@@ -42,8 +48,8 @@ class ConnectionPool:
         stack = self._idle.get(origin, [])
         while stack:
             connection = stack.pop()
-            connection.idled = self._clock.now() - connection.idle_since
-            if connection.idled < KEEP and not connection.lost and not _readable(connection.fileno):
+            idled = self._clock.now() - connection.idle_since
+            if idled < KEEP and not connection.lost and not _readable(connection.fileno):
                 return connection
             connection.abort()
         return None
@@ -107,19 +113,25 @@ def _readable(fileno: int) -> bool:
     return bool(poll.poll(0))
 
 
-STALE = 2.0
-"""Seconds of idling from which a lost connection may have been closed by the peer's keep-alive timer before it read
-our request. Servers' timers are longer than this; a connection that was lost sooner was lost with the request."""
+_REQUEST_TIMEOUT = 408
 
 
 class H1Transport:
     """Pooled keep-alive connections; no redirects, no proxies, no cookies.
 
-    ``ssl_context``: for https nodes; True uses the system's authorities.
+    Args:
+        ssl_context: for https nodes; True uses the system's authorities.
+        on_resend: called for each request that is sent a second time.
     """
 
-    def __init__(self, clock: Clock, ssl_context: ssl.SSLContext | Literal[True] = True) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        ssl_context: ssl.SSLContext | Literal[True] = True,
+        on_resend: Callable[[], None] = lambda: None,
+    ) -> None:
         self._ssl_context: ssl.SSLContext | Literal[True] = ssl_context
+        self._on_resend = on_resend
         self._pool = ConnectionPool(clock)
 
     def trust(self, ssl_context: ssl.SSLContext) -> None:
@@ -140,21 +152,47 @@ class H1Transport:
         """
         target = target_of(request.url)
         head = request_head(request, target)
-        due = asyncio.get_running_loop().time() + timeouts.whole
+        began = asyncio.get_running_loop().time()
+        due = began + timeouts.whole
         pooled = self._pool.take(target.origin)
-        if pooled is not None:
-            try:
-                return await self._exchange(pooled, request, head, timeouts, due)
-            except NodeFault as fault:
-                if not _went_stale(pooled, fault):
-                    raise
-        fresh = await self._connect(target, min(timeouts.connect, timeouts.whole))
-        return await self._exchange(fresh, request, head, timeouts, due)
+        if pooled is None:
+            return await self._send_on_fresh(target, request, head, timeouts, due)
+        try:
+            response = await self._exchange(pooled, request, head, timeouts, due)
+        except NodeFault:
+            left = min(timeouts.headers, pooled.resend_seconds)
+            if not self._may_resend(left, due):
+                raise
+        else:
+            if response.status != _REQUEST_TIMEOUT:
+                return response
+            left = timeouts.headers - (asyncio.get_running_loop().time() - began)
+            if not self._may_resend(left, due):
+                return response
+            await response.aclose()
+        self._note_resend(request, target)
+        return await self._send_on_fresh(target, request, head, msgspec.structs.replace(timeouts, headers=left), due)
 
     async def aclose(self) -> None:
         """Close every connection, those in use too: their readers get RESET."""
         self._pool.close()
         await asyncio.sleep(0)  # aborted transports close their sockets in the loop's next turn
+
+    def _may_resend(self, left: float, due: float) -> bool:
+        return left > 0.0 and asyncio.get_running_loop().time() < due
+
+    def _note_resend(self, request: HttpRequest, target: Target) -> None:
+        _LOG.debug("%s closed a kept-alive connection: %s is sent again", target.host, target.path)
+        self._on_resend()
+        if request.on_resend is not None:
+            request.on_resend()
+
+    async def _send_on_fresh(
+        self, target: Target, request: HttpRequest, head: bytes, timeouts: Timeouts, due: float
+    ) -> HttpResponse:
+        left = due - asyncio.get_running_loop().time()
+        fresh = await self._connect(target, min(timeouts.connect, left))
+        return await self._exchange(fresh, request, head, timeouts, due)
 
     async def _exchange(
         self, connection: H1Connection, request: HttpRequest, head: bytes, timeouts: Timeouts, due: float
@@ -214,8 +252,3 @@ class H1Response:
         if not self._closed:
             self._closed = True
             self._pool.give_back(self._connection)
-
-
-def _went_stale(connection: H1Connection, fault: NodeFault) -> bool:
-    """Whether the peer most likely closed the idle connection before it read any of our request."""
-    return fault.fault is Fault.RESET and connection.answer.silent and connection.idled >= STALE

@@ -39,6 +39,11 @@ class Watchdog:
             self._set_timer(due)
 
     @property
+    def left(self) -> float:
+        """Seconds until the watch ends; infinite where there is none."""
+        return math.inf if self._due is None else max(0.0, self._due - self._loop.time())
+
+    @property
     def late(self) -> bool:
         """Whether `latest` has passed."""
         return self._loop.time() >= self.latest
@@ -92,13 +97,14 @@ class H1Connection(asyncio.Protocol):
     Attributes:
         answer: the response, as far as it has arrived.
         idle_since: when it was last given back, by the pool's clock.
-        idled: how long it had been idle when it was taken, in seconds; 0 for a fresh one.
+        resend_seconds: how long the wait for a head could still have lasted when the peer closed or reset the connection
+            before the first byte of an answer; 0 unless it did so. An end that this side made is none.
     """
 
     def __init__(self, origin: Origin, on_lost: Callable[["H1Connection"], None]) -> None:
         self.origin = origin
         self.answer = ResponseParser()
-        self.idle_since = self.idled = 0.0
+        self.idle_since = self.resend_seconds = 0.0
         self._where = f"{origin.host}:{origin.port}"
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
@@ -278,8 +284,11 @@ class H1Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
-        if self._busy and not self.answer.ended and (exc is not None or not self.answer.feed_eof()):
-            self._failure = self._failure or while_exchanging(exc, self._where)
+        if self._failure is None and self._busy and not self.answer.ended:
+            if self.answer.silent:
+                self.resend_seconds = self._watchdog.left
+            if exc is not None or not self.answer.feed_eof():
+                self._failure = while_exchanging(exc, self._where)
         self._drop_cycles()
         self._wake()
         self._on_lost(self)

@@ -90,7 +90,8 @@ class ResponseParser:
         headers: names in lower case, once `has_head`.
         has_head: the final (not 1xx) head has come.
         ended: the whole answer has come.
-        reusable: it has ended, and the connection can carry another.
+        reusable: it has ended, and the connection can carry another. Not after a 5xx: servers close connections after
+            an unhandled error without saying so (uvicorn), and the next request would be lost with them.
         silent: no byte has come since `expect`.
         pending: bytes of body that have not been taken yet.
     """
@@ -181,4 +182,4 @@ class ResponseParser:
     def on_message_complete(self) -> None:
         if self.has_head and not self.ended:
             self.ended = True
-            self.reusable = self._parser.should_keep_alive()
+            self.reusable = self.status < 500 and self._parser.should_keep_alive()

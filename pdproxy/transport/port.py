@@ -66,12 +66,20 @@ class Timeouts(msgspec.Struct, frozen=True):
 
 
 class HttpRequest(msgspec.Struct, frozen=True):
-    """One request to a node. ``url`` is absolute; ``headers`` without host, content-length and hop-by-hop ones."""
+    """One request to a node.
+
+    Attributes:
+        url: absolute.
+        headers: without host, content-length and hop-by-hop ones.
+        on_resend: called when the request is about to be sent a second time (`Transport.send`), for a caller that has
+            to give back what the first copy may have taken.
+    """
 
     method: str
     url: str
     headers: Headers = ()
     body: bytes = b""
+    on_resend: Callable[[], None] | None = None
 
 
 class HttpResponse(Protocol):
@@ -110,8 +118,14 @@ class Transport(Protocol):
     async def send(self, request: HttpRequest, timeouts: Timeouts) -> HttpResponse:
         """The response, as soon as its head is here. A cancelled call leaves no connection behind.
 
-        A connection that the peer closed while idle is not a fault: the request goes out again on a fresh one
-        as long as no byte of a response came back and the request is safe to repeat (it was not read).
+        A request is sent once more, on a fresh connection, where a kept-alive one breaks under it: before the first
+        byte of an answer, or with a 408, which servers say to an idle connection. Both tries share the deadlines. It is
+        no fault, so it counts neither as a retry nor against the node. The request may be a POST that the node has
+        begun to process (RFC 9110, 9.2.2): repeating it is safe for every call that is made to nodes. They compute an
+        answer from their body and change nothing else; a node aborts the first copy when its connection ends; vLLM
+        gives each copy an engine request id of its own; delivery and release have the same effect once or twice. A
+        prefill leg alone may leave something behind: the ticket of a first copy that ran to its end. It has the same
+        hand-over id, so that ``on_resend`` and a release free it.
 
         Raises:
             NodeFault: REFUSED, BUSY, RESET, HEADERS_TIMEOUT.

@@ -5,6 +5,7 @@ import functools
 from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
+import msgspec
 from opentelemetry import trace
 
 from pdproxy.errors import NodeFault
@@ -86,7 +87,7 @@ class TracedResponse:
 
 
 def _traced(request: HttpRequest, span: trace.Span) -> HttpRequest:
-    return HttpRequest(request.method, request.url, outward(request.headers, span), request.body)
+    return msgspec.structs.replace(request, headers=outward(request.headers, span))
 
 
 @functools.lru_cache(maxsize=512)  # nearly all requests go to a few addresses

@@ -53,6 +53,12 @@ class Peer:
     port: int
     visits: list[Visit]
     scheme: str = "http"
+    server: asyncio.Server | None = None
+
+    def stop_listening(self) -> None:
+        """Refuse new connections; those that are open stay."""
+        if self.server is not None:
+            self.server.close()
 
     @property
     def url(self) -> str:
@@ -91,7 +97,7 @@ async def peer(*scripts: Script, tls: ssl.SSLContext | None = None) -> AsyncIter
     server = await asyncio.start_server(visited, "127.0.0.1", 0, ssl=tls, limit=2**20)
     try:
         port = server.sockets[0].getsockname()[1]
-        yield Peer(port, visits, "https" if tls else "http")
+        yield Peer(port, visits, "https" if tls else "http", server)
     finally:
         server.close()
         ending = tuple(running)

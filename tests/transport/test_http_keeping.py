@@ -1,11 +1,10 @@
-"""Which connections are kept for the next request, and what becomes of one that meets a closing connection."""
+"""Which connections are kept for the next request."""
 
 import asyncio
 
-from pdproxy.errors import Fault
-from pdproxy.transport.h1_client import KEEP, STALE, H1Transport
-from tests.transport.asking import HandClock, ask, fault_of, post
-from tests.transport.peer import Visit, always, answer, hanging_up_after, peer, saying
+from pdproxy.transport.h1_client import KEEP, H1Transport
+from tests.transport.asking import HandClock, ask, post
+from tests.transport.peer import Script, Visit, always, answer, hanging_up_after, peer, saying
 
 
 async def test_one_connection_serves_many_requests(transport: H1Transport) -> None:
@@ -45,42 +44,6 @@ async def test_a_connection_closed_while_idle_is_not_a_fault(transport: H1Transp
         assert await ask(transport, post(there)) == (200, b"second")
 
 
-async def after_one(visit: Visit) -> None:
-    """Answer once; hang up on the next request, as a keep-alive timer does that goes off as it arrives."""
-    await visit.request()
-    await visit.say(answer(b"first"))
-    await visit.request()
-
-
-async def test_a_request_on_a_closing_connection_is_sent_again(transport: H1Transport, clock: HandClock) -> None:
-    async with peer(after_one, always(b"second")) as there:
-        await ask(transport, post(there))
-        await clock.sleep(STALE)
-        assert await ask(transport, post(there, b"once more")) == (200, b"second")
-        assert there.visits[1].bodies == [b"once more"]
-
-
-async def test_a_request_lost_on_a_busy_connection_is_a_reset(transport: H1Transport) -> None:
-    async with peer(after_one, always(b"second")) as there:
-        await ask(transport, post(there))
-        assert await fault_of(transport, post(there)) is Fault.RESET
-        assert len(there.visits) == 1
-
-
-async def test_a_request_whose_response_has_begun_is_never_sent_again(transport: H1Transport, clock: HandClock) -> None:
-    async def script(visit: Visit) -> None:
-        await visit.request()
-        await visit.say(answer(b"first"))
-        await visit.request()
-        await visit.say(b"HTTP/1.1 2")
-
-    async with peer(script, always(b"second")) as there:
-        await ask(transport, post(there))
-        await clock.sleep(STALE)
-        assert await fault_of(transport, post(there)) is Fault.RESET
-        assert len(there.visits) == 1
-
-
 async def test_a_connection_that_idled_too_long_is_dropped(transport: H1Transport, clock: HandClock) -> None:
     async with peer(always(b"yes")) as there:
         await ask(transport, post(there))
@@ -88,3 +51,50 @@ async def test_a_connection_that_idled_too_long_is_dropped(transport: H1Transpor
         await ask(transport, post(there))
         assert len(there.visits) == 2
         assert transport.connections == 1
+
+
+def closing_after_error(status: bytes) -> Script:
+    """Answer once with an error, and reset the connection on the next request, as uvicorn does after an unhandled
+    exception: it does not say `Connection: close`."""
+
+    async def script(visit: Visit) -> None:
+        await visit.request()
+        await visit.say(answer(b"no", status=status))
+        await visit.reader.read(1)
+
+    return script
+
+
+async def test_a_connection_is_not_used_again_after_a_5xx(transport: H1Transport) -> None:
+    for status in (b"500 X", b"502 X", b"503 X", b"599 X"):
+        async with peer(closing_after_error(status), always(b"second")) as there:
+            assert await ask(transport, post(there)) == (int(status[:3]), b"no")
+            assert await ask(transport, post(there)) == (200, b"second")
+            assert there.visits[0].heads[1:] == []
+            await there.visits[0].over.wait()
+
+
+async def test_a_connection_is_used_again_after_a_4xx(transport: H1Transport) -> None:
+    async with peer(always(b"no", status=b"404 X")) as there:
+        for _ in range(3):
+            assert await ask(transport, post(there)) == (404, b"no")
+        assert len(there.visits) == 1
+
+
+async def test_a_connection_is_not_used_again_after_http_1_0(transport: H1Transport) -> None:
+    async with peer(hanging_up_after(answer(b"old").replace(b"HTTP/1.1", b"HTTP/1.0")), always(b"second")) as there:
+        assert await ask(transport, post(there)) == (200, b"old")
+        assert await ask(transport, post(there)) == (200, b"second")
+
+
+async def test_bytes_that_come_while_a_connection_idles_end_it(transport: H1Transport) -> None:
+    async def unasked(visit: Visit) -> None:
+        await visit.request()
+        await visit.say(answer(b"first"))
+        await visit.say(answer(b"late", b"Connection: close", status=b"408 Request Timeout"))
+        await visit.until_gone()
+
+    async with peer(unasked, always(b"second")) as there:
+        assert await ask(transport, post(there)) == (200, b"first")
+        await there.all_gone()
+        assert await ask(transport, post(there)) == (200, b"second")

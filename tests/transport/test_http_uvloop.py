@@ -14,6 +14,7 @@ from tests.transport import (
     test_http_keeping,
     test_http_leaving,
     test_http_piping,
+    test_http_resending,
     test_http_size,
 )
 from tests.transport.asking import HandClock
@@ -21,7 +22,8 @@ from tests.transport.asking import HandClock
 Case = Callable[..., Awaitable[None]]
 GIVEN = frozenset({"transport", "clock"})
 FILES = (
-    test_http_answers, test_http_faults, test_http_keeping, test_http_leaving, test_http_piping, test_http_size
+    test_http_answers, test_http_faults, test_http_keeping, test_http_leaving, test_http_piping,
+    test_http_resending, test_http_size,
 )  # fmt: skip
 
 
