@@ -87,7 +87,7 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     pool = _pool(settings, clock, metrics)
     sources = Sources(settings.discovery, clock, host)
     tracing = tracing_of(settings.otel, metrics.spans)
-    h1_transport, preflight_transport = transports(settings.upstream, clock, files)
+    h1_transport, preflight_transport = transports(settings.upstream, clock, files, metrics)
     tracer = tracing.tracer if tracing else None
     transport = TracedTransport(h1_transport, tracer) if tracer else h1_transport
     rates = Rates()

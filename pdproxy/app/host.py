@@ -210,11 +210,13 @@ class PreflightTransport:
             return self._made
 
 
-def transports(upstream: Upstream, clock: Clock, files: FileWatcher) -> tuple[H1Transport, PreflightTransport]:
+def transports(
+    upstream: Upstream, clock: Clock, files: FileWatcher, metrics: Metrics
+) -> tuple[H1Transport, PreflightTransport]:
     """For requests and for the preflight; both check certificates by what the file of authorities holds now."""
     authorities = upstream.ca_file
     context = tls(authorities, WatchedSetting.AUTHORITIES, upstream.server_name)
-    both = H1Transport(clock, context), PreflightTransport(context)
+    both = H1Transport(clock, context, metrics.resent), PreflightTransport(context)
 
     def trust() -> None:
         context = tls(authorities, WatchedSetting.AUTHORITIES, upstream.server_name)

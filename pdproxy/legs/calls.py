@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections.abc import Callable
 
 import msgspec
 
@@ -32,7 +33,8 @@ _NOT_RESUMABLE = b'"NotResumableError"'
 """The type of the error with which that route leaves a stream to the endpoint itself."""
 
 NOTHING_HELD = frozenset({Fault.REFUSED, Fault.BUSY, Fault.CLIENT_ERROR, Fault.NO_TICKET})
-"""Faults of a prefill leg after which its node holds nothing for it: there is nothing to release."""
+"""Faults of a prefill leg after which its node holds nothing for it: there is nothing to release, if the leg was sent
+once (`prefill`)."""
 _CACHED_HINT = "remote_prefill_cached_tokens"
 """vLLM's scheduler adds it to the ticket, and a decode node that gets it reports it as its own ``cached_tokens``
 (0.32, v1/engine/output_processor.py). Without it the decode node reports what it did not have to compute, which shows
@@ -53,14 +55,24 @@ class PrefillAnswer(msgspec.Struct, frozen=True):
 
 
 async def prefill(
-    transport: Transport, node: Node, endpoint: Endpoint, body: Json, headers: Headers, timeouts: Timeouts
+    transport: Transport,
+    node: Node,
+    endpoint: Endpoint,
+    body: Json,
+    headers: Headers,
+    timeouts: Timeouts,
+    on_resend: Callable[[], None],
 ) -> PrefillAnswer:
     """Run the prefill leg to its end; ``body`` is from `rewrite.prefill_body`, ``headers`` are the client's.
+
+    ``on_resend``: called when the leg is sent a second time (`Transport.send`). The node may then hold a second ticket
+    under the same hand-over id, also where the leg fails with one of `NOTHING_HELD`: the id has to be released even if
+    the ticket of the answer was read.
 
     Raises:
         NodeFault: any fault; NO_TICKET where the answer is good and carries no ticket.
     """
-    response = await _post(transport, node, endpoint, body, headers, timeouts)
+    response = await _post_raw(transport, node, endpoint, outgoing_body(body), headers, timeouts, on_resend)
     return read_prefill(endpoint, await read_answer(await raise_for_status(response)))
 
 
@@ -162,13 +174,19 @@ async def _post(
 
 
 async def _post_raw(
-    transport: Transport, node: Node, path: str, body: bytes, headers: Headers, timeouts: Timeouts
+    transport: Transport,
+    node: Node,
+    path: str,
+    body: bytes,
+    headers: Headers,
+    timeouts: Timeouts,
+    on_resend: Callable[[], None] | None = None,
 ) -> HttpResponse:
     kept = [field for field in headers if field[0] not in _OF_THE_LEG]
     leg_headers = (*kept, *_LEG_HEADERS)
     if len(body) > LARGE:
         await asyncio.sleep(0)  # to write it as JSON took some milliseconds, and to send it takes some more
-    return await transport.send(HttpRequest("POST", node.url + path, leg_headers, body), timeouts)
+    return await transport.send(HttpRequest("POST", node.url + path, leg_headers, body, on_resend), timeouts)
 
 
 def outgoing_body(body: object) -> bytes:

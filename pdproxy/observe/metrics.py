@@ -70,6 +70,9 @@ class Metrics:
             "pdproxy_phase_seconds", "Time spent in a phase.", ["phase"], buckets=SECONDS, registry=registry
         )
         self._faults = counter("pdproxy_leg_faults_total", "Legs that failed.", ["leg", "fault"])
+        self._resends = counter(
+            "pdproxy_resends_total", "Requests sent again because a node closed their kept-alive connection."
+        )
         self._steps = counter("pdproxy_steps_total", "What followed a failed leg.", ["leg", "fault", "step"])
         self._local = counter("pdproxy_local_total", "Requests computed on the decode node alone.", ["reason"])
         self._sessions = counter(
@@ -191,6 +194,10 @@ class Metrics:
     def leg_failed(self, leg: Leg, fault: Fault) -> None:
         """Count a leg that failed on a node."""
         self._faults.labels(leg, fault).inc()
+
+    def resent(self) -> None:
+        """Count a request that is sent to its node a second time, for the connection that was kept broke."""
+        self._resends.inc()
 
     def step_taken(self, leg: Leg, fault: Fault, step: enum.StrEnum) -> None:
         """Count what the failure table made of a fault."""

@@ -19,6 +19,7 @@ A test that fails is made once more with another prompt before it counts.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 from collections.abc import Iterator
@@ -191,10 +192,14 @@ class KnownAnswer:
         hand_over_id, held = self._context.new_hand_over_id(), True
         leg = prefill_body(Endpoint.COMPLETIONS, body, hand_over_id, readers=1)
         transport, timeouts = self._context.transport, self._timeouts(pair)
+        copies = [hand_over_id]
         try:
             with _unanswered_on_fault(f"{pair.prefill.name} gave no ticket"):
                 try:
-                    given = await prefill(transport, pair.prefill, Endpoint.COMPLETIONS, leg, self._headers(), timeouts)
+                    given = await prefill(
+                        transport, pair.prefill, Endpoint.COMPLETIONS, leg, self._headers(), timeouts,
+                        functools.partial(copies.append, hand_over_id),
+                    )  # fmt: skip
                 except NodeFault as fault:
                     held = fault.fault not in NOTHING_HELD
                     raise
@@ -202,7 +207,7 @@ class KnownAnswer:
             usage = read_usage(answer.get("usage"))
             held = usage is not None and usage.recomputed(pair.prefill.tail_tokens)
         finally:
-            if held:
+            if held or len(copies) > 1:
                 self._background_tasks.release(pair.prefill, pair.prefill.model, hand_over_id, self._headers())
         if held:
             raise Unanswered(

@@ -168,6 +168,7 @@ class HeldResources:
         self._slot: Slot | None = None
         self._response: HttpResponse | None = None
         self._unread: tuple[Node, str] | None = None
+        self._sent_twice: tuple[Node, str] | None = None
         self.leg_span: LegSpan = NO_LEG_SPAN
         """Of the decode leg; ended with it."""
 
@@ -202,8 +203,15 @@ class HeldResources:
             finally:
                 self._metrics.prefill_ended(node.model, tokens)
 
+    def prefill_resent(self) -> None:
+        """The prefill leg goes out a second time (`Transport.send`). The node may hold blocks for each of the two."""
+        self._sent_twice = self._unread
+
     def forget_hand_over(self) -> None:
-        """Nothing is held under the hand-over's id any more: it was read, or the node never took it up."""
+        """The ticket was read, or the node gave none: nothing is held under the hand-over's id any more. Of a leg that
+        was sent twice the first copy may hold blocks of its own, so its id is released."""
+        if self._unread is self._sent_twice:
+            self.release_hand_over()
         self._unread = None
 
     def release_hand_over(self) -> None:

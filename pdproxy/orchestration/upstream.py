@@ -208,7 +208,9 @@ class UpstreamRequest:
         try:
             held = self.resources.prefilling(node, hand_over_id, tokens, load)
             with held as slot, LegWait(slot, self.nodes.possible), span:
-                answer = await prefill(context.transport, node, asked.endpoint, leg, headers, timeouts)
+                answer = await prefill(
+                    context.transport, node, asked.endpoint, leg, headers, timeouts, self.resources.prefill_resent
+                )
         except NodeFault as fault:
             span.failed(fault.fault)
             raise

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.app.build import proxy
 from pdproxy.app.files import INTERVAL, FileWatcher
-from pdproxy.app.host import HostEnvironment, transports
+from pdproxy.app.host import HostEnvironment, PreflightTransport, transports
 from pdproxy.app.run import clients_config
 from pdproxy.credential import Secret, read_secret
 from pdproxy.errors import Fault, SettingsError
@@ -21,6 +21,7 @@ from pdproxy.observe.metrics import Metrics
 from pdproxy.server.server import bind
 from pdproxy.settings.model import Health, Keys, Listen, Settings, Upstream
 from pdproxy.settings.types import Credential
+from pdproxy.transport.h1_client import H1Transport
 from tests.app.running_proxy import SOON, RunningProxy, bearer, running_proxy
 from tests.fakes.certificates import Identity, identity
 from tests.fakes.clock import FakeClock
@@ -233,6 +234,12 @@ async def test_the_clients_port_shows_its_new_certificate(tmp_path: Path, caplog
     assert "are no certificate and its key" in said
 
 
+def made_for(upstream: Upstream) -> tuple[H1Transport, PreflightTransport]:
+    """Both transports, as the proxy makes them."""
+    metrics = Metrics(CollectorRegistry())
+    return transports(upstream, FakeClock(), FileWatcher(FakeClock(), metrics), metrics)
+
+
 def trusting(whom: Identity) -> ssl.SSLContext:
     """A client's context that trusts this authority alone."""
     return ssl.create_default_context(cadata=whom.certificate.decode())
@@ -244,10 +251,10 @@ async def test_without_a_file_nodes_are_checked_by_the_systems_authorities(
     """Which are read when the first connection is made."""
     ours = identity("ours")
     certificate, _ = ours.write(tmp_path)
-    both = transports(Upstream(), FakeClock(), FileWatcher(FakeClock(), Metrics(CollectorRegistry())))
+    both = made_for(Upstream())
     try:
         async with peer(always(b"well"), tls=serving(ours, tmp_path)) as there:
-            for wary in transports(Upstream(), FakeClock(), FileWatcher(FakeClock(), Metrics(CollectorRegistry()))):
+            for wary in made_for(Upstream()):
                 assert await fault_of(wary, post(there)) is Fault.REFUSED
                 await wary.aclose()
             monkeypatch.setenv("SSL_CERT_FILE", str(certificate))  # OpenSSL's own name for it
@@ -264,7 +271,7 @@ async def test_nodes_are_checked_by_the_new_authorities(tmp_path: Path) -> None:
     mount = MountedSecret(tmp_path, ca=ours.certificate.decode())
     metrics, clock = Metrics(CollectorRegistry()), FakeClock()
     watcher = FileWatcher(clock, metrics)
-    both = transports(Upstream(ca_file=mount["ca"]), clock, watcher)
+    both = transports(Upstream(ca_file=mount["ca"]), clock, watcher, metrics)
     go_on = asyncio.Event()
 
     async def slow(visit: Visit) -> None:
@@ -306,7 +313,7 @@ async def test_nodes_at_addresses_that_no_certificate_knows_show_one_name(
     ours = identity("ours", in_certificate)
     certificate, _ = ours.write(tmp_path)
     upstream = Upstream(ca_file=certificate, server_name=asked_for)
-    both = transports(upstream, FakeClock(), FileWatcher(FakeClock(), Metrics(CollectorRegistry())))
+    both = made_for(upstream)
     try:
         async with peer(always(b"well"), tls=serving(ours, tmp_path)) as there:
             for transport in both:

@@ -7,6 +7,10 @@ if TYPE_CHECKING:
     from tests.fakes.waiting import WaitingRoom
 
 
+COPY = "#"
+"""Between a hand-over id and the number of a further prefill leg with the same id."""
+
+
 @dataclasses.dataclass(slots=True)
 class HeldTicket:
     """Blocks of one prefill leg."""
@@ -28,19 +32,26 @@ class FakeKvTransfer:
         self.released: set[str] = set()
         self.wrong: list[str] = []
         """Misuse: a ticket for another prompt, one hand-over id used twice."""
+        self.copies_allowed = False
+        """A leg may come twice, for a connection breaks under its first copy. That of a prefill leg is not aborted: each
+        of the two holds blocks."""
         self.pulled = 0
         self.deaf = False
         """No read succeeds: decode nodes compute, though blocks are held."""
         self._seen: set[str] = set()
         self._forgotten: set[str] = set()
 
-    def hold(self, hand_over: str, held: HeldTicket) -> None:
-        """A prefill leg began; its release may have overtaken it."""
+    def hold(self, hand_over: str, held: HeldTicket) -> str:
+        """A prefill leg began; its release may have overtaken it. The name by which its ticket is read."""
+        name = hand_over
         if hand_over in self._seen:
-            self.wrong.append(f"hand-over {hand_over} was used twice")
-        self._seen.add(hand_over)
+            name = f"{hand_over}{COPY}{len(self._seen)}"
+            if not self.copies_allowed:
+                self.wrong.append(f"hand-over {hand_over} was used twice")
+        self._seen |= {hand_over, name}
         if hand_over not in self.released and hand_over not in self._forgotten:
-            self.held[hand_over] = held
+            self.held[name] = held
+        return name
 
     def forget(self) -> None:
         """Drop old hand-over ids, for a soak has no end of them; releases are remembered until the next call."""
@@ -57,7 +68,8 @@ class FakeKvTransfer:
     def release(self, hand_over: str) -> None:
         """The proxy released it. Unknown ids are fine: the blocks may have been pulled."""
         self.released.add(hand_over)
-        self.free(hand_over)
+        for name in [name for name in self.held if name.partition(COPY)[0] == hand_over]:
+            self.free(name)
 
     def pull(self, hand_over: str, prompt: tuple[int, ...], readers: int) -> HeldTicket | None:
         """A decode node reads; None when nothing is held any more (it recomputes)."""

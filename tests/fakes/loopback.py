@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 from tests.fakes.faults import FaultKind
 from tests.fakes.node import EVENTS, FakeNode, Script
@@ -14,11 +15,23 @@ class LoopbackNode:
     Args:
         node: what it serves.
         pace: seconds between two pieces of a body.
+        idle: seconds after an answer when it closes its connection, asked for each answer, whatever has arrived by
+            then; None: never.
+        loses: asked with the path and body of each request: True: it is processed, and instead of an answer the
+            connection ends.
     """
 
-    def __init__(self, node: FakeNode, pace: float = 0.0) -> None:
+    def __init__(
+        self,
+        node: FakeNode,
+        pace: float = 0.0,
+        idle: Callable[[], float] | None = None,
+        loses: Callable[[str, bytes], bool] = lambda *_: False,
+    ) -> None:
         self.node = node
         self._pace = pace
+        self._idle = idle
+        self._loses = loses
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.port = 0
@@ -63,18 +76,28 @@ class LoopbackNode:
         task.add_done_callback(lambda _: writer.transport.abort())  # also where it was cancelled before it began
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            while await self._exchange(reader, writer):
-                pass
+        idle = None
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError, TimeoutError):
+            while await self._exchange(reader, writer, idle):
+                idle = None if self._idle is None else self._idle()
 
-    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        head = await reader.readuntil(b"\r\n\r\n")
+    async def _exchange(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, idle: float | None
+    ) -> bool:
+        async with asyncio.timeout(idle):
+            head = await reader.readuntil(b"\r\n\r\n")
         lines = head.decode("latin-1").split("\r\n")
         headers = tuple(
             (name.lower(), value.strip()) for name, _, value in (line.partition(":") for line in lines[1:-2])
         )
         length = int(dict(headers).get("content-length", "0"))
-        script = self.node.respond(lines[0].split(" ")[1], await reader.readexactly(length), headers)
+        path = lines[0].split(" ")[1]
+        body = await reader.readexactly(length)
+        script = self.node.respond(path, body, headers)
+        if self._loses(path, body):
+            if script.waiting is not None:
+                script.waiting.leave()
+            return False
         self.node.running += 1
         try:
             if script.waiting is not None:

@@ -203,13 +203,13 @@ class FakeNode:
     def _prefill(self, question: ParsedRequest, params: Mapping[str, Any]) -> Script:
         hand_over = str(params["pdproxy_hand_over"])
         readers = int(params.get("pdproxy_readers") or 1)
-        self.fabric.hold(hand_over, HeldTicket(self.name, tuple(question.prompt), readers, self.dialect))
+        name = self.fabric.hold(hand_over, HeldTicket(self.name, tuple(question.prompt), readers, self.dialect))
         cached = 1 if self.cache is None else self.cache.compute(question.prompt)
         ticket = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self.name,
-                  "remote_request_id": hand_over, "remote_prefill_cached_tokens": cached}  # fmt: skip
+                  "remote_request_id": name, "remote_prefill_cached_tokens": cached}  # fmt: skip
         to: Mapping[str, Any] = params.get("pdproxy_send_ticket", {})
         for address in () if self.sends_late else to.get("addresses", ()):
-            mine = {name: value for name, value in ticket.items() if name != "remote_prefill_cached_tokens"}
+            mine = {key: value for key, value in ticket.items() if key != "remote_prefill_cached_tokens"}
             self.fabric.rooms[address].take(to["id"], mine)
         return Script(200, JSON, (answer(question, cached, ticket),), computed=True)
 

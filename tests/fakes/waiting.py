@@ -152,6 +152,7 @@ class WaitingRoom:
             self._waiting[body["id"]].tell(params)
         elif body["id"] in self._missed | self._missed_earlier:
             self._fabric.free(str((params or {}).get("remote_request_id")))
+            self._early[body["id"]] = params  # as the connector keeps it: one that was sent twice may come again
         else:
             self._early[body["id"]] = params
         return 202
@@ -166,7 +167,8 @@ class WaitingRoom:
             self._direct[wait_id] = params
 
     def _check(self, wait_id: str, seconds: float, params: Params, *, streams_responses: bool) -> None:
-        if _ID.fullmatch(wait_id) is None or seconds <= 0 or wait_id in self._seen:
+        again = wait_id in self._seen and not self._fabric.copies_allowed
+        if _ID.fullmatch(wait_id) is None or seconds <= 0 or again:
             self._fabric.wrong.append(f"a request waits as {wait_id} for {seconds} s")
         if streams_responses:
             self._fabric.wrong.append("a stream of responses waits: its first events come before its ticket")

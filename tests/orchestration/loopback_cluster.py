@@ -39,7 +39,8 @@ class LoopbackCluster:
         self.fabric = fabric
         self.nodes = nodes
         self.registry = CollectorRegistry()
-        self.transport = H1Transport(clock)
+        self.metrics = Metrics(self.registry)
+        self.transport = H1Transport(clock, on_resend=self.metrics.resent)
         self.pool = Pool(clock, CircuitBreakerConfig(failures=3, cool_down=0.2, longest_cool_down=0.5, slow_start=0.0))
         for node in nodes:
             fake = node.node
@@ -56,7 +57,12 @@ class LoopbackCluster:
 
     def make_context(self, config: OrchestrationConfig) -> OrchestrationContext:
         """What the orchestration is given."""
-        return OrchestrationContext(self.transport, self.pool, Metrics(self.registry), self.clock, config)
+        return OrchestrationContext(self.transport, self.pool, self.metrics, self.clock, config)
+
+    def count(self, name: str) -> float:
+        """A counter's value, over all its series."""
+        families = self.registry.restricted_registry([name]).collect()
+        return sum(each.value for family in families for each in family.samples if each.name == name)
 
     async def close(self) -> None:
         """End the proxy's side, and check that it left nothing."""
@@ -83,15 +89,17 @@ async def loopback_cluster(
     config: OrchestrationConfig | None = None,
     capacity: Capacity | None = None,
     journaling: int = 0,
+    node: Callable[[FakeNode], LoopbackNode] = LoopbackNode,
 ) -> AsyncIterator[LoopbackCluster]:
-    """A running cluster; its nodes stop when the block ends. So many decode nodes, the first ones, write journals."""
+    """A running cluster; its nodes stop when the block ends. So many decode nodes, the first ones, write journals.
+    ``node`` makes the server of each."""
     fabric = FakeKvTransfer()
     names = [*(f"p{index}" for index in range(prefills)), *(f"d{index}" for index in range(decodes))]
     async with contextlib.AsyncExitStack() as stack:
-        nodes = [await stack.enter_async_context(LoopbackNode(FakeNode(name, fabric))) for name in names]
-        for node in nodes[prefills : prefills + journaling]:
-            node.node.can_resume = True
-        yield LoopbackCluster(fabric, nodes, config or OrchestrationConfig(legs=Legs.TOGETHER), capacity)
+        servers = [await stack.enter_async_context(node(FakeNode(name, fabric))) for name in names]
+        for server in servers[prefills : prefills + journaling]:
+            server.node.can_resume = True
+        yield LoopbackCluster(fabric, servers, config or OrchestrationConfig(legs=Legs.TOGETHER), capacity)
 
 
 async def until(holds: Callable[[], bool]) -> None:
