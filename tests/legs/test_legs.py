@@ -124,7 +124,7 @@ async def test_an_endless_error_is_not_kept() -> None:
 
 async def test_a_decode_leg_hands_its_body_on() -> None:
     to = Wire(200, b"data: [DONE]\n\n", STREAM)
-    response = await decode(to, NODE, Endpoint.COMPLETIONS, {"stream": True}, HEADERS, PATIENCE, lambda: None)
+    response = await decode(to, NODE, Endpoint.COMPLETIONS, {"stream": True}, HEADERS, PATIENCE)
     assert [piece async for piece in response] == [b"data: [", b"DONE]\n\n"]
     assert to.requests[0].url.endswith("/v1/completions")
     assert not to.answer.closed
@@ -134,7 +134,7 @@ async def test_a_decode_leg_hands_its_body_on() -> None:
 async def test_a_stream_is_answered_by_a_stream_and_nothing_else_is(stream: bool, headers: Headers) -> None:
     to = Wire(200, b"{}", headers)
     with pytest.raises(NodeFault) as caught:
-        await decode(to, NODE, Endpoint.CHAT, {"stream": stream}, HEADERS, PATIENCE, lambda: None)
+        await decode(to, NODE, Endpoint.CHAT, {"stream": stream}, HEADERS, PATIENCE)
     assert caught.value.fault is Fault.INVALID_BODY
     assert to.answer.closed
 
