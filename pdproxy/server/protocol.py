@@ -29,6 +29,11 @@ from pdproxy.errors import ClientError, PdproxyError
 from pdproxy.response import EXCHANGE_EXTENSION
 from pdproxy.server.response_writer import ClientExchange, ResponseWriter, UnchunkedExchange, WriteFlow
 
+LEAVING_SECONDS = 1.0
+"""After the shutdown has begun, for a client that was not told so to send a request on its idle connection. It gets its
+response with ``Connection: close``. A connection that is closed while a request is on its way loses that request, and
+HTTP lets clients repeat only some."""
+
 FRAMING = (b"content-length", b"transfer-encoding")
 
 
@@ -89,7 +94,7 @@ class ReceiveState(enum.Enum):
 class GuardedProtocol(HttpToolsProtocol):
     """One client connection. `guarded` makes a subclass with the limits."""
 
-    __slots__ = ("_exchange", "_framing_bytes", "_refused", "_reparsing", "_state", "_timer", "_writer")
+    __slots__ = ("_exchange", "_framing_bytes", "_leaving", "_refused", "_reparsing", "_state", "_timer", "_writer")
     """In the dict of the instance they would be more keys than can share one table: a kilobyte for each connection."""
 
     limits: typing.ClassVar[ConnectionLimits]
@@ -103,7 +108,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """The last request's: `cycle`, by its class."""
         self._state, self._framing_bytes = ReceiveState.BETWEEN, 0
         """Bytes since the last complete head or piece of a body."""
-        self._refused = self._reparsing = False
+        self._refused = self._reparsing = self._leaving = False
         self._timer: asyncio.TimerHandle | None = None
         self._start_timer(self._on_timeout)
 
@@ -163,6 +168,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._refused:
             raise RefusedHeadError  # Ends the parsing: the application must not get this request.
         super().on_headers_complete()
+        if self._leaving:
+            self.cycle.keep_alive = False
         self.cycle.message_event._waiters = []  # type: ignore[assignment]  # nobody waits yet; a deque has 600 bytes
         kind = UnchunkedExchange if version == "1.0" else ClientExchange
         self._exchange = kind.begin(self.cycle, self._writer)
@@ -195,6 +202,22 @@ class GuardedProtocol(HttpToolsProtocol):
         self._withdraw_exchange()
         if self._state is ReceiveState.BODY and not self.transport.is_closing():
             self._start_timer(self.transport.close)
+
+    def shutdown(self) -> None:
+        """The server ends. A response whose head is not out yet says so, and its connection is closed after it. Others
+        may serve one more request: see `LEAVING_SECONDS`."""
+        self._leaving, self.timeout_keep_alive = True, LEAVING_SECONDS
+        cycle = self._exchange
+        if cycle is not None and not cycle.response_complete:
+            cycle.keep_alive = cycle.keep_alive and cycle.response_started
+        elif self._state is ReceiveState.BETWEEN:
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(LEAVING_SECONDS, self.timeout_keep_alive_handler)
+
+    def end(self) -> None:
+        """The time for running requests is over: no further one is taken. Closes an idle connection; others end after
+        their response."""
+        super().shutdown()
 
     def pause_writing(self) -> None:
         super().pause_writing()

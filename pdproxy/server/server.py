@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 
 from pdproxy.errors import SettingsError
-from pdproxy.server.protocol import ConnectionLimits, guarded
+from pdproxy.server.protocol import ConnectionLimits, GuardedProtocol, guarded
 from pdproxy.settings.model import Settings
 
 _LOG = logging.getLogger("pdproxy.server")
@@ -96,6 +96,9 @@ class Server(uvicorn.Server):
         still be written.
         """
         await super().shutdown(sockets)
+        for connection in tuple(self.server_state.connections):
+            if isinstance(connection, GuardedProtocol):
+                connection.end()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._wait_tasks_to_complete(), LAST_WORDS_SECONDS)
 

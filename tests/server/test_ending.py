@@ -8,7 +8,7 @@ import pytest
 
 from pdproxy.intake.request_context import JSON_HEADER, Receive, Scope, Send, send_head, send_whole
 from pdproxy.server.protocol import ConnectionLimits
-from tests.server.raw import SOON, answers, post, running, serving, trickle, whole_body
+from tests.server.raw import SOON, answers, echo, post, running, serving, trickle, whole_body
 
 HASTY = ConnectionLimits(2000, 0.3, SOON)
 LONG = 64 * 1024 * 1024
@@ -134,6 +134,84 @@ async def last_words(scope: Scope, receive: Receive, send: Send) -> None:
     except asyncio.CancelledError:
         await asyncio.sleep(0.3)
         await send({"type": "http.response.body", "body": b"ended"})
+
+
+async def asks_until_told(port: int, lost: list[BaseException]) -> None:
+    """A client that sends request after request on one connection, until a response says that it ends."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = b""
+    try:
+        while b"connection: close" not in head:
+            writer.write(post("content-length: 2") + b"hi")
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(2)
+            await asyncio.sleep(0.002)
+        assert await reader.read() == b""
+    except (OSError, asyncio.IncompleteReadError) as error:
+        lost.append(error)
+    writer.close()
+
+
+async def test_no_request_is_lost_when_the_server_begins_to_end() -> None:
+    lost: list[BaseException] = []
+    async with asyncio.timeout(SOON), running(ConnectionLimits(2000, SOON, SOON), echo) as (server, port):
+        clients = [asyncio.create_task(asks_until_told(port, lost)) for _ in range(8)]
+        await asyncio.sleep(0.05)
+        server.should_exit = True
+        await asyncio.gather(*clients)
+    assert lost == []
+
+
+async def test_after_a_stream_that_could_not_tell_one_more_request_is_served() -> None:
+    """Its head was out before the server began to end."""
+    go_on = asyncio.Event()
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        await whole_body(scope, receive)
+        await send_head(send, 200, ())
+        await send({"type": "http.response.body", "body": b"begun ", "more_body": True})
+        await go_on.wait()
+        await send({"type": "http.response.body", "body": b"ended"})
+
+    async with asyncio.timeout(SOON), running(ConnectionLimits(2000, SOON, SOON), slow) as (server, port):
+        server.config.timeout_graceful_shutdown = None
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post("content-length: 0"))
+        assert b"connection: close" not in await reader.readuntil(b"begun ")
+        server.should_exit = True
+        await until_closed(port)
+        go_on.set()
+        await reader.readuntil(b"0\r\n\r\n")
+        writer.write(post("content-length: 0"))
+        assert b"connection: close" in await reader.readuntil(b"begun ")
+        assert await reader.read() == b"\r\n5\r\nended\r\n0\r\n\r\n"
+        writer.close()
+
+
+async def until_closed(port: int) -> None:
+    """Return once the port takes no connection: the server has begun to end."""
+    while True:
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+        except ConnectionRefusedError:
+            await asyncio.sleep(0.01)
+            return
+        writer.close()
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("sent", [b"", post("content-length: 2") + b"hi"], ids=["new", "idle"])
+async def test_a_connection_without_request_ends_with_the_server(sent: bytes) -> None:
+    async with asyncio.timeout(SOON):
+        async with running(ConnectionLimits(2000, SOON, SOON), echo) as (server, port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(sent)
+            if sent:
+                await reader.readuntil(b"hi")
+            while not server.server_state.connections:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert await reader.read() == b""
+        writer.close()
 
 
 async def test_a_server_ends_after_what_outlived_its_grace_has_said_so() -> None:
