@@ -36,7 +36,6 @@ class Step(enum.StrEnum):
     AT_ENDPOINT = "at_endpoint"
     MIGRATE = "migrate"
     OTHER_NODE = "other_node"
-    SAME_NODE = "same_node"
     ANSWER = "answer"
     FAIL = "fail"
     ERROR_EVENT = "error_event"
@@ -46,9 +45,6 @@ class Step(enum.StrEnum):
 NO_RETRY_USED = frozenset({Fault.REFUSED, Fault.NO_ROUTE, Fault.ABORTED})
 """Faults that use no retry up: nothing of the request reached the engine, or the engine is going and gave it up, as it
 does with all. No node is tried twice in one way."""
-
-RELEASE_RETRIES = 1
-"""How often one release may be tried again."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,7 +89,7 @@ class RetryOptions:
                 return self.policy is not OnPrefillFailure.FAIL
             case Step.SAME_TICKET:
                 return self.retries > 0 and self.ticket_works
-            case Step.PREFILL_AGAIN | Step.OTHER_NODE | Step.SAME_NODE:
+            case Step.PREFILL_AGAIN | Step.OTHER_NODE:
                 return self.retries > 0
             case Step.MIGRATE:
                 return self.migrations > 0 and self.continuable
@@ -167,7 +163,6 @@ FAILURE_TABLE: Mapping[tuple[Leg, Moment, Fault], FailureRow] = {
     (Leg.FORWARD, Moment.OPENING, Fault.STALL): FailureRow((Step.FAIL,), "decode_headers", 504),
     (Leg.FORWARD, Moment.OPENING, Fault.BUSY): FailureRow((Step.FAIL,), "connect", 503),
     **{(Leg.RELEASE, Moment.OPENING, fault): FailureRow((Step.LEASE_END,), "release") for fault in Fault},
-    (Leg.RELEASE, Moment.OPENING, Fault.RESET): FailureRow((Step.SAME_NODE, Step.LEASE_END), "release"),
 }
 """Every leg, moment and fault; only a decode leg streams. A leg that streams has its head behind it: what a head can
 say comes up there only through a confused node, and is treated like any break. A delivery fails no request: its node
@@ -299,7 +294,6 @@ _STEPS = {
     Step.AT_ENDPOINT: "the same decode node, at the endpoint itself",
     Step.MIGRATE: "migrate the stream",
     Step.OTHER_NODE: "another node",
-    Step.SAME_NODE: "the same node again",
     Step.ANSWER: "the node's answer to the client",
     Step.FAIL: "our error to the client",
     Step.ERROR_EVENT: "error event, clean end",
@@ -309,6 +303,11 @@ _STEPS = {
 _INTRODUCTION = """# What follows a failure
 
 Made by `python -m pdproxy.failures` from `pdproxy/failures.py`; a test compares.
+
+A kept-alive connection that breaks before the first byte of an answer is no failure: whatever the leg, the request is
+sent once more, on a fresh connection to the same node. That uses no retry, counts against no node, and is counted in
+`pdproxy_resends_total`. The deadlines hold for both tries together. The table is for what comes of the second one: a
+node that has gone meanwhile is *refused*.
 
 The first step that is still possible is taken:
 - *another prefill node*: unless the policy is `local`, while `retries` are left; where there is no other, the next.
@@ -338,8 +337,6 @@ The deadline of the whole request ends every one of these (504, or the error eve
 What one node answers by itself (embeddings, tokenize, score, …) has one leg, *forward*: where its node could not be
 reached, another one is asked; after any other fault nobody knows what was done, and the client gets the error. The
 deadlines are those of a decode leg. The node's answer is passed on whatever its status.
-
-A *release* is good any number of times: where its connection broke, it is sent once more.
 
 With `policy.legs: together`, where the decode node can wait, both legs go out at once, and a *delivery* brings the
 ticket to the decode leg. The table stays the same, and no leg disturbs the other one:

@@ -63,8 +63,7 @@ def test_without_any_chance_the_last_step_is_left(key: tuple[Leg, Moment, Fault]
         (Leg.FORWARD, Fault.REFUSED, RetryOptions(OnPrefillFailure.RETRY, 1), Step.OTHER_NODE),
         (Leg.FORWARD, Fault.REFUSED, RetryOptions(OnPrefillFailure.RETRY, 0), Step.FAIL),
         (Leg.FORWARD, Fault.RESET, RetryOptions(OnPrefillFailure.RETRY, 1), Step.FAIL),
-        (Leg.RELEASE, Fault.RESET, RetryOptions(OnPrefillFailure.RETRY, 1), Step.SAME_NODE),
-        (Leg.RELEASE, Fault.RESET, RetryOptions(OnPrefillFailure.RETRY, 0), Step.LEASE_END),
+        (Leg.RELEASE, Fault.RESET, RetryOptions(OnPrefillFailure.RETRY, 1), Step.LEASE_END),
         (Leg.RELEASE, Fault.REFUSED, RetryOptions(OnPrefillFailure.RETRY, 1), Step.LEASE_END),
     ],
 )

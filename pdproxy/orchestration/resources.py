@@ -11,7 +11,6 @@ import msgspec
 
 from pdproxy.clock import Clock
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.failures import RELEASE_RETRIES, Moment, RetryOptions, Step, decide
 from pdproxy.legs.calls import NOTHING_HELD, PrefillAnswer, release
 from pdproxy.lifecycle import IllegalTransition
 from pdproxy.nodes.node import Node
@@ -130,29 +129,15 @@ class BackgroundTasks:
             await asyncio.gather(*late, return_exceptions=True)
 
     async def _release(self, node: Node, model: str, hand_over_id: str, headers: Headers) -> None:
-        outcome = Attempt.FAILED
+        context, outcome = self._context, Attempt.FAILED
         try:
-            await self._release_with_retry(node, model, hand_over_id, headers)
+            await release(context.transport, node, model, hand_over_id, context.config.release_timeouts(), headers)
             outcome = Attempt.SUCCEEDED
         except NodeFault as fault:
-            self._context.metrics.leg_failed(Leg.RELEASE, fault.fault)
+            context.metrics.leg_failed(Leg.RELEASE, fault.fault)
             _LOG.warning("release of %s on %s failed: %s", hand_over_id, node.name, fault.fault)
         finally:
-            self._context.metrics.released(outcome)
-
-    async def _release_with_retry(self, node: Node, model: str, hand_over_id: str, headers: Headers) -> None:
-        config = self._context.config
-        retries = RELEASE_RETRIES
-        while True:
-            try:
-                return await release(
-                    self._context.transport, node, model, hand_over_id, config.release_timeouts(), headers
-                )
-            except NodeFault as fault:
-                options = RetryOptions(config.on_prefill_failure, retries)
-                if decide(Leg.RELEASE, Moment.OPENING, fault.fault, options) is not Step.SAME_NODE:
-                    raise
-                retries -= 1
+            context.metrics.released(outcome)
 
 
 class HeldResources:

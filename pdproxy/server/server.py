@@ -19,6 +19,10 @@ from pdproxy.settings.model import Settings
 
 _LOG = logging.getLogger("pdproxy.server")
 
+KEEP_SECONDS = 620
+"""For which an idle client connection is kept. It has to be more than the idle time-out of the clients and load
+balancers that keep connections (Go 90 s, Caddy 120 s, Google's load balancers 600 s): whoever closes first may close
+just as a request is sent, and that request is lost."""
 HEAD_SECONDS = 30.0
 """For a request's head: what a slow mobile client may need, and no more."""
 LAST_WORDS_SECONDS = 5.0
@@ -47,7 +51,7 @@ def http_config(settings: Settings, app: AsgiApp, grace: float, **tls: object) -
         access_log=False,
         server_header=False,
         proxy_headers=False,  # the client's address is not used
-        timeout_keep_alive=75,
+        timeout_keep_alive=KEEP_SECONDS,
         timeout_graceful_shutdown=math.ceil(grace),
         **tls,  # type: ignore[arg-type]
     )

@@ -97,8 +97,8 @@ class H1Connection(asyncio.Protocol):
     Attributes:
         answer: the response, as far as it has arrived.
         idle_since: when it was last given back, by the pool's clock.
-        resend_seconds: how long the wait for a head could still have lasted when the peer closed or reset the connection
-            before the first byte of an answer; 0 unless it did so. An end that this side made is none.
+        resend_seconds: what was left of the wait for a head when the peer closed or reset the connection before the
+            first byte of an answer; 0 where that did not happen. An end that this side made does not count.
     """
 
     def __init__(self, origin: Origin, on_lost: Callable[["H1Connection"], None]) -> None:

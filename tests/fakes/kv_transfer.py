@@ -33,8 +33,8 @@ class FakeKvTransfer:
         self.wrong: list[str] = []
         """Misuse: a ticket for another prompt, one hand-over id used twice."""
         self.copies_allowed = False
-        """A leg may come twice, for a connection breaks under its first copy. That of a prefill leg is not aborted: each
-        of the two holds blocks."""
+        """A leg may come twice, for a connection breaks under its first copy. That of a prefill leg is not aborted:
+        each of the two holds blocks."""
         self.pulled = 0
         self.deaf = False
         """No read succeeds: decode nodes compute, though blocks are held."""

@@ -81,9 +81,7 @@ class LoopbackNode:
             while await self._exchange(reader, writer, idle):
                 idle = None if self._idle is None else self._idle()
 
-    async def _exchange(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, idle: float | None
-    ) -> bool:
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, idle: float | None) -> bool:
         async with asyncio.timeout(idle):
             head = await reader.readuntil(b"\r\n\r\n")
         lines = head.decode("latin-1").split("\r\n")
