@@ -29,7 +29,7 @@ from pdproxy.errors import ClientError, PdproxyError
 from pdproxy.response import EXCHANGE_EXTENSION
 from pdproxy.server.response_writer import ClientExchange, ResponseWriter, UnchunkedExchange, WriteFlow
 
-LEAVING_SECONDS = 1.0
+LEAVING_SECONDS = 1
 """After the shutdown has begun, for a client that was not told so to send a request on its idle connection. It gets its
 response with ``Connection: close``. A connection that is closed while a request is on its way loses that request, and
 HTTP lets clients repeat only some."""

@@ -98,3 +98,15 @@ async def test_bytes_that_come_while_a_connection_idles_end_it(transport: H1Tran
         assert await ask(transport, post(there)) == (200, b"first")
         await there.all_gone()
         assert await ask(transport, post(there)) == (200, b"second")
+
+
+async def test_an_early_answer_is_read_though_the_request_is_still_being_written(transport: H1Transport) -> None:
+    """Its connection, which has half a request on it, is not used again."""
+
+    async def refuses(visit: Visit) -> None:
+        await visit.reader.readuntil(b"\r\n\r\n")
+        await visit.say(answer(b"too much", status=b"413 X"))
+
+    async with peer(refuses, always(b"second")) as there:
+        assert await ask(transport, post(there, b"x" * 2**24)) == (413, b"too much")
+        assert await ask(transport, post(there)) == (200, b"second")

@@ -247,13 +247,16 @@ class _Slow:
         await visit.until_gone()
 
 
-@pytest.mark.parametrize("limit", ["headers", "whole"])
-async def test_both_tries_share_a_deadline(transport: H1Transport, limit: str) -> None:
-    loop, seconds = asyncio.get_running_loop(), 0.6
-    patience = {"connect": GENEROUS, "headers": GENEROUS, "stall": GENEROUS, limit: seconds}
+@pytest.mark.parametrize(
+    "timeouts",
+    [Timeouts(GENEROUS, 0.6, GENEROUS), Timeouts(GENEROUS, GENEROUS, GENEROUS, whole=0.6)],
+    ids=["headers", "whole"],
+)
+async def test_both_tries_share_a_deadline(transport: H1Transport, timeouts: Timeouts) -> None:
+    loop = asyncio.get_running_loop()
     async with kept(transport, once_then(_Slow(0.4)), _Slow.mute) as there:
         began = loop.time()
-        assert await fault_of(transport, post(there), Timeouts(**patience)) is Fault.HEADERS_TIMEOUT
+        assert await fault_of(transport, post(there), timeouts) is Fault.HEADERS_TIMEOUT
         assert loop.time() - began < 2 * 0.4 + 0.15
         assert len(there.visits) == 2
         await there.all_gone()
