@@ -1,4 +1,4 @@
-"""Connections that nodes keep alive, and close: vLLM's server, uvicorn, does so after an unhandled 500 without a word."""
+"""Connections that nodes keep alive and close: uvicorn does so after an unhandled 500, without a word."""
 
 import secrets
 import socket
@@ -58,7 +58,7 @@ def answered(pair: Pair, prompt: str, name: str) -> bytes:
 
 def test_a_prefill_leg_that_was_sent_twice_is_answered_and_leaves_nothing(pair: Pair) -> None:
     """Both copies have one request id and one hand-over id; the engine gives each a request id of its own."""
-    ended = watch(pair.prefill.url, "leases_ended", ending="released")
+    ended = watch(pair.prefill.url, "leases_ended", how="released")
     for at in range(4):
         question, name = quiz(3110 + at, 700), secrets.token_hex(16)
         cut_off(pair, question.prompt(), name)
