@@ -222,15 +222,27 @@ def takes_deliveries(environ: Mapping[str, str]) -> bool:
 
 STATE_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
 
+TCP_LIMITS: Mapping[str, str] = {
+    "UCX_TCP_CONN_NB": "y",
+    "UCX_TCP_SYN_CNT": "1",
+    "UCX_TCP_USER_TIMEOUT": "10s",
+    "UCX_TCP_KEEPIDLE": "5s",
+}
+"""How long UCX's TCP connections wait for a network that drops everything. By its defaults a handshake blocks its
+thread for over a minute, a read never ends, and a connection that was cut for a minute needs another one to notice that
+it works again. So connections are made without waiting, are given up after three seconds, and break when nothing was
+acknowledged for 10 s, with every read on them. RDMA has limits of its own (UCX_RC_TIMEOUT, UCX_RC_RETRY_COUNT)."""
+
 
 def register() -> None:
-    """vLLM's `vllm.general_plugins` entry point: sets the environment that a hybrid model's transfer needs, the secret
-    that the processes of one node share, and an id of the node.
+    """vLLM's `vllm.general_plugins` entry point: sets the environment that a hybrid model's transfer needs, limits for
+    UCX's TCP connections, the secret that the processes of one node share, and an id of the node.
 
     vLLM calls it in the process that parses the engine's arguments, in the engine core and in every worker, before the
     model is built.
     """
     set_state_layout(os.environ)
+    limit_tcp(os.environ)
     set_node_secret(os.environ)
     name_node(os.environ)
 
@@ -251,6 +263,12 @@ def set_state_layout(environ: MutableMapping[str, str]) -> None:
     connector, or without state groups, is not affected.
     """
     environ.setdefault(STATE_LAYOUT, "DS")
+
+
+def limit_tcp(environ: MutableMapping[str, str]) -> None:
+    """Bound how long UCX's TCP connections wait. What the node's environment sets stays."""
+    for name, value in TCP_LIMITS.items():
+        environ.setdefault(name, value)
 
 
 SECRET_VARIABLE = "PDPROXY_NODE_SECRET"

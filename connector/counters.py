@@ -49,6 +49,23 @@ class ReadOutcome(StrEnum):
         return self not in (ReadOutcome.VERIFIED, ReadOutcome.NOT_HELD)
 
 
+PATH_FAILURES = (
+    ReadOutcome.TRANSFER_FAILED,
+    ReadOutcome.UNVERIFIED,
+    ReadOutcome.PEER_UNREACHABLE,
+    ReadOutcome.NO_PROGRESS,
+)
+"""Ends of a read that the path to the prefill node, or that node's silence, may have caused. Not INCOMPATIBLE, which
+the handshake remembers by itself (`peer_engines`), nor NOT_HELD, which says that the other node answers."""
+
+
+class ProbeOutcome(StrEnum):
+    """How a probe of the path to a barred prefill engine ended, on all ranks together."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+
+
 class WaitEnd(StrEnum):
     """How a request's wait for its ticket ended. In all but the first the request computes by itself, or is over."""
 
@@ -91,6 +108,8 @@ COUNTERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "reads": {"outcome": (*ReadOutcome, "retried")},
     "leases_ended": {"how": tuple(LeaseEnd)},
     "unused_tickets": {},
+    "barred_tickets": {"reason": PATH_FAILURES},
+    "path_probes": {"outcome": tuple(ProbeOutcome)},
     "ticket_waits": {"outcome": tuple(WaitEnd)},
     "ticket_deliveries": {"way": tuple(DeliveryWay), "effect": ("first", "none")},
     "tickets_sent": {"outcome": tuple(TicketSend)},
@@ -121,6 +140,7 @@ GAUGES: Mapping[str, tuple[str, ...]] = {
     "fingerprint": ("part", "value"),
     "hashing": ("algorithm", "unit", "block_size", "drops_unit", "states", "root"),
     "waiting_requests": (),
+    "barred_peers": (),
     "ticket_address": ("address",),
 }
 """Every gauge with the names of its labels."""
@@ -189,6 +209,19 @@ class Counters:
     def ticket_unused(self) -> None:
         """A valid ticket was not read: the local cache held everything that it covers."""
         self._add("unused_tickets", (), 1)
+
+    def ticket_barred(self, reason: ReadOutcome) -> None:
+        """A valid ticket was not read: an earlier read from its engine ended so, and no probe has passed since."""
+        self._add("barred_tickets", (reason,), 1)
+
+    def path_probed(self, outcome: ProbeOutcome) -> None:
+        """The path to a barred prefill engine was probed."""
+        self._add("path_probes", (outcome,), 1)
+
+    def barred_peers(self, number: int) -> None:
+        """So many prefill engines are barred now, and have sent tickets within the last minute."""
+        with self._lock:
+            self._gauges["barred_peers", ()] = number
 
     def ticket_wait_ended(self, how: WaitEnd, seconds: float) -> None:
         """A request's wait for its ticket ended: after 0 seconds if the ticket was there first, or too many waited."""

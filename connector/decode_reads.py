@@ -279,6 +279,11 @@ class ReadTracker:
                 to_return.append(TicketToReturn(read.request, read.nonce))
         return ReadFollowUp(tuple(retry), tuple(ticket for ticket in to_return if not self._awaits_transfer(ticket)))
 
+    def ends(self, finished: Iterable[str], failed: Collection[str]) -> list[tuple[Any, ReadOutcome]]:
+        """The requests of reads that have ended on all ranks, and how; must precede `on_reads_finished`."""
+        reads = ((name, self._reads[name]) for name in finished if name in self._reads)
+        return [(read.request, self._outcome(read) if name in failed else ReadOutcome.VERIFIED) for name, read in reads]
+
     def _awaits_transfer(self, ticket: TicketToReturn) -> bool:
         """Whether a transfer of this read is live; its end decides whether the ticket must be given back."""
         if ticket.nonce in self._quarantine:

@@ -18,7 +18,7 @@ WAITING_REST = 0.01
 """Seconds, while requests wait for their ticket, or blocks to be read. What ends no rest is noticed so late: the end of
 such a read, a client that is gone."""
 LEFTOVERS_REST = 0.025
-"""While only the end of transfers that were given up is awaited, or that prefill nodes take tickets back."""
+"""While only the end of given-up transfers or of probes is awaited, or that prefill nodes take tickets back."""
 
 
 class Reads(Protocol):
@@ -37,12 +37,15 @@ class IdleRest:
     """For one engine's thread; `end` is for any. `batches`: how many steps are under way at most, that whose output is
     processed included."""
 
-    def __init__(self, batches: int, waiting: Sized, leases: Sized, reads: Reads, quarantine: Sized) -> None:
+    def __init__(
+        self, batches: int, waiting: Sized, leases: Sized, reads: Reads, quarantine: Sized, paths: Sized
+    ) -> None:
         self._batches = batches
         self._waiting = waiting
         self._leases = leases
         self._reads = reads
         self._quarantine = quarantine
+        self._paths = paths
         self._arrived = threading.Event()
         self._idle_steps = 0
         self._was_reading = False
@@ -69,4 +72,5 @@ class IdleRest:
             return 0.0
         if len(self._waiting) or len(self._leases):
             return WAITING_REST
-        return LEFTOVERS_REST if len(self._quarantine) or self._reads.has_pending_orders else 0.0
+        leftovers = len(self._quarantine) or len(self._paths) or self._reads.has_pending_orders
+        return LEFTOVERS_REST if leftovers else 0.0

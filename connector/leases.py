@@ -20,7 +20,7 @@ never end a request that is still running.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -236,6 +236,11 @@ class LeaseReads:
         if reads.readers[done.nonce] >= done.readers:
             reads.complete.add(done.nonce)
             reads.unreported.add(done.nonce)
+
+    def give_back(self, request_id: str, nonces: Iterable[str]) -> None:
+        """The reads with these nonces will not be made, or not any more: they count as complete."""
+        for nonce in nonces:
+            self.record(request_id, ReadDone("", nonce, 1))
 
     def done(self) -> set[str]:
         """Requests whose leases have had all of their reads; they stay here until `forget`."""

@@ -8,6 +8,8 @@ Side channel. All messages are msgpack arrays in one frame:
     its reply          [number, incarnation, "", payload]                         the payload as binary
     question batch     [ASK, number, [[engine id, request id, nonce], ...]]       an empty list is a ping
     its reply          [number, incarnation, "", [verdict, ...]]                  in the questions' order
+    returns            [RETURN, number, [[engine id, request id, nonce], ...]]    tickets that will not be read
+    its reply          as to a question batch                                     HELD: they are given up now
     ticket             [TICKET, number, [id of a wait, ticket]]                   its map in msgpack, as binary
     its reply          [number, incarnation, "", []]                              the scheduler gets it
     refusal of these   [number, incarnation, reason, []]
@@ -41,6 +43,7 @@ import msgspec
 HANDSHAKE = b"get_meta_msg"
 ASK = b"pdproxy_held"
 META = b"pdproxy_meta"
+RETURN = b"pdproxy_return"
 TICKET = b"pdproxy_ticket"
 MOST_QUESTIONS = 128
 LONGEST_MESSAGE_NAME = 1024
@@ -141,6 +144,14 @@ class QuestionBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class ReturnBatch:
+    """Tickets that will not be read, or not any more: their leases end, each as if a read with this nonce had."""
+
+    number: int
+    questions: tuple[Question, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SentTicket:
     """A ticket for the requests that wait under the id `wait`, as `encode_ticket` makes it. None of it is checked."""
 
@@ -149,13 +160,13 @@ class SentTicket:
     ticket: bytes
 
 
-SideRequest = Handshake | MetadataQuestion | QuestionBatch | SentTicket
+SideRequest = Handshake | MetadataQuestion | QuestionBatch | ReturnBatch | SentTicket
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """`body`: verdicts to a batch, a payload to a metadata question, nothing to a ticket; to each the reason of a
-    refusal."""
+    """`body`: verdicts to a batch of questions or returns, a payload to a metadata question, nothing to a ticket; to
+    each the reason of a refusal."""
 
     number: int
     incarnation: str
@@ -172,6 +183,8 @@ def read_request(message: bytes) -> SideRequest | None:
             return MetadataQuestion(number, *_RANK.decode(rest))
         if kind == ASK:
             return QuestionBatch(number, tuple(Question(*item) for item in _QUESTIONS.decode(rest)))
+        if kind == RETURN:
+            return ReturnBatch(number, tuple(Question(*item) for item in _QUESTIONS.decode(rest)))
         if kind == TICKET:
             return SentTicket(number, *_SENT.decode(rest))
     except _UNREADABLE:
@@ -181,8 +194,17 @@ def read_request(message: bytes) -> SideRequest | None:
 
 def write_batch(number: int, questions: Sequence[Question]) -> bytes:
     """The bytes of a batch; at most `MOST_QUESTIONS` of them."""
+    return _write_questions(ASK, number, questions)
+
+
+def write_returns(number: int, tickets: Sequence[Question]) -> bytes:
+    """The bytes of a batch of tickets to give back; at most `MOST_QUESTIONS` of them."""
+    return _write_questions(RETURN, number, tickets)
+
+
+def _write_questions(kind: bytes, number: int, questions: Sequence[Question]) -> bytes:
     items = [(question.engine_id, question.request_id, question.nonce) for question in questions]
-    return msgspec.msgpack.encode((ASK, number, items))
+    return msgspec.msgpack.encode((kind, number, items))
 
 
 def write_metadata_question(question: MetadataQuestion) -> bytes:

@@ -6,14 +6,18 @@ WorkerReport        workers → scheduler   from `build_connector_worker_meta`; 
                                           `finished_recving` that it explains
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 
 from connector.counters import ReadOutcome
+from connector.peer_paths import Peer
+
+_Key = TypeVar("_Key", str, int)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,7 @@ class ReadOrder:
 
 
 class ConnectorMetadata(NixlConnectorMetadata):
-    """vLLM's metadata plus ours. All keys but those of `aliases` are request ids of *this* node.
+    """vLLM's metadata plus ours. All keys but those of `aliases` and `probes` are request ids of *this* node.
 
     reads: orders for the entries of `reqs_to_recv` (notify-only entries, with no local blocks, included).
     readers: prefill side, for the entries of `reqs_to_send`: how many nonces must complete before blocks are freed.
@@ -41,6 +45,8 @@ class ConnectorMetadata(NixlConnectorMetadata):
         `finished_sending` once; one that has reported it already, or never knew it, does nothing.
     aliases: prefill side: alias → request id, of prefill legs that have arrived since the last step. It comes before
         the request is computed, so before a ticket can name the alias.
+    returned: prefill side: nonces of reads that will not be made, or not any more, by request id.
+    probes: decode side: paths to probe, by number.
     retired: prefill side: request ids whose alias is no longer valid. A worker that does not know one does nothing.
     idle: the step computes nothing: a worker may wait in it without delaying a token.
     """
@@ -50,6 +56,8 @@ class ConnectorMetadata(NixlConnectorMetadata):
     releases: frozenset[str] = frozenset()
     aliases: Mapping[str, str] = MappingProxyType({})
     retired: frozenset[str] = frozenset()
+    returned: Mapping[str, Collection[str]] = MappingProxyType({})
+    probes: Mapping[int, Peer] = MappingProxyType({})
     idle: bool = False
 
     @classmethod
@@ -98,7 +106,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
         blocks must outlive the request. Reported together with, or before, the failure of that request.
     drained: decode side: nonce → number of ranks whose given-up transfer of that nonce has ended.
     broken: decode side: those of `drained` whose transfer ended in an error, so without notice to the prefill node.
-    returned: decode side: nonce → number of ranks that have sent a notification without a read, or given up on it.
+    returned: decode side: nonce → number of ranks that have given a ticket back without a read, or given up on it.
+    paths_passed, paths_failed: decode side: probe → number of ranks on which it ended so.
     """
 
     reads_seen: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -107,6 +116,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     drained: dict[str, int] = field(default_factory=dict)
     broken: dict[str, int] = field(default_factory=dict)
     returned: dict[str, int] = field(default_factory=dict)
+    paths_passed: dict[int, int] = field(default_factory=dict)
+    paths_failed: dict[int, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return any(vars(self).values())
@@ -124,9 +135,11 @@ class WorkerReport(KVConnectorWorkerMetadata):
         _add(self.drained, other.drained)
         _add(self.broken, other.broken)
         _add(self.returned, other.returned)
+        _add(self.paths_passed, other.paths_passed)
+        _add(self.paths_failed, other.paths_failed)
         return self
 
 
-def _add(counts: dict[str, int], more: Mapping[str, int]) -> None:
+def _add(counts: dict[_Key, int], more: Mapping[_Key, int]) -> None:
     for key, number in more.items():
         counts[key] = counts.get(key, 0) + number

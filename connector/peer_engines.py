@@ -2,7 +2,9 @@
 
     ticket of an unknown engine ──► metadata requested ──► offered to vLLM's handshake ──► read
                                         └► unreachable: its reads fail, and further ones for a short while
-    the engine's connection was lost, or a read from it failed ──► stale: metadata is requested before the next read
+    a transfer from it ended in an error ──► broken: vLLM forgets it, and a new handshake is made. NIXL never mends a
+        connection that broke, so that every later read on it would fail
+    its side channel's connection was lost, or a read failed ──► stale: metadata is requested before the next read
         same run of the node    ──► read
         another run of it       ──► what vLLM holds of the engine is forgotten, the new run is offered ──► read
     a ticket that names another address than the engine is known at ──► metadata is requested at the known address
@@ -85,8 +87,8 @@ class CannotRead:
 class _Known:
     """An engine that vLLM has agents of. `stale`: its metadata must be requested again before it is read.
 
-    `replaced`: another run of it is known of, so that vLLM must forget this one. `rivals`: requests that named another
-    address.
+    `replaced`: its connection broke, or another run of it is known of: vLLM must forget this one. `rivals`: requests
+    that named another address.
     """
 
     address: Address
@@ -175,13 +177,21 @@ class PeerEngines:
         """vLLM's handshake with the engine failed, on the engine's own metadata."""
         known = self._known.pop(engine_id, None)
         if known is not None:
-            self._fail(MetadataRequest(engine_id, known.address, known.ranks), failure, now + INCOMPATIBLE_FOR)
+            incompatible = failure.outcome is ReadOutcome.INCOMPATIBLE
+            until = now + (INCOMPATIBLE_FOR if incompatible else UNREACHABLE_FOR)
+            self._fail(MetadataRequest(engine_id, known.address, known.ranks), failure, until)
 
     def mark_stale(self, engine_ids: Iterable[str]) -> None:
         """A read from these engines failed."""
         for engine_id in engine_ids:
             if engine_id in self._known:
                 self._known[engine_id].stale = True
+
+    def mark_broken(self, engine_ids: Iterable[str]) -> None:
+        """A transfer from these engines ended in an error: their connections are of no use any more."""
+        for engine_id in engine_ids:
+            if engine_id in self._known:
+                self._known[engine_id].replaced = True
 
     def on_lost(self, addresses: Iterable[Address]) -> None:
         """The connections to these addresses have gone."""

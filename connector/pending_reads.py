@@ -2,7 +2,7 @@
 
 `PendingReads`:
     ordered ──► posted ──► completed ──► verified, unverified, not held
-       │           └──────► failed                    (the transfer reported it)
+       │           └──────► failed                    (the transfer reported it; late, for want of any progress)
        └──────────────────► failed                    (the peer could not be reached)
     ordered, posted ──► given up, at the deadline, or when the peer of a posted read is silent ──► failed
 
@@ -16,13 +16,11 @@ A read that is given up after it was posted is *stalled*: its transfer may still
 outlive the request. Its handle is never released while it is live, since a release does not prove that the network
 card has stopped; it is polled until the transfer reports its end, and only then are the blocks let go.
 
-`TicketReturns`, for notifs without a read. They can be sent only after a handshake. With a node that is not known, has
-restarted, or was silent when its read was given up, it is made once the node answers that it still holds the lease.
-    ordered ──► sent                                  (there is a handshake with this run of the node)
-    ordered ──► asked ──► held ──► handshake ──► sent
-                  │         └── not held: nothing to give back
-                  └── no answer: asked again, every `ASK_EVERY` seconds
-    not sent within `within` seconds ──► unreachable
+`TicketReturns`, for tickets that are not read, or not any more. They go back over the side channel, so that neither a
+handshake nor the path of the reads is needed.
+    ordered ──► given back ──► answered: sent, or the lease was not held any more
+                    └── no answer: given back again, every `ASK_EVERY` seconds
+    not answered within `within` seconds ──► unreachable
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum, auto
-from typing import Any
 
 from connector.counters import ReadOutcome
 from connector.kv_groups import ReadSize
@@ -42,7 +39,10 @@ from connector.verifier import ReadVerdict
 PROBE_EVERY = 1.0
 """Seconds without news of a read. Most reads are over sooner."""
 ASK_EVERY = 1.0
-"""Seconds between two questions to a silent node, and before a handshake is begun again."""
+"""Seconds after which a ticket is given back again to a node that did not answer."""
+LATE_FAILURE = 3.0
+"""A transfer that fails so many seconds after it was posted, or later, was given up by the network card or by UCX for
+want of any answer (`config.TCP_LIMITS`). Reading again would take as long."""
 MOST_RETURNS = 4096
 """Tickets to give back at a time; of more, the oldest is left to its expiry."""
 
@@ -62,6 +62,7 @@ class _PendingRead:
     stage: _Stage = _Stage.ORDERED
     given_up: bool = False
     probes: int = 0
+    posted_at: float = 0.0
     last_sign: float = 0.0
     probing: bool = False
     silent: bool = False
@@ -109,7 +110,7 @@ class PendingReads:
     def on_posted(self, request_id: str, now: float) -> None:
         """The transfer is under way."""
         read = self._reads[request_id]
-        read.stage, read.last_sign = _Stage.POSTED, now
+        read.stage, read.posted_at, read.last_sign = _Stage.POSTED, now, now
 
     def probes(self, now: float) -> dict[Address, list[Question]]:
         """What to ask, and where, for a sign of life, for reads that take long; the answer goes to `on_verdict`."""
@@ -130,13 +131,14 @@ class PendingReads:
                 late.append(OverdueRead(request_id, read.question.engine_id, read.question.nonce))
         return late
 
-    def on_failed(self, request_id: str) -> ReadEnd:
+    def on_failed(self, request_id: str, now: float) -> ReadEnd:
         """The read is over without its bytes."""
         read = self._remove(request_id)
         if read.stage is _Stage.ORDERED:
             outcome = ReadOutcome.PEER_UNREACHABLE
         else:
-            outcome = ReadOutcome.NO_PROGRESS if read.given_up else ReadOutcome.TRANSFER_FAILED
+            waited = read.given_up or now - read.posted_at >= LATE_FAILURE
+            outcome = ReadOutcome.NO_PROGRESS if waited else ReadOutcome.TRANSFER_FAILED
         return ReadEnd(read.question.nonce, outcome)
 
     def on_completed(self, request_ids: Iterable[str], now: float) -> dict[Address, list[Question]]:
@@ -210,12 +212,10 @@ class ReturnOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TicketReturn:
-    """One ticket to give back. `meta` is opaque: vLLM's entry for the notif."""
+    """One ticket to give back."""
 
-    request_id: str
     question: Question
     address: Address
-    meta: Any
 
     @property
     def nonce(self) -> str:
@@ -228,73 +228,52 @@ class _Return:
     ticket: TicketReturn
     since: float
     due: float
-    questions: int = 0
     asking: bool = False
-    held: bool = False
 
 
 class TicketReturns:
-    """Every notif without a read that this rank was ordered to send. `within`: how long is tried to send it."""
+    """Every ticket that this rank was ordered to give back. `within`: how long is tried."""
 
     def __init__(self, within: float) -> None:
         self._within = within
         self._open: dict[str, _Return] = {}
-        self._by_question: dict[str, str] = {}
 
     def __len__(self) -> int:
         """How many are not over."""
         return len(self._open)
 
-    def get(self, nonce: str) -> TicketReturn | None:
-        """The return with this nonce; None when it is over."""
-        each = self._open.get(nonce)
-        return None if each is None else each.ticket
-
     def begin(self, ticket: TicketReturn, now: float) -> None:
-        """A notif is ordered, and due at once."""
+        """A ticket is to be given back, and due at once."""
         self._open[ticket.nonce] = _Return(ticket, now, now)
 
     def overdue(self, now: float) -> list[TicketReturn]:
-        """Those whose node was silent for too long, and the oldest of too many; `end` must follow."""
+        """Those whose node was silent for too long, and the oldest of too many; they are over."""
         excess = len(self._open) - MOST_RETURNS
-        return [
+        late = [
             each.ticket
             for at, each in enumerate(self._open.values())
             if at < excess or now - each.since >= self._within
         ]
+        for ticket in late:
+            del self._open[ticket.nonce]
+        return late
 
-    def due(self, now: float) -> list[TicketReturn]:
-        """Those to send or to ask for now; each comes again after `ASK_EVERY`, if it is not over by then."""
-        found = [each for each in self._open.values() if each.due <= now and not each.asking]
-        for each in found:
-            each.due = now + ASK_EVERY
-        return [each.ticket for each in found]
+    def due(self, now: float) -> dict[Address, list[Question]]:
+        """What to give back now, and where; the answers go to `on_verdict`."""
+        found: dict[Address, list[Question]] = {}
+        for each in self._open.values():
+            if each.due <= now and not each.asking:
+                each.asking = True
+                found.setdefault(each.ticket.address, []).append(each.ticket.question)
+        return found
 
-    def held(self) -> list[TicketReturn]:
-        """Those whose node holds the lease, as it answered: for them a handshake may be made."""
-        return [each.ticket for each in self._open.values() if each.held]
-
-    def postpone(self, nonce: str) -> None:
-        """Leave `held` until the node was asked anew: a handshake has begun, or cannot be made now."""
-        self._open[nonce].held = False
-
-    def ask(self, ticket: TicketReturn) -> dict[Address, list[Question]]:
-        """The question whether the lease is held, and where to ask it; the answer goes to `on_verdict`."""
-        each = self._open[ticket.nonce]
-        each.questions, each.asking = each.questions + 1, True
-        question = replace(ticket.question, nonce=f"{ticket.nonce}!{each.questions}")
-        self._by_question[question.nonce] = ticket.nonce
-        return {ticket.address: [question]}
-
-    def on_verdict(self, answer: ReadVerdict, now: float) -> TicketReturn | None:
-        """Which ticket a question of `ask` was about; None for every other answer."""
-        each = self._open.get(self._by_question.pop(answer.nonce, ""))
-        if each is None:
+    def on_verdict(self, answer: ReadVerdict, now: float) -> ReturnOutcome | None:
+        """How the return ended that was answered; None for every other answer, and for one to be sent again."""
+        each = self._open.get(answer.nonce)
+        if each is None or not each.asking:
             return None
-        each.asking, each.due = False, now + ASK_EVERY
-        each.held = answer.verdict is Verdict.HELD
-        return each.ticket
-
-    def end(self, nonce: str) -> None:
-        """Sent, needless, or given up."""
-        self._open.pop(nonce, None)
+        if answer.verdict is None:
+            each.asking, each.due = False, now + ASK_EVERY
+            return None
+        del self._open[answer.nonce]
+        return ReturnOutcome.SENT if answer.verdict.good else ReturnOutcome.NOT_HELD

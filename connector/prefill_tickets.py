@@ -100,7 +100,7 @@ class LeaseOrders:
 
     readers: new leases, by request id, with their number of readers. releases: leases to end now.
     aliases: alias → request id, of prefill legs that have arrived. retired: request ids whose alias is no longer valid.
-    dropped: requests that ended without a ticket.
+    dropped: requests that ended without a ticket. returned: nonces of tickets that were given back, by request id.
     """
 
     readers: dict[str, int]
@@ -108,6 +108,7 @@ class LeaseOrders:
     aliases: dict[str, str]
     retired: frozenset[str]
     dropped: frozenset[str]
+    returned: dict[str, set[str]]
 
 
 class TicketIssuer:
@@ -149,6 +150,7 @@ class TicketIssuer:
         self._waiters: dict[str, Waiter] = {}
         self._new_leases: dict[str, int] = {}
         self._releases: set[str] = set()
+        self._returned: dict[str, set[str]] = {}
 
     def on_new_request(self, request_id: str, action: IssueTicket) -> bool:
         """A prefill leg has arrived. False when its hand-over was released before: compute, but hold nothing."""
@@ -169,6 +171,12 @@ class TicketIssuer:
             alias = self._aliases.alias(request_id)
             if alias is not None and self._leases.request_release(alias):
                 self._releases.add(request_id)
+
+    def take_back(self, alias: str, nonce: str) -> None:
+        """A decode node gives the ticket back: the workers count it as read."""
+        request_id = self._aliases.request_id(alias)
+        if request_id is not None and self._leases.holds(alias):
+            self._returned.setdefault(request_id, set()).add(nonce)
 
     def is_wanted(self, request_id: str) -> bool:
         """Whether the request, now ending, asked for a ticket, and its hand-over was not released."""
@@ -242,7 +250,8 @@ class TicketIssuer:
             self._new_aliases,
             frozenset(self._retired),
             frozenset(self._dropped),
+            self._returned,
         )
         self._new_leases, self._releases, self._new_aliases = {}, set(), {}
-        self._retired, self._dropped = set(), set()
+        self._retired, self._dropped, self._returned = set(), set(), {}
         return orders

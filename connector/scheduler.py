@@ -6,6 +6,7 @@
 
 import logging
 import os
+import queue
 import secrets
 import time
 from copy import copy
@@ -21,8 +22,10 @@ from connector.direct_tickets import TicketInbox
 from connector.fingerprint import Fingerprint
 from connector.idle_rest import IdleRest
 from connector.kv_groups import count_blocks, group_shapes
+from connector.messages import Verdict
 from connector.metadata import ConnectorMetadata, WorkerReport
 from connector.node_fingerprint import lora_settings
+from connector.peer_paths import Peer, PeerPaths
 from connector.prefill_tickets import HandOvers, TicketIssuer
 from connector.resume_order import engine_secret
 from connector.resumed_requests import ResumedRequests, ResumeLimits
@@ -83,11 +86,13 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
             self.counters, self.quarantine, self._ranks, config.read_retries, lambda: secrets.token_hex(8)
         )
         self.set_fingerprint(self._fingerprint)
+        self._given_back: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self._paths = PeerPaths(self._ranks, self.counters)
         self._adapters = Adapters(lora_settings(vllm_config))
         self._token_accounting = TokenAccounting(self.counters)
         self._waiting = WaitingRequests(config.waiting_requests, config.longest_ticket_wait, self._fit, self.counters)
         at_once = vllm_config.max_concurrent_batches
-        self.rest = IdleRest(at_once, self._waiting, self._leases, self._reads, self.quarantine)
+        self.rest = IdleRest(at_once, self._waiting, self._leases, self._reads, self.quarantine, self._paths)
         if config.role.decodes:
             self._inbox = TicketInbox(self._read_direct, config.waiting_requests, self.rest.end)
         self.resumed = ResumedRequests(engine_secret(os.environ), ResumeLimits.of(vllm_config), self.counters)
@@ -173,6 +178,15 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
     def _fit(self, request: "Request", ticket: Ticket | Refusal) -> ReadTicket | Refusal:
         return self._validator.fit(ticket, self._facts(request))
 
+    def take_back(self, engine_id: str, alias: str, nonce: str) -> Verdict:
+        """A decode node gives a ticket back; called in the side channel's thread. Whether its blocks were held so far:
+        they are let go in one of the next steps, which the lease keeps going."""
+        verdict = self.verify(engine_id, alias, nonce)
+        if verdict is Verdict.HELD:
+            self._given_back.put((alias, nonce))
+            self.rest.end()
+        return verdict
+
     # ---- a step is planned
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -184,9 +198,21 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         if params is None or not params.get("do_remote_prefill"):
             return 0, False
         tokens = self._ticket_tokens(request)
+        if tokens > num_computed_tokens and self._is_barred(request):
+            return 0, False
         if self.local_hits.forget_without_state(request, tokens, num_computed_tokens):
             return None, False
         return max(tokens - num_computed_tokens, 0), tokens > num_computed_tokens
+
+    def _is_barred(self, request: "Request") -> bool:
+        """Whether the ticket's engine is barred. Then the ticket is given back here, before the request has blocks."""
+        reason = self._paths.barred(Peer.of(request.kv_transfer_params), time.monotonic())
+        if reason is None:
+            return False
+        self.counters.ticket_barred(reason)
+        super().request_finished(request, ())  # stops its heartbeats, and orders the return
+        self._reads.on_request_finished(request)
+        return True
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         """vLLM plans the read; ours gets its order, and the source of the prompt's tokens is recorded."""
@@ -221,11 +247,14 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ConnectorMetadata:
         """vLLM's metadata for the workers, with our orders."""
         meta = ConnectorMetadata.extending(super().build_connector_meta(scheduler_output))
+        for _ in range(self._given_back.qsize()):
+            self._tickets.take_back(*self._given_back.get())
         orders = self._tickets.pop_orders()
         meta.readers, meta.releases = orders.readers, orders.releases
         meta.aliases, meta.retired = orders.aliases, orders.retired
         meta.reqs_not_processed |= orders.dropped
         meta.reads = self._reads.pop_orders(meta.reqs_to_recv)
+        meta.returned, meta.probes = orders.returned, self._paths.pop_probes(time.monotonic())
         meta.idle = not self._keeps_step and scheduler_output.total_num_scheduled_tokens == 0
         self.resumed.tell_workers(scheduler_output)
         self.settle_waits()
@@ -240,6 +269,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._tickets.on_reads_seen(report.reads_seen)
+            self._paths.on_probed(report.paths_passed, report.paths_failed, time.monotonic())
             for ticket in self._reads.on_worker_report(report):
                 self._return_ticket(ticket)
         self._tickets.on_finished_sending(connector_output.finished_sending or ())
@@ -251,7 +281,11 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
             self._token_accounting.on_read_verified(request_id)
         for request_id in finished & failed:
             self._token_accounting.forget(request_id)
+        ends = self._reads.ends(finished, failed)
         follow_up = self._reads.on_reads_finished(finished, failed)
+        for request, outcome in ends:
+            if request not in follow_up.retry:
+                self._paths.on_read_ended(Peer.of(request.kv_transfer_params), outcome, time.monotonic())
         for request in follow_up.retry:
             request.kv_transfer_params["do_remote_prefill"] = True
             super().on_new_request(request)
@@ -295,6 +329,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
 
     def has_pending_push_work(self) -> bool:
         """Whether an idle engine must step on, since only steps carry orders to workers, and reports and metrics back:
-        once for its capacity, while blocks are in quarantine, until every order is carried out. `worker` spaces it."""
+        once for its capacity, while blocks are in quarantine or paths are probed, until every order is carried out.
+        `idle_rest` spaces it."""
         unfinished = self.counters.has_undrained_gauges() or self.quarantine or self._reads.has_pending_orders
-        return bool(unfinished) or bool(super().has_pending_push_work())
+        return bool(unfinished or self._paths) or bool(super().has_pending_push_work())

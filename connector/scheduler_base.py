@@ -131,6 +131,10 @@ class SchedulerBase(NixlPullConnectorScheduler):
         """The side channel's answer to a decode node's question after a read. Called in the listener's thread."""
         return self._leases.verify(alias, nonce) if engine_id == self._engine_id else Verdict.UNKNOWN
 
+    def take_back(self, engine_id: str, alias: str, nonce: str) -> Verdict:
+        """The side channel's answer to a ticket that is given back. Called in the listener's thread."""
+        raise NotImplementedError
+
     def set_xfer_handshake_metadata(self, metadata: dict[tuple[int, int], Any]) -> None:
         """Complete the fingerprint, and start our side channel in the place of vLLM's.
 
@@ -154,6 +158,7 @@ class SchedulerBase(NixlPullConnectorScheduler):
             self.counters,
             engine_id=self._engine_id,
             keys=self._config.keys,
+            take_back=self.take_back,
             take_ticket=None if self._inbox is None else self._inbox.put,
             limits=Limits(connections, connections // 2),
         )

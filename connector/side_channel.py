@@ -31,6 +31,7 @@ from connector.messages import (
     QuestionBatch,
     QuestionRefusal,
     ReplySigner,
+    ReturnBatch,
     SentTicket,
     SideRequest,
     Verdict,
@@ -44,6 +45,10 @@ from connector.zmtp import Zmtp
 
 VerifyRead = Callable[[str, str, str], Verdict]
 """(engine id, request id, nonce) → verdict; called in the listener's thread."""
+
+TakeBack = Callable[[str, str, str], Verdict]
+"""(engine id, request id, nonce) of a ticket that is given back → whether its blocks were held until now; called in the
+listener's thread."""
 
 TakeTicket = Callable[[str, bytes], bool]
 """(id of a wait, ticket as bytes) → whether it was taken; called in the listener's thread."""
@@ -60,8 +65,8 @@ class Listener:
     """Answers on `host:port` from `start` to `stop`; port 0 takes a free one, see `port`.
 
     `payloads`: by (pipeline rank, tensor rank), the msgpack of vLLM's `NixlHandshakePayload` of each worker of
-    `engine_id`. `keys`: ticket keys, which may change; without any, every question is answered. `take_ticket`: None on
-    a node that takes none.
+    `engine_id`. `keys`: ticket keys, which may change; without any, every question is answered. `take_back`: None where
+    nothing is leased. `take_ticket`: None on a node that takes none.
     """
 
     def __init__(
@@ -74,10 +79,12 @@ class Listener:
         *,
         engine_id: str = "",
         keys: Sequence[bytes] = (),
+        take_back: TakeBack | None = None,
         take_ticket: TakeTicket | None = None,
         limits: Limits | None = None,
     ) -> None:
         self.host, self.port = host, port
+        self._take_back = take_back or verify
         self._take_ticket = take_ticket
         self.incarnation = secrets.token_hex(8)
         self._payloads = dict(payloads)
@@ -120,6 +127,9 @@ class Listener:
         match request:
             case QuestionBatch(number, questions):
                 verdicts = [self._verify(asked.engine_id, asked.request_id, asked.nonce) for asked in questions]
+                return [write_reply(number, self.incarnation, verdicts)]
+            case ReturnBatch(number, questions):
+                verdicts = [self._take_back(asked.engine_id, asked.request_id, asked.nonce) for asked in questions]
                 return [write_reply(number, self.incarnation, verdicts)]
             case MetadataQuestion(number, engine_id, pp_rank, tp_rank):
                 return [write_reply(number, self.incarnation, self._metadata(engine_id, pp_rank, tp_rank))]

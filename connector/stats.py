@@ -34,6 +34,8 @@ HELP: Mapping[str, str] = {
     "reads": "Reads that ended, by outcome, counted on each rank.",
     "leases_ended": "Leases that ended on this prefill node, by how.",
     "unused_tickets": "Good tickets that left nothing to pull.",
+    "barred_tickets": "Good tickets not read, as an earlier read from their engine had ended so (reason).",
+    "path_probes": "Probes of the paths to barred prefill engines, by outcome.",
     "ticket_waits": "Waits of requests for their ticket, by how they ended.",
     "ticket_deliveries": "Tickets for waiting requests that came, by way, and by whether that had an effect.",
     "tickets_sent": "Tickets that this prefill node sent directly to decode nodes, by what came of it.",
@@ -55,6 +57,7 @@ HELP: Mapping[str, str] = {
     "fingerprint": "What the bytes of this node's KV cache depend on, by part, and their digest (part all). Always 1.",
     "hashing": "How the prefix cache hashes prompts: algorithm, tokens per hash and per block, first parent. Always 1.",
     "waiting_requests": "Requests that wait for their ticket. They hold no blocks.",
+    "barred_peers": "Prefill engines whose tickets are not read until a probe passes, and still come.",
     "ticket_address": "Where this engine takes tickets that prefill nodes send directly. Always 1.",
 }
 

@@ -1,6 +1,7 @@
 """Asks prefill nodes, off the engine's thread: were a read's blocks still held, and what is your NIXL metadata?
 
     verdicts   the questions of one engine step for one node travel in batches, one answer a batch
+    returns    the same of tickets that are given back: the answer says whether their blocks were held
     metadata   one message for each worker of the node that this rank reads from; complete when all have answered
 
 An address that does not answer delays no other address. `worker_base` says why vLLM's own handshake does not ask.
@@ -26,6 +27,7 @@ from connector.messages import (
     Verdict,
     write_batch,
     write_metadata_question,
+    write_returns,
 )
 from connector.peer_engines import EngineMetadata, EngineUnreachable, MetadataRequest, Rank
 from connector.peers import Address, Peers
@@ -56,7 +58,8 @@ class ReadVerdict:
 MetadataResult = tuple[MetadataRequest, EngineMetadata | EngineUnreachable]
 Result = ReadVerdict | MetadataResult
 
-_Questions = tuple[Address, Sequence[Question]]
+WriteBatch = Callable[[int, Sequence[Question]], bytes]
+_Questions = tuple[WriteBatch, Address, Sequence[Question]]
 _Item = TypeVar("_Item")
 
 
@@ -123,7 +126,9 @@ class OpenExchanges:
         """How many exchanges are not settled."""
         return len(self._open)
 
-    def ask(self, address: Address, questions: Sequence[Question], now: float) -> list[bytes]:
+    def ask(
+        self, address: Address, questions: Sequence[Question], now: float, write: WriteBatch = write_batch
+    ) -> list[bytes]:
         """The messages to send to `address`, each with at most `MOST_QUESTIONS` questions."""
         messages = []
         for start in range(0, len(questions), MOST_QUESTIONS):
@@ -131,7 +136,7 @@ class OpenExchanges:
             number = next(self._numbers)
             nonces = tuple(question.nonce for question in part)
             self._begin(_Batch(address, now + self._timeout, nonces), [number])
-            messages.append(write_batch(number, part))
+            messages.append(write(number, part))
         return messages
 
     def fetch_metadata(self, request: MetadataRequest, now: float) -> list[bytes]:
@@ -206,7 +211,12 @@ class Verifier:
     def ask(self, questions: Mapping[Address, Sequence[Question]]) -> None:
         """Send one step's questions; the thread starts with the first order."""
         for address, asked in questions.items():
-            self._order((address, tuple(asked)))
+            self._order((write_batch, address, tuple(asked)))
+
+    def give_back(self, tickets: Mapping[Address, Sequence[Question]]) -> None:
+        """Give tickets back; what comes of it is among the verdicts."""
+        for address, given in tickets.items():
+            self._order((write_returns, address, tuple(given)))
 
     def verdicts(self, wait_seconds: float = 0.0) -> list[ReadVerdict]:
         """Every verdict that came since the last call; waits at most `wait_seconds` for the first of them."""
@@ -260,7 +270,8 @@ class Verifier:
             if isinstance(order, MetadataRequest):
                 address, messages = order.address, self._exchanges.fetch_metadata(order, time.monotonic())
             else:
-                address, messages = order[0], self._exchanges.ask(*order, time.monotonic())
+                write, address, questions = order
+                messages = self._exchanges.ask(address, questions, time.monotonic(), write)
             for message in messages:
                 peers.send(address, message)
         return True

@@ -134,6 +134,7 @@ HAND_OVERS = Contract(
             "device_type",
             "kv_transfer_config",
             "nixl_backends",
+            "nixl_memory_type",
             "nixl_wrapper",
             "transfer_topo",
             "xfer_stats",

@@ -13,7 +13,7 @@ vLLM's descriptor building is left alone.
 What a step does, in the thread that runs the model:
     start_load_kv          new orders ─► reads whose engine may be read from ─► vLLM posts their transfers
     get_transfer_results   transfers that ended ─► questions to their nodes;  verdicts ─► results, `WorkerReport`
-Tickets to give back (`TicketReturns`) never go through vLLM's `reqs_to_recv`: a read of the same request may be there.
+Tickets to give back (`TicketReturns`) never go through vLLM's `reqs_to_recv`: they need no handshake and no NIXL.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 from connector.counters import Counters, ReadOutcome
 from connector.kv_groups import group_sizes, read_size
 from connector.leases import Aliases, LeaseReads
-from connector.messages import Question, Verdict
+from connector.messages import Question
 from connector.metadata import ConnectorMetadata, ReadEnd, ReadOrder, WorkerReport
-from connector.notifs import Heartbeat, ReadDone, nonce_of, parse_notif, with_nonce
-from connector.peer_engines import MayRead, NotYet
+from connector.notifs import Heartbeat, ReadDone, parse_notif, with_nonce
 from connector.pending_reads import PendingReads, ReturnOutcome, TicketReturn, TicketReturns
 from connector.stats import ConnectorStats
 from connector.worker_base import ReadSource, WorkerBase, is_awaited
@@ -80,6 +79,7 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
         orders, metadata.reqs_to_recv = metadata.reqs_to_recv, {}
         for request_id, meta in orders.items():
             self._begin(request_id, meta, metadata)
+        self._probes.begin(metadata.probes, time.monotonic())
         self._defer(metadata)
         super().start_load_kv(metadata)
         self._give_back(time.monotonic())
@@ -88,6 +88,9 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
         for request_id in metadata.reqs_to_send:
             if request_id in self._reqs_to_send:
                 self._lease_reads.begin(request_id, metadata.readers.get(request_id, 1))
+        for request_id, nonces in metadata.returned.items():
+            if request_id in self._reqs_to_send:
+                self._lease_reads.give_back(request_id, nonces)
         self._released |= metadata.releases & self._reqs_to_send.keys()
         for request_id in metadata.retired:
             self._aliases.forget(request_id)
@@ -98,9 +101,10 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
         results: KVConnectorTransferResults = super().get_transfer_results()
         self._drain_stalled()
         self._clear_failed_handshakes()
-        for request_id in results.failed_recving:
-            self._end_read(request_id, self._explain(request_id, self._pending_reads.on_failed(request_id)))
+        self._advance_probes()
         now = time.monotonic()
+        for request_id in results.failed_recving:
+            self._end_read(request_id, self._explain(request_id, self._pending_reads.on_failed(request_id, now)))
         completed = sorted(results.finished_recving - results.failed_recving)
         self._verifier.ask(self._pending_reads.on_completed(completed, now))
         self._verifier.ask(self._pending_reads.probes(now))
@@ -127,25 +131,20 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
     # ---- reads
 
     def _begin(self, request_id: str, meta: ReqMeta, metadata: ConnectorMetadata) -> None:
-        """Register an order. A read is left to `_defer`, a notif without a read to `_give_back`."""
+        """Register an order. A read is left to `_defer`, a ticket that is not to be read to `_give_back`."""
         order: ReadOrder = metadata.reads[request_id]
         remote, now = meta.remote, time.monotonic()
         question = Question(remote.engine_id, remote.request_id, order.nonce)
-        remote.request_id = with_nonce(remote.request_id, order.nonce)
         if is_awaited(meta):
+            remote.request_id = with_nonce(remote.request_id, order.nonce)
             metadata.reqs_to_recv[request_id] = meta
             self._sources[request_id] = ReadSource(self._request_for(meta))
             size = read_size(self._group_sizes, meta.local_block_ids, remote.block_ids, order.hit_tokens)
             self._pending_reads.begin(request_id, question, (remote.host, remote.port), size, now)
         else:
-            self._returns.begin(TicketReturn(request_id, question, (remote.host, remote.port), meta), now)
+            self._returns.begin(TicketReturn(question, (remote.host, remote.port)), now)
 
     def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
-        if not is_awaited(meta):  # vLLM's handshake for it has ended
-            ticket = self._returns.get(nonce_of(meta.remote.request_id))
-            if ticket is not None:
-                self._send_notif(ticket)
-            return
         if self._recving_metadata.get(req_id) is not meta:
             return  # Given up while its handshake was under way: the blocks may be another request's by now.
         if self._is_elsewhere(meta.remote):
@@ -157,6 +156,8 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
             self._recv_failures.add(req_id)
         if req_id in self._recving_transfers:
             self._sources[req_id].incarnation = self._peer_engines.incarnation(meta.remote.engine_id)
+            flying = bool(self._recving_transfers[req_id]) and req_id not in self._recv_failures
+            self._sources[req_id].in_flight = flying
             self._pending_reads.on_posted(req_id, time.monotonic())
 
     def _pop_done_transfers(self, transfers: dict[str, list[int]]) -> tuple[set[str], set[str]]:
@@ -179,10 +180,14 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
                 self._report.stalled[late.nonce] = 1
             self._recv_failures.add(late.request_id)
 
+    def _is_live(self, nonce: str) -> bool:
+        return nonce in self._stalled
+
     def _drain_stalled(self) -> None:
         if self._stalled:
             drained, failed = self._pop_done_transfers(self._stalled)
             self._broken |= failed
+            self._peer_engines.mark_broken(self._stalled_engines[nonce] for nonce in failed)
             for nonce in drained:
                 del self._stalled_engines[nonce]
                 self._report.drained[nonce] = 1
@@ -192,13 +197,18 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
 
     def _engines_with_inflight_transfers(self) -> set[str]:
         busy: set[str] = super()._engines_with_inflight_transfers()
-        return busy | set(self._stalled_engines.values())
+        return busy | set(self._stalled_engines.values()) | self._probes.reading()
+
+    def _advance_probes(self) -> None:
+        """Probe the paths that the scheduler asked for, and report which probes have ended."""
+        for number, passed in self._probes.advance(time.monotonic()).items():
+            ended = self._report.paths_passed if passed else self._report.paths_failed
+            ended[number] = 1
 
     def _on_verdict(self, answer: ReadVerdict, results: KVConnectorTransferResults, now: float) -> None:
-        ticket = self._returns.on_verdict(answer, now)
-        if ticket is not None:
-            if answer.verdict not in (None, Verdict.HELD):
-                self._end_return(ticket.nonce, ReturnOutcome.NOT_HELD)
+        returned = self._returns.on_verdict(answer, now)
+        if returned is not None:
+            self._end_return(answer.nonce, returned)
             return
         read = self._pending_reads.on_verdict(answer, now)
         if read is None:
@@ -225,46 +235,9 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
         for ticket in self._returns.overdue(now):
             log.warning("Ticket of %s not given back: %s:%d is silent.", ticket.question.engine_id, *ticket.address)
             self._end_return(ticket.nonce, ReturnOutcome.UNREACHABLE)
-        for ticket in self._returns.due(now):
-            if not self._send_notif(ticket):
-                self._verifier.ask(self._returns.ask(ticket))
-        for ticket in self._returns.held():
-            if not self._send_notif(ticket):
-                self._begin_handshake(ticket)
-
-    def _send_notif(self, ticket: TicketReturn) -> bool:
-        """Send the notif, but only where a handshake was made, and with this run of the node; whether it was sent."""
-        engine_id = ticket.question.engine_id
-        if engine_id not in self._remote_agents:
-            return False
-        step = self._next_step(self._request_for(ticket.meta))
-        if not isinstance(step, MayRead) or engine_id not in self._remote_agents:  # forgotten in this very step
-            return False
-        if not self._notify(ticket):
-            self._peer_engines.mark_stale([engine_id])
-            return False
-        self._end_return(ticket.nonce, ReturnOutcome.SENT)
-        return True
-
-    def _notify(self, ticket: TicketReturn) -> bool:
-        """vLLM's own notif, under an id that no read has. False if it failed, as its statistics or failed ids show."""
-        failed = self.xfer_stats.data["num_failed_notifications"]
-        before, notif_id = len(failed), with_nonce(ticket.request_id, ticket.nonce)
-        paired = self._pair(notif_id, ticket.meta)
-        refused = notif_id in self._recv_failures
-        self._recv_failures.discard(notif_id)
-        return paired and not refused and len(failed) == before
-
-    def _begin_handshake(self, ticket: TicketReturn) -> None:
-        """Have vLLM make a handshake with a node that holds the lease; `_read_blocks_for_req` is called at its end."""
-        step = self._next_step(self._request_for(ticket.meta))
-        if isinstance(step, MayRead) and ticket.question.engine_id not in self._remote_agents:
-            self._pair(with_nonce(ticket.request_id, ticket.nonce), ticket.meta)
-        if not isinstance(step, NotYet):
-            self._returns.postpone(ticket.nonce)
+        self._verifier.give_back(self._returns.due(now))
 
     def _end_return(self, nonce: str, outcome: ReturnOutcome) -> None:
-        self._returns.end(nonce)
         self._report.returned[nonce] = 1
         self._counters.ticket_returned(outcome.value)
 

@@ -21,12 +21,19 @@ import os
 import queue
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+import msgspec
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+    HeartbeatInfo,
+    NixlAgentMetadata,
+    NixlHandshakePayload,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.distributed.nixl_utils import NixlWrapper, nixl_agent_config
 
@@ -34,24 +41,27 @@ from connector.config import NODE_ID
 from connector.counters import ReadOutcome
 from connector.liveness import LivenessSocket
 from connector.metadata import ConnectorMetadata, ReadEnd
+from connector.path_probes import PathProbes, ProbeState, ProbeTarget
 from connector.peer_engines import (
     MOST_RANKS,
     CannotRead,
-    EngineUnreachable,
+    EngineMetadata,
     MayRead,
     MetadataRequest,
     NotYet,
     PeerEngines,
+    Rank,
 )
 from connector.side_channel import LOOPBACK, metadata_relay
 from connector.verifier import ReadVerdict, Verifier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import HeartbeatInfo, RemoteMeta, ReqMeta
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import RemoteMeta, ReqMeta
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from connector.config import ConnectorConfig
+    from connector.peer_paths import Peer
 
 log = logging.getLogger("vllm.pdproxy.worker")
 
@@ -61,6 +71,9 @@ UNPAIRABLE = (AssertionError, IndexError, KeyError, NotImplementedError, TypeErr
 """What vLLM raises when a ticket's blocks do not fit what this node allocated, or the peer's layout."""
 INCOMPATIBLE = (*UNPAIRABLE, RuntimeError)
 """What its handshake raises, besides, when the two nodes' versions, models or settings do not go together."""
+
+PROBE_BYTES = 64 * 1024
+"""Read by a probe at most: more than a packet of any network, since small ones may pass where large ones are lost."""
 
 _NO_RANKS = CannotRead(ReadOutcome.INCOMPATIBLE, "the two nodes' parallel sizes cannot go together")
 _UNREACHABLE = (
@@ -109,10 +122,12 @@ def preserve_cpu_affinity() -> Iterator[None]:
 
 @dataclass(slots=True)
 class ReadSource:
-    """Where a read is from. `incarnation`: of the run whose memory it reads; `outcome`: why it failed, where known."""
+    """Where a read is from. `incarnation`: of the run whose memory it reads; `outcome`: why it failed, where known;
+    `in_flight`: NIXL took all of its transfers."""
 
     request: MetadataRequest
     incarnation: str = ""
+    in_flight: bool = False
     outcome: ReadOutcome | None = None
 
 
@@ -130,6 +145,9 @@ class WorkerBase(NixlPullConnectorWorker):
         self._sources: dict[str, ReadSource] = {}
         self._failed_handshakes: queue.SimpleQueue[tuple[str, CannotRead]] = queue.SimpleQueue()
         self._half_loaded: set[str] = set()
+        self._probes = PathProbes(self)
+        self._probe_memory: torch.Tensor | None = None
+        self._probe_handshakes: dict[str, HeartbeatInfo] = {}
         with preserve_cpu_affinity():
             super().__init__(vllm_config, engine_id, kv_cache_config)
         delay = config.progress_delay
@@ -162,13 +180,16 @@ class WorkerBase(NixlPullConnectorWorker):
             name: info
             for name, info in metadata.heartbeat_by_engine.items()
             if self._is_loaded(name) or isinstance(self._next_step(self._request(name, info, info)), MayRead)
-        }
+        } | self._probe_handshakes
+        self._probe_handshakes = {}
 
     def _update_peer_engines(self) -> None:
         self._clear_failed_handshakes()
         self._peer_engines.on_lost(self._verifier.lost_addresses())
         for request, result in self._verifier.metadata_results():
-            if isinstance(result, EngineUnreachable):
+            if isinstance(result, EngineMetadata):
+                self._probes.on_metadata(request.engine_id, _probe_targets(result))
+            elif not self._probes.probes(request.engine_id):  # of a barred engine the scheduler has said it once
                 log.warning(_UNREACHABLE, request.engine_id, *request.address, result.why)
             loaded = self._is_loaded(request.engine_id)
             self._peer_engines.on_metadata(request, result, time.monotonic(), loaded=loaded)
@@ -204,11 +225,17 @@ class WorkerBase(NixlPullConnectorWorker):
         source = self._sources[request_id]
         if source.outcome is not None:
             return replace(end, outcome=source.outcome)
+        if source.in_flight and not self._is_live(end.nonce):
+            self._peer_engines.mark_broken([source.request.engine_id])
         if end.outcome is not ReadOutcome.PEER_UNREACHABLE:
             self._peer_engines.mark_stale([source.request.engine_id])
             return end
         failure = self._peer_engines.failure(source.request, time.monotonic())
         return end if failure is None else replace(end, outcome=failure.outcome)
+
+    def _is_live(self, nonce: str) -> bool:
+        """Whether the transfer of a read that was given up has not ended."""
+        raise NotImplementedError
 
     def _require_same_run(self, request_id: str, end: ReadEnd, answer: ReadVerdict) -> ReadEnd:
         """The end of a read, which counts only if the verdict is by the run of the node whose memory was read."""
@@ -218,11 +245,78 @@ class WorkerBase(NixlPullConnectorWorker):
         self._peer_engines.mark_stale([source.request.engine_id])
         return ReadEnd(end.nonce, ReadOutcome.UNVERIFIED)
 
+    # ---- probes (`path_probes.ProbeHost`)
+
+    def probe_request(self, peer: Peer) -> MetadataRequest:
+        """Which workers of the engine this rank reads from."""
+        return self._request(peer.engine_id, peer, peer)
+
+    def probe_step(self, request: MetadataRequest) -> MayRead | NotYet | CannotRead:
+        """What comes next for a read from there; the first step to it is taken."""
+        return self._next_step(request)
+
+    def probe_anew(self, engine_id: str, *, broken: bool) -> None:
+        """Ask for the engine's metadata again; where its connection is broken, make another handshake."""
+        mark = self._peer_engines.mark_broken if broken else self._peer_engines.mark_stale
+        mark([engine_id])
+
+    def probe_agents(self, engine_id: str) -> Mapping[Rank, str]:
+        """NIXL's agents of the engine; none before a handshake."""
+        agents: Mapping[Rank, str] = self._remote_agents.get(engine_id, {})
+        return agents
+
+    def begin_probe_handshake(self, peer: Peer) -> None:
+        """Have vLLM make a handshake in the next step: it makes one before it sends a heartbeat, here for nothing."""
+        if not self._is_loaded(peer.engine_id):
+            self._probe_handshakes[peer.engine_id] = HeartbeatInfo(
+                set(), peer.host, peer.port, peer.tp_size, peer.dcp_size, peer.pp_size
+            )
+
+    def post_probe(self, agent: str, target: ProbeTarget) -> int | None:
+        """Post a small read; its handle, None where NIXL refuses it."""
+        if self._probe_memory is None:
+            self._probe_memory = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+            whole = [(self._probe_memory.data_ptr(), PROBE_BYTES, 0, "")]
+            nixl = self.nixl_wrapper
+            nixl.register_memory(nixl.get_reg_descs(whole, "DRAM"), backends=self.nixl_backends)
+        size = min(PROBE_BYTES, target.size)
+        here = self.nixl_wrapper.get_xfer_descs([(self._probe_memory.data_ptr(), size, 0)], "DRAM")
+        there = self.nixl_wrapper.get_xfer_descs([(target.address, size, target.device)], self.nixl_memory_type)
+        try:
+            handle: int = self.nixl_wrapper.initialize_xfer("READ", here, there, agent)
+            self.nixl_wrapper.transfer(handle)
+        except _nixl_errors() as error:
+            log.debug("NIXL refuses a probe's read from agent %s: %r", agent, error)
+            return None
+        return handle
+
+    def poll_probe(self, handle: int) -> ProbeState:
+        """How a small read stands; one that is over is released."""
+        try:
+            state = self.nixl_wrapper.check_xfer_state(handle)
+            if state == "PROC":
+                return ProbeState.UNDER_WAY
+            self.nixl_wrapper.release_xfer_handle(handle)
+        except _nixl_errors() as error:
+            log.debug("The read of a probe failed: %r", error)
+            return self._release_failed(handle)
+        return ProbeState.DONE if state == "DONE" else ProbeState.FAILED
+
+    def _release_failed(self, handle: int) -> ProbeState:
+        """NIXL refuses to release what may still write: it is under way then, whatever its state."""
+        try:
+            self.nixl_wrapper.release_xfer_handle(handle)
+        except _nixl_errors():
+            return ProbeState.UNDER_WAY
+        return ProbeState.FAILED
+
+    # ---- what reads, heartbeats and probes share
+
     def _request_for(self, meta: ReqMeta) -> MetadataRequest:
         return self._request(meta.remote.engine_id, meta.remote, meta)
 
     def _request(
-        self, engine_id: str, where: RemoteMeta | HeartbeatInfo, sizes: ReqMeta | HeartbeatInfo
+        self, engine_id: str, where: RemoteMeta | HeartbeatInfo | Peer, sizes: ReqMeta | HeartbeatInfo | Peer
     ) -> MetadataRequest:
         """The workers of the engine that this rank reads from; none where the two nodes' sizes cannot go together."""
         assert self.transfer_topo is not None
@@ -289,6 +383,28 @@ class WorkerBase(NixlPullConnectorWorker):
             self._remote_agents[engine_id] = {}
             self._cleanup_remote_engine(engine_id, log_eviction=False)
         self._half_loaded.clear()
+
+
+def _probe_targets(metadata: EngineMetadata) -> dict[Rank, ProbeTarget]:
+    """The beginning of each rank's first region; none where the payload is of another form, as the handshake says."""
+    targets = {}
+    for rank, payload in metadata.payloads.items():
+        try:
+            encoded = msgspec.msgpack.decode(payload, type=NixlHandshakePayload).agent_metadata_bytes
+            agent = msgspec.msgpack.decode(encoded, type=NixlAgentMetadata)
+        except msgspec.DecodeError:
+            continue
+        if agent.kv_caches_base_addr and agent.block_lens:
+            size = agent.num_blocks * agent.block_lens[0]
+            targets[rank] = ProbeTarget(agent.kv_caches_base_addr[0], size, agent.device_id)
+    return targets
+
+
+def _nixl_errors() -> tuple[type[Exception], ...]:
+    """What NIXL raises; its classes have nothing in common."""
+    bindings = vars(sys.modules[NixlWrapper.__module__].nixlBind).values()
+    own = (each for each in bindings if isinstance(each, type) and issubclass(each, Exception))
+    return (RuntimeError, ValueError, *own)
 
 
 def is_awaited(meta: ReqMeta) -> bool:

@@ -359,6 +359,13 @@ def lost(node: Node, outcome: ReadOutcome, *request_ids: str, stalled: Iterable[
     )
 
 
+def probed(node: Node, *, passed: bool = True) -> KVConnectorOutput:
+    """The workers' output: the probes that were ordered last have ended so."""
+    ended = dict.fromkeys(next(meta.probes for meta in reversed(node.metas) if meta.probes), 1)
+    report = WorkerReport(paths_passed=ended) if passed else WorkerReport(paths_failed=ended)
+    return KVConnectorOutput(kv_connector_worker_meta=report)
+
+
 def nonce_of(node: Node, request_id: str) -> str:
     """The nonce of the last attempt that was ordered for a request."""
     for meta in reversed(node.metas):

@@ -31,6 +31,9 @@ class Agent:
         self.blocks: dict[int, tuple[list[int], list[int]]] = {}
         self.sent: list[bytes] = []
         self.inbox: list[bytes] = []
+        self.path = "DONE"
+        self.probed: list[int] = []
+        self.registered: list[Any] = []
 
     def make_prepped_xfer(
         self, kind: str, local: int, local_ids: Any, remote: int, remote_ids: Any, notif_msg: bytes
@@ -41,7 +44,7 @@ class Agent:
         return handle
 
     def transfer(self, handle: int) -> None:
-        self.states[handle] = "PROC"
+        self.states[handle] = self.path if handle in self.probed else "PROC"
 
     def end(self, handle: int, state: str = "DONE") -> None:
         """End a transfer, for the test."""
@@ -71,6 +74,24 @@ class Agent:
 
     def remove_remote_agent(self, agent: str) -> None:
         pass
+
+    def get_reg_descs(self, descs: Any, kind: str) -> Any:
+        return descs
+
+    def get_xfer_descs(self, descs: Any, kind: str) -> Any:
+        return descs
+
+    def register_memory(self, descs: Any, backends: Any = ()) -> None:
+        self.registered.append(descs)
+
+    def initialize_xfer(self, kind: str, local: Any, remote: Any, agent: str) -> int:
+        """A small read of a probe. It ends at once, as `path` says: "PROC" for a cut, "ERR" for a broken connection."""
+        if self.path == "refused":
+            raise RuntimeError("the remote agent was disconnected")
+        handle = len(self.blocks)
+        self.blocks[handle], self.notifs[handle] = ([], []), b""
+        self.probed.append(handle)
+        return handle
 
     def get_new_notifs(self) -> dict[str, list[bytes]]:
         found, self.inbox = self.inbox, []
@@ -113,6 +134,8 @@ def vllm_state(worker: Any) -> None:
         _is_csa_linear=False,
         nixl_wrapper=Agent(),
         device_type="cuda",
+        nixl_memory_type="VRAM",
+        nixl_backends=["UCX"],
         transfer_topo=SimpleNamespace(
             get_engine_info=lambda engine: remote,
             tp_ratio=lambda size: 1,

@@ -8,7 +8,7 @@ from vllm.v1.request import RequestStatus
 
 from connector.counters import ReadOutcome
 from connector.metadata import ReadEnd, WorkerReport
-from tests.connector.harness import DENSE, Node, lost, make_node, nonce_of, prompt, received, sent, take_ticket
+from tests.connector.harness import DENSE, Node, lost, make_node, nonce_of, probed, prompt, received, sent, take_ticket
 
 pytestmark = pytest.mark.usefixtures("every_pace")
 
@@ -176,7 +176,7 @@ def test_an_engine_steps_on_until_its_notices_are_given(prefill: Node) -> None:
     node.step()
     assert node.scheduler.has_requests()
     node.step(returned("another", nonce))
-    node.step()
+    node.step(probed(node))
     assert not node.scheduler.has_requests()
 
 
@@ -226,6 +226,7 @@ def test_blocks_under_a_live_read_are_not_given_to_anybody(prefill: Node, node: 
     assert notices(node) == []
     node.step(drained(nonce))
     assert node.free_blocks == free
+    node.step(probed(node))
     assert not node.scheduler.has_requests()
     node.step()
     assert notices(node) == [], "the transfer's end was the notice"
@@ -242,7 +243,7 @@ def test_a_transfer_that_was_given_up_and_ends_in_an_error_gives_its_ticket_back
     node.step()
     assert notices(node) == [nonce]
     node.step(returned(nonce))
-    node.step()
+    node.step(probed(node))
     assert not node.scheduler.has_requests()
 
 

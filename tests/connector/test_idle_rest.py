@@ -35,9 +35,10 @@ class Engine:
     leases: list[str] = field(default_factory=list)
     reads: Reads = field(default_factory=Reads)
     quarantine: list[str] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.rest = IdleRest(self.batches, self.waiting, self.leases, self.reads, self.quarantine)
+        self.rest = IdleRest(self.batches, self.waiting, self.leases, self.reads, self.quarantine, self.paths)
 
     def step(self, *, computes: bool = False) -> float:
         """Plan a step, and end it; how many seconds its end took."""

@@ -10,7 +10,7 @@ from connector.counters import ReadOutcome
 from connector.kv_groups import ReadSize
 from connector.messages import Question, Verdict
 from connector.metadata import ReadEnd
-from connector.pending_reads import OverdueRead, PendingReads
+from connector.pending_reads import LATE_FAILURE, OverdueRead, PendingReads
 from connector.verifier import ReadVerdict
 
 HERE = ("10.0.0.1", 5600)
@@ -75,10 +75,18 @@ def test_a_verdict_settles_nothing_before_the_last_byte_and_nothing_twice() -> N
 
 
 def test_why_a_read_failed() -> None:
-    assert begun().on_failed("r").outcome is ReadOutcome.PEER_UNREACHABLE
+    assert begun().on_failed("r", 0).outcome is ReadOutcome.PEER_UNREACHABLE
     posted = begun()
     posted.on_posted("r", now=0)
-    assert posted.on_failed("r").outcome is ReadOutcome.TRANSFER_FAILED
+    assert posted.on_failed("r", 2.9).outcome is ReadOutcome.TRANSFER_FAILED
+
+
+def test_a_transfer_that_fails_late_has_made_no_progress_and_is_not_read_again() -> None:
+    reads = begun()
+    reads.on_posted("r", now=5)
+    end = reads.on_failed("r", 5 + LATE_FAILURE)
+    assert end.outcome is ReadOutcome.NO_PROGRESS
+    assert not end.outcome.retryable
 
 
 def test_a_read_is_given_up_once_at_its_deadline() -> None:
@@ -87,7 +95,7 @@ def test_a_read_is_given_up_once_at_its_deadline() -> None:
     assert reads.overdue(9.9) == []
     assert reads.overdue(10) == [OverdueRead("r", "P", "nonce-1")]
     assert reads.overdue(20) == []
-    assert reads.on_failed("r").outcome is ReadOutcome.NO_PROGRESS
+    assert reads.on_failed("r", 0).outcome is ReadOutcome.NO_PROGRESS
 
 
 def test_a_long_read_goes_on_while_its_peer_answers_whatever_the_verdict() -> None:
@@ -110,7 +118,7 @@ def test_a_read_is_given_up_when_its_peer_is_silent() -> None:
     ((asked,),) = reads.probes(1).values()
     reads.on_verdict(ReadVerdict(asked.nonce, None), now=6)
     assert reads.overdue(6) == [OverdueRead("r", "P", "nonce-1")]
-    assert reads.on_failed("r").outcome is ReadOutcome.NO_PROGRESS
+    assert reads.on_failed("r", 0).outcome is ReadOutcome.NO_PROGRESS
 
 
 def test_the_answer_to_a_probe_is_no_verdict_on_a_read() -> None:
@@ -128,7 +136,7 @@ def test_the_answer_to_an_earlier_reads_probe_does_not_count_for_the_next() -> N
     reads = begun()
     reads.on_posted("r", now=0)
     ((asked,),) = reads.probes(1).values()
-    reads.on_failed("r")
+    reads.on_failed("r", 0)
     reads.begin("r", Question("P", "remote", "nonce-2"), HERE, SIZE, now=2)
     reads.on_posted("r", now=2)
     reads.on_verdict(ReadVerdict(asked.nonce, None), now=3)
@@ -138,7 +146,7 @@ def test_the_answer_to_an_earlier_reads_probe_does_not_count_for_the_next() -> N
 def test_a_read_that_never_reached_its_peer_is_not_live_when_given_up() -> None:
     reads = begun(deadline=10)
     assert reads.overdue(10) == [OverdueRead("r", "P", "nonce-1")]
-    assert reads.on_failed("r").outcome is ReadOutcome.PEER_UNREACHABLE
+    assert reads.on_failed("r", 0).outcome is ReadOutcome.PEER_UNREACHABLE
 
 
 def test_waiting_for_the_verdict_is_not_the_reads_fault() -> None:
@@ -149,7 +157,7 @@ def test_waiting_for_the_verdict_is_not_the_reads_fault() -> None:
 
 def test_the_second_attempt_is_not_settled_by_the_first_ones_verdict() -> None:
     reads = begun()
-    reads.on_failed("r")
+    reads.on_failed("r", 0)
     reads.begin("r", Question("P", "remote", "nonce-2"), HERE, SIZE, now=1)
     reads.on_completed(["r"], now=2)
     assert reads.on_verdict(ReadVerdict("nonce-1", Verdict.HELD), now=3) is None

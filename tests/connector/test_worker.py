@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
 import pytest
 
@@ -178,10 +177,11 @@ def test_a_read_given_up_during_its_handshake_never_touches_the_blocks(make: Mak
     go.set()
 
 
-def test_without_blocks_to_read_only_a_notif_goes_out(make: MakeRank, prefill: Prefill) -> None:
+def test_without_blocks_to_read_the_ticket_only_goes_back(make: MakeRank, prefill: Prefill) -> None:
     worker = make()
     assert not step(worker, read_step("r", NONCE, prefill.port, local=[], remote=[7])).finished_recving
-    assert [parse_notif(notif) for notif in agent(worker).sent] == [ReadDone("remote-r", NONCE, 1)]
+    until(lambda: prefill.returned, bool)
+    assert prefill.returned == [(PEER, "remote-r", NONCE)]
     assert not step(worker).finished_recving
     assert prefill.asked == []
 
@@ -232,38 +232,13 @@ def until_returned(worker: ConnectorWorker, metadata: ConnectorMetadata | None =
         time.sleep(0.005)
 
 
-def test_a_ticket_goes_back_to_a_known_node_at_once(make: MakeRank, prefill: Prefill) -> None:
+@pytest.mark.parametrize("engine", [PEER, "new"])
+def test_a_ticket_goes_back_whether_its_node_is_known_or_not(make: MakeRank, prefill: Prefill, engine: str) -> None:
     worker = make()
-    step(worker, read_step("r", NONCE, prefill.port, local=[], remote=[7]))
-    assert report(worker).returned == {NONCE: 1}
-    assert counts(worker) == {("tickets_returned", "sent"): 1}
-
-
-def make_handshake(worker: ConnectorWorker, engine: str) -> None:
-    """What a handshake leaves behind."""
-    for known in (worker.tp_mappings, worker.dst_region_group_ids, worker.dst_num_blocks):
-        known[engine] = known[PEER]
-    worker.dst_uses_region_group_mapping[engine] = False
-    worker.dst_xfer_side_handles[engine] = {0: 1}
-    worker._remote_agents[engine] = {(0, 0): "peer"}
-    worker._engine_by_address["10.0.0.1", 5600] = engine
-
-
-def test_a_ticket_of_an_unknown_node_goes_back_after_a_handshake(make: MakeRank, new_node: Prefill) -> None:
-    worker = make()
-    made: list[str] = []
-
-    def background_handshake(req_id: str, engine: str, meta: Any) -> None:
-        made.append(engine)
-        make_handshake(worker, engine)
-        worker._ready_requests.put((req_id, meta))
-
-    worker._background_nixl_handshake = background_handshake
-    reported = until_returned(worker, read_step("r", NONCE, new_node.port, local=[], remote=[7], engine="new"))
+    reported = until_returned(worker, read_step("r", NONCE, prefill.port, local=[], remote=[7], engine=engine))
     assert reported.returned == {NONCE: 1}
-    assert made == ["new"]
-    assert [parse_notif(notif) for notif in agent(worker).sent] == [ReadDone("remote-r", NONCE, 1)]
-    assert [asked[:2] for asked in new_node.asked] == [("new", "remote-r")]
+    assert prefill.returned == [(engine, "remote-r", NONCE)]
+    assert (agent(worker).sent, worker._handshake_futures) == ([], {})
     assert counts(worker) == {("tickets_returned", "sent"): 1}
 
 
@@ -276,12 +251,11 @@ def test_a_ticket_whose_lease_is_not_held_is_not_given_back(make: MakeRank, pref
     assert counts(worker) == {("tickets_returned", "not_held"): 1}
 
 
-def test_a_silent_node_is_asked_until_it_wakes(
+def test_a_ticket_is_given_back_until_its_node_wakes(
     make: MakeRank, new_node: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pending_reads, "ASK_EVERY", 0.02)
     worker = make()
-    worker._background_nixl_handshake = lambda req_id, engine, meta: make_handshake(worker, engine)
     new_node.listener.stop()
     step(worker, read_step("r", NONCE, new_node.port, local=[], remote=[7], engine="new"))
     for _ in range(20):
@@ -290,7 +264,7 @@ def test_a_silent_node_is_asked_until_it_wakes(
     assert report(worker).returned == {}
     new_node.restart()
     assert until_returned(worker).returned == {NONCE: 1}
-    assert [parse_notif(notif) for notif in agent(worker).sent] == [ReadDone("remote-r", NONCE, 1)]
+    assert new_node.returned == [("new", "remote-r", NONCE)]
 
 
 def test_a_node_that_stays_silent_is_given_up_by_the_time_its_lease_is_over(make: MakeRank) -> None:

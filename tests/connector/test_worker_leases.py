@@ -36,6 +36,20 @@ def test_several_readers_each_send_a_notif(make: MakeRank) -> None:
     assert report(worker).reads_seen == {"p": {"bbbbbbbb": 1}}
 
 
+def test_tickets_that_were_given_back_end_a_lease_as_reads_do(make: MakeRank) -> None:
+    """Whatever number of ranks would have read: none will. A notif of the same read, later, counts for nothing."""
+    worker = make()
+    leased = lease_step("p", readers=2)
+    leased.returned = {"p": {"aaaaaaaa"}, "unknown": {"aaaaaaaa"}}
+    assert step(worker, leased).finished_sending == set()
+    agent(worker).inbox = [b"alias-of-p#aaaaaaaa:2"]
+    assert step(worker).finished_sending == set()
+    assert report(worker).reads_seen == {"p": {"aaaaaaaa": 1}}
+    again = ConnectorMetadata()
+    again.returned = {"p": {"bbbbbbbb"}}
+    assert step(worker, again).finished_sending == {"p"}
+
+
 def test_a_notif_never_ends_a_request_that_still_runs(make: MakeRank) -> None:
     worker = make()
     running = ConnectorMetadata()

@@ -46,12 +46,14 @@ def payload(engine_id: str, compatibility_hash: str) -> bytes:
 
 
 class Prefill:
-    """A prefill node's side channel. `verdict`: its answer to every question; `asked`: the questions so far."""
+    """A prefill node's side channel. `verdict`: its answer to every question; `asked`: the questions so far;
+    `returned`: the tickets that were given back."""
 
     def __init__(self, engine_id: str = PEER, *, compatible: bool = True, keys: tuple[bytes, ...] = ()) -> None:
         self.port = free_ports(1)[0]
         self.verdict = Verdict.HELD
         self.asked: list[tuple[str, str, str]] = []
+        self.returned: list[tuple[str, str, str]] = []
         self._engine_id, self._keys = engine_id, keys
         self._payload = payload(engine_id, COMPATIBLE if compatible else "another hash")
         self.restart()
@@ -61,9 +63,20 @@ class Prefill:
         self.port = port or self.port
         payloads = {(0, 0): self._payload}
         self.listener = Listener(
-            HOST, self.port, payloads, self._verify, Counters(), engine_id=self._engine_id, keys=self._keys
+            HOST,
+            self.port,
+            payloads,
+            self._verify,
+            Counters(),
+            engine_id=self._engine_id,
+            keys=self._keys,
+            take_back=self._take_back,
         )
         self.listener.start()
+
+    def _take_back(self, engine_id: str, request_id: str, nonce: str) -> Verdict:
+        self.returned.append((engine_id, request_id, nonce))
+        return self.verdict
 
     def _verify(self, engine_id: str, request_id: str, nonce: str) -> Verdict:
         self.asked.append((engine_id, request_id, nonce))
