@@ -219,6 +219,11 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             [(rate("pdproxy_connector_reads_total", "outcome"), f"{WHO} {{{{outcome}}}}")],
         ),
         Panel(
+            "Tickets not read, as the path is cut",
+            "reqps",
+            [(rate("pdproxy_connector_barred_tickets_total", "reason"), f"{WHO} {{{{reason}}}}")],
+        ),
+        Panel(
             "Refused tickets, junk",
             "reqps",
             [

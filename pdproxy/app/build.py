@@ -155,7 +155,7 @@ def _pool(settings: Settings, clock: SystemClock, metrics: Metrics) -> Pool:
 
 def _silence_config(settings: Settings) -> SilenceConfig:
     health = settings.health
-    return SilenceConfig(health.silence, health.silence_timeout, health.silence_share)
+    return SilenceConfig(health.silence, health.silence_timeout, health.silence_share, settings.policy.on_no_decode)
 
 
 def _orchestration_context(

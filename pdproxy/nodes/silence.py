@@ -5,11 +5,16 @@
         both of two probes unanswered ──► give it up, as `HealthCheck` does after `failures` of its own; unless
             something came from it meanwhile                    `progressed`
             this process itself did not run in time             `late`
-            too many nodes of its kind would be out at once     `too_many`
+            too many nodes of its kind would be out at once, and no node of the other role could do their work, or it
+            is silent too                                       `too_many`
 
 Silence proves nothing: a long prefill is silent, and so is a decode leg that waits for its ticket. What is asked is
 whether the node's processes run at all (`ALIVE`), which needs no step of an engine. A node that hangs and answers, such
 as one whose GPU does, is left to the legs' deadlines and to `HealthCheck`.
+
+A decode node computes a prompt by itself, so that the last prefill node is given up as any other: its legs would wait
+for a dead node otherwise. The last decode node is, too, where `on_no_decode` lets prefill nodes serve whole requests.
+Where it does not, nothing can take its legs over: they wait for it to come back, until their own deadlines.
 
 How long an answer may take depends on what is known: `timeout` s where streams ran and stopped all at once, `PATIENT`
 times as long where there were none, for then the silence says nothing and the API server may be busy with what has just
@@ -31,6 +36,7 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import exchange
 from pdproxy.observe.labels import SilenceOutcome
 from pdproxy.observe.metrics import Metrics
+from pdproxy.settings.types import OnNoDecode
 from pdproxy.transport.port import HttpRequest, Timeouts, Transport
 
 _LOG = logging.getLogger(__name__)
@@ -60,11 +66,14 @@ class SilenceConfig:
         silence: after which a node is probed.
         timeout: for the answer to a probe of a node whose streams ran until just now.
         share: of the nodes of a role and model, the most that may be out for their silence at once; one always may.
+            It limits no role whose work nodes of the other one can do, while any of them is not silent.
+        on_no_decode: whether prefill nodes can do decode nodes' work.
     """
 
     silence: float = 0.4
     timeout: float = 1.4
     share: float = 0.5
+    on_no_decode: OnNoDecode = OnNoDecode.FAIL
 
 
 @dataclasses.dataclass(slots=True)
@@ -210,12 +219,24 @@ class SilenceWatch:
         return SilenceOutcome.GIVEN_UP if self._may_give_up(node) else SilenceOutcome.TOO_MANY
 
     def _may_give_up(self, node: Node) -> bool:
-        """Whether others of its role and model remain, and few are out. Where many fall silent at once, the network of
-        this proxy is the likely cause."""
+        """Whether others of its role and model remain, and few are out, or others can do its work. Where many fall
+        silent at once, the network of this proxy is the likely cause."""
+        if self._has_stand_in(node):
+            return True
         kin = [view for view in self._pool.snapshot().nodes if _kind(view.node) == _kind(node)]
         out = {view.node.name for view in kin if self._is_out(view.node.name)} | {node.name}
         left = {view.node.name for view in kin if view.takes_requests()} - out
         return bool(left) and len(out) <= max(1, int(self._config.share * len(left | out)))
+
+    def _has_stand_in(self, node: Node) -> bool:
+        """Whether a node of the other role could serve whole requests in its place, as far as is known."""
+        if node.role is Role.DECODE and self._config.on_no_decode is OnNoDecode.FAIL:
+            return False
+        others = (view for view in self._pool.snapshot().nodes if view.node.role is not node.role)
+        return any(
+            view.node.model == node.model and view.takes_requests() and not self._is_out(view.node.name)
+            for view in others
+        )
 
     def _is_out(self, name: str) -> bool:
         watched = self._watched.get(name)

@@ -243,7 +243,8 @@ class Health(Section):
     silence_timeout: types.Seconds = Field(default=1.4, gt=0, le=10)
     """For the answer to that probe, after which its streams move at once; up to three times that where none ran."""
     silence_share: types.Number = Field(default=0.5, ge=0, le=1)
-    """Part of a role's nodes that may be out for their silence at once; one always may, if another is left."""
+    """Part of a role's nodes that may be out for their silence at once; one always may, if another is left.
+    It does not limit prefill nodes while a decode node can compute their prompts."""
     cool_down: types.Seconds = Field(default=10.0, gt=0)
     """Until a node with an open circuit is probed."""
     slow_start: types.Seconds = Field(default=30.0, ge=0)

@@ -18,6 +18,7 @@ from pdproxy.nodes.pool_entry import Slot
 from pdproxy.nodes.silence import SilenceConfig, SilenceWatch
 from pdproxy.observe.labels import SilenceOutcome
 from pdproxy.observe.metrics import Metrics
+from pdproxy.settings.types import OnNoDecode
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
 from tests.fakes.clock import FakeClock
 from tests.nodes.fake_pool import FakeNodeInfo, FakePoolTransport, settle
@@ -125,6 +126,49 @@ async def test_a_frozen_prefill_node_is_given_up_too() -> None:
             await cluster.pass_time(0.3)
     assert state(cluster.pool, "p1") is State.DOWN
     assert cluster.outcomes(Role.PREFILL) == {SilenceOutcome.GIVEN_UP: 1}
+
+
+@pytest.mark.parametrize("prefills", [1, 2, 3])
+async def test_the_last_prefill_node_is_given_up_for_a_decode_node_can_compute(prefills: int) -> None:
+    """However many freeze at once: their legs would wait for nodes that are dead."""
+    cluster = Cluster(decodes=1)
+    names = [f"p{number + 1}" for number in range(prefills)]
+    cluster.transport.nodes |= {name: FakeNodeInfo(Role.PREFILL) for name in names}
+    async with cluster.watched():
+        with cluster.streams("d1") as (stream,), cluster.streams(*names) as slots:
+            alarms: list[str] = []
+            for name, slot in zip(names, slots, strict=True):
+                slot.on_node_down(lambda name=name: alarms.append(name))  # type: ignore[misc]
+            cluster.freeze(*names)
+            await cluster.pass_time(4.9, stream)
+            assert sorted(alarms) == names
+    assert cluster.outcomes(Role.PREFILL) == {SilenceOutcome.GIVEN_UP: prefills}
+
+
+@pytest.mark.parametrize("elsewhere", ["silent", "of another model"])
+async def test_without_a_decode_node_that_could_compute_the_last_prefill_node_stays(elsewhere: str) -> None:
+    """Where nodes of both roles are silent, the network of the proxy is the likely cause."""
+    cluster = Cluster(decodes=1)
+    if elsewhere != "silent":
+        cluster.transport.nodes["d1"] = dataclasses.replace(cluster.transport.nodes["d1"], names=("large",))
+    async with cluster.watched():
+        with cluster.streams("p1", "d1") as (_, stream):
+            cluster.freeze("p1", *["d1"][: elsewhere == "silent"])
+            await cluster.pass_time(20, *[stream][: elsewhere != "silent"])
+    assert state(cluster.pool, "p1") is State.UP
+    assert cluster.outcomes(Role.PREFILL).keys() == {SilenceOutcome.TOO_MANY}
+
+
+@pytest.mark.parametrize(("policy", "expected"), [(OnNoDecode.FAIL, State.UP), (OnNoDecode.PREFILL, State.DOWN)])
+async def test_the_last_decode_node_is_given_up_where_prefill_nodes_may_serve(
+    policy: OnNoDecode, expected: State
+) -> None:
+    cluster = Cluster(decodes=1, config=SilenceConfig(on_no_decode=policy))
+    async with cluster.watched():
+        with cluster.streams("d1"):
+            cluster.freeze("d1")
+            await cluster.pass_time(4)
+    assert state(cluster.pool, "d1") is expected
 
 
 async def test_a_node_that_streams_or_has_no_legs_is_never_probed() -> None:

@@ -61,6 +61,22 @@ async def test_the_stream_continues_on_another_node(name: str, at: int) -> None:
         await cluster.close()
 
 
+async def test_the_last_prefill_node_is_not_waited_for() -> None:
+    """The decode node computes the prompt, and those that come later."""
+    async with loopback_cluster(prefills=1, decodes=1) as cluster:
+        _freeze(cluster, "p0", -1)
+        frozen, decode = (node.node for node in cluster.nodes)
+        asking = asyncio.create_task(_answer(cluster))
+        await until(lambda: frozen.running > 0)
+        cluster.pool.give_up("p0", "silent")
+        async with asyncio.timeout(PATIENT):
+            for body in (await asking, await _answer(cluster)):
+                answer = read_answer(Endpoint.COMPLETIONS, body)
+                assert (answer.texts[0], answer.error, answer.ended) == (right(Endpoint.COMPLETIONS), None, True)
+        assert (len(frozen.legs()), len(decode.legs())) == (1, 2)
+        await cluster.close()
+
+
 async def test_a_stream_of_any_shape_is_resumed_by_its_journal() -> None:
     async with loopback_cluster(journaling=2) as cluster:
         _freeze(cluster, "d0", 3)

@@ -58,6 +58,7 @@ SILENCE = 'pdproxy_silence_probes_total{role="%s",outcome="%s"}'
 FORGOTTEN = 'pdproxy_kv_places_forgotten_total{reason="%s"}'
 HITS = 'pdproxy_%s_hit_tokens_total{role="%s"}'
 NODE = 'engine="0",model_name="m",instance'
+BARRED = f'pdproxy_connector_barred_peers{{{NODE}="%s"}}'
 READS = f'pdproxy_connector_reads_total{{{NODE}="%s",outcome="%s"}}'
 REFUSED = f'pdproxy_connector_refused_total{{{NODE}="%s",reason="%s"}}'
 QUESTIONS = f'pdproxy_connector_side_channel_refused_total{{{NODE}="%s",reason="%s"}}'
@@ -398,6 +399,16 @@ CASES = (
         pending="5m",
         firing="20m",
         over="45m",
+        fires=[{"instance": "a:8000"}],
+    ),
+    Case(
+        "PdproxyPathCut",
+        ill={BARRED % "a:8000": "0x10 1x120 0x40", BARRED % "b:8000": "0x160"},
+        # A cut of a minute, and the probes that end it.
+        well={BARRED % "a:8000": "0x20 1x4 0x140"},
+        pending="6m",
+        firing="20m",
+        over="70m",
         fires=[{"instance": "a:8000"}],
     ),
     Case(
