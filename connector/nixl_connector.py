@@ -22,7 +22,8 @@ Worker process: `worker.ConnectorWorker`, a subclass of vLLM's pull worker, one 
 
     start_load_kv(ConnectorMetadata) ──► starts reads and leases. `worker_base` defers a read until `verifier`'s thread
         has the prefill node's engine metadata (`peer_engines`, `peers`), on which vLLM's own handshake then runs.
-    get_transfer_results ──► `pending_reads` keeps a completed read until the prefill node's verdict is there.
+    get_transfer_results ──► `pending_reads` keeps a completed read until the prefill node's verdict is there;
+        `path_probes` goes on with the probes of engines that `peer_paths`, in the scheduler's process, has barred.
     build_connector_worker_meta ──► the `WorkerReport` of the step.
 
 Metrics: both processes count in `counters.Counters`; `get_kv_connector_stats` drains them into `stats.ConnectorStats`,

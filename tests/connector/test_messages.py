@@ -14,12 +14,14 @@ from connector.messages import (
     LONGEST_QUESTION,
     META,
     MOST_QUESTIONS,
+    RETURN,
     Handshake,
     MetadataQuestion,
     Question,
     QuestionBatch,
     QuestionRefusal,
     Reply,
+    ReturnBatch,
     Verdict,
     read_reply,
     read_request,
@@ -28,6 +30,7 @@ from connector.messages import (
     write_metadata_question,
     write_refusal,
     write_reply,
+    write_returns,
 )
 from connector.ticket_fields import LONGEST_NAME as LONGEST_TICKET_NAME
 
@@ -38,6 +41,11 @@ QUESTIONS = st.lists(st.builds(Question, NAMES, NAMES, NAMES), max_size=20)
 @given(st.integers(0, 2**40), QUESTIONS)
 def test_questions_survive_the_wire(number: int, questions: list[Question]) -> None:
     assert read_request(write_batch(number, questions)) == QuestionBatch(number, tuple(questions))
+
+
+@given(st.integers(0, 2**40), QUESTIONS)
+def test_tickets_that_go_back_survive_the_wire(number: int, tickets: list[Question]) -> None:
+    assert read_request(write_returns(number, tickets)) == ReturnBatch(number, tuple(tickets))
 
 
 @given(st.builds(MetadataQuestion, st.integers(0, 2**40), NAMES, st.integers(0, 9), st.integers(0, 9)))
@@ -86,6 +94,8 @@ def test_the_stock_handshake_is_understood() -> None:
         (ASK, 1, [["a", "b", 3]]),
         (ASK, 1, [["a" * (LONGEST_MESSAGE_NAME + 1), "b", "c"]]),
         (ASK, 1, [["a", "b", "c"]] * (MOST_QUESTIONS + 1)),
+        (RETURN, 1, [["a", "b"]]),
+        (RETURN, 1, [["a", "b", "c"]] * (MOST_QUESTIONS + 1)),
         (b"something else", 1, []),
         {"a": 1},
         None,
@@ -103,6 +113,6 @@ def test_an_answer_with_a_verdict_from_the_future_is_none() -> None:
 @given(st.binary(max_size=200))
 def test_no_bytes_raise(message: bytes) -> None:
     assert read_request(message) is None or isinstance(
-        read_request(message), Handshake | MetadataQuestion | QuestionBatch
+        read_request(message), Handshake | MetadataQuestion | QuestionBatch | ReturnBatch
     )
     assert read_reply(message) is None or isinstance(read_reply(message), Reply)

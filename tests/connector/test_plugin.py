@@ -2,14 +2,22 @@
 
 import tomllib
 from importlib import import_module
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, distribution
 from pathlib import Path
 
 import pytest
 
 from connector import config
-from connector.config import ENDPOINT_PLUGIN, STATE_LAYOUT, set_state_layout, takes_deliveries
+from connector.config import (
+    ENDPOINT_PLUGIN,
+    STATE_LAYOUT,
+    TCP_LIMITS,
+    limit_tcp,
+    set_state_layout,
+    takes_deliveries,
+)
 
+NIXL_LIBRARIES = Path(str(distribution("nixl-cu12").locate_file("nixl_cu12.libs")))
 DECLARED = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["entry-points"]
 
 
@@ -23,6 +31,16 @@ def test_an_operator_s_choice_stays() -> None:
     environ = {STATE_LAYOUT: "SD"}
     set_state_layout(environ)
     assert environ == {STATE_LAYOUT: "SD"}
+
+
+def test_tcp_is_bounded_and_an_operator_s_choice_stays() -> None:
+    """The names are those of the UCX that NIXL brings: one that it does not know would bound nothing."""
+    environ = {"UCX_TCP_USER_TIMEOUT": "60s"}
+    limit_tcp(environ)
+    assert environ == {**TCP_LIMITS, "UCX_TCP_USER_TIMEOUT": "60s"}
+    libraries = b"".join(path.read_bytes() for path in NIXL_LIBRARIES.glob("libuc[ts]-*.so*"))
+    for name in TCP_LIMITS:
+        assert b"\0" + name.removeprefix("UCX_TCP_").encode() + b"\0" in libraries, name
 
 
 def test_the_route_is_declared_under_the_name_that_is_looked_for() -> None:

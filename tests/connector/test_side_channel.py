@@ -28,6 +28,7 @@ from connector.messages import (
     read_reply,
     write_batch,
     write_metadata_question,
+    write_returns,
 )
 from connector.side_channel import NEEDS_KEY, NO_SUCH_RANK, Listener
 from connector.zmtp import Zmtp
@@ -49,14 +50,26 @@ class Side:
 
     def __init__(self, keys: Sequence[bytes] = (), host: str = HOST) -> None:
         self.counters = Counters()
+        self.taken_back: list[tuple[str, str, str]] = []
         self.listener = Listener(
-            host, 0, {(0, 0): b"zero", (0, 1): b"one"}, verify, self.counters, engine_id="P", keys=keys
+            host,
+            0,
+            {(0, 0): b"zero", (0, 1): b"one"},
+            verify,
+            self.counters,
+            engine_id="P",
+            keys=keys,
+            take_back=self.take_back,
         )
         self.listener.start()
         self.port = self.listener.port
         self.context: zmq.Context[Any] = zmq.Context()
         self.sockets: list[Any] = []
         self.clients: list[socket.socket] = []
+
+    def take_back(self, engine_id: str, request_id: str, nonce: str) -> Verdict:
+        self.taken_back.append((engine_id, request_id, nonce))
+        return verify(engine_id, request_id, nonce)
 
     def socket(self, kind: int) -> Any:
         made = self.context.socket(kind)
@@ -170,6 +183,16 @@ def test_a_batch_of_questions_gets_its_verdicts_in_order(side: Side) -> None:
     assert answer == Reply(7, side.listener.incarnation, verdicts)
 
 
+def test_a_batch_of_tickets_that_go_back_gets_its_verdicts_in_order(side: Side) -> None:
+    asking = side.socket(zmq.DEALER)
+    tickets = [Question("P", "held", "n"), Question("P", "gone", "mine"), Question("Q", "held", "n")]
+    asking.send_multipart([b"", write_returns(7, tickets)])
+    answer = read_reply(asking.recv_multipart()[-1])
+    verdicts = (Verdict.HELD, Verdict.RELEASED_BY_YOU, Verdict.UNKNOWN)
+    assert answer == Reply(7, side.listener.incarnation, verdicts)
+    assert side.taken_back == [("P", "held", "n"), ("P", "gone", "mine"), ("Q", "held", "n")]
+
+
 @pytest.mark.parametrize(
     ("asked", "body"),
     [
@@ -238,10 +261,14 @@ def refusal(answered: tuple[bytes, ...]) -> str | None:
     return answer.body if answer is not None and isinstance(answer.body, str) else None
 
 
-ASKED = (write_batch(5, [Question("P", "held", "n")]), write_metadata_question(MetadataQuestion(5, "P", 0, 0)))
+ASKED = {
+    "question": write_batch(5, [Question("P", "held", "n")]),
+    "metadata question": write_metadata_question(MetadataQuestion(5, "P", 0, 0)),
+    "ticket that goes back": write_returns(5, [Question("P", "held", "n")]),
+}
 
 
-@pytest.mark.parametrize("message", ASKED, ids=["question", "metadata question"])
+@pytest.mark.parametrize("message", ASKED.values(), ids=ASKED)
 def test_a_node_with_keys_answers_no_other(locked: Side, message: bytes) -> None:
     client = Client(locked)
     assert refusal(client.send(message)) == QuestionRefusal.UNSIGNED
@@ -252,9 +279,10 @@ def test_a_node_with_keys_answers_no_other(locked: Side, message: bytes) -> None
         ("side_channel_refused", "unsigned"): 1,
         ("side_channel_refused", "bad_signature"): 2,
     }
+    assert locked.taken_back == []
 
 
-@pytest.mark.parametrize("message", ASKED, ids=["question", "metadata question"])
+@pytest.mark.parametrize("message", ASKED.values(), ids=ASKED)
 def test_a_captured_question_is_worth_nothing(locked: Side, message: bytes) -> None:
     client = Client(locked, KEYS[:1])
     captured = client.signer.sign(message)
