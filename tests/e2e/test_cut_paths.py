@@ -61,12 +61,10 @@ class Scene:
 def scene() -> Iterator[Scene]:
     """Logs lie in `.run/e2e-cut`."""
     with Network() as network, Supervisor(logs_of("e2e-cut")) as supervisor:
-        nodes = [
-            network.start(supervisor, NodeSpec(name, role, 0, 0, gpu_blocks=BLOCKS))
-            for name, role in (("prefill", Role.PREFILL), ("decode", Role.DECODE))
-        ]
-        await_nodes(supervisor, nodes, print)
-        yield Scene(network, *nodes)
+        give = network.start(supervisor, NodeSpec("prefill", Role.PREFILL, 0, 0, gpu_blocks=BLOCKS))
+        take = network.start(supervisor, NodeSpec("decode", Role.DECODE, 0, 0, gpu_blocks=BLOCKS))
+        await_nodes(supervisor, [give, take], print)
+        yield Scene(network, give, take)
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,8 @@ from connector.fingerprint import Fingerprint
 from connector.kv_groups import NO_CAPACITY, ReadSize
 from connector.messages import Question, Verdict
 from connector.metadata import ConnectorMetadata, ReadOrder
-from connector.notifs import nonce_of
 from connector.peer_engines import EngineMetadata, MayRead, MetadataRequest, PeerEngines
 from connector.peers import Address
-from connector.pending_reads import TicketReturn
 from connector.shape_check import require_fit
 from connector.transfer_params import ReadTicket
 from connector.verifier import ReadVerdict
@@ -102,6 +100,8 @@ class Held:
     def ask(self, questions: Mapping[Any, Any]) -> None:
         self._verdicts += [ReadVerdict(asked.nonce, Verdict.HELD) for batch in questions.values() for asked in batch]
 
+    give_back = ask
+
     def verdicts(self, wait_seconds: float = 0.0) -> list[ReadVerdict]:
         verdicts, self._verdicts = self._verdicts, []
         return verdicts
@@ -147,10 +147,10 @@ class Worker(worker.ConnectorWorker):
     def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
         if req_id in self.__dict__.setdefault("_recving_metadata", {req_id: meta}):
             self._know(req_id)
-        if not is_awaited(meta):
-            self.__dict__.setdefault("_recv_failures", set())
-            self._know_return(req_id, meta)
-        super()._read_blocks_for_req(req_id, meta)
+        if is_awaited(meta):
+            super()._read_blocks_for_req(req_id, meta)
+        else:  # never called by ours: such tickets go back over the side channel
+            NixlPullConnectorWorker._read_blocks_for_req(self, req_id, meta)
 
     def _request_for(self, meta: Any) -> MetadataRequest:
         return MetadataRequest(meta.remote.engine_id, ("host", 1), ((0, 0),))
@@ -162,11 +162,6 @@ class Worker(worker.ConnectorWorker):
             self._sources[request_id] = ReadSource(MetadataRequest(remote.engine_id, ("host", 1), ()))
             self._pending_reads.begin(request_id, asked, ("host", 1), ReadSize(), time.monotonic())
             self._pending_reads.on_posted(request_id, time.monotonic())
-
-    def _know_return(self, request_id: str, meta: Any) -> None:
-        asked = Question(meta.remote.engine_id, meta.remote.request_id, nonce_of(meta.remote.request_id))
-        if self._returns.get(asked.nonce) is None:
-            self._returns.begin(TicketReturn(request_id, asked, ("host", 1), meta), time.monotonic())
 
 
 class Connector(nixl_connector.NixlConnector):
