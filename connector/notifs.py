@@ -54,11 +54,6 @@ def with_nonce(alias: str, nonce: str) -> str:
     return f"{alias}#{nonce}"
 
 
-def nonce_of(tag: str) -> str:
-    """The nonce in what `with_nonce` made."""
-    return tag.rpartition("#")[2]
-
-
 def parse_notif(message: bytes) -> Notif:
     """The notif in `message`. Never raises: anything else is Junk."""
     try:

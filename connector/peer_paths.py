@@ -64,8 +64,8 @@ class Peer:
             params["remote_host"],
             params["remote_port"],
             params["tp_size"],
-            params["dcp_size"],
-            params["pp_size"],
+            params.get("dcp_size", 1),
+            params.get("pp_size", 1),
         )
 
 

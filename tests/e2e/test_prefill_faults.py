@@ -62,13 +62,15 @@ class Scene:
         return tuple(descendants(self.prefill.part.process.pid))
 
     def computes(self, question: Quiz, ticket: Params) -> None:
-        """The decode node answers soon and rightly, and counts a read that came to nothing."""
+        """The decode node answers soon and rightly, and counts a read that came to nothing, or one that it did not make
+        since the one of the test before came to nothing."""
         bad = [watch(self.decode.url, "reads", outcome=end) for end in BAD_ENDS]
+        bad.append(watch(self.decode.url, "barred_tickets"))
         began = time.monotonic()
         assert complete(self.decode.url, question.prompt(), params=ticket).text == question.answer
         took = time.monotonic() - began
         at_least_one(bad)
-        print(f"computed after {took:.2f} s: {[(one.labels['outcome'], one.grown()) for one in bad if one.grown()]}")
+        print(f"computed after {took:.2f} s: {[(one.labels, one.grown()) for one in bad if one.grown()]}")
         assert took < SOON_S
 
     def heal(self) -> None:
