@@ -30,6 +30,7 @@ from pdproxy.observe.labels import (
     Tokens,
     WatchedSetting,
 )
+from pdproxy.observe.logs import DroppedLines
 from pdproxy.observe.metrics import Metrics
 from pdproxy.observe.request_metrics import LABELS, SECONDS
 from pdproxy.request import Endpoint
@@ -75,6 +76,7 @@ def of_the_proxy() -> dict[str, str]:
     """Type by name, as Prometheus sees it."""
     one, several = CollectorRegistry(), CollectorRegistry()
     Metrics(one)
+    one.register(DroppedLines(lambda: 0))
     SupervisorMetrics(several, 2)
     families = [*one.collect(), *several.collect()]
     return {family.name + ("_total" if family.type == "counter" else ""): family.type for family in families}

@@ -62,13 +62,14 @@ _LOG = logging.getLogger(__name__)
 @dataclasses.dataclass(frozen=True, slots=True)
 class Proxy:
     """A running proxy: the ASGI applications of both ports; ``leaving`` is to be set when the shutdown begins; further
-    ``files`` may be watched.
+    ``files`` may be watched, and metrics be put on the ``registry``.
     """
 
     clients: AsgiApp
     operators: AsgiApp
     leaving: asyncio.Event
     files: FileWatcher
+    registry: CollectorRegistry
 
 
 @contextlib.asynccontextmanager
@@ -126,7 +127,7 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
         supervisor.keep(Task.DISCOVERY, DiscoverySync(pool, drainer, source, settings.deadlines.drain).run)
     try:
         api = ApiApp(handler, admin, shown_to_clients(settings.listen.metrics))
-        yield Proxy(TracedApp(api, tracer), operators, leaving, files)
+        yield Proxy(TracedApp(api, tracer), operators, leaving, files, registry)
     finally:
         behind = (events.source,) if events else ()
         for each in (supervisor, sources, drainer, background_tasks, *behind, transport, preflight_transport):

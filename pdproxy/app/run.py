@@ -4,7 +4,6 @@ import asyncio
 import functools
 import logging
 import os
-import sys
 
 import uvicorn
 from uvicorn.loops.auto import auto_loop_factory
@@ -14,7 +13,7 @@ from pdproxy.app.build import Proxy, proxy
 from pdproxy.app.host import HostEnvironment, check_pair, renew_pair
 from pdproxy.errors import SettingsError
 from pdproxy.observe.labels import WatchedSetting
-from pdproxy.observe.logs import configure
+from pdproxy.observe.logs import DroppedLines, LineHandler, configure_process
 from pdproxy.server.server import OPERATORS_GRACE, Server, bind, http_config, raise_file_limit, tune_collector
 from pdproxy.server.server import serve as serve_ports
 from pdproxy.settings.model import Settings
@@ -28,15 +27,16 @@ def serve(settings: Settings) -> int:
     Raises:
         SettingsError: an address or a file of the settings cannot be used.
     """
-    configure(settings.log, sys.stderr)
+    log = configure_process(settings.log)
     raise_file_limit()
     with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
-        runner.run(_serve(settings))
+        runner.run(_serve(settings, log))
     return 0
 
 
-async def _serve(settings: Settings) -> None:
+async def _serve(settings: Settings, log: LineHandler) -> None:
     async with proxy(settings, HostEnvironment(os.environ)) as running:
+        running.registry.register(DroppedLines(lambda: log.dropped))
         clients, operators = _ports(settings, running)
         tune_collector()
         _LOG.info("clients: %s, operators: %s", clients.address, operators.address)

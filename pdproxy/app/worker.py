@@ -22,7 +22,7 @@ from pdproxy.app.build import proxy
 from pdproxy.app.host import HostEnvironment, check_pair
 from pdproxy.app.run import clients_config, operators_config
 from pdproxy.errors import SettingsError
-from pdproxy.observe.logs import configure
+from pdproxy.observe.logs import DroppedLines, LineHandler, configure_process
 from pdproxy.request import read_json
 from pdproxy.server.server import Server, leave, raise_file_limit, tune_collector
 from pdproxy.server.server import serve as serve_ports
@@ -34,26 +34,14 @@ _LOG = logging.getLogger("pdproxy")
 FAILED = 2
 
 
-class WorkerNumber(logging.Filter):
-    """Gives each log record the number of its worker."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self._number = number
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.worker = self._number
-        return True
-
-
 def main(channel: socket.socket, number: int) -> int:
     """Serve until a signal or the supervisor's end; the exit status."""
     settings = Settings(**read_json(sys.stdin.buffer.read()))
-    configure(settings.log, sys.stderr).addFilter(WorkerNumber(number))
+    log = configure_process(settings.log, {"worker": number})
     raise_file_limit()
     try:
         with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
-            runner.run(_serve(settings, channel))
+            runner.run(_serve(settings, channel, log))
     except SettingsError as error:
         channel.setblocking(True)
         channel.sendall(str(error).encode())
@@ -61,8 +49,9 @@ def main(channel: socket.socket, number: int) -> int:
     return 0
 
 
-async def _serve(settings: Settings, channel: socket.socket) -> None:
+async def _serve(settings: Settings, channel: socket.socket, log: LineHandler) -> None:
     async with proxy(settings, HostEnvironment(os.environ)) as running:
+        running.registry.register(DroppedLines(lambda: log.dropped))
         check_pair(settings.listen.tls_certificate, settings.listen.tls_key)
         clients = Server(clients_config(settings, running), None)
         operators = Server(operators_config(settings, running), None)

@@ -10,7 +10,6 @@ import dataclasses
 import logging
 import signal
 import socket
-import sys
 import time
 from collections.abc import Coroutine, Sequence
 
@@ -21,7 +20,7 @@ from pdproxy.clock import SystemClock
 from pdproxy.credential import read_secret
 from pdproxy.errors import SettingsError
 from pdproxy.observe.labels import OperatorRefusal, WatchedSetting
-from pdproxy.observe.logs import configure
+from pdproxy.observe.logs import DroppedLines, LineHandler, configure_process
 from pdproxy.observe.metrics import operator_refusals
 from pdproxy.server.server import (
     OPERATORS_GRACE,
@@ -78,30 +77,35 @@ def supervise(settings: Settings) -> int:
     Raises:
         SettingsError: an address or a file of the settings cannot be used, or workers end before they have started.
     """
-    configure(settings.log, sys.stderr)
+    log = configure_process(settings.log)
     raise_file_limit()
     workers = [Worker(number, share_of(settings, number)) for number in range(settings.listen.workers)]
     try:
-        asyncio.run(_run(settings, workers))
+        asyncio.run(_run(settings, workers, log))
     except WorkerFailedError as error:
         raise SettingsError(str(error)) from error
     return 0
 
 
-async def _run(settings: Settings, workers: Sequence[Worker]) -> None:
+async def _run(settings: Settings, workers: Sequence[Worker], log: LineHandler) -> None:
     listen = settings.listen
     with (
         bind(listen.host, listen.port, "listen.port") as clients,
         bind(listen.admin_host, listen.admin_port, "listen.admin_port") as operators,
     ):
-        await Supervisor(settings, workers, clients, operators).run()
+        await Supervisor(settings, workers, clients, operators, log).run()
 
 
 class Supervisor:
     """``clients``, ``operators``: the bound sockets of the two ports."""
 
     def __init__(
-        self, settings: Settings, workers: Sequence[Worker], clients: socket.socket, operators: socket.socket
+        self,
+        settings: Settings,
+        workers: Sequence[Worker],
+        clients: socket.socket,
+        operators: socket.socket,
+        log: LineHandler,
     ) -> None:
         self._settings = settings
         self._workers = workers
@@ -109,6 +113,7 @@ class Supervisor:
         registry = CollectorRegistry()
         registry.register(PROCESS_COLLECTOR)
         registry.register(PLATFORM_COLLECTOR)
+        registry.register(DroppedLines(lambda: log.dropped))
         self._metrics = SupervisorMetrics(registry, len(workers))
         self._acceptor = Acceptor(clients, self._on_taken)
         self._merged = MergedMetrics(registry)

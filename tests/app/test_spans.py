@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from pdproxy.observe.logs import configure
-from pdproxy.settings.model import Health, Log, Otel, Settings
-from pdproxy.settings.types import FirstHandOver, LogFormat, OtelExport
+from pdproxy.observe.logs import JsonFormatter
+from pdproxy.settings.model import Health, Otel, Settings
+from pdproxy.settings.types import FirstHandOver, OtelExport
 from tests.app.running_proxy import RunningProxy, running_proxy
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.fakes.node import FakeNode
@@ -43,7 +43,10 @@ async def traced(collector: Collector | None, **more: Any) -> AsyncIterator[Runn
 def log_lines() -> Iterator[io.StringIO]:
     """The proxy's log meanwhile, in JSON."""
     stream = io.StringIO()
-    handler = configure(Log(format=LogFormat.JSON), stream)
+    handler, ours = logging.StreamHandler(stream), logging.getLogger("pdproxy")
+    handler.setFormatter(JsonFormatter())
+    logging.getLogger().addHandler(handler)
+    ours.setLevel(logging.INFO)
     try:
         yield stream
     finally:
