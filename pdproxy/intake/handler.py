@@ -41,7 +41,7 @@ from pdproxy.intake.session import session_of
 from pdproxy.legs.large import parse_in_steps
 from pdproxy.legs.parse import LARGE, model_of, parse, scrub
 from pdproxy.nodes.pool import Pool
-from pdproxy.orchestration.client_errors import shutting_down_error
+from pdproxy.orchestration.client_errors import BUG, shutting_down_error
 from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.planning.shares import NO_LIMITS
@@ -149,7 +149,9 @@ class RequestHandler:
             watcher = DisconnectWatcher(context.exchange)
             headers = self._node_headers(context)
             model, key = model_of(raw), admitted.api_key.name
-            request = ForwardRequest(context.method, path, headers, raw, model, deadline, watcher.left, key)
+            request = ForwardRequest(
+                context.request_id, context.method, path, headers, raw, model, deadline, watcher.left, key
+            )
             with watcher:
                 await self._respond(context, await self.orchestrator.forward(request), admitted.charge)
 
@@ -284,7 +286,7 @@ class ApiApp:
         except Exception:
             _LOG.exception("unexpected failure", extra={"request_id": name})
             text = f"The proxy failed on this request; its log says more under {name}."
-            await context.refuse(ClientError(500, text, kind="server_error", code="internal_error"))
+            await context.refuse(ClientError(500, text, kind="server_error", code=BUG))
             raise
 
     async def _dispatch(self, context: RequestContext, scope: Scope) -> None:

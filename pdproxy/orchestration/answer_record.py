@@ -4,9 +4,11 @@ import dataclasses
 import enum
 from collections.abc import Sequence
 
+from pdproxy.errors import NodeFault
 from pdproxy.finish_reasons import whole_reasons
 from pdproxy.observe import gen_ai
-from pdproxy.observe.labels import Move
+from pdproxy.observe.labels import Leg, Move
+from pdproxy.orchestration.failure_record import FailureRecord, FinalError
 from pdproxy.request import Json, LocalReason
 from pdproxy.usage import Usage
 
@@ -42,6 +44,7 @@ class AnswerRecord:
         route, local_reason, cohort: of the first prompt; None and "" until known.
         moves: of its streams.
         response_id, model: as the answer says; "" until known, and where nobody asks.
+        failure: None while nothing has failed.
     """
 
     traced: bool = False
@@ -53,6 +56,7 @@ class AnswerRecord:
     moves: list[StreamMove] = dataclasses.field(default_factory=list)
     response_id: str = ""
     model: str = ""
+    failure: FailureRecord | None = None
     _usages: dict[int, Usage] = dataclasses.field(default_factory=dict)
     _finish_reasons: dict[int, Sequence[str]] = dataclasses.field(default_factory=dict)
 
@@ -60,6 +64,17 @@ class AnswerRecord:
         """The first event of the first prompt's answer is here; what happens when its stream moves, its moves tell."""
         if self.route is None:
             self.route, self.cohort = route, cohort
+
+    def leg_failed(self, leg: Leg, node: str, fault: NodeFault) -> None:
+        """A leg of a prompt failed on a node; the request may go well all the same."""
+        self.failure = self.failure or FailureRecord()
+        self.failure.leg_failed(leg, node, fault)
+
+    def ended_with(self, error: FinalError, node: str = "") -> None:
+        """The request ends with an error; of several prompts the first one's tells why. ``node``: that worked on it."""
+        self.failure = self.failure or FailureRecord()
+        self.failure.error = self.failure.error or error
+        self.failure.node = self.failure.node or node
 
     def used(self, prompt: int, usage: Usage) -> None:
         """What the client is told of the tokens of a prompt's answer; a later word counts."""
@@ -107,6 +122,8 @@ class AnswerRecord:
             facts["route"] = f"{self.route}"
         if self.local_reason is not None:
             facts["local_reason"] = f"{self.local_reason}"
+        if self.failure is not None:
+            facts |= self.failure.facts()
         return facts
 
     def attributes(self) -> gen_ai.Attributes:

@@ -2,11 +2,13 @@
 with one. No internal address is in them."""
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 
 from pdproxy.errors import ClientError, Fault, NodeFault, PdproxyError
 from pdproxy.failures import FAILURE_TABLE, Moment, Step
 from pdproxy.observe.labels import Leg, Outcome, Rejection
+from pdproxy.orchestration.failure_record import FinalError
 from pdproxy.planning.plan_types import NoNode, UnknownModel
 from pdproxy.request import Endpoint, Headers, header, write_json
 from pdproxy.response import ProxyResponse
@@ -91,7 +93,7 @@ def stream_error_event(endpoint: Endpoint, error: StreamError) -> bytes:
     return b"event: error\ndata: " + own + b"\n\n"
 
 
-def _stream_broken_error(error: StreamError) -> ClientError:
+def _stream_broken_error(error: BaseException) -> ClientError:
     if isinstance(error, ClientError):
         return error
     if isinstance(error, NodeFault):
@@ -100,6 +102,36 @@ def _stream_broken_error(error: StreamError) -> ClientError:
     else:
         message = "The node stopped in the middle of its answer, and no other could continue it."
     return ClientError(502, message, kind="upstream_error", code="stream_broken")
+
+
+BUG = "internal_error"
+"""The code of an error of ours that nobody expected."""
+NODE_ANSWERED = "node_error"
+"""The code of an error that a node answered with, and that its client got as it was."""
+
+
+def final_error_of(error: BaseException) -> FinalError:
+    """For a request that ends before its answer has begun."""
+    match error:
+        case ClientError():
+            return FinalError(error.status, error.code or error.kind, error.message)
+        case UpstreamErrorResponse():
+            return answered_with(error.response.status)
+        case asyncio.CancelledError():
+            return final_error_of(shutting_down_error())
+        case _:
+            return FinalError(500, BUG, f"{type(error).__name__}: {error}")
+
+
+def answered_with(status: int) -> FinalError:
+    """For a request whose node answered with an error of its own."""
+    return FinalError(status, NODE_ANSWERED, f"The node answered {status}.")
+
+
+def final_error_in_stream(error: BaseException) -> FinalError:
+    """For a stream that ends in an error event."""
+    shown = error if isinstance(error, ClientError) else _stream_broken_error(error)
+    return dataclasses.replace(final_error_of(shown), status=200)
 
 
 def error_event(endpoint: Endpoint, error: ClientError) -> bytes:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from pdproxy.errors import ClientError, NodeFault
 from pdproxy.observe.labels import Outcome
-from pdproxy.orchestration.client_errors import UpstreamErrorResponse, error_event
+from pdproxy.orchestration.client_errors import UpstreamErrorResponse, error_event, final_error_in_stream
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.relay import Relay
 from pdproxy.orchestration.upstream import UpstreamRequest
@@ -107,6 +107,7 @@ class FanOut:
         self._relays = [Relay(context, upstream, _ignore_outcome) for upstream in upstreams]
         self._merge = StreamMerge(upstreams[0].sub_request.shape.choices)
         self._gate = asyncio.Semaphore(context.config.fan_out)
+        self._answer = upstreams[0].timeline.answer
         self._on_finished = on_finished
         self._queue: asyncio.Queue[_Piece] = asyncio.Queue(context.config.fan_out)
         self._tasks: list[asyncio.Task[None]] = []
@@ -154,6 +155,7 @@ class FanOut:
         except (ClientError, UpstreamErrorResponse) as error:
             self.outcome = Outcome.FAILED
             shown = error if isinstance(error, ClientError) else ClientError(502, "A node refused one of the prompts.")
+            self._answer.ended_with(final_error_in_stream(shown))
             return error_event(Endpoint.COMPLETIONS, shown)
 
     def _take(self, piece: _Piece) -> bytes:

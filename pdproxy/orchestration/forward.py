@@ -10,6 +10,7 @@ from pdproxy.nodes.node import Node, Role
 from pdproxy.observe.labels import Leg
 from pdproxy.orchestration.client_errors import final_error, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext, remaining_seconds
+from pdproxy.orchestration.failure_record import FailureRecord
 from pdproxy.orchestration.node_picker import RetryState
 from pdproxy.orchestration.request_queue import Asked
 from pdproxy.orchestration.resources import Admission
@@ -35,6 +36,7 @@ class ForwardRequest:
         api_key: the name of the client's API key; never the key itself.
     """
 
+    request_id: str
     method: str
     path: str
     headers: Headers
@@ -50,17 +52,20 @@ ANY_ROOM = ""
 turn to run. No model has this name."""
 
 
-async def forward(context: OrchestrationContext, request: ForwardRequest) -> ProxyResponse:
-    """The response of a decode node; raises as `Orchestrator.forward`."""
+async def forward(context: OrchestrationContext, request: ForwardRequest, failure: FailureRecord) -> ProxyResponse:
+    """The response of a decode node; raises as `Orchestrator.forward`.
+
+    ``failure``: is told of the nodes that are asked, and of their faults.
+    """
     admission = Admission(context.queue, context.clock, Asked(request.api_key, 0, 1, request.deadline))
     try:
         await admission.begin(lambda _: True, lambda: ANY_ROOM)
-        return await _forward(context, request)
+        return await _forward(context, request, failure)
     finally:
         admission.end()
 
 
-async def _forward(context: OrchestrationContext, request: ForwardRequest) -> ProxyResponse:
+async def _forward(context: OrchestrationContext, request: ForwardRequest, failure: FailureRecord) -> ProxyResponse:
     excluded: frozenset[str] = frozenset()
     retry_state = RetryState(context)
     while True:
@@ -69,9 +74,11 @@ async def _forward(context: OrchestrationContext, request: ForwardRequest) -> Pr
         except NoNode as error:
             raise retry_state.no_node_left(error) from error
         try:
+            failure.node = node.name
             return await _send(context, node, request)
         except NodeFault as fault:
             excluded |= {node.name}
+            failure.leg_failed(Leg.FORWARD, node.name, fault)
             _record_fault(context, node, fault, request)
             step = retry_state.next_step(Leg.FORWARD, fault)
             if step is not Step.OTHER_NODE:

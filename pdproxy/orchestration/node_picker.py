@@ -340,11 +340,14 @@ class NodePicker:
                 raise final_error(Leg.PREFILL, Moment.OPENING, step, fault)
 
     def record_fault(self, leg: Leg, node: str, fault: NodeFault) -> None:
-        """Count and log a failed leg; a fault that our own deadline made does not count against the node."""
+        """Count and log a failed leg; a fault that our own deadline made does not count against the node.
+
+        The line of the request's end tells of it, too: as a warning, if the request fails.
+        """
         self._context.metrics.leg_failed(leg, fault.fault)
-        level = logging.INFO if fault.fault is Fault.CLIENT_ERROR else logging.WARNING
+        self._timeline.answer.leg_failed(leg, node, fault)
         name = self._sub_request.name
-        _LOG.log(level, "request %s: %s leg on %s: %s: %s", name, leg, node, fault.fault, fault.detail)
+        _LOG.info("request %s: %s leg on %s: %s: %s", name, leg, node, fault.fault, fault.detail)
         if not deadline_passed(self._context.clock, self._sub_request.request.deadline):
             self._fault_reporter.failed(leg, node, fault.fault)
 

@@ -1,6 +1,7 @@
 """Answers client requests with the nodes of the pool: the entry from intake, buffered answers, response headers, and
 what is recorded of a request at its end: its outcome, its log line, its span, its latency."""
 
+import asyncio
 import functools
 import logging
 import time
@@ -8,15 +9,26 @@ from collections.abc import Mapping, Sequence
 
 from opentelemetry import trace
 
-from pdproxy.errors import Fault, NodeFault
+from pdproxy.errors import ClientError, Fault, NodeFault
 from pdproxy.legs.calls import ANSWER_BYTES, outlined_object, raise_if_aborted
 from pdproxy.legs.parse import split
 from pdproxy.legs.shape import estimated_prompt_tokens, shape
 from pdproxy.observe import gen_ai
 from pdproxy.observe.labels import Outcome, Phase
 from pdproxy.observe.request_metrics import OTHER, RequestLabels
-from pdproxy.orchestration.client_errors import UpstreamErrorResponse, cancelled_outcome, outcome_of, status_outcome
+from pdproxy.orchestration.client_errors import (
+    BUG,
+    UpstreamErrorResponse,
+    answered_with,
+    cancelled_outcome,
+    final_error_in_stream,
+    final_error_of,
+    outcome_of,
+    shutting_down_error,
+    status_outcome,
+)
 from pdproxy.orchestration.context import OrchestrationContext
+from pdproxy.orchestration.failure_record import FailureRecord
 from pdproxy.orchestration.fanout import FanOut, gather_bounded, merge_answers
 from pdproxy.orchestration.forward import ForwardRequest, forward
 from pdproxy.orchestration.in_flight import Timeline
@@ -31,7 +43,10 @@ from pdproxy.usage import read_usage
 
 _LOG = logging.getLogger("pdproxy.orchestration.access_log")
 """By this name operators find the log lines of requests."""
-_LINE = logging.LogRecord(_LOG.name, logging.INFO, "", 0, "request ended", (), None).__dict__
+_LINES = {
+    level: logging.LogRecord(_LOG.name, level, "", 0, "request ended", (), None).__dict__
+    for level in (logging.INFO, logging.WARNING)
+}
 _NODES = (("prefill_node", Phase.PREFILL), ("decode_node", Phase.HANDOVER))
 _MILLISECONDS = {phase: f"{phase}_ms" for phase in Phase}
 _LONGEST_MODEL = 200
@@ -84,20 +99,45 @@ class RequestLog:
         self._context.metrics.request_ended(request.endpoint, request.model, outcome)
         self._context.metrics.keys.request_ended(request.api_key, outcome)
         self._record_latency(outcome)
-        logged = _LOG.isEnabledFor(logging.INFO)
+        level = logging.INFO
+        if outcome is Outcome.FAILED:
+            level = logging.WARNING
+            self._explain_failure()
+        logged = _LOG.isEnabledFor(level)
         if logged or timeline.answer.traced:
             facts = self._facts(outcome)
             if logged:
-                self._write_line(facts)
+                self._write_line(level, facts)
             if timeline.answer.traced:
                 self._end_span(outcome, facts)
 
-    def _write_line(self, facts: Mapping[str, object]) -> None:
+    def ended_by(self, error: BaseException) -> None:
+        """As `end`, for a request that ends with an error before its answer has begun."""
+        outcome = outcome_of(error, self._request.left)
+        if outcome is not Outcome.CLIENT_GONE:
+            self.timeline.answer.ended_with(final_error_of(error), self._working_node())
+        self.end(outcome)
+
+    def _explain_failure(self) -> None:
+        """A stream that its reader closes before its end, while the client is there: the shutdown cancelled the
+        reader, or a bug ended it, which is logged with its traceback."""
+        answer = self.timeline.answer
+        if answer.failure is None or answer.failure.error is None:
+            task = asyncio.current_task()
+            cancelled = task is not None and task.cancelling()
+            error = shutting_down_error() if cancelled else ClientError(500, "An unexpected failure.", code=BUG)
+            answer.ended_with(final_error_in_stream(error), self._working_node())
+
+    def _working_node(self) -> str:
+        """The node that works on the request, as far as it has come; "" for none."""
+        return self.timeline.nodes.get(self.timeline.now, "")
+
+    def _write_line(self, level: int, facts: Mapping[str, object]) -> None:
         """As `Logger.info` does with ``extra``, but what all lines have in common is found once, and names are not
         checked: these are the proxy's own."""
         request, record = self._request, object.__new__(logging.LogRecord)
         own = {"created": time.time(), "request_id": request.request_id, "endpoint": f"{request.endpoint}"}
-        record.__dict__ = {**_LINE, **own, **facts, "model": request.model[:_LONGEST_MODEL]}
+        record.__dict__ = {**_LINES[level], **own, **facts, "model": request.model[:_LONGEST_MODEL]}
         _LOG.handle(record)
 
     def _record_latency(self, outcome: Outcome) -> None:
@@ -166,11 +206,11 @@ class Orchestrator:
         try:
             return await self._answer(request, log)
         except UpstreamErrorResponse as error:
-            log.end(outcome_of(error, request.left))
+            log.ended_by(error)
             own = error.response
             return ProxyResponse(own.status, (*own.headers, *_own_headers(request, log.timeline)), own.body)
         except BaseException as error:
-            log.end(outcome_of(error, request.left))
+            log.ended_by(error)
             raise
 
     async def forward(self, request: ForwardRequest) -> ProxyResponse:
@@ -179,12 +219,15 @@ class Orchestrator:
         Raises:
             ClientError: as `answer`.
         """
+        failure = FailureRecord()
         try:
-            response = await forward(self._context, request)
+            response = await forward(self._context, request, failure)
         except BaseException as error:
-            self._forwarded(request, outcome_of(error, request.left))
+            failure.error = final_error_of(error)
+            self._forwarded(request, outcome_of(error, request.left), failure)
             raise
-        self._forwarded(request, status_outcome(response.status))
+        failure.error = answered_with(response.status)
+        self._forwarded(request, status_outcome(response.status), failure)
         return response
 
     def check_room(self, key: str) -> None:
@@ -207,9 +250,14 @@ class Orchestrator:
             answers += form.choices * lengths.expected(model, form.longest)
         return prompt, answers
 
-    def _forwarded(self, request: ForwardRequest, outcome: Outcome) -> None:
+    def _forwarded(self, request: ForwardRequest, outcome: Outcome, failure: FailureRecord) -> None:
         self._context.metrics.request_ended(None, request.model, outcome)
         self._context.metrics.keys.request_ended(request.api_key, outcome)
+        if outcome not in (Outcome.OK, Outcome.CLIENT_GONE):
+            level = logging.WARNING if outcome is Outcome.FAILED else logging.INFO
+            own = {"request_id": request.request_id, "endpoint": request.path.partition("?")[0]}
+            told = {"outcome": f"{outcome}", **failure.facts(), "model": request.model[:_LONGEST_MODEL]}
+            _LOG.log(level, "request ended", extra={**own, **told})
 
     async def _answer(self, request: ClientRequest, log: RequestLog) -> ProxyResponse:
         upstreams = self._upstreams(request, log)

@@ -12,6 +12,7 @@ from pdproxy.orchestration.client_errors import (
     StreamError,
     UpstreamErrorResponse,
     deadline_error,
+    final_error_in_stream,
     stream_error_event,
 )
 from pdproxy.orchestration.context import OrchestrationContext, deadline_passed
@@ -225,6 +226,7 @@ class Relay:
         """The error event, and the end. What is held is given back before the client has read it."""
         held = b"" if self._decode_stream is None else self._decode_stream.flush()
         self._finish(Outcome.FAILED)
+        self._upstream.timeline.answer.ended_with(final_error_in_stream(error), self._upstream.node_name)
         await self._upstream.aclose()
         return held + stream_error_event(self._sub_request.endpoint, error)
 

@@ -112,7 +112,9 @@ class FakeCluster:
     async def forward(self, path: str) -> ProxyResponse:
         """The answer of one node to what the proxy does not understand."""
         deadline = self.clock.now() + 3600
-        return await self.orchestrator.forward(ForwardRequest("POST", path, (), b"{}", MODEL, deadline, lambda: True))
+        return await self.orchestrator.forward(
+            ForwardRequest("r-1", "POST", path, (), b"{}", MODEL, deadline, lambda: True)
+        )
 
     def request(
         self, endpoint: Endpoint, body: Mapping[str, object], *, name: str = "r-1", priority: int = 0, api_key: str = ""

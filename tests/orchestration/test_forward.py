@@ -16,7 +16,7 @@ from tests.orchestration.cluster import MODEL, FakeCluster
 async def _forward(cluster: FakeCluster, model: str = MODEL, seconds: float = 3600.0) -> tuple[int, bytes]:
     sent = (("content-type", "application/json"),)
     deadline = cluster.clock.now() + seconds
-    asked = ForwardRequest("POST", "/v1/embeddings?x=1", sent, b'{"input":"a"}', model, deadline, lambda: True)
+    asked = ForwardRequest("r-1", "POST", "/v1/embeddings?x=1", sent, b'{"input":"a"}', model, deadline, lambda: True)
     reply = await cluster.orchestrator.forward(asked)
     assert isinstance(reply.body, bytes)
     return reply.status, reply.body

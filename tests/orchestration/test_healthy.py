@@ -138,7 +138,7 @@ async def test_the_fingerprint_stays_with_the_finish() -> None:
 async def test_other_paths_go_to_one_node() -> None:
     cluster = FakeCluster()
     reply = await cluster.orchestrator.forward(
-        ForwardRequest("POST", "/tokenize", (), b"{}", "tiny", inf, lambda: True)
+        ForwardRequest("r-1", "POST", "/tokenize", (), b"{}", "tiny", inf, lambda: True)
     )
     assert (reply.status, reply.body) == (200, b'{"path": "/tokenize", "node": "d0"}')
     await cluster.settle()

@@ -1,13 +1,16 @@
 """What the operator sees of requests in flight."""
 
 import logging
+from typing import Any
 
+import msgspec
 import pytest
 
-from pdproxy.errors import Fault
+from pdproxy.errors import ClientError, Fault, NodeFault
 from pdproxy.failures import Step
 from pdproxy.observe.labels import Leg, Outcome, Phase
 from pdproxy.orchestration.answer_record import Route
+from pdproxy.orchestration.failure_record import MOST_TOLD, FailureRecord
 from pdproxy.orchestration.in_flight import MAX_FAILURES, InFlightRequests, LegFailure, OutputLengths, Timeline
 from pdproxy.request import Endpoint
 from tests.fakes.faults import FaultKind, InjectedFault
@@ -98,6 +101,58 @@ async def test_the_log_line_has_outcome_nodes_and_phases(caplog: pytest.LogCaptu
     assert {"prefill_ms", "handover_ms", "first_token_ms", "total_ms"} <= line.keys()
     assert (line["request_id"], line["outcome"], line["model"]) == ("r-1", "ok", "tiny")
     assert (line["prefill_node"], line["decode_node"]) == ("p0", "d0")
+
+
+async def test_a_failed_request_says_why_where_and_what_was_tried(access_log: list[logging.LogRecord]) -> None:
+    cluster = FakeCluster()
+    for node in cluster.decodes:
+        node.fault = InjectedFault(FaultKind.RESET)
+    assert (await cluster.ask(Endpoint.CHAT, CHAT)).status == 502
+    told = told_of(access_log)
+    assert (told["status"], told["code"], told["fault"]) == (502, "node_failed", "reset")
+    assert told["reason"] == "The connection to the decode node broke, and no other could take over."
+    assert (told["node"], told["tried"]) == ("d1", "decode:d0:reset,decode:d1:reset")
+
+
+async def test_so_does_a_stream_that_ends_in_an_error_event(access_log: list[logging.LogRecord]) -> None:
+    cluster = FakeCluster()
+    for node in cluster.decodes:
+        node.fault = InjectedFault(FaultKind.RESET, at=2)
+    assert (await cluster.ask(Endpoint.CHAT, {**CHAT, "stream": True, "n": 2})).status == 200
+    told = told_of(access_log)
+    assert (told["status"], told["code"], told["fault"], told["node"]) == (200, "stream_broken", "reset", "d1")
+
+
+async def test_a_retry_that_went_well_is_told_of_and_is_no_warning(access_log: list[logging.LogRecord]) -> None:
+    cluster = FakeCluster()
+    cluster.decodes[0].fault = InjectedFault(FaultKind.RESET)
+    assert (await cluster.ask(Endpoint.CHAT, CHAT)).status == 200
+    (line,) = map(vars, access_log)
+    assert (line["levelname"], line["outcome"], line["tried"]) == ("INFO", "ok", "decode:d0:reset")
+
+
+async def test_a_node_that_answers_nothing_until_the_deadline_is_named(access_log: list[logging.LogRecord]) -> None:
+    cluster = FakeCluster(prefills=1, decodes=1)
+    cluster.prefills[0].fault = InjectedFault(FaultKind.HANG)
+    request = msgspec.structs.replace(cluster.request(Endpoint.CHAT, CHAT), deadline=cluster.clock.now() + 2)
+    with pytest.raises(ClientError):
+        await cluster.orchestrator.answer(request)
+    told = told_of(access_log)
+    assert (told["status"], told["code"], told["node"]) == (504, "deadline", "p0")
+
+
+def told_of(lines: list[logging.LogRecord]) -> dict[str, Any]:
+    """The one line, of a request that failed."""
+    (line,) = map(vars, lines)
+    assert (line["levelname"], line["outcome"]) == ("WARNING", "failed")
+    return line
+
+
+def test_the_legs_that_a_line_names_are_bounded() -> None:
+    record = FailureRecord()
+    for number in range(MOST_TOLD + 5):
+        record.leg_failed(Leg.DECODE, f"d{number}", NodeFault(Fault.RESET, "broke"))
+    assert str(record.facts()["tried"]).endswith("decode:d7:reset,+5")
 
 
 async def test_the_timeline_is_shown_in_milliseconds() -> None:

@@ -493,6 +493,7 @@ async def test_prompts_of_a_list_are_resumed_each_by_itself(caplog: pytest.LogCa
     endpoint, body = SHAPES["choices"]
     whole = await FakeCluster(journaling=2).ask(endpoint, {**body, "prompt": ["one two", "three four five", "six"]})
     caplog.set_level(logging.INFO)
+    caplog.clear()
     cluster = FakeCluster(decodes=3, journaling=3)
     cluster.decodes[0].fault = InjectedFault(FaultKind.RESET, at=2)
     got = await cluster.ask(endpoint, {**body, "prompt": ["one two", "three four five", "six"]})
