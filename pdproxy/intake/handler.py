@@ -51,6 +51,8 @@ from pdproxy.settings.types import BY_CACHE, Credential, Routing
 
 _LOG = logging.getLogger("pdproxy.intake")
 _BY_SESSION = BY_CACHE | {Routing.SESSION}
+NOT_TAKEN = (ClientError, ClientGone, asyncio.CancelledError)
+"""What ends a request before the orchestrator has it; from then on the orchestrator logs its end."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,17 +124,12 @@ class RequestHandler:
         """
         arrived = self.clock.now()
         with self._admitted(context) as admitted:
-            api_key = admitted.api_key
-            raw = await self._read(context, admitted.reservation)
-            body = scrub(parse(endpoint, raw) if len(raw) <= LARGE else await parse_in_steps(endpoint, raw))
             watcher = DisconnectWatcher(context.exchange)
-            request = self._request(context, endpoint, body, arrived, watcher, api_key)
-            if self.config.routing in _BY_SESSION:
-                session = session_of(context.headers, body, api_key.name)
-                request = msgspec.structs.replace(request, session=session)
-            if admitted.charge is not None:
-                self._expect(admitted.charge, api_key, endpoint, body)
-                request = msgspec.structs.replace(request, on_usage=admitted.charge.used)
+            try:
+                request = await self._generating(context, endpoint, arrived, admitted, watcher)
+            except NOT_TAKEN as error:
+                self.not_taken(context, error, admitted.api_key.name)
+                raise
             with watcher:
                 await self._respond(context, await self.orchestrator.answer(request), admitted.charge)
 
@@ -144,7 +141,11 @@ class RequestHandler:
         """
         deadline = self.clock.now() + self.config.request_seconds
         with self._admitted(context) as admitted:
-            raw = await self._read(context, admitted.reservation)
+            try:
+                raw = await self._read(context, admitted.reservation)
+            except NOT_TAKEN as error:
+                self.not_taken(context, error, admitted.api_key.name)
+                raise
             path = f"{context.path}?{context.query}" if context.query else context.path
             watcher = DisconnectWatcher(context.exchange)
             headers = self._node_headers(context)
@@ -154,6 +155,37 @@ class RequestHandler:
             )
             with watcher:
                 await self._respond(context, await self.orchestrator.forward(request), admitted.charge)
+
+    def not_taken(self, context: RequestContext, error: BaseException, key: str = "") -> None:
+        """Count and log a request that ends before the orchestrator has it: one of `NOT_TAKEN` was raised."""
+        match error:
+            case ClientGone():
+                _LOG.info("client left", extra={"request_id": context.request_id})
+            case ClientError():
+                self.orchestrator.refused(context.request_id, context.path, context.endpoint, key, error)
+            case _:
+                self.not_taken(context, shutting_down_error(), key)
+
+    async def _generating(
+        self,
+        context: RequestContext,
+        endpoint: Endpoint,
+        arrived: float,
+        admitted: _Admitted,
+        watcher: DisconnectWatcher,
+    ) -> ClientRequest:
+        """The request, read and understood."""
+        api_key = admitted.api_key
+        raw = await self._read(context, admitted.reservation)
+        body = scrub(parse(endpoint, raw) if len(raw) <= LARGE else await parse_in_steps(endpoint, raw))
+        request = self._request(context, endpoint, body, arrived, watcher, api_key)
+        if self.config.routing in _BY_SESSION:
+            session = session_of(context.headers, body, api_key.name)
+            request = msgspec.structs.replace(request, session=session)
+        if admitted.charge is not None:
+            admitted.charge.expect(*self.orchestrator.expected_tokens(endpoint, body))
+            request = msgspec.structs.replace(request, on_usage=admitted.charge.used)
+        return request
 
     def _admitted(self, context: RequestContext) -> _Admitted:
         """What is decided before the body is read: by the key, its limits, the body's type, the room for bodies and in
@@ -173,18 +205,9 @@ class RequestHandler:
             reservation = self.budget.reserve(api_key.name, promised if fits else 0)
             charge = None if api_key.limits is NO_LIMITS else self.rates.begin(api_key)
         except ClientError as error:
-            if error.status == 429:
-                self.orchestrator.turned_away(context.endpoint, api_key.name)
+            self.not_taken(context, error, api_key.name)
             raise unread(error, context.headers) from None
         return _Admitted(api_key, reservation, charge, self.open_requests)
-
-    def _expect(self, charge: RateCharge, api_key: ApiKey, endpoint: Endpoint, body: Json) -> None:
-        """The tokens of a request are known now, about; raises the `ClientError` 429 where they are not left."""
-        try:
-            charge.expect(*self.orchestrator.expected_tokens(endpoint, body))
-        except ClientError:
-            self.orchestrator.turned_away(endpoint, api_key.name)
-            raise
 
     async def _read(self, context: RequestContext, reservation: Reservation) -> bytes:
         most, whole = self.config.body_bytes, context.exchange.take_body()
@@ -277,11 +300,10 @@ class ApiApp:
         try:
             await self._dispatch(context, scope)
         except ClientGone:
-            _LOG.info("client left", extra={"request_id": name})
+            pass
         except ClientError as error:
             await context.refuse(error)
         except asyncio.CancelledError:  # The server's time is up; this is the top of the task: it ends with its answer.
-            _LOG.warning("cut short by the shutdown", extra={"request_id": name})
             await context.refuse(shutting_down_error())
         except Exception:
             _LOG.exception("unexpected failure", extra={"request_id": name})
@@ -296,12 +318,21 @@ class ApiApp:
             await self._handler.generate(context, context.endpoint)
         elif method == "POST" and path in routes.FORWARDED:
             await self._handler.forward(context)
-        elif method == "GET" and path in self._shown:
+        else:
+            try:
+                await self._answer_itself(context, scope, method)
+            except ClientError as error:
+                self._handler.not_taken(context, error)
+                raise
+
+    async def _answer_itself(self, context: RequestContext, scope: Scope, method: str) -> None:
+        """What needs no node."""
+        if method == "GET" and context.path in self._shown:
             await self._operate(context, scope)
         elif method == "GET" and (body := self._document(context)) is not None:
             await send_whole(context.send, 200, (JSON_HEADER,), body)
         else:
-            raise routes.unknown_path(context.method, path, self._shown)
+            raise routes.unknown_path(context.method, context.path, self._shown)
 
     async def _operate(self, context: RequestContext, scope: Scope) -> None:
         if context.path == routes.METRICS:

@@ -15,6 +15,7 @@ from pdproxy.legs.parse import split
 from pdproxy.legs.shape import estimated_prompt_tokens, shape
 from pdproxy.observe import gen_ai
 from pdproxy.observe.labels import Outcome, Phase
+from pdproxy.observe.rare_lines import LineBudget
 from pdproxy.observe.request_metrics import OTHER, RequestLabels
 from pdproxy.orchestration.client_errors import (
     BUG,
@@ -191,6 +192,7 @@ class Orchestrator:
     def __init__(self, context: OrchestrationContext, background_tasks: BackgroundTasks) -> None:
         self._context = context
         self._background_tasks = background_tasks
+        self._refusals = LineBudget(context.clock)
 
     async def answer(self, request: ClientRequest) -> ProxyResponse:
         """The response to a request for a generating endpoint.
@@ -223,8 +225,9 @@ class Orchestrator:
         try:
             response = await forward(self._context, request, failure)
         except BaseException as error:
-            failure.error = final_error_of(error)
-            self._forwarded(request, outcome_of(error, request.left), failure)
+            outcome = outcome_of(error, request.left)
+            failure.error = None if outcome is Outcome.CLIENT_GONE else final_error_of(error)
+            self._forwarded(request, outcome, failure)
             raise
         failure.error = answered_with(response.status)
         self._forwarded(request, status_outcome(response.status), failure)
@@ -234,11 +237,24 @@ class Orchestrator:
         """Raise the `ClientError` 429 where a request of a key would be refused if it came now: the queue is full."""
         self._context.queue.check_room(key)
 
-    def turned_away(self, endpoint: Endpoint | None, key: str) -> None:
-        """Count a request that was refused before it came here, and before its model was read."""
-        self._context.metrics.request_ended(endpoint, "", Outcome.REJECTED)
-        self._context.metrics.keys.request_ended(key, Outcome.REJECTED)
-        self._context.in_flight.recent.turned_away(self._context.clock.now(), endpoint or "", key)
+    def refused(self, request_id: str, path: str, endpoint: Endpoint | None, key: str, error: ClientError) -> None:
+        """Count and log a request that was refused before it came here; ``key``: the name of its API key, "" for none.
+
+        Strangers can send any number of such: their lines are bounded.
+        """
+        # Here each 429 is the proxy's own; from the orchestrator on, it may be a node's.
+        outcome = Outcome.REJECTED if error.status == 429 else status_outcome(error.status)
+        self._context.metrics.request_ended(endpoint, "", outcome)
+        self._context.metrics.keys.request_ended(key, outcome)
+        if outcome is Outcome.REJECTED:
+            self._context.in_flight.recent.turned_away(self._context.clock.now(), endpoint or "", key)
+        level = logging.WARNING if outcome is Outcome.FAILED else logging.INFO
+        unwritten = self._refusals.take()
+        if unwritten is not None:
+            told = {"request_id": request_id, "endpoint": path, "outcome": f"{outcome}", "key": key}
+            more = {"lines_left_out": unwritten} if unwritten else {}
+            failure = FailureRecord(error=final_error_of(error))
+            _LOG.log(level, "request refused", extra={**told, **failure.facts(), **more})
 
     def expected_tokens(self, endpoint: Endpoint, body: Json) -> tuple[int, int]:
         """About how many tokens a request's prompts have, and its answers will have."""
@@ -253,7 +269,7 @@ class Orchestrator:
     def _forwarded(self, request: ForwardRequest, outcome: Outcome, failure: FailureRecord) -> None:
         self._context.metrics.request_ended(None, request.model, outcome)
         self._context.metrics.keys.request_ended(request.api_key, outcome)
-        if outcome not in (Outcome.OK, Outcome.CLIENT_GONE):
+        if outcome is not Outcome.OK:
             level = logging.WARNING if outcome is Outcome.FAILED else logging.INFO
             own = {"request_id": request.request_id, "endpoint": request.path.partition("?")[0]}
             told = {"outcome": f"{outcome}", **failure.facts(), "model": request.model[:_LONGEST_MODEL]}
