@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine
 
 from pdproxy.clock import Clock, first_of
-from pdproxy.nodes.pool import Pool, UnknownNode
+from pdproxy.nodes.pool import BY_OPERATOR, Pool, UnknownNode
 
 _LOG = logging.getLogger(__name__)
 
@@ -37,12 +37,12 @@ class Drainer:
         self._grace = grace
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def start(self, name: str, seconds: float, after: AfterDrain) -> None:
+    def start(self, name: str, seconds: float, after: AfterDrain, reason: str = BY_OPERATOR) -> None:
         """No new requests from now on; after ``seconds`` at the latest, running ones must leave.
 
         A drain that is under way is replaced. Raises `UnknownNode`.
         """
-        self._pool.drain(name)
+        self._pool.drain(name, reason)
         self._run(name, self._drain(name, seconds, after))
 
     def terminate(self, name: str, seconds: float) -> None:

@@ -10,7 +10,7 @@ from pdproxy.failures import PROBE_BLAME, Blame
 from pdproxy.nodes.join import Joiner
 from pdproxy.nodes.node import Node, NodeView, State
 from pdproxy.nodes.pool import Pool
-from pdproxy.nodes.preflight import exchange
+from pdproxy.nodes.preflight import cause, exchange, symptom
 from pdproxy.transport.port import HttpRequest, Timeouts, Transport
 
 _RUNNING = "vllm:num_requests_running"
@@ -143,9 +143,12 @@ class HealthCheck:
             return
         if failure is not None and failure.fault is Fault.REFUSED:
             self._refused.add(name)
-        self._pool.probed(name, None if failure is None else failure.fault, began)
-        if failure is not None and self._pool.lost(name):
-            self._joiner.outages.failed(node, failure)
+        if failure is None:
+            self._pool.probed(name, None, began)
+            return
+        self._pool.probed(name, failure.fault, began, f"{symptom(failure)}: {cause(failure)}")
+        if self._pool.lost(name):
+            self._joiner.outages.down(node, failure)
 
     async def _probe(self, node: Node) -> NodeFault | None:
         """The fault of a health probe; None for well. A node that was given up must show that its engines run too."""

@@ -1,4 +1,4 @@
-"""How a node comes in: preflight, check, known-answer test, UP. And what is logged of nodes that cannot be reached."""
+"""How a node comes in: preflight, check, known-answer test, UP. And what is logged while one cannot be reached."""
 
 import logging
 from collections.abc import Awaitable, Callable, Collection
@@ -20,7 +20,7 @@ REMINDERS = (60.0, 300.0, 1800.0)
 
 
 class OutageLog:
-    """One line when a node is found to be out of reach, few while it is, and one when it is back."""
+    """Few lines while a node is out of reach. That it goes down, and that it serves again, the pool announces."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -41,11 +41,16 @@ class OutageLog:
             return
         self._outages[node.name] = since, lines + 1
 
+    def down(self, node: Node, fault: NodeFault) -> None:
+        """As `failed`, for a node that is down: its first line is the pool's."""
+        if node.name in self._outages:
+            self.failed(node, fault)
+        else:
+            self._outages[node.name] = self._clock.now(), 1
+
     def answered(self, node: Node) -> None:
         """A preflight of the node succeeded."""
-        since, _ = self._outages.pop(node.name, (None, 0))
-        if since is not None:
-            _LOG.info("node %s answers again, after %s", node.name, _duration(self._clock.now() - since))
+        self._outages.pop(node.name, None)
 
     def keep(self, names: Collection[str]) -> None:
         """Forget all other nodes: they have left."""
@@ -106,8 +111,6 @@ class Joiner:
     def _refuse(self, name: str, compatibility: Compatibility) -> None:
         reason = "; ".join(map(str, compatibility.refusals))
         self._accepted.pop(name, None)
-        if self._pool.view(name).reason != reason:
-            _LOG.error("node %s is refused: %s", name, reason)
         self._pool.refuse(name, reason)
 
     async def _admit(self, info: NodeInfo, compatibility: Compatibility) -> None:
@@ -117,7 +120,6 @@ class Joiner:
         await self._prove(node)
         if self._has(info.node):
             self._pool.admit(node)
-            _LOG.info("node %s serves %s as %s node", node.name, node.model or "any model", node.role)
             for warning in compatibility.warnings:
                 _LOG.warning("node %s: %s", node.name, warning)
             for difference in differences_from_partners(info, self._others(node.name)):

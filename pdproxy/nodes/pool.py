@@ -14,6 +14,7 @@ from pdproxy.errors import Fault, PdproxyError
 from pdproxy.failures import LEG_BLAME, PROBE_BLAME, Blame
 from pdproxy.nodes.circuit_breaker import CircuitBreaker, CircuitBreakerConfig, CircuitState
 from pdproxy.nodes.node import SERVING, Bars, Node, NodeView, Role, Snapshot, State
+from pdproxy.nodes.node_log import NodeLog
 from pdproxy.nodes.pool_entry import NO_LOAD, CohortTraffic, LegLoad, PoolEntry, Slot, Views
 from pdproxy.observe.metrics import Metrics
 
@@ -21,6 +22,8 @@ ALL_NODES = "*"
 """Stands for all nodes of a role in the metric of barred pairs; no node can have this name."""
 
 
+BY_OPERATOR = "drained by the operator"
+"""The usual reason of a drain."""
 _OUTAGE = {State.DOWN, State.PROBING}
 """Between these a node goes to and fro while it is out."""
 
@@ -59,6 +62,7 @@ class Pool:
         self._metrics = metrics or Metrics(CollectorRegistry())
         self._entries: dict[str, PoolEntry] = {}
         self._views = Views(self._refresh)
+        self._log = NodeLog(clock)
         self._room_watchers: list[Callable[[], None]] = []
         self.bars = Bars()
         self.traffic = CohortTraffic(clock)
@@ -136,6 +140,7 @@ class Pool:
         self._entries[node.name] = entry
         self._views.add(entry, self._clock.now())
         self._metrics.watch_node(node.name, node.role, lambda: entry.active)
+        self._log.joined(node)
         self._count_models(node)
         self._count_state(entry)
         self.changed.set()
@@ -155,14 +160,19 @@ class Pool:
             entry.misses, entry.reason = 0, ""
             entry.stay()
             self._set(entry, CircuitBreaker(self._config, changed_at=self._clock.now()), State.UP)
+            for each in (before, node):  # its model may be another one
+                self._count_serving(each)
             self._room_changed()  # also where it was UP: its capacity may be another one
 
     def refuse(self, name: str, reason: str) -> None:
         """Its settings cannot work. Streams that run on the node go on."""
         entry = self._entry(name)
         if not entry.is_going():
+            again = entry.state() is State.REFUSED and entry.reason != reason
             entry.reason = reason
             self._set(entry, entry.circuit, State.REFUSED)
+            if again:
+                self._announce(entry, State.REFUSED)
 
     def set_join_reason(self, name: str, reason: str) -> None:
         """Why the node does not join yet, for operators; ignored for one that is not JOINING."""
@@ -184,10 +194,10 @@ class Pool:
         self._entry(node.name).configured = node
         self.rejoin(node.name)
 
-    def drain(self, name: str) -> None:
+    def drain(self, name: str, reason: str = BY_OPERATOR) -> None:
         """No new requests from now on. `Drainer` watches over the deadline."""
         entry = self._entry(name)
-        entry.reason = "drained by the operator"
+        entry.reason = reason
         self._set(entry, entry.circuit, State.DRAINING)
 
     def terminate(self, name: str) -> None:
@@ -212,17 +222,23 @@ class Pool:
 
     def remove(self, name: str) -> None:
         """Forget the node; streams that still run on it should move elsewhere. Idempotent."""
-        self.bar(_without(self.bars, name))
+        self._bar(_without(self.bars, name))
         entry = self._entries.pop(name, None)
         if entry is not None:
+            self._log.left(entry.node)
             self._views.remove(name)
             entry.leaving.set()
             self._room_changed()
             self._metrics.node_forgotten(name, entry.node.role, State, CircuitState)
             self._count_cohort(entry.node)
+            self._count_serving(entry.node)
 
     def bar(self, bars: Bars) -> None:
         """From now on these pairs and nodes, and no others, exchange no tickets; earlier plans stay as they are."""
+        self._log.barred(self.bars, bars)
+        self._bar(bars)
+
+    def _bar(self, bars: Bars) -> None:
         before, after = set(self._pairs(self.bars)), set(self._pairs(bars))
         self.bars = bars
         for pair in before - after:
@@ -232,8 +248,10 @@ class Pool:
 
     # -- active health
 
-    def probed(self, name: str, fault: Fault | None, began: float) -> None:
+    def probed(self, name: str, fault: Fault | None, began: float, why: str = "") -> None:
         """A health probe that ``began`` at that monotonic second ended, None for well. What counts: `PROBE_BLAME`.
+
+        ``why``: the fault as a sentence, for operators.
 
         ``failures`` misses in a row open the circuit; legs are made to leave once they are silent too. Ignored for a
         node that has left.
@@ -247,7 +265,7 @@ class Pool:
             return
         entry.misses += 1
         if entry.lost():
-            self._open(entry, f"health: {fault}")
+            self._open(entry, f"health: {why or fault}")
             if not progressed:
                 entry.send_legs_away()
 
@@ -311,15 +329,20 @@ class Pool:
             entry.trials = 0
             self._metrics.circuit_moved(entry.node.name, circuit.state)
         if entry.state() is not state:
+            self._announce(entry, state)
             if {state, entry.state()} != _OUTAGE:
                 entry.since = self._clock.now()
             self._count_state(entry)
             self._room_changed()
 
+    def _announce(self, entry: PoolEntry, before: State) -> None:
+        self._log.moved(entry.node, before, entry.state(), entry.reason, self._clock.now() - entry.since)
+
     def _count_state(self, entry: PoolEntry) -> None:
         node = entry.node
         self._metrics.node_state(node.name, node.role, entry.state())
         self._count_cohort(node)
+        self._count_serving(node)
         if node.role is Role.PREFILL and node.model:
             self._metrics.prefill_expected(node.model)
 
@@ -328,6 +351,11 @@ class Pool:
         if node.role is Role.DECODE:
             for name in (node.model, *node.aliases):
                 self._metrics.model_served(name)
+
+    def _count_serving(self, of: Node) -> None:
+        """The nodes of its role and model that serve."""
+        kin = (entry for entry in self._entries.values() if (entry.node.role, entry.node.model) == (of.role, of.model))
+        self._log.serving(of.role, of.model, sum(entry.state() in SERVING for entry in kin))
 
     def _count_cohort(self, of: Node) -> None:
         """Its nodes by role that serve; of a cohort without nodes nothing is kept."""

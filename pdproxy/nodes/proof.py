@@ -21,7 +21,7 @@ from typing import Protocol
 
 from pdproxy.clock import Clock
 from pdproxy.nodes.evidence import Evidence, Pair
-from pdproxy.nodes.node import Bars, Node, Role, State
+from pdproxy.nodes.node import Node, Role, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.labels import Proof
 
@@ -149,7 +149,6 @@ class Prover:
         self._joins = {name: join for name, join in self._joins.items() if name in names}
         self._evidence.keep_only(names)
         bars = self._evidence.bars()
-        _log_changes(self._pool.bars, bars)
         self._pool.bar(bars)
 
     def _due(self) -> list[tuple[Node, Node]]:
@@ -192,17 +191,3 @@ def in_order(node: Node, partner: Node) -> tuple[Node, Node]:
 
 def _serving(pool: Pool) -> list[Node]:
     return [view.node for view in pool.snapshot().nodes if view.state is State.UP]
-
-
-def _log_changes(before: Bars, after: Bars) -> None:
-    """One sentence for each bar that is new, and for each that was lifted."""
-    for name in after.nodes.keys() - before.nodes.keys():
-        _LOG.error(
-            "node %s exchanges no tickets with any node: it failed where others pass: %s", name, after.nodes[name]
-        )
-    for pair in after.pairs.keys() - before.pairs.keys():
-        _LOG.error("prefill node %s and decode node %s exchange no tickets: %s", *pair, after.pairs[pair])
-    for name in before.nodes.keys() - after.nodes.keys():
-        _LOG.info("node %s exchanges tickets again", name)
-    for pair in before.pairs.keys() - after.pairs.keys():
-        _LOG.info("prefill node %s and decode node %s exchange tickets again", *pair)

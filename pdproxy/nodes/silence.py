@@ -253,8 +253,9 @@ class SilenceWatch:
         watched.spared = outcome is SilenceOutcome.TOO_MANY
         if outcome is SilenceOutcome.GIVEN_UP:
             watched.given_up = True
-            self._outages.failed(node, NodeFault(Fault.HEADERS_TIMEOUT, self._evidence(node)))
-            self._pool.give_up(node.name, "health: silent, and no probe was answered")
+            evidence = self._evidence(node)
+            self._pool.give_up(node.name, f"health: {evidence}")
+            self._outages.down(node, NodeFault(Fault.HEADERS_TIMEOUT, evidence))
 
     def _evidence(self, node: Node) -> str:
         silent = self._clock.now() - max(self._pool.silent_since(node.name), self._punctual_since)

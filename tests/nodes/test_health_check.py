@@ -36,30 +36,33 @@ async def test_three_misses_in_a_row_give_a_node_up(
 async def test_a_node_that_is_given_up_is_logged_once_and_again_when_it_is_back(
     pool: Pool, transport: FakePoolTransport, clock: FakeClock, health: HealthCheck, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "pdproxy.nodes.join")
+    caplog.set_level(logging.INFO, "pdproxy.nodes")
 
-    def logged() -> list[str]:
-        lines = [record.getMessage() for record in caplog.records if record.name == "pdproxy.nodes.join"]
+    def logged() -> list[tuple[str, str | None]]:
+        lines = [(record.getMessage(), vars(record).get("reason")) for record in caplog.records]
         caplog.clear()
-        return [line for line in lines if " serves tiny as " not in line]
+        return lines
 
     await visit_all(health, pool)
+    assert logged() == [("node p1 is up", None), ("node d1 is up", None)]
     transport.nodes["d1"].fault = Fault.HEADERS_TIMEOUT
     await visit_all(health, pool)
     await visit_all(health, pool)
     assert logged() == []
     for _ in range(3):
         await visit_all(health, pool)
-    [line] = logged()
-    assert line.startswith("node d1 cannot be reached: injected. ")
+    assert logged() == [
+        ("node d1 is down", "health: cannot be reached: injected"),
+        ("no decode node serves any more: requests are refused with 503", None),
+    ]
     transport.nodes["d1"].fault = None
     transport.nodes["d1"].paths["/health"] = (503, b"")
     clock.advance(61)
     await visit_all(health, pool)
-    assert logged() == ["node d1 still cannot be used, for 1 min now: /health answers 503"]
+    assert logged() == [("node d1 still cannot be used, for 1 min now: /health answers 503", None)]
     transport.nodes["d1"].paths.clear()
     await visit_all(health, pool)
-    assert logged() == ["node d1 answers again, after 1 min"]
+    assert logged() == [("node d1 is up", None), ("decode nodes serve again", None)]
 
 
 async def test_a_lack_of_sockets_in_the_proxy_changes_nothing(

@@ -46,29 +46,35 @@ def test_the_lines_are_sentences(log: OutageLog, clock: FakeClock, caplog: pytes
     log.failed(NODE, REFUSED)
     clock.advance(60)
     log.failed(NODE, NodeFault(Fault.HEADERS_TIMEOUT, "d1:8000: nothing came for 5 s"))
-    clock.advance(90)
-    log.answered(NODE)
-    log.answered(NODE)
     assert caplog.messages == [
         FIRST,
         "node d1 still cannot be reached, for 1 min now: d1:8000: nothing came for 5 s",
-        "node d1 answers again, after 2 min",
     ]
-    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING", "INFO"]
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+
+
+def test_of_a_node_that_is_down_the_first_line_is_the_pools(
+    log: OutageLog, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    log.down(NODE, REFUSED)
+    assert caplog.messages == []
+    clock.advance(60)
+    log.down(NODE, REFUSED)
+    assert caplog.messages == ["node d1 still cannot be reached, for 1 min now: d1:8000: connection refused"]
 
 
 def test_the_next_outage_is_a_new_one(log: OutageLog, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         log.failed(NODE, REFUSED)
         log.answered(NODE)
-    assert len(caplog.messages) == 4
+    assert caplog.messages == [FIRST, FIRST]
 
 
 def test_a_node_that_left_is_forgotten(log: OutageLog, caplog: pytest.LogCaptureFixture) -> None:
     log.failed(NODE, REFUSED)
     log.keep(["d2"])
-    log.answered(NODE)
-    assert len(caplog.messages) == 1
+    log.failed(NODE, REFUSED)
+    assert caplog.messages == [FIRST, FIRST]
 
 
 @pytest.mark.parametrize("status", [401, 403])

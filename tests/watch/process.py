@@ -58,7 +58,7 @@ async def _read(stream: asyncio.StreamReader, log: list[str]) -> None:
 async def _addresses(log: Sequence[str], reading: asyncio.Task[None]) -> tuple[str, str]:
     async with asyncio.timeout(SOON):
         while not reading.done():
-            found = re.search(r"clients: ([^\s,]+), operators: ([^\s",]+)", "\n".join(log))
+            found = re.search(r"clients: ([^\s,]+), operators: ([^\s\",]+)", "\n".join(log))
             if found:
                 return f"http://{found[1]}", f"http://{found[2]}"
             await asyncio.sleep(0.02)

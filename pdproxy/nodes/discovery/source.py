@@ -152,7 +152,6 @@ class DiscoverySync:
             self._drainer.stop(node.name)
             self._amend(node)
             return
-        _LOG.info("node %s was found", node.name)
         self._pool.add(node)
 
     def _amend(self, node: Node) -> None:
@@ -164,9 +163,7 @@ class DiscoverySync:
         """One that was never listed as anything else is left alone: it would leave before it has joined."""
         with contextlib.suppress(UnknownNode):
             self._drainer.terminate(name, self._drain_seconds)
-            _LOG.info("node %s terminates, and is the last resort while it serves", name)
 
     def _drain(self, name: str) -> None:
         with contextlib.suppress(UnknownNode):
-            self._drainer.start(name, self._drain_seconds, AfterDrain.REMOVE)
-            _LOG.info("node %s is not listed any more and drains", name)
+            self._drainer.start(name, self._drain_seconds, AfterDrain.REMOVE, "it is not listed any more")

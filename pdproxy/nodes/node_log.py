@@ -1,0 +1,85 @@
+"""The log lines of nodes: the pool announces every change here, at once, and nobody else logs one."""
+
+import logging
+
+from pdproxy.clock import Clock
+from pdproxy.nodes.node import Bars, Node, Role, State
+
+_LOG = logging.getLogger("pdproxy.nodes")
+_LEVELS = {State.DOWN: logging.WARNING, State.REFUSED: logging.ERROR}
+"""Of a line that tells that a node is in a state; INFO for any other."""
+_LOSSES = {
+    Role.PREFILL: "no prefill node serves any more: decode nodes compute all prompts",
+    Role.DECODE: "no decode node serves any more: requests are refused with 503",
+}
+_RETURNS = {Role.PREFILL: "prefill nodes serve again", Role.DECODE: "decode nodes serve again"}
+
+Served = tuple[Role, str]
+"""A role and a model."""
+
+
+class NodeLog:
+    """One line for each change of a node's state, of what nodes may exchange, and of which roles are served at all."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._served: set[Served] = set()
+        self._lost_at: dict[Served, float] = {}
+        """Monotonic seconds since when no node serves what was served before."""
+
+    def joined(self, node: Node) -> None:
+        """A node is new in the pool."""
+        _LOG.info("node %s is new", node.name, extra={**_fields(node), "url": node.url, "state": State.JOINING.value})
+
+    def left(self, node: Node) -> None:
+        """A node is not in the pool any more."""
+        _LOG.info("node %s has left", node.name, extra=_fields(node))
+
+    def moved(self, node: Node, before: State, after: State, reason: str, seconds: float) -> None:
+        """A node is in another state than before, or in the same for another reason.
+
+        ``seconds``: since the state before began; for one that was out, since its outage did.
+        """
+        change: dict[str, str | float] = {"state": after.value, "was": before.value, "after_s": round(seconds, 1)}
+        if reason:
+            change["reason"] = reason
+        level = _LEVELS.get(after, logging.INFO)
+        _LOG.log(level, "node %s is %s", node.name, after.value, extra={**_fields(node), **change})
+
+    def serving(self, role: Role, model: str, nodes: int) -> None:
+        """So many nodes of a role serve a model now."""
+        served = (role, model)
+        if not nodes and served in self._served:
+            self._served.discard(served)
+            self._lost_at[served] = self._clock.now()
+            _LOG.error("%s", _LOSSES[role], extra={"role": role.value, "model": model})
+        elif nodes and served not in self._served:
+            self._served.add(served)
+            lost_at = self._lost_at.pop(served, None)
+            if lost_at is not None:
+                after = {"after_s": round(self._clock.now() - lost_at, 1)}
+                _LOG.info("%s", _RETURNS[role], extra={"role": role.value, "model": model, **after})
+
+    def barred(self, before: Bars, after: Bars) -> None:
+        """Other nodes and pairs than before exchange no tickets."""
+        for name in after.nodes.keys() - before.nodes.keys():
+            text = "node %s exchanges no tickets with any node: it failed where others pass: %s"
+            _LOG.error(text, name, after.nodes[name], extra={"node": name})
+        for pair in after.pairs.keys() - before.pairs.keys():
+            _LOG.error(
+                "prefill node %s and decode node %s exchange no tickets: %s",
+                *pair, after.pairs[pair], extra=_pair(*pair),
+            )  # fmt: skip
+        for name in before.nodes.keys() - after.nodes.keys():
+            _LOG.info("node %s exchanges tickets again", name, extra={"node": name})
+        for pair in before.pairs.keys() - after.pairs.keys():
+            text = "prefill node %s and decode node %s exchange tickets again"
+            _LOG.info(text, *pair, extra=_pair(*pair))
+
+
+def _fields(node: Node) -> dict[str, str]:
+    return {"node": node.name, "role": node.role.value, "model": node.model}
+
+
+def _pair(prefill: str, decode: str) -> dict[str, str]:
+    return {"prefill_node": prefill, "decode_node": decode}
