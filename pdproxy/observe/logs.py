@@ -17,10 +17,12 @@ import functools
 import json
 import logging
 import os
+import queue
 import re
 import select
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType, TracebackType
 
@@ -36,7 +38,7 @@ MOST_WAITING = 1 << 20
 """Bytes of lines that wait to be written; what comes while there are more is dropped."""
 LONGEST_VALUE, LONGEST_TRACEBACK = 1000, 8000
 """Characters of a value, and of a traceback, that a line shows."""
-COLLECTED_SECONDS = 0.01
+COLLECTED_SECONDS = 0.02
 """Within so many seconds lines are collected, to be written together."""
 CLOSE_SECONDS = 1.0
 """For the last lines to be written when the process ends."""
@@ -47,15 +49,17 @@ _PIPE_BUF = select.PIPE_BUF
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", "color_message"}
 _OWN = frozenset({"time", "level", "logger", "message", "exception"})
 _PLAIN = frozenset({int, float, bool, type(None)})
+_MOST_NAMES = 1000
 _BARE = re.compile(r"[!#-<>-\[\]-~]*").fullmatch
 """Text that logfmt needs no quotes for: printable ASCII without space, quotation mark, equals sign and backslash."""
+_PLAIN_FIELDS = re.compile(r"[ !#-\[\]-~]*").fullmatch
 _NOT_IN_NAMES = re.compile(r"[^\w.-]|[^\x21-\x7e]")
 
 Value = str | int | float | bool | None
 
 
 class LineFormatter(logging.Formatter):
-    """What both formats have in common: the fields of a line.
+    """What both formats have in common.
 
     ``constant``: fields of every line.
     """
@@ -64,42 +68,65 @@ class LineFormatter(logging.Formatter):
         super().__init__()
         self._constant = constant
 
-    def fields(self, record: logging.LogRecord) -> dict[str, Value]:
-        """Time (UTC), level, logger, message, then the ``extra`` fields, then the traceback."""
+    def extras(self, record: logging.LogRecord) -> dict[str, object]:
+        """The fields behind the message, as they are: those of ``extra``, the constant ones and those of the trace."""
+        extras = {name: value for name, value in record.__dict__.items() if name not in _STANDARD}
+        if self._constant:
+            extras.update(self._constant)
+        if ids := trace_ids():
+            extras.update(ids)
+        return extras
+
+    def traceback(self, record: logging.LogRecord) -> str:
+        """What comes last; "" for none."""
+        trace = self.formatException(record.exc_info) if record.exc_info else ""
+        return _cut_middle("\n".join(filter(None, (trace, record.stack_info))))
+
+
+class JsonFormatter(LineFormatter):
+    """One JSON object a line: time (UTC), level, logger, message, the ``extra`` fields, and ``exception``."""
+
+    def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, Value] = {
             "time": _time(record),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": _cut(record.getMessage(), 2 * LONGEST_VALUE),
-            **self._constant,
         }
-        for name, value in record.__dict__.items():
-            if name not in _STANDARD:
-                fields[_field_name(name)] = value if type(value) in _PLAIN else _cut(str(value))
-        fields.update(trace_ids())
-        if record.exc_info or record.stack_info:
-            fields["exception"] = _cut_middle("\n".join(filter(None, (self._traceback(record), record.stack_info))))
-        return fields
-
-    def _traceback(self, record: logging.LogRecord) -> str:
-        return self.formatException(record.exc_info) if record.exc_info else ""
-
-
-class JsonFormatter(LineFormatter):
-    """One JSON object a line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return write_json_line(self.fields(record))
+        for name, value in self.extras(record).items():
+            fields[_field_name(name)] = _shown(value)
+        if trace := self.traceback(record):
+            fields["exception"] = trace
+        return write_json_line(fields)
 
 
 class TextFormatter(LineFormatter):
-    """logfmt: ``time=… level=info logger=pdproxy message="request ended" key=value …``.
+    """logfmt, with the same fields: ``time=… level=info logger=pdproxy message="request ended" key=value``.
 
-    A value that has more than ``_BARE`` allows is a JSON string.
+    A value that has more than `_BARE` allows is a JSON string.
     """
 
+    def __init__(self, constant: Mapping[str, Value] = MappingProxyType({})) -> None:
+        super().__init__(constant)
+        self._known_names: set[str] = set()
+        """Fields that were seen to need no change; a program has so many."""
+
     def format(self, record: logging.LogRecord) -> str:
-        return " ".join([f"{name}={_logfmt(value)}" for name, value in self.fields(record).items()])
+        message, extras = _cut(record.getMessage(), 2 * LONGEST_VALUE), self.extras(record)
+        line = f"time={_time(record)} {_head(record.levelname, record.name, message)}"
+        plain = "".join([f" {name}={value}" for name, value in extras.items()])
+        if _is_plain(plain, len(extras)) and extras.keys() <= self._known_names:
+            line += plain
+        else:
+            line += "".join([f" {self._name(name)}={_logfmt(_shown(value))}" for name, value in extras.items()])
+        trace = self.traceback(record) if record.exc_info or record.stack_info else ""
+        return f"{line} exception={json.dumps(trace)}" if trace else line
+
+    def _name(self, name: str) -> str:
+        shown = _field_name(name)
+        if shown == name and len(self._known_names) < _MOST_NAMES:
+            self._known_names.add(name)
+        return shown
 
 
 class LineWriter:
@@ -119,7 +146,8 @@ class LineWriter:
         self._turned_away = self._lost = self._told = 0
         """Lines: that found too much waiting, that could not be written, that were told of."""
         self._asleep = False
-        self._wake, self._closing = threading.Event(), threading.Event()
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._closing = False
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
 
@@ -137,27 +165,26 @@ class LineWriter:
         self._given += len(line)
         if self._asleep:
             self._asleep = False
-            self._wake.set()
+            self._bell.put(None)
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Write what waits, and end; lines that are not written by then are lost."""
-        self._closing.set()
-        self._wake.set()
+        self._closing = True
+        self._bell.put(None)
         self._thread.join(seconds)
 
     def _run(self) -> None:
-        while self._lines or not self._closing.is_set():
+        while self._lines or not self._closing:
             self._sleep()
-            self._closing.wait(COLLECTED_SECONDS)
+            time.sleep(COLLECTED_SECONDS)
             while self._lines:
                 self._write_some()
 
     def _sleep(self) -> None:
-        """Until there are lines. What comes after `_asleep` is set wakes; what came before is seen."""
-        self._wake.clear()
+        """Until there are lines, or for nothing. What comes after `_asleep` is set rings; what came before is seen."""
         self._asleep = True
-        if not self._lines and not self._closing.is_set():
-            self._wake.wait()
+        if not self._lines and not self._closing:
+            self._bell.get()
         self._asleep = False
 
     def _write_some(self) -> None:
@@ -314,6 +341,26 @@ def _field_name(name: str) -> str:
     """A library may use any name, even one of our own fields."""
     safe = _NOT_IN_NAMES.sub("_", name)[:LONGEST_VALUE] or "_"
     return f"{safe}_" if safe in _OWN else safe
+
+
+def _is_plain(fields: str, number: int) -> bool:
+    """Whether each of so many fields can stand as it is, as those of nearly all lines can. The names are known."""
+    return (
+        len(fields) <= LONGEST_VALUE
+        and _PLAIN_FIELDS(fields) is not None
+        and fields.count(" ") == fields.count("=") == number
+        and "= " not in fields
+        and fields[-1:] != "="
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _head(level: str, logger: str, message: str) -> str:
+    return f"level={level.lower()} logger={_logfmt(logger)} message={json.dumps(message)}"
+
+
+def _shown(value: object) -> Value:
+    return value if type(value) in _PLAIN else _cut(str(value))  # type: ignore[return-value]
 
 
 def _cut(text: str, most: int = LONGEST_VALUE) -> str:

@@ -83,7 +83,7 @@ def test_json_has_the_extras_as_fields() -> None:
 def test_text_is_logfmt() -> None:
     line = TextFormatter({"worker": 1}).format(record("took %d", 5, request_id="r1", part=0.5))
     start = "time=1970-01-01T00:00:00.000Z level=info logger=pdproxy.x"
-    assert line == f'{start} message="took 5" worker=1 request_id=r1 part=0.5'
+    assert line == f'{start} message="took 5" request_id=r1 part=0.5 worker=1'
 
 
 HOSTILE = [
