@@ -32,6 +32,7 @@ from pdproxy.observe.labels import (
 )
 from pdproxy.observe.logs import DroppedLines
 from pdproxy.observe.metrics import Metrics
+from pdproxy.observe.refused_connections import RefusedConnections
 from pdproxy.observe.request_metrics import LABELS, SECONDS
 from pdproxy.request import Endpoint
 from pdproxy.workers.supervisor import SupervisorMetrics
@@ -77,6 +78,7 @@ def of_the_proxy() -> dict[str, str]:
     one, several = CollectorRegistry(), CollectorRegistry()
     Metrics(one)
     one.register(DroppedLines(lambda: 0))
+    RefusedConnections(one)
     SupervisorMetrics(several, 2)
     families = [*one.collect(), *several.collect()]
     return {family.name + ("_total" if family.type == "counter" else ""): family.type for family in families}

@@ -39,6 +39,7 @@ from pdproxy.nodes.proof import Prover, warm_up
 from pdproxy.nodes.silence import SilenceConfig, SilenceWatch
 from pdproxy.observe.labels import Task
 from pdproxy.observe.metrics import Metrics
+from pdproxy.observe.refused_connections import RefusedConnections
 from pdproxy.observe.tracing import TracedApp, tracing_of
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
 from pdproxy.orchestration.known_answer import KnownAnswer
@@ -62,7 +63,7 @@ _LOG = logging.getLogger(__name__)
 @dataclasses.dataclass(frozen=True, slots=True)
 class Proxy:
     """A running proxy: the ASGI applications of both ports; ``leaving`` is to be set when the shutdown begins; further
-    ``files`` may be watched, and metrics be put on the ``registry``.
+    ``files`` may be watched, and metrics be put on the ``registry``; ``refused`` is to be told of connections.
     """
 
     clients: AsgiApp
@@ -70,6 +71,7 @@ class Proxy:
     leaving: asyncio.Event
     files: FileWatcher
     registry: CollectorRegistry
+    refused: RefusedConnections
 
 
 @contextlib.asynccontextmanager
@@ -127,7 +129,7 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
         supervisor.keep(Task.DISCOVERY, DiscoverySync(pool, drainer, source, settings.deadlines.drain).run)
     try:
         api = ApiApp(handler, admin, shown_to_clients(settings.listen.metrics))
-        yield Proxy(TracedApp(api, tracer), operators, leaving, files, registry)
+        yield Proxy(TracedApp(api, tracer), operators, leaving, files, registry, RefusedConnections(registry))
     finally:
         behind = (events.source,) if events else ()
         for each in (supervisor, sources, drainer, background_tasks, *behind, transport, preflight_transport):

@@ -66,7 +66,9 @@ def clients_config(settings: Settings, running: Proxy) -> uvicorn.Config:
     """
     certificate, key = settings.listen.tls_certificate, settings.listen.tls_key
     grace = settings.deadlines.shutdown
-    config = http_config(settings, running.clients, grace, ssl_certfile=certificate, ssl_keyfile=key)
+    config = http_config(
+        settings, running.clients, grace, running.refused.count, ssl_certfile=certificate, ssl_keyfile=key
+    )
     config.load()
     if config.ssl is not None and certificate is not None and key is not None:
         renew = functools.partial(renew_pair, config.ssl, certificate, key)
@@ -76,4 +78,4 @@ def clients_config(settings: Settings, running: Proxy) -> uvicorn.Config:
 
 def operators_config(settings: Settings, running: Proxy) -> uvicorn.Config:
     """Of the operators' port, which ends after the clients' one."""
-    return http_config(settings, running.operators, OPERATORS_GRACE)
+    return http_config(settings, running.operators, OPERATORS_GRACE, running.refused.count)

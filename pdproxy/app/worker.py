@@ -56,13 +56,9 @@ async def _serve(settings: Settings, channel: socket.socket, log: LineHandler) -
         clients = Server(clients_config(settings, running), None)
         operators = Server(operators_config(settings, running), None)
         tune_collector()
-        adopting: set[asyncio.Task[None]] = set()
 
         def adopt(kind: Connection, connection: socket.socket) -> None:
-            server = clients if kind is Connection.CLIENT else operators
-            task = asyncio.get_running_loop().create_task(server.adopt(connection))
-            adopting.add(task)
-            task.add_done_callback(adopting.discard)
+            (clients if kind is Connection.CLIENT else operators).take(connection)
 
         inbox = Inbox(channel, adopt, functools.partial(_on_supervisor_gone, clients, operators, running.leaving))
         inbox.open()

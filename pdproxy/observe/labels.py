@@ -43,6 +43,16 @@ class OperatorRefusal(enum.StrEnum):
     """It would change something, the port is no loopback address, and the settings name no token."""
 
 
+class Refusal(enum.StrEnum):
+    """Why a client's connection came to nothing before a request."""
+
+    NO_DESCRIPTOR = "no_descriptor"
+    """This process has as many files open as it may: the connection waits."""
+    TLS = "tls_handshake"
+    HTTP = "invalid_http"
+    """What came is no HTTP request, an ambiguous one, or has no end."""
+
+
 class Phase(enum.StrEnum):
     """The parts of a request's time."""
 

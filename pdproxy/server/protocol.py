@@ -26,6 +26,8 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pdproxy.errors import ClientError, PdproxyError
+from pdproxy.observe.labels import Refusal
+from pdproxy.observe.refused_connections import OnRefused, uncounted
 from pdproxy.response import EXCHANGE_EXTENSION
 from pdproxy.server.response_writer import ClientExchange, ResponseWriter, UnchunkedExchange, WriteFlow
 
@@ -71,11 +73,13 @@ class ConnectionLimits:
         head_seconds: from the connection's (or the head's) first byte to the head's last; and for the rest of a body
             whose response is out already.
         stall_seconds: for a client to read what waits for it: else it would hold nodes and memory for ever.
+        on_refused: told of connections whose request is refused before the application has it.
     """
 
     head_bytes: int
     head_seconds: float
     stall_seconds: float
+    on_refused: OnRefused = uncounted
 
 
 class RefusedHeadError(PdproxyError):
@@ -295,6 +299,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self._refused = True
         self._stop_timer()
+        self.limits.on_refused(Refusal.HTTP, f"{self.client and self.client[0]}: {status} {code}: {message}")
         if self._responding():
             self.cycle.keep_alive = False
             return

@@ -8,12 +8,16 @@ import math
 import resource
 import signal
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any
 
 import uvicorn
 
 from pdproxy.errors import SettingsError
+from pdproxy.observe.labels import Refusal
+from pdproxy.observe.refused_connections import OnRefused, uncounted
+from pdproxy.server.listener import Listener
 from pdproxy.server.protocol import ConnectionLimits, GuardedProtocol, guarded
 from pdproxy.settings.model import Settings
 
@@ -39,9 +43,14 @@ Message = MutableMapping[str, Any]
 AsgiApp = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
 
 
-def http_config(settings: Settings, app: AsgiApp, grace: float, **tls: object) -> uvicorn.Config:
-    """Of a port, with the limits of the settings. ``grace``: seconds for running requests to end."""
-    limits = ConnectionLimits(settings.limits.header_bytes, HEAD_SECONDS, settings.deadlines.stall)
+def http_config(
+    settings: Settings, app: AsgiApp, grace: float, on_refused: OnRefused, **tls: object
+) -> uvicorn.Config:
+    """Of a port, with the limits of the settings.
+
+    ``grace``: seconds for running requests to end. ``on_refused``: told of connections that come to nothing.
+    """
+    limits = ConnectionLimits(settings.limits.header_bytes, HEAD_SECONDS, settings.deadlines.stall, on_refused)
     return uvicorn.Config(
         app,
         http=guarded(limits),
@@ -58,7 +67,7 @@ def http_config(settings: Settings, app: AsgiApp, grace: float, **tls: object) -
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server without signal handlers: `serve` has them.
+    """A uvicorn server without signal handlers, for `serve` has them, which accepts its connections by `Listener`.
 
     ``bound``: the socket that it is to listen on; None where it serves only what it is given (`adopt`).
     """
@@ -66,10 +75,30 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, bound: socket.socket | None) -> None:
         super().__init__(config)
         self.bound = bound
+        self._listeners: list[Listener] = []
+        self._adopting: set[asyncio.Task[None]] = set()
 
     async def run_port(self) -> None:
         """Serve until `should_exit`."""
         await self.serve(sockets=[] if self.bound is None else [self.bound])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's, but for who accepts."""
+        await super().startup([])
+        self._listeners = [Listener(each, self.take, self._on_refused) for each in sockets or ()]
+        for listener in self._listeners:
+            listener.open()
+
+    def take(self, connection: socket.socket) -> None:
+        """Serve a connection that was accepted; as `adopt`, in a task of its own."""
+        task = asyncio.get_running_loop().create_task(self.adopt(connection))
+        self._adopting.add(task)
+        task.add_done_callback(self._adopting.discard)
+
+    @property
+    def _on_refused(self) -> OnRefused:
+        http = self.config.http
+        return http.limits.on_refused if isinstance(http, type) and issubclass(http, GuardedProtocol) else uncounted
 
     async def adopt(self, connection: socket.socket) -> None:
         """Serve a connection that was accepted elsewhere, as if it had been accepted here; closes it."""
@@ -83,7 +112,8 @@ class Server(uvicorn.Server):
             await loop.connect_accepted_socket(self._protocol, connection, ssl=self.config.ssl)
         except OSError as error:  # TLS errors are such, too
             connection.close()
-            _LOG.debug("a connection ended before its first request: %s", error)
+            if isinstance(error, (ssl.SSLError, ConnectionAbortedError)):  # else it has gone, as probes of a port do
+                self._on_refused(Refusal.TLS, str(error))
 
     def _protocol(self) -> asyncio.Protocol:
         made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
@@ -99,6 +129,8 @@ class Server(uvicorn.Server):
         """uvicorn's, which cancels what outlives the grace and goes on: the errors that these requests end with must
         still be written.
         """
+        for listener in self._listeners:
+            listener.close()
         await super().shutdown(sockets)
         for connection in tuple(self.server_state.connections):
             if isinstance(connection, GuardedProtocol):

@@ -1,14 +1,13 @@
 """Accepts clients' connections, and gives them to workers in turn."""
 
 import asyncio
-import logging
 import socket
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
+from pdproxy.observe.labels import Refusal
+from pdproxy.observe.refused_connections import OnRefused, uncounted
 from pdproxy.workers.channel import MOST_AT_ONCE, Connection
-
-_LOG = logging.getLogger("pdproxy")
 
 BACKLOG = 2048
 """Connections that wait to be accepted, as uvicorn has it."""
@@ -29,12 +28,14 @@ Worker = TypeVar("Worker", bound=Taker)
 class Acceptor(Generic[Worker]):
     """Of one bound socket, from `open` to `close`. Without workers, and while none takes any, connections wait.
 
-    ``on_taken``: called with the worker that took a connection.
+    ``on_taken``: called with the worker that took a connection. ``on_refused``: told of those that cannot be accepted.
     """
 
-    def __init__(self, listener: socket.socket, on_taken: Callable[[Worker], None]) -> None:
+    def __init__(
+        self, listener: socket.socket, on_taken: Callable[[Worker], None], on_refused: OnRefused = uncounted
+    ) -> None:
         self._listener = listener
-        self._on_taken = on_taken
+        self._on_taken, self._on_refused = on_taken, on_refused
         self._loop = asyncio.get_running_loop()
         self._workers: list[Worker] = []
         """The next one first."""
@@ -87,7 +88,7 @@ class Acceptor(Generic[Worker]):
             except BlockingIOError:
                 return
             except OSError as error:  # no descriptor is left, or the client is gone already
-                _LOG.warning("a connection could not be accepted: %s", error)
+                self._on_refused(Refusal.NO_DESCRIPTOR, f"{error.strerror}")
                 self._pause()
                 return
             if not self._hand_out(connection):

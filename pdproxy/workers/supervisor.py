@@ -22,6 +22,7 @@ from pdproxy.errors import SettingsError
 from pdproxy.observe.labels import OperatorRefusal, WatchedSetting
 from pdproxy.observe.logs import DroppedLines, LineHandler, configure_process
 from pdproxy.observe.metrics import operator_refusals
+from pdproxy.observe.refused_connections import RefusedConnections
 from pdproxy.server.server import (
     OPERATORS_GRACE,
     Server,
@@ -115,12 +116,13 @@ class Supervisor:
         registry.register(PLATFORM_COLLECTOR)
         registry.register(DroppedLines(lambda: log.dropped))
         self._metrics = SupervisorMetrics(registry, len(workers))
-        self._acceptor = Acceptor(clients, self._on_taken)
+        refused = RefusedConnections(registry)
+        self._acceptor = Acceptor(clients, self._on_taken, refused.count)
         self._merged = MergedMetrics(registry)
         self._app = OperatorsApp(lambda: sorted(self._running, key=lambda worker: worker.number), self._merged)
         self._running: set[Worker] = set()
         guarded = GuardedPort(self._app, settings.listen, RefusalLog(SystemClock(), self._metrics.operator_refused))
-        self._operators = Server(http_config(settings, guarded, OPERATORS_GRACE), operators)
+        self._operators = Server(http_config(settings, guarded, OPERATORS_GRACE, refused.count), operators)
         self._operating: asyncio.Task[None] | None = None
         self._leaving = asyncio.Event()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pdproxy.observe.refused_connections import uncounted
 from pdproxy.server.server import Server, http_config
 from pdproxy.settings.model import Settings
 from pdproxy.workers.channel import READY, Connection, Inbox, hand_over
@@ -27,7 +28,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 @contextlib.asynccontextmanager
 async def serving(**tls: object) -> AsyncIterator[Server]:
-    server = QuickServer(http_config(Settings(), app, 1.0, **tls), None)
+    server = QuickServer(http_config(Settings(), app, 1.0, uncounted, **tls), None)
     task = asyncio.create_task(server.run_port())
     try:
         yield server
