@@ -266,7 +266,7 @@ class Log(Section):
     level: types.LogLevel = types.LogLevel.INFO
     """How much is logged."""
     format: types.LogFormat = types.LogFormat.TEXT
-    """How a line looks."""
+    """How a line looks; text is logfmt, with the fields of the JSON."""
 
 
 class Otel(Section):
