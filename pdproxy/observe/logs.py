@@ -349,8 +349,6 @@ def _is_plain(fields: str, number: int) -> bool:
         len(fields) <= LONGEST_VALUE
         and _PLAIN_FIELDS(fields) is not None
         and fields.count(" ") == fields.count("=") == number
-        and "= " not in fields
-        and fields[-1:] != "="
     )
 
 
@@ -375,4 +373,4 @@ def _cut_middle(text: str) -> str:
 
 def _logfmt(value: Value) -> str:
     text = value if isinstance(value, str) else str(value)
-    return text if text and _BARE(text) else json.dumps(text)
+    return text if _BARE(text) else json.dumps(text)

@@ -43,9 +43,7 @@ Message = MutableMapping[str, Any]
 AsgiApp = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
 
 
-def http_config(
-    settings: Settings, app: AsgiApp, grace: float, on_refused: OnRefused, **tls: object
-) -> uvicorn.Config:
+def http_config(settings: Settings, app: AsgiApp, grace: float, on_refused: OnRefused, **tls: object) -> uvicorn.Config:
     """Of a port, with the limits of the settings.
 
     ``grace``: seconds for running requests to end. ``on_refused``: told of connections that come to nothing.

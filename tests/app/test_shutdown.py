@@ -83,7 +83,9 @@ class Call:
     ],
     ids=["completion", "list", "chat", "messages", "responses"],
 )
-async def test_a_stream_ends_in_an_error_event(server: RunningProxy, path: str, body: dict[str, Any]) -> None:
+async def test_a_stream_ends_in_an_error_event(
+    server: RunningProxy, path: str, body: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     server.decode.fault = InjectedFault(FaultKind.STALL, at=2)
     call = Call(server, path, {**body, "stream": True})
     await asyncio.wait_for(call.began.wait(), SOON)
@@ -97,6 +99,10 @@ async def test_a_stream_ends_in_an_error_event(server: RunningProxy, path: str, 
         assert events[-2].startswith(b"event: error\ndata: ")
     await server.until(f'pdproxy_requests_total{{endpoint="{path}",model="m",outcome="failed"}} 1.0')
     await server.until('pdproxy_node_active{node="decode-0",role="decode"} 0.0')
+    (line,) = [vars(record) for record in caplog.records if record.name == "pdproxy.orchestration.access_log"]
+    assert (line["levelname"], line["status"], line["code"], line["node"]) == (
+        "WARNING", 200, "shutting_down", "decode-0"
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])

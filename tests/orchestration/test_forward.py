@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 
 import pytest
 
@@ -62,13 +63,17 @@ async def test_where_no_node_can_be_reached_the_client_gets_503() -> None:
     [InjectedFault(FaultKind.RESET), InjectedFault(FaultKind.HANG), InjectedFault(FaultKind.RESET, at=0)],
     ids=str,
 )
-async def test_a_request_that_a_node_may_have_handled_is_not_repeated(trouble: InjectedFault) -> None:
+async def test_a_request_that_a_node_may_have_handled_is_not_repeated(
+    trouble: InjectedFault, access_log: list[logging.LogRecord]
+) -> None:
     cluster = FakeCluster()
     cluster.decodes[0].fault = trouble
     with pytest.raises(ClientError) as caught:
         await _forward(cluster)
     assert caught.value.status in (502, 504)
     assert cluster.decodes[1].seen == []
+    (line,) = map(vars, access_log)
+    assert (line["status"], line["node"], line["tried"]) == (caught.value.status, "d0", f"forward:d0:{line['fault']}")
     await cluster.settle()
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import itertools
+import logging
 
 import pytest
 
@@ -79,7 +80,7 @@ async def test_what_a_broken_leg_may_not_have_read_is_released_when_it_is_asked_
     await cluster.settle()
 
 
-async def test_a_bug_in_one_of_several_streams_ends_them_all() -> None:
+async def test_a_bug_in_one_of_several_streams_ends_them_all(access_log: list[logging.LogRecord]) -> None:
     cluster = FakeCluster()
     names = itertools.count()
 
@@ -97,5 +98,7 @@ async def test_a_bug_in_one_of_several_streams_ends_them_all() -> None:
         with pytest.raises(RuntimeError):
             await read(await orchestrator.answer(cluster.request(COMPLETIONS, body)))
     await background_tasks.aclose()
+    assert [vars(line)["code"] for line in access_log] == ["internal_error"]
+    access_log.clear()
     assert len(asyncio.all_tasks()) == 1
     assert not cluster.transport.open
