@@ -29,7 +29,7 @@ MARKS = (0.1, 0.7)
 EVENT = b"data: "
 LEG_FAILED = re.compile(r"request (?P<request>\S+): decode leg on (?P<node>\S+): ")
 """What the proxy logs of a stream whose node has died."""
-MOVED = re.compile(r"request ended" request_id=(?P<request>\S+) .*\bmoved=(?P<how>\S+) stall_ms=(?P<stall>\S+)")
+MOVED = re.compile(r"request ended\" request_id=(?P<request>\S+) .*\bmoved=(?P<how>\S+) stall_ms=(?P<stall>\S+)")
 """What it logs at the end of a stream that went on elsewhere."""
 
 

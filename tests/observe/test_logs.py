@@ -300,7 +300,7 @@ def test_lines_go_out_soon_whole_and_in_pieces_that_a_pipe_takes_at_once() -> No
         assert os.read(read, 10_000) == b"one\n"
         for _ in range(12):
             writer.write("x" * 999 + "\n")
-        pieces = []
+        pieces: list[bytes] = []
         while sum(map(len, pieces)) < 12_000:
             pieces.append(os.read(read, 10_000))
         writer.close(SOON)
