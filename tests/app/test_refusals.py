@@ -37,6 +37,8 @@ async def test_each_refusal_says_why_and_is_counted(tmp_path: Path, caplog: pyte
     (tmp_path / "keys").write_text(KEYS)
     settings = Settings(keys=Keys(file=tmp_path / "keys"), limits=Limits(body_bytes=1024))
     async with running_proxy(settings, key="sk-one") as server:
+        first = await server.client.post(COMPLETIONS, **ASK, headers=bearer("sk-rated"))
+        assert first.status_code == 200, "of its rates, only the next one exceeds them"
         for name, (method, path, more, status, code) in CASES.items():
             caplog.clear()
             with caplog.at_level(logging.INFO, LOG):
