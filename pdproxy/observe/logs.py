@@ -47,13 +47,13 @@ _STANDARD_ERROR = 2
 _PIPE_BUF = select.PIPE_BUF
 """Bytes that a pipe takes in one piece, where several processes write to it."""
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", "color_message"}
-_OWN = frozenset({"time", "level", "logger", "message", "exception"})
+_OWN = frozenset({"time", "level", "logger", "message", "exception", ""})
+"""Names that no further field can have."""
 _PLAIN = frozenset({int, float, bool, type(None)})
-_MOST_NAMES = 1000
 _BARE = re.compile(r"[!#-<>-\[\]-~]*").fullmatch
 """Text that logfmt needs no quotes for: printable ASCII without space, quotation mark, equals sign and backslash."""
-_PLAIN_FIELDS = re.compile(r"[ !#-\[\]-~]*").fullmatch
-_NOT_IN_NAMES = re.compile(r"[^\w.-]|[^\x21-\x7e]")
+_MOST_REMEMBERED, _REMEMBERED_LENGTH = 1000, 100
+_NOT_IN_NAMES = re.compile(r"[^!#-<>-\[\]-~]")
 
 Value = str | int | float | bool | None
 
@@ -100,6 +100,25 @@ class JsonFormatter(LineFormatter):
         return write_json_line(fields)
 
 
+class Written(dict[str, str]):
+    """How short texts are written; remembered, for most lines have the same names, nodes, models, …
+
+    ``make``: writes a text.
+    """
+
+    def __init__(self, make: Callable[[str], str]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, text: str) -> str:
+        made = self._make(text)
+        if len(text) <= _REMEMBERED_LENGTH:
+            if len(self) >= _MOST_REMEMBERED:
+                self.clear()
+            self[text] = made
+        return made
+
+
 class TextFormatter(LineFormatter):
     """logfmt, with the same fields: ``time=… level=info logger=pdproxy message="request ended" key=value``.
 
@@ -108,25 +127,24 @@ class TextFormatter(LineFormatter):
 
     def __init__(self, constant: Mapping[str, Value] = MappingProxyType({})) -> None:
         super().__init__(constant)
-        self._known_names: set[str] = set()
-        """Fields that were seen to need no change; a program has so many."""
+        self._names = Written(lambda name: "" if name in _STANDARD else _field_name(name))
+        self._texts = Written(lambda text: _logfmt(_cut(text)))
 
     def format(self, record: logging.LogRecord) -> str:
-        message, extras = _cut(record.getMessage(), 2 * LONGEST_VALUE), self.extras(record)
+        message, names, texts = _cut(record.getMessage(), 2 * LONGEST_VALUE), self._names, self._texts
         line = f"time={_time(record)} {_head(record.levelname, record.name, message)}"
-        plain = "".join([f" {name}={value}" for name, value in extras.items()])
-        if _is_plain(plain, len(extras)) and extras.keys() <= self._known_names:
-            line += plain
-        else:
-            line += "".join([f" {self._name(name)}={_logfmt(_shown(value))}" for name, value in extras.items()])
+        # In one go, and without `extras`: it is done for each request.
+        for more in (record.__dict__, self._constant, trace_ids()):
+            if more:
+                line += "".join(
+                    [
+                        f" {shown}={value if type(value) in _PLAIN else texts[str(value)]}"
+                        for name, value in more.items()
+                        if (shown := names[name])
+                    ]
+                )
         trace = self.traceback(record) if record.exc_info or record.stack_info else ""
         return f"{line} exception={json.dumps(trace)}" if trace else line
-
-    def _name(self, name: str) -> str:
-        shown = _field_name(name)
-        if shown == name and len(self._known_names) < _MOST_NAMES:
-            self._known_names.add(name)
-        return shown
 
 
 class LineWriter:
@@ -326,30 +344,20 @@ def _record(name: str, level: int, text: str) -> logging.LogRecord:
 
 
 def _time(record: logging.LogRecord) -> str:
-    second, part = divmod(record.created, 1)
-    return f"{_second(second)}.{int(part * 1000):03d}Z"
+    second = int(record.created)
+    return f"{_second(second)}.{int((record.created - second) * 1000):03d}Z"
 
 
 @functools.lru_cache(maxsize=1)
-def _second(second: float) -> str:
+def _second(second: int) -> str:
     """Without its fraction: the records of one second have that in common."""
     return dt.datetime.fromtimestamp(second, dt.UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
-@functools.lru_cache(maxsize=256)
 def _field_name(name: str) -> str:
     """A library may use any name, even one of our own fields."""
     safe = _NOT_IN_NAMES.sub("_", name)[:LONGEST_VALUE] or "_"
     return f"{safe}_" if safe in _OWN else safe
-
-
-def _is_plain(fields: str, number: int) -> bool:
-    """Whether each of so many fields can stand as it is, as those of nearly all lines can. The names are known."""
-    return (
-        len(fields) <= LONGEST_VALUE
-        and _PLAIN_FIELDS(fields) is not None
-        and fields.count(" ") == fields.count("=") == number
-    )
 
 
 @functools.lru_cache(maxsize=64)
