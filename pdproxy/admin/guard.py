@@ -12,9 +12,9 @@ import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
-from pdproxy.clock import Clock
 from pdproxy.errors import ClientError
 from pdproxy.observe.labels import OperatorRefusal
+from pdproxy.observe.rare_lines import RareLine
 from pdproxy.settings.model import Listen
 
 _LOG = logging.getLogger("pdproxy.admin")
@@ -27,8 +27,6 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 JSON = "application/json"
 READS = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods that change nothing."""
-LOG_SECONDS = 60.0
-"""Between two log lines about refusals for one reason."""
 _SHOWN = 100
 """Characters of a client's header that are logged and answered."""
 _HOST = re.compile(r"(?:\[(?P<v6>[^\[\]]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::[0-9]{0,5})?")
@@ -92,25 +90,16 @@ class RefusalLog:
     ``refused``: counts one.
     """
 
-    def __init__(self, clock: Clock, refused: Callable[[OperatorRefusal], None]) -> None:
-        self._clock = clock
+    def __init__(self, refused: Callable[[OperatorRefusal], None]) -> None:
         self._refused = refused
-        self._logged: dict[OperatorRefusal, float] = {}
-        """When the last line about a reason was written, monotonic seconds."""
-        self._silent: dict[OperatorRefusal, int] = {}
-        """How many came since that line."""
+        self._lines = {
+            reason: RareLine(_LOG, f"the operators' port refused requests: {reason}") for reason in OperatorRefusal
+        }
 
     def record(self, reason: OperatorRefusal, method: str, error: ClientError) -> None:
         """A request was refused."""
         self._refused(reason)
-        now, last = self._clock.now(), self._logged.get(reason)
-        if last is not None and now - last < LOG_SECONDS:
-            self._silent[reason] = self._silent.get(reason, 0) + 1
-            return
-        self._logged[reason] = now
-        more = self._silent.pop(reason, 0)
-        text = "the operators' port refused a %s request (%s; %d more since the last such line): %s"
-        _LOG.warning(text, method[:20], reason, more, error.message)
+        self._lines[reason].happened(f"{method[:20]}: {error.message}")
 
 
 class GuardedPort:

@@ -110,7 +110,7 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     drainer = Drainer(pool, clock, settings.deadlines.drain, Cohorts(pool, proved).is_needed)
     admin_context = _admin_context(settings, context, drainer, registry, leaving, events, secrets.admin_token)
     admin = admin_app(dataclasses.replace(admin_context, advice=sizing.advice, proved=proved))
-    operators = GuardedPort(admin, settings.listen, RefusalLog(clock, metrics.operator_refused))
+    operators = GuardedPort(admin, settings.listen, RefusalLog(metrics.operator_refused))
     outages = OutageLog(clock)
     joiner = Joiner(pool, Preflight(preflight_transport, headers), prove, outages)
     health = HealthCheck(pool, joiner, transport, clock, headers, settings.health.interval, settings.health.timeout)

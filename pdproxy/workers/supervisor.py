@@ -16,7 +16,6 @@ from collections.abc import Coroutine, Sequence
 from prometheus_client import PLATFORM_COLLECTOR, PROCESS_COLLECTOR, CollectorRegistry, Counter, Gauge
 
 from pdproxy.admin.guard import GuardedPort, RefusalLog, open_port_warning
-from pdproxy.clock import SystemClock
 from pdproxy.credential import read_secret
 from pdproxy.errors import SettingsError
 from pdproxy.observe.labels import OperatorRefusal, WatchedSetting
@@ -121,7 +120,7 @@ class Supervisor:
         self._merged = MergedMetrics(registry)
         self._app = OperatorsApp(lambda: sorted(self._running, key=lambda worker: worker.number), self._merged)
         self._running: set[Worker] = set()
-        guarded = GuardedPort(self._app, settings.listen, RefusalLog(SystemClock(), self._metrics.operator_refused))
+        guarded = GuardedPort(self._app, settings.listen, RefusalLog(self._metrics.operator_refused))
         self._operators = Server(http_config(settings, guarded, OPERATORS_GRACE, refused.count), operators)
         self._operating: asyncio.Task[None] | None = None
         self._leaving = asyncio.Event()

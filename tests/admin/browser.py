@@ -38,7 +38,7 @@ _FLAGS = (
 async def served(context: AdminContext) -> AsyncIterator[str]:
     """The operators' port, on a free one; its address."""
     bound = bind("127.0.0.1", 0, "here")
-    app = GuardedPort(admin_app(context), Listen(), RefusalLog(context.clock, lambda _: None))
+    app = GuardedPort(admin_app(context), Listen(), RefusalLog(lambda _: None))
     config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=1)
     port = Server(config, bound)
     serving = asyncio.create_task(port.serve(sockets=[bound]))
