@@ -50,8 +50,8 @@ async def test_no_attack_of_a_web_page_gets_through_and_the_start_says_what_is_o
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "admin_token_not_set")
     assert 'pdproxy_operator_refusals_total{reason="no_token_set"} 1.0' in counted
     [warning] = [line for line in process.log if "listen.admin_token_file is not set" in line]
-    assert "WARNING" in warning
-    refusals = [line for line in process.log if "refused a" in line]
+    assert "level=warning" in warning
+    refusals = [line for line in process.log if "refused requests" in line]
     assert len(refusals) == 3, "one line for each reason, of a hundred requests"
 
 

@@ -18,6 +18,7 @@ sk-one one
 sk-rated rated input_tokens_per_minute=1
 """
 COMPLETIONS = "/v1/completions"
+JSON = {"content-type": "application/json"}
 CASES = {
     "no key": ("POST", COMPLETIONS, {**ASK, "headers": bearer("sk-wrong")}, 401, "invalid_api_key"),
     "no key for a list": ("GET", "/v1/models", {"headers": bearer("sk-wrong")}, 401, "invalid_api_key"),
@@ -25,10 +26,17 @@ CASES = {
     "path": ("GET", "/nowhere%0Aoutcome=ok", {}, 404, "unknown_url"),
     "model": ("GET", "/v1/models/x", {}, 404, "model_not_found"),
     "method": ("PUT", COMPLETIONS, ASK, 405, "method_not_allowed"),
-    "length": ("POST", COMPLETIONS, {"content": b"x" * 2000}, 413, "request_too_large"),
-    "length of what is forwarded": ("POST", "/tokenize", {"content": b"x" * 2000}, 413, "request_too_large"),
+    "length": ("POST", COMPLETIONS, {"content": b"x" * 2000, "headers": JSON}, 413, "request_too_large"),
+    "length of what is forwarded": (
+        "POST",
+        "/tokenize",
+        {"content": b"x" * 2000, "headers": JSON},
+        413,
+        "request_too_large",
+    ),
+    "type": ("POST", COMPLETIONS, {"content": b"{}"}, 400, "unsupported_media_type"),
     "coding": ("POST", COMPLETIONS, {**ASK, "headers": {"content-encoding": "gzip"}}, 415, "invalid_request_error"),
-    "JSON": ("POST", COMPLETIONS, {"content": b"{"}, 400, "invalid_value"),
+    "JSON": ("POST", COMPLETIONS, {"content": b"{", "headers": JSON}, 400, "invalid_value"),
     "rate": ("POST", COMPLETIONS, {**ASK, "headers": bearer("sk-rated")}, 429, "rate_limit_exceeded"),
 }
 
@@ -48,7 +56,7 @@ async def test_each_refusal_says_why_and_is_counted(tmp_path: Path, caplog: pyte
             assert (line["levelname"], line["status"], line["code"]) == ("INFO", status, code), name
             assert line["request_id"] == answer.headers["x-pdproxy-request-id"], name
             assert line["reason"] == answer.json()["error"]["message"], name
-        page = (await server.client.get("/metrics")).text
+        page = (await server.operator.get("/metrics")).text
     refused = [line for line in page.splitlines() if line.startswith("pdproxy_requests_total{")]
     ended = {outcome: sum(float(line.split()[-1]) for line in refused if f'"{outcome}"' in line)
              for outcome in ("client_error", "rejected", "failed")}  # fmt: skip
