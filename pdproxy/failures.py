@@ -42,9 +42,12 @@ class Step(enum.StrEnum):
     LEASE_END = "lease_end"
 
 
-NO_RETRY_USED = frozenset({Fault.REFUSED, Fault.NO_ROUTE, Fault.ABORTED})
-"""Faults that use no retry up: nothing of the request reached the engine, or the engine is going and gave it up, as it
-does with all. No node is tried twice in one way."""
+NO_RETRY_USED = frozenset({Fault.REFUSED, Fault.NO_ROUTE})
+"""Faults that use no retry up: nothing of the request reached the engine. No node is tried twice in one way."""
+
+MOST_BROKEN = 2
+"""Nodes of a role that may break off under one request (RESET) before it is sent to no other: a request that ends the
+process of each node that gets it must not end all of them. One retry is what a node that dies by itself costs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class RetryOptions:
         ticket_works: a ticket is at hand, younger than `ticket_life` (it may still be refused: then it is computed).
         migrations: moves that are left to this stream.
         continuable: what was produced can be continued exactly.
+        broken: nodes of the leg's role that broke off under the request, one after another.
     """
 
     policy: OnPrefillFailure
@@ -79,20 +83,22 @@ class RetryOptions:
     ticket_works: bool = False
     migrations: int = 0
     continuable: bool = False
+    broken: int = 0
 
     def allow(self, step: Step) -> bool:
         """Whether ``step`` can be taken now."""
+        retries = self.retries if self.broken < MOST_BROKEN else 0
         match step:
             case Step.OTHER_PREFILL:
-                return self.policy is not OnPrefillFailure.LOCAL and self.retries > 0
+                return self.policy is not OnPrefillFailure.LOCAL and retries > 0
             case Step.LOCAL:
                 return self.policy is not OnPrefillFailure.FAIL
             case Step.SAME_TICKET:
-                return self.retries > 0 and self.ticket_works
+                return retries > 0 and self.ticket_works
             case Step.PREFILL_AGAIN | Step.OTHER_NODE:
-                return self.retries > 0
+                return retries > 0
             case Step.MIGRATE:
-                return self.migrations > 0 and self.continuable
+                return self.migrations > 0 and self.continuable and self.broken < MOST_BROKEN
             case _:
                 return True
 
@@ -174,10 +180,9 @@ class Blame(enum.StrEnum):
     """Whether a fault counts against the node that it happened on."""
 
     YES = "yes"
-    AT_ONCE = "at once"
-    """The node says that it is going: nothing more is sent to it while its circuit is open."""
+    """No request can cause it."""
     NO = "no"
-    IF_ANOTHER_SERVED = "once another node has served the request"
+    IN_DOUBT = "if another node serves the request; by half if none does"
     """The request itself may have caused it."""
     IF_SILENT = "unless a request has received something from the node meanwhile"
     """A node that is busy answers probes late."""
@@ -185,45 +190,55 @@ class Blame(enum.StrEnum):
 
 LEG_BLAME = {
     Fault.REFUSED: Blame.YES,
-    Fault.RESET: Blame.YES,
-    Fault.HEADERS_TIMEOUT: Blame.YES,
-    Fault.STALL: Blame.YES,
+    Fault.RESET: Blame.IN_DOUBT,
+    Fault.HEADERS_TIMEOUT: Blame.IN_DOUBT,
+    Fault.STALL: Blame.IN_DOUBT,
     Fault.CLIENT_ERROR: Blame.NO,
     Fault.NO_ROUTE: Blame.NO,
     Fault.BUSY: Blame.NO,
-    Fault.SERVER_ERROR: Blame.IF_ANOTHER_SERVED,
-    Fault.INVALID_BODY: Blame.YES,
+    Fault.SERVER_ERROR: Blame.IN_DOUBT,
+    Fault.INVALID_BODY: Blame.IN_DOUBT,
     Fault.NO_TICKET: Blame.NO,
-    Fault.ABORTED: Blame.AT_ONCE,
-    Fault.ERROR_EVENT: Blame.IF_ANOTHER_SERVED,
+    Fault.ABORTED: Blame.IN_DOUBT,
+    Fault.ERROR_EVENT: Blame.IN_DOUBT,
 }
-"""Of prefill and decode legs: `health.failures` in a row open the node's circuit, and one that counts at once."""
+"""Of prefill, decode and forward legs. A client can cause each fault that is in doubt on a healthy node: a process that
+dies or drops the connection (RESET), a prompt or a grammar that takes longer than a deadline (HEADERS_TIMEOUT, STALL),
+an exception in a parser (SERVER_ERROR, ERROR_EVENT), an answer that is too long (INVALID_BODY), a stream of beam
+search, which vLLM 0.32 ends without a finish reason (ABORTED). `nodes.outlier` says how many such faults open a
+circuit."""
 
 DELIVERY_BLAME = dict.fromkeys(Fault, Blame.NO) | {
     Fault.REFUSED: Blame.YES,
-    Fault.RESET: Blame.YES,
-    Fault.SERVER_ERROR: Blame.IF_ANOTHER_SERVED,
+    Fault.RESET: Blame.IN_DOUBT,
+    Fault.SERVER_ERROR: Blame.IN_DOUBT,
 }
 """Of deliveries, which are given little time: a node that is busy with its prompts may be late, and serve all the same.
 One that is stuck is found by active health."""
 
-PROBE_BLAME = LEG_BLAME | {
+PROBE_BLAME = {
+    Fault.REFUSED: Blame.YES,
+    Fault.RESET: Blame.YES,
     Fault.HEADERS_TIMEOUT: Blame.IF_SILENT,
     Fault.STALL: Blame.IF_SILENT,
+    Fault.CLIENT_ERROR: Blame.NO,
+    Fault.NO_ROUTE: Blame.NO,
+    Fault.BUSY: Blame.NO,
     Fault.SERVER_ERROR: Blame.YES,
+    Fault.INVALID_BODY: Blame.YES,
+    Fault.NO_TICKET: Blame.NO,
     Fault.ABORTED: Blame.NO,
     Fault.ERROR_EVENT: Blame.NO,
 }
-"""Of health probes: `health.failures` in a row, and the node is given up. BUSY is the proxy's own lack of sockets."""
+"""Of health probes: `health.failures` in a row, and the node is given up. They are the proxy's own requests, so that no
+client's request is their cause. BUSY is the proxy's own lack of sockets."""
 
 
 def blame(leg: Leg, fault: Fault) -> Blame:
-    """Whether a leg's fault counts against its node: a release's never does, and a forward's has no second node."""
+    """Whether a leg's fault counts against its node: a release's never does."""
     if leg is Leg.DELIVERY:
         return DELIVERY_BLAME[fault]
-    if leg is Leg.RELEASE or (leg is Leg.FORWARD and LEG_BLAME[fault] is Blame.IF_ANOTHER_SERVED):
-        return Blame.NO
-    return LEG_BLAME[fault]
+    return Blame.NO if leg is Leg.RELEASE else LEG_BLAME[fault]
 
 
 NOT_RESUMABLE: Mapping[NotContinuableReason, str] = {
@@ -318,10 +333,12 @@ The first step that is still possible is taken:
 - *migrate*: while `migrations` are left and the stream can go on exactly. Where it is resumed by its journal, the new
   leg has the rows of the moment *resuming*.
 - *at the endpoint itself*: always; the stream then has no journal.
-- A node that could not be reached at all, or gave the request up (*aborted*), uses no retry up: where `retries` is not
-  0, every node is tried.
+- A node that could not be reached at all uses no retry up: where `retries` is not 0, every node is tried.
+- A request under which the connections to two nodes of a role broke off (*reset*), one after another, is sent to no
+  third one: it may be what ends their processes. A stream's count starts anew once the client has got more of it.
 - *aborted* is an answer of status 200 that the engine gave up: vLLM's finish reason `abort`. So it answers what arrives
-  while it shuts down; of its answers on `/v1/messages` the reason to stop is missing, and those on `/v1/responses` are
+  while it shuts down, and some requests at any time: vLLM 0.32 ends a chat stream with `use_beam_search` without a
+  finish reason. Of its answers on `/v1/messages` the reason to stop is missing, and those on `/v1/responses` are
   `completed` without an output token. An answer of `/v1/responses` in one piece, or a stream without a journal, that is
   aborted after its first token cannot be told from a whole one.
 - A step that finds no node left gives way to the last one of its row.
@@ -348,6 +365,10 @@ ticket to the decode leg. The table stays the same, and no leg disturbs the othe
   delivery with a 4xx is not made to wait for a minute.
 - A decode node answers before it has its ticket: the answer is good; the prefill leg is ended, and released.
 - `decode_headers` counts from the delivery.
+
+A request can cause most faults on a healthy node. Such a fault counts in full once another node has served the request,
+and by half if none does; how many of them in a row take a node out depends on its peers, and one request takes out at
+most one node of a role ([when a node is taken out](reliability.md#when-a-node-is-taken-out)).
 """
 
 _PROBES = """

@@ -87,10 +87,25 @@ def test_a_node_that_does_not_resume_a_stream_gives_way_to_another(fault: Fault)
 
 def test_for_every_fault_it_is_known_whether_it_counts_against_a_node() -> None:
     assert set(LEG_BLAME) == set(PROBE_BLAME) == set(Fault)
-    assert Blame.IF_SILENT not in LEG_BLAME.values()
-    assert Blame.IF_ANOTHER_SERVED not in PROBE_BLAME.values()
+    assert Blame.IN_DOUBT not in PROBE_BLAME.values()
     assert {blame(Leg.RELEASE, fault) for fault in Fault} == {Blame.NO}
-    assert {blame(Leg.FORWARD, fault) for fault in Fault} == {Blame.YES, Blame.AT_ONCE, Blame.NO}
+
+
+@pytest.mark.parametrize("leg", Leg)
+def test_only_a_refused_connection_counts_whatever_became_of_the_request(leg: Leg) -> None:
+    """Nothing else is there that no request could cause on a healthy node."""
+    assert {fault for fault in Fault if blame(leg, fault) is Blame.YES} <= {Fault.REFUSED}
+    assert all(blame(leg, fault) is not Blame.IF_SILENT for fault in Fault)
+
+
+def test_a_request_under_which_two_nodes_broke_off_is_sent_to_no_third() -> None:
+    for leg, last in ((Leg.PREFILL, Step.LOCAL), (Leg.DECODE, Step.FAIL)):
+        for broken, first in ((1, True), (2, False)):
+            options = RetryOptions(OnPrefillFailure.RETRY, 5, ticket_works=True, broken=broken)
+            assert (decide(leg, Moment.OPENING, Fault.RESET, options) is not last) is first
+    for broken, step in ((1, Step.MIGRATE), (2, Step.ERROR_EVENT)):
+        options = RetryOptions(OnPrefillFailure.RETRY, 0, migrations=3, continuable=True, broken=broken)
+        assert decide(Leg.DECODE, Moment.STREAMING, Fault.RESET, options) is step
 
 
 def test_every_reason_against_continuing_is_documented() -> None:

@@ -1,4 +1,7 @@
-"""The circuit breaker of one node: when it is avoided after faults, and how it gets back to its full share. Pure."""
+"""The circuit breaker of one node: how long it is avoided, and how it gets back to its full share. Pure.
+
+Whether it is to be avoided is for `outlier` and for active health to say.
+"""
 
 import dataclasses
 import enum
@@ -25,7 +28,7 @@ class CircuitBreakerConfig:
     """When circuits open and close; times in seconds.
 
     Attributes:
-        failures: faults in a row that open it, >= 1.
+        failures: refused connections, or health probes that fail, in a row that open it, >= 1.
         cool_down: the first time it stays open; doubles with every failed trial.
         longest_cool_down: where the doubling ends.
         slow_start: until a node that came back has its full share; 0 for at once.
@@ -42,42 +45,26 @@ class CircuitBreaker:
     """A circuit at one moment. Every event returns the circuit that follows it.
 
     Attributes:
-        failures: faults in a row, while closed.
         openings: how often it opened without a calm time (closed and past slow start) in between.
         changed_at: monotonic seconds of the last change of state.
     """
 
     config: CircuitBreakerConfig
     state: CircuitState = CircuitState.CLOSED
-    failures: int = 0
     openings: int = 0
     changed_at: float = float("-inf")
-
-    def failed(self, now: float) -> "CircuitBreaker":
-        """A leg failed by the node's fault. Of no effect while open: that leg began before."""
-        if self.state is CircuitState.OPEN:
-            return self
-        if self.state is CircuitState.HALF_OPEN or self.failures + 1 >= self.config.failures:
-            return self.opened(now)
-        return dataclasses.replace(self, failures=self.failures + 1)
-
-    def gave_up(self, now: float) -> "CircuitBreaker":
-        """The node says that it is going. Of no effect while open."""
-        return self if self.state is CircuitState.OPEN else self.opened(now)
 
     def succeeded(self, now: float) -> "CircuitBreaker":
         """A leg succeeded. Of no effect while open: it may have begun long before."""
         if self.state is CircuitState.HALF_OPEN:
-            return dataclasses.replace(self, state=CircuitState.CLOSED, failures=0, changed_at=now)
-        if self.state is CircuitState.OPEN or not (self.failures or self.openings):
+            return dataclasses.replace(self, state=CircuitState.CLOSED, changed_at=now)
+        if self.state is CircuitState.OPEN or not self.openings or self.share(now) < 1.0:
             return self
-        return dataclasses.replace(self, failures=0, openings=self.openings if self.share(now) < 1.0 else 0)
+        return dataclasses.replace(self, openings=0)
 
     def opened(self, now: float) -> "CircuitBreaker":
         """Open, whatever it was before; the cool-down starts now."""
-        return dataclasses.replace(
-            self, state=CircuitState.OPEN, failures=0, openings=self.openings + 1, changed_at=now
-        )
+        return dataclasses.replace(self, state=CircuitState.OPEN, openings=self.openings + 1, changed_at=now)
 
     def at(self, now: float) -> "CircuitBreaker":
         """An open circuit is half open after its cool-down."""

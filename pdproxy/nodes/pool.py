@@ -11,11 +11,13 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.clock import Clock
 from pdproxy.errors import Fault, PdproxyError
-from pdproxy.failures import LEG_BLAME, PROBE_BLAME, Blame
+from pdproxy.failures import PROBE_BLAME, Blame
 from pdproxy.nodes.circuit_breaker import CircuitBreaker, CircuitBreakerConfig, CircuitState
 from pdproxy.nodes.node import SERVING, Bars, Node, NodeView, Role, Snapshot, State
 from pdproxy.nodes.node_log import NodeLog
+from pdproxy.nodes.outlier import Source, Verdict
 from pdproxy.nodes.pool_entry import NO_LOAD, CohortTraffic, LegLoad, PoolEntry, Slot, Views
+from pdproxy.observe.labels import Leg
 from pdproxy.observe.metrics import Metrics
 
 ALL_NODES = "*"
@@ -101,25 +103,68 @@ class Pool:
             entry.idle.clear()
         return slot
 
-    def report(self, name: str, fault: Fault | None) -> None:
-        """A leg on the node ended, None for well; ignored for a node that has left.
+    def leg_began(self, name: str, leg: Leg) -> None:
+        """A leg's first event, or its whole answer, is here; ignored for a node that has left."""
+        entry = self._entries.get(name)
+        if entry is None:
+            return
+        now = entry.progressed_at = self._clock.now()
+        entry.records[leg].began()
+        before = self._refresh(entry, now).circuit
+        if (circuit := before.succeeded(now)) is not before:
+            self._set(entry, circuit)
 
-        Faults that `LEG_BLAME` never counts are ignored. The caller must not report one that only counts once another
-        node has served the request before that has happened.
+    def leg_ended(self, name: str, leg: Leg, client: str) -> None:
+        """A leg of this client's ended well; ignored for a node that has left."""
+        entry = self._entries.get(name)
+        if entry is not None:
+            entry.records[leg].ended(client, self._clock.now())
+
+    def leg_failed(
+        self, name: str, leg: Leg, fault: Fault, source: Source, verdict: Verdict, *, streaming: bool = False
+    ) -> None:
+        """A leg failed with a fault that `failures.blame` counts, or may count. `outlier` says what follows.
+
+        Of no effect on a circuit that is open: the leg began before. One failure of a trial opens it again, unless the
+        request may have caused it. Ignored for a node that has left.
+
+        Args:
+            streaming: after its first event.
         """
         entry = self._entries.get(name)
-        if entry is None or (fault is not None and LEG_BLAME[fault] is Blame.NO):
+        if entry is None:
             return
-        now = self._clock.now()
-        if fault is None:
-            entry.progressed_at = now
-            before = self._refresh(entry, now).circuit
-            if (circuit := before.succeeded(now)) is not before:
-                self._set(entry, circuit)
-            return
-        entry.reason = f"last fault: {fault}"
+        record = entry.records[leg]
+        record.failed(source, verdict, streaming=streaming)
+        if verdict is not Verdict.UNSERVED:
+            entry.reason = f"last fault: {fault}"
+            self._changed(entry)
+        now, peers = self._clock.now(), [peer.records[leg] for peer in self._peers(entry)]
         circuit = self._refresh(entry, now).circuit
-        self._set(entry, circuit.gave_up(now) if LEG_BLAME[fault] is Blame.AT_ONCE else circuit.failed(now))
+        tried = circuit.state is CircuitState.HALF_OPEN and verdict is not Verdict.UNSERVED
+        if circuit.state is not CircuitState.OPEN and (tried or record.is_outlier(peers, self._config.failures, now)):
+            self._take_out(entry, source.request, f"last fault: {fault}; legs failed in a row: {len(record.row)}")
+
+    def _take_out(self, entry: PoolEntry, request: str, reason: str) -> None:
+        """Open a circuit because a leg of this request failed. The rule stands here, whatever the fault: no request
+        takes out more than one node of a role."""
+        kin = (other for other in self._entries.values() if other is not entry and other.node.role is entry.node.role)
+        if any(other.out_by == request and other.circuit.state is not CircuitState.CLOSED for other in kin):
+            return
+        entry.reason, entry.out_by = reason, request
+        self._set(entry, entry.circuit.opened(self._clock.now()))
+
+    def _peers(self, entry: PoolEntry) -> list[PoolEntry]:
+        """Nodes that serve the same model in the same role now."""
+        node = entry.node
+        return [
+            other
+            for other in self._entries.values()
+            if other is not entry
+            and other.node.role is node.role
+            and other.node.model == node.model
+            and other.state() in SERVING
+        ]
 
     def watch_room(self, changed: Callable[[], None]) -> None:
         """Call ``changed`` whenever a decode leg has ended, or other nodes than before take requests. It must be cheap,
@@ -278,7 +323,7 @@ class Pool:
 
     def _open(self, entry: PoolEntry, reason: str) -> None:
         if entry.circuit.state is not CircuitState.OPEN:
-            entry.reason = reason
+            entry.reason, entry.out_by = reason, ""
             self._set(entry, entry.circuit.opened(self._clock.now()))
 
     def lost(self, name: str) -> bool:

@@ -5,13 +5,15 @@ each cohort got lately. Only the pool changes an entry.
 import asyncio
 import dataclasses
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from typing import NamedTuple
 
 from pdproxy.clock import Clock
 from pdproxy.nodes.circuit_breaker import CircuitBreaker, CircuitState
 from pdproxy.nodes.node import NO_FOOTPRINT, Bars, Footprint, Node, NodeView, Roster, Snapshot, State
+from pdproxy.nodes.outlier import LegRecord
+from pdproxy.observe.labels import Leg
 
 _STATE_BY_CIRCUIT = {
     CircuitState.CLOSED: State.UP, CircuitState.OPEN: State.DOWN, CircuitState.HALF_OPEN: State.PROBING
@@ -58,6 +60,8 @@ class PoolEntry:
         leaving: set when running streams should move elsewhere.
         idle: set while no leg is in flight.
         alarms: called when active health gives the node up.
+        records: how its legs ended.
+        out_by: the id of the request whose failure opened the circuit; "" where active health did.
     """
 
     node: Node
@@ -76,6 +80,8 @@ class PoolEntry:
     leaving: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     idle: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     alarms: set[Callable[[], None]] = dataclasses.field(default_factory=set)
+    records: defaultdict[Leg, LegRecord] = dataclasses.field(default_factory=lambda: defaultdict(LegRecord))
+    out_by: str = ""
 
     def __post_init__(self) -> None:
         self.idle.set()
@@ -112,6 +118,7 @@ class PoolEntry:
     def admit(self, node: Node) -> None:
         """The node with what its preflight found; it may have more ranks than before, or fewer."""
         self.node = node
+        self.records.clear()
         more = node.ranks - len(self.legs)
         self.legs += [0] * more
         self.queued += [0] * more

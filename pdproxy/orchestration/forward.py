@@ -1,12 +1,14 @@
 """Requests that the proxy does not understand: one node answers, byte for byte."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 
-from pdproxy.errors import NodeFault
+from pdproxy.errors import Fault, NodeFault
 from pdproxy.failures import Blame, Moment, Step, blame
 from pdproxy.legs.calls import ANSWER_BYTES
 from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.outlier import Source, Verdict
 from pdproxy.observe.labels import Leg
 from pdproxy.orchestration.client_errors import final_error, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext, remaining_seconds
@@ -67,7 +69,7 @@ async def forward(context: OrchestrationContext, request: ForwardRequest, failur
 
 async def _forward(context: OrchestrationContext, request: ForwardRequest, failure: FailureRecord) -> ProxyResponse:
     excluded: frozenset[str] = frozenset()
-    retry_state = RetryState(context)
+    retry_state = RetryState(context, Counter())
     while True:
         try:
             node = _choose(context, request.model, excluded)
@@ -97,8 +99,11 @@ async def _send(context: OrchestrationContext, node: Node, request: ForwardReque
             answer = await read_to_end(response, ANSWER_BYTES)
         finally:
             await response.aclose()
-    if response.status < 500:  # the request may have caused it: a 5xx says nothing of the node, neither way
-        context.pool.report(node.name, None)
+    if response.status < 500:
+        context.pool.leg_began(node.name, Leg.FORWARD)
+        context.pool.leg_ended(node.name, Leg.FORWARD, request.api_key)
+    else:
+        _count(context, node, Fault.SERVER_ERROR, request, Verdict.UNSERVED)
     return ProxyResponse(response.status, tuple(pair for pair in response.headers if pair[0] in _KEPT), answer)
 
 
@@ -106,8 +111,17 @@ def _record_fault(context: OrchestrationContext, node: Node, fault: NodeFault, r
     """Count a fault; one that the request's own deadline made is a 504, and does not count against the node."""
     context.metrics.leg_failed(Leg.FORWARD, fault.fault)
     remaining_seconds(context.clock, request.deadline)
-    if blame(Leg.FORWARD, fault.fault) is not Blame.NO:
-        context.pool.report(node.name, fault.fault)
+    match blame(Leg.FORWARD, fault.fault):
+        case Blame.YES:
+            _count(context, node, fault.fault, request, Verdict.NODE)
+        case Blame.IN_DOUBT:
+            _count(context, node, fault.fault, request, Verdict.UNSERVED)
+
+
+def _count(context: OrchestrationContext, node: Node, fault: Fault, request: ForwardRequest, verdict: Verdict) -> None:
+    """No other node is asked, so that nobody knows whether the request is the cause of its fault."""
+    source = Source(context.new_hand_over_id(), request.api_key)
+    context.pool.leg_failed(node.name, Leg.FORWARD, fault, source, verdict)
 
 
 def _choose(context: OrchestrationContext, model: str, excluded: frozenset[str]) -> Node:

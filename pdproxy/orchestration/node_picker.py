@@ -1,13 +1,16 @@
 """Which nodes one prompt goes to: plans, excluded nodes, faults that count against nodes, retries that are left."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 from pdproxy.errors import Fault, NodeFault, PdproxyError
 from pdproxy.failures import NO_RETRY_USED, Blame, Moment, RetryOptions, Step, blame, decide, final_step
 from pdproxy.legs.calls import PrefillAnswer
 from pdproxy.legs.shape import estimated_prompt_tokens, max_prompt_tokens
 from pdproxy.nodes.node import Footprint, Node, Role
+from pdproxy.nodes.outlier import Source, Verdict
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import NO_LOAD, LegLoad
 from pdproxy.observe.labels import Affinity, Leg, Move, Phase
@@ -28,46 +31,84 @@ _LOG = logging.getLogger(__name__)
 _NO_NAMES = frozenset[str]()
 
 
-class FaultReporter:
-    """Reports faults to the pool; those that the request may have caused itself only once another node served it."""
+class _Failed(NamedTuple):
+    """A leg whose request may have caused its fault."""
 
-    def __init__(self, pool: Pool) -> None:
+    leg: Leg
+    node: str
+    fault: Fault
+    moment: Moment
+
+
+class FaultReporter:
+    """Tells the pool how the legs of one prompt ended. A fault that the prompt may have caused is told once another
+    node has served it, or at the end, when none has; never where the same node has served it after all."""
+
+    def __init__(self, pool: Pool, source: Source) -> None:
         self._pool = pool
-        self._unreported: list[tuple[Leg, str]] = []
+        self._source = source
+        self._in_doubt: list[_Failed] = []
         self.excluded = _NO_NAMES
         """Nodes that are not planned for this request again: those that failed it, and one that its stream leaves."""
 
-    def failed(self, leg: Leg, name: str, fault: Fault) -> None:
+    def failed(self, leg: Leg, name: str, fault: Fault, moment: Moment = Moment.OPENING) -> None:
         """A leg failed on a node."""
         self.excluded |= {name}
-        if blame(leg, fault) is Blame.IF_ANOTHER_SERVED:
-            self._unreported.append((leg, name))
-        elif blame(leg, fault) is not Blame.NO:
-            self._pool.report(name, fault)
+        failed = _Failed(leg, name, fault, moment)
+        match blame(leg, fault):
+            case Blame.IN_DOUBT:
+                self._in_doubt.append(failed)
+            case Blame.YES:
+                self._tell(failed, Verdict.NODE)
 
-    def served(self, leg: Leg, name: str) -> None:
-        """A leg went well: earlier faults of the same leg on other nodes count now; after a decode leg, all do."""
-        self._pool.report(name, None)
-        if not self._unreported:
-            return
-        counting = [earlier for earlier in self._unreported if leg in (Leg.DECODE, earlier[0])]
-        for earlier in counting:
-            self._unreported.remove(earlier)
-            if earlier[1] != name:
-                self._pool.report(earlier[1], Fault.SERVER_ERROR)
+    def began(self, leg: Leg, name: str) -> None:
+        """A leg goes well: legs of its kind that did not get so far elsewhere failed by their nodes' fault; after a
+        decode leg, prefill legs too."""
+        self._pool.leg_began(name, leg)
+        if self._in_doubt:
+            self._served(name, lambda failed: failed.moment is not Moment.STREAMING and leg in (Leg.DECODE, failed.leg))
+
+    def ended(self, leg: Leg, name: str) -> None:
+        """A leg has ended well."""
+        self._pool.leg_ended(name, leg, self._source.client)
+        if self._in_doubt:
+            self._served(name, lambda failed: leg in (Leg.DECODE, failed.leg))
+
+    def close(self) -> None:
+        """The prompt is at its end: what failed until now nobody has served. Idempotent."""
+        if self._in_doubt:
+            in_doubt, self._in_doubt = self._in_doubt, []
+            for failed in in_doubt:
+                self._tell(failed, Verdict.UNSERVED)
+
+    def _served(self, name: str, tells_of: Callable[[_Failed], bool]) -> None:
+        served = [failed for failed in self._in_doubt if tells_of(failed)]
+        self._in_doubt = [failed for failed in self._in_doubt if failed not in served]
+        for failed in served:
+            if failed.node != name:
+                self._tell(failed, Verdict.SERVED)
+
+    def _tell(self, failed: _Failed, verdict: Verdict) -> None:
+        streaming = failed.moment is Moment.STREAMING
+        self._pool.leg_failed(failed.node, failed.leg, failed.fault, self._source, verdict, streaming=streaming)
 
 
 class RetryState:
     """The retries that are left to a request, each leg with its own, until it gets an answer.
 
-    ``decode_moment``: whether its decode legs begin an answer or resume one.
+    Args:
+        broken: nodes that broke off under it, by the kind of leg; counted on here.
+        decode_moment: whether its decode legs begin an answer or resume one.
 
     Attributes:
         on_going_node: the last leg that failed did so on a node that goes away.
     """
 
-    def __init__(self, context: OrchestrationContext, decode_moment: Moment = Moment.OPENING) -> None:
+    def __init__(
+        self, context: OrchestrationContext, broken: Counter[Leg], decode_moment: Moment = Moment.OPENING
+    ) -> None:
         self._context = context
+        self._broken = broken
         self._decode_moment = decode_moment
         self._used: dict[Leg, int] = {}
         self._last: tuple[Leg, NodeFault] | None = None
@@ -78,7 +119,9 @@ class RetryState:
         self._last = (leg, fault)
         used = self._used.get(leg, 0)
         config = self._context.config
-        options = RetryOptions(config.on_prefill_failure, config.retries - used, ticket_works=ticket_works)
+        self._broken[leg] += fault.fault is Fault.RESET
+        retries, broken = config.retries - used, self._broken[leg]
+        options = RetryOptions(config.on_prefill_failure, retries, ticket_works=ticket_works, broken=broken)
         moment = self._decode_moment if leg is Leg.DECODE else Moment.OPENING
         step = decide(leg, moment, fault.fault, options)
         self._used[leg] = used + (fault.fault not in NO_RETRY_USED)
@@ -113,8 +156,10 @@ class NodePicker:
         self._context = context
         self._sub_request = sub_request
         self._timeline = timeline
-        self._fault_reporter = FaultReporter(context.pool)
-        self._retry_state = RetryState(context)
+        request = sub_request.request
+        self._fault_reporter = FaultReporter(context.pool, Source(request.request_id, request.api_key, request.session))
+        self._broken: Counter[Leg] = Counter()
+        self._retry_state = RetryState(context, self._broken)
         self._local = sub_request.shape.local
         self._resuming = False
         self._cohort: str | None = None
@@ -276,7 +321,8 @@ class NodePicker:
     def reset(self) -> None:
         """Before a request, or its continuation, starts: nothing has failed, and all retries are left."""
         self._local = self._sub_request.shape.local
-        self._retry_state = RetryState(self._context, Moment.RESUMING if self._resuming else Moment.OPENING)
+        moment = Moment.RESUMING if self._resuming else Moment.OPENING
+        self._retry_state = RetryState(self._context, self._broken, moment)
 
     def leave(self, node: Node, move: Move) -> None:
         """The stream leaves a node. Others that failed earlier may be tried again."""
@@ -304,17 +350,42 @@ class NodePicker:
 
     def prefilled(self, node: Node, answer: PrefillAnswer) -> None:
         """A prefill leg went well."""
-        self._fault_reporter.served(Leg.PREFILL, node.name)
+        self._fault_reporter.began(Leg.PREFILL, node.name)
+        self._fault_reporter.ended(Leg.PREFILL, node.name)
+        del self._broken[Leg.PREFILL]
         self.admission.computed()
         if self._cache_route is not None:
             self._cache_route.prefilled(node, answer)
 
     def first_event(self, node: Node, hand_over: HandOver | None) -> None:
         """A decode leg goes well, with this ticket or without one."""
-        self._fault_reporter.served(Leg.DECODE, node.name)
+        self._fault_reporter.began(Leg.DECODE, node.name)
+        if not self._sub_request.shape.stream:
+            self._fault_reporter.ended(Leg.DECODE, node.name)
+        if self._cohort is None:  # one that has moved may begin only to break off where it did before
+            del self._broken[Leg.DECODE]
         self.admission.computed()
         if self._cache_route is not None:
             self._cache_route.first_event(node, hand_over)
+
+    def went_on(self) -> None:
+        """The client has got more of a stream that has moved: it does not end where it broke off before."""
+        del self._broken[Leg.DECODE]
+
+    def broke_off(self, node: str, fault: NodeFault) -> int:
+        """A stream's node failed after its first event: how many nodes broke off under it, one after another."""
+        self.record_fault(Leg.DECODE, node, fault, Moment.STREAMING)
+        self._broken[Leg.DECODE] += fault.fault is Fault.RESET
+        return self._broken[Leg.DECODE]
+
+    def stream_ended(self, node: str) -> None:
+        """A stream has ended well on its last node."""
+        self._fault_reporter.ended(Leg.DECODE, node)
+
+    def end(self) -> None:
+        """The prompt is at its end, whatever that is. Idempotent."""
+        self._fault_reporter.close()
+        self.admission.end()
 
     def answered(self, node: Node | None, usage: Usage, hand_over: HandOver | None) -> None:
         """A decode node reported its usage; ``hand_over``: the ticket that it used."""
@@ -339,7 +410,7 @@ class NodePicker:
             case step:
                 raise final_error(Leg.PREFILL, Moment.OPENING, step, fault)
 
-    def record_fault(self, leg: Leg, node: str, fault: NodeFault) -> None:
+    def record_fault(self, leg: Leg, node: str, fault: NodeFault, moment: Moment = Moment.OPENING) -> None:
         """Count and log a failed leg; a fault that our own deadline made does not count against the node.
 
         The line of the request's end tells of it, too: as a warning, if the request fails.
@@ -349,7 +420,7 @@ class NodePicker:
         name = self._sub_request.name
         _LOG.info("request %s: %s leg on %s: %s: %s", name, leg, node, fault.fault, fault.detail)
         if not deadline_passed(self._context.clock, self._sub_request.request.deadline):
-            self._fault_reporter.failed(leg, node, fault.fault)
+            self._fault_reporter.failed(leg, node, fault.fault, moment)
 
     def record_step(self, leg: Leg, node: str, fault: NodeFault, step: Step) -> None:
         """Show the operator a leg's failure and the step that follows."""

@@ -165,6 +165,7 @@ class Relay:
         if piece:
             if self._moved is not None:
                 self._record_move()
+                self._upstream.nodes.went_on()
             self._passed_on_at = now
         if now >= self._progress_due:
             self._progress_due = now + PROGRESS_SECONDS
@@ -174,7 +175,7 @@ class Relay:
     async def _on_fault(self, decode_stream: DecodeStream, fault: NodeFault) -> bytes:
         """The node failed in the middle of its answer."""
         self._upstream.resources.leg_span.failed(fault.fault)
-        self._upstream.nodes.record_fault(Leg.DECODE, self._upstream.node_name, fault)
+        broken = self._upstream.nodes.broke_off(self._upstream.node_name, fault)
         move = self._continuity.possible_move(self._upstream.node_name)
         if self._transcript.finished and (move is None or self._continuity.complete):
             return decode_stream.flush() + self._end()
@@ -182,7 +183,7 @@ class Relay:
             return await self._fail(deadline_error())
         config = self._context.config
         options = RetryOptions(
-            config.on_prefill_failure, 0, migrations=self._continuity.left, continuable=move is not None
+            config.on_prefill_failure, 0, migrations=self._continuity.left, continuable=move is not None, broken=broken
         )
         step = decide(Leg.DECODE, Moment.STREAMING, fault.fault, options)
         self._context.metrics.step_taken(Leg.DECODE, fault.fault, step)
@@ -234,6 +235,7 @@ class Relay:
         self._done, self.outcome = True, outcome
         if outcome is Outcome.OK:
             self._upstream.end_hand_over()
+            self._upstream.nodes.stream_ended(self._upstream.node_name)
         self._record_usage()
         self._upstream.timeline.answer.finished(self._sub_request.index, self._transcript.finish_reasons)
 

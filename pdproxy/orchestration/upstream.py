@@ -340,7 +340,7 @@ class UpstreamRequest:
             if self._rendezvous is not None:  # first: a prefill that goes on could take hold of another node
                 await self._end_rendezvous()
         finally:
-            self.nodes.admission.end()
+            self.nodes.end()
             await self.resources.aclose()
 
     @property

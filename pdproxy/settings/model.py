@@ -237,7 +237,7 @@ class Health(Section):
     timeout: types.Seconds = Field(default=5.0, gt=0)
     """For one health check."""
     failures: types.Count = Field(default=3, ge=1)
-    """Failures in a row that open a node's circuit."""
+    """Refused connections, or failed health checks, in a row until a node gets no requests; other faults count less."""
     silence: types.Seconds = Field(default=0.4, ge=0)
     """Without a sign of a node that has requests, until it is probed at once; 0 is never."""
     silence_timeout: types.Seconds = Field(default=1.4, gt=0, le=10)

@@ -21,6 +21,7 @@ from pdproxy.orchestration.in_flight import InFlightRequests, LegFailure, Timeli
 from pdproxy.planning.demand import Advice, Limit
 from pdproxy.request import ClientRequest, Endpoint
 from tests.fakes.clock import FakeClock
+from tests.fakes.refused import refuse
 
 MODEL = "Qwen3.6-35B-A3B"
 ROUTES = (
@@ -70,8 +71,7 @@ class SampleState:
                 self.pool.acquire(node.name, LegLoad(footprint=Footprint(1, 1))).release()
         self.clock.advance(60)
         self.pool.drain("decode-3")
-        for _ in range(5):
-            self.pool.report("decode-1", Fault.RESET)
+        refuse(self.pool, "decode-1")
         self.pool.refuse("decode-4", "mamba_cache_mode is 'all' there and 'align' on its partners: set it to 'align'")
 
     def _hits(self) -> None:

@@ -9,7 +9,6 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.admin.context import AdminContext
 from pdproxy.credential import Secret
-from pdproxy.errors import Fault
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Node, Role
 from pdproxy.observe.labels import Outcome, Prediction, RouteReason
@@ -18,6 +17,7 @@ from tests.admin.browser import CHROMIUM, new_page, served
 from tests.admin.reading import text_of
 from tests.admin.sample_state import SampleState
 from tests.fakes.faults import FaultKind, InjectedFault
+from tests.fakes.refused import refuse
 from tests.orchestration.cluster import FakeCluster
 from tests.orchestration.prompts import body_for
 
@@ -86,8 +86,7 @@ async def test_an_incident_is_answered_at_a_glance(look: Look) -> None:
     assert text_of(quiet, "cause") == "● nothing is wrong"
     assert (text_of(quiet, "since"), text_of(quiet, "hit")) == ("\u2013", "none of 0 requests in 5 minutes")
     await cluster.ask(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=True), name="req-moved")
-    for _ in range(5):
-        cluster.pool.report("d0", Fault.RESET)
+    refuse(cluster.pool, "d0")
     cluster.clock.advance(190)
     page = await look(context_of(cluster))
     assert text_of(page, "cause") == "✕ a node: d0"

@@ -9,6 +9,7 @@ from pdproxy.nodes.health_check import HealthCheck
 from pdproxy.nodes.node import State
 from pdproxy.nodes.pool import Pool
 from tests.fakes.clock import FakeClock
+from tests.fakes.refused import refuse
 from tests.nodes.fake_pool import FakePoolTransport
 from tests.nodes.health import FakeProof, health_check, state, visit_all
 
@@ -158,8 +159,7 @@ async def test_a_circuit_that_requests_opened_is_not_closed_by_a_health_page(
     pool: Pool, clock: FakeClock, health: HealthCheck
 ) -> None:
     await visit_all(health, pool)
-    for _ in range(3):
-        pool.report("d1", Fault.SERVER_ERROR)
+    refuse(pool, "d1")
     await visit_all(health, pool)
     assert state(pool, "d1") is State.DOWN
     clock.advance(10)

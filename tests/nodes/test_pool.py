@@ -6,16 +6,17 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import Fault
-from pdproxy.failures import LEG_BLAME, Blame
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.node import Bars, Footprint, Node, Role, State
+from pdproxy.nodes.outlier import Source, Verdict
 from pdproxy.nodes.pool import DuplicateNode, Pool, UnknownNode
 from pdproxy.nodes.pool_entry import LegLoad
+from pdproxy.observe.labels import Leg
 from pdproxy.observe.metrics import Metrics
 from tests.fakes.clock import FakeClock
+from tests.fakes.refused import refuse, serve
 
 NODE = Node("d1", "http://d1", Role.DECODE, "tiny")
-BLAMED = [fault for fault in Fault if LEG_BLAME[fault] is not Blame.NO]
 
 
 @pytest.fixture
@@ -31,9 +32,8 @@ def pool(clock: FakeClock, registry: CollectorRegistry) -> Pool:
     return made
 
 
-def break_it(pool: Pool, fault: Fault = Fault.RESET) -> None:
-    for _ in range(3):
-        pool.report("d1", fault)
+def break_it(pool: Pool) -> None:
+    refuse(pool, "d1")
 
 
 def test_a_node_joins_before_it_serves(clock: FakeClock) -> None:
@@ -80,18 +80,51 @@ def test_legs_are_counted_and_released_once(pool: Pool) -> None:
     assert pool.idle("d1").is_set()
 
 
-@pytest.mark.parametrize("fault", BLAMED)
-def test_node_faults_in_a_row_open_the_circuit(pool: Pool, fault: Fault) -> None:
-    break_it(pool, fault)
-    assert pool.view("d1").state is State.DOWN
-    assert fault in pool.view("d1").reason
-
-
-@pytest.mark.parametrize("fault", sorted(set(Fault) - set(BLAMED)))
-def test_what_a_client_caused_never_counts(pool: Pool, fault: Fault) -> None:
-    for _ in range(50):
-        pool.report("d1", fault)
+def test_refused_connections_in_a_row_open_the_circuit(pool: Pool) -> None:
+    refuse(pool, "d1", 2)
+    serve(pool, "d1")
+    refuse(pool, "d1", 2)
     assert pool.view("d1").state is State.UP
+    refuse(pool, "d1", 1)
+    assert pool.view("d1").state is State.DOWN
+    assert pool.view("d1").reason == "last fault: refused; legs failed in a row: 3"
+
+
+def test_one_request_takes_out_one_node_of_a_role_and_others_the_rest(pool: Pool, clock: FakeClock) -> None:
+    """Whatever it fails by, and also where the first node is on trial again."""
+    for name in ("d2", "p1"):
+        node = dataclasses.replace(NODE, name=name, role=Role.PREFILL if name == "p1" else Role.DECODE)
+        pool.add(node)
+        pool.admit(node)
+    for name in ("d1", "d2", "p1"):
+        refuse(pool, name, 2)
+
+    def fails(request: str) -> list[State]:
+        for name in ("d1", "d2", "p1"):
+            pool.leg_failed(name, Leg.DECODE, Fault.REFUSED, Source(request), Verdict.NODE)
+        return [pool.view(name).state for name in ("d1", "d2", "p1")]
+
+    assert fails("one") == [State.DOWN, State.UP, State.DOWN]
+    clock.advance(10)
+    assert pool.view("d1").state is State.PROBING
+    assert fails("one")[1] is State.UP
+    assert fails("another")[1] is State.DOWN
+
+
+def test_a_trial_whose_request_may_be_to_blame_proves_nothing(pool: Pool, clock: FakeClock) -> None:
+    pool.give_up("d1", "health")
+    pool.admit(NODE)
+    break_it(pool)
+    clock.advance(10)
+    serve(pool, "d1")
+    break_it(pool)
+    clock.advance(30)
+    with pool.acquire("d1"):
+        pool.leg_failed("d1", Leg.FORWARD, Fault.SERVER_ERROR, Source("r"), Verdict.UNSERVED)
+    assert pool.view("d1").state is State.PROBING
+    with pool.acquire("d1"):
+        pool.leg_failed("d1", Leg.FORWARD, Fault.SERVER_ERROR, Source("r"), Verdict.SERVED)
+    assert pool.view("d1").state is State.DOWN
 
 
 def test_one_request_tries_a_half_open_circuit(pool: Pool, clock: FakeClock) -> None:
@@ -101,7 +134,7 @@ def test_one_request_tries_a_half_open_circuit(pool: Pool, clock: FakeClock) -> 
     trial = pool.acquire("d1")
     assert pool.view("d1").state is State.PROBING
     assert not pool.view("d1").takes_requests()
-    pool.report("d1", None)
+    serve(pool, "d1")
     trial.release()
     assert pool.view("d1").state is State.UP
     assert pool.view("d1").share < 1
@@ -132,7 +165,7 @@ def test_a_failed_trial_opens_it_again(pool: Pool, clock: FakeClock) -> None:
     break_it(pool)
     clock.advance(10)
     with pool.acquire("d1"):
-        pool.report("d1", Fault.RESET)
+        refuse(pool, "d1", 1)
     assert pool.view("d1").state is State.DOWN
     clock.advance(10)
     assert pool.view("d1").state is State.DOWN
@@ -147,11 +180,11 @@ def test_since_when_a_node_is_out_counts_from_when_it_went_out(pool: Pool, clock
     clock.advance(10)
     assert (pool.view("d1").state, pool.view("d1").since) == (State.PROBING, began)
     with pool.acquire("d1"):
-        pool.report("d1", Fault.RESET)
+        refuse(pool, "d1", 1)
     clock.advance(20)
     assert (pool.view("d1").state, pool.view("d1").since) == (State.PROBING, began)
     with pool.acquire("d1"):
-        pool.report("d1", None)
+        serve(pool, "d1")
     assert (pool.view("d1").state, pool.view("d1").since) == (State.UP, began + 30)
 
 
@@ -232,8 +265,7 @@ def test_a_terminating_node_is_a_last_resort_and_stays_so(pool: Pool) -> None:
 
 def test_a_terminating_node_that_fails_is_tried_no_more(pool: Pool, clock: FakeClock) -> None:
     pool.terminate("d1")
-    for _ in range(5):
-        pool.report("d1", Fault.REFUSED)
+    refuse(pool, "d1", 5)
     assert pool.view("d1").state is State.DOWN
     clock.advance(1000)
     assert (pool.view("d1").state, pool.view("d1").takes_requests()) == (State.DOWN, False)
@@ -253,8 +285,7 @@ def test_the_last_resort_is_taken_by_role(pool: Pool) -> None:
     assert served() == {"d2", "p1"}
     pool.drain("d2")
     assert served() == {"d1", "p1"}
-    for _ in range(5):
-        pool.report("d1", Fault.REFUSED)
+    refuse(pool, "d1", 5)
     assert served() == {"p1"}
 
 
@@ -281,7 +312,8 @@ def test_a_removed_node_is_forgotten_and_its_streams_must_leave(pool: Pool, regi
     assert leaving.is_set()
     leg.progress()
     leg.release()
-    pool.report("d1", Fault.RESET)
+    refuse(pool, "d1", 1)
+    serve(pool, "d1")
     pool.probed("d1", Fault.RESET, 0)
     assert pool.snapshot().nodes == ()
     assert registry.get_sample_value("pdproxy_node_active", {"node": "d1", "role": "decode"}) is None

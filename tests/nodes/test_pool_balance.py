@@ -11,6 +11,7 @@ from pdproxy.nodes.node import Footprint, Node, Role, State
 from pdproxy.nodes.pool import Pool, UnknownNode
 from pdproxy.nodes.pool_entry import LegLoad, Slot
 from tests.fakes.clock import FakeClock
+from tests.fakes.refused import refuse, serve
 
 LEG = Footprint(10, 1)
 NODES = {name: Node(name, f"http://{name}", Role.DECODE, "tiny") for name in ("a", "b")}
@@ -29,8 +30,8 @@ def play(pool: Pool, clock: FakeClock, legs: list[Slot], move: str, name: str) -
             legs.append(pool.acquire(name, LegLoad(footprint=LEG))) if pool.view(name).takes_requests() else None
         ),
         "release": lambda: legs.pop(0).release() if legs else None,
-        "good": lambda: pool.report(name, None),
-        "bad": lambda: pool.report(name, Fault.RESET),
+        "good": lambda: serve(pool, name),
+        "bad": lambda: refuse(pool, name, requests=1),
         "miss": lambda: pool.probed(name, Fault.REFUSED, clock.now()),
         "seen": lambda: pool.probed(name, None, clock.now()),
         "wait": lambda: clock.advance(7),

@@ -9,13 +9,15 @@ from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, 
 from pdproxy.errors import Fault
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.node import Bars, Node, Role, Roster, Snapshot
+from pdproxy.nodes.outlier import Source, Verdict
 from pdproxy.nodes.pool import DuplicateNode, Pool, UnknownNode
 from pdproxy.nodes.pool_entry import Slot
+from pdproxy.observe.labels import Leg
 from tests.fakes.clock import FakeClock
+from tests.fakes.refused import serve
 
 CONFIG = CircuitBreakerConfig(failures=2, cool_down=10, slow_start=20)
 NAMES = st.sampled_from(["p1", "p2", "d1", "d2"])
-FAULTS = st.sampled_from([None, Fault.RESET, Fault.CLIENT_ERROR])
 MODELS = ("m", "n", "lora", "", "nobody")
 
 
@@ -65,9 +67,13 @@ class ChangingPool(RuleBasedStateMachine):
         with contextlib.suppress(UnknownNode):
             change(self.pool, name, reason)  # type: ignore[operator]
 
-    @rule(name=NAMES, fault=FAULTS)
-    def report(self, name: str, fault: Fault | None) -> None:
-        self.pool.report(name, fault)
+    @rule(name=NAMES)
+    def serve(self, name: str) -> None:
+        serve(self.pool, name)
+
+    @rule(name=NAMES, request=st.sampled_from(["r1", "r2", "r3"]), verdict=st.sampled_from(Verdict))
+    def fail(self, name: str, request: str, verdict: Verdict) -> None:
+        self.pool.leg_failed(name, Leg.DECODE, Fault.RESET, Source(request), verdict)
 
     @rule(name=NAMES, fault=st.sampled_from([None, Fault.RESET]))
     def probed(self, name: str, fault: Fault | None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdproxy.errors import ClientError, Fault
+from pdproxy.errors import ClientError
 from pdproxy.nodes.node import Binding, Capacity, Footprint, Role
 from pdproxy.nodes.pool_entry import LegLoad
 from pdproxy.observe.labels import Leg
@@ -17,6 +17,7 @@ from pdproxy.response import ResponseStream
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.fakes.node import FakeNode
 from tests.fakes.reading import pieces_of
+from tests.fakes.refused import refuse
 from tests.orchestration.answers import read_answer
 from tests.orchestration.cluster import MODEL, FakeCluster, read
 from tests.orchestration.prompts import body_for, right
@@ -225,8 +226,7 @@ async def test_those_that_wait_are_told_when_no_node_is_left(how: str) -> None:
         for name in "abc":
             await made.start(name)
         if how == "dies":
-            for _ in range(3):
-                made.cluster.pool.report("d0", Fault.RESET)
+            refuse(made.cluster.pool, "d0")
         else:
             made.cluster.pool.remove("d0")
         await settled()

@@ -6,11 +6,13 @@ import logging
 
 import pytest
 
-from pdproxy.errors import ClientError, Fault
+from pdproxy.errors import ClientError
 from pdproxy.nodes.node import State
+from pdproxy.observe.labels import Leg
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.orchestration.forward import ForwardRequest
 from tests.fakes.faults import FaultKind, InjectedFault
+from tests.fakes.refused import refuse
 from tests.orchestration.cluster import MODEL, FakeCluster
 
 
@@ -91,7 +93,7 @@ async def test_a_nodes_error_is_passed_on_and_counted(status: int, outcome: str)
 async def test_a_5xx_does_not_count_as_a_success_of_the_node() -> None:
     cluster = FakeCluster(decodes=1)
     for _ in range(4):
-        cluster.pool.report("d0", Fault.RESET)
+        refuse(cluster.pool, "d0", requests=1, leg=Leg.FORWARD)
         cluster.decodes[0].fault = InjectedFault(FaultKind.STATUS, status=500, times=1)
         if cluster.pool.view("d0").state is State.UP:
             await _forward(cluster)

@@ -160,8 +160,8 @@ async def test_decode_leg_before_its_first_event(cell: Cell) -> None:
 
 
 def _check_counted(cell: Cell, cluster: FakeCluster, name: str, *, served: bool) -> None:
-    """Only a node's own faults count, a 5xx only once another node has served the request."""
-    uncounted = cell.injected in UNCOUNTED or (cell.injected == "500" and not served)
+    """A refused connection counts, and what a request may have caused once another node has served it."""
+    uncounted = cell.injected in UNCOUNTED or (cell.injected != "refused" and not served)
     assert (cluster.pool.view(name).reason == "") is uncounted
 
 

@@ -1,39 +1,102 @@
 """Which faults count against a node, and what is planned on one node."""
 
+import pytest
+
 from pdproxy.errors import Fault
+from pdproxy.failures import LEG_BLAME, Blame, Moment
+from pdproxy.nodes.outlier import Source, Verdict
+from pdproxy.nodes.pool import Pool
 from pdproxy.observe.labels import Leg
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.orchestration.node_picker import FaultReporter
 from pdproxy.request import Endpoint
 from tests.orchestration.cluster import FakeCluster
 
-
-async def test_a_5xx_counts_once_another_node_has_served_the_request() -> None:
-    cluster = FakeCluster()
-    fault_reporter = FaultReporter(cluster.pool)
-    fault_reporter.failed(Leg.DECODE, "d0", Fault.SERVER_ERROR)
-    fault_reporter.served(Leg.PREFILL, "p0")
-    assert cluster.pool.view("d0").reason == "", "a good prefill says nothing about decoding"
-    fault_reporter.served(Leg.DECODE, "d1")
-    assert cluster.pool.view("d0").reason == "last fault: server_error"
+IN_DOUBT = [fault for fault in Fault if LEG_BLAME[fault] is Blame.IN_DOUBT]
+ASKED = Source("r-1", "key", 7)
 
 
-async def test_a_5xx_does_not_count_where_the_same_node_served_it_later() -> None:
-    cluster = FakeCluster()
-    fault_reporter = FaultReporter(cluster.pool)
-    fault_reporter.failed(Leg.DECODE, "d0", Fault.SERVER_ERROR)
-    fault_reporter.served(Leg.DECODE, "d0")
+@pytest.fixture
+def cluster() -> FakeCluster:
+    return FakeCluster()
+
+
+@pytest.fixture
+def reporter(cluster: FakeCluster) -> FaultReporter:
+    return FaultReporter(cluster.pool, ASKED)
+
+
+def told(pool: Pool, name: str, leg: Leg = Leg.DECODE) -> list[Verdict]:
+    """What the pool was told of legs that failed on a node."""
+    return [failure.verdict for failure in pool._entries[name].records[leg].row.values()]
+
+
+@pytest.mark.parametrize("fault", IN_DOUBT)
+async def test_what_a_request_can_cause_counts_in_full_once_another_node_served_it(
+    cluster: FakeCluster, reporter: FaultReporter, fault: Fault
+) -> None:
+    reporter.failed(Leg.DECODE, "d0", fault)
+    reporter.began(Leg.PREFILL, "p0")
+    reporter.ended(Leg.PREFILL, "p0")
+    assert told(cluster.pool, "d0") == [], "a good prefill says nothing about decoding"
+    reporter.began(Leg.DECODE, "d1")
+    assert told(cluster.pool, "d0") == [Verdict.SERVED]
+    assert cluster.pool.view("d0").reason == f"last fault: {fault}"
+    reporter.close()
+    assert told(cluster.pool, "d0") == [Verdict.SERVED]
+
+
+async def test_what_breaks_in_the_middle_counts_in_full_once_another_node_ends_it_well(
+    cluster: FakeCluster, reporter: FaultReporter
+) -> None:
+    reporter.began(Leg.DECODE, "d0")
+    reporter.failed(Leg.DECODE, "d0", Fault.RESET, Moment.STREAMING)
+    reporter.began(Leg.DECODE, "d1")
+    assert told(cluster.pool, "d0") == [], "it may break there, too"
+    reporter.ended(Leg.DECODE, "d1")
+    assert told(cluster.pool, "d0") == [Verdict.SERVED]
+
+
+async def test_what_nobody_served_is_told_at_the_end_and_only_by_half(
+    cluster: FakeCluster, reporter: FaultReporter
+) -> None:
+    for name in ("d0", "d1"):
+        reporter.failed(Leg.DECODE, name, Fault.ABORTED)
+        assert told(cluster.pool, name) == []
+    reporter.close()
+    reporter.close()
+    assert [told(cluster.pool, name) for name in ("d0", "d1")] == [[Verdict.UNSERVED]] * 2
     assert cluster.pool.view("d0").reason == ""
 
 
-async def test_what_a_client_caused_never_counts() -> None:
-    cluster = FakeCluster()
-    fault_reporter = FaultReporter(cluster.pool)
-    for fault in (Fault.CLIENT_ERROR, Fault.BUSY, Fault.NO_TICKET):
-        fault_reporter.failed(Leg.DECODE, "d0", fault)
-    fault_reporter.served(Leg.DECODE, "d1")
-    assert cluster.pool.view("d0").reason == ""
-    assert fault_reporter.excluded == {"d0"}
+async def test_a_prefill_that_failed_counts_where_a_decode_node_computed_the_prompt(
+    cluster: FakeCluster, reporter: FaultReporter
+) -> None:
+    reporter.failed(Leg.PREFILL, "p0", Fault.SERVER_ERROR)
+    reporter.began(Leg.DECODE, "d0")
+    assert told(cluster.pool, "p0", Leg.PREFILL) == [Verdict.SERVED]
+
+
+async def test_a_fault_does_not_count_where_the_same_node_served_it_later(
+    cluster: FakeCluster, reporter: FaultReporter
+) -> None:
+    reporter.failed(Leg.DECODE, "d0", Fault.SERVER_ERROR)
+    reporter.began(Leg.DECODE, "d0")
+    reporter.close()
+    assert told(cluster.pool, "d0") == []
+
+
+async def test_what_a_client_caused_never_counts_and_a_refusal_at_once(
+    cluster: FakeCluster, reporter: FaultReporter
+) -> None:
+    for fault in (Fault.CLIENT_ERROR, Fault.BUSY, Fault.NO_TICKET, Fault.NO_ROUTE):
+        reporter.failed(Leg.DECODE, "d0", fault)
+    reporter.began(Leg.DECODE, "d1")
+    reporter.close()
+    assert told(cluster.pool, "d0") == []
+    assert reporter.excluded == {"d0"}
+    reporter.failed(Leg.DECODE, "d1", Fault.REFUSED)
+    assert told(cluster.pool, "d1") == [Verdict.NODE]
 
 
 async def test_a_surely_short_prompt_is_computed_by_one_node() -> None:

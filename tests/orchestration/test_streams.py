@@ -305,12 +305,46 @@ async def test_the_only_reachable_node_is_found(role: str) -> None:
     await cluster.settle()
 
 
-async def test_a_request_that_breaks_nodes_is_tried_on_a_few_only() -> None:
-    cluster = FakeCluster(decodes=8, config=OrchestrationConfig(retries=2))
+@pytest.mark.parametrize("retries", [0, 1, 2, 5])
+@pytest.mark.parametrize(
+    ("kind", "tried"),
+    [(FaultKind.RESET, 2), (FaultKind.ABORT, 6), (FaultKind.STATUS, 6), (FaultKind.GARBAGE, 6)],
+    ids=str,
+)
+async def test_a_request_that_breaks_nodes_is_tried_on_a_few_only(kind: FaultKind, tried: int, retries: int) -> None:
+    """One that may end the processes of nodes is tried on two, and none is tried on all there are."""
+    cluster = FakeCluster(prefills=1, decodes=8, config=OrchestrationConfig(retries=retries))
+    for node in cluster.decodes:
+        node.fault = InjectedFault(kind, at=-1 if kind is FaultKind.RESET else 0)
+    assert (await cluster.ask(CHAT, body_for(CHAT, stream=False))).status >= 500
+    assert sum(len(node.legs()) for node in cluster.decodes) == min(tried, 1 + retries)
+    await cluster.settle()
+
+
+@pytest.mark.parametrize("journaling", [0, 5])
+@pytest.mark.parametrize("at", [-1, 0, 3, 5])
+async def test_a_stream_that_ends_nodes_ends_two(at: int, journaling: int) -> None:
+    """Nobody knows whether it is what ended the first one; if the second breaks off too before the client has got
+    anything more, no third one gets it."""
+    cluster = FakeCluster(decodes=5, journaling=journaling)
     for node in cluster.decodes:
         node.fault = InjectedFault(FaultKind.RESET)
-    assert (await cluster.ask(CHAT, body_for(CHAT, stream=False))).status == 502
-    assert sum(len(node.legs()) for node in cluster.decodes) == 3
+    cluster.decodes[0].fault = InjectedFault(FaultKind.RESET, at=at)
+    got = await cluster.ask(CHAT, body_for(CHAT, stream=True))
+    assert sum(bool(node.legs()) for node in cluster.decodes) == 2
+    if at < 1:
+        assert got.status == 502
+    else:
+        assert read_answer(CHAT, got.body).error is not None
+    await cluster.settle()
+
+
+async def test_a_stream_outlives_any_number_of_nodes_while_it_goes_on() -> None:
+    cluster = FakeCluster(decodes=4)
+    for node, at in zip(cluster.decodes, (-1, 3, 3, -2), strict=True):
+        node.fault = InjectedFault(FaultKind.RESET, at=at) if at >= -1 else None
+    answer = read_answer(CHAT, (await cluster.ask(CHAT, body_for(CHAT, stream=True))).body)
+    assert (answer.texts[0], answer.error) == (right(CHAT), None)
     await cluster.settle()
 
 
