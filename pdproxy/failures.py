@@ -343,8 +343,8 @@ The first step that is still possible is taken:
   aborted after its first token cannot be told from a whole one.
 - A step that finds no node left gives way to the last one of its row.
 
-No step leads to a pair of nodes that failed the known-answer test (`pdproxy_pair_barred`): as if one of them were not
-there.
+No step leads to a pair of nodes that failed the known-answer test, or whose tickets were of no use
+(`pdproxy_pair_barred`): as if one of them were not there.
 
 A node that active health gives up is not waited for: where the request can go on elsewhere, its legs there fail at
 once, as `stall`, long before the deadlines named below.

@@ -154,7 +154,7 @@ class LocalReason(enum.StrEnum):
     NO_PAIR = "no_pair"
     """No prefill and decode node are of one cohort."""
     BARRED_PAIR = "barred_pair"
-    """All pairs of one cohort failed the known-answer test."""
+    """All pairs of one cohort are barred: they failed the known-answer test, or their tickets were of no use."""
     PREFILL_FAILED = "prefill_failed"
     """The failure table chose to compute on the decode node."""
     UNDELIVERED = "undelivered"

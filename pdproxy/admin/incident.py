@@ -141,8 +141,8 @@ def _of_nodes(
             state = known.get(name)
             now_it = "has left" if state is None else "serves" if state in _SERVING else f"is {state}"
             said.append(f"On {name} {count} {'leg' if count == 1 else 'legs'} failed; it {now_it} now.")
-    said += [f"{name} exchanges no tickets: it failed the known-answer test." for name in bars.nodes]
-    return said + [f"{p} and {d} exchange no tickets: they failed the known-answer test." for p, d in bars.pairs]
+    said += [f"{name} exchanges no tickets: {why}." for name, why in bars.nodes.items()]
+    return said + [f"{p} and {d} exchange no tickets: {why}." for (p, d), why in bars.pairs.items()]
 
 
 def _ago(now: float, since: float) -> str:

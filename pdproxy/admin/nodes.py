@@ -60,7 +60,8 @@ def status(view: NodeView, bars: Bars, caches: Sequence[Json] = ()) -> Status:
         # What the bytes of its KV cache depend on, by part; "all", which the cohort ends with, is their digest.
         "fingerprint": dict(node.fingerprint),
         "reason": view.reason,
-        # A sentence for each node with which it exchanges no tickets, since the two failed the known-answer test.
+        # A sentence for each node with which it exchanges no tickets: the two failed the known-answer test, or the
+        # tickets between them were of no use.
         "barred": _barred_from(node.name, bars),
         "caches": caches,
         "capacity": None if node.capacity is None else dataclasses.asdict(node.capacity),

@@ -35,7 +35,7 @@ from pdproxy.nodes.join import Joiner, OutageLog
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import Preflight
-from pdproxy.nodes.proof import Prover, warm_up
+from pdproxy.nodes.proof import NothingCompared, Prover, warm_up
 from pdproxy.nodes.silence import SilenceConfig, SilenceWatch
 from pdproxy.observe.labels import Task
 from pdproxy.observe.metrics import Metrics
@@ -104,9 +104,10 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     handler = _request_handler(settings, orchestrator, context, secrets)
     sizing = SizingWatch(context, Wanted(**settings.sizing.model_dump()))
     test = KnownAnswer(context, background_tasks, headers)
-    prover = Prover(pool, test, clock) if settings.health.first_hand_over is FirstHandOver.KNOWN_ANSWER else None
-    prove = prover.join if prover else functools.partial(warm_up, pool, test)
-    proved: Callable[[str], bool] = prover.proved if prover else lambda _: True
+    compares = settings.health.first_hand_over is FirstHandOver.KNOWN_ANSWER
+    prover = Prover(pool, test if compares else NothingCompared(test), clock)
+    prove = prover.join if compares else functools.partial(warm_up, pool, test)
+    proved: Callable[[str], bool] = prover.proved if compares else lambda _: True
     drainer = Drainer(pool, clock, settings.deadlines.drain, Cohorts(pool, proved).is_needed)
     admin_context = _admin_context(settings, context, drainer, registry, leaving, events, secrets.admin_token)
     admin = admin_app(dataclasses.replace(admin_context, advice=sizing.advice, proved=proved))
@@ -121,8 +122,7 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
         supervisor.keep(Task.SILENCE, watch.run)
     supervisor.keep(Task.FILES, files.run)
     supervisor.keep(Task.SIZING, sizing.run)
-    if prover is not None:
-        supervisor.keep(Task.PROOF, prover.run)
+    supervisor.keep(Task.PROOF, prover.run)
     if events is not None:
         supervisor.keep(Task.EVENTS, events.subscriber.run)
     for source in sources.all:

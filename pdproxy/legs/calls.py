@@ -35,6 +35,8 @@ _NOT_RESUMABLE = b'"NotResumableError"'
 NOTHING_HELD = frozenset({Fault.REFUSED, Fault.BUSY, Fault.CLIENT_ERROR, Fault.NO_TICKET})
 """Faults of a prefill leg after which its node holds nothing for it: there is nothing to release, if the leg was sent
 once (`prefill`)."""
+_OUR_FIELDS = "pdproxy"
+"""Where in a ticket the fields of our connector are."""
 _CACHED_HINT = "remote_prefill_cached_tokens"
 """vLLM's scheduler adds it to the ticket, and a decode node that gets it reports it as its own ``cached_tokens``
 (0.32, v1/engine/output_processor.py). Without it the decode node reports what it did not have to compute, which shows
@@ -231,6 +233,13 @@ async def read_answer(response: HttpResponse, limit: int = ANSWER_BYTES) -> dict
         return json_object(await read_to_end(response, limit))
     finally:
         await response.aclose()
+
+
+def prompt_digest(ticket: Json) -> str:
+    """The digest of the prompt that a ticket of our connector is for; "" of any other ticket."""
+    ours = ticket.get(_OUR_FIELDS)
+    digest = ours.get("digest") if isinstance(ours, dict) else None
+    return digest if isinstance(digest, str) else ""
 
 
 def raise_if_aborted(endpoint: Endpoint, answer: Json) -> None:

@@ -70,15 +70,15 @@ class Evidence:
 
     def record_failed(self, pair: Pair, why: str, now: float) -> None:
         """A test was failed."""
-        self._failed[pair] = _next(self._failed.get(pair), why, now)
+        self._failed[pair] = next_try(self._failed.get(pair), why, now)
 
     def record_unanswered(self, pair: Pair, why: str, now: float) -> None:
         """A test could not be made: that neither bars a pair nor ends a bar."""
         if pair in self._failed:
-            self._failed[pair] = _next(self._failed[pair], self._failed[pair].why, now)
+            self._failed[pair] = next_try(self._failed[pair], self._failed[pair].why, now)
         for name in pair:
             if name not in self._proved:
-                self._unanswered[name] = _next(self._unanswered.get(name), why, now)
+                self._unanswered[name] = next_try(self._unanswered.get(name), why, now)
 
     def restart(self, name: str, now: float, partners: Collection[str]) -> None:
         """The node joins, and may be another one than before: it must be proved, and its failures be tested at once.
@@ -109,6 +109,7 @@ class Evidence:
         return Bars(pairs, nodes)
 
 
-def _next(before: Unpassed | None, why: str, now: float) -> Unpassed:
+def next_try(before: Unpassed | None, why: str, now: float) -> Unpassed:
+    """One more time in a row that something was not passed."""
     times = 1 if before is None else before.times + 1
     return Unpassed(why, times, now + min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** min(times - 1, 16)))

@@ -13,6 +13,7 @@ from pdproxy.clock import Clock
 from pdproxy.errors import Fault, PdproxyError
 from pdproxy.failures import PROBE_BLAME, Blame
 from pdproxy.nodes.circuit_breaker import CircuitBreaker, CircuitBreakerConfig, CircuitState
+from pdproxy.nodes.hand_overs import HandOvers
 from pdproxy.nodes.node import SERVING, Bars, Node, NodeView, Role, Snapshot, State
 from pdproxy.nodes.node_log import NodeLog
 from pdproxy.nodes.outlier import Source, Verdict
@@ -52,6 +53,7 @@ class Pool:
 
     Attributes:
         bars: which nodes exchange no tickets though they are of one cohort; changed by `bar` alone.
+        hand_overs: what became of tickets; `proof` bars pairs by it.
         traffic: requests that were sent to the decode nodes of each cohort.
         changed: set when a node was added or fell back to JOINING; `HealthCheck` clears it.
     """
@@ -67,6 +69,7 @@ class Pool:
         self._log = NodeLog(clock)
         self._room_watchers: list[Callable[[], None]] = []
         self.bars = Bars()
+        self.hand_overs = HandOvers()
         self.traffic = CohortTraffic(clock)
         self.changed = asyncio.Event()
 

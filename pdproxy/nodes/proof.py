@@ -5,7 +5,8 @@ Settings that agree promise that the bytes of one node mean the same on the othe
 - when a node joins, or comes back: with one partner of its cohort, a proved one where there is one. Only if that fails
   or cannot be made, a second partner is tested. Partners that are not proved yet are proved with it, so that all that
   joined before the first node of the other role are proved by the time that one serves.
-- in the background: pairs that failed and nodes that could not be tested, again and again with growing waits.
+- in the background: pairs that failed, pairs whose tickets were of no use (`hand_overs`), and nodes that could not be
+  tested, again and again with growing waits.
 
 That is O(nodes) tests, and misses a pair that is wrong though each of the two is right with other nodes: all nodes of a
 cohort publish one fingerprint and run one release, so what can go wrong goes wrong by the node.
@@ -59,8 +60,26 @@ async def warm_up(pool: Pool, test: HandOverTest, node: Node) -> None:
     await asyncio.gather(*(test.warm(*in_order(node, partner)) for partner in partners))
 
 
+class NothingCompared:
+    """A hand-over test that compares no answers: a pair whose tickets were of no use is warmed up, and its next
+    requests decide."""
+
+    def __init__(self, test: HandOverTest) -> None:
+        self._test = test
+
+    async def ask(self, prefill: Node, decode: Node) -> ProofResult:
+        """See `HandOverTest`."""
+        await self._test.warm(prefill, decode)
+        return ProofResult(Proof.PASSED)
+
+    async def warm(self, prefill: Node, decode: Node) -> None:
+        """See `HandOverTest`."""
+        await self._test.warm(prefill, decode)
+
+
 class Prover:
-    """Tests pairs, and bars in the pool those that failed. `join` is for joining nodes, `run` for the background."""
+    """Tests pairs, and bars in the pool those that failed, and those whose tickets were of no use. `join` is for
+    joining nodes, `run` for the background."""
 
     def __init__(self, pool: Pool, test: HandOverTest, clock: Clock) -> None:
         self._pool = pool
@@ -80,6 +99,7 @@ class Prover:
         self._joins[node.name] = next(self._turns)
         possible = [view.node.name for view in self._pool.snapshot().nodes if could_pair(node, view.node)]
         self._evidence.restart(node.name, self._clock.now(), possible)
+        self._pool.hand_overs.restart(node.name)
         partners = sorted(partners_of(self._pool, node), key=self._rank)
         if not partners:
             self._publish()
@@ -94,8 +114,11 @@ class Prover:
             )
 
     async def run(self) -> None:
-        """Repeat tests that failed or could not be made, one pair at a time, until cancelled."""
+        """Bar pairs whose tickets are of no use, and repeat tests that failed or could not be made, one pair at a time,
+        until cancelled."""
         while True:
+            if self._pool.hand_overs.changed:
+                self._publish()
             for prefill, decode in self._due():
                 await self._ask(prefill, decode)
             await self._clock.sleep(1.0)
@@ -137,18 +160,24 @@ class Prover:
         match result.proof:
             case Proof.PASSED:
                 self._evidence.record_passed(pair)
+                self._pool.hand_overs.passed(pair)
             case Proof.FAILED:
                 self._evidence.record_failed(pair, result.why, now)
+                self._pool.hand_overs.not_passed(pair, now)
             case Proof.UNANSWERED:
                 _LOG.warning("no known-answer test from %s to %s: %s", *pair, result.why)
                 self._evidence.record_unanswered(pair, result.why, now)
+                self._pool.hand_overs.not_passed(pair, now)
         self._publish()
 
     def _publish(self) -> None:
         names = frozenset(view.node.name for view in self._pool.snapshot().nodes)
         self._joins = {name: join for name, join in self._joins.items() if name in names}
         self._evidence.keep_only(names)
-        bars = self._evidence.bars()
+        hand_overs, failed = self._pool.hand_overs, self._evidence.bars()
+        hand_overs.keep_only(names)
+        hand_overs.changed = False
+        bars = Bars({**hand_overs.bars(), **failed.pairs}, failed.nodes)
         self._pool.bar(bars)
 
     def _due(self) -> list[tuple[Node, Node]]:
@@ -156,7 +185,7 @@ class Prover:
         now, serving = self._clock.now(), {node.name: node for node in _serving(self._pool)}
         failed = [
             (serving[prefill], serving[decode])
-            for prefill, decode in self._evidence.due(now)
+            for prefill, decode in dict.fromkeys([*self._evidence.due(now), *self._pool.hand_overs.due(now)])
             if prefill in serving and decode in serving
         ]
         unproved = (

@@ -128,9 +128,7 @@ class Metrics:
         self._cohort_requests = counter(
             "pdproxy_cohort_requests_total", "Requests sent to decode nodes of a cohort.", ["cohort"]
         )
-        self._barred = gauge(
-            "pdproxy_pair_barred", "1 for nodes that failed the known-answer test.", ["prefill", "decode"]
-        )
+        self._barred = gauge("pdproxy_pair_barred", "1 for nodes that exchange no tickets.", ["prefill", "decode"])
         self._proofs = counter("pdproxy_known_answer_tests_total", "Known-answer tests of pairs of nodes.", ["result"])
         self._circuit = counter("pdproxy_circuit_moves_total", "Moves of a node's circuit.", ["node", "to"])
         self._silences = counter(
@@ -324,7 +322,7 @@ class Metrics:
         self._cohort_request.cache_clear()
 
     def pair_barred(self, prefill: str, decode: str) -> None:
-        """Two nodes exchange no tickets, for they failed the known-answer test."""
+        """Two nodes exchange no tickets: they failed the known-answer test, or their tickets were of no use."""
         self._barred.labels(prefill, decode).set(1)
 
     def pair_allowed(self, prefill: str, decode: str) -> None:

@@ -15,11 +15,12 @@ import msgspec
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.failures import Moment, Step
-from pdproxy.legs.calls import decode, prefill
+from pdproxy.legs.calls import decode, prefill, prompt_digest
 from pdproxy.legs.rewrite import decode_body, prefill_body
-from pdproxy.legs.shape import estimated_prompt_tokens
+from pdproxy.legs.shape import estimated_prompt_tokens, has_media
 from pdproxy.lifecycle import IllegalTransition, RequestLifecycle, RequestState, Transition
 from pdproxy.nodes.node import Node
+from pdproxy.nodes.outlier import Source
 from pdproxy.observe.labels import Delivery, Leg, Move, Phase
 from pdproxy.observe.tracing import LegSpan
 from pdproxy.orchestration.answer_record import Route
@@ -38,7 +39,7 @@ from pdproxy.orchestration.resources import (
 from pdproxy.planning.demand import Decoded, Prefilled
 from pdproxy.planning.plan_types import Plan
 from pdproxy.planning.prefix import Place
-from pdproxy.request import Json, LegForm, LocalReason, SubRequest
+from pdproxy.request import Endpoint, Json, LegForm, LocalReason, SubRequest
 from pdproxy.settings.types import Legs
 from pdproxy.transport.port import HttpResponse
 from pdproxy.usage import Usage
@@ -48,6 +49,8 @@ Result = TypeVar("Result")
 ReadAnswer = Callable[[HttpResponse], Awaitable[Result]]
 FormFor = Callable[[Node], LegForm]
 """How a decode leg asks a node, told when it begins."""
+TELLING = (Endpoint.COMPLETIONS, Endpoint.CHAT)
+"""Endpoints whose usage tells whether a decode node used its ticket."""
 
 
 class UpstreamRequest:
@@ -382,6 +385,7 @@ class UpstreamRequest:
         if self.recomputed:
             self._record_recomputed()
         self._record_pace(usage)
+        self._record_hand_over(usage)
 
     def _computed(self, usage: Usage) -> tuple[Route, int | None]:
         """Which node computed the prompt, and how many of its tokens that node had cached."""
@@ -408,6 +412,21 @@ class UpstreamRequest:
         if hand_over is not None:
             self._background_tasks.release(hand_over.node, asked.request.model, hand_over.hand_over_id, asked.headers)
 
+    def _record_hand_over(self, usage: Usage) -> None:
+        """What became of the ticket counts for or against its pair of nodes, where the usage shows it, and nothing that
+        the client asked for explains that it was of no use."""
+        hand_over, node, asked = self.hand_over, self._decode_node, self.sub_request
+        if hand_over is None or node is None or asked.endpoint not in TELLING or usage.cached is None:
+            return
+        if (usage.prompt or 0) <= hand_over.node.tail_tokens:
+            return  # the decode node computes all of it, with a good ticket too
+        request, pair, now = asked.request, (hand_over.node.name, node.name), self._context.clock.now()
+        if not self.recomputed:
+            self._context.pool.hand_overs.used(pair, request.api_key, now)
+        elif _depends_on_pair(asked, node):
+            source = Source(request.request_id, request.api_key, request.session)
+            self._context.pool.hand_overs.in_vain(pair, source, prompt_digest(hand_over.answer.ticket), now)
+
     def _record_pace(self, usage: Usage) -> None:
         """How quickly the tokens of a stream came that ran on one node from its first token to its last."""
         shape, streams = self.sub_request.shape, self._context.pool.active(self.node_name)
@@ -418,3 +437,13 @@ class UpstreamRequest:
     def remaining_seconds(self) -> float:
         """Until the deadline; raises the `ClientError` 504 where it has come."""
         return remaining_seconds(self._context.clock, self.sub_request.request.deadline)
+
+
+def _depends_on_pair(asked: SubRequest, node: Node) -> bool:
+    """Whether a decode node that computes such a prompt in spite of its ticket does so for any prompt.
+
+    Not where the ticket has several readers, the two nodes may have loaded an adapter at different times, or media have
+    names that the client gave them: there a client can bring it about (docs/operating.md, "Nodes that do not mean the
+    same"). Prompts whose log-probabilities are asked for, and beam search, have no ticket.
+    """
+    return node.model in ("", asked.request.model) and asked.shape.choices == 1 and not has_media(asked.body)

@@ -103,10 +103,10 @@ def test_requests_that_are_turned_away_are_load() -> None:
     assert found.what[0].startswith("Requests were turned away")
 
 
-def test_nodes_that_failed_the_known_answer_test() -> None:
+def test_nodes_that_exchange_no_tickets() -> None:
     found = ask(bars=Bars({("p0", "d1"): "other tokens"}))
     assert (found.cause, found.nodes) == (Cause.NODE, ["p0", "d1"])
-    assert found.what == ["p0 and d1 exchange no tickets: they failed the known-answer test."]
+    assert found.what == ["p0 and d1 exchange no tickets: other tokens."]
 
 
 def test_what_is_over_is_not_counted() -> None:
