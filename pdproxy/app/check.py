@@ -3,7 +3,7 @@
 TOKENS is attention capacity, SEQUENCES how many the state groups allow, LONGEST how many of the greatest length run
 together, BINDS whether attention or state runs out first with these. A node without partner serves alone; a line below
 the table says in what it differs from the nearest node of the other role. Further lines tell of prefix caches: what
-each can do, and advice, which is no failure.
+each can do, and advice, which is no failure; and of decode nodes whose tickets were of no use.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from pdproxy.app.build import nodes_of
 from pdproxy.app.cache_check import cache_lines, look_for_events
 from pdproxy.app.host import HostEnvironment, Sources, tls
+from pdproxy.app.ticket_check import ticket_lines
 from pdproxy.clock import SystemClock
 from pdproxy.credential import Secret, read_secret
 from pdproxy.errors import NodeFault
@@ -33,7 +34,8 @@ _COLUMNS = ("NODE", "ROLE", "MODEL", "COHORT", "TOKENS", "SEQUENCES", "LONGEST",
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """The result of a check: a row for each node, a sentence for each source that listed none, lines about caches."""
+    """The result of a check: a row for each node, a sentence for each source that listed none, lines about caches and
+    tickets."""
 
     rows: Sequence[CheckRow]
     empty_sources: Sequence[str]
@@ -75,6 +77,7 @@ async def inspect(settings: Settings, host: HostEnvironment) -> Report:
         rows = await check_nodes(Preflight(transport, headers), nodes)
         answered = [row.info.joined() for row in rows if isinstance(row.info, NodeInfo)]
         caches = cache_lines(answered, await look_for_events(transport, headers(), answered))
+        caches += await ticket_lines(transport, headers(), answered)
     return Report(rows, [why for _, why in listed if why], caches)
 
 

@@ -154,7 +154,7 @@ def read_labels(body: bytes) -> Mapping[str, str]:
 
 def _labels(body: bytes, metric: str) -> Mapping[str, str]:
     """The labels of a metric's first series; empty without one."""
-    samples = _samples(body, metric + "{")
+    samples = samples_of(body, metric + "{")
     return MappingProxyType(dict(samples[0].labels)) if samples else _empty()
 
 
@@ -165,7 +165,7 @@ def read_fingerprint(body: bytes) -> Mapping[str, str]:
     pairs only with one that is divided in the same way.
     """
     values: dict[str, set[str]] = {}
-    for sample in _samples(body, FINGERPRINT_METRIC + "{"):
+    for sample in samples_of(body, FINGERPRINT_METRIC + "{"):
         if "part" in sample.labels and "value" in sample.labels:
             values.setdefault(sample.labels["part"], set()).add(sample.labels["value"])
     return MappingProxyType({part: "|".join(sorted(found)) for part, found in values.items()})
@@ -173,20 +173,20 @@ def read_fingerprint(body: bytes) -> Mapping[str, str]:
 
 def read_hashing(body: bytes) -> Hashing | None:
     """How a node hashes prompts, by a ``/metrics`` answer; None where it does not say, or its ranks disagree."""
-    ours = {connector_hashing(sample.labels) for sample in _samples(body, HASHING_METRIC + "{")}
-    found = ours or {stock_hashing(sample.labels) for sample in _samples(body, STOCK_CACHE_METRIC + "{")}
+    ours = {connector_hashing(sample.labels) for sample in samples_of(body, HASHING_METRIC + "{")}
+    found = ours or {stock_hashing(sample.labels) for sample in samples_of(body, STOCK_CACHE_METRIC + "{")}
     return found.pop() if len(found) == 1 else None
 
 
 def read_ticket_addresses(body: bytes) -> tuple[str, ...]:
     """Where the engines of a node take tickets directly, by a ``/metrics`` answer. Prefill nodes read them."""
-    named = (sample.labels.get("address", "") for sample in _samples(body, TICKET_ADDRESS_METRIC + "{"))
+    named = (sample.labels.get("address", "") for sample in samples_of(body, TICKET_ADDRESS_METRIC + "{"))
     return tuple(dict.fromkeys(address for address in named if address))
 
 
 def read_ranks(body: bytes) -> int:
     """The number of ranks with our connector in a ``/metrics`` answer; 1 where there is none."""
-    return max(1, len({sample.labels.get("engine") for sample in _samples(body, INFO_METRIC + "{")}))
+    return max(1, len({sample.labels.get("engine") for sample in samples_of(body, INFO_METRIC + "{")}))
 
 
 def read_node_capacity(body: bytes) -> Capacity | None:
@@ -194,7 +194,7 @@ def read_node_capacity(body: bytes) -> Capacity | None:
 
     None where it is missing in whole or in part: an engine publishes it with its first step.
     """
-    samples = [sample for sample in _samples(body, CAPACITY_METRICS) if math.isfinite(sample.value)]
+    samples = [sample for sample in samples_of(body, CAPACITY_METRICS) if math.isfinite(sample.value)]
     tokens = _values(samples, "tokens")
     state, longest = _values(samples, "sequences", "state"), _values(samples, "sequences", "max_model_len")
     bindings = (sample for sample in samples if sample.name == CAPACITY_METRICS + "binding" and sample.value)
@@ -209,8 +209,8 @@ def _values(samples: Iterable[Sample], gauge: str, limit: str | None = None) -> 
     return [int(each.value) for each in samples if each.name == name and each.labels.get("limit") == limit]
 
 
-def _samples(body: bytes, beginning: str) -> list[Sample]:
-    """The samples whose lines begin like this; none where one of them cannot be read."""
+def samples_of(body: bytes, beginning: str | tuple[str, ...]) -> list[Sample]:
+    """The samples whose lines begin like this, or like one of these; none where one of them cannot be read."""
     lines = [line for line in body.decode("utf-8", "replace").splitlines() if line.startswith(beginning)]
     try:
         families = list(text_string_to_metric_families("".join(line + "\n" for line in lines)))

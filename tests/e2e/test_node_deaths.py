@@ -1,11 +1,16 @@
-"""Either node dies or freezes, at any moment, under sixteen streams: no client can tell, but for a pause."""
+"""Either node dies or freezes, at any moment, under sixteen streams: no client can tell, but for a pause. And a request
+that no node can answer takes none of them from the others."""
 
 import asyncio
 import enum
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
+from deploy.local.model.quiz import quiz
+from deploy.local.node import SERVED_NAME
+from tests.e2e.asking import Way, answer
 from tests.e2e.conftest import async_client
 from tests.e2e.fleet import Fleet, running_fleet
 from tests.e2e.metrics_reader import read
@@ -53,6 +58,27 @@ def fleet() -> Iterator[Fleet]:
     """Three nodes and a proxy, for all tests here; logs lie in `.run/e2e-deaths`."""
     with running_fleet("e2e-deaths", IMPATIENT) as fleet:
         yield fleet
+
+
+BEAM_SEARCH = {"use_beam_search": True, "stream": True, "max_tokens": 3, "temperature": 0, "model": SERVED_NAME}
+"""vLLM 0.32 ends such a stream of chat without a finish reason."""
+
+
+async def test_a_stream_that_every_node_gives_up_takes_none_of_them_out(whole: Fleet) -> None:
+    async with (
+        async_client(whole.proxy.url) as client,
+        httpx.AsyncClient(base_url=whole.proxy.url, trust_env=False, timeout=60) as hostile,
+    ):
+        for seed in range(next(whole.seeds), next(whole.seeds), 10):
+            question = quiz(seed, 300)
+            said = await hostile.post("/v1/chat/completions", json={**BEAM_SEARCH, "messages": question.messages()})
+            assert said.status_code == 503 or b'"error"' in said.content, said.text
+            assert await answer(client, Way.CHAT_STREAM, question) == question.answer
+        nodes = (await hostile.get(f"{whole.proxy.admin_url}/nodes")).json()["nodes"]
+    assert {node["name"]: node["state"] for node in nodes} == dict.fromkeys((node["name"] for node in nodes), "up")
+    given_up = read(whole.proxy.admin_url, "pdproxy_leg_faults_total", leg="decode", fault="aborted")
+    print(f"\n{given_up:.0f} legs were given up; the last answer: {said.status_code} {said.text[:200]}")
+    assert given_up >= 10
 
 
 @pytest.mark.parametrize(("name", "moment", "fate"), CASES)
