@@ -218,6 +218,6 @@ _FAULT_MESSAGES = {
     Fault.SERVER_ERROR: "The {role} node failed.",
     Fault.INVALID_BODY: "The {role} node's answer could not be understood.",
     Fault.NO_TICKET: "The prefill node did not hand its work over.",
-    Fault.ABORTED: "The {role} node is shutting down.",
+    Fault.ABORTED: "The {role} node gave the answer up: it is shutting down, or cannot serve such a request.",
     Fault.ERROR_EVENT: "The {role} node failed in the middle of its answer.",
 }
