@@ -93,6 +93,8 @@ class NodeFault(PdproxyError):
         status: the upstream status, where there was one.
         body: the upstream body (bounded), which a client may be shown when the fault is its own.
         headers: upstream response headers worth keeping (``retry-after``).
+        resent: a kept-alive connection broke under the request before: even if the node then refused a fresh one, the
+            request may have reached it, and may be what ended it.
     """
 
     fault: Fault
@@ -101,6 +103,7 @@ class NodeFault(PdproxyError):
     status: int | None = None
     body: bytes = b""
     headers: tuple[tuple[str, str], ...] = ()
+    resent: bool = False
 
     def __str__(self) -> str:
         return f"{self.fault}: {self.detail}"

@@ -46,7 +46,7 @@ NO_RETRY_USED = frozenset({Fault.REFUSED, Fault.NO_ROUTE})
 """Faults that use no retry up: nothing of the request reached the engine. No node is tried twice in one way."""
 
 MOST_BROKEN = 2
-"""Nodes of a role that may break off under one request (RESET) before it is sent to no other: a request that ends the
+"""Nodes of a role that may break off under one request before it is sent to no other: a request that ends the
 process of each node that gets it must not end all of them. One retry is what a node that dies by itself costs."""
 
 
@@ -334,8 +334,9 @@ The first step that is still possible is taken:
   leg has the rows of the moment *resuming*.
 - *at the endpoint itself*: always; the stream then has no journal.
 - A node that could not be reached at all uses no retry up: where `retries` is not 0, every node is tried.
-- A request under which the connections to two nodes of a role broke off (*reset*), one after another, is sent to no
-  third one: it may be what ends their processes. A stream's count starts anew once the client has got more of it.
+- A request under which the connections to two nodes of a role broke off (*reset*, or *refused* after a kept-alive
+  connection broke under it), one after another, is sent to no third one: it may be what ends their processes. A
+  stream's count starts anew once the client has got more of it.
 - *aborted* is an answer of status 200 that the engine gave up: vLLM's finish reason `abort`. So it answers what arrives
   while it shuts down, and some requests at any time: vLLM 0.32 ends a chat stream with `use_beam_search` without a
   finish reason. Of its answers on `/v1/messages` the reason to stop is missing, and those on `/v1/responses` are

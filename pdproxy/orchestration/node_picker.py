@@ -93,6 +93,11 @@ class FaultReporter:
         self._pool.leg_failed(failed.node, failed.leg, failed.fault, self._source, verdict, streaming=streaming)
 
 
+def _broke_off(fault: NodeFault) -> bool:
+    """Whether the node broke the connection off: the request may have ended its process."""
+    return fault.fault is Fault.RESET or fault.resent
+
+
 class RetryState:
     """The retries that are left to a request, each leg with its own, until it gets an answer.
 
@@ -119,7 +124,7 @@ class RetryState:
         self._last = (leg, fault)
         used = self._used.get(leg, 0)
         config = self._context.config
-        self._broken[leg] += fault.fault is Fault.RESET
+        self._broken[leg] += _broke_off(fault)
         retries, broken = config.retries - used, self._broken[leg]
         options = RetryOptions(config.on_prefill_failure, retries, ticket_works=ticket_works, broken=broken)
         moment = self._decode_moment if leg is Leg.DECODE else Moment.OPENING
@@ -375,7 +380,7 @@ class NodePicker:
     def broke_off(self, node: str, fault: NodeFault) -> int:
         """A stream's node failed after its first event: how many nodes broke off under it, one after another."""
         self.record_fault(Leg.DECODE, node, fault, Moment.STREAMING)
-        self._broken[Leg.DECODE] += fault.fault is Fault.RESET
+        self._broken[Leg.DECODE] += _broke_off(fault)
         return self._broken[Leg.DECODE]
 
     def stream_ended(self, node: str) -> None:

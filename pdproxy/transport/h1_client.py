@@ -171,7 +171,13 @@ class H1Transport:
                 return response
             await response.aclose()
         self._note_resend(request, target)
-        return await self._send_on_fresh(target, request, head, msgspec.structs.replace(timeouts, headers=left), due)
+        try:
+            return await self._send_on_fresh(
+                target, request, head, msgspec.structs.replace(timeouts, headers=left), due
+            )
+        except NodeFault as fault:
+            fault.resent = True
+            raise
 
     async def aclose(self) -> None:
         """Close every connection, those in use too: their readers get RESET."""

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from pdproxy.errors import ClientError, Fault, NodeFault
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.request import Endpoint
 from pdproxy.response import ProxyResponse, ResponseStream
+from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.fakes.reading import pieces_of
 from tests.orchestration.answers import read_answer
@@ -318,6 +320,31 @@ async def test_a_request_that_breaks_nodes_is_tried_on_a_few_only(kind: FaultKin
         node.fault = InjectedFault(kind, at=-1 if kind is FaultKind.RESET else 0)
     assert (await cluster.ask(CHAT, body_for(CHAT, stream=False))).status >= 500
     assert sum(len(node.legs()) for node in cluster.decodes) == min(tried, 1 + retries)
+    await cluster.settle()
+
+
+@pytest.mark.parametrize("forwarded", [False, True])
+async def test_a_request_that_ends_nodes_under_kept_connections_ends_two(forwarded: bool) -> None:
+    """The node is gone by the time that the request is sent once more, on a fresh connection."""
+    cluster = FakeCluster(prefills=1, decodes=5)
+    ended, send = list[str](), cluster.transport.send
+
+    async def ends(request: HttpRequest, timeouts: Timeouts) -> HttpResponse:
+        node = request.url.split("/")[2]
+        if node.startswith("p"):
+            return await send(request, timeouts)
+        ended.append(node)
+        raise NodeFault(Fault.REFUSED, f"{node} refused", resent=True)
+
+    cluster.transport.send = ends  # type: ignore[method-assign]
+    if forwarded:
+        with pytest.raises(ClientError) as caught:
+            await cluster.forward("/v1/embeddings")
+        assert caught.value.status == 503
+    else:
+        assert (await cluster.ask(CHAT, body_for(CHAT, stream=True))).status == 503
+    assert len(set(ended)) == len(ended) == 2
+    cluster.transport.send = send  # type: ignore[method-assign]
     await cluster.settle()
 
 

@@ -219,7 +219,7 @@ async def test_a_request_whose_answer_has_begun_is_not_sent_again(transport: H1T
 
 
 async def test_a_port_that_closed_with_the_connection_is_refused(transport: H1Transport) -> None:
-    """The node has gone: another one may be tried."""
+    """The node has gone: another one may be tried, but the request may be what ended it."""
     listening: list[Peer] = []
 
     async def goes(visit: Visit) -> None:
@@ -228,7 +228,12 @@ async def test_a_port_that_closed_with_the_connection_is_refused(transport: H1Tr
 
     async with kept(transport, once_then(goes)) as there:
         listening.append(there)
-        assert await fault_of(transport, post(there)) is Fault.REFUSED
+        with pytest.raises(NodeFault) as caught:
+            await ask(transport, post(there))
+        assert (caught.value.fault, caught.value.resent) == (Fault.REFUSED, True)
+        with pytest.raises(NodeFault) as caught:
+            await ask(transport, post(there))
+        assert (caught.value.fault, caught.value.resent) == (Fault.REFUSED, False)
 
 
 class _Slow:
