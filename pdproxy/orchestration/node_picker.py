@@ -89,8 +89,9 @@ class FaultReporter:
                 self._tell(failed, Verdict.SERVED)
 
     def _tell(self, failed: _Failed, verdict: Verdict) -> None:
+        leg = Leg.DECODE if failed.leg is Leg.DELIVERY else failed.leg  # a good decode leg ends a row of both
         streaming = failed.moment is Moment.STREAMING
-        self._pool.leg_failed(failed.node, failed.leg, failed.fault, self._source, verdict, streaming=streaming)
+        self._pool.leg_failed(failed.node, leg, failed.fault, self._source, verdict, streaming=streaming)
 
 
 def _broke_off(fault: NodeFault) -> bool:
