@@ -2,7 +2,8 @@
 
 A prefill node puts its fingerprint into every ticket. A decode node accepts a ticket only if the fingerprint in it
 equals its own, part for part; a refusal names the parts that differ and what to align (`ADVICE`). What two nodes may
-differ in (tensor-parallel size, memory, role, ports) is in no part.
+differ in (memory, role, ports) is in no part. The tensor-parallel size shows in those parts alone where vLLM's reader
+would compute the wrong place of a peer's bytes from its own sizes (`node_fingerprint`).
 
 `node_fingerprint` collects a node's parts. Here are also the values of those parts that come from the model's
 configuration, as the engine holds it: `config.json` with `--hf-overrides` applied.
@@ -11,7 +12,7 @@ configuration, as the engine holds it: `config.json` with `--hf-overrides` appli
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from types import MappingProxyType
@@ -87,7 +88,12 @@ ADVICE: Mapping[str, str] = MappingProxyType(
         "dtype": "start both with the same --dtype",
         "kv_dtype": "start both with the same --kv-cache-dtype",
         "kv_shape": "serve the same model on both, with the same --kv-cache-dtype and --attention-backend",
+        "kv_heads": "start both with the same --tensor-parallel-size: NIXL cannot divide this model's pages by heads",
         "kv_layout": "start both with the same VLLM_KV_CACHE_LAYOUT",
+        "kv_block_bytes": "start both with the same --tensor-parallel-size, or with VLLM_KV_CACHE_LAYOUT=LBHNC: blocks "
+        "of this layout cannot be divided by heads",
+        "context_parallel": "start both without --cp-kv-cache-interleave-size, or both with the same and the same "
+        "--decode-context-parallel-size",
         "kernel_block_size": "start both with the same --attention-backend and --block-size",
         "attention_backend": "start both with the same --attention-backend",
         "cache_groups": "serve the same model on both, with the same --speculative-config and --disable-sliding-window",
@@ -95,7 +101,10 @@ ADVICE: Mapping[str, str] = MappingProxyType(
         "--tensor-parallel-size and --mamba-ssm-cache-dtype)",
         "cache_mode": "start both with the same --mamba-cache-mode, and both or none with --enable-prefix-caching",
         "state_dtypes": "start both with the same --mamba-ssm-cache-dtype and --mamba-cache-dtype",
-        "state_shapes": "start both with the same number of speculative tokens in --speculative-config",
+        "state_groups": "start both with the same --tensor-parallel-size: vLLM repeats the groups of a Mamba-2 model "
+        "for ranks that have none of their own, and NIXL reads them as if they were divided (vllm#55208)",
+        "state_shapes": "start both with the same number of speculative tokens in --speculative-config (the second "
+        "number), and the same --tensor-parallel-size where the first one differs",
         "state_layout": "start both with the same VLLM_SSM_CONV_STATE_LAYOUT",
         "prefix_match_unit": "start both with the same --prefix-match-unit",
         "speculative": "start both with the same method and number of tokens in --speculative-config",
@@ -221,6 +230,19 @@ def settings_text(settings: Mapping[str, Any]) -> str:
     """A digest of the settings that are set to something; `NONE` when none is."""
     given = {name: value for name, value in settings.items() if value}
     return _digest(_normalized(given)) if given else NONE
+
+
+def backends_text(names: Iterable[str], ranks: int, interleave: int, block_size: int) -> str:
+    """All attention backends of a rank, in the order of the alphabet. With decode context parallelism that does not
+    deal out whole blocks: `@` and over how many ranks, how many tokens at a time (`read_backends`)."""
+    text = "+".join(sorted(set(names)))
+    return text if ranks == 1 or interleave == block_size else f"{text}@{ranks}x{interleave}"
+
+
+def read_backends(text: str) -> tuple[str, str]:
+    """The backends in such a text, and how context parallelism deals out tokens, `NONE` where in whole blocks."""
+    names, _, dealt = text.partition("@")
+    return names, dealt or NONE
 
 
 def short(text: str) -> str:

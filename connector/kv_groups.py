@@ -1,5 +1,6 @@
 """A model's KV-cache groups, from vLLM's `KVCacheConfig`: what a cache holds, and what a read moves. Pure.
 
+    require_one_state_size        scheduler: whether vLLM's worker can move the model's states at all
     group_shapes, count_blocks    scheduler: how many blocks of each group a ticket must name, and what a read fills
     node_capacity                 scheduler: how many tokens and sequences the cache holds
     attention_block_size          scheduler: what the metrics say of how prompts are hashed
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from connector.config import ConfigError
 from connector.ticket import GroupKind, GroupShape
 
 if TYPE_CHECKING:
@@ -196,6 +198,22 @@ def _bounded(held: int | None, reserved: int, whole_sequence: int) -> BoundedGro
 
 def _blocks(amount: int, size: int) -> int:
     return -(-amount // size)
+
+
+def require_one_state_size(kv_cache_config: KVCacheConfig) -> None:
+    """Raise ConfigError where layers keep states of several sizes: vLLM's NIXL worker (0.32) moves every layer's as if
+    it were the first one's (`derive_mamba_conv_split`), and parts of the others would stay behind unnoticed."""
+    specs = (spec for group in kv_cache_config.transfer_groups for spec in _members(group.kv_cache_spec))
+    sizes = {(spec.shapes, spec.dtypes) for spec in specs if isinstance(spec, MambaSpec) and not spec.tp_replicated}
+    if len(sizes) > 1:
+        raise ConfigError(
+            f"the layers of this model keep states of {len(sizes)} sizes, of which vLLM's NIXL connector moves all as "
+            "if they were of the first one: the model cannot be served on prefill and decode nodes with NIXL."
+        )
+
+
+def _members(spec: Any) -> Iterable[Any]:
+    return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
 
 
 def group_shapes(kv_cache_config: KVCacheConfig) -> tuple[GroupShape, ...]:

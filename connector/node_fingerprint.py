@@ -3,19 +3,31 @@
 Three sources, all in the scheduler's process: vLLM's configuration; the KV-cache groups that the workers' layers gave;
 and the workers' handshake payloads, which have the layout and the attention backend that were chosen.
 
-Sizes of one tensor-parallel rank would make nodes of different tensor-parallel sizes differ, which vLLM's handshake can
-pair. So only what every rank has in common is used: of an attention group the bytes of one token's entry for one head,
-of a state all dimensions but the first, along which vLLM shards it (with the layout that NIXL needs, "DS", this holds
-for convolutions too). What is sharded follows from these and the model's configuration.
+Nodes of different tensor-parallel sizes can be paired, but vLLM's reader computes where a peer's bytes are from its own
+sizes and the ratio of the two, and never compares them with the peer's (`remote_conv_offsets`, `_build_mamba_remote`,
+`_build_fa_remote`, 0.32). What it takes for granted, and the part that shows where a node is not so:
+
+    the ranks divide each state, and repeat nothing              state_shapes (over all ranks), state_groups
+    the ranks divide the model's KV heads, or repeat single ones  kv_heads
+    a page has one cell for each head and token, and no padding   kv_heads
+    a head's cells lie together in a block                        kv_block_bytes
+    an attention block covers as many tokens                      block_sizes, kernel_block_size
+    an element has as many bytes, and means the same              dtype, kv_dtype, kv_shape, state_dtypes
+    a convolution's state has as many rows                        state_shapes, speculative
+    context parallelism deals out whole blocks                    context_parallel
+    every layer's state is as large as the first one's            `kv_groups.require_one_state_size`, when a node starts
+
+A value is the same at every tensor-parallel size at which that holds.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from connector.config import STATE_LAYOUT
@@ -25,6 +37,7 @@ from connector.fingerprint import (
     context_text,
     model_digest,
     quantization_text,
+    read_backends,
     rope_text,
     settings_text,
     short,
@@ -33,7 +46,7 @@ from connector.resume_boundary import ResumeBoundary
 from connector.weights import WeightsSource, checkpoint_text
 
 if TYPE_CHECKING:
-    from vllm.config import LoadConfig, ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -71,25 +84,33 @@ def node_fingerprint(
     )
 
 
+class Published(msgspec.Struct, frozen=True):
+    """What a rank's worker tells of itself in vLLM's handshake (`NixlAgentMetadata`), as far as it is used here."""
+
+    kv_cache_layout: str
+    attn_backend_name: str
+    block_size: int
+    block_lens: tuple[int, ...]
+
+
 def model_parts(vllm_config: "VllmConfig") -> dict[str, str]:
     """What is computed: release, model, its settings and types."""
     from vllm import __version__ as vllm_version
 
-    return {"vllm": short(str(vllm_version)), **_model_parts(vllm_config.model_config)}
-
-
-def _model_parts(model: "ModelConfig") -> dict[str, str]:
-    config = model.hf_config.to_dict()
+    config = vllm_config.model_config.hf_config.to_dict()
     return {
-        "architecture": short(str(model.architecture)),
-        "model_config": model_digest(config, {"disable_sliding_window": model.disable_sliding_window}),
+        "vllm": short(str(vllm_version)),
+        "architecture": short(str(vllm_config.model_config.architecture)),
+        "model_config": model_digest(
+            config, {"disable_sliding_window": vllm_config.model_config.disable_sliding_window}
+        ),
         "rope": rope_text(config),
-        "context": context_text(config, model.max_model_len),
-        "media": _media(model.multimodal_config),
-        "dtype": _type(model.dtype),
+        "context": context_text(config, vllm_config.model_config.max_model_len),
+        "media": _media(vllm_config.model_config.multimodal_config),
+        "dtype": _type(vllm_config.model_config.dtype),
         "quantization": quantization_text(
-            model.quantization,
-            model.quantization_config,
+            vllm_config.model_config.quantization,
+            vllm_config.model_config.quantization_config,
             config.get("quantization_config") or config.get("compression_config"),
         ),
     }
@@ -110,15 +131,18 @@ def cache_parts(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> 
     specs = [spec for group in groups for spec in _members(group)]
     attention = [spec for spec in specs if isinstance(spec, AttentionSpec)]
     states = [spec for spec in specs if isinstance(spec, MambaSpec)]
-    cache = vllm_config.cache_config
+    cache, ranks = vllm_config.cache_config, vllm_config.parallel_config.tensor_parallel_size
+    heads = vllm_config.model_config.get_total_num_kv_heads()
     return {
         "cache_groups": short(_runs(_kind(group) for group in groups)),
         "block_sizes": short(_runs(_block_size(group) for group in groups)),
-        "kv_dtype": _each(_kv_dtype(spec, str(cache.cache_dtype)) for spec in attention),
+        "kv_dtype": _kv_dtypes(attention, str(cache.cache_dtype), cache.kv_cache_dtype_skip_layers),
         "kv_shape": _each(_kv_shape(spec) for spec in attention),
+        "kv_heads": _each(_kv_heads(spec, max(1, heads // ranks)) for spec in attention),
         "cache_mode": _each(spec.mamba_cache_mode for spec in states),
         "state_dtypes": _each("+".join(map(_type, spec.dtypes)) for spec in states),
-        "state_shapes": _each(_state_shapes(spec) for spec in states),
+        "state_groups": _each(_state_groups(spec, ranks) for spec in states),
+        "state_shapes": _each(_state_shapes(spec, ranks) for spec in states),
         "state_layout": short(os.environ.get(STATE_LAYOUT, "default")) if states else NONE,
     }
 
@@ -129,18 +153,29 @@ def hand_over_parts(boundary: ResumeBoundary) -> dict[str, str]:
 
 
 def weight_parts(vllm_config: "VllmConfig") -> dict[str, str]:
-    """The content of the checkpoint, and of the draft model's where it has one of its own."""
-    target = _source(vllm_config.model_config, vllm_config.load_config)
+    """The content of the checkpoint, and of the draft model's where it has one of its own.
+
+    For a model in object storage `model_weights` is where its weights are; `model` is then a folder with the rest.
+    """
+    target = WeightsSource(
+        vllm_config.model_config.model_weights or vllm_config.model_config.model,
+        vllm_config.model_config.revision,
+        str(vllm_config.load_config.load_format),
+        vllm_config.load_config.download_dir,
+    )
     return {"checkpoint": checkpoint_text(target), "draft_checkpoint": _draft(vllm_config, target)}
 
 
 def rank_parts(payloads: Iterable["NixlHandshakePayload"]) -> dict[str, str]:
     """What the workers chose. All ranks should agree; where they do not, the part has every value."""
-    decode = msgspec.msgpack.Decoder(NixlAgentMetadata).decode
+    decode = msgspec.msgpack.Decoder(Published).decode
     ranks = [decode(payload.agent_metadata_bytes) for payload in payloads]
+    backends = [read_backends(rank.attn_backend_name) for rank in ranks]
     return {
         "kv_layout": _each(rank.kv_cache_layout for rank in ranks),
-        "attention_backend": _each(rank.attn_backend_name for rank in ranks),
+        "kv_block_bytes": _each(_block_bytes(rank) for rank in ranks),
+        "attention_backend": _each(names for names, _ in backends),
+        "context_parallel": _each(dealt for _, dealt in backends),
         "kernel_block_size": _each(str(rank.block_size) for rank in ranks),
     }
 
@@ -155,17 +190,14 @@ def lora_settings(vllm_config: "VllmConfig") -> dict[str, Any]:
     return {} if config is None else {name: getattr(config, name, None) for name in LORA_SETTINGS}
 
 
-def _source(model: "ModelConfig", load: "LoadConfig") -> WeightsSource:
-    """For a model in object storage `model_weights` is where its weights are; `model` is then a folder with the
-    rest."""
-    return WeightsSource(model.model_weights or model.model, model.revision, str(load.load_format), load.download_dir)
-
-
 def _draft(vllm_config: "VllmConfig", target: WeightsSource) -> str:
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.draft_model_config is None:
         return NONE
-    draft = _source(speculative.draft_model_config, speculative.draft_load_config or vllm_config.load_config)
+    model, load = speculative.draft_model_config, speculative.draft_load_config
+    draft = replace(target, model=model.model_weights or model.model, revision=model.revision)
+    if load is not None:
+        draft = replace(draft, load_format=str(load.load_format), download_dir=load.download_dir)
     return NONE if draft == target else checkpoint_text(draft)
 
 
@@ -197,6 +229,12 @@ def _block_size(spec: Any) -> str:
     return str(first.block_size)
 
 
+def _kv_dtypes(specs: Sequence[AttentionSpec], configured: str, skipped: Sequence[str]) -> str:
+    """The types of all attention groups, and which layers `--kv-cache-dtype-skip-layers` leaves unquantized."""
+    types = _each(_kv_dtype(spec, configured) for spec in specs)
+    return short(f"{types}:skip:{settings_text({'layers': list(skipped)})}") if skipped and specs else types
+
+
 def _kv_dtype(spec: AttentionSpec, configured: str) -> str:
     """The type of the stored bytes, and their quantization: `fp8_e4m3` and `fp8_e5m2` are stored as one type."""
     stored = _type(spec.dtype)
@@ -211,10 +249,41 @@ def _kv_shape(spec: AttentionSpec) -> str:
     return f"{spec.head_size}+{spec.head_size_v}={spec.state_content_size_bytes}B{states}"
 
 
-def _state_shapes(spec: MambaSpec) -> str:
-    """Each state's dimensions; `*` is the one that is sharded."""
-    shapes = (shape if spec.tp_replicated else ("*", *shape[1:]) for shape in spec.shapes)
+def _kv_heads(spec: AttentionSpec, of_a_rank: int) -> str:
+    """`divided` where a rank's page has `of_a_rank` heads, as vLLM's reader supposes of its peer, with one cell for
+    each head and token. Otherwise how many times as many heads a rank has; and of a page that cannot be divided by
+    heads (it is padded, or has cells of its own for keys and for values) the heads of a rank, and the cells of a token.
+    One latent for all heads is never divided.
+    """
+    if spec.head_size_v == 0:
+        return NONE
+    found = Fraction(spec.num_kv_heads, of_a_rank)
+    cells = Fraction(spec.page_size_bytes * spec.tokens_per_state, spec.block_size * spec.state_content_size_bytes)
+    if cells != spec.num_kv_heads:
+        return f"{spec.num_kv_heads}*rank:{cells}"
+    return "divided" if found == 1 else f"divided:{found}"
+
+
+def _block_bytes(rank: Published) -> str:
+    """`NONE` where each head's part of a block is contiguous (`KVCacheLayout.is_block_contiguous`)."""
+    return NONE if rank.kv_cache_layout.endswith("HNC") else "+".join(map(str, dict.fromkeys(rank.block_lens)))
+
+
+def _state_shapes(spec: MambaSpec, ranks: int) -> str:
+    """Each state's dimensions over all ranks. vLLM shards the first one (with the layout that NIXL needs, "DS", that of
+    convolutions too)."""
+    shapes = (shape if spec.tp_replicated else (shape[0] * ranks, *shape[1:]) for shape in spec.shapes)
     return "+".join(f"({','.join(map(str, shape))})" for shape in shapes)
+
+
+def _state_groups(spec: MambaSpec, ranks: int) -> str:
+    """How many groups a layer has over all ranks, each with one B and C (Mamba-2) or key and query (GDN) for its heads:
+    the convolution's channels are heads x width, and twice groups x size. It is the model's own number, or more where
+    vLLM repeats groups for ranks that have none of their own (`extra_groups_for_head_shards`)."""
+    if [len(shape) for shape in spec.shapes[:2]] != [2, 3]:
+        return NONE
+    (channels, _), (heads, width, size) = spec.shapes[:2]
+    return str(Fraction((channels - heads * width) * ranks, 2 * size))
 
 
 def _each(values: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from connector.config import NODE_ID, ConnectorConfig
 from connector.counters import Counters
 from connector.direct_tickets import TicketInbox, TicketSender, write_address
 from connector.fingerprint import Fingerprint
-from connector.kv_groups import attention_block_size, group_shapes, node_capacity
+from connector.kv_groups import attention_block_size, group_shapes, node_capacity, require_one_state_size
 from connector.leases import LeaseTable
 from connector.liveness import LivenessSocket
 from connector.messages import Verdict
@@ -68,11 +68,12 @@ class PrefixHashing:
 
 
 class SchedulerBase(NixlPullConnectorScheduler):
-    """One per engine. Everything but `verify` runs on the engine's thread."""
+    """One per engine. Everything but `verify` runs on the engine's thread. Raises ConfigError."""
 
     def __init__(
         self, vllm_config: "VllmConfig", engine_id: str, kv_cache_config: "KVCacheConfig", config: ConnectorConfig
     ) -> None:
+        require_one_state_size(kv_cache_config)
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self._config = config
         self._engine_id = engine_id

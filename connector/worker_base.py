@@ -39,6 +39,7 @@ from vllm.distributed.nixl_utils import NixlWrapper, nixl_agent_config
 
 from connector.config import NODE_ID
 from connector.counters import ReadOutcome
+from connector.fingerprint import backends_text
 from connector.liveness import LivenessSocket
 from connector.metadata import ConnectorMetadata, ReadEnd
 from connector.path_probes import PathProbes, ProbeState, ProbeTarget
@@ -150,12 +151,24 @@ class WorkerBase(NixlPullConnectorWorker):
         self._probe_handshakes: dict[str, HeartbeatInfo] = {}
         with preserve_cpu_affinity():
             super().__init__(vllm_config, engine_id, kv_cache_config)
+        self.backend_name = self._backends(vllm_config, kv_cache_config)  # before vLLM makes its handshake's hash of it
         delay = config.progress_delay
         if delay is None:
             delay = CPU_PROGRESS_DELAY if self.device_type == "cpu" else 0.0
         if delay and self.nixl_backends == ["UCX"]:  # before anything is registered with the agent
             self.nixl_wrapper = LowCpuNixlAgent(self.kv_transfer_config.get_from_extra_config("num_threads", 4), delay)
         self._liveness.open()
+
+    def _backends(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+        """What vLLM's handshake and our fingerprint compare. vLLM itself names the first layer's backend alone: that of
+        mamba, where a model begins with a mamba layer."""
+        blocks = (group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups)
+        return backends_text(
+            (backend.get_name() for backend in self.attn_backends),
+            vllm_config.parallel_config.decode_context_parallel_size,
+            vllm_config.parallel_config.cp_kv_cache_interleave_size,
+            min(blocks, default=0),
+        )
 
     def shutdown(self) -> None:
         """End the verifier, then as vLLM does."""

@@ -1,11 +1,13 @@
-"""Print which tensor parallel sizes give nodes of a hybrid model the same block size.
+"""Print which tensor parallel sizes of a hybrid model's nodes can exchange blocks, and with which block size.
 
     python -m deploy.block_sizes --model PATH --tp 1,2,4,8
 
 Prefill and decode nodes exchange blocks only where both have the same block size. vLLM makes an attention block of a
 hybrid model at least as large, in bytes, as the mamba state of one layer (`Platform._align_hybrid_block_size`, the same
 in 0.32 and 0.33), and tensor parallelism does not divide both alike: the state is divided evenly, KV heads only until
-each GPU has one. This computes the size from the model's `config.json`, without vLLM and without a GPU.
+each GPU has one. And where a Mamba-2 model has fewer groups than a node has GPUs, vLLM repeats groups, which NIXL reads
+as if they were divided (vllm#55208): such a node exchanges blocks with nodes of its own size alone. This computes both
+from the model's `config.json`, without vLLM and without a GPU.
 """
 
 import argparse
@@ -50,6 +52,7 @@ class Hybrid:
         conv_row_bytes: of one channel, over all rows.
         recurrent_bytes: of one mamba layer's recurrent state.
         heads: numbers that the tensor parallel size must divide.
+        groups: of one mamba layer over all GPUs, by tensor parallel size.
     """
 
     kv_heads: int
@@ -58,6 +61,7 @@ class Hybrid:
     conv_row_bytes: int
     recurrent_bytes: int
     heads: tuple[int, ...]
+    groups: Callable[[int], int] = lambda _tp: 1
 
     def token_bytes(self, tp: int) -> int:
         """Bytes of one token in one attention layer on one GPU."""
@@ -88,14 +92,23 @@ def block_sizes(model: Hybrid, sizes: Sequence[int], multiple: int = GPU_MULTIPL
     }
 
 
-def pairs(found: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Different tensor parallel sizes whose block sizes are equal."""
-    return [(one, other) for one in found for other in found if one < other and found[one] == found[other]]
+def pairs(model: Hybrid, found: Mapping[int, int]) -> list[tuple[int, int]]:
+    """Different tensor parallel sizes whose nodes exchange blocks as they are."""
+    together = [tps for tps in exchanging(model, found) if len(tps) > 1]
+    return [
+        (one, other) for tps in together for one in tps for other in tps if one < other and found[one] == found[other]
+    ]
 
 
-def common(found: Mapping[int, int]) -> int:
-    """The smallest `--block-size` that all of them keep as it is: on every node, all then have this one."""
-    return max(found.values())
+def exchanging(model: Hybrid, found: Mapping[int, int]) -> list[tuple[int, ...]]:
+    """Tensor parallel sizes by what exchanges blocks once the block sizes are equal: those with equal groups."""
+    groups = {tp: model.groups(tp) for tp in found}
+    return [tuple(tp for tp in found if groups[tp] == each) for each in dict.fromkeys(groups.values())]
+
+
+def common(found: Mapping[int, int], tps: Sequence[int]) -> int:
+    """The smallest `--block-size` that all of these keep as it is: on every node, all then have this one."""
+    return max(found[tp] for tp in tps)
 
 
 def read(config: Config, dtypes: Dtypes, speculative_tokens: int = 0) -> Hybrid:
@@ -167,21 +180,23 @@ def _gated_delta_net(config: Config, size: _Bytes, speculative_tokens: int) -> H
 
 
 def _mamba2(config: Config, size: _Bytes, speculative_tokens: int) -> Hybrid:
-    """Nemotron-H and Granite 4, whose fields differ (`MambaStateShapeCalculator.mamba2_state_shape`)."""
+    """Nemotron-H, Granite 4 and Falcon-H1, whose fields differ (`MambaStateShapeCalculator.mamba2_state_shape`)."""
     if "mamba_num_heads" in config:
         heads, groups, state, kernel = (config[name] for name in _NEMOTRON)
         inner = heads * config["mamba_head_dim"]
     else:
         heads, groups, state, kernel = (config[name] for name in _GRANITE)
-        inner = config["mamba_expand"] * config["hidden_size"]
+        inner = config.get("mamba_d_ssm") or config["mamba_expand"] * config["hidden_size"]
+
+    def repeated(tp: int) -> int:
+        return int(groups if groups % tp == 0 else tp)
 
     def channels(tp: int) -> int:
-        repeated = groups if groups % tp == 0 else tp
-        return int(inner + 2 * repeated * state)
+        return int(inner + 2 * repeated(tp) * state)
 
     row = (kernel - 1 + speculative_tokens) * size.conv
     divided = (config["num_attention_heads"], heads)
-    return Hybrid(*_attention(config, size), channels, row, inner * state * size.recurrent, divided)
+    return Hybrid(*_attention(config, size), channels, row, inner * state * size.recurrent, divided, repeated)
 
 
 _NEMOTRON = ("mamba_num_heads", "n_groups", "ssm_state_size", "conv_kernel")
@@ -203,19 +218,36 @@ _FAMILIES: Mapping[str, _Family] = {
     "qwen3_5": _gated_delta_net,
     "nemotron_h": _mamba2,
     "granitemoehybrid": _mamba2,
+    "falcon_h1": _mamba2,
     "jamba": _mamba1,
 }
 """By the beginning of `model_type`. (Qwen3.6's is qwen3_5.)"""
 
 
-def report(found: Mapping[int, int], asked: Sequence[int]) -> str:
+def report(model: Hybrid, found: Mapping[int, int], asked: Sequence[int]) -> str:
     """The table that the command prints."""
     lines = ["TP size   block size", *(f"{tp:7d} {_row(found.get(tp)):>12}" for tp in sorted(asked))]
-    equal = [f"{one} and {other}" for one, other in pairs(found)]
+    equal = [f"{one} and {other}" for one, other in pairs(model, found)]
     lines.append(f"Different TP sizes that go together as they are: {', '.join(equal) or 'none'}.")
-    if len(set(found.values())) > 1:
-        lines.append(f"All of these go together with --block-size {common(found)} on every node.")
+    classes = exchanging(model, found)
+    for tps in classes:
+        if len({found[tp] for tp in tps}) > 1:
+            these = "All of these go" if len(tps) == len(found) else f"TP sizes {_listed(tps)} go"
+            lines.append(f"{these} together with --block-size {common(found, tps)} on every node.")
+    alone = [tps[0] for tps in classes if len(tps) == 1 < len(found)]
+    lines += [f"TP size {tp} goes with no other, whatever the block size: {_why_alone(model, tp)}" for tp in alone]
     return "\n".join(lines) + "\n"
+
+
+def _why_alone(model: Hybrid, tp: int) -> str:
+    groups = model.groups(1)
+    if groups < tp:
+        return f"vLLM repeats the model's {groups} mamba group{'s'[: groups != 1]} for {tp} GPUs."
+    return f"the others have more GPUs than the model has mamba groups ({groups})."
+
+
+def _listed(tps: Sequence[int]) -> str:
+    return f"{', '.join(map(str, tps[:-1]))} and {tps[-1]}"
 
 
 def _row(size: int | None) -> str:
@@ -247,7 +279,7 @@ def main(words: Sequence[str]) -> int:
     except (OSError, UnknownModelError) as error:
         sys.stderr.write(f"{path}: {error}\n")
         return 2
-    sys.stdout.write(report(block_sizes(model, asked, max(given.multiple_of, given.block_size)), asked))
+    sys.stdout.write(report(model, block_sizes(model, asked, max(given.multiple_of, given.block_size)), asked))
     return 0
 
 

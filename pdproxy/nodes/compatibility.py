@@ -49,14 +49,21 @@ ADVICE: Mapping[str, str] = MappingProxyType(
         "dtype": "the same --dtype",
         "kv_dtype": "the same --kv-cache-dtype",
         "kv_shape": "the same model, --kv-cache-dtype and --attention-backend",
+        "kv_heads": "the same --tensor-parallel-size: NIXL cannot divide this model's pages by heads",
         "kv_layout": "the same VLLM_KV_CACHE_LAYOUT",
+        "kv_block_bytes": "the same --tensor-parallel-size, or VLLM_KV_CACHE_LAYOUT=LBHNC: blocks of this layout cannot"
+        " be divided by heads",
+        "context_parallel": "no --cp-kv-cache-interleave-size, or the same of it and --decode-context-parallel-size",
         "kernel_block_size": "the same --attention-backend and --block-size",
         "attention_backend": "the same --attention-backend",
         "cache_groups": "the same model, --speculative-config and --disable-sliding-window",
         "block_sizes": "the same --block-size",
         "cache_mode": "the same --mamba-cache-mode, and --enable-prefix-caching on both or on neither",
         "state_dtypes": "the same --mamba-ssm-cache-dtype and --mamba-cache-dtype",
-        "state_shapes": "the same number of speculative tokens in --speculative-config",
+        "state_groups": "the same --tensor-parallel-size: vLLM repeats the groups of a Mamba-2 model for ranks that"
+        " have none of their own, and NIXL reads them as if they were divided (vllm#55208)",
+        "state_shapes": "the same number of speculative tokens in --speculative-config (the second number), and the"
+        " same --tensor-parallel-size where the first one differs",
         "state_layout": "the same VLLM_SSM_CONV_STATE_LAYOUT",
         "prefix_match_unit": "the same --prefix-match-unit",
         "speculative": "the same method and number of tokens in --speculative-config",
@@ -64,6 +71,9 @@ ADVICE: Mapping[str, str] = MappingProxyType(
 )
 """What to align where a part of the fingerprint, or a version, differs. Parts that are missing here come from a newer
 connector, and are named without advice."""
+
+NO_GROUPS = "none"
+"""The part `state_groups` of a model whose states have no groups."""
 
 _ONE_PATH = (
     "vLLM's NIXL handshake compares the text of the path, so that no hand-over would succeed: mount or link the model"
@@ -187,15 +197,20 @@ def block_size_advice(info: NodeInfo, other: NodeInfo) -> str:
     vLLM (0.32 and 0.33, `Platform._align_hybrid_block_size`) makes the attention block of a hybrid model the least
     multiple of --block-size (or of the backend's own) whose page holds a rank's mamba state. The state shrinks with
     each rank, a token's attention page only until a rank has a single KV head: up to that degree all sizes are equal.
+    No block size helps where the groups of a Mamba-2 model are repeated (the fingerprint's part `state_groups`).
     """
     sizes = [node.labels.get("block_size", "") for node in (info, other)]
     degrees = [node.labels.get("tp_size", "") for node in (info, other)]
     if degrees[0] == degrees[1] or sizes[0] == sizes[1] or not all(size.isdecimal() for size in sizes):
         return ""
+    follows = f"a hybrid model's block size follows --tensor-parallel-size ({degrees[0]} here, {degrees[1]} there)"
+    groups = [node.fingerprint.get("state_groups", NO_GROUPS) for node in (info, other)]
+    if groups[0] != groups[1]:
+        return f"{follows}, and no --block-size brings these two together: take equal degrees (see state_groups)"
+    which = "" if groups[0] == NO_GROUPS else f" of degrees that divide the model's {groups[0]} groups,"
     return (
-        f"a hybrid model's block size follows --tensor-parallel-size ({degrees[0]} here, {degrees[1]} there). Pairs"
-        " that go together: equal degrees; any two degrees up to the model's number of KV heads; and any two with"
-        f" --block-size {max(map(int, sizes))} on both"
+        f"{follows}. Pairs that go together: equal degrees;{which} any two degrees up to the model's number of KV"
+        f" heads; and any two with --block-size {max(map(int, sizes))} on both"
     )
 
 

@@ -66,15 +66,14 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRank]:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker, current_platform
 
     from connector.worker import ConnectorWorker
-    from tests.connector.rank import cache_config, settings, vllm_state
+    from tests.connector.rank import cache_config, settings, vllm_config, vllm_state
 
     monkeypatch.setattr(current_platform, "set_device", lambda _: None, raising=False)
     monkeypatch.setattr(NixlBaseConnectorWorker, "__init__", lambda worker, *_: vllm_state(worker))
     made: list[ConnectorWorker] = []
 
     def build(**changes: Any) -> ConnectorWorker:
-        config: Any = None
-        made.append(ConnectorWorker(config, "D", cache_config(), settings(**changes)))
+        made.append(ConnectorWorker(vllm_config(), "D", cache_config(), settings(**changes)))
         return made[-1]
 
     yield build

@@ -49,7 +49,7 @@ from connector.weights import WeightsSource, checkpoint_text
 
 MODEL = Path(__file__).parents[2] / "deploy" / "local" / "model" / "tiny-hybrid"
 BLOCK = 16
-MODEL_PARTS = node_fingerprint._model_parts
+MODEL_PARTS = node_fingerprint.model_parts
 
 
 def attention() -> KVCacheSpec:
@@ -117,7 +117,7 @@ def make_scheduler(config: VllmConfig, kv_cache: KVCacheConfig) -> Scheduler:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nixl_connector, "require_fit", lambda contract: check_vllm())
         patch.setattr(node_fingerprint, "checkpoint_text", _checkpoint_text)
-        patch.setattr(node_fingerprint, "_model_parts", _model_parts)
+        patch.setattr(node_fingerprint, "model_parts", _model_parts)
         scheduler = pace.scheduler(
             vllm_config=config,
             kv_cache_config=kv_cache,
@@ -318,14 +318,14 @@ def _checkpoint_text(source: WeightsSource) -> str:
     return checkpoint_text(source)
 
 
-def _model_parts(model: ModelConfig) -> dict[str, str]:
+def _model_parts(config: VllmConfig) -> dict[str, str]:
     """The fingerprint's part of the model that every node here has, once; of any other as the node makes it."""
-    return _own_model_parts() if model.hf_config is _model().hf_config else MODEL_PARTS(model)
+    return _own_model_parts() if config.model_config.hf_config is _model().hf_config else MODEL_PARTS(config)
 
 
 @cache
 def _own_model_parts() -> dict[str, str]:
-    return MODEL_PARTS(_model())
+    return MODEL_PARTS(_template("kv_producer", "none"))
 
 
 @cache

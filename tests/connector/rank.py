@@ -103,6 +103,12 @@ def cache_config() -> KVCacheConfig:
     return KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
 
 
+def vllm_config() -> Any:
+    """What a rank reads of it by itself."""
+    parallel = SimpleNamespace(decode_context_parallel_size=1, cp_kv_cache_interleave_size=1)
+    return SimpleNamespace(parallel_config=parallel)
+
+
 def settings(**changes: Any) -> ConnectorConfig:
     return ConnectorConfig(role=Role.BOTH, **{"verify_timeout": 30.0, "probe_timeout": 30.0, **changes})
 
@@ -127,6 +133,7 @@ def vllm_state(worker: Any) -> None:
 
     worker.__dict__.update(
         met=[],
+        attn_backends=[SimpleNamespace(get_name=lambda: "GDN_ATTN"), SimpleNamespace(get_name=lambda: "FLASH_ATTN")],
         add_remote_agent=add_remote_agent,
         compat_hash=COMPATIBLE,
         enforce_compat_hash=True,

@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connector.fingerprint import ADVICE, MOST_PARTS, Fingerprint, differences, read_fingerprint, summary
+from connector.fingerprint import (
+    ADVICE,
+    MOST_PARTS,
+    NONE,
+    Fingerprint,
+    backends_text,
+    differences,
+    read_backends,
+    read_fingerprint,
+    summary,
+)
 from connector.ticket import Expected, Ticket, parse
 from connector.ticket_fields import Refusal, RefusalReason, RefusedError
 from tests.connector.tickets import ANYTHING, EXAMPLES, FINGERPRINT, KEY, SHAPES, good, good_wire
@@ -53,6 +63,21 @@ def test_every_part_has_advice_of_its_own(part: str) -> None:
     (sentence,) = differences(Fingerprint.of({part: "1"}), Fingerprint.of({part: "2"}))
     assert sentence == f"{part} is 1 here, 2 on the prefill node: {ADVICE[part]}"
     assert any(word in ADVICE[part] for word in ("--", "VLLM_", "release"))
+
+
+def test_all_backends_are_named_whatever_layer_comes_first() -> None:
+    assert backends_text(["MAMBA2_ATTN", "FLASH_ATTN", "MAMBA2_ATTN"], 1, 1, 16) == "FLASH_ATTN+MAMBA2_ATTN"
+    assert read_backends("FLASH_ATTN+MAMBA2_ATTN") == ("FLASH_ATTN+MAMBA2_ATTN", NONE)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "interleave", "dealt"), [(1, 1, NONE), (1, 16, NONE), (2, 16, NONE), (2, 1, "2x1"), (4, 8, "4x8")]
+)
+def test_context_parallelism_that_does_not_deal_out_whole_blocks_is_named(
+    ranks: int, interleave: int, dealt: str
+) -> None:
+    """vLLM's reader supposes whole blocks on either node."""
+    assert read_backends(backends_text(["FLASH_MLA"], ranks, interleave, 16)) == ("FLASH_MLA", dealt)
 
 
 def test_equal_ones_do_not_differ() -> None:

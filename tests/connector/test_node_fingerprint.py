@@ -18,6 +18,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator, MambaStateShapeCalculator
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -88,6 +89,7 @@ def state(of: VllmConfig, block: int) -> MambaSpec:
         dtypes=MambaStateDtypeCalculator.gated_delta_net_state_dtype(
             of.model_config.dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
         ),
+        mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
         mamba_cache_mode="align" if cache.enable_prefix_caching else "none",
     )
 
@@ -114,7 +116,7 @@ def payload(**other: Any) -> NixlHandshakePayload:
         "num_blocks": 64,
         "block_lens": [65536],
         "block_strides": [65536],
-        "kv_cache_layout": "LBNHC",
+        "kv_cache_layout": "LBHNC",
         "block_size": 256,
         "ssm_sizes": (2304, 32768),
         "attn_backend_name": "CPU_ATTN",
@@ -160,12 +162,14 @@ def test_its_parts_are_what_the_node_runs(usual: Fingerprint) -> None:
     assert parts["kv_shape"] == "64+64=256B"
     assert parts["cache_mode"] == "align"
     assert parts["state_dtypes"] == "bfloat16+float32"
-    assert parts["state_shapes"] == "(*,3)+(*,64,64)"
+    assert (parts["kv_heads"], parts["state_groups"]) == ("divided", "2")
+    assert parts["state_shapes"] == "(384,3)+(2,64,64)"
     assert parts["state_layout"] == "DS"
     assert parts["rope"].endswith("rope_theta=10000,rope_type=default")
-    assert (parts["kv_layout"], parts["attention_backend"], parts["kernel_block_size"]) == ("LBNHC", "CPU_ATTN", "256")
+    assert (parts["kv_layout"], parts["attention_backend"], parts["kernel_block_size"]) == ("LBHNC", "CPU_ATTN", "256")
     for part in (
-        "context", "draft_checkpoint", "media", "prefix_match_unit", "quantization", "speculative", "weights_label"
+        "context", "context_parallel", "draft_checkpoint", "kv_block_bytes", "media", "prefix_match_unit",
+        "quantization", "speculative", "weights_label",
     ):  # fmt: skip
         assert parts[part] == NONE
 
@@ -193,10 +197,13 @@ def test_the_metric_has_every_part_and_their_digest(usual: Fingerprint) -> None:
         ({"hf_overrides": {"num_experts_per_tok": 2}}, {"model_config"}),
         ({"load_format": "dummy"}, {"checkpoint"}),
         ({"enable_prefix_caching": False}, {"cache_mode", "block_sizes"}),
-        ({"ranks": (payload(kv_cache_layout="LBHNC"),)}, {"kv_layout"}),
+        ({"ranks": (payload(kv_cache_layout="BLHNC"),)}, {"kv_layout"}),
+        ({"ranks": (payload(kv_cache_layout="LBNHC"),)}, {"kv_layout", "kv_block_bytes"}),
         ({"ranks": (payload(attn_backend_name="FLASH_ATTN"),)}, {"attention_backend"}),
         ({"ranks": (payload(block_size=64, physical_blocks_per_logical_kv_block=4),)}, {"kernel_block_size"}),
-        ({"ranks": (payload(), payload(kv_cache_layout="LBHNC"))}, {"kv_layout"}),
+        ({"ranks": (payload(), payload(kv_cache_layout="BLHNC"))}, {"kv_layout"}),
+        ({"ranks": (payload(attn_backend_name="CPU_ATTN+GDN_ATTN"),)}, {"attention_backend"}),
+        ({"ranks": (payload(attn_backend_name="CPU_ATTN@2x1"),)}, {"context_parallel"}),
     ],
     ids=lambda value: str(sorted(value)) if isinstance(value, set) else str(value),
 )
@@ -214,8 +221,8 @@ def test_the_two_kinds_of_fp8_differ() -> None:
 def test_the_number_of_speculative_tokens_is_rows_of_the_convolution() -> None:
     two, three = (of(speculative_config={**SPECULATING, "num_speculative_tokens": number}) for number in (2, 3))
     assert (dict(two.parts)["state_shapes"], dict(three.parts)["state_shapes"]) == (
-        "(*,5)+(*,64,64)",
-        "(*,6)+(*,64,64)",
+        "(384,5)+(2,64,64)",
+        "(384,6)+(2,64,64)",
     )
     assert dict(three.parts)["speculative"] == "ngram:3"
 
@@ -278,7 +285,10 @@ def test_heads_of_one_rank_do_not_count_and_dimensions_do() -> None:
     def parts(**other: Any) -> dict[str, str]:
         return cache_parts(made, cache_of(attention(made, 16, **other)))
 
-    assert parts(num_kv_heads=8) == parts(num_kv_heads=2)
+    eight = {"hf_overrides": {"num_key_value_heads": 8, "num_attention_heads": 8}}
+    ranks = [(config(tensor_parallel_size=ranks, **eight), 8 // ranks) for ranks in (1, 2, 8)]
+    divided = [cache_parts(one, cache_of(attention(one, 16, num_kv_heads=heads))) for one, heads in ranks]
+    assert divided == [divided[0]] * 3
     assert parts(head_size=128)["kv_shape"] != parts()["kv_shape"]
     assert parts(head_size_v=32)["kv_shape"] != parts()["kv_shape"]
     assert parts(sliding_window=512)["cache_groups"] == "FullAttention(512)"

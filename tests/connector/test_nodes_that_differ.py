@@ -68,7 +68,7 @@ def test_a_ticket_of_a_node_that_differs_is_refused(
 
 def test_what_the_workers_chose_is_in_the_ticket_and_counts(registered: Node, node: Node) -> None:
     ticket = take_ticket(registered, prompt(100))
-    assert ticket["pdproxy"]["fingerprint"]["kv_layout"] == "LBNHC"
+    assert ticket["pdproxy"]["fingerprint"]["kv_layout"] == "LBHNC"
     node.add("d", prompt(100), ticket)
     assert is_computed_here(node, "d")
     assert node.counts("refused") == {"fingerprint": 1}

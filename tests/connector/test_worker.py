@@ -54,6 +54,11 @@ def test_a_read_is_reported_only_after_its_verdict(make: MakeRank, prefill: Pref
     }
 
 
+def test_a_rank_names_all_its_backends(make: MakeRank) -> None:
+    """vLLM names the first layer's alone, which is mamba's where a model begins with mamba."""
+    assert make().backend_name == "FLASH_ATTN+GDN_ATTN"
+
+
 class PatientVerifier(Verifier):
     """Waits long where a rank would wait at all, and keeps how long that was to be."""
 

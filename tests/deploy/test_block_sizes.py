@@ -17,6 +17,7 @@ from deploy.block_sizes import (  # fmt: skip
     block_size,
     block_sizes,
     common,
+    exchanging,
     main,
     pairs,
     read,
@@ -48,8 +49,10 @@ def test_two_kv_heads_are_shared_by_two_gpus_and_repeated_beyond() -> None:
     """The facts that vLLM showed: 1,056 tokens at TP 2, 272 at TP 8."""
     found = sizes(qwen(), 1, 2, 4, 8)
     assert found == {1: 1056, 2: 1056, 4: 528, 8: 272}
-    assert pairs(found) == [(1, 2)]
-    assert common(found) == 1056
+    model = read(qwen(), FLOAT32)
+    assert pairs(model, found) == [(1, 2)]
+    assert exchanging(model, found) == [(1, 2, 4, 8)]
+    assert common(found, [1, 8]) == 1056
     assert sizes(qwen(), 1, 2, 4, 8, multiple=1056) == dict.fromkeys((1, 2, 4, 8), 1056)
 
 
@@ -61,7 +64,7 @@ def test_speculative_tokens_lengthen_the_convolution() -> None:
 
 def test_a_size_that_does_not_divide_the_heads_is_left_out() -> None:
     assert sizes(qwen(), 3, 32) == {}
-    assert "3   impossible" in report({}, [3])
+    assert "3   impossible" in report(read(qwen(), FLOAT32), {}, [3])
 
 
 def test_types_are_those_of_vllm_on_a_gpu() -> None:
@@ -103,6 +106,46 @@ def test_what_an_operator_reads(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "--block-size" not in capsys.readouterr().out
     assert main(["--model", str(tmp_path / "nowhere")]) == 2
     assert "nowhere" in capsys.readouterr().err
+
+
+MAMBA2 = {
+    "one group": (1, (1, 2, 4), [[1], [2], [4]]),
+    "two groups": (2, (1, 2, 4, 8), [[1, 2], [4], [8]]),
+    "eight groups": (8, (1, 2, 4, 8, 16), [[1, 2, 4, 8], [16]]),
+}
+
+
+def mamba2(groups: int) -> Hybrid:
+    config = transformers.GraniteMoeHybridConfig(
+        hidden_size=1024, mamba_n_heads=32, mamba_n_groups=groups, num_attention_heads=32, num_key_value_heads=16,
+        intermediate_size=2048,
+    )  # fmt: skip
+    return read({**config.to_dict(), "dtype": "bfloat16"}, FLOAT32)
+
+
+@pytest.mark.parametrize(("groups", "asked", "together"), MAMBA2.values(), ids=MAMBA2)
+def test_sizes_for_which_groups_are_repeated_go_with_no_other(
+    groups: int, asked: tuple[int, ...], together: list[list[int]]
+) -> None:
+    """As NIXL reads them (`tests/connector/test_peer_layouts.py`)."""
+    model = mamba2(groups)
+    found = block_sizes(model, asked, 4096)
+    assert len(set(found.values())) == 1
+    assert [list(tps) for tps in exchanging(model, found)] == together
+    assert pairs(model, found) == [(one, other) for tps in together for one in tps for other in tps if one < other]
+
+
+def test_no_block_size_is_advised_where_none_helps() -> None:
+    one = report(mamba2(1), {1: 16, 2: 32}, [1, 2])
+    alone = "goes with no other, whatever the block size"
+    assert one.splitlines()[3:] == [
+        "Different TP sizes that go together as they are: none.",
+        f"TP size 1 {alone}: the others have more GPUs than the model has mamba groups (1).",
+        f"TP size 2 {alone}: vLLM repeats the model's 1 mamba group for 2 GPUs.",
+    ]
+    eight = report(mamba2(8), {4: 16, 8: 32, 16: 48}, [4, 8, 16])
+    assert "TP sizes 4 and 8 go together with --block-size 32 on every node.\n" in eight
+    assert "TP size 16 goes with no other, whatever the block size: vLLM repeats the model's 8 mamba groups" in eight
 
 
 # The same by vLLM's own code.
@@ -148,6 +191,12 @@ FAMILIES: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "nemotron_h": ("nemotron_h", "NemotronHForCausalLM", transformers.NemotronHConfig),
     "granite": ("granitemoehybrid", "GraniteMoeHybridForCausalLM", transformers.GraniteMoeHybridConfig),
     "a small granite": ("granitemoehybrid", "GraniteMoeHybridForCausalLM", lambda: granite(1536, 48)),
+    "falcon_h1": ("falcon_h1", "FalconH1ForCausalLM", transformers.FalconH1Config),
+    "a falcon_h1 of expanded width": (
+        "falcon_h1",
+        "FalconH1ForCausalLM",
+        lambda: transformers.FalconH1Config(mamba_d_ssm=None, hidden_size=4096),
+    ),
     "jamba": ("jamba", "JambaForCausalLM", transformers.JambaConfig),
 }
 CASES = [(name, spec) for name in FAMILIES for spec in (0, 2) if not (name == "jamba" and spec)]

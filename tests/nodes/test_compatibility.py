@@ -1,10 +1,11 @@
 """Nodes that cannot work together are refused by the name of the setting."""
 
+import dataclasses
 from collections.abc import Mapping
 
 import pytest
 
-from pdproxy.nodes.compatibility import MUST_AGREE, SHOULD_AGREE, check_compatibility
+from pdproxy.nodes.compatibility import MUST_AGREE, SHOULD_AGREE, block_size_advice, check_compatibility
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.node_info import ModelCard, NodeInfo
 from tests.nodes.fake_pool import LABELS
@@ -108,3 +109,17 @@ def test_sizes_that_follow_the_tensor_parallel_degree_are_explained() -> None:
         check_compatibility(info("d1", Role.DECODE, {"tp_size": "8"}), [narrow, PREFILL]).refusals[0].setting
         == "block_size"
     )
+
+
+def grouped(tp: int, groups: int, block: int = 16) -> NodeInfo:
+    """A node of a Mamba-2 model, with so many groups over all ranks."""
+    node = info(f"n{tp}", Role.DECODE, {"tp_size": str(tp), "block_size": str(block)})
+    return dataclasses.replace(node, fingerprint={"state_groups": str(groups)})
+
+
+def test_no_block_size_is_advised_where_groups_are_repeated() -> None:
+    advice = block_size_advice(grouped(1, 1), grouped(2, 2, 32))
+    assert advice.endswith("and no --block-size brings these two together: take equal degrees (see state_groups)")
+    divided = block_size_advice(grouped(1, 8), grouped(2, 8, 32))
+    assert "equal degrees; of degrees that divide the model's 8 groups, any two" in divided
+    assert divided.endswith("any two with --block-size 32 on both")
