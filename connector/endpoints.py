@@ -7,6 +7,10 @@ requests that wait for it, `POST /v1/pdproxy/tickets`:
     400               a bad body, in OpenAI's error shape
     404               no decode node (so too the streams), or a node that did not load this plugin
 
+And what only an API server knows of how prompts are made, `GET /v1/pdproxy/prompts`, of prefill nodes too:
+
+    200 {"chat_template": DIGEST}    as the part of the fingerprint, of the template that this server uses
+
 A vLLM endpoint plugin: loaded where `VLLM_PLUGINS` names it (`pdproxy_connector,pdproxy_endpoints`, for the variable
 filters all plugins). Under /v1, since vLLM's `--api-key` guards that. To the engine the delivery is a stand-in for a
 request, which ends at once and computes nothing (`transfer_params`).
@@ -28,9 +32,12 @@ from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 
 from connector import alive_route
 from connector.config import ENDPOINT_PLUGIN, ConfigError
+from connector.fingerprint import NONE
+from connector.node_fingerprint import tokenizer_source
 from connector.resume_order import node_secret
 from connector.shape_check import require_fit
 from connector.streams import HANDLERS, PREFIX, StreamRoute, error_response
+from connector.tokenizer_files import ChatArguments, chat_template_part
 from connector.transfer_params import DELIVER, is_id
 from connector.vllm_contracts import DELIVERIES, STREAMS
 
@@ -44,6 +51,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.pdproxy.endpoints")
 
 ROUTE = "/v1/pdproxy/tickets"
+PROMPTS_ROUTE = "/v1/pdproxy/prompts"
 MOST_BYTES = 4 << 20
 """Of a body. A ticket has some 10 bytes for each of the prompt's blocks."""
 
@@ -63,18 +71,26 @@ class TicketRoute(EndpointPlugin):
         require_fit(STREAMS)
         self._engine: EngineClient | None = None
         self._streams = StreamRoute()
+        self._chat_template = NONE
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes, that of `alive_route` too."""
         alive_route.attach(app)
         app.add_api_route(ROUTE, self._deliver, methods=["POST"], status_code=202)
+        app.add_api_route(PROMPTS_ROUTE, self._prompts, methods=["GET"])
         app.router.routes += [Route(PREFIX + path, self._streams, methods=["POST"]) for path in HANDLERS]
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:  # noqa: ARG002 - vLLM names the arguments
-        """Keep the engine's client, if it is a decode node's."""
+        """Keep the engine's client, if it is a decode node's, and read the chat template."""
+        if engine_client is not None:
+            source = tokenizer_source(engine_client.vllm_config)
+            self._chat_template = chat_template_part(source, ChatArguments.of(args))
         decodes = engine_client is not None and _decodes(engine_client.vllm_config)
         self._engine = engine_client if decodes else None
         self._streams.secret = _secret(os.environ) if decodes else None
+
+    async def _prompts(self) -> JSONResponse:
+        return JSONResponse({"chat_template": self._chat_template})
 
     async def _deliver(self, request: Request) -> JSONResponse:
         if self._engine is None:

@@ -79,6 +79,8 @@ ADVICE: Mapping[str, str] = MappingProxyType(
         "model_config": "serve the same model on both, with the same config.json and --hf-overrides",
         "rope": "serve both with the same rope settings in config.json and --hf-overrides",
         "context": "start both with the same --max-model-len: this model computes otherwise above a certain length",
+        "tokenizer": "start both with the same --tokenizer, --tokenizer-revision and --tokenizer-mode, and equal files",
+        "chat_template": "serve both with the same chat template: the same file in the folder of --tokenizer",
         "media": "start both with the same --mm-processor-kwargs, --media-io-kwargs and video pruning",
         "checkpoint": "serve the same weights on both: the same --model, --revision and --load-format; restart a node "
         "whose files were replaced",

@@ -43,6 +43,7 @@ from connector.fingerprint import (
     short,
 )
 from connector.resume_boundary import ResumeBoundary
+from connector.tokenizer_files import TokenizerSource, chat_template_part, tokenizer_part
 from connector.weights import WeightsSource, checkpoint_text
 
 if TYPE_CHECKING:
@@ -106,6 +107,8 @@ def model_parts(vllm_config: "VllmConfig") -> dict[str, str]:
         ),
         "rope": rope_text(config),
         "context": context_text(config, vllm_config.model_config.max_model_len),
+        "tokenizer": tokenizer_part(tokenizer_source(vllm_config)),
+        "chat_template": chat_template_part(tokenizer_source(vllm_config)),
         "media": _media(vllm_config.model_config.multimodal_config),
         "dtype": _type(vllm_config.model_config.dtype),
         "quantization": quantization_text(
@@ -114,6 +117,13 @@ def model_parts(vllm_config: "VllmConfig") -> dict[str, str]:
             config.get("quantization_config") or config.get("compression_config"),
         ),
     }
+
+
+def tokenizer_source(vllm_config: "VllmConfig") -> TokenizerSource:
+    """Where this node's tokenizer is from."""
+    model = vllm_config.model_config
+    download_dir = vllm_config.load_config.download_dir
+    return TokenizerSource(str(model.tokenizer), model.tokenizer_revision, str(model.tokenizer_mode), download_dir)
 
 
 def speculative_parts(vllm_config: "VllmConfig") -> dict[str, str]:

@@ -168,6 +168,9 @@ HAND_OVERS = Contract(
             "quantization",
             "quantization_config",
             "revision",
+            "tokenizer",
+            "tokenizer_mode",
+            "tokenizer_revision",
         ),
         "vllm.config:VllmConfig": (
             "cache_config",

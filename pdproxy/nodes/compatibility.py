@@ -41,6 +41,11 @@ ADVICE: Mapping[str, str] = MappingProxyType(
         "model_config": "serve the same model, with the same config.json and --hf-overrides",
         "rope": "the same rope settings in config.json and --hf-overrides",
         "context": "the same --max-model-len",
+        "tokenizer": "the same --tokenizer, --tokenizer-revision and --tokenizer-mode, of the same files: every prompt"
+        " is computed twice otherwise",
+        "chat_template": "the same --chat-template, --chat-template-content-format and --default-chat-template-kwargs"
+        " (told by nodes whose VLLM_PLUGINS names pdproxy_endpoints), or the same template beside the tokenizer: every"
+        " chat is computed twice otherwise",
         "media": "the same --mm-processor-kwargs and --media-io-kwargs",
         "checkpoint": "the same weights: --model, --revision, --load-format; restart a node whose files were replaced",
         "weights_label": "the same weights, and the same pdproxy_weights_label in --kv-transfer-config",

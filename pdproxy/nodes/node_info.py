@@ -27,6 +27,11 @@ CAPACITY_METRICS = "pdproxy_connector_capacity_"
 """The beginning of the names of the capacity gauges."""
 WHOLE = "all"
 """The part of a fingerprint that is a digest of all others."""
+CHAT_TEMPLATE = "chat_template"
+"""The part of a fingerprint that an API server may know better than its engine."""
+PROMPTS_PATH = "/v1/pdproxy/prompts"
+"""Where it tells."""
+_LONGEST_DIGEST = 128
 
 
 def _empty() -> Mapping[str, str]:
@@ -60,6 +65,8 @@ class NodeInfo:
         hashing: how its prefix cache hashes prompts.
         cache: how its prefix cache is set up.
         ticket_addresses: where its engines take tickets directly.
+        chat_template: digest of the chat template that its API server was given, in the fingerprint too; "" where it
+            uses the model's own, which the engine knows, or does not tell.
     """
 
     node: Node
@@ -72,6 +79,7 @@ class NodeInfo:
     hashing: Hashing | None = None
     cache: CacheSettings | None = None
     ticket_addresses: tuple[str, ...] = ()
+    chat_template: str = ""
 
     def joined(self) -> Node:
         """The node with what was found filled in. What was configured wins."""
@@ -99,10 +107,11 @@ class NodeInfo:
     def cohort(self) -> str:
         """Nodes of one cohort can exchange tickets; "" if nothing is known.
 
-        The NIXL handshake hashes the vLLM version, and a ticket is refused where the fingerprints differ.
+        The NIXL handshake hashes the vLLM version, and a ticket is refused where the fingerprints differ. Where API
+        servers use other chat templates, a ticket is for another prompt.
         """
         version, connector = self.labels.get("vllm_version", self.version), self.labels.get("connector_version")
-        parts = (version, connector, self.fingerprint.get(WHOLE))
+        parts = (version, connector, self.fingerprint.get(WHOLE), self.chat_template or None)
         return "+".join(part for part in parts if part is not None)
 
     def setting(self, name: str) -> str | None:
@@ -116,13 +125,18 @@ class NodeInfo:
                 return self.labels.get(name)
 
 
-def read_node_info(node: Node, models: bytes, version: bytes, metrics: bytes) -> NodeInfo:
-    """The bodies of a node's ``/v1/models``, ``/version`` and ``/metrics`` together."""
+def read_node_info(node: Node, models: bytes, version: bytes, metrics: bytes, prompts: bytes = b"") -> NodeInfo:
+    """The bodies of a node's ``/v1/models``, ``/version``, ``/metrics`` and `PROMPTS_PATH` together."""
     labels, capacity, ranks = read_labels(metrics), read_node_capacity(metrics), read_ranks(metrics)
-    fingerprint = read_fingerprint(metrics)
+    fingerprint, template = read_fingerprint(metrics), read_chat_template(prompts)
+    if template in ("", fingerprint.get(CHAT_TEMPLATE)) or not fingerprint:
+        template = ""
+    else:
+        fingerprint = MappingProxyType({**fingerprint, CHAT_TEMPLATE: template})
     card, hashing = read_model_card(models), read_hashing(metrics)
     cache = read_cache_settings(labels, _labels(metrics, STOCK_CACHE_METRIC))
-    found = read_version(version), labels, capacity, ranks, fingerprint, hashing, cache, read_ticket_addresses(metrics)
+    addresses = read_ticket_addresses(metrics)
+    found = read_version(version), labels, capacity, ranks, fingerprint, hashing, cache, addresses, template
     return NodeInfo(node, card, *found)
 
 
@@ -145,6 +159,12 @@ def read_version(body: bytes) -> str:
     """The version of a ``/version`` answer; "" if unusable."""
     version = _object(body).get("version")
     return version if isinstance(version, str) else ""
+
+
+def read_chat_template(body: bytes) -> str:
+    """The digest in an answer from `PROMPTS_PATH`; "" if unusable."""
+    template = _object(body).get("chat_template")
+    return template if isinstance(template, str) and len(template) <= _LONGEST_DIGEST else ""
 
 
 def read_labels(body: bytes) -> Mapping[str, str]:

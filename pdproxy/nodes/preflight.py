@@ -8,7 +8,7 @@ from pdproxy.credential import OwnHeaders, no_headers
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.nodes.compatibility import Compatibility, Incompatibility, check_compatibility, differences_from_partners
 from pdproxy.nodes.node import Node
-from pdproxy.nodes.node_info import NodeInfo, read_node_info
+from pdproxy.nodes.node_info import PROMPTS_PATH, NodeInfo, read_node_info
 from pdproxy.transport.port import HttpRequest, Timeouts, Transport, read_to_end
 
 ANSWER_LIMIT = 8 * 1024 * 1024
@@ -47,7 +47,7 @@ class Preflight:
         if status != 200:
             raise NodeFault(Fault.SERVER_ERROR, f"/v1/models answers {status}", status=status)
         version, metrics = await self._optional(node, "/version"), await self._optional(node, "/metrics")
-        return read_node_info(node, body, version, metrics)
+        return read_node_info(node, body, version, metrics, await self._optional(node, PROMPTS_PATH))
 
     async def _optional(self, node: Node, path: str) -> bytes:
         """The body of an answer that may be missing: b"" then."""

@@ -14,6 +14,10 @@ there, and no client finds what the test left.
 
 What the prompt is: `known_answer_prompt`.
 
+Then a chat, where the nodes have a chat template: both must make the same tokens of it, and it is handed over. Where
+tokenizers or templates differ, each ticket is for another prompt than the decode node's, and every prompt is computed
+twice. The chat's answer is not compared: to the engine a chat is its tokens, as the completion is.
+
 A test that fails is made once more with another prompt before it counts.
 """
 
@@ -22,7 +26,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -79,6 +83,10 @@ class Unreadable(PdproxyError):
     """The decode node could not answer with the hand-over, though it answers the same prompt alone."""
 
 
+class OtherPrompt(PdproxyError):
+    """The two nodes make different prompts of one chat."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Pair:
     """Two nodes, and the monotonic second by which the test must be over."""
@@ -129,14 +137,16 @@ class KnownAnswer:
         return _Pair(prefill, decode, self._context.clock.now() + BUDGET)
 
     async def _once(self, prefill: Node, decode: Node) -> ProofResult:
-        seed = next(self._seeds)
+        seed, pair = next(self._seeds), self._pair(prefill, decode)
         try:
-            comparison = await self.compare(prefill, decode, seed)
+            comparison = await self._compare(pair, seed)
             why = comparison.sentence()
+            if comparison.agrees():
+                await self._ask_chat(pair, seed)
         except Unanswered as unanswered:
             return ProofResult(Proof.UNANSWERED, str(unanswered))
-        except Unreadable as unreadable:
-            return ProofResult(Proof.FAILED, f"the known-answer test failed (prompt {seed}): {unreadable}")
+        except (Unreadable, OtherPrompt) as failed:
+            return ProofResult(Proof.FAILED, f"the known-answer test failed (prompt {seed}): {failed}")
         if comparison.agrees():
             return ProofResult(Proof.PASSED, why)
         if comparison.undecided():
@@ -144,8 +154,11 @@ class KnownAnswer:
         return ProofResult(Proof.FAILED, f"the known-answer test failed (prompt {seed}): {why}")
 
     async def compare(self, prefill: Node, decode: Node, seed: int) -> Comparison:
-        """Make the test once, with the prompt of this seed; raises `Unanswered` or `Unreadable`."""
-        pair = self._pair(prefill, decode)
+        """Make the test of a completion once, with the prompt of this seed; raises `Unanswered` or `Unreadable`."""
+        return await self._compare(self._pair(prefill, decode), seed)
+
+    async def _compare(self, pair: _Pair, seed: int) -> Comparison:
+        decode = pair.decode
         prompt = await self._prompt(pair, seed)
         salt = self._context.new_hand_over_id()
         alone = await self._alone(pair, _body(pair, prompt, TOKENS + 1, salt))
@@ -163,6 +176,42 @@ class KnownAnswer:
                 ) from fault
         return compare(_scored(answer, decode), alone.without_first(), again)
 
+    async def _ask_chat(self, pair: _Pair, seed: int) -> None:
+        """Raises `OtherPrompt`, or `Unanswered`."""
+        messages = [{"role": "user", "content": question(seed, SAMPLE_LINES)}]
+        theirs = await self._chat_tokens(pair, pair.prefill, messages)
+        own = await self._chat_tokens(pair, pair.decode, messages)
+        if theirs is None or own is None:
+            return
+        if theirs != own:
+            at = next((at for at, (one, other) in enumerate(zip(theirs, own, strict=False)) if one != other), -1)
+            where = f"token {at + 1} is the first to differ" if at >= 0 else "one begins as the other"
+            raise OtherPrompt(
+                f"of one chat {pair.prefill.name} makes a prompt of {len(theirs)} tokens and {pair.decode.name} one of"
+                f" {len(own)} ({where}), so that every chat would be computed twice: start both with the same"
+                " --tokenizer, --tokenizer-mode, --chat-template, --chat-template-content-format and"
+                " --default-chat-template-kwargs"
+            )
+        if own:
+            salt = self._context.new_hand_over_id()
+            chat = {
+                "model": pair.decode.model,
+                "messages": messages,
+                "max_tokens": 1,
+                "temperature": 0,
+                "cache_salt": salt,
+            }
+            with _unanswered_on_fault(f"{pair.decode.name} did not answer the hand-over of a chat"):
+                await self._handed_over(pair, chat, Endpoint.CHAT)
+
+    async def _chat_tokens(self, pair: _Pair, node: Node, messages: Sequence[Json]) -> list[int] | None:
+        """The tokens that a node makes of a chat: none where it has no chat template. None where it does not tell."""
+        status, answer = await self._tokenized(pair, node, {"model": node.model, "messages": messages})
+        if status == 400:
+            return []
+        ids = json_object(answer).get("tokens") if status == 200 else None
+        return ids if isinstance(ids, list) else None
+
     async def _prompt(self, pair: _Pair, seed: int) -> list[int]:
         nodes = (pair.prefill, pair.decode)
         wanted = prompt_tokens([node.block_size for node in nodes], [node.max_model_len for node in nodes], TOKENS + 2)
@@ -175,35 +224,38 @@ class KnownAnswer:
 
     async def _tokens(self, pair: _Pair, text: str) -> list[int]:
         """The token ids of a text; none where the decode node has no tokenizer."""
-        body = outgoing_body({"model": pair.decode.model, "prompt": text})
-        headers = (*self._headers(), ("content-type", "application/json"))
-        request, timeouts = HttpRequest("POST", f"{pair.decode.url}/tokenize", headers, body), self._timeouts(pair)
+        status, answer = await self._tokenized(pair, pair.decode, {"model": pair.decode.model, "prompt": text})
         with _unanswered_on_fault(f"{pair.decode.name} did not answer"):
-            status, answer = await exchange(self._context.transport, request, timeouts)
             ids = json_object(answer).get("tokens") if status == 200 else None
         return ids if isinstance(ids, list) else []
 
+    async def _tokenized(self, pair: _Pair, node: Node, body: Json) -> tuple[int, bytes]:
+        headers = (*self._headers(), ("content-type", "application/json"))
+        request = HttpRequest("POST", f"{node.url}/tokenize", headers, outgoing_body(body))
+        with _unanswered_on_fault(f"{node.name} did not answer"):
+            return await exchange(self._context.transport, request, self._timeouts(pair))
+
     async def _alone(self, pair: _Pair, body: Json) -> ScoredAnswer:
         with _unanswered_on_fault(f"{pair.decode.name} did not answer alone"):
-            return _scored(await self._decode(pair, body, None), pair.decode)
+            return _scored(await self._decode(pair, body, None, Endpoint.COMPLETIONS), pair.decode)
 
-    async def _handed_over(self, pair: _Pair, body: Json) -> Json:
+    async def _handed_over(self, pair: _Pair, body: Json, endpoint: Endpoint = Endpoint.COMPLETIONS) -> Json:
         """What the decode node answers with a ticket of the prefill node; raises the `NodeFault` of the decode leg."""
         hand_over_id, held = self._context.new_hand_over_id(), True
-        leg = prefill_body(Endpoint.COMPLETIONS, body, hand_over_id, readers=1)
+        leg = prefill_body(endpoint, body, hand_over_id, readers=1)
         transport, timeouts = self._context.transport, self._timeouts(pair)
         copies = [hand_over_id]
         try:
             with _unanswered_on_fault(f"{pair.prefill.name} gave no ticket"):
                 try:
                     given = await prefill(
-                        transport, pair.prefill, Endpoint.COMPLETIONS, leg, self._headers(), timeouts,
+                        transport, pair.prefill, endpoint, leg, self._headers(), timeouts,
                         functools.partial(copies.append, hand_over_id),
                     )  # fmt: skip
                 except NodeFault as fault:
                     held = fault.fault not in NOTHING_HELD
                     raise
-            answer = await self._decode(pair, body, given.ticket)
+            answer = await self._decode(pair, body, given.ticket, endpoint)
             usage = read_usage(answer.get("usage"))
             held = usage is not None and usage.recomputed(pair.prefill.tail_tokens)
         finally:
@@ -216,12 +268,12 @@ class KnownAnswer:
             )
         return answer
 
-    async def _decode(self, pair: _Pair, body: Json, ticket: Json | None) -> Json:
-        leg = decode_body(Endpoint.COMPLETIONS, body, ticket, frozenset())
+    async def _decode(self, pair: _Pair, body: Json, ticket: Json | None, endpoint: Endpoint) -> Json:
+        leg = decode_body(endpoint, body, ticket, frozenset())
         transport, timeouts = self._context.transport, self._timeouts(pair)
-        response = await decode(transport, pair.decode, Endpoint.COMPLETIONS, leg, self._headers(), timeouts)
+        response = await decode(transport, pair.decode, endpoint, leg, self._headers(), timeouts)
         answer = await read_answer(response)
-        raise_if_aborted(Endpoint.COMPLETIONS, answer)
+        raise_if_aborted(endpoint, answer)
         return answer
 
     def _timeouts(self, pair: _Pair) -> Timeouts:

@@ -13,8 +13,10 @@ from fastapi import FastAPI
 from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 
 from connector.config import SECRET_VARIABLE
-from connector.endpoints import MOST_BYTES, ROUTE, TicketRoute, number_of_ranks
+from connector.endpoints import MOST_BYTES, PROMPTS_ROUTE, ROUTE, TicketRoute, number_of_ranks
 from connector.streams import PREFIX
+from connector.tokenizer_files import TokenizerSource, chat_template_part
+from deploy.local.paths import MODEL
 
 ID = "wait-0123456789abcdef"
 TICKET = {"do_remote_prefill": True, "remote_block_ids": [[1, 2], [3]]}
@@ -32,7 +34,10 @@ class Engine:
     def vllm_config(self) -> Any:
         parallel = SimpleNamespace(data_parallel_size=self.ranks, data_parallel_size_local=1, local_engines_only=False)
         return SimpleNamespace(
-            parallel_config=parallel, kv_transfer_config=SimpleNamespace(is_kv_consumer=self.consumer)
+            parallel_config=parallel,
+            kv_transfer_config=SimpleNamespace(is_kv_consumer=self.consumer),
+            model_config=SimpleNamespace(tokenizer=str(MODEL), tokenizer_revision=None, tokenizer_mode="auto"),
+            load_config=SimpleNamespace(download_dir=None),
         )
 
     async def notify_kv_transfer_request_rejected(
@@ -42,11 +47,11 @@ class Engine:
         self.told.append((request_id, kv_transfer_params, data_parallel_rank))
 
 
-async def client_of(engine: Any) -> httpx.AsyncClient:
-    """A client of an API server with this engine."""
+async def client_of(engine: Any, **arguments: Any) -> httpx.AsyncClient:
+    """A client of an API server with this engine and these arguments."""
     app, plugin = FastAPI(), TicketRoute()
     plugin.attach_router(app)
-    await plugin.init_state(engine, app.state, Namespace())
+    await plugin.init_state(engine, app.state, Namespace(**arguments))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://node")
 
 
@@ -63,6 +68,18 @@ async def client(engine: Engine) -> AsyncIterator[httpx.AsyncClient]:
 
 def test_vllm_takes_it_for_a_plugin() -> None:
     assert isinstance(TicketRoute(), EndpointPlugin)
+
+
+@pytest.mark.parametrize("consumer", [True, False])
+async def test_an_api_server_tells_which_chat_template_it_uses(consumer: bool) -> None:
+    """Of both roles. Without arguments it is what the engine's fingerprint has."""
+    own = chat_template_part(TokenizerSource(str(MODEL)))
+    answers = []
+    for arguments in ({}, {"chat_template": None}, {"chat_template": "{{ messages }}"}):
+        async with await client_of(Engine(consumer=consumer), **arguments) as client:
+            answers.append((await client.get(PROMPTS_ROUTE)).raise_for_status().json()["chat_template"])
+    assert answers[:2] == [own, own]
+    assert answers[2] != own
 
 
 @pytest.mark.parametrize("secret", ["", "short"])

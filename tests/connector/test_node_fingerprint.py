@@ -156,6 +156,8 @@ def test_its_parts_are_what_the_node_runs(usual: Fingerprint) -> None:
     parts = dict(usual.parts)
     assert parts["architecture"] == "Qwen3NextForCausalLM"
     assert parts["checkpoint"].startswith("content:")
+    assert parts["tokenizer"].startswith("hf:")
+    assert len(parts["chat_template"]) == 16
     assert parts["block_sizes"] == "256*4"
     assert parts["cache_groups"] == "Mamba*3,FullAttention"
     assert parts["kv_dtype"] == "bfloat16"
@@ -196,6 +198,8 @@ def test_the_metric_has_every_part_and_their_digest(usual: Fingerprint) -> None:
         ({"hf_overrides": OTHER_ROPE}, {"rope"}),
         ({"hf_overrides": {"num_experts_per_tok": 2}}, {"model_config"}),
         ({"load_format": "dummy"}, {"checkpoint"}),
+        ({"tokenizer_mode": "slow"}, {"tokenizer"}),
+        ({"tokenizer": str(MODEL.parent)}, {"tokenizer", "chat_template"}),
         ({"enable_prefix_caching": False}, {"cache_mode", "block_sizes"}),
         ({"ranks": (payload(kv_cache_layout="BLHNC"),)}, {"kv_layout"}),
         ({"ranks": (payload(kv_cache_layout="LBNHC"),)}, {"kv_layout", "kv_block_bytes"}),
@@ -254,7 +258,6 @@ MAY_DIFFER: Mapping[str, Mapping[str, Any]] = {
     "LoRA": {"enable_lora": True, "max_lora_rank": 64},
     "prefixes' hash": {"prefix_caching_hash_algo": "sha256_cbor"},
     "generation": {"generation_config": "vllm", "override_generation_config": {"temperature": 0.1}},
-    "tokenizer": {"tokenizer_mode": "slow"},
     "log-probabilities": {"max_logprobs": 3},
     "auto for a type that is the same": {"kv_cache_dtype": "bfloat16"},
     "an override that changes nothing": {"hf_overrides": {"num_experts_per_tok": 4}},

@@ -79,6 +79,8 @@ class FakeNode:
         that are off by the difference, in nats; with `UNREADABLE` ones they are NaN, which vLLM answers with a 400."""
         self.rounding = 0
         """By how many nats an answer changes with the length of the prompt, as rounding might."""
+        self.template: str | None = ""
+        """Words that its chat template puts in front of a chat; None: it has no chat template."""
         self.fault: InjectedFault | None = None
         """Of legs. While a decode leg waits for its ticket (``at`` < 0), or after it has it."""
         self.delivery_fault: InjectedFault | None = None
@@ -154,6 +156,11 @@ class FakeNode:
         if path == "/tokenize" and "prompt" in body:
             ids = tokenize(str(body["prompt"]))
             return Script(200, JSON, (json.dumps({"count": len(ids), "tokens": ids, "node": self.name}).encode(),))
+        if self.template is None and (path == "/v1/chat/completions" or "messages" in body):
+            return Script(400, JSON, (error(400, "default chat template is no longer allowed"),))
+        if path == "/tokenize" and "messages" in body:
+            ids = self._parsed("/v1/chat/completions", body).prompt
+            return Script(200, JSON, (json.dumps({"count": len(ids), "tokens": ids}).encode(),))
         if path == "/metrics":
             labels = str(self.can_wait).lower(), str(self.can_resume).lower()
             return Script(200, JSON, ((METRICS % labels).encode(),))
@@ -164,7 +171,13 @@ class FakeNode:
         refused = _invalid(body)
         if refused is not None:
             return Script(400, JSON, (error(400, refused),))
-        return self._generate(ParsedRequest.of(path, body, self.burst), body, None)
+        return self._generate(self._parsed(path, body), body, None)
+
+    def _parsed(self, path: str, body: Mapping[str, Any]) -> ParsedRequest:
+        question = ParsedRequest.of(path, body, self.burst)
+        if not self.template or not question.chat():
+            return question
+        return dataclasses.replace(question, prompt=[*tokenize(self.template), *question.prompt])
 
     def _journaled(self, path: str, body: Mapping[str, Any]) -> Script:
         """A stream with a journal, or resumed from one."""

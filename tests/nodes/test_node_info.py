@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from pdproxy.nodes.compatibility import differences
 from pdproxy.nodes.hashing import Hashing
 from pdproxy.nodes.node import Binding, Capacity, Node, Role
 from pdproxy.nodes.node_info import (
@@ -74,6 +75,32 @@ def test_a_cohort_is_what_the_handshake_compares() -> None:
     assert NodeInfo(NODE, version="0.32.0", labels=LABELS).cohort() == "0.32.0+0.1.0"
     fingerprint = {"checkpoint": "c1", "all": "0123456789abcdef"}
     assert NodeInfo(NODE, labels=LABELS, fingerprint=fingerprint).cohort() == "0.32.0+0.1.0+0123456789abcdef"
+
+
+PROMPTS = b'{"chat_template": "of-the-flag"}'
+
+
+@pytest.mark.parametrize(
+    "prompts", [b"", b"[]", b'{"detail": "Not Found"}', b'{"chat_template": 3}', b'{"chat_template": "own"}']
+)
+def test_an_api_server_that_uses_the_models_template_or_tells_none_is_of_the_engines_cohort(prompts: bytes) -> None:
+    told = metrics(LABELS) + levels({"chat_template": "own", "all": "feed"})
+    info = read_node_info(NODE, b"{}", b"{}", told, prompts)
+    assert info.fingerprint == {"chat_template": "own", "all": "feed"}
+    assert info.cohort() == "0.32.0+0.1.0+feed"
+
+
+def test_an_api_server_with_another_template_is_of_another_cohort_and_named() -> None:
+    told = metrics(LABELS) + levels({"chat_template": "own", "all": "feed"})
+    odd, usual = (read_node_info(NODE, b"{}", b"{}", told, prompts) for prompts in (PROMPTS, b""))
+    assert odd.fingerprint == {"chat_template": "of-the-flag", "all": "feed"}
+    assert odd.cohort() == "0.32.0+0.1.0+feed+of-the-flag"
+    (difference,) = differences(odd, usual)
+    assert str(difference).startswith("chat_template: of-the-flag here, own on p1: the same --chat-template")
+
+
+def test_a_template_alone_makes_no_fingerprint() -> None:
+    assert read_node_info(NODE, b"{}", b"{}", metrics(LABELS), PROMPTS).cohort() == "0.32.0+0.1.0"
 
 
 def test_a_fingerprint_is_read_part_by_part() -> None:

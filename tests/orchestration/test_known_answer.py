@@ -55,7 +55,7 @@ async def test_a_right_pair_passes() -> None:
     assert result.proof is Proof.PASSED
     assert "differ by 0 nats (root mean square over 8 tokens; allowed are 0.25)" in result.why
     assert pair.counted(Proof.PASSED) == 1
-    assert pair.fabric.pulled == 1
+    assert pair.fabric.pulled == 2, "a completion and a chat"
     assert pair.fabric.released == set()
 
 
@@ -86,6 +86,52 @@ async def test_the_prompt_has_several_blocks_and_a_part_of_one(told: dict[str, i
     pair = Pair()
     await pair.test_pair(**told)
     assert least <= len(completions(pair.decode)[0].body["prompt"]) <= most
+
+
+async def test_a_chat_is_handed_over_too() -> None:
+    pair = Pair()
+    await pair.test_pair()
+    (prefilled,), (handed,) = ([seen for seen in node.legs() if seen.path == Endpoint.CHAT] for node in pair.nodes)
+    assert prefilled.body["messages"] == handed.body["messages"]
+    assert prefilled.body["kv_transfer_params"]["do_remote_decode"] is True
+    assert handed.body["kv_transfer_params"]["do_remote_prefill"] is True
+    assert pair.fabric.held == {}
+
+
+@pytest.mark.parametrize("odd", Role)
+@pytest.mark.parametrize(
+    ("template", "said"), [("another", "is the first to differ"), (None, "one begins as the other")]
+)
+async def test_nodes_that_make_other_prompts_of_a_chat_fail(odd: Role, template: str | None, said: str) -> None:
+    """Their completions are right, and every chat would be computed twice."""
+    pair = Pair()
+    (pair.prefill if odd is Role.PREFILL else pair.decode).template = template
+    result = await pair.test_pair()
+    assert result.proof is Proof.FAILED
+    assert said in result.why
+    assert "start both with the same --tokenizer, --tokenizer-mode, --chat-template" in result.why
+    assert not [seen for node in pair.nodes for seen in node.legs() if seen.path == Endpoint.CHAT]
+
+
+async def test_a_model_without_a_chat_template_is_asked_no_chat() -> None:
+    pair = Pair()
+    pair.prefill.template = pair.decode.template = None
+    assert (await pair.test_pair()).proof is Proof.PASSED
+    assert not [seen for node in pair.nodes for seen in node.legs() if seen.path == Endpoint.CHAT]
+
+
+async def test_a_chat_that_is_computed_all_the_same_proves_nothing() -> None:
+    pair = Pair()
+    respond = pair.decode.respond
+
+    def deaf_to_chats(path: str, raw: bytes, headers: tuple[tuple[str, str], ...] = ()) -> Any:
+        pair.fabric.deaf = path == Endpoint.CHAT
+        return respond(path, raw, headers)
+
+    pair.decode.respond = deaf_to_chats  # type: ignore[method-assign]
+    result = await pair.test_pair()
+    assert result.proof is Proof.UNANSWERED
+    assert "computed the prompt itself" in result.why
 
 
 @pytest.mark.parametrize("wrong", [2, 5, UNREADABLE])
