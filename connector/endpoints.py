@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from starlette.datastructures import State
-    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.engine.protocol import EngineClient
 
 log = logging.getLogger("vllm.pdproxy.endpoints")
@@ -106,7 +106,7 @@ class TicketRoute(EndpointPlugin):
 async def deliver(engine_client: EngineClient, wait: str, ticket: dict[str, Any] | None) -> None:
     """Hand a delivery to every rank. Raises BadDeliveryError for a ticket that cannot be sent to an engine."""
     params = {DELIVER: {"id": wait, "ticket": ticket}}
-    for rank in range(number_of_ranks(engine_client.vllm_config.parallel_config)):
+    for rank in range(number_of_ranks(engine_client.vllm_config)):
         try:
             await engine_client.notify_kv_transfer_request_rejected(
                 f"pdproxy-delivery-{uuid4().hex}", params, data_parallel_rank=rank
@@ -115,11 +115,11 @@ async def deliver(engine_client: EngineClient, wait: str, ticket: dict[str, Any]
             raise BadDeliveryError("the ticket has numbers too large, or is nested too deep") from None
 
 
-def number_of_ranks(parallel_config: ParallelConfig) -> int:
+def number_of_ranks(vllm_config: VllmConfig) -> int:
     """How many engines this API server drives: with a load balancer of the operator's only its own host's."""
-    if parallel_config.local_engines_only:
-        return int(parallel_config.data_parallel_size_local)
-    return int(parallel_config.data_parallel_size)
+    if vllm_config.parallel_config.local_engines_only:
+        return int(vllm_config.parallel_config.data_parallel_size_local)
+    return int(vllm_config.parallel_config.data_parallel_size)
 
 
 def parse(body: bytes) -> tuple[str, dict[str, Any] | None]:

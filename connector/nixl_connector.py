@@ -151,7 +151,11 @@ class NixlConnector(NixlPullConnector):
             self.connector_scheduler.rest.take()
             self.connector_scheduler.settle_waits()
             return drained(self.connector_scheduler.counters)
-        return None if self.connector_worker is None else self.connector_worker.get_kv_connector_stats()
+        if self.connector_worker is None:
+            return None
+        self.connector_worker.drain_counters()
+        stats: ConnectorStats | None = self.connector_worker.get_kv_connector_stats()
+        return stats
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:

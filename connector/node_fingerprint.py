@@ -21,13 +21,14 @@ A value is the same at every tensor-parallel size at which that holds.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
 from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from connector.config import STATE_LAYOUT
@@ -48,7 +49,6 @@ from connector.weights import WeightsSource, checkpoint_text
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -83,6 +83,17 @@ def node_fingerprint(
             "weights_label": short(weights_label) if weights_label else NONE,
         }
     )
+
+
+@dataclass
+class RankPayload(NixlHandshakePayload):
+    """What a rank of this connector publishes: vLLM's payload, and all attention backends (`backends_text`).
+
+    vLLM names the first layer's backend alone, that of mamba where a model begins with a mamba layer, and makes its
+    handshake's hash of it, which a decode node of stock vLLM compares too; that one skips what it does not know.
+    """
+
+    backends: str = ""
 
 
 class Published(msgspec.Struct, frozen=True):
@@ -176,11 +187,12 @@ def weight_parts(vllm_config: "VllmConfig") -> dict[str, str]:
     return {"checkpoint": checkpoint_text(target), "draft_checkpoint": _draft(vllm_config, target)}
 
 
-def rank_parts(payloads: Iterable["NixlHandshakePayload"]) -> dict[str, str]:
+def rank_parts(payloads: Collection[NixlHandshakePayload]) -> dict[str, str]:
     """What the workers chose. All ranks should agree; where they do not, the part has every value."""
     decode = msgspec.msgpack.Decoder(Published).decode
     ranks = [decode(payload.agent_metadata_bytes) for payload in payloads]
-    backends = [read_backends(rank.attn_backend_name) for rank in ranks]
+    named = [payload.backends for payload in payloads if isinstance(payload, RankPayload)]
+    backends = [read_backends(text) for text in named or [rank.attn_backend_name for rank in ranks]]
     return {
         "kv_layout": _each(rank.kv_cache_layout for rank in ranks),
         "kv_block_bytes": _each(_block_bytes(rank) for rank in ranks),

@@ -7,7 +7,7 @@ What is overridden, and why:
     get_transfer_results   a read that has completed waits for its verdict; one that hangs is given up
     _pop_done_transfers    a step that computes nothing waits a moment for the end of a read
     _engines_with_inflight_transfers               a given-up read's engine stays registered while its transfer is live
-    __init__, shutdown, _nixl_handshake            see `worker_base`
+    __init__, register_kv_caches, shutdown, _nixl_handshake    see `worker_base`
 vLLM's descriptor building is left alone.
 
 What a step does, in the thread that runs the model:
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
@@ -123,10 +123,9 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
         report, self._report = self._report, WorkerReport()
         return report or None
 
-    def get_kv_connector_stats(self) -> Any:
-        """vLLM's transfer stats with this rank's counters."""
+    def drain_counters(self) -> None:
+        """Move this rank's counters into vLLM's transfer stats, which it takes next."""
         self.xfer_stats.drain_from(self._counters)
-        return super().get_kv_connector_stats()
 
     # ---- reads
 

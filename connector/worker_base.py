@@ -42,6 +42,7 @@ from connector.counters import ReadOutcome
 from connector.fingerprint import backends_text
 from connector.liveness import LivenessSocket
 from connector.metadata import ConnectorMetadata, ReadEnd
+from connector.node_fingerprint import RankPayload
 from connector.path_probes import PathProbes, ProbeState, ProbeTarget
 from connector.peer_engines import (
     MOST_RANKS,
@@ -135,6 +136,8 @@ class ReadSource:
 class WorkerBase(NixlPullConnectorWorker):
     """vLLM's pull worker, whose reads are given to vLLM only once nothing can make its handshake wait."""
 
+    xfer_handshake_metadata: NixlHandshakePayload
+
     def __init__(
         self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig, config: ConnectorConfig
     ) -> None:
@@ -151,7 +154,7 @@ class WorkerBase(NixlPullConnectorWorker):
         self._probe_handshakes: dict[str, HeartbeatInfo] = {}
         with preserve_cpu_affinity():
             super().__init__(vllm_config, engine_id, kv_cache_config)
-        self.backend_name = self._backends(vllm_config, kv_cache_config)  # before vLLM makes its handshake's hash of it
+        self._backends = self._read_backends(vllm_config, kv_cache_config)
         delay = config.progress_delay
         if delay is None:
             delay = CPU_PROGRESS_DELAY if self.device_type == "cpu" else 0.0
@@ -159,9 +162,15 @@ class WorkerBase(NixlPullConnectorWorker):
             self.nixl_wrapper = LowCpuNixlAgent(self.kv_transfer_config.get_from_extra_config("num_threads", 4), delay)
         self._liveness.open()
 
-    def _backends(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-        """What vLLM's handshake and our fingerprint compare. vLLM itself names the first layer's backend alone: that of
-        mamba, where a model begins with a mamba layer."""
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """vLLM's. What this rank publishes then has all its attention backends."""
+        super().register_kv_caches(kv_caches)
+        published = self.xfer_handshake_metadata
+        self.xfer_handshake_metadata = RankPayload(
+            published.compatibility_hash, published.agent_metadata_bytes, self._backends
+        )
+
+    def _read_backends(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         blocks = (group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups)
         return backends_text(
             (backend.get_name() for backend in self.attn_backends),

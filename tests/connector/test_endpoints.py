@@ -143,4 +143,5 @@ def test_with_a_load_balancer_of_the_operator_s_an_api_server_drives_its_own_ran
     local_only: bool, ranks: int
 ) -> None:
     parallel: Any = SimpleNamespace(data_parallel_size=8, data_parallel_size_local=2, local_engines_only=local_only)
-    assert number_of_ranks(parallel) == ranks
+    config: Any = SimpleNamespace(parallel_config=parallel)
+    assert number_of_ranks(config) == ranks

@@ -5,15 +5,19 @@ from __future__ import annotations
 import threading
 import time
 
+import msgspec
 import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
 
 from connector import pending_reads
 from connector.counters import ReadOutcome
 from connector.messages import Verdict
 from connector.metadata import ConnectorMetadata, ReadEnd, WorkerReport
+from connector.node_fingerprint import RankPayload
 from connector.notifs import ReadDone, parse_notif
 from connector.verifier import ReadVerdict, Verifier
 from connector.worker import IDLE_READ_WAIT, IDLE_VERDICT_WAIT, ConnectorWorker
@@ -54,9 +58,20 @@ def test_a_read_is_reported_only_after_its_verdict(make: MakeRank, prefill: Pref
     }
 
 
-def test_a_rank_names_all_its_backends(make: MakeRank) -> None:
-    """vLLM names the first layer's alone, which is mamba's where a model begins with mamba."""
-    assert make().backend_name == "FLASH_ATTN+GDN_ATTN"
+def test_a_rank_publishes_all_its_backends(make: MakeRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM names the first layer's alone, mamba's where a model begins with mamba; a stock node reads what it knows."""
+
+    def as_vllm_does(worker: Any, caches: Any) -> None:
+        worker.xfer_handshake_metadata = NixlHandshakePayload("hash", b"metadata")
+
+    monkeypatch.setattr(NixlBaseConnectorWorker, "register_kv_caches", as_vllm_does)
+    worker = make()
+    worker.register_kv_caches({})
+    published = worker.xfer_handshake_metadata
+    assert isinstance(published, RankPayload)
+    assert published == RankPayload("hash", b"metadata", "FLASH_ATTN+GDN_ATTN")
+    stock = msgspec.msgpack.decode(msgspec.msgpack.encode(published), type=NixlHandshakePayload)
+    assert stock == NixlHandshakePayload("hash", b"metadata")
 
 
 class PatientVerifier(Verifier):

@@ -77,6 +77,7 @@ def test_junk_and_forged_notifs_are_counted_and_end_nothing(make: MakeRank) -> N
         b"HB:who,alias-of-p",
     ]
     assert step(worker).finished_sending == set()
+    worker.drain_counters()
     stats = worker.get_kv_connector_stats()
     assert stats is not None
     assert stats.data["pdproxy_counts"] == [["junk", ["notice"], 7]]

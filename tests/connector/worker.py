@@ -132,5 +132,6 @@ def report(worker: ConnectorWorker) -> WorkerReport:
 
 
 def counts(worker: ConnectorWorker) -> dict[tuple[str, ...], int]:
+    worker.drain_counters()
     stats = worker.get_kv_connector_stats()
     return {} if stats is None else {(name, *labels): value for name, labels, value in stats.data["pdproxy_counts"]}

@@ -234,7 +234,7 @@ def _late(made: Any, name: str, side: type[Any], stock: type[Any]) -> Any:
 
 
 def _as_vllm_makes_it(side: type[Any]) -> type[Any]:
-    return type(side.__name__, (side,), {"device_type": "cuda", "shutdown": lambda self: None})
+    return type(side.__name__, (side,), {"device_type": "cuda", "attn_backends": [], "shutdown": lambda self: None})
 
 
 def _plain_config() -> VllmConfig:
