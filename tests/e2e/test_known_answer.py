@@ -18,8 +18,10 @@ from deploy.local.paths import MODEL
 from deploy.local.stack import logs_of, start_nodes
 from deploy.local.supervise import Supervisor
 from pdproxy.nodes.node import Role as PoolRole
+from pdproxy.observe.labels import Proof
 from tests.e2e.conftest import Pair
 from tests.e2e.known_answers import HEAD, ask, bench, trusting
+from tests.e2e.test_differences import checked, parts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="function")]
 
@@ -28,6 +30,7 @@ ODD = 20
 """Tests of each pair."""
 BLOCK = ("--block-size", "256")
 """So that nothing but the difference itself is different; sizes would follow from it by default."""
+OTHER_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %} ="
 STATES = ("--mamba-ssm-cache-dtype", "bfloat16", *BLOCK)
 ROPE = {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 10000.0, "rope_type": "default"}}
 
@@ -119,6 +122,25 @@ async def test_a_pair_that_fails_is_kept_apart_and_its_clients_get_right_answers
         for seed in range(900, 903):
             question = quiz(seed, 800)
             assert await made.answer(question.prompt()) == (question.answer, "local")
+
+
+@pytest.mark.long
+async def test_a_node_with_another_chat_template_is_named_and_fails(pair: Pair, supervisor: Supervisor) -> None:
+    """The engines' fingerprints are equal: only the API server knows its arguments."""
+    (spec,) = on_free_ports(NodeSpec("odd", Role.DECODE, 0, 0, more_arguments=("--chat-template", OTHER_TEMPLATE)))
+    (odd,) = start_nodes(supervisor, [spec], print)
+    assert parts(odd.url) == parts(pair.prefill.url)
+    status, lines = checked(pair.prefill, odd)
+    assert status == 1
+    for name in ("prefill-0", "decode-0"):
+        assert [line for line in lines if line.startswith(f"{name}: exchanges no tickets: chat_template: ")]
+    async with bench() as made:
+        prefill = await made.node(pair.prefill, PoolRole.PREFILL)
+        usual, other = await made.node(pair.decode, PoolRole.DECODE), await made.node(odd, PoolRole.DECODE)
+        assert (await made.test.ask(prefill, usual)).proof is Proof.PASSED
+        failed = await made.test.ask(prefill, other)
+    assert failed.proof is Proof.FAILED
+    assert "of one chat prefill makes a prompt of" in failed.why
 
 
 @pytest.mark.long
