@@ -22,7 +22,7 @@ from typing import Protocol
 
 from pdproxy.clock import Clock
 from pdproxy.nodes.evidence import Evidence, Pair
-from pdproxy.nodes.node import Node, Role, State
+from pdproxy.nodes.node import Bars, Node, Role, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.labels import Proof
 

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from pdproxy.errors import Fault
 from pdproxy.nodes.node import SERVING, Bars, Node, Role, State
+from pdproxy.nodes.outlier import Source, Verdict
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import Slot
+from pdproxy.observe.labels import Leg
 from tests.fakes.clock import FakeClock
 from tests.nodes.test_pool_balance import MOVES, NODES, play
 
@@ -66,10 +68,10 @@ def told(line: dict[str, Any]) -> tuple[str, str, str | None]:
 
 
 def test_a_node_that_its_legs_find_down_is_told_of_at_once(serving: Pool, lines: Lines) -> None:
-    for _ in range(3):
-        serving.report("d1", Fault.RESET)
+    for request in "abc":
+        serving.leg_failed("d1", Leg.DECODE, Fault.RESET, Source(request), Verdict.NODE)
     (line,) = lines.taken()
-    assert told(line) == ("WARNING", "node d1 is down", "last fault: reset")
+    assert told(line) == ("WARNING", "node d1 is down", "last fault: reset; legs failed in a row: 3")
     assert (line["node"], line["role"], line["model"], line["state"], line["was"]) == (
         "d1", "decode", "tiny", "down", "up"
     )  # fmt: skip
