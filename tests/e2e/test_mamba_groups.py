@@ -1,7 +1,8 @@
 """Mamba-2 nodes of different tensor-parallel sizes: vLLM's reader reads wrong bytes where it repeated groups.
 
-Without the parts `state_groups` and `state_shapes` of the fingerprint the Granite pairs are read wrong (the first prompt
-here by 0.097 nats), and each read is counted as verified. Every offset of every such pair: `tests/connector/test_peer_layouts.py`.
+Without the parts `state_groups` and `state_shapes` of the fingerprint the Granite pairs are read wrong (the first
+prompt here by 0.097 nats), and each read is counted as verified. Every offset of every such pair:
+`tests/connector/test_peer_layouts.py`.
 """
 
 from __future__ import annotations
