@@ -35,6 +35,9 @@ class LoopbackNode:
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.port = 0
+        self.scheduled = asyncio.Event()
+        """Cleared while the process gets no CPU, as after SIGSTOP: connections stand, and nothing is read or written."""
+        self.scheduled.set()
 
     @property
     def url(self) -> str:
@@ -84,6 +87,7 @@ class LoopbackNode:
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, idle: float | None) -> bool:
         async with asyncio.timeout(idle):
             head = await reader.readuntil(b"\r\n\r\n")
+        await self.scheduled.wait()
         lines = head.decode("latin-1").split("\r\n")
         headers = tuple(
             (name.lower(), value.strip()) for name, _, value in (line.partition(":") for line in lines[1:-2])
@@ -130,6 +134,7 @@ class LoopbackNode:
         for piece in script.pieces:
             if script.computed:
                 await self.node.stepping.wait()
+            await self.scheduled.wait()
             writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
             await writer.drain()
             await asyncio.sleep(self._pace)

@@ -24,6 +24,7 @@ class Process:
     clients: str
     operators: str
     log: list[str]
+    pid: int
 
 
 @contextlib.asynccontextmanager
@@ -38,7 +39,7 @@ async def serving(folder: Path, settings: Mapping[str, Any]) -> AsyncIterator[Pr
     log: list[str] = []
     reading = asyncio.create_task(_read(process.stderr, log))
     try:
-        yield Process(*await _addresses(log, reading), log)
+        yield Process(*await _addresses(log, reading), log, process.pid)
         assert process.returncode is None, "\n".join(log)
         process.terminate()
         async with asyncio.timeout(SOON):
