@@ -36,7 +36,7 @@ class LoopbackNode:
         self._tasks: set[asyncio.Task[None]] = set()
         self.port = 0
         self.scheduled = asyncio.Event()
-        """Cleared while the process gets no CPU, as after SIGSTOP: connections stand, and nothing is read or written."""
+        """Cleared while the process gets no CPU, as after SIGSTOP: connections stand, nothing is read or written."""
         self.scheduled.set()
 
     @property

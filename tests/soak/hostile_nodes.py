@@ -48,6 +48,7 @@ class CutKvTransfer(FakeKvTransfer):
     def __init__(self) -> None:
         super().__init__()
         self.cut: set[tuple[str, str]] = set()
+        self.copies_allowed = True  # of a leg whose kept-alive connection closed under it
 
 
 class PoisonableNode(FakeNode):
