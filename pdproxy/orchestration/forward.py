@@ -120,7 +120,7 @@ def _record_fault(context: OrchestrationContext, node: Node, fault: NodeFault, r
 
 def _count(context: OrchestrationContext, node: Node, fault: Fault, request: ForwardRequest, verdict: Verdict) -> None:
     """No other node is asked, so that nobody knows whether the request is the cause of its fault."""
-    source = Source(context.new_hand_over_id(), request.api_key)
+    source = Source(request.request_id, request.api_key)
     context.pool.leg_failed(node.name, Leg.FORWARD, fault, source, verdict)
 
 

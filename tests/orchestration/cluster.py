@@ -109,11 +109,11 @@ class FakeCluster:
         """Something else is found out about a node."""
         self.pool.admit(dataclasses.replace(self.pool.view(name).node, **found))
 
-    async def forward(self, path: str) -> ProxyResponse:
+    async def forward(self, path: str, *, name: str = "r-1") -> ProxyResponse:
         """The answer of one node to what the proxy does not understand."""
         deadline = self.clock.now() + 3600
         return await self.orchestrator.forward(
-            ForwardRequest("r-1", "POST", path, (), b"{}", MODEL, deadline, lambda: True)
+            ForwardRequest(name, "POST", path, (), b"{}", MODEL, deadline, lambda: True)
         )
 
     def request(

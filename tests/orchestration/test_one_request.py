@@ -159,10 +159,10 @@ async def test_a_node_on_which_every_stream_breaks_leaves() -> None:
 async def test_a_node_that_fails_every_forwarded_request_leaves_and_one_whose_peer_does_too_stays() -> None:
     for failing in (1, 2):
         cluster = FakeCluster(prefills=1, decodes=2)
-        for _ in range(60):
+        for number in range(60):
             for node in cluster.decodes[:failing]:
                 node.fault = InjectedFault(FaultKind.STATUS, status=500)
-            await cluster.forward("/v1/embeddings")
+            await cluster.forward("/v1/embeddings", name=f"r-{number}")
         states = [cluster.pool.view(node.name).state for node in cluster.decodes]
         assert states == ([State.DOWN, State.UP] if failing == 1 else [State.UP, State.UP])
 
