@@ -7,8 +7,8 @@
 Both are raised only while a node starts: nothing that arrives in a request raises, it is refused (`RefusalReason`).
 
 Settings are read once in each process, from `kv_connector_extra_config`: `pdproxy_key_file`, `pdproxy_allowed_hosts`,
-`pdproxy_read_deadline`, `pdproxy_probe_timeout`, `pdproxy_verify_timeout`, `pdproxy_read_retries`,
-`pdproxy_progress_delay`, `pdproxy_side_channel_connections`, `pdproxy_waiting_requests`, `pdproxy_longest_ticket_wait`,
+`pdproxy_read_deadline`, `pdproxy_probe_timeout`, `pdproxy_verify_timeout`, `pdproxy_progress_delay`,
+`pdproxy_side_channel_connections`, `pdproxy_waiting_requests`, `pdproxy_longest_ticket_wait`,
 `pdproxy_weights_label`, and vLLM's `kv_lease_duration`. vLLM logs that extra
 config, so ticket keys never stand in it: they come from a file (one key per line, `#` starts a comment) or from the
 environment variable `PDPROXY_TICKET_KEYS` (separated by commas). The first key signs, all verify. A running node takes
@@ -78,7 +78,6 @@ class ConnectorConfig:
     read_deadline: float = 30.0
     probe_timeout: float = 5.0
     verify_timeout: float = 5.0
-    read_retries: int = 1
     progress_delay: float | None = None
     lease_duration: float = 30.0
     side_channel_connections: int = 2048
@@ -114,7 +113,6 @@ class ConnectorConfig:
             read_deadline=_seconds(extra, "pdproxy_read_deadline", 30.0),
             probe_timeout=_seconds(extra, "pdproxy_probe_timeout", 5.0),
             verify_timeout=_seconds(extra, "pdproxy_verify_timeout", 5.0),
-            read_retries=_integer(extra, "pdproxy_read_retries", 1, range(11)),
             progress_delay=_delay(extra.get("pdproxy_progress_delay")),
             lease_duration=_seconds(extra, "kv_lease_duration", 30.0),
             side_channel_connections=_integer(extra, "pdproxy_side_channel_connections", 2048, range(16, 65537)),
@@ -135,7 +133,6 @@ def from_vllm(kv_transfer_config: Any, environ: Mapping[str, str]) -> ConnectorC
         "pdproxy_read_deadline",
         "pdproxy_probe_timeout",
         "pdproxy_verify_timeout",
-        "pdproxy_read_retries",
         "pdproxy_progress_delay",
         "pdproxy_side_channel_connections",
         "pdproxy_waiting_requests",

@@ -35,15 +35,6 @@ class ReadOutcome(StrEnum):
     NOT_HELD = "not_held"
 
     @property
-    def retryable(self) -> bool:
-        """Whether the same blocks, if they are still leased, may give a good read at once.
-
-        Not after UNVERIFIED: that read's own notification may have ended the lease, so the prefill node is asked for
-        its verdict twice instead (see `pending_reads`).
-        """
-        return self is ReadOutcome.TRANSFER_FAILED
-
-    @property
     def leaves_lease(self) -> bool:
         """Whether the prefill node may still hold the blocks for this reader, so that the ticket must be returned."""
         return self not in (ReadOutcome.VERIFIED, ReadOutcome.NOT_HELD)
@@ -105,7 +96,7 @@ COUNTERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "blocks": {"group": _GROUPS, "kind": ("hit", "pulled")},
     "bytes": {"group": _GROUPS, "kind": ("pulled", "spared")},
     "refused": {"reason": tuple(RefusalReason)},
-    "reads": {"outcome": (*ReadOutcome, "retried")},
+    "reads": {"outcome": (*ReadOutcome,)},
     "leases_ended": {"how": tuple(LeaseEnd)},
     "unused_tickets": {},
     "barred_tickets": {"reason": PATH_FAILURES},
@@ -198,7 +189,7 @@ class Counters:
         self._add("refused", (reason,), 1)
 
     def read(self, outcome: str) -> None:
-        """One rank's read of one request ended, or is retried."""
+        """One rank's read of one request ended."""
         self._add("reads", (outcome,), 1)
 
     def lease_ended(self, how: str, age: float) -> None:

@@ -1,8 +1,9 @@
-"""The decode node's reads, in its scheduler's process: attempts started, retried, given up; tickets returned; tokens
-counted.
+"""The decode node's reads, in its scheduler's process: started, given up; tickets returned; tokens counted.
 
-    accept ─► start_attempt ─► on_worker_report ─► on_reads_finished: verified, retried (start_attempt again), or failed
+    accept ─► start ─► on_worker_report ─► on_reads_finished: verified, or failed
 
+A failed read is not repeated: the prompt is computed. A second read would need the blocks that vLLM still reserves for
+the first one (`admission`), and a connection that broke must be made anew before anything can be read over it.
 A ticket whose read failed is *returned*: the prefill node gets a notification without a read, under the nonce of the
 failed read, so that a read whose own notification did arrive is not counted twice. So is the ticket of a request that
 ended before its read. If the read was given up while its
@@ -117,15 +118,23 @@ class Quarantine:
     def __contains__(self, nonce: str) -> bool:
         return nonce in self._held
 
+    @property
+    def blocks(self) -> int:
+        """How many blocks are kept out of the pool."""
+        return sum(len(read.blocks) for read in self._held.values())
+
     def add(self, nonce: str, blocks: Sequence[Any], ranks: int) -> None:
-        """`ranks` more ranks have a live transfer into `blocks`. Must be called before vLLM frees them."""
+        """`ranks` more ranks have a live transfer into `blocks`. Must be called before vLLM frees them.
+
+        Blocks of the prefix cache are the request's local hit, which no transfer writes to: others may use them.
+        """
         held = self._held.get(nonce)
         if held is not None:
             held.ranks += ranks
             return
         if self._pool is None:
             return
-        kept = [block for block in blocks if not block.is_null]
+        kept = [block for block in blocks if not block.is_null and block.block_hash is None]
         self._pool.touch(kept)
         self._held[nonce] = _QuarantinedRead(kept, ranks)
 
@@ -147,11 +156,10 @@ class Quarantine:
 
 @dataclass(slots=True)
 class _Read:
-    """An accepted ticket. `nonce`: of the running attempt; empty while none runs."""
+    """An accepted ticket. `nonce`: of its read; empty until vLLM has planned it."""
 
     request: Any
     issued_at: float
-    attempt: int = -1
     nonce: str = ""
     blocks: list[Any] = field(default_factory=list)
     end: ReadEnd | None = None
@@ -165,14 +173,6 @@ class TicketToReturn:
     nonce: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReadFollowUp:
-    """What follows failed reads. `retry`: requests whose read is planned again; `to_return`: tickets to give back."""
-
-    retry: tuple[Any, ...]
-    to_return: tuple[TicketToReturn, ...]
-
-
 class ReadTracker:
     """Every accepted ticket, until its read has ended and every notification is sent.
 
@@ -181,12 +181,11 @@ class ReadTracker:
     """
 
     def __init__(
-        self, counters: Counters, quarantine: Quarantine, ranks: int, retries: int, make_nonce: Callable[[], str]
+        self, counters: Counters, quarantine: Quarantine, ranks: int, make_nonce: Callable[[], str]
     ) -> None:
         self._counters = counters
         self._quarantine = quarantine
         self._ranks = ranks
-        self._retries = retries
         self._make_nonce = make_nonce
         self._await_transfer: dict[str, TicketToReturn] = {}
         self._broken: set[str] = set()
@@ -208,27 +207,26 @@ class ReadTracker:
         """The request has a valid ticket."""
         self._reads[request.request_id] = _Read(request, ticket.issued_at)
 
-    def start_attempt(self, request_id: str, *, blocks: Sequence[Any], hit: int, pull: int) -> None:
+    def start(self, request_id: str, *, blocks: Sequence[Any], hit: int, pull: int) -> None:
         """Blocks are allocated, into which vLLM reads in the next step. With `pull` 0 it only gives notice.
 
         `hit`, `pull`: tokens that the local cache has, and that the read brings.
         """
         read = self._reads[request_id]
-        read.attempt += 1
         read.nonce, read.blocks, read.end = self._make_nonce(), list(blocks), None
-        self._orders[request_id] = ReadOrder(read.nonce, read.attempt, read.issued_at, hit, pull)
+        self._orders[request_id] = ReadOrder(read.nonce, read.issued_at, hit, pull)
         if not pull:
             self._counters.ticket_unused()
             del self._reads[request_id]
 
     def return_ticket(self, ticket: TicketToReturn) -> None:
         """vLLM gives notice for this request's ticket in the next step, without a read."""
-        self._orders[ticket.request.request_id] = ReadOrder(ticket.nonce, 0)
+        self._orders[ticket.request.request_id] = ReadOrder(ticket.nonce)
 
     def pop_orders(self, request_ids: Iterable[str]) -> dict[str, ReadOrder]:
         """The order for each of vLLM's own entries in `reqs_to_recv`."""
         orders, self._orders = self._orders, {}
-        popped = {name: orders.get(name) or ReadOrder(self._make_nonce(), 0) for name in request_ids}
+        popped = {name: orders.get(name) or ReadOrder(self._make_nonce()) for name in request_ids}
         self._returning.update((order.nonce, self._ranks) for order in popped.values() if not order.pull_tokens)
         return popped
 
@@ -262,22 +260,14 @@ class ReadTracker:
         self._broken.discard(nonce)
         return ticket if broken else None
 
-    def on_reads_finished(self, finished: Iterable[str], failed: Collection[str]) -> ReadFollowUp:
-        """Reads ended on all ranks: verified ones are done, failed ones are retried or their ticket is returned."""
-        retry, to_return = [], []
+    def on_reads_finished(self, finished: Iterable[str], failed: Collection[str]) -> list[TicketToReturn]:
+        """Reads ended on all ranks. Returns the tickets of failed ones that are to be given back now."""
+        to_return = []
         for request_id in finished:
-            read = self._reads.get(request_id)
-            if read is None:
-                continue
-            if request_id in failed and self._is_retryable(read):
-                self._counters.read("retried")
-                read.nonce = ""
-                retry.append(read.request)
-                continue
-            del self._reads[request_id]
-            if request_id in failed and self._outcome(read).leaves_lease:
+            read = self._reads.pop(request_id, None)
+            if read is not None and request_id in failed and self._outcome(read).leaves_lease:
                 to_return.append(TicketToReturn(read.request, read.nonce))
-        return ReadFollowUp(tuple(retry), tuple(ticket for ticket in to_return if not self._awaits_transfer(ticket)))
+        return [ticket for ticket in to_return if not self._awaits_transfer(ticket)]
 
     def ends(self, finished: Iterable[str], failed: Collection[str]) -> list[tuple[Any, ReadOutcome]]:
         """The requests of reads that have ended on all ranks, and how; must precede `on_reads_finished`."""
@@ -296,9 +286,6 @@ class ReadTracker:
         if read is not None and not read.nonce:
             del self._reads[request.request_id]
             self.return_ticket(TicketToReturn(request, self._make_nonce()))
-
-    def _is_retryable(self, read: _Read) -> bool:
-        return not read.request.is_finished() and read.attempt < self._retries and self._outcome(read).retryable
 
     def _outcome(self, read: _Read) -> ReadOutcome:
         """The ranks' report; a failure without one is a transfer that failed."""

@@ -3,6 +3,7 @@
     require_one_state_size        scheduler: whether vLLM's worker can move the model's states at all
     group_shapes, count_blocks    scheduler: how many blocks of each group a ticket must name, and what a read fills
     node_capacity                 scheduler: how many tokens and sequences the cache holds
+    sequence_blocks               scheduler: how many blocks one sequence takes
     attention_block_size          scheduler: what the metrics say of how prompts are hashed
     group_sizes, read_size        worker: how many bytes a read brings, and how many a local hit spared; per rank
 
@@ -139,6 +140,36 @@ def node_capacity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Ca
         if not group.host_resident
     ]
     return capacity(max(0, kv_cache_config.num_blocks - 1), vllm_config.model_config.max_model_len, groups)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceBlocks:
+    """How many blocks vLLM asks for before it admits a sequence that has no hit in the prefix cache.
+
+    `bounded`: each bounded group, and how its blocks would grow if it were not.
+    """
+
+    growing: tuple[GrowingGroup, ...]
+    bounded: tuple[tuple[GrowingGroup, BoundedGroup], ...]
+
+    def least(self, tokens: int) -> int:
+        """Not more than vLLM asks for."""
+        ends = sum(min(growth.blocks(tokens), group.held) for growth, group in self.bounded)
+        return sum(group.blocks(tokens) for group in self.growing) + ends
+
+    def most(self, tokens: int) -> int:
+        """Not less than vLLM asks for."""
+        return sum(group.blocks(tokens) for group in self.growing) + sum(group.peak for _, group in self.bounded)
+
+
+def sequence_blocks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SequenceBlocks:
+    """For one engine; groups in host memory have another pool."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups if not group.host_resident]
+    pairs = [(spec, footprint(spec, vllm_config)) for spec in specs]
+    return SequenceBlocks(
+        tuple(group for _, group in pairs if isinstance(group, GrowingGroup)),
+        tuple((GrowingGroup(spec.block_size), group) for spec, group in pairs if isinstance(group, BoundedGroup)),
+    )
 
 
 def attention_block_size(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:

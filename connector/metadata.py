@@ -22,15 +22,14 @@ _Key = TypeVar("_Key", str, int)
 
 @dataclass(frozen=True, slots=True)
 class ReadOrder:
-    """One attempt to read one ticket; it belongs to the entry of the same request id in `reqs_to_recv`.
+    """The read of one ticket; it belongs to the entry of the same request id in `reqs_to_recv`.
 
-    `nonce`: of this attempt, on every rank; the completion notification carries it. `attempt`: 0 for the first.
+    `nonce`: of this read, on every rank; the completion notification carries it.
     `issued_at`: when the ticket was issued, unix seconds by the prefill node's clock (0.0: unknown).
     `hit_tokens`, `pull_tokens`: tokens that the local cache has, and that the read brings. 0 to pull: only give notice.
     """
 
     nonce: str
-    attempt: int
     issued_at: float = 0.0
     hit_tokens: int = 0
     pull_tokens: int = 0
@@ -73,7 +72,7 @@ _SEVERITY = {outcome: rank for rank, outcome in enumerate(ReadOutcome)}
 
 @dataclass(frozen=True, slots=True)
 class ReadEnd:
-    """The end of one read attempt. Reported in the step in which the request is in `finished_recving`, or earlier.
+    """The end of one read. Reported in the step in which the request is in `finished_recving`, or earlier.
 
     Bytes are added up over ranks; the outcome is the worst of them.
     """
@@ -84,7 +83,7 @@ class ReadEnd:
     state_bytes: int = 0
 
     def merged(self, other: "ReadEnd") -> "ReadEnd":
-        """Both ranks' ends of one attempt; of two attempts, the other's (the newer)."""
+        """Both ranks' ends of one read; of two reads, the other's (the newer)."""
         if other.nonce != self.nonce:
             return other
         return ReadEnd(

@@ -10,7 +10,7 @@ Scheduler process: `scheduler.ConnectorScheduler`, on the engine's thread, one p
     schedule ─ get_num_new_matched_tokens, update_state_after_alloc, build_connector_meta ──► vLLM's; then
         `metadata.ConnectorMetadata` adds a `ReadOrder` for each read, the readers of each new lease, the releases.
     update_from_output ─ update_connector_output ──► first `metadata.WorkerReport` (reads seen → `leases`; reads ended →
-        `decode_reads`: count, retry, quarantine), then `finished_sending` → the lease ends; vLLM frees blocks after it.
+        `decode_reads`: count, quarantine), then `finished_sending` → the lease ends; vLLM frees blocks after it.
     schedule ─ get_num_new_matched_tokens ──► None while the request is one of `waiting_requests`.
     request end ─ request_finished_all_groups ──► `prefill_tickets` issues the signed `ticket` and opens a lease.
     set_xfer_handshake_metadata ──► completes the `node_fingerprint`, which goes into tickets and decides which are
@@ -80,12 +80,13 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
+    from connector.admission import FreeBlocks
     from connector.decode_reads import BlockPool
     from connector.resume_boundary import PrefixCache
     from connector.scheduler import ConnectorScheduler
     from connector.worker import ConnectorWorker
 
-    class _Pool(BlockPool, PrefixCache, Protocol):
+    class _Pool(BlockPool, FreeBlocks, PrefixCache, Protocol):
         """vLLM's `BlockPool`, as far as it is used here."""
 
 
@@ -138,6 +139,7 @@ class NixlConnector(NixlPullConnector):
         """vLLM's block pool, once it exists; scheduler's process only."""
         if self.connector_scheduler is not None:
             self.connector_scheduler.quarantine.bind(gpu_block_pool)
+            self.connector_scheduler.admission.bind(gpu_block_pool)
             self.connector_scheduler.local_hits.bind(gpu_block_pool)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 
+from connector.admission import Admission
 from connector.config import ConnectorConfig
 from connector.counters import WaitEnd
 from connector.decode_reads import PromptTokens, Quarantine, ReadTracker, TicketToReturn, TokenAccounting
 from connector.direct_tickets import TicketInbox
 from connector.fingerprint import Fingerprint
 from connector.idle_rest import IdleRest
-from connector.kv_groups import count_blocks, group_shapes
+from connector.kv_groups import count_blocks, group_shapes, sequence_blocks
 from connector.messages import Verdict
 from connector.metadata import ConnectorMetadata, WorkerReport
 from connector.node_fingerprint import lora_settings
@@ -82,9 +83,8 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
             send=self._sender.send,
         )
         self.quarantine = Quarantine()
-        self._reads = ReadTracker(
-            self.counters, self.quarantine, self._ranks, config.read_retries, lambda: secrets.token_hex(8)
-        )
+        self.admission = Admission(sequence_blocks(vllm_config, kv_cache_config), lambda: self.quarantine.blocks)
+        self._reads = ReadTracker(self.counters, self.quarantine, self._ranks, lambda: secrets.token_hex(8))
         self.set_fingerprint(self._fingerprint)
         self._given_back: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._paths = PeerPaths(self._ranks, self.counters)
@@ -190,10 +190,13 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
     # ---- a step is planned
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens are read after the local cache's. None for a request that waits for its ticket, or must be
-        looked up once more: vLLM asks again in the next step, and allocates nothing."""
+        """How many tokens are read after the local cache's. None for a request that waits for its ticket, must be looked
+        up once more, or would hold others up: vLLM asks again in the next step, and allocates nothing."""
         if self._waiting.must_wait(request.request_id, time.monotonic()):
             return None, False
+        return self.admission.answer(request, self._offer(request, num_computed_tokens))
+
+    def _offer(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         params = request.kv_transfer_params
         if params is None or not params.get("do_remote_prefill"):
             return 0, False
@@ -216,6 +219,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         """vLLM plans the read; ours gets its order, and the source of the prompt's tokens is recorded."""
+        self.admission.on_admitted(request.request_id, num_external_tokens)
         self._waiting.end(request.request_id, WaitEnd.UNNEEDED, time.monotonic())
         params = request.kv_transfer_params
         reads = params is not None and bool(params.get("do_remote_prefill"))
@@ -228,7 +232,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         if reads:
             every = [block for group in blocks.blocks for block in group]
             hit = self._ticket_tokens(request) - num_external_tokens
-            self._reads.start_attempt(request.request_id, blocks=every, hit=hit, pull=num_external_tokens)
+            self._reads.start(request.request_id, blocks=every, hit=hit, pull=num_external_tokens)
 
     def _plan_tokens(self, request: "Request", pulled: int, allocated: "KVCacheBlocks | None") -> None:
         stats = request.prefill_stats
@@ -281,15 +285,9 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
             self._token_accounting.on_read_verified(request_id)
         for request_id in finished & failed:
             self._token_accounting.forget(request_id)
-        ends = self._reads.ends(finished, failed)
-        follow_up = self._reads.on_reads_finished(finished, failed)
-        for request, outcome in ends:
-            if request not in follow_up.retry:
-                self._paths.on_read_ended(Peer.of(request.kv_transfer_params), outcome, time.monotonic())
-        for request in follow_up.retry:
-            request.kv_transfer_params["do_remote_prefill"] = True
-            super().on_new_request(request)
-        for ticket in follow_up.to_return:
+        for request, outcome in self._reads.ends(finished, failed):
+            self._paths.on_read_ended(Peer.of(request.kv_transfer_params), outcome, time.monotonic())
+        for ticket in self._reads.on_reads_finished(finished, failed):
             self._return_ticket(ticket)
 
     def _return_ticket(self, ticket: TicketToReturn) -> None:
@@ -310,6 +308,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
             self._token_accounting.on_loaded(request_id, request.num_computed_tokens)
         self._token_accounting.forget(request_id)
         self._waiting.end(request_id, WaitEnd.GONE, time.monotonic())
+        self.admission.forget(request_id)
         self.resumed.on_request_finished(request_id)
         if not (request.kv_transfer_params or {}).get("do_remote_decode"):
             held, answer = super().request_finished(request, block_ids)

@@ -191,7 +191,7 @@ VALUES: Mapping[tuple[str, str], Iterable[str]] = {
     ("pdproxy_real_hit_tokens_total", "role"): Role,
     ("pdproxy_connector_key_file_changes_total", "outcome"): KeyChange,
     ("pdproxy_connector_leases_ended_total", "how"): LeaseEnd,
-    ("pdproxy_connector_reads_total", "outcome"): {*ReadOutcome, "retried"},
+    ("pdproxy_connector_reads_total", "outcome"): {*ReadOutcome},
     ("pdproxy_connector_refused_total", "reason"): RefusalReason,
 }
 """What labels are set to, as far as queries pick by them and the alerts' tests set them."""

@@ -153,7 +153,7 @@ class Child:
 
     @property
     def hands_over(self) -> bool:
-        """Whether it hands requests over between nodes. A ticket is for one load, and the child itself retries it."""
+        """Whether it hands requests over between nodes. A ticket is for one load."""
         return hands_over(type(self.connector))
 
     def preempted(self, request_ids: Sequence[str], metadata: KVConnectorMetadata | None) -> None:

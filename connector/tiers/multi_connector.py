@@ -23,7 +23,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
+from connector.admission import Admission, Unchanged
 from connector.decode_reads import Quarantine
+from connector.kv_groups import sequence_blocks
+from connector.scheduler import ConnectorScheduler
 from connector.shape_check import require_fit
 from connector.tiers.children import MultiSettings, make_children
 from connector.tiers.pending_loads import LoadDeadlines, PendingLoads
@@ -81,6 +84,12 @@ class WeightedMultiConnector(MultiConnector):
             now=time.monotonic,
         )
         self._quarantine = Quarantine()
+        sizes = sequence_blocks(vllm_config, kv_cache_config)
+        self._admission = Admission(sizes, self._quarantined_blocks)
+        sides = (getattr(connector, "connector_scheduler", None) for connector in self.sub_connectors)
+        self._sides = [side for side in sides if isinstance(side, ConnectorScheduler)]
+        for side in self._sides:
+            side.admission = Unchanged(sizes, self._quarantined_blocks)
         self._deadlines = LoadDeadlines(settings.load_deadline, self._quarantine)
         self._rank_loads = RankLoads()
         self._unloaded_blocks: set[int] = set()
@@ -117,6 +126,10 @@ class WeightedMultiConnector(MultiConnector):
         super().bind_kv_cache_manager(kv_cache_manager)
         self._manager = kv_cache_manager
         self._quarantine.bind(kv_cache_manager.block_pool)
+        self._admission.bind(kv_cache_manager.block_pool)
+
+    def _quarantined_blocks(self) -> int:
+        return self._quarantine.blocks + sum(side.quarantine.blocks for side in self._sides)
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
@@ -131,9 +144,10 @@ class WeightedMultiConnector(MultiConnector):
         return tokens - tokens % self._block_size
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Ask all children, and answer for the best offer."""
+        """Ask all children, and answer for the best offer, unless this would hold others up."""
         answer, offer = self._selector.select(request, num_computed_tokens)
-        if offer is None:
+        answer = self._admission.answer(request, answer)
+        if offer is None or not answer[0]:
             self._requests_to_connector.pop(request.request_id, None)
         else:
             self._requests_to_connector[request.request_id] = offer.child
@@ -143,6 +157,7 @@ class WeightedMultiConnector(MultiConnector):
         """The chosen child loads these tokens, the others none. A tier's load gets a deadline; a ticket's read has its
         own."""
         self._selector.forget(request.request_id)
+        self._admission.on_admitted(request.request_id, num_external_tokens)
         ids = tuple(tuple(block.block_id for block in group) for group in blocks.blocks)
         winner = self._loads.admitted(request.request_id, ids, num_external_tokens)
         loads = winner is not None and self._loads.loading(request.request_id) == winner
@@ -172,8 +187,7 @@ class WeightedMultiConnector(MultiConnector):
         given_up, drained = self._on_worker_report(connector_output.kv_connector_worker_meta)
         ended = (finished - given_up) | drained
         for request_id in failed - given_up:
-            owner = self._loads.loading(request_id)
-            self._loads.fail(request_id, bar=owner is None or not self._children[owner].hands_over)
+            self._loads.fail(request_id)
         notify_output(self._children, connector_output, {each: self._loads.loading(each) for each in ended})
         self._loads.ended(ended)
         self._deadlines.ended(ended)
@@ -197,6 +211,7 @@ class WeightedMultiConnector(MultiConnector):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Passed to every child."""
         self._selector.forget(request.request_id)
+        self._admission.forget(request.request_id)
         self._loads.on_request_finished(request.request_id)
         answer: tuple[bool, dict[str, Any] | None] = super().request_finished_all_groups(request, block_ids)
         return answer

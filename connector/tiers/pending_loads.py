@@ -150,7 +150,7 @@ class PendingLoads:
         return now - waiting.since
 
     def barred(self, request_id: str) -> frozenset[int]:
-        """Children that failed to load this request, and are not waiting again: they would offer the same."""
+        """Children that failed to load this request: they would offer the same."""
         waiting = self._waiting.get(request_id)
         return frozenset() if waiting is None else frozenset(waiting.barred)
 
@@ -194,17 +194,16 @@ class PendingLoads:
         named = {request_id for request_id in failed if request_id in running}
         return named | {request_id for request_id, load in running.items() if load.touches(blocks)}
 
-    def fail(self, request_id: str, *, bar: bool) -> None:
-        """The request's load failed; with `bar` its child is not asked for this request again."""
+    def fail(self, request_id: str) -> None:
+        """The request's load failed; its child is not asked for this request again."""
         child = self._loads[request_id].child
         self._counters.add("child_failed_loads", self._names[child])
-        if bar:
-            self._bar(request_id, {child})
+        self._bar(request_id, {child})
 
     def give_up(self, request_id: str) -> None:
         """The load takes too long: the request no longer waits for it, and nothing more is loaded for it."""
         self._given_up.add(request_id)
-        self.fail(request_id, bar=False)
+        self.fail(request_id)
         self._bar(request_id, set(range(len(self._names))))
 
     def ended(self, request_ids: Iterable[str]) -> None:

@@ -246,9 +246,12 @@ def make_node(
     engine_id: str | None = None,
     extra: Mapping[str, Any] | None = None,
     unit: int | None = None,
+    scheduling: Mapping[str, Any] | None = None,
 ) -> Node:
-    """An engine's scheduler, as vLLM builds it, on `groups`; `unit`: of `--prefix-match-unit`."""
+    """An engine's scheduler, as vLLM builds it, on `groups`. `unit`: of `--prefix-match-unit`; `scheduling`: fields of
+    vLLM's `SchedulerConfig`."""
     config = _config(role, groups, engine_id or role, num_blocks, extra or {})
+    vars(config.scheduler_config).update(scheduling or {})
     config.cache_config.prefix_match_unit = unit
     cache = KVCacheConfig(
         num_blocks=num_blocks,
@@ -367,7 +370,7 @@ def probed(node: Node, *, passed: bool = True) -> KVConnectorOutput:
 
 
 def nonce_of(node: Node, request_id: str) -> str:
-    """The nonce of the last attempt that was ordered for a request."""
+    """The nonce of the last read that was ordered for a request."""
     for meta in reversed(node.metas):
         if request_id in meta.reads:
             return meta.reads[request_id].nonce

@@ -230,7 +230,7 @@ def read_step(
         "tp_size": 1,
     }
     metadata.add_new_req_to_recv(request_id, ([*local],) if local else (), params, awaiting_kvs=bool(local))
-    metadata.reads = {request_id: ReadOrder(nonce, 0, hit_tokens=BLOCK_TOKENS)}
+    metadata.reads = {request_id: ReadOrder(nonce, hit_tokens=BLOCK_TOKENS)}
     return metadata
 
 

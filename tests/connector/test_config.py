@@ -21,7 +21,6 @@ def test_nothing_set_works() -> None:
     config = read()
     assert config.role is Role.DECODE
     assert config.keys == ()
-    assert config.read_retries == 1
     assert (config.waiting_requests, config.longest_ticket_wait) == (1024, 3600.0)
 
 
@@ -76,7 +75,6 @@ def test_a_prefill_node_need_not_recompute() -> None:
         ({"pdproxy_read_deadline": "30"}, "pdproxy_read_deadline"),
         ({"pdproxy_probe_timeout": -1}, "pdproxy_probe_timeout"),
         ({"pdproxy_verify_timeout": True}, "pdproxy_verify_timeout"),
-        ({"pdproxy_read_retries": 99}, "pdproxy_read_retries"),
         ({"pdproxy_waiting_requests": -1}, "pdproxy_waiting_requests"),
         ({"pdproxy_longest_ticket_wait": 0}, "pdproxy_longest_ticket_wait"),
         ({"pdproxy_progress_delay": -0.1}, "pdproxy_progress_delay"),

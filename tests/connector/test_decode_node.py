@@ -1,4 +1,4 @@
-"""A decode node on vLLM's real scheduler: tickets accepted and refused, reads retried and given up."""
+"""A decode node on vLLM's real scheduler: tickets accepted and refused, reads failed and given up."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def test_a_good_ticket_is_read_and_the_request_runs(prefill: Node, node: Node) -
     node.step()
     assert request.status is WAITING
     order = node.metas[-1].reads["d"]
-    assert (order.attempt, order.hit_tokens, order.pull_tokens) == (0, 0, 99)
+    assert (order.hit_tokens, order.pull_tokens) == (0, 99)
     node.step(received(node, "d"))
     assert len(node.run_out("d")) == 4
     assert node.free_blocks == free
@@ -74,52 +74,23 @@ def test_prompt_logprobs_are_computed_here(prefill: Node, node: Node) -> None:
     assert node.counts("refused") == {"unsuitable_request": 1}
 
 
-def test_a_failed_read_is_tried_once_more_and_then_computed(prefill: Node, node: Node) -> None:
-    request = node.add("d", prompt(100), take_ticket(prefill, prompt(100)))
-    node.step()
-    first = nonce_of(node, "d")
-    node.step(lost(node, ReadOutcome.TRANSFER_FAILED, "d"))
-    node.step()
-    assert request.status is WAITING
-    assert node.metas[-1].reads["d"].attempt == 1
-    assert nonce_of(node, "d") != first
-    node.step(lost(node, ReadOutcome.TRANSFER_FAILED, "d"))
-    assert len(node.run_out("d")) == 4
-    assert node.counts("prompt_tokens") == {"computed": 100}
-    assert node.counts("reads") == {"retried": 1}
-
-
-def test_a_second_read_may_be_good(prefill: Node, node: Node) -> None:
+def test_heartbeats_end_with_a_read_that_failed(prefill: Node, node: Node) -> None:
     node.add("d", prompt(100), take_ticket(prefill, prompt(100)))
     node.step()
-    node.step(lost(node, ReadOutcome.TRANSFER_FAILED, "d"))
-    node.step()
-    node.step(received(node, "d"))
-    assert len(node.run_out("d")) == 4
-    assert node.counts("prompt_tokens") == {"pulled": 99, "computed": 1}
-
-
-def test_heartbeats_go_on_while_it_is_tried_again_and_end_with_it(prefill: Node, node: Node) -> None:
-    node.add("d", prompt(100), take_ticket(prefill, prompt(100)))
-    node.step()
-    node.step(lost(node, ReadOutcome.TRANSFER_FAILED, "d"))
     assert node.side._heartbeat_by_engine
-    node.step()
-    node.step(received(node, "d"))
+    node.step(lost(node, ReadOutcome.TRANSFER_FAILED, "d"))
     assert not node.side._heartbeat_by_engine
 
 
-@pytest.mark.parametrize(
-    "outcome",
-    [ReadOutcome.NOT_HELD, ReadOutcome.UNVERIFIED, ReadOutcome.PEER_UNREACHABLE, ReadOutcome.NO_PROGRESS],
-)
-def test_what_cannot_help_is_not_tried_again(prefill: Node, node: Node, outcome: ReadOutcome) -> None:
+@pytest.mark.parametrize("outcome", [each for each in ReadOutcome if each is not ReadOutcome.VERIFIED])
+def test_a_failed_read_is_computed_in_the_next_step(prefill: Node, node: Node, outcome: ReadOutcome) -> None:
     request = node.add("d", prompt(100), take_ticket(prefill, prompt(100)))
     node.step()
     node.step(lost(node, outcome, "d"))
     node.step()
     assert request.status is RequestStatus.RUNNING
-    assert node.counts("reads") == {}
+    node.run_out("d")
+    assert node.counts("prompt_tokens") == {"computed": 100}
 
 
 def returned(*nonces: str) -> KVConnectorOutput:
@@ -149,11 +120,10 @@ def notices(node: Node) -> list[str]:
         ReadOutcome.NOT_HELD,
     ],
 )
-def test_after_the_last_failure_the_ticket_is_given_back_under_the_failed_nonce(
-    prefill: Node, outcome: ReadOutcome
+def test_after_a_failure_the_ticket_is_given_back_under_the_failed_nonce(
+    prefill: Node, node: Node, outcome: ReadOutcome
 ) -> None:
     """Not a new one: the failed read's own notice may have counted. Where nothing is held there is nothing to give."""
-    node = make_node("kv_consumer", extra={"pdproxy_read_retries": 0})
     node.add("d", prompt(100), take_ticket(prefill, prompt(100)))
     node.step()
     failed = nonce_of(node, "d")
@@ -162,9 +132,8 @@ def test_after_the_last_failure_the_ticket_is_given_back_under_the_failed_nonce(
     assert notices(node) == ([] if outcome is ReadOutcome.NOT_HELD else [failed])
 
 
-def test_an_engine_steps_on_until_its_notices_are_given(prefill: Node) -> None:
+def test_an_engine_steps_on_until_its_notices_are_given(prefill: Node, node: Node) -> None:
     """The request is gone by then: nothing else would have the workers carry the order out, or say that they have."""
-    node = make_node("kv_consumer", extra={"pdproxy_read_retries": 0})
     node.add("d", prompt(100), take_ticket(prefill, prompt(100)))
     node.step()
     node.abort("d")

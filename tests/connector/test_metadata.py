@@ -28,7 +28,7 @@ def test_the_worst_rank_decides_and_bytes_add_up() -> None:
     assert bad.merged(good) == good.merged(bad)
 
 
-def test_a_later_attempt_replaces_an_earlier_one() -> None:
+def test_a_later_read_replaces_an_earlier_one() -> None:
     first, second = ReadEnd("a", ReadOutcome.NOT_HELD), ReadEnd("b", ReadOutcome.VERIFIED)
     assert first.merged(second) == second
 
@@ -52,8 +52,8 @@ def test_metadata_keeps_all_that_vllm_put_in_and_travels() -> None:
     stock = NixlConnectorMetadata()
     stock.reqs_to_send = {"r": 1.0}
     ours = ConnectorMetadata.extending(stock)
-    ours.reads = {"d": ReadOrder("n", 0)}
+    ours.reads = {"d": ReadOrder("n")}
     arrived = pickle.loads(pickle.dumps(ours))
     assert arrived.reqs_to_send == {"r": 1.0}
-    assert arrived.reads == {"d": ReadOrder("n", 0)}
+    assert arrived.reads == {"d": ReadOrder("n")}
     assert arrived.releases == frozenset()

@@ -155,7 +155,7 @@ def test_waiting_for_the_verdict_is_not_the_reads_fault() -> None:
     assert reads.overdue(100) == []
 
 
-def test_the_second_attempt_is_not_settled_by_the_first_ones_verdict() -> None:
+def test_the_second_read_is_not_settled_by_the_first_ones_verdict() -> None:
     reads = begun()
     reads.on_failed("r", 0)
     reads.begin("r", Question("P", "remote", "nonce-2"), HERE, SIZE, now=1)

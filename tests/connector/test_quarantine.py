@@ -10,6 +10,7 @@ from connector.decode_reads import Quarantine
 class Block:
     references: int = 1
     is_null: bool = False
+    block_hash: str | None = None
 
 
 class Pool:
@@ -35,9 +36,10 @@ def test_blocks_outlive_their_request() -> None:
     quarantine.add("n", blocks, ranks=1)
     Pool().free_blocks(blocks)
     assert [block.references for block in blocks] == [1, 1]
+    assert quarantine.blocks == 2
     quarantine.on_transfers_ended({"n": 1})
     assert [block.references for block in blocks] == [0, 0]
-    assert len(quarantine) == 0
+    assert (len(quarantine), quarantine.blocks) == (0, 0)
 
 
 def test_the_last_rank_frees() -> None:
@@ -58,6 +60,13 @@ def test_null_blocks_and_strangers_are_left_alone() -> None:
     quarantine.on_transfers_ended({"other": 1})
     assert null.references == 1
     assert len(quarantine) == 1
+
+
+def test_a_local_hit_is_not_kept_from_others() -> None:
+    """No transfer writes to it, and others may have it in use."""
+    quarantine, hit, pulled = bound(), Block(block_hash="h"), Block()
+    quarantine.add("n", [hit, pulled], ranks=1)
+    assert (hit.references, pulled.references, quarantine.blocks) == (1, 2, 1)
 
 
 def test_nothing_can_be_held_before_there_is_a_pool() -> None:

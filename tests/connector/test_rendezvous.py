@@ -70,7 +70,7 @@ def test_it_waits_without_a_block_and_reads_when_the_ticket_comes(prefill: Node,
     node.step()
     assert request.status is READING
     order = node.metas[-1].reads["d"]
-    assert (order.attempt, order.hit_tokens, order.pull_tokens) == (0, 0, 99)
+    assert (order.hit_tokens, order.pull_tokens) == (0, 99)
     node.step(received(node, "d"))
     assert len(node.run_out("d")) == 4
     assert (waits(node), node.counts("prompt_tokens")) == ({"ticket": 1}, {"pulled": 99, "computed": 1})
@@ -232,12 +232,10 @@ def test_a_ticket_that_came_and_was_not_read_is_given_back(prefill: Node, node: 
     assert not any(node.metas[-1].reqs_to_recv["d"].local_block_ids)
 
 
-def test_its_read_may_fail_and_be_tried_again_as_any_other(prefill: Node, node: Node) -> None:
+def test_its_read_may_fail_as_any_other(prefill: Node, node: Node) -> None:
     node.add("d", prompt(100), ORDER)
     node.step()
     deliver(node, take_ticket(prefill, prompt(100)))
-    node.step()
-    node.step(lost(node, ReadOutcome.TRANSFER_FAILED, "d"))
     node.step()
     node.step(lost(node, ReadOutcome.TRANSFER_FAILED, "d"))
     assert len(node.run_out("d")) == 4

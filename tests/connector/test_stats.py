@@ -94,14 +94,14 @@ def test_every_counter_stands_at_zero_before_anything_happens() -> None:
         value = registry.get_sample_value
         assert value("pdproxy_connector_refused_total", {**labels, "reason": "digest"}) == 0
         assert value("pdproxy_connector_leases_ended_total", {**labels, "how": "expired"}) == 0
-        assert value("pdproxy_connector_reads_total", {**labels, "outcome": "retried"}) == 0
+        assert value("pdproxy_connector_reads_total", {**labels, "outcome": "not_held"}) == 0
         assert value("pdproxy_connector_unused_tickets_total", labels) == 0
 
 
 def test_whatever_is_counted_was_there_from_the_start() -> None:
     for labels in COUNTERS.values():
         assert all(labels.values())
-    assert set(COUNTERS["reads"]["outcome"]) == {*ReadOutcome, "retried"}
+    assert set(COUNTERS["reads"]["outcome"]) == {*ReadOutcome}
 
 
 def test_stock_stats_without_our_keys_are_observed_too() -> None:

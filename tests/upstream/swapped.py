@@ -42,7 +42,7 @@ class Orders(dict[str, ReadOrder]):
     """Also those of reads that a test has ordered without a nonce."""
 
     def __missing__(self, request_id: str) -> ReadOrder:
-        return ReadOrder(f"{request_id:0>16}", 0)
+        return ReadOrder(f"{request_id:0>16}")
 
 
 class Metadata(ConnectorMetadata):

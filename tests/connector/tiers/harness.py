@@ -170,10 +170,12 @@ def make_several(
     groups: Sequence[KVCacheSpec] = HYBRID,
     *,
     num_blocks: int = 400,
+    scheduling: Mapping[str, Any] | None = None,
     **extra: Any,
 ) -> Several:
-    """A decode node's scheduler with these children."""
+    """A decode node's scheduler with these children. `scheduling`: fields of vLLM's `SchedulerConfig`."""
     config = multi_config(children, groups, num_blocks=num_blocks, **extra)
+    vars(config.scheduler_config).update(scheduling or {})
     hash_fn = get_hash_fn_by_name("sha256")
     init_none_hash(hash_fn)
     scheduler = make_scheduler(config, cache_of(groups, num_blocks))

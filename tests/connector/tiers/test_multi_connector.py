@@ -165,25 +165,18 @@ def test_a_failed_tier_falls_back_to_the_next_best(tmp_path: Path) -> None:
     assert len(node.connector._loads) == 0
 
 
-def test_a_failed_ticket_falls_back_to_the_tier(node: Several, prefill: Node, tmp_path: Path) -> None:
+@pytest.mark.parametrize("outcome", [ReadOutcome.NOT_HELD, ReadOutcome.TRANSFER_FAILED])
+def test_a_failed_ticket_falls_back_to_the_tier(
+    node: Several, prefill: Node, tmp_path: Path, outcome: ReadOutcome
+) -> None:
     shelve(tmp_path, TOKENS, 4)
     node.add("d", TOKENS, take_ticket(prefill, TOKENS))
     node.step()
-    node.step(node.pulled("d", failed=["d"]))
+    node.step(node.pulled("d", failed=["d"], outcome=outcome))
     node.step()
     assert node.loads() == ["d"]
     node.step(loaded("d"))
     assert len(node.run_out("d")) == 4
-
-
-def test_a_ticket_may_try_again_by_itself(node: Several, prefill: Node, tmp_path: Path) -> None:
-    """A read that may succeed from the same blocks is retried, rather than left to a lesser tier."""
-    shelve(tmp_path, TOKENS, 4)
-    node.add("d", TOKENS, take_ticket(prefill, TOKENS))
-    node.step()
-    node.step(node.pulled("d", failed=["d"], outcome=ReadOutcome.TRANSFER_FAILED))
-    node.step()
-    assert node.reads() == {"d": len(TOKENS) - 1}
 
 
 def test_when_everything_failed_the_prompt_is_computed(node: Several, prefill: Node, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_child_that_failed_is_barred_for_that_request_alone() -> None:
     scheduler = Scheduler()
     scheduler.begin("r")
     assert scheduler.loads.failed(["r", "unknown"], ()) == {"r"}
-    scheduler.loads.fail("r", bar=True)
+    scheduler.loads.fail("r")
     scheduler.loads.ended(["r"])
     assert scheduler.loads.barred("r") == {0}
     assert scheduler.loads.barred("other") == frozenset()
@@ -113,7 +113,7 @@ def test_nothing_is_remembered_of_an_aborted_request_whose_load_fails() -> None:
     scheduler = Scheduler()
     scheduler.begin("r")
     scheduler.loads.on_request_finished("r")
-    scheduler.loads.fail("r", bar=True)
+    scheduler.loads.fail("r")
     scheduler.loads.ended(["r"])
     assert len(scheduler.loads) == 0
     assert scheduler.counts()["failed_loads", "pull"] == 1

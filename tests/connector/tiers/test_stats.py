@@ -55,7 +55,7 @@ def two_of_a_kind() -> ChildrenStats:
     found = ChildrenStats()
     for name, number in (("near", 2), ("far", 5)):
         stats = ConnectorStats()
-        stats.data[COUNTS].append(["reads", ["retried"], number])
+        stats.data[COUNTS].append(["reads", ["not_held"], number])
         found.add(name, NIXL, stats)
     counts = [("child_wins", "near", 3), ("child_tokens_won", "near", 96)]
     found.add(SELECTION, (SELECTION, None), SelectionStats.of(SelectionSnapshot(counts, {"near": 1, "far": 0})))
@@ -66,11 +66,11 @@ def test_children_of_one_class_keep_their_own_series(tmp_path: Path) -> None:
     """The page is of two tiers and NIXL; series of the class itself come once, and apart by child."""
     page = Page(multi_config([pull("near"), tier(tmp_path)]))
     stats = ConnectorStats()
-    stats.data[COUNTS].append(["reads", ["retried"], 2])
+    stats.data[COUNTS].append(["reads", ["not_held"], 2])
     found = ChildrenStats()
     found.add("near", NIXL, stats)
     page.metrics.observe(wire(found.to_dict()), 0)
-    assert page.value("reads_total", child="near", outcome="retried") == 2
+    assert page.value("reads_total", child="near", outcome="not_held") == 2
 
 
 def test_two_children_of_one_class_can_be_registered() -> None:
@@ -78,8 +78,8 @@ def test_two_children_of_one_class_can_be_registered() -> None:
     twice = multi_config([pull("near"), pull("far")])
     page = Page(twice)
     page.metrics.observe(wire(two_of_a_kind().to_dict()), 0)
-    assert page.value("reads_total", child="near", outcome="retried") == 2
-    assert page.value("reads_total", child="far", outcome="retried") == 5
+    assert page.value("reads_total", child="near", outcome="not_held") == 2
+    assert page.value("reads_total", child="far", outcome="not_held") == 5
     assert page.value("child_wins_total", child="near") == 3
     assert page.value("child_wins_total", child="far") == 0
     assert page.value("child_pending_loads", child="near") == 1
@@ -103,7 +103,7 @@ def test_ranks_and_the_scheduler_come_together() -> None:
     scheduler.add(SELECTION, (SELECTION, None), later)
     merged.aggregate(scheduler)
     payload = wire(merged.to_dict())
-    assert payload["near"]["stats"][COUNTS] == [["reads", ["retried"], 2]] * 2
+    assert payload["near"]["stats"][COUNTS] == [["reads", ["not_held"], 2]] * 2
     assert {child: number for _, [child], number in payload[SELECTION]["stats"][LEVELS]} == {"near": 0, "far": 0}
     assert ["child_wins", ["far"], 1] in payload[SELECTION]["stats"][COUNTS]
 
@@ -114,7 +114,7 @@ def test_the_log_line_has_them_by_child(tmp_path: Path) -> None:
     logging.observe(wire(two_of_a_kind().to_dict()))
     lines: list[Any] = []
     logging.log(lambda *parts: lines.append(parts))
-    assert "'reads/retried': 10" in lines[0][1]
+    assert "'reads/not_held': 10" in lines[0][1]
     assert "'child_tokens_won/near': 192" in lines[0][1]
     assert "*selection*={'child_wins/near': 6, 'child_tokens_won/near': 192}" in lines[0][1]
 

@@ -390,11 +390,10 @@ CASES = (
             READS % ("b:8000", "verified"): "0+95x120",
             READS % ("b:8000", "not_held"): "0x120",
         },
-        # What went well at the second try, and one in a hundred that did not.
+        # One in a hundred.
         well={
             READS % ("a:8000", "verified"): "0+99x120",
             READS % ("a:8000", "no_progress"): "0+1x120",
-            READS % ("a:8000", "retried"): "0+50x120",
         },
         pending="5m",
         firing="20m",

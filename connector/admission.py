@@ -1,0 +1,166 @@
+"""Keeps a request that vLLM cannot admit from holding up the requests behind it. In the scheduler's process; pure.
+
+vLLM's scheduler asks a connector about the request at the head of its queue, then allocates the request's blocks. If
+they do not fit, it ends the step's admissions: every request behind the head waits. That is fair as long as the blocks
+come back by themselves, when requests that run have ended. In two cases they do not (vLLM 0.32 and 0.33):
+
+- A read or load that was given up still holds its blocks (`decode_reads.Quarantine`), for as long as its peer is frozen.
+- A failed load leaves its reservation behind: the request stays in `Scheduler._inflight_prefills` until it computes or
+  ends. Every asynchronous load that is offered meanwhile must leave that many blocks free, beside its own, and a second
+  load of the same request must leave its own reservation free.
+
+`Admission` changes a connector's answer to `get_num_new_matched_tokens` in these cases:
+
+    the request cannot fit before a quarantine ends         None: vLLM skips it in this step, and asks the next one
+    its load has failed, and it may not fit now             None, once: vLLM puts it behind requests that hold blocks
+    its load was offered and not admitted,
+    and a request whose load failed waits (this one, too)   0: the prompt is computed, which no reservation hinders
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from connector.kv_groups import SequenceBlocks
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+log = logging.getLogger("vllm.pdproxy.scheduler")
+
+_ASIDE = (
+    "Request %s waits, and others pass it: it needs at least %d blocks; transfers that were given up, and whose prefill "
+    "node or tier does not answer, hold %d, and leave %d."
+)
+_NO_LOAD = "Request %s: computing its prompt; there is no room to load it beside what vLLM reserves for failed loads."
+
+Answer = tuple[int | None, bool]
+"""To vLLM: tokens to load beyond the local hit, None to be asked again; whether they are loaded between steps."""
+
+
+class FreeBlocks(Protocol):
+    """The part of vLLM's `BlockPool` that counts free blocks. `num_gpu_blocks` includes vLLM's null block."""
+
+    num_gpu_blocks: int
+
+    def get_num_free_blocks(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Blocks: `free` now, `held` by quarantines, `reachable`: free once nothing else holds any."""
+
+    free: int
+    held: int
+    reachable: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing but quarantines holds blocks, so that no request can end and make more room."""
+        return self.held > 0 and self.free == self.reachable
+
+
+class Admission:
+    """Of one engine. `sizes`: blocks that a sequence takes. `quarantined`: counts the blocks in quarantine."""
+
+    def __init__(self, sizes: SequenceBlocks, quarantined: Callable[[], int]) -> None:
+        self._sizes = sizes
+        self._quarantined = quarantined
+        self._pool: FreeBlocks | None = None
+        self._offered: set[str] = set()
+        self._loading: set[str] = set()
+        self._failed: set[str] = set()
+        self._refused: dict[str, tuple[int, int]] = {}
+        self._aside: set[str] = set()
+        self._admitted = 0
+
+    def bind(self, pool: FreeBlocks) -> None:
+        """vLLM's block pool, before the first request."""
+        self._pool = pool
+
+    def __len__(self) -> int:
+        """How many requests have an entry here."""
+        return len(self._offered | self._loading | self._failed | self._aside | self._refused.keys())
+
+    def answer(self, request: Request, answer: Answer) -> Answer:
+        """The connector's answer, or another one, where this would hold others up."""
+        tokens, between_steps = answer
+        if tokens is None or self._pool is None:
+            return None, False
+        free, held = self._pool.get_num_free_blocks(), self._quarantined()
+        room = _Room(free, held, self._pool.num_gpu_blocks - 1 - held)
+        has_just_failed = self._has_just_failed(request.request_id)
+        if self._waits_for_quarantine(request, room):
+            return None, False
+        if has_just_failed and self._sizes.most(request.num_tokens) > free:
+            return None, False
+        return self._offer(request.request_id, tokens, between_steps=between_steps, room=room)
+
+    def on_admitted(self, request_id: str, tokens: int) -> None:
+        """vLLM has allocated the request's blocks; `tokens` are loaded into them."""
+        loads = tokens > 0 and request_id in self._offered
+        self.forget(request_id)
+        self._admitted += 1
+        if loads:
+            self._loading.add(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        for requests in (self._offered, self._loading, self._failed, self._aside):
+            requests.discard(request_id)
+        self._refused.pop(request_id, None)
+
+    def _has_just_failed(self, request_id: str) -> bool:
+        """Whether the request's load has failed since it was asked about last: vLLM asks again only then, for what was
+        loaded well is not looked up again."""
+        if request_id not in self._loading:
+            return False
+        self._loading.discard(request_id)
+        self._failed.add(request_id)
+        return True
+
+    def _waits_for_quarantine(self, request: Request, room: _Room) -> bool:
+        """Whether the request does not fit even while nothing but quarantines holds blocks.
+
+        `SequenceBlocks.least` may be a little less than what vLLM asks for, since a local hit can cost blocks of its own.
+        So vLLM's own refusal at such a time counts, too, as long as the quarantine is the same and nothing was admitted
+        since, which may change the prefix cache. A request that was preempted needs its next block as well: without it,
+        it would be preempted again before its next token.
+        """
+        if not room.held:
+            self._refused.clear()
+            self._aside.clear()
+            return False
+        request_id = request.request_id
+        needed = (self._sizes.most if request.num_preemptions else self._sizes.least)(request.num_tokens)
+        if needed > room.reachable or self._refused.get(request_id) == (room.held, self._admitted):
+            if request_id not in self._aside:
+                log.warning(_ASIDE, request_id, needed, room.held, room.reachable)
+            self._aside.add(request_id)
+            return True
+        self._refused.pop(request_id, None)
+        return False
+
+    def _offer(self, request_id: str, tokens: int, *, between_steps: bool, room: _Room) -> Answer:
+        loads = tokens > 0 and between_steps
+        hindered = request_id in self._offered and (bool(self._failed) or room.is_empty)
+        if loads and not hindered:
+            self._offered.add(request_id)
+            return tokens, True
+        if room.is_empty:
+            self._refused[request_id] = (room.held, self._admitted)
+        if loads:
+            log.warning(_NO_LOAD, request_id)
+            return 0, False
+        return tokens, between_steps
+
+
+class Unchanged(Admission):
+    """For a connector that is one of several: the connector that chooses among them decides instead."""
+
+    def answer(self, request: Request, answer: Answer) -> Answer:
+        """As it is."""
+        return answer
