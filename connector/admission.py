@@ -1,10 +1,10 @@
-"""Keeps a request that vLLM cannot admit from holding up the requests behind it. In the scheduler's process; pure.
+"""Keeps a request that vLLM cannot admit from holding up those behind it. In the scheduler's process; pure.
 
 vLLM's scheduler asks a connector about the request at the head of its queue, then allocates the request's blocks. If
 they do not fit, it ends the step's admissions: every request behind the head waits. That is fair as long as the blocks
 come back by themselves, when requests that run have ended. In two cases they do not (vLLM 0.32 and 0.33):
 
-- A read or load that was given up still holds its blocks (`decode_reads.Quarantine`), for as long as its peer is frozen.
+- A read or load that was given up still holds its blocks (`decode_reads.Quarantine`), while its peer is frozen.
 - A failed load leaves its reservation behind: the request stays in `Scheduler._inflight_prefills` until it computes or
   ends. Every asynchronous load that is offered meanwhile must leave that many blocks free, beside its own, and a second
   load of the same request must leave its own reservation free.
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.pdproxy.scheduler")
 
 _ASIDE = (
-    "Request %s waits, and others pass it: it needs at least %d blocks; transfers that were given up, and whose prefill "
-    "node or tier does not answer, hold %d, and leave %d."
+    "Request %s waits, and others pass it: it needs at least %d blocks; transfers that were given up, and whose "
+    "prefill node or tier does not answer, hold %d, and leave %d."
 )
 _NO_LOAD = "Request %s: computing its prompt; there is no room to load it beside what vLLM reserves for failed loads."
 
@@ -125,10 +125,10 @@ class Admission:
     def _waits_for_quarantine(self, request: Request, room: _Room) -> bool:
         """Whether the request does not fit even while nothing but quarantines holds blocks.
 
-        `SequenceBlocks.least` may be a little less than what vLLM asks for, since a local hit can cost blocks of its own.
-        So vLLM's own refusal at such a time counts, too, as long as the quarantine is the same and nothing was admitted
-        since, which may change the prefix cache. A request that was preempted needs its next block as well: without it,
-        it would be preempted again before its next token.
+        `SequenceBlocks.least` may be a little less than what vLLM asks for: a local hit can cost blocks of its own. So
+        vLLM's own refusal at such a time counts, too, as long as the quarantine is the same and nothing was admitted
+        since, which may change the prefix cache. A request that was preempted needs its next block as well: without
+        it, it would be preempted again before its next token.
         """
         if not room.held:
             self._refused.clear()
@@ -161,6 +161,6 @@ class Admission:
 class Unchanged(Admission):
     """For a connector that is one of several: the connector that chooses among them decides instead."""
 
-    def answer(self, request: Request, answer: Answer) -> Answer:
+    def answer(self, request: Request, answer: Answer) -> Answer:  # noqa: ARG002 - as its base
         """As it is."""
         return answer

@@ -198,7 +198,7 @@ class Counters:
         self._observe("lease_age_seconds", age)
 
     def ticket_unused(self) -> None:
-        """A valid ticket was not read: the local cache held everything that it covers."""
+        """A valid ticket was not read: the local cache held everything that it covers, or there was no room to read."""
         self._add("unused_tickets", (), 1)
 
     def ticket_barred(self, reason: ReadOutcome) -> None:

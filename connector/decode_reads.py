@@ -180,9 +180,7 @@ class ReadTracker:
     name.
     """
 
-    def __init__(
-        self, counters: Counters, quarantine: Quarantine, ranks: int, make_nonce: Callable[[], str]
-    ) -> None:
+    def __init__(self, counters: Counters, quarantine: Quarantine, ranks: int, make_nonce: Callable[[], str]) -> None:
         self._counters = counters
         self._quarantine = quarantine
         self._ranks = ranks

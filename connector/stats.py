@@ -33,7 +33,7 @@ HELP: Mapping[str, str] = {
     "refused": "Tickets and orders refused, by reason.",
     "reads": "Reads that ended, by outcome, counted on each rank.",
     "leases_ended": "Leases that ended on this prefill node, by how.",
-    "unused_tickets": "Good tickets that left nothing to pull.",
+    "unused_tickets": "Good tickets that were not read: nothing was left to pull, or there was no room.",
     "barred_tickets": "Good tickets not read, as an earlier read from their engine had ended so (reason).",
     "path_probes": "Probes of the paths to barred prefill engines, by outcome.",
     "ticket_waits": "Waits of requests for their ticket, by how they ended.",

@@ -1,8 +1,11 @@
 """A decode node whose cache is too small for what is asked of it, played at random on vLLM's real scheduler.
 
 Requests come with a ticket, with a prefix that a tier has, or with neither. Prefill nodes die, freeze and wake; tickets
-expire; tiers fail and hang; clients leave; the engine is paused. The scheduler and the connector are real, the workers
-are played: they report what real ones do (`tests/connector/harness.py`).
+expire; tiers fail and hang; clients leave; the engine is paused; steps have small budgets. The scheduler and the
+connector are real, the workers are played: they report what real ones do (`tests/connector/harness.py`).
+
+vLLM's `scheduler_reserve_full_isl` stays on, as by default: without it two prompts that are computed in chunks can take
+each other's blocks in turn, with no connector at all.
 """
 
 from __future__ import annotations
@@ -248,7 +251,7 @@ class Crowd:
         )
         if not isinstance(self.node, Several):
             return KVConnectorOutput(
-                finished_recving=finished, failed_recving=failed, kv_connector_worker_meta=ours if ours else None
+                finished_recving=finished, failed_recving=failed, kv_connector_worker_meta=ours or None
             )
         given_up, freed = self.end_loads(finished, failed, thaw=thaw)
         parts = tuple(ours if name == "pull" else None for name in self.node.names)
@@ -327,17 +330,19 @@ class Crowd:
         """Blocks that vLLM asks for before it admits the request, give or take `SLACK`."""
         manager = self.scheduler.kv_cache_manager
         hits, local, _ = manager.get_computed_blocks(request)
-        return int(manager.coordinator.get_num_blocks_to_allocate(
-            request_id=request.request_id,
-            num_tokens=request.num_tokens,
-            new_computed_blocks=hits.blocks,
-            num_encoder_tokens=0,
-            total_computed_tokens=local,
-            num_local_computed_tokens=local,
-            num_tokens_main_model=request.num_tokens,
-            apply_admission_cap=True,
-            prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
-        ))
+        return int(
+            manager.coordinator.get_num_blocks_to_allocate(
+                request_id=request.request_id,
+                num_tokens=request.num_tokens,
+                new_computed_blocks=hits.blocks,
+                num_encoder_tokens=0,
+                total_computed_tokens=local,
+                num_local_computed_tokens=local,
+                num_tokens_main_model=request.num_tokens,
+                apply_admission_cap=True,
+                prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
+            )
+        )
 
     def queue(self) -> Iterator[Request]:
         yield from self.scheduler.kv_holding_waiting

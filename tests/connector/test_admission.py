@@ -1,0 +1,230 @@
+"""What a connector answers vLLM's scheduler where an honest answer would hold other requests up."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from connector.admission import Admission, Unchanged
+from connector.counters import ReadOutcome
+from connector.kv_groups import BoundedGroup, GrowingGroup, SequenceBlocks
+from tests.connector.harness import BLOCK, DENSE, HYBRID, Node, lost, make_node, nonce_of, prompt, take_ticket
+
+ASIDE = (None, False)
+COMPUTE = (0, False)
+LOAD = (64, True)
+SIZES = SequenceBlocks((GrowingGroup(16),), ((GrowingGroup(16), BoundedGroup(1, 2)),))
+
+
+@dataclass
+class Request:
+    request_id: str
+    num_tokens: int
+    num_preemptions: int = 0
+
+
+@dataclass
+class Pool:
+    """Of 20 usable blocks."""
+
+    free: int = 20
+    num_gpu_blocks: int = 21
+
+    def get_num_free_blocks(self) -> int:
+        return self.free
+
+
+@dataclass
+class Cache:
+    pool: Pool
+    held: int = 0
+
+    def quarantine(self, blocks: int) -> None:
+        """So many blocks lie under transfers that hang; nothing else is in use."""
+        self.held, self.pool.free = blocks, 20 - blocks
+
+
+@pytest.fixture
+def cache() -> Cache:
+    return Cache(Pool())
+
+
+@pytest.fixture
+def admission(cache: Cache) -> Admission:
+    made = Admission(SIZES, lambda: cache.held)
+    made.bind(cache.pool)
+    return made
+
+
+def asked(admission: Admission, request: Request, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
+    stands_in: Any = request
+    return admission.answer(stands_in, answer)
+
+
+A, B = Request("a", 160), Request("b", 64)
+
+
+@pytest.mark.parametrize("answer", [ASIDE, COMPUTE, LOAD])
+def test_an_answer_stays_as_it_is_while_nothing_is_wrong(admission: Admission, answer: tuple[int | None, bool]) -> None:
+    assert [asked(admission, A, answer) for _ in range(3)] == [answer] * 3
+
+
+def test_a_request_that_cannot_fit_beside_a_quarantine_is_skipped_until_it_can(
+    admission: Admission, cache: Cache
+) -> None:
+    cache.quarantine(10)
+    assert asked(admission, A, COMPUTE) == ASIDE
+    assert asked(admission, B, COMPUTE) == COMPUTE
+    cache.quarantine(9)
+    assert asked(admission, A, COMPUTE) == COMPUTE
+    admission.on_admitted("a", 0)
+    admission.on_admitted("b", 0)
+    assert len(admission) == 0
+
+
+def test_a_request_that_fits_once_others_have_ended_keeps_its_turn(admission: Admission, cache: Cache) -> None:
+    cache.held, cache.pool.free = 5, 2
+    assert [asked(admission, A, COMPUTE) for _ in range(3)] == [COMPUTE] * 3
+
+
+def test_vllms_own_refusal_counts_where_nothing_can_make_more_room(admission: Admission, cache: Cache) -> None:
+    """11 blocks are the least that 160 tokens take; a local hit may cost one more."""
+    cache.quarantine(9)
+    assert [asked(admission, A, COMPUTE) for _ in range(3)] == [COMPUTE, ASIDE, ASIDE]
+    admission.on_admitted("b", 0)
+    assert asked(admission, A, COMPUTE) == COMPUTE
+    cache.quarantine(8)
+    assert asked(admission, A, COMPUTE) == COMPUTE
+    cache.quarantine(0)
+    admission.forget("a")
+    assert len(admission) == 0
+
+
+def test_a_preempted_request_needs_its_next_block(admission: Admission, cache: Cache) -> None:
+    """It would be preempted again before its next token, and again."""
+    cache.quarantine(9)
+    assert asked(admission, Request("a", 160, num_preemptions=1), COMPUTE) == ASIDE
+    cache.quarantine(8)
+    assert asked(admission, Request("a", 160, num_preemptions=1), COMPUTE) == COMPUTE
+
+
+def fail_to_load(admission: Admission, request: Request) -> None:
+    """Up to the moment in which vLLM asks about it again."""
+    assert asked(admission, request, LOAD) == LOAD
+    admission.on_admitted(request.request_id, 64)
+
+
+def test_a_failed_load_that_does_not_fit_steps_back_once(admission: Admission, cache: Cache) -> None:
+    """Behind requests that were read well, and hold their blocks: they would wait for it, and it for them."""
+    fail_to_load(admission, A)
+    cache.pool.free = 11
+    assert [asked(admission, A, COMPUTE) for _ in range(2)] == [ASIDE, COMPUTE]
+
+
+def test_a_failed_load_that_fits_is_computed_at_once(admission: Admission, cache: Cache) -> None:
+    fail_to_load(admission, A)
+    cache.pool.free = 12
+    assert asked(admission, A, COMPUTE) == COMPUTE
+
+
+def test_a_second_load_is_offered_once(admission: Admission) -> None:
+    """vLLM still reserves the blocks of the first one: where both do not fit, nobody behind would be asked."""
+    fail_to_load(admission, A)
+    assert [asked(admission, A, LOAD) for _ in range(3)] == [LOAD, COMPUTE, COMPUTE]
+
+
+def test_other_loads_are_computed_where_a_failed_one_s_reservation_leaves_no_room(admission: Admission) -> None:
+    fail_to_load(admission, A)
+    assert asked(admission, A, COMPUTE) == COMPUTE
+    assert [asked(admission, B, LOAD) for _ in range(2)] == [LOAD, COMPUTE]
+    admission.on_admitted("a", 0)
+    assert asked(admission, B, LOAD) == LOAD
+
+
+def test_a_load_that_ended_well_is_forgotten(admission: Admission) -> None:
+    fail_to_load(admission, A)
+    admission.on_admitted("a", 0)
+    assert len(admission) == 0
+    assert asked(admission, A, LOAD) == LOAD
+
+
+def test_a_request_that_has_ended_is_forgotten(admission: Admission) -> None:
+    fail_to_load(admission, A)
+    admission.forget("a")
+    assert len(admission) == 0
+    assert [asked(admission, B, LOAD) for _ in range(2)] == [LOAD, LOAD]
+
+
+def test_one_of_several_connectors_leaves_it_to_the_one_that_chooses(cache: Cache) -> None:
+    child = Unchanged(SIZES, lambda: cache.held)
+    child.bind(cache.pool)
+    cache.quarantine(19)
+    assert asked(child, A, LOAD) == LOAD
+
+
+@pytest.mark.parametrize("groups", [HYBRID, DENSE, (*HYBRID, *HYBRID[1:])], ids=["hybrid", "dense", "two states"])
+def test_the_least_and_the_most_stand_around_what_vllm_asks_for(groups: Any) -> None:
+    node = make_node("kv_consumer", groups)
+    manager = node.scheduler.kv_cache_manager
+    for tokens in range(1, 6 * BLOCK):
+        asks = manager.coordinator.get_num_blocks_to_allocate(
+            request_id="none",
+            num_tokens=tokens,
+            new_computed_blocks=tuple(() for _ in groups),
+            num_encoder_tokens=0,
+            total_computed_tokens=0,
+            num_local_computed_tokens=0,
+            num_tokens_main_model=tokens,
+            apply_admission_cap=True,
+            prefill_end=tokens,
+        )
+        sizes = node.side.admission._sizes
+        assert sizes.least(tokens) <= asks <= sizes.most(tokens)
+
+
+# ---- on vLLM's scheduler, with a cache of 21 usable blocks and a prompt of 12
+
+
+@pytest.fixture
+def prefill() -> Node:
+    return make_node("kv_producer", engine_id="engine-p")
+
+
+@pytest.fixture
+def small() -> Node:
+    return make_node("kv_consumer", engine_id="engine-d", num_blocks=22)
+
+
+LONG, SHORT = prompt(170), prompt(40, seed=1)
+
+
+def test_a_read_that_dies_holds_nobody_up(prefill: Node, small: Node) -> None:
+    small.add("long", LONG, take_ticket(prefill, LONG))
+    small.step()
+    small.add("short", SHORT)
+    small.step(lost(small, ReadOutcome.TRANSFER_FAILED, "long"))
+    said = Counter(output.request_id for _ in range(20) for output in small.step())
+    assert said == {"long": 4, "short": 4}
+
+
+def test_a_request_passes_one_whose_blocks_are_in_quarantine(prefill: Node, small: Node) -> None:
+    free = small.free_blocks
+    small.add("long", LONG, take_ticket(prefill, LONG))
+    small.step()
+    nonce = nonce_of(small, "long")
+    small.step(lost(small, ReadOutcome.NO_PROGRESS, "long", stalled=[nonce]))
+    small.add("short", SHORT)
+    assert len(small.run_out("short")) == 4
+    other = prompt(50, seed=2)
+    small.add("ticket", other, take_ticket(prefill, other, "p-1"))
+    assert len(small.run_out("ticket")) == 4  # computed: what the long one reserved leaves no room for a read
+    assert small.counts("unused_tickets") == {"": 1}
+    assert "long" in small.scheduler.requests
+    report: Any = lost(small, ReadOutcome.NO_PROGRESS)
+    report.kv_connector_worker_meta.drained = {nonce: 1}
+    small.step(report)
+    assert len(small.run_out("long")) == 4
+    assert small.free_blocks == free
