@@ -190,8 +190,8 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
     # ---- a step is planned
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens are read after the local cache's. None for a request that waits for its ticket, must be looked
-        up once more, or would hold others up: vLLM asks again in the next step, and allocates nothing."""
+        """How many tokens are read after the local cache's. None for a request that waits for its ticket, must be
+        looked up once more, or would hold others up: vLLM asks again in the next step, and allocates nothing."""
         if self._waiting.must_wait(request.request_id, time.monotonic()):
             return None, False
         return self.admission.answer(request, self._offer(request, num_computed_tokens))

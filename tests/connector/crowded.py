@@ -25,6 +25,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from connector import idle_rest, peer_paths
 from connector.counters import ReadOutcome
 from connector.metadata import ReadEnd, WorkerReport
 from connector.tiers.rank_loads import WeightedReport
@@ -42,6 +43,7 @@ SLACK = 2
 MOST_STEPS = 3000
 GROUPS = {"hybrid": HYBRID, "dense": DENSE}
 PEERS = 3
+ENGINE = "engine-p"
 LENGTHS = (20, 50, 100, 150, 200, 260, 330)
 PROMPTS = 6
 """Different ones of each length."""
@@ -54,8 +56,19 @@ class Stuck(AssertionError):
 @cache
 def ticket_for(kind: str, length: int, number: int) -> Mapping[str, Any]:
     """A ticket for one of the prompts; made once, for every node here accepts it."""
-    node = make_node("kv_producer", GROUPS[kind], engine_id="engine-p")
+    node = make_node("kv_producer", GROUPS[kind])
     return take_ticket(node, prompt(length, number))
+
+
+@contextmanager
+def in_no_time() -> Iterator[None]:
+    """Without pauses: those of an idle engine, and before the path to a prefill node is probed again."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("WAITING_REST", "LEFTOVERS_REST"):
+            patch.setattr(idle_rest, name, 0.0)
+        for name in ("FIRST_PAUSE", "LONGEST_PAUSE", "LONGEST_HOLD"):
+            patch.setattr(peer_paths, name, 0.0)
+        yield
 
 
 @dataclass(frozen=True)
@@ -134,6 +147,8 @@ class Crowd:
     stalled_loads: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
     notices: list[str] = field(default_factory=list)
+    probes: dict[int, int] = field(default_factory=dict)
+    """Probes of the paths to peers: number → peer."""
     patience: Counter[str] = field(default_factory=Counter)
     made: int = 0
     seen: str = ""
@@ -195,9 +210,12 @@ class Crowd:
         length = rng.choice([each for each in LENGTHS if each < room])
         most = rng.choice((1, 4, min(30, room - length)))
         number, name = rng.randrange(PROMPTS), f"r{self.made}"
-        params = ticket_for(self.scenario.kind, length, number) if rng.random() < 0.6 else None
         self.peers[name] = rng.randrange(PEERS)
-        self.node.add(name, prompt(length, number), params and dict(params), max_tokens=most)
+        params = None
+        if rng.random() < 0.6:
+            ticket = ticket_for(self.scenario.kind, length, number)
+            params = {**ticket, "remote_engine_id": f"{ENGINE}{self.peers[name]}"}
+        self.node.add(name, prompt(length, number), params, max_tokens=most)
 
     def settle(self, *, thaw: bool = False) -> None:
         """Until nothing happens any more."""
@@ -222,6 +240,7 @@ class Crowd:
 
     def take_orders(self) -> None:
         meta = self.node.metas[-1]
+        self.probes |= {at: int(peer.engine_id.removeprefix(ENGINE)) for at, peer in meta.probes.items()}
         for name, order in meta.reads.items():
             if order.pull_tokens:
                 self.reads[name] = order.nonce
@@ -242,12 +261,16 @@ class Crowd:
         self.stalled_reads |= set(stalled)
         broken = {nonce for nonce in drained if self.rng.random() < 0.3}
         returned, self.notices = dict.fromkeys(self.notices, 1), []
+        cut = {at for at, peer in self.probes.items() if peer in self.dead | self.frozen}
+        passed, self.probes = self.probes.keys() - cut, {}
         ours = WorkerReport(
             reads_ended=ends,
             stalled=dict.fromkeys(stalled, 1),
             drained=dict.fromkeys(drained, 1),
             broken=dict.fromkeys(broken, 1),
             returned=returned,
+            paths_passed=dict.fromkeys(passed, 1),
+            paths_failed=dict.fromkeys(cut, 1),
         )
         if not isinstance(self.node, Several):
             return KVConnectorOutput(
@@ -394,6 +417,7 @@ class Crowd:
 @contextmanager
 def crowd(seed: int, folder: Path) -> Iterator[Crowd]:
     """One, and its end."""
-    made = Crowd(seed, folder)
-    yield made
-    made.scheduler.shutdown()
+    with in_no_time():
+        made = Crowd(seed, folder)
+        yield made
+        made.scheduler.shutdown()

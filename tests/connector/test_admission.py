@@ -219,7 +219,8 @@ def test_a_request_passes_one_whose_blocks_are_in_quarantine(prefill: Node, smal
     small.add("short", SHORT)
     assert len(small.run_out("short")) == 4
     other = prompt(50, seed=2)
-    small.add("ticket", other, take_ticket(prefill, other, "p-1"))
+    elsewhere = make_node("kv_producer", engine_id="engine-q")
+    small.add("ticket", other, take_ticket(elsewhere, other))
     assert len(small.run_out("ticket")) == 4  # computed: what the long one reserved leaves no room for a read
     assert small.counts("unused_tickets") == {"": 1}
     assert "long" in small.scheduler.requests

@@ -1,6 +1,6 @@
 """Whatever happens on a node with a small cache: no request holds up another one that could run, and each one ends.
 
-`crowded` says what happens. Before `admission`, 145 of the first 200 seeds ended with requests stuck.
+`crowded` says what happens. Without `admission`, 136 of the first 200 seeds ended with requests stuck.
 """
 
 from collections.abc import Iterator
@@ -8,17 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from connector import idle_rest
 from tests.connector.crowded import Stuck, crowd
 
 MANY = 10_000
-
-
-@pytest.fixture(autouse=True)
-def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's pauses would take most of the time, and change nothing."""
-    monkeypatch.setattr(idle_rest, "WAITING_REST", 0.0)
-    monkeypatch.setattr(idle_rest, "LEFTOVERS_REST", 0.0)
 
 
 def stuck(seeds: range, folder: Path) -> Iterator[str]:
