@@ -42,7 +42,7 @@ ASK_EVERY = 1.0
 """Seconds after which a ticket is given back again to a node that did not answer."""
 LATE_FAILURE = 3.0
 """A transfer that fails so many seconds after it was posted, or later, was given up by the network card or by UCX for
-want of any answer (`config.TCP_LIMITS`). Reading again would take as long."""
+want of any answer (`config.TCP_LIMITS`), which is `no_progress` to an operator."""
 MOST_RETURNS = 4096
 """Tickets to give back at a time; of more, the oldest is left to its expiry."""
 

@@ -177,7 +177,7 @@ class Crowd:
             self.step()
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
         self.settle()
-        for request in self.living:
+        for request in list(self.queue()):
             growing = request.num_preemptions and self.needed(request) + SLACK > self.reachable()
             if not growing and self.would_run(request):
                 raise Stuck(f"{self.seen}: {request.request_id} has room and waits")
