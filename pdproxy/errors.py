@@ -50,7 +50,7 @@ class ClientError(PdproxyError):
     def body(self) -> bytes:
         """The JSON body, OpenAI's shape: ``{"error": {message, type, param, code}}``."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return json.dumps({"error": error}, ensure_ascii=False).encode()
+        return json.dumps({"error": error}).encode()  # in ASCII: a client's text may hold what UTF-8 cannot write
 
 
 class Fault(enum.StrEnum):

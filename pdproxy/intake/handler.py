@@ -39,13 +39,13 @@ from pdproxy.intake.request_context import (
 )
 from pdproxy.intake.session import session_of
 from pdproxy.legs.large import parse_in_steps
-from pdproxy.legs.parse import LARGE, model_of, parse, scrub
+from pdproxy.legs.parse import LARGE, model_of, parse, read_object, scrub
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.client_errors import BUG, shutting_down_error
 from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.planning.shares import NO_LIMITS
-from pdproxy.request import ClientRequest, Endpoint, Headers, Json
+from pdproxy.request import ClientRequest, Endpoint, Headers, Json, write_json
 from pdproxy.response import EXCHANGE_EXTENSION, ProxyResponse
 from pdproxy.settings.types import BY_CACHE, Credential, Routing
 
@@ -143,6 +143,8 @@ class RequestHandler:
         with self._admitted(context) as admitted:
             try:
                 raw = await self._read(context, admitted.reservation)
+                if context.path in routes.SCRUBBED:
+                    raw = write_json(scrub(read_object(raw)))
             except NOT_TAKEN as error:
                 self.not_taken(context, error, admitted.api_key.name)
                 raise
@@ -285,6 +287,8 @@ class ApiApp:
         if scope["type"] != "http":
             raise ClientError(404, f"Only HTTP is served here, not {scope['type']}.")
         headers, path = headers_of(scope), scope["path"]
+        if path[-1:] == "/":  # vLLM redirects to the path without it; to serve that at once is one exchange less
+            path = path.rstrip("/")
         name = request_id(headers)
         context = RequestContext(
             method=scope["method"],
@@ -316,7 +320,7 @@ class ApiApp:
         method = "GET" if context.method == "HEAD" else context.method  # the server leaves the body out
         if method == "POST" and context.endpoint is not None:
             await self._handler.generate(context, context.endpoint)
-        elif method == "POST" and path in routes.FORWARDED:
+        elif context.method in routes.FORWARDED.get(path, ()):
             await self._handler.forward(context)
         else:
             try:
@@ -337,7 +341,7 @@ class ApiApp:
     async def _operate(self, context: RequestContext, scope: Scope) -> None:
         if context.path == routes.METRICS:
             self._handler.keys.api_key(context.headers)
-        await self._operator({**scope, "method": "GET"}, context.receive, context.send)
+        await self._operator({**scope, "method": "GET", "path": context.path}, context.receive, context.send)
 
     def _document(self, context: RequestContext) -> bytes | None:
         """What the proxy answers by itself; None for any other path."""

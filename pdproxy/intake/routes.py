@@ -3,6 +3,7 @@
 import functools
 import importlib.resources
 import urllib.parse
+from collections.abc import Mapping
 
 from pdproxy import __version__
 from pdproxy.errors import ClientError
@@ -13,15 +14,54 @@ from pdproxy.settings.types import MetricsPort
 GENERATING = {endpoint.value: endpoint for endpoint in Endpoint}
 """The endpoints whose requests the proxy understands."""
 
-FORWARDED = frozenset(
-    {"/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"}
-    | {"/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/audio/transcriptions", "/v1/audio/translations"}
-)
-"""What one node answers by itself. A list, for a node has further endpoints that are its operator's alone
-(``/reset_prefix_cache``, ``/sleep``, ``/v1/load_lora_adapter``, …)."""
-
 AUDIO = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
 """Of these the bodies are forms with a file."""
+_BODILESS = frozenset({"/version", "/tokenizer_info", "/ping"})
+_POST = frozenset({"POST"})
+_GET = frozenset({"GET"})
+SCRUBBED = frozenset(
+    {"/v1/chat/completions/batch", "/invocations", "/generative_scoring", "/v1/systemone", "/v1/decisions"}
+    | {"/cohere/v2/chat"}
+)
+"""Forwarded paths whose bodies reach the engine's parameters: what only nodes may set is taken out of them."""
+FORWARDED: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(SCRUBBED, _POST),
+    **dict.fromkeys(("/v1/embeddings", "/v2/embed", "/pooling", "/classify"), _POST),
+    **dict.fromkeys(("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), _POST),
+    **dict.fromkeys(("/tokenize", "/detokenize", "/v1/messages/count_tokens"), _POST),
+    **dict.fromkeys(AUDIO, _POST),
+    **dict.fromkeys(("/version", "/tokenizer_info"), _GET),
+    "/ping": _GET | _POST,
+}
+"""What one node answers by itself, with the methods that vLLM serves there."""
+
+_ADMINISTRATION = "it changes or stops the node for everybody"
+_WEIGHTS = "it changes the model's weights for everybody"
+_OF_THE_NODE = "it tells of one node, of which clients know nothing; operators ask the node itself"
+_SCALE_OUT = "it belongs between a router and its nodes: it takes and tells token ids and transfer parameters unchecked"
+_OURS = "it belongs between this proxy and its nodes"
+WITHHELD: Mapping[str, str] = {
+    **dict.fromkeys(("/sleep", "/wake_up", "/release_kv_cache_memory", "/pause", "/resume"), _ADMINISTRATION),
+    **dict.fromkeys(("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"), _ADMINISTRATION),
+    **dict.fromkeys(("/abort_requests", "/collective_rpc", "/fault_tolerance/apply"), _ADMINISTRATION),
+    **dict.fromkeys(("/scale_elastic_ep", "/start_profile", "/stop_profile"), _ADMINISTRATION),
+    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _ADMINISTRATION),
+    **dict.fromkeys(("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"), _WEIGHTS),
+    **dict.fromkeys(("/start_weight_update", "/start_draft_weight_update", "/finish_weight_update"), _WEIGHTS),
+    **dict.fromkeys(("/update_weights", "/update_weight_version", "/weight_checker", "/weight_info"), _WEIGHTS),
+    **dict.fromkeys(("/is_sleeping", "/is_paused", "/is_scaling_elastic_ep", "/fault_tolerance/status"), _OF_THE_NODE),
+    **dict.fromkeys(("/load", "/server_info", "/get_world_size", "/kv_event_sources", "/readyz"), _OF_THE_NODE),
+    **dict.fromkeys(("/docs", "/redoc", "/docs/oauth2-redirect", "/static"), _OF_THE_NODE),
+    **dict.fromkeys(("/inference/v1/generate", "/inference/v1/abort_requests", "/cohere/v2/chat/render"), _SCALE_OUT),
+    **{f"{endpoint}/render": _SCALE_OUT for endpoint in Endpoint},
+    **dict.fromkeys(("/v1/completions/derender", "/v1/chat/completions/derender"), _SCALE_OUT),
+    **dict.fromkeys(("/v1/pdproxy/streams", "/v1/pdproxy/tickets", "/v1/pdproxy/alive"), _OURS),
+    "/v1/responses/{response_id}": "responses are not kept between requests",
+    "/v1/responses/{response_id}/cancel": "responses are not kept between requests",
+    "/v1/realtime": "websockets are not served here",
+}
+"""What a node may have and clients do not reach, each with the reason. A path in neither list is withheld too."""
+REALTIME = "/v1/realtime"
 
 METRICS = "/metrics"
 _FOR_BALANCERS = frozenset({"/health", "/ready"})
@@ -83,7 +123,7 @@ def check_media_type(path: str, headers: Headers) -> None:
         ClientError: 400, vLLM's status.
     """
     declared = header(headers, "content-type") or ""
-    if declared == "application/json":
+    if declared == "application/json" or path in _BODILESS:
         return
     media_type = declared.lower().partition(";")[0]
     if media_type == "application/json" or (path in AUDIO and media_type == "multipart/form-data"):
@@ -95,11 +135,19 @@ def check_media_type(path: str, headers: Headers) -> None:
 
 def unknown_path(method: str, path: str, shown: frozenset[str]) -> ClientError:
     """The error for a path or method that is not served here; ``shown``: the operators' paths that are."""
-    if path in GENERATING or path in FORWARDED:
+    if path in GENERATING:
         return _wrong_method(method, path, "POST")
+    if path in FORWARDED:
+        return _wrong_method(method, path, ", ".join(sorted(FORWARDED[path])))
     if path == METRICS and path not in shown:
         text = "Metrics are served at the operators' port (listen.admin_port); listen.metrics: both has them here too."
         return ClientError(404, text, code="metrics_elsewhere")
+    if path == REALTIME:
+        text = f"Websockets are not served here, and so {REALTIME} is not: use {Endpoint.CHAT} with `stream`."
+        return ClientError(501, text, kind="not_implemented", code="no_websockets")
+    if path in WITHHELD:
+        text = f"{path} is not served here: {WITHHELD[path]}."
+        return ClientError(404, text, code="withheld")
     if path == _MODELS or path in shown:
         return _wrong_method(method, path, "GET, HEAD")
     if path.startswith(f"{Endpoint.RESPONSES}/"):
