@@ -92,7 +92,7 @@ async def test_an_answer_goes_through_both_nodes(server: RunningProxy, path: str
         ("POST", "/v1/models", b"", 405, "takes GET"),
         ("GET", "/v1/models/nobody", b"", 404, "/v1/models"),
         ("POST", "/v1/nothing", b"{}", 404, "/v1/chat/completions"),
-        ("POST", "/reset_prefix_cache", b"{}", 404, "no /reset_prefix_cache"),
+        ("POST", "/reset_prefix_cache", b"{}", 404, "changes or stops"),
         ("GET", "/v1/responses/resp_1", b"", 404, "not kept"),
     ],
 )
