@@ -53,6 +53,10 @@ class ClientError(PdproxyError):
         return json.dumps({"error": error}).encode()  # in ASCII: a client's text may hold what UTF-8 cannot write
 
 
+class BrokenAnswer(PdproxyError):
+    """An answer that is under way cannot be completed, and has no way to say so: the client's connection is cut."""
+
+
 class Fault(enum.StrEnum):
     """How a leg failed: the rows of the failure table."""
 

@@ -13,7 +13,7 @@ import msgspec
 
 from pdproxy.clock import Clock
 from pdproxy.credential import Secret
-from pdproxy.errors import ClientError
+from pdproxy.errors import BrokenAnswer, ClientError
 from pdproxy.intake import routes
 from pdproxy.intake.auth import ANONYMOUS, ApiKey, ApiKeys, OpenRequests, headers_for_node, priority_of, request_id
 from pdproxy.intake.rate_limits import RateCharge, RateLimits
@@ -307,6 +307,8 @@ class ApiApp:
             pass
         except ClientError as error:
             await context.refuse(error)
+        except BrokenAnswer:
+            return  # its line is written; the server cuts the connection of an answer that is not complete
         except asyncio.CancelledError:  # The server's time is up; this is the top of the task: it ends with its answer.
             await context.refuse(shutting_down_error())
         except Exception:

@@ -9,6 +9,7 @@ import msgspec
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.finish_reasons import is_aborted
 from pdproxy.legs.large import in_turns, partly
+from pdproxy.legs.node_headers import for_client
 from pdproxy.legs.parse import LARGE
 from pdproxy.legs.rewrite import delivery_body, release_body, resume_body
 from pdproxy.nodes.node import Node
@@ -20,7 +21,6 @@ FAULT_BODY_BYTES = 64 * 1024
 """How much of an error's body is kept for the client."""
 ANSWER_BYTES = 256 * 1024 * 1024
 """The longest answer that is read whole: token ids and log-probabilities of a long prompt fit."""
-KEPT_HEADERS = ("retry-after", "content-type", "www-authenticate")
 EVENT_STREAM = "text/event-stream"
 TICKETS_PATH = "/v1/pdproxy/tickets"
 STREAMS_PATH = "/v1/pdproxy/streams"
@@ -204,9 +204,8 @@ async def raise_for_status(response: HttpResponse) -> HttpResponse:
         body = await _bounded(response)
     finally:
         await response.aclose()
-    kept = tuple((name, value) for name, value in response.headers if name in KEPT_HEADERS)
-    fault = fault_of(response.status, response.headers)
-    raise NodeFault(fault, f"status {response.status}", status=response.status, body=body, headers=kept)
+    fault, headers = fault_of(response.status, response.headers), for_client(response.headers)
+    raise NodeFault(fault, f"status {response.status}", status=response.status, body=body, headers=headers)
 
 
 def fault_of(status: int, headers: Headers) -> Fault:

@@ -35,9 +35,8 @@ def final_error(leg: Leg, moment: Moment, step: Step, fault: NodeFault) -> Clien
     """The error that ends the request, by the final step of the fault's row."""
     if step is Step.ANSWER and fault.status is not None:
         if fault.body:
-            kind = ("content-type", header(fault.headers, "content-type") or "application/json")
-            waits = (pair for pair in fault.headers if pair[0] == "retry-after")
-            return UpstreamErrorResponse(ProxyResponse(fault.status, (kind, *waits), fault.body))
+            kind = () if header(fault.headers, "content-type") else (("content-type", "application/json"),)
+            return UpstreamErrorResponse(ProxyResponse(fault.status, (*fault.headers, *kind), fault.body))
         return _upstream_error(fault.status, "The node refused the request without saying why.", fault.headers)
     return _upstream_error(FAILURE_TABLE[leg, moment, fault.fault].status, _message(leg, fault.fault), fault.headers)
 
@@ -199,8 +198,9 @@ def status_outcome(status: int) -> Outcome:
 
 def _upstream_error(status: int, message: str, headers: Headers) -> ClientError:
     wait = header(headers, "retry-after") or (RETRY_AFTER if status in (429, 503) else None)
-    kept = () if wait is None else (("retry-after", wait),)
-    return ClientError(status, message, kind="upstream_error", code="node_failed", headers=kept)
+    kept = [("retry-after", wait)] if wait is not None else []
+    kept += [pair for pair in headers if pair[0] == "www-authenticate" and status == 401]
+    return ClientError(status, message, kind="upstream_error", code="node_failed", headers=tuple(kept))
 
 
 def _message(leg: Leg, fault: Fault) -> str:

@@ -58,6 +58,11 @@ _OUTPUT_FIELD = {Endpoint.MESSAGES: "content", Endpoint.RESPONSES: "output"}
 """The list that every answer must have, where it is not ``choices``."""
 
 
+_ANSWER_BROKEN = ClientError(
+    502, "The node broke its answer off, and the client's connection was cut.", code="answer_broken"
+)
+
+
 class RequestLog:
     """Keeps a request in flight until the first call of `end`, which writes its metrics and its log line, and tells the
     span that was current when it began."""
@@ -222,16 +227,19 @@ class Orchestrator:
             ClientError: as `answer`.
         """
         failure = FailureRecord()
+
+        def ended(status: int, outcome: Outcome) -> None:
+            broken = outcome is Outcome.FAILED and status < 400
+            failure.error = final_error_in_stream(_ANSWER_BROKEN) if broken else answered_with(status)
+            self._forwarded(request, outcome, failure)
+
         try:
-            response = await forward(self._context, request, failure)
+            return await forward(self._context, request, failure, ended)
         except BaseException as error:
             outcome = outcome_of(error, request.left)
             failure.error = None if outcome is Outcome.CLIENT_GONE else final_error_of(error)
             self._forwarded(request, outcome, failure)
             raise
-        failure.error = answered_with(response.status)
-        self._forwarded(request, status_outcome(response.status), failure)
-        return response
 
     def check_room(self, key: str) -> None:
         """Raise the `ClientError` 429 where a request of a key would be refused if it came now: the queue is full."""

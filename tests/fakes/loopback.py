@@ -135,7 +135,7 @@ class LoopbackNode:
             if script.computed:
                 await self.node.stepping.wait()
             await self.scheduled.wait()
-            writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            writer.write(b"%x\r\n%b\r\n" % (len(piece), piece) if _is_chunked(script) else piece)
             await writer.drain()
             await asyncio.sleep(self._pace)
         match script.kind:
@@ -145,7 +145,7 @@ class LoopbackNode:
                 await reader.read(1)
                 return False
             case _:
-                writer.write(b"0\r\n\r\n")
+                writer.write(b"0\r\n\r\n" if _is_chunked(script) else b"")
                 await writer.drain()
                 return True
 
@@ -153,4 +153,10 @@ class LoopbackNode:
 def _write_head(script: Script, writer: asyncio.StreamWriter) -> None:
     if script.status:
         head = "".join(f"{name}: {value}\r\n" for name, value in script.headers)
-        writer.write(f"HTTP/1.1 {script.status} X\r\n{head}transfer-encoding: chunked\r\n\r\n".encode())
+        framing = "transfer-encoding: chunked\r\n" if _is_chunked(script) else ""
+        writer.write(f"HTTP/1.1 {script.status} X\r\n{head}{framing}\r\n".encode())
+
+
+def _is_chunked(script: Script) -> bool:
+    """A script that tells its length is written as it is."""
+    return all(name != "content-length" for name, _ in script.headers)

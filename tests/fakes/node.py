@@ -91,6 +91,8 @@ class FakeNode:
         """As a decode node with ``--prefix-match-unit``: it keeps a state at the end of a prompt that it took over."""
         self.sends_late = False
         """What it sends directly comes so late that it does not count."""
+        self.forwarded: dict[str, Script] = {}
+        """Answers of paths that are no generating endpoints, by path; others echo what was asked."""
         self.waiting = WaitingRoom(fabric)
         fabric.rooms[f"engine of {name}"] = self.waiting
         self.seen: list[Seen] = []
@@ -166,6 +168,8 @@ class FakeNode:
             return Script(200, JSON, ((METRICS % labels).encode(),))
         if path.startswith(STREAMS_PATH):
             return self._journaled(path.removeprefix(STREAMS_PATH), body)
+        if path in self.forwarded:
+            return self.forwarded[path]
         if path not in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"):
             return Script(200, JSON, (json.dumps({"path": path, "node": self.name}).encode(),))
         refused = _invalid(body)
