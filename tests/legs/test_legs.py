@@ -103,7 +103,7 @@ async def test_an_answer_without_a_ticket_is_a_fault(body: bytes, fault: Fault) 
 )
 async def test_a_status_names_the_fault(status: int, headers: Headers, fault: Fault) -> None:
     assert fault_of(status, headers) is fault
-    to = Wire(status, b'{"error": {"message": "no"}}', (("x-secret", "10.0.0.1"), *headers))
+    to = Wire(status, b'{"error": {"message": "no"}}', (("set-cookie", "a=b"), *headers))
     with pytest.raises(NodeFault) as caught:
         await run_prefill(to)
     error = caught.value
