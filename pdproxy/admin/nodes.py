@@ -33,7 +33,8 @@ class NewNode(pydantic.BaseModel):
 
     def node(self) -> Node:
         """The node for the pool."""
-        name = self.name or urllib.parse.urlsplit(self.url).netloc
+        parts = urllib.parse.urlsplit(self.url)
+        name = self.name or f"{parts.netloc}{parts.path.replace('/', '-')}"
         return Node(name, self.url, self.role, self.model, self.aliases, self.weight)
 
 

@@ -21,6 +21,7 @@ from pdproxy.app.sizing import SizingWatch
 from pdproxy.clock import Clock, SystemClock
 from pdproxy.credential import Secret
 from pdproxy.intake.auth import OpenRequests
+from pdproxy.intake.browsers import below, for_origins
 from pdproxy.intake.handler import ApiApp, HandlerConfig, RequestHandler
 from pdproxy.intake.rate_limits import RateLimits
 from pdproxy.intake.request_context import AsgiApp, BodyBudget
@@ -129,7 +130,8 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
         supervisor.keep(Task.DISCOVERY, DiscoverySync(pool, drainer, source, settings.deadlines.drain).run)
     try:
         api = ApiApp(handler, admin, shown_to_clients(settings.listen.metrics))
-        yield Proxy(TracedApp(api, tracer), operators, leaving, files, registry, RefusedConnections(registry))
+        clients = below(for_origins(TracedApp(api, tracer), settings.listen.cors_origins), settings.listen.root_path)
+        yield Proxy(clients, operators, leaving, files, registry, RefusedConnections(registry))
     finally:
         behind = (events.source,) if events else ()
         for each in (supervisor, sources, drainer, background_tasks, *behind, transport, preflight_transport):
@@ -224,6 +226,7 @@ def _request_handler(
         credential=settings.upstream.credential,
         own=secrets.credential,
         routing=settings.policy.routing,
+        sse_keep_alive=settings.listen.sse_keep_alive,
     )
     return RequestHandler(secrets.keys, open_requests, rates, budget, orchestrator, context.pool, context.clock, config)
 

@@ -16,6 +16,7 @@ from pdproxy.credential import Secret
 from pdproxy.errors import BrokenAnswer, ClientError
 from pdproxy.intake import routes
 from pdproxy.intake.auth import ANONYMOUS, ApiKey, ApiKeys, OpenRequests, headers_for_node, priority_of, request_id
+from pdproxy.intake.content_coding import decompressed, is_compressed
 from pdproxy.intake.rate_limits import RateCharge, RateLimits
 from pdproxy.intake.request_context import (
     JSON_HEADER,
@@ -35,9 +36,11 @@ from pdproxy.intake.request_context import (
     read_body,
     send_head,
     send_whole,
+    too_large,
     unread,
 )
 from pdproxy.intake.session import session_of
+from pdproxy.intake.sse_keep_alive import answer_with_comments
 from pdproxy.legs.large import parse_in_steps
 from pdproxy.legs.parse import LARGE, model_of, parse, read_object, scrub
 from pdproxy.nodes.pool import Pool
@@ -45,7 +48,7 @@ from pdproxy.orchestration.client_errors import BUG, shutting_down_error
 from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.planning.shares import NO_LIMITS
-from pdproxy.request import ClientRequest, Endpoint, Headers, Json, write_json
+from pdproxy.request import ClientRequest, Endpoint, Headers, Json, header, write_json
 from pdproxy.response import EXCHANGE_EXTENSION, ProxyResponse
 from pdproxy.settings.types import BY_CACHE, Credential, Routing
 
@@ -65,6 +68,7 @@ class HandlerConfig:
         request_seconds: for a request as a whole.
         credential: whose credential a node gets; ``own`` is the operator's, as of now.
         routing: the policy; some need to know the sessions of requests.
+        sse_keep_alive: seconds between two comments in a stream that has no event yet; 0 for none.
     """
 
     body_bytes: int
@@ -73,6 +77,7 @@ class HandlerConfig:
     credential: Credential
     own: Secret
     routing: Routing = Routing.LEAST_LOADED
+    sse_keep_alive: float = 0.0
 
 
 class _Admitted:
@@ -131,7 +136,13 @@ class RequestHandler:
                 self.not_taken(context, error, admitted.api_key.name)
                 raise
             with watcher:
-                await self._respond(context, await self.orchestrator.answer(request), admitted.charge)
+                await self._respond(context, await self._answer(context, request), admitted.charge)
+
+    async def _answer(self, context: RequestContext, request: ClientRequest) -> ProxyResponse:
+        answer = self.orchestrator.answer(request)
+        if not request.stream or not self.config.sse_keep_alive:
+            return await answer
+        return await answer_with_comments(context, answer, self.config.sse_keep_alive)
 
     async def forward(self, context: RequestContext) -> None:
         """Have one node answer a request that the proxy does not understand.
@@ -212,6 +223,21 @@ class RequestHandler:
         return _Admitted(api_key, reservation, charge, self.open_requests)
 
     async def _read(self, context: RequestContext, reservation: Reservation) -> bytes:
+        body = await self._received(context, reservation)
+        coding = header(context.headers, "content-encoding")
+        if not is_compressed(coding):
+            return body
+        most = self.config.body_bytes
+
+        def grow_to(size: int) -> None:
+            if size > most:
+                raise too_large(most)
+            reservation.grow_to(max(size, len(body)))
+
+        return await decompressed(body, coding or "", grow_to)
+
+    async def _received(self, context: RequestContext, reservation: Reservation) -> bytes:
+        """The body as it was sent."""
         most, whole = self.config.body_bytes, context.exchange.take_body()
         if whole is not None:
             return accept_body(whole, context.headers, most, reservation.grow_to)
@@ -255,11 +281,15 @@ class RequestHandler:
             if response.status < 400:
                 charge.answered()
         if isinstance(response.body, bytes):
+            if context.send.begun:  # with comments: the node's own error is the stream's only event
+                await context.end_with(response.body)
+                return
             await send_whole(context.send, response.status, headers, response.body)
             return
         sink = context.exchange.sink
         try:
-            await send_head(context.send, response.status, headers)
+            if not context.send.begun:
+                await send_head(context.send, response.status, headers)
             while piece := await response.body.read():
                 await context.send({"type": "http.response.body", "body": piece, "more_body": True})
                 if sink is not None:
@@ -306,7 +336,7 @@ class ApiApp:
         except ClientGone:
             pass
         except ClientError as error:
-            await context.refuse(error)
+            await (context.break_off(error) if context.send.begun else context.refuse(error))
         except BrokenAnswer:
             return  # its line is written; the server cuts the connection of an answer that is not complete
         except asyncio.CancelledError:  # The server's time is up; this is the top of the task: it ends with its answer.

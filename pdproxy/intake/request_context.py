@@ -9,9 +9,10 @@ from typing import Any, Self
 import msgspec
 
 from pdproxy.errors import ClientError
+from pdproxy.intake.content_coding import is_compressed
 from pdproxy.observe.labels import Rejection
 from pdproxy.observe.metrics import Metrics
-from pdproxy.orchestration.client_errors import error_body, error_event, rejected_error
+from pdproxy.orchestration.client_errors import error_body, error_event, node_error_event, rejected_error
 from pdproxy.request import Endpoint, Headers, header
 from pdproxy.response import Exchange
 
@@ -41,7 +42,7 @@ async def read_body(receive: Receive, headers: Headers, limit: int, grow_to: Cal
         grow_to: called with the number of bytes that have arrived; may raise.
 
     Raises:
-        ClientError: 413 when it is longer than ``limit``; 415 when it is compressed: it could grow past any limit.
+        ClientError: 413 when it is longer than ``limit``; 415 when it is compressed in a way that is not understood.
         ClientGone: the client left while sending.
     """
     _check_head(headers, limit)
@@ -53,7 +54,7 @@ async def read_body(receive: Receive, headers: Headers, limit: int, grow_to: Cal
         piece: bytes = message.get("body", b"")
         size += len(piece)
         if size > limit:
-            raise _too_large(limit)
+            raise too_large(limit)
         grow_to(size)
         more = message.get("more_body", False)
         if body is None and not more:
@@ -68,17 +69,15 @@ def accept_body(body: bytes, headers: Headers, limit: int, grow_to: Callable[[in
     """As `read_body`, for one that is here as a whole."""
     _check_head(headers, limit)
     if len(body) > limit:
-        raise _too_large(limit)
+        raise too_large(limit)
     grow_to(len(body))
     return body
 
 
 def _check_head(headers: Headers, limit: int) -> None:
-    coding = header(headers, "content-encoding")
-    if coding and coding.strip().lower() != "identity":
-        raise ClientError(415, f"Send the body without content-encoding: {coding[:40]!r} is not accepted here.")
+    is_compressed(header(headers, "content-encoding"))
     if promised_length(headers) > limit:
-        raise _too_large(limit)
+        raise too_large(limit)
 
 
 def promised_length(headers: Headers) -> int:
@@ -163,7 +162,8 @@ class Reservation:
         self._size = 0
 
 
-def _too_large(limit: int) -> ClientError:
+def too_large(limit: int) -> ClientError:
+    """413."""
     return ClientError(
         413,
         f"The body is longer than the {limit} bytes that this server accepts: shorten the prompt.",
@@ -224,6 +224,11 @@ class RequestContext(msgspec.Struct, frozen=True):
             ids = (("x-pdproxy-request-id", self.request_id), ("x-request-id", self.request_id))
             body = error_body(self.endpoint or Endpoint.COMPLETIONS, error)
             await send_whole(self.send, error.status, (JSON_HEADER, *ids, *error.headers), body)
+
+    async def end_with(self, body: bytes) -> None:
+        """End an event stream that has no event yet with a node's error, which was to be an answer of its own."""
+        event = node_error_event(self.endpoint or Endpoint.COMPLETIONS, body)
+        await self.send({"type": "http.response.body", "body": event})
 
     async def break_off(self, error: ClientError) -> None:
         """End an event stream with an error event."""

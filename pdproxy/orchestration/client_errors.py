@@ -87,6 +87,12 @@ def stream_error_event(endpoint: Endpoint, error: StreamError) -> bytes:
     own = error.body if isinstance(error, NodeFault) else b""
     if not own or b"\n" in own:
         return error_event(endpoint, _stream_broken_error(error))
+    return node_error_event(endpoint, own)
+
+
+def node_error_event(endpoint: Endpoint, own: bytes) -> bytes:
+    """A node's error, one line of JSON, as the event that ends a stream."""
+    own = own.replace(b"\n", b" ")  # between the values of JSON; within a text it would be escaped
     if endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT):
         return b"data: " + own + b"\n\n" + DONE_EVENT
     return b"event: error\ndata: " + own + b"\n\n"

@@ -20,13 +20,10 @@ from pdproxy.observe.refused_connections import OnRefused, uncounted
 from pdproxy.server.listener import Listener
 from pdproxy.server.protocol import ConnectionLimits, GuardedProtocol, guarded
 from pdproxy.settings.model import Settings
+from pdproxy.sockets import keep_alive
 
 _LOG = logging.getLogger("pdproxy.server")
 
-KEEP_SECONDS = 620
-"""For which an idle client connection is kept. It has to be more than the idle time-out of the clients and load
-balancers that keep connections (Go 90 s, Caddy 120 s, Google's load balancers 600 s): whoever closes first may close
-just as a request is sent, and that request is lost."""
 HEAD_SECONDS = 30.0
 """For a request's head: what a slow mobile client may need, and no more."""
 LAST_WORDS_SECONDS = 5.0
@@ -58,7 +55,7 @@ def http_config(settings: Settings, app: AsgiApp, grace: float, on_refused: OnRe
         access_log=False,
         server_header=False,
         proxy_headers=False,  # the client's address is not used
-        timeout_keep_alive=KEEP_SECONDS,
+        timeout_keep_alive=settings.listen.keep_alive,  # type: ignore[arg-type] # a loop's timer takes any number
         timeout_graceful_shutdown=math.ceil(grace),
         **tls,  # type: ignore[arg-type]
     )
@@ -163,6 +160,7 @@ def bind(host: str, port: int, setting: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    keep_alive(bound)
     try:
         bound.bind((host, port))
     except OSError as error:

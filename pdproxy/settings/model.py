@@ -35,6 +35,14 @@ class Listen(Section):
     """Names by which operators reach their port, besides addresses and localhost; other names are refused."""
     metrics: types.MetricsPort = types.MetricsPort.OPERATORS
     """Which ports serve `/metrics`; at the clients' port it asks for an API key, where there are keys."""
+    cors_origins: types.Texts = ()
+    """Origins of web pages that may ask from a browser, such as https://chat.example; `*` is every page."""
+    keep_alive: types.Seconds = Field(default=75.0, gt=0, le=3600)
+    """How long a client's idle connection stays open: longer than the idle time-out of a load balancer in front."""
+    sse_keep_alive: types.Seconds = Field(default=0.0, ge=0, le=600)
+    """Between comments in a stream that has no event yet, for load balancers that cut silent connections; 0 is none."""
+    root_path: types.PathPrefix = ""
+    """Path prefix under which another proxy serves this one, such as /llm; requests may come with it or without."""
     workers: types.Count = Field(default=1, ge=1, le=64)
     """Processes that serve clients: one for each core to be used. `limits` are divided among them."""
     tls_certificate: types.OptionalFile = None

@@ -221,7 +221,7 @@ def address(text: str) -> str:
 
 
 def node_url(text: str) -> str:
-    """Check a node's address, which has no path, and strip a slash from its end.
+    """Check a node's address, which may have a path prefix but not end with ``/v1``, and strip slashes from its end.
 
     The one rule for nodes, whether they come from the settings, a file or an operator.
 
@@ -262,7 +262,19 @@ def _split(value: object) -> object:
 
 
 _ADDRESS = Takes("an address such as http://10.0.0.1:8000")
-_NODE_URL = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?/?")
+_NODE_URL = re.compile(
+    r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?(/(?!v1/?$)[A-Za-z0-9._~-]+)*/?"
+)
+
+_PATH_PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+/?")
+
+
+def _path_prefix(text: str) -> str:
+    """A path without a slash at its end; empty for none."""
+    if text and not _PATH_PREFIX.fullmatch(text):
+        raise ValueError("must be a path that begins with a slash, such as /llm")
+    return text.rstrip("/")
+
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?)*\.?")
 
@@ -303,6 +315,12 @@ OptionalAddress = Annotated[
     AfterValidator(_address_or_nothing),
     WithJsonSchema({"type": "string", "pattern": r"^(https?://[^ @/?#]+(/[^ ?#]*)?)?$"}),
     _ADDRESS,
+]
+PathPrefix = Annotated[
+    str,
+    AfterValidator(_path_prefix),
+    WithJsonSchema({"type": "string", "pattern": f"^({_PATH_PREFIX.pattern})?$"}),
+    Takes("a path such as /llm"),
 ]
 OptionalFile = Annotated[
     FilePath | None,

@@ -8,6 +8,7 @@ from typing import cast
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.response import Sink
+from pdproxy.sockets import keep_alive
 from pdproxy.transport.faults import ProtocolError, timeout_fault, while_exchanging
 from pdproxy.transport.h1_messages import Origin, ResponseParser
 from pdproxy.transport.port import DeadlineHold
@@ -249,6 +250,7 @@ class H1Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
         self._transport.set_write_buffer_limits(high=0)
+        keep_alive(self._transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
         if not self._busy:

@@ -58,14 +58,18 @@ def up(name: str, role: Role) -> str:
 
 
 @contextlib.asynccontextmanager
-async def running_proxy(settings: Settings, key: str = "none", prefill_dialect: int = 0) -> AsyncIterator[RunningProxy]:
-    """Start everything; the settings' nodes are replaced. ``key`` is what the client sends at first."""
+async def running_proxy(
+    settings: Settings, key: str = "none", prefill_dialect: int = 0, prefix: str = ""
+) -> AsyncIterator[RunningProxy]:
+    """Start everything; the settings' nodes are replaced. ``key`` is what the client sends at first; ``prefix`` stands
+    before the nodes' paths."""
     fabric = FakeKvTransfer()
     prefill, decode = FakeNode("prefill", fabric), FakeNode("decode", fabric)
     prefill.dialect = prefill_dialect
+    prefill.prefix = decode.prefix = prefix
     async with LoopbackNode(prefill) as left, LoopbackNode(decode) as right:
         nodes = tuple(
-            ConfiguredNode(url=node.url, role=role, model="m")
+            ConfiguredNode(url=node.url + prefix, role=role, model="m")
             for node, role in ((left, Role.PREFILL), (right, Role.DECODE))
         )
         authorities = settings.upstream.ca_file or CERTIFICATE

@@ -91,6 +91,8 @@ class FakeNode:
         """As a decode node with ``--prefix-match-unit``: it keeps a state at the end of a prompt that it took over."""
         self.sends_late = False
         """What it sends directly comes so late that it does not count."""
+        self.prefix = ""
+        """Before each of its paths."""
         self.forwarded: dict[str, Script] = {}
         """Answers of paths that are no generating endpoints, by path; others echo what was asked."""
         self.waiting = WaitingRoom(fabric)
@@ -130,6 +132,9 @@ class FakeNode:
 
     def respond(self, path: str, raw: bytes, headers: tuple[tuple[str, str], ...] = ()) -> Script:
         """The script for one request."""
+        if not path.startswith(self.prefix):
+            return Script(404, JSON, (b'{"detail":"Not Found"}',))
+        path = path.removeprefix(self.prefix)
         body: Mapping[str, Any] = json.loads(raw) if raw and not raw.startswith(FORM) else {}
         self.seen.append(Seen(path, body, headers))
         if path == TICKETS_PATH:
