@@ -13,7 +13,7 @@ from pdproxy.stream.transcript import CHUNKED, Transcript
 from pdproxy.transport.port import HttpResponse
 from pdproxy.usage import Usage, read_usage_event
 
-_USAGE_EVENT = b'"choices":[],'
+_USAGE_EVENT = b'"choices":[]'
 _FINGERPRINT = re.compile(rb',"system_fingerprint":"[^"\\]*"')
 _END = b"}\n\n"
 

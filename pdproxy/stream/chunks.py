@@ -9,6 +9,8 @@ import re
 from array import array
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
+
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Endpoint, Json, NotContinuableReason, read_json, write_json
 from pdproxy.stream.sse import Event, event_of
@@ -29,7 +31,9 @@ PARSED = {
 """Fields of a chat delta that a node's parsers filled: their state cannot be handed to another node."""
 TICKETS = ("kv_transfer_params", "ec_transfer_params")
 TICKET = b'_transfer_params":{'
-"""Is in an event that has one."""
+"""Is in the data of an event that has one."""
+TICKET_KEY = b'_transfer_params"'
+"""Is in the bytes of such an event, whatever their layout."""
 _IDS_KEY, _ID_LIST = b'token_ids":', re.compile(rb"\s*+\[[\d,\s]*+\]")
 LONG_DATA = 64 * 1024
 """Bytes from which on parsing an event would delay others: only the ids of its prompt make it so long."""
@@ -57,12 +61,25 @@ def short_event_of(raw: bytes) -> Event:
     begin = raw.find(_PROMPT_IDS) + len(_PROMPT_IDS) if len(raw) > LONG_DATA else 0
     end = raw.find(b"]", begin)
     if begin < len(_PROMPT_IDS) or end - begin < LONG_DATA:
-        return event_of(raw)
+        return compact(event_of(raw))
     ids = memoryview(raw)[begin:end]
     if any(bytes(ids[at : at + LONG_DATA]).translate(None, b"0123456789,") for at in range(0, len(ids), LONG_DATA)):
         return event_of(raw)
     short = event_of(raw[: begin - 1] + b"null" + raw[end + 1 :])
     return Event(raw, short.name, short.data, IdList(ids))
+
+
+def compact(event: Event) -> Event:
+    """The same event, with the data as vLLM writes JSON: without blanks between values, which are left as they are.
+
+    What is looked for in data is looked for in this layout. The event's own bytes do not change.
+    """
+    if event.data is None or event.data == DONE:
+        return event
+    try:
+        return Event(event.raw, event.name, msgspec.json.format(event.data, indent=-1), event.prompt_ids)
+    except msgspec.MsgspecError:  # no JSON: whoever has to read it says so
+        return event
 
 
 def choices_of(payload: Json) -> list[dict[str, object]]:

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.finish_reasons import ABORT, ABORTED, FINISH_REASON, chunk_reasons, is_aborted, message_stop_reason
+from pdproxy.finish_reasons import ABORT, ABORTED, chunk_reasons, is_aborted, message_stop_reason
 from pdproxy.request import Addition, Continuation, Endpoint, LegForm, NotContinuableReason, Shape, StreamRoute
 from pdproxy.stream.choice_state import ChoiceState, NotContinuable
 from pdproxy.stream.chunks import (
     DONE,
     DONE_EVENT,
     FINAL_EVENTS,
-    TICKET,
+    TICKET_KEY,
     Chunk,
     ChunkChoice,
     EventFrame,
@@ -38,6 +38,10 @@ CHUNKED = (Endpoint.COMPLETIONS, Endpoint.CHAT)
 """Endpoints whose streams consist of chunks with token ids."""
 _LOOKED_AT = LAST_EVENTS | FINAL_EVENTS | {b"error"}
 """Names of events that are not passed on unseen."""
+
+
+_NOT_FINISHED = b'"finish_reason":null'
+"""Is in each chunk of one choice that goes on; a chunk without it is parsed."""
 
 
 class Checkpoint(NamedTuple):
@@ -130,7 +134,7 @@ class Transcript:
                 raise _aborted()
             self.ended = True
             return event.raw
-        if event.data.startswith(b'{"error"') or event.name == b"error":
+        if event.name == b"error" or _has_error(event.data):
             raise _reported_error(event.data)
         return self._take_chunk(event, event.data)
 
@@ -166,11 +170,11 @@ class Transcript:
         """
         if not self.started or self._again or self.ended or self._follows:
             return None
-        if raw.find(b'"usage":') >= 0 or raw.find(TICKET) >= 0 or not raw.endswith(b"}\n\n") or raw.find(b"\r") >= 0:
+        if raw.find(b'"usage"') >= 0 or raw.find(TICKET_KEY) >= 0 or not raw.endswith(b"}\n\n") or raw.find(b"\r") >= 0:
             return None
         line, end = raw.find(b"\n"), len(raw) - 2
         if self.endpoint in CHUNKED:
-            plain = line == end and raw.startswith(b'data: {"id":') and raw.find(FINISH_REASON) < 0
+            plain = line == end and raw.startswith(b'data: {"id":') and raw.find(_NOT_FINISHED) >= 0
         else:
             named = raw.startswith(b"event: ") and raw[7:line] not in _LOOKED_AT
             plain = named and raw.startswith(b"\ndata: {", line) and raw.find(b"\n", line + 1) == end
@@ -315,6 +319,13 @@ class Transcript:
         if final and self.cached_tokens is not None:
             usage = with_cached_tokens(self.endpoint, usage, self.cached_tokens)
         return usage
+
+
+def _has_error(data: bytes) -> bool:
+    """Whether an event of completions or chat reports an error: it has one, and no choices."""
+    if data.startswith(b'{"error"'):
+        return True
+    return data.find(b'"choices":') < 0 and data.find(b'"error":') >= 0 and bool(parse_object(data).get("error"))
 
 
 def _aborted() -> NodeFault:

@@ -91,6 +91,10 @@ class FakeNode:
         """As a decode node with ``--prefix-match-unit``: it keeps a state at the end of a prompt that it took over."""
         self.sends_late = False
         """What it sends directly comes so late that it does not count."""
+        self.separators: tuple[str, str] | None = None
+        """Of JSON in its streams and answers, as `json.dumps` takes them; None writes as vLLM does."""
+        self.stream_pieces: tuple[bytes, ...] = ()
+        """Of its streams, in the place of what it would generate."""
         self.prefix = ""
         """Before each of its paths."""
         self.forwarded: dict[str, Script] = {}
@@ -147,6 +151,10 @@ class FakeNode:
         if fault is not None and fault.kind is FaultKind.STATUS:
             return Script(fault.status, JSON + fault.headers, (error(fault.status, "the node says no"),))
         script = self._healthy(path, body)
+        if self.separators is not None:
+            script = dataclasses.replace(
+                script, pieces=tuple(_laid_out(each, self.separators) for each in script.pieces)
+            )
         return script if fault is None else self._faulty(path, script, fault, body)
 
     def _take_delivery(self, raw: bytes) -> Script:
@@ -176,7 +184,8 @@ class FakeNode:
         if path in self.forwarded:
             return self.forwarded[path]
         if path not in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"):
-            return Script(200, JSON, (json.dumps({"path": path, "node": self.name}).encode(),))
+            echo = json.dumps({"path": path, "node": self.name}).encode()
+            return Script(200, (*JSON, ("content-length", str(len(echo)))), (echo,))
         refused = _invalid(body)
         if refused is not None:
             return Script(400, JSON, (error(400, refused),))
@@ -218,6 +227,8 @@ class FakeNode:
         question = dataclasses.replace(question, wrong=wrong + self.rounding * (len(question.prompt) % 2))
         if not question.stream:
             return Script(200, JSON, (answer(question, cached, None),), computed=True)
+        if self.stream_pieces:
+            return Script(200, EVENTS, self.stream_pieces)
         if records is None:
             return Script(200, EVENTS, events(question, cached), computed=True)
         return Script(200, EVENTS, journaled(question, cached, records, self.fabric), computed=True)
@@ -283,6 +294,17 @@ class FakeNode:
     def _drop(self, body: Mapping[str, Any]) -> None:
         params = body.get("kv_transfer_params") or {}
         self.fabric.free(str(params.get("pdproxy_hand_over")))
+
+
+def _laid_out(piece: bytes, separators: tuple[str, str]) -> bytes:
+    """The same events, or the same answer, with other blanks between JSON's values."""
+    lines = []
+    for line in piece.split(b"\n"):
+        prefix = b"data: " if line.startswith(b"data: ") else b""
+        text = line.removeprefix(prefix)
+        is_json = text.startswith(b"{")
+        lines.append(prefix + json.dumps(json.loads(text), separators=separators).encode() if is_json else line)
+    return b"\n".join(lines)
 
 
 def _once_less(fault: InjectedFault) -> InjectedFault | None:
