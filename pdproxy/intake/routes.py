@@ -16,7 +16,7 @@ GENERATING = {endpoint.value: endpoint for endpoint in Endpoint}
 
 AUDIO = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
 """Of these the bodies are forms with a file."""
-_BODILESS = frozenset({"/version", "/tokenizer_info", "/ping"})
+BODILESS = frozenset({"/version", "/tokenizer_info", "/ping"})
 _POST = frozenset({"POST"})
 _GET = frozenset({"GET"})
 SCRUBBED = frozenset(
@@ -123,7 +123,7 @@ def check_media_type(path: str, headers: Headers) -> None:
         ClientError: 400, vLLM's status.
     """
     declared = header(headers, "content-type") or ""
-    if declared == "application/json" or path in _BODILESS:
+    if declared == "application/json" or path in BODILESS:
         return
     media_type = declared.lower().partition(";")[0]
     if media_type == "application/json" or (path in AUDIO and media_type == "multipart/form-data"):

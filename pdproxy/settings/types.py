@@ -231,9 +231,10 @@ def node_url(text: str) -> str:
     """
     _refuse_credentials(text)
     parts = _NODE_URL.fullmatch(text)
-    if parts is None or int(parts["port"] or 1) not in range(1, 65536):
+    bare = text.rstrip("/")
+    if parts is None or int(parts["port"] or 1) not in range(1, 65536) or bare.endswith("/v1"):
         raise ValueError(f"must be {_ADDRESS.words}")
-    return text.rstrip("/")
+    return bare
 
 
 def host_name(text: str) -> str:
@@ -262,9 +263,7 @@ def _split(value: object) -> object:
 
 
 _ADDRESS = Takes("an address such as http://10.0.0.1:8000")
-_NODE_URL = re.compile(
-    r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?(/(?!v1/?$)[A-Za-z0-9._~-]+)*/?"
-)
+_NODE_URL = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?(/[A-Za-z0-9._~-]+)*/?")
 
 _PATH_PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+/?")
 
@@ -307,7 +306,13 @@ Address = Annotated[
 NodeUrl = Annotated[
     str,
     AfterValidator(node_url),
-    WithJsonSchema({"type": "string", "pattern": f"^{_NODE_URL.pattern.replace('?P<port>', '')}$"}),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "pattern": f"^{_NODE_URL.pattern.replace('?P<port>', '')}$",
+            "not": {"pattern": "/v1/*$"},
+        }
+    ),
     _ADDRESS,
 ]
 OptionalAddress = Annotated[
