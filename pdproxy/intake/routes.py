@@ -3,7 +3,7 @@
 import functools
 import importlib.resources
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pdproxy import __version__
 from pdproxy.errors import ClientError
@@ -108,10 +108,20 @@ def models_document(path: str, snapshot: Snapshot) -> bytes:
 
 
 def model_cards(snapshot: Snapshot) -> dict[str, Json]:
-    """OpenAI's model cards, by name: the models of the decode nodes, adapters included."""
+    """The models of the decode nodes by name, adapters included: the cards are the first node's that has one.
+
+    The longest sequence is the shortest that any node allows, for any of them may get the request.
+    """
     nodes = [view.node for view in snapshot.nodes if view.node.role is Role.DECODE and view.state in _LISTED]
     names = dict.fromkeys(name for node in nodes for name in (node.model, *node.aliases) if name)
-    return {name: {"id": name, "object": "model", "created": 0, "owned_by": "pdproxy"} for name in names}
+    return {name: _merged_card(name, [node.cards[name] for node in nodes if name in node.cards]) for name in names}
+
+
+def _merged_card(name: str, cards: Sequence[Json]) -> Json:
+    if not cards:
+        return {"id": name, "object": "model", "created": 0, "owned_by": "vllm"}
+    lengths = [length for card in cards if isinstance(length := card.get("max_model_len"), int)]
+    return {**cards[0], "max_model_len": min(lengths)} if lengths else cards[0]
 
 
 def check_media_type(path: str, headers: Headers) -> None:

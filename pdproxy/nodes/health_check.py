@@ -9,6 +9,7 @@ from pdproxy.errors import Fault, NodeFault
 from pdproxy.failures import PROBE_BLAME, Blame
 from pdproxy.nodes.join import Joiner
 from pdproxy.nodes.node import Node, NodeView, State
+from pdproxy.nodes.node_info import read_model_card
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import cause, exchange, symptom
 from pdproxy.transport.port import HttpRequest, Timeouts, Transport
@@ -145,10 +146,26 @@ class HealthCheck:
             self._refused.add(name)
         if failure is None:
             self._pool.probed(name, None, began)
+            await self._look_at_models(name)
             return
         self._pool.probed(name, failure.fault, began, f"{symptom(failure)}: {cause(failure)}")
         if self._pool.lost(name):
             self._joiner.outages.down(node, failure)
+
+    async def _look_at_models(self, name: str) -> None:
+        """Adapters are loaded and unloaded while a node runs: within two visits clients can ask for them, or not."""
+        node = self._pool.view(name).node
+        try:
+            status, body = await self._get(node, "/v1/models")
+        except NodeFault:
+            return  # its health was answered just now: the next visit looks again
+        models = read_model_card(body)
+        if status != 200 or not models.names or not self._is_there(name):
+            return
+        current = self._pool.view(name).node
+        served = models.on(self._pool.configured(name), current)
+        if served != current:
+            self._pool.serve_models(served)
 
     async def _probe(self, node: Node) -> NodeFault | None:
         """The fault of a health probe; None for well. A node that was given up must show that its engines run too."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pdproxy.nodes.cache_settings import CacheSettings
 from pdproxy.nodes.hashing import Hashing
-from pdproxy.request import Headers
+from pdproxy.request import Headers, Json
 from pdproxy.settings import types
 
 RANK_HEADER = "x-data-parallel-rank"
@@ -118,6 +118,7 @@ class Node:
         url: the base, without a trailing slash.
         model: the model it serves, as clients name it; "" until known.
         aliases: further names that are served here (LoRA).
+        cards: what the node itself says of each model, by name, as in ``GET /v1/models``.
         weight: relative share of requests, > 0.
         cohort: nodes pair only within one cohort (versions of vLLM and connector, fingerprint); "" pairs with all.
         capacity: None until known, and of a node that does not publish it.
@@ -150,6 +151,7 @@ class Node:
     can_resume: bool = False
     hashing: Hashing | None = None
     cache: CacheSettings | None = None
+    cards: Mapping[str, Json] = dataclasses.field(default_factory=lambda: MappingProxyType({}), hash=False)
     seed: int = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from prometheus_client.samples import Sample
 from pdproxy.nodes.cache_settings import CacheSettings, read_cache_settings
 from pdproxy.nodes.hashing import Hashing, connector_hashing, stock_hashing
 from pdproxy.nodes.node import Binding, Capacity, Node
-from pdproxy.request import read_json
+from pdproxy.request import Json, read_json
 
 INFO_METRIC = "pdproxy_connector_info"
 """The gauge whose labels are the connector's settings."""
@@ -46,11 +46,19 @@ class ModelCard:
         names: every name served here, base models before adapters.
         root: the path that the model was loaded from; "" where missing.
         max_model_len: the longest sequence in tokens; None where missing.
+        cards: each model's entry by name, as the node wrote it.
     """
 
     names: tuple[str, ...] = ()
     root: str = ""
     max_model_len: int | None = None
+    cards: Mapping[str, Json] = dataclasses.field(default_factory=dict)
+
+    def on(self, configured: Node, node: Node) -> Node:
+        """A node that serves these models now: the one that it was configured for, and all others as aliases."""
+        model = configured.model or node.model or next(iter(self.names), "")
+        aliases = dict.fromkeys((*configured.aliases, *(name for name in self.names if name != model)))
+        return dataclasses.replace(node, model=model, aliases=tuple(aliases), cards=self.cards)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,13 +91,9 @@ class NodeInfo:
 
     def joined(self) -> Node:
         """The node with what was found filled in. What was configured wins."""
-        model = self.node.model or next(iter(self.models.names), "")
         block_size, unit = self.labels.get("block_size", ""), self.fingerprint.get("prefix_match_unit", "")
-        aliases = dict.fromkeys((*self.node.aliases, *(name for name in self.models.names if name != model)))
         return dataclasses.replace(
-            self.node,
-            model=model,
-            aliases=tuple(aliases),
+            self.models.on(self.node, self.node),
             cohort=self.cohort(),
             capacity=self.capacity,
             ranks=self.ranks,
@@ -152,6 +156,7 @@ def read_model_card(body: bytes) -> ModelCard:
         tuple(entry["id"] for entry in (*base, *adapters)),
         root if isinstance(root, str) else "",
         longest if isinstance(longest, int) else None,
+        {entry["id"]: entry for entry in named},
     )
 
 

@@ -212,6 +212,13 @@ class Pool:
                 self._count_serving(each)
             self._room_changed()  # also where it was UP: its capacity may be another one
 
+    def serve_models(self, node: Node) -> None:
+        """The node of this name serves other models than before; all else of it is as it was."""
+        entry = self._entry(node.name)
+        entry.node = node
+        self._count_models(node)
+        self._changed(entry)
+
     def refuse(self, name: str, reason: str) -> None:
         """Its settings cannot work. Streams that run on the node go on."""
         entry = self._entry(name)

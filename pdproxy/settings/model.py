@@ -37,7 +37,7 @@ class Listen(Section):
     """Which ports serve `/metrics`; at the clients' port it asks for an API key, where there are keys."""
     cors_origins: types.Texts = ()
     """Origins of web pages that may ask from a browser, such as https://chat.example; `*` is every page."""
-    keep_alive: types.Seconds = Field(default=75.0, gt=0, le=3600)
+    keep_alive: types.Seconds = Field(default=620.0, gt=0, le=3600)
     """How long a client's idle connection stays open: longer than the idle time-out of a load balancer in front."""
     sse_keep_alive: types.Seconds = Field(default=0.0, ge=0, le=600)
     """Between comments in a stream that has no event yet, for load balancers that cut silent connections; 0 is none."""

@@ -29,7 +29,8 @@ def test_base_models_come_before_adapters() -> None:
         {"id": "lora", "root": "/loras/1", "parent": "tiny"},
         {"id": "tiny", "root": "/models/tiny", "parent": None, "max_model_len": 4096},
     ]}  # fmt: skip
-    assert read_model_card(json.dumps(body).encode()) == ModelCard(("tiny", "lora"), "/models/tiny", 4096)
+    cards = {entry["id"]: entry for entry in body["data"]}
+    assert read_model_card(json.dumps(body).encode()) == ModelCard(("tiny", "lora"), "/models/tiny", 4096, cards)
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"data": 3}', b'{"data": [3, {"id": 4}]}', b"\xff"])
