@@ -39,7 +39,7 @@ async def test_an_adapter_is_served_soon_after_a_node_has_it_and_no_more_once_it
         assert (await proxy.client.get("/v1/models/poet")).json() == ADAPTER
         assert (await proxy.client.post("/v1/completions", json=ask)).status_code == 200
         serve(proxy, BASE)
-        while "poet" in (await proxy.client.get("/v1/models")).text:  # noqa: ASYNC110 - bounded by pytest
+        while "poet" in (await proxy.client.get("/v1/models")).text:
             pass
         assert (await proxy.client.post("/v1/completions", json=ask)).status_code == 404
 
