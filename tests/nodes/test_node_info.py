@@ -25,12 +25,10 @@ NODE = Node("p1", "http://p1", Role.PREFILL)
 
 
 def test_base_models_come_before_adapters() -> None:
-    body = {"data": [
-        {"id": "lora", "root": "/loras/1", "parent": "tiny"},
-        {"id": "tiny", "root": "/models/tiny", "parent": None, "max_model_len": 4096},
-    ]}  # fmt: skip
-    cards = {entry["id"]: entry for entry in body["data"]}
-    assert read_model_card(json.dumps(body).encode()) == ModelCard(("tiny", "lora"), "/models/tiny", 4096, cards)
+    lora = {"id": "lora", "root": "/loras/1", "parent": "tiny"}
+    tiny = {"id": "tiny", "root": "/models/tiny", "parent": None, "max_model_len": 4096}
+    card = read_model_card(json.dumps({"data": [lora, tiny]}).encode())
+    assert card == ModelCard(("tiny", "lora"), "/models/tiny", 4096, {"lora": lora, "tiny": tiny})
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"data": 3}', b'{"data": [3, {"id": 4}]}', b"\xff"])
