@@ -38,7 +38,7 @@ class Listen(Section):
     cors_origins: types.Texts = ()
     """Origins of web pages that may ask from a browser, such as https://chat.example; `*` is every page."""
     keep_alive: types.Seconds = Field(default=620.0, gt=0, le=3600)
-    """How long a client's idle connection stays open: longer than any client or load balancer keeps it (Google 600 s)."""
+    """How long a client's idle connection stays open: longer than any load balancer keeps it (Google 600 s)."""
     sse_keep_alive: types.Seconds = Field(default=0.0, ge=0, le=600)
     """Between comments in a stream that has no event yet, for load balancers that cut silent connections; 0 is none."""
     root_path: types.PathPrefix = ""

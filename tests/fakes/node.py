@@ -149,7 +149,7 @@ class FakeNode:
             return Script(200, JSON, (b"{}",))
         fault = self._take_fault(*(set(FaultKind) - {FaultKind.REFUSE}))
         if fault is not None and fault.kind is FaultKind.STATUS:
-            return Script(fault.status, JSON + fault.headers, (error(fault.status, "the node says no"),))
+            return _in_one_piece(fault.status, fault.headers, error(fault.status, "the node says no"))
         script = self._healthy(path, body)
         if self.separators is not None:
             script = dataclasses.replace(
@@ -164,7 +164,7 @@ class FakeNode:
         if fault is None:
             return Script(self.waiting.deliver(raw), JSON, (b"{}",))
         if fault.kind is FaultKind.STATUS:
-            return Script(fault.status, JSON + fault.headers, (error(fault.status, "the node says no"),))
+            return _in_one_piece(fault.status, fault.headers, error(fault.status, "the node says no"))
         return Script(200 if fault.at >= 0 else 0, JSON, (), fault.kind)
 
     def _healthy(self, path: str, body: Mapping[str, Any]) -> Script:
@@ -184,8 +184,7 @@ class FakeNode:
         if path in self.forwarded:
             return self.forwarded[path]
         if path not in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"):
-            echo = json.dumps({"path": path, "node": self.name}).encode()
-            return Script(200, (*JSON, ("content-length", str(len(echo)))), (echo,))
+            return _in_one_piece(200, (), json.dumps({"path": path, "node": self.name}).encode())
         refused = _invalid(body)
         if refused is not None:
             return Script(400, JSON, (error(400, refused),))
@@ -305,6 +304,11 @@ def _laid_out(piece: bytes, separators: tuple[str, str]) -> bytes:
         is_json = text.startswith(b"{")
         lines.append(prefix + json.dumps(json.loads(text), separators=separators).encode() if is_json else line)
     return b"\n".join(lines)
+
+
+def _in_one_piece(status: int, headers: tuple[tuple[str, str], ...], body: bytes) -> Script:
+    """An answer that tells its length, as vLLM's do that are no streams."""
+    return Script(status, (*JSON, *headers, ("content-length", str(len(body)))), (body,))
 
 
 def _once_less(fault: InjectedFault) -> InjectedFault | None:
