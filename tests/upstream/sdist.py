@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-KEPT = ("tests/__init__.py", "tests/v1", "tests/utils.py")
+KEPT = ("tests/__init__.py", "tests/v1", "tests/utils.py", "tests/entrypoints")
 
 
 class NotFetchedError(Exception):

@@ -1,0 +1,70 @@
+"""A pytest plugin for vLLM's entrypoint tests: they ask a server that runs already instead of one that they start.
+
+It runs in a process where `tests` is vLLM's package, so that it is loaded by its bare name (`-p served_plugin`).
+`UPSTREAM_URL` is the server's address; outcomes are written to the file that `UPSTREAM_OUTCOMES` names, as JSON.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+class Outcomes:
+    """Test id → passed, failed or skipped; an error in a fixture is a failure."""
+
+    def __init__(self) -> None:
+        self._by_test: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            path, _, test = report.nodeid.partition("::")
+            self._by_test[f"{Path(path).parent.name}/{Path(path).name}::{test}"] = report.outcome
+
+    def pytest_sessionfinish(self) -> None:
+        Path(os.environ["UPSTREAM_OUTCOMES"]).write_text(json.dumps(self._by_test, indent=0), encoding="utf-8")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test module is imported."""
+    config.pluginmanager.register(Outcomes(), "upstream_outcomes")
+    utils = importlib.import_module("tests.utils")
+    utils.RemoteOpenAIServer = _running(utils.RemoteOpenAIServer)  # type: ignore[attr-defined]
+    hub = importlib.import_module("huggingface_hub")
+    # Adapters and models are named on command lines alone, which nobody runs here: any folder will do.
+    hub.HfApi.snapshot_download = hub.snapshot_download = _any_folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Only what asks a server: the other tests are of vLLM's own classes."""
+    items[:] = [item for item in items if any(_SERVED.search(name) for name in getattr(item, "fixturenames", ()))]
+
+
+_SERVED = re.compile("server|client")
+
+
+def _any_folder(*_: object, **__: object) -> str:
+    return os.environ["UPSTREAM_MODEL"]
+
+
+def _running(server: type[Any]) -> type[Any]:
+    """vLLM's class without its process: clients and addresses are made by its own methods."""
+    host, _, port = os.environ["UPSTREAM_URL"].removeprefix("http://").partition(":")
+
+    class RunningServer(server):  # type: ignore[misc]
+        def __init__(self, model: str, vllm_serve_args: list[str], **more: Any) -> None:
+            self.host, self.port, self.uds = host, int(port), None
+
+        def __enter__(self) -> RunningServer:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            """The server goes on."""
+
+    return RunningServer
