@@ -9,7 +9,7 @@ FUZZED ?= 2000
 CHECKED := pdproxy connector deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo images test lint unit tooling unit-connector unit-proxy soak e2e test-long test-python test-upstream fuzz bench bench-engines bench-plan generate lock clean
+.PHONY: help env demo images test lint unit tooling unit-connector unit-proxy soak e2e test-long test-python test-upstream test-differential fuzz bench bench-engines bench-plan generate lock clean
 
 help: ## show this
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -84,6 +84,10 @@ test-python: env ## the proxy's own tests with another Python (PYTHONS=PATH), su
 
 test-upstream: env ## vLLM's own connector tests with our classes in the place of vLLM's (five minutes)
 	$(RUN) -m tests.upstream
+
+test-differential: env ## the same answers as vLLM alone: odd values in every field, vLLM's own entrypoint tests (ten minutes)
+	$(RUN) -m pytest -s -m "e2e" tests/e2e/test_differential.py
+	$(RUN) -m tests.upstream.entrypoints
 
 fuzz: env ## property tests with FUZZED examples each (default 2000)
 	FUZZED=$(FUZZED) $(RUN) -m pytest -m "hypothesis and not e2e and not long" --durations=5

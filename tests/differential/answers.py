@@ -73,7 +73,7 @@ def _contents(parts: list[Any]) -> dict[str, Any]:
     return {
         "text": [text for text in texts.values() if text],
         "finish reason": finishes,
-        "usage": _without(usage, CACHED),
+        "usage": _usage(usage),
         "logprobs": logprobs,
         "fields": sorted(fields),
     }
@@ -89,6 +89,13 @@ def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...]
             yield from _leaves(inner, (*path, number))
     elif path:
         yield path, value
+
+
+def _usage(usage: Any) -> Any:
+    """Without what was cached. Anthropic's input tokens are those that were not."""
+    if isinstance(usage, dict) and isinstance(usage.get("cache_read_input_tokens"), int):
+        usage = {**usage, "input_tokens": usage.get("input_tokens", 0) + usage["cache_read_input_tokens"]}
+    return _without(usage, CACHED)
 
 
 def _without(value: Any, names: frozenset[str]) -> Any:

@@ -19,7 +19,7 @@ EVERY_S = 10.0
 
 async def compare(alone: str, proxied: str, cases: Sequence[Case]) -> list[Difference]:
     """All differences. ``alone``, ``proxied``: base URLs. Prints its progress."""
-    limits = httpx.Limits(max_connections=None)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # vLLM closes some without a word
     found, waiting, began = list[Difference](), iter(list(cases)), time.monotonic()
     done = 0
 

@@ -40,7 +40,7 @@ def _fits(name: str, patterns: Iterable[str]) -> bool:
 
 
 def read(text: str) -> tuple[Row, ...]:
-    """Out of TOML: `[[differences]]`. A row may name one pattern or a list. Raises ValueError for a row without a reason."""
+    """Out of TOML: `[[differences]]`, patterns one or in a list. Raises ValueError for a row without a reason."""
     return tuple(_row(part) for part in tomllib.loads(text).get("differences", []))
 
 

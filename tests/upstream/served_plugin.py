@@ -38,7 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
     utils.RemoteOpenAIServer = _running(utils.RemoteOpenAIServer)  # type: ignore[attr-defined]
     hub = importlib.import_module("huggingface_hub")
     # Adapters and models are named on command lines alone, which nobody runs here: any folder will do.
-    hub.HfApi.snapshot_download = hub.snapshot_download = _any_folder
+    for holder in (hub, hub.HfApi):
+        setattr(holder, "snapshot_download", _any_folder)  # noqa: B010 - untyped
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
