@@ -1,24 +1,26 @@
 """A client's request as values: what intake made of the bytes, its shape, and one prompt of it; and JSON itself.
 
-JSON is read and written by msgspec, in a fifth of the standard library's time. What msgspec refuses goes to the
-standard library, for some of it is legal, and nothing that a client or a node sends may be lost: lone surrogates
-(`"\\ud800"`), NaN, numbers beyond a float's range, UTF-16, byte order marks. Errors are the standard library's, too.
+JSON is read and written by msgspec, in a fifth of the standard library's time. What msgspec refuses of a node's answer
+goes to the standard library, for nothing that a node sends may be lost: lone surrogates (`"\\ud800"`), NaN, numbers
+beyond a float's range. Errors are the standard library's, too. Clients' bodies are not parsed: see `raw_json`.
 """
 
 import dataclasses
 import enum
 import json
 import re
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
 
-from pdproxy.unparsed import IdList, json_of
+from pdproxy.raw_json import IdList
 
 Json: TypeAlias = Mapping[str, object]
+"""A JSON object. Its values may be raw JSON: `raw_json.value_of` decodes one that is to be looked at."""
 _READ = msgspec.json.Decoder().decode
-_WRITE = msgspec.json.Encoder(enc_hook=json_of).encode
+_WRITE = msgspec.json.Encoder().encode
 _WRITE_ALL = msgspec.json.Encoder(enc_hook=str).encode
 _PRINTABLE = re.compile(rb"[ -~]*").fullmatch
 
@@ -32,8 +34,8 @@ HOP_BY_HOP = frozenset(
 """Headers that belong to one connection (RFC 9110, 7.6.1)."""
 
 
-def read_json(raw: bytes, parse_constant: Callable[[str], object] | None = None) -> Any:
-    """The value of a JSON text. ``parse_constant`` is called for NaN, Infinity and -Infinity.
+def read_json(raw: bytes) -> Any:
+    """The value of a JSON text.
 
     Raises:
         ValueError: it is no JSON; the message says where.
@@ -42,7 +44,7 @@ def read_json(raw: bytes, parse_constant: Callable[[str], object] | None = None)
     try:
         return _READ(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        return json.loads(raw, parse_constant=parse_constant)
+        return json.loads(raw)
 
 
 def write_json(value: object) -> bytes:
@@ -53,8 +55,13 @@ def write_json(value: object) -> bytes:
     try:
         return _WRITE(value)
     except UnicodeEncodeError:
-        text = json.dumps(value, separators=(",", ":"), default=lambda each: json.loads(bytes(json_of(each))))
-        return text.encode("ascii")
+        return json.dumps(value, separators=(",", ":"), default=_parsed).encode("ascii")
+
+
+def _parsed(value: object) -> object:
+    if isinstance(value, msgspec.Raw):
+        return json.loads(bytes(value))
+    raise TypeError(f"{type(value).__name__} is no JSON value")
 
 
 def write_json_line(value: object) -> str:
@@ -88,7 +95,7 @@ class ClientRequest(msgspec.Struct, frozen=True):
 
     Attributes:
         request_id: the client's ``x-request-id`` where it is usable, else one of ours.
-        body: the parsed JSON object, already scrubbed of what a client may not send.
+        body: the JSON object, its values raw, already scrubbed of what a client may not send.
         headers: what may be passed on to a node (end-to-end headers, no credentials unless configured).
         priority: smaller is served first, as in vLLM.
         arrived: monotonic seconds.
@@ -210,6 +217,9 @@ class Shape(msgspec.Struct, frozen=True):
         held_back: characters that vLLM holds back for stop strings (the longest one's length less one).
         greedy: temperature 0: computing the same tokens again gives the same tokens.
         longest: tokens that one answer may have; None where the context is the limit.
+        prompt_tokens: about how many tokens the prompt has.
+        most_prompt_tokens: how many it has at most; None where that is not known.
+        media: the messages hold anything but text.
     """
 
     choices: int
@@ -221,6 +231,9 @@ class Shape(msgspec.Struct, frozen=True):
     held_back: int = 0
     greedy: bool = False
     longest: int | None = None
+    prompt_tokens: int = 0
+    most_prompt_tokens: int | None = None
+    media: bool = False
 
     @property
     def continuable(self) -> bool:
@@ -247,12 +260,32 @@ class LegForm(msgspec.Struct, frozen=True):
     records: bytes = b""
 
 
+class PromptText:
+    """The beginning of a long prompt, until it is taken: what it has in common with earlier ones is found by it.
+
+    Attributes:
+        ids: the first token ids of a prompt of such.
+    """
+
+    __slots__ = ("_parts", "ids")
+
+    def __init__(self, parts: list[bytes], ids: "array[int]") -> None:
+        self._parts = parts
+        self.ids = ids
+
+    def take_parts(self) -> list[bytes]:
+        """As `legs.prompt_text.prompt_parts`. They are kept no longer."""
+        parts, self._parts = self._parts, []
+        return parts
+
+
 class SubRequest(msgspec.Struct, frozen=True, weakref=True):
     """One prompt of a client's request.
 
     Attributes:
         name: the request id, with the prompt's number if there are several.
         index: the prompt's number, from 0.
+        text: of a prompt that is too long to be read from the body where it is needed.
     """
 
     request: ClientRequest
@@ -260,6 +293,7 @@ class SubRequest(msgspec.Struct, frozen=True, weakref=True):
     shape: Shape
     name: str
     index: int = 0
+    text: PromptText | None = None
 
     @property
     def endpoint(self) -> Endpoint:

@@ -59,14 +59,6 @@ def test_deep_nesting_is_an_error_of_the_standard_library() -> None:
         read_json(b"[" * 100_000)
 
 
-def test_constants_can_be_refused() -> None:
-    def refuse(name: str) -> object:
-        raise ValueError(f"{name} is no number")
-
-    with pytest.raises(ValueError, match="NaN is no number"):
-        read_json(b'{"a":NaN}', refuse)
-
-
 def test_what_is_no_number_in_json_becomes_null() -> None:
     assert write_json([math.nan, math.inf]) == b"[null,null]"
 

@@ -13,7 +13,7 @@ from pdproxy.clock import Clock
 from pdproxy.events.places import PlaceCaches, SchemeIndex
 from pdproxy.events.prompt_hashes import MOST_TOKENS, HashFinder, Ids, PromptHashes
 from pdproxy.events.token_ids import Waits
-from pdproxy.legs.shape import BYTES_PER_TOKEN, estimated_prompt_tokens
+from pdproxy.legs.outline import BYTES_PER_TOKEN
 from pdproxy.nodes.node import Node, NodeView, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.event_metrics import EventMetrics
@@ -22,7 +22,7 @@ from pdproxy.planning.cost import covered_tokens
 from pdproxy.planning.plan_types import Plan
 from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
 from pdproxy.planning.prefix_index import PrefixIndex
-from pdproxy.request import Json, SubRequest
+from pdproxy.request import SubRequest
 
 EXPECTED_SECONDS = 30.0
 """For how long what was routed to a place counts as cached there, unless its events say so before."""
@@ -64,9 +64,9 @@ class EventPrefixSource:
     async def look_up(self, sub_request: SubRequest) -> PromptHits | None:
         """What is cached of the prompt; None where nothing is known, or it is not worth its cost. Never raises."""
         candidates = self._candidates(sub_request)
-        if candidates is None or _is_short(sub_request.body, candidates.schemes):
+        if candidates is None or _is_short(sub_request, candidates.schemes):
             return None
-        if estimated_prompt_tokens(sub_request.body) > 2 * MOST_TOKENS:
+        if sub_request.shape.prompt_tokens > 2 * MOST_TOKENS:
             return None
         found = await self._find(sub_request, candidates)
         key = id(sub_request)
@@ -206,7 +206,7 @@ def _look_up(
     return hits
 
 
-def _is_short(body: Json, schemes: Sequence[SchemeIndex]) -> bool:
+def _is_short(sub_request: SubRequest, schemes: Sequence[SchemeIndex]) -> bool:
     """Whether the prompt surely has not a block's tokens, but for what a template adds: a token is a byte at least."""
-    longest = estimated_prompt_tokens(body) * BYTES_PER_TOKEN
+    longest = sub_request.shape.prompt_tokens * BYTES_PER_TOKEN
     return longest < min(scheme.index.scheme.block_size for scheme in schemes)

@@ -20,6 +20,7 @@ from pdproxy.nodes.node import Node
 from pdproxy.planning.block_hashes import PLAIN, HashScheme, PromptExtras
 from pdproxy.planning.rates import Rates, Work
 from pdproxy.planning.renderings import HashesByScheme, KnownPrefix
+from pdproxy.raw_json import value_of
 from pdproxy.request import Json, SubRequest
 
 MOST_TOKENS = 1 << 18
@@ -87,14 +88,14 @@ class HashFinder:
 
     async def known(self, sub_request: SubRequest, schemes: Sequence[SchemeIndex]) -> PromptHashes:
         """What is known without a node."""
-        ids = given_ids(sub_request.body)
+        ids = given_ids(sub_request)
         if ids is not None:
             return await _hashed(ids, schemes, sub_request.body, Ids.GIVEN)
         known = self._texts.known(sub_request)
         hashes = {} if known.rendering is None else _first(known.rendering.hashes, schemes, known.tokens)
         if known.whole and hashes:
             return PromptHashes(known.prompt, known.prompt, known.prompt, hashes, Ids.KNOWN)
-        can_ask = tokenize_body(sub_request.endpoint, sub_request.body) is not None
+        can_ask = tokenize_body(sub_request) is not None
         tokens = known.tokens if hashes else 0
         return PromptHashes(known.prompt, tokens, known.met, hashes, Ids.WANTED if can_ask else Ids.NONE)
 
@@ -110,7 +111,7 @@ class HashFinder:
         self, sub_request: SubRequest, schemes: Sequence[SchemeIndex], node: Node, waits: Waits
     ) -> PromptHashes | None:
         """All of it, from a node; None where that does not tell it in time. It is remembered for later prompts."""
-        question = tokenize_body(sub_request.endpoint, sub_request.body)
+        question = tokenize_body(sub_request)
         ids = None if question is None else await self._token_ids.of(question, node, waits)
         if ids is None:
             return None
@@ -147,5 +148,5 @@ def _first(hashes: HashesByScheme, schemes: Sequence[SchemeIndex], tokens: int) 
 
 
 def _extras(body: Json) -> PromptExtras:
-    salt = body.get("cache_salt")
+    salt = value_of(body.get("cache_salt"))
     return PromptExtras(salt=salt) if isinstance(salt, str) and salt else PLAIN

@@ -15,14 +15,13 @@ from pdproxy.clock import Clock
 from pdproxy.credential import OwnHeaders, no_headers
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.legs.calls import outgoing_body
-from pdproxy.legs.shape import has_media
 from pdproxy.nodes.node import Node
 from pdproxy.nodes.preflight import exchange
 from pdproxy.observe.event_metrics import EventMetrics
 from pdproxy.observe.labels import IdsOutcome
-from pdproxy.request import Endpoint, Json
+from pdproxy.raw_json import first_character, value_of
+from pdproxy.request import Endpoint, Json, SubRequest
 from pdproxy.transport.port import HttpRequest, Timeouts, Transport
-from pdproxy.unparsed import LargeValue, outline_of
 
 MOST_AT_ONCE = 64
 """Prompts that may be asked about at once; half of them where no request waits for it."""
@@ -53,38 +52,44 @@ class _Rendered(msgspec.Struct, gc=False):
     tokens: list[int]
 
 
-def given_ids(body: Json) -> Sequence[int] | None:
+def given_ids(sub_request: SubRequest) -> Sequence[int] | None:
     """The ids that the request itself has: a completion's prompt, or those of a continued stream."""
-    own = body.get("kv_transfer_params")
+    if sub_request.text is not None:
+        first = sub_request.text.ids
+        return first if len(first) == sub_request.shape.prompt_tokens else None
+    own = sub_request.body.get("kv_transfer_params")
     ids = own.get("prompt_token_ids") if isinstance(own, dict) else None
-    ids = body.get("prompt") if ids is None else ids
-    if isinstance(ids, LargeValue):
-        known = ids.outline
-        return known if isinstance(known, array) and len(known) == ids.ids else None
+    ids = value_of(sub_request.body.get("prompt") if ids is None else ids)
     return ids if isinstance(ids, list) and ids and all(type(each) is int for each in ids) else None
 
 
-def tokenize_body(endpoint: Endpoint, body: Json) -> Json | None:
+def tokenize_body(sub_request: SubRequest) -> Json | None:
     """The question to a node; None where its answer might be other ids than the request's."""
-    if body.get("truncate_prompt_tokens") is not None or has_media(body):
+    endpoint, body = sub_request.endpoint, sub_request.body
+    if sub_request.shape.media or _given(body, "truncate_prompt_tokens"):
         return None
-    prompt = body.get("prompt")
     if endpoint is Endpoint.COMPLETIONS:
-        text = isinstance(outline_of(prompt), str)
-        plain = text and not body.get("suffix") and body.get("prompt_embeds") is None
-        kept = {name: body[name] for name in ("model", "add_special_tokens") if body.get(name) is not None}
+        prompt = body.get("prompt")
+        text = first_character(prompt) == b'"' if isinstance(prompt, msgspec.Raw) else isinstance(prompt, str)
+        plain = text and not value_of(body.get("suffix")) and not _given(body, "prompt_embeds")
+        kept = {name: body[name] for name in ("model", "add_special_tokens") if _given(body, name)}
         return {**kept, "prompt": prompt} if plain else None
     if endpoint is not Endpoint.CHAT:
         return None
-    kept = {name: body[name] for name in _SAME_FIELDS if body.get(name) is not None}
+    kept = {name: body[name] for name in _SAME_FIELDS if _given(body, name)}
     arguments = _template_arguments(body)
     return {**kept, "chat_template_kwargs": arguments} if arguments else kept
 
 
+def _given(body: Json, name: str) -> bool:
+    """Whether a field is there, and not null."""
+    return value_of(body.get(name)) is not None
+
+
 def _template_arguments(body: Json) -> dict[str, object]:
-    given = body.get("chat_template_kwargs")
+    given = value_of(body.get("chat_template_kwargs"))
     arguments = dict(given) if isinstance(given, dict) else {}
-    added = {name: body[name] for name in _TEMPLATE_FIELDS if body.get(name) is not None}
+    added = {name: value_of(body[name]) for name in _TEMPLATE_FIELDS if _given(body, name)}
     if "reasoning_effort" in added and "enable_thinking" not in arguments:
         added["enable_thinking"] = added["reasoning_effort"] != "none"
     return arguments | added

@@ -15,6 +15,7 @@ from pdproxy.observe.labels import Rejection
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.client_errors import rejected_error
 from pdproxy.planning.shares import NO_LIMITS, KeyLimits, LimitsByKey
+from pdproxy.raw_json import value_of
 from pdproxy.request import HOP_BY_HOP, Headers, Json, header
 from pdproxy.settings.types import Credential
 
@@ -224,7 +225,7 @@ def priority_of(headers: Headers, body: Json) -> int:
     theirs = header(headers, PRIORITY_HEADER)
     if theirs and _WHOLE_NUMBER.fullmatch(theirs.strip()):
         return int(theirs)
-    priority = body.get("priority")
+    priority = value_of(body.get("priority"))
     return priority if isinstance(priority, int) else 0
 
 

@@ -41,13 +41,14 @@ from pdproxy.intake.request_context import (
 )
 from pdproxy.intake.session import session_of
 from pdproxy.intake.sse_keep_alive import answer_with_comments
-from pdproxy.legs.large import parse_in_steps
-from pdproxy.legs.parse import LARGE, model_of, parse, read_object, scrub
+from pdproxy.legs.outline import in_turns
+from pdproxy.legs.parse import LARGE, model_of, parse, parsing, reading, scrub
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.client_errors import BUG, shutting_down_error
 from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.planning.shares import NO_LIMITS
+from pdproxy.raw_json import value_of
 from pdproxy.request import ClientRequest, Endpoint, Headers, Json, header, write_json
 from pdproxy.response import EXCHANGE_EXTENSION, ProxyResponse
 from pdproxy.settings.types import BY_CACHE, Credential, Routing
@@ -155,7 +156,7 @@ class RequestHandler:
             try:
                 raw = await self._read(context, admitted.reservation)
                 if context.path in routes.SCRUBBED:
-                    raw = write_json(scrub(read_object(raw)))
+                    raw = write_json(scrub(await in_turns(reading(raw))))
             except NOT_TAKEN as error:
                 self.not_taken(context, error, admitted.api_key.name)
                 raise
@@ -190,13 +191,13 @@ class RequestHandler:
         """The request, read and understood."""
         api_key = admitted.api_key
         raw = await self._read(context, admitted.reservation)
-        body = scrub(parse(endpoint, raw) if len(raw) <= LARGE else await parse_in_steps(endpoint, raw))
+        body = scrub(parse(endpoint, raw) if len(raw) <= LARGE else await in_turns(parsing(endpoint, raw)))
         request = self._request(context, endpoint, body, arrived, watcher, api_key)
         if self.config.routing in _BY_SESSION:
             session = session_of(context.headers, body, api_key.name)
             request = msgspec.structs.replace(request, session=session)
         if admitted.charge is not None:
-            admitted.charge.expect(*self.orchestrator.expected_tokens(endpoint, body))
+            admitted.charge.expect(*await self.orchestrator.expected_tokens(endpoint, body))
             request = msgspec.structs.replace(request, on_usage=admitted.charge.used)
         return request
 
@@ -262,8 +263,8 @@ class RequestHandler:
             endpoint=endpoint,
             body=body,
             headers=self._node_headers(context),
-            model=str(body.get("model", "")),
-            stream=body.get("stream") is True,
+            model=str(value_of(body["model"])),
+            stream=value_of(body.get("stream")) is True,
             priority=priority_of(context.headers, body),
             arrived=arrived,
             deadline=arrived + self.config.request_seconds,

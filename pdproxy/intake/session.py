@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from pdproxy.nodes.node import hash64
+from pdproxy.raw_json import value_of
 from pdproxy.request import Headers, Json, header
 
 LONGEST_KEY = 512
@@ -22,9 +23,9 @@ def _keys(headers: Headers, body: Json) -> Iterator[object]:
     """What names a conversation comes before what may change with each request or name all of a user's."""
     yield header(headers, "x-session-affinity")
     yield header(headers, "x-session-id")
-    yield body.get("prompt_cache_key")
+    yield value_of(body.get("prompt_cache_key"))
     yield header(headers, "x-correlation-id")
-    yield body.get("user")
+    yield value_of(body.get("user"))
 
 
 def _usable(value: object) -> str | None:

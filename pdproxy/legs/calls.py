@@ -8,11 +8,11 @@ import msgspec
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.finish_reasons import is_aborted
-from pdproxy.legs.large import in_turns, partly
 from pdproxy.legs.node_headers import for_client
 from pdproxy.legs.parse import LARGE
 from pdproxy.legs.rewrite import delivery_body, release_body, resume_body
 from pdproxy.nodes.node import Node
+from pdproxy.raw_json import SMALL, first_character, kind_of_items, value_of
 from pdproxy.request import Endpoint, Headers, Json, LegForm, StreamRoute, header, read_json, write_json
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transport, read_to_end
 from pdproxy.usage import read_usage
@@ -46,6 +46,10 @@ whether it used the ticket. The connector does not look at it, and no signature 
 def new_hand_over_id() -> str:
     """A new id of a hand-over, or of a leg that waits: 128 bits of the system's randomness, in hex."""
     return os.urandom(16).hex()
+
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_OBJECTS = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
 
 
 class PrefillAnswer(msgspec.Struct, frozen=True):
@@ -117,10 +121,12 @@ async def decode(
             raise NodeFault(Fault.NO_ROUTE, f"status {fault.status} from {path}", status=fault.status) from fault
         raise
     kind = header(response.headers, "content-type") or ""
-    if bool(body.get("stream")) == kind.startswith(EVENT_STREAM):
+    if bool(value_of(body.get("stream"))) == kind.startswith(EVENT_STREAM):
         return response
     await response.aclose()
-    raise NodeFault(Fault.INVALID_BODY, f"asked for stream={body.get('stream')} and got {kind or 'no content type'}")
+    raise NodeFault(
+        Fault.INVALID_BODY, f"asked for stream={value_of(body.get('stream'))} and got {kind or 'no content type'}"
+    )
 
 
 def _left_to_endpoint(fault: NodeFault) -> bool:
@@ -256,13 +262,29 @@ def json_object(raw: bytes) -> dict[str, object]:
 
 
 async def outlined_object(raw: bytes) -> dict[str, object]:
-    """As `json_object`, but long parts of a long answer are left unparsed (`legs.large.partly`)."""
+    """As `json_object`; of a long answer, long values stay raw JSON: those of the object, and of its lists' items."""
     if len(raw) <= LARGE:
         return json_object(raw)
+    answer = dict[str, object]()
     try:
-        return _checked_object(await in_turns(partly(raw)))
-    except (ValueError, RecursionError) as error:
+        for name, value in _FIELDS(raw).items():
+            await asyncio.sleep(0)
+            answer[name] = _outlined(value)
+    except (msgspec.MsgspecError, UnicodeDecodeError):  # the standard library reads more
+        return json_object(raw)
+    except RecursionError as error:
         raise _not_json(error) from error
+    return answer
+
+
+def _outlined(value: msgspec.Raw) -> object:
+    if first_character(value) == b"[" and kind_of_items(value) == b"{":
+        return [{name: _small(each) for name, each in item.items()} for item in _OBJECTS(value)]
+    return _small(value)
+
+
+def _small(value: msgspec.Raw) -> object:
+    return read_json(bytes(value)) if len(value) <= SMALL else value
 
 
 def _not_json(error: Exception) -> NodeFault:

@@ -1,6 +1,8 @@
 """A request's bytes to bodies that may be planned: well-formed, without what a client may not send, one per prompt.
 
-Of a request that goes to one node as it is only the model is read.
+A body is a mapping of names to raw JSON (`raw_json`): it makes no objects, whatever a client sends, and goes to nodes
+as it came but for the names that are taken out or replaced. Of a request that goes to one node as it is only the model
+is read.
 """
 
 import contextlib
@@ -11,8 +13,20 @@ from typing import TypeGuard
 import msgspec
 
 from pdproxy.errors import ClientError
-from pdproxy.request import Endpoint, Json, read_json
-from pdproxy.unparsed import LargeValue
+from pdproxy.raw_json import (
+    MOST_FIELDS,
+    Steps,
+    TooManyFieldsError,
+    at_once,
+    check_utf8,
+    count_ids,
+    fields_of,
+    first_character,
+    first_items,
+    kind_of_items,
+    value_of,
+)
+from pdproxy.request import Endpoint, Json, write_json
 
 TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens")
 FORBIDDEN = frozenset({"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"})
@@ -21,92 +35,104 @@ a node publish blocks that it hits as if they were new ones, so that proxies tak
 CARRIERS = ("vllm_xargs", "extra_args", "extra_body", "sampling_params")
 """Fields whose content reaches the engine's extra arguments (vLLM: ``SamplingParams.extra_args``)."""
 EMBEDS = frozenset({"prompt_embeds"})
+_HIDDEN = tuple(name.encode() for name in FORBIDDEN | EMBEDS)
 MAX_PROMPTS = 1024
 """As vLLM's VLLM_MAX_COMPLETION_PROMPTS: split prompts would pass the node's own check one by one."""
-
+LONGEST_MODEL = 512
+"""Characters of a model's name. A longer one names no model, and would be kept with whatever failed for its sake."""
+LONGEST_CARRIER = 1024 * 1024
+"""Bytes of a field among `CARRIERS` that are parsed, to take out what hides there."""
 LARGE = 128 * 1024
-"""Bytes above which a body is read in steps (`legs.large`); below, parsing it whole takes less than the steps would."""
-MOST_VALUES = 2_000_000
-"""Values that a JSON body may hold. Parsing blocks the event loop: for no time with long texts and images, for half a
-second with so many values, for ten seconds with as many as fit into 64 MiB."""
+"""Bytes above which a body is read in steps; below, all of it takes less than a millisecond."""
 
 
 def parse(endpoint: Endpoint, raw: bytes) -> dict[str, object]:
-    """The JSON object in ``raw``, its fields that the proxy relies on checked. Of over `LARGE` bytes: `legs.large`.
+    """The names and the raw values of the JSON object in ``raw``, the fields that the proxy relies on checked.
+
+    For up to `LARGE` bytes; more are read by `parsing`.
 
     Raises:
-        ClientError: 400, with the field at fault in ``param``; 413 for too many values.
+        ClientError: 400, with the field at fault in ``param``; 404 for a model's name that is too long to be one.
     """
-    check_values(raw)
-    body = read_object(raw)
-    check(endpoint, body)
+    return at_once(parsing(endpoint, raw))
+
+
+def parsing(endpoint: Endpoint, raw: bytes) -> Steps[dict[str, object]]:
+    """As `parse`, in steps."""
+    body = yield from reading(raw)
+    _check_model(body)
+    _check_kinds(body)
+    if endpoint is Endpoint.COMPLETIONS:
+        yield from _check_prompts(body)
+    if endpoint is Endpoint.RESPONSES:
+        _check_stateless(body)
     return body
 
 
-def check(endpoint: Endpoint, body: dict[str, object]) -> None:
-    """Check the fields that the proxy relies on; raises as `parse`."""
-    model = body.get("model")
-    if not isinstance(model, str) or not model:
+def reading(raw: bytes) -> Steps[dict[str, object]]:
+    """A body's fields, in steps; none of them is checked. Raises the `ClientError` 400 for what is no JSON object."""
+    try:
+        yield from check_utf8(raw)
+        yield
+        return dict((yield from fields_of(raw)))
+    except TooManyFieldsError as error:
+        raise _bad(None, f"The body has more than {MOST_FIELDS} fields.") from error
+    except msgspec.ValidationError as error:
+        raise _bad(None, 'The body must be a JSON object, such as {"model": …}.') from error
+    except RecursionError as error:
+        raise _bad(None, "The body is nested too deeply.") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _bad(None, f"The body is not valid JSON: {error}.") from error
+
+
+def _check_model(body: Json) -> None:
+    if not _model_name(body.get("model")):
         raise _bad("model", "`model` must be the name of a model; GET /v1/models lists them.")
-    _check_kinds(body)
-    _check_prompts(endpoint, body)
-    if endpoint is Endpoint.RESPONSES:
-        _check_stateless(body)
 
 
-def scrub(body: dict[str, object]) -> dict[str, object]:
+def _model_name(value: object) -> str:
+    """The text; "" for anything else, and the `ClientError` 404 for one that is too long."""
+    name = value_of(value)
+    long_text = isinstance(name, msgspec.Raw) and first_character(name) == b'"'
+    if long_text or (isinstance(name, str) and len(name) > LONGEST_MODEL):
+        why = f"The model does not exist: no name has more than {LONGEST_MODEL} characters. GET /v1/models lists them."
+        raise ClientError(404, why, kind="NotFoundError", code="model_not_found", param="model")
+    return name if isinstance(name, str) else ""
+
+
+def scrub(body: Json) -> dict[str, object]:
     """A copy without what only nodes may set, wherever it hides.
 
     Raises:
         ClientError: 400 for prompt embeddings: a ticket cannot be checked against them.
     """
-    if any(body.get(key) is not None for key in EMBEDS):
+    if any(value_of(body.get(key)) is not None for key in EMBEDS):
         raise _bad("prompt_embeds", "`prompt_embeds` is not served here; send the prompt as text or token ids.")
     kept = {key: value for key, value in body.items() if key not in FORBIDDEN and not key.startswith("pdproxy_")}
     for carrier in CARRIERS:
         if carrier in kept:
-            kept[carrier] = _without(kept[carrier])
+            kept[carrier] = _scrubbed(carrier, kept[carrier])
     return kept
+
+
+def _scrubbed(name: str, value: object) -> object:
+    """Unchanged where no name that only nodes may set can be in it; escapes may spell one."""
+    raw = value if isinstance(value, msgspec.Raw) else write_json(value)
+    text = bytes(raw)
+    if b"\\u" not in text and not any(hidden in text for hidden in _HIDDEN):
+        return value
+    if len(text) > LONGEST_CARRIER:
+        raise _bad(name, f"`{name}` is longer than {LONGEST_CARRIER} bytes: send less.")
+    try:
+        return _without(msgspec.json.decode(text))
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise _bad(name, f"`{name}` cannot be read: {error}.") from error
 
 
 def _without(value: object) -> object:
     if isinstance(value, dict):
         return {key: _without(inner) for key, inner in value.items() if key not in FORBIDDEN | EMBEDS}
     return [_without(inner) for inner in value] if isinstance(value, list) else value
-
-
-def check_values(raw: bytes) -> None:
-    """Refuse a body with 413 whose parsing would block the event loop for too long."""
-    if len(raw) > MOST_VALUES:
-        check_commas(raw.count(b","))
-
-
-def check_commas(commas: int) -> None:
-    """As `check_values`, by the number of commas in a body."""
-    if commas > MOST_VALUES:
-        why = f"The body holds more than the {MOST_VALUES} values that are served in one request: send several."
-        raise ClientError(413, why, code="request_too_large")
-
-
-def read_object(raw: bytes) -> dict[str, object]:
-    """The JSON object in ``raw``; a `ClientError` 400 where there is none."""
-    try:
-        body = read_json(raw, parse_constant=_no_constant)
-    except (RecursionError, ValueError) as error:
-        raise bad_json(error) from error
-    if not isinstance(body, dict):
-        raise _bad(None, 'The body must be a JSON object, such as {"model": …}.')
-    return body
-
-
-def bad_json(error: RecursionError | ValueError) -> ClientError:
-    """For JSONDecodeError, UnicodeDecodeError, integers of thousands of digits, and what is nested too deeply."""
-    deep = isinstance(error, RecursionError)
-    return _bad(None, "The body is nested too deeply." if deep else f"The body is not valid JSON: {error}.")
-
-
-def _no_constant(name: str) -> object:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def _is_int(value: object) -> TypeGuard[int]:
@@ -125,26 +151,27 @@ _KINDS: Mapping[str, tuple[Callable[[object], bool], str]] = {
 
 def _check_kinds(body: Json) -> None:
     for field, (fits, kind) in _KINDS.items():
-        value = body.get(field)
-        if value is not None and not fits(value):
-            raise _bad(field, f"`{field}` must be {kind}.")
+        if field in body:
+            value = value_of(body[field])
+            if value is not None and not fits(value):
+                raise _bad(field, f"`{field}` must be {kind}.")
 
 
-def _check_prompts(endpoint: Endpoint, body: dict[str, object]) -> None:
+def _check_prompts(body: Json) -> Steps[None]:
     prompt = body.get("prompt")
-    if endpoint is not Endpoint.COMPLETIONS or not isinstance(prompt, list):
+    if not isinstance(prompt, msgspec.Raw) or first_character(prompt) != b"[":
         return
-    kinds = set(map(_kind, prompt))
-    if len(kinds) > 1 or not kinds <= {int, str, list}:
+    kind = kind_of_items(prompt)
+    if kind == b"]":
+        return
+    if kind in (b'"', b"["):
+        prompts = first_items(prompt)
+        if any(first_character(each) != kind for each in prompts):
+            raise invalid_prompt()
+        if len(prompts) > MAX_PROMPTS:
+            raise _bad("prompt", f"`prompt` holds more than the {MAX_PROMPTS} prompts that are served in one request.")
+    elif not (yield from count_ids(prompt)):
         raise invalid_prompt()
-    if kinds != {int} and len(prompt) > MAX_PROMPTS:
-        raise _bad("prompt", f"`prompt` holds {len(prompt)} prompts; at most {MAX_PROMPTS} are served in one request.")
-
-
-def _kind(item: object) -> type:
-    if isinstance(item, LargeValue):
-        return list if item.ids else str
-    return type(item)
 
 
 def invalid_prompt() -> ClientError:
@@ -152,11 +179,11 @@ def invalid_prompt() -> ClientError:
     return _bad("prompt", "`prompt` must be a string, a list of strings, token ids, or a list of lists of them.")
 
 
-def _check_stateless(body: dict[str, object]) -> None:
-    if body.get("previous_response_id") is not None:
+def _check_stateless(body: Json) -> None:
+    if value_of(body.get("previous_response_id")) is not None:
         why = "Responses are not kept between requests: send the whole conversation in `input`."
         raise _bad("previous_response_id", f"`previous_response_id` is not served here. {why}")
-    if body.get("background"):
+    if value_of(body.get("background")):
         raise _bad("background", "`background` is not served here; use `stream` and keep the connection open.")
 
 
@@ -170,9 +197,12 @@ def split(endpoint: Endpoint, body: Json) -> tuple[dict[str, object], ...]:
     A list of ints is one prompt of token ids. An empty list is left as it is: the node answers it with its own error.
     """
     prompt = body.get("prompt")
-    if endpoint is not Endpoint.COMPLETIONS or not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int):
+    if endpoint is not Endpoint.COMPLETIONS or not isinstance(prompt, list | msgspec.Raw):
         return (dict(body),)
-    return tuple({**body, "prompt": each} for each in prompt)
+    raw = prompt if isinstance(prompt, msgspec.Raw) else msgspec.Raw(write_json(prompt))
+    if first_character(raw) != b"[" or kind_of_items(raw) not in (b'"', b"["):
+        return (dict(body),)
+    return tuple({**body, "prompt": each} for each in first_items(raw))
 
 
 _IN_FORM = re.compile(rb'name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n--')
@@ -180,9 +210,9 @@ _IN_FORM = re.compile(rb'name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n--
 
 
 class _Named(msgspec.Struct):
-    """What is read of a body that goes to one node: nothing else of it is made an object."""
+    """What is read of a body that goes to one node: nothing of it is made an object."""
 
-    model: object = None
+    model: msgspec.Raw = msgspec.Raw(b"null")
 
 
 _MODEL = msgspec.json.Decoder(_Named).decode
@@ -192,16 +222,12 @@ def model_of(raw: bytes) -> str:
     """The ``model`` of a JSON body or a form; "" where there is none.
 
     Raises:
-        ClientError: 413 for a body of too many values.
+        ClientError: 404 for a name that is too long to be one.
     """
-    check_values(raw)
-    if not raw.startswith(b"--"):
-        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            model = _MODEL(raw).model
-            return model if isinstance(model, str) else ""
-        with contextlib.suppress(ValueError, RecursionError):
-            body = read_json(raw)
-            model = body.get("model") if isinstance(body, dict) else None
-            return model if isinstance(model, str) else ""
-    field = _IN_FORM.search(raw)
-    return field.group(1).decode("utf-8", "replace") if field else ""
+    if raw.startswith(b"--"):
+        field = _IN_FORM.search(raw)
+        name = "" if field is None else field.group(1).decode("utf-8", "replace")
+        return _model_name(name)
+    with contextlib.suppress(msgspec.MsgspecError, RecursionError):
+        return _model_name(_MODEL(raw).model)
+    return ""

@@ -5,11 +5,12 @@ which is all that `planning.text_index` needs.
 """
 
 import itertools
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
+
+from pdproxy.raw_json import ends, value_of
 from pdproxy.request import Endpoint, Json
-from pdproxy.unparsed import outline_of
 
 MOST_BYTES = 512 * 1024
 """Of a prompt's text that are looked at."""
@@ -29,18 +30,20 @@ _RENDERING = (
 
 def prompt_salt(endpoint: Endpoint, model: str, body: Json) -> str:
     """What two prompts must have in common before their texts are compared."""
-    fields = (f"{key}={text}" for key in _RENDERING if key in body for text in _flat(body[key]))
+    fields = (f"{key}={text}" for key in _RENDERING if key in body for text in _flat(value_of(body[key])))
     return "\0".join((endpoint, model, *fields))
 
 
 def prompt_ids(body: Json) -> Sequence[int]:
-    """The token ids that a client sent as its prompt, `MOST_IDS` at most of a large one; none where it sent text."""
-    prompt = outline_of(body.get("prompt"))
-    return prompt if isinstance(prompt, list | array) and len(prompt) and isinstance(prompt[0], int) else ()
+    """The token ids that a client sent as its prompt; none where it sent text, or more than are decoded at once."""
+    prompt = value_of(body.get("prompt"))
+    return prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], int) else ()
 
 
 def prompt_parts(body: Json) -> list[bytes]:
     """Tools, system prompt and messages, in the order in which templates render them; a completion's prompt is one.
+
+    Of a body whose fields are small enough to be decoded at once (`legs.outline` has the parts of others).
 
     There are at most `MOST_PARTS`, together at most `MOST_BYTES` long.
     """
@@ -54,17 +57,26 @@ def prompt_parts(body: Json) -> list[bytes]:
 
 
 def _parts(body: Json) -> Iterator[bytes]:
-    prompt = outline_of(body.get("prompt"))
+    prompt = value_of(body.get("prompt"))
     if isinstance(prompt, str):
         yield _bytes(prompt)
         return
     for key in ("tools", "system", "instructions"):
-        if body.get(key):
-            yield _bytes("\0".join((key, *_content_texts(body[key]))))
+        if value := value_of(body.get(key)):
+            yield field_part(key, value)
     for key in ("messages", "input"):
-        value = outline_of(body.get(key))
-        for message in value if isinstance(value, list) else [value] if value else ():
-            yield _bytes(_plain(message) or "\0".join(_message_texts(message)))
+        value = value_of(body.get(key))
+        yield from map(message_part, value if isinstance(value, list) else [value] if value else ())
+
+
+def field_part(key: str, value: object) -> bytes:
+    """Of what stands before the messages."""
+    return _bytes("\0".join((key, *_content_texts(value))))
+
+
+def message_part(message: object) -> bytes:
+    """Of one message."""
+    return _bytes(_plain(message) or "\0".join(_message_texts(message)))
 
 
 def _plain(message: object) -> str | None:
@@ -103,6 +115,8 @@ def _flat(value: object) -> Iterator[str]:
                 left += reversed(items)
             case Mapping() as fields:
                 left += reversed(list(itertools.chain.from_iterable(fields.items())))
+            case msgspec.Raw() as raw:
+                yield abridged(*ends(raw), len(raw))
             case other:
                 yield str(other)
 

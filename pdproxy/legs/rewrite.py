@@ -7,8 +7,8 @@ before, during and after the leg. It must be unguessable, and each leg gets a ne
 from collections.abc import Sequence
 
 from pdproxy.legs.shape import COMPLETIONS_DEFAULT_TOKENS
+from pdproxy.raw_json import IdList, value_of
 from pdproxy.request import Addition, Continuation, Endpoint, Json
-from pdproxy.unparsed import IdList, LargeValue
 
 DROPPED = frozenset(
     {
@@ -88,7 +88,7 @@ def decode_body(
     if Addition.TOKEN_IDS in additions:
         leg["return_token_ids"] = True
     if Addition.USAGE in additions:
-        options = leg.get("stream_options")
+        options = value_of(leg.get("stream_options"))
         leg["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
     return leg
 
@@ -153,7 +153,7 @@ def _literal(character: str) -> str:
     return f"\\u{ord(character):04x}" if ord(character) < 32 else character
 
 
-def _put_prompt(endpoint: Endpoint, rest: dict[str, object], ids: list[int] | LargeValue) -> None:
+def _put_prompt(endpoint: Endpoint, rest: dict[str, object], ids: object) -> None:
     # The ids are what truncation and FIM rendering made; neither may happen twice.
     for key in ("truncate_prompt_tokens", "truncation_side", "suffix", "return_prompt_text"):
         rest.pop(key, None)
@@ -164,12 +164,12 @@ def _put_prompt(endpoint: Endpoint, rest: dict[str, object], ids: list[int] | La
 
 
 def _spend(endpoint: Endpoint, rest: dict[str, object], spent: int) -> None:
-    if endpoint is Endpoint.COMPLETIONS and rest.get("max_tokens") is None:
+    if endpoint is Endpoint.COMPLETIONS and value_of(rest.get("max_tokens")) is None:
         rest["max_tokens"] = COMPLETIONS_DEFAULT_TOKENS
     for key in ("max_tokens", "max_completion_tokens"):
-        if isinstance(allowed := rest.get(key), int):
+        if isinstance(allowed := value_of(rest.get(key)), int):
             rest[key] = max(1, allowed - spent)
-    if isinstance(least := rest.get("min_tokens"), int):
+    if isinstance(least := value_of(rest.get("min_tokens")), int):
         rest["min_tokens"] = max(0, least - spent)
-    if isinstance(seed := rest.get("seed"), int):
+    if isinstance(seed := value_of(rest.get("seed")), int):
         rest["seed"] = (seed + spent) % 2**63

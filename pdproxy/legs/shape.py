@@ -1,13 +1,13 @@
 """What kind of request a body is, and about how long its prompt. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
+import msgspec
+
+from pdproxy.legs.outline import PromptFacts, facts_of
+from pdproxy.raw_json import MOST_ITEMS, at_once, first_character, first_items, kind_of_items, value_of
 from pdproxy.request import NO_ADDITIONS, Addition, Endpoint, Json, LocalReason, NotContinuableReason, Shape
-from pdproxy.unparsed import LargeValue
 
-MEDIA = frozenset(
-    {"image", "image_url", "image_embeds", "input_image", "audio_url", "input_audio", "audio_embeds", "video_url"}
-)
 OUTPUT_PENALTIES = ("presence_penalty", "frequency_penalty")
 """They count output tokens; a continuation's output begins anew. repetition_penalty counts the prompt's too."""
 OUTPUT_RULES = {
@@ -27,83 +27,61 @@ CLIENT_TOOLS = "function"
 """The only kind of a response's tools that the client runs: others run on the node, in further generations."""
 OUTPUT_LOGPROBS = "message.output_text.logprobs"
 """In a response's ``include``: log-probabilities of the output."""
-BYTES_PER_TOKEN = 4
-"""UTF-8 bytes that a token stands for, in prose; of code and rare scripts it stands for fewer."""
 COMPLETIONS_DEFAULT_TOKENS = 16
 """What vLLM's completions endpoint allows where ``max_tokens`` is missing or null."""
-_PROMPT_FIELDS = ("prompt", "messages", "input", "system", "instructions", "tools")
-"""The fields that a prompt is rendered from."""
-NO_TEXT = MEDIA | {"source", "file", "file_data"}
-"""Fields that hold media: their length has nothing to do with their number of tokens."""
+_LOOKED_AT = frozenset(
+    {
+        "n", "stream", "stream_options", "stop", "include_stop_str_in_output", "temperature", "max_tokens",
+        "max_completion_tokens", "max_output_tokens", "logprobs", "truncate_prompt_tokens", "truncation",
+        "response_format", "tool_choice", "include", "return_token_ids", *_RULING,
+    }
+)  # fmt: skip
+_LOOKED_INTO = ("prompt", "tools")
+"""Fields that are long: they are decoded only as far as they are looked into."""
+_BRIEF = 64
+"""Bytes of a prompt's JSON beyond which it is neither empty nor of one token."""
 
 
-def shape(endpoint: Endpoint, body: Json) -> Shape:
-    """The shape of a scrubbed body of one prompt."""
-    choices, most = body.get("n"), _max_tokens(body)
-    held = max(map(len, stops(body)), default=1) - 1 if "stop" in body else 0
+class _Typed(msgspec.Struct):
+    """A tool, as far as it is looked at."""
+
+    type: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_TYPED = msgspec.json.Decoder(_Typed).decode
+
+
+def shape(endpoint: Endpoint, body: Json, facts: PromptFacts | None = None) -> Shape:
+    """The shape of a scrubbed body of one prompt. ``facts`` are those of its prompt, where they are known."""
+    facts = at_once(facts_of(endpoint, body)) if facts is None else facts
+    asked = {name: value_of(value) for name, value in body.items() if name in _LOOKED_AT}
+    asked |= {name: body[name] for name in _LOOKED_INTO if name in body}
+    choices, most = asked.get("n"), _max_tokens(asked)
+    held = max(map(len, stops(asked)), default=1) - 1 if "stop" in asked else 0
     return Shape(
         choices=choices if isinstance(choices, int) else 1,
-        stream=body.get("stream") is True,
-        local=_local(endpoint, body, most),
-        not_continuable=_not_continuable(endpoint, body),
-        not_resumable=_not_resumable(endpoint, body),
-        asked=_asked(body),
-        held_back=0 if body.get("include_stop_str_in_output") is True else held,
-        greedy=body.get("temperature") == 0 and not isinstance(body.get("temperature"), bool),
+        stream=asked.get("stream") is True,
+        local=_local(endpoint, asked, most),
+        not_continuable=_not_continuable(endpoint, asked, facts),
+        not_resumable=_not_resumable(endpoint, asked),
+        asked=_asked(asked),
+        held_back=0 if asked.get("include_stop_str_in_output") is True else held,
+        greedy=asked.get("temperature") == 0 and not isinstance(asked.get("temperature"), bool),
         longest=COMPLETIONS_DEFAULT_TOKENS if most is None and endpoint is Endpoint.COMPLETIONS else most,
+        prompt_tokens=facts.tokens,
+        most_prompt_tokens=facts.most_tokens,
+        media=facts.media,
     )
 
 
 def max_prompt_tokens(endpoint: Endpoint, body: Json) -> int | None:
-    """An upper bound in tokens; None where the prompt is rendered by a template or is not text.
-
-    A text has at most one token for each of its UTF-8 bytes, and one that marks its beginning.
-    """
-    if endpoint is not Endpoint.COMPLETIONS:
-        return None
-    prompt = body.get("prompt")
-    if isinstance(prompt, str):
-        return _utf8_length(prompt) + 1
-    if isinstance(prompt, LargeValue):
-        return prompt.ids or len(prompt.raw)
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-        return len(prompt)
-    return None
+    """An upper bound in tokens; None where the prompt is rendered by a template or is not text."""
+    return at_once(facts_of(endpoint, body)).most_tokens
 
 
 def estimated_prompt_tokens(body: Json) -> int:
     """About how many tokens the prompt has: token ids are counted, text goes by its length, media count nothing."""
-    own = body.get("kv_transfer_params")
-    ids = own.get("prompt_token_ids") if isinstance(own, dict) else body.get("prompt")
-    if isinstance(ids, LargeValue) and ids.ids:
-        return ids.ids
-    if isinstance(ids, list) and ids and isinstance(ids[0], int):
-        return len(ids)
-    return -(-sum([text_length(body[key]) for key in _PROMPT_FIELDS if key in body]) // BYTES_PER_TOKEN)
-
-
-def text_length(value: object) -> int:
-    """Of all texts within, but for media, in UTF-8."""
-    if isinstance(value, str):
-        return _utf8_length(value)
-    return value.text_bytes if isinstance(value, LargeValue) else sum(map(_utf8_length, _texts(value)))
-
-
-def _utf8_length(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
-
-
-def _texts(value: object) -> Iterator[str]:
-    """All strings within, but for media. No recursion: clients choose the depth."""
-    left = [value]
-    while left:
-        match left.pop():
-            case str(text):
-                yield text
-            case list(items):
-                left += items
-            case dict(fields):
-                left += [inner for key, inner in fields.items() if key not in NO_TEXT]
+    return at_once(facts_of(Endpoint.CHAT, body)).tokens
 
 
 def stops(body: Json) -> tuple[str, ...]:
@@ -146,17 +124,30 @@ def _open_truncation(body: Json) -> bool:
 def _local_response(body: Json) -> LocalReason | None:
     if _server_tools(body):
         return LocalReason.SERVER_TOOLS
-    return LocalReason.STORED_PROMPT if body.get("prompt") is not None else None
+    return LocalReason.STORED_PROMPT if _brief(body.get("prompt")) is not None else None
 
 
 def _server_tools(body: Json) -> bool:
     """Whether a response may use tools that run on the node."""
     tools = body.get("tools")
-    return isinstance(tools, list) and any(isinstance(t, dict) and t.get("type") != CLIENT_TOOLS for t in tools)
+    if isinstance(tools, msgspec.Raw):
+        tools = first_items(tools) if first_character(tools) == b"[" else None
+    return isinstance(tools, Sequence) and (len(tools) >= MOST_ITEMS or not all(map(_runs_at_client, tools)))
+
+
+def _runs_at_client(tool: object) -> bool:
+    if not isinstance(tool, msgspec.Raw):
+        return not isinstance(tool, dict) or tool.get("type") == CLIENT_TOOLS
+    return first_character(tool) != b"{" or value_of(_TYPED(tool).type) == CLIENT_TOOLS
+
+
+def _brief(prompt: object) -> object:
+    """The prompt where it is short, to see whether it is there at all."""
+    return value_of(prompt) if isinstance(prompt, msgspec.Raw) and len(prompt) <= _BRIEF else prompt
 
 
 def _local_prompt(body: Json) -> LocalReason | None:
-    prompt = body.get("prompt")
+    prompt = _brief(body.get("prompt"))
     if prompt in (None, "", []):
         return LocalReason.NO_PROMPT
     # The prefill node leaves the last prompt token to the decode node: of one token nothing is left.
@@ -164,14 +155,14 @@ def _local_prompt(body: Json) -> LocalReason | None:
     return LocalReason.ONE_TOKEN if one_id else None
 
 
-def _not_continuable(endpoint: Endpoint, body: Json) -> NotContinuableReason | None:
+def _not_continuable(endpoint: Endpoint, body: Json, facts: PromptFacts) -> NotContinuableReason | None:
     """Why a broken stream cannot be continued on another node by the ids of its tokens."""
     if endpoint in (Endpoint.MESSAGES, Endpoint.RESPONSES):
         return NotContinuableReason[endpoint.name]
     if body.get("n") not in (None, 1):
         return NotContinuableReason.CHOICES
     rule = None if _RULING.isdisjoint(body) else _output_rule(body)
-    return rule or _format(body) or (_chat(body) if endpoint is Endpoint.CHAT else None)
+    return rule or _format(body) or (_chat(body, facts) if endpoint is Endpoint.CHAT else None)
 
 
 def _output_rule(body: Json) -> NotContinuableReason | None:
@@ -208,28 +199,16 @@ def _format(body: Json) -> NotContinuableReason | None:
     return None if plain else NotContinuableReason.STRUCTURED_OUTPUT
 
 
-def _chat(body: Json) -> NotContinuableReason | None:
-    if body.get("tools") and body.get("tool_choice") != "none":
+def _chat(body: Json, facts: PromptFacts) -> NotContinuableReason | None:
+    if _has_items(body.get("tools")) and body.get("tool_choice") != "none":
         return NotContinuableReason.TOOL_CALLS
-    return NotContinuableReason.MEDIA if has_media(body) else None
+    return NotContinuableReason.MEDIA if facts.media else None
 
 
-def has_media(body: Json) -> bool:
-    """Whether a chat's messages hold anything but text."""
-    messages = body.get("messages")
-    if isinstance(messages, LargeValue):
-        return messages.media
-    return isinstance(messages, list) and any(map(is_media_message, messages))
-
-
-def is_media_message(message: object) -> bool:
-    """Whether a message holds anything but text."""
-    content = message.get("content") if isinstance(message, dict) else None
-    return isinstance(content, list) and any(not _is_text(part) for part in content)
-
-
-def _is_text(part: object) -> bool:
-    return isinstance(part, str) or (isinstance(part, dict) and "text" in part and not MEDIA & part.keys())
+def _has_items(tools: object) -> bool:
+    if isinstance(tools, msgspec.Raw) and first_character(tools) == b"[":
+        return kind_of_items(tools) != b"]"
+    return bool(value_of(tools))
 
 
 def _asked(body: Json) -> frozenset[Addition]:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from pdproxy.raw_json import value_of
 from pdproxy.request import Endpoint, Json
 from pdproxy.usage import Usage
 
@@ -87,12 +88,12 @@ def request_attributes(body: Json, choices: int, *, stream: bool) -> Attributes:
     found: Attributes = {STREAM: stream}
     if choices != 1:
         found[CHOICE_COUNT] = choices
-    limit = next((value for field in _LIMITS if (value := _number(body.get(field))) is not None), None)
+    limit = next((value for field in _LIMITS if (value := _number(value_of(body.get(field)))) is not None), None)
     if limit is not None:
         found[MAX_TOKENS] = int(limit)
     for field, (name, kind) in SAMPLING.items():
         if field in body:
-            number = _number(body[field])
+            number = _number(value_of(body[field]))
             if number is not None and (kind is float or isinstance(number, int)):
                 found[name] = kind(number)
     return found

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 import msgspec
 
 from pdproxy.errors import ClientError
-from pdproxy.legs.large import parse_in_steps
-from pdproxy.legs.parse import LARGE, parse, scrub, split
-from pdproxy.legs.shape import estimated_prompt_tokens, max_prompt_tokens, shape
+from pdproxy.legs.outline import in_turns, prompt_facts
+from pdproxy.legs.parse import parsing, scrub, split
+from pdproxy.legs.shape import shape
 from pdproxy.nodes.node import Role, Snapshot
 from pdproxy.orchestration.client_errors import no_node_error, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext
@@ -15,6 +15,7 @@ from pdproxy.planning.cache_aware import CacheAware, Market
 from pdproxy.planning.cost import Price, Quote
 from pdproxy.planning.plan import Candidates, plan
 from pdproxy.planning.plan_types import NoNode, Plan, PlanInput, UnknownModel
+from pdproxy.raw_json import value_of
 from pdproxy.request import ClientRequest, Endpoint, SubRequest
 
 
@@ -26,14 +27,13 @@ async def explain(context: OrchestrationContext, endpoint: Endpoint, raw: bytes)
     Raises:
         ClientError: what is wrong with the body, or why there is no plan.
     """
-    parsed = parse(endpoint, raw) if len(raw) <= LARGE else await parse_in_steps(endpoint, raw)
-    sub_request = _sub_request(context, endpoint, scrub(parsed))
+    sub_request = await _sub_request(context, endpoint, scrub(await in_turns(parsing(endpoint, raw))))
     source = context.prefix_source
     prefix = None if source is None else await source.look_up(sub_request)
-    body, model = sub_request.body, sub_request.request.model
+    model, form = sub_request.request.model, sub_request.shape
     needs = PlanInput(
-        model, sub_request.shape.local, prompt_tokens=max_prompt_tokens(endpoint, body), prefix=prefix,
-        tokens=estimated_prompt_tokens(body), rates=context.rates, names_rank=endpoint is not Endpoint.RESPONSES,
+        model, form.local, prompt_tokens=form.most_prompt_tokens, prefix=prefix,
+        tokens=form.prompt_tokens, rates=context.rates, names_rank=endpoint is not Endpoint.RESPONSES,
     )  # fmt: skip
     snapshot, policy = context.pool.snapshot(), context.config.plan_policy()
     try:
@@ -46,10 +46,13 @@ async def explain(context: OrchestrationContext, endpoint: Endpoint, raw: bytes)
     return {**_plan_facts(chosen), **known, "candidates": _candidates(policy.routing, snapshot, needs)}
 
 
-def _sub_request(context: OrchestrationContext, endpoint: Endpoint, body: dict[str, object]) -> SubRequest:
+async def _sub_request(context: OrchestrationContext, endpoint: Endpoint, body: dict[str, object]) -> SubRequest:
     now, bodies = context.clock.now(), split(endpoint, body)
-    request = ClientRequest("debug", endpoint, body, (), str(body["model"]), False, 0, now, now, lambda: False)
-    return SubRequest(request, bodies[0], shape(endpoint, bodies[0]), "debug")
+    request = ClientRequest(
+        "debug", endpoint, body, (), str(value_of(body["model"])), False, 0, now, now, lambda: False
+    )
+    facts = await prompt_facts(endpoint, bodies[0])
+    return SubRequest(request, bodies[0], shape(endpoint, bodies[0], facts), "debug", text=facts.text)
 
 
 def _plan_facts(chosen: Plan) -> dict[str, object]:

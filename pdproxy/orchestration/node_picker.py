@@ -8,7 +8,6 @@ from typing import NamedTuple
 from pdproxy.errors import Fault, NodeFault, PdproxyError
 from pdproxy.failures import NO_RETRY_USED, Blame, Moment, RetryOptions, Step, blame, decide, final_step
 from pdproxy.legs.calls import PrefillAnswer
-from pdproxy.legs.shape import estimated_prompt_tokens, max_prompt_tokens
 from pdproxy.nodes.node import Footprint, Node, Role
 from pdproxy.nodes.outlier import Source, Verdict
 from pdproxy.nodes.pool import Pool
@@ -172,8 +171,8 @@ class NodePicker:
         """Of the node where a stream that has moved began."""
         self.no_route = _NO_NAMES
         short = context.config.local_below_tokens > 0
-        self._tokens = max_prompt_tokens(sub_request.endpoint, sub_request.body) if short else None
-        self.prompt_tokens = tokens = estimated_prompt_tokens(sub_request.body)
+        self._tokens = sub_request.shape.most_prompt_tokens if short else None
+        self.prompt_tokens = tokens = sub_request.shape.prompt_tokens
         choices, longest = sub_request.shape.choices, sub_request.shape.longest
         answer = context.in_flight.output_lengths.expected(sub_request.request.model, longest)
         self._footprint = Footprint(choices * (tokens + answer), choices)

@@ -11,8 +11,9 @@ from opentelemetry import trace
 
 from pdproxy.errors import ClientError, Fault, NodeFault
 from pdproxy.legs.calls import ANSWER_BYTES, outlined_object, raise_if_aborted
+from pdproxy.legs.outline import prompt_facts
 from pdproxy.legs.parse import split
-from pdproxy.legs.shape import estimated_prompt_tokens, shape
+from pdproxy.legs.shape import shape
 from pdproxy.observe import gen_ai
 from pdproxy.observe.labels import Outcome, Phase
 from pdproxy.observe.rare_lines import LineBudget
@@ -36,6 +37,7 @@ from pdproxy.orchestration.in_flight import Timeline
 from pdproxy.orchestration.relay import Relay
 from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.orchestration.upstream import UpstreamRequest
+from pdproxy.raw_json import value_of
 from pdproxy.request import ClientRequest, Endpoint, Headers, Json, LegForm, SubRequest, write_json
 from pdproxy.response import ProxyResponse
 from pdproxy.stream.chunks import rewrite_answer
@@ -264,13 +266,13 @@ class Orchestrator:
             failure = FailureRecord(error=final_error_of(error))
             _LOG.log(level, "request refused", extra={**told, **failure.facts(), **more})
 
-    def expected_tokens(self, endpoint: Endpoint, body: Json) -> tuple[int, int]:
+    async def expected_tokens(self, endpoint: Endpoint, body: Json) -> tuple[int, int]:
         """About how many tokens a request's prompts have, and its answers will have."""
-        model, lengths = str(body.get("model", "")), self._context.in_flight.output_lengths
+        model, lengths = str(value_of(body.get("model", ""))), self._context.in_flight.output_lengths
         prompt = answers = 0
         for each in split(endpoint, body):
-            form = shape(endpoint, each)
-            prompt += estimated_prompt_tokens(each)
+            form = shape(endpoint, each, await prompt_facts(endpoint, each))
+            prompt += form.prompt_tokens
             answers += form.choices * lengths.expected(model, form.longest)
         return prompt, answers
 
@@ -284,7 +286,7 @@ class Orchestrator:
             _LOG.log(level, "request ended", extra={**own, **told})
 
     async def _answer(self, request: ClientRequest, log: RequestLog) -> ProxyResponse:
-        upstreams = self._upstreams(request, log)
+        upstreams = await self._upstreams(request, log)
         if request.stream:
             return await self._streamed(request, log, upstreams)
         body = await _buffered_body(upstreams, self._context.config.fan_out)
@@ -307,7 +309,7 @@ class Orchestrator:
         headers = (*_STREAM_HEADERS, *_own_headers(request, log.timeline), *_route_headers(upstreams, log.timeline))
         return ProxyResponse(200, headers, stream)
 
-    def _upstreams(self, request: ClientRequest, log: RequestLog) -> list[UpstreamRequest]:
+    async def _upstreams(self, request: ClientRequest, log: RequestLog) -> list[UpstreamRequest]:
         """One for each prompt; the first one's phases stand for the request's."""
         context, endpoint, name = self._context, request.endpoint, request.request_id
         bodies = split(endpoint, request.body)
@@ -317,7 +319,9 @@ class Orchestrator:
             if index:
                 timeline = Timeline(context.clock, context.metrics, request.arrived, log.timeline.answer)
             own_name = f"{name}-{index}" if len(bodies) > 1 else name
-            sub_request = SubRequest(request, body, shape(endpoint, body), own_name, index)
+            facts = await prompt_facts(endpoint, body)
+            text = None if context.prefix_source is None else facts.text
+            sub_request = SubRequest(request, body, shape(endpoint, body, facts), own_name, index, text)
             upstreams.append(UpstreamRequest(context, self._background_tasks, sub_request, timeline))
         log.begin(len(upstreams), upstreams[0].sub_request.shape.choices)
         return upstreams

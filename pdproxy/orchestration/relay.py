@@ -21,6 +21,7 @@ from pdproxy.orchestration.decode_stream import DecodeStream, UsageEventFilter
 from pdproxy.orchestration.journaled_stream import JournaledStream
 from pdproxy.orchestration.resources import node_down_fault
 from pdproxy.orchestration.upstream import UpstreamRequest
+from pdproxy.raw_json import value_of
 from pdproxy.request import NO_ADDITIONS, ONLY_USAGE, Endpoint, Json, SubRequest
 from pdproxy.response import Sink
 from pdproxy.stream.choice_state import NotContinuable
@@ -249,4 +250,4 @@ class Relay:
 def _adds_usage(sub_request: SubRequest) -> bool:
     """Whether we ask for the usage event, which shows whether the node recomputed; not where it would change more."""
     known = sub_request.endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT)
-    return known and sub_request.shape.choices == 1 and sub_request.body.get("stream_options") is None
+    return known and sub_request.shape.choices == 1 and value_of(sub_request.body.get("stream_options")) is None

@@ -4,8 +4,8 @@ import dataclasses
 import weakref
 
 from pdproxy.clock import Clock
+from pdproxy.legs.outline import BYTES_PER_TOKEN
 from pdproxy.legs.prompt_text import MOST_BYTES, MOST_IDS, prompt_ids, prompt_parts, prompt_salt
-from pdproxy.legs.shape import BYTES_PER_TOKEN, estimated_prompt_tokens
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.prefix_source import RealHit
@@ -15,7 +15,7 @@ from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
 from pdproxy.planning.renderings import HashesByScheme, KnownPrefix, Rendering
 from pdproxy.planning.text_chain import Chain, chain_of_completion, chain_of_ids, chain_of_text
 from pdproxy.planning.text_index import Keeps, TextIndex
-from pdproxy.request import SubRequest
+from pdproxy.request import Endpoint, SubRequest
 
 UNKNOWN_BLOCK = 16
 """Tokens in a block of a node that does not publish it: vLLM's default for models without states."""
@@ -85,7 +85,7 @@ class TextPrefixSource:
         """A node tokenized the prompt."""
         chain = self._ask(sub_request).chain
         if chain.hashes:
-            whole = BYTES_PER_TOKEN * estimated_prompt_tokens(sub_request.body)
+            whole = BYTES_PER_TOKEN * sub_request.shape.prompt_tokens
             text = max(whole, chain.ends[-1] + 1) if self._is_cut(chain) else chain.ends[-1]
             self._index.tokenized(chain, Rendering(tokens, text, hashes))
 
@@ -103,7 +103,7 @@ class TextPrefixSource:
         return asked
 
     def _tokens(self, chain: Chain, sub_request: SubRequest) -> int:
-        return estimated_prompt_tokens(sub_request.body) if self._is_cut(chain) else self._index.tokens(chain)
+        return sub_request.shape.prompt_tokens if self._is_cut(chain) else self._index.tokens(chain)
 
     def _is_cut(self, chain: Chain) -> bool:
         """Whether the prompt is longer than what is looked at."""
@@ -111,12 +111,14 @@ class TextPrefixSource:
 
 
 def _chain(sub_request: SubRequest) -> Chain:
-    body, model = sub_request.body, sub_request.request.model
-    salt, ids, parts = prompt_salt(sub_request.endpoint, model, body), prompt_ids(body), prompt_parts(body)
-    if ids:
+    body, model, text = sub_request.body, sub_request.request.model, sub_request.text
+    salt = prompt_salt(sub_request.endpoint, model, body)
+    if ids := prompt_ids(body) if text is None else text.ids:
         return chain_of_ids(model, salt, ids)
-    completion = isinstance(body.get("prompt"), str) and len(parts) == 1
-    return chain_of_completion(model, salt, parts[0]) if completion else chain_of_text(model, salt, parts)
+    parts = prompt_parts(body) if text is None else text.take_parts()
+    if sub_request.endpoint is Endpoint.COMPLETIONS and len(parts) == 1:
+        return chain_of_completion(model, salt, parts[0])
+    return chain_of_text(model, salt, parts)
 
 
 def _block(node: Node) -> int:

@@ -17,7 +17,7 @@ from pdproxy.errors import Fault, NodeFault
 from pdproxy.failures import Moment, Step
 from pdproxy.legs.calls import decode, prefill, prompt_digest
 from pdproxy.legs.rewrite import decode_body, prefill_body
-from pdproxy.legs.shape import estimated_prompt_tokens, has_media
+from pdproxy.legs.shape import estimated_prompt_tokens
 from pdproxy.lifecycle import IllegalTransition, RequestLifecycle, RequestState, Transition
 from pdproxy.nodes.node import Node
 from pdproxy.nodes.outlier import Source
@@ -446,4 +446,4 @@ def _depends_on_pair(asked: SubRequest, node: Node) -> bool:
     names that the client gave them: there a client can bring it about (docs/operating.md, "Nodes that do not mean the
     same"). Prompts whose log-probabilities are asked for, and beam search, have no ticket.
     """
-    return node.model in ("", asked.request.model) and asked.shape.choices == 1 and not has_media(asked.body)
+    return node.model in ("", asked.request.model) and asked.shape.choices == 1 and not asked.shape.media

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from pdproxy.errors import Fault, NodeFault
+from pdproxy.raw_json import IdList
 from pdproxy.request import Endpoint, Json, NotContinuableReason, read_json, write_json
 from pdproxy.stream.sse import Event, event_of
-from pdproxy.unparsed import IdList
 from pdproxy.usage import with_cached_tokens
 
 Kind = TypeVar("Kind")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.unparsed import IdList
+from pdproxy.raw_json import IdList
 
 EVENT_BYTES = 16 * 1024 * 1024
 """The longest event that is buffered; log-probabilities of a long prompt fit."""

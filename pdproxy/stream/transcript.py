@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.finish_reasons import ABORT, ABORTED, chunk_reasons, is_aborted, message_stop_reason
+from pdproxy.raw_json import IdList
 from pdproxy.request import Addition, Continuation, Endpoint, LegForm, NotContinuableReason, Shape, StreamRoute
 from pdproxy.stream.choice_state import ChoiceState, NotContinuable
 from pdproxy.stream.chunks import (
@@ -30,7 +31,6 @@ from pdproxy.stream.chunks import (
     without_ids,
 )
 from pdproxy.stream.sse import Event
-from pdproxy.unparsed import IdList
 from pdproxy.usage import Usage, with_cached_tokens
 
 LAST_EVENTS = frozenset({b"message_stop", b"response.completed", b"response.failed", b"response.incomplete"})

@@ -41,6 +41,7 @@ from pdproxy.transport.h1_client import H1Transport
 from tests.e2e.conftest import REQUEST_TIMEOUT_S
 from tests.e2e.legs import TO_HAND_OVER, Params, complete
 from tests.e2e.metrics_reader import PATIENCE_S, read, watch
+from tests.events.prompts import sub_request
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.timeout(900)]
 
@@ -366,7 +367,7 @@ async def test_token_ids_are_those_that_the_node_makes_of_the_request(fleet: Fle
     async with observing(fleet.nodes) as observer:
         for name, (endpoint, body) in BODIES.items():
             asked = {"model": SERVED_NAME, **body}
-            question = tokenize_body(endpoint, asked)
+            question = tokenize_body(sub_request(endpoint, asked))
             assert question is not None, name
             ids = await observer.ids.of(question, observer.node("prefill"))
             assert ids is not None, name

@@ -14,7 +14,6 @@ from pdproxy.events.prefix_source import EXPECTED_SECONDS, EventPrefixSource
 from pdproxy.events.prompt_hashes import HashFinder
 from pdproxy.events.token_ids import TokenIds
 from pdproxy.events.wire import NumberedBatch
-from pdproxy.legs.shape import shape
 from pdproxy.nodes.hashing import Hashing
 from pdproxy.nodes.node import Binding, Capacity, Node, Role
 from pdproxy.nodes.pool import Pool
@@ -24,8 +23,9 @@ from pdproxy.planning.cost import covered_tokens
 from pdproxy.planning.plan_types import Plan
 from pdproxy.planning.prefix import Hit, HitSource, Place
 from pdproxy.planning.rates import Rates, Work
-from pdproxy.request import ClientRequest, Endpoint, SubRequest
+from pdproxy.request import Endpoint, SubRequest
 from tests.events.feeds import Caches
+from tests.events.prompts import sub_request
 from tests.events.publisher import stored
 from tests.nodes.fake_pool import FakeNodeInfo, FakePoolTransport, settle
 
@@ -86,8 +86,7 @@ def request(
     prompt: object = IDS, *, name: str = "r", model: str = "tiny", arrived: float = 0.0, **more: object
 ) -> SubRequest:
     body = {"model": model, "prompt": list(prompt) if isinstance(prompt, tuple) else prompt, **more}
-    asked = ClientRequest(name, Endpoint.COMPLETIONS, body, (), model, False, 0, arrived, 99.0, lambda: False)
-    return SubRequest(asked, body, shape(Endpoint.COMPLETIONS, body), name)
+    return sub_request(Endpoint.COMPLETIONS, body, name, arrived)
 
 
 async def test_each_place_has_what_its_events_say() -> None:

@@ -20,6 +20,7 @@ from pdproxy.events.token_ids import (
 from pdproxy.nodes.node import Role
 from pdproxy.request import Endpoint
 from tests.events.feeds import Caches
+from tests.events.prompts import sub_request
 from tests.nodes.fake_pool import FakeNodeInfo, FakePoolTransport, settle
 
 PATH = "/tokenize"
@@ -56,9 +57,10 @@ async def test_a_text_is_rendered_by_the_node() -> None:
 
 
 def test_ids_that_the_request_has_are_taken_as_they_are() -> None:
-    assert given_ids({"prompt": [7, 8]}) == [7, 8]
-    assert given_ids({"messages": [], "kv_transfer_params": {"prompt_token_ids": [5, 6]}}) == [5, 6]
-    assert given_ids(TEXT) is None
+    continued = {"messages": [], "kv_transfer_params": {"prompt_token_ids": [5, 6]}}
+    assert given_ids(sub_request(Endpoint.COMPLETIONS, {"prompt": [7, 8]})) == [7, 8]
+    assert given_ids(sub_request(Endpoint.CHAT, continued)) == [5, 6]
+    assert given_ids(sub_request(Endpoint.COMPLETIONS, TEXT)) is None
 
 
 async def test_a_chat_is_rendered_with_all_that_decides_its_ids() -> None:
@@ -69,7 +71,7 @@ async def test_a_chat_is_rendered_with_all_that_decides_its_ids() -> None:
         "chat_template_kwargs": {"style": "plain"}, "documents": [{"text": "d"}], "reasoning_effort": "low",
         "temperature": 0, "max_tokens": 9, "stream": True,
     }  # fmt: skip
-    assert tokenize_body(Endpoint.CHAT, body) == {
+    assert tokenize_body(sub_request(Endpoint.CHAT, body)) == {
         "model": "tiny", "messages": messages, "tools": tools, "add_generation_prompt": False,
         "chat_template_kwargs": {
             "style": "plain", "documents": [{"text": "d"}], "reasoning_effort": "low", "enable_thinking": True
@@ -79,7 +81,7 @@ async def test_a_chat_is_rendered_with_all_that_decides_its_ids() -> None:
 
 def test_thinking_is_the_clients_own_choice_where_it_made_one() -> None:
     body = {"messages": [], "reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}
-    assert tokenize_body(Endpoint.CHAT, body) == {
+    assert tokenize_body(sub_request(Endpoint.CHAT, body)) == {
         "messages": [],
         "chat_template_kwargs": {"enable_thinking": True, "reasoning_effort": "none"},
     }
@@ -99,7 +101,7 @@ def test_thinking_is_the_clients_own_choice_where_it_made_one() -> None:
     ],
 )
 def test_what_a_node_would_render_otherwise_is_not_asked_for(endpoint: Endpoint, body: dict[str, Any]) -> None:
-    assert tokenize_body(endpoint, body) is None
+    assert tokenize_body(sub_request(endpoint, body)) is None
 
 
 @pytest.mark.parametrize(

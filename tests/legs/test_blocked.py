@@ -4,10 +4,10 @@ import asyncio
 import json
 import time
 
-from pdproxy.legs.large import parse_in_steps
-from pdproxy.legs.parse import parse
+from pdproxy.legs.outline import in_turns, prompt_facts
+from pdproxy.legs.parse import parsing
 from pdproxy.legs.shape import estimated_prompt_tokens, shape
-from pdproxy.request import Endpoint
+from pdproxy.request import Endpoint, read_json
 
 LINE = 'She said: "no", and\nwent on to über-long texts, \\o/ дальше. '
 
@@ -25,10 +25,10 @@ async def test_others_have_their_turn_while_a_long_body_is_read() -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": LINE}] * 120_000}
     raw = json.dumps(body).encode()
     began = time.thread_time()
-    parse(Endpoint.CHAT, raw)
+    read_json(raw)
     shape(Endpoint.CHAT, body), estimated_prompt_tokens(body)
     at_once = time.thread_time() - began
     watching = asyncio.create_task(watch())
-    await parse_in_steps(Endpoint.CHAT, raw)
+    await prompt_facts(Endpoint.CHAT, await in_turns(parsing(Endpoint.CHAT, raw)))
     watching.cancel()
     assert longest < at_once / 3

@@ -1,13 +1,16 @@
 """Which bodies are accepted, what is removed from them, and which model one names that is not looked into."""
 
+import functools
 import json
 
 import httpx
 import pytest
 
 from pdproxy.errors import ClientError
-from pdproxy.legs.parse import model_of, parse, scrub
-from pdproxy.request import Endpoint
+from pdproxy.legs.parse import LONGEST_MODEL, model_of, parse, scrub
+from pdproxy.legs.rewrite import decode_body
+from pdproxy.raw_json import MOST_FIELDS
+from pdproxy.request import Endpoint, write_json
 
 
 @pytest.mark.parametrize(
@@ -20,7 +23,14 @@ from pdproxy.request import Endpoint
         (b"\xff\xfe", None),
         (b'{"model":"m","temperature":NaN}', None),
         (b'{"model":"m","temperature":-Infinity}', None),
-        (b'{"model":"m","seed":' + b"9" * 5000 + b"}", None),
+        (b'{"model":"m","user":"\\ud800"}', None),
+        (b'{"model":"m","user":"\xff"}', None),
+        (b'{"model":"m","user":"a\nb"}', None),
+        (b'{"model":"m"} {}', None),
+        (b'{"model":"m"%b}' % b"".join(b',"f%d":1' % number for number in range(MOST_FIELDS)), None),
+        (b'{"model":[[[]]]}', "model"),
+        (b'{"model":"m","n":1e400}', "n"),
+        (b'{"model":"m","stream_options":[%b]}' % (b"[]," * 20_000 + b"[]"), "stream_options"),
         (b"[" * 100_000, None),
         (b"{}", "model"),
         (b'{"model":""}', "model"),
@@ -35,6 +45,7 @@ from pdproxy.request import Endpoint
         (b'{"model":"m","priority":"high"}', "priority"),
         (b'{"model":"m","prompt":[1,"a"]}', "prompt"),
         (b'{"model":"m","prompt":[true]}', "prompt"),
+        (b'{"model":"m","prompt":["a",[1]]}', "prompt"),
         (b'{"model":"m","prompt":' + json.dumps(["x"] * 1025).encode() + b"}", "prompt"),
     ],
 )
@@ -53,9 +64,23 @@ def test_responses_are_stateless(extra: dict[str, object]) -> None:
     assert caught.value.param in extra
 
 
-def test_what_the_proxy_does_not_know_is_left_alone() -> None:
-    body = {"model": "m", "prompt": [1, 2], "max_tokens": None, "vendor": {"x": [1.5]}, "user": "ü\ud800"}
-    assert scrub(parse(Endpoint.COMPLETIONS, json.dumps(body).encode())) == body
+LEFT_ALONE = [
+    b'{"x":[1.5], "y" : {"\\u0041":null}}', b"1e400", b"[-0.0,1E5,0.10]", b"9" * 5000,
+    b'"\xc3\xbc\\u00fc\\/"', b"[ 1 , 2 ]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", LEFT_ALONE)
+@pytest.mark.parametrize("name", ["vendor", "seed", "temperature", "messages"])
+def test_what_is_not_replaced_leaves_as_it_came(name: str, value: bytes) -> None:
+    body = scrub(parse(Endpoint.CHAT, b'{ "model": "m",\n"%b": %b, "user":"u" }' % (name.encode(), value)))
+    leg = write_json(decode_body(Endpoint.CHAT, body, {"ticket": 1}, frozenset()))
+    assert leg == b'{"model":"m","%b":%b,"user":"u","kv_transfer_params":{"ticket":1}}' % (name.encode(), value)
+
+
+def test_of_equal_names_the_last_one_leaves() -> None:
+    body = scrub(parse(Endpoint.CHAT, b'{"model":"a","n":2,"m\\u006fdel":"b","n":3}'))
+    assert write_json(body) == b'{"model":"b","n":3}'
 
 
 @pytest.mark.parametrize("key", ["kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"])
@@ -74,6 +99,31 @@ def test_transfer_parameters_deep_inside_are_removed_too() -> None:
     assert scrub(body) == {"model": "m", "vllm_xargs": {"extra_args": [{}], "a": "b"}}
 
 
+@pytest.mark.parametrize("name", ["kv_transfer_params", "kv_cache_report_mode", "pdproxy_release"])
+def test_an_escaped_name_is_the_same_name(name: str) -> None:
+    escaped = "".join(f"\\u{ord(character):04x}" for character in name)
+    body = scrub(parse(Endpoint.CHAT, b'{"model":"m","%b":1,"vllm_xargs":{"a":1}}' % escaped.encode()))
+    assert json.loads(write_json(body)) == {"model": "m", "vllm_xargs": {"a": 1}}
+
+
+def test_an_escaped_name_is_found_deep_inside() -> None:
+    raw = b'{"model":"m","vllm_xargs":{"x":[{"kv_transfer_param\\u0073":{"do_remote_prefill":true},"a":0.10}]}}'
+    assert json.loads(write_json(scrub(parse(Endpoint.CHAT, raw)))) == {"model": "m", "vllm_xargs": {"x": [{"a": 0.1}]}}
+
+
+def test_what_hides_nothing_is_not_rewritten() -> None:
+    raw = b'{"model":"m","vllm_xargs":{"x" : [0.10,1e400],"text":"a\\nb"}}'
+    assert write_json(scrub(parse(Endpoint.CHAT, raw))) == raw
+
+
+@pytest.mark.parametrize("inner", [b"1e400", b"[" * 900 + b"]" * 900, b"[1" + b",1" * 600_000 + b"]"])
+def test_what_hides_something_and_cannot_be_read_is_refused(inner: bytes) -> None:
+    raw = b'{"model":"m","vllm_xargs":{"kv_transfer_params":1,"x":%b}}' % inner
+    with pytest.raises(ClientError) as caught:
+        scrub(parse(Endpoint.CHAT, raw))
+    assert (caught.value.status, caught.value.param) == (400, "vllm_xargs")
+
+
 def test_a_message_may_mention_transfer_parameters() -> None:
     body: dict[str, object] = {"model": "m", "messages": [{"role": "user", "content": "kv_transfer_params?"}]}
     assert scrub(body) == body
@@ -88,13 +138,14 @@ def test_prompt_embeddings_are_refused() -> None:
         scrub({"model": "m", "prompt_embeds": "AAAA"})
 
 
-def test_the_number_of_values_in_a_body_is_bounded() -> None:
-    many = b'{"model":"m","prompt":[1' + b",1" * 2_000_001 + b"]}"
-    with pytest.raises(ClientError) as caught:
-        parse(Endpoint.COMPLETIONS, many)
-    assert (caught.value.status, caught.value.code) == (413, "request_too_large")
-    long = {"model": "m", "prompt": "words, " * 500_000}
-    assert parse(Endpoint.COMPLETIONS, json.dumps(long).encode()) == long
+@pytest.mark.parametrize("length", [LONGEST_MODEL + 1, 100_000])
+def test_a_name_that_is_longer_than_any_names_no_model(length: int) -> None:
+    raw = json.dumps({"model": "m" * length}).encode()
+    for read in (functools.partial(parse, Endpoint.CHAT), model_of):
+        with pytest.raises(ClientError) as caught:
+            read(raw)
+        assert (caught.value.status, caught.value.code) == (404, "model_not_found")
+        assert len(caught.value.message) < 200
 
 
 def test_what_is_nested_too_deeply_names_no_model() -> None:

@@ -1,6 +1,7 @@
 """The bodies of both legs, the shapes of requests, and continuations."""
 
 import itertools
+import json
 import re
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from pdproxy.legs.parse import split
 from pdproxy.legs.rewrite import continuation_body, decode_body, prefill_body, sent_to
 from pdproxy.legs.shape import shape
-from pdproxy.request import Addition, Continuation, Endpoint, Json
+from pdproxy.request import Addition, Continuation, Endpoint, Json, write_json
 
 HAND_OVER = "hand-over-0123456789"
 TICKET = {"do_remote_prefill": True, "remote_block_ids": [[1], [2]], "odd": {"x": 1}}
@@ -115,7 +116,7 @@ def test_additions_go_on_top() -> None:
 )
 def test_a_list_of_prompts_is_split(prompt: object, expected: list[object]) -> None:
     bodies = split(Endpoint.COMPLETIONS, completion(prompt=prompt, n=2))
-    assert [body["prompt"] for body in bodies] == expected
+    assert [json.loads(write_json(body["prompt"])) for body in bodies] == expected
     assert all(body["n"] == 2 for body in bodies)
     assert len(bodies) == len(expected)
 

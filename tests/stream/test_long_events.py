@@ -9,12 +9,12 @@ import pytest
 from pdproxy.errors import NodeFault
 from pdproxy.legs.rewrite import continuation_body
 from pdproxy.legs.shape import estimated_prompt_tokens
+from pdproxy.raw_json import IdList
 from pdproxy.request import Addition, Endpoint, LegForm, Shape, write_json
 from pdproxy.stream.chunks import short_event_of
 from pdproxy.stream.journal import RecordSplitter
 from pdproxy.stream.sse import EVENT_BYTES, Event, SseParser
 from pdproxy.stream.transcript import Transcript
-from pdproxy.unparsed import IdList
 
 LONG = 300_000
 """Bytes; beyond what is joined with each piece."""

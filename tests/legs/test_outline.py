@@ -1,6 +1,5 @@
 """Long bodies: what is known of them without parsing them is what a parser would tell, and their bytes stay."""
 
-import asyncio
 import json
 from typing import Any
 
@@ -9,22 +8,22 @@ import pytest
 
 from pdproxy.errors import ClientError, Fault, NodeFault
 from pdproxy.legs.calls import outlined_object
-from pdproxy.legs.large import parse_in_steps
-from pdproxy.legs.parse import LARGE, parse, scrub, split
-from pdproxy.legs.prompt_text import MOST_IDS, prompt_ids, prompt_parts
+from pdproxy.legs.outline import PromptFacts, in_turns, prompt_facts
+from pdproxy.legs.parse import LARGE, parsing, scrub, split
+from pdproxy.legs.prompt_text import MOST_IDS, prompt_parts
 from pdproxy.legs.rewrite import decode_body, prefill_body
 from pdproxy.legs.shape import estimated_prompt_tokens, max_prompt_tokens, shape
 from pdproxy.orchestration.fanout import merge_answers
-from pdproxy.request import Endpoint, write_json
+from pdproxy.raw_json import MOST_ITEMS
+from pdproxy.request import Endpoint, Json, write_json
 from pdproxy.stream.chunks import choices_of
-from pdproxy.unparsed import LargeValue
 
 LINE = 'She said: "no", and\nwent on to über-long texts, \\o/ дальше. '
 TEXT = LINE * (2 * LARGE // len(LINE))
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "QUJD" * LARGE}}
 CHATS: dict[str, list[Any]] = {
     "one message": [{"role": "user", "content": TEXT}],
-    "many messages": [{"role": "user", "content": LINE}] * (4 * LARGE // len(LINE)),
+    "many messages": [{"role": "user", "content": LINE}] * (MOST_ITEMS - 1),
     "parts": [
         {"role": "system", "content": "short"},
         {"role": "user", "content": [{"type": "text", "text": TEXT}] * 2},
@@ -38,43 +37,64 @@ CHATS: dict[str, list[Any]] = {
 async def read(endpoint: Endpoint, body: dict[str, Any], *, ascii_only: bool = False) -> dict[str, object]:
     raw = json.dumps({"model": "m", **body}, ensure_ascii=ascii_only, separators=(",", ":")).encode()
     assert len(raw) > LARGE
-    return scrub(await parse_in_steps(endpoint, raw))
+    return scrub(await in_turns(parsing(endpoint, raw)))
+
+
+async def parts_of(endpoint: Endpoint, body: Json) -> list[bytes]:
+    text = (await prompt_facts(endpoint, body)).text
+    assert text is not None
+    parts = text.take_parts()
+    assert text.take_parts() == []
+    return parts
 
 
 @pytest.mark.parametrize("messages", CHATS.values(), ids=CHATS)
 async def test_of_a_long_chat_the_same_is_known_as_of_a_parsed_one(messages: list[Any]) -> None:
     body = {"model": "m", "stream": True, "messages": messages}
-    large = await read(Endpoint.CHAT, body)
-    assert isinstance(large["messages"], LargeValue)
-    assert shape(Endpoint.CHAT, large) == shape(Endpoint.CHAT, body)
-    assert estimated_prompt_tokens(large) == pytest.approx(estimated_prompt_tokens(body), rel=0.02, abs=16)
+    large, exact = await read(Endpoint.CHAT, body), estimated_prompt_tokens(body)
+    facts = await prompt_facts(Endpoint.CHAT, large)
+    assert facts.tokens == pytest.approx(exact, rel=0.02, abs=16)
+    known = PromptFacts(exact, facts.most_tokens, facts.media)
+    assert shape(Endpoint.CHAT, large, known) == shape(Endpoint.CHAT, body)
     assert json.loads(write_json(decode_body(Endpoint.CHAT, large, None, frozenset()))) == body
 
 
-@pytest.mark.parametrize("name", ["one message", "many messages", "parts"])
+@pytest.mark.parametrize("name", ["one message", "many messages", "parts", "arguments"])
 async def test_a_long_chat_begins_with_the_same_parts(name: str) -> None:
-    body = {"messages": CHATS[name]}
-    assert prompt_parts(await read(Endpoint.CHAT, body)) == prompt_parts(body)
+    body = {"tools": [{"type": "function", "name": "f"}], "messages": CHATS[name]}
+    found, exact = await parts_of(Endpoint.CHAT, await read(Endpoint.CHAT, body)), prompt_parts(body)
+    assert found[:-1] == exact[:-1]
+    assert found[-1][:64] == exact[-1][:64]
+    assert name == "arguments" or found == exact
 
 
 async def test_two_images_differ_in_a_long_chat_as_in_a_parsed_one() -> None:
     other = json.loads(json.dumps(CHATS["image"]).replace("QUJD", "QUJE"))
     chats = [await read(Endpoint.CHAT, {"messages": messages}) for messages in (CHATS["image"], other)]
-    assert prompt_parts(chats[0]) != prompt_parts(chats[1])
+    parts = [await parts_of(Endpoint.CHAT, chat) for chat in chats]
+    assert parts[0] != parts[1]
+
+
+async def test_of_more_messages_than_are_looked_at_the_rest_counts_by_its_bytes_and_may_hold_media() -> None:
+    body = {"messages": [{"role": "user", "content": LINE}] * (3 * MOST_ITEMS)}
+    facts = await prompt_facts(Endpoint.CHAT, await read(Endpoint.CHAT, body))
+    assert facts.tokens == pytest.approx(estimated_prompt_tokens(body), rel=0.5)
+    assert facts.media
 
 
 @pytest.mark.parametrize("ascii_only", [False, True])
 async def test_of_a_long_text_the_same_is_known_as_of_a_parsed_one(ascii_only: bool) -> None:
     body = {"model": "m", "prompt": TEXT, "max_tokens": 5}
     large = await read(Endpoint.COMPLETIONS, body, ascii_only=ascii_only)
-    assert isinstance(large["prompt"], LargeValue)
-    assert shape(Endpoint.COMPLETIONS, large) == shape(Endpoint.COMPLETIONS, body)
-    assert estimated_prompt_tokens(large) == pytest.approx(estimated_prompt_tokens(body), rel=0.03)
-    bound, exact = max_prompt_tokens(Endpoint.COMPLETIONS, large), max_prompt_tokens(Endpoint.COMPLETIONS, body)
+    facts, exact = await prompt_facts(Endpoint.COMPLETIONS, large), estimated_prompt_tokens(body)
+    bound = max_prompt_tokens(Endpoint.COMPLETIONS, body)
+    assert facts.tokens == pytest.approx(exact, rel=0.03)
+    assert facts.most_tokens is not None
     assert bound is not None
-    assert exact is not None
-    assert bound >= exact
-    assert prompt_parts(large) == prompt_parts(body)
+    assert facts.most_tokens >= bound
+    known = PromptFacts(exact, bound)
+    assert shape(Endpoint.COMPLETIONS, large, known) == shape(Endpoint.COMPLETIONS, body)
+    assert await parts_of(Endpoint.COMPLETIONS, large) == prompt_parts(body)
     assert json.loads(write_json(prefill_body(Endpoint.COMPLETIONS, large, "id", 1)))["prompt"] == TEXT
 
 
@@ -82,17 +102,17 @@ async def test_of_a_long_text_the_same_is_known_as_of_a_parsed_one(ascii_only: b
 async def test_token_ids_are_counted_and_the_first_are_known(count: int) -> None:
     ids = [number % 150_000 for number in range(count)]
     large = await read(Endpoint.COMPLETIONS, {"prompt": ids})
-    assert isinstance(large["prompt"], LargeValue)
-    assert estimated_prompt_tokens(large) == max_prompt_tokens(Endpoint.COMPLETIONS, large) == count
-    assert list(prompt_ids(large)) == ids[:MOST_IDS]
+    facts = await prompt_facts(Endpoint.COMPLETIONS, large)
+    assert facts.text is not None
+    assert (facts.tokens, facts.most_tokens, list(facts.text.ids)) == (count, count, ids[:MOST_IDS])
     assert split(Endpoint.COMPLETIONS, large) == (large,)
     assert json.loads(write_json(large))["prompt"] == ids
 
 
-async def test_of_a_list_of_long_prompts_each_is_large() -> None:
+async def test_a_list_of_long_prompts_is_split_unparsed() -> None:
     prompts = [TEXT, "short", TEXT]
     bodies = split(Endpoint.COMPLETIONS, await read(Endpoint.COMPLETIONS, {"prompt": prompts}))
-    assert [isinstance(body["prompt"], LargeValue) for body in bodies] == [True, False, True]
+    assert all(isinstance(body["prompt"], msgspec.Raw) for body in bodies)
     assert [json.loads(write_json(body))["prompt"] for body in bodies] == prompts
 
 
@@ -112,20 +132,15 @@ async def test_a_long_prompt_of_no_known_kind_is_refused(prompt: list[Any]) -> N
         (b'{"model":"m","prompt":"%b' % (b"a" * LARGE), "not valid JSON"),
         (b'{"model":"m","prompt":NaN,"x":"%b"}' % (b"a" * LARGE), "not valid JSON"),
         (b'{"model":"m","prompt":"\xff%b"}' % (b"a" * LARGE), "not valid JSON"),
+        (b'{"model":"m","prompt":"\\ud800%b"}' % (b"a" * LARGE), "not valid JSON"),
         (b'["%b"]' % (b"a" * LARGE), "must be a JSON object"),
         (b'{"model":"m","prompt":%b%b}' % (b"[" * LARGE, b"]" * LARGE), "nested too deeply"),
     ],
 )
 async def test_a_long_body_that_is_no_json_is_refused(raw: bytes, text: str) -> None:
     with pytest.raises(ClientError, match=text) as error:
-        await parse_in_steps(Endpoint.COMPLETIONS, raw)
+        await in_turns(parsing(Endpoint.COMPLETIONS, raw))
     assert error.value.status == 400
-
-
-async def test_half_a_surrogate_pair_survives_in_a_long_body() -> None:
-    body = {"messages": [{"role": "user", "content": "\ud800" + TEXT}]}
-    large = await read(Endpoint.CHAT, body, ascii_only=True)
-    assert json.loads(write_json(large))["messages"] == body["messages"]
 
 
 async def test_what_may_not_be_sent_is_left_out_of_a_long_body_too() -> None:
@@ -133,11 +148,6 @@ async def test_what_may_not_be_sent_is_left_out_of_a_long_body_too() -> None:
         Endpoint.COMPLETIONS, {"prompt": TEXT, "kv_transfer_params": {}, "vllm_xargs": {"kv_transfer_params": 1}}
     )
     assert json.loads(write_json(large)) == {"model": "m", "prompt": TEXT, "vllm_xargs": {}}
-
-
-def test_a_short_body_is_the_same_when_it_is_read_in_steps() -> None:
-    raw = b'{"model":"m","prompt":[1,2]}'
-    assert asyncio.run(parse_in_steps(Endpoint.COMPLETIONS, raw)) == parse(Endpoint.COMPLETIONS, raw)
 
 
 LOGPROBS = {"tokens": ["a"] * LARGE, "token_logprobs": [-0.5] * LARGE}
