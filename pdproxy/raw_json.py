@@ -25,6 +25,7 @@ MOST_FIELDS = 1024
 """Names of one object. A request of vLLM's has a hundred."""
 MOST_ITEMS = 8192
 """Of a long list that are looked at."""
+TEXT, LIST, OBJECT = b'"[{'
 _MOST_COLONS = 64 * 1024
 _IDS_OF_STEP = 64 * 1024
 """Bytes of token ids that one step parses."""
@@ -67,9 +68,9 @@ def value_of(value: object) -> object:
         return value
 
 
-def first_character(raw: Raw) -> bytes:
-    """By which one sees what kind of value it is."""
-    return bytes(memoryview(raw)[:1])
+def first_byte(raw: Raw) -> int:
+    """By which one sees what kind of value it is: `TEXT`, `LIST`, `OBJECT`, or another one."""
+    return memoryview(raw)[0]
 
 
 def fields_of(raw: bytes | Raw) -> Steps[dict[str, Raw]]:
@@ -80,20 +81,30 @@ def fields_of(raw: bytes | Raw) -> Steps[dict[str, Raw]]:
         msgspec.MsgspecError: it is no JSON, or no object.
         RecursionError: it is nested too deeply.
     """
-    if len(raw) > PIECE:
-        colons = 0
-        for piece in pieces(memoryview(raw)):
-            colons += piece.count(b":")
-            yield
-        if colons > _MOST_COLONS:
-            long_fields = msgspec.structs.astuple(_LONG_FIELDS(raw))
-            yield
-            if len(raw) - sum(map(len, long_fields)) > PIECE:
-                raise TooManyFieldsError
+    if len(raw) <= PIECE:
+        return small_fields_of(raw)
+    yield from _check_number_of_fields(raw)
+    return small_fields_of(raw)
+
+
+def small_fields_of(raw: bytes | Raw) -> dict[str, Raw]:
+    """As `fields_of`, of up to `PIECE` bytes, or of an object whose number of names is known to be small."""
     fields = _FIELDS(raw)
     if len(fields) > MOST_FIELDS:
         raise TooManyFieldsError
     return fields
+
+
+def _check_number_of_fields(raw: bytes | Raw) -> Steps[None]:
+    colons = 0
+    for piece in pieces(memoryview(raw)):
+        colons += piece.count(b":")
+        yield
+    if colons > _MOST_COLONS:
+        long_fields = msgspec.structs.astuple(_LONG_FIELDS(raw))
+        yield
+        if len(raw) - sum(map(len, long_fields)) > PIECE:
+            raise TooManyFieldsError
 
 
 def check_utf8(raw: bytes) -> Steps[None]:

@@ -19,7 +19,7 @@ from pdproxy.nodes.node import Node
 from pdproxy.nodes.preflight import exchange
 from pdproxy.observe.event_metrics import EventMetrics
 from pdproxy.observe.labels import IdsOutcome
-from pdproxy.raw_json import first_character, value_of
+from pdproxy.raw_json import TEXT, first_byte, value_of
 from pdproxy.request import Endpoint, Json, SubRequest
 from pdproxy.transport.port import HttpRequest, Timeouts, Transport
 
@@ -70,7 +70,7 @@ def tokenize_body(sub_request: SubRequest) -> Json | None:
         return None
     if endpoint is Endpoint.COMPLETIONS:
         prompt = body.get("prompt")
-        text = first_character(prompt) == b'"' if isinstance(prompt, msgspec.Raw) else isinstance(prompt, str)
+        text = first_byte(prompt) == TEXT if isinstance(prompt, msgspec.Raw) else isinstance(prompt, str)
         plain = text and not value_of(body.get("suffix")) and not _given(body, "prompt_embeds")
         kept = {name: body[name] for name in ("model", "add_special_tokens") if _given(body, name)}
         return {**kept, "prompt": prompt} if plain else None

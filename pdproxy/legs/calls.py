@@ -12,7 +12,7 @@ from pdproxy.legs.node_headers import for_client
 from pdproxy.legs.parse import LARGE
 from pdproxy.legs.rewrite import delivery_body, release_body, resume_body
 from pdproxy.nodes.node import Node
-from pdproxy.raw_json import SMALL, first_character, kind_of_items, value_of
+from pdproxy.raw_json import LIST, SMALL, first_byte, kind_of_items, value_of
 from pdproxy.request import Endpoint, Headers, Json, LegForm, StreamRoute, header, read_json, write_json
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transport, read_to_end
 from pdproxy.usage import read_usage
@@ -278,7 +278,7 @@ async def outlined_object(raw: bytes) -> dict[str, object]:
 
 
 def _outlined(value: msgspec.Raw) -> object:
-    if first_character(value) == b"[" and kind_of_items(value) == b"{":
+    if first_byte(value) == LIST and kind_of_items(value) == b"{":
         return [{name: _small(each) for name, each in item.items()} for item in _OBJECTS(value)]
     return _small(value)
 

@@ -7,15 +7,17 @@ values keeps others from the event loop, or takes memory beyond its own bytes.
 
 import asyncio
 from array import array
-from collections.abc import Iterator
 
 import msgspec
 from msgspec import Raw
 
 from pdproxy.legs.prompt_text import MOST_BYTES, MOST_IDS, MOST_PARTS, abridged, field_part, message_part
 from pdproxy.raw_json import (
+    LIST,
     MOST_ITEMS,
+    OBJECT,
     SMALL,
+    TEXT,
     Result,
     Steps,
     TooManyFieldsError,
@@ -23,7 +25,7 @@ from pdproxy.raw_json import (
     count_ids,
     ends,
     fields_of,
-    first_character,
+    first_byte,
     first_ids,
     first_items,
     head_of_text,
@@ -79,14 +81,40 @@ async def in_turns(steps: Steps[Result]) -> Result:
 
 
 async def prompt_facts(endpoint: Endpoint, body: Json) -> PromptFacts:
-    """As `facts_of`; of a long prompt in turns with everything else."""
-    long = any(isinstance(value, Raw) and len(value) > SMALL for value in map(body.get, PROMPT_FIELDS))
-    return await in_turns(facts_of(endpoint, body)) if long else at_once(facts_of(endpoint, body))
+    """What is known of the prompt of a body; a long one is gone through in turns with everything else."""
+    small = _small_facts(endpoint, body)
+    return await in_turns(_long_facts(endpoint, body)) if small is None else small
 
 
-def facts_of(endpoint: Endpoint, body: Json) -> Steps[PromptFacts]:
-    """What is known of the prompt of a body."""
-    own = body.get("kv_transfer_params")  # of a stream that is continued
+def facts_of(endpoint: Endpoint, body: Json) -> PromptFacts:
+    """As `prompt_facts`, without a turn for anything else."""
+    small = _small_facts(endpoint, body)
+    return at_once(_long_facts(endpoint, body)) if small is None else small
+
+
+def _small_facts(endpoint: Endpoint, body: Json) -> PromptFacts | None:
+    """Of a prompt that is decoded to be looked at; None for any other."""
+    if "kv_transfer_params" in body:  # of a stream that is continued
+        return None
+    text_bytes, media, most = 0, False, None
+    for name in PROMPT_FIELDS:
+        if name not in body:
+            continue
+        value = value_of(body[name])
+        if isinstance(value, Raw):
+            return None
+        if name == "messages":
+            media = _has_media(value)
+        elif name == "prompt" and isinstance(value, list) and value and isinstance(value[0], int):
+            return PromptFacts(len(value), len(value) if endpoint is Endpoint.COMPLETIONS else None)
+        elif name == "prompt" and endpoint is Endpoint.COMPLETIONS:
+            most = _most_tokens(value)
+        text_bytes += text_length(value)
+    return PromptFacts(-(-text_bytes // BYTES_PER_TOKEN), most, media)
+
+
+def _long_facts(endpoint: Endpoint, body: Json) -> Steps[PromptFacts]:
+    own = body.get("kv_transfer_params")
     ids = own.get("prompt_token_ids") if isinstance(own, dict) else body.get("prompt")
     count = yield from _id_count(ids)
     if count:
@@ -94,21 +122,18 @@ def facts_of(endpoint: Endpoint, body: Json) -> Steps[PromptFacts]:
         first = (yield from first_ids(ids, MOST_IDS)) if long and isinstance(ids, Raw) else array("I")
         bound = count if endpoint is Endpoint.COMPLETIONS else None
         return PromptFacts(count, bound, text=PromptText([], first) if long else None)
-    values = {name: value_of(body[name]) for name in PROMPT_FIELDS if name in body}
-    if any(isinstance(value, Raw) for value in values.values()):
-        outliner = Outliner()
-        for name, value in values.items():
-            yield from outliner.look_at(name, value)
-        text_bytes, media, text = outliner.text_bytes, outliner.media, PromptText(outliner.parts, array("I"))
-    else:
-        text_bytes, media, text = sum(map(text_length, values.values())), _has_media(values.get("messages")), None
-    most = _most_tokens(values.get("prompt")) if endpoint is Endpoint.COMPLETIONS else None
-    return PromptFacts(-(-text_bytes // BYTES_PER_TOKEN), most, media, text)
+    outliner = Outliner()
+    for name in PROMPT_FIELDS:
+        if name in body:
+            yield from outliner.look_at(name, value_of(body[name]))
+    most = _most_tokens(body.get("prompt")) if endpoint is Endpoint.COMPLETIONS else None
+    text = PromptText(outliner.parts, array("I"))
+    return PromptFacts(-(-outliner.text_bytes // BYTES_PER_TOKEN), most, outliner.media, text)
 
 
 def _id_count(prompt: object) -> Steps[int]:
     if isinstance(prompt, Raw):
-        kind = kind_of_items(prompt) if first_character(prompt) == b"[" else b""
+        kind = kind_of_items(prompt) if first_byte(prompt) == LIST else b""
         return (yield from count_ids(prompt)) if kind.isdigit() else 0
     return len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], int) else 0
 
@@ -116,30 +141,23 @@ def _id_count(prompt: object) -> Steps[int]:
 def _most_tokens(prompt: object) -> int | None:
     """A text has at most one token for each of its UTF-8 bytes, and one that marks its beginning."""
     if isinstance(prompt, str):
-        return utf8_length(prompt) + 1
-    return len(prompt) if isinstance(prompt, Raw) and first_character(prompt) == b'"' else None
+        return text_length(prompt) + 1
+    return len(prompt) if isinstance(prompt, Raw) and first_byte(prompt) == TEXT else None
 
 
 def text_length(value: object) -> int:
-    """Of all texts within, but for media, in UTF-8."""
-    return utf8_length(value) if isinstance(value, str) else sum(map(utf8_length, _texts(value)))
-
-
-def utf8_length(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
-
-
-def _texts(value: object) -> Iterator[str]:
-    """All strings within, but for media. No recursion: clients choose the depth."""
-    left = [value]
+    """Of all texts within, but for media, in UTF-8. No recursion: clients choose the depth."""
+    length, left = 0, [value]
     while left:
-        match left.pop():
-            case str(text):
-                yield text
-            case list(items):
-                left += items
-            case dict(fields):
-                left += [inner for key, inner in fields.items() if key not in NO_TEXT]
+        item = left.pop()
+        if isinstance(item, str):
+            length += len(item) if item.isascii() else len(item.encode("utf-8", "surrogatepass"))
+        elif isinstance(item, dict):
+            plain = NO_TEXT.isdisjoint(item)
+            left += item.values() if plain else [inner for key, inner in item.items() if key not in NO_TEXT]
+        elif isinstance(item, list):
+            left += item
+    return length
 
 
 def _has_media(messages: object) -> bool:
@@ -177,7 +195,7 @@ class Outliner:
     def look_at(self, name: str, value: object) -> Steps[None]:
         """The next field."""
         conversation = name in _CONVERSATIONS
-        if isinstance(value, Raw) and conversation and first_character(value) == b"[":
+        if isinstance(value, Raw) and conversation and first_byte(value) == LIST:
             yield from self._conversation(value)
             return
         self._room = MOST_BYTES
@@ -220,12 +238,12 @@ class Outliner:
         if len(raw) <= SMALL:
             return self._measured(value_of(raw), len(raw))
         yield
-        begin = first_character(raw)
-        if begin == b'"':
+        begin = first_byte(raw)
+        if begin == TEXT:
             return (yield from self._text(raw))
-        if depth and begin == b"[":
+        if depth and begin == LIST:
             return (yield from self._list(raw, depth - 1))
-        if depth and begin == b"{":
+        if depth and begin == OBJECT:
             return (yield from self._dict(raw, depth - 1))
         return _abridged(raw)
 

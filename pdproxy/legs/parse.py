@@ -14,16 +14,19 @@ import msgspec
 
 from pdproxy.errors import ClientError
 from pdproxy.raw_json import (
+    LIST,
     MOST_FIELDS,
+    TEXT,
     Steps,
     TooManyFieldsError,
     at_once,
     check_utf8,
     count_ids,
     fields_of,
-    first_character,
+    first_byte,
     first_items,
     kind_of_items,
+    small_fields_of,
     value_of,
 )
 from pdproxy.request import Endpoint, Json, write_json
@@ -46,7 +49,7 @@ LARGE = 128 * 1024
 """Bytes above which a body is read in steps; below, all of it takes less than a millisecond."""
 
 
-def parse(endpoint: Endpoint, raw: bytes) -> dict[str, object]:
+def parse(endpoint: Endpoint, raw: bytes) -> dict[str, msgspec.Raw]:
     """The names and the raw values of the JSON object in ``raw``, the fields that the proxy relies on checked.
 
     For up to `LARGE` bytes; more are read by `parsing`.
@@ -54,35 +57,58 @@ def parse(endpoint: Endpoint, raw: bytes) -> dict[str, object]:
     Raises:
         ClientError: 400, with the field at fault in ``param``; 404 for a model's name that is too long to be one.
     """
-    return at_once(parsing(endpoint, raw))
-
-
-def parsing(endpoint: Endpoint, raw: bytes) -> Steps[dict[str, object]]:
-    """As `parse`, in steps."""
-    body = yield from reading(raw)
-    _check_model(body)
-    _check_kinds(body)
-    if endpoint is Endpoint.COMPLETIONS:
-        yield from _check_prompts(body)
-    if endpoint is Endpoint.RESPONSES:
-        _check_stateless(body)
+    try:
+        if not raw.isascii():
+            at_once(check_utf8(raw))
+        body = small_fields_of(raw)
+    except _UNREADABLE as error:
+        raise _no_object(error) from error
+    at_once(_check(endpoint, body))
     return body
 
 
-def reading(raw: bytes) -> Steps[dict[str, object]]:
-    """A body's fields, in steps; none of them is checked. Raises the `ClientError` 400 for what is no JSON object."""
+def parsing(endpoint: Endpoint, raw: bytes) -> Steps[dict[str, msgspec.Raw]]:
+    """As `parse`, in steps."""
+    body = yield from reading(raw)
+    yield from _check(endpoint, body)
+    return body
+
+
+def reading(raw: bytes) -> Steps[dict[str, msgspec.Raw]]:
+    """The fields of a body, in steps; none of them is checked. Raises the `ClientError` 400 for no JSON object."""
     try:
         yield from check_utf8(raw)
         yield
-        return dict((yield from fields_of(raw)))
-    except TooManyFieldsError as error:
-        raise _bad(None, f"The body has more than {MOST_FIELDS} fields.") from error
-    except msgspec.ValidationError as error:
-        raise _bad(None, 'The body must be a JSON object, such as {"model": …}.') from error
-    except RecursionError as error:
-        raise _bad(None, "The body is nested too deeply.") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _bad(None, f"The body is not valid JSON: {error}.") from error
+        return (yield from fields_of(raw))
+    except _UNREADABLE as error:
+        raise _no_object(error) from error
+
+
+_UNREADABLE = (TooManyFieldsError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def _no_object(error: Exception) -> ClientError:
+    match error:
+        case TooManyFieldsError():
+            why = f"The body has more than {MOST_FIELDS} fields, or too long ones of names that are not known."
+        case msgspec.ValidationError():
+            why = 'The body must be a JSON object, such as {"model": …}.'
+        case RecursionError():
+            why = "The body is nested too deeply."
+        case _:
+            why = f"The body is not valid JSON: {error}."
+    return _bad(None, why)
+
+
+def _check(endpoint: Endpoint, body: Json) -> Steps[None]:
+    """Check the fields that the proxy relies on."""
+    _check_model(body)
+    _check_kinds(body)
+    prompt = body.get("prompt")
+    if endpoint is Endpoint.COMPLETIONS and isinstance(prompt, msgspec.Raw) and first_byte(prompt) == LIST:
+        yield from _check_prompts(prompt)
+    if endpoint is Endpoint.RESPONSES:
+        _check_stateless(body)
 
 
 def _check_model(body: Json) -> None:
@@ -93,7 +119,7 @@ def _check_model(body: Json) -> None:
 def _model_name(value: object) -> str:
     """The text; "" for anything else, and the `ClientError` 404 for one that is too long."""
     name = value_of(value)
-    long_text = isinstance(name, msgspec.Raw) and first_character(name) == b'"'
+    long_text = isinstance(name, msgspec.Raw) and first_byte(name) == TEXT
     if long_text or (isinstance(name, str) and len(name) > LONGEST_MODEL):
         why = f"The model does not exist: no name has more than {LONGEST_MODEL} characters. GET /v1/models lists them."
         raise ClientError(404, why, kind="NotFoundError", code="model_not_found", param="model")
@@ -157,16 +183,13 @@ def _check_kinds(body: Json) -> None:
                 raise _bad(field, f"`{field}` must be {kind}.")
 
 
-def _check_prompts(body: Json) -> Steps[None]:
-    prompt = body.get("prompt")
-    if not isinstance(prompt, msgspec.Raw) or first_character(prompt) != b"[":
-        return
+def _check_prompts(prompt: msgspec.Raw) -> Steps[None]:
     kind = kind_of_items(prompt)
     if kind == b"]":
         return
     if kind in (b'"', b"["):
         prompts = first_items(prompt)
-        if any(first_character(each) != kind for each in prompts):
+        if any(first_byte(each) != kind[0] for each in prompts):
             raise invalid_prompt()
         if len(prompts) > MAX_PROMPTS:
             raise _bad("prompt", f"`prompt` holds more than the {MAX_PROMPTS} prompts that are served in one request.")
@@ -200,7 +223,7 @@ def split(endpoint: Endpoint, body: Json) -> tuple[dict[str, object], ...]:
     if endpoint is not Endpoint.COMPLETIONS or not isinstance(prompt, list | msgspec.Raw):
         return (dict(body),)
     raw = prompt if isinstance(prompt, msgspec.Raw) else msgspec.Raw(write_json(prompt))
-    if first_character(raw) != b"[" or kind_of_items(raw) not in (b'"', b"["):
+    if first_byte(raw) != LIST or kind_of_items(raw) not in (b'"', b"["):
         return (dict(body),)
     return tuple({**body, "prompt": each} for each in first_items(raw))
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pdproxy.legs.outline import PromptFacts, facts_of
-from pdproxy.raw_json import MOST_ITEMS, at_once, first_character, first_items, kind_of_items, value_of
+from pdproxy.raw_json import LIST, MOST_ITEMS, OBJECT, first_byte, first_items, kind_of_items, value_of
 from pdproxy.request import NO_ADDITIONS, Addition, Endpoint, Json, LocalReason, NotContinuableReason, Shape
 
 OUTPUT_PENALTIES = ("presence_penalty", "frequency_penalty")
@@ -36,8 +36,6 @@ _LOOKED_AT = frozenset(
         "response_format", "tool_choice", "include", "return_token_ids", *_RULING,
     }
 )  # fmt: skip
-_LOOKED_INTO = ("prompt", "tools")
-"""Fields that are long: they are decoded only as far as they are looked into."""
 _BRIEF = 64
 """Bytes of a prompt's JSON beyond which it is neither empty nor of one token."""
 
@@ -53,9 +51,9 @@ _TYPED = msgspec.json.Decoder(_Typed).decode
 
 def shape(endpoint: Endpoint, body: Json, facts: PromptFacts | None = None) -> Shape:
     """The shape of a scrubbed body of one prompt. ``facts`` are those of its prompt, where they are known."""
-    facts = at_once(facts_of(endpoint, body)) if facts is None else facts
+    facts = facts_of(endpoint, body) if facts is None else facts
     asked = {name: value_of(value) for name, value in body.items() if name in _LOOKED_AT}
-    asked |= {name: body[name] for name in _LOOKED_INTO if name in body}
+    asked["prompt"], asked["tools"] = body.get("prompt"), body.get("tools")  # looked into, not decoded
     choices, most = asked.get("n"), _max_tokens(asked)
     held = max(map(len, stops(asked)), default=1) - 1 if "stop" in asked else 0
     return Shape(
@@ -76,12 +74,12 @@ def shape(endpoint: Endpoint, body: Json, facts: PromptFacts | None = None) -> S
 
 def max_prompt_tokens(endpoint: Endpoint, body: Json) -> int | None:
     """An upper bound in tokens; None where the prompt is rendered by a template or is not text."""
-    return at_once(facts_of(endpoint, body)).most_tokens
+    return facts_of(endpoint, body).most_tokens
 
 
 def estimated_prompt_tokens(body: Json) -> int:
     """About how many tokens the prompt has: token ids are counted, text goes by its length, media count nothing."""
-    return at_once(facts_of(Endpoint.CHAT, body)).tokens
+    return facts_of(Endpoint.CHAT, body).tokens
 
 
 def stops(body: Json) -> tuple[str, ...]:
@@ -131,14 +129,14 @@ def _server_tools(body: Json) -> bool:
     """Whether a response may use tools that run on the node."""
     tools = body.get("tools")
     if isinstance(tools, msgspec.Raw):
-        tools = first_items(tools) if first_character(tools) == b"[" else None
+        tools = first_items(tools) if first_byte(tools) == LIST else None
     return isinstance(tools, Sequence) and (len(tools) >= MOST_ITEMS or not all(map(_runs_at_client, tools)))
 
 
 def _runs_at_client(tool: object) -> bool:
     if not isinstance(tool, msgspec.Raw):
         return not isinstance(tool, dict) or tool.get("type") == CLIENT_TOOLS
-    return first_character(tool) != b"{" or value_of(_TYPED(tool).type) == CLIENT_TOOLS
+    return first_byte(tool) != OBJECT or value_of(_TYPED(tool).type) == CLIENT_TOOLS
 
 
 def _brief(prompt: object) -> object:
@@ -206,7 +204,7 @@ def _chat(body: Json, facts: PromptFacts) -> NotContinuableReason | None:
 
 
 def _has_items(tools: object) -> bool:
-    if isinstance(tools, msgspec.Raw) and first_character(tools) == b"[":
+    if isinstance(tools, msgspec.Raw) and first_byte(tools) == LIST:
         return kind_of_items(tools) != b"]"
     return bool(value_of(tools))
 
