@@ -41,8 +41,8 @@ from pdproxy.intake.request_context import (
 )
 from pdproxy.intake.session import session_of
 from pdproxy.intake.sse_keep_alive import answer_with_comments
-from pdproxy.legs.outline import in_turns
 from pdproxy.legs.parse import LARGE, model_of, parse, parsing, reading, scrub
+from pdproxy.legs.turns import in_turns
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.client_errors import BUG, shutting_down_error
 from pdproxy.orchestration.forward import ForwardRequest

@@ -5,7 +5,6 @@ through in steps, and of what they hold at most `MOST_BYTES` are kept. So neithe
 values keeps others from the event loop, or takes memory beyond its own bytes.
 """
 
-import asyncio
 from array import array
 
 import msgspec
@@ -18,7 +17,6 @@ from pdproxy.raw_json import (
     OBJECT,
     SMALL,
     TEXT,
-    Result,
     Steps,
     TooManyFieldsError,
     at_once,
@@ -70,29 +68,13 @@ class PromptFacts(msgspec.Struct, frozen=True):
     text: PromptText | None = None
 
 
-async def in_turns(steps: Steps[Result]) -> Result:
-    """The result; between two steps everything else that waits for the event loop has its turn."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-        await asyncio.sleep(0)
-
-
-async def prompt_facts(endpoint: Endpoint, body: Json) -> PromptFacts:
-    """What is known of the prompt of a body; a long one is gone through in turns with everything else."""
-    small = _small_facts(endpoint, body)
-    return await in_turns(_long_facts(endpoint, body)) if small is None else small
-
-
 def facts_of(endpoint: Endpoint, body: Json) -> PromptFacts:
-    """As `prompt_facts`, without a turn for anything else."""
-    small = _small_facts(endpoint, body)
-    return at_once(_long_facts(endpoint, body)) if small is None else small
+    """What is known of the prompt of a body, found out at once."""
+    small = small_facts(endpoint, body)
+    return at_once(long_facts(endpoint, body)) if small is None else small
 
 
-def _small_facts(endpoint: Endpoint, body: Json) -> PromptFacts | None:
+def small_facts(endpoint: Endpoint, body: Json) -> PromptFacts | None:
     """Of a prompt that is decoded to be looked at; None for any other."""
     if "kv_transfer_params" in body:  # of a stream that is continued
         return None
@@ -113,7 +95,7 @@ def _small_facts(endpoint: Endpoint, body: Json) -> PromptFacts | None:
     return PromptFacts(-(-text_bytes // BYTES_PER_TOKEN), most, media)
 
 
-def _long_facts(endpoint: Endpoint, body: Json) -> Steps[PromptFacts]:
+def long_facts(endpoint: Endpoint, body: Json) -> Steps[PromptFacts]:
     own = body.get("kv_transfer_params")
     ids = own.get("prompt_token_ids") if isinstance(own, dict) else body.get("prompt")
     count = yield from _id_count(ids)

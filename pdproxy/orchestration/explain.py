@@ -5,9 +5,9 @@ from collections.abc import Iterable
 import msgspec
 
 from pdproxy.errors import ClientError
-from pdproxy.legs.outline import in_turns, prompt_facts
 from pdproxy.legs.parse import parsing, scrub, split
 from pdproxy.legs.shape import shape
+from pdproxy.legs.turns import in_turns, prompt_facts
 from pdproxy.nodes.node import Role, Snapshot
 from pdproxy.orchestration.client_errors import no_node_error, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext

@@ -35,13 +35,15 @@ class FailureRecord:
 
     node: str = ""
     error: FinalError | None = None
-    _fault: NodeFault | None = None
+    _fault: str = ""
+    _detail: str = ""
     _tried: list[str] = dataclasses.field(default_factory=list)
     _more: int = 0
 
     def leg_failed(self, leg: Leg, node: str, fault: NodeFault) -> None:
         """A leg failed on a node."""
-        self.node, self._fault = node, fault
+        # Words, and not the fault: its traceback would keep the request and its body alive.
+        self.node, self._fault, self._detail = node, fault.fault.value, fault.detail
         if len(self._tried) < MOST_TOLD:
             self._tried.append(f"{leg}:{node}:{fault.fault}")
         else:
@@ -54,8 +56,8 @@ class FailureRecord:
             facts |= {"status": self.error.status, "code": self.error.code, "reason": self.error.reason}
         if self.node:
             facts["node"] = self.node
-        if self._fault is not None:
-            facts |= {"fault": self._fault.fault.value, "detail": self._fault.detail}
+        if self._fault:
+            facts |= {"fault": self._fault, "detail": self._detail}
         if self._tried:
             facts["tried"] = ",".join(self._tried) + (f",+{self._more}" if self._more else "")
         return facts

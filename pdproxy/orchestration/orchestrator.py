@@ -11,9 +11,9 @@ from opentelemetry import trace
 
 from pdproxy.errors import ClientError, Fault, NodeFault
 from pdproxy.legs.calls import ANSWER_BYTES, outlined_object, raise_if_aborted
-from pdproxy.legs.outline import prompt_facts
 from pdproxy.legs.parse import split
 from pdproxy.legs.shape import shape
+from pdproxy.legs.turns import prompt_facts
 from pdproxy.observe import gen_ai
 from pdproxy.observe.labels import Outcome, Phase
 from pdproxy.observe.rare_lines import LineBudget

@@ -4,9 +4,9 @@ import asyncio
 import json
 import time
 
-from pdproxy.legs.outline import in_turns, prompt_facts
 from pdproxy.legs.parse import parsing
 from pdproxy.legs.shape import estimated_prompt_tokens, shape
+from pdproxy.legs.turns import in_turns, prompt_facts
 from pdproxy.request import Endpoint, read_json
 
 LINE = 'She said: "no", and\nwent on to über-long texts, \\o/ дальше. '

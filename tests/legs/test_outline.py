@@ -8,11 +8,12 @@ import pytest
 
 from pdproxy.errors import ClientError, Fault, NodeFault
 from pdproxy.legs.calls import outlined_object
-from pdproxy.legs.outline import PromptFacts, in_turns, prompt_facts
+from pdproxy.legs.outline import PromptFacts
 from pdproxy.legs.parse import LARGE, parsing, scrub, split
 from pdproxy.legs.prompt_text import MOST_IDS, prompt_parts
 from pdproxy.legs.rewrite import decode_body, prefill_body
 from pdproxy.legs.shape import estimated_prompt_tokens, max_prompt_tokens, shape
+from pdproxy.legs.turns import in_turns, prompt_facts
 from pdproxy.orchestration.fanout import merge_answers
 from pdproxy.raw_json import MOST_ITEMS
 from pdproxy.request import Endpoint, Json, write_json

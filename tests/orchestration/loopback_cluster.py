@@ -39,7 +39,7 @@ class LoopbackCluster:
         self.fabric = fabric
         self.nodes = nodes
         self.registry = CollectorRegistry()
-        self.metrics = Metrics(self.registry)
+        self.metrics = self.make_metrics()
         self.transport = H1Transport(clock, on_resend=self.metrics.resent)
         self.pool = Pool(clock, CircuitBreakerConfig(failures=3, cool_down=0.2, longest_cool_down=0.5, slow_start=0.0))
         for node in nodes:
@@ -54,6 +54,10 @@ class LoopbackCluster:
         self.context = self.make_context(config)
         self.background_tasks = BackgroundTasks(self.context)
         self.orchestrator = Orchestrator(self.context, self.background_tasks)
+
+    def make_metrics(self) -> Metrics:
+        """What all of it counts with."""
+        return Metrics(self.registry)
 
     def make_context(self, config: OrchestrationConfig) -> OrchestrationContext:
         """What the orchestration is given."""

@@ -77,9 +77,12 @@ class CachedCluster(LoopbackCluster):
         self._publishing = asyncio.create_task(self._publish())
         self._rejoining = asyncio.create_task(self._rejoin(random.Random(5)))
 
+    def make_metrics(self) -> Metrics:
+        return CountingMetrics(self)
+
     def make_context(self, config: OrchestrationConfig) -> OrchestrationContext:
         """With all that `app.build` makes for the policy `hybrid`."""
-        metrics = CountingMetrics(self)
+        metrics = self.metrics
         self.caches = PlaceCaches(self.clock, metrics.events)
         token_ids = TokenIds(self.transport, self.clock, metrics.events, TOKEN_IDS_SECONDS)
         self._subscriber = EventSubscriber(
