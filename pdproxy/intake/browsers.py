@@ -1,7 +1,5 @@
 """The clients' port for web pages of other origins, and below a path prefix, where the settings ask for it."""
 
-from starlette.middleware.cors import CORSMiddleware
-
 from pdproxy.intake.request_context import AsgiApp, Receive, Scope, Send
 
 _SHOWN = ("x-request-id", "retry-after", "x-ratelimit-limit-requests", "x-ratelimit-remaining-requests")
@@ -15,6 +13,8 @@ def for_origins(app: AsgiApp, origins: tuple[str, ...]) -> AsgiApp:
     """
     if not origins:
         return app
+    from starlette.middleware.cors import CORSMiddleware  # the start is shorter without
+
     return CORSMiddleware(
         app,
         allow_origins=origins,

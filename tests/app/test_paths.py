@@ -49,10 +49,9 @@ async def test_what_only_nodes_may_set_is_taken_out_of_bodies_that_reach_an_engi
             assert received == {"model": "m", "vllm_xargs": {"kept": 1}}, path
 
 
-async def test_a_model_name_that_utf8_cannot_write_is_a_404() -> None:
+async def test_a_text_that_utf8_cannot_write_is_refused() -> None:
     async with running_proxy(Settings()) as proxy:
         body = b'{"model":"\\ud800","prompt":"a"}'
-        answered = await proxy.client.post(
-            "/v1/completions", content=body, headers={"content-type": "application/json"}
-        )
-        assert (answered.status_code, answered.json()["error"]["param"]) == (404, "model")
+        headers = {"content-type": "application/json"}
+        answer = await proxy.client.post("/v1/completions", content=body, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_value")

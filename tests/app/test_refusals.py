@@ -35,7 +35,13 @@ CASES = {
         "request_too_large",
     ),
     "type": ("POST", COMPLETIONS, {"content": b"{}"}, 400, "unsupported_media_type"),
-    "coding": ("POST", COMPLETIONS, {**ASK, "headers": {"content-encoding": "br"}}, 415, "invalid_request_error"),
+    "coding": (
+        "POST",
+        COMPLETIONS,
+        {**ASK, "headers": {"content-encoding": "br"}},
+        415,
+        "unsupported_content_encoding",
+    ),
     "JSON": ("POST", COMPLETIONS, {"content": b"{", "headers": JSON}, 400, "invalid_value"),
     "rate": ("POST", COMPLETIONS, {**ASK, "headers": bearer("sk-rated")}, 429, "rate_limit_exceeded"),
 }
