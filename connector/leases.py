@@ -193,8 +193,8 @@ class Aliases:
 
 
 MOST_NONCES = 4 * MOST_READERS
-"""Nonces remembered for each request: enough for every reader that it may be declared for, with their retries. A lease
-that is read more often is under attack."""
+"""Nonces remembered for each request: four times as many as readers that it may be declared for. A lease that is
+read more often is under attack."""
 
 
 @dataclass(slots=True)
