@@ -4,8 +4,8 @@ Requests come with a ticket, with a prefix that a tier has, or with neither. Pre
 expire; tiers fail and hang; clients leave; the engine is paused; steps have small budgets. The scheduler and the
 connector are real, the workers are played: they report what real ones do (`tests/connector/harness.py`).
 
-vLLM's `scheduler_reserve_full_isl` stays on, as by default: without it two prompts that are computed in chunks can take
-each other's blocks in turn, with no connector at all.
+vLLM's `scheduler_reserve_full_isl` stays on, as by default. Without it vLLM admits a prompt as soon as its first chunk
+fits, and "has room" would mean something else; every request ends then, too (400 seeds were tried).
 """
 
 from __future__ import annotations

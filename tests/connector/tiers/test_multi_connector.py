@@ -1,5 +1,6 @@
 """Which child loads, on vLLM's real scheduler: a ticket and a disk tier, in every combination of which has more."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,19 @@ def test_a_failed_ticket_falls_back_to_the_tier(
     assert node.loads() == ["d"]
     node.step(loaded("d"))
     assert len(node.run_out("d")) == 4
+
+
+def test_where_the_cache_holds_the_prompt_once_only_a_failed_ticket_is_computed(prefill: Node, tmp_path: Path) -> None:
+    """vLLM reserves the blocks of the failed read: with a second load nobody would be admitted any more."""
+    node = make_several([pull(), tier(tmp_path)], num_blocks=20)
+    shelve(tmp_path, TOKENS, 4)
+    node.add("d", TOKENS, take_ticket(prefill, TOKENS))
+    node.step()
+    node.add("behind", prompt(20, seed=9))
+    node.step(node.pulled("d", failed=["d"]))
+    said = Counter(output.request_id for _ in range(20) for output in node.step())
+    assert said == {"d": 4, "behind": 4}
+    assert node.loads() == []
 
 
 def test_when_everything_failed_the_prompt_is_computed(node: Several, prefill: Node, tmp_path: Path) -> None:
