@@ -1,6 +1,7 @@
 """Honest requests lose nothing where others are hostile, nodes die and freeze, and connections close."""
 
 import os
+import statistics
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from tests.soak.hostile_soak import Seen, hostile_soak
 LONG = float(os.environ.get("HOSTILE_SOAK_SECONDS", "900"))
 SHORT = 20.0
 SETTLED = 120.0
-"""Seconds after which the proxy's memory must grow no more."""
+"""Seconds after which the proxy's memory must grow no more. Medians are compared: what a body of 12 MB takes for a moment
+is in one look of hundreds."""
 
 
 async def test_short_hostile_soak(tmp_path: Path) -> None:
@@ -25,9 +27,9 @@ async def test_long_hostile_soak(tmp_path: Path) -> None:
     seen = await hostile_soak(tmp_path, LONG, seed=2)
     show(seen)
     check(seen)
-    before = max(mib for at, mib in seen.resident if at < SETTLED)
-    after = max(mib for at, mib in seen.resident if at > LONG - SETTLED)
-    assert after < 1.1 * before, "memory that is never given back"
+    settled = statistics.median(mib for at, mib in seen.resident if SETTLED < at < 2 * SETTLED)
+    at_the_end = statistics.median(mib for at, mib in seen.resident if at > LONG - SETTLED)
+    assert at_the_end < 1.2 * settled, "memory that is never given back"
 
 
 def check(seen: Seen) -> None:
