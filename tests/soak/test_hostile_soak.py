@@ -11,7 +11,7 @@ from tests.soak.hostile_soak import Seen, hostile_soak
 LONG = float(os.environ.get("HOSTILE_SOAK_SECONDS", "900"))
 SHORT = 20.0
 SETTLED = 120.0
-"""Seconds after which the proxy's memory must grow no more. Medians are compared, for a look may meet a body of 12 MB."""
+"""Seconds after which the proxy's memory must grow no more. Medians: a look may meet a body of 12 MB."""
 
 
 async def test_short_hostile_soak(tmp_path: Path) -> None:
