@@ -10,6 +10,7 @@ from pdproxy.request import Endpoint
 from tests.differential.answers import aspects, differences
 from tests.differential.grid import ODD_VALUES, case, cases, fields_of, some_of
 from tests.differential.ledger import Difference, read, unexplained, unused
+from tests.differential.page import PAGE, differences_page
 
 DOCUMENT = {
     "paths": {
@@ -95,3 +96,9 @@ def test_each_row_of_the_ledger_has_a_reason() -> None:
     assert all(len(row.reason) > 30 for row in read(LEDGER.read_text(encoding="utf-8")))
     with pytest.raises(ValueError, match="reason"):
         read('[[differences]]\nfields = "n"\n')
+
+
+def test_the_page_for_users_is_made_of_the_ledger() -> None:
+    assert PAGE.read_text(encoding="utf-8") == differences_page(), (
+        "python -m tests.differential.page > docs/differences.md"
+    )
