@@ -42,6 +42,8 @@ BYTES_PER_TOKEN = 4
 """UTF-8 bytes that a token stands for, in prose; of code and rare scripts it stands for fewer."""
 PROMPT_FIELDS = ("prompt", "tools", "system", "instructions", "messages", "input")
 """The fields that a prompt is rendered from, in the order in which templates render them."""
+LONG_AT_ONCE = 4
+"""Long prompts that are read at once."""
 _CONVERSATIONS = ("messages", "input")
 _STEP_BYTES = 128 * 1024
 """What one step decodes at most: about a millisecond."""

@@ -14,7 +14,8 @@ from pdproxy.request import Endpoint, Json
 
 MOST_BYTES = 512 * 1024
 """Of a prompt's text that are looked at."""
-MOST_PARTS = 8192
+MOST_PARTS = 1024
+"""Of a prompt that are looked at. Each is a mark in an index of all prompts; one prompt may take a part of it."""
 MOST_IDS = 256 * 1024
 """Of a prompt's token ids that are looked at."""
 _WHOLE = 4096

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from pdproxy.legs.outline import PromptFacts, long_facts, small_facts
+from pdproxy.legs.outline import LONG_AT_ONCE, PromptFacts, long_facts, small_facts
 from pdproxy.raw_json import Result, Steps
 from pdproxy.request import Endpoint, Json
 
@@ -17,7 +17,17 @@ async def in_turns(steps: Steps[Result]) -> Result:
         await asyncio.sleep(0)
 
 
-async def prompt_facts(endpoint: Endpoint, body: Json) -> PromptFacts:
-    """What is known of the prompt of a body; a long one is gone through in turns with everything else."""
-    small = small_facts(endpoint, body)
-    return await in_turns(long_facts(endpoint, body)) if small is None else small
+class PromptReader:
+    """Finds out what planning needs to know of prompts. Of long ones it reads a few at once: there is one event loop,
+    and to begin with all would only have all of them hold what they have read so far."""
+
+    def __init__(self) -> None:
+        self._places = asyncio.Semaphore(LONG_AT_ONCE)
+
+    async def facts(self, endpoint: Endpoint, body: Json) -> PromptFacts:
+        """What is known of the prompt of a body; a long one is gone through in turns with everything else."""
+        small = small_facts(endpoint, body)
+        if small is not None:
+            return small
+        async with self._places:
+            return await in_turns(long_facts(endpoint, body))

@@ -7,7 +7,7 @@ import msgspec
 from pdproxy.errors import ClientError
 from pdproxy.legs.parse import parsing, scrub, split
 from pdproxy.legs.shape import shape
-from pdproxy.legs.turns import in_turns, prompt_facts
+from pdproxy.legs.turns import PromptReader, in_turns
 from pdproxy.nodes.node import Role, Snapshot
 from pdproxy.orchestration.client_errors import no_node_error, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext
@@ -51,7 +51,7 @@ async def _sub_request(context: OrchestrationContext, endpoint: Endpoint, body: 
     request = ClientRequest(
         "debug", endpoint, body, (), str(value_of(body["model"])), False, 0, now, now, lambda: False
     )
-    facts = await prompt_facts(endpoint, bodies[0])
+    facts = await PromptReader().facts(endpoint, bodies[0])
     return SubRequest(request, bodies[0], shape(endpoint, bodies[0], facts), "debug", text=facts.text)
 
 

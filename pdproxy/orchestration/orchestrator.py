@@ -13,7 +13,7 @@ from pdproxy.errors import ClientError, Fault, NodeFault
 from pdproxy.legs.calls import ANSWER_BYTES, outlined_object, raise_if_aborted
 from pdproxy.legs.parse import split
 from pdproxy.legs.shape import shape
-from pdproxy.legs.turns import prompt_facts
+from pdproxy.legs.turns import PromptReader
 from pdproxy.observe import gen_ai
 from pdproxy.observe.labels import Outcome, Phase
 from pdproxy.observe.rare_lines import LineBudget
@@ -200,6 +200,7 @@ class Orchestrator:
         self._context = context
         self._background_tasks = background_tasks
         self._refusals = LineBudget(context.clock)
+        self._prompts = PromptReader()
 
     async def answer(self, request: ClientRequest) -> ProxyResponse:
         """The response to a request for a generating endpoint.
@@ -271,7 +272,7 @@ class Orchestrator:
         model, lengths = str(value_of(body.get("model", ""))), self._context.in_flight.output_lengths
         prompt = answers = 0
         for each in split(endpoint, body):
-            form = shape(endpoint, each, await prompt_facts(endpoint, each))
+            form = shape(endpoint, each, await self._prompts.facts(endpoint, each))
             prompt += form.prompt_tokens
             answers += form.choices * lengths.expected(model, form.longest)
         return prompt, answers
@@ -319,7 +320,7 @@ class Orchestrator:
             if index:
                 timeline = Timeline(context.clock, context.metrics, request.arrived, log.timeline.answer)
             own_name = f"{name}-{index}" if len(bodies) > 1 else name
-            facts = await prompt_facts(endpoint, body)
+            facts = await self._prompts.facts(endpoint, body)
             text = None if context.prefix_source is None else facts.text
             sub_request = SubRequest(request, body, shape(endpoint, body, facts), own_name, index, text)
             upstreams.append(UpstreamRequest(context, self._background_tasks, sub_request, timeline))

@@ -5,7 +5,7 @@ import weakref
 
 from pdproxy.clock import Clock
 from pdproxy.legs.outline import BYTES_PER_TOKEN
-from pdproxy.legs.prompt_text import MOST_BYTES, MOST_IDS, prompt_ids, prompt_parts, prompt_salt
+from pdproxy.legs.prompt_text import MOST_BYTES, MOST_IDS, MOST_PARTS, prompt_ids, prompt_parts, prompt_salt
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.prefix_source import RealHit
@@ -23,9 +23,14 @@ UNKNOWN_BLOCK = 16
 
 @dataclasses.dataclass(slots=True)
 class _Asked:
-    """What is kept of a sub-request while it lives: its marks, and what its computing place was expected to resume."""
+    """What is kept of a sub-request while it lives.
+
+    ``chain``: its marks; ``cut``: of the beginning of a longer prompt. ``expected``: what its computing place was
+    expected to resume.
+    """
 
     chain: Chain
+    cut: bool
     expected: int = 0
     alive: "weakref.ref[SubRequest] | None" = None
 
@@ -41,11 +46,11 @@ class TextPrefixSource:
 
     async def look_up(self, sub_request: SubRequest) -> PromptHits | None:
         """As `PrefixSource`; None for a prompt without text."""
-        chain = self._ask(sub_request).chain
-        if not chain.hashes:
+        asked = self._ask(sub_request)
+        if not asked.chain.hashes:
             return None
-        tokens, hits = self._tokens(chain, sub_request), dict[Place, Hit]()
-        for place, hit in self._index.look_up(chain, self._clock.now()).items():
+        tokens, hits = self._tokens(asked, sub_request), dict[Place, Hit]()
+        for place, hit in self._index.look_up(asked.chain, self._clock.now()).items():
             cut = _in_blocks(self._pool.view(place.node).node, hit, tokens) if place.node in self._pool else None
             if cut is not None:
                 hits[place] = cut
@@ -75,18 +80,19 @@ class TextPrefixSource:
 
     def known(self, sub_request: SubRequest) -> KnownPrefix:
         """What prompts that were tokenized tell of this one."""
-        chain = self._ask(sub_request).chain
-        known = self._index.known(chain)
-        if known.whole or not self._is_cut(chain):
+        asked = self._ask(sub_request)
+        known = self._index.known(asked.chain)
+        if known.whole or not asked.cut:
             return known
-        return dataclasses.replace(known, prompt=max(self._tokens(chain, sub_request), known.tokens + 1))
+        return dataclasses.replace(known, prompt=max(self._tokens(asked, sub_request), known.tokens + 1))
 
     def tokenized(self, sub_request: SubRequest, tokens: int, hashes: HashesByScheme) -> None:
         """A node tokenized the prompt."""
-        chain = self._ask(sub_request).chain
+        asked = self._ask(sub_request)
+        chain = asked.chain
         if chain.hashes:
             whole = BYTES_PER_TOKEN * sub_request.shape.prompt_tokens
-            text = max(whole, chain.ends[-1] + 1) if self._is_cut(chain) else chain.ends[-1]
+            text = max(whole, chain.ends[-1] + 1) if asked.cut else chain.ends[-1]
             self._index.tokenized(chain, Rendering(tokens, text, hashes))
 
     def _sent(self, chain: Chain, node: Node, rank: int | None, keeps: Keeps, now: float) -> None:
@@ -98,27 +104,26 @@ class TextPrefixSource:
         key = id(sub_request)
         asked = self._asked.get(key)
         if asked is None:
-            self._asked[key] = asked = _Asked(self._index.refined(_chain(sub_request)))
+            chain, cut = _chain(sub_request)
+            self._asked[key] = asked = _Asked(self._index.refined(chain), cut)
             asked.alive = weakref.ref(sub_request, lambda _: self._asked.pop(key, None))
         return asked
 
-    def _tokens(self, chain: Chain, sub_request: SubRequest) -> int:
-        return sub_request.shape.prompt_tokens if self._is_cut(chain) else self._index.tokens(chain)
-
-    def _is_cut(self, chain: Chain) -> bool:
-        """Whether the prompt is longer than what is looked at."""
-        return bool(chain.ends) and chain.ends[-1] >= (MOST_IDS if chain.in_tokens else MOST_BYTES)
+    def _tokens(self, asked: _Asked, sub_request: SubRequest) -> int:
+        return sub_request.shape.prompt_tokens if asked.cut else self._index.tokens(asked.chain)
 
 
-def _chain(sub_request: SubRequest) -> Chain:
+def _chain(sub_request: SubRequest) -> tuple[Chain, bool]:
+    """The marks of a prompt, and whether it is longer than what is looked at."""
     body, model, text = sub_request.body, sub_request.request.model, sub_request.text
     salt = prompt_salt(sub_request.endpoint, model, body)
     if ids := prompt_ids(body) if text is None else text.ids:
-        return chain_of_ids(model, salt, ids)
+        return chain_of_ids(model, salt, ids), len(ids) >= MOST_IDS
     parts = prompt_parts(body) if text is None else text.take_parts()
+    cut = len(parts) >= MOST_PARTS or sum(map(len, parts)) >= MOST_BYTES
     if sub_request.endpoint is Endpoint.COMPLETIONS and len(parts) == 1:
-        return chain_of_completion(model, salt, parts[0])
-    return chain_of_text(model, salt, parts)
+        return chain_of_completion(model, salt, parts[0]), cut
+    return chain_of_text(model, salt, parts), cut
 
 
 def _block(node: Node) -> int:

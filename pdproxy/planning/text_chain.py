@@ -4,6 +4,7 @@ A prompt is a chain of *marks*: one after each `CHUNK` bytes of a part of its te
 hash of all that comes before it.
 """
 
+from array import array
 from collections.abc import Sequence
 
 import msgspec
@@ -23,7 +24,8 @@ class Chain(msgspec.Struct, frozen=True):
 
     Attributes:
         model: as clients name it.
-        hashes: of everything up to each mark.
+        hashes: of everything up to each mark. These and ``ends`` are arrays: they are kept while the request lives,
+            and a tuple of integers has six times their size.
         ends: where each mark is: bytes from the beginning, or tokens.
         pieces: what is between each mark and the one before it; none once `TextIndex.refined` has looked at them.
         tail: of a completion's prompt whose last piece is shorter than others: the hash of the mark before that piece,
@@ -32,8 +34,8 @@ class Chain(msgspec.Struct, frozen=True):
     """
 
     model: str
-    hashes: tuple[int, ...]
-    ends: tuple[int, ...]
+    hashes: Sequence[int]
+    ends: Sequence[int]
     pieces: tuple[Piece, ...] = ()
     tail: tuple[int, int] | None = None
     in_tokens: bool = False
@@ -63,11 +65,11 @@ def chain_of_ids(model: str, salt: str, ids: Sequence[int]) -> Chain:
 def _chain(model: str, salt: str, pieces: Sequence[Piece], size: int) -> Chain:
     """``size``: of a piece that does not end its part."""
     before, last, end = 0, hash(salt), 0
-    hashes, ends = list[int](), list[int]()
+    hashes, ends = array("q"), array("q")
     for piece in pieces:
         before, last, end = last, hash((last, piece)), end + len(piece)
         hashes.append(last)
         ends.append(end)
     ends_within = len(pieces) > 1 and len(pieces[-1]) < size
     tail = (before, len(pieces[-1])) if ends_within else None
-    return Chain(model, tuple(hashes), tuple(ends), tuple(pieces), tail)
+    return Chain(model, hashes, ends, tuple(pieces), tail)

@@ -18,6 +18,7 @@ import collections
 import dataclasses
 import enum
 import math
+from array import array
 from collections.abc import Iterator
 
 import msgspec
@@ -108,8 +109,8 @@ class TextIndex:
         before, end, piece = chain.hashes[at - 1], chain.ends[at - 1], chain.pieces[at]
         found = ((end + length, hash((before, piece[:length]))) for length in sorted(mark.tails) if length < len(piece))
         more = [(end, value) for end, value in found if value in self._marks]
-        hashes = (*chain.hashes[:at], *(value for _, value in more), *chain.hashes[at:])
-        ends = (*chain.ends[:at], *(end for end, _ in more), *chain.ends[at:])
+        hashes = array("q", (*chain.hashes[:at], *(value for _, value in more), *chain.hashes[at:]))
+        ends = array("q", (*chain.ends[:at], *(end for end, _ in more), *chain.ends[at:]))
         return msgspec.structs.replace(chain, hashes=hashes, ends=ends, pieces=())
 
     def look_up(self, chain: Chain, now: float) -> dict[Place, Hit]:

@@ -6,7 +6,7 @@ import time
 
 from pdproxy.legs.parse import parsing
 from pdproxy.legs.shape import estimated_prompt_tokens, shape
-from pdproxy.legs.turns import in_turns, prompt_facts
+from pdproxy.legs.turns import PromptReader, in_turns
 from pdproxy.request import Endpoint, read_json
 
 LINE = 'She said: "no", and\nwent on to über-long texts, \\o/ дальше. '
@@ -29,6 +29,6 @@ async def test_others_have_their_turn_while_a_long_body_is_read() -> None:
     shape(Endpoint.CHAT, body), estimated_prompt_tokens(body)
     at_once = time.thread_time() - began
     watching = asyncio.create_task(watch())
-    await prompt_facts(Endpoint.CHAT, await in_turns(parsing(Endpoint.CHAT, raw)))
+    await PromptReader().facts(Endpoint.CHAT, await in_turns(parsing(Endpoint.CHAT, raw)))
     watching.cancel()
     assert longest < at_once / 3

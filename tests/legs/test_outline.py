@@ -13,7 +13,7 @@ from pdproxy.legs.parse import LARGE, parsing, scrub, split
 from pdproxy.legs.prompt_text import MOST_IDS, prompt_parts
 from pdproxy.legs.rewrite import decode_body, prefill_body
 from pdproxy.legs.shape import estimated_prompt_tokens, max_prompt_tokens, shape
-from pdproxy.legs.turns import in_turns, prompt_facts
+from pdproxy.legs.turns import PromptReader, in_turns
 from pdproxy.orchestration.fanout import merge_answers
 from pdproxy.raw_json import MOST_ITEMS
 from pdproxy.request import Endpoint, Json, write_json
@@ -24,7 +24,7 @@ TEXT = LINE * (2 * LARGE // len(LINE))
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "QUJD" * LARGE}}
 CHATS: dict[str, list[Any]] = {
     "one message": [{"role": "user", "content": TEXT}],
-    "many messages": [{"role": "user", "content": LINE}] * (MOST_ITEMS - 1),
+    "many messages": [{"role": "user", "content": LINE}] * 3000,
     "parts": [
         {"role": "system", "content": "short"},
         {"role": "user", "content": [{"type": "text", "text": TEXT}] * 2},
@@ -42,7 +42,7 @@ async def read(endpoint: Endpoint, body: dict[str, Any], *, ascii_only: bool = F
 
 
 async def parts_of(endpoint: Endpoint, body: Json) -> list[bytes]:
-    text = (await prompt_facts(endpoint, body)).text
+    text = (await PromptReader().facts(endpoint, body)).text
     assert text is not None
     parts = text.take_parts()
     assert text.take_parts() == []
@@ -53,7 +53,7 @@ async def parts_of(endpoint: Endpoint, body: Json) -> list[bytes]:
 async def test_of_a_long_chat_the_same_is_known_as_of_a_parsed_one(messages: list[Any]) -> None:
     body = {"model": "m", "stream": True, "messages": messages}
     large, exact = await read(Endpoint.CHAT, body), estimated_prompt_tokens(body)
-    facts = await prompt_facts(Endpoint.CHAT, large)
+    facts = await PromptReader().facts(Endpoint.CHAT, large)
     assert facts.tokens == pytest.approx(exact, rel=0.02, abs=16)
     known = PromptFacts(exact, facts.most_tokens, facts.media)
     assert shape(Endpoint.CHAT, large, known) == shape(Endpoint.CHAT, body)
@@ -78,7 +78,7 @@ async def test_two_images_differ_in_a_long_chat_as_in_a_parsed_one() -> None:
 
 async def test_of_more_messages_than_are_looked_at_the_rest_counts_by_its_bytes_and_may_hold_media() -> None:
     body = {"messages": [{"role": "user", "content": LINE}] * (3 * MOST_ITEMS)}
-    facts = await prompt_facts(Endpoint.CHAT, await read(Endpoint.CHAT, body))
+    facts = await PromptReader().facts(Endpoint.CHAT, await read(Endpoint.CHAT, body))
     assert facts.tokens == pytest.approx(estimated_prompt_tokens(body), rel=0.5)
     assert facts.media
 
@@ -87,7 +87,7 @@ async def test_of_more_messages_than_are_looked_at_the_rest_counts_by_its_bytes_
 async def test_of_a_long_text_the_same_is_known_as_of_a_parsed_one(ascii_only: bool) -> None:
     body = {"model": "m", "prompt": TEXT, "max_tokens": 5}
     large = await read(Endpoint.COMPLETIONS, body, ascii_only=ascii_only)
-    facts, exact = await prompt_facts(Endpoint.COMPLETIONS, large), estimated_prompt_tokens(body)
+    facts, exact = await PromptReader().facts(Endpoint.COMPLETIONS, large), estimated_prompt_tokens(body)
     bound = max_prompt_tokens(Endpoint.COMPLETIONS, body)
     assert facts.tokens == pytest.approx(exact, rel=0.03)
     assert facts.most_tokens is not None
@@ -103,7 +103,7 @@ async def test_of_a_long_text_the_same_is_known_as_of_a_parsed_one(ascii_only: b
 async def test_token_ids_are_counted_and_the_first_are_known(count: int) -> None:
     ids = [number % 150_000 for number in range(count)]
     large = await read(Endpoint.COMPLETIONS, {"prompt": ids})
-    facts = await prompt_facts(Endpoint.COMPLETIONS, large)
+    facts = await PromptReader().facts(Endpoint.COMPLETIONS, large)
     assert facts.text is not None
     assert (facts.tokens, facts.most_tokens, list(facts.text.ids)) == (count, count, ids[:MOST_IDS])
     assert split(Endpoint.COMPLETIONS, large) == (large,)

@@ -1,0 +1,182 @@
+"""What a proxy in a process of its own holds of bodies: no more for what their JSON is than for its bytes."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy.local.paths import ROOT
+from deploy.local.ports import free_ports
+from tests.app.running_proxy import SOON
+from tests.bench.peers import PDPROXY, Ports
+from tests.bench.script import KEY, MODEL
+
+MB = 1024 * 1024
+BODY = 64 * MB
+"""Bytes of the longest body that is taken (`limits.body_bytes`)."""
+HELD = 256 * MB
+"""Bytes of all bodies (`limits.held_bytes`)."""
+TIMES = 2.1
+"""A body, and the one leg that carries it."""
+SLACK = 24 * MB
+MOST_AT_ONCE = 2000
+"""Requests; more are not needed to see what one costs."""
+CHART = 2048 * MB
+"""The chart's limit for the proxy's memory."""
+
+
+def filled(begin: bytes, unit: bytes, end: bytes, size: int) -> bytes:
+    """A field's value of so many bytes."""
+    return begin + unit * ((size - len(begin) - len(end)) // len(unit)) + end
+
+
+def names(size: int) -> bytes:
+    """An object of as many different names as there is room for."""
+    return b"{%b}" % b",".join(b'"%x":1' % number for number in range(2**20, 2**20 + size // 11))
+
+
+MESSAGE = b'[{"role":"user","content":'
+IMAGE = MESSAGE + b'[{"type":"image_url","image_url":{"url":"'
+SHAPES: dict[str, tuple[Callable[[int], bytes], int]] = {
+    "long string": (lambda size: filled(MESSAGE + b'"', b"words ", b'"}]', size), 200),
+    "nested empty lists": (lambda size: filled(b"[", b"[],", b"[]]", size), 200),
+    "nested empty dicts": (lambda size: filled(b"[", b"{},", b"{}]", size), 200),
+    "lists in a message": (lambda size: filled(MESSAGE + b"[", b"[],", b"[]]}]", size), 200),
+    "lists of lists": (lambda size: filled(b"[", b"[%b[]]," % (b"[]," * 5000), b"[]]", size), 200),
+    "short strings": (lambda size: filled(b"[", b'"a",', b'"a"]', size), 200),
+    "short messages": (lambda size: filled(b"[", b'{"role":"user","content":"a"},', b"{}]", size), 200),
+    "ints": (lambda size: filled(b"[", b"7,", b"7]", size), 200),
+    "names": (names, 200),
+    "names of a message": (lambda size: MESSAGE + b'"a","more":%b}]' % names(size), 200),
+    "names of the body": (lambda size: b"[],%b" % names(size)[1:-1], 400),
+    "escapes": (lambda size: filled(MESSAGE + b'"', b"\\u0434", b'"}]', size), 200),
+    "other than ascii": (lambda size: filled(MESSAGE + b'"', "я".encode(), b'"}]', size), 200),
+    "image": (lambda size: filled(IMAGE, b"QUJD", b'"}}]}]', size), 200),
+    "deep": (lambda size: b"[" * (size // 2) + b"]" * (size // 2), 400),
+    "unfinished": (lambda size: filled(b"[", b"[],", b"[]", size), 400),
+}
+"""What stands for ``messages``, and the status of its answer."""
+QUICK = ("nested empty lists", "names", "image")
+
+
+class Proxy:
+    """A running one, as a process."""
+
+    def __init__(self, pid: int, port: int) -> None:
+        self._status = Path(f"/proc/{pid}/status")
+        self._clear = Path(f"/proc/{pid}/clear_refs")
+        self._port = port
+
+    def resident(self, name: str = "VmRSS") -> int:
+        """Bytes of memory; ``VmHWM``: the most since `forget`."""
+        lines = self._status.read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+
+    def forget(self) -> int:
+        """Begin to measure the most anew; what is resident now."""
+        self._clear.write_text("5", encoding="ascii")
+        return self.resident()
+
+    async def ask(self, body: bytes) -> int:
+        """The status of the answer."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nhost: test\r\nauthorization: Bearer {KEY}\r\nconnection: close\r\n"
+        )
+        writer.write(f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode())
+        with contextlib.suppress(ConnectionError):  # a refused body's connection is closed
+            writer.write(body)
+            await writer.drain()
+        try:
+            return int((await reader.read()).split()[1])
+        finally:
+            writer.close()
+
+
+@contextlib.asynccontextmanager
+async def process(*words: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    nowhere = asyncio.subprocess.DEVNULL
+    started = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", *words, cwd=ROOT, stdout=nowhere, stderr=nowhere
+    )
+    try:
+        yield started
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            started.kill()
+        await started.wait()
+
+
+@contextlib.asynccontextmanager
+async def running(seconds: float) -> AsyncIterator[Proxy]:
+    """A ready proxy as the chart starts it, before two nodes that take so long for an answer."""
+    prefill, decode, clients, operators = free_ports(4)
+    words = PDPROXY.command(Ports(clients, operators, prefill, decode))[3:]
+    async with contextlib.AsyncExitStack() as stack:
+        for port in (prefill, decode):
+            await stack.enter_async_context(process("tests.fakes.swallowing_node", f"{port}", f"{seconds}"))
+        started = await stack.enter_async_context(process("pdproxy", *words, "--policy-routing", "hybrid"))
+        proxy = Proxy(started.pid, clients)
+        small = chat(b'[{"role":"user","content":"hello"}]')
+        async with asyncio.timeout(SOON):
+            while not await is_ready(proxy, small):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        yield proxy
+
+
+async def is_ready(proxy: Proxy, small: bytes) -> bool:
+    try:
+        return await proxy.ask(small) == 200
+    except OSError:
+        return False
+
+
+def chat(messages: bytes) -> bytes:
+    return b'{"model":"%b","max_tokens":5,"messages":%b}' % (MODEL.encode(), messages)
+
+
+def shapes(names: tuple[str, ...]) -> Iterator[tuple[str, bytes, int]]:
+    for name in names:
+        make, status = SHAPES[name]
+        yield name, chat(make(BODY - 200)), status
+
+
+async def held_by(proxy: Proxy, names: tuple[str, ...]) -> dict[str, tuple[int, float]]:
+    """Of each shape, the status and how many times the body's size was held at most."""
+    found = {}
+    for name, body, _ in shapes(names):
+        before = proxy.forget()
+        status = await proxy.ask(body)
+        found[name] = (status, (proxy.resident("VmHWM") - before - SLACK) / len(body))
+    return found
+
+
+@pytest.mark.parametrize("names", [QUICK, pytest.param(tuple(SHAPES), marks=pytest.mark.long)])
+async def test_a_body_of_any_json_is_held_about_twice(names: tuple[str, ...]) -> None:
+    async with running(0.0) as proxy:
+        at_first = proxy.resident()
+        found = await held_by(proxy, names)
+        assert {name: status for name, (status, _) in found.items()} == {name: SHAPES[name][1] for name in names}
+        assert {name: times for name, (_, times) in found.items() if times > TIMES} == {}
+        assert proxy.resident() - at_first < BODY
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name", ["nested empty lists", "lists in a message", "short messages", "image", "names of a message"]
+)
+@pytest.mark.parametrize("size", [16 * MB, MB, 100_000, 30_000])
+async def test_all_bodies_that_are_taken_at_once_fit_into_the_charts_memory(name: str, size: int) -> None:
+    """And are gone after their answers."""
+    make, _ = SHAPES[name]
+    body = chat(make(size))
+    async with running(4.0) as proxy:
+        at_first = proxy.forget()
+        count = min(HELD // len(body), MOST_AT_ONCE)
+        found = await asyncio.gather(*(proxy.ask(body) for _ in range(count)))
+        assert set(found) == {200}
+        assert proxy.resident("VmHWM") < CHART
+        assert proxy.resident() - at_first < HELD // 2
