@@ -193,6 +193,8 @@ async def until_closed(port: int) -> None:
     while True:
         try:
             _, writer = await asyncio.open_connection("127.0.0.1", port)
+        except ConnectionResetError:  # it was in the kernel's queue when the port closed
+            continue
         except ConnectionRefusedError:
             await asyncio.sleep(0.01)
             return
