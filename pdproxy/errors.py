@@ -111,3 +111,8 @@ class NodeFault(PdproxyError):
 
     def __str__(self) -> str:
         return f"{self.fault}: {self.detail}"
+
+    def to_keep(self) -> "NodeFault":
+        """The same without its traceback and cause, which hold the frames that it went through, and so a whole request
+        with its body, until the garbage collector finds them."""
+        return dataclasses.replace(self)

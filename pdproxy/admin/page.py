@@ -80,11 +80,11 @@ def _incident(context: AdminContext, now: float, pool: Snapshot) -> Incident:
 
 
 def _request(each: InFlightRequest) -> Mapping[str, object]:
-    request, timeline = each.request, each.timeline
+    timeline = each.timeline
     return {
-        "id": request.request_id,
-        "endpoint": request.endpoint,
-        "model": request.model[:_LONGEST_MODEL],
+        "id": each.name,
+        "endpoint": each.endpoint,
+        "model": each.model[:_LONGEST_MODEL],
         "prefill": timeline.nodes.get(Phase.PREFILL, ""),
         "decode": timeline.nodes.get(Phase.HANDOVER, ""),
         "phase": timeline.now,

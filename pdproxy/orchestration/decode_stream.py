@@ -136,7 +136,7 @@ class DecodeStream:
                 try:
                     seen = self._client_bytes(piece)
                 except NodeFault as fault:
-                    self._pending_error = fault
+                    self._pending_error = fault.to_keep()
                     return False
             written = not seen or sink(seen)
             return passed_on(seen) and written and self._pending_error is None
@@ -186,7 +186,7 @@ class DecodeStream:
             if not self.has_data_event:
                 raise
             if not self._transcript.ended:  # else nothing is missing
-                self._pending_error = error
+                self._pending_error = error.to_keep() if isinstance(error, NodeFault) else error
             return b""
         self.has_data_event = self.has_begun = True
         return seen if self._usage_filter is None else self._usage_filter.feed(event.data, seen)

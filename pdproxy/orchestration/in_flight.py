@@ -13,7 +13,7 @@ from pdproxy.observe.labels import Affinity, Leg, Move, Outcome, Phase, Predicti
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.answer_record import AnswerRecord, Route, StreamMove
 from pdproxy.planning.plan_types import Decision
-from pdproxy.request import ClientRequest
+from pdproxy.request import ClientRequest, Endpoint
 from pdproxy.usage import Usage
 
 MAX_SHOWN = 65536
@@ -172,9 +172,14 @@ class OutputLengths:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class InFlightRequest:
-    """One client request; it has an `outcome` once it has ended."""
+    """What is shown of one client request; it has an `outcome` once it has ended.
 
-    request: ClientRequest
+    Not the request itself: failed legs name theirs for long after it ended, and its body is not to be kept for that.
+    """
+
+    name: str
+    endpoint: Endpoint
+    model: str
     timeline: Timeline
     outcome: Outcome | None = None
 
@@ -282,7 +287,8 @@ class InFlightRequests:
         """A request is in flight until `end`."""
         if len(self._requests) >= MAX_SHOWN:
             del self._requests[next(iter(self._requests))]
-        self._requests[id(request)] = InFlightRequest(request, timeline)
+        shown = InFlightRequest(request.request_id, request.endpoint, request.model, timeline)
+        self._requests[id(request)] = shown
 
     def end(self, request: ClientRequest, outcome: Outcome) -> None:
         """The request has ended."""

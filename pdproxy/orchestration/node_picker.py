@@ -121,7 +121,7 @@ class RetryState:
 
     def next_step(self, leg: Leg, fault: NodeFault, *, ticket_works: bool = False) -> Step:
         """The next step after a failed leg, by the failure table."""
-        self._last = (leg, fault)
+        self._last = (leg, fault.to_keep())
         used = self._used.get(leg, 0)
         config = self._context.config
         self._broken[leg] += _broke_off(fault)

@@ -77,7 +77,7 @@ class Undelivered(PdproxyError):
     def __init__(self, node: Node, fault: NodeFault) -> None:
         super().__init__(f"no delivery to {node.name}: {fault}")
         self.node = node
-        self.fault = fault
+        self.fault = fault.to_keep()
 
 
 class PlanAgain(PdproxyError):

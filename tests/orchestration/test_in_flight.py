@@ -24,7 +24,7 @@ async def test_a_stream_is_in_flight_until_it_has_ended() -> None:
     cluster = FakeCluster(prefills=1, decodes=1)
     reply = await cluster.orchestrator.answer(cluster.request(Endpoint.CHAT, CHAT))
     (ride,) = cluster.context.in_flight.newest(50)
-    assert (ride.request.request_id, ride.timeline.now, ride.outcome) == ("r-1", Phase.DECODE, None)
+    assert (ride.name, ride.timeline.now, ride.outcome) == ("r-1", Phase.DECODE, None)
     assert ride.timeline.nodes == {Phase.PREFILL: "p0", Phase.HANDOVER: "d0", Phase.DECODE: "d0"}
     await read(reply)
     assert (len(cluster.context.in_flight), ride.outcome) == (0, Outcome.OK)
@@ -89,7 +89,7 @@ def test_the_number_of_failures_is_bounded() -> None:
     for request in requests:
         live.begin(request, Timeline(cluster.clock, cluster.context.metrics, 0.0))
         live.failed(request, LegFailure(0.0, request.request_id, Leg.DECODE, "d0", Fault.RESET, Step.FAIL))
-    assert [ride.request.request_id for ride in live.newest(2)] == ["r-24", "r-23"]
+    assert [ride.name for ride in live.newest(2)] == ["r-24", "r-23"]
     assert [failure.name for failure in live.failures()][::19] == ["r-24", "r-5"]
 
 
