@@ -75,6 +75,6 @@ def test_a_missing_package_ends_the_start_with_a_sentence(packages: Path) -> Non
     with without("opentelemetry-sdk", packages), proxy(packages, *flags, "--otel-export", "otlp") as child:
         _, log = child.communicate(timeout=WITHIN_S)
     assert child.returncode == 2, log
-    *_, sentence = log.splitlines()  # after the lines of nodes that join
+    [sentence] = [line for line in log.splitlines() if line.startswith("pdproxy: ")]
     assert sentence.startswith("pdproxy: otel.export is otlp, which needs packages that are not installed here (")
     assert sentence.endswith("): pip install 'pdproxy[otel]', or set otel.export to off.")
