@@ -83,7 +83,7 @@ class LoopbackCluster:
         assert not self.context.waiting_places
         assert [len(node.node.waiting) for node in self.nodes if node.node.waiting] == []
         assert self.fabric.held == {}
-        assert self.fabric.wrong == []
+        assert self.fabric.wrong == [], self.fabric.wrong[:3]
 
 
 @contextlib.asynccontextmanager

@@ -105,6 +105,7 @@ async def soak(scenario: Scenario, seconds: float, seed: int) -> Tally:
     tally, load = Tally(), scenario.load(seed)
     async with load.cluster as cluster:
         tally.registry = cluster.registry
+        cluster.fabric.copies_allowed = True  # a kill breaks kept-alive connections: their requests go out again
         until = asyncio.get_running_loop().time() + seconds
         beside = [
             asyncio.ensure_future(load.trouble(cluster, random.Random(seed), tally)),
