@@ -14,6 +14,20 @@ A `NodeFault` never reaches a client as it is: the table in `failures` decides w
 import dataclasses
 import enum
 import json
+from typing import TypeVar
+
+Error = TypeVar("Error", bound=BaseException)
+
+
+def untraced(error: Error) -> Error:
+    """A copy without a traceback: of an error that is kept, and of a kept one to be raised.
+
+    The frames of a traceback keep all that a failed request holds, its body above all. Where one of these frames
+    belongs to whoever keeps the error, they keep each other until the garbage collector comes by.
+    """
+    made = error.__class__.__new__(error.__class__, *error.args)
+    made.__dict__.update(error.__dict__)
+    return made
 
 
 class PdproxyError(Exception):
@@ -111,8 +125,3 @@ class NodeFault(PdproxyError):
 
     def __str__(self) -> str:
         return f"{self.fault}: {self.detail}"
-
-    def to_keep(self) -> "NodeFault":
-        """The same without its traceback and cause, which hold the frames that it went through, and so a whole request
-        with its body, until the garbage collector finds them."""
-        return dataclasses.replace(self)

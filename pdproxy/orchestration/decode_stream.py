@@ -3,7 +3,7 @@
 import re
 from collections.abc import AsyncIterator, Callable
 
-from pdproxy.errors import Fault, NodeFault
+from pdproxy.errors import Fault, NodeFault, untraced
 from pdproxy.finish_reasons import FINISH_REASON
 from pdproxy.response import Sink
 from pdproxy.stream.choice_state import NotContinuable
@@ -106,7 +106,7 @@ class DecodeStream:
             NotContinuable: the leg's text is not what the client already has.
         """
         if self._pending_error is not None:
-            raise self._pending_error
+            raise untraced(self._pending_error)
         try:
             piece = await anext(self._chunks, None)
         except NodeFault:
@@ -136,7 +136,7 @@ class DecodeStream:
                 try:
                     seen = self._client_bytes(piece)
                 except NodeFault as fault:
-                    self._pending_error = fault.to_keep()
+                    self._pending_error = untraced(fault)
                     return False
             written = not seen or sink(seen)
             return passed_on(seen) and written and self._pending_error is None
@@ -186,7 +186,7 @@ class DecodeStream:
             if not self.has_data_event:
                 raise
             if not self._transcript.ended:  # else nothing is missing
-                self._pending_error = error.to_keep() if isinstance(error, NodeFault) else error
+                self._pending_error = untraced(error)
             return b""
         self.has_data_event = self.has_begun = True
         return seen if self._usage_filter is None else self._usage_filter.feed(event.data, seen)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from pdproxy.errors import untraced
 from pdproxy.orchestration.decode_stream import DecodeStream, UsageEventFilter
 from pdproxy.stream.journal import Batch, Journal, RecordSplitter, one_batch
 from pdproxy.stream.transcript import Transcript
@@ -74,7 +75,7 @@ class JournaledStream(DecodeStream):
             self._take(Batch(self._splitter.rest, b""))
             self._transcript.rollback(before)
             if self._pending_error is not None:
-                raise self._pending_error
+                raise untraced(self._pending_error)
 
     def _has_failed(self) -> bool:
         return self._pending_error is not None

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pdproxy.errors import Fault, NodeFault, PdproxyError
+from pdproxy.errors import Fault, NodeFault, PdproxyError, untraced
 from pdproxy.failures import NO_RETRY_USED, Blame, Moment, RetryOptions, Step, blame, decide, final_step
 from pdproxy.legs.calls import PrefillAnswer
 from pdproxy.nodes.node import Footprint, Node, Role
@@ -121,7 +121,7 @@ class RetryState:
 
     def next_step(self, leg: Leg, fault: NodeFault, *, ticket_works: bool = False) -> Step:
         """The next step after a failed leg, by the failure table."""
-        self._last = (leg, fault.to_keep())
+        self._last = (leg, untraced(fault))
         used = self._used.get(leg, 0)
         config = self._context.config
         self._broken[leg] += _broke_off(fault)

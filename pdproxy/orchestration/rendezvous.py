@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Iterator
 
 from pdproxy.clock import first_of
-from pdproxy.errors import NodeFault, PdproxyError
+from pdproxy.errors import NodeFault, PdproxyError, untraced
 from pdproxy.legs.calls import deliver_ticket
 from pdproxy.legs.rewrite import sent_to, waiting
 from pdproxy.nodes.node import Node
@@ -77,7 +77,7 @@ class Undelivered(PdproxyError):
     def __init__(self, node: Node, fault: NodeFault) -> None:
         super().__init__(f"no delivery to {node.name}: {fault}")
         self.node = node
-        self.fault = fault.to_keep()
+        self.fault = untraced(fault)
 
 
 class PlanAgain(PdproxyError):

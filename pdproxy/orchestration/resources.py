@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from pdproxy.clock import Clock
-from pdproxy.errors import Fault, NodeFault
+from pdproxy.errors import Fault, NodeFault, untraced
 from pdproxy.legs.calls import NOTHING_HELD, PrefillAnswer, release
 from pdproxy.lifecycle import IllegalTransition
 from pdproxy.nodes.node import Node
@@ -85,7 +85,7 @@ class LegWait:
         self._handle.cancel()  # where the wait ended first
         ours = self._cancelled and self._task.uncancel() <= self._cancelling
         if ours and kind is asyncio.CancelledError and self._error is not None:
-            raise self._error from error
+            raise untraced(self._error) from error
 
     def _on_node_down(self) -> None:
         if self._alternative_exists():

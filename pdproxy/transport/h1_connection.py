@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import cast
 
-from pdproxy.errors import Fault, NodeFault
+from pdproxy.errors import Fault, NodeFault, untraced
 from pdproxy.response import Sink
 from pdproxy.sockets import keep_alive
 from pdproxy.transport.faults import ProtocolError, timeout_fault, while_exchanging
@@ -169,7 +169,7 @@ class H1Connection(asyncio.Protocol):
         if self._watchdog.late and not self.answer.ended:
             overdue = timeout_fault(Fault.STALL, self._where)
             self._fail(overdue)
-            raise overdue
+            raise untraced(overdue)
         while not self.answer.pending and not self.answer.ended:
             await self._wait(Fault.STALL, seconds)
         piece = self.answer.take()
@@ -199,7 +199,7 @@ class H1Connection(asyncio.Protocol):
 
     async def _wait(self, fault: Fault, seconds: float) -> None:
         if self._failure is not None:
-            raise self._failure
+            raise untraced(self._failure)
         self._waiter = self._loop.create_future()
         self._timeouts = (fault, seconds)
         self._watchdog.watch(seconds if self._hold is None else math.inf)

@@ -25,7 +25,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 
 import httpx
 
-from pdproxy.errors import Fault, NodeFault
+from pdproxy.errors import Fault, NodeFault, untraced
 from pdproxy.request import Headers
 from pdproxy.response import Sink
 from pdproxy.transport.faults import timeout_fault, while_connecting, while_exchanging
@@ -139,7 +139,7 @@ class HttpxResponse:
 
     async def __anext__(self) -> bytes:
         if self._failure is not None:
-            raise self._failure
+            raise untraced(self._failure)
         if self._ended:
             raise StopAsyncIteration
         self._failure = NodeFault(Fault.RESET, f"{self._where}: closed by us")  # stays so if this read is cancelled
@@ -147,10 +147,10 @@ class HttpxResponse:
             piece = await self._next()
         except TimeoutError as error:
             self._failure = self._overdue()
-            raise self._failure from error
+            raise untraced(self._failure) from error
         except ERRORS as error:
             self._failure = in_the_body(error, self._where)
-            raise self._failure from error
+            raise untraced(self._failure) from error
         self._failure = None
         if piece is None:
             self._ended = True

@@ -1,52 +1,67 @@
-"""Once a request has ended, whatever failed, nothing of it, and so of its body, waits for the collector."""
+"""Once a client has its answer, nothing of its body is alive, however the request ended, and without the collector."""
 
 import gc
-from collections import Counter
+import itertools
+import weakref
+from collections.abc import Iterator
 
+import msgspec
 import pytest
 
-from pdproxy.errors import ClientError
-from pdproxy.orchestration.upstream import UpstreamRequest
-from pdproxy.request import ClientRequest, Endpoint, SubRequest
+from pdproxy.request import Endpoint
 from pdproxy.settings.types import Legs
 from tests.fakes.faults import FaultKind, InjectedFault
-from tests.fakes.node import FakeNode
-from tests.fakes.reading import follow
 from tests.orchestration.cluster import FakeCluster
 from tests.orchestration.prompts import body_for
+from tests.tables import spread
 
-OF_A_REQUEST = (ClientRequest, SubRequest, UpstreamRequest)
+FAULTS = {
+    "none": None,
+    "refused": InjectedFault(FaultKind.REFUSE),
+    "reset": InjectedFault(FaultKind.RESET),
+    "reset-in-body": InjectedFault(FaultKind.RESET, at=2),
+    "hang": InjectedFault(FaultKind.HANG),
+    "stall": InjectedFault(FaultKind.STALL, at=2),
+    "400": InjectedFault(FaultKind.STATUS, status=400),
+    "429": InjectedFault(FaultKind.STATUS, status=429),
+    "500": InjectedFault(FaultKind.STATUS, status=500),
+    "garbage": InjectedFault(FaultKind.GARBAGE, at=2),
+    "short": InjectedFault(FaultKind.SHORT, at=2),
+    "aborted": InjectedFault(FaultKind.ABORT, at=2),
+    "error-event": InjectedFault(FaultKind.ERROR_EVENT, at=2),
+    "no-ticket": InjectedFault(FaultKind.NO_TICKET),
+}
 
 
-async def asked(cluster: FakeCluster, *, stream: bool) -> None:
-    """One request to its end, good or bad."""
-    request = cluster.request(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=stream))
-    try:
-        reply = await cluster.orchestrator.answer(request)
-        if not isinstance(reply.body, bytes):
-            await follow(reply.body)
-    except ClientError:
-        return
+class Traced(msgspec.Struct, weakref=True):
+    """A value in a body that tells when it is gone."""
+
+    name: str = "mine"
 
 
-def break_all(nodes: list[FakeNode], kind: FaultKind) -> None:
-    """Each leg of these nodes fails."""
-    for node in nodes:
-        node.fault = InjectedFault(kind, status=500)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("kind", [FaultKind.STATUS, FaultKind.RESET, FaultKind.ERROR_EVENT, FaultKind.NO_TICKET])
-async def test_nothing_of_a_request_whose_legs_failed_is_kept(kind: FaultKind, role: str, stream: bool) -> None:
-    cluster = FakeCluster(prefills=2, decodes=2, legs=Legs.IN_TURN)
-    break_all(cluster.prefills if role == "prefill" else cluster.decodes, kind)
+@pytest.fixture(autouse=True)
+def _no_collector() -> Iterator[None]:
     gc.collect()
     gc.disable()
-    try:
-        await asked(cluster, stream=stream)
-        alive = Counter(type(each).__name__ for each in gc.get_objects() if type(each) in OF_A_REQUEST)
-    finally:
-        gc.enable()
-    assert alive == {}
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("fault", "ill", "how"), spread(FAULTS, ["p0", "p", "d0", "d"], itertools.product(Endpoint, (False, True)))
+)
+async def test_nothing_of_the_body_is_alive_after_the_answer(fault: str, ill: str, how: tuple[Endpoint, bool]) -> None:
+    cluster = FakeCluster(legs=Legs.IN_TURN)
+    for node in cluster.nodes:
+        node.fault = FAULTS[fault] if node.name.startswith(ill) else None
+    endpoint, stream = how
+    alive = await ask(cluster, endpoint, stream=stream)
     await cluster.settle()
+    assert alive() is None
+    assert cluster.context.in_flight.failures() or fault in ("none", "400", "short") or not ill.startswith("p")
+
+
+async def ask(cluster: FakeCluster, endpoint: Endpoint, *, stream: bool) -> "weakref.ref[Traced]":
+    traced = Traced()
+    await cluster.ask(endpoint, {**body_for(endpoint, stream=stream), "metadata": traced})
+    return weakref.ref(traced)
