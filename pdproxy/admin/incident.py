@@ -17,7 +17,6 @@ from pdproxy.orchestration.in_flight import BadEnd, LegFault, RecentEnds
 WINDOW = 300.0
 """Seconds for which something that went wrong counts as going on."""
 MOST_NAMES = 3
-_LONGEST_NAME = 60
 _OUT = (State.DOWN, State.REFUSED, State.PROBING)
 _SERVING = (State.UP, State.TERMINATING)
 
@@ -182,5 +181,4 @@ def _hit(
 
 
 def _most(names: Iterable[str]) -> Sequence[tuple[str, int]]:
-    counted = collections.Counter(name[:_LONGEST_NAME] for name in names)
-    return counted.most_common(MOST_NAMES)
+    return collections.Counter(names).most_common(MOST_NAMES)

@@ -27,6 +27,8 @@ from pdproxy.settings.types import OtelExport
 from pdproxy.usage import Usage
 
 _TRACE_HEADERS = ("traceparent", "tracestate")
+LONGEST_KEPT = 512
+"""Characters of a client's words that a span keeps until it is sent; a longer ``tracestate`` may be dropped (W3C)."""
 """Of W3C Trace Context."""
 
 _PATHS = frozenset(Endpoint)
@@ -219,7 +221,7 @@ class TracedApp:
             f"{method} {path}" if path in _PATHS else method,
             context=_PROPAGATOR.extract(_trace_headers(scope)) if _has_trace(scope) else _NO_CONTEXT,
             kind=trace.SpanKind.SERVER,
-            attributes={"http.request.method": method, "url.path": path, **_server(scope)},
+            attributes={"http.request.method": method, "url.path": path[:LONGEST_KEPT], **_server(scope)},
         )
         with trace.use_span(span, end_on_exit=True):
             await self.app(scope, receive, _recording(span, send))
@@ -238,7 +240,7 @@ def _has_trace(scope: Message) -> bool:
 
 def _trace_headers(scope: Message) -> dict[str, str]:
     pairs = ((name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"])
-    return {name: value for name, value in pairs if name in _TRACE_HEADERS}
+    return {name: value for name, value in pairs if name in _TRACE_HEADERS and len(value) <= LONGEST_KEPT}
 
 
 def _recording(span: trace.Span, send: Send) -> Send:

@@ -21,6 +21,8 @@ MAX_SHOWN = 65536
 MAX_FAILURES = 20
 MAX_BAD, RECENT_MINUTES = 2048, 15
 """Failed legs, and requests that ended badly, that are kept for operators; minutes whose ends are counted."""
+LONGEST_NAME = 60
+"""Characters of a model's name that are kept for operators: a client can send any."""
 FIRST_GUESS = 256
 """Tokens of an answer, before any was seen."""
 GUESS_COUNTS = 8
@@ -242,7 +244,7 @@ class RecentEnds:
         """A request ended at this monotonic second."""
         self._count(at, outcome)
         if outcome in (Outcome.FAILED, Outcome.REJECTED):
-            self.bad.append(BadEnd(at, outcome, request.endpoint, request.model, request.api_key))
+            self.bad.append(BadEnd(at, outcome, request.endpoint, request.model[:LONGEST_NAME], request.api_key))
 
     def turned_away(self, at: float, endpoint: str, key: str) -> None:
         """A request was refused at this monotonic second, before its body was read or its tokens were left."""

@@ -62,6 +62,9 @@ SHAPES: dict[str, tuple[Callable[[int], bytes], int]] = {
 QUICK = ("nested empty lists", "names", "image")
 
 
+_HEAD = ("host: test", f"authorization: Bearer {KEY}", "connection: close")
+
+
 class Proxy:
     """A running one, as a process."""
 
@@ -80,12 +83,10 @@ class Proxy:
         self._clear.write_text("5", encoding="ascii")
         return self.resident()
 
-    async def ask(self, body: bytes) -> int:
-        """The status of the answer."""
+    async def ask(self, body: bytes, *fields: str, path: str = "/v1/chat/completions") -> int:
+        """The status of the answer; ``fields``: of the head, besides."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-        head = (
-            f"POST /v1/chat/completions HTTP/1.1\r\nhost: test\r\nauthorization: Bearer {KEY}\r\nconnection: close\r\n"
-        )
+        head = "\r\n".join([f"POST {path} HTTP/1.1", *_HEAD, *fields, ""])
         writer.write(f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode())
         with contextlib.suppress(ConnectionError):  # a refused body's connection is closed
             writer.write(body)
@@ -111,25 +112,27 @@ async def process(*words: str) -> AsyncIterator[asyncio.subprocess.Process]:
 
 
 @contextlib.asynccontextmanager
-async def running(seconds: float) -> AsyncIterator[Proxy]:
-    """A ready proxy as the chart starts it, before two nodes that take so long for an answer."""
+async def running(seconds: float = 0.0, status: int = 200) -> AsyncIterator[Proxy]:
+    """A ready proxy as the chart starts it, before two nodes that take so long for an answer of this status."""
     prefill, decode, clients, operators = free_ports(4)
     words = PDPROXY.command(Ports(clients, operators, prefill, decode))[3:]
     async with contextlib.AsyncExitStack() as stack:
         for port in (prefill, decode):
-            await stack.enter_async_context(process("tests.fakes.swallowing_node", f"{port}", f"{seconds}"))
+            await stack.enter_async_context(
+                process("tests.fakes.swallowing_node", f"{port}", f"{seconds}", f"{status}")
+            )
         started = await stack.enter_async_context(process("pdproxy", *words, "--policy-routing", "hybrid"))
         proxy = Proxy(started.pid, clients)
         small = chat(b'[{"role":"user","content":"hello"}]')
         async with asyncio.timeout(SOON):
-            while not await is_ready(proxy, small):  # noqa: ASYNC110
+            while not await is_ready(proxy, small, status):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         yield proxy
 
 
-async def is_ready(proxy: Proxy, small: bytes) -> bool:
+async def is_ready(proxy: Proxy, small: bytes, status: int) -> bool:
     try:
-        return await proxy.ask(small) == 200
+        return await proxy.ask(small) == status
     except OSError:
         return False
 
@@ -156,12 +159,54 @@ async def held_by(proxy: Proxy, names: tuple[str, ...]) -> dict[str, tuple[int, 
 
 @pytest.mark.parametrize("names", [QUICK, pytest.param(tuple(SHAPES), marks=pytest.mark.long)])
 async def test_a_body_of_any_json_is_held_about_twice(names: tuple[str, ...]) -> None:
-    async with running(0.0) as proxy:
+    async with running() as proxy:
         at_first = proxy.resident()
         found = await held_by(proxy, names)
         assert {name: status for name, (status, _) in found.items()} == {name: SHAPES[name][1] for name in names}
         assert {name: times for name, (_, times) in found.items() if times > TIMES} == {}
         assert proxy.resident() - at_first < BODY
+
+
+WORD = 60_000
+"""Bytes of a field of the head."""
+TRACE = f"traceparent: 00-{'a' * 32}-{'b' * 16}-01"
+WORDS = {
+    "model": (chat(b"[]").replace(MODEL.encode(), b"m" * (20 * MB)), (), "/v1/chat/completions", 404),
+    "user": (chat(b'"hi","user":"%b"' % (b"u" * (20 * MB))), (), "/v1/chat/completions", 200),
+    "names": (b"{%b}" % b",".join(b'"%b%d":1' % (b"n" * MB, at) for at in range(20)), (), "/v1/chat/completions", 400),
+    "session": (chat(b'"hi"'), ("x-session-id: " + "s" * WORD,), "/v1/chat/completions", 200),
+    "request id": (chat(b'"hi"'), ("x-request-id: " + "r" * WORD,), "/v1/chat/completions", 200),
+    "key": (chat(b'"hi"'), ("x-api-key: " + "k" * WORD,), "/v1/chat/completions", 200),
+    "trace": (chat(b'"hi"'), (TRACE, "tracestate: a=" + "t" * WORD), "/v1/chat/completions", 200),
+    "path": (b"{}", (), "/v1/" + "p" * (WORD // 2), 404),
+    "forwarded": (b'{"model":"%b"}' % (b"m" * (20 * MB)), (), "/v1/embeddings", 404),
+    "nobody's model": (chat(b'"hi"').replace(MODEL.encode(), b"m" * 500), (), "/v1/chat/completions", 404),
+}  # fmt: skip
+
+
+async def test_nothing_that_a_client_calls_itself_or_others_is_kept() -> None:
+    async with running() as proxy:
+        found = list[int]()
+        for body, fields, path, _ in WORDS.values():  # what the first of a kind costs is no client's
+            found.append(await proxy.ask(body, *fields, path=path))
+        assert found == [status for _, _, _, status in WORDS.values()]
+        at_first = proxy.resident()
+        for body, fields, path, _ in WORDS.values():
+            for _ in range(4 if len(body) > MB else 100):
+                await proxy.ask(body, *fields, path=path)
+        assert proxy.resident() - at_first < 10 * MB
+
+
+@pytest.mark.parametrize(
+    "status", [429, pytest.param(400, marks=pytest.mark.long), pytest.param(500, marks=pytest.mark.long)]
+)
+async def test_no_body_is_kept_whose_legs_failed(status: int) -> None:
+    async with running(status=status) as proxy:
+        at_first = proxy.resident()
+        body = chat(SHAPES["image"][0](8 * MB))
+        for _ in range(30):
+            assert await proxy.ask(body) in (status, 502, 503)
+        assert proxy.resident() - at_first < 20 * MB
 
 
 @pytest.mark.long
