@@ -100,7 +100,7 @@ def _seconds(timeline: Timeline) -> Mapping[str, float]:
 
 
 def _failure(failure: LegFailure, now: float) -> Mapping[str, object]:
-    ending = failure.ending
+    request = failure.request
     return {
         "ago": round(now - failure.at, 1),
         "id": failure.name,
@@ -108,7 +108,7 @@ def _failure(failure: LegFailure, now: float) -> Mapping[str, object]:
         "node": failure.node,
         "fault": failure.fault,
         "step": failure.step,
-        "outcome": "" if ending is None else ending.outcome or "on_the_way",
+        "outcome": "" if request is None else request.outcome or "on_the_way",
     }
 
 

@@ -14,15 +14,7 @@ from pdproxy.app.host import HostEnvironment, check_pair, renew_pair
 from pdproxy.errors import SettingsError
 from pdproxy.observe.labels import WatchedSetting
 from pdproxy.observe.logs import DroppedLines, LineHandler, configure_process
-from pdproxy.server.server import (
-    OPERATORS_GRACE,
-    Server,
-    bind,
-    http_config,
-    raise_file_limit,
-    tune_allocator,
-    tune_collector,
-)
+from pdproxy.server.server import OPERATORS_GRACE, Server, bind, http_config, raise_file_limit, tune_collector
 from pdproxy.server.server import serve as serve_ports
 from pdproxy.settings.model import Settings
 
@@ -37,7 +29,6 @@ def serve(settings: Settings) -> int:
     """
     log = configure_process(settings.log)
     raise_file_limit()
-    tune_allocator()
     with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
         runner.run(_serve(settings, log))
     return 0

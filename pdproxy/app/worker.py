@@ -24,7 +24,7 @@ from pdproxy.app.run import clients_config, operators_config
 from pdproxy.errors import SettingsError
 from pdproxy.observe.logs import DroppedLines, LineHandler, configure_process
 from pdproxy.request import read_json
-from pdproxy.server.server import Server, leave, raise_file_limit, tune_allocator, tune_collector
+from pdproxy.server.server import Server, leave, raise_file_limit, tune_collector
 from pdproxy.server.server import serve as serve_ports
 from pdproxy.settings.model import Settings
 from pdproxy.workers.channel import Connection, Inbox
@@ -39,7 +39,6 @@ def main(channel: socket.socket, number: int) -> int:
     settings = Settings(**read_json(sys.stdin.buffer.read()))
     log = configure_process(settings.log, {"worker": number})
     raise_file_limit()
-    tune_allocator()
     try:
         with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
             runner.run(_serve(settings, channel, log))

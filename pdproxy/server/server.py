@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import logging
 import math
@@ -34,9 +33,6 @@ LAST_WORDS_SECONDS = 5.0
 MAX_OPEN_FILES = 1 << 20
 GC_THRESHOLD = 10_000
 """New objects between two collections: a request makes hundreds, and nearly all are freed without the collector."""
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Parameters of glibc's ``mallopt``."""
-MAPPED_BYTES = 64 * 1024
 OPERATORS_GRACE = 2.0
 """Seconds for an operator's request to end, once those of clients have."""
 
@@ -218,16 +214,6 @@ def raise_file_limit() -> None:
         return
     with contextlib.suppress(OSError, ValueError):  # a kernel with a lower limit of its own: then it stays
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-def tune_allocator() -> None:
-    """Have glibc map memory of `MAPPED_BYTES` and more, such as bodies, apart from the rest: it goes back to the system
-    when it is freed. By itself glibc puts all but the first of such size between small objects, which keep it.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not every libc has it
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
-        mallopt(M_TRIM_THRESHOLD, MAPPED_BYTES)
 
 
 def tune_collector() -> None:

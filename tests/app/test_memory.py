@@ -209,7 +209,7 @@ async def test_no_body_is_kept_whose_legs_failed(status: int) -> None:
         body = chat(SHAPES["image"][0](8 * MB))
         for _ in range(30):
             assert await proxy.ask(body) in (status, 502, 503)
-        assert proxy.resident() - at_first < 20 * MB
+        assert proxy.resident() - at_first < 3 * len(body)
 
 
 AT_ONCE = [
@@ -233,4 +233,6 @@ async def test_bodies_that_are_there_at_once_fit_into_the_charts_memory(name: st
         held = proxy.resident("VmHWM") - at_first
         assert held < TIMES * count * len(body) + count * OF_A_REQUEST + SLACK
         assert held < CHART * 3 // 4
-        assert proxy.resident() - at_first < count * OF_A_REQUEST + SLACK
+        async with asyncio.timeout(SOON):
+            while proxy.resident() - at_first > count * OF_A_REQUEST + SLACK:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
