@@ -131,6 +131,8 @@ def _most_tokens(prompt: object) -> int | None:
 
 def text_length(value: object) -> int:
     """Of all texts within, but for media, in UTF-8. No recursion: clients choose the depth."""
+    if isinstance(value, str) and value.isascii():
+        return len(value)
     length, left = 0, [value]
     while left:
         item = left.pop()

@@ -63,14 +63,18 @@ def parse(endpoint: Endpoint, raw: bytes) -> dict[str, msgspec.Raw]:
         body = small_fields_of(raw)
     except _UNREADABLE as error:
         raise _no_object(error) from error
-    at_once(_check(endpoint, body))
+    _check(endpoint, body)
+    if (prompts := _several(endpoint, body)) is not None:
+        at_once(_check_prompts(prompts))
     return body
 
 
 def parsing(endpoint: Endpoint, raw: bytes) -> Steps[dict[str, msgspec.Raw]]:
     """As `parse`, in steps."""
     body = yield from reading(raw)
-    yield from _check(endpoint, body)
+    _check(endpoint, body)
+    if (prompts := _several(endpoint, body)) is not None:
+        yield from _check_prompts(prompts)
     return body
 
 
@@ -100,15 +104,18 @@ def _no_object(error: Exception) -> ClientError:
     return _bad(None, why)
 
 
-def _check(endpoint: Endpoint, body: Json) -> Steps[None]:
-    """Check the fields that the proxy relies on."""
+def _check(endpoint: Endpoint, body: Json) -> None:
+    """Check the fields that the proxy relies on, but for a list of prompts, which may be long."""
     _check_model(body)
     _check_kinds(body)
-    prompt = body.get("prompt")
-    if endpoint is Endpoint.COMPLETIONS and isinstance(prompt, msgspec.Raw) and first_byte(prompt) == LIST:
-        yield from _check_prompts(prompt)
     if endpoint is Endpoint.RESPONSES:
         _check_stateless(body)
+
+
+def _several(endpoint: Endpoint, body: Json) -> msgspec.Raw | None:
+    """A completion's prompt that is a list: of token ids, or of prompts."""
+    prompt = body.get("prompt") if endpoint is Endpoint.COMPLETIONS else None
+    return prompt if isinstance(prompt, msgspec.Raw) and first_byte(prompt) == LIST else None
 
 
 def _check_model(body: Json) -> None:

@@ -115,7 +115,7 @@ async def process(*words: str) -> AsyncIterator[asyncio.subprocess.Process]:
 
 @contextlib.asynccontextmanager
 async def running(seconds: float = 0.0, status: int = 200, *, nodes: bool = True) -> AsyncIterator[Proxy]:
-    """A ready proxy as the chart starts it, before two nodes that answer with this status after so long, or are gone."""
+    """A ready proxy as the chart starts it, before two nodes that answer with this status after so long."""
     prefill, decode, clients, operators = free_ports(4)
     words = PDPROXY.command(Ports(clients, operators, prefill, decode))[3:]
     async with contextlib.AsyncExitStack() as stack:
