@@ -31,6 +31,8 @@ LEG_FAILED = re.compile(r"request (?P<request>\S+): decode leg on (?P<node>\S+):
 """What the proxy logs of a stream whose node has died."""
 MOVED = re.compile(r"request ended\" request_id=(?P<request>\S+) .*\bmoved=(?P<how>\S+) stall_ms=(?P<stall>\S+)")
 """What it logs at the end of a stream that went on elsewhere."""
+ENDED = re.compile(r"request ended\" request_id=(\S+)")
+"""What it logs at the end of any."""
 
 
 @dataclass
@@ -148,6 +150,7 @@ async def cut_short(fleet: Fleet, streams: Sequence[FollowedStream], victim: str
         killed, places = time.monotonic(), [stream.events for stream in streams]
         await asyncio.to_thread(strike, fleet.nodes[victim].part, ProcessFault.KILLED)
         await asyncio.wait(tasks)
+    await log.tells_the_end_of({stream.request_id for stream in streams})
     lost, moved = log.lost(victim), log.moved()
     cuts = [
         Cut(stream, had, stream.stall(killed), *moved.get(stream.request_id, ("", 0.0)))
@@ -219,6 +222,12 @@ class LogTail:
         """How requests went on that were moved, and for how many seconds they stood still."""
         found = filter(None, map(MOVED.search, self._lines()))
         return {each["request"]: (each["how"], float(each["stall"]) / 1000) for each in found}
+
+    async def tells_the_end_of(self, requests: set[str]) -> None:
+        """Return once it has the last line of each: lines are written a moment after what they tell of."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not requests <= {found[1] for found in map(ENDED.search, self._lines()) if found}:
+                await asyncio.sleep(0.02)
 
     def _lines(self) -> list[str]:
         with self._log.open("rb") as file:

@@ -40,9 +40,11 @@ QUIET = {
 whose legs fail and whose streams move."""
 STILL = {
     *("vllm:kv_cache_usage_perc", "vllm:num_preemptions_total", "vllm:num_requests_running"),
-    *("vllm:num_requests_waiting", "up"),
+    *("vllm:num_requests_waiting", "up", "pdproxy_connector_barred_tickets_total"),
 }
 """Of nodes, what may stay as it is while all goes well."""
+WHILE_CUT = {"pdproxy_connector_barred_peers"}
+"""Above 0 while no read from a node works: `tests/e2e/test_cut_paths.py` cuts the network between two."""
 
 
 def panels() -> list[tuple[str, str]]:
@@ -60,7 +62,7 @@ def of_alerts() -> list[Selector]:
     """Every series of nodes that an alert reads."""
     rules = [rule["expr"] for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
     asked = {each for rule in rules for each in selectors(rule) if each.metric.startswith(OF_NODES)}
-    return sorted((each for each in asked if each.metric not in WITH_KEYS), key=str)
+    return sorted((each for each in asked if each.metric not in WITH_KEYS | WHILE_CUT), key=str)
 
 
 def live(pair: Pair, proxy: Proxy, seed: int) -> None:
