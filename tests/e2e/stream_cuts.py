@@ -226,7 +226,7 @@ class LogTail:
     async def tells_the_end_of(self, requests: set[str]) -> None:
         """Return once it has the last line of each: lines are written a moment after what they tell of."""
         async with asyncio.timeout(PATIENCE_S):
-            while not requests <= {found[1] for found in map(ENDED.search, self._lines()) if found}:
+            while not requests <= {found[1] for found in map(ENDED.search, self._lines()) if found}:  # noqa: ASYNC110 - a file
                 await asyncio.sleep(0.02)
 
     def _lines(self) -> list[str]:
