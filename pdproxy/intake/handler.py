@@ -7,6 +7,7 @@ framework's routing would cost more than our own work.
 import asyncio
 import dataclasses
 import logging
+from collections.abc import Awaitable
 from typing import Self
 
 import msgspec
@@ -31,6 +32,7 @@ from pdproxy.intake.request_context import (
     Send,
     TrackedSend,
     accept_body,
+    check_head,
     headers_of,
     promised_length,
     read_body,
@@ -132,18 +134,22 @@ class RequestHandler:
         with self._admitted(context) as admitted:
             watcher = DisconnectWatcher(context.exchange)
             try:
-                request = await self._generating(context, endpoint, arrived, admitted, watcher)
+                raw = self._read_at_once(context, admitted.reservation)
+                if raw is None:
+                    raw = await self._read(context, admitted.reservation)
+                body = parse(endpoint, raw) if len(raw) <= LARGE else await in_turns(parsing(endpoint, raw))
+                request = self._request(context, endpoint, scrub(body), arrived, watcher, admitted.api_key)
+                if admitted.charge is not None:
+                    request = await self._charged(request, admitted.charge)
             except NOT_TAKEN as error:
                 self.not_taken(context, error, admitted.api_key.name)
                 raise
+            del raw, body
             with watcher:
-                await self._respond(context, await self._answer(context, request), admitted.charge)
-
-    async def _answer(self, context: RequestContext, request: ClientRequest) -> ProxyResponse:
-        answer = self.orchestrator.answer(request)
-        if not request.stream or not self.config.sse_keep_alive:
-            return await answer
-        return await answer_with_comments(context, answer, self.config.sse_keep_alive)
+                answer = self.orchestrator.answer(request)
+                if request.stream and self.config.sse_keep_alive:
+                    answer = answer_with_comments(context, answer, self.config.sse_keep_alive)
+                await self._respond(context, await answer, admitted.charge)
 
     async def forward(self, context: RequestContext) -> None:
         """Have one node answer a request that the proxy does not understand.
@@ -180,26 +186,10 @@ class RequestHandler:
             case _:
                 self.not_taken(context, shutting_down_error(), key)
 
-    async def _generating(
-        self,
-        context: RequestContext,
-        endpoint: Endpoint,
-        arrived: float,
-        admitted: _Admitted,
-        watcher: DisconnectWatcher,
-    ) -> ClientRequest:
-        """The request, read and understood."""
-        api_key = admitted.api_key
-        raw = await self._read(context, admitted.reservation)
-        body = scrub(parse(endpoint, raw) if len(raw) <= LARGE else await in_turns(parsing(endpoint, raw)))
-        request = self._request(context, endpoint, body, arrived, watcher, api_key)
-        if self.config.routing in _BY_SESSION:
-            session = session_of(context.headers, body, api_key.name)
-            request = msgspec.structs.replace(request, session=session)
-        if admitted.charge is not None:
-            admitted.charge.expect(*await self.orchestrator.expected_tokens(endpoint, body))
-            request = msgspec.structs.replace(request, on_usage=admitted.charge.used)
-        return request
+    async def _charged(self, request: ClientRequest, charge: RateCharge) -> ClientRequest:
+        """The request, whose tokens count against its key's rates."""
+        charge.expect(*await self.orchestrator.expected_tokens(request.endpoint, request.body))
+        return msgspec.structs.replace(request, on_usage=charge.used)
 
     def _admitted(self, context: RequestContext) -> _Admitted:
         """What is decided before the body is read: by the key, its limits, the body's type, the room for bodies and in
@@ -223,6 +213,13 @@ class RequestHandler:
             raise unread(error, context.headers) from None
         return _Admitted(api_key, reservation, charge, self.open_requests)
 
+    def _read_at_once(self, context: RequestContext, reservation: Reservation) -> bytes | None:
+        """The body where all of it is here and it is not compressed: most are, and need no coroutine."""
+        if header(context.headers, "content-encoding") is not None:
+            return None
+        whole = context.exchange.take_body()
+        return None if whole is None else accept_body(whole, self.config.body_bytes, reservation.grow_to)
+
     async def _read(self, context: RequestContext, reservation: Reservation) -> bytes:
         body = await self._received(context, reservation)
         coding = header(context.headers, "content-encoding")
@@ -240,11 +237,12 @@ class RequestHandler:
     async def _received(self, context: RequestContext, reservation: Reservation) -> bytes:
         """The body as it was sent."""
         most, whole = self.config.body_bytes, context.exchange.take_body()
+        check_head(context.headers, most)
         if whole is not None:
-            return accept_body(whole, context.headers, most, reservation.grow_to)
+            return accept_body(whole, most, reservation.grow_to)
         try:
             async with asyncio.timeout(self.config.upload_seconds):
-                return await read_body(context.receive, context.headers, most, reservation.grow_to)
+                return await read_body(context.receive, most, reservation.grow_to)
         except TimeoutError:
             text = f"The body did not arrive within {self.config.upload_seconds:g} s."
             raise ClientError(408, text, code="upload_timeout", headers=(("connection", "close"),)) from None
@@ -266,6 +264,7 @@ class RequestHandler:
             model=str(value_of(body["model"])),
             stream=value_of(body.get("stream")) is True,
             priority=priority_of(context.headers, body),
+            session=session_of(context.headers, body, api_key.name) if self.config.routing in _BY_SESSION else None,
             arrived=arrived,
             deadline=arrived + self.config.request_seconds,
             left=watcher.left,
@@ -333,7 +332,7 @@ class ApiApp:
             endpoint=routes.GENERATING.get(path),
         )
         try:
-            await self._dispatch(context, scope)
+            await self._answer(context, scope)
         except ClientGone:
             pass
         except ClientError as error:
@@ -348,28 +347,27 @@ class ApiApp:
             await context.refuse(ClientError(500, text, kind="server_error", code=BUG))
             raise
 
-    async def _dispatch(self, context: RequestContext, scope: Scope) -> None:
-        path = context.path
-        method = "GET" if context.method == "HEAD" else context.method  # the server leaves the body out
-        if method == "POST" and context.endpoint is not None:
-            await self._handler.generate(context, context.endpoint)
-        elif context.method in routes.FORWARDED.get(path, ()):
-            await self._handler.forward(context)
-        else:
-            try:
-                await self._answer_itself(context, scope, method)
-            except ClientError as error:
-                self._handler.not_taken(context, error)
-                raise
+    def _answer(self, context: RequestContext, scope: Scope) -> Awaitable[None]:
+        """By whom the path is answered."""
+        if context.method == "POST" and context.endpoint is not None:
+            return self._handler.generate(context, context.endpoint)
+        if context.method in routes.FORWARDED.get(context.path, ()):
+            return self._handler.forward(context)
+        return self._answer_itself(context, scope)
 
-    async def _answer_itself(self, context: RequestContext, scope: Scope, method: str) -> None:
+    async def _answer_itself(self, context: RequestContext, scope: Scope) -> None:
         """What needs no node."""
-        if method == "GET" and context.path in self._shown:
-            await self._operate(context, scope)
-        elif method == "GET" and (body := self._document(context)) is not None:
-            await send_whole(context.send, 200, (JSON_HEADER,), body)
-        else:
-            raise routes.unknown_path(context.method, context.path, self._shown)
+        try:
+            method = "GET" if context.method == "HEAD" else context.method  # the server leaves the body out
+            if method == "GET" and context.path in self._shown:
+                await self._operate(context, scope)
+            elif method == "GET" and (body := self._document(context)) is not None:
+                await send_whole(context.send, 200, (JSON_HEADER,), body)
+            else:
+                raise routes.unknown_path(context.method, context.path, self._shown)
+        except ClientError as error:
+            self._handler.not_taken(context, error)
+            raise
 
     async def _operate(self, context: RequestContext, scope: Scope) -> None:
         if context.path == routes.METRICS:

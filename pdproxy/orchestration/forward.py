@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
@@ -89,7 +88,7 @@ async def _forward(
     ended: Callable[[int, Outcome], None],
 ) -> ProxyResponse:
     excluded: frozenset[str] = frozenset()
-    retry_state = RetryState(context, Counter())
+    retry_state = RetryState(context, {})
     while True:
         try:
             node = _choose(context, request.model, excluded)
