@@ -82,12 +82,12 @@ class TicketRoute(EndpointPlugin):
 
         Raises ConfigError, which ends the node, for a decode node whose vLLM is not tested.
         """
+        decodes = engine_client is not None and _decodes(engine_client.vllm_config)
         if engine_client is not None:
+            if decodes:
+                require_tested(engine_client.vllm_config.kv_transfer_config.kv_connector_extra_config)
             source = tokenizer_source(engine_client.vllm_config)
             self._chat_template = chat_template_part(source, ChatArguments.of(args))
-        decodes = engine_client is not None and _decodes(engine_client.vllm_config)
-        if engine_client is not None and decodes:
-            require_tested(engine_client.vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._engine = engine_client if decodes else None
         self._streams.secret = _secret(os.environ) if decodes else None
 

@@ -22,7 +22,7 @@ log = logging.getLogger("vllm.pdproxy.vllm_version")
 TESTED = ("0.32.0", "0.33.0")
 """0.32.0 is run by the tests. 0.33.0 needs a GPU: a test compares what this connector uses of the two."""
 
-_RELEASE = re.compile(r"v?(\d+(?:\.\d+)*)")
+_RELEASE = re.compile(r"(\d+(?:\.\d+)*)")
 
 
 def require_tested(extra: Mapping[str, Any] | None) -> None:

@@ -120,14 +120,12 @@ def feature_of(module: str) -> str:
 
 
 def differences(known: Iterable[Seam], mine: Version, other: Version) -> Iterator[tuple[str, str]]:
-    """Each seam that the two versions do not declare alike, or that one lacks, and what each has that the other lacks."""
+    """Each seam that one version lacks or declares otherwise, with the parts that only one of them has."""
     for seam in sorted(set(known)):
         here, there = mine.describe(seam), other.describe(seam)
         if here is None or here != there:
-            yield (
-                seam.name,
-                f"{_parts(here, there)} in {mine.shape.version}, {_parts(there, here)} in {other.shape.version}",
-            )
+            first = f"{_parts(here, there)} in {mine.shape.version}"
+            yield seam.name, f"{first}, {_parts(there, here)} in {other.shape.version}"
 
 
 def misfits(known: Iterable[Seam], shape: Shape) -> Iterator[str]:

@@ -118,7 +118,7 @@ UNSEEN: Mapping[str, Mapping[str, str]] = {
         f"{MULTI}:MultiConnector": "_get_connector_classes_and_configs",
         f"{MULTI}:MultiKVConnectorMetadata": "extra_async_saves metadata",
     },
-    CPU: {"vllm.v1.worker.gpu_input_batch:CachedRequestState": "generator output_token_ids req_id"},
+    CPU: {"vllm.v1.core.sched.output:NewRequestData": "req_id"},
 }
 """Feature → class of vLLM → members that the connector uses through a variable, where the scan does not see it."""
 

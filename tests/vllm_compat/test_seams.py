@@ -65,19 +65,17 @@ def test_what_is_listed_by_hand_is_used_and_not_found_by_the_scan() -> None:
     lists = [each for classes in UNSEEN.values() for each in classes.items()]
     members = {Touch(owner, (name,)) for owner, names in lists for name in names.split()}
     assert {name for touch in members for name in touch.chain if name not in words} == set()
-    assert (
-        members & {Touch(each.owner, each.chain[:1]) for found in our_touches().values() for each in found.read}
-        == set()
-    )
+    read = frozenset[Touch]().union(*(each.read for each in our_touches().values()))
+    assert members & {Touch(each.owner, each.chain[:1]) for each in read} == set()
 
 
 def test_the_seams_are_few() -> None:
-    """Ceilings: one more seam is a decision, one fewer lowers them. `python -m tests.vllm_compat` shows what they serve."""
+    """Ceilings: one more seam is a decision, one fewer lowers them. `python -m tests.vllm_compat` has a table."""
     known = frozenset[Seam]().union(*our_seams([version(installed_release())]).values())
     assert count(known, *FOUND) <= 352
     assert count(known, Kind.OVERRIDE) <= 64
     assert sum(seam.private for seam in known if seam.kind in FOUND) <= 30
-    assert count(known, Kind.UNSEEN, Kind.INSIDE) <= 90
+    assert count(known, Kind.UNSEEN, Kind.INSIDE) <= 84
 
 
 def test_the_list_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,7 +170,7 @@ def test_a_class_that_is_constructed_is_compared_by_what_it_takes(tmp_path: Path
     text = "from vllm.base import Sub\nmade = Sub(1)\n"
     known = seams(ours(tmp_path, text), [small().shape])
     changed = small(BASE.replace("__init__(self, one)", "__init__(self, one, two)"))
-    assert [line for _, line in differences(known, small(), changed)] == ["nothing more in 9.9, two) ->  in 9.9"]
+    assert ["two)" in line for _, line in differences(known, small(), changed)] == [True]
     assert list(differences(seams(ours(tmp_path), [small().shape]), small(), small())) == []
 
 
