@@ -35,7 +35,7 @@ def version(release: str) -> Version:
     every = Touches()
     for each in our_touches().values():
         every |= each
-    return Version(library, library.shape(release, wanted(every, UNSEEN)))
+    return Version(library, library.shape(release, wanted(every, UNSEEN)), every.called)
 
 
 def root_of(release: str) -> Path:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from tests.vllm_compat.our_use import Touch, Touches
@@ -35,7 +35,6 @@ class Seam:
 
     kind: Kind
     touch: Touch
-    is_called: bool = field(default=False, compare=False)
 
     @property
     def private(self) -> bool:
@@ -50,10 +49,11 @@ class Seam:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A vLLM whose source is read."""
+    """A vLLM whose source is read. `called`: names that the connector calls; classes, to construct one."""
 
     library: Library
     shape: Shape
+    called: frozenset[Touch] = frozenset()
 
     def describe(self, seam: Seam) -> str | None:
         """How a seam is declared in this version; None where it is not there."""
@@ -62,7 +62,7 @@ class Version:
             return self.library.text(seam.name)
         if seam.kind is Kind.IMPORT:
             asked = f"{touch.owner}:{touch.chain[0]}"
-            if seam.is_called and asked in self.shape.classes:
+            if touch in self.called and asked in self.shape.classes:
                 return self.shape.constructor(asked)
             return self.shape.names.get(asked)
         if touch.owner not in self.shape.classes:
@@ -86,7 +86,7 @@ def seams(found: Touches, shapes: Iterable[Shape]) -> frozenset[Seam]:
         return any(each.classes.get(touch.owner, {}).get(touch.chain[0]) is not None for each in known)
 
     return frozenset(
-        {Seam(Kind.IMPORT, touch, touch in found.called) for touch in found.imported}
+        {Seam(Kind.IMPORT, touch) for touch in found.imported}
         | {Seam(Kind.OVERRIDE, touch) for touch in found.defined if theirs(touch)}
         | {Seam(Kind.USE, touch) for touch in found.used if theirs(touch)}
         | {Seam(Kind.READ, touch) for touch in found.read}
