@@ -35,7 +35,7 @@ class Engine:
         parallel = SimpleNamespace(data_parallel_size=self.ranks, data_parallel_size_local=1, local_engines_only=False)
         return SimpleNamespace(
             parallel_config=parallel,
-            kv_transfer_config=SimpleNamespace(is_kv_consumer=self.consumer),
+            kv_transfer_config=SimpleNamespace(is_kv_consumer=self.consumer, kv_connector_extra_config={}),
             model_config=SimpleNamespace(tokenizer=str(MODEL), tokenizer_revision=None, tokenizer_mode="auto"),
             load_config=SimpleNamespace(download_dir=None),
         )
