@@ -49,7 +49,7 @@ from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.planning.shares import NO_LIMITS
 from pdproxy.raw_json import value_of
-from pdproxy.request import ClientRequest, Endpoint, Headers, Json, header, write_json
+from pdproxy.request import ClientRequest, Endpoint, Headers, HeldBody, Json, header, write_json
 from pdproxy.response import EXCHANGE_EXTENSION, ProxyResponse
 from pdproxy.settings.types import BY_CACHE, Credential, Routing
 
@@ -151,24 +151,35 @@ class RequestHandler:
         Raises:
             ClientError, ClientGone: as `generate`.
         """
-        deadline = self.clock.now() + self.config.request_seconds
+        arrived = self.clock.now()
         with self._admitted(context) as admitted:
+            watcher = DisconnectWatcher(context.exchange)
             try:
-                raw = await self._read(context, admitted.reservation)
-                if context.path in routes.SCRUBBED:
-                    raw = write_json(scrub(await in_turns(reading(raw))))
+                request = await self._forwarding(context, arrived, admitted, watcher)
             except NOT_TAKEN as error:
                 self.not_taken(context, error, admitted.api_key.name)
                 raise
-            path = f"{context.path}?{context.query}" if context.query else context.path
-            watcher = DisconnectWatcher(context.exchange)
-            headers = self._node_headers(context)
-            model, key = model_of(raw), admitted.api_key.name
-            request = ForwardRequest(
-                context.request_id, context.method, path, headers, raw, model, deadline, watcher.left, key
-            )
             with watcher:
                 await self._respond(context, await self.orchestrator.forward(request), admitted.charge)
+
+    async def _forwarding(
+        self, context: RequestContext, arrived: float, admitted: _Admitted, watcher: DisconnectWatcher
+    ) -> ForwardRequest:
+        """The request, read as far as its model's name."""
+        raw = await self._read(context, admitted.reservation)
+        if context.path in routes.SCRUBBED:
+            raw = write_json(scrub(await in_turns(reading(raw))))
+        return ForwardRequest(
+            request_id=context.request_id,
+            method=context.method,
+            path=f"{context.path}?{context.query}" if context.query else context.path,
+            headers=self._node_headers(context),
+            held=HeldBody(raw, admitted.reservation.close),
+            model=model_of(raw),
+            deadline=arrived + self.config.request_seconds,
+            left=watcher.left,
+            api_key=admitted.api_key.name,
+        )
 
     def not_taken(self, context: RequestContext, error: BaseException, key: str = "") -> None:
         """Count and log a request that ends before the orchestrator has it: one of `NOT_TAKEN` was raised."""
@@ -192,7 +203,8 @@ class RequestHandler:
         api_key = admitted.api_key
         raw = await self._read(context, admitted.reservation)
         body = scrub(parse(endpoint, raw) if len(raw) <= LARGE else await in_turns(parsing(endpoint, raw)))
-        request = self._request(context, endpoint, body, arrived, watcher, api_key)
+        held = HeldBody[Json](body, admitted.reservation.close)
+        request = self._request(context, endpoint, held, arrived, watcher, api_key)
         if self.config.routing in _BY_SESSION:
             session = session_of(context.headers, body, api_key.name)
             request = msgspec.structs.replace(request, session=session)
@@ -253,15 +265,16 @@ class RequestHandler:
         self,
         context: RequestContext,
         endpoint: Endpoint,
-        body: Json,
+        held: HeldBody[Json],
         arrived: float,
         watcher: DisconnectWatcher,
         api_key: ApiKey,
     ) -> ClientRequest:
+        body = held.content
         return ClientRequest(
             request_id=context.request_id,
             endpoint=endpoint,
-            body=body,
+            held=held,
             headers=self._node_headers(context),
             model=str(value_of(body["model"])),
             stream=value_of(body.get("stream")) is True,
