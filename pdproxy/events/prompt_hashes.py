@@ -126,9 +126,7 @@ class HashFinder:
         self._cached_rest[before.met > 0] = self._cached_rest[before.met > 0] * kept + share * (1 - kept)
 
 
-async def _hashed(
-    ids: Sequence[int], schemes: Sequence[SchemeIndex], extras: PromptExtras, known: Ids
-) -> PromptHashes:
+async def _hashed(ids: Sequence[int], schemes: Sequence[SchemeIndex], extras: PromptExtras, known: Ids) -> PromptHashes:
     hashes = dict[HashScheme, Sequence[int]]()
     for scheme in schemes if len(ids) <= MOST_TOKENS else ():
         made = await _hashes(scheme, ids, extras)

@@ -73,7 +73,16 @@ class Bench:
         orchestrator, now = Orchestrator(self.means, background_tasks), self.means.clock.now()
         body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": 8, "temperature": 0}
         request = ClientRequest(
-            "r", Endpoint.COMPLETIONS, HeldBody[Json](body), (), SERVED_NAME, False, 0, now, now + REQUEST_TIMEOUT_S, lambda: True
+            "r",
+            Endpoint.COMPLETIONS,
+            HeldBody[Json](body),
+            (),
+            SERVED_NAME,
+            False,
+            0,
+            now,
+            now + REQUEST_TIMEOUT_S,
+            lambda: True,
         )
         reply = await orchestrator.answer(request)
         await background_tasks.aclose()

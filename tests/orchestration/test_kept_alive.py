@@ -53,9 +53,7 @@ async def chat(cluster: LoopbackCluster, *, stream: bool = False) -> None:
 
 async def embed(cluster: LoopbackCluster) -> None:
     deadline = asyncio.get_running_loop().time() + PATIENT
-    request = ForwardRequest(
-        "r-1", "POST", "/v1/embeddings", (), HeldBody(b"{}"), MODEL, deadline, lambda: True
-    )
+    request = ForwardRequest("r-1", "POST", "/v1/embeddings", (), HeldBody(b"{}"), MODEL, deadline, lambda: True)
     assert (await cluster.orchestrator.forward(request)).status == 200
 
 
