@@ -71,7 +71,7 @@ STREAMS: dict[str, tuple[Policy, dict[str, Any], bool]] = {
     "text that may move": (Policy(), TEXT, False),
     "text, and no migration": (Policy(migrations=0), TEXT, True),
 }
-"""Of each the policy, the body, and whether nothing of it counts once the stream has begun. The nodes keep no journal."""
+"""Of each the policy, the body, and whether nothing of it counts once the stream has begun. Nodes keep no journal."""
 
 
 @pytest.mark.parametrize("name", STREAMS)
