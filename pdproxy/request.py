@@ -90,6 +90,11 @@ def header(headers: Headers, name: str) -> str | None:
     return None
 
 
+def media_type(headers: Headers) -> str:
+    """What kind of body the headers announce: in lower case, and without parameters; "" where they do not say."""
+    return (header(headers, "content-type") or "").partition(";")[0].strip().lower()
+
+
 Content = TypeVar("Content")
 
 

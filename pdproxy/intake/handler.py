@@ -41,6 +41,7 @@ from pdproxy.intake.request_context import (
 )
 from pdproxy.intake.session import session_of
 from pdproxy.intake.sse_keep_alive import answer_with_comments
+from pdproxy.legs.form import FORM, model_in_form
 from pdproxy.legs.parse import LARGE, model_of, parse, parsing, reading, scrub
 from pdproxy.legs.turns import in_turns
 from pdproxy.nodes.pool import Pool
@@ -49,7 +50,7 @@ from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.planning.shares import NO_LIMITS
 from pdproxy.raw_json import value_of
-from pdproxy.request import ClientRequest, Endpoint, Headers, HeldBody, Json, header, write_json
+from pdproxy.request import ClientRequest, Endpoint, Headers, HeldBody, Json, header, media_type, write_json
 from pdproxy.response import EXCHANGE_EXTENSION, ProxyResponse
 from pdproxy.settings.types import BY_CACHE, Credential, Routing
 
@@ -175,7 +176,7 @@ class RequestHandler:
             path=f"{context.path}?{context.query}" if context.query else context.path,
             headers=self._node_headers(context),
             held=HeldBody(raw, admitted.reservation.close),
-            model=model_of(raw),
+            model=await _forwarded_model(context.headers, raw),
             deadline=arrived + self.config.request_seconds,
             left=watcher.left,
             api_key=admitted.api_key.name,
@@ -314,6 +315,13 @@ class RequestHandler:
             raise
         finally:
             await response.body.aclose()
+
+
+async def _forwarded_model(headers: Headers, raw: bytes) -> str:
+    """The model that a body asks for which goes to one node as it is."""
+    if media_type(headers) == FORM:
+        return await in_turns(model_in_form(raw, header(headers, "content-type") or ""))
+    return model_of(raw)
 
 
 class ApiApp:

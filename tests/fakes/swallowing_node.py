@@ -1,8 +1,8 @@
 """A node in a process of its own that keeps nothing of what it is sent: `python -m tests.fakes.swallowing_node …`.
 
 Its arguments: port, seconds that an answer takes, and its status. It answers every chat with a ticket beside its text,
-whatever the body is, so that one kind serves both roles. A stream gets its first token, with a journal where it is asked
-for, and then nothing more.
+whatever the body is, so that one kind serves both roles. A stream gets its first token, with its journal where one is
+wanted, and then nothing more.
 """
 
 import asyncio
