@@ -87,6 +87,15 @@ async def test_a_stream_counts_while_it_may_move(name: str) -> None:
         await server.until("pdproxy_body_bytes 0.0")
 
 
+async def test_a_stream_counts_until_something_was_generated() -> None:
+    """Until then any node can be asked anew."""
+    async with running_proxy(Settings(limits=SMALL)) as server:
+        server.decode.fault = InjectedFault(FaultKind.STALL, at=1)
+        async with begun(server, {"json": chat_body(SIZE)}, events=1):
+            await asyncio.sleep(0.2)
+            assert await held(server) > SIZE
+
+
 async def test_a_stream_with_a_journal_counts_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeNode, "can_resume", True)
     async with running_proxy(Settings(limits=SMALL)) as server:
