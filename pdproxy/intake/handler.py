@@ -43,6 +43,7 @@ from pdproxy.intake.request_context import (
 )
 from pdproxy.intake.session import session_of
 from pdproxy.intake.sse_keep_alive import answer_with_comments
+from pdproxy.legs.form import FORM, model_in_form
 from pdproxy.legs.parse import LARGE, model_of, parse, parsing, reading, scrub
 from pdproxy.legs.turns import in_turns
 from pdproxy.nodes.pool import Pool
@@ -51,7 +52,7 @@ from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.planning.shares import NO_LIMITS
 from pdproxy.raw_json import value_of
-from pdproxy.request import ClientRequest, Endpoint, Headers, Json, header, write_json
+from pdproxy.request import ClientRequest, Endpoint, Headers, HeldBody, Json, header, media_type, write_json
 from pdproxy.response import EXCHANGE_EXTENSION, ProxyResponse
 from pdproxy.settings.types import BY_CACHE, Credential, Routing
 
@@ -138,13 +139,14 @@ class RequestHandler:
                 if raw is None:
                     raw = await self._read(context, admitted.reservation)
                 body = parse(endpoint, raw) if len(raw) <= LARGE else await in_turns(parsing(endpoint, raw))
-                request = self._request(context, endpoint, scrub(body), arrived, watcher, admitted.api_key)
+                held = HeldBody[Json](scrub(body), admitted.reservation.close)
+                request = self._request(context, endpoint, held, arrived, watcher, admitted.api_key)
                 if admitted.charge is not None:
                     request = await self._charged(request, admitted.charge)
             except NOT_TAKEN as error:
                 self.not_taken(context, error, admitted.api_key.name)
                 raise
-            del raw, body
+            del raw, body  # `held` lets them go while the answer is on its way
             with watcher:
                 answer = self.orchestrator.answer(request)
                 if request.stream and self.config.sse_keep_alive:
@@ -157,24 +159,35 @@ class RequestHandler:
         Raises:
             ClientError, ClientGone: as `generate`.
         """
-        deadline = self.clock.now() + self.config.request_seconds
+        arrived = self.clock.now()
         with self._admitted(context) as admitted:
+            watcher = DisconnectWatcher(context.exchange)
             try:
-                raw = await self._read(context, admitted.reservation)
-                if context.path in routes.SCRUBBED:
-                    raw = write_json(scrub(await in_turns(reading(raw))))
+                request = await self._forwarding(context, arrived, admitted, watcher)
             except NOT_TAKEN as error:
                 self.not_taken(context, error, admitted.api_key.name)
                 raise
-            path = f"{context.path}?{context.query}" if context.query else context.path
-            watcher = DisconnectWatcher(context.exchange)
-            headers = self._node_headers(context)
-            model, key = model_of(raw), admitted.api_key.name
-            request = ForwardRequest(
-                context.request_id, context.method, path, headers, raw, model, deadline, watcher.left, key
-            )
             with watcher:
                 await self._respond(context, await self.orchestrator.forward(request), admitted.charge)
+
+    async def _forwarding(
+        self, context: RequestContext, arrived: float, admitted: _Admitted, watcher: DisconnectWatcher
+    ) -> ForwardRequest:
+        """The request, read as far as its model's name."""
+        raw = await self._read(context, admitted.reservation)
+        if context.path in routes.SCRUBBED:
+            raw = write_json(scrub(await in_turns(reading(raw))))
+        return ForwardRequest(
+            request_id=context.request_id,
+            method=context.method,
+            path=f"{context.path}?{context.query}" if context.query else context.path,
+            headers=self._node_headers(context),
+            held=HeldBody(raw, admitted.reservation.close),
+            model=await _forwarded_model(context.headers, raw),
+            deadline=arrived + self.config.request_seconds,
+            left=watcher.left,
+            api_key=admitted.api_key.name,
+        )
 
     def not_taken(self, context: RequestContext, error: BaseException, key: str = "") -> None:
         """Count and log a request that ends before the orchestrator has it: one of `NOT_TAKEN` was raised."""
@@ -251,15 +264,16 @@ class RequestHandler:
         self,
         context: RequestContext,
         endpoint: Endpoint,
-        body: Json,
+        held: HeldBody[Json],
         arrived: float,
         watcher: DisconnectWatcher,
         api_key: ApiKey,
     ) -> ClientRequest:
+        body = held.content
         return ClientRequest(
             request_id=context.request_id,
             endpoint=endpoint,
-            body=body,
+            held=held,
             headers=self._node_headers(context),
             model=str(value_of(body["model"])),
             stream=value_of(body.get("stream")) is True,
@@ -300,6 +314,13 @@ class RequestHandler:
             raise
         finally:
             await response.body.aclose()
+
+
+async def _forwarded_model(headers: Headers, raw: bytes) -> str:
+    """The model that a body asks for which goes to one node as it is."""
+    if media_type(headers) == FORM:
+        return await in_turns(model_in_form(raw, header(headers, "content-type") or ""))
+    return model_of(raw)
 
 
 class ApiApp:

@@ -99,6 +99,15 @@ class Continuity:
         return Move.CONTINUED if self._continuable else None
 
     @property
+    def may_move(self) -> bool:
+        """Whether the stream can ever move again, if there are nodes for it: else its body is of no more use."""
+        if self.left <= 0:
+            return False
+        if not self.transcript.started:
+            return True
+        return self.transcript.may_be_continued if self.journal is None else self._resumable
+
+    @property
     def _resumable(self) -> bool:
         return self.journal is not None and self.journal.reason is None
 

@@ -118,12 +118,11 @@ class Rendezvous:
         self._context = context
         self._sub_request = sub_request
         self._timeline = timeline
-        self._prefill = prefill
         self._leg: WaitingLeg | None = None
         self._next: tuple[Node, str] | None = (node, context.new_hand_over_id())
         self._prefill_ended = asyncio.Event()
         self.prefilled = self.told = False
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task = asyncio.get_running_loop().create_task(self._run(prefill))
         self._task.add_done_callback(self._interrupt_leg)
 
     @property
@@ -181,9 +180,9 @@ class Rendezvous:
             self._task.cancel()
             await asyncio.wait((self._task,))
 
-    async def _run(self) -> None:
+    async def _run(self, prefill: Callable[[], Awaitable[HandOver | None]]) -> None:
         try:
-            hand_over = await self._prefill()
+            hand_over = await prefill()
             self.prefilled = True
         finally:
             self._prefill_ended.set()

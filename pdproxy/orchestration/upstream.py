@@ -339,6 +339,7 @@ class UpstreamRequest:
     async def aclose(self) -> None:
         """Give everything back. Idempotent."""
         self._life.move(Transition.END)
+        self.sub_request.held.drop()
         try:
             if self._rendezvous is not None:  # first: a prefill that goes on could take hold of another node
                 await self._end_rendezvous()

@@ -180,6 +180,11 @@ class Transcript:
             plain = named and raw.startswith(b"\ndata: {", line) and raw.find(b"\n", line + 1) == end
         return raw if plain else None
 
+    @property
+    def may_be_continued(self) -> bool:
+        """Whether nothing excludes a `continuation` for good."""
+        return self._not_continuable is None
+
     def continuation(self) -> Continuation:
         """The point from which the stream can be continued.
 
