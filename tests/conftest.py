@@ -10,7 +10,7 @@ from collections.abc import Generator
 import pytest
 from hypothesis import HealthCheck, settings
 
-FOREIGN_LOGGERS = frozenset({"torch", "transformers", "huggingface_hub", "opentelemetry"})
+FOREIGN_LOGGERS = frozenset({"torch", "transformers", "huggingface_hub"})
 OUR_LOGGERS = "vllm.pdproxy"
 # A loaded machine is slow without being wrong, and CI is to see the same examples every time: few of them, for
 # `make test-long` and `make fuzz` try hundreds and thousands of others.

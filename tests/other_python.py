@@ -22,10 +22,6 @@ PACKAGES = frozenset(
     (
         *("cffi", "cryptography", "hypothesis", "iniconfig", "jsonschema-rs", "packaging", "pluggy", "pycparser"),
         *("pygments", "pytest", "pytest-asyncio", "pytest-timeout", "pyzmq", "sortedcontainers", "websockets"),
-        # The official exporter of spans, with which ours is compared.
-        *("charset-normalizer", "googleapis-common-protos", "opentelemetry-exporter-http-transport"),
-        *("opentelemetry-exporter-otlp-common", "opentelemetry-exporter-otlp-proto-common"),
-        *("opentelemetry-exporter-otlp-proto-http", "opentelemetry-proto", "protobuf", "requests", "urllib3"),
     )
 )
 """Of the other locks."""

@@ -5,7 +5,6 @@ The conventions are in development. These are the names of opentelemetry-semanti
 the installed package. They stand here because the proxy runs without that package where tracing is off.
 """
 
-import functools
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -61,26 +60,14 @@ _MODEL = re.compile(rb'"model":\s*"([^"\\]{1,200})"')
 Attributes = dict[str, str | bool | int | float | Sequence[str]]
 
 
-class CommonAttributes(Attributes):
-    """Attributes that many spans have in common. They are written once for all of these, so they never change, and no
-    span gets another value for one of their names."""
-
-    __hash__ = object.__hash__  # type: ignore[assignment]  # one object is one key
-
-
 def span_name(endpoint: Endpoint, model: str) -> str:
     """Operation and model; ``model`` is one that nodes serve, "" for any other, so that clients make no span names."""
     return f"{OPERATIONS[endpoint]} {model}" if model else OPERATIONS[endpoint]
 
 
-def operation_attributes(endpoint: Endpoint, model: str) -> CommonAttributes:
+def operation_attributes(endpoint: Endpoint, model: str) -> Attributes:
     """What the spans of a request and of its legs have in common; ``model`` as the client named it."""
-    return _operation_attributes(endpoint, model[:_LONGEST_MODEL])
-
-
-@functools.lru_cache(maxsize=512)
-def _operation_attributes(endpoint: Endpoint, model: str) -> CommonAttributes:
-    return CommonAttributes({OPERATION: OPERATIONS[endpoint], PROVIDER: VLLM, REQUEST_MODEL: model})
+    return {OPERATION: OPERATIONS[endpoint], PROVIDER: VLLM, REQUEST_MODEL: model[:_LONGEST_MODEL]}
 
 
 def request_attributes(body: Json, choices: int, *, stream: bool) -> Attributes:

@@ -1,15 +1,15 @@
 """OpenTelemetry: a span for each client request and one for each call to a node, joined by ``traceparent``.
 
-Without tracing, the client's own ``traceparent`` is passed on to the nodes, and log lines show its trace. With it,
+Without tracing, the client's own ``traceparent`` is passed on to the nodes, and log lines show its trace. With tracing,
 `TracedApp` makes the span of a request, `leg_span` those of its legs, and `transport.traced.TracedTransport` those of
-other calls.
+other calls. The sampler is asked once for each request. A request that it does not choose is handled as without
+tracing, and has no spans; if its client sent no ``traceparent``, the nodes get one that says "not sampled".
 
 A leg's span begins before its call and ends with the leg, which may be long after its response's head. While it is
 entered, a call through the transport is this leg's: it sends the span's ``traceparent``, and gets no span of its own.
 """
 
 import dataclasses
-import functools
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextvars import ContextVar, Token
 from typing import Any, Self
@@ -19,7 +19,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from pdproxy.errors import Fault, SettingsError
-from pdproxy.observe.gen_ai import ERROR_TYPE, CommonAttributes, operation_attributes, span_name, usage_attributes
+from pdproxy.observe.gen_ai import ERROR_TYPE, operation_attributes, span_name, usage_attributes
 from pdproxy.observe.labels import Leg, SpanOutcome
 from pdproxy.request import Endpoint, Headers
 from pdproxy.settings.model import Otel
@@ -27,9 +27,9 @@ from pdproxy.settings.types import OtelExport
 from pdproxy.usage import Usage
 
 _TRACE_HEADERS = ("traceparent", "tracestate")
+"""Of W3C Trace Context."""
 LONGEST_KEPT = 512
 """Characters of a client's words that a span keeps until it is sent; a longer ``tracestate`` may be dropped (W3C)."""
-"""Of W3C Trace Context."""
 
 _PATHS = frozenset(Endpoint)
 _NO_CONTEXT = Context()
@@ -65,8 +65,7 @@ def tracing_of(otel: Otel, count: Callable[[SpanOutcome, int], None]) -> Tracing
             f"otel.export is otlp, which needs packages that are not installed here ({error}): "
             "pip install 'pdproxy[otel]', or set otel.export to off."
         ) from error
-    tracer, close = exporting(otel.endpoint, otel.service, count)
-    return Tracing(tracer, close)
+    return Tracing(*exporting(otel, count))
 
 
 def outward(headers: Headers, span: trace.Span) -> Headers:
@@ -75,7 +74,7 @@ def outward(headers: Headers, span: trace.Span) -> Headers:
     kept = [field for field in headers if field[0] not in _TRACE_HEADERS]
     if not ids.is_valid:
         return tuple(kept)
-    kept.append(("traceparent", f"00-{ids.trace_id:032x}-{ids.span_id:016x}-{ids.trace_flags:02x}"))
+    kept.append(("traceparent", _traceparent(ids)))
     return (*kept, ("tracestate", ids.trace_state.to_header())) if ids.trace_state else tuple(kept)
 
 
@@ -121,16 +120,19 @@ class LegSpan:
 
     def note(self, facts: Mapping[str, str | int | bool]) -> None:
         """Further facts about the leg; their names get a prefix."""
-        self._span.set_attributes({f"pdproxy.{name}": value for name, value in facts.items()})
+        if self._span.is_recording():
+            self._span.set_attributes({f"pdproxy.{name}": value for name, value in facts.items()})
 
     def used(self, usage: Usage) -> None:
         """The tokens that the node reports of this leg."""
-        self._span.set_attributes(usage_attributes(usage))
+        if self._span.is_recording():
+            self._span.set_attributes(usage_attributes(usage))
 
     def failed(self, fault: Fault) -> None:
         """The leg failed."""
-        self._span.set_attribute(ERROR_TYPE, fault.value)
-        self._span.set_status(trace.StatusCode.ERROR)
+        if self._span.is_recording():
+            self._span.set_attribute(ERROR_TYPE, fault.value)
+            self._span.set_status(trace.StatusCode.ERROR)
 
     def end(self) -> None:
         """The leg is over. Idempotent."""
@@ -139,7 +141,7 @@ class LegSpan:
 
 
 class NoLegSpan(LegSpan):
-    """Where there is no tracing."""
+    """For all legs of requests that are not traced."""
 
     __slots__ = ()
 
@@ -148,21 +150,6 @@ class NoLegSpan(LegSpan):
 
     def __enter__(self) -> Self:
         return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing was entered."""
-
-    def note(self, facts: Mapping[str, str | int | bool]) -> None:
-        """Nobody is told."""
-
-    def used(self, usage: Usage) -> None:
-        """Nobody is told."""
-
-    def failed(self, fault: Fault) -> None:
-        """Nobody is told."""
-
-    def end(self) -> None:
-        """Nothing was begun."""
 
 
 NO_LEG_SPAN = NoLegSpan()
@@ -175,17 +162,9 @@ def leg_span(
 
     ``facts`` are told with a prefix.
     """
-    attributes = _leg_attributes(leg, operation_attributes(endpoint, model), tuple(facts.items()))
-    span = tracer.start_span(span_name(endpoint, label), kind=trace.SpanKind.CLIENT, attributes=attributes)
-    return LegSpan(span)
-
-
-@functools.lru_cache(maxsize=512)
-def _leg_attributes(
-    leg: Leg, operation: CommonAttributes, facts: tuple[tuple[str, str | int | bool], ...]
-) -> CommonAttributes:
-    own = {f"pdproxy.{name}": value for name, value in facts}
-    return CommonAttributes(operation | {"pdproxy.leg": leg.value} | own)
+    own = {"pdproxy.leg": leg.value, **{f"pdproxy.{name}": value for name, value in facts.items()}}
+    attributes = {**operation_attributes(endpoint, model), **own}
+    return LegSpan(tracer.start_span(span_name(endpoint, label), kind=trace.SpanKind.CLIENT, attributes=attributes))
 
 
 def current_leg_span() -> trace.Span | None:
@@ -195,38 +174,59 @@ def current_leg_span() -> trace.Span | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TracedApp:
-    """An ASGI application with a server span around each request; its parent is the client's span, if it sent one.
+    """An ASGI application with a server span around each request that is sampled; its parent is the client's span, if
+    the client sent one.
 
-    Without a tracer the client's span itself is the current one meanwhile.
+    Around any other request, the client's own span is the current one.
     """
 
     app: App
     tracer: trace.Tracer | None
 
     def __call__(self, scope: Message, receive: Receive, send: Send) -> Awaitable[None]:
-        if scope["type"] != "http" or (self.tracer is None and not _has_trace(scope)):
+        if scope["type"] != "http":
             return self.app(scope, receive, send)
-        if self.tracer is None:
-            return self._within_clients(scope, receive, send)
-        return self._traced(self.tracer, scope, receive, send)
+        above = _PROPAGATOR.extract(_trace_headers(scope)) if _has_trace(scope) else _NO_CONTEXT
+        if self.tracer is not None:
+            # No attributes yet: they would be for nothing where the span is not sampled.
+            span = self.tracer.start_span(_first_name(scope), context=above, kind=trace.SpanKind.SERVER)
+            if span.is_recording():
+                return self._traced(span, scope, receive, send)
+            if not above:
+                return self.app(_with_trace_header(scope, span), receive, send)
+        return self._within(above, scope, receive, send) if above else self.app(scope, receive, send)
 
-    async def _within_clients(self, scope: Message, receive: Receive, send: Send) -> None:
-        token = context.attach(_PROPAGATOR.extract(_trace_headers(scope)))
+    async def _within(self, clients: Context, scope: Message, receive: Receive, send: Send) -> None:
+        token = context.attach(clients)
         try:
             await self.app(scope, receive, send)
         finally:
             context.detach(token)
 
-    async def _traced(self, tracer: trace.Tracer, scope: Message, receive: Receive, send: Send) -> None:
+    async def _traced(self, span: trace.Span, scope: Message, receive: Receive, send: Send) -> None:
         method, path = scope["method"], scope["path"]
-        span = tracer.start_span(
-            f"{method} {path}" if path in _PATHS else method,
-            context=_PROPAGATOR.extract(_trace_headers(scope)) if _has_trace(scope) else _NO_CONTEXT,
-            kind=trace.SpanKind.SERVER,
-            attributes={"http.request.method": method, "url.path": path[:LONGEST_KEPT], **_server(scope)},
-        )
+        span.set_attributes({"http.request.method": method, "url.path": path[:LONGEST_KEPT], **_server(scope)})
         with trace.use_span(span, end_on_exit=True):
             await self.app(scope, receive, _recording(span, send))
+
+
+def _first_name(scope: Message) -> str:
+    """The name of a request's span until its body is understood."""
+    method, path = scope["method"], scope["path"]
+    return f"{method} {path}" if path in _PATHS else method
+
+
+def _with_trace_header(scope: Message, span: trace.Span) -> Message:
+    """A scope as if the client had sent the ``traceparent`` of this span, which is not sampled."""
+    ids = span.get_span_context()
+    if not ids.is_valid:
+        return scope
+    headers = [field for field in scope["headers"] if field[0] not in (b"traceparent", b"tracestate")]
+    return {**scope, "headers": [*headers, (b"traceparent", _traceparent(ids).encode())]}
+
+
+def _traceparent(ids: trace.SpanContext) -> str:
+    return f"00-{ids.trace_id:032x}-{ids.span_id:016x}-{ids.trace_flags:02x}"
 
 
 def _server(scope: Message) -> dict[str, str | int]:

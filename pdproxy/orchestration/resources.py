@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import msgspec
+from opentelemetry import trace
 
 from pdproxy.clock import Clock
 from pdproxy.errors import Fault, NodeFault, untraced
@@ -42,8 +43,8 @@ def node_down_fault() -> NodeFault:
 
 
 def begin_leg_span(context: OrchestrationContext, sub_request: SubRequest, leg: Leg, node: Node) -> LegSpan:
-    """The span of a leg that begins now."""
-    if context.tracer is None:
+    """The span of a leg that begins now; none where that of its request is not recorded."""
+    if context.tracer is None or not trace.get_current_span().is_recording():
         return NO_LEG_SPAN
     model = sub_request.request.model
     facts: dict[str, str | int | bool] = {"node": node.name, "cohort": node.cohort, "prompt": sub_request.index}

@@ -284,6 +284,8 @@ class Otel(Section):
     """Where spans go."""
     endpoint: types.OptionalAddress = "http://127.0.0.1:4318/v1/traces"
     """OTLP/HTTP address of the collector."""
+    sample: types.Number = Field(default=0.05, ge=0, le=1)
+    """Part of the requests that are traced; a client's own `traceparent` decides for its request."""
     service: types.Text = "pdproxy"
     """Service name that the spans carry."""
 

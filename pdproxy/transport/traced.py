@@ -1,7 +1,6 @@
-"""A transport that leaves a span for each call made on behalf of a traced request; a leg's call is in the leg's own."""
+"""A transport that leaves a span for each call on behalf of a sampled request; a leg's call is in the leg's own."""
 
 import dataclasses
-import functools
 from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
@@ -9,7 +8,7 @@ import msgspec
 from opentelemetry import trace
 
 from pdproxy.errors import NodeFault
-from pdproxy.observe.gen_ai import CommonAttributes
+from pdproxy.observe.gen_ai import Attributes
 from pdproxy.observe.tracing import current_leg_span, outward
 from pdproxy.response import Sink
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transport
@@ -17,7 +16,8 @@ from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transpor
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TracedTransport:
-    """See `port.Transport`. A call outside of any trace, such as a health check, leaves no span."""
+    """See `port.Transport`. A call for no request, such as a health check, and a call for a request that is not sampled
+    are sent as they are."""
 
     inner: Transport
     tracer: trace.Tracer
@@ -28,7 +28,7 @@ class TracedTransport:
         leg = current_leg_span()
         if leg is not None:
             return await self._send_leg(leg, request, timeouts)
-        if not trace.get_current_span().get_span_context().is_valid:
+        if not trace.get_current_span().is_recording():
             return await self.inner.send(request, timeouts)
         span = self._begin(request)
         try:
@@ -83,24 +83,22 @@ class TracedResponse:
         try:
             await self._inner.aclose()
         finally:
-            self._span.end()
+            if self._span.is_recording():
+                self._span.end()
 
 
 def _traced(request: HttpRequest, span: trace.Span) -> HttpRequest:
     return msgspec.structs.replace(request, headers=outward(request.headers, span))
 
 
-@functools.lru_cache(maxsize=512)  # nearly all requests go to a few addresses
-def _attributes(method: str, url: str) -> CommonAttributes:
+def _attributes(method: str, url: str) -> Attributes:
     parts = urlsplit(url)
-    return CommonAttributes(
-        {
-            "http.request.method": method,
-            "server.address": parts.hostname or "",
-            "server.port": parts.port or (443 if parts.scheme == "https" else 80),
-            "url.path": parts.path,
-        }
-    )
+    return {
+        "http.request.method": method,
+        "server.address": parts.hostname or "",
+        "server.port": parts.port or (443 if parts.scheme == "https" else 80),
+        "url.path": parts.path,
+    }
 
 
 def _record(span: trace.Span, error: BaseException) -> None:

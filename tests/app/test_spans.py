@@ -31,9 +31,11 @@ TRACEPARENT = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
 
 
 @asynccontextmanager
-async def traced(collector: Collector | None, **more: Any) -> AsyncIterator[RunningProxy]:
+async def traced(collector: Collector | None, sample: float = 1.0, **more: Any) -> AsyncIterator[RunningProxy]:
     """A proxy that exports to this collector, or whose tracing is off; at its end all spans have arrived."""
-    otel = Otel() if collector is None else Otel(export=OtelExport.OTLP, endpoint=collector.url, service="edge")
+    otel = Otel()
+    if collector is not None:
+        otel = Otel(export=OtelExport.OTLP, endpoint=collector.url, service="edge", sample=sample)
     settings = Settings(health=Health(first_hand_over=FirstHandOver.WARM_UP), otel=otel, **more)
     async with running_proxy(settings) as made:
         yield made
@@ -195,3 +197,40 @@ async def test_without_tracing_the_clients_trace_goes_on_and_stands_in_the_log()
     with_trace, without = lines(log, "request ended")
     assert (with_trace["trace_id"], with_trace["span_id"]) == (TRACE, PARENT)
     assert "trace_id" not in without
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_is_not_sampled_leaves_no_span_and_the_nodes_are_told(stream: bool) -> None:
+    """Whether its client decided so, or the proxy did; what the client wants traced is traced."""
+    asked = {"model": "m", **ASKS["/v1/chat/completions"], "stream": stream}
+    refused = {"traceparent": f"00-{TRACE}-{PARENT}-00", "tracestate": "vendor=1"}
+    with otlp_collector() as collector, log_lines() as log:
+        async with traced(collector, sample=0) as made:
+            told: list[tuple[str, str]] = []
+            for headers in ({}, refused, {"traceparent": "nonsense"}, TRACEPARENT):
+                answer = await made.client.post("/v1/chat/completions", json=asked, headers=headers)
+                assert answer.status_code == 200
+                told.append((legs_seen(made.prefill)[-1], legs_seen(made.decode)[-1]))
+            states = [dict(seen.headers).get("tracestate") for seen in made.decode.legs()]
+    assert {span.trace_id for span in collector.spans} == {TRACE}
+    root, legs = tree(collector)
+    assert told[1] == (refused["traceparent"], refused["traceparent"])
+    assert told[3] == tuple(f"00-{TRACE}-{leg.span_id}-01" for leg in legs)
+    for prefill, decode in (told[0], told[2]):
+        assert prefill == decode
+        assert re.fullmatch("00-[0-9a-f]{32}-[0-9a-f]{16}-0[02]", prefill)  # 02: the id is random
+    assert states[-4:] == [None, "vendor=1", None, None]
+    ids = [(line.get("trace_id"), line.get("span_id")) for line in lines(log, "request ended")]
+    assert ids == [(None, None), (TRACE, PARENT), (None, None), (TRACE, root.span_id)]
+
+
+async def test_a_collector_that_is_gone_keeps_no_answer_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "1")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.5")
+    with otlp_collector() as collector:
+        pass
+    async with traced(collector) as made:
+        for _ in range(3):
+            answer = await made.client.post("/v1/completions", json={"model": "m", **ASKS["/v1/completions"]})
+            assert answer.status_code == 200
+    assert not collector.spans

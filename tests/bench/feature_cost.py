@@ -38,12 +38,14 @@ class Feature(NamedTuple):
 def features(keys: Path, collector: str) -> list[Feature]:
     """All of them; ``keys``: a file of API keys; ``collector``: where spans go."""
     on = ("--policy-migrations", "3")
+    traces = ("--otel-export", "otlp", "--otel-endpoint", collector)
     return [
         Feature("a log line for each request", (*OFF, "--log-level", "info")),
         Feature("streams that can go on by token ids", (*OFF, *on)),
         Feature("streams that can go on by a journal", (*OFF, *on), JOURNALED),
         Feature("accounts and limits of API keys", (*OFF, "--keys-file", str(keys))),
-        Feature("traces", (*OFF, "--otel-export", "otlp", "--otel-endpoint", collector)),
+        Feature("traces, a request that is not sampled", (*OFF, *traces, "--otel-sample", "0")),
+        Feature("traces, a sampled request", (*OFF, *traces, "--otel-sample", "1")),
         Feature("plans by what is cached (hybrid)", (*OFF, "--policy-routing", "hybrid", "--policy-itl-budget", "0")),
         Feature("legs together", (*OFF, "--policy-legs", "together")),
     ]

@@ -2,8 +2,10 @@
 
 CPU time tells two trees apart only where they differ by a tenth or more; the number of instructions repeats to half a
 per cent, whatever else the machine does. The proxy runs under cachegrind twice, with requests and without, and the
-difference is theirs. Not counted: the kernel's work, and what memory costs. Run it in another checkout to compare, or
-with the argument ``pdproxy-journaled``: then all streams have a journal.
+difference is theirs. Not counted: the kernel's work, and what memory costs. Run it in another checkout to compare.
+
+The arguments are the proxies that are counted: ``pdproxy`` if there are none, ``pdproxy-journaled`` (all streams have a
+journal), ``pdproxy-unsampled`` and ``pdproxy-sampled`` (tracing is on, for none and for all of the requests).
 """
 
 import re
@@ -15,7 +17,7 @@ from tempfile import TemporaryDirectory
 
 from deploy.local.paths import RUNS
 from deploy.local.supervise import PartEndedError, Supervisor, stop_signals
-from tests.bench.peers import JOURNALED, PDPROXY, Peer, Ports
+from tests.bench.peers import JOURNALED, PDPROXY, SAMPLED, UNSAMPLED, Peer, Ports
 from tests.bench.rounds import BenchError, Effort, ask, start
 from tests.bench.script import Line
 
@@ -60,16 +62,21 @@ def _under_cachegrind(peer: Peer, counted: Path) -> Peer:
 
 
 def main() -> int:
-    """Print a line for each shape of a request; the process's exit status."""
+    """Print a line for each proxy and shape of a request; the process's exit status."""
     if shutil.which("valgrind") is None:
         print("error: valgrind is not installed", file=sys.stderr)
         return 1
-    peer = JOURNALED if JOURNALED.name in sys.argv[1:] else PDPROXY
+    known = {peer.name: peer for peer in (PDPROXY, JOURNALED, UNSAMPLED, SAMPLED)}
+    if unknown := set(sys.argv[1:]) - set(known):
+        print(f"error: {', '.join(sorted(unknown))}: known are {', '.join(known)}", file=sys.stderr)
+        return 1
     RUNS.mkdir(exist_ok=True)
     try:
         with stop_signals():
-            for line in Line:
-                print(f"{line:24} {instructions(peer, line) / 1000:8.1f} thousand instructions a request", flush=True)
+            for name in sys.argv[1:] or [PDPROXY.name]:
+                for line in Line:
+                    thousand = instructions(known[name], line) / 1000
+                    print(f"{name:18} {line:24} {thousand:8.1f} thousand instructions a request", flush=True)
     except (BenchError, PartEndedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

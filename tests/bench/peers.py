@@ -80,6 +80,16 @@ def _journaled(ports: Ports) -> list[str]:
     return [*_pdproxy(ports), "--decode", f"http://localhost:{ports.decode}"]
 
 
+def _traced(sample: float) -> Callable[[Ports], list[str]]:
+    """With tracing on, of this part of the requests; the prefill node is the collector, too."""
+
+    def command(ports: Ports) -> list[str]:
+        collector = ["--otel-endpoint", f"http://127.0.0.1:{ports.prefill}{TRACES_PATH}"]
+        return [*_pdproxy(ports), "--otel-export", "otlp", "--otel-sample", f"{sample}", *collector]
+
+    return command
+
+
 def _pdproxy(ports: Ports, python: Path = VENV / "bin" / "python") -> list[str]:
     listen = ["--host", "127.0.0.1", "--port", f"{ports.clients}", "--admin-port", f"{ports.operators}"]
     patience = ["--deadlines-connect", "60", "--health-timeout", "60"]  # a starved machine is no node that failed
@@ -124,6 +134,8 @@ def _nodes(ports: Ports) -> list[str]:
 
 PDPROXY = Peer("pdproxy", _pdproxy)
 JOURNALED = Peer("pdproxy-journaled", _journaled)
+UNSAMPLED = Peer("pdproxy-unsampled", _traced(0))
+SAMPLED = Peer("pdproxy-sampled", _traced(1))
 TOGETHER = Peer("pdproxy-together", _together)
 VLLM_ROUTER = Peer("vllm-router", _vllm_router)
 SMG_ROUTER = Peer("smg", lambda ports: smg_command(ports, "round_robin"), _join_smg)

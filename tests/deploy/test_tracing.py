@@ -60,7 +60,7 @@ def test_spans_arrive_from_what_the_image_installs(packages: Path) -> None:
     port, admin = free_ports(2)
     flags = ["--port", str(port), "--admin-port", str(admin), "--decode", f"http://{HOST}:9"]
     with otlp_collector() as collector:
-        more = ["--otel-export", "otlp", "--otel-endpoint", collector.url]
+        more = ["--otel-export", "otlp", "--otel-endpoint", collector.url, "--otel-sample", "1"]
         with proxy(packages, *flags, *more) as child:
             ask(child, f"http://{HOST}:{port}/v1/models")
             child.send_signal(signal.SIGTERM)
@@ -72,7 +72,10 @@ def test_spans_arrive_from_what_the_image_installs(packages: Path) -> None:
 
 def test_a_missing_package_ends_the_start_with_a_sentence(packages: Path) -> None:
     flags = ["--port", "0", "--admin-port", "0", "--decode", f"http://{HOST}:9"]
-    with without("opentelemetry-sdk", packages), proxy(packages, *flags, "--otel-export", "otlp") as child:
+    with (
+        without("opentelemetry-exporter-otlp-proto-http", packages),
+        proxy(packages, *flags, "--otel-export", "otlp") as child,
+    ):
         _, log = child.communicate(timeout=WITHIN_S)
     assert child.returncode == 2, log
     [sentence] = [line for line in log.splitlines() if line.startswith("pdproxy: ")]

@@ -33,8 +33,8 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="module")
 def tracing_proxy(pair: Pair, collector: Collector) -> Iterator[Proxy]:
     """A proxy of its own in front of the shared nodes, which exports what it traces within a tenth of a second."""
-    otel = {"PDPROXY_OTEL_EXPORT": "otlp", "PDPROXY_OTEL_ENDPOINT": collector.url, "OTEL_BSP_SCHEDULE_DELAY": "100"}
-    spec = ProxySpec(more_environment={**otel, "PDPROXY_LOG_FORMAT": "json"})
+    otel = {"PDPROXY_OTEL_EXPORT": "otlp", "PDPROXY_OTEL_ENDPOINT": collector.url, "PDPROXY_OTEL_SAMPLE": "1"}
+    spec = ProxySpec(more_environment={**otel, "OTEL_BSP_SCHEDULE_DELAY": "100", "PDPROXY_LOG_FORMAT": "json"})
     with Supervisor(logs_of(FOLDER)) as supervisor:
         yield start_proxy(supervisor, spec, [pair.prefill, pair.decode], print)
 

@@ -1,11 +1,13 @@
 """Spans of a request and of its calls to nodes are one trace; without tracing there are none."""
 
+import re
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.observe.tracing import Message, Receive, Send, TracedApp, note, tracing_of
@@ -161,6 +163,57 @@ async def test_faults_are_noted_and_end_the_span(kept: Kept, tracer: trace.Trace
         span.attributes["error.type"] for span in kept.spans if span.attributes and "error.type" in span.attributes
     ]
     assert errors == ["refused", "stall"]
+
+
+@pytest.mark.parametrize("client", [b"", CLIENT[:-1].encode() + b"0", b"nonsense"])
+async def test_a_request_that_is_not_sampled_is_handled_as_without_tracing(kept: Kept, client: bytes) -> None:
+    provider = TracerProvider(ALWAYS_OFF, shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    seen: list[tuple[Message, trace.SpanContext]] = []
+    nodes = Nodes()
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        seen.append((scope, trace.get_current_span().get_span_context()))
+        note({"route_reason": "nobody sees this"})
+        request = HttpRequest("POST", "http://node:1/v1/completions", (("traceparent", "as it is"),))
+        await (await TracedTransport(nodes, provider.get_tracer("test")).send(request, Timeouts())).aclose()
+        assert nodes.sent == [request]
+
+    async def receive() -> Message:
+        return {}
+
+    async def send(message: Message) -> None:
+        pass
+
+    headers = [(b"x", b"y"), *([(b"traceparent", client)] if client else [])]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+    await TracedApp(app, provider.get_tracer("test"))(scope, receive, send)
+    ((passed, current),) = seen
+    decided = client.startswith(b"00-")
+    assert current.is_valid == decided
+    assert (passed["headers"] == headers) == decided
+    told = dict(passed["headers"])[b"traceparent"].decode()
+    assert re.fullmatch("00-[0-9a-f]{32}-[0-9a-f]{16}-0[02]", told)
+    assert passed["headers"][0] == (b"x", b"y")
+    assert len(passed["headers"]) == 2
+    assert not kept.spans
+
+
+async def test_an_sdk_that_is_disabled_adds_no_header() -> None:
+    seen: list[Message] = []
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        seen.append(scope)
+
+    async def receive() -> Message:
+        return {}
+
+    async def send(message: Message) -> None:
+        pass
+
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+    await TracedApp(app, trace.NoOpTracer())(scope, receive, send)
+    assert seen == [scope]
 
 
 async def test_other_scopes_pass_untouched(kept: Kept, tracer: trace.Tracer) -> None:
