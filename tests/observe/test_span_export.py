@@ -1,5 +1,6 @@
 """Which spans are exported, and what happens where the collector is slow, full, gone or strange."""
 
+import functools
 import gzip
 import threading
 import time
@@ -113,6 +114,10 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, str]]
     return put
 
 
+def all_counted(made: Traced, number: int) -> bool:
+    return made.counted.total() == number
+
+
 def names(bodies: list[bytes]) -> list[list[str]]:
     """The names of spans in each of these exports."""
     return [
@@ -148,7 +153,7 @@ def test_what_is_refused_is_given_up_and_told_once(environment: Environment, cap
     with Scripted((400, {}), (400, {})).listening() as collector, traced(collector.url) as made:
         for number in (1, 2, 3):
             made.span("a")
-            until(lambda wanted=number: made.counted.total() == wanted)
+            until(functools.partial(all_counted, made, number))
     assert made.counted == {SpanOutcome.FAILED: 2, SpanOutcome.SENT: 1}
     assert len(collector.bodies) == 3
     (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("opentelemetry")]
@@ -162,7 +167,7 @@ def test_a_collector_that_is_not_there_costs_one_line_and_the_spans(
     with traced(f"http://{HOST}:9/v1/traces") as made:
         for _ in range(5):
             made.span("a")
-        until(lambda: made.counted.total() == 5)
+        until(functools.partial(all_counted, made, 5))
     assert made.counted == {SpanOutcome.FAILED: 5}
     assert len([record for record in caplog.records if record.name.startswith("opentelemetry")]) == 1
 
