@@ -52,7 +52,8 @@ def pdproxy(name: str, python: Path, *flags: str) -> Peer:
 def variants(python: Path, suffix: str = "") -> list[Peer]:
     """pdproxy as it is compared with others: without what they have not, as it comes, and with everything.
 
-    Everything: records of streams to go on from, legs together, plans by what is cached, accounting by keys, tracing.
+    Everything: records of streams to go on from, legs together, plans by what is cached, accounting by keys, tracing
+    of a twentieth of the requests.
     """
     KEYS.parent.mkdir(parents=True, exist_ok=True)
     KEYS.write_text(f"{KEY} bench\n", encoding="utf-8")
