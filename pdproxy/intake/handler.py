@@ -7,7 +7,8 @@ framework's routing would cost more than our own work.
 import asyncio
 import dataclasses
 import logging
-from typing import Self
+from collections.abc import Mapping
+from typing import Any, Self
 
 import msgspec
 
@@ -41,14 +42,15 @@ from pdproxy.intake.request_context import (
 )
 from pdproxy.intake.session import session_of
 from pdproxy.intake.sse_keep_alive import answer_with_comments
-from pdproxy.legs.parse import LARGE, model_of, parse, parsing, reading, scrub
+from pdproxy.legs.lax_fields import UnreadableField
+from pdproxy.legs.parse import LARGE, checked_fields, model_in, model_of, parse, reading, scrub
 from pdproxy.legs.turns import in_turns
 from pdproxy.nodes.pool import Pool
-from pdproxy.orchestration.client_errors import BUG, shutting_down_error
+from pdproxy.orchestration.client_errors import BUG, only_model, shutting_down_error
 from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.planning.shares import NO_LIMITS
-from pdproxy.raw_json import value_of
+from pdproxy.raw_json import at_once
 from pdproxy.request import ClientRequest, Endpoint, Headers, Json, header, write_json
 from pdproxy.response import EXCHANGE_EXTENSION, ProxyResponse
 from pdproxy.settings.types import BY_CACHE, Credential, Routing
@@ -139,7 +141,9 @@ class RequestHandler:
             with watcher:
                 await self._respond(context, await self._answer(context, request), admitted.charge)
 
-    async def _answer(self, context: RequestContext, request: ClientRequest) -> ProxyResponse:
+    async def _answer(self, context: RequestContext, request: ClientRequest | ForwardRequest) -> ProxyResponse:
+        if isinstance(request, ForwardRequest):
+            return await self.orchestrator.forward(request)
         answer = self.orchestrator.answer(request)
         if not request.stream or not self.config.sse_keep_alive:
             return await answer
@@ -162,11 +166,8 @@ class RequestHandler:
                 raise
             path = f"{context.path}?{context.query}" if context.query else context.path
             watcher = DisconnectWatcher(context.exchange)
-            headers = self._node_headers(context)
             model, key = model_of(raw), admitted.api_key.name
-            request = ForwardRequest(
-                context.request_id, context.method, path, headers, raw, model, deadline, watcher.left, key
-            )
+            request = self._forward_request(context, path, raw, model, deadline, watcher, key)
             with watcher:
                 await self._respond(context, await self.orchestrator.forward(request), admitted.charge)
 
@@ -187,17 +188,26 @@ class RequestHandler:
         arrived: float,
         admitted: _Admitted,
         watcher: DisconnectWatcher,
-    ) -> ClientRequest:
-        """The request, read and understood."""
-        api_key = admitted.api_key
+    ) -> ClientRequest | ForwardRequest:
+        """The request, read and understood; one with a field that cannot be read is for one node to refuse."""
+        api_key, model = admitted.api_key, ""
         raw = await self._read(context, admitted.reservation)
-        body = scrub(parse(endpoint, raw) if len(raw) <= LARGE else await in_turns(parsing(endpoint, raw)))
-        request = self._request(context, endpoint, body, arrived, watcher, api_key)
+        small = len(raw) <= LARGE
+        body = scrub(parse(raw) if small else await in_turns(reading(raw)))
+        try:
+            model = model_in(endpoint, body)
+            checking = checked_fields(endpoint, body)
+            fields = at_once(checking) if small else await in_turns(checking)
+        except UnreadableField:
+            deadline = arrived + self.config.request_seconds
+            return self._forward_request(context, endpoint, write_json(body), model, deadline, watcher, api_key.name)
+        model = model or only_model(self.pool.snapshot())
+        request = self._request(context, endpoint, body, model, fields, arrived, watcher, api_key)
         if self.config.routing in _BY_SESSION:
             session = session_of(context.headers, body, api_key.name)
             request = msgspec.structs.replace(request, session=session)
         if admitted.charge is not None:
-            admitted.charge.expect(*await self.orchestrator.expected_tokens(endpoint, body))
+            admitted.charge.expect(*await self.orchestrator.expected_tokens(request))
             request = msgspec.structs.replace(request, on_usage=admitted.charge.used)
         return request
 
@@ -254,6 +264,8 @@ class RequestHandler:
         context: RequestContext,
         endpoint: Endpoint,
         body: Json,
+        model: str,
+        fields: Mapping[str, Any],
         arrived: float,
         watcher: DisconnectWatcher,
         api_key: ApiKey,
@@ -263,13 +275,28 @@ class RequestHandler:
             endpoint=endpoint,
             body=body,
             headers=self._node_headers(context),
-            model=str(value_of(body["model"])),
-            stream=value_of(body.get("stream")) is True,
-            priority=priority_of(context.headers, body),
+            model=model,
+            stream=bool(fields.get("stream")),
+            priority=priority_of(context.headers, fields.get("priority", 0)),
             arrived=arrived,
             deadline=arrived + self.config.request_seconds,
             left=watcher.left,
             api_key=api_key.name,
+        )
+
+    def _forward_request(
+        self,
+        context: RequestContext,
+        path: str,
+        body: bytes,
+        model: str,
+        deadline: float,
+        watcher: DisconnectWatcher,
+        key: str,
+    ) -> ForwardRequest:
+        headers = self._node_headers(context)
+        return ForwardRequest(
+            context.request_id, context.method, path, headers, body, model, deadline, watcher.left, key
         )
 
     def _node_headers(self, context: RequestContext) -> Headers:
