@@ -282,6 +282,7 @@ class RequestHandler:
             deadline=arrived + self.config.request_seconds,
             left=watcher.left,
             api_key=api_key.name,
+            fields=fields,
         )
 
     def _forward_request(

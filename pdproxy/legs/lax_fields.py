@@ -38,22 +38,15 @@ class StreamOptions(BaseModel):
 class _Kind:
     """How the values of a field are read.
 
-    Values of the types in ``plain`` need no conversion; of numbers, those that are no smaller than ``least``.
+    Values of the types in ``plain`` need no conversion; of whole numbers, those from ``least`` to `_LARGEST`.
     """
 
-    __slots__ = ("_convert", "_least", "_plain")
+    __slots__ = ("convert", "least", "plain")
 
     def __init__(self, annotation: Any, *plain: type, least: int = -_LARGEST - 1) -> None:
-        self._convert: Callable[[object], object] = TypeAdapter(annotation).validate_python
-        self._plain = frozenset(plain)
-        self._least = least
-
-    def read(self, value: object) -> object:
-        """Raises ValueError for what vLLM refuses."""
-        kind = type(value)
-        if kind in self._plain and (kind is not int or self._least <= value <= _LARGEST):  # type: ignore[operator]
-            return value
-        return self._convert(_decoded(value) if isinstance(value, msgspec.Raw) else value)
+        self.convert: Callable[[object], object] = TypeAdapter(annotation).validate_python
+        self.plain = frozenset(plain)
+        self.least = least
 
 
 def _decoded(raw: msgspec.Raw) -> object:
@@ -110,18 +103,20 @@ def read_fields(endpoint: Endpoint, body: Json) -> dict[str, Any]:
     kinds, found = FIELDS[endpoint], dict[str, Any]()
     for name, value in body.items():
         if name in kinds:
-            found[name] = _read(kinds[name], name, value)
+            kind, read = kinds[name], value_of(value)
+            of = type(read)  # most values are what they should be: no call for these, on the way of every request
+            plain = of in kind.plain and (of is not int or kind.least <= read <= _LARGEST)  # type: ignore[operator]
+            found[name] = read if plain else _converted(kind, name, read)
     return found
 
 
 def read_field(endpoint: Endpoint, body: Json, name: str) -> Any:
     """One of these; None where a body, or the endpoint, does not have it. Raises UnreadableField."""
-    kind = FIELDS[endpoint].get(name)
-    return None if kind is None or name not in body else _read(kind, name, body[name])
+    return read_fields(endpoint, {name: body[name]}).get(name) if name in body else None
 
 
-def _read(kind: _Kind, name: str, value: object) -> object:
+def _converted(kind: _Kind, name: str, value: object) -> object:
     try:
-        return kind.read(value_of(value))
+        return kind.convert(_decoded(value) if isinstance(value, msgspec.Raw) else value)
     except (ValidationError, ValueError, RecursionError) as error:
         raise UnreadableField(name) from error

@@ -53,10 +53,15 @@ _Asked: TypeAlias = Mapping[str, Any]
 _TYPED = msgspec.json.Decoder(_Typed).decode
 
 
-def shape(endpoint: Endpoint, body: Json, facts: PromptFacts | None = None) -> Shape:
-    """The shape of a scrubbed body of one prompt. ``facts`` are those of its prompt, where they are known."""
+def shape(
+    endpoint: Endpoint, body: Json, facts: PromptFacts | None = None, fields: Mapping[str, Any] | None = None
+) -> Shape:
+    """The shape of a scrubbed body of one prompt.
+
+    ``facts`` are those of its prompt, ``fields`` what `read_fields` made of it, where they are known. Raises as that.
+    """
     facts = facts_of(endpoint, body) if facts is None else facts
-    asked = read_fields(endpoint, body)
+    asked = dict(read_fields(endpoint, body) if fields is None else fields)
     asked |= {name: value_of(value) for name, value in body.items() if name in _LOOKED_AT}
     asked["prompt"], asked["tools"] = body.get("prompt"), body.get("tools")  # looked into, not decoded
     most = _max_tokens(asked)

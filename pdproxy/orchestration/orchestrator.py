@@ -272,7 +272,7 @@ class Orchestrator:
         endpoint, model, lengths = request.endpoint, request.model, self._context.in_flight.output_lengths
         prompt = answers = 0
         for each in split(endpoint, request.body):
-            form = shape(endpoint, each, await self._prompts.facts(endpoint, each))
+            form = shape(endpoint, each, await self._prompts.facts(endpoint, each), request.fields)
             prompt += form.prompt_tokens
             answers += form.choices * lengths.expected(model, form.longest)
         return prompt, answers
@@ -323,7 +323,7 @@ class Orchestrator:
             own_name = f"{name}-{index}" if len(bodies) > 1 else name
             facts = await self._prompts.facts(endpoint, body)
             text = None if context.prefix_source is None else facts.text
-            sub_request = SubRequest(request, body, shape(endpoint, body, facts), own_name, index, text)
+            sub_request = SubRequest(request, body, shape(endpoint, body, facts, request.fields), own_name, index, text)
             upstreams.append(UpstreamRequest(context, self._background_tasks, sub_request, timeline))
         log.begin(len(upstreams), upstreams[0].sub_request.shape.choices)
         return upstreams

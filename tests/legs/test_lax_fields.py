@@ -34,7 +34,8 @@ def theirs(endpoint: Endpoint, name: str) -> TypeAdapter[Any]:
     kind = eval(ast.unparse(annotation), known)  # vLLM's own source
     bounds = default.keywords if isinstance(default, ast.Call) else []
     given = {each.arg: eval(ast.unparse(each.value), known) for each in bounds if each.arg in ("ge", "le")}
-    return TypeAdapter(Annotated[kind, Field(**given)])
+    whole: Any = Annotated[kind, Field(**given)]
+    return TypeAdapter(whole)
 
 
 def of(read: Any, value: object) -> Any:
