@@ -11,7 +11,8 @@ import pytest
 from msgspec import Raw
 from pydantic import Field, TypeAdapter, ValidationError
 
-from pdproxy.legs.lax_fields import FIELDS, StreamOptions, UnreadableField, read_field, read_fields
+from pdproxy.errors import ClientError
+from pdproxy.legs.lax_fields import FIELDS, LONGEST, StreamOptions, UnreadableField, read_field, read_fields
 from pdproxy.legs.shape import shape
 from pdproxy.raw_json import SMALL
 from pdproxy.request import Addition, Endpoint, LocalReason, NotContinuableReason
@@ -51,9 +52,9 @@ def test_values_are_read_as_vllm_reads_them(endpoint: Endpoint, name: str) -> No
     for value in VALUES:
         ours = of(lambda raw: read_field(endpoint, {name: raw}, name), Raw(value.encode()))
         expected = of(adapter.validate_python, json.loads(value))
-        unserved = type(expected) is int and (expected < 1 or expected > LARGEST) and ours == "refused"
-        same = ours == expected if type(expected) is float and expected == expected else repr(ours) == repr(expected)
-        assert unserved or same, (value, ours, expected)
+        unserved = type(expected) is int and expected < 1
+        read = float(ours) if type(ours) is int and isinstance(expected, float) else ours  # 1 is a float's value, too
+        assert (unserved and ours == "refused") or repr(read) == repr(expected), (value, ours, expected)
 
 
 def test_what_needs_no_conversion_is_the_value_itself() -> None:
@@ -67,13 +68,27 @@ def test_a_field_that_an_endpoint_does_not_have_is_not_read() -> None:
     assert shape(Endpoint.MESSAGES, {**body, "n": 5}).choices == 1
 
 
-TOO_LONG = [b'"1%b"' % (b" " * SMALL), b"[%b1]" % (b"1," * SMALL), b"1" * 5000]
+LONG = b" " * (SMALL + 1)
+REFUSED = [b"[%b1]" % (b"1," * SMALL), b'"x%b"' % LONG, b"1" * 5000, b"{%b}" % LONG]
 
 
-@pytest.mark.parametrize("value", TOO_LONG, ids=["text", "list", "number"])
-def test_what_is_too_long_is_not_read(value: bytes) -> None:
+@pytest.mark.parametrize("value", REFUSED, ids=["list", "text", "number", "object"])
+def test_what_is_long_and_no_number_is_for_nodes_to_refuse(value: bytes) -> None:
     with pytest.raises(UnreadableField, match="max_tokens"):
         read_fields(Endpoint.CHAT, {"max_tokens": Raw(value)})
+
+
+def test_long_values_that_nodes_take_are_read() -> None:
+    options = Raw(b'{"include_usage":true,"other":"%b"}' % LONG)
+    body = {"max_tokens": Raw(b'"7%b"' % LONG), "n": Raw(b"2.%b" % (b"0" * SMALL)), "stream_options": options}
+    fields = read_fields(Endpoint.CHAT, body)
+    assert (fields["max_tokens"], fields["n"], fields["stream_options"].include_usage) == (7, 2, True)
+
+
+def test_what_is_longer_than_any_value_is_not_passed_on() -> None:
+    with pytest.raises(ClientError, match="`n` is longer than") as caught:
+        read_fields(Endpoint.CHAT, {"n": Raw(b'"1%b"' % (b" " * LONGEST))})
+    assert (caught.value.status, caught.value.param) == (400, "n")
 
 
 COMPLETION = {"prompt": "one two three"}
