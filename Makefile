@@ -33,7 +33,7 @@ lint: env ## format, style, types, import contracts
 
 # What measures how long others wait, or what something costs, or works whole processes hard, needs cores of its own: it
 # runs with the soak, one after another.
-MEASURED := tests/app/test_memory.py tests/bench/test_blocked.py tests/bench/test_stalls.py tests/bench/test_sweep.py \
+MEASURED := tests/app/test_held_bodies.py tests/app/test_memory.py tests/bench/test_blocked.py tests/bench/test_stalls.py tests/bench/test_sweep.py \
 	tests/connector/test_low_cpu_agent.py tests/connector/test_side_channel_attacks.py tests/legs/test_blocked.py \
 	tests/orchestration/test_flood.py tests/planning/test_plan_cost.py tests/workers/test_processes.py
 # What imports vLLM runs apart: loading it takes eight seconds of CPU. Of the connector's tests those that need no vLLM

@@ -153,6 +153,7 @@ class ClientRequest(msgspec.Struct, frozen=True):
         left: whether the client has disconnected; a request that is cancelled while it has not was cancelled by us.
         session: a hash of the key of its session and its client's name, 64 bits; None where it names none.
         api_key: the name of the client's API key; never the key itself.
+        fields: what the proxy looks at, as it was read (`legs.lax_fields`); None where nobody has read it yet.
         on_usage: called with the tokens of a prompt and of its answers, once its node has told them.
     """
 
@@ -168,6 +169,7 @@ class ClientRequest(msgspec.Struct, frozen=True):
     left: Callable[[], bool]
     session: int | None = None
     api_key: str = ""
+    fields: Mapping[str, Any] | None = None
     on_usage: Callable[[int, int], None] = lambda _prompt, _completion: None
 
     @property

@@ -8,11 +8,12 @@ import msgspec
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.finish_reasons import is_aborted
+from pdproxy.legs.lax_fields import read_field
 from pdproxy.legs.node_headers import for_client
 from pdproxy.legs.parse import LARGE
 from pdproxy.legs.rewrite import delivery_body, release_body, resume_body
 from pdproxy.nodes.node import Node
-from pdproxy.raw_json import LIST, SMALL, first_byte, kind_of_items, value_of
+from pdproxy.raw_json import LIST, SMALL, first_byte, kind_of_items
 from pdproxy.request import Endpoint, Headers, Json, LegForm, StreamRoute, header, media_type, read_json, write_json
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transport, read_to_end
 from pdproxy.usage import read_usage
@@ -121,12 +122,11 @@ async def decode(
             raise NodeFault(Fault.NO_ROUTE, f"status {fault.status} from {path}", status=fault.status) from fault
         raise
     kind = media_type(response.headers)
-    if bool(value_of(body.get("stream"))) == (kind == EVENT_STREAM):
+    stream = bool(read_field(endpoint, body, "stream"))
+    if stream == (kind == EVENT_STREAM):
         return response
     await response.aclose()
-    raise NodeFault(
-        Fault.INVALID_BODY, f"asked for stream={value_of(body.get('stream'))} and got {kind or 'no content type'}"
-    )
+    raise NodeFault(Fault.INVALID_BODY, f"asked for stream={stream} and got {kind or 'no content type'}")
 
 
 def _left_to_endpoint(fault: NodeFault) -> bool:

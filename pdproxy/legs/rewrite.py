@@ -6,6 +6,7 @@ before, during and after the leg. It must be unguessable, and each leg gets a ne
 
 from collections.abc import Sequence
 
+from pdproxy.legs.lax_fields import read_field
 from pdproxy.legs.shape import COMPLETIONS_DEFAULT_TOKENS
 from pdproxy.raw_json import IdList, value_of
 from pdproxy.request import Addition, Continuation, Endpoint, Json
@@ -167,9 +168,9 @@ def _spend(endpoint: Endpoint, rest: dict[str, object], spent: int) -> None:
     if endpoint is Endpoint.COMPLETIONS and value_of(rest.get("max_tokens")) is None:
         rest["max_tokens"] = COMPLETIONS_DEFAULT_TOKENS
     for key in ("max_tokens", "max_completion_tokens"):
-        if isinstance(allowed := value_of(rest.get(key)), int):
+        if (allowed := read_field(endpoint, rest, key)) is not None:
             rest[key] = max(1, allowed - spent)
-    if isinstance(least := value_of(rest.get("min_tokens")), int):
+    if (least := read_field(endpoint, rest, "min_tokens")) is not None:
         rest["min_tokens"] = max(0, least - spent)
-    if isinstance(seed := value_of(rest.get("seed")), int):
+    if (seed := read_field(endpoint, rest, "seed")) is not None:
         rest["seed"] = (seed + spent) % 2**63

@@ -342,11 +342,13 @@ class Roster:
 
     Attributes:
         models: every name that a client may ask for, served by a decode node in whatever state, sorted.
+        base_models: of these, the models themselves: no adapters, and no second names.
     """
 
     def __init__(self, nodes: tuple[NodeView, ...]) -> None:
         decodes = [view.node for view in nodes if view.node.role is Role.DECODE]
         self.models = tuple(sorted({name for node in decodes for name in (node.model, *node.aliases) if name}))
+        self.base_models = tuple(sorted({node.model for node in decodes if node.model}))
         self._may_serve_any = not all(node.model for node in decodes) or not decodes
         self._names = frozenset(name for view in nodes for name in (view.node.model, *view.node.aliases))
         self._nodes = nodes

@@ -84,8 +84,8 @@ async def test_an_answer_goes_through_both_nodes(server: RunningProxy, path: str
     [
         ("POST", "/v1/completions", b"{", 400, "JSON"),
         ("POST", "/v1/completions", b"[]", 400, "object"),
-        ("POST", "/v1/completions", b'{"prompt": "x"}', 400, "model"),
-        ("POST", "/v1/completions", json.dumps({**ASK, "model": "nobody"}).encode(), 404, "Served now: m"),
+        ("POST", "/v1/messages", b'{"messages": []}', 400, "model"),
+        ("POST", "/v1/completions", json.dumps({**ASK, "model": "nobody"}).encode(), 404, "Valid aliases: m"),
         ("POST", "/v1/completions", json.dumps({**ASK, "max_tokens": -1}).encode(), 400, "max_tokens"),
         ("POST", "/v1/completions", json.dumps({**ASK, "prompt": "a" * 3000}).encode(), 413, "2000 bytes"),
         ("GET", "/v1/completions", b"", 405, "takes POST"),

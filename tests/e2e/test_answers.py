@@ -84,7 +84,7 @@ def timeline(response: httpx.Response) -> list[str]:
 
 
 async def test_an_unknown_model_is_a_404_that_helps(client: AsyncOpenAI) -> None:
-    with pytest.raises(NotFoundError, match=f"Served now: {SERVED_NAME}"):
+    with pytest.raises(NotFoundError, match=f"Valid aliases: {SERVED_NAME}"):
         await client.completions.create(model="nobody", prompt="hello")
     assert [model.id async for model in client.models.list()] == [SERVED_NAME]
 

@@ -10,10 +10,13 @@ from tests.fakes.fake_model import tokenize
 from tests.fakes.faults import FaultKind, InjectedFault, aborted_answer, aborted_events, error_events
 from tests.fakes.journal import STREAMS_PATH, Record, comment, journaled, records_of
 from tests.fakes.kv_transfer import FakeKvTransfer, HeldTicket
+from tests.fakes.lax_types import RefusedField, lax
 from tests.fakes.prompt_cache import PromptCache
 from tests.fakes.vllm_answers import ParsedRequest, answer, error, events
 from tests.fakes.waiting import TICKETS_PATH, Params, WaitingRequest, WaitingRoom
 
+REFUSED = "Bad Request"
+"""The type of vLLM's error for a field that it cannot read."""
 UNREADABLE = 10**6
 FORM = b"--"
 """What a body in parts (multipart/form-data) begins with."""
@@ -185,6 +188,10 @@ class FakeNode:
             return self.forwarded[path]
         if path not in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"):
             return _in_one_piece(200, (), json.dumps({"path": path, "node": self.name}).encode())
+        try:
+            body = lax(path, body)
+        except RefusedField as refused_field:
+            return _in_one_piece(400, (), error(400, str(refused_field), REFUSED))
         refused = _invalid(body)
         if refused is not None:
             return Script(400, JSON, (error(400, refused),))
@@ -202,6 +209,7 @@ class FakeNode:
             return Script(404, JSON, (b'{"detail":"Not Found"}',))
         if self.stores_responses and path == "/v1/responses":
             return Script(400, JSON, (error(400, "it is stored", "NotResumableError"),))
+        body = lax(path, body)
         records, refused = records_of(body), _invalid(body)
         if records is None or refused is not None:
             return Script(400, JSON, (error(400, refused or "no stream, or a bad pdproxy_resume"),))

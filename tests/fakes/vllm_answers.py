@@ -48,7 +48,7 @@ class ParsedRequest:
             model=str(body.get("model")),
             prompt=_prompt(path, body),
             count=int(most),
-            n=int(body.get("n") or 1),
+            n=int(body.get("n") or 1) if path in ("/v1/completions", "/v1/chat/completions") else 1,
             stops=[stop] if isinstance(stop, str) else list(stop),
             stream=bool(body.get("stream")),
             usage=bool(options.get("include_usage")),

@@ -210,6 +210,13 @@ def test_a_continuation_asks_for_what_is_left() -> None:
     assert rest == completion(prompt=[1, 2, 3, 4, 5], max_tokens=8, min_tokens=1, seed=1, stop="x")
 
 
+def test_a_continuation_reads_limits_as_nodes_do() -> None:
+    body = completion(max_tokens="10", min_tokens=3.0, seed="7")
+    rest = continuation_body(Endpoint.COMPLETIONS, body, Continuation((1, 2, 3), (4, 5)))
+    assert rest == completion(prompt=[1, 2, 3, 4, 5], max_tokens=8, min_tokens=1, seed=9)
+    assert continuation_body(Endpoint.CHAT, chat(max_tokens=5.0), Continuation((1,), (2,)))["max_tokens"] == 4
+
+
 def test_completions_without_a_limit_have_sixteen_tokens() -> None:
     for body in (completion(), completion(max_tokens=None)):
         assert continuation_body(Endpoint.COMPLETIONS, body, Continuation((1,), (2, 3)))["max_tokens"] == 14
