@@ -37,6 +37,11 @@ ONE_TOKEN = {
     Endpoint.RESPONSES: ("max_output_tokens",),
 }
 
+CALL_NO_TOOL = {"type": "none"}
+"""In the place of a named tool, for messages: vLLM decodes the call's arguments as JSON, and refuses a request whose
+only token is their beginning. The prompt has its tools all the same, but on nodes with
+`--exclude-tools-when-tool-choice-none`, where the ticket is of another prompt then and the decode node computes."""
+
 
 def prefill_body(
     endpoint: Endpoint, body: Json, hand_over_id: str, readers: int, send_ticket: Json | None = None
@@ -50,10 +55,17 @@ def prefill_body(
         leg["n"] = 1
     if endpoint is Endpoint.RESPONSES:
         leg["store"] = False
+    if endpoint is Endpoint.MESSAGES and _names_a_tool(leg):
+        leg["tool_choice"] = CALL_NO_TOOL
     leg.update(dict.fromkeys(ONE_TOKEN[endpoint], 1))
     params = _prefill_params(body, hand_over_id, readers)
     leg["kv_transfer_params"] = params if send_ticket is None else {**params, "pdproxy_send_ticket": send_ticket}
     return leg
+
+
+def _names_a_tool(body: Json) -> bool:
+    choice = value_of(body.get("tool_choice"))
+    return isinstance(choice, dict) and choice.get("type") == "tool"
 
 
 def _prefill_params(body: Json, hand_over_id: str, readers: int) -> dict[str, object]:

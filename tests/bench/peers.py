@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from deploy.local.bootstrap import STAMP, Plan, make_empty, pip, run_first_that_works
+from deploy.local.bootstrap import STAMP, Plan, make_empty, make_pinned, pip, run_first_that_works
 from deploy.local.paths import REQUIREMENTS, ROOT, RUNS, VENV
 from pdproxy.nodes.node import Role
 from tests.bench.node import TRACES_PATH
@@ -135,14 +135,7 @@ def make_environment(venv: Path = BENCH_VENV) -> None:
     Raises:
         BootstrapError: it cannot be installed; the message has pip's output.
     """
-    plan, pins = Plan(ROOT, venv), PINS.read_text(encoding="utf-8")
-    stamp = venv / STAMP
-    if stamp.exists() and stamp.read_text(encoding="utf-8") == pins:
-        return
-    print(f"making {venv} for the other router (once) …", flush=True)
-    make_empty(plan)
-    run_first_that_works([pip(plan, "--no-deps", "-r", str(PINS))])
-    stamp.write_text(pins, encoding="utf-8")
+    make_pinned(Plan(ROOT, venv), PINS)
 
 
 def make_smg_environment() -> None:

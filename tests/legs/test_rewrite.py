@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+from msgspec import Raw
 
 from pdproxy.legs.parse import split
 from pdproxy.legs.rewrite import continuation_body, decode_body, prefill_body, sent_to
@@ -63,6 +64,27 @@ def test_what_shapes_the_prompt_stays() -> None:
     }  # fmt: skip
     body = chat(**shaping)
     assert {key: value for key, value in prefill_body(Endpoint.CHAT, body, HAND_OVER, 1).items() if key in body} == body
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "choice", "sent"),
+    [
+        (Endpoint.MESSAGES, {"type": "tool", "name": "f"}, {"type": "none"}),
+        (Endpoint.MESSAGES, {"type": "any"}, {"type": "any"}),
+        (Endpoint.MESSAGES, {"type": "auto"}, {"type": "auto"}),
+        (Endpoint.MESSAGES, "tool", "tool"),
+        (Endpoint.CHAT, {"type": "tool", "name": "f"}, {"type": "tool", "name": "f"}),
+        (Endpoint.RESPONSES, {"type": "tool", "name": "f"}, {"type": "tool", "name": "f"}),
+    ],
+)
+@pytest.mark.parametrize("raw", [False, True], ids=["decoded", "raw"])
+def test_the_one_token_of_a_messages_prefill_is_no_beginning_of_a_call(
+    endpoint: Endpoint, choice: object, sent: object, raw: bool
+) -> None:
+    given = Raw(write_json(choice)) if raw else choice
+    leg = prefill_body(endpoint, chat(tools=TOOLS, tool_choice=given), HAND_OVER, 1)
+    assert json.loads(write_json(leg["tool_choice"])) == sent
+    assert leg["tools"] == TOOLS
 
 
 def test_the_prefill_leg_says_where_its_ticket_is_waited_for() -> None:
