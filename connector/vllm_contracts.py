@@ -302,15 +302,10 @@ DELIVERIES = Contract(
             "init_state": "self engine_client state args",
         },
     },
-    calls={
-        "vllm.engine.protocol:EngineClient": {
-            "notify_kv_transfer_request_rejected": "self request_id kv_transfer_params data_parallel_rank=",
-        },
-    },
+    calls={},
     attributes={
         "vllm.config:KVTransferConfig": ("is_kv_consumer",),
-        "vllm.config:ParallelConfig": ("data_parallel_size", "data_parallel_size_local", "local_engines_only"),
-        "vllm.config:VllmConfig": ("kv_transfer_config", "parallel_config"),
+        "vllm.config:VllmConfig": ("kv_transfer_config",),
         "vllm.engine.protocol:EngineClient": ("vllm_config",),
     },
     fields={},

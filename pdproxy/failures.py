@@ -31,7 +31,6 @@ class Step(enum.StrEnum):
     OTHER_PREFILL = "other_prefill"
     LOCAL = "local"
     SAME_TICKET = "same_ticket"
-    IN_TURN = "in_turn"
     PREFILL_AGAIN = "prefill_again"
     AT_ENDPOINT = "at_endpoint"
     MIGRATE = "migrate"
@@ -119,7 +118,6 @@ _DECODE = (Step.SAME_TICKET, Step.PREFILL_AGAIN, Step.FAIL)
 _DECODE_ANSWERED = (Step.SAME_TICKET, Step.PREFILL_AGAIN, Step.ANSWER)
 _RESUME = (Step.SAME_TICKET, Step.PREFILL_AGAIN, Step.ERROR_EVENT)
 _STREAM = (Step.MIGRATE, Step.ERROR_EVENT)
-_DELIVERY = (Step.SAME_TICKET, Step.IN_TURN)
 
 _DECODE_DEADLINES = dict.fromkeys(Fault, "stall") | {Fault.REFUSED: "connect"}
 _DECODE_DEADLINES |= dict.fromkeys(
@@ -155,13 +153,6 @@ FAILURE_TABLE: Mapping[tuple[Leg, Moment, Fault], FailureRow] = {
     **{(Leg.DECODE, Moment.RESUMING, fault): FailureRow(_RESUME, _DECODE_DEADLINES[fault]) for fault in Fault},
     **{(Leg.DECODE, Moment.STREAMING, fault): FailureRow(_STREAM, "stall") for fault in Fault},
     (Leg.DECODE, Moment.STREAMING, Fault.CLIENT_ERROR): FailureRow((Step.ERROR_EVENT,), "stall"),
-    **{(Leg.DELIVERY, Moment.OPENING, fault): FailureRow((Step.IN_TURN,), "delivery") for fault in Fault},
-    (Leg.DELIVERY, Moment.OPENING, Fault.REFUSED): FailureRow(_DELIVERY, "connect", 503),
-    (Leg.DELIVERY, Moment.OPENING, Fault.RESET): FailureRow(_DELIVERY, "delivery"),
-    (Leg.DELIVERY, Moment.OPENING, Fault.HEADERS_TIMEOUT): FailureRow(_DELIVERY, "delivery", 504),
-    (Leg.DELIVERY, Moment.OPENING, Fault.STALL): FailureRow(_DELIVERY, "delivery", 504),
-    (Leg.DELIVERY, Moment.OPENING, Fault.BUSY): FailureRow(_DELIVERY, "delivery", 503),
-    (Leg.DELIVERY, Moment.OPENING, Fault.SERVER_ERROR): FailureRow(_DELIVERY, "delivery"),
     **{(Leg.FORWARD, Moment.OPENING, fault): FailureRow((Step.FAIL,), "stall") for fault in Fault},
     (Leg.FORWARD, Moment.OPENING, Fault.REFUSED): FailureRow((Step.OTHER_NODE, Step.FAIL), "connect", 503),
     (Leg.FORWARD, Moment.OPENING, Fault.RESET): FailureRow((Step.FAIL,), "decode_headers"),
@@ -171,9 +162,8 @@ FAILURE_TABLE: Mapping[tuple[Leg, Moment, Fault], FailureRow] = {
     **{(Leg.RELEASE, Moment.OPENING, fault): FailureRow((Step.LEASE_END,), "release") for fault in Fault},
 }
 """Every leg, moment and fault; only a decode leg streams. A leg that streams has its head behind it: what a head can
-say comes up there only through a confused node, and is treated like any break. A delivery fails no request: its node
-may not know the path (4xx), and be a good decode node for a request that brings its ticket along. A forward leg passes
-the node's answer on whatever its status is, so that no status makes a fault."""
+say comes up there only through a confused node, and is treated like any break. A forward leg passes the node's answer
+on whatever its status is, so that no status makes a fault."""
 
 
 class Blame(enum.StrEnum):
@@ -208,14 +198,6 @@ an exception in a parser (SERVER_ERROR, ERROR_EVENT), an answer that is too long
 search, which vLLM 0.32 ends without a finish reason (ABORTED). `nodes.outlier` says how many such faults open a
 circuit."""
 
-DELIVERY_BLAME = dict.fromkeys(Fault, Blame.NO) | {
-    Fault.REFUSED: Blame.YES,
-    Fault.RESET: Blame.IN_DOUBT,
-    Fault.SERVER_ERROR: Blame.IN_DOUBT,
-}
-"""Of deliveries, which are given little time: a node that is busy with its prompts may be late, and serve all the same.
-One that is stuck is found by active health."""
-
 PROBE_BLAME = {
     Fault.REFUSED: Blame.YES,
     Fault.RESET: Blame.YES,
@@ -236,8 +218,6 @@ client's request is their cause. BUSY is the proxy's own lack of sockets."""
 
 def blame(leg: Leg, fault: Fault) -> Blame:
     """Whether a leg's fault counts against its node: a release's never does."""
-    if leg is Leg.DELIVERY:
-        return DELIVERY_BLAME[fault]
     return Blame.NO if leg is Leg.RELEASE else LEG_BLAME[fault]
 
 
@@ -304,7 +284,6 @@ _STEPS = {
     Step.OTHER_PREFILL: "another prefill node",
     Step.LOCAL: "compute on the decode node",
     Step.SAME_TICKET: "another decode node, same ticket",
-    Step.IN_TURN: "the same decode node, the ticket with the request",
     Step.PREFILL_AGAIN: "another decode node, after a new prefill",
     Step.AT_ENDPOINT: "the same decode node, at the endpoint itself",
     Step.MIGRATE: "migrate the stream",
@@ -329,7 +308,6 @@ The first step that is still possible is taken:
 - *compute on the decode node*: unless the policy is `fail`.
 - *same ticket*: while `retries` are left and the ticket is younger than `ticket_life`. No prefill runs again.
 - *after a new prefill*: while `retries` are left.
-- *the ticket with the request*: always.
 - *migrate*: while `migrations` are left and the stream can go on exactly. Where it is resumed by its journal, the new
   leg has the rows of the moment *resuming*.
 - *at the endpoint itself*: always; the stream then has no journal.
@@ -355,17 +333,6 @@ The deadline of the whole request ends every one of these (504, or the error eve
 What one node answers by itself (embeddings, tokenize, score, …) has one leg, *forward*: where its node could not be
 reached, another one is asked; after any other fault nobody knows what was done, and the client gets the error. The
 deadlines are those of a decode leg. The node's answer is passed on whatever its status.
-
-With `policy.legs: together`, where the decode node can wait, both legs go out at once, and a *delivery* brings the
-ticket to the decode leg. The table stays the same, and no leg disturbs the other one:
-- A prefill leg fails: the decode leg waits on, for another prefill node's ticket; to *compute on the decode node* it is
-  told that there is none. Where the client gets an error, it is closed.
-- A decode leg fails before it has its ticket: the one to come counts as one that works. The other decode node waits for
-  it too, or gets it with the request where it cannot. Where no step is left the prefill leg is ended, and released.
-- A delivery fails: the decode leg is closed, and the request goes out anew with its ticket in it. A node that answers a
-  delivery with a 4xx is not made to wait for a minute.
-- A decode node answers before it has its ticket: the answer is good; the prefill leg is ended, and released.
-- `decode_headers` counts from the delivery.
 
 A request can cause most faults on a healthy node. Such a fault counts in full once another node has served the request,
 and by half if none does; how many of them in a row take a node out depends on its peers, and one request takes out at

@@ -164,8 +164,6 @@ class LocalReason(enum.StrEnum):
     """All pairs of one cohort are barred: they failed the known-answer test, or their tickets were of no use."""
     PREFILL_FAILED = "prefill_failed"
     """The failure table chose to compute on the decode node."""
-    UNDELIVERED = "undelivered"
-    """The decode node did not wait until its ticket was there."""
 
 
 class NotContinuableReason(enum.StrEnum):

@@ -26,7 +26,7 @@ from pdproxy.observe.labels import Leg
 from pdproxy.request import NotContinuableReason
 from pdproxy.settings.types import OnPrefillFailure
 
-FINAL_STEPS = {Step.ANSWER, Step.FAIL, Step.ERROR_EVENT, Step.LEASE_END, Step.IN_TURN, Step.AT_ENDPOINT}
+FINAL_STEPS = {Step.ANSWER, Step.FAIL, Step.ERROR_EVENT, Step.LEASE_END, Step.AT_ENDPOINT}
 
 NOTHING = RetryOptions(OnPrefillFailure.FAIL, retries=0, ticket_works=False, migrations=0, continuable=False)
 

@@ -1,10 +1,8 @@
-"""The bodies that go to nodes: of both legs, delivery, release, continued stream. Pure; nothing else writes them.
+"""The bodies that go to nodes: of both legs, release, continued stream. Pure; nothing else writes them.
 
 A hand-over id is what the proxy calls a prefill leg: with it the node can be asked to free whatever that leg holds,
 before, during and after the leg. It must be unguessable, and each leg gets a new one.
 """
-
-from collections.abc import Sequence
 
 from pdproxy.legs.shape import COMPLETIONS_DEFAULT_TOKENS
 from pdproxy.raw_json import IdList, value_of
@@ -37,12 +35,10 @@ ONE_TOKEN = {
 }
 
 
-def prefill_body(
-    endpoint: Endpoint, body: Json, hand_over_id: str, readers: int, send_ticket: Json | None = None
-) -> dict[str, object]:
+def prefill_body(endpoint: Endpoint, body: Json, hand_over_id: str, readers: int) -> dict[str, object]:
     """Ask for exactly one token and for a ticket that so many ``readers`` (``n``) will use.
 
-    ``body`` is scrubbed and of one prompt, or what `continuation_body` made. ``send_ticket``: what `sent_to` made.
+    ``body`` is scrubbed and of one prompt, or what `continuation_body` made.
     """
     leg = {key: value for key, value in body.items() if key not in DROPPED}
     if "n" in leg:
@@ -50,8 +46,7 @@ def prefill_body(
     if endpoint is Endpoint.RESPONSES:
         leg["store"] = False
     leg.update(dict.fromkeys(ONE_TOKEN[endpoint], 1))
-    params = _prefill_params(body, hand_over_id, readers)
-    leg["kv_transfer_params"] = params if send_ticket is None else {**params, "pdproxy_send_ticket": send_ticket}
+    leg["kv_transfer_params"] = _prefill_params(body, hand_over_id, readers)
     return leg
 
 
@@ -99,24 +94,6 @@ def resume_body(body: bytes, records: bytes) -> bytes:
     ``body`` is a JSON object that is not empty; ``records`` are JSON values joined by commas.
     """
     return body.removesuffix(b"}") + b',"pdproxy_resume":{"records":[' + records + b"]}}"
-
-
-def waiting(wait_id: str, seconds: float) -> dict[str, object]:
-    """In the place of a ticket for `decode_body`: the node waits for the ticket, to be delivered under this id.
-
-    ``wait_id`` must be unguessable, and new for each leg. After so many seconds the node computes the prompt by itself.
-    """
-    return {"pdproxy_wait": {"id": wait_id, "seconds": seconds}}
-
-
-def sent_to(wait_id: str, addresses: Sequence[str]) -> dict[str, object]:
-    """For `prefill_body`: the node sends the ticket itself, too, to the engines that publish these addresses."""
-    return {"id": wait_id, "addresses": list(addresses)}
-
-
-def delivery_body(wait_id: str, ticket: Json | None) -> dict[str, object]:
-    """Bring a ticket to the decode leg that waits under this id; None says that there is none: compute now."""
-    return {"id": wait_id, "kv_transfer_params": ticket}
 
 
 SYNTAX = frozenset("\\^$.|?*+()[]{}/-")

@@ -45,7 +45,6 @@ def features(keys: Path, collector: str) -> list[Feature]:
         Feature("accounts and limits of API keys", (*OFF, "--keys-file", str(keys))),
         Feature("traces", (*OFF, "--otel-export", "otlp", "--otel-endpoint", collector)),
         Feature("plans by what is cached (hybrid)", (*OFF, "--policy-routing", "hybrid", "--policy-itl-budget", "0")),
-        Feature("legs together", (*OFF, "--policy-legs", "together")),
     ]
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from pdproxy.legs.parse import split
-from pdproxy.legs.rewrite import continuation_body, decode_body, prefill_body, sent_to
+from pdproxy.legs.rewrite import continuation_body, decode_body, prefill_body
 from pdproxy.legs.shape import shape
 from pdproxy.request import Addition, Continuation, Endpoint, Json, write_json
 
@@ -63,15 +63,6 @@ def test_what_shapes_the_prompt_stays() -> None:
     }  # fmt: skip
     body = chat(**shaping)
     assert {key: value for key, value in prefill_body(Endpoint.CHAT, body, HAND_OVER, 1).items() if key in body} == body
-
-
-def test_the_prefill_leg_says_where_its_ticket_is_waited_for() -> None:
-    to = sent_to("wait-0123456789abcdef", ("5600 10.0.0.2",))
-    leg = prefill_body(Endpoint.CHAT, chat(), HAND_OVER, 1, to)["kv_transfer_params"]
-    plain = prefill_body(Endpoint.CHAT, chat(), HAND_OVER, 1)["kv_transfer_params"]
-    assert isinstance(leg, dict)
-    assert leg.pop("pdproxy_send_ticket") == {"id": "wait-0123456789abcdef", "addresses": ["5600 10.0.0.2"]}
-    assert leg == plain
 
 
 def test_the_prefill_leg_names_its_hand_over_and_its_readers() -> None:

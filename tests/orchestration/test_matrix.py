@@ -17,7 +17,6 @@ from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.request import Endpoint
 from pdproxy.settings.types import OnPrefillFailure
 from tests.fakes.faults import FaultKind, InjectedFault
-from tests.fakes.node import FakeNode
 from tests.orchestration.answers import read_answer, text_of
 from tests.orchestration.cluster import FakeCluster, Got
 from tests.orchestration.prompts import body_for, prompt_ids, right
@@ -64,11 +63,6 @@ class Cell:
         return (
             f"{self.injected}-{scope}-{self.endpoint.name.lower()}-{'stream' if self.stream else 'whole'}-{self.policy}"
         )
-
-    @property
-    def together(self) -> bool:
-        """Whether the decode leg goes out with the prefill leg: not of a stream that begins before its ticket."""
-        return FakeNode.can_wait and not (self.stream and self.endpoint is Endpoint.RESPONSES)
 
     async def ask(self, cluster: FakeCluster) -> Got:
         return await cluster.ask(self.endpoint, body_for(self.endpoint, stream=self.stream))
@@ -122,10 +116,10 @@ async def test_prefill_leg(cell: Cell) -> None:
     others = cell.policy is not OnPrefillFailure.LOCAL
     if cell.injected == "400":
         cell.check_error(got, cluster)
-        assert [len(node.legs()) for node in cluster.nodes] == [1, 0, int(cell.together), 0]
+        assert [len(node.legs()) for node in cluster.nodes] == [1, 0, 0, 0]
     elif cell.all_faulty and cell.policy is OnPrefillFailure.FAIL:
         cell.check_error(got, cluster)
-        assert [len(node.legs()) for node in cluster.decodes] == [int(cell.together), 0]
+        assert [len(node.legs()) for node in cluster.decodes] == [0, 0]
     else:
         cell.check_right(got)
         local = cell.all_faulty or not others
