@@ -73,7 +73,7 @@ class RetryOptions:
         retries: tries that are left for this leg.
         ticket_works: a ticket is at hand, younger than `ticket_life` (it may still be refused: then it is computed).
         migrations: moves that are left to this stream.
-        continuable: what was produced can be continued exactly.
+        continuable: the stream can go on at another node.
         broken: nodes of the leg's role that broke off under the request, one after another.
     """
 
@@ -222,6 +222,10 @@ def blame(leg: Leg, fault: Fault) -> Blame:
 
 
 NOT_RESUMABLE: Mapping[NotContinuableReason, str] = {
+    NotContinuableReason.NO_JOURNAL: (
+        "the stream has no journal: its node is without our connector's endpoint plugin, or cannot resume, or left the "
+        "stream to the endpoint itself; or `policy.migrations` is 0"
+    ),
     NotContinuableReason.BEAM_SEARCH: "beam search: no output is final before the last one",
     NotContinuableReason.PROMPT_LOGPROBS: (
         "`prompt_logprobs`, and `echo` with log-probabilities: they belong to the first output, which is not made again"
@@ -235,32 +239,7 @@ NOT_RESUMABLE: Mapping[NotContinuableReason, str] = {
     NotContinuableReason.JOURNAL_SIZE: "the stream's journal grew beyond 4 MiB: about 200,000 tokens",
     NotContinuableReason.JOURNAL_BROKEN: "the node's journal does not tell the number of its events: a bug of the node",
 }
-"""Why a stream of a node that writes journals is ended with an error event if it breaks off."""
-
-NOT_CONTINUABLE: Mapping[NotContinuableReason, str] = {
-    NotContinuableReason.MESSAGES: "a stream of /v1/messages: it carries no token ids",
-    NotContinuableReason.RESPONSES: "a stream of /v1/responses: it carries no token ids",
-    NotContinuableReason.CHOICES: "`n` above 1: each choice stands elsewhere",
-    NotContinuableReason.PENALTIES: "presence or frequency penalties: they count the output, which would begin anew",
-    NotContinuableReason.BAD_WORDS: "`bad_words`: they are matched over the output",
-    NotContinuableReason.REASONING: "reasoning that is being parsed, or a thinking budget",
-    NotContinuableReason.TOOL_CALLS: "tools that may be called: their parser's state is on the node",
-    NotContinuableReason.STRUCTURED_OUTPUT: (
-        "structured output or a response format: the grammar's state is on the node"
-    ),
-    NotContinuableReason.MEDIA: "images, audio or video in the prompt: token ids do not carry them",
-    NotContinuableReason.ECHO: "`echo`",
-    NotContinuableReason.PROMPT_LOGPROBS: "`prompt_logprobs`",
-    NotContinuableReason.BEAM_SEARCH: "beam search",
-    NotContinuableReason.REPETITION_DETECTION: "repetition detection",
-    NotContinuableReason.WATERMARKING: "watermarking",
-    NotContinuableReason.TOKEN_DETAILS: "log-probabilities or token ids whose tokens' text is not out yet",
-    NotContinuableReason.NO_TOKEN_IDS: "the node sent no token ids",
-    NotContinuableReason.DIVERGED: (
-        "sampling: the other node said something else than what the client has of a word or stop string"
-    ),
-}
-"""Why a stream that broke off without a journal is ended with an error event."""
+"""Why a stream is ended with an error event if it breaks off."""
 
 
 def document() -> str:
@@ -274,9 +253,8 @@ def document() -> str:
         lines.append(f"| {leg} | {moment} | {fault} | {steps} | {blame(leg, fault)} | `{row.deadline}` |")
     lines += [_PROBES, "| fault | counts against the node |", "|---|---|"]
     lines += [f"| {fault} | {counts} |" for fault, counts in PROBE_BLAME.items()]
-    for introduction, reasons in ((_NEVER, NOT_RESUMABLE), (_WITHOUT_JOURNAL, NOT_CONTINUABLE)):
-        lines += [introduction, "| reason | what it is |", "|---|---|"]
-        lines += [f"| {reason} | {meaning} |" for reason, meaning in reasons.items()]
+    lines += [_WHICH_GO_ON, "| reason | what it is |", "|---|---|"]
+    lines += [f"| {reason} | {meaning} |" for reason, meaning in NOT_RESUMABLE.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -308,8 +286,8 @@ The first step that is still possible is taken:
 - *compute on the decode node*: unless the policy is `fail`.
 - *same ticket*: while `retries` are left and the ticket is younger than `ticket_life`. No prefill runs again.
 - *after a new prefill*: while `retries` are left.
-- *migrate*: while `migrations` are left and the stream can go on exactly. Where it is resumed by its journal, the new
-  leg has the rows of the moment *resuming*.
+- *migrate*: while `migrations` are left and [the stream can go on](#which-streams-go-on). Where it is resumed by its
+  journal, the new leg has the rows of the moment *resuming*.
 - *at the endpoint itself*: always; the stream then has no journal.
 - A node that could not be reached at all uses no retry up: where `retries` is not 0, every node is tried.
 - A request under which the connections to two nodes of a role broke off (*reset*, or *refused* after a kept-alive
@@ -349,39 +327,30 @@ A node from whose legs nothing has come for `health.silence`, and that then answ
 `health.silence_timeout`, is given up at once ([which are, and which are not](operating.md#a-node-that-freezes)).
 """
 
-_NEVER = """
+_WHICH_GO_ON = """
 # Which streams go on
 
-A stream whose decode node fails or leaves goes on at another one in one of three ways, each exact:
-- *resumed*, by its journal: where both nodes have our connector's endpoint plugin and can resume (the label `resume` of
-  their `pdproxy_connector_info` is true). The other node gets the client's request and the journal, and sends what
-  follows. This holds for all endpoints and all shapes but those below.
-- *restarted*: nothing that was generated has reached the client, so that any node can be asked anew.
-- *continued*, by token ids: where the stream has no journal. Only completions and chat, and of these only the shapes
-  that are not in the second table.
+A stream whose decode node fails or leaves goes on at another node by its journal, which decode nodes with our
+connector's endpoint plugin write; on other nodes it ends with an error event. There are two ways:
+- *resumed*, by its journal: both nodes can resume (the label `resume` of their `pdproxy_connector_info` is true). The
+  other node gets the client's request and the journal, and sends what follows, on all endpoints.
+- *restarted*: nothing that was generated has reached the client, so that any node can be asked anew, whether there is a
+  journal or not.
 
-A stream has a journal where its node can resume and `migrations` is not 0, and where another such node takes requests
-when it begins, or its shape could not go on in any other way. One that has a journal is not continued by token ids:
-where no node is left that can resume, it ends with an error event.
+A stream has a journal where its node can resume, `migrations` is not 0, and its shape is not in the table below.
 
 A stream that breaks when all was said (the finish reason is out; of messages, the reason to stop) is ended by the
 proxy, as the node would have, whatever it is; where usage is still to come, it is resumed for that if it can be, and
 ends without it if not.
 
-`pdproxy_continuable_total` counts requests by the words of both tables.
+`pdproxy_continuable_total` counts requests by the words of the table.
 
 ## Streams that cannot be resumed
 
 These end with an error event once generated text has reached the client; before that, they too are asked anew. A node
-refuses to write a journal for three more, which it alone knows; such a stream is served at the endpoint itself, without
-one: a response that it is to store, or that goes on from a stored one; seeded sampling with speculative tokens (how
-many drafts were accepted decides how many random numbers were drawn); a thinking budget on vLLM's model runner V1.
-"""
-
-_WITHOUT_JOURNAL = """
-## Streams that cannot be continued without a journal
-
-On nodes that cannot resume. These too end with an error event once generated text has reached the client.
+leaves three more to the endpoint itself, without a journal, for it alone knows of them: a response that it is to store,
+or that goes on from a stored one; seeded sampling with speculative tokens (how many drafts were accepted decides how
+many random numbers were drawn); a thinking budget on vLLM's model runner V1.
 """
 
 

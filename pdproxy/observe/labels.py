@@ -145,8 +145,6 @@ class Move(enum.StrEnum):
 
     RESUMED = "resumed"
     """From its journal: the same request, and what was generated for it."""
-    CONTINUED = "continued"
-    """From its token ids: they became a part of the prompt."""
     RESTARTED = "restarted"
     """From the start: nothing generated had reached the client."""
 

@@ -301,7 +301,7 @@ class NodePicker:
             return None
 
     def reset(self) -> None:
-        """Before a request, or its continuation, starts: nothing has failed, and all retries are left."""
+        """Before a request starts, or goes on elsewhere: nothing has failed, and all retries are left."""
         self._local = self._sub_request.shape.local
         moment = Moment.RESUMING if self._resuming else Moment.OPENING
         self._retry_state = RetryState(self._context, self._broken, moment)

@@ -13,8 +13,7 @@ import msgspec
 from pdproxy.errors import NodeFault
 from pdproxy.failures import Moment, Step
 from pdproxy.legs.calls import decode, prefill, prompt_digest
-from pdproxy.legs.rewrite import decode_body, prefill_body
-from pdproxy.legs.shape import estimated_prompt_tokens
+from pdproxy.legs.rewrite import decode_body, prefill_body, with_usage
 from pdproxy.lifecycle import IllegalTransition, RequestLifecycle, Transition
 from pdproxy.nodes.node import Node
 from pdproxy.nodes.outlier import Source
@@ -34,7 +33,7 @@ from pdproxy.orchestration.resources import (
 )
 from pdproxy.planning.demand import Decoded, Prefilled
 from pdproxy.planning.prefix import Place
-from pdproxy.request import Endpoint, Json, LegForm, LocalReason, SubRequest
+from pdproxy.request import Endpoint, LegForm, LocalReason, SubRequest
 from pdproxy.transport.port import HttpResponse
 from pdproxy.usage import Usage
 
@@ -76,8 +75,8 @@ class UpstreamRequest:
         self.recomputed = False
         self._move: Move | None = None
 
-    async def start(self, body: Json, form_for: FormFor, read_answer: ReadAnswer[Result]) -> Result:
-        """Send a body (the client's, or its continuation) to the nodes; what ``read_answer`` makes of the answer.
+    async def start(self, form_for: FormFor, read_answer: ReadAnswer[Result]) -> Result:
+        """Send the request to the nodes; what ``read_answer`` makes of the answer.
 
         Raises:
             ClientError: every retry failed, or none is left.
@@ -85,14 +84,14 @@ class UpstreamRequest:
         """
         self.nodes.reset()
         await self.nodes.look_up()
-        node = await self._plan_and_prefill(body)
+        node = await self._plan_and_prefill()
         while True:
             try:
-                return await self._decode_on(node, body, form_for, read_answer)
+                return await self._decode_on(node, form_for, read_answer)
             except NodeFault as fault:
-                node = await self._after_failed_decode(node, fault, body)
+                node = await self._after_failed_decode(node, fault)
 
-    async def _after_failed_decode(self, node: Node, fault: NodeFault, body: Json) -> Node:
+    async def _after_failed_decode(self, node: Node, fault: NodeFault) -> Node:
         """The decode node for the next try."""
         self.resources.leg_span.failed(fault.fault)
         step = self.nodes.failed(Leg.DECODE, node, fault, ticket_works=self._ticket_works())
@@ -105,7 +104,7 @@ class UpstreamRequest:
             if node.name in self._context.pool:
                 return self._acquire_decode(node)
         if step in (Step.SAME_TICKET, Step.PREFILL_AGAIN, Step.AT_ENDPOINT):
-            return await self._plan_anew(body)
+            return await self._plan_anew()
         raise final_error(Leg.DECODE, Moment.OPENING, step, fault)
 
     def _other_decode(self) -> Node | None:
@@ -116,19 +115,19 @@ class UpstreamRequest:
         self._life.move(Transition.SAME_TICKET)
         return self._acquire_decode(other)
 
-    async def _plan_anew(self, body: Json) -> Node:
+    async def _plan_anew(self) -> Node:
         await self.resources.close_decode_leg()
         self._life.move(Transition.AGAIN)
         self.resources.release_hand_over()
-        return await self._plan_and_prefill(body)
+        return await self._plan_and_prefill()
 
-    async def _plan_and_prefill(self, body: Json) -> Node:
+    async def _plan_and_prefill(self) -> Node:
         """Plan, and prefill until there is a ticket, or the decode node is to compute; that decode node."""
         self.hand_over = None
         while (chosen := await self.nodes.next_plan(self._acquire_decode)).prefill is not None:
             self._life.move(Transition.PREFILL)
             try:
-                self.hand_over = await self._prefill(chosen.prefill, body)
+                self.hand_over = await self._prefill(chosen.prefill)
             except NodeFault as fault:
                 self.nodes.prefill_failed(chosen.prefill, fault)
                 self._life.move(Transition.AGAIN)
@@ -144,13 +143,13 @@ class UpstreamRequest:
         age = None if self.hand_over is None else self._context.clock.now() - self.hand_over.issued_at
         return age is not None and age < self._context.config.ticket_life
 
-    async def _prefill(self, node: Node, body: Json) -> HandOver:
+    async def _prefill(self, node: Node) -> HandOver:
         asked, context = self.sub_request, self._context
         hand_over_id = context.new_hand_over_id()
-        leg = prefill_body(asked.endpoint, body, hand_over_id, asked.shape.choices)
+        leg = prefill_body(asked.endpoint, asked.body, hand_over_id, asked.shape.choices)
         timeouts = context.config.prefill_timeouts(self.remaining_seconds())
         self.timeline.enter(Phase.PREFILL, node.name)
-        tokens = self.nodes.prompt_tokens if body is asked.body else estimated_prompt_tokens(body)
+        tokens = self.nodes.prompt_tokens
         load, headers, began = self.nodes.load(node, Leg.PREFILL), self.nodes.begin_leg(node), context.clock.now()
         span = begin_leg_span(context, asked, Leg.PREFILL, node)
         try:
@@ -176,11 +175,12 @@ class UpstreamRequest:
         self.resources.leg_span = span
         return span
 
-    async def _decode_on(self, node: Node, body: Json, form_for: FormFor, read_answer: ReadAnswer[Result]) -> Result:
+    async def _decode_on(self, node: Node, form_for: FormFor, read_answer: ReadAnswer[Result]) -> Result:
         asked, transport = self.sub_request, self._context.transport
         ticket = None if self.hand_over is None else self.hand_over.answer.ticket
         form = form_for(node)
-        leg = decode_body(asked.endpoint, body, ticket, form.additions)
+        leg = decode_body(asked.body, ticket)
+        leg = with_usage(leg) if form.adds_usage else leg
         timeouts = self._context.config.decode_timeouts(self.remaining_seconds())
         self.timeline.enter(Phase.HANDOVER, node.name)
         with LegWait(self.resources.slot, self.nodes.possible):
@@ -254,11 +254,8 @@ class UpstreamRequest:
         """The decode node that was chosen last; "" before there is one."""
         return "" if self._decode_node is None else self._decode_node.name
 
-    def record_usage(self, usage: Usage, whole: Usage | None = None) -> None:
-        """A decode leg reported its usage. That of one that resumed a stream does not tell who computed the prompt.
-
-        ``whole``: that of the client's whole answer, where other legs had a part in it.
-        """
+    def record_usage(self, usage: Usage) -> None:
+        """A decode leg reported its usage. That of one that resumed a stream does not tell who computed the prompt."""
         self.resources.leg_span.used(usage)
         asked, answer = self.sub_request, self.timeline.answer
         self.nodes.admission.used((usage.prompt or 0) + (usage.completion or 0))
@@ -272,7 +269,7 @@ class UpstreamRequest:
         self._context.in_flight.answered(asked.request.model, route, shown, asked.shape.choices)
         self.recomputed = route is Route.RECOMPUTED
         self.nodes.answered(self._decode_node, usage, None if self.recomputed else self.hand_over)
-        answer.used(asked.index, whole or shown)
+        answer.used(asked.index, shown)
         if self.recomputed:
             self._record_recomputed()
         self._record_pace(usage)

@@ -131,6 +131,8 @@ def _played(question: ParsedRequest, prefill: bool) -> Played:
 def _journaled(question: ParsedRequest) -> Played:
     """With each token its record; what follows the last token comes with it."""
     pieces = _chunked(journaled(question, len(question.prompt) - 1, [], FakeKvTransfer()))
+    if question.count == HELD_TOKENS:
+        return Played(HEAD, ((pieces[0],),))
     last = question.count - 1
     return Played(HEAD, (*((piece,) for piece in pieces[:last]), tuple(pieces[last:])))
 

@@ -71,11 +71,6 @@ def variants(python: Path, suffix: str = "") -> list[Peer]:
     ]
 
 
-def _journaled(ports: Ports) -> list[str]:
-    # The decode node by a second name: a stream has a journal where another node could resume it.
-    return [*_pdproxy(ports), "--decode", f"http://localhost:{ports.decode}"]
-
-
 def _pdproxy(ports: Ports, python: Path = VENV / "bin" / "python") -> list[str]:
     listen = ["--host", "127.0.0.1", "--port", f"{ports.clients}", "--admin-port", f"{ports.operators}"]
     patience = ["--deadlines-connect", "60", "--health-timeout", "60"]  # a starved machine is no node that failed
@@ -119,7 +114,6 @@ def _nodes(ports: Ports) -> list[str]:
 
 
 PDPROXY = Peer("pdproxy", _pdproxy)
-JOURNALED = Peer("pdproxy-journaled", _journaled)
 VLLM_ROUTER = Peer("vllm-router", _vllm_router)
 SMG_ROUTER = Peer("smg", lambda ports: smg_command(ports, "round_robin"), _join_smg)
 

@@ -58,7 +58,7 @@ class FakeNode:
         burst: tokens that one streamed event carries.
     """
 
-    can_resume = False
+    can_resume = True
     """Whether it has the route of streams that can be resumed."""
     stores_responses = False
     """Whether it leaves responses to the endpoint itself, for it keeps them."""

@@ -49,7 +49,7 @@ class FakeCluster:
         config: the operator's.
         burst: tokens that an event carries.
         capacity: of each decode node; None where they do not publish it.
-        journaling: how many of the decode nodes, the first ones, write journals.
+        journaling: how many of the decode nodes, the first ones, write journals; all unless it is given.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class FakeCluster:
         config: OrchestrationConfig | None = None,
         burst: int = 1,
         capacity: Capacity | None = None,
-        journaling: int = 0,
+        journaling: int | None = None,
     ) -> None:
         self.fabric = FakeKvTransfer()
         self.clock = FakeClock()
@@ -72,7 +72,7 @@ class FakeCluster:
         for node in self.prefills:
             self.join(node, Role.PREFILL)
         for index, node in enumerate(self.decodes):
-            node.can_resume = node.can_resume or index < journaling
+            node.can_resume = journaling is None or index < journaling
             self.join(node, Role.DECODE, capacity)
         self.context = OrchestrationContext(
             self.transport,

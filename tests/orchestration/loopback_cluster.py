@@ -89,16 +89,17 @@ async def loopback_cluster(
     decodes: int = 2,
     config: OrchestrationConfig | None = None,
     capacity: Capacity | None = None,
-    journaling: int = 0,
+    journaling: int | None = None,
     node: Callable[[FakeNode], LoopbackNode] = LoopbackNode,
 ) -> AsyncIterator[LoopbackCluster]:
-    """A running cluster; its nodes stop when the block ends. So many decode nodes, the first ones, write journals.
-    ``node`` makes the server of each."""
+    """A running cluster; its nodes stop when the block ends. So many decode nodes, the first ones, write journals; all
+    unless it is given. ``node`` makes the server of each."""
     fabric = FakeKvTransfer()
     names = [*(f"p{index}" for index in range(prefills)), *(f"d{index}" for index in range(decodes))]
     async with contextlib.AsyncExitStack() as stack:
         servers = [await stack.enter_async_context(node(FakeNode(name, fabric))) for name in names]
-        for server in servers[prefills : prefills + journaling]:
+        last = None if journaling is None else prefills + journaling
+        for server in servers[prefills:last]:
             server.node.can_resume = True
         yield LoopbackCluster(fabric, servers, config or OrchestrationConfig(), capacity)
 

@@ -124,12 +124,15 @@ async def test_without_migrations_nothing_is_added(shape: str) -> None:
     assert answer.error is not None
 
 
-@pytest.mark.parametrize(("shape", "journaled"), [("chat", False), ("tools", True), ("choices", True)])
-async def test_a_lone_node_writes_a_journal_where_nothing_else_could_help(shape: str, journaled: bool) -> None:
+@pytest.mark.parametrize("shape", ["chat", "tools", "choices"])
+async def test_a_lone_node_writes_a_journal_for_another_may_join(shape: str) -> None:
     cluster = FakeCluster(decodes=2, journaling=1)
-    await ask(cluster, shape)
-    (leg,) = cluster.decodes[0].legs()
-    assert leg.path.startswith(ROUTE) is journaled
+    reply, got = await _pieces(cluster, shape, 3)
+    cluster.decodes[1].can_resume = True
+    cluster.amend("d1", can_resume=True)
+    cluster.pool.leaving("d0").set()
+    assert seen(got + await read(reply)) == await uncut(shape)
+    assert [leg.path.startswith(ROUTE) for node in cluster.decodes for leg in node.legs()] == [True, True]
 
 
 async def test_what_has_a_journal_goes_to_nodes_that_can_resume() -> None:
@@ -166,14 +169,15 @@ async def test_where_nothing_was_out_any_node_is_asked_anew() -> None:
     await cluster.settle()
 
 
-async def test_nodes_without_the_route_keep_todays_rules() -> None:
-    cluster = FakeCluster()
-    cluster.decodes[0].fault = OVER
-    assert read_answer(CHAT, await ask(cluster, "chat")).error is None
-    assert moves(cluster, Move.CONTINUED) == 1
-    (leg,) = cluster.decodes[1].legs()
-    assert leg.path == CHAT
-    assert "prompt_token_ids" in leg.body["kv_transfer_params"]
+async def test_on_nodes_without_the_route_a_stream_ends_in_an_error_event() -> None:
+    cluster = FakeCluster(journaling=0)
+    cluster.decodes[0].fault = InjectedFault(FaultKind.RESET, at=5)
+    answer = read_answer(CHAT, await ask(cluster, "chat"))
+    assert (answer.error is None, answer.ended) == (False, True)
+    (leg,) = cluster.decodes[0].legs()
+    assert (leg.path, "return_token_ids" in leg.body) == (CHAT, False)
+    assert cluster.decodes[1].legs() == []
+    assert cluster.count("pdproxy_continuable_total", answer="no", reason="no_journal") == 1
 
 
 @pytest.mark.parametrize("status", [400, 404, 405, 500, 503])
@@ -213,7 +217,7 @@ async def test_a_node_may_leave_a_stream_to_the_endpoint() -> None:
     assert seen(await ask(cluster, "responses")) == await uncut("responses")
     assert [leg.path for leg in cluster.decodes[0].legs()] == [ROUTE + Endpoint.RESPONSES, Endpoint.RESPONSES]
     assert cluster.fabric.pulled == 1, "the same ticket serves"
-    assert cluster.count("pdproxy_continuable_total", answer="no", reason="responses") == 1
+    assert cluster.count("pdproxy_continuable_total", answer="no", reason="no_journal") == 1
 
 
 async def test_an_error_that_no_record_follows_is_noticed() -> None:
