@@ -149,11 +149,10 @@ class UpstreamRequest:
         leg = prefill_body(asked.endpoint, asked.body, hand_over_id, asked.shape.choices)
         timeouts = context.config.prefill_timeouts(self.remaining_seconds())
         self.timeline.enter(Phase.PREFILL, node.name)
-        tokens = self.nodes.prompt_tokens
         load, headers, began = self.nodes.load(node, Leg.PREFILL), self.nodes.begin_leg(node), context.clock.now()
         span = begin_leg_span(context, asked, Leg.PREFILL, node)
         try:
-            held = self.resources.prefilling(node, hand_over_id, tokens, load)
+            held = self.resources.prefilling(node, hand_over_id, self.nodes.prompt_tokens, load)
             with held as slot, LegWait(slot, self.nodes.possible), span:
                 answer = await prefill(
                     context.transport, node, asked.endpoint, leg, headers, timeouts, self.resources.prefill_resent
